@@ -21,7 +21,7 @@ class AttentionGradients(NamedTuple):
     k: Tensor
     """[rows, kv_heads, d_head], after the rotation"""
     v: Tensor
-    """[rows, kv_heads, d_head]"""
+    """[rows, kv_heads, width of values]"""
     pattern: Tensor | None
     """[rows, heads, keys], 0 where a row does not see a key; None unless asked for"""
 
@@ -29,7 +29,7 @@ class AttentionGradients(NamedTuple):
 def through_attention(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, want_pattern: bool, products: BackwardProducts
 ) -> AttentionGradients:
-    """g [rows, heads, d_head] is the gradient of z = p v with p = softmax(cap(scale q k^T)), rows at positions 0, 1, ...
+    """g [rows, heads, d_value] is the gradient of z = p v with p = softmax(cap(scale q k^T)), rows at positions 0, 1, ...
 
     dv = p^T g,  dp = g v^T,  ds = p (dp - sum(dp p)) cap',  dq = scale ds k,  dk = scale ds^T q
     """
@@ -61,12 +61,13 @@ def _through_rows(
     bias: Tensor | None,
     products: BackwardProducts,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """g, q [rows, heads, d], k, v [kv_heads, keys, d], hidden [rows, keys], bias [heads, keys]
+    """g, q [rows, heads, width], k, v [kv_heads, keys, width], hidden [rows, keys], bias [heads, keys]
     -> dq, dk, dv as these, dp [rows, heads, keys]"""
-    rows, heads, d = q.shape
+    rows, heads, _ = q.shape
     kv_heads = len(k)
     group = heads // kv_heads
-    fold = lambda x: x.reshape(rows, kv_heads, group, d).permute(1, 2, 0, 3).reshape(kv_heads, group * rows, d)  # noqa: E731
+    by_head = lambda x: x.reshape(rows, kv_heads, group, -1).permute(1, 2, 0, 3)  # noqa: E731
+    fold = lambda x: by_head(x).reshape(kv_heads, group * rows, -1)  # noqa: E731
     back = lambda x: x.view(kv_heads, group, rows, -1).permute(2, 0, 1, 3).reshape(rows, heads, -1)  # noqa: E731
     g, q, unseen = fold(g), fold(q) * spec.scale, hidden.repeat(group, 1)
     product = products.batched

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from replaylens.engine.errors import NoGradient
 from replaylens.engine.gradients.attention import through_attention
+from replaylens.engine.gradients.latent import NEEDED, through_latent
 from replaylens.engine.gradients.products import BackwardProducts
 from replaylens.engine.gradients.rowwise import activated, through_activation, through_norm, through_rotary
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Attention, Block, Decoder, Mlp
+from replaylens.engine.model.latent import LatentAttention
 from replaylens.engine.model.ops import Linear, Norm
 from replaylens.engine.model.sites import layer_of
 from replaylens.engine.passes.runner import WholePass
@@ -28,14 +30,18 @@ def needed_sites(config: ModelConfig) -> frozenset[str]:
     if config.mixture is not None or config.sinks:
         what = "a mixture of experts" if config.mixture is not None else "attention sinks"
         raise NoGradient(f"This model has {what}, whose backward pass is not implemented. Use patching, or a dense model.")
-    names = ["hook_in", "attn.v.hook_out", "mlp.in.hook_out"]
+    names = ["hook_in", "mlp.in.hook_out"]
     names += ["attn.q.hook_out", "attn.k.hook_out"] if config.clip_qkv else []
     names += ["mlp.gate.hook_out"] if config.gated_mlp else []
     names += [] if config.parallel_residual else ["ln2.hook_in"]
     names += ["attn.hook_out", "mlp.hook_out"] if config.post_norms else []
-    layers = range(config.num_layers)
-    heads = {site for layer in layers for site in _attended(config, layer)}
-    heads |= {site for layer in layers for site in _normed(config, layer) if config.qk_norm}
+    layers, heads = range(config.num_layers), set[str]()
+    if config.latent is None:
+        names += ["attn.v.hook_out"]
+        heads = {site for layer in layers for site in _attended(config, layer)}
+        heads |= {site for layer in layers for site in _normed(config, layer) if config.qk_norm}
+    else:
+        names += [*NEEDED, *(["attn.q_a_layernorm.hook_in"] if config.latent.query_rank else [])]
     return frozenset(f"blocks.{layer}.{name}" for layer in layers for name in names) | heads
 
 
@@ -159,12 +165,18 @@ class Backward:
         by_up = self._at(mlp.up_site, activated(gate, mlp.kind).mul_(g))
         return self.products.linear(torch.cat([by_gate, by_up], dim=-1), mlp.up)
 
-    def _attention(self, attn: Attention, g: Tensor, layer: int) -> Tensor:
-        """[rows, heads * d_head] -> the gradient of the normed stream, [rows, d_model]"""
+    def _attention(self, attn: Attention | LatentAttention, g: Tensor, layer: int) -> Tensor:
+        """[rows, heads * width of values] -> the gradient of the normed stream, [rows, d_model]"""
         g = self._at(attn.z_site, g.view(self.num_rows, attn.heads, attn.width))
-        rotary, config = self.rotary[layer], self.model.config
+        rotary, config, want_pattern = self.rotary[layer], self.model.config, attn.pattern_site in self.asked
+        if isinstance(attn, LatentAttention):
+            assert rotary is not None
+            out, pattern = through_latent(attn, g, rotary, self._value, self._at, want_pattern, self.products)
+            if pattern is not None:
+                self.found[attn.pattern_site] = pattern
+            return out
         q, k, v = (self._value(site) for site in (*_attended(config, layer), attn.v_site))
-        dq, dk, dv, pattern = through_attention(g, q, k, v, attn.spec, attn.pattern_site in self.asked, self.products)
+        dq, dk, dv, pattern = through_attention(g, q, k, v, attn.spec, want_pattern, self.products)
         if pattern is not None:
             self.found[attn.pattern_site] = pattern
         if attn.norm_is_last:

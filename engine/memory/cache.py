@@ -20,7 +20,8 @@ class KVCache:
     """Keys and values of every layer in slots. A page is `page_size` consecutive slots; page 0 stays zero.
 
     The layout on a CPU is [layers, 2, kv_heads, slots, d_head]: a gather of slots gives each head a contiguous block. On CUDA,
-    or wherever `kernels` run, it is [layers, 2, slots, kv_heads, d_head]: they read the entries of a page in place.
+    or wherever `kernels` run, it is [layers, 2, slots, kv_heads, d_head]: they read the entries of a page in place. With latent
+    attention there is one vector per slot, [layers, 1, 1, slots, rank + rotary_dim], which is both key and value.
 
     With `canary=True`, every slot also has a hash chained over (token, position, previous slot's hash) and a hash of its
     bytes. `check` recomputes both and reports the first slot that does not hold what its branch expects.
@@ -37,9 +38,10 @@ class KVCache:
     ) -> None:
         slots, by_slot = (pool.num_pages + 1) * pool.page_size, kernels or device != "cpu"
         self.slot_dim = 2 if by_slot else 3
-        inner = (slots, config.num_kv_heads) if by_slot else (config.num_kv_heads, slots)
+        planes, heads, width = config.kv_shape
+        inner = (slots, heads) if by_slot else (heads, slots)
         self.pool, self.num_heads = pool, config.num_heads
-        self.data = _zeros((config.num_layers, 2, *inner, config.d_head), dtype, device)
+        self.data = _zeros((config.num_layers, planes, *inner, width), dtype, device)
         self.worth_sharing = _WORTH_SHARING[device]
         """bytes of keys and values per layer that reading shared pages once must save, or every row reads its own; below,
         dividing the rows takes as long. Moves no bit"""
@@ -51,12 +53,16 @@ class KVCache:
         return self.data.numel() * self.data.element_size()
 
     def write(self, layer: int, slots: Tensor, kv: Tensor) -> None:
-        """Write keys and values, [rows, 2 kv_heads, d_head], to `slots` [rows]. CPU only: on CUDA a kernel writes."""
+        """Write keys and values, [rows, 2 kv_heads, d_head], to `slots` [rows]. CPU only: on CUDA a kernel writes.
+
+        Keys that are also the values are given once: [rows, 1, width].
+        """
         self.data[layer].flatten(0, 1).index_copy_(1, slots, kv.transpose(0, 1))
 
     def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of the keys and of the values in `slots`: [kv_heads, slots, d_head] each. CPU only."""
-        keys, values = self.data[layer].flatten(0, 1).index_select(1, slots).chunk(2)
+        found = self.data[layer].flatten(0, 1).index_select(1, slots)
+        keys, values = found.chunk(2) if len(self.data[layer]) == 2 else (found, found)
         return keys, values
 
     def copy(self, copies: list[PageCopy]) -> None:
@@ -71,7 +77,7 @@ class KVCache:
                     self.digest[target + i] = self.digest[source + i]
 
     def rows(self, slots: list[int]) -> Tensor:
-        """A copy of the entries in `slots`: [rows, layers, 2, kv_heads, d_head]."""
+        """A copy of the entries in `slots`: [rows, layers, *config.kv_shape]."""
         index = torch.tensor(slots, dtype=torch.int64, device=self.data.device)
         return self.data.index_select(self.slot_dim, index).movedim(self.slot_dim, 0).contiguous()
 
@@ -124,7 +130,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
 
 def require_memory(config: ModelConfig, num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
     """Raise BadRequest if the KV of `num_tokens` tokens exceeds the total memory of the machine or device."""
-    wanted = num_tokens * config.num_layers * 2 * config.num_kv_heads * config.d_head * dtype.itemsize
+    wanted = num_tokens * config.num_layers * math.prod(config.kv_shape) * dtype.itemsize
     if device.type == "cuda":
         there = torch.cuda.get_device_properties(device).total_memory
     else:

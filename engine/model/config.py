@@ -38,6 +38,22 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Latent attention: the keys and values of all heads are products of one latent vector per position (DeepSeek-V2)."""
+
+    rank: int
+    """width of that vector, which the KV cache holds together with the rotated part of the keys"""
+    d_value: int
+    """width of a head's values"""
+    query_rank: int = 0
+    """width of the latent that queries are a product of; 0: they are a product of the stream"""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or self.d_value < 1 or self.query_rank < 0:
+            raise BadConfig(f"Invalid latent attention {self}: rank and d_value must be at least 1, query_rank at least 0.")
+
+
+@dataclass(frozen=True)
 class MixtureConfig:
     """The mixtures of experts that stand in the place of MLPs."""
 
@@ -133,6 +149,8 @@ class ModelConfig:
     unembed_bias: bool = False
     slopes: tuple[float, ...] = ()
     """per head, what is added to a score for each position of its key (ALiBi); empty: nothing"""
+    latent: Latent | None = None
+    """latent attention; `rotary_dim` of the `d_head` dimensions of a key are then rotated and the same for all heads"""
     mixture: MixtureConfig | None = None
     """the mixtures of experts; None: every layer has an MLP"""
     sinks: bool = False
@@ -168,6 +186,16 @@ class ModelConfig:
             raise BadConfig("shared_norm needs parallel_residual and pre_norms.")
         if self.post_norms and self.residual_scale != 1.0:
             raise BadConfig(f"residual_scale {self.residual_scale} with post_norms is not supported.")
+        if self.latent is not None:
+            self._check_latent()
+
+    def _check_latent(self) -> None:
+        if self.num_kv_heads != self.num_heads:
+            raise BadConfig(f"Latent attention needs as many key heads as heads, not {self.num_kv_heads} of {self.num_heads}.")
+        if not 0 < self.rotary_dim < self.d_head or self.rotary_layers:
+            raise BadConfig(f"Latent attention rotates part of every head, not {self.rotary_dim} of {self.d_head} dimensions.")
+        if self.qk_norm or self.clip_qkv or self.slopes or self.sinks:
+            raise BadConfig("Latent attention with qk_norm, clip_qkv, slopes or sinks is not supported.")
 
     @property
     def scale(self) -> float:
@@ -178,6 +206,19 @@ class ModelConfig:
     def plain_logits(self) -> bool:
         """Whether logits are the product with the unembedding, times a power of two at most: what a GPU's lens computes."""
         return not self.unembed_bias and math.frexp(self.logit_scale)[0] == 0.5
+
+    @property
+    def d_value(self) -> int:
+        """The width of a head's values, and so of its output."""
+        return self.d_head if self.latent is None else self.latent.d_value
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int]:
+        """What the KV cache holds per position and layer: keys and values of each key head, (2, heads, d_head); with latent
+        attention one vector, the normed latent and the rotated part of the keys, (1, 1, rank + rotary_dim)."""
+        if self.latent is None:
+            return 2, self.num_kv_heads, self.d_head
+        return 1, 1, self.latent.rank + self.rotary_dim
 
     @property
     def group(self) -> int:
@@ -225,6 +266,8 @@ class ModelConfig:
             for name in ("rope", "local_rope"):
                 if isinstance(raw.get(name), dict):
                     raw[name] = Rope(**_with_tuples(raw[name], "divisors"))
+            if isinstance(raw.get("latent"), dict):
+                raw["latent"] = Latent(**raw["latent"])
             if isinstance(mixture := raw.get("mixture"), dict):
                 parts = {**_with_tuples(mixture, "layers"), "routing": Routing(**mixture["routing"])}
                 raw["mixture"] = MixtureConfig(**parts)

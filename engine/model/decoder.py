@@ -1,16 +1,16 @@
 """`Decoder`: one config-driven transformer over packed rows. Wiring only: the arithmetic is in `Ops`."""
 
 import math
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.latent import LatentAttention
 from replaylens.engine.model.mixture import Mixture
-from replaylens.engine.model.ops import AttentionSpec, Heads, Linear, Norm, Observer, Ops, RowOps, softcap
+from replaylens.engine.model.ops import AttentionSpec, Heads, Linear, Norm, Ops, RowOps, softcap
 from replaylens.engine.model.rotary import Rotary, rotary_table
-from replaylens.engine.model.tap import Tap, tapped, wanted
+from replaylens.engine.model.tap import Tap, observer, tapped, wanted
 
 NormSites = tuple[str, str, str]
 """the sites of a norm: what it divides by, its result before the weights, its result"""
@@ -77,21 +77,13 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None and self.norm_is_last:
             q, k, joined = self._normed(q, self.q_norm, ops), self._normed(k, self.k_norm, ops), None
             q, k = tapped(tap, self.normed_q_site, q), tapped(tap, self.normed_k_site, k)
-        observe = None if tap is None else self._observer(tap)
+        observe = observer(tap, self.pattern_site, self.scores_site)
         z = ops.attend(Heads(q, k, v, rotary, joined, self.sinks), self.spec, observe)
         return tapped(tap, self.z_site, z).reshape(x.shape[0], -1)
 
     def _normed(self, x: Tensor, norm: Norm, ops: Ops) -> Tensor:
         """The norm of q or k [rows, heads, d_head], of each head or over all of them."""
         return ops.norm(x.flatten(1), norm).view(x.shape) if self.norm_spans_heads else ops.norm(x, norm)
-
-    def _observer(self, tap: Tap) -> Observer | None:
-        pattern, scores = tap.wants(self.pattern_site), tap.wants(self.scores_site)
-        if not pattern and not scores:
-            return None
-        return Observer(
-            partial(tap, self.pattern_site) if pattern else None, partial(tap, self.scores_site) if scores else None
-        )
 
 
 def _qk_norm(config: ModelConfig, heads: int) -> Norm:
@@ -141,7 +133,8 @@ class Block(nn.Module):
         self.ln1_sites, self.ln2_sites = norm_sites(site + "ln1"), norm_sites(site + "ln2")
         self.attn_sites = site + "attn.hook_out", norm_sites(site + "ln1_post")
         self.mlp_sites = site + "mlp.hook_out", norm_sites(site + "ln2_post")
-        self.ln1, self.attn = norm() if config.pre_norms else None, Attention(config, layer)
+        self.ln1 = norm() if config.pre_norms else None
+        self.attn = Attention(config, layer) if config.latent is None else LatentAttention(config, layer)
         self.ln2 = norm() if config.pre_norms and not config.shared_norm else None
         self.mlp: Mlp | Mixture = Mixture(config, layer) if config.sparse(layer) else Mlp(config, layer)
         self.ln1_post = norm() if config.post_norms else None

@@ -2,6 +2,7 @@
 
 from replaylens.engine.errors import UnsupportedModel
 from replaylens.engine.model import tables_gpt as gpt
+from replaylens.engine.model import tables_latent as latent
 from replaylens.engine.model import tables_llama as llama
 from replaylens.engine.model import tables_moe as moe
 from replaylens.engine.model.family import Family, Raw
@@ -38,6 +39,11 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5": llama.ERNIE,
     "seed_oss": llama.SEED_OSS,
     "cwm": llama.CWM,
+    "deepseek_v2": latent.DEEPSEEK_V2,
+    "deepseek_v3": latent.DEEPSEEK_V3,
+    "glm4_moe_lite": latent.GLM4_MOE_LITE,
+    "minicpm3": latent.MINICPM3,
+    "youtu": latent.YOUTU,
     "gpt2": gpt.GPT2,
     "gpt_bigcode": gpt.GPT_BIGCODE,
     "persimmon": gpt.PERSIMMON,

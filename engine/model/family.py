@@ -4,6 +4,7 @@ What a family computes is said by `ModelConfig`; which tensors it has follows fr
 part of the wiring, and the few functions that rearrange a tensor.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -17,7 +18,7 @@ from replaylens.engine.model.config import Activation, ModelConfig
 from replaylens.engine.model.decoder import Block
 from replaylens.engine.model.expert_names import ExpertNames, respelled
 from replaylens.engine.model.experts import Experts
-from replaylens.engine.model.ops import Linear, Norm
+from replaylens.engine.model.ops import HeadLinear, Linear, Norm
 
 Raw = dict[str, Any]
 """a Hugging Face config"""
@@ -25,7 +26,8 @@ Get = Callable[[str], Tensor]
 """the source tensor of a Hugging Face name"""
 Tensors = dict[str, Tensor]
 Arrange = Callable[[ModelConfig, Tensor], Tensor]
-"""a source tensor (weights: [outputs, inputs], biases: [outputs]) -> the same in our order of outputs"""
+"""a source tensor (weights: [outputs, inputs], biases: [outputs]) -> the same in our order of outputs. Of products by head:
+[heads, inputs, outputs]"""
 
 _REQUIRED = object()
 _ACTIVATIONS: dict[str, Activation] = {
@@ -108,6 +110,8 @@ class Family:
     """our module -> how its source tensor is rearranged"""
     renamed: Callable[[ModelConfig], Mapping[str, str]] = lambda config: {}
     """names of parts that depend on the config"""
+    later_layers: bool = False
+    """checkpoints may hold layers behind the last one, which guess further tokens and which transformers leaves out"""
 
     @property
     def used(self) -> frozenset[str]:
@@ -146,11 +150,12 @@ class Family:
             begin = names.block.format(layer)
             for name, like in block.named_parameters():
                 part, _, end = name.rpartition(".")
-                if not isinstance(block.get_submodule(part), Linear | Norm):
+                module = block.get_submodule(part)
+                if not isinstance(module, Linear | HeadLinear | Norm):
                     out[f"blocks.{layer}.{name}"] = self._single(block, name, begin, get)
                     continue
                 theirs = parts[part]
-                if isinstance(block.get_submodule(part), Linear):
+                if isinstance(module, Linear | HeadLinear):
                     pieces = [get(f"{begin}{each}.{end}") for each in ((theirs,) if isinstance(theirs, str) else theirs)]
                     x = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
                 else:
@@ -158,9 +163,18 @@ class Family:
                     x = self._norm(theirs and begin + theirs, end, like, get)
                 if part in self.arrange:
                     x = self.arrange[part](config, x)
-                is_weight = isinstance(block.get_submodule(part), Linear) and end == "weight"
+                is_weight = isinstance(module, Linear) and end == "weight"
                 out[f"blocks.{layer}.{name}"] = x.T if is_weight and names.transposed else x
         return out
+
+    def unused(self, config: ModelConfig, unread: list[str]) -> list[str]:
+        """The names of tensors that were not read, and that the family does not leave out on purpose."""
+        if not self.later_layers:
+            return unread
+        first, last = self.names.block.split("{}")
+        later = re.compile(rf"{re.escape(first)}(\d+){re.escape(last)}")
+        layer = lambda name: int(found[1]) if (found := later.match(name)) else -1  # noqa: E731
+        return [name for name in unread if layer(name) < config.num_layers]
 
     def _single(self, block: Block, name: str, begin: str, get: Get) -> Tensor:
         """A parameter that is neither of a product nor of a norm."""

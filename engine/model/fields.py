@@ -112,7 +112,8 @@ def require_described(raw: dict[str, Any], family: Family, config: ModelConfig) 
         has = ["sliding_attention" if config.window(layer) else "full_attention" for layer in range(config.num_layers)]
         if list(kinds) != has:
             _refuse(config.family, "layer_types", kinds)
-    if raw.get("head_dim") not in (None, 0, config.d_head):
+    width = config.d_head if config.latent is None else config.rotary_dim  # of latent attention, the rotated part of a head
+    if raw.get("head_dim") not in (None, 0, width):
         _refuse(config.family, "head_dim", raw["head_dim"])
 
 

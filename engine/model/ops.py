@@ -29,6 +29,14 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
 
+class HeadLinear(nn.Module):
+    """A product for each head, with weights stored [heads, inputs, outputs]."""
+
+    def __init__(self, heads: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads, inputs, outputs))
+
+
 class Norm(nn.Module):
     """The weights of an RMSNorm or LayerNorm over the last dimension."""
 
@@ -91,7 +99,7 @@ class Heads:
     k: Tensor
     """[rows, kv_heads, d_head]"""
     v: Tensor
-    """[rows, kv_heads, d_head]"""
+    """[rows, kv_heads, d_head]. The very tensor `k` if keys are also the values, which a cache then holds once"""
     rotary: Rotary | None = None
     """the rotation to apply to queries and keys; None: none, or already applied"""
     joined: Tensor | None = None
@@ -174,6 +182,10 @@ class Ops(RowOps, Protocol):
         """x [rows, heads, d_head], its first rotary_dim dimensions rotated by the angles of the rows' positions"""
         ...
 
+    def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [rows, heads, inputs], each head times its own weight of [heads, inputs, outputs]: [rows, heads, outputs]"""
+        ...
+
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
         """The heads' outputs: [rows, heads, d_head].
 
@@ -190,6 +202,9 @@ class TorchOps:
 
     def unembed(self, x: Tensor, table: Tensor) -> Tensor:
         return F.linear(x, table)
+
+    def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         width, weight = (x.shape[-1],), None if norm.by_head else norm.weight

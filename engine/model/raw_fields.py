@@ -82,12 +82,16 @@ def alpha_rope(raw: Raw) -> Rope:
     return Rope(theta=rope["rope_theta"] * rope["alpha"] ** (width / (width - 2)))
 
 
+def grown_by_yarn(factor: float, by: float) -> float:
+    """What YaRN multiplies queries and keys with, for a context that is `factor` times as long."""
+    return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
+
+
 def _yarn(raw: dict[str, Any], longest: int) -> Rope:
     original = raw["original_max_position_embeddings"]
     factor = longest / original if raw["factor"] is None else raw["factor"]
-    grown = lambda by: 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0  # noqa: E731
     by, by_all = raw.get("mscale"), raw.get("mscale_all_dim")
-    usual = grown(by) / grown(by_all) if by and by_all else grown(1)
+    usual = grown_by_yarn(factor, by) / grown_by_yarn(factor, by_all) if by and by_all else grown_by_yarn(factor, 1)
     truncate = raw.get("truncate")
     return Rope(
         theta=raw["rope_theta"],

@@ -4,7 +4,6 @@ import difflib
 from collections.abc import Iterable
 
 EXPERTS = "a mixture of experts"
-LATENT = "latent attention with a compressed KV cache"
 STATES = "layers with recurrent states or convolutions"
 ENCODER = "an encoder beside the decoder"
 
@@ -18,8 +17,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "codegen": ("its order of queries, keys and values", "gptj"),
     "cohere2_moe": (EXPERTS, "cohere2"),
     "dbrx": (EXPERTS, "cohere"),
-    "deepseek_v2": (LATENT + ", and " + EXPERTS, "llama"),
-    "deepseek_v3": (LATENT + ", and " + EXPERTS, "llama"),
     "diffllama": ("differential attention", "llama"),
     "ernie4_5_moe": (EXPERTS, "ernie4_5"),
     "exaone_moe": (EXPERTS, "exaone4"),
@@ -35,7 +32,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "llama4_text": (EXPERTS + ", and attention in chunks", "llama"),
     "mamba": (STATES, "llama"),
     "mamba2": (STATES, "llama"),
-    "minicpm3": (LATENT, "llama"),
     "nemotron_h": (STATES, "nemotron"),
     "olmo_hybrid": (STATES, "olmo3"),
     "qwen3_5_text": (STATES, "qwen3"),

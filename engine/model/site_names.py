@@ -17,11 +17,18 @@ LAYER_SITES: dict[str, tuple[str, str | None]] = {
     "attn.v.hook_out": ("kv_heads d_head", "attn.hook_v"),
     "attn.q_norm.hook_out": ("heads d_head", "attn.hook_q_normed"),
     "attn.k_norm.hook_out": ("kv_heads d_head", "attn.hook_k_normed"),
-    "attn.hook_rot_q": ("heads d_head", None),
-    "attn.hook_rot_k": ("kv_heads d_head", None),
+    "attn.q_a_layernorm.hook_in": ("query_rank", None),
+    "attn.hook_q_latent": ("query_rank", None),
+    "attn.kv_a_layernorm.hook_in": ("rank", None),
+    "attn.hook_kv_latent": ("rank", None),
+    "attn.hook_rot_q": ("heads d_turned", None),
+    "attn.hook_rot_k": ("turned_heads d_turned", None),
+    "attn.hook_q": ("heads d_head", None),
+    "attn.hook_k": ("kv_heads d_head", None),
+    "attn.hook_v": ("kv_heads d_value", None),
     "attn.hook_attn_scores": ("heads keys", None),
     "attn.hook_pattern": ("heads keys", None),
-    "attn.o.hook_in": ("heads d_head", "attn.hook_z"),
+    "attn.o.hook_in": ("heads d_value", "attn.hook_z"),
     "attn.hook_out": ("d_model", "hook_attn_out"),
     "ln1_post.hook_scale": ("one", None),
     "ln1_post.hook_normalized": ("d_model", None),
@@ -83,6 +90,11 @@ SAME_VALUES = {
     "attn.q.hook_in": ("ln1.hook_out", False),
     "attn.k.hook_in": ("ln1.hook_out", False),
     "attn.v.hook_in": ("ln1.hook_out", False),
+    "attn.q_a_proj.hook_out": ("attn.q_a_layernorm.hook_in", True),
+    "attn.q_a_layernorm.hook_out": ("attn.hook_q_latent", True),
+    "attn.q_b_proj.hook_in": ("attn.hook_q_latent", True),
+    "attn.kv_a_layernorm.hook_out": ("attn.hook_kv_latent", True),
+    "attn.kv_b_proj.hook_in": ("attn.hook_kv_latent", True),
     "attn.o.hook_out": ("attn.hook_out", True),
     "ln1_post.hook_in": ("attn.hook_out", True),
     "mlp.hook_in": ("ln2.hook_out", True),
@@ -104,8 +116,9 @@ def same_values(sparse: bool, mixture: bool) -> dict[str, tuple[str, bool]]:
     return shared | {name.replace("mlp.", "mlp.dense_") if mixture else name: SAME_VALUES[name] for name in own}
 
 
-READ_ONLY = ("hook_scale", "hook_normalized", "hook_attn_scores", "hook_expert_indices")
-"""the ends of names of sites that are computed beside the pass"""
+READ_ONLY = ("hook_scale", "hook_normalized", "hook_attn_scores", "hook_expert_indices", "attn.hook_k", "attn.hook_v")
+"""the ends of names of sites that are computed beside the pass. Keys and values have these names with latent attention only,
+which computes with neither"""
 GLOBAL_SITES = {
     "embed.hook_out": ("d_model", "hook_embed"),
     "pos_embed.hook_out": ("d_model", "hook_pos_embed"),

@@ -104,7 +104,7 @@ class SiteTable:
         config = self.config
         if name == "ln2.hook_in":  # the residual stream between attention and MLP, also without a norm there
             return not config.parallel_residual
-        scaled, mixture = config.residual_scale != 1.0, config.mixture
+        scaled, mixture, latent = config.residual_scale != 1.0, config.mixture, config.latent
         absent = {
             "ln1": not config.pre_norms,
             "ln2": not config.pre_norms or config.shared_norm,
@@ -119,6 +119,13 @@ class SiteTable:
             "attn.q_norm": not config.qk_norm,
             "attn.k_norm": not config.qk_norm,
             "mlp.gate": mixture is None and not config.gated_mlp,
+            **dict.fromkeys(("attn.q", "attn.k", "attn.v"), latent is not None),
+            **dict.fromkeys(("attn.hook_q", "attn.hook_k", "attn.hook_v"), latent is None),
+            **dict.fromkeys(("attn.hook_kv_latent", "attn.kv_a_layernorm", "attn.kv_b_proj"), latent is None),
+            **dict.fromkeys(
+                ("attn.hook_q_latent", "attn.q_a_proj", "attn.q_a_layernorm", "attn.q_b_proj"),
+                latent is None or not latent.query_rank,
+            ),
             "attn.hook_rot_q": not config.rotates(layer),
             "attn.hook_rot_k": not config.rotates(layer),
         }
@@ -131,6 +138,11 @@ class SiteTable:
             heads=c.num_heads,
             kv_heads=c.num_kv_heads,
             d_head=c.d_head,
+            d_value=c.d_value,
+            d_turned=c.d_head if c.latent is None else c.rotary_dim,
+            turned_heads=c.num_kv_heads if c.latent is None else 1,
+            rank=0 if c.latent is None else c.latent.rank,
+            query_rank=0 if c.latent is None else c.latent.query_rank,
             d_mlp=c.d_mlp,
             vocab=c.vocab_size,
             keys=0,

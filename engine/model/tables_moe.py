@@ -187,8 +187,10 @@ FLEX_OLMO = replace(
 # ---- DeepSeek's routing --------------------------------------------------------------------------------------------------
 
 
-def deepseek_v2_mixture(raw: Raw) -> MixtureConfig:
+def deepseek_v2_mixture(raw: Raw) -> MixtureConfig | None:
     """Softmax over all experts; with groups, only those in the best groups are chosen, a group being as good as its best."""
+    if not any(layers := _deepseek_layers(raw)):
+        return None
     groups = raw["n_group"] if raw["topk_method"] == "group_limited_greedy" else 1
     routing = Routing(
         _top(raw),
@@ -197,11 +199,13 @@ def deepseek_v2_mixture(raw: Raw) -> MixtureConfig:
         groups=groups,
         chosen_groups=raw["topk_group"] if groups > 1 else 1,
     )
-    return _deepseek(raw, routing)
+    return _deepseek(raw, routing, layers)
 
 
-def deepseek_v3_mixture(raw: Raw) -> MixtureConfig:
+def deepseek_v3_mixture(raw: Raw) -> MixtureConfig | None:
     """Sigmoids; the choice adds a trained bias to them. A group is as good as its two best experts together."""
+    if not any(layers := _deepseek_layers(raw)):
+        return None
     routing = Routing(
         _top(raw),
         "sigmoid",
@@ -212,13 +216,19 @@ def deepseek_v3_mixture(raw: Raw) -> MixtureConfig:
         group_best=2,
         correction=True,
     )
-    return _deepseek(raw, routing)
+    return _deepseek(raw, routing, layers)
 
 
-def _deepseek(raw: Raw, routing: Routing) -> MixtureConfig:
-    """The first layers have MLPs. Shared experts are one, as wide as all together."""
-    first = raw["first_k_dense_replace"]
-    layers = tuple(layer >= first for layer in range(raw["num_hidden_layers"]))
+def _deepseek_layers(raw: Raw) -> tuple[bool, ...]:
+    """Which layers have a mixture: all but the first ones, if they are not listed."""
+    kinds = raw.get("mlp_layer_types")
+    if kinds is not None:
+        return tuple(kind == "sparse" for kind in kinds)
+    return tuple(layer >= raw["first_k_dense_replace"] for layer in range(raw["num_hidden_layers"]))
+
+
+def _deepseek(raw: Raw, routing: Routing, layers: tuple[bool, ...]) -> MixtureConfig:
+    """Shared experts are one, as wide as all together."""
     shared = raw["moe_intermediate_size"] * (raw["n_shared_experts"] or 0)
     count = next(raw[name] for name in ("n_routed_experts", "num_local_experts", "num_experts") if name in raw)
     return MixtureConfig(count, raw["moe_intermediate_size"], routing, () if all(layers) else layers, d_shared=shared)

@@ -142,7 +142,7 @@ def from_hugging_face(
         near = ", ".join(f"{name} {shape}" for name, shape in list(source.shapes.items())[-3:])
         raise BadWeights(f"These shapes do not fit: {near} ({e}). Check that config and weights belong together.") from e
     config = _with_its_head(config, tensors, source)
-    if extra := source.unread():
+    if extra := family.unused(config, source.unread()):
         raise BadWeights(
             f"The checkpoint holds {len(extra)} tensors that a {config.family} model does not have, such as "
             f"{', '.join(extra[:4])}. Leaving them out would change what it computes. Is the config the right one?"

@@ -71,7 +71,8 @@ class CachedOps(CpuOps):
     @cached_property
     def prefixes(self) -> Prefixes | None:
         """Which rows share keys; None: no sharing is worth it."""
-        key_bytes = 2 * self.cache.data.shape[2] * self.cache.data.shape[4] * self.cache.data.element_size()
+        _, planes, kv_heads, _, width = self.cache.data.shape
+        key_bytes = planes * kv_heads * width * self.cache.data.element_size()
         return find_prefixes(self.batch, -(-self.cache.worth_sharing // key_bytes))
 
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
@@ -122,8 +123,11 @@ class CachedOps(CpuOps):
         return torch.cat(outs).index_select(0, prefixes.query_of_row)
 
     def _queries_and_kv(self, heads: Heads) -> tuple[Tensor, Tensor]:
-        """Queries [rows, heads, d_head], and keys and values [rows, 2 kv_heads, d_head], with the pending rotation applied."""
+        """Queries [rows, heads, d_head], and keys and values [rows, 2 kv_heads, d_head], with the pending rotation applied.
+        Keys that are also the values come once."""
         if heads.joined is None:
+            if heads.v is heads.k:
+                return heads.q, heads.k
             q, k, v = self.turned(heads)
             return q, torch.cat([k, v], dim=1)
         num_queries = heads.q.shape[1]
@@ -221,6 +225,9 @@ class CanonicalRowOps(CpuOps):
 
     def unembed(self, x: Tensor, table: Tensor) -> Tensor:
         return self.products.unembed(x, table)
+
+    def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.products.by_head(x, weight)
 
     def expert_product(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.products.few(x, weight)

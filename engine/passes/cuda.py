@@ -86,6 +86,9 @@ class CanonicalCudaOps(HeadOps):
     def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
         return rotate(x, rotary.table, self.rows)
 
+    def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
+        raise UnsupportedModel("Latent attention is not supported on CUDA: no kernel multiplies by head. Use device='cpu'.")
+
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
         if spec.slopes:
             raise UnsupportedModel("ALiBi is not supported on CUDA: the kernel adds nothing to scores. Use device='cpu'.")

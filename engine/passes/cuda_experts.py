@@ -14,6 +14,8 @@ def require_supported(config: ModelConfig) -> None:
         raise UnsupportedModel("ALiBi is not supported on CUDA: the kernel adds nothing to scores. Use device='cpu'.")
     if config.sinks:
         raise UnsupportedModel("Attention sinks are not supported on CUDA: the kernel has none. Use device='cpu'.")
+    if config.latent is not None:
+        raise UnsupportedModel("Latent attention is not supported on CUDA: no kernel multiplies by head. Use device='cpu'.")
     if config.mixture is not None:
         raise _refusal()
 

@@ -98,7 +98,7 @@ class Products:
     def __init__(self, allowed: Mapping[int, Allowed]) -> None:
         """allowed  by number of threads; on one thread, shapes that are not listed run in tiles"""
         self.allowed = allowed
-        self._packs: dict[int, tuple[Tensor, Tensor]] = {}
+        self._packs: dict[tuple[int, tuple[int, ...]], tuple[Tensor, Tensor]] = {}
 
     @property
     def tile(self) -> int:
@@ -114,6 +114,11 @@ class Products:
     def unembed(self, x: Tensor, table: Tensor) -> Tensor:
         """x [rows, d] times the transposed table [vocab, d] -> [rows, vocab]"""
         return self.product(x, table.t())
+
+    def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [rows, heads, inputs] times weight [heads, inputs, outputs], head by head: [rows, heads, outputs]"""
+        heads = zip(x.transpose(0, 1).contiguous(), weight, strict=True)
+        return torch.stack([self.product(one, each) for one, each in heads], dim=1)
 
     def few(self, x: Tensor, weight: Tensor) -> Tensor:
         """As `product`, of any number of rows: those of one expert, filled up to the smallest certified count."""
@@ -161,7 +166,7 @@ class Products:
         return out
 
     def _pack(self, weight: Tensor) -> Tensor:
-        where = weight.data_ptr()
+        where = weight.data_ptr(), weight.stride()  # a weight and its transpose lie at one address
         if where not in self._packs:
             with modes.threads(1):  # as in the doctor, because the layout is opaque
                 self._packs[where] = (weight, pack(weight))  # the weight stays alive, so that its address is not reused

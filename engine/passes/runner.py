@@ -240,8 +240,8 @@ class Runner:
     def ops(self, batch: Batch, cache: KVCache, exact: bool = True) -> Ops:
         """The arithmetic of a pass over a batch with pages in `cache`: the runner's cache, or another of the same layout."""
         if not self.kernels:
-            c = self.model.config
-            product = batched_product(_ANY_SIZE, c.num_heads // c.num_kv_heads, c.d_head)
+            _, kv_heads, width = self.model.config.kv_shape
+            product = batched_product(_ANY_SIZE, self.model.config.num_heads // kv_heads, width)
             return CanonicalCpuOps(batch, cache, self.products, product) if exact else FastCpuOps(batch, cache, product)
         from replaylens.engine.passes import cuda  # its kernels need triton, which a CPU machine may lack
 

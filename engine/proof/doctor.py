@@ -121,15 +121,17 @@ def _examine_attention(model: Decoder, seen: Examination) -> tuple[int, ...]:
     """The piece sizes that agree with pieces of 16 queries. Checks that the cut of windows and the padding do not matter."""
     c = model.config
     length, keys = 128, 3 * KV_BLOCK
-    shape = f"{c.num_heads} heads of {c.d_head}, {c.num_kv_heads} kv heads"
-    q = seen.random(length, c.num_heads, c.d_head) * c.scale
-    k, v = (seen.random(c.num_kv_heads, keys, c.d_head) for _ in range(2))
+    planes, kv_heads, width = c.kv_shape
+    shape = f"{c.num_heads} heads of {width}, {kv_heads} kv heads"
+    q = seen.random(length, c.num_heads, width) * c.scale
+    k = seen.random(kv_heads, keys, width)
+    v = seen.random(kv_heads, keys, width) if planes == 2 else k
     positions = torch.arange(keys - length, keys)
 
     def pieces(size: int, first: int = 0, padded: int = keys) -> Tensor:
         """Attention of queries [first, length) in pieces of `size`, with keys padded to `padded`."""
         out = []
-        room = torch.zeros(c.num_kv_heads, padded - keys, c.d_head, dtype=k.dtype)
+        room = torch.zeros(kv_heads, padded - keys, width, dtype=k.dtype)
         for at in range(first, length - size + 1, size):
             bounds = ceiling(visible(positions[at : at + size], padded, 0)[None, :, None, :])
             out.append(

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.experts import Experts
-from replaylens.engine.model.ops import Linear
+from replaylens.engine.model.ops import HeadLinear, Linear
 from replaylens.engine.passes.batch import TILE
-from replaylens.engine.passes.products import Allowed, Products, RowCounts, Shape, can_pack
+from replaylens.engine.passes.products import Allowed, Products, Shape, can_pack
 from replaylens.engine.proof.examination import Examination
 
 _COUNTS = (512, 256, 128, 64, 32)
@@ -46,21 +46,31 @@ class _Subject:
 
 def examine_products(model: Decoder, seen: Examination) -> dict[int, Allowed]:
     """The variants with canonical bits by number of threads. Checks that a row's bits do not depend on the rest of its tile."""
-    found: dict[int, tuple[RowCounts, set[Shape]]] = {count: ({}, set()) for count in (1, *seen.more)}
+    found = {count: Allowed({}) for count in (1, *seen.more)}
+    examined: set[Shape] = set()
     for subject in _subjects(model):
         x = seen.random(subject.num_rows, subject.shape[0])
         reference = _examine_tile(subject, x, seen)
         one = _on_one_thread(subject, x, reference, seen)
-        for count, (row_counts, packed) in found.items():
+        for count, allowed in found.items():
             some = one if count == 1 else _on_more_threads(count, subject, x, reference, one, seen)
-            row_counts |= some.row_counts
-            packed |= some.packed
-    return {count: Allowed(row_counts, frozenset(packed)) for count, (row_counts, packed) in found.items()}
+            found[count] = _also(allowed, some, subject.shape if subject.shape in examined else None)
+        examined.add(subject.shape)
+    return found
+
+
+def _also(allowed: Allowed, some: Allowed, again: Shape | None) -> Allowed:
+    """What is allowed for more shapes. `again`: a shape that another product has, with other strides; both must agree."""
+    if again is None:
+        return Allowed(allowed.row_counts | some.row_counts, allowed.packed | some.packed)
+    counts = tuple(count for count in allowed.row_counts.get(again, ()) if count in some.row_counts.get(again, ()))
+    return Allowed({**allowed.row_counts, again: counts}, allowed.packed - ({again} - some.packed))
 
 
 def _subjects(model: Decoder) -> list[_Subject]:
-    """One product of every shape."""
+    """One product of every shape; of the products by head, one of every shape and order in memory."""
     found: dict[Shape, _Subject] = {}
+    by_head: dict[tuple[Shape, bool], _Subject] = {}
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             shape = (module.weight.shape[0], module.weight.shape[1])
@@ -69,10 +79,19 @@ def _subjects(model: Decoder) -> list[_Subject]:
             for part, weight in (("up", module.up[-1]), ("down", module.down[-1])):  # the last: it may begin anywhere
                 shape = (weight.shape[0], weight.shape[1])
                 found[shape] = _Subject(f"{name}.{part}", shape, partial(_expert, weight), weight, of_expert=True)
+        elif isinstance(module, HeadLinear):
+            for turned, weight in ((False, module.weight), (True, module.weight.transpose(1, 2))):
+                shape, which = (weight.shape[1], weight.shape[2]), f"{name} by head{', transposed' if turned else ''}"
+                by_head.setdefault((shape, turned), _Subject(which, shape, partial(_by_head, weight), weight[0]))
     table = model.unembedding
     shape = (table.shape[1], len(table))
     found[shape] = _Subject("unembed", shape, partial(_unembed, table), table.t())
-    return list(found.values())
+    return [*found.values(), *by_head.values()]
+
+
+def _by_head(weight: Tensor, x: Tensor, products: Products) -> Tensor:
+    """Of the first head, whose inputs all heads get."""
+    return products.by_head(x[:, None].expand(-1, len(weight), -1), weight)[:, 0]
 
 
 def _linear(linear: Linear, x: Tensor, products: Products) -> Tensor:

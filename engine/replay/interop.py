@@ -85,8 +85,11 @@ class TransformerLensVerbs(Core):
         out, values = _run(self, rows, sites, (), return_type, loss_per_token, None, stop_at_layer)
         cache: dict[str, Tensor] = {}
         for name in names:
-            value = text.inputs(name, rows) if name in text.INPUTS else values[self.sites.resolve(name)]
-            cache[name] = value[..., where] if name in text.INPUTS else sliced(name, value, where)
+            if name in text.INPUTS:
+                cache[name] = text.inputs(name, rows)[..., where]
+            else:
+                site = self.sites.resolve(name)
+                cache[name] = sliced(site, values[site], where)
         if not flag("return_cache_object", return_cache_object):
             return out, {name: value[0] for name, value in cache.items()} if remove_batch_dim else cache
         from transformer_lens import ActivationCache

@@ -12,8 +12,8 @@ from replaylens.engine.request.values import items, whole
 from replaylens.engine.serving.core import Core
 
 NamesFilter = str | Sequence[str] | Callable[[str], bool] | None
-HEADS_FIRST = (*KEY_SITES, "q_norm.hook_out", "k_norm.hook_out")
-"""sites that TransformerLens gives as [batch, heads, positions, ...]"""
+HEADS_FIRST = (*KEY_SITES, "q_norm.hook_out", "k_norm.hook_out", "attn.hook_q", "attn.hook_k", "attn.hook_v")
+"""sites that TransformerLens gives as [batch, heads, positions, ...]. The last three: with latent attention"""
 
 
 def layer_number(engine: Core, stop_at_layer: int | None) -> int | None:
@@ -42,10 +42,10 @@ def slice_of(pos_slice: slice | int | None, length: int) -> slice:
     return slice(*slice(start, stop, step).indices(length))
 
 
-def sliced(name: str, value: Tensor, where: slice) -> Tensor:
-    """Some positions of [batch, positions, ...], in TransformerLens' layout."""
+def sliced(site: str, value: Tensor, where: slice) -> Tensor:
+    """Some positions of a site's [batch, positions, ...], in TransformerLens' layout."""
     value = value[:, where]
-    return value.transpose(1, 2) if name.endswith((*HEADS_FIRST, "q_normed", "k_normed")) else value
+    return value.transpose(1, 2) if site.endswith(HEADS_FIRST) else value
 
 
 def chosen(engine: Core, names_filter: NamesFilter, stop_at_layer: int | None) -> list[str]:

@@ -30,9 +30,15 @@ def on_router(edit: Edit, name: str, table: SiteTable, where: tuple[int, int | N
     if extra := [option for option, value in given.items() if value is not None]:
         raise BadEdit(f"The op {edit.op!r} takes no {extra[0]}. Give experts, and a factor for 'reweight'.")
     experts = _experts(edit, mixture.num_experts)
-    top = mixture.routing.top
+    top, chosen_groups = mixture.routing.top, mixture.routing.chosen_groups
     if edit.op == "force" and len(experts) > top:
         raise BadEdit(f"{len(experts)} experts are forced, but a row goes to {top}. Force at most {top}.")
+    groups = {expert // (mixture.num_experts // mixture.routing.groups) for expert in experts}
+    if edit.op == "force" and len(groups) > chosen_groups:
+        raise BadEdit(
+            f"The forced experts {experts} are in {len(groups)} groups, but a row goes to {chosen_groups}. "
+            "Force those of fewer groups."
+        )
     if edit.op == "forbid" and mixture.num_experts - len(experts) < top:
         raise BadEdit(f"{len(experts)} of {mixture.num_experts} experts are forbidden, but a row goes to {top}. Forbid fewer.")
     begin = f"blocks.{layer}."

@@ -212,6 +212,9 @@ class Branch(Differentiable, Resampled, Uncopied):
     def kv(self) -> Tensor:
         """A copy of the committed KV: [positions, layers, 2, kv_heads, d_head]. A pending token has none yet.
 
+        With latent attention it is what the cache holds, one vector per position and layer: the normed latent, then the rotated
+        part that the keys of all heads share, [positions, layers, 1, 1, rank + rotary_dim]. `config.kv_shape` says which.
+
         If the branch gave up its pages to others, the KV is computed again, to the same bits.
         """
         self._check_open()

@@ -264,7 +264,7 @@ class Forest:
         self.loop.jobs = [other for other in self.loop.jobs if other is not job]
 
     def kv(self, lane: Lane) -> Tensor:
-        """A copy of the KV of all committed tokens [positions, layers, 2, kv_heads, d_head]. Missing KV is computed on a twin,
+        """A copy of the KV of all committed tokens [positions, layers, *kv_shape]. Missing KV is computed on a twin,
         since the branch itself may be busy or closed. Raises OutOfPages if there is no room."""
         known, committed = self._known_kv(lane)
         if known is not None:

@@ -132,7 +132,8 @@ class GrowingOps(TorchOps):
     """Plain arithmetic with a dense cache, for texts of different lengths in parallel."""
 
     def __init__(self, config: ModelConfig, texts: int, width: int, like: Tensor) -> None:
-        shape, kind = (config.num_layers, 2, texts, config.num_kv_heads, width, config.d_head), like.device.type
+        planes, kv_heads, d_head = config.kv_shape
+        shape, kind = (config.num_layers, planes, texts, kv_heads, width, d_head), like.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else like.dtype
         self.cache = like.new_zeros(shape, dtype=dtype)
         self.positions = torch.empty(0)
@@ -145,10 +146,10 @@ class GrowingOps(TorchOps):
         cache, (q, k, v) = self.cache[spec.layer], map(fold, (q, k, v))  # [texts, heads, rows, d_head]
         place = self.positions[:, None, :, None].expand_as(k)
         cache[0].scatter_(2, place, k)
-        cache[1].scatter_(2, place, v)
+        cache[-1].scatter_(2, place, v)  # the same place if keys are also the values
         seen = visible(self.positions.flatten(), cache.shape[-2], spec.window).view(texts, 1, rows, -1)
         group = q.shape[1] // k.shape[1]
-        keys, values = (x.repeat_interleave(group, dim=1) for x in cache)
+        keys, values = (x.repeat_interleave(group, dim=1) for x in (cache[0], cache[-1]))
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen, scale=spec.scale)
         return out.transpose(1, 2).reshape(texts * rows, q.shape[1], -1)
 

@@ -21,6 +21,7 @@ NO_BRIDGE = {
     "helium": "there is no adapter",
     "persimmon": "there is no adapter",
     "cwm": "there is no adapter",
+    "minicpm3": "there is no adapter",
     "gpt-bigcode-heads": "the adapter refuses more than one key head",
     "gpt2-by-layer": "the bridge scales the scores of all layers alike",
     "phi": "the adapter refuses norms of queries and keys",
@@ -70,8 +71,9 @@ def families() -> list[str]:
         config = load(hugging_face(names[0])).config
         bridged = "no bridge" if all(name in NO_BRIDGE for name in names) else "S, T, C equal"
         device = "interpreter" if config.plain_logits else "interpreter, Z on the host"
-        device = "refused: ALiBi" if config.slopes else "bits on an H200" if names[0] in NAMES else device
-        device = device if config.mixture is None else "refused: experts"
+        missing = {"ALiBi": config.slopes, "latent attention": config.latent, "experts": config.mixture}
+        refused = next((what for what, has in missing.items() if has), "")
+        device = f"refused: {refused}" if refused else "bits on an H200" if names[0] in NAMES else device
         rows.append(f"| {family} | < {bound:.0e} | {_sites(config)} | {bridged} | {device} | {_limits(family)} |")
     return rows
 
