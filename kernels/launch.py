@@ -137,6 +137,26 @@ def _few_rows(rows: int, columns: int, persistent: bool) -> GemmTile:
     return GemmTile(64, 32, 256, 4, 4, persistent) if narrow else GemmTile(64, 64, 128, 4, 5, persistent)
 
 
+def grouped_rows(pairs: int, experts: int, dtype: torch.dtype) -> int:
+    """Rows per tile of a grouped product: those that an expert gets on average, since more would multiply padding."""
+    if dtype == torch.float32:
+        return 16
+    mean = pairs / experts
+    return 16 if mean <= 8 else 32 if mean <= 24 else 64 if mean <= 64 else 128
+
+
+@lru_cache(maxsize=1024)
+def grouped_tile(rows: int, depth: int, columns: int, dtype: torch.dtype, gated: bool) -> GemmTile:
+    """The tile for pairs of one expert, `rows` at most, times its weights; gated: two products of `columns` columns each."""
+    if dtype == torch.float32:
+        return GemmTile(16, 64, 32, 4, 3)
+    if rows <= 16:
+        return GemmTile(16, 32, 128, 4, 4) if gated else GemmTile(16, 64, 128, 4, 4)
+    if rows <= 64:
+        return GemmTile(rows, 64, 64, 4, 4) if gated else GemmTile(rows, 128, 64, 4, 4)
+    return GemmTile(128, 64, 64, 8, 4) if gated else GemmTile(128, 128, 64, 8, 4)
+
+
 @lru_cache(maxsize=1024)
 def attention_tile(
     pairs: int, d_head: int, dtype: torch.dtype, group: int = 1, split: bool = True, short: bool = False
