@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from replaylens.kernels.activation import KINDS, _activate
+from replaylens.kernels.activation import KINDS, PLAIN, activate, activate_gated
 from replaylens.kernels.launch import (
     EXACT,
     GemmTile,
@@ -113,12 +113,11 @@ def _grouped_kernel(
     column = start_n + tl.arange(0, COLUMNS)
     inside = column < N
     y = _biased(acc, BIAS, expert, column, inside, stride_b, HAS_BIAS).to(OUT.dtype.element_ty)
-    if KIND != "":
-        z = _activate(y.to(tl.float32), KIND)
-        if GATED:  # rounded first, as if it were written to memory
-            up = _biased(more, BIAS, expert, N + column, inside, stride_b, HAS_BIAS).to(OUT.dtype.element_ty)
-            z = z * up.to(tl.float32)
-        y = z.to(OUT.dtype.element_ty)
+    if GATED:  # rounded before the activation, as if it were written to memory
+        up = _biased(more, BIAS, expert, N + column, inside, stride_b, HAS_BIAS).to(OUT.dtype.element_ty)
+        y = activate_gated(y.to(tl.float32), up.to(tl.float32), KIND).to(OUT.dtype.element_ty)
+    elif KIND != "":
+        y = activate(y.to(tl.float32), KIND).to(OUT.dtype.element_ty)
     place = OUT + pair.to(tl.int64)[:, None] * stride_o + column[None, :]
     tl.store(place, y, mask=valid[:, None] & inside[None, :])
 
@@ -176,6 +175,7 @@ def _check(x: Tensor, w: Tensor, bias: Tensor | None, kind: str, gated: bool) ->
     require_same("w", w, x)
     require(not kind or kind in KINDS, "Unknown activation {!r}. Use one of {}.", kind, ", ".join(KINDS))
     require(bool(kind) or not gated, "A gated product needs an activation.")
+    require(gated or not kind or kind in PLAIN, "{} needs a gate.", kind)
     require(not gated or w.shape[2] % 2 == 0, "w has {} columns. A gated activation needs an even number.", w.shape[2])
     if bias is not None:
         require_shape("bias", bias, (w.shape[0], w.shape[2]))

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replaylens.kernels.launch import EXACT, next_power_of_2, require, require_shape
+from replaylens.kernels.launch import EXACT, next_power_of_2, require, require_float, require_shape
 
 KINDS = ("softmax", "sigmoid", "sparsemixer")
 _WARPS = 1
@@ -163,7 +163,7 @@ def _route_kernel(
     logits = tl.load(LOGITS + row * stride + expert, mask=valid, other=0.0)
     picked = lane < 0
     if CHOOSES:
-        correction = tl.load(CORRECTION + expert, mask=valid, other=0.0) if CORRECTED else logits
+        correction = tl.load(CORRECTION + expert, mask=valid, other=0.0).to(tl.float32) if CORRECTED else logits
         score = _scores(logits, correction, KIND, CORRECTED)
         if GROUPS > 1:
             kept = _best_groups(score, valid, lane, width, GROUPS, KEPT, BEST, G_BLOCK, E_BLOCK)
@@ -192,9 +192,10 @@ def _scores_kernel(LOGITS, CORRECTION, OUT, stride, EXPERTS: tl.constexpr, KIND:
                    BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
-    logits = tl.load(LOGITS + row * stride + expert, mask=expert < EXPERTS, other=0.0)
-    correction = tl.load(CORRECTION + expert, mask=expert < EXPERTS, other=0.0) if CORRECTED else logits
-    tl.store(OUT + row * EXPERTS + expert, _scores(logits, correction, KIND, CORRECTED), mask=expert < EXPERTS)
+    inside = expert < EXPERTS
+    logits = tl.load(LOGITS + row * stride + expert, mask=inside, other=0.0)
+    correction = tl.load(CORRECTION + expert, mask=inside, other=0.0).to(tl.float32) if CORRECTED else logits
+    tl.store(OUT + row * EXPERTS + expert, _scores(logits, correction, KIND, CORRECTED), mask=inside)
 
 
 def route(logits: Tensor, spec: RouteSpec, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -264,5 +265,5 @@ def _check(logits: Tensor, spec: RouteSpec, correction: Tensor | None) -> int:
     require(spec.top <= most, "{} experts cannot be chosen among {}.", spec.top, most)
     if correction is not None:
         require_shape("correction", correction, (experts,))
-        require(correction.dtype == torch.float32, "correction is {}. Expected float32.", correction.dtype)
+        require_float("correction", correction)
     return experts
