@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from replaylens.engine.errors import NoGradient
 from replaylens.engine.gradients.attention import through_attention
 from replaylens.engine.gradients.products import BackwardProducts
 from replaylens.engine.gradients.rowwise import activated, through_activation, through_norm, through_rotary
@@ -23,7 +24,10 @@ from replaylens.engine.request.placed import PlacedEdit
 
 
 def needed_sites(config: ModelConfig) -> frozenset[str]:
-    """The sites whose values `Backward` reads: the inputs of everything that is not linear."""
+    """The sites whose values `Backward` reads: the inputs of everything that is not linear. NoGradient for mixtures."""
+    if config.mixture is not None or config.sinks:
+        what = "a mixture of experts" if config.mixture is not None else "attention sinks"
+        raise NoGradient(f"This model has {what}, whose backward pass is not implemented. Use patching, or a dense model.")
     names = ["hook_in", "attn.v.hook_out", "mlp.in.hook_out"]
     names += ["attn.q.hook_out", "attn.k.hook_out"] if config.clip_qkv else []
     names += ["mlp.gate.hook_out"] if config.gated_mlp else []
@@ -122,6 +126,7 @@ class Backward:
         g = self._at(block.out_site, g)
         x = self._value(block.in_site)
         read = x if block.parallel else self._value(block.middle_site)
+        assert isinstance(block.mlp, Mlp)  # `needed_sites` refuses mixtures
         from_mlp = self._mlp(block.mlp, self._written(g, block.mlp.down, block.ln2_post, block))
         shared = from_mlp if block.ln2 is None and block.parallel else None  # it reads what attention reads
         if block.ln2 is not None:

@@ -6,9 +6,12 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from replaylens.engine.errors import BadConfig
+from replaylens.engine.model.routing import Routing
 
 NormKind = Literal["rms", "layer"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"]
+"""clamped_swiglu: gated only, with gate and up clamped at `SWIGLU_LIMIT` (GPT-OSS)"""
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 QkSpan = Literal["head", "each", "all"]
 
 
@@ -32,6 +35,36 @@ class Rope:
     """what each frequency is divided by (LongRoPE's short factors)"""
     attention_factor: float = 1.0
     """factor on cos and sin (YaRN, LongRoPE)"""
+
+
+@dataclass(frozen=True)
+class MixtureConfig:
+    """The mixtures of experts that stand in the place of MLPs."""
+
+    num_experts: int
+    d_expert: int
+    """width of an expert's hidden layer"""
+    routing: Routing
+    layers: tuple[bool, ...] = ()
+    """per layer, whether it has a mixture; the others have an MLP. Empty: all layers"""
+    bias: bool = False
+    """the experts' products have biases (GPT-OSS)"""
+    router_bias: bool = False
+    d_shared: int = 0
+    """width of the hidden layer of the shared expert, which every row goes to; 0: none"""
+    shared_gate: bool = False
+    """the shared expert's output is multiplied by a sigmoid of the row (Qwen2-MoE)"""
+
+    def __post_init__(self) -> None:
+        if self.num_experts < 1 or self.d_expert < 1:
+            raise BadConfig(f"A mixture needs experts: num_experts {self.num_experts}, d_expert {self.d_expert}.")
+        groups, top = self.routing.groups, self.routing.top
+        if self.num_experts % groups or self.routing.group_best > self.num_experts // groups:
+            raise BadConfig(f"{self.num_experts} experts do not divide into {groups} groups of equal size.")
+        if top > self.num_experts // groups * self.routing.chosen_groups:
+            raise BadConfig(f"{top} experts cannot be chosen among {self.num_experts} in {self.routing.chosen_groups} groups.")
+        if self.shared_gate and not self.d_shared:
+            raise BadConfig("shared_gate needs a shared expert: d_shared is 0.")
 
 
 @dataclass(frozen=True)
@@ -100,6 +133,10 @@ class ModelConfig:
     unembed_bias: bool = False
     slopes: tuple[float, ...] = ()
     """per head, what is added to a score for each position of its key (ALiBi); empty: nothing"""
+    mixture: MixtureConfig | None = None
+    """the mixtures of experts; None: every layer has an MLP"""
+    sinks: bool = False
+    """each head has a trained score that takes part in its softmax and belongs to no key (GPT-OSS)"""
 
     def __post_init__(self) -> None:
         for name in (
@@ -121,6 +158,10 @@ class ModelConfig:
         for name in ("windows", "rotary_layers"):
             if (given := getattr(self, name)) and len(given) != self.num_layers:
                 raise BadConfig(f"{name} has {len(given)} entries for {self.num_layers} layers.")
+        if self.mixture is not None and self.mixture.layers and len(self.mixture.layers) != self.num_layers:
+            raise BadConfig(f"mixture.layers has {len(self.mixture.layers)} entries for {self.num_layers} layers.")
+        if self.activation == "clamped_swiglu" and not self.gated_mlp:
+            raise BadConfig("clamped_swiglu needs a gated MLP.")
         if self.slopes and len(self.slopes) != self.num_heads:
             raise BadConfig(f"slopes has {len(self.slopes)} entries for {self.num_heads} heads.")
         if self.shared_norm and not (self.parallel_residual and self.pre_norms):
@@ -146,6 +187,10 @@ class ModelConfig:
     def window(self, layer: int) -> int:
         """The number of positions that a row of `layer` sees, including its own; 0: all."""
         return self.windows[layer] if self.windows else 0
+
+    def sparse(self, layer: int) -> bool:
+        """Whether `layer` has a mixture of experts in the place of its MLP."""
+        return self.mixture is not None and (self.mixture.layers[layer] if self.mixture.layers else True)
 
     def rotates(self, layer: int) -> bool:
         """Whether queries and keys of `layer` are rotated."""
@@ -180,9 +225,12 @@ class ModelConfig:
             for name in ("rope", "local_rope"):
                 if isinstance(raw.get(name), dict):
                     raw[name] = Rope(**_with_tuples(raw[name], "divisors"))
+            if isinstance(mixture := raw.get("mixture"), dict):
+                parts = {**_with_tuples(mixture, "layers"), "routing": Routing(**mixture["routing"])}
+                raw["mixture"] = MixtureConfig(**parts)
             raw = _with_tuples(raw, "windows", "rotary_layers", "slopes")
             return cls(**raw)
-        except TypeError as e:
+        except (TypeError, KeyError) as e:
             raise BadConfig(f"The model config is incomplete or malformed: {e}.") from None
 
 

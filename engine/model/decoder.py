@@ -2,27 +2,15 @@
 
 import math
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.mixture import Mixture
 from replaylens.engine.model.ops import AttentionSpec, Heads, Linear, Norm, Observer, Ops, RowOps, softcap
 from replaylens.engine.model.rotary import Rotary, rotary_table
-
-
-class Tap(Protocol):
-    """Sees, and may replace, the values at the named sites."""
-
-    def wants(self, site: str) -> bool:
-        """Whether to call `__call__` at this site; called once per site and pass."""
-        ...
-
-    def __call__(self, site: str, value: Tensor) -> Tensor:
-        """The value to continue with: [rows, ...]. Must not change `value` in place."""
-        ...
-
+from replaylens.engine.model.tap import Tap, tapped, wanted
 
 NormSites = tuple[str, str, str]
 """the sites of a norm: what it divides by, its result before the weights, its result"""
@@ -33,15 +21,6 @@ def norm_sites(name: str) -> NormSites:
 
 
 FINAL_NORM = norm_sites("ln_final")
-
-
-def wanted(tap: Tap | None, *sites: str) -> bool:
-    """Whether the tap wants any of the sites."""
-    return tap is not None and any(tap.wants(site) for site in sites)
-
-
-def tapped(tap: Tap | None, site: str, value: Tensor) -> Tensor:
-    return tap(site, value) if tap is not None and tap.wants(site) else value
 
 
 def normed(x: Tensor, norm: Norm, sites: NormSites, ops: RowOps, tap: Tap | None) -> Tensor:
@@ -76,6 +55,7 @@ class Attention(nn.Module):
         self.k_norm = _qk_norm(config, kv_heads) if config.qk_norm else None
         self.norm_spans_heads, self.norm_is_last = config.qk_norm_span == "all", config.qk_norm_rotated
         self.clip = config.clip_qkv
+        self.sinks = nn.Parameter(torch.empty(heads)) if config.sinks else None
 
     def forward(self, x: Tensor, rotary: Rotary | None, ops: Ops, tap: Tap | None) -> Tensor:
         """x [rows, d_model], normed -> the heads' outputs, [rows, heads * d_head]"""
@@ -98,7 +78,7 @@ class Attention(nn.Module):
             q, k, joined = self._normed(q, self.q_norm, ops), self._normed(k, self.k_norm, ops), None
             q, k = tapped(tap, self.normed_q_site, q), tapped(tap, self.normed_k_site, k)
         observe = None if tap is None else self._observer(tap)
-        z = ops.attend(Heads(q, k, v, rotary, joined), self.spec, observe)
+        z = ops.attend(Heads(q, k, v, rotary, joined, self.sinks), self.spec, observe)
         return tapped(tap, self.z_site, z).reshape(x.shape[0], -1)
 
     def _normed(self, x: Tensor, norm: Norm, ops: Ops) -> Tensor:
@@ -126,10 +106,15 @@ class Mlp(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.gated, self.kind, self.d_mlp = config.gated_mlp, config.activation, config.d_mlp
-        site = f"blocks.{layer}.mlp."
+        site = f"blocks.{layer}.mlp.{'' if config.mixture is None else 'dense_'}"  # `gate` is the router of other layers
         self.gate_site, self.up_site, self.post_site = site + "gate.hook_out", site + "in.hook_out", site + "out.hook_in"
         self.up = Linear(config.d_model, config.d_mlp * (2 if config.gated_mlp else 1), config.mlp_bias)
         self.down = Linear(config.d_mlp, config.d_model, config.mlp_bias)
+
+    @property
+    def own_sites(self) -> tuple[str, ...]:
+        """All sites within it."""
+        return self.gate_site, self.up_site, self.post_site
 
     def forward(self, x: Tensor, ops: RowOps, tap: Tap | None) -> Tensor:
         """x [rows, d_model], normed -> [rows, d_mlp]"""
@@ -157,15 +142,16 @@ class Block(nn.Module):
         self.attn_sites = site + "attn.hook_out", norm_sites(site + "ln1_post")
         self.mlp_sites = site + "mlp.hook_out", norm_sites(site + "ln2_post")
         self.ln1, self.attn = norm() if config.pre_norms else None, Attention(config, layer)
-        self.ln2, self.mlp = norm() if config.pre_norms and not config.shared_norm else None, Mlp(config, layer)
+        self.ln2 = norm() if config.pre_norms and not config.shared_norm else None
+        self.mlp: Mlp | Mixture = Mixture(config, layer) if config.sparse(layer) else Mlp(config, layer)
         self.ln1_post = norm() if config.post_norms else None
         self.ln2_post = norm() if config.post_norms else None
 
     @property
     def late_sites(self) -> tuple[str, ...]:
         """The sites after attention, where a row no longer depends on others."""
-        (attn, attn_norm), (mlp, mlp_norm), inner = self.attn_sites, self.mlp_sites, self.mlp
-        own = (attn, *attn_norm, self.middle_site, *self.ln2_sites, inner.gate_site, inner.up_site, inner.post_site)
+        (attn, attn_norm), (mlp, mlp_norm) = self.attn_sites, self.mlp_sites
+        own = (attn, *attn_norm, self.middle_site, *self.ln2_sites, *self.mlp.own_sites)
         return (*own, mlp, *mlp_norm, self.out_site)
 
     def forward(self, x: Tensor, rotary: Rotary | None, ops: Ops, tap: Tap | None, rows: Tensor | None = None) -> Tensor:
@@ -180,8 +166,11 @@ class Block(nn.Module):
             middle = x = read = tapped(tap, self.middle_site, middle)
         if self.ln2 is not None:  # None: the MLP reads what attention reads, or the stream itself
             read = normed(x, self.ln2, self.ln2_sites, ops, tap)
-        post = self.mlp(read, ops, tap)
-        out = self._write(middle, post, self.mlp.down, self.ln2_post, self.mlp_sites, ops, tap)
+        inside = self.mlp(read, ops, tap)
+        if isinstance(self.mlp, Mixture):
+            out = self._add(middle, inside, self.ln2_post, self.mlp_sites, ops, tap)
+        else:
+            out = self._write(middle, inside, self.mlp.down, self.ln2_post, self.mlp_sites, ops, tap)
         return tapped(tap, self.out_site, out)
 
     def _write(
@@ -195,10 +184,15 @@ class Block(nn.Module):
         tap: Tap | None,
     ) -> Tensor:
         """The residual stream [rows, d_model] plus the product of x, normed if `post` is given. `sites`: of both."""
-        site, post_sites = sites
-        if post is None and self.scale == 1.0 and not wanted(tap, site):
+        if post is None and self.scale == 1.0 and not wanted(tap, sites[0]):
             return ops.linear_add(x, linear, residual)
-        wrote = ops.linear(x, linear)
+        return self._add(residual, ops.linear(x, linear), post, sites, ops, tap)
+
+    def _add(
+        self, residual: Tensor, wrote: Tensor, post: Norm | None, sites: tuple[str, NormSites], ops: RowOps, tap: Tap | None
+    ) -> Tensor:
+        """The residual stream plus an output of attention or MLP [rows, d_model], normed if `post` is given."""
+        site, post_sites = sites
         wrote = tapped(tap, site, wrote if self.scale == 1.0 else wrote * self.scale)
         if post is not None:
             wrote = normed(wrote, post, post_sites, ops, tap)
@@ -297,6 +291,6 @@ class Decoder(nn.Module):
             elif ".ln" in name or "_norm" in name or name.startswith("ln_final"):
                 parameter.fill_(1.0)
             else:
-                spread = 0.02 / math.sqrt(writes) if name.endswith(("attn.o.weight", "mlp.down.weight")) else 0.02
+                spread = 0.02 / math.sqrt(writes) if name.endswith(("attn.o.weight", "down.weight", "experts.down")) else 0.02
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
         return self

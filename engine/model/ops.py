@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from replaylens.engine.model.config import Activation, ModelConfig, NormKind
+from replaylens.engine.model.config import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation, ModelConfig, NormKind
+from replaylens.engine.model.experts import Experts, expert_products
 from replaylens.engine.model.rotary import Rotary
+from replaylens.engine.model.routing import Routing, choice_scores, choose, sigmoid, weigh
 
 
 class Linear(nn.Module):
@@ -95,6 +97,8 @@ class Heads:
     joined: Tensor | None = None
     """[rows, heads + 2 kv_heads, d_head], whose parts q, k and v are, if nobody else holds it: attention may change it in
     place. None: they are tensors of their own"""
+    sinks: Tensor | None = None
+    """[heads]: scores that take part in the softmax and belong to no key; None: none"""
 
 
 class RowOps(Protocol):
@@ -126,6 +130,40 @@ class RowOps(Protocol):
 
     def linear_activate(self, x: Tensor, linear: Linear, kind: Activation, gated: bool) -> Tensor:
         """activate(linear(x)), to the bit"""
+        ...
+
+    def route(self, logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+        """A router's logits [rows, experts], float32 -> (chosen experts [rows, top] int64, ascending; weights, float32).
+
+        To the bit: choose(choice_scores(logits, routing, correction)), and weigh(logits, chosen, routing).
+        """
+        ...
+
+    def choice_scores(self, logits: Tensor, routing: Routing, correction: Tensor | None) -> Tensor:
+        """What experts are chosen by: [rows, experts]"""
+        ...
+
+    def choose(self, scores: Tensor, routing: Routing) -> Tensor:
+        """[rows, experts] -> the chosen experts [rows, top] int64, ascending. Equal scores: the lower index"""
+        ...
+
+    def weigh(self, logits: Tensor, chosen: Tensor, routing: Routing) -> Tensor:
+        """The weights of any chosen experts [rows, top]: [rows, top], float32"""
+        ...
+
+    def experts_hidden(self, x: Tensor, chosen: Tensor, experts: Experts, kind: Activation) -> Tensor:
+        """x [rows, d_model], chosen [rows, top] -> the hidden layer of each chosen expert, activated: [rows, top, d_expert]"""
+        ...
+
+    def experts_out(self, hidden: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
+        """hidden [rows, top, d_expert] -> each chosen expert's output, before its weight: [rows, top, d_model]"""
+        ...
+
+    def combine(self, outs: Tensor, weights: Tensor) -> Tensor:
+        """outs [rows, top, d_model], weights [rows, top] -> [rows, d_model].
+
+        The sum in order of the index: each product is rounded to the dtype of `outs`, and so is each sum.
+        """
         ...
 
 
@@ -183,13 +221,45 @@ class TorchOps:
         if not gated:
             return _ACTIVATIONS[kind](x)
         gate, up = x.chunk(2, dim=-1)
-        return _ACTIVATIONS[kind](gate) * up
+        return clamped_swiglu(gate, up) if kind == "clamped_swiglu" else _ACTIVATIONS[kind](gate) * up
 
     def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
         return residual + self.linear(x, linear)
 
     def linear_activate(self, x: Tensor, linear: Linear, kind: Activation, gated: bool) -> Tensor:
         return self.activate(self.linear(x, linear), kind, gated)
+
+    def route(self, logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+        chosen = self.choose(self.choice_scores(logits, routing, correction), routing)
+        return chosen, self.weigh(logits, chosen, routing)
+
+    def choice_scores(self, logits: Tensor, routing: Routing, correction: Tensor | None) -> Tensor:
+        return choice_scores(logits, routing, correction)
+
+    def choose(self, scores: Tensor, routing: Routing) -> Tensor:
+        return choose(scores, routing)
+
+    def weigh(self, logits: Tensor, chosen: Tensor, routing: Routing) -> Tensor:
+        return weigh(logits, chosen, routing)
+
+    def expert_product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The rows of one expert, any number of them [rows, inputs], times its weight [inputs, outputs]."""
+        return x @ weight
+
+    def experts_hidden(self, x: Tensor, chosen: Tensor, experts: Experts, kind: Activation) -> Tensor:
+        pre = expert_products(x, chosen, experts.up, experts.up_bias, self.expert_product)
+        return self.activate(pre, kind, experts.gated)
+
+    def experts_out(self, hidden: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
+        return expert_products(hidden, chosen, experts.down, experts.down_bias, self.expert_product)
+
+    def combine(self, outs: Tensor, weights: Tensor) -> Tensor:
+        total: Tensor | None = None
+        for out, weight in zip(outs.unbind(1), weights.unbind(1), strict=True):
+            part = (out * weight[:, None]).to(outs.dtype)  # in float32, then rounded
+            total = part if total is None else total + part
+        assert total is not None  # at least one expert is chosen
+        return total
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -199,6 +269,12 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
 }
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """GPT-OSS's gated activation, built like the other ones from exp."""
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return (up + 1) * (gate * sigmoid(gate * SWIGLU_ALPHA))
 
 
 def weighted(x: Tensor, norm: Norm) -> Tensor:
@@ -215,11 +291,11 @@ class SequenceOps(TorchOps):
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
         q, k, v = self.turned(heads)
         if len(set(self.lengths)) == 1:
-            return self._attend_batch(q, k, v, spec, observe, self.lengths[0])
+            return self._attend_batch(q, k, v, spec, observe, self.lengths[0], heads.sinks)
         if observe is not None:
             raise ValueError("The attention pattern of ragged sequences is not one tensor. Give sequences of equal length.")
         pieces = zip(q.split(self.lengths), k.split(self.lengths), v.split(self.lengths), strict=True)
-        return torch.cat([self._attend_batch(*piece, spec, None, len(piece[0])) for piece in pieces])
+        return torch.cat([self._attend_batch(*piece, spec, None, len(piece[0]), heads.sinks) for piece in pieces])
 
     def _attend_batch(
         self,
@@ -229,6 +305,7 @@ class SequenceOps(TorchOps):
         spec: AttentionSpec,
         observe: Observer | None,
         length: int,
+        sinks: Tensor | None,
     ) -> Tensor:
         rows, heads, d_head = q.shape
         fold = lambda x: x.view(rows // length, length, x.shape[1], d_head).transpose(1, 2)  # noqa: E731
@@ -236,11 +313,14 @@ class SequenceOps(TorchOps):
         group = heads // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         mask = visible(torch.arange(length, device=q.device), length, spec.window)
-        if spec.softcap or spec.slopes or observe is not None:
+        if spec.softcap or spec.slopes or sinks is not None or observe is not None:
             scores = softcap(q @ k.transpose(-1, -2) * spec.scale, spec.softcap)
             if spec.slopes:
                 scores = scores + position_bias(spec.slopes, length, scores)[:, None]
-            pattern = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+            hidden = scores.masked_fill(~mask, float("-inf"))
+            if sinks is not None:
+                hidden = torch.cat([hidden, sinks.view(-1, 1, 1).expand(*hidden.shape[:-1], 1)], dim=-1)
+            pattern = hidden.softmax(-1)[..., :length]
             shown = lambda x: x.transpose(1, 2).reshape(rows, heads, length)  # noqa: E731
             if observe is not None and observe.scores is not None:
                 observe.scores(shown(scores.masked_fill(~mask, MASKED)))

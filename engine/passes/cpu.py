@@ -15,9 +15,21 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from replaylens.engine.errors import EngineBug
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.model.config import Activation
-from replaylens.engine.model.ops import MASKED, AttentionSpec, Heads, Linear, Norm, Observer, TorchOps, position_bias, softcap
+from replaylens.engine.model.ops import (
+    MASKED,
+    AttentionSpec,
+    Heads,
+    Linear,
+    Norm,
+    Observer,
+    TorchOps,
+    clamped_swiglu,
+    position_bias,
+    softcap,
+)
 from replaylens.engine.model.rotary import Rotary
 from replaylens.engine.passes.batch import KV_BLOCK, Batch
 from replaylens.engine.passes.batched import BatchedProduct, by_torch
@@ -43,7 +55,7 @@ class CpuOps(TorchOps):
         if not gated:
             return activate(x, kind)
         gate, up = x.chunk(2, dim=-1)
-        return activate(gate, kind).mul_(up)
+        return clamped_swiglu(gate, up) if kind == "clamped_swiglu" else activate(gate, kind).mul_(up)
 
     def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
         return self.linear(x, linear).add_(residual)
@@ -69,7 +81,7 @@ class CachedOps(CpuOps):
         cut = cuts(batch, spec.layer, q.shape[1])
         alike = not cut and not spec.window and not spec.slopes  # shared keys have neither edges, windows nor a bias
         if observe is None and alike and self.prefixes is not None:
-            return self._attend_prefixes(q, self.prefixes, spec)
+            return self._attend_prefixes(q, self.prefixes, spec, heads.sinks)
         outs, patterns, scores = [], [], list[Tensor]()
         for number, (group, rows) in enumerate(zip(batch.groups, batch.queries, strict=True)):
             keys, values = self.cache.gather(spec.layer, group.slots)
@@ -86,6 +98,7 @@ class CachedOps(CpuOps):
                 cut[number] if cut else None,
                 scores if observe is not None and observe.scores is not None else None,
                 spec.slopes,
+                heads.sinks,
             )
             outs.append(z.flatten(0, 1))
             patterns.append(pattern)
@@ -95,7 +108,7 @@ class CachedOps(CpuOps):
             observe.pattern(self._assemble(patterns, q.shape[1], 0.0))
         return (outs[0] if len(outs) == 1 else torch.cat(outs)).index_select(0, batch.query_of_row)
 
-    def _attend_prefixes(self, q: Tensor, prefixes: Prefixes, spec: AttentionSpec) -> Tensor:
+    def _attend_prefixes(self, q: Tensor, prefixes: Prefixes, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
         """The same bits; keys that rows share are gathered and multiplied once."""
         gather, kv_heads = partial(self.cache.gather, spec.layer), self.cache.data.shape[2]
         outs = []
@@ -103,11 +116,9 @@ class CachedOps(CpuOps):
             keys, values = gather(group.slots)
             rows = group.rows.view(-1) * (group.rows.view(-1) < self.batch.padded)
             queries = q.index_select(0, rows).view(*group.rows.shape, *q.shape[1:])
-            ceiling = group.ceiling(0)
-            outs.append(
-                attend_blocks(queries, keys, values, ceiling, spec.softcap, False, spec.scale, self.product)[0].flatten(0, 1)
-            )
-        outs += attend_prefixes(q, prefixes, gather, kv_heads, spec.scale, spec.softcap, self.product)
+            settings = (group.ceiling(0), spec.softcap, False, spec.scale, self.product)
+            outs.append(attend_blocks(queries, keys, values, *settings, sinks=sinks)[0].flatten(0, 1))
+        outs += attend_prefixes(q, prefixes, gather, kv_heads, spec.scale, spec.softcap, self.product, sinks)
         return torch.cat(outs).index_select(0, prefixes.query_of_row)
 
     def _queries_and_kv(self, heads: Heads) -> tuple[Tensor, Tensor]:
@@ -150,6 +161,7 @@ def attend_blocks(
     cut: Cut | None = None,
     seen_scores: list[Tensor] | None = None,
     slopes: tuple[float, ...] = (),
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of queries, times `scale`, over gathered keys, without the edges of `cut`.
 
@@ -158,6 +170,7 @@ def attend_blocks(
 
     seen_scores  if given, the scores are appended to it, in the shape of the pattern
     slopes       per head, what is added to a score for each position of its key
+    sinks        per head, a score that belongs to no key: its weight is added to the sum of weights last
     """
     pieces, rows, heads, d = q.shape
     kv_heads = keys.shape[0]
@@ -177,10 +190,16 @@ def attend_blocks(
     back = lambda x: x.view(kv_heads, pieces, rows, group, -1).permute(1, 2, 0, 3, 4)  # noqa: E731
     if seen_scores is not None:  # a copy: the weights take their place
         seen_scores.append(back(scores.clamp(min=MASKED)).reshape(pieces, rows, heads, n))
-    weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
+    top = scores.amax(-1, keepdim=True)
+    if sinks is not None:
+        sink = sinks.view(kv_heads, 1, 1, group, 1)
+        top = torch.maximum(top.view(shape), sink).view(top.shape)
+    weights = scores.sub_(top).exp_()
     total = weights[..., :KV_BLOCK].sum(-1, keepdim=True)
     for first in range(KV_BLOCK, n, KV_BLOCK):  # this order defines the bits
         total += weights[..., first : first + KV_BLOCK].sum(-1, keepdim=True)
+    if sinks is not None:
+        total += (sink - top.view(shape)).exp_().view(total.shape)
     if cut is not None:
         cut.weigh_(weights.view(shape), total.view(shape), seen)
     out = product(weights[..., :KV_BLOCK], values[:, :KV_BLOCK])
@@ -202,6 +221,9 @@ class CanonicalRowOps(CpuOps):
 
     def unembed(self, x: Tensor, table: Tensor) -> Tensor:
         return self.products.unembed(x, table)
+
+    def expert_product(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.products.few(x, weight)
 
 
 class CanonicalCpuOps(CanonicalRowOps, CachedOps):
@@ -231,3 +253,5 @@ def activate(x: Tensor, kind: Activation) -> Tensor:
             return x.relu()
         case "relu2":
             return x.relu().square_()
+        case "clamped_swiglu":
+            raise EngineBug("clamped_swiglu has no form without a gate.")

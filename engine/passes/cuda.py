@@ -16,6 +16,7 @@ from replaylens.engine.model.config import Activation
 from replaylens.engine.model.ops import AttentionSpec, Heads, Linear, Norm, Observer, weighted
 from replaylens.engine.model.rotary import Rotary
 from replaylens.engine.passes.batch import Batch
+from replaylens.engine.passes.cuda_experts import ExpertOps
 from replaylens.engine.passes.cut_pairs import cut_pairs
 from replaylens.engine.passes.sharing import KeyLayout, Sharing, find_sharing
 from replaylens.kernels.activation import activation
@@ -27,7 +28,7 @@ from replaylens.kernels.norm import norm_scale
 from replaylens.kernels.rope import rotate, rotate_and_store, store
 
 
-class HeadOps:
+class HeadOps(ExpertOps):
     """Row-wise ops: products, norms and activations, inside or outside a pass."""
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
@@ -88,6 +89,8 @@ class CanonicalCudaOps(HeadOps):
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
         if spec.slopes:
             raise UnsupportedModel("ALiBi is not supported on CUDA: the kernel adds nothing to scores. Use device='cpu'.")
+        if heads.sinks is not None:
+            raise UnsupportedModel("Attention sinks are not supported on CUDA: the kernel has none. Use device='cpu'.")
         if observe is not None:
             raise UnsupportedModel(
                 "Cannot capture attention patterns or scores on CUDA: the kernel never stores them. Use device='cpu'."

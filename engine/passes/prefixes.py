@@ -85,14 +85,25 @@ class RowSums:
         self.top = q.new_full((rows, heads), -torch.inf)
         self.total = q.new_empty(rows, heads)
         self.out = q.new_empty(rows, heads, d)
+        self.sink: Tensor | None = None
+        """[rows, heads]: the weight of a sink, which is added to the total last; None: the heads have none"""
 
 
 def attend_prefixes(
-    q: Tensor, prefixes: Prefixes, gather: Gather, kv_heads: int, scale: float, cap: float, product: BatchedProduct
+    q: Tensor,
+    prefixes: Prefixes,
+    gather: Gather,
+    kv_heads: int,
+    scale: float,
+    cap: float,
+    product: BatchedProduct,
+    sinks: Tensor | None = None,
 ) -> list[Tensor]:
     """Attention of the rows that share keys: one tensor [queries, heads, d] per group of `prefixes.tails`.
 
     q [padded rows, heads, d]
+
+    sinks  [heads]: scores that belong to no key
     """
     padded = torch.cat([q, q.new_zeros(1, *q.shape[1:])])  # the padding of groups points to the last row
     sums = RowSums(len(padded), q)
@@ -103,6 +114,9 @@ def attend_prefixes(
     for part, group in zip(tails, prefixes.tails, strict=True):
         part.hide(group.ceiling(0))
         part.raise_top(sums)
+    if sinks is not None:
+        torch.maximum(sums.top, sinks, out=sums.top)
+        sums.sink = (sinks - sums.top).exp_()
     for part in shared:
         part.begin(sums, product)
     return [part.end(sums, product) for part in tails]
@@ -154,6 +168,8 @@ class _Scores:
         """The attention of the rows, whose last keys these are: [queries, heads, d]"""
         total, out = self._folded(sums.total[..., None]), self._folded(sums.out)
         total, out = self._added(self._weights(sums), total, out, 0, product)
+        if sums.sink is not None:
+            total = total + self._folded(sums.sink[..., None])
         return self._unfolded(out) / self._unfolded(total)
 
     def _weights(self, sums: RowSums) -> Tensor:

@@ -107,15 +107,27 @@ class Products:
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         """x [rows, inputs] -> [rows, outputs]"""
-        out = self._product(x, linear.weight)
+        out = self.product(x, linear.weight)
         return out if linear.bias is None else out.add_(linear.bias)
 
     def unembed(self, x: Tensor, table: Tensor) -> Tensor:
         """x [rows, d] times the transposed table [vocab, d] -> [rows, vocab]"""
-        return self._product(x, table.t())
+        return self.product(x, table.t())
 
-    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """As many rows as certified on the current number of threads, the rest on one."""
+    def few(self, x: Tensor, weight: Tensor) -> Tensor:
+        """As `product`, of any number of rows: those of one expert, which are filled up to whole tiles."""
+        missing = -len(x) % self.tile
+        if not missing:
+            return self.product(x, weight)
+        filled = x.new_zeros(len(x) + missing, x.shape[1])
+        filled[: len(x)] = x
+        return self.product(filled, weight)[: len(x)]
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [rows, inputs] times weight [inputs, outputs] -> [rows, outputs].
+
+        As many rows as certified on the current number of threads, the rest on one.
+        """
         shape, threads = (weight.shape[0], weight.shape[1]), torch.get_num_threads()
         one = self.allowed[1]
         if threads == 1:
@@ -128,7 +140,7 @@ class Products:
         out = x.new_empty(len(x), weight.shape[1])
         tiled(x[:whole], out[:whole], counts, lambda a, b: torch.mm(a, weight, out=b))
         with modes.threads(1):
-            out[whole:] = self._product(x[whole:], weight)
+            out[whole:] = self.product(x[whole:], weight)
         return out
 
     def _product_here(self, x: Tensor, weight: Tensor, counts: tuple[int, ...], pack: bool) -> Tensor:

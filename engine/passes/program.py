@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.errors import EngineBug
-from replaylens.engine.model.decoder import Tap
 from replaylens.engine.model.sites import SiteTable
+from replaylens.engine.model.tap import Tap
 from replaylens.engine.request.placed import PlacedEdit, without_direction
 from replaylens.kernels.edit import ADD, KEEP, SET, ZERO, edit_rows, keep_lengths
 from replaylens.kernels.launch import next_power_of_2

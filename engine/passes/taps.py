@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadEdit
-from replaylens.engine.model.decoder import Tap
+from replaylens.engine.model.tap import Tap
 from replaylens.engine.passes.batch import Batch
 from replaylens.engine.request.hooks import BatchHook, NamedHook
 

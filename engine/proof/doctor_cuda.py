@@ -9,13 +9,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import UnsupportedModel
 from replaylens.engine.lens import cuda as cuda_lens
 from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import Linear, Norm
 from replaylens.engine.passes.certificate import Certificate, Finding
 from replaylens.engine.passes.cuda import HeadOps
+from replaylens.engine.passes.cuda_experts import require_supported
 from replaylens.engine.passes.products import Allowed
 from replaylens.engine.proof.doctor import examine_lens
 from replaylens.engine.proof.examination import Examination
@@ -29,8 +29,7 @@ _ROWS = (1, 3, 16, 17, 33, 64, 129, 512)
 @torch.no_grad()
 def examine(model: Decoder) -> Certificate:
     """Examine every op and shape of the model on its device. Does not raise: the certificate lists the failures."""
-    if model.config.slopes:
-        raise UnsupportedModel("ALiBi is not supported on CUDA: the kernel adds nothing to scores. Use device='cpu'.")
+    require_supported(model.config)
     device, dtype = model.embed.device, model.embed.dtype
     generator = torch.Generator(device).manual_seed(2024)
     random = partial(torch.randn, generator=generator, device=device, dtype=dtype)

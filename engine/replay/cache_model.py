@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.model.config import ModelConfig
-from replaylens.engine.model.decoder import Block
+from replaylens.engine.model.decoder import Block, Mlp
 from replaylens.engine.serving.core import Core
 
 
@@ -88,4 +88,6 @@ class CacheBlock:
         plain = lambda x: None if x is None else x.detach().cpu()  # noqa: E731
         out = block.attn.o
         self.attn = SimpleNamespace(W_O=out.weight.detach().cpu().view(heads, width, -1), b_O=plain(out.bias))
-        self.mlp = SimpleNamespace(W_out=block.mlp.down.weight.detach().cpu(), b_out=plain(block.mlp.down.bias))
+        self.mlp = SimpleNamespace(b_out=None)  # experts have no weight or bias that all rows share
+        if isinstance(block.mlp, Mlp):
+            self.mlp = SimpleNamespace(W_out=block.mlp.down.weight.detach().cpu(), b_out=plain(block.mlp.down.bias))

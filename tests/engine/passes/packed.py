@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from replaylens.engine.model.decoder import Decoder, Tap
+from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.model.tap import Tap
 
 RAGGED = (1, 23, 9, 2, 40)
 """one of a single token, one longer than every window, and others; no two equal"""
