@@ -142,7 +142,7 @@ def grouped_matmul(
     out = torch.empty(pairs, columns, dtype=x.dtype, device=x.device)
     if not pairs:
         return out
-    tile = tile or grouped_tile(plan.tile_rows, depth, columns, x.dtype, gated)
+    tile = tile or grouped_tile(plan.tile_rows, pairs, x.dtype, gated)
     fits = tile.rows == plan.tile_rows
     require(fits, "The tile has {} rows, but the plan has tiles of {}.", tile.rows, plan.tile_rows)
     even = depth % tile.depth == 0

@@ -160,7 +160,7 @@ def _route_kernel(
     width: tl.constexpr = EXPERTS // GROUPS
     expert = lane // E_BLOCK * width + lane % E_BLOCK
     valid = (lane % E_BLOCK < width) & (lane // E_BLOCK < GROUPS)
-    logits = tl.load(LOGITS + row * stride + expert, mask=valid, other=0.0)
+    logits = tl.load(LOGITS + row * stride + expert, mask=valid, other=0.0).to(tl.float32)
     picked = lane < 0
     if CHOOSES:
         correction = tl.load(CORRECTION + expert, mask=valid, other=0.0).to(tl.float32) if CORRECTED else logits
@@ -193,13 +193,13 @@ def _scores_kernel(LOGITS, CORRECTION, OUT, stride, EXPERTS: tl.constexpr, KIND:
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     inside = expert < EXPERTS
-    logits = tl.load(LOGITS + row * stride + expert, mask=inside, other=0.0)
+    logits = tl.load(LOGITS + row * stride + expert, mask=inside, other=0.0).to(tl.float32)
     correction = tl.load(CORRECTION + expert, mask=inside, other=0.0).to(tl.float32) if CORRECTED else logits
     tl.store(OUT + row * EXPERTS + expert, _scores(logits, correction, KIND, CORRECTED), mask=inside)
 
 
 def route(logits: Tensor, spec: RouteSpec, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """logits [rows, experts] float32 -> (chosen [rows, top] int64, ascending; weights [rows, top] float32)."""
+    """logits [rows, experts] -> (chosen [rows, top] int64, ascending; weights [rows, top] float32). Computes in float32."""
     chosen, weights = _new(logits, spec, torch.int64), _new(logits, spec, torch.float32)
     _launch(logits, correction, chosen, weights, spec, chooses=True, weighs=True)
     return chosen, weights
@@ -209,8 +209,8 @@ def choice_scores(logits: Tensor, spec: RouteSpec, correction: Tensor | None = N
     """What `route` chooses by: [rows, experts] float32."""
     experts = _check(logits, spec, correction)
     if spec.kind != "sigmoid" and correction is None:
-        return logits
-    out = torch.empty_like(logits)
+        return logits.float()
+    out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     if len(logits):
         _scores_kernel[(len(logits),)](
             logits, logits if correction is None else correction, out, logits.stride(0), experts, spec.kind,
@@ -257,7 +257,7 @@ def _launch(
 def _check(logits: Tensor, spec: RouteSpec, correction: Tensor | None) -> int:
     """The number of experts. Raises ValueError if the tensors do not fit together."""
     require(logits.dim() == 2, "logits have shape {}. Expected [rows, experts].", logits.shape)
-    require(logits.dtype == torch.float32, "logits are {}. Expected float32.", logits.dtype)
+    require_float("logits", logits)
     require(logits.stride(1) == 1, "logits have strides {}. The last dimension must be contiguous.", logits.stride())
     experts = logits.shape[1]
     require(experts % spec.groups == 0, "{} experts do not divide into {} groups.", experts, spec.groups)

@@ -210,7 +210,7 @@ def main() -> None:
     for rows in given.rows:
         measure(rows, speed, lines)
         (RESULTS / "kernels-grouped.json").write_text(json.dumps({"copy": speed, "rows": lines}, indent=1) + "\n")
-    print(f"default tiles: {grouped_tile(16, WIDTH, HIDDEN, torch.bfloat16, True)}; {time.perf_counter() - begin:.0f} s")
+    print(f"default tiles: {grouped_tile(16, 512, torch.bfloat16, True)}; {time.perf_counter() - begin:.0f} s")
 
 
 if __name__ == "__main__":

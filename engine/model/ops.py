@@ -133,8 +133,9 @@ class RowOps(Protocol):
         ...
 
     def route(self, logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-        """A router's logits [rows, experts], float32 -> (chosen experts [rows, top] int64, ascending; weights, float32).
+        """A router's logits [rows, experts] -> (chosen experts [rows, top] int64, ascending; weights, float32).
 
+        Computes in float32, whatever the dtype of the logits.
         To the bit: choose(choice_scores(logits, routing, correction)), and weigh(logits, chosen, routing).
         """
         ...
@@ -159,10 +160,11 @@ class RowOps(Protocol):
         """hidden [rows, top, d_expert] -> each chosen expert's output, before its weight: [rows, top, d_model]"""
         ...
 
-    def combine(self, outs: Tensor, weights: Tensor) -> Tensor:
+    def combine(self, outs: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
         """outs [rows, top, d_model], weights [rows, top] -> [rows, d_model].
 
-        The sum in order of the index: each product is rounded to the dtype of `outs`, and so is each sum.
+        The sum in order of the index: each product is rounded to the dtype of `outs`, and so is each sum. The residual stream,
+        if given, is added to the rounded sum.
         """
         ...
 
@@ -230,6 +232,7 @@ class TorchOps:
         return self.activate(self.linear(x, linear), kind, gated)
 
     def route(self, logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+        logits = logits.float()
         chosen = self.choose(self.choice_scores(logits, routing, correction), routing)
         return chosen, self.weigh(logits, chosen, routing)
 
@@ -253,13 +256,13 @@ class TorchOps:
     def experts_out(self, hidden: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
         return expert_products(hidden, chosen, experts.down, experts.down_bias, self.expert_product)
 
-    def combine(self, outs: Tensor, weights: Tensor) -> Tensor:
+    def combine(self, outs: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
         total: Tensor | None = None
         for out, weight in zip(outs.unbind(1), weights.unbind(1), strict=True):
             part = (out * weight[:, None]).to(outs.dtype)  # in float32, then rounded
             total = part if total is None else total + part
         assert total is not None  # at least one expert is chosen
-        return total
+        return total if residual is None else residual + total
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

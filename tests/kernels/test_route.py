@@ -109,7 +109,7 @@ def test_errors_say_what_is_wrong(case):
         RouteSpec(2, "best")
     with pytest.raises(ValueError, match="sparsemixer chooses two experts, not 3"):
         RouteSpec(3, "sparsemixer")
-    with pytest.raises(ValueError, match=r"logits are torch\.float64"):
+    with pytest.raises(ValueError, match=r"logits is torch\.float64"):
         route(logits.double(), RouteSpec(2))
     with pytest.raises(ValueError, match="8 experts do not divide into 3 groups"):
         route(logits, RouteSpec(2, groups=3))
