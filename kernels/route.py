@@ -150,8 +150,9 @@ def _weights(
 
 @triton.jit
 def _route_kernel(
-    LOGITS, CORRECTION, CHOSEN, WEIGHTS, stride, scale, jitter, EXPERTS: tl.constexpr, TOP: tl.constexpr, KIND: tl.constexpr,
-    NORMALISED: tl.constexpr, SCALED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr,
+    LOGITS, CORRECTION, CHOSEN, WEIGHTS, SPREAD, stride, scale, jitter,
+    EXPERTS: tl.constexpr, TOP: tl.constexpr, KIND: tl.constexpr, NORMALISED: tl.constexpr,
+    SCALED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr,
     CORRECTED: tl.constexpr, CHOOSES: tl.constexpr, WEIGHS: tl.constexpr, G_BLOCK: tl.constexpr, E_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """CHOOSES: choose by the scores of the logits and store; otherwise load what was chosen. WEIGHS: store weights."""
@@ -178,6 +179,7 @@ def _route_kernel(
         if WEIGHS:
             weight = _weights(logits, picked, expert, valid, scale, jitter, KIND, NORMALISED, SCALED)
             tl.store(WEIGHTS + place, weight, mask=picked)
+            tl.store(SPREAD + row * EXPERTS + expert, tl.where(picked, weight, 0.0), mask=valid)
     else:
         for slot in tl.static_range(TOP):
             picked = picked | (valid & (expert == tl.load(CHOSEN + row * TOP + slot)))
@@ -198,11 +200,15 @@ def _scores_kernel(LOGITS, CORRECTION, OUT, stride, EXPERTS: tl.constexpr, KIND:
     tl.store(OUT + row * EXPERTS + expert, _scores(logits, correction, KIND, CORRECTED), mask=inside)
 
 
-def route(logits: Tensor, spec: RouteSpec, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """logits [rows, experts] -> (chosen [rows, top] int64, ascending; weights [rows, top] float32). Computes in float32."""
+def route(logits: Tensor, spec: RouteSpec, correction: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """logits [rows, experts] -> (chosen [rows, top] int64, ascending; weights [rows, top]; the weights of all experts).
+
+    Computes in float32. The weights of all experts [rows, experts] are 0 for those that are not chosen.
+    """
     chosen, weights = _new(logits, spec, torch.int64), _new(logits, spec, torch.float32)
-    _launch(logits, correction, chosen, weights, spec, chooses=True, weighs=True)
-    return chosen, weights
+    spread = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    _launch(logits, correction, chosen, weights, spread, spec, chooses=True, weighs=True)
+    return chosen, weights, spread
 
 
 def choice_scores(logits: Tensor, spec: RouteSpec, correction: Tensor | None = None) -> Tensor:
@@ -223,7 +229,7 @@ def choose(scores: Tensor, spec: RouteSpec) -> Tensor:
     """The highest scores of the best groups, by index: [rows, top] int64, ascending."""
     chosen = _new(scores, spec, torch.int64)
     plain = RouteSpec(spec.top, groups=spec.groups, chosen_groups=spec.chosen_groups, group_best=spec.group_best)
-    _launch(scores, None, chosen, scores, plain, chooses=True, weighs=False)
+    _launch(scores, None, chosen, scores, scores, plain, chooses=True, weighs=False)
     return chosen
 
 
@@ -232,7 +238,7 @@ def weigh(logits: Tensor, chosen: Tensor, spec: RouteSpec) -> Tensor:
     require_shape("chosen", chosen, (len(logits), spec.top))
     require(chosen.is_contiguous() and chosen.dtype == torch.int64, "chosen must be contiguous int64, not {}.", chosen.dtype)
     weights = _new(logits, spec, torch.float32)
-    _launch(logits, None, chosen, weights, spec, chooses=False, weighs=True)
+    _launch(logits, None, chosen, weights, weights, spec, chooses=False, weighs=True)
     return weights
 
 
@@ -241,13 +247,21 @@ def _new(logits: Tensor, spec: RouteSpec, dtype: torch.dtype) -> Tensor:
 
 
 def _launch(
-    logits: Tensor, correction: Tensor | None, chosen: Tensor, weights: Tensor, spec: RouteSpec, chooses: bool, weighs: bool
+    logits: Tensor,
+    correction: Tensor | None,
+    chosen: Tensor,
+    weights: Tensor,
+    spread: Tensor,
+    spec: RouteSpec,
+    chooses: bool,
+    weighs: bool,
 ) -> None:
     experts = _check(logits, spec, correction)
     if not len(logits):
         return
     _route_kernel[(len(logits),)](
-        logits, logits if correction is None else correction, chosen, weights, logits.stride(0), spec.scale, spec.jitter,
+        logits, logits if correction is None else correction, chosen, weights, spread,
+        logits.stride(0), spec.scale, spec.jitter,
         experts, spec.top, spec.kind, spec.normalised, spec.scale != 1.0, spec.groups, spec.chosen_groups, spec.group_best,
         correction is not None, chooses, weighs, next_power_of_2(spec.groups), next_power_of_2(experts // spec.groups),
         num_warps=_WARPS, **EXACT,

@@ -167,7 +167,7 @@ def rest(problem: Problem, note: Callable[..., None], hidden: Tensor, out: Tenso
     """Routing, plan and sum, and the library's products."""
     rows, pairs = problem.rows, problem.rows * TOP
     logits = torch.randn(rows, EXPERTS, device="cuda")
-    chosen, weights = route(logits, RouteSpec(TOP))
+    chosen, weights, _ = route(logits, RouteSpec(TOP))
     note("route", microseconds(lambda: route(logits, RouteSpec(TOP)), [()]))
     router = torch.randn(WIDTH, EXPERTS, device="cuda", dtype=torch.bfloat16)
     note("logits", microseconds(lambda: matmul(problem.x, router, out_dtype=torch.float32), [()]))

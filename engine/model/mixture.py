@@ -74,9 +74,7 @@ class Mixture(nn.Module):
 
     def _route(self, x: Tensor, ops: RowOps, tap: Tap | None) -> tuple[Tensor, Tensor]:
         """The chosen experts and their weights: [rows, top] each."""
-        logits = ops.linear(x, self.router)
-        if wanted(tap, self.logits_site, self.choice_site, self.weights_site):
-            logits = tapped(tap, self.logits_site, logits.float())
+        logits = tapped(tap, self.logits_site, ops.linear(x, self.router))
         if not wanted(tap, self.choice_site):
             chosen, weights = ops.route(logits, self.routing, self.correction)
         else:
@@ -84,7 +82,8 @@ class Mixture(nn.Module):
             chosen = ops.choose(scores, self.routing)
             weights = ops.weigh(logits, chosen, self.routing)
         tapped(tap, self.chosen_site, chosen)
-        if wanted(tap, self.weights_site):  # one weight per expert, 0 for those that are not chosen
-            spread = torch.zeros_like(logits).scatter(-1, chosen, weights)
-            weights = tapped(tap, self.weights_site, spread).gather(-1, chosen)
+        if wanted(tap, self.weights_site):
+            spread = ops.spread(weights, chosen, self.num_experts)
+            edited = tapped(tap, self.weights_site, spread)
+            weights = weights if edited is spread else edited.gather(-1, chosen)
         return chosen, weights

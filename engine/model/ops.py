@@ -141,7 +141,7 @@ class RowOps(Protocol):
         ...
 
     def choice_scores(self, logits: Tensor, routing: Routing, correction: Tensor | None) -> Tensor:
-        """What experts are chosen by: [rows, experts]"""
+        """What experts are chosen by: [rows, experts] float32"""
         ...
 
     def choose(self, scores: Tensor, routing: Routing) -> Tensor:
@@ -150,6 +150,10 @@ class RowOps(Protocol):
 
     def weigh(self, logits: Tensor, chosen: Tensor, routing: Routing) -> Tensor:
         """The weights of any chosen experts [rows, top]: [rows, top], float32"""
+        ...
+
+    def spread(self, weights: Tensor, chosen: Tensor, experts: int) -> Tensor:
+        """The weights of all experts [rows, experts], 0 for those that are not chosen"""
         ...
 
     def experts_hidden(self, x: Tensor, chosen: Tensor, experts: Experts, kind: Activation) -> Tensor:
@@ -232,18 +236,20 @@ class TorchOps:
         return self.activate(self.linear(x, linear), kind, gated)
 
     def route(self, logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-        logits = logits.float()
         chosen = self.choose(self.choice_scores(logits, routing, correction), routing)
         return chosen, self.weigh(logits, chosen, routing)
 
     def choice_scores(self, logits: Tensor, routing: Routing, correction: Tensor | None) -> Tensor:
-        return choice_scores(logits, routing, correction)
+        return choice_scores(logits.float(), routing, correction)
 
     def choose(self, scores: Tensor, routing: Routing) -> Tensor:
         return choose(scores, routing)
 
     def weigh(self, logits: Tensor, chosen: Tensor, routing: Routing) -> Tensor:
-        return weigh(logits, chosen, routing)
+        return weigh(logits.float(), chosen, routing)
+
+    def spread(self, weights: Tensor, chosen: Tensor, experts: int) -> Tensor:
+        return weights.new_zeros(len(weights), experts).scatter(-1, chosen, weights)
 
     def expert_product(self, x: Tensor, weight: Tensor) -> Tensor:
         """The rows of one expert, any number of them [rows, inputs], times its weight [inputs, outputs]."""

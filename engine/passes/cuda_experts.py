@@ -47,8 +47,19 @@ class ExpertOps:
     _planned: tuple[Tensor, Plan] | None = None
     """the last plan and what it was made for: both products of a layer use it"""
 
+    _routed: tuple[Tensor, Tensor] | None = None
+    """the last weights of chosen experts, and those of all: the kernel stores both"""
+
     def route(self, logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-        return route.route(logits, _spec(routing), correction)
+        chosen, weights, spread = route.route(logits, _spec(routing), correction)
+        self._routed = weights, spread
+        return chosen, weights
+
+    def spread(self, weights: Tensor, chosen: Tensor, experts: int) -> Tensor:
+        known = self._routed
+        if known is not None and known[0] is weights:
+            return known[1]
+        return weights.new_zeros(len(weights), experts).scatter(-1, chosen, weights)
 
     def choice_scores(self, logits: Tensor, routing: Routing, correction: Tensor | None) -> Tensor:
         return route.choice_scores(logits, _spec(routing), correction)

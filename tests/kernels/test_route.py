@@ -34,13 +34,14 @@ def correction_of(case, spec, experts):
 def test_agrees_with_float64(case, experts, spec):
     logits = logits_of(case, 200 if case.gpu else 8, experts)
     correction = correction_of(case, spec, experts)
-    chosen, weights = route(logits, spec, correction)
+    chosen, weights, spread = route(logits, spec, correction)
     scores = logits.double().sigmoid() if spec.kind == "sigmoid" else logits.double()
     scores = scores if correction is None else scores + correction.double()
     groups = (spec.groups, spec.chosen_groups, spec.group_best)
     assert torch.equal(chosen, reference.choose(scores, spec.top, *groups))
     want = reference.weigh(logits.double(), chosen, spec.kind, spec.normalised, spec.scale, spec.jitter)
     torch.testing.assert_close(weights.double(), want, rtol=2e-6, atol=1e-9)
+    assert torch.equal(spread, torch.zeros_like(logits).scatter(1, chosen, weights))
     assert weights.dtype == torch.float32 and chosen.dtype == torch.int64
 
 
@@ -48,9 +49,9 @@ def test_agrees_with_float64(case, experts, spec):
 def test_a_row_does_not_know_its_batch_and_steps_have_the_bits_of_the_whole(case, same, experts, spec):
     logits = logits_of(case, 70 if case.gpu else 7, experts)
     correction = correction_of(case, spec, experts)
-    chosen, weights = route(logits, spec, correction)
+    chosen, weights, _ = route(logits, spec, correction)
     for rows in (slice(0, 1), slice(3, 5), slice(len(logits) - 1, None)):
-        some, their = route(logits[rows].contiguous(), spec, correction)
+        some, their, _ = route(logits[rows].contiguous(), spec, correction)
         assert torch.equal(some, chosen[rows])
         same(their, weights[rows])
     assert torch.equal(choose(choice_scores(logits, spec, correction), spec), chosen)
@@ -68,7 +69,7 @@ def test_choices_of_the_user_are_weighed(case):
 def test_numbers_that_are_no_numbers_choose_experts_that_exist(case):
     logits = logits_of(case, 4, 8)
     logits[0], logits[1, 3], logits[2] = float("nan"), float("inf"), float("-inf")
-    chosen, _ = route(logits, RouteSpec(3))
+    chosen, *_ = route(logits, RouteSpec(3))
     assert chosen[0].tolist() == [0, 1, 2] == chosen[2].tolist() and 3 in chosen[1].tolist()
     assert chosen.min() >= 0 and chosen.max() < 8
 
