@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from tests.mixtures import MIXTURES
+
 SHAPE = dict(
     vocab_size=97,
     hidden_size=32,
@@ -233,6 +235,7 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
         "Falcon",
         dict(FALCON, multi_query=False, parallel_attn=False, tie_word_embeddings=False, activation="gelu_pytorch_tanh"),
     ),
+    **MIXTURES,
 }
 
 
@@ -275,5 +278,6 @@ def hugging_face(name: str) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():  # default initialisation leaves biases and norms at their trivial values
             parameter.add_(torch.randn_like(parameter) * 0.08)
+    model.config._experts_implementation = "eager"  # the faster one needs rows of a multiple of 16 bytes
     model.config.architectures = [type(model).__name__]
     return model

@@ -1,38 +1,125 @@
-"""Tiny random models with mixtures of experts, one per way of routing."""
+"""Configs of tiny models with mixtures of experts; `tests/families.py` builds them."""
 
-import torch
+from typing import Any
 
-from replaylens.engine.model.config import MixtureConfig, ModelConfig, Rope
-from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.routing import Routing
-
-MIXTURES = {
-    "softmax of the chosen": MixtureConfig(6, 24, Routing(2)),
-    "softmax of all, a shared expert with a gate": MixtureConfig(
-        5, 20, Routing(2, normalised=False), layers=(False, True), d_shared=12, shared_gate=True
-    ),
-    "biases": MixtureConfig(5, 24, Routing(3), bias=True, router_bias=True),
-    "sigmoids in groups": MixtureConfig(
-        8, 16, Routing(3, "sigmoid", scale=2.5, groups=4, chosen_groups=2, group_best=2, correction=True), d_shared=16
-    ),
-    "sparsemixer": MixtureConfig(4, 24, Routing(2, "sparsemixer", jitter=0.01)),
+SHAPE: dict[str, Any] = dict(
+    vocab_size=97,
+    hidden_size=36,
+    intermediate_size=20,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    max_position_embeddings=256,
+    pad_token_id=0,
+    bos_token_id=0,
+    eos_token_id=0,
+)
+ONE_KV, TWO_KV = dict(SHAPE, num_key_value_heads=1), dict(SHAPE, num_key_value_heads=2)
+TYPES = ["sliding_attention", "full_attention"]
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
 }
-"""name -> the mixture"""
-
-
-def mixture_config(name: str) -> ModelConfig:
-    kind = "clamped_swiglu" if name == "biases" else "silu"
-    config = ModelConfig(2, 32, 4, 2, 8, 48, 61, 256, rotary_dim=8, rope=Rope(theta=1e4), activation=kind, qk_norm=True)  # type: ignore[arg-type]
-    return ModelConfig(**{**config.__dict__, "mixture": MIXTURES[name]})
-
-
-def mixture_model(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
-    """Weights large enough that rows choose different experts."""
-    model = Decoder(mixture_config(name)).initialize(0).requires_grad_(False)
-    generator = torch.Generator().manual_seed(1)
-    for parameter_name, parameter in model.named_parameters():
-        if "norm" not in parameter_name and ".ln" not in parameter_name and not parameter_name.startswith("ln"):
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    for _, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(dtype)  # the rotary tables stay in float32
-    return model.to(device)
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [2.0, 3.0, 5.0],
+    "short_mscale": 1.2,
+    "long_mscale": 1.3,
+    "original_max_position_embeddings": 128,
+}
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    # name: (config class, its fields)
+    "mixtral": ("Mixtral", dict(TWO_KV, num_local_experts=5, num_experts_per_tok=2, sliding_window=7, head_dim=10)),
+    "mixtral-one": ("Mixtral", dict(ONE_KV, num_local_experts=3, num_experts_per_tok=2, tie_word_embeddings=True)),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        dict(
+            TWO_KV,
+            num_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=14,
+            shared_expert_intermediate_size=22,
+            use_sliding_window=True,
+            sliding_window=7,
+            layer_types=TYPES,
+        ),
+    ),
+    "qwen2-moe-dense": (
+        "Qwen2Moe",
+        dict(
+            ONE_KV,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=14,
+            shared_expert_intermediate_size=22,
+            norm_topk_prob=True,
+            qkv_bias=False,
+            mlp_only_layers=[0],
+        ),
+    ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        dict(TWO_KV, num_experts=7, num_experts_per_tok=3, moe_intermediate_size=14, norm_topk_prob=True, head_dim=10),
+    ),
+    "qwen3-moe-dense": (
+        "Qwen3Moe",
+        dict(
+            ONE_KV,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=14,
+            decoder_sparse_step=2,
+            attention_bias=True,
+            use_sliding_window=True,
+            sliding_window=7,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "olmoe": ("Olmoe", dict(TWO_KV, num_experts=6, num_experts_per_tok=3, attention_bias=True)),
+    "olmoe-normalised": ("Olmoe", dict(ONE_KV, num_experts=3, num_experts_per_tok=2, norm_topk_prob=True)),
+    "gpt-oss": (
+        "GptOss",
+        dict(
+            TWO_KV,
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            head_dim=10,
+            sliding_window=7,
+            layer_types=TYPES,
+            rope_parameters=YARN,
+        ),
+    ),
+    "granite-moe": (
+        "GraniteMoe",
+        dict(
+            ONE_KV,
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            embedding_multiplier=12.0,
+            attention_multiplier=0.2,
+            residual_multiplier=0.22,
+            logits_scaling=8.0,
+            attention_bias=True,
+        ),
+    ),
+    "phimoe": (
+        "Phimoe",
+        dict(
+            TWO_KV,
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            router_jitter_noise=0.2,
+            rope_parameters=LONG,
+            original_max_position_embeddings=128,
+            lm_head_bias=True,
+            attention_bias=True,
+        ),
+    ),
+    "phimoe-plain": ("Phimoe", dict(ONE_KV, num_local_experts=4, num_experts_per_tok=2, sliding_window=7)),
+}

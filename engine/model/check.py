@@ -174,20 +174,20 @@ def _blocks(source: nn.Module, num_layers: int) -> nn.ModuleList:
 
 @contextmanager
 def _as_defined(source: nn.Module) -> Iterator[None]:
-    """Without dropout and with eager attention: faster kernels omit what they do not support, such as Gemma-2's softcap."""
+    """Without dropout, with eager attention and experts: faster kernels omit what they lack, such as Gemma-2's softcap."""
     modes = {module: module.training for module in source.modules()}
     configs: list[Any] = [
         config for m in source.modules() if hasattr(config := getattr(m, "config", None), "_attn_implementation")
     ]
-    before = [config._attn_implementation for config in configs]
+    before = [(config._attn_implementation, getattr(config, "_experts_implementation", None)) for config in configs]
     try:
         for config in configs:
-            config._attn_implementation = "eager"
+            config._attn_implementation = config._experts_implementation = "eager"
         source.eval()
         yield
     finally:
-        for config, attention in zip(reversed(configs), reversed(before), strict=True):  # many modules share one config
-            config._attn_implementation = attention
+        for config, kept in zip(reversed(configs), reversed(before), strict=True):  # many modules share one config
+            config._attn_implementation, config._experts_implementation = kept
         for module, mode in modes.items():
             module.training = mode
 

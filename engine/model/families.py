@@ -3,6 +3,7 @@
 from replaylens.engine.errors import UnsupportedModel
 from replaylens.engine.model import tables_gpt as gpt
 from replaylens.engine.model import tables_llama as llama
+from replaylens.engine.model import tables_moe as moe
 from replaylens.engine.model.family import Family, Raw
 from replaylens.engine.model.refusals import refusal
 
@@ -47,6 +48,13 @@ FAMILIES: dict[str, Family] = {
     "falcon": gpt.FALCON,
     "bloom": gpt.BLOOM,
     "mpt": gpt.MPT,
+    "mixtral": moe.MIXTRAL,
+    "phimoe": moe.PHIMOE,
+    "granitemoe": moe.GRANITEMOE,
+    "qwen2_moe": moe.QWEN2_MOE,
+    "qwen3_moe": moe.QWEN3_MOE,
+    "olmoe": moe.OLMOE,
+    "gpt_oss": moe.GPT_OSS,
 }
 
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from replaylens.engine.errors import UnsupportedModel
 from replaylens.engine.model.config import Activation, ModelConfig
 from replaylens.engine.model.decoder import Block
+from replaylens.engine.model.expert_names import ExpertNames, respelled
+from replaylens.engine.model.experts import Experts
 from replaylens.engine.model.ops import Linear, Norm
 
 Raw = dict[str, Any]
@@ -66,7 +68,7 @@ class Names:
     """the beginning of all names of a layer, with {} for its number"""
     parts: Mapping[str, str | tuple[str, ...]]
     """our module within a block -> theirs, or theirs to be joined, in our order of outputs. Empty: a norm without weights.
-    With {}: one norm for each head"""
+    With {}: one norm for each head. A parameter of its own (attn.sinks) -> theirs"""
     pos_embed: str = ""
     pos_offset: int = 0
     """rows of the table of positions before that of position 0"""
@@ -75,6 +77,10 @@ class Names:
     head: str = "lm_head"
     transposed: bool = True
     """products are stored [outputs, inputs]; we store [inputs, outputs]"""
+    experts: ExpertNames | None = None
+    """the names of a mixture's experts"""
+    spellings: tuple[tuple[str, str], ...] = ()
+    """(part of a name, what stands there in files of older versions)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +126,7 @@ class Family:
     def tensors(self, config: ModelConfig, get: Get) -> Tensors:
         """All tensors that a decoder of `config` has, by our names."""
         names, parts = self.names, {**self.names.parts, **self.renamed(config)}
+        get = respelled(get, names.spellings)
         out: Tensors = {"embed": get(f"{names.embed}.weight")}
         if names.embed_norm:
             weight, bias = (get(f"{names.embed_norm}.{end}").float() for end in ("weight", "bias"))
@@ -131,14 +138,17 @@ class Family:
         if config.unembed_bias:
             out["unembed_bias"] = get(f"{names.head}.bias")
         with torch.device("meta"):
-            block = Block(config, 0)
+            blocks = [Block(config, layer) for layer in range(config.num_layers)]  # some may have a mixture
             final = Norm(config.d_model, config.norm, config.norm_eps, config.norm_bias)
         for end, like in final.named_parameters():
             out[f"ln_final.{end}"] = self._norm(names.final_norm, end, like, get)
-        for layer in range(config.num_layers):
+        for layer, block in enumerate(blocks):
             begin = names.block.format(layer)
             for name, like in block.named_parameters():
                 part, _, end = name.rpartition(".")
+                if not isinstance(block.get_submodule(part), Linear | Norm):
+                    out[f"blocks.{layer}.{name}"] = self._single(block, name, begin, get)
+                    continue
                 theirs = parts[part]
                 if isinstance(block.get_submodule(part), Linear):
                     pieces = [get(f"{begin}{each}.{end}") for each in ((theirs,) if isinstance(theirs, str) else theirs)]
@@ -151,6 +161,17 @@ class Family:
                 is_weight = isinstance(block.get_submodule(part), Linear) and end == "weight"
                 out[f"blocks.{layer}.{name}"] = x.T if is_weight and names.transposed else x
         return out
+
+    def _single(self, block: Block, name: str, begin: str, get: Get) -> Tensor:
+        """A parameter that is neither of a product nor of a norm."""
+        part, _, end = name.rpartition(".")
+        module = block.get_submodule(part)
+        if isinstance(module, Experts):
+            assert self.names.experts is not None  # a family with mixtures names them
+            return self.names.experts.read(end, len(module.up), begin, get)
+        theirs = self.names.parts[name]
+        assert isinstance(theirs, str)  # it is not joined
+        return get(begin + theirs)
 
     def _norm(self, theirs: str, end: str, like: Tensor, get: Get) -> Tensor:
         """The weights or biases of a norm, of the shape of `like`."""

@@ -6,7 +6,7 @@ SCORES = "attn.hook_attn_scores"
 KEY_SITES = ("attn.hook_pattern", SCORES)
 """the ends of names of sites whose rows have one value per key"""
 
-LAYER_SITES = {
+LAYER_SITES: dict[str, tuple[str, str | None]] = {
     # name within the block: (trailing shape, legacy alias)
     "hook_in": ("d_model", "hook_resid_pre"),
     "ln1.hook_scale": ("one", None),
@@ -39,6 +39,43 @@ LAYER_SITES = {
     "ln2_post.hook_out": ("d_model", "hook_mlp_out"),
     "hook_out": ("d_model", "hook_resid_post"),
 }
+_MLP = ("mlp.gate.hook_out", "mlp.in.hook_out", "mlp.out.hook_in")
+_MIXTURE: dict[str, tuple[str, str | None]] = {
+    # the sites of a mixture of experts, in the place of those of `_MLP`
+    "mlp.gate.hook_out": ("experts", "mlp.router.hook_out"),
+    "mlp.gate.hook_choice": ("experts", None),
+    "mlp.gate.hook_expert_indices": ("top", "mlp.hook_expert_indices"),
+    "mlp.gate.hook_expert_weights": ("experts", "mlp.hook_expert_weights"),
+    "mlp.experts.hook_expert_post": ("top d_expert", None),
+    "mlp.experts.hook_expert_out": ("top d_model", None),
+    "mlp.experts.hook_out": ("d_model", None),
+    "mlp.shared_expert.hook_out": ("d_model", "mlp.shared_experts.hook_out"),
+    "mlp.shared_expert_gate.hook_out": ("one", None),
+}
+CHOICE_SITE, WEIGHTS_SITE = "mlp.gate.hook_choice", "mlp.gate.hook_expert_weights"
+"""where edits force, forbid and reweight experts"""
+BY_SLOT = ("mlp.experts.hook_expert_post", "mlp.experts.hook_expert_out")
+"""the ends of names of sites with one row per chosen expert, in the order of `hook_expert_indices`"""
+
+
+def layer_sites(sparse: bool, mixture: bool) -> dict[str, tuple[str, str | None]]:
+    """The sites of a layer: name within the block -> (trailing shape, legacy alias).
+
+    sparse   the layer has a mixture of experts
+    mixture  some layer of the model has. As in TransformerLens, the parts of an MLP beside it have names of their own, since
+             `mlp.gate` is the router
+    """
+    found: dict[str, tuple[str, str | None]] = {}
+    for name, entry in LAYER_SITES.items():
+        if name not in _MLP:
+            found[name] = entry
+        elif not sparse:
+            found[name.replace("mlp.", "mlp.dense_") if mixture else name] = entry
+        else:
+            found |= _MIXTURE
+    return found
+
+
 SAME_VALUES = {
     # name within the block: (the site that has this value, whether an edit there is the same as well)
     "ln1.hook_in": ("hook_in", False),
@@ -55,7 +92,19 @@ SAME_VALUES = {
     "ln2_post.hook_in": ("mlp.hook_out", True),
 }
 """TransformerLens has a name on either side of every module. Where nothing happens in between, both have one value"""
-READ_ONLY = ("hook_scale", "hook_normalized", "hook_attn_scores")
+_SAME_IN_MIXTURE = {"mlp.gate.hook_in": ("ln2.hook_out", False), "mlp.experts.hook_in": ("ln2.hook_out", False)}
+
+
+def same_values(sparse: bool, mixture: bool) -> dict[str, tuple[str, bool]]:
+    """`SAME_VALUES` of a layer; see `layer_sites`."""
+    own = ("mlp.in.hook_in", "mlp.gate.hook_in", "mlp.out.hook_out")
+    shared = {name: same for name, same in SAME_VALUES.items() if name not in own}
+    if sparse:
+        return shared | _SAME_IN_MIXTURE
+    return shared | {name.replace("mlp.", "mlp.dense_") if mixture else name: SAME_VALUES[name] for name in own}
+
+
+READ_ONLY = ("hook_scale", "hook_normalized", "hook_attn_scores", "hook_expert_indices")
 """the ends of names of sites that are computed beside the pass"""
 GLOBAL_SITES = {
     "embed.hook_out": ("d_model", "hook_embed"),

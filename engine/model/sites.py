@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 
 from replaylens.engine.errors import BadEdit, UnknownSite
 from replaylens.engine.model.config import ModelConfig
-from replaylens.engine.model.site_names import GLOBAL_SITES, LAYER_SITES, READ_ONLY, SAME_VALUES
+from replaylens.engine.model.site_names import GLOBAL_SITES, READ_ONLY, layer_sites, same_values
 
 LETTERS = "STCZ"
 
@@ -49,13 +49,15 @@ class SiteTable:
             if name != "pos_embed.hook_out" or config.learned_positions:
                 self._add(name, None, shape, alias)
         for layer in range(config.num_layers):
-            for name, (shape, alias) in LAYER_SITES.items():
+            for name, (shape, alias) in layer_sites(config.sparse(layer), config.mixture is not None).items():
                 if self._has(name, layer):
                     self._add(f"blocks.{layer}.{name}", layer, shape, f"blocks.{layer}.{alias}" if alias else None)
         if config.gated_mlp:  # the linear half of a gated MLP has its own legacy name
-            for layer in range(config.num_layers):
-                self.aliases[f"blocks.{layer}.mlp.hook_pre_linear"] = f"blocks.{layer}.mlp.in.hook_out"
-                self.aliases[f"blocks.{layer}.mlp.hook_pre"] = f"blocks.{layer}.mlp.gate.hook_out"
+            for layer in (layer for layer in range(config.num_layers) if not config.sparse(layer)):
+                begin = f"blocks.{layer}.mlp."
+                own = begin if config.mixture is None else f"{begin}dense_"
+                self.aliases[f"{begin}hook_pre_linear"] = f"{own}in.hook_out"
+                self.aliases[f"{begin}hook_pre"] = f"{own}gate.hook_out"
         for name, site in self.sites.items():
             self.sites[name] = replace(site, aliases=tuple(a for a, of in self.aliases.items() if of == name))
         self._name_twice()
@@ -65,13 +67,13 @@ class SiteTable:
         last = self.config.num_layers - 1
         self.same = {"ln_final.hook_in": f"blocks.{last}.hook_out", "unembed.hook_in": "ln_final.hook_out"}
         for layer in range(last + 1):
-            for name, (site, editable) in SAME_VALUES.items():
+            for name, (site, editable) in same_values(self.config.sparse(layer), self.config.mixture is not None).items():
                 full = f"blocks.{layer}.{name}"
                 if self._has(name, layer):
                     if not self._has(site, layer):
                         site, editable = self._read_instead(site), False
                     self.same[full] = f"blocks.{layer}.{site}"
-                    if not editable and not (name == "mlp.in.hook_in" and not self.config.gated_mlp):
+                    if not editable and not (name.endswith("in.hook_in") and not self.config.gated_mlp):
                         self.read_only.add(full)
             if self.config.parallel_residual and self._has("ln2.hook_out", layer):  # the MLP's norm reads what enters the block
                 self.same[f"blocks.{layer}.ln2.hook_in"] = f"blocks.{layer}.hook_in"
@@ -99,17 +101,21 @@ class SiteTable:
         config = self.config
         if name == "ln2.hook_in":  # the residual stream between attention and MLP, also without a norm there
             return not config.parallel_residual
-        scaled = config.residual_scale != 1.0
+        scaled, mixture = config.residual_scale != 1.0, config.mixture
         absent = {
             "ln1": not config.pre_norms,
             "ln2": not config.pre_norms or config.shared_norm,
             "attn.o.hook_out": scaled,  # before the factor, which `attn.hook_out` is after
             "mlp.out.hook_out": scaled,
+            "mlp.dense_out.hook_out": scaled,
+            "mlp.dense_gate": not config.gated_mlp,
+            "mlp.shared_expert": mixture is None or not mixture.d_shared,
+            "mlp.shared_expert_gate": mixture is None or not mixture.shared_gate,
             "ln1_post": not config.post_norms,
             "ln2_post": not config.post_norms,
             "attn.q_norm": not config.qk_norm,
             "attn.k_norm": not config.qk_norm,
-            "mlp.gate": not config.gated_mlp,
+            "mlp.gate": mixture is None and not config.gated_mlp,
             "attn.hook_rot_q": not config.rotates(layer),
             "attn.hook_rot_k": not config.rotates(layer),
         }
@@ -127,6 +133,8 @@ class SiteTable:
             keys=0,
             one=1,
         )
+        if c.mixture is not None:
+            sizes |= dict(experts=c.mixture.num_experts, top=c.mixture.routing.top, d_expert=c.mixture.d_expert)
         self.sites[name] = Site(name, layer, tuple(sizes[word] for word in shape.split()), ())
         if alias:  # later entries win: with post-norms, the output of the post-norm is added to the residual stream
             self.aliases[alias] = name

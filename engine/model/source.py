@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from replaylens.engine.errors import BadWeights
+from replaylens.engine.errors import BadWeights, MissingTensor
 
 WEIGHTS_FILE = "model.safetensors"
 HEAD = "lm_head.weight"
@@ -49,7 +49,7 @@ class Source:
         """The tensor, detached; BadWeights if it is missing or does not hold plain floating-point numbers."""
         found = self.find(name)
         if found is None:
-            raise BadWeights(f"Tensor {name!r} is missing from the checkpoint. Is it complete, and of this architecture?")
+            raise MissingTensor(f"Tensor {name!r} is missing from the checkpoint. Is it complete, and of this architecture?")
         tensor = self.read(found)
         if tensor.device.type == "meta":
             raise BadWeights(f"Tensor {found!r} has no values (device 'meta'). Load the model's weights first.")

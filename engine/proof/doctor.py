@@ -15,6 +15,7 @@ from torch import Tensor
 from replaylens.engine.errors import NotCertified
 from replaylens.engine.lens import readout
 from replaylens.engine.model import modes
+from replaylens.engine.model.config import MixtureConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import Norm, visible
 from replaylens.engine.model.rotary import Rotary
@@ -62,12 +63,35 @@ def _examine_rowwise(model: Decoder, seen: Examination) -> None:
     norms = {(*m.weight.shape, m.kind): (name, m) for name, m in model.named_modules() if isinstance(m, Norm)}
     for name, norm in norms.values():
         _compare_rows(f"{norm.kind} norm ({name})", seen.random(64, *norm.weight.shape), partial(ops.norm, norm=norm), seen)
-    wide = seen.random(64, c.d_mlp) * 3
-    _compare_rows(f"activation {c.activation}", wide, lambda x: cpu.activate(x, c.activation), seen)
+    if c.activation == "clamped_swiglu":
+        _compare_rows(f"activation {c.activation}", seen.random(64, 2 * c.d_mlp) * 6, _clamped, seen)
+    else:
+        _compare_rows(f"activation {c.activation}", seen.random(64, c.d_mlp) * 3, lambda x: cpu.activate(x, c.activation), seen)
+    if c.mixture is not None:
+        _examine_routing(c.mixture, seen)
     if c.rotary_dim:
         table = seen.random(1, 2, c.rotary_dim // 2)
         turn = lambda x: ops.rotate(x, Rotary(table, torch.zeros(len(x), dtype=torch.int64)))  # noqa: E731
         _compare_rows("rotary", seen.random(64, c.num_heads, c.d_head), turn, seen)
+
+
+def _clamped(x: Tensor) -> Tensor:
+    return cpu.CpuOps().activate(x, "clamped_swiglu", gated=True)
+
+
+def _examine_routing(mixture: MixtureConfig, seen: Examination) -> None:
+    """Which experts are chosen, and with what weights; then the sum of their outputs."""
+    routing, ops = mixture.routing, cpu.CpuOps()
+    correction = seen.random(mixture.num_experts) if routing.correction else None
+
+    def routed(logits: Tensor) -> Tensor:
+        chosen, weights = ops.route(logits, routing, correction)
+        return torch.cat([chosen.to(weights), weights], dim=-1)
+
+    _compare_rows("routing", seen.random(64, mixture.num_experts) * 3, routed, seen)
+    weights = lambda x: routed(x[:, : mixture.num_experts, 0])[:, routing.top :]  # noqa: E731
+    outs = seen.random(64, max(mixture.num_experts, routing.top), 48)
+    _compare_rows("sum of experts", outs, lambda x: ops.combine(x[:, : routing.top], weights(x)), seen)
 
 
 def examine_lens(vocab_size: int, seen: Examination) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.experts import Experts
 from replaylens.engine.model.ops import Linear
 from replaylens.engine.passes.batch import TILE
 from replaylens.engine.passes.products import Allowed, Products, RowCounts, Shape, can_pack
@@ -17,6 +18,8 @@ _COUNTS = (512, 256, 128, 64, 32)
 _TOTALS = (16, 32, 48, 80, 112, 176, 336, 496)
 """numbers of rows that combine several counts"""
 _PACKED_TOTALS = (*range(1, 18), 31, 33, 48, 63, 64, 65, 97, 128)
+_EXPERT_TOTALS = (*range(1, 18), 31, 33, 47, 65)
+"""numbers of rows that an expert may get"""
 _LARGE = 8e6
 """number of weights from which fewer rows are compared"""
 
@@ -30,6 +33,8 @@ class _Subject:
     product: Callable[[Tensor, Products], Tensor]
     weight: Tensor
     """[inputs, outputs]"""
+    of_expert: bool = False
+    """whether any number of rows is multiplied with it"""
 
     @property
     def num_rows(self) -> int:
@@ -58,14 +63,23 @@ def _subjects(model: Decoder) -> list[_Subject]:
         if isinstance(module, Linear):
             shape = (module.weight.shape[0], module.weight.shape[1])
             found.setdefault(shape, _Subject(name, shape, partial(_linear, module), module.weight))
+        elif isinstance(module, Experts):
+            for part, weight in (("up", module.up[-1]), ("down", module.down[-1])):  # the last: it may begin anywhere
+                shape = (weight.shape[0], weight.shape[1])
+                found[shape] = _Subject(f"{name}.{part}", shape, partial(_expert, weight), weight, of_expert=True)
     table = model.unembedding
     shape = (table.shape[1], len(table))
-    found[shape] = _Subject("unembed", shape, partial(_unembed, table), table.t())
+    experts = shape in found and found[shape].of_expert
+    found[shape] = _Subject("unembed", shape, partial(_unembed, table), table.t(), experts)
     return list(found.values())
 
 
 def _linear(linear: Linear, x: Tensor, products: Products) -> Tensor:
     return products.linear(x, linear)
+
+
+def _expert(weight: Tensor, x: Tensor, products: Products) -> Tensor:
+    return products.product(x, weight)
 
 
 def _unembed(table: Tensor, x: Tensor, products: Products) -> Tensor:
@@ -85,6 +99,11 @@ def _examine_tile(subject: _Subject, x: Tensor, seen: Examination) -> Tensor:
     note("row alone in a zero-padded tile", torch.equal(product(alone)[0], reference[3]))
     fast = torch.mv(subject.weight.t(), x[0])
     note("control: matrix-vector product", torch.equal(fast, torch.mm(x[:TILE], subject.weight)[0]), control=True)
+    if subject.of_expert:
+        few = all(torch.equal(only_tile.few(x[:n], subject.weight), reference[:n]) for n in _EXPERT_TOTALS)
+        note("any number of an expert's rows", few)
+        library = all(torch.equal(x[:n] @ subject.weight, reference[:n]) for n in _EXPERT_TOTALS)
+        note("control: the library's product of an expert's rows", library, control=True)
     return reference
 
 

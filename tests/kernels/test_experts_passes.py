@@ -13,7 +13,7 @@ from replaylens.engine.passes.certificate import Finding
 from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, device_rows
 from replaylens.engine.proof import comparison, doctor_experts
 from replaylens.engine.request.capture import PassTap
-from tests.mixtures import MIXTURES, mixture_model
+from tests.tiny_mixtures import MIXTURES, mixture_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PATHS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3], [5, 8, 9, 7, 9, 3, 2, 3, 8]]

@@ -33,6 +33,7 @@ HARMLESS = re.compile(
     r"_attn_implementation|attribute_map|dtype|get_text_config|return_dict|output_\w+|use_cache|problem_type|num_labels"
     r"|\w*attention_softmax_in_fp32|\w*dropout|\w+_pdrop|layerdrop|initializer_range|pad_token_id|is_decoder|reorder_and_upcast_attn|summary_\w+"
     r"|text_config|vision_config|image_token_id|mm_tokens_per_image"  # Gemma-3's classes for pictures
+    r"|router_aux_loss_coef|(router|input)_jitter_noise"  # of training; PhiMoE's table reads the router's
     r"|pretraining_tp|slow_but_exact"  # another order of BLOOM's sums
     r"|use_sliding_window|sliding_window_pattern"  # `layer_types` says the same
     r"|original_max_position_embeddings|head_dim"  # copied into rope_parameters; checked against the heads

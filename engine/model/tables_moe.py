@@ -1,0 +1,214 @@
+"""The tables of families with mixtures of experts. `docs/extending.md` adds one."""
+
+from dataclasses import replace
+
+from replaylens.engine.errors import UnsupportedModel
+from replaylens.engine.model.config import MixtureConfig, Rope
+from replaylens.engine.model.expert_names import ExpertNames
+from replaylens.engine.model.family import Family, Field, Raw
+from replaylens.engine.model.raw_fields import layer_windows, main_rope
+from replaylens.engine.model.routing import Routing
+from replaylens.engine.model.tables_llama import BIASES, GRANITE, LLAMA, LLAMA_NAMES, MISTRAL, names_of, reads_of
+
+COUNTS = frozenset({"num_experts", "num_local_experts", "n_routed_experts"})
+"""fields that say how many experts there are"""
+STACKED = ExpertNames(
+    stacked={"up": "mlp.experts.gate_up_proj", "down": "mlp.experts.down_proj"},
+    each={"up": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"), "down": ("mlp.experts.{}.down_proj",)},
+)
+MOE_NAMES = replace(names_of(LLAMA_NAMES, mlp__router="mlp.gate"), experts=STACKED)
+
+
+def sparse_layers(raw: Raw) -> tuple[bool, ...]:
+    """The layers with a mixture, of a family that may have MLPs in between; empty: all."""
+    dense, step = raw.get("mlp_only_layers") or [], raw.get("decoder_sparse_step") or 1
+    layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(raw["num_hidden_layers"]))
+    return () if all(layers) else layers
+
+
+def _top(raw: Raw) -> int:
+    top: int = raw["num_experts_per_tok"]
+    return top
+
+
+# ---- Mixtral, PhiMoE, GraniteMoE -----------------------------------------------------------------------------------------
+
+_BY_W = replace(STACKED, each={"up": ("mlp.experts.{}.w1", "mlp.experts.{}.w3"), "down": ("mlp.experts.{}.w2",)})
+
+
+def _mixtral(raw: Raw) -> MixtureConfig:
+    return MixtureConfig(raw["num_local_experts"], raw["intermediate_size"], Routing(_top(raw)))
+
+
+MIXTRAL = replace(
+    MISTRAL,
+    names=replace(MOE_NAMES, experts=_BY_W, spellings=((".mlp.", ".block_sparse_moe."),)),
+    reads=reads_of(MISTRAL, mixture=_mixtral),
+    uses=MISTRAL.uses | COUNTS,
+)
+
+
+def _phimoe(raw: Raw) -> MixtureConfig:
+    routing = Routing(_top(raw), "sparsemixer", normalised=False, jitter=raw["router_jitter_noise"])
+    return MixtureConfig(raw["num_local_experts"], raw["intermediate_size"], routing)
+
+
+def _phimoe_rope(raw: Raw) -> Rope:
+    """LongRoPE with a factor on cos and sin of its own. Beyond the short factors nothing is computed here."""
+    given = raw["rope_parameters"]
+    match kind := given.get("rope_type", "default"):
+        case "default":
+            return main_rope(raw)
+        case "longrope":
+            return replace(main_rope(raw), attention_factor=float(given["short_mscale"]))
+    raise UnsupportedModel(f"phimoe with the rotary scaling {kind!r} is not supported. Known: default, longrope.")
+
+
+PHIMOE = replace(
+    MIXTRAL,
+    names=replace(
+        names_of(MIXTRAL.names, mlp__router="mlp.router"),
+        spellings=((".mlp.router.", ".block_sparse_moe.gate."), (".mlp.", ".block_sparse_moe.")),
+    ),
+    reads={**reads_of(MIXTRAL, mixture=_phimoe, rope=_phimoe_rope, unembed_bias="lm_head_bias"), **BIASES},
+    fixed={"norm": "layer"},
+    uses=MIXTRAL.uses | {"short_mscale", "long_mscale"},
+    only={"num_experts_per_tok": (2,)},
+)
+GRANITEMOE = replace(
+    GRANITE,
+    names=replace(
+        names_of(LLAMA_NAMES, mlp__router="block_sparse_moe.router"),
+        experts=ExpertNames(
+            stacked={"up": "block_sparse_moe.experts.gate_up_proj", "down": "block_sparse_moe.experts.down_proj"}
+        ),
+        spellings=(
+            (".router.weight", ".router.layer.weight"),
+            (".experts.gate_up_proj", ".input_linear.weight"),
+            (".experts.down_proj", ".output_linear.weight"),
+        ),
+    ),
+    reads=reads_of(GRANITE, without=("mlp_bias",), mixture=_mixtral),
+    uses=GRANITE.uses | COUNTS,
+)
+
+# ---- Qwen-MoE, OLMoE -----------------------------------------------------------------------------------------------------
+
+
+def _qwen3(raw: Raw) -> MixtureConfig:
+    routing = Routing(_top(raw), normalised=raw["norm_topk_prob"])
+    count = raw["num_local_experts"] if "num_local_experts" in raw else raw["num_experts"]
+    return MixtureConfig(count, raw["moe_intermediate_size"], routing, sparse_layers(raw))
+
+
+def _qwen2(raw: Raw) -> MixtureConfig:
+    return replace(_qwen3(raw), d_shared=raw["shared_expert_intermediate_size"], shared_gate=True)
+
+
+def _olmoe(raw: Raw) -> MixtureConfig:
+    return MixtureConfig(raw["num_experts"], raw["intermediate_size"], Routing(_top(raw), normalised=raw["norm_topk_prob"]))
+
+
+QWEN3_MOE = replace(
+    MISTRAL,
+    names=MOE_NAMES,
+    reads={**reads_of(MISTRAL, mixture=_qwen3), **BIASES},
+    fixed={"qk_norm": True},
+    uses=MISTRAL.uses | COUNTS,
+)
+QWEN2_MOE = replace(
+    MISTRAL,
+    names=names_of(
+        MOE_NAMES,
+        mlp__shared__up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+        mlp__shared__down="mlp.shared_expert.down_proj",
+        mlp__shared_gate="mlp.shared_expert_gate",
+    ),
+    reads=reads_of(MISTRAL, mixture=_qwen2, windows=layer_windows, qkv_bias=Field("qkv_bias", True)),
+    uses=MISTRAL.uses | COUNTS,
+    layer_types=True,
+)
+OLMOE = replace(
+    LLAMA,
+    names=MOE_NAMES,
+    reads=reads_of(LLAMA, without=("mlp_bias",), mixture=_olmoe),
+    fixed={"qk_norm": True, "qk_norm_span": "all"},
+    uses=COUNTS,
+)
+
+# ---- GPT-OSS -------------------------------------------------------------------------------------------------------------
+
+
+def _gpt_oss(raw: Raw) -> MixtureConfig:
+    return replace(_mixtral(raw), bias=True, router_bias=True)
+
+
+GPT_OSS: Family = replace(
+    MISTRAL,
+    names=replace(
+        names_of(LLAMA_NAMES, mlp__router="mlp.router", attn__sinks="self_attn.sinks"),
+        experts=ExpertNames(
+            stacked={
+                "up": "mlp.experts.gate_up_proj",
+                "up_bias": "mlp.experts.gate_up_proj_bias",
+                "down": "mlp.experts.down_proj",
+                "down_bias": "mlp.experts.down_proj_bias",
+            },
+            transposed=False,
+            interleaved=True,
+        ),
+    ),
+    reads={**reads_of(MISTRAL, without=("activation",), windows=layer_windows, mixture=_gpt_oss), **BIASES},
+    fixed={"sinks": True, "activation": "clamped_swiglu"},
+    uses=MISTRAL.uses | COUNTS,
+    only={"swiglu_alpha": (None, 1.702), "swiglu_limit": (None, 7.0)},
+    layer_types=True,
+)
+
+# ---- DeepSeek's routing --------------------------------------------------------------------------------------------------
+
+
+def deepseek_v2_mixture(raw: Raw) -> MixtureConfig:
+    """Softmax over all experts; with groups, only those in the best groups are chosen, a group being as good as its best."""
+    groups = raw["n_group"] if raw["topk_method"] == "group_limited_greedy" else 1
+    routing = Routing(
+        _top(raw),
+        normalised=False,
+        scale=raw["routed_scaling_factor"],
+        groups=groups,
+        chosen_groups=raw["topk_group"] if groups > 1 else 1,
+    )
+    return _deepseek(raw, routing)
+
+
+def deepseek_v3_mixture(raw: Raw) -> MixtureConfig:
+    """Sigmoids; the choice adds a trained bias to them. A group is as good as its two best experts together."""
+    routing = Routing(
+        _top(raw),
+        "sigmoid",
+        normalised=raw["norm_topk_prob"],
+        scale=raw["routed_scaling_factor"],
+        groups=raw["n_group"],
+        chosen_groups=raw["topk_group"],
+        group_best=2,
+        correction=True,
+    )
+    return _deepseek(raw, routing)
+
+
+def _deepseek(raw: Raw, routing: Routing) -> MixtureConfig:
+    """The first layers have MLPs. Shared experts are one, as wide as all together."""
+    first = raw["first_k_dense_replace"]
+    layers = tuple(layer >= first for layer in range(raw["num_hidden_layers"]))
+    shared = raw["moe_intermediate_size"] * (raw["n_shared_experts"] or 0)
+    count = next(raw[name] for name in ("n_routed_experts", "num_local_experts", "num_experts") if name in raw)
+    return MixtureConfig(count, raw["moe_intermediate_size"], routing, () if all(layers) else layers, d_shared=shared)
+
+
+DEEPSEEK_PARTS: dict[str, str | tuple[str, ...]] = {
+    "mlp.router": "mlp.gate",
+    "mlp.correction": "mlp.gate.e_score_correction_bias",
+    "mlp.shared.up": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    "mlp.shared.down": "mlp.shared_experts.down_proj",
+}
+"""the names of the mixture's parts; its experts are `STACKED`"""
