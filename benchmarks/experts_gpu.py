@@ -1,6 +1,6 @@
 """Mixtures of experts on a CUDA device, Qwen3-30B-A3B shape with random weights, bfloat16.
 
-    PYTHONPATH=src:. python -m benchmarks.experts_gpu [--tiny] [--profile] [section ...]
+    PYTHONPATH=src:. python -m benchmarks.experts_gpu [--tiny] [section ...]
 
 Deterministic decoding against the engine's own fast path, once with our products of experts and once with the library's grouped
 product (the faster of the two counts); the batch-1 step against one read of the weights that it needs; passes of prompts; the
@@ -135,10 +135,10 @@ def places(engine: Engine, branches: list[Any], spec: CaptureSpec | None = None)
     return found
 
 
-def decode(table: Table, engine: Engine) -> None:
+def decode(table: Table, engine: Engine, batches: tuple[int, ...] = (1, 8, 64)) -> None:
     speed, spec = copy_bandwidth(), CaptureSpec(router_sites(engine.model))
     floor = 1e3 * active_bytes(engine.model) / speed
-    for count in (1, 8, 64):
+    for count in batches:
         branches = checked(engine, count)
         plain, captured = places(engine, branches), places(engine, branches, spec)
         run = lambda p, exact: engine.loop.bursts.run(p, STEPS, exact)  # noqa: E731
@@ -233,6 +233,7 @@ def profile(table: Table, engine: Engine) -> None:
 
 SECTIONS: dict[str, Callable[[Table, Engine], None]] = {
     "decode": decode,
+    "single": lambda table, engine: decode(table, engine, (1,)),
     "passes": passes,
     "contract": contract,
     "profile": profile,
@@ -259,7 +260,7 @@ def main() -> None:
     engine = Engine(random_model(shape), cache_tokens=64 * 512)
     print(f"certified: {engine.certificate.certified}; controls that differed: {engine.certificate.has_teeth}", flush=True)
     failed = []
-    for section in given.sections or SECTIONS:
+    for section in given.sections or ("decode", "passes", "contract"):
         try:
             SECTIONS[section](table, engine)
         except Exception:

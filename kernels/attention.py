@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from replaylens.kernels.chain import chained, follow
 from replaylens.kernels.launch import (
     EXACT,
     KV_BLOCK,
@@ -56,9 +57,10 @@ def _attention_kernel(
     scale, softcap, window, max_splits,
     GROUP: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, ROWS: tl.constexpr, TILED: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, SPLIT_GRID: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SHARED: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SHARED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One tile: up to ROWS (row, query head) pairs of one sequence and one KV head."""
+    follow(CHAINED)
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     if TILED:
         first_row, num_rows = tl.load(TILES + tile * 2), tl.load(TILES + tile * 2 + 1)
@@ -299,7 +301,7 @@ def attention(
         rows.page_table.stride(0), level_stride, scale, softcap, window, splits,
         group, d_head, next_power_of_2(max(d_head, 16)), tile.rows, rows.tiles is not None,
         page_size, kv_block, kv_split, split, softcap > 0, window > 0, shared is not None,
-        num_warps=tile.warps, num_stages=tile.stages, **EXACT,
+        num_warps=tile.warps, num_stages=tile.stages, **EXACT, **chained(q.device),
     )  # fmt: skip
     return out
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from replaylens.kernels.chain import chained, follow
 from replaylens.kernels.launch import (
     EXACT,
     ceil_div,
@@ -27,8 +28,9 @@ from replaylens.kernels.launch import (
 @triton.jit(do_not_specialize=["rows", "inner"])
 def _norm_kernel(
     X, WEIGHT, BIAS, OUT, rows, inner, width, eps, stride_xo, stride_xi, stride_o,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, LAYER: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, LAYER: tl.constexpr, HAS_BIAS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    follow(CHAINED)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column[None, :] < width
@@ -82,7 +84,7 @@ def norm(
         _norm_kernel[(ceil_div(rows, shape.rows),)](
             x, weight, bias if bias is not None else weight, out, rows, inner, width, eps,
             x.stride(0), x.stride(1) if x.dim() == 3 else 0, width,
-            shape.rows, shape.block, kind == "layer", bias is not None, num_warps=shape.warps, **EXACT,
+            shape.rows, shape.block, kind == "layer", bias is not None, num_warps=shape.warps, **EXACT, **chained(x.device),
         )  # fmt: skip
     return out
 

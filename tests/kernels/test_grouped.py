@@ -8,7 +8,7 @@ from replaylens.kernels.launch import GemmTile, grouped_rows
 from replaylens.kernels.matmul import matmul
 from replaylens.kernels.plan import plan
 
-CPU_TILES = [GemmTile(16, 16, 32, 4, 3), GemmTile(32, 32, 32, 4, 3), GemmTile(16, 32, 32, 4, 3, persistent=True)]
+CPU_TILES = [GemmTile(32, 16, 32, 4, 3), GemmTile(16, 32, 32, 4, 3, persistent=True)]
 FP32_TILES = [GemmTile(16, 32, 16, 4, 2), GemmTile(32, 64, 32, 4, 3), GemmTile(64, 64, 16, 4, 3)]
 GPU_TILES = [
     GemmTile(16, 32, 64, 4, 4),
