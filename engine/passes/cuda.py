@@ -89,8 +89,6 @@ class CanonicalCudaOps(HeadOps):
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
         if spec.slopes:
             raise UnsupportedModel("ALiBi is not supported on CUDA: the kernel adds nothing to scores. Use device='cpu'.")
-        if heads.sinks is not None:
-            raise UnsupportedModel("Attention sinks are not supported on CUDA: the kernel has none. Use device='cpu'.")
         if observe is not None:
             raise UnsupportedModel(
                 "Cannot capture attention patterns or scores on CUDA: the kernel never stores them. Use device='cpu'."
@@ -101,8 +99,12 @@ class CanonicalCudaOps(HeadOps):
             store(heads.k, heads.v, self.rows, keys, values, size)
         else:
             q = rotate_and_store(q, heads.k, heads.v, heads.rotary.table, self.rows, keys, values, page_size=size)
-        out = attention(q, keys, values, self.rows, spec.scale, spec.softcap, spec.window, page_size=size)
+        out = attention(q, keys, values, self.rows, spec.scale, spec.softcap, spec.window, page_size=size, sinks=heads.sinks)
         if self.cut_by is not None and (cut := cut_pairs(self.cut_by, spec, q.shape[1])) is not None:
+            if heads.sinks is not None:
+                raise UnsupportedModel(
+                    "Cannot edit attention patterns of a model with sinks on CUDA: the kernel has none. Use device='cpu'."
+                )
             cut_edges(out, q, keys, values, self.rows, cut, spec.scale, spec.softcap, spec.window, size)
         return out
 
