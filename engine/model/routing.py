@@ -12,6 +12,9 @@ from torch import Tensor
 from replaylens.engine.errors import BadConfig
 
 RoutingKind = Literal["softmax", "sigmoid", "sparsemixer"]
+BARRED = -5e29
+"""an expert with a lower score for the choice is forbidden: if it is chosen all the same, because too few are left, it gets the
+weight of a logit of minus infinity, which is 0"""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,12 @@ def choose(scores: Tensor, routing: Routing) -> Tensor:
     if routing.groups > 1:
         scores = _best_groups(scores, routing)
     return _highest(scores, routing.top).sort(dim=-1).values
+
+
+def without_barred(logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    """The logits [rows, experts], minus infinity for chosen experts that the scores for the choice forbid."""
+    own = logits.gather(-1, chosen).masked_fill(scores.gather(-1, chosen) < BARRED, float("-inf"))
+    return logits.scatter(-1, chosen, own)
 
 
 def weigh(logits: Tensor, chosen: Tensor, routing: Routing) -> Tensor:

@@ -41,11 +41,11 @@ LAYER_SITES: dict[str, tuple[str, str | None]] = {
 }
 _MLP = ("mlp.gate.hook_out", "mlp.in.hook_out", "mlp.out.hook_in")
 _MIXTURE: dict[str, tuple[str, str | None]] = {
-    # the sites of a mixture of experts, in the place of those of `_MLP`
+    # the sites of a mixture of experts, in the place of those of `_MLP`; some have two aliases
     "mlp.gate.hook_out": ("experts", "mlp.router.hook_out"),
     "mlp.gate.hook_choice": ("experts", None),
-    "mlp.gate.hook_expert_indices": ("top", "mlp.hook_expert_indices"),
-    "mlp.gate.hook_expert_weights": ("experts", "mlp.hook_expert_weights"),
+    "mlp.gate.hook_expert_indices": ("top", "mlp.hook_expert_indices mlp.router.hook_expert_indices"),
+    "mlp.gate.hook_expert_weights": ("experts", "mlp.hook_expert_weights mlp.router.hook_expert_weights"),
     "mlp.experts.hook_expert_post": ("top d_expert", None),
     "mlp.experts.hook_expert_out": ("top d_model", None),
     "mlp.experts.hook_out": ("d_model", None),

@@ -47,11 +47,14 @@ class SiteTable:
         """names that can be captured, but not edited"""
         for name, (shape, alias) in GLOBAL_SITES.items():
             if name != "pos_embed.hook_out" or config.learned_positions:
-                self._add(name, None, shape, alias)
+                self._add(name, None, shape)
+                self.aliases |= {alias: name} if alias else {}
         for layer in range(config.num_layers):
             for name, (shape, alias) in layer_sites(config.sparse(layer), config.mixture is not None).items():
                 if self._has(name, layer):
-                    self._add(f"blocks.{layer}.{name}", layer, shape, f"blocks.{layer}.{alias}" if alias else None)
+                    self._add(f"blocks.{layer}.{name}", layer, shape)
+                    # later entries win: with post-norms, the output of the post-norm is added to the residual stream
+                    self.aliases |= {f"blocks.{layer}.{each}": f"blocks.{layer}.{name}" for each in (alias or "").split()}
         if config.gated_mlp:  # the linear half of a gated MLP has its own legacy name
             for layer in (layer for layer in range(config.num_layers) if not config.sparse(layer)):
                 begin = f"blocks.{layer}.mlp."
@@ -121,7 +124,7 @@ class SiteTable:
         }
         return not (absent.get(name, False) or absent.get(name.rpartition(".")[0], False))
 
-    def _add(self, name: str, layer: int | None, shape: str, alias: str | None) -> None:
+    def _add(self, name: str, layer: int | None, shape: str) -> None:
         c = self.config
         sizes = dict(
             d_model=c.d_model,
@@ -136,8 +139,6 @@ class SiteTable:
         if c.mixture is not None:
             sizes |= dict(experts=c.mixture.num_experts, top=c.mixture.routing.top, d_expert=c.mixture.d_expert)
         self.sites[name] = Site(name, layer, tuple(sizes[word] for word in shape.split()), ())
-        if alias:  # later entries win: with post-norms, the output of the post-norm is added to the residual stream
-            self.aliases[alias] = name
 
     def resolve(self, name: str) -> str:
         """The TransformerLens 4 name of a name or alias; UnknownSite lists the nearest names."""
@@ -153,8 +154,12 @@ class SiteTable:
     def editable(self, name: str) -> str:
         """As `resolve`, but BadEdit for names whose value can be captured and not edited."""
         site = self.resolve(name)
-        if name in self.read_only:
-            why = "It is computed beside the pass" if name == site else f"Its value, {site}, is read by other parts as well"
+        if name in self.read_only or site in self.read_only:
+            why = (
+                "It is computed beside the pass"
+                if site in self.read_only
+                else f"Its value, {site}, is read by other parts as well"
+            )
             raise BadEdit(f"{name} can be captured but not edited. {why}. Edit a site before or after it.")
         return site
 

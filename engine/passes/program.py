@@ -186,6 +186,8 @@ def _enter(stage: EditStage, edit: PlacedEdit, positions: list[int], shift: int,
             stage.projections.append((edit, known))
         known[rows] = True
         return
+    if edit.op == "reweight":
+        raise EngineBug(f"The kernel of edits cannot reweight {edit.site}. Models with experts do not run on this device yet.")
     stage.codes[rows] = {"add": ADD, "zero": ZERO}.get(edit.op, SET)
     if edit.op != "zero":
         stage.index[rows] = _vector_rows(stage, edit, positions, rank)

@@ -35,13 +35,15 @@ class Edit:
                as blocks.*.hook_out
     op         add: add value * factor; set: replace by value; zero: replace by zeros; project_out: remove the directions
                in value; resample: replace by a row of value, drawn by seed and position. On an attention pattern, mask: hide
-               keys from the softmax; zero or set: change weights after it, without scaling the others
+               keys from the softmax; zero or set: change weights after it, without scaling the others. On the router of a
+               mixture of experts (blocks.N.mlp.gate.hook_out), force or forbid: experts are chosen, or not; reweight: the
+               weights of experts are multiplied by factor
     positions  None: all; a number, several, or a slice with step 1; negative ones count from the branch's tip. Numbers name
                tokens that the branch has; a slice may include tokens still to come
     value      a tensor, an array or a list: [*site shape] for all positions, or, for `set` and `add` at given positions,
                [number of positions, *site shape]. With `heads`, the site shape of these heads or of all
     layers     of a letter or a pattern; without them all its layers are edited. They count from 0, never from the end
-    factor     for `add` only
+    factor     for `add` and `reweight` only
     heads      of a site with heads, such as attn.hook_z; without them all are edited. Those of hook_k and hook_v are key heads
     keys       of attn.hook_pattern: the keys whose edges from the edited positions change. For `set`, value holds their
                weights: [keys], [heads, keys] or [number of positions, heads, keys]; without keys, rows from key 0 on, as long
@@ -49,6 +51,7 @@ class Edit:
     keep_norm  for `add`: scale the result back to the length that the vector had
     when       a direction [*site shape]: edit only rows with a positive projection on it
     tokens     a token or several, as text or ids: edit only positions that hold one of them, also those still to come
+    experts    for `force`, `forbid` and `reweight`: which experts, by index
 
     >>> from replaylens import Engine
     >>> root = Engine.load("coin-plain").prompt("A coin's state is heads. Alice flips. What's the state? A:")
@@ -69,6 +72,7 @@ class Edit:
     keep_norm: bool = False
     when: Tensor | None = None
     tokens: str | int | Sequence[str | int] | None = None
+    experts: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.op, str) or self.op not in _OPS:
@@ -88,6 +92,7 @@ class Edit:
         out |= {} if plain.keys is None else {"keys": _positions_to_json(plain.keys)}
         out |= {"keep_norm": True} if plain.keep_norm else {}
         out |= {} if plain.tokens is None else {"tokens": plain.tokens}
+        out |= {} if plain.experts is None else {"experts": plain.experts}
         tensors = {"value": plain.value, "when": plain.when}
         return out | {name: tensor_to_json(tensor) for name, tensor in tensors.items() if tensor is not None}
 
@@ -95,8 +100,13 @@ class Edit:
         """The same edit in plain Python numbers and lists; BadEdit names the field that is invalid."""
         site = instance("site", self.site, str, "a site name, or S, T or C", BadEdit)
         factor = number("factor", self.factor, BadEdit)
-        if factor != 1.0 and self.op != "add":
-            raise BadEdit(f"factor={factor} was given for the op {self.op!r}. Only 'add' takes one: scale the value instead.")
+        if factor != 1.0 and self.op not in ("add", "reweight"):
+            raise BadEdit(
+                f"factor={factor} was given for the op {self.op!r}. Only 'add' and 'reweight' take one: scale the value "
+                "instead."
+            )
+        if self.experts is not None and self.op not in ("force", "forbid", "reweight"):
+            raise BadEdit(f"experts was given for the op {self.op!r}. Only 'force', 'forbid' and 'reweight' take it.")
         keep_norm = flag("keep_norm", self.keep_norm, BadEdit)
         if keep_norm and self.op != "add":
             raise BadEdit(f"keep_norm was given for the op {self.op!r}. Only 'add' takes it.")
@@ -113,6 +123,7 @@ class Edit:
             keep_norm,
             _plain_tensor("when", site, self.when),
             _plain_tokens(self.tokens),
+            _plain_list("experts", self.experts),
         )
 
     @classmethod
@@ -134,6 +145,7 @@ class Edit:
                 raw.get("keep_norm", False),
                 when,
                 raw.get("tokens"),
+                raw.get("experts"),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadEdit(f"Not an edit: {error!r}.") from error

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from replaylens.engine.request.sampling import hash_bits
 
-Op = Literal["add", "set", "zero", "project_out", "resample", "mask"]
+Op = Literal["add", "set", "zero", "project_out", "resample", "mask", "force", "forbid", "reweight"]
+PLACED_OPS: tuple[Op, ...] = ("add", "set", "zero", "project_out", "resample", "mask", "reweight")
+"""what is left once edits are placed: forcing and forbidding an expert add to what experts are chosen by"""
 PATTERN = "attn.hook_pattern"
 
 
@@ -118,6 +120,8 @@ class PlacedEdit:
         value = self.vectors.to(rows)
         if value.dim() == rows.dim():  # one row per edited position
             value = value[[self.place(p) for p in positions]]
+        if self.op == "reweight":
+            return rows * value
         return value.expand_as(rows) if self.op == "set" else rows + value * self.factor
 
     def draws(self, positions: list[int]) -> list[int]:

@@ -3,19 +3,21 @@
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import get_args
 
 import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadEdit, EngineBug, UnknownSite
 from replaylens.engine.model import modes
+from replaylens.engine.model.site_names import BY_SLOT
 from replaylens.engine.model.sites import SiteTable, layer_of
 from replaylens.engine.request.edits import Edit, listed, span
 from replaylens.engine.request.pattern_edits import on_pattern
-from replaylens.engine.request.placed import PATTERN, Op, PlacedEdit
+from replaylens.engine.request.placed import PATTERN, PLACED_OPS, PlacedEdit
+from replaylens.engine.request.routing_edits import on_router
 from replaylens.engine.request.values import instance
 
+_ROUTING = ("force", "forbid", "reweight")
 _NOT_EDITABLE = ("ln_final.hook_out", "unembed.hook_out")
 
 
@@ -42,8 +44,10 @@ def place(edit: Edit, table: SiteTable, length: int, later: bool = False) -> lis
         if name.endswith(_NOT_EDITABLE):
             raise BadEdit(f"{name} can be captured but not edited. Edit the residual stream (hook_in, hook_out) instead.")
         shape = table.sites[name].shape
-        heads = _heads(edit, name, shape)
-        if name.endswith(PATTERN):
+        heads = () if edit.op in _ROUTING else _heads(edit, name, shape)
+        if edit.op in _ROUTING:
+            made = on_router(edit, name, table, (start, stop, picks))
+        elif name.endswith(PATTERN):
             window = table.config.window(layer_of(name) or 0)
             made = on_pattern(edit, name, shape[0], window, heads, (start, stop, picks), length)
         else:
@@ -57,7 +61,7 @@ def require_fit(edit: PlacedEdit, table: SiteTable) -> PlacedEdit:
     table.editable(edit.site)
     shape = table.sites[table.resolve(edit.site)].shape
     numbers = [edit.start, *([] if edit.stop is None else [edit.stop]), *edit.picks, *edit.keys, *edit.heads, *edit.tokens]
-    if edit.op not in get_args(Op) or any(type(number) is not int or number < 0 for number in numbers):
+    if edit.op not in PLACED_OPS or any(type(number) is not int or number < 0 for number in numbers):
         raise BadEdit(f"An edit of {edit.site} has an unknown op or a position below 0. The file it comes from is damaged.")
     if bad := [head for head in edit.heads if head >= shape[0]]:
         raise BadEdit(
@@ -157,7 +161,7 @@ def _heads(edit: Edit, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The edited heads, in order; empty: all."""
     if edit.heads is None:
         return ()
-    if len(shape) != 2:
+    if len(shape) != 2 or name.endswith(BY_SLOT):
         raise BadEdit(f"heads was given, but {name} has no heads. Edit attn.hook_z, hook_q, hook_k or hook_v instead.")
     if not edit.heads or len(set(edit.heads)) < len(edit.heads):
         raise BadEdit(f"Invalid heads={list(edit.heads)}. Give at least one, and each only once.")

@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens.workbench.lens import lens as lens
     from replaylens.workbench.patch import patch as patch
     from replaylens.workbench.path_patch import path_patch as path_patch
+    from replaylens.workbench.routing import routing as routing
     from replaylens.workbench.steer import steer as steer
 
 __version__ = "0.1.0"
@@ -53,6 +54,7 @@ _WHERE = {
     "path_patch": "replaylens.workbench.path_patch:path_patch",
     "probes": "replaylens.probes",
     "report": "replaylens.views.report:report",
+    "routing": "replaylens.workbench.routing:routing",
     "steer": "replaylens.workbench.steer:steer",
     "tasks": "replaylens.tasks",
 }
@@ -79,6 +81,7 @@ __all__ = [
     "path_patch",
     "probes",
     "report",
+    "routing",
     "steer",
     "tasks",
 ]

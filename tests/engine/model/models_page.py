@@ -26,6 +26,8 @@ NO_BRIDGE = {
     "phi": "the adapter refuses norms of queries and keys",
     "falcon-new": "the adapter splits q, k and v for one key head",
     "falcon-new-one-norm": "the adapter asks for two norms",
+    "phimoe": "the adapter does not know the class by its name in transformers",
+    "phimoe-plain": "the adapter does not know the class by its name in transformers",
 }
 """models that TransformerLens 4.3 cannot bridge, with the reason"""
 
@@ -68,6 +70,7 @@ def families() -> list[str]:
         bridged = "no bridge" if all(name in NO_BRIDGE for name in names) else "S, T, C equal"
         device = "interpreter" if config.plain_logits else "interpreter, Z on the host"
         device = "refused: ALiBi" if config.slopes else "bits on an H200" if names[0] in NAMES else device
+        device = device if config.mixture is None else "refused: experts"
         rows.append(f"| {family} | < {bound:.0e} | {_sites(config)} | {bridged} | {device} | {_limits(family)} |")
     return rows
 

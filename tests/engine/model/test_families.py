@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadConfig, UnsupportedModel
+from replaylens.engine.errors import BadConfig, NoGradient, UnsupportedModel
 from replaylens.engine.model.config import ModelConfig, Rope
 from replaylens.engine.model.families import FAMILIES
 from replaylens.engine.model.fields import NEUTRAL
@@ -26,6 +26,7 @@ from tests.engine.model.models_page import NO_BRIDGE, PAGE, by_family, oracle_er
 from tests.engine.passes.packed import alone, logits, sequences, worst
 from tests.engine.replay.bridges import bridge
 from tests.families import MORE, hugging_face
+from tests.mixtures import MIXTURES, YARN
 
 TOLERANCE = 2e-5
 """relative, of float32 logits against Hugging Face"""
@@ -42,11 +43,12 @@ HARMLESS = re.compile(
 more = pytest.mark.parametrize("name", MORE)
 WIRINGS = """
 gpt2-by-layer arcee phi stablelm granite olmo olmo2 exaone4 hunyuan cohere bloom mpt
+qwen2-moe-dense gpt-oss phimoe
 """.split()  # noqa: SIM905
 """models that cover all wirings; the others run the slower tests behind the marker"""
-some = pytest.mark.parametrize(
-    "name", [name if name in WIRINGS else pytest.param(name, marks=pytest.mark.slow) for name in MORE]
-)
+marked = [name if name in WIRINGS else pytest.param(name, marks=pytest.mark.slow) for name in MORE]
+some = pytest.mark.parametrize("name", marked)
+some_dense = pytest.mark.parametrize("name", [each for name, each in zip(MORE, marked, strict=True) if name not in MIXTURES])
 
 
 @more
@@ -114,7 +116,24 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "ALiBi": ("bloom", {"slopes": ()}),
     "MPT's order of slopes": ("mpt", {"slopes": tuple(2.0 ** (-8 * i / 6) for i in range(1, 7))}),
     "rotary of local layers": ("olmo3", {"local_rope": None}),
+    "sinks": ("gpt-oss", {"sinks": False}),
+    "a clamped activation": ("gpt-oss", {"activation": "silu"}),
+    "normalised weights": ("qwen3-moe", {"routing": {"normalised": False}}),
+    "weights that are not normalised": ("olmoe", {"routing": {"normalised": True}}),
+    "fewer experts": ("mixtral", {"routing": {"top": 1}}),
+    "sparsemixer": ("phimoe", {"routing": {"kind": "softmax"}}),
+    "the reach of sparsemixer": ("phimoe", {"routing": {"jitter": 0.01}}),
+    "a shared expert's gate": ("qwen2-moe", {"mixture": {"shared_gate": False}}),
 }
+
+
+def changed(config: ModelConfig, change: dict[str, Any]) -> ModelConfig:
+    """The config with other fields; those of "mixture" and "routing" are fields of these."""
+    mixture = config.mixture
+    if mixture is None or not change.keys() & {"mixture", "routing"}:
+        return replace(config, **change)
+    routing = replace(mixture.routing, **change.get("routing", {}))
+    return replace(config, mixture=replace(mixture, routing=routing, **change.get("mixture", {})))
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -122,8 +141,8 @@ def test_a_feature_left_out_is_noticed(feature: str) -> None:
     """Negative control: with one feature off or wrong, the logits are far outside the tolerance."""
     name, change = FEATURES[feature]
     right = load(hugging_face(name))
-    assert any(getattr(right.config, field) != value for field, value in change.items())
-    config = replace(right.config, **change)
+    config = changed(right.config, change)
+    assert config != right.config
     with torch.device("meta"):
         wanted = type(right)(config).state_dict()
     wrong = build(config, {k: x for k, x in right.state_dict().items() if k in wanted}, torch.float32)
@@ -151,7 +170,13 @@ def test_rows_together_have_the_bits_of_rows_alone(name: str) -> None:
     assert [site for site in sites if not torch.equal(whole.activations[site], row.activations[site])] == []
 
 
-@some
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
+def test_gradients_of_mixtures_are_refused(name: str) -> None:
+    with pytest.raises(NoGradient, match="a mixture of experts, whose backward pass is not implemented"):
+        Engine.load(hugging_face(name), check=False).prompt([1, 2, 3]).gradients(metric, ["blocks.1.hook_in"])
+
+
+@some_dense
 def test_gradients_are_autograds_at_every_site(name: str) -> None:
     """Against autograd through the decoder in float64, whose logits the tests above compare with Hugging Face's."""
     tokens = sequences((23,), seed=3)[0].tolist()
@@ -245,6 +270,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "alpha": 8.0}},
         "sets alpha to 8.0",
     ),
+    "OLMoE that clips queries": ("olmoe", {"clip_qkv": 2.0}, "clip_qkv"),
+    "GPT-OSS with another limit": ("gpt-oss", {"swiglu_limit": 5.0}, "gpt_oss with swiglu_limit = 5.0 is not supported"),
+    "PhiMoE with YaRN": ("phimoe-plain", {"rope_parameters": YARN}, "phimoe with the rotary scaling 'yarn'"),
     "GPT-J that rotates the whole head": ("gptj", {"rotary_dim": None}, "rotary_dim"),
 }
 

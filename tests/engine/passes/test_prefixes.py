@@ -58,9 +58,9 @@ def test_sharing_that_drops_a_block_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
     assert not torch.equal(wrong[0].kv(), right[0].kv())
 
 
-@pytest.mark.parametrize("name", ["bloom", "gptj", "cohere"])
+@pytest.mark.parametrize("name", ["bloom", "gptj", "cohere", "gpt-oss"])
 def test_other_wirings_have_the_same_bits_with_and_without_sharing(name: str) -> None:
-    """ALiBi, whose bias shared keys do not have, so that nothing is shared; narrow heads; norms of each head."""
+    """ALiBi, whose bias shared keys do not have, so that nothing is shared; narrow heads; norms of each head; sinks."""
     shared, apart = (grow(engine(name, worth), 0, rounds=2) for worth in (1, NEVER))
     for a, b in zip(shared, apart, strict=True):
         assert a.tokens == b.tokens and torch.equal(a.kv().view(torch.int32), b.kv().view(torch.int32))

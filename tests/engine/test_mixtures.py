@@ -1,0 +1,142 @@
+"""Mixtures of experts in the engine: certified products of experts, sites of routers in captures, dumps and probes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from replaylens import probes, tasks
+from replaylens.engine.dump.verify import verify
+from replaylens.engine.engine import Engine
+from replaylens.engine.errors import NotCertified, UnsupportedModel
+from replaylens.engine.model.config import MixtureConfig, ModelConfig
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.ops import TorchOps
+from replaylens.engine.model.routing import Routing
+from replaylens.engine.passes import cpu
+from replaylens.engine.passes.cuda_experts import require_supported
+from replaylens.engine.passes.products import Products
+from replaylens.engine.proof import doctor
+from replaylens.tasks import WordTokenizer
+from tests.engine.reference import random_decoder
+from tests.toy_model import random_model
+
+WIDE = ModelConfig(
+    num_layers=2,
+    d_model=128,
+    num_heads=4,
+    num_kv_heads=2,
+    d_head=32,
+    d_mlp=256,
+    vocab_size=97,
+    max_positions=128,
+    rotary_dim=32,
+    mixture=MixtureConfig(6, 160, Routing(2), layers=(False, True), d_shared=64, shared_gate=True),
+)
+"""long enough products for a library to round few rows differently from many"""
+PROMPT = [(7 * i * i + 3) % 97 for i in range(23)]
+SITES = ["blocks.1.mlp.gate.hook_out", "blocks.1.mlp.hook_expert_indices", "blocks.1.mlp.hook_expert_weights"]
+OUTS = ["blocks.1.mlp.experts.hook_expert_post", "blocks.1.mlp.experts.hook_expert_out"]
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return random_decoder(WIDE).requires_grad_(False)
+
+
+# ---- certificates ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_doctor_examines_experts_and_routing(model: Decoder) -> None:
+    found = doctor.examine(model)
+    checks = {(finding.op, finding.check) for finding in found.findings}
+    assert found.certified and {(128, 320), (160, 128), (128, 6), (128, 128), (64, 128), (128, 1)} <= set(found.row_counts)
+    assert {("blocks.1.mlp.experts.up", "any number of an expert's rows"), ("routing", "row alone")} <= checks
+    controls = [f for f in found.findings if f.check == "control: the library's product of an expert's rows"]
+    assert len(controls) == 2 and any(not f.equal for f in controls)
+
+
+def test_experts_in_library_products_are_found(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: without the mechanism the doctor refuses the model, and an engine that trusted it would give other bits."""
+    site = "blocks.1.hook_out"
+    same = lambda: torch.equal(Engine(model).prompt(PROMPT, sites=[site]).activations[site], by_row(Engine(model), site))  # noqa: E731
+    assert same()
+    monkeypatch.setattr(Products, "few", lambda self, x, weight: x @ weight)
+    assert not same()
+    with pytest.raises(NotCertified, match="any number of an expert's rows"):
+        doctor.require(doctor.examine(model))
+
+
+def by_row(engine: Engine, site: str) -> Tensor:
+    """A site, captured row by row."""
+    branch = engine.prompt(PROMPT[:1], sites=[site])
+    for token in PROMPT[1:]:
+        branch.force([token])
+    return branch.activations[site]
+
+
+def test_a_routing_that_looks_at_its_neighbours_is_found(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = TorchOps.weigh
+
+    def wrong(self: TorchOps, logits: Tensor, chosen: Tensor, routing: Routing) -> Tensor:
+        return right(self, logits - logits.mean(), chosen, routing)
+
+    monkeypatch.setattr(cpu.CpuOps, "weigh", wrong)
+    with pytest.raises(NotCertified, match="routing"):
+        doctor.require(doctor.examine(model))
+
+
+def test_mixtures_are_refused_on_cuda() -> None:
+    with pytest.raises(UnsupportedModel, match="Mixtures of experts are not supported on CUDA"):
+        require_supported(WIDE)
+    require_supported(ModelConfig(2, 32, 4, 2, 8, 48, 61, 64))
+
+
+# ---- sites -----------------------------------------------------------------------------------------------------------------
+
+
+def test_sites_of_a_router_fit_together(model: Decoder) -> None:
+    """The weighted outputs of the chosen experts, in order of their index, and the shared expert are the MLP's output."""
+    engine = Engine(model)
+    names = [*SITES, *OUTS, "blocks.1.mlp.experts.hook_out", "blocks.1.mlp.shared_expert.hook_out"]
+    branch = engine.prompt(PROMPT, sites=[*names, "blocks.1.mlp.shared_expert_gate.hook_out", "C"])
+    logits, chosen, weights, post, each, mixed, shared = (branch.activations[name] for name in names)
+    assert chosen.dtype == torch.int64 and chosen.shape == (23, 2) and post.shape == (23, 2, 160) and each.shape == (23, 2, 128)
+    assert torch.equal(chosen, logits.topk(2).indices.sort(-1).values)
+    own = weights.gather(-1, chosen)
+    assert torch.equal(weights.sum(-1), own.sum(-1)) and torch.allclose(own.sum(-1), torch.ones(23))
+    assert torch.equal(mixed, each[:, 0] * own[:, :1] + each[:, 1] * own[:, 1:])
+    gate = branch.activations["blocks.1.mlp.shared_expert_gate.hook_out"]
+    torch.testing.assert_close(branch.activations["blocks.1.mlp.hook_out"], mixed + shared * torch.sigmoid(gate))
+    dense = engine.sites.sites
+    assert "blocks.0.mlp.dense_gate.hook_out" in dense and "blocks.0.mlp.gate.hook_out" not in dense
+
+
+def test_rejected_drafts_keep_the_routing_of_their_own_path(model: Decoder) -> None:
+    engine = Engine(model)
+    branch = engine.prompt(PROMPT, sites=SITES, keep_rejected=True)
+    wrong = {len(PROMPT): [[5, 6, 7]], len(PROMPT) + 1: [[8, 9]]}
+    branch.generate(4, drafter="forced", drafts=wrong)
+    assert len(branch.rejected) > 1
+    for rejected in branch.rejected:
+        alone, kept = Engine(model).prompt(list(rejected.tokens), sites=SITES), rejected.activations
+        for site in SITES:
+            assert torch.equal(kept[site], alone.activations[site][-len(kept[site]) :])
+
+
+# ---- dumps and probes ------------------------------------------------------------------------------------------------------
+
+
+def test_dumps_hold_router_sites_and_probes_read_them(tmp_path: Path) -> None:
+    words = WordTokenizer(tasks.get("coin").vocabulary())
+    mixture = MixtureConfig(5, 24, Routing(2, normalised=False))
+    engine = Engine(random_model(vocab_size=words.vocab_size, mixture=mixture), words)
+    run = engine.replay(tasks.get("coin")(flips=(1, 3)).examples(24), sites=[*SITES, *OUTS])
+    dump = run.save(tmp_path / "dump")
+    assert verify(tmp_path / "dump", engine, sample="all")
+    indices, weights = dump.to_torch(SITES[1]), dump.to_torch(SITES[2])
+    assert indices.dtype == torch.int64 and indices.shape == (len(dump), 2) and weights.shape == (len(dump), 5)
+    assert bool((weights.gather(-1, indices) > 0).all()) and bool(((weights > 0).sum(-1) == 2).all())
+    report = probes.sweep(dump, "face", sites=SITES[0], positions="query", estimators="ridge")
+    assert set(report.table["site"]) == {SITES[0]}
