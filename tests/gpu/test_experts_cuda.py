@@ -8,6 +8,7 @@ import torch
 from replaylens.engine.engine import Engine
 from replaylens.engine.model import weights
 from replaylens.engine.model.mixture import Mixture
+from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from tests.families import hugging_face
 from tests.mixtures import MIXTURES
@@ -91,3 +92,33 @@ def test_capture_of_router_sites_moves_no_bit() -> None:
     plain = served.prompts([PROMPT])
     served.generate(plain, 16, final=True)
     assert plain[0].tokens == tokens and torch.equal(plain[0].kv().cpu(), kv)
+
+
+ROUTER, CHOSEN = "blocks.1.mlp.gate.hook_out", "blocks.1.mlp.gate.hook_expert_indices"
+WEIGHTS = "blocks.1.mlp.gate.hook_expert_weights"
+
+
+@DTYPES
+@pytest.mark.parametrize("op", ["force", "forbid", "reweight"])
+def test_edits_of_routing_move_no_other_row(op: Any, dtype: torch.dtype) -> None:
+    """An edited request has the same bits alone and beside others, and a fork without edits beside it keeps its own."""
+    served = engine("mixtral", dtype)
+    sites = [*served.sites.select("S")[0], CHOSEN, WEIGHTS]
+    plain = served.prompt(PROMPT, sites=sites)
+    counts = plain.activations[CHOSEN].flatten().bincount(minlength=5)
+    expert = int(counts.argmin() if op == "force" else counts.argmax())
+    edits = [Edit(ROUTER, op, experts=[expert], factor=0.3 if op == "reweight" else 1.0)]
+    alone, beside = (
+        served.prompt(PROMPT, sites=sites, edits=edits),
+        served.prompts([PROMPT, OTHERS[4]], sites=sites, edits=edits)[0],
+    )
+    assert not [site for site in sites if not torch.equal(alone.activations[site], beside.activations[site])]
+    assert not torch.equal(alone.activations[sites[-3]], plain.activations[sites[-3]])
+    hit = (alone.activations[CHOSEN] == expert).any(-1)
+    want = plain.activations[WEIGHTS].clone()
+    want[:, expert] *= 0.3
+    assert {"force": bool(hit.all()), "forbid": not hit.any(), "reweight": torch.equal(alone.activations[WEIGHTS], want)}[op]
+    (single,), (changed,), (kept,) = (plain.fork(), plain.fork(edits=edits), plain.fork())
+    served.generate([single], 8, final=True)
+    served.generate([changed, kept], 8, final=True)
+    assert single.tokens == kept.tokens and torch.equal(single.kv(), kept.kv())

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from replaylens.engine.engine import Engine
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.model.decoder import Decoder
@@ -13,6 +14,8 @@ from replaylens.engine.passes.certificate import Finding
 from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, device_rows
 from replaylens.engine.proof import comparison, doctor_experts
 from replaylens.engine.request.capture import PassTap
+from replaylens.engine.request.edits import Edit
+from tests.kernels.interpreted import DEVICES, served
 from tests.tiny_mixtures import MIXTURES, mixture_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -76,3 +79,21 @@ def test_the_doctor_examines_mixtures(monkeypatch: pytest.MonkeyPatch) -> None:
     found.clear()
     doctor_experts.examine_experts(model, random, found)
     assert any(not f.passed for f in found)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_edits_of_routing(device: str) -> None:
+    """Forced, forbidden and reweighted experts, as on a CPU."""
+    model = mixture_model("softmax of the chosen", device=device)
+    router, chosen, weights = (
+        f"blocks.1.mlp.{part}" for part in ("gate.hook_out", "hook_expert_indices", "hook_expert_weights")
+    )
+    edits = [
+        Edit(router, "force", experts=[5], positions=0),
+        Edit(router, "forbid", experts=[5], positions=1),
+        Edit(router, "reweight", experts=[5], factor=0.25, positions=0),
+    ]
+    found = served(device, model).prompt(PATHS[1], sites=[chosen, weights], edits=edits).activations
+    meant = Engine(mixture_model("softmax of the chosen")).prompt(PATHS[1], sites=[chosen, weights], edits=edits).activations
+    assert torch.equal(found[chosen], meant[chosen]) and 5 in found[chosen][0] and 5 not in found[chosen][1]
+    torch.testing.assert_close(found[weights], meant[weights], rtol=1e-4, atol=1e-6)
