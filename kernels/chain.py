@@ -22,6 +22,7 @@ from replaylens.kernels.launch import has_copy_engine
 
 AHEAD_BYTES = 20 << 20
 """the most that a kernel asks for ahead: it must not push out of the cache what the kernel before still reads"""
+MODE = 1
 AHEAD_ROWS = 64
 """with more rows, products are not bound by reading weights"""
 
@@ -29,9 +30,12 @@ AHEAD_ROWS = 64
 @triton.jit
 def follow(CHAINED: tl.constexpr):
     """Comes before the first access to memory in every kernel that is launched with `chained`."""
-    if CHAINED:
+    if CHAINED == 1:
         gdc_wait()
         gdc_launch_dependents()
+    elif CHAINED == 2:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit
@@ -48,7 +52,7 @@ def fetch_ahead(START, chunk, number, LANES: tl.constexpr):
 @lru_cache(maxsize=16)
 def chained(device: torch.device) -> dict[str, Any]:
     """Arguments of a launch: whether the kernel waits, and that it may begin early."""
-    return {"CHAINED": True, "launch_pdl": True} if has_copy_engine(device) else {"CHAINED": False}
+    return {"CHAINED": MODE, "launch_pdl": True} if has_copy_engine(device) else {"CHAINED": 0}
 
 
 def chunk_ahead(w: Tensor, rows: int, programs: int, lanes: int) -> int:

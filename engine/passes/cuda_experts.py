@@ -71,12 +71,12 @@ class ExpertOps:
     def experts_hidden(self, x: Tensor, chosen: Tensor, experts: Experts, kind: Activation) -> Tensor:
         made = self._plan(chosen, experts)
         hidden = grouped.grouped_matmul(x, experts.up, experts.up_bias, made, chosen.shape[1], kind, experts.gated)
-        return hidden.view(*chosen.shape, -1)
+        return hidden.unflatten(0, chosen.shape)
 
     def experts_out(self, hidden: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
         made = self._plan(chosen, experts)
-        pairs = hidden.reshape(-1, hidden.shape[-1])
-        return grouped.grouped_matmul(pairs, experts.down, experts.down_bias, made, 1).view(*chosen.shape, -1)
+        pairs = hidden.flatten(0, 1)
+        return grouped.grouped_matmul(pairs, experts.down, experts.down_bias, made, 1).unflatten(0, chosen.shape)
 
     def combine(self, outs: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
         return grouped.combine(outs.contiguous(), weights.contiguous(), residual)
@@ -116,4 +116,4 @@ def _library(rows: Tensor, weight: Tensor, bias: Tensor | None, made: Plan, chos
 
 
 def _unsorted(x: Tensor, made: Plan, chosen: Tensor) -> Tensor:
-    return torch.empty_like(x).index_copy_(0, made.order.long(), x).view(*chosen.shape, -1)
+    return torch.empty_like(x).index_copy_(0, made.order.long(), x).unflatten(0, chosen.shape)

@@ -23,7 +23,7 @@ from replaylens.engine.request.capture import PassTap
 from replaylens.kernels import launch
 from replaylens.kernels.attention import PagedRows, plan_tiles, rows_per_tile
 
-SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 """possible numbers of rows of a graph; larger passes keep the device busy without one"""
 MAX_GRAPHS = 24
 """beyond this, the least recently used graph is dropped"""
