@@ -278,6 +278,9 @@ def hugging_face(name: str) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():  # default initialisation leaves biases and norms at their trivial values
             parameter.add_(torch.randn_like(parameter) * 0.08)
+        for name_of_buffer, buffer in model.named_buffers():
+            if name_of_buffer.endswith("e_score_correction_bias"):  # a trained one, which transformers keeps as a buffer
+                buffer.add_(torch.randn_like(buffer) * 0.4)
     model.config._experts_implementation = "eager"  # the faster one needs rows of a multiple of 16 bytes
     model.config.architectures = [type(model).__name__]
     return model

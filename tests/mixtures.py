@@ -33,6 +33,17 @@ LONG = {
     "long_mscale": 1.3,
     "original_max_position_embeddings": 128,
 }
+GROUPED = dict(
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    n_group=4,
+    topk_group=2,
+    n_shared_experts=2,
+    moe_intermediate_size=14,
+    routed_scaling_factor=2.5,
+    norm_topk_prob=True,
+)
+"""DeepSeek's routing"""
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     # name: (config class, its fields)
     "mixtral": ("Mixtral", dict(TWO_KV, num_local_experts=5, num_experts_per_tok=2, sliding_window=7, head_dim=10)),
@@ -122,4 +133,29 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
     "phimoe-plain": ("Phimoe", dict(ONE_KV, num_local_experts=4, num_experts_per_tok=2, sliding_window=7)),
+    "flex-olmo": ("FlexOlmo", dict(TWO_KV, num_experts=5, num_experts_per_tok=2, attention_bias=True)),
+    "dots1": (
+        "Dots1",
+        dict(
+            TWO_KV,
+            **GROUPED,
+            head_dim=10,
+            first_k_dense_replace=1,
+            attention_bias=True,
+            sliding_window=7,
+            layer_types=["full_attention", "sliding_attention"],
+        ),
+    ),
+    "glm4-moe": (
+        "Glm4Moe",
+        dict(
+            ONE_KV,
+            **{**GROUPED, "norm_topk_prob": False},
+            head_dim=12,
+            first_k_dense_replace=0,
+            use_qk_norm=True,
+            attention_bias=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        ),
+    ),
 }

@@ -55,6 +55,9 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": moe.QWEN3_MOE,
     "olmoe": moe.OLMOE,
     "gpt_oss": moe.GPT_OSS,
+    "flex_olmo": moe.FLEX_OLMO,
+    "dots1": moe.DOTS1,
+    "glm4_moe": moe.GLM4_MOE,
 }
 
 

@@ -81,7 +81,7 @@ class SiteTable:
             if self.config.parallel_residual and self._has("ln2.hook_out", layer):  # the MLP's norm reads what enters the block
                 self.same[f"blocks.{layer}.ln2.hook_in"] = f"blocks.{layer}.hook_in"
                 self.read_only.add(f"blocks.{layer}.ln2.hook_in")
-        self.read_only |= {name for name in self.sites if name.endswith(READ_ONLY)}
+        self.read_only |= {name for name in (*self.sites, *self.aliases) if name.endswith(READ_ONLY)}
 
     @cached_property
     def names(self) -> dict[str, str]:
@@ -154,7 +154,7 @@ class SiteTable:
     def editable(self, name: str) -> str:
         """As `resolve`, but BadEdit for names whose value can be captured and not edited."""
         site = self.resolve(name)
-        if name in self.read_only or site in self.read_only:
+        if name in self.read_only:
             why = (
                 "It is computed beside the pass"
                 if site in self.read_only

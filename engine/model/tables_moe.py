@@ -8,7 +8,17 @@ from replaylens.engine.model.expert_names import ExpertNames
 from replaylens.engine.model.family import Family, Field, Raw
 from replaylens.engine.model.raw_fields import layer_windows, main_rope
 from replaylens.engine.model.routing import Routing
-from replaylens.engine.model.tables_llama import BIASES, GRANITE, LLAMA, LLAMA_NAMES, MISTRAL, names_of, reads_of
+from replaylens.engine.model.tables_llama import (
+    BIASES,
+    GRANITE,
+    LLAMA,
+    LLAMA_NAMES,
+    MISTRAL,
+    OLMO2,
+    PARTIAL,
+    names_of,
+    reads_of,
+)
 
 COUNTS = frozenset({"num_experts", "num_local_experts", "n_routed_experts"})
 """fields that say how many experts there are"""
@@ -165,6 +175,15 @@ GPT_OSS: Family = replace(
     layer_types=True,
 )
 
+# ---- OLMo-2 with experts -------------------------------------------------------------------------------------------------
+
+FLEX_OLMO = replace(
+    OLMO2,
+    names=replace(names_of(OLMO2.names, mlp__router="mlp.gate"), experts=STACKED),
+    reads=reads_of(OLMO2, mixture=_olmoe),
+    uses=COUNTS,
+)
+
 # ---- DeepSeek's routing --------------------------------------------------------------------------------------------------
 
 
@@ -212,3 +231,18 @@ DEEPSEEK_PARTS: dict[str, str | tuple[str, ...]] = {
     "mlp.shared.down": "mlp.shared_experts.down_proj",
 }
 """the names of the mixture's parts; its experts are `STACKED`"""
+DEEPSEEK_NAMES = replace(LLAMA_NAMES, parts={**LLAMA_NAMES.parts, **DEEPSEEK_PARTS}, experts=STACKED)
+DOTS1 = replace(
+    MISTRAL,
+    names=DEEPSEEK_NAMES,
+    reads={**reads_of(MISTRAL, windows=layer_windows, mixture=deepseek_v3_mixture), **BIASES},
+    fixed={"qk_norm": True},
+    uses=MISTRAL.uses | COUNTS,
+    layer_types=True,
+)
+GLM4_MOE = replace(
+    LLAMA,
+    names=DEEPSEEK_NAMES,
+    reads=reads_of(LLAMA, without=("out_bias", "mlp_bias"), mixture=deepseek_v3_mixture, qk_norm=Field("use_qk_norm", False)),
+    uses=PARTIAL | COUNTS,
+)

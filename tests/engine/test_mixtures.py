@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from replaylens import probes, tasks
+from replaylens import ablate, lens, patch, probes, tasks
 from replaylens.engine.dump.verify import verify
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import NotCertified, UnsupportedModel
+from replaylens.engine.errors import BadEdit, BadRequest, NotCertified, UnsupportedModel
 from replaylens.engine.model.config import MixtureConfig, ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import TorchOps
@@ -18,6 +18,7 @@ from replaylens.engine.passes import cpu
 from replaylens.engine.passes.cuda_experts import require_supported
 from replaylens.engine.passes.products import Products
 from replaylens.engine.proof import doctor
+from replaylens.engine.request.edits import Edit
 from replaylens.tasks import WordTokenizer
 from tests.engine.reference import random_decoder
 from tests.toy_model import random_model
@@ -112,6 +113,32 @@ def test_sites_of_a_router_fit_together(model: Decoder) -> None:
     torch.testing.assert_close(branch.activations["blocks.1.mlp.hook_out"], mixed + shared * torch.sigmoid(gate))
     dense = engine.sites.sites
     assert "blocks.0.mlp.dense_gate.hook_out" in dense and "blocks.0.mlp.gate.hook_out" not in dense
+
+
+@pytest.mark.parametrize("name", ["blocks.1.mlp.hook_expert_indices", "blocks.1.mlp.gate.hook_expert_indices"])
+def test_a_hook_that_changes_the_chosen_experts_is_refused(model: Decoder, name: str) -> None:
+    """Under any name of the site: changing them has no effect, and must not seem to."""
+    engine, seen = Engine(model), list[Tensor]()
+    engine.run_with_hooks(PROMPT, fwd_hooks=[(name, lambda value, hook: seen.append(value))])  # reading is fine
+    assert seen[0].shape == (1, 23, 2)
+    with pytest.raises(BadEdit, match="can be read but not changed"):
+        engine.run_with_hooks(PROMPT, fwd_hooks=[(name, lambda value, hook: value * 0)])
+
+
+def test_the_verbs_of_the_workbench_take_mixtures(model: Decoder) -> None:
+    engine, other = Engine(model), [*PROMPT[:5], 50, *PROMPT[6:]]
+    _, cache = engine.run_with_cache(PROMPT)
+    assert cache["blocks.1.mlp.hook_expert_indices"].dtype == torch.int64
+    assert "blocks.1.mlp.hook_pre" not in cache and "blocks.0.mlp.hook_pre" in cache
+    assert len(lens(engine, PROMPT).frame) and len(patch(engine, PROMPT, other, metric=(5, 6)).frame)
+    result = ablate(engine, [PROMPT, other], metric=(5, 6), heads=True, experts=[(1, e) for e in range(6)])
+    gone = Edit("blocks.1.mlp.gate.hook_out", "reweight", experts=[2], factor=0.0)
+    alone = engine.logits(PROMPT, edits=[gone])
+    assert float(result.ablated[result.units.index("L1E2"), 0]) == float(alone[5] - alone[6])
+    with pytest.raises(BadRequest, match="layer 0 has no experts"):
+        ablate(engine, [PROMPT], metric=(5, 6), experts=[(0, 1)])
+    with pytest.raises(BadRequest, match="not for experts"):
+        ablate(engine, [PROMPT], metric=(5, 6), experts=[(1, 1)], how="mean")
 
 
 def test_rejected_drafts_keep_the_routing_of_their_own_path(model: Decoder) -> None:

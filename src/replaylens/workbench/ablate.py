@@ -33,7 +33,7 @@ class AblateResult:
     how: How
     units: tuple[str, ...]
     where: tuple[tuple[str, int, int], ...]
-    """of each unit: "head", "neuron" or "direction", its layer and its number"""
+    """of each unit: "head", "neuron", "direction" or "expert", its layer and its number"""
     plain: Tensor
     """[prompts]: nothing ablated"""
     ablated: Tensor
@@ -95,6 +95,7 @@ def ablate(
     heads: HeadChoice = False,
     neurons: Sequence[tuple[int, int]] = (),
     directions: Sequence[tuple[int, Tensor]] = (),
+    experts: Sequence[tuple[int, int]] = (),
     how: How = "zero",
     positions: Positions = None,
     seed: int = 0,
@@ -108,6 +109,7 @@ def ablate(
     heads       True (all), head numbers or (layer, head) pairs, as in `patch`: the outputs of attention heads (hook_z)
     neurons     (layer, neuron) pairs: activations of the MLP (hook_post)
     directions  (layer, vector) pairs: directions of the residual stream (S)
+    experts     (layer, expert) pairs of a mixture of experts: their weights become 0, while the others keep theirs
     how         "zero"; "mean": by the mean over all prompts and positions; "resample": by rows of other prompts, drawn by
                 `seed` and position
     positions   where, as in `Edit`; None: everywhere
@@ -130,7 +132,9 @@ def ablate(
     paths = [engine.tokens_of(prompt) for prompt in items("prompts", prompts, "a list of prompts")]
     if not paths:
         raise BadRequest("No prompts. Give at least one.")
-    units = units_of(engine, heads, neurons, directions)
+    units = units_of(engine, heads, neurons, directions, experts)
+    if how != "zero" and any(unit.kind == "expert" for unit in units):
+        raise BadRequest(f"how={how!r} is not for experts, which a token may not go to at all. Ablate experts with how='zero'.")
     measures = _metrics(engine, metric, len(paths))
     if how == "resample" and len(paths) < 2:
         raise BadRequest("Resampling takes rows of other prompts. Give 2 prompts or more, or another how.")

@@ -47,7 +47,8 @@ def figure(grids: Sequence[Grid], label: str, rows: str, columns: str) -> Figure
     """One panel per grid, with a common colour scale."""
     width = sum(max(2.0, 0.3 * len(grid.columns)) for grid in grids)
     made = Picture(figsize=(min(width, 24) + 2.2, min(0.24 * len(grids[0].rows), 14) + 2.2), layout="constrained")
-    axes = made.subplots(1, len(grids), squeeze=False)[0]
+    widths = [max(2.0, 0.3 * len(grid.columns)) for grid in grids]
+    axes = made.subplots(1, len(grids), squeeze=False, width_ratios=widths)[0]
     limits = [grid.limits() for grid in grids]
     low, high = min(each[0] for each in limits), max(each[1] for each in limits)
     uneven = len({len(grid.rows) for grid in grids}) > 1

@@ -17,6 +17,8 @@ from replaylens.workbench.drawing import Grid, figure, view
 from replaylens.workbench.metric import words
 
 _INDICES_SITE = "mlp.gate.hook_expert_indices"
+_MAX_DRAFTS = 8
+"""rejected drafts in a picture; the frames hold all"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,11 +43,11 @@ class RoutedTokens:
             for expert, weight in zip(chosen[at][i], weights[at][i], strict=True)
         ]
 
-    def grid(self, title: str, layers: Sequence[int]) -> Grid:
-        """Layers from the bottom up, tokens from left to right. A cell names its experts, the heaviest first."""
+    def grid(self, title: str, layers: Sequence[int], named: int) -> Grid:
+        """Layers from the bottom up, tokens from left to right. A cell names so many of its experts, the heaviest first."""
         order = self.weights.argsort(dim=-1, descending=True, stable=True)
         experts, weights = self.chosen.gather(-1, order).tolist(), self.weights.gather(-1, order)
-        cells = [[" ".join(map(str, each)) for each in row] for row in experts]
+        cells = [[" ".join(map(str, each[:named])) for each in row] for row in experts]
 
         def facts(i: int, j: int) -> tuple[str, ...]:
             pairs = zip(experts[i][j], weights[i, j].tolist(), strict=True)
@@ -110,8 +112,8 @@ class RoutingResult:
         return pd.DataFrame(lines, columns=columns)
 
     def plot(self) -> Figure:
-        """The path, and every rejected draft beside it. Colours are the weight of the heaviest expert."""
-        return figure(self._grids(), "weight of the heaviest expert", "layer", "token")
+        """The path, and the first rejected drafts beside it: each token's heaviest expert, coloured by its weight."""
+        return figure(self._grids(1), "weight of the heaviest expert", "layer", "token")
 
     def plot_load(self) -> Figure:
         """How many tokens each expert got: layers by experts."""
@@ -120,12 +122,13 @@ class RoutingResult:
         grid = Grid("tokens per expert", list(rows), list(columns), counts, [[f"{n:.0f}" for n in row] for row in counts])
         return figure([grid], "tokens", "layer", "expert")
 
-    def _grids(self) -> list[Grid]:
-        drafts = [draft.grid(f"rejected at {draft.start}", self.layers) for draft in self.drafts]
-        return [self.path.grid("path", self.layers), *drafts]
+    def _grids(self, named: int) -> list[Grid]:
+        drafts = [draft.grid(f"rejected at {draft.start}", self.layers, named) for draft in self.drafts[:_MAX_DRAFTS]]
+        return [self.path.grid("path", self.layers, named), *drafts]
 
     def _repr_html_(self) -> str:
-        return view(self._grids(), note="Rows are layers, columns are tokens. A cell names its experts, the heaviest first.")
+        grids = self._grids(self.path.chosen.shape[-1])
+        return view(grids, note="Rows are layers, columns are tokens. A cell names its experts, the heaviest first.")
 
 
 def router_sites(engine: Core, layers: Sequence[int]) -> list[str]:

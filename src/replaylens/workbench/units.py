@@ -1,4 +1,4 @@
-"""`Unit`: a head, a neuron or a direction, and the edits that take it away."""
+"""`Unit`: a head, a neuron, a direction or an expert, and the edits that take it away."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Unit:
     """What is ablated."""
 
     kind: str
-    """head, neuron or direction"""
+    """head, neuron, direction or expert"""
     layer: int
     number: int
     name: str
@@ -36,6 +36,8 @@ class Unit:
 
         rows  site -> those to average or to draw from; none for "zero"
         """
+        if self.kind == "expert":
+            return [Edit(self.site, "reweight", experts=[self.number], factor=0.0, positions=positions)]
         if self.vector is None:
             return [self._of_head(how, rows, positions, seed)]
         gone = Edit(self.site, "project_out", self.vector, positions=positions)
@@ -58,7 +60,7 @@ class Unit:
         return Edit(self.site, "resample", own, positions=positions, heads=head, seed=seed)
 
 
-def units_of(engine: Core, heads: HeadChoice, neurons: Any, directions: Any) -> list[Unit]:
+def units_of(engine: Core, heads: HeadChoice, neurons: Any, directions: Any, experts: Any) -> list[Unit]:
     """All chosen units; BadRequest if there are none, or if one does not exist."""
     config, resolve = engine.config, engine.sites.resolve
     made = []
@@ -73,9 +75,18 @@ def units_of(engine: Core, heads: HeadChoice, neurons: Any, directions: Any) -> 
     for number, pair in enumerate(items("directions", directions, "(layer, vector) pairs")):
         layer, vector = _direction(pair, len(streams), config.d_model)
         made.append(Unit("direction", layer, number, f"L{layer}D{number}", streams[layer], vector))
+    made += [_expert(engine, pair) for pair in items("experts", experts, "(layer, expert) pairs")]
     if not made:
-        raise BadRequest("Nothing to ablate. Give heads=True, or some heads, neurons or directions.")
+        raise BadRequest("Nothing to ablate. Give heads=True, or some heads, neurons, directions or experts.")
     return made
+
+
+def _expert(engine: Core, pair: Any) -> Unit:
+    config = engine.config
+    layer, expert = pair_of("experts", pair, config.num_layers, config.mixture.num_experts if config.mixture else 1)
+    if not config.sparse(layer):
+        raise BadRequest(f"Invalid experts: layer {layer} has no experts. rl.routing shows the layers that do.")
+    return Unit("expert", layer, expert, f"L{layer}E{expert}", engine.sites.resolve(f"blocks.{layer}.mlp.gate.hook_out"))
 
 
 def _direction(pair: Any, layers: int, width: int) -> tuple[int, Tensor]:

@@ -26,6 +26,7 @@ NO_BRIDGE = {
     "phi": "the adapter refuses norms of queries and keys",
     "falcon-new": "the adapter splits q, k and v for one key head",
     "falcon-new-one-norm": "the adapter asks for two norms",
+    "dots1": "there is no adapter",
     "phimoe": "the adapter does not know the class by its name in transformers",
     "phimoe-plain": "the adapter does not know the class by its name in transformers",
 }

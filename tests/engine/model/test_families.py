@@ -310,7 +310,7 @@ def test_the_text_of_a_config_knows_no_field_that_is_not_set() -> None:
     assert "residual_scale" in load(hugging_face("granite")).config.to_json()
 
 
-@pytest.mark.parametrize("name", ["phi", "olmo2", "granite"])
+@pytest.mark.parametrize("name", ["phi", "olmo2", "granite", "qwen2-moe"])
 @torch.no_grad()
 def test_a_block_of_chosen_rows_gives_these_rows(name: str) -> None:
     """The MLP reads what attention reads (Phi), or the stream itself (OLMo-2): of the chosen rows, not of all."""
