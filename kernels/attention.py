@@ -29,7 +29,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replaylens.kernels.chain import chained, follow
 from replaylens.kernels.launch import (
     EXACT,
     KV_BLOCK,
@@ -52,16 +51,14 @@ from replaylens.kernels.softmax import closed, empty, load_merged, load_partial,
 
 @triton.jit(do_not_specialize=["window", "max_splits", "stride_t", "stride_s"])
 def _attention_kernel(
-    Q, K, V, OUT, PARTIAL, COUNT, TILES, SEQUENCE, POSITION, TABLES, STATE, BEGUN, SINKS,
+    Q, K, V, OUT, PARTIAL, COUNT, TILES, SEQUENCE, POSITION, TABLES, STATE, BEGUN,
     stride_qr, stride_qh, kv_stride, head_stride, stride_or, stride_oh, stride_t, stride_s,
     scale, softcap, window, max_splits,
     GROUP: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, ROWS: tl.constexpr, TILED: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, SPLIT_GRID: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SHARED: tl.constexpr, HAS_SINKS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """One tile: up to ROWS (row, query head) pairs of one sequence and one KV head."""
-    follow(CHAINED)
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     if TILED:
         first_row, num_rows = tl.load(TILES + tile * 2), tl.load(TILES + tile * 2 + 1)
@@ -145,9 +142,6 @@ def _attention_kernel(
             )  # fmt: skip
             m, l, a = merge(m, l, a, m1, closed(sums, BLOCK), a1)  # merging into an empty result gives the other, to the bit
     if write:
-        if HAS_SINKS:  # last of all, as one more partial result: a score without a value
-            sink = tl.load(SINKS + head, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
-            m, l, a = merge(m, l, a, sink, tl.full((ROWS,), 1.0, tl.float32), tl.zeros((ROWS, HEAD_BLOCK), tl.float32))
         out = OUT + row[:, None] * stride_or + head[:, None] * stride_oh + d[None, :]
         l = tl.where(valid, l, 1.0)  # padding pairs saw no key
         tl.store(out, (a / l[:, None]).to(OUT.dtype.element_ty), mask=mask)
@@ -248,11 +242,8 @@ def attention(
     kv_split: int = KV_SPLIT,
     shared_tile: AttentionTile | None = None,
     split_shared: bool | None = None,
-    sinks: Tensor | None = None,
 ) -> Tensor:
     """q [rows, heads, d_head], caches [slots, kv_heads, d_head] -> [rows, heads, d_head].
-
-    sinks [heads]: scores that take part in the softmax of every row and belong to no key.
 
     The keys and values of the rows themselves must be in the cache. `window` counts the visible positions, the row
     included. 0 disables `softcap` or `window`. `tile` and `split` choose a schedule, for shared keys `shared_tile` and
@@ -270,9 +261,6 @@ def attention(
         out = torch.empty(num_rows, heads, d_head, dtype=q.dtype, device=q.device)
     require_shape("out", out, q.shape)
     require_rows("out", out)
-    if sinks is not None:
-        require_shape("sinks", sinks, (heads,))
-        require_same("sinks", sinks, q)
     if not num_rows:
         return out
     tile, split, splits = _schedule(rows, group, d_head, q.dtype, window, page_size, kv_split, kv_heads, tile, split)
@@ -306,12 +294,12 @@ def attention(
         begun, level_stride = shared.begun, state.stride(0)
     _attention_kernel[(num_tiles, kv_heads, splits if split else 1)](
         q, k_cache, v_cache, out, partial, count, rows.tiles if rows.tiles is not None else rows.position,
-        rows.sequence, rows.position, rows.page_table, state, begun, q if sinks is None else sinks,
+        rows.sequence, rows.position, rows.page_table, state, begun,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), out.stride(0), out.stride(1),
         rows.page_table.stride(0), level_stride, scale, softcap, window, splits,
         group, d_head, next_power_of_2(max(d_head, 16)), tile.rows, rows.tiles is not None,
-        page_size, kv_block, kv_split, split, softcap > 0, window > 0, shared is not None, sinks is not None,
-        num_warps=tile.warps, num_stages=tile.stages, **EXACT, **chained(q.device),
+        page_size, kv_block, kv_split, split, softcap > 0, window > 0, shared is not None,
+        num_warps=tile.warps, num_stages=tile.stages, **EXACT,
     )  # fmt: skip
     return out
 

@@ -21,7 +21,7 @@ from replaylens.kernels.launch import (
     require_shape,
 )
 
-KEEP, ADD, SET, ZERO, MULTIPLY = range(5)
+KEEP, ADD, SET, ZERO = range(4)
 """codes of a row"""
 _BLOCK = 1024
 
@@ -33,18 +33,16 @@ def _edit_kernel(X, CODES, INDEX, TABLE, OUT, width, stride_x, BLOCK: tl.constex
     inside = column < width
     code = tl.load(CODES + row)
     x = tl.load(X + row * stride_x + column, mask=inside, other=0.0)
-    used = inside & ((code == 1) | (code == 2) | (code == 4))
+    used = inside & ((code == 1) | (code == 2))
     value = tl.load(TABLE + tl.load(INDEX + row).to(tl.int64) * width + column, mask=used, other=0.0)
     total = (x.to(tl.float32) + value.to(tl.float32)).to(OUT.dtype.element_ty)
     # a kept row must keep its bits: adding zero would turn -0 into 0
-    product = (x.to(tl.float32) * value.to(tl.float32)).to(OUT.dtype.element_ty)
-    y = tl.where(code == 0, x, tl.where(code == 1, total, tl.where(code == 4, product, value)))
+    y = tl.where(code == 0, x, tl.where(code == 1, total, value))
     tl.store(OUT + row * width + column, y, mask=inside)
 
 
 def edit_rows(x: Tensor, codes: Tensor, index: Tensor, table: Tensor) -> Tensor:
-    """x [rows, width] after the edits: row i is kept, has table[index[i]] added, is that row, is zero, or is multiplied by that
-    row, as codes[i] says.
+    """x [rows, width] after the edits: row i is kept, has table[index[i]] added, is that row, or is zero, as codes[i] says.
 
     codes, index [rows] int32; table [vectors, width], at least one row
     """

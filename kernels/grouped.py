@@ -8,8 +8,6 @@ number of pairs of an expert and whichever pairs share a tile.
 
 **Cost.** A tile belongs to one expert. The weights of an expert are read once per tile, hence once if its pairs fit into one;
 further tiles of the same expert run at about the same time and find them in the cache. Experts that nobody chose are not read.
-With one row, the second product asks for its weights before the first has finished (`kernels/chain.py`): the kernel before the
-first one chose the experts, so that they are known by then.
 """
 
 import torch
@@ -19,7 +17,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from replaylens.kernels.activation import KINDS, PLAIN, activate, activate_gated
-from replaylens.kernels.chain import chained, chunk_ahead, fetch_ahead, follow
 from replaylens.kernels.launch import (
     EXACT,
     GemmTile,
@@ -98,17 +95,12 @@ def _biased(acc, BIAS, expert, column, mask, stride_b, HAS_BIAS: tl.constexpr):
 
 @triton.jit
 def _grouped_kernel(
-    X, W, BIAS, OUT, TILES, ORDER, N, K, blocks, stride_x, stride_we, stride_wk, stride_wn, stride_b, stride_o, experts, ahead,
+    X, W, BIAS, OUT, TILES, ORDER, N, K, blocks, stride_x, stride_we, stride_wk, stride_wn, stride_b, stride_o,
     PER_ROW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN_K: tl.constexpr,
     EVEN_N: tl.constexpr, HAS_BIAS: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, PLANNED: tl.constexpr,
-    COPIED: tl.constexpr, AHEAD: tl.constexpr, CHAINED: tl.constexpr,
+    COPIED: tl.constexpr,
 ):  # fmt: skip
     """One program per tile and block of columns. The columns of a tile are neighbours in time: they share its rows of x."""
-    if AHEAD:  # without a plan. What is loaded before the wait is a hint and may be anything
-        guess = tl.load(TILES + tl.program_id(0) // blocks, volatile=True)
-        guess = tl.minimum(tl.maximum(guess, 0), experts - 1)
-        fetch_ahead(W + guess * stride_we, ahead, tl.program_id(0) % blocks, AHEAD)
-    follow(CHAINED)
     start_n = tl.program_id(0) % blocks * COLUMNS
     expert, pair, count = _tile_at(tl.program_id(0) // blocks, TILES, ORDER, ROWS, PLANNED)
     if count == 0:
@@ -156,14 +148,12 @@ def grouped_matmul(
     even = depth % tile.depth == 0
     copied = tile.persistent and even and _copyable(w)
     blocks = ceil_div(columns, tile.columns)
-    lanes, known = 32 * tile.warps, per_row == 1 and not plan.planned and not copied
-    ahead = chunk_ahead(w[0], pairs, blocks, lanes) if known else 0
     weights = TensorDescriptor.from_tensor(w.flatten(0, 1), [tile.depth, tile.columns]) if copied else w
     _grouped_kernel[(plan.num_tiles * blocks,)](
         x, weights, x if bias is None else bias, out, plan.tiles, plan.order, columns, depth, blocks,
-        x.stride(0), *w.stride(), 0 if bias is None else bias.stride(0), out.stride(0), len(w), ahead,
+        x.stride(0), *w.stride(), 0 if bias is None else bias.stride(0), out.stride(0),
         per_row, tile.rows, tile.columns, tile.depth, even, columns % tile.columns == 0, bias is not None, kind, gated,
-        plan.planned, copied, lanes if ahead else 0, num_warps=tile.warps, num_stages=tile.stages, **EXACT, **chained(x.device),
+        plan.planned, copied, num_warps=tile.warps, num_stages=tile.stages, **EXACT,
     )  # fmt: skip
     return out
 
@@ -200,9 +190,7 @@ _BLOCK = 1024
 @triton.jit
 def _combine_kernel(
     Y, WEIGHTS, RESIDUAL, OUT, width, stride_r, TOP: tl.constexpr, BLOCK: tl.constexpr, ADDED: tl.constexpr,
-    CHAINED: tl.constexpr,
 ):  # fmt: skip
-    follow(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
@@ -236,6 +224,6 @@ def combine(y: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tenso
         block = min(_BLOCK, 256 if rows < 64 else _BLOCK)
         _combine_kernel[(rows, ceil_div(width, block))](
             y, weights, y if residual is None else residual, out, width, 0 if residual is None else residual.stride(0),
-            top, block, residual is not None, num_warps=4, **EXACT, **chained(y.device),
+            top, block, residual is not None, num_warps=4, **EXACT,
         )  # fmt: skip
     return out

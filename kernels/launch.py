@@ -110,8 +110,6 @@ def gemm_tile(
         return GemmTile(16, 64, 32, 4, 3) if rows <= 16 else GemmTile(64, 64, 32, 4, 3)
     if rows <= 64:
         return _few_rows(rows, columns, persistent)
-    if columns <= 256:  # a router's: larger tiles would leave most multiprocessors idle
-        return GemmTile(16, 32, 256, 4, 5)
 
     def time(option: tuple[GemmTile, float]) -> float:
         tile, each = option
@@ -157,7 +155,7 @@ def grouped_tile(rows: int, pairs: int, dtype: torch.dtype, gated: bool) -> Gemm
         return GemmTile(16, 64, 32, 4, 3)
     if rows <= 16:
         if not gated:
-            return GemmTile(16, 128, 64, 4, 4, persistent=pairs > 16)
+            return GemmTile(16, 128, 64, 4, 4, persistent=True)
         return GemmTile(16, 64, 64, 4, 6) if pairs <= 16 else GemmTile(16, 64, 128, 4, 3, persistent=True)
     if rows <= 64:
         return GemmTile(rows, 64, 64, 4, 4) if gated else GemmTile(rows, 128, 64, 4, 4, persistent=True)

@@ -22,7 +22,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from replaylens.kernels.chain import chained, chunk_ahead, fetch_ahead, follow
 from replaylens.kernels.launch import (
     EXACT,
     FLOATS,
@@ -98,13 +97,10 @@ def _finish(
 
 @triton.jit(do_not_specialize=["M"])  # one binary for every number of rows
 def _rows_kernel(
-    X, W, BIAS, RESIDUAL, OUT, M, N, K, stride_xm, stride_wk, stride_wn, stride_r, stride_o, ahead,
+    X, W, BIAS, RESIDUAL, OUT, M, N, K, stride_xm, stride_wk, stride_wn, stride_r, stride_o,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, AHEAD: tl.constexpr, CHAINED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    if AHEAD:
-        fetch_ahead(W, ahead, tl.program_id(0) + tl.num_programs(0) * tl.program_id(1), AHEAD)
-    follow(CHAINED)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     acc = dot_tile(
@@ -130,9 +126,7 @@ def _persistent_kernel(
     x_tiles, w_tiles, BIAS, RESIDUAL, OUT, M, N, K, stride_r, stride_o,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, W_TRANSPOSED: tl.constexpr,
     PROGRAMS: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    CHAINED: tl.constexpr,
 ):  # fmt: skip
-    follow(CHAINED)
     tiles = tl.cdiv(M, ROWS) * tl.cdiv(N, COLUMNS)
     for index in tl.range(tl.program_id(0), tiles, PROGRAMS):
         m, n = tile_at(index, M, N, ROWS, COLUMNS, GROUP)
@@ -178,7 +172,7 @@ def matmul(
     extras = (bias if bias is not None else x, residual if residual is not None else x)
     flags = dict(HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None)
     strides = (extras[1].stride(0), out.stride(0))
-    options = dict(num_warps=tile.warps, num_stages=tile.stages, **EXACT, **chained(x.device))
+    options = dict(num_warps=tile.warps, num_stages=tile.stages, **EXACT)
     if tile.persistent and copyable(x, w):
         programs = min(num_multiprocessors(x.device), ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns))
         _persistent_kernel[(programs,)](
@@ -188,12 +182,9 @@ def matmul(
         )  # fmt: skip
         return out
     grid = (ceil_div(rows, tile.rows), ceil_div(columns, tile.columns))
-    lanes = 32 * tile.warps
-    ahead = chunk_ahead(w, rows, grid[0] * grid[1], lanes)
     _rows_kernel[grid](
-        x, w, *extras, out, rows, columns, depth, x.stride(0), w.stride(0), w.stride(1), *strides, ahead,
-        tile.rows, tile.columns, tile.depth, depth % tile.depth == 0, columns % tile.columns == 0, **flags,
-        AHEAD=lanes if ahead else 0, **options,
+        x, w, *extras, out, rows, columns, depth, x.stride(0), w.stride(0), w.stride(1), *strides,
+        tile.rows, tile.columns, tile.depth, depth % tile.depth == 0, columns % tile.columns == 0, **flags, **options,
     )  # fmt: skip
     return out
 

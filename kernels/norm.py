@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replaylens.kernels.chain import chained, follow
 from replaylens.kernels.launch import (
     EXACT,
     ceil_div,
@@ -27,12 +26,9 @@ from replaylens.kernels.launch import (
 
 @triton.jit(do_not_specialize=["rows", "inner"])
 def _norm_kernel(
-    X, WEIGHT, OTHER, BIAS, OUT, rows, inner, width, eps, stride_xo, stride_xi, stride_o,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, LAYER: tl.constexpr, HAS_BIAS: tl.constexpr, FIRST: tl.constexpr,
-    CHAINED: tl.constexpr,
+    X, WEIGHT, BIAS, OUT, rows, inner, width, eps, stride_xo, stride_xi, stride_o,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, LAYER: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """FIRST: only so many of the `inner` vectors of a row have the weight WEIGHT, the rest OTHER; 0: all of them."""
-    follow(CHAINED)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column[None, :] < width
@@ -42,11 +38,7 @@ def _norm_kernel(
     if LAYER:
         x = tl.where(inside, x - (tl.sum(x, 1) / width)[:, None], 0.0)
     spread = tl.rsqrt(tl.sum(x * x, 1) / width + eps)
-    weight = tl.load(WEIGHT + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
-    if FIRST:
-        other = tl.load(OTHER + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
-        weight = tl.where((row % inner)[:, None] < FIRST, weight, other)
-    y = x * spread[:, None] * weight
+    y = x * spread[:, None] * tl.load(WEIGHT + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
     if HAS_BIAS:
         y += tl.load(BIAS + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
     tl.store(OUT + row[:, None] * stride_o + column[None, :], y.to(OUT.dtype.element_ty), mask=mask)
@@ -88,34 +80,9 @@ def norm(
     if rows:
         shape = norm_shape(width)
         _norm_kernel[(ceil_div(rows, shape.rows),)](
-            x, weight, weight, bias if bias is not None else weight, out, rows, inner, width, eps,
+            x, weight, bias if bias is not None else weight, out, rows, inner, width, eps,
             x.stride(0), x.stride(1) if x.dim() == 3 else 0, width,
-            shape.rows, shape.block, kind == "layer", bias is not None, 0,
-            num_warps=shape.warps, **EXACT, **chained(x.device),
-        )  # fmt: skip
-    return out
-
-
-def norm_pair(x: Tensor, first: int, weights: tuple[Tensor, Tensor], eps: float, kind: str) -> Tensor:
-    """The norm of every head of x [rows, heads, width]: the first heads have one weight [width], the rest another.
-
-    To the bit: `norm` of both parts. One launch instead of two.
-    """
-    require(kind in ("rms", "layer"), "Unknown norm {!r}. Use rms or layer.", kind)
-    require(x.dim() == 3, "x has shape {}. Expected [rows, heads, width].", x.shape)
-    require(0 < first < x.shape[1], "The first {} of {} heads leave no rest.", first, x.shape[1])
-    require_float("x", x)
-    require_rows("x", x)
-    rows, heads, width = x.shape
-    for name, w in zip(("first weight", "second weight"), weights, strict=True):
-        require_shape(name, w, (width,))
-        require_same(name, w, x)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if rows:
-        shape = norm_shape(width)
-        _norm_kernel[(ceil_div(rows * heads, shape.rows),)](
-            x, *weights, weights[0], out, rows * heads, heads, width, eps, x.stride(0), x.stride(1), width,
-            shape.rows, shape.block, kind == "layer", False, first, num_warps=shape.warps, **EXACT, **chained(x.device),
+            shape.rows, shape.block, kind == "layer", bias is not None, num_warps=shape.warps, **EXACT,
         )  # fmt: skip
     return out
 

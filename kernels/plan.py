@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replaylens.kernels.chain import chained, follow
 from replaylens.kernels.launch import next_power_of_2, require
 
 _CHUNK = 1024
@@ -45,10 +44,9 @@ class Plan:
 @triton.jit
 def _plan_kernel(
     CHOSEN, ORDER, TILES, ENDS, pairs, capacity, EXPERTS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    BINS: tl.constexpr, CHAINED: tl.constexpr,
+    BINS: tl.constexpr,
 ):  # fmt: skip
     """One program per expert. Each counts all pairs, so that none waits for another."""
-    follow(CHAINED)
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
     count = tl.zeros((BINS,), tl.int32)
@@ -100,7 +98,7 @@ def sorted_plan(chosen: Tensor, experts: int, tile_rows: int, capacity: int) -> 
     chunk = min(_CHUNK, max(128, next_power_of_2(pairs)))
     _plan_kernel[(experts,)](
         chosen, made.order, made.tiles, made.ends, pairs, capacity, experts, tile_rows, chunk, next_power_of_2(experts + 1),
-        num_warps=4, **chained(chosen.device),
+        num_warps=4,
     )  # fmt: skip
     return made
 

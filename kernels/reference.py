@@ -136,13 +136,11 @@ def attention(
     window: int = 0,
     hidden: Tensor | None = None,
     replaced: Tensor | None = None,
-    sinks: Tensor | None = None,
 ) -> Tensor:
     """q [rows, heads, d_head] over the keys 0..position of each row's sequence -> [rows, heads, d_head]
 
     hidden    [rows, heads, keys] bool: edges hidden from the softmax
     replaced  [rows, heads, keys]: weights that edges have after it; NaN: those of the softmax
-    sinks     [heads]: scores that take part in the softmax and belong to no key
     """
     out = torch.empty_like(q)
     group = q.shape[1] // k_cache.shape[1]
@@ -157,7 +155,7 @@ def attention(
             score = torch.tanh(score / softcap) * softcap
         if hidden is not None:
             score = score.masked_fill(hidden[i][:, keys], -torch.inf)
-        weight = score.softmax(-1) if sinks is None else torch.cat([score, sinks[:, None]], 1).softmax(-1)[:, :-1]
+        weight = score.softmax(-1)
         if replaced is not None:
             weight = torch.where(replaced[i][:, keys].isnan(), weight, replaced[i][:, keys])
         out[i] = torch.einsum("hk,khd->hd", weight, v)

@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from replaylens.kernels.attention import PagedRows
-from replaylens.kernels.chain import chained, follow
 from replaylens.kernels.launch import (
     EXACT,
     PAGE_SIZE,
@@ -54,10 +53,9 @@ def _rope_kernel(
     stride_q, stride_qh, stride_k, stride_kh, stride_v, stride_vh, kv_stride, head_stride, stride_p,
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
-    STORE: tl.constexpr, CHAINED: tl.constexpr,
+    STORE: tl.constexpr,
 ):  # fmt: skip
     """Program (row, i) handles HEADS heads: query heads first, then key and value heads."""
-    follow(CHAINED)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(POSITION + row)
     e, d = tl.arange(0, HALF_BLOCK), tl.arange(0, HEAD_BLOCK)
@@ -136,7 +134,7 @@ def _launch(
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             k_cache.stride(0), k_cache.stride(1), rows.page_table.stride(0),
             heads, kv_heads, d_head, next_power_of_2(d_head), half, next_power_of_2(max(half, 1)), page_size, _HEADS,
-            caches is not None, num_warps=4, **EXACT, **chained(q.device),
+            caches is not None, num_warps=4, **EXACT,
         )  # fmt: skip
     return q_out
 

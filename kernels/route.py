@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replaylens.kernels.chain import chained, follow
 from replaylens.kernels.launch import EXACT, next_power_of_2, require, require_float, require_shape
 
 KINDS = ("softmax", "sigmoid", "sparsemixer")
@@ -155,10 +154,8 @@ def _route_kernel(
     EXPERTS: tl.constexpr, TOP: tl.constexpr, KIND: tl.constexpr, NORMALISED: tl.constexpr,
     SCALED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr,
     CORRECTED: tl.constexpr, CHOOSES: tl.constexpr, WEIGHS: tl.constexpr, G_BLOCK: tl.constexpr, E_BLOCK: tl.constexpr,
-    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """CHOOSES: choose by the scores of the logits and store; otherwise load what was chosen. WEIGHS: store weights."""
-    follow(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, G_BLOCK * E_BLOCK)
     width: tl.constexpr = EXPERTS // GROUPS
@@ -267,7 +264,7 @@ def _launch(
         logits.stride(0), spec.scale, spec.jitter,
         experts, spec.top, spec.kind, spec.normalised, spec.scale != 1.0, spec.groups, spec.chosen_groups, spec.group_best,
         correction is not None, chooses, weighs, next_power_of_2(spec.groups), next_power_of_2(experts // spec.groups),
-        num_warps=_WARPS, **EXACT, **chained(logits.device),
+        num_warps=_WARPS, **EXACT,
     )  # fmt: skip
 
 

@@ -76,8 +76,8 @@ BIGCODE = dict(
 NEW_WIRINGS = ("cohere", "hunyuan", "olmo2", "arcee", "granite")
 """what the first families do not have and the kernels do: norms of each head or over all, norms after the rotation, no norm
 before a product, relu2, factors on stream and logits"""
-ON_CPU_ONLY = ("bloom", "bloom-eight", "mpt", "mpt-four")
-"""models with ALiBi, which the kernels do not have"""
+ON_CPU_ONLY = ("bloom", "bloom-eight", "mpt", "mpt-four", "gpt-oss")
+"""models with ALiBi or sinks, which the kernels do not have"""
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     # name: (config class, its fields). A second model of a family has a suffix
     "gemma": ("Gemma", dict(ONE_KV, head_dim=10, attention_bias=True)),

@@ -24,7 +24,7 @@ from replaylens.kernels.attention import PagedRows, attention, plan_tiles, rows_
 from replaylens.kernels.edges import cut_edges
 from replaylens.kernels.matmul import matmul
 from replaylens.kernels.norm import norm as norm_kernel
-from replaylens.kernels.norm import norm_pair, norm_scale
+from replaylens.kernels.norm import norm_scale
 from replaylens.kernels.rope import rotate, rotate_and_store, store
 
 
@@ -48,26 +48,12 @@ class HeadOps(ExpertOps):
             return weighted(norm_kernel(x, _ones(x), None, norm.eps, norm.kind), norm)
         return norm_kernel(x, norm.weight, norm.bias, norm.eps, norm.kind)
 
-    def norm_pair(self, q: Tensor, k: Tensor, q_norm: Norm, k_norm: Norm) -> tuple[Tensor, Tensor]:
-        if q_norm.by_head or q_norm.bias is not None or not _neighbours(q, k):
-            return self.norm(q, q_norm), self.norm(k, k_norm)
-        heads = q.shape[1]
-        both = q.as_strided((len(q), heads + k.shape[1], q.shape[2]), q.stride())
-        out = norm_pair(both, heads, (q_norm.weight, k_norm.weight), q_norm.eps, q_norm.kind)
-        return out[:, :heads], out[:, heads:]
-
     def norm_parts(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         plain = norm_kernel(x, _ones(x), None, norm.eps, norm.kind)  # times 1: the bits before the weights
         return norm_scale(x, norm.eps, norm.kind), plain
 
     def activate(self, x: Tensor, kind: Activation, gated: bool) -> Tensor:
         return activation(x, kind, gated)
-
-
-def _neighbours(q: Tensor, k: Tensor) -> bool:
-    """Whether keys [rows, kv_heads, d_head] lie behind queries [rows, heads, d_head], as in one packed product."""
-    one = q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr() and q.stride() == k.stride()
-    return one and k.storage_offset() == q.storage_offset() + q.shape[1] * q.stride(1)
 
 
 def _ones(x: Tensor) -> Tensor:
@@ -103,6 +89,8 @@ class CanonicalCudaOps(HeadOps):
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
         if spec.slopes:
             raise UnsupportedModel("ALiBi is not supported on CUDA: the kernel adds nothing to scores. Use device='cpu'.")
+        if heads.sinks is not None:
+            raise UnsupportedModel("Attention sinks are not supported on CUDA: the kernel has none. Use device='cpu'.")
         if observe is not None:
             raise UnsupportedModel(
                 "Cannot capture attention patterns or scores on CUDA: the kernel never stores them. Use device='cpu'."
@@ -113,12 +101,8 @@ class CanonicalCudaOps(HeadOps):
             store(heads.k, heads.v, self.rows, keys, values, size)
         else:
             q = rotate_and_store(q, heads.k, heads.v, heads.rotary.table, self.rows, keys, values, page_size=size)
-        out = attention(q, keys, values, self.rows, spec.scale, spec.softcap, spec.window, page_size=size, sinks=heads.sinks)
+        out = attention(q, keys, values, self.rows, spec.scale, spec.softcap, spec.window, page_size=size)
         if self.cut_by is not None and (cut := cut_pairs(self.cut_by, spec, q.shape[1])) is not None:
-            if heads.sinks is not None:
-                raise UnsupportedModel(
-                    "Cannot edit attention patterns of a model with sinks on CUDA: the kernel has none. Use device='cpu'."
-                )
             cut_edges(out, q, keys, values, self.rows, cut, spec.scale, spec.softcap, spec.window, size)
         return out
 

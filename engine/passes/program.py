@@ -19,14 +19,14 @@ from replaylens.engine.model.site_names import CHOICE_SITE, WEIGHTS_SITE
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.model.tap import Tap
 from replaylens.engine.request.placed import PlacedEdit, without_direction
-from replaylens.kernels.edit import ADD, KEEP, MULTIPLY, SET, ZERO, edit_rows, keep_lengths
+from replaylens.kernels.edit import ADD, KEEP, SET, ZERO, edit_rows, keep_lengths
 from replaylens.kernels.launch import next_power_of_2
 from replaylens.kernels.matmul import matmul
 
 _MAX_TABLES = 256
 """edits whose vectors stay on the device"""
-NUMBERS = 4
-"""of a row in a stage: its code, its vector, whether it keeps its lengths, its condition"""
+NUMBERS = 5
+"""of a row in a stage: its code, its vector, whether it keeps its lengths, its condition, whether it is multiplied"""
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,8 @@ class EditStage:
         """[rows] int32: whether the row's vectors keep their lengths"""
         self.when = np.zeros_like(self.codes)
         """[rows] int32: 0, or the number of the row's condition, from 1 on"""
+        self.multiplied = np.zeros_like(self.codes)
+        """[rows] int32: whether the row is multiplied by its vector; the code keeps it then"""
         self.num_vectors = 0
         """of all tables"""
         self._firsts: dict[bytes, int] = {}
@@ -124,6 +126,8 @@ class StageShape(NamedTuple):
     conditions: int
     """room for directions of conditions; 0: there are none"""
     wide: bool
+    multiplied: bool
+    """whether some rows are multiplied by their vectors"""
 
 
 EditShape = tuple[tuple[str, tuple[StageShape, ...]], ...]
@@ -173,6 +177,7 @@ def _stage_shape(stage: EditStage) -> StageShape:
         stage.num_heads if stage.kept.any() else 0,
         next_power_of_2(len(stage.conditions)) if stage.conditions else 0,
         stage.wide,
+        bool(stage.multiplied.any()),
     )
 
 
@@ -192,7 +197,8 @@ def _enter(stage: EditStage, edit: PlacedEdit, positions: list[int], shift: int,
             stage.projections.append((edit, known))
         known[rows] = True
         return
-    stage.codes[rows] = {"add": ADD, "zero": ZERO, "reweight": MULTIPLY}.get(edit.op, SET)
+    stage.multiplied[rows] = edit.op == "reweight"
+    stage.codes[rows] = {"add": ADD, "zero": ZERO, "reweight": KEEP}.get(edit.op, SET)
     if edit.op != "zero":
         stage.index[rows] = _vector_rows(stage, edit, positions, rank)
 
@@ -244,7 +250,7 @@ class _Loaded:
         self.shape, self.vectors, width = shape, vectors, shape.width
         self.dtype = torch.float32 if shape.wide else vectors.dtype
         self.numbers = make(NUMBERS, rows)
-        """codes, index, whether lengths are kept, number of the condition"""
+        """codes, index, whether lengths are kept, number of the condition, whether the row is multiplied"""
         self.table = make(shape.room, width, dtype=self.dtype) if shape.room else None
         self.columns = make(shape.room, width, dtype=torch.bool) if shape.by_head else None
         """which columns each vector changes; None: all of them"""
@@ -272,8 +278,10 @@ class _Loaded:
 
     def apply(self, x: Tensor) -> Tensor:
         """x [rows, width]. In the order of `PlacedEdit.apply`."""
-        codes, index, kept, when = self.numbers
+        codes, index, kept, when, multiplied = self.numbers
         edited = x if self.table is None else edit_rows(x, codes, index, self.table)
+        if self.shape.multiplied and self.table is not None:
+            edited = torch.where(multiplied[:, None] > 0, x * self.table.index_select(0, index), edited)
         for directions, mask in zip(self.directions, self.masks, strict=True):
             for direction in directions:
                 edited = torch.where(mask[:, None], without_direction(edited, direction), edited)
@@ -336,7 +344,7 @@ def rows_of(program: EditProgram, rows: int) -> tuple[np.ndarray, np.ndarray]:
     stages = [stage for _, stages in sorted(program.stages.items()) for stage in stages]
     numbers = np.zeros((len(stages), NUMBERS, rows), dtype=np.int32)
     for target, stage in zip(numbers, stages, strict=True):
-        target[:, : program.num_rows] = stage.codes, stage.index, stage.kept, stage.when
+        target[:, : program.num_rows] = stage.codes, stage.index, stage.kept, stage.when, stage.multiplied
     found = [mask for stage in stages for _, mask in stage.projections]
     masks = np.zeros((len(found), rows), dtype=bool)
     for target, mask in zip(masks, found, strict=True):

@@ -99,7 +99,6 @@ def _attention(model: Decoder, random: Random, findings: list[Finding]) -> None:
     q = random(length, c.num_heads, c.d_head)
     k, v = (random((pages + 1) * size, c.num_kv_heads, c.d_head) for _ in range(2))
     table = torch.arange(1, pages + 1, dtype=torch.int32, device=device)[None]
-    sinks = random(c.num_heads) if c.sinks else None
     shape = f"{c.num_heads} heads of {c.d_head}, {c.num_kv_heads} kv heads"
 
     def attend(index: Tensor, kv_block: int = paged.KV_BLOCK) -> Tensor:
@@ -107,7 +106,7 @@ def _attention(model: Decoder, random: Random, findings: list[Finding]) -> None:
         per_tile = paged.rows_per_tile(c.num_heads, c.num_kv_heads, c.d_head, q.dtype, len(index))
         tiles = paged.plan_tiles([0] * len(index), per_tile).to(device) if len(index) > 1 else None
         rows = paged.PagedRows(sequence, index.to(torch.int32), table, tiles)
-        return paged.attention(q[index], k, v, rows, c.scale, c.attn_softcap, page_size=size, kv_block=kv_block, sinks=sinks)
+        return paged.attention(q[index], k, v, rows, c.scale, c.attn_softcap, page_size=size, kv_block=kv_block)
 
     whole = attend(torch.arange(length, device=device))
     note = lambda check, equal, **more: findings.append(Finding("attention", shape, check, equal, **more))  # noqa: E731

@@ -16,6 +16,7 @@ from tests.tiny_mixtures import MIXTURES as TINY
 from tests.tiny_mixtures import mixture_model
 
 pytestmark = pytest.mark.gpu
+FAMILIES = [name for name in MIXTURES if name != "gpt-oss"]  # its attention has sinks
 PROMPT = torch.randint(1, 61, (45,), generator=torch.Generator().manual_seed(5)).tolist()
 OTHERS = [torch.randint(1, 61, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (3, 9, 10, 40, 130)]
 DRAWN = Sampling(temperature=0.7, seed=2**64 - 3)
@@ -57,7 +58,7 @@ def differences(a: Outcome, b: Outcome) -> list[str]:
 
 
 @DTYPES
-@pytest.mark.parametrize("name", [*MIXTURES, *TINY])
+@pytest.mark.parametrize("name", [*FAMILIES, *TINY])
 def test_bits_depend_on_the_path_alone(name: str, dtype: torch.dtype) -> None:
     """Alone, in company, in a burst, verified from drafts, in chunks of a few rows: the same bits, router sites included."""
     served = engine(name, dtype)

@@ -72,21 +72,6 @@ def test_agrees_with_float64(case, softcap, window):
     case.close(got, want)
 
 
-def test_sinks_take_part_in_the_softmax(case, same):
-    """In any schedule; a sink far below all scores changes nothing."""
-    s, chosen = setting(case, lengths(case)), some(case)
-    sinks = case.randn(4, seed=9)
-    got = s.attend(chosen, sinks=sinks)
-    want = reference.attention(
-        s.q[chosen].double(), s.k.double(), s.v.double(), s.rows.sequence[chosen], s.rows.position[chosen],
-        s.rows.page_table, PAGE, 0.3, sinks=sinks.double(),
-    )  # fmt: skip
-    case.close(got, want)
-    same(s.attend(chosen[:1], sinks=sinks), got[:1])
-    same(s.attend(chosen, sinks=sinks, split=False), got)
-    same(s.attend(chosen, sinks=torch.full_like(sinks, -1e4)), s.attend(chosen))
-
-
 @pytest.mark.parametrize(("softcap", "window"), [(0.0, 0), (5.0, 19), (0.0, 600)])
 def test_decode_window_and_prefill_agree(case, same, softcap, window):
     if window == 600 and not case.gpu:
