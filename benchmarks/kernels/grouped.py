@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from benchmarks.kernels.harness import RESULTS, captured, replay
 from replaylens.kernels.activation import activation
 from replaylens.kernels.grouped import combine, grouped_matmul
-from replaylens.kernels.launch import GemmTile, grouped_rows, grouped_tile
+from replaylens.kernels.launch import CANONICAL_VERSION, GemmTile, grouped_rows, grouped_tile
 from replaylens.kernels.matmul import matmul
 from replaylens.kernels.plan import Plan, plan, sorted_plan, worst_tiles
 from replaylens.kernels.route import RouteSpec, route
@@ -191,6 +192,15 @@ def rest(problem: Problem, note: Callable[..., None], hidden: Tensor, out: Tenso
         print(f"  the library's grouped product failed: {type(error).__name__} {error}", flush=True)
 
 
+def save(speed: float, lines: list[dict[str, Any]]) -> None:
+    """Write benchmarks/results/kernels-grouped.json."""
+    versions = {"torch": torch.__version__, "triton": triton.__version__, "canonical_version": CANONICAL_VERSION}
+    machine = {"device": torch.cuda.get_device_name(), **versions}
+    about = " ".join((__doc__ or "").split())
+    body = {"name": "kernels-grouped", "about": about, "machine": machine, "copy_bytes_per_s": speed, "rows": lines}
+    (RESULTS / "kernels-grouped.json").write_text(json.dumps(body, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--compile", help="I/N: only compile every N-th variant from the I-th on")
@@ -205,11 +215,12 @@ def main() -> None:
     for process in running:
         process.wait()
     print(f"compiled in {time.perf_counter() - begin:.0f} s", flush=True)
-    speed, lines = bandwidth(), []
+    speed = bandwidth()
+    lines: list[dict[str, Any]] = []
     print(f"copy: {speed * 1e-12:.2f} TB/s, {torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     for rows in given.rows:
         measure(rows, speed, lines)
-        (RESULTS / "kernels-grouped.json").write_text(json.dumps({"copy": speed, "rows": lines}, indent=1) + "\n")
+        save(speed, lines)
     print(f"default tiles: {grouped_tile(16, 512, torch.bfloat16, True)}; {time.perf_counter() - begin:.0f} s")
 
 
