@@ -137,6 +137,31 @@ def _few_rows(rows: int, columns: int, persistent: bool) -> GemmTile:
     return GemmTile(64, 32, 256, 4, 4, persistent) if narrow else GemmTile(64, 64, 128, 4, 5, persistent)
 
 
+def grouped_rows(pairs: int, experts: int, dtype: torch.dtype) -> int:
+    """Rows per tile of a grouped product: about twice what an expert gets on average, so that few need a second tile."""
+    if dtype == torch.float32:
+        return 16
+    mean = pairs / experts
+    return 16 if mean <= 8 else 32 if mean <= 16 else 64 if mean <= 64 else 128
+
+
+@lru_cache(maxsize=1024)
+def grouped_tile(rows: int, pairs: int, dtype: torch.dtype, gated: bool) -> GemmTile:
+    """The tile for pairs of one expert, `rows` at most of all `pairs`, times its weights; gated: two products at once.
+
+    Measured on an H200 in bf16 at 8 of 128 experts of 768; `persistent` means here that the copy engine loads the weights.
+    """
+    if dtype == torch.float32:  # no tensor cores: plain multiply-adds
+        return GemmTile(16, 64, 32, 4, 3)
+    if rows <= 16:
+        if not gated:
+            return GemmTile(16, 128, 64, 4, 4, persistent=True)
+        return GemmTile(16, 64, 64, 4, 6) if pairs <= 16 else GemmTile(16, 64, 128, 4, 3, persistent=True)
+    if rows <= 64:
+        return GemmTile(rows, 64, 64, 4, 4) if gated else GemmTile(rows, 128, 64, 4, 4, persistent=True)
+    return GemmTile(128, 128, 64, 8, 3, persistent=gated)
+
+
 @lru_cache(maxsize=1024)
 def attention_tile(
     pairs: int, d_head: int, dtype: torch.dtype, group: int = 1, split: bool = True, short: bool = False

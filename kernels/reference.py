@@ -22,6 +22,9 @@ def activation(x: Tensor, kind: str, gated: bool) -> Tensor:
     """f(x), or f(gate) * up for x = [gate | up]"""
     if gated:
         gate, up = x.chunk(2, dim=-1)
+        if kind == "clamped_swiglu":
+            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+            return (up + 1) * gate * torch.sigmoid(1.702 * gate)
         return activation(gate, kind, False) * up
     match kind:
         case "silu":
@@ -35,6 +38,50 @@ def activation(x: Tensor, kind: str, gated: bool) -> Tensor:
         case "relu2":
             return F.relu(x).square()
     raise ValueError(f"Unknown activation {kind!r}.")
+
+
+# route, grouped
+
+
+def choose(scores: Tensor, top: int, groups: int = 1, chosen_groups: int = 1, group_best: int = 1) -> Tensor:
+    """The highest scores [rows, experts] of the best groups, by index: [rows, top], ascending. Ties: the lower index."""
+    best = lambda x, n: torch.sort(x, dim=-1, descending=True, stable=True).indices[..., :n]  # noqa: E731
+    rows = scores.unflatten(1, (groups, -1))
+    worth = rows.sort(dim=-1, descending=True).values[..., :group_best].sum(-1)
+    kept = torch.zeros_like(worth, dtype=torch.bool).scatter(1, best(worth, chosen_groups), True)
+    return best(rows.masked_fill(~kept[..., None], -torch.inf).flatten(1), top).sort(dim=-1).values
+
+
+def weigh(logits: Tensor, chosen: Tensor, kind: str, normalised: bool, scale: float = 1.0, jitter: float = 0.0) -> Tensor:
+    """The weights of the chosen experts [rows, top]"""
+    own = logits.gather(1, chosen)
+    if kind == "sparsemixer":
+        weights, left = torch.empty_like(own), logits.clone()
+        for places in chosen.gather(1, own.sort(dim=1, descending=True, stable=True).indices).T:
+            place = places[:, None]
+            top = logits.gather(1, place)
+            far = (top - logits) / torch.maximum(logits.abs(), top) > 2 * jitter
+            weight = left.masked_fill(far, -torch.inf).softmax(1).gather(1, place)
+            weights = torch.where(chosen == place, weight, weights)
+            left = left.scatter(1, place, -torch.inf)
+        return weights * scale
+    if kind == "sigmoid":
+        weights = own.sigmoid()
+        return (weights / weights.sum(1, keepdim=True) if normalised else weights) * scale
+    return (own.softmax(1) if normalised else logits.softmax(1).gather(1, chosen)) * scale
+
+
+def grouped_matmul(x: Tensor, w: Tensor, bias: Tensor | None, chosen: Tensor) -> Tensor:
+    """x [rows, K] or [rows, top, K] times the weights w [experts, K, N] of the chosen experts [rows, top]: [rows, top, N]"""
+    x = x if x.dim() == 3 else x[:, None].expand(-1, chosen.shape[1], -1)
+    y = torch.einsum("rtk,rtkn->rtn", x, w[chosen])
+    return y if bias is None else y + bias[chosen]
+
+
+def combine(y: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
+    """The weighted sum over the chosen experts: y [rows, top, width], weights [rows, top]"""
+    total = (y * weights[..., None]).sum(1)
+    return total if residual is None else residual + total
 
 
 # norm

@@ -159,12 +159,18 @@ class Block(nn.Module):
             middle = x = read = tapped(tap, self.middle_site, middle)
         if self.ln2 is not None:  # None: the MLP reads what attention reads, or the stream itself
             read = normed(x, self.ln2, self.ln2_sites, ops, tap)
-        inside = self.mlp(read, ops, tap)
         if isinstance(self.mlp, Mixture):
-            out = self._add(middle, inside, self.ln2_post, self.mlp_sites, ops, tap)
+            out = self._mix(middle, read, self.mlp, ops, tap)
         else:
-            out = self._write(middle, inside, self.mlp.down, self.ln2_post, self.mlp_sites, ops, tap)
+            out = self._write(middle, self.mlp(read, ops, tap), self.mlp.down, self.ln2_post, self.mlp_sites, ops, tap)
         return tapped(tap, self.out_site, out)
+
+    def _mix(self, residual: Tensor, read: Tensor, mixture: Mixture, ops: RowOps, tap: Tap | None) -> Tensor:
+        """The residual stream plus the output of the experts, in one step if nobody looks at it before."""
+        if self.ln2_post is None and self.scale == 1.0 and not wanted(tap, self.mlp_sites[0]) and mixture.adds(tap):
+            out: Tensor = mixture(read, ops, tap, residual)
+            return out
+        return self._add(residual, mixture(read, ops, tap), self.ln2_post, self.mlp_sites, ops, tap)
 
     def _write(
         self,

@@ -52,12 +52,19 @@ class Mixture(nn.Module):
         router = (self.logits_site, self.choice_site, self.chosen_site, self.weights_site)
         return (*router, self.post_site, self.each_site, self.experts_site, self.shared_site, self.shared_gate_site)
 
-    def forward(self, x: Tensor, ops: RowOps, tap: Tap | None) -> Tensor:
-        """x [rows, d_model], normed -> [rows, d_model]"""
+    def adds(self, tap: Tap | None) -> bool:
+        """Whether `forward` can add the residual stream itself: nobody wants the sum of the experts without it."""
+        return self.shared is None and not wanted(tap, self.experts_site)
+
+    def forward(self, x: Tensor, ops: RowOps, tap: Tap | None, residual: Tensor | None = None) -> Tensor:
+        """x [rows, d_model], normed -> [rows, d_model]
+
+        residual  the residual stream, to add; only if `adds`
+        """
         chosen, weights = self._route(x, ops, tap)
         hidden = tapped(tap, self.post_site, ops.experts_hidden(x, chosen, self.experts, self.kind))
         outs = tapped(tap, self.each_site, ops.experts_out(hidden, chosen, self.experts))
-        mixed = tapped(tap, self.experts_site, ops.combine(outs, weights))
+        mixed = tapped(tap, self.experts_site, ops.combine(outs, weights, residual))
         if self.shared is None:
             return mixed
         shared = tapped(tap, self.shared_site, self.shared(x, ops))
@@ -67,7 +74,7 @@ class Mixture(nn.Module):
 
     def _route(self, x: Tensor, ops: RowOps, tap: Tap | None) -> tuple[Tensor, Tensor]:
         """The chosen experts and their weights: [rows, top] each."""
-        logits = tapped(tap, self.logits_site, ops.linear(x, self.router).float())
+        logits = tapped(tap, self.logits_site, ops.linear(x, self.router))
         if not wanted(tap, self.choice_site):
             chosen, weights = ops.route(logits, self.routing, self.correction)
         else:
@@ -75,7 +82,8 @@ class Mixture(nn.Module):
             chosen = ops.choose(scores, self.routing)
             weights = ops.weigh(without_barred(logits, scores, chosen), chosen, self.routing)
         tapped(tap, self.chosen_site, chosen)
-        if wanted(tap, self.weights_site):  # one weight per expert, 0 for those that are not chosen
-            spread = torch.zeros_like(logits).scatter(-1, chosen, weights)
-            weights = tapped(tap, self.weights_site, spread).gather(-1, chosen)
+        if wanted(tap, self.weights_site):
+            spread = ops.spread(weights, chosen, self.num_experts)
+            edited = tapped(tap, self.weights_site, spread)
+            weights = weights if edited is spread else edited.gather(-1, chosen)
         return chosen, weights

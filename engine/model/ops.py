@@ -141,14 +141,15 @@ class RowOps(Protocol):
         ...
 
     def route(self, logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-        """A router's logits [rows, experts], float32 -> (chosen experts [rows, top] int64, ascending; weights, float32).
+        """A router's logits [rows, experts] -> (chosen experts [rows, top] int64, ascending; weights, float32).
 
+        Computes in float32, whatever the dtype of the logits.
         To the bit: choose(choice_scores(logits, routing, correction)), and weigh(logits, chosen, routing).
         """
         ...
 
     def choice_scores(self, logits: Tensor, routing: Routing, correction: Tensor | None) -> Tensor:
-        """What experts are chosen by: [rows, experts]"""
+        """What experts are chosen by: [rows, experts] float32"""
         ...
 
     def choose(self, scores: Tensor, routing: Routing) -> Tensor:
@@ -159,6 +160,10 @@ class RowOps(Protocol):
         """The weights of any chosen experts [rows, top]: [rows, top], float32"""
         ...
 
+    def spread(self, weights: Tensor, chosen: Tensor, experts: int) -> Tensor:
+        """The weights of all experts [rows, experts], 0 for those that are not chosen"""
+        ...
+
     def experts_hidden(self, x: Tensor, chosen: Tensor, experts: Experts, kind: Activation) -> Tensor:
         """x [rows, d_model], chosen [rows, top] -> the hidden layer of each chosen expert, activated: [rows, top, d_expert]"""
         ...
@@ -167,10 +172,11 @@ class RowOps(Protocol):
         """hidden [rows, top, d_expert] -> each chosen expert's output, before its weight: [rows, top, d_model]"""
         ...
 
-    def combine(self, outs: Tensor, weights: Tensor) -> Tensor:
+    def combine(self, outs: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
         """outs [rows, top, d_model], weights [rows, top] -> [rows, d_model].
 
-        The sum in order of the index: each product is rounded to the dtype of `outs`, and so is each sum.
+        The sum in order of the index: each product is rounded to the dtype of `outs`, and so is each sum. The residual stream,
+        if given, is added to the rounded sum.
         """
         ...
 
@@ -249,13 +255,16 @@ class TorchOps:
         return chosen, self.weigh(logits, chosen, routing)
 
     def choice_scores(self, logits: Tensor, routing: Routing, correction: Tensor | None) -> Tensor:
-        return choice_scores(logits, routing, correction)
+        return choice_scores(logits.float(), routing, correction)
 
     def choose(self, scores: Tensor, routing: Routing) -> Tensor:
         return choose(scores, routing)
 
     def weigh(self, logits: Tensor, chosen: Tensor, routing: Routing) -> Tensor:
-        return weigh(logits, chosen, routing)
+        return weigh(logits.float(), chosen, routing)
+
+    def spread(self, weights: Tensor, chosen: Tensor, experts: int) -> Tensor:
+        return weights.new_zeros(len(weights), experts).scatter(-1, chosen, weights)
 
     def expert_product(self, x: Tensor, weight: Tensor) -> Tensor:
         """The rows of one expert, any number of them [rows, inputs], times its weight [inputs, outputs]."""
@@ -273,13 +282,13 @@ class TorchOps:
         real = self.real_rows(len(hidden))
         return expert_products(hidden, chosen, experts.down, experts.down_bias, self.expert_product, real)
 
-    def combine(self, outs: Tensor, weights: Tensor) -> Tensor:
+    def combine(self, outs: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
         total: Tensor | None = None
         for out, weight in zip(outs.unbind(1), weights.unbind(1), strict=True):
             part = (out * weight[:, None]).to(outs.dtype)  # in float32, then rounded
             total = part if total is None else total + part
         assert total is not None  # at least one expert is chosen
-        return total
+        return total if residual is None else residual + total
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.errors import EngineBug
+from replaylens.engine.model.site_names import CHOICE_SITE, WEIGHTS_SITE
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.model.tap import Tap
 from replaylens.engine.request.placed import PlacedEdit, without_direction
@@ -24,8 +25,8 @@ from replaylens.kernels.matmul import matmul
 
 _MAX_TABLES = 256
 """edits whose vectors stay on the device"""
-NUMBERS = 4
-"""of a row in a stage: its code, its vector, whether it keeps its lengths, its condition"""
+NUMBERS = 5
+"""of a row in a stage: its code, its vector, whether it keeps its lengths, its condition, whether it is multiplied"""
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class EditStage:
     """the edits whose vectors make up the table, in order"""
     num_heads: int = 1
     """heads of the site's rows"""
+    wide: bool = False
+    """whether the site's values are float32 whatever the model's dtype"""
     projections: list[tuple[PlacedEdit, np.ndarray]] = field(default_factory=list)
     """edits that project out, with the rows they apply to: [rows] bool"""
     conditions: list[PlacedEdit] = field(default_factory=list)
@@ -72,6 +75,8 @@ class EditStage:
         """[rows] int32: whether the row's vectors keep their lengths"""
         self.when = np.zeros_like(self.codes)
         """[rows] int32: 0, or the number of the row's condition, from 1 on"""
+        self.multiplied = np.zeros_like(self.codes)
+        """[rows] int32: whether the row is multiplied by its vector; the code keeps it then"""
         self.num_vectors = 0
         """of all tables"""
         self._firsts: dict[bytes, int] = {}
@@ -120,6 +125,9 @@ class StageShape(NamedTuple):
     """vectors of a row that keep their lengths; 0: no row does"""
     conditions: int
     """room for directions of conditions; 0: there are none"""
+    wide: bool
+    multiplied: bool
+    """whether some rows are multiplied by their vectors"""
 
 
 EditShape = tuple[tuple[str, tuple[StageShape, ...]], ...]
@@ -151,7 +159,8 @@ class EditProgram:
             zeros = lambda: np.zeros(self.num_rows, dtype=np.int32)  # noqa: E731
             shape = table.sites[site].shape
             heads = shape[0] if len(shape) > 1 else 1
-            stages.append(EditStage(int(np.prod(shape)), zeros(), zeros(), num_heads=heads))
+            wide = site.endswith((CHOICE_SITE, WEIGHTS_SITE))
+            stages.append(EditStage(int(np.prod(shape)), zeros(), zeros(), num_heads=heads, wide=wide))
         return stages[number]
 
     def shape(self) -> EditShape:
@@ -167,6 +176,8 @@ def _stage_shape(stage: EditStage) -> StageShape:
         stage.by_head,
         stage.num_heads if stage.kept.any() else 0,
         next_power_of_2(len(stage.conditions)) if stage.conditions else 0,
+        stage.wide,
+        bool(stage.multiplied.any()),
     )
 
 
@@ -186,9 +197,8 @@ def _enter(stage: EditStage, edit: PlacedEdit, positions: list[int], shift: int,
             stage.projections.append((edit, known))
         known[rows] = True
         return
-    if edit.op == "reweight":
-        raise EngineBug(f"The kernel of edits cannot reweight {edit.site}. Models with experts do not run on this device yet.")
-    stage.codes[rows] = {"add": ADD, "zero": ZERO}.get(edit.op, SET)
+    stage.multiplied[rows] = edit.op == "reweight"
+    stage.codes[rows] = {"add": ADD, "zero": ZERO, "reweight": KEEP}.get(edit.op, SET)
     if edit.op != "zero":
         stage.index[rows] = _vector_rows(stage, edit, positions, rank)
 
@@ -204,25 +214,27 @@ def _vector_rows(stage: EditStage, edit: PlacedEdit, positions: list[int], rank:
 
 
 class Vectors:
-    """Vectors of edits on the device, in the model's dtype, by the edits' keys."""
+    """Vectors of edits on the device, in the model's dtype or in float32, by the edits' keys."""
 
     def __init__(self, dtype: torch.dtype, device: str) -> None:
         self.dtype, self.device = dtype, device
         self._known: OrderedDict[bytes, Tensor] = OrderedDict()
 
-    def of(self, edit: PlacedEdit, width: int) -> Tensor:
+    def of(self, edit: PlacedEdit, width: int, dtype: torch.dtype) -> Tensor:
         """[vectors, width]; of an `add`, times its factor."""
         factor = edit.factor if edit.op == "add" else 1.0
-        return self._there(edit.key, edit.vectors.reshape(-1, width), factor)
+        return self._there(edit.key, edit.vectors.reshape(-1, width), factor, dtype)
 
     def condition(self, edit: PlacedEdit) -> Tensor:
         """[1, width]: the direction of an edit with `when`."""
         assert edit.when is not None
-        return self._there(edit.key + b"when", edit.when.reshape(1, -1), 1.0)
+        return self._there(edit.key + b"when", edit.when.reshape(1, -1), 1.0, self.dtype)
 
-    def _there(self, key: bytes, value: Tensor, factor: float) -> Tensor:
+    def _there(self, key: bytes, value: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
+        if dtype != self.dtype:
+            key += str(dtype).encode()
         if key not in self._known:
-            there = value.to(self.device, self.dtype)
+            there = value.to(self.device, dtype)
             self._known[key] = there if factor == 1.0 else there * factor
             if len(self._known) > _MAX_TABLES:
                 self._known.popitem(last=False)
@@ -236,14 +248,15 @@ class _Loaded:
     def __init__(self, shape: StageShape, rows: int, vectors: Vectors) -> None:
         make = lambda *size, dtype=torch.int32: torch.zeros(size, dtype=dtype, device=vectors.device)  # noqa: E731
         self.shape, self.vectors, width = shape, vectors, shape.width
+        self.dtype = torch.float32 if shape.wide else vectors.dtype
         self.numbers = make(NUMBERS, rows)
-        """codes, index, whether lengths are kept, number of the condition"""
-        self.table = make(shape.room, width, dtype=vectors.dtype) if shape.room else None
+        """codes, index, whether lengths are kept, number of the condition, whether the row is multiplied"""
+        self.table = make(shape.room, width, dtype=self.dtype) if shape.room else None
         self.columns = make(shape.room, width, dtype=torch.bool) if shape.by_head else None
         """which columns each vector changes; None: all of them"""
-        self.directions = [make(count, width, dtype=vectors.dtype) for count in shape.directions]
+        self.directions = [make(count, width, dtype=self.dtype) for count in shape.directions]
         self.masks = make(len(shape.directions), rows, dtype=torch.bool)
-        self.conditions = make(width, shape.conditions, dtype=vectors.dtype)
+        self.conditions = make(width, shape.conditions, dtype=self.dtype)
         self._keys: tuple[bytes, ...] = ()
 
     def load(self, stage: EditStage) -> None:
@@ -252,12 +265,12 @@ class _Loaded:
         if keys == self._keys:
             return
         if self.table is not None and stage.tables:
-            together = torch.cat([self.vectors.of(edit, self.shape.width) for edit in stage.tables])
+            together = torch.cat([self.vectors.of(edit, self.shape.width, self.dtype) for edit in stage.tables])
             self.table[: len(together)] = together
             if self.columns is not None:
                 self.columns[: len(together)] = torch.from_numpy(stage.columns()).to(self.columns.device)
         for target, (edit, _) in zip(self.directions, stage.projections, strict=True):
-            target.copy_(self.vectors.of(edit, self.shape.width))
+            target.copy_(self.vectors.of(edit, self.shape.width, self.dtype))
         if stage.conditions:
             together = torch.cat([self.vectors.condition(edit) for edit in stage.conditions])
             self.conditions[:, : len(together)] = together.t()
@@ -265,8 +278,10 @@ class _Loaded:
 
     def apply(self, x: Tensor) -> Tensor:
         """x [rows, width]. In the order of `PlacedEdit.apply`."""
-        codes, index, kept, when = self.numbers
+        codes, index, kept, when, multiplied = self.numbers
         edited = x if self.table is None else edit_rows(x, codes, index, self.table)
+        if self.shape.multiplied and self.table is not None:
+            edited = torch.where(multiplied[:, None] > 0, x * self.table.index_select(0, index), edited)
         for directions, mask in zip(self.directions, self.masks, strict=True):
             for direction in directions:
                 edited = torch.where(mask[:, None], without_direction(edited, direction), edited)
@@ -329,7 +344,7 @@ def rows_of(program: EditProgram, rows: int) -> tuple[np.ndarray, np.ndarray]:
     stages = [stage for _, stages in sorted(program.stages.items()) for stage in stages]
     numbers = np.zeros((len(stages), NUMBERS, rows), dtype=np.int32)
     for target, stage in zip(numbers, stages, strict=True):
-        target[:, : program.num_rows] = stage.codes, stage.index, stage.kept, stage.when
+        target[:, : program.num_rows] = stage.codes, stage.index, stage.kept, stage.when, stage.multiplied
     found = [mask for stage in stages for _, mask in stage.projections]
     masks = np.zeros((len(found), rows), dtype=bool)
     for target, mask in zip(masks, found, strict=True):

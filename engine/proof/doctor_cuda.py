@@ -1,9 +1,9 @@
 """The doctor on a CUDA device: compares every kernel at every shape of the model, a row alone and in batches.
 
-The negative controls, which must differ, are the library's product at one row and at many, and a softmax over other blocks.
+The negative controls, which must differ, are the library's product at one row and at many, a softmax over other blocks, and
+experts' products whose depth is split.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -17,13 +17,13 @@ from replaylens.engine.passes.certificate import Certificate, Finding
 from replaylens.engine.passes.cuda import HeadOps
 from replaylens.engine.passes.cuda_experts import require_supported
 from replaylens.engine.passes.products import Allowed
+from replaylens.engine.proof.comparison import ROWS, Random, compare
 from replaylens.engine.proof.doctor import examine_lens
+from replaylens.engine.proof.doctor_experts import examine_experts
 from replaylens.engine.proof.examination import Examination
 from replaylens.engine.request.capture import LensSpec
 from replaylens.kernels import attention as paged
 from replaylens.kernels.rope import rotate
-
-_ROWS = (1, 3, 16, 17, 33, 64, 129, 512)
 
 
 @torch.no_grad()
@@ -36,6 +36,7 @@ def examine(model: Decoder) -> Certificate:
     findings: list[Finding] = []
     _products(model, random, findings)
     _rowwise(model, random, findings)
+    examine_experts(model, random, findings)
     _attention(model, random, findings)
     _lens(model, random, findings)
     host = Examination(modes.thread_counts())
@@ -45,18 +46,15 @@ def examine(model: Decoder) -> Certificate:
     return Certificate(allowed, (1,), (*findings, *host.findings))
 
 
-Random = Callable[..., Tensor]
-
-
 def _products(model: Decoder, random: Random, findings: list[Finding]) -> None:
     ops, seen = HeadOps(), set()
     for name, module in model.named_modules():
         if isinstance(module, Linear) and tuple(module.weight.shape) not in seen:
             seen.add(tuple(module.weight.shape))
-            _compare(name, random(max(_ROWS), len(module.weight)), partial(ops.linear, linear=module), findings)
+            compare(name, random(max(ROWS), len(module.weight)), partial(ops.linear, linear=module), findings)
             _control(name, random(256, len(module.weight)), module.weight, findings)
     unembed = partial(ops.unembed, table=model.unembedding)
-    _compare("unembed", random(max(_ROWS), model.config.d_model), unembed, findings)
+    compare("unembed", random(max(ROWS), model.config.d_model), unembed, findings)
 
 
 def _control(name: str, x: Tensor, weight: Tensor, findings: list[Finding]) -> None:
@@ -68,26 +66,17 @@ def _rowwise(model: Decoder, random: Random, findings: list[Finding]) -> None:
     c, ops = model.config, HeadOps()
     norms = {(*m.weight.shape, m.kind): (name, m) for name, m in model.named_modules() if isinstance(m, Norm)}
     for name, norm in norms.values():
-        _compare(f"{norm.kind} norm ({name})", random(max(_ROWS), *norm.weight.shape), partial(ops.norm, norm=norm), findings)
-    wide = random(max(_ROWS), c.d_mlp * (2 if c.gated_mlp else 1)) * 3
-    _compare(f"activation {c.activation}", wide, partial(ops.activate, kind=c.activation, gated=c.gated_mlp), findings)
+        compare(f"{norm.kind} norm ({name})", random(max(ROWS), *norm.weight.shape), partial(ops.norm, norm=norm), findings)
+    wide = random(max(ROWS), c.d_mlp * (2 if c.gated_mlp else 1)) * 3
+    compare(f"activation {c.activation}", wide, partial(ops.activate, kind=c.activation, gated=c.gated_mlp), findings)
     if c.rotary_dim:
         table = random(1, 2, c.rotary_dim // 2).float()
-        _compare("rotary", random(max(_ROWS), c.num_heads, c.d_head), partial(_rotate, table), findings)
+        compare("rotary", random(max(ROWS), c.num_heads, c.d_head), partial(_rotate, table), findings)
 
 
 def _rotate(table: Tensor, x: Tensor) -> Tensor:
     zeros = torch.zeros(len(x), dtype=torch.int32, device=x.device)
     return rotate(x, table, paged.PagedRows(zeros, zeros, zeros[:1, None].contiguous()))
-
-
-def _compare(op: str, x: Tensor, f: Callable[[Tensor], Tensor], findings: list[Finding]) -> None:
-    """Compare the first rows of x, at every batch size, with the same rows in the whole batch."""
-    whole, shape = f(x.clone()), str(list(x.shape[1:]))
-    for count in _ROWS:
-        same = torch.equal(f(x[:count].clone()), whole[:count])
-        findings.append(Finding(op, shape, f"{count} rows against {len(x)}", same))
-    findings.append(Finding(op, shape, "row at another offset", torch.equal(f(x[7:40].clone()), whole[7:40])))
 
 
 def _lens(model: Decoder, random: Random, findings: list[Finding]) -> None:
@@ -99,7 +88,7 @@ def _lens(model: Decoder, random: Random, findings: list[Finding]) -> None:
         read = cuda_lens.read(LensSpec(()), model, rows, [0] * len(rows))
         return torch.stack([read["Z.entropy"], read["Z.kl"], read["Z.emitted"]])
 
-    _compare("lens statistics", random(max(_ROWS), 2, model.config.d_model), lambda x: sums(x).movedim(0, -1), findings)
+    compare("lens statistics", random(max(ROWS), 2, model.config.d_model), lambda x: sums(x).movedim(0, -1), findings)
 
 
 def _attention(model: Decoder, random: Random, findings: list[Finding]) -> None:

@@ -88,10 +88,12 @@ def test_a_routing_that_looks_at_its_neighbours_is_found(model: Decoder, monkeyp
         doctor.require(doctor.examine(model))
 
 
-def test_mixtures_are_refused_on_cuda() -> None:
-    with pytest.raises(UnsupportedModel, match="Mixtures of experts are not supported on CUDA"):
-        require_supported(WIDE)
-    require_supported(ModelConfig(2, 32, 4, 2, 8, 48, 61, 64))
+def test_mixtures_are_served_on_cuda_but_no_alibi_and_no_sinks() -> None:
+    require_supported(WIDE)
+    with pytest.raises(UnsupportedModel, match="Attention sinks are not supported on CUDA"):
+        require_supported(ModelConfig(2, 32, 4, 2, 8, 48, 61, 64, sinks=True))
+    with pytest.raises(UnsupportedModel, match="ALiBi is not supported on CUDA"):
+        require_supported(ModelConfig(2, 32, 4, 2, 8, 48, 61, 64, slopes=(0.5,) * 4))
 
 
 # ---- sites -----------------------------------------------------------------------------------------------------------------

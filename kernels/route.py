@@ -1,0 +1,283 @@
+"""Routing of a mixture of experts: a router's logits -> the chosen experts of every row, and their weights.
+
+    scores = logits, or sigmoid(logits) + correction          chosen = the `top` highest of the best groups, by index
+    weights = softmax over the chosen logits, softmax over all of them, sigmoids, or sparsemixer's softmax over close logits
+
+**Why the bits do not move.** A program has one row and sees no other. Equal scores go to the lower index: score and index are
+compared as one integer. Sums of exponentials, which lie in [0, 1], are sums of integers in units of 2^-40: exact in any
+order, so neither the layout of threads nor which of the steps below runs alone can move a weight.
+
+`route` does all steps in one kernel. `choice_scores`, `choose` and `weigh` are its steps, with the same bits, for passes whose
+scores or choices are edited in between.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from replaylens.kernels.launch import EXACT, next_power_of_2, require, require_float, require_shape
+
+KINDS = ("softmax", "sigmoid", "sparsemixer")
+_WARPS = 1
+
+
+@dataclass(frozen=True)
+class RouteSpec:
+    """How experts are chosen and weighed."""
+
+    top: int
+    kind: str = "softmax"
+    normalised: bool = True
+    """the chosen weights add up to 1; for a softmax, it runs over the chosen logits"""
+    scale: float = 1.0
+    groups: int = 1
+    chosen_groups: int = 1
+    group_best: int = 1
+    """a group's score is the sum of this many of its best"""
+    jitter: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(self.kind in KINDS, "Unknown routing {!r}. Use one of {}.", self.kind, ", ".join(KINDS))
+        require(self.kind != "sparsemixer" or self.top == 2, "sparsemixer chooses two experts, not {}.", self.top)
+
+
+@triton.jit
+def _sum(x):
+    """The sum of numbers in [0, 1], exact to 2^-40 each, whatever the order."""
+    return (tl.sum((x.to(tl.float64) * 1099511627776.0).to(tl.int64), 0).to(tl.float64) * 9.094947017729282e-13).to(tl.float32)
+
+
+@triton.jit
+def _exp(x):
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + _exp(-x))
+
+
+@triton.jit
+def _softmax(x):
+    """Of a row, -inf where there is nothing."""
+    e = _exp(x - tl.max(x, 0))
+    return e / _sum(e)
+
+
+@triton.jit
+def _key(score, index):
+    """An integer that is larger for a higher score, and of equal scores for the lower index. NaN counts as infinite."""
+    score = tl.where(score == 0.0, 0.0, tl.where(score != score, float("inf"), score))  # -0.0 equals 0.0
+    bits = score.to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return ordered.to(tl.int64) * 4294967296 + (0x7FFFFFFF - index)
+
+
+@triton.jit
+def _scores(logits, correction, KIND: tl.constexpr, CORRECTED: tl.constexpr):
+    score = logits
+    if KIND == "sigmoid":
+        score = _sigmoid(logits)
+    if CORRECTED:
+        score = score + correction
+    return score
+
+
+@triton.jit
+def _best_groups(score, valid, lane, WIDTH: tl.constexpr, GROUPS: tl.constexpr, CHOSEN: tl.constexpr, BEST: tl.constexpr,
+                 G_BLOCK: tl.constexpr, E_BLOCK: tl.constexpr):  # fmt: skip
+    """Whether the group of each lane is among the best. Lanes are [groups, experts of a group], both padded."""
+    shape: tl.constexpr = (G_BLOCK, E_BLOCK)
+    lowest = -0x7FFFFFFFFFFFFFFF
+    key = tl.reshape(tl.where(valid, _key(score, lane), lowest), shape)
+    values = tl.reshape(score, shape)
+    total = tl.zeros((G_BLOCK,), tl.float32)
+    for number in tl.static_range(BEST):
+        hit = key == tl.max(key, 1)[:, None]
+        value = tl.sum(tl.where(hit, values, 0.0), 1)  # of one
+        total = value if number == 0 else total + value
+        key = tl.where(hit, lowest, key)
+    group = tl.arange(0, G_BLOCK)
+    key = tl.where(group < GROUPS, _key(total, group), lowest)
+    kept = tl.zeros((G_BLOCK,), tl.int32)
+    for _ in tl.static_range(CHOSEN):
+        hit = key == tl.max(key, 0)
+        kept = tl.where(hit, 1, kept)
+        key = tl.where(hit, lowest, key)
+    return tl.reshape(tl.broadcast_to(kept[:, None], shape), (G_BLOCK * E_BLOCK,)) > 0
+
+
+@triton.jit
+def _sparsemixer(logits, picked, expert, valid, jitter):
+    """Weights of two experts: of the better one among the logits close to it, of the other one without the first."""
+    nothing = float("-inf")
+    left = tl.where(valid, logits, nothing)
+    key = tl.where(picked, _key(logits, expert), -0x7FFFFFFFFFFFFFFF)
+    best = key == tl.max(key, 0)
+    other = picked & (best == 0)
+    weight = tl.zeros_like(logits)
+    for number in tl.static_range(2):
+        own = best if number == 0 else other
+        top = tl.max(tl.where(own, logits, nothing), 0)
+        far = (top - logits) / tl.maximum(tl.abs(logits), top) > 2.0 * jitter
+        weight = tl.where(own, _softmax(tl.where(far, nothing, left)), weight)
+        left = tl.where(own, nothing, left)
+    return weight
+
+
+@triton.jit
+def _weights(
+    logits, picked, expert, valid, scale, jitter, KIND: tl.constexpr, NORMALISED: tl.constexpr, SCALED: tl.constexpr
+):  # fmt: skip
+    """By lane. `picked` marks the chosen ones."""
+    if KIND == "sparsemixer":
+        weight = _sparsemixer(logits, picked, expert, valid, jitter)
+    elif KIND == "sigmoid":
+        weight = tl.where(picked, _sigmoid(logits), 0.0)
+        if NORMALISED:
+            weight = weight / (_sum(weight) + 1e-20)
+    elif NORMALISED:
+        weight = _softmax(tl.where(picked, logits, float("-inf")))
+    else:
+        weight = _softmax(tl.where(valid, logits, float("-inf")))
+    if SCALED:
+        weight = weight * scale
+    return weight
+
+
+@triton.jit
+def _route_kernel(
+    LOGITS, CORRECTION, CHOSEN, WEIGHTS, SPREAD, stride, scale, jitter,
+    EXPERTS: tl.constexpr, TOP: tl.constexpr, KIND: tl.constexpr, NORMALISED: tl.constexpr,
+    SCALED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr,
+    CORRECTED: tl.constexpr, CHOOSES: tl.constexpr, WEIGHS: tl.constexpr, G_BLOCK: tl.constexpr, E_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """CHOOSES: choose by the scores of the logits and store; otherwise load what was chosen. WEIGHS: store weights."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, G_BLOCK * E_BLOCK)
+    width: tl.constexpr = EXPERTS // GROUPS
+    expert = lane // E_BLOCK * width + lane % E_BLOCK
+    valid = (lane % E_BLOCK < width) & (lane // E_BLOCK < GROUPS)
+    logits = tl.load(LOGITS + row * stride + expert, mask=valid, other=0.0).to(tl.float32)
+    picked = lane < 0
+    if CHOOSES:
+        correction = tl.load(CORRECTION + expert, mask=valid, other=0.0).to(tl.float32) if CORRECTED else logits
+        score = _scores(logits, correction, KIND, CORRECTED)
+        if GROUPS > 1:
+            kept = _best_groups(score, valid, lane, width, GROUPS, KEPT, BEST, G_BLOCK, E_BLOCK)
+            score = tl.where(kept, score, float("-inf"))
+        key = tl.where(valid, _key(score, expert), -0x7FFFFFFFFFFFFFFF)
+        for _ in tl.static_range(TOP):
+            hit = key == tl.max(key, 0)
+            picked = picked | hit
+            key = tl.where(hit, -0x7FFFFFFFFFFFFFFF, key)
+        place = row * TOP + tl.cumsum(picked.to(tl.int32), 0) - 1  # ascending by index
+        tl.store(CHOSEN + place, expert.to(tl.int64), mask=picked)
+        if WEIGHS:
+            weight = _weights(logits, picked, expert, valid, scale, jitter, KIND, NORMALISED, SCALED)
+            tl.store(WEIGHTS + place, weight, mask=picked)
+            tl.store(SPREAD + row * EXPERTS + expert, tl.where(picked, weight, 0.0), mask=valid)
+    else:
+        for slot in tl.static_range(TOP):
+            picked = picked | (valid & (expert == tl.load(CHOSEN + row * TOP + slot)))
+        weight = _weights(logits, picked, expert, valid, scale, jitter, KIND, NORMALISED, SCALED)
+        for slot in tl.static_range(TOP):
+            own = valid & (expert == tl.load(CHOSEN + row * TOP + slot))
+            tl.store(WEIGHTS + row * TOP + slot, tl.sum(tl.where(own, weight, 0.0), 0))
+
+
+@triton.jit
+def _scores_kernel(LOGITS, CORRECTION, OUT, stride, EXPERTS: tl.constexpr, KIND: tl.constexpr, CORRECTED: tl.constexpr,
+                   BLOCK: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK)
+    inside = expert < EXPERTS
+    logits = tl.load(LOGITS + row * stride + expert, mask=inside, other=0.0).to(tl.float32)
+    correction = tl.load(CORRECTION + expert, mask=inside, other=0.0).to(tl.float32) if CORRECTED else logits
+    tl.store(OUT + row * EXPERTS + expert, _scores(logits, correction, KIND, CORRECTED), mask=inside)
+
+
+def route(logits: Tensor, spec: RouteSpec, correction: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """logits [rows, experts] -> (chosen [rows, top] int64, ascending; weights [rows, top]; the weights of all experts).
+
+    Computes in float32. The weights of all experts [rows, experts] are 0 for those that are not chosen.
+    """
+    chosen, weights = _new(logits, spec, torch.int64), _new(logits, spec, torch.float32)
+    spread = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    _launch(logits, correction, chosen, weights, spread, spec, chooses=True, weighs=True)
+    return chosen, weights, spread
+
+
+def choice_scores(logits: Tensor, spec: RouteSpec, correction: Tensor | None = None) -> Tensor:
+    """What `route` chooses by: [rows, experts] float32."""
+    experts = _check(logits, spec, correction)
+    if spec.kind != "sigmoid" and correction is None:
+        return logits.float()
+    out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    if len(logits):
+        _scores_kernel[(len(logits),)](
+            logits, logits if correction is None else correction, out, logits.stride(0), experts, spec.kind,
+            correction is not None, next_power_of_2(experts), num_warps=_WARPS, **EXACT,
+        )  # fmt: skip
+    return out
+
+
+def choose(scores: Tensor, spec: RouteSpec) -> Tensor:
+    """The highest scores of the best groups, by index: [rows, top] int64, ascending."""
+    chosen = _new(scores, spec, torch.int64)
+    plain = RouteSpec(spec.top, groups=spec.groups, chosen_groups=spec.chosen_groups, group_best=spec.group_best)
+    _launch(scores, None, chosen, scores, scores, plain, chooses=True, weighs=False)
+    return chosen
+
+
+def weigh(logits: Tensor, chosen: Tensor, spec: RouteSpec) -> Tensor:
+    """The weights of any chosen experts [rows, top]: [rows, top] float32. Precondition: a row's experts differ."""
+    require_shape("chosen", chosen, (len(logits), spec.top))
+    require(chosen.is_contiguous() and chosen.dtype == torch.int64, "chosen must be contiguous int64, not {}.", chosen.dtype)
+    weights = _new(logits, spec, torch.float32)
+    _launch(logits, None, chosen, weights, weights, spec, chooses=False, weighs=True)
+    return weights
+
+
+def _new(logits: Tensor, spec: RouteSpec, dtype: torch.dtype) -> Tensor:
+    return torch.empty(len(logits), spec.top, dtype=dtype, device=logits.device)
+
+
+def _launch(
+    logits: Tensor,
+    correction: Tensor | None,
+    chosen: Tensor,
+    weights: Tensor,
+    spread: Tensor,
+    spec: RouteSpec,
+    chooses: bool,
+    weighs: bool,
+) -> None:
+    experts = _check(logits, spec, correction)
+    if not len(logits):
+        return
+    _route_kernel[(len(logits),)](
+        logits, logits if correction is None else correction, chosen, weights, spread,
+        logits.stride(0), spec.scale, spec.jitter,
+        experts, spec.top, spec.kind, spec.normalised, spec.scale != 1.0, spec.groups, spec.chosen_groups, spec.group_best,
+        correction is not None, chooses, weighs, next_power_of_2(spec.groups), next_power_of_2(experts // spec.groups),
+        num_warps=_WARPS, **EXACT,
+    )  # fmt: skip
+
+
+def _check(logits: Tensor, spec: RouteSpec, correction: Tensor | None) -> int:
+    """The number of experts. Raises ValueError if the tensors do not fit together."""
+    require(logits.dim() == 2, "logits have shape {}. Expected [rows, experts].", logits.shape)
+    require_float("logits", logits)
+    require(logits.stride(1) == 1, "logits have strides {}. The last dimension must be contiguous.", logits.stride())
+    experts = logits.shape[1]
+    require(experts % spec.groups == 0, "{} experts do not divide into {} groups.", experts, spec.groups)
+    most = experts // spec.groups * spec.chosen_groups
+    require(spec.top <= most, "{} experts cannot be chosen among {}.", spec.top, most)
+    if correction is not None:
+        require_shape("correction", correction, (experts,))
+        require_float("correction", correction)
+    return experts
