@@ -1,0 +1,347 @@
+"""Natural mismatches: how often the fast path of a trained model differs from the verifier, and what that costs.
+
+    PYTHONPATH=src python -m benchmarks.natural_gpu [--seconds 600] [--out FILE] [--boards FILE] [--only-coins] [--tiny]
+
+SmolLM2-135M-Instruct (`replaylens fetch smollm2`) and the embedded coin models, in bfloat16 on a GPU. Stories of up to 512
+tokens, drawn with one seed per request. The sections:
+
+    first divergence    ordinary requests against deterministic ones, and against ordinary ones in batches of another size
+    flipped tokens      drafts of the fast path that the verifier rejects, by batch size and temperature
+    recomputed tokens   rejected drafts by window W and number G of requests that are verified together
+    load                time to first token, time per token and tokens per second at 0, 10, 50 and 100 % deterministic requests
+    alone               deterministic requests in all of the above against the same requests alone: 0 differences
+    boards              records of first verifications, for `benchmarks/natural_boards.py`
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from benchmarks import natural_boards
+from benchmarks.natural_subject import (
+    TEMPERATURES,
+    Tally,
+    Times,
+    first_difference,
+    generated,
+    in_batches,
+    samplings,
+    step_by_step,
+    story_prompts,
+    tallied,
+    timed,
+)
+from benchmarks.table import RESULTS, Table
+from replaylens.engine.engine import Engine
+from replaylens.engine.serving.request import Request
+from replaylens.engine.zoo import coin as zoo
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is generated."""
+
+    stories: int = 128
+    length: int = 512
+    marks: tuple[int, ...] = (100, 256, 512)
+    other_batch: int = 32
+    batches: tuple[int, ...] = (1, 8, 32, 64, 128)
+    drafts: int = 6000
+    """drafts per cell, about; a sixth of it for requests alone, which take a step for each"""
+    tokens: int = 128
+    """tokens per request, and twice as many in small batches"""
+    windows: tuple[int, ...] = (4, 8, 16, 32, 64)
+    groups: tuple[int, ...] = (8, 32, 128)
+    load: int = 64
+    load_tokens: int = 128
+    load_windows: tuple[int, ...] = (8, 32)
+    shares: tuple[float, ...] = (0.0, 0.1, 0.5, 1.0)
+    alone: int = 8
+    coins: int = 64
+    coin_tokens: int = 48
+
+
+TINY = Sizes(
+    stories=4, length=12, marks=(4, 12), other_batch=2, batches=(1, 4), drafts=16, tokens=8, windows=(4, 8), groups=(2, 4),
+    load=4, load_tokens=8, load_windows=(4,), shares=(0.0, 0.5), alone=2, coins=4, coin_tokens=6,
+)  # fmt: skip
+DRAFTING = 8
+"""window of the flips: seven drafts and a free token"""
+
+
+@dataclass
+class Subject:
+    """A model, its prompts, and what its deterministic requests committed."""
+
+    engine: Engine
+    name: str
+    prompts: Sequence[str]
+    sizes: Sizes
+    deadline: float
+    length: int = 0
+    stories: dict[float, list[list[int]]] = field(default_factory=dict)
+    """temperature -> canonical tokens of every request, all in one batch"""
+    compared: int = 0
+    """tokens of deterministic requests, in other company and with other windows, compared with `stories`"""
+    differing: int = 0
+
+    @property
+    def late(self) -> bool:
+        return time.perf_counter() > self.deadline
+
+    def story(self, temperature: float) -> list[list[int]]:
+        """Canonical stories of all prompts at a temperature."""
+        if temperature not in self.stories:
+            own = samplings(len(self.prompts), temperature)
+            self.stories[temperature] = generated(self.engine, self.prompts, own, self.length)
+        return self.stories[temperature]
+
+    def compare(self, temperature: float, tokens: Sequence[Sequence[int]], first: int = 0) -> None:
+        """Mutates: counts tokens that differ from the canonical stories of the requests from `first` on."""
+        for own, story in zip(tokens, self.story(temperature)[first:], strict=False):
+            self.compared += len(own)
+            self.differing += sum(a != b for a, b in zip(own, story, strict=False))
+
+
+def divergence(table: Table, subject: Subject) -> None:
+    """Where ordinary stories first differ from canonical ones, and from ordinary ones in smaller batches."""
+    sizes, count = subject.sizes, len(subject.prompts)
+    for temperature in TEMPERATURES:
+        if subject.late:
+            return
+        own, story = samplings(count, temperature), subject.story(temperature)
+        large = in_batches(subject.engine, subject.prompts, own, subject.length, count, verified=False)
+        small = in_batches(subject.engine, subject.prompts, own, subject.length, sizes.other_batch, verified=False)
+        for what, a, b in (
+            (f"ordinary in a batch of {count} against deterministic", large, story),
+            (f"ordinary in batches of {sizes.other_batch} against {count}", small, large),
+        ):
+            at = [first_difference(x, y) for x, y in zip(a, b, strict=True)]
+            parted = sorted(i for i in at if i is not None)
+            by = {f"by_{mark}": sum(i < mark for i in parted) / count for mark in sizes.marks if mark <= subject.length}
+            middle = parted[(count - 1) // 2] if len(parted) > (count - 1) // 2 else None
+            never = 1 - len(parted) / count
+            table.add(
+                f"{subject.name}, first divergence, T={temperature:g}: {what}", **by, median=middle, never=never, requests=count
+            )
+
+
+def flips(table: Table, subject: Subject) -> None:
+    """Rejected drafts of the fast path per 1,000, by batch size and temperature."""
+    sizes = subject.sizes
+    for temperature in TEMPERATURES:
+        for batch in sizes.batches:
+            if subject.late:
+                return
+            if batch <= len(subject.prompts):
+                tally = drafted(subject, temperature, batch, DRAFTING)
+                table.add(f"{subject.name}, flipped tokens, T={temperature:g}, batch {batch}", **counts(tally))
+    batch = min(sizes.other_batch, len(subject.prompts))
+    for temperature in (0.0, 1.0):
+        with rounded_logits():
+            tally = drafted(subject, temperature, batch, DRAFTING)
+        what = f"{subject.name}, flipped tokens, T={temperature:g}, batch {batch}, logits rounded to bfloat16"
+        table.add(what, **counts(tally))
+
+
+def counts(tally: Tally) -> dict[str, float | int]:
+    return {
+        "per_1000": tally.per_thousand,
+        "flips": tally.flips,
+        "drafts": tally.accepted + tally.flips,
+        "recomputed_percent": tally.recomputed,
+    }
+
+
+def drafted(subject: Subject, temperature: float, batch: int, window: int) -> Tally:
+    """Drafts of deterministic requests, `batch` at a time. What they commit is compared with their stories."""
+    count, own, sizes = len(subject.prompts), samplings(len(subject.prompts), temperature), subject.sizes
+    drafts = sizes.drafts if batch > 1 else sizes.drafts // 6
+    n = min(subject.length, 1 + sizes.tokens * (2 if batch < sizes.other_batch else 1))
+    with tallied(subject.engine) as tally:
+        first = 0
+        while first + batch <= count and tally.accepted + tally.flips < drafts and not (first and subject.late):
+            end = first + batch
+            tokens = generated(subject.engine, subject.prompts[first:end], own[first:end], n, window=window)
+            subject.compare(temperature, tokens, first)
+            first = end
+    return tally
+
+
+@contextmanager
+def rounded_logits() -> Iterator[None]:
+    """The fast path rounds logits to bfloat16 before the choice, as many serving engines do."""
+    from replaylens.engine.passes.cuda import FastHeadOps
+
+    plain = FastHeadOps.unembed
+
+    def rounded(self: FastHeadOps, x: Tensor, table: Tensor) -> Tensor:
+        return plain(self, x, table).bfloat16().float()
+
+    FastHeadOps.unembed = rounded  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FastHeadOps.unembed = plain  # type: ignore[method-assign]
+
+
+def windows(table: Table, subject: Subject) -> None:
+    """Rejected drafts in percent of committed tokens, by window and number of requests verified together."""
+    sizes = subject.sizes
+    for temperature, group in [(1.0, g) for g in reversed(sizes.groups)] + [(0.0, sizes.groups[-1])]:
+        for window in sizes.windows:
+            if subject.late:
+                return
+            tally = drafted(subject, temperature, group, window)
+            expected = tally.per_thousand / 10 * (window - 1) / 2
+            what = f"{subject.name}, recomputed tokens, T={temperature:g}, G={group}, W={window}"
+            table.add(what, **counts(tally), half_p_w=expected, committed=tally.committed)
+
+
+def load(table: Table, subject: Subject) -> None:
+    """All requests arrive at once. Deterministic ones decode directly, or draft and verify."""
+    sizes, base = subject.sizes, dict[str, float]()
+    count = min(sizes.load, len(subject.prompts))
+    arms: list[tuple[str, int | None, bool]] = [("direct", None, True), ("one step at a time", None, False)]
+    arms += [(f"draft and verify, W={w}", w, True) for w in sizes.load_windows]
+    for name, window, bursts in arms:
+        for share in sizes.shares if bursts else sizes.shares[:1]:
+            if subject.late:
+                return
+            if window is not None and not share:
+                continue
+            total, times, tokens = loaded(subject, count, share, window, bursts)
+            rate = sum(map(len, tokens)) / total
+            base.setdefault(name, rate)
+            numbers = summary(times)
+            if window is not None:  # drafting takes the host after every step, so this is the fair comparison
+                numbers["of_one_step_at_a_time"] = rate / base["one step at a time"]
+            what = f"{subject.name}, load, {name}, {100 * share:g} % deterministic"
+            table.add(what, ratio=rate / base["direct"], tokens_per_s=rate, **numbers)
+
+
+def loaded(
+    subject: Subject, count: int, share: float, window: int | None, bursts: bool
+) -> tuple[float, list[Times], list[list[int]]]:
+    """The second of two runs: the first compiles kernels and captures graphs."""
+    sizes, engine = subject.sizes, subject.engine
+    own = samplings(count, 1.0)
+    promised = [int((i + 1) * share) > int(i * share) for i in range(count)]  # spread evenly over the requests
+    asked = [
+        Request(sizes.load_tokens, each, window=window if sure else None, deterministic=sure)
+        for each, sure in zip(own, promised, strict=True)
+    ]
+    with nullcontext() if bursts else step_by_step(engine):
+        for _ in range(2):
+            found = timed(engine, subject.prompts[:count], asked)
+    for i, sure in enumerate(promised):
+        if sure:
+            subject.compare(1.0, [found[2][i]], i)
+    return found
+
+
+def summary(times: Sequence[Times]) -> dict[str, float]:
+    """Milliseconds: median and largest time to the first token, median time per token, by kind of request."""
+    found: dict[str, float] = {}
+    for name, sure in (("deterministic", True), ("ordinary", False)):
+        if mine := [t for t in times if t.deterministic is sure]:
+            found[f"{name}_first_ms"] = 1e3 * median(t.first for t in mine)
+            found[f"{name}_first_max_ms"] = 1e3 * max(t.first for t in mine)
+            found[f"{name}_token_ms"] = 1e3 * median(t.per_token for t in mine)
+    return found
+
+
+def alone(table: Table, subject: Subject) -> None:
+    """A few requests alone, then the verdict on every deterministic request of this run."""
+    found = requests = 0
+    for temperature, story in subject.stories.items():
+        own = samplings(len(subject.prompts), temperature)
+        for i in range(0, len(subject.prompts), max(1, len(subject.prompts) // subject.sizes.alone)):
+            n = min(subject.length, 2 * subject.sizes.tokens)
+            (tokens,) = generated(subject.engine, [subject.prompts[i]], [own[i]], n)
+            found += tokens != story[i][: len(tokens)]
+            requests += 1
+    table.add(f"{subject.name}, requests alone against the batch: differing", met=not found, differing=found, compared=requests)
+    table.add(
+        f"{subject.name}, deterministic tokens in any company: differing",
+        met=not subject.differing,
+        differing=subject.differing,
+        compared=subject.compared,
+    )
+
+
+def boards(table: Table, subject: Subject, out: Path) -> None:
+    """Records of first verifications, for pictures."""
+    made = Engine(subject.engine.model, subject.engine.text, cache_tokens=4096, record=True)
+    seconds = max(1.0, min(10.0, subject.deadline - time.perf_counter()))
+    found, looked = natural_boards.record(made, subject.prompts, 1.0, seconds)
+    out.write_text(json.dumps(found))
+    table.add(f"{subject.name}, first verifications on record", kinds=",".join(sorted(found)), looked_at=looked)
+
+
+def stories_of(sizes: Sizes, tiny: bool, deadline: float) -> Subject:
+    """SmolLM2, or a coin model in its place."""
+    name, length = ("coin-plain", sizes.length) if tiny else ("smollm2", sizes.length)
+    room = (sizes.stories + 4) * (length + 96)
+    how = {"device": "cpu"} if tiny else {"device": "cuda", "dtype": torch.bfloat16}
+    engine = Engine.load(name, cache_tokens=room, max_rows=512 if tiny else 4096, **how)  # type: ignore[arg-type]
+    prompts = coin_prompts("steps", sizes.stories) if tiny else story_prompts(sizes.stories)
+    return Subject(engine, "SmolLM2-135M" if not tiny else name, prompts, sizes, deadline, length)
+
+
+def coin_prompts(rendering: str, count: int) -> list[str]:
+    """Held-out examples of the coin task."""
+    return [example.prompt for example in zoo.held_out(zoo.TESTS[rendering], 6, count)]
+
+
+def coins(table: Table, sizes: Sizes, tiny: bool, deadline: float) -> None:
+    """The embedded coin models, continued past their answers."""
+    for name, rendering in (("coin-plain", "steps"), ("coin-thinking", "states")):
+        if time.perf_counter() > deadline:
+            return
+        how = {"device": "cpu"} if tiny else {"device": "cuda", "dtype": torch.bfloat16}
+        engine = Engine.load(name, cache_tokens=(sizes.coins + 4) * 256, **how)  # type: ignore[arg-type]
+        subject = Subject(engine, name, coin_prompts(rendering, sizes.coins), sizes, deadline, sizes.coin_tokens)
+        for temperature in (0.0, 1.0):
+            for batch in (min(8, sizes.coins), sizes.coins):
+                tally = drafted(subject, temperature, batch, DRAFTING)
+                table.add(f"{name}, flipped tokens, T={temperature:g}, batch {batch}", **counts(tally))
+        alone(table, subject)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tiny", action="store_true", help="a coin model on the CPU: shows that everything runs")
+    parser.add_argument("--only-coins", action="store_true", help="without SmolLM2")
+    parser.add_argument("--seconds", type=float, default=600.0, help="time after which no further cell is begun")
+    parser.add_argument("--out", type=Path, default=RESULTS / "natural-gpu.json")
+    parser.add_argument("--boards", type=Path, default=RESULTS / "natural-boards.json")
+    given = parser.parse_args()
+    begin = time.perf_counter()
+    sizes, device = (TINY, "CPU") if given.tiny else (Sizes(), torch.cuda.get_device_name())
+    table = Table("natural-gpu", f"trained models, {'float32' if given.tiny else 'bfloat16'}, {device}", out=given.out)
+    if not given.only_coins:
+        subject = stories_of(sizes, given.tiny, begin + 0.85 * given.seconds)
+        print(f"loaded after {time.perf_counter() - begin:.1f} s", flush=True)
+        for temperature in TEMPERATURES:
+            subject.story(temperature)
+        parts: list[Callable[[Table, Subject], None]] = [divergence, flips, load, windows, alone]
+        for part in (partial(boards, out=given.boards), *parts):
+            part(table, subject)
+            print(f"-- {time.perf_counter() - begin:.1f} s", flush=True)
+    coins(table, sizes, given.tiny, begin + given.seconds)
+    print(f"-- {time.perf_counter() - begin:.1f} s", flush=True)
+    table.save()
+
+
+if __name__ == "__main__":
+    main()
