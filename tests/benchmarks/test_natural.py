@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import natural_boards
+from benchmarks import natural_boards, natural_gpu, natural_table
 from benchmarks.natural_gpu import TINY, Subject, alone, coin_prompts, divergence, flips, load, windows
 from benchmarks.natural_subject import first_difference, generated, samplings, story_prompts, tallied
-from benchmarks.table import Table
+from benchmarks.table import RESULTS, Table
 from replaylens.engine.engine import Engine
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.passes.runner import PassResult, Runner
 
+ROOT = RESULTS.parent.parent
 PROMPTS = coin_prompts("steps", 4)
 
 
@@ -46,8 +47,9 @@ def test_the_tally_is_that_of_the_trace(wrong_drafts: None) -> None:
     assert tally not in engine.loop.listeners
 
 
-def test_no_wrong_draft_reaches_a_committed_token(wrong_drafts: None, tmp_path: Path) -> None:
+def test_no_wrong_draft_reaches_a_committed_token(wrong_drafts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All sections on a CPU: ordinary requests diverge, drafts flip, and deterministic tokens differ nowhere."""
+    monkeypatch.setattr(natural_gpu, "TEMPERATURES", (1.0,))
     sizes = replace(TINY, batches=(4,), windows=(8,), groups=(4,), load_tokens=4)
     subject = Subject(Engine.load("coin-plain"), "coin-plain", PROMPTS, sizes, float("inf"), sizes.length)
     table = Table("natural-gpu", "test", out=tmp_path / "table.json")
@@ -59,6 +61,10 @@ def test_no_wrong_draft_reaches_a_committed_token(wrong_drafts: None, tmp_path: 
     assert all(row["never"] < 1 for what, row in rows.items() if "against deterministic" in what)
     assert all(row["flips"] > 0 for what, row in rows.items() if "flipped" in what or "recomputed" in what)
     assert rows["coin-plain, load, draft and verify, W=4, 50 % deterministic"]["ordinary_token_ms"] > 0
+    named = {what.replace("coin-plain", natural_table.STORY): row for what, row in rows.items()}
+    made = {name: make(named) for name, make in natural_table.TABLES.items()}
+    assert [len(table) for table in made.values()] == [4, 4, 4, 8, 3]
+    assert all(len(line) == len(table[0]) for table in made.values() for line in table)
 
 
 def test_a_missed_rollback_would_be_counted(wrong_drafts: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,3 +95,11 @@ def test_boards_are_drawn_from_records(wrong_drafts: None) -> None:
 def test_prompts_differ_and_differences_are_found():
     assert len(set(story_prompts(128))) == 128
     assert first_difference([1, 2, 3], [1, 2, 4]) == 2 and first_difference([1, 2], [1, 2, 3]) is None
+
+
+def test_the_page_shows_the_numbers_on_file():
+    """docs/natural.md is made from benchmarks/results/natural-gpu.json."""
+    rows, page = natural_table.read(RESULTS / "natural-gpu.json"), (ROOT / "docs" / "natural.md").read_text()
+    assert natural_table.rewritten(page, rows) == page and page.count("<!-- end -->") == len(natural_table.TABLES)
+    changed = {what: {**row, "per_1000": 99.0} if "per_1000" in row else row for what, row in rows.items()}
+    assert natural_table.rewritten(page, changed) != page
