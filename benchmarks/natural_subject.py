@@ -169,16 +169,6 @@ def timed(engine: Engine, prompts: Sequence[str], requests: Sequence[Request]) -
     return total, times, tokens
 
 
-@contextmanager
-def step_by_step(engine: Engine) -> Iterator[None]:
-    """Without bursts: the host looks after every decode step, as it does while some requests draft."""
-    bursts, engine.loop.bursts = engine.loop.bursts, None
-    try:
-        yield
-    finally:
-        engine.loop.bursts = bursts
-
-
 def _wait() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()

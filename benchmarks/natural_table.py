@@ -70,22 +70,20 @@ def recomputed(rows: Rows) -> list[list[str]]:
 
 
 def load(rows: Rows) -> list[list[str]]:
-    head = ["deterministic requests", "tokens/s", "of 0 %", "of 0 %, one step at a time", "first token, ms", "per token, ms"]
+    head = ["deterministic requests", "tokens/s", "of 0 %", "first token, ms", "per token, ms"]
     found = [head]
     for what, row in rows.items():
         if match := re.fullmatch(rf"{STORY}, load, (.*), (\S+) % deterministic", what):
-            stepwise = row.get("of_one_step_at_a_time")
             found.append(
                 [
                     f"{match[2]} %, {match[1]}",
                     f"{row['tokens_per_s']:,.0f}",
                     f"{row['ratio']:.2f}",
-                    "" if stepwise is None else f"{stepwise:.2f}",
                     _by_kind(row, "first_ms", 0),
                     _by_kind(row, "token_ms", 2),
                 ]
             )
-    return [*found, *([f"{k} %, LLM-42, 8B", "", f"{a:.2f} to {b:.2f}", "", "", ""] for k, (a, b) in PAPER_LOAD.items())]
+    return [*found, *([f"{k} %, LLM-42, 8B", "", f"{a:.2f} to {b:.2f}", "", ""] for k, (a, b) in PAPER_LOAD.items())]
 
 
 def _by_kind(row: dict[str, Any], name: str, digits: int) -> str:

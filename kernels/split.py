@@ -120,14 +120,14 @@ def split_attention(
     require(split % kv_block == 0, "split {} is not a multiple of kv_block {}.", split, kv_block)
     splits = ceil_div(keys, split)
     tile = attention_tile(pairs, d_head, q.dtype, group, splits > 1)
-    partial = count = q
     if splits > 1:
         space = Workspace.of(num_tiles, kv_heads, splits, tile.rows, d_head, q.device)
-        partial, count = space.partial, space.count
+    else:  # not used, but the kernel is compiled for both
+        space = Workspace(torch.empty(1, dtype=torch.float32, device=q.device), rows.position)
     log2e = 1.4426950408889634
     scale, softcap = (2 * log2e * scale / softcap if softcap else log2e * scale), softcap * log2e
     _split_kernel[(num_tiles, kv_heads, splits)](
-        q, k_cache, v_cache, out, partial, count, rows.tiles if rows.tiles is not None else rows.position,
+        q, k_cache, v_cache, out, space.partial, space.count, rows.tiles if rows.tiles is not None else rows.position,
         rows.sequence, rows.position, rows.page_table,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), out.stride(0), out.stride(1),
         rows.page_table.stride(0), scale, softcap, window, split, splits,

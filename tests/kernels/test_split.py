@@ -1,5 +1,9 @@
 """Attention of the fast path: the right values within rounding, an order of summation that depends on the company."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -89,3 +93,41 @@ def test_a_fast_pass_computes_the_same_function_and_leaves_canonical_bits_alone(
     for mine, canonical, again in zip(fast, before, after, strict=True):
         case.close(mine, canonical.double(), slack=4)
         assert torch.equal(canonical, again) and not torch.equal(mine, canonical)
+
+
+COMPILED = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+from replaylens.kernels import split
+from replaylens.kernels.attention import PagedRows
+
+launched = []
+JITFunction.run = lambda self, *args, grid, warmup, **options: launched.append((self, args, options))
+split.num_multiprocessors = lambda device: 132
+types = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
+for number in (1, 400):  # several splits, one split
+    q, cache = (torch.zeros(n, 3, 64, dtype=torch.bfloat16) for n in (number, 1024))
+    rows = PagedRows(*(torch.zeros(n, dtype=torch.int32) for n in (number, number)), torch.zeros(1, 64, dtype=torch.int32))
+    split.split_attention(q, cache, cache, rows, 0.125)
+for kernel, args, options in launched:
+    named = dict(zip((p.name for p in kernel.params), args, strict=True))
+    fixed = {p.name: named[p.name] for p in kernel.params if p.is_constexpr}
+    kinds = {int: "i32", float: "fp32"}
+    types_of = {
+        name: "constexpr" if name in fixed else types[x.dtype] if isinstance(x, torch.Tensor) else kinds[type(x)]
+        for name, x in named.items()
+    }
+    source = ASTSource(fn=kernel, signature=types_of, constexprs=fixed)
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    print("compiled")
+"""
+
+
+@pytest.mark.slow
+def test_compiles_for_a_gpu_on_machines_without_one(tmp_path):
+    """The interpreter has no types. A tensor of another dtype where nothing is split did not compile."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["compiled"] * 2, done.stderr[-2000:]
