@@ -1,6 +1,6 @@
 """Natural mismatches: how often the fast path of a trained model differs from the verifier, and what that costs.
 
-    PYTHONPATH=src python -m benchmarks.natural_gpu [--seconds 600] [--out FILE] [--boards FILE] [--only-coins] [--tiny]
+    PYTHONPATH=src python -m benchmarks.natural_gpu [--seconds 600] [--sections load ...] [--resume FILE] [--tiny]
 
 SmolLM2-135M-Instruct (`replaylens fetch smollm2`) and the embedded coin models, in bfloat16 on a GPU. Stories of up to 512
 tokens, drawn with one seed per request. The sections:
@@ -19,10 +19,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,6 +75,7 @@ TINY = Sizes(
     stories=4, length=12, marks=(4, 12), other_batch=2, batches=(1, 4), drafts=16, tokens=8, windows=(4, 8), groups=(2, 4),
     load=4, load_tokens=8, load_windows=(4,), shares=(0.0, 0.5), alone=2, coins=4, coin_tokens=6,
 )  # fmt: skip
+PROMISE = "deterministic tokens in any company: differing"
 DRAFTING = 8
 """window of the flips: seven drafts and a free token"""
 
@@ -88,6 +90,8 @@ class Subject:
     sizes: Sizes
     deadline: float
     length: int = 0
+    done: frozenset[str] = frozenset()
+    """lines that an earlier run has measured"""
     stories: dict[float, list[list[int]]] = field(default_factory=dict)
     """temperature -> canonical tokens of every request, all in one batch"""
     compared: int = 0
@@ -142,15 +146,16 @@ def flips(table: Table, subject: Subject) -> None:
         for batch in sizes.batches:
             if subject.late:
                 return
-            if batch <= len(subject.prompts):
-                tally = drafted(subject, temperature, batch, DRAFTING)
-                table.add(f"{subject.name}, flipped tokens, T={temperature:g}, batch {batch}", **counts(tally))
+            what = f"{subject.name}, flipped tokens, T={temperature:g}, batch {batch}"
+            if batch <= len(subject.prompts) and what not in subject.done:
+                table.add(what, **counts(drafted(subject, temperature, batch, DRAFTING)))
     batch = min(sizes.other_batch, len(subject.prompts))
     for temperature in (0.0, 1.0):
-        with rounded_logits(subject.engine):
-            tally = drafted(subject, temperature, batch, DRAFTING)
         what = f"{subject.name}, flipped tokens, T={temperature:g}, batch {batch}, logits rounded to bfloat16"
-        table.add(what, **counts(tally))
+        if subject.late or what in subject.done:
+            continue
+        with rounded_logits(subject.engine):
+            table.add(what, **counts(drafted(subject, temperature, batch, DRAFTING)))
 
 
 def counts(tally: Tally) -> dict[str, float | int]:
@@ -206,9 +211,11 @@ def windows(table: Table, subject: Subject) -> None:
         for window in sizes.windows:
             if subject.late:
                 return
+            what = f"{subject.name}, recomputed tokens, T={temperature:g}, G={group}, W={window}"
+            if what in subject.done:
+                continue
             tally = drafted(subject, temperature, group, window)
             expected = tally.per_thousand / 10 * (window - 1) / 2
-            what = f"{subject.name}, recomputed tokens, T={temperature:g}, G={group}, W={window}"
             table.add(what, **counts(tally), half_p_w=expected, committed=tally.committed)
 
 
@@ -264,13 +271,16 @@ def alone(table: Table, subject: Subject) -> None:
             (tokens,) = generated(subject.engine, [subject.prompts[i]], [own[i]], n)
             found += tokens != story[i][: len(tokens)]
             requests += 1
-    table.add(f"{subject.name}, requests alone against the batch: differing", met=not found, differing=found, compared=requests)
-    table.add(
-        f"{subject.name}, deterministic tokens in any company: differing",
-        met=not subject.differing,
-        differing=subject.differing,
-        compared=subject.compared,
-    )
+    add_up(table, f"{subject.name}, requests alone against the batch: differing", found, requests)
+    add_up(table, f"{subject.name}, {PROMISE}", subject.differing, subject.compared)
+
+
+def add_up(table: Table, what: str, differing: int, compared: int) -> None:
+    """Mutates: a line with these counts, those of an earlier run included."""
+    for row in [row for row in table.rows if row["what"] == what]:
+        table.rows.remove(row)
+        differing, compared = differing + row["differing"], compared + row["compared"]
+    table.add(what, met=not differing, differing=differing, compared=compared)
 
 
 def boards(table: Table, subject: Subject, out: Path) -> None:
@@ -286,8 +296,8 @@ def stories_of(sizes: Sizes, tiny: bool, deadline: float) -> Subject:
     """SmolLM2, or a coin model in its place."""
     name, length = ("coin-plain", sizes.length) if tiny else ("smollm2", sizes.length)
     room = (sizes.stories + 4) * (length + 96)
-    how = {"device": "cpu"} if tiny else {"device": "cuda", "dtype": torch.bfloat16}
-    engine = Engine.load(name, cache_tokens=room, max_rows=512 if tiny else 4096, **how)  # type: ignore[arg-type]
+    how = _device(tiny)
+    engine = Engine.load(name, cache_tokens=room, max_rows=512 if tiny else 4096, **how)
     prompts = coin_prompts("steps", sizes.stories) if tiny else story_prompts(sizes.stories)
     return Subject(engine, "SmolLM2-135M" if not tiny else name, prompts, sizes, deadline, length)
 
@@ -297,13 +307,18 @@ def coin_prompts(rendering: str, count: int) -> list[str]:
     return [example.prompt for example in zoo.held_out(zoo.TESTS[rendering], 6, count)]
 
 
-def coins(table: Table, sizes: Sizes, tiny: bool, deadline: float) -> None:
+def _device(tiny: bool) -> dict[str, Any]:
+    return {"device": "cpu"} if tiny else {"device": "cuda", "dtype": torch.bfloat16}
+
+
+def coins(table: Table, sizes: Sizes, tiny: bool, deadline: float, done: frozenset[str]) -> None:
     """The embedded coin models, continued past their answers."""
     for name, rendering in (("coin-plain", "steps"), ("coin-thinking", "states")):
         if time.perf_counter() > deadline:
             return
-        how = {"device": "cpu"} if tiny else {"device": "cuda", "dtype": torch.bfloat16}
-        engine = Engine.load(name, cache_tokens=(sizes.coins + 4) * 256, **how)  # type: ignore[arg-type]
+        if f"{name}, {PROMISE}" in done:
+            continue
+        engine = Engine.load(name, cache_tokens=(sizes.coins + 4) * 256, **_device(tiny))
         subject = Subject(engine, name, coin_prompts(rendering, sizes.coins), sizes, deadline, sizes.coin_tokens)
         for temperature in (0.0, 1.0):
             for batch in (min(8, sizes.coins), sizes.coins):
@@ -312,36 +327,53 @@ def coins(table: Table, sizes: Sizes, tiny: bool, deadline: float) -> None:
         alone(table, subject)
 
 
+SECTIONS: dict[str, Callable[[Table, Subject], None]] = {
+    "divergence": divergence,
+    "flips": flips,
+    "load": load,
+    "windows": windows,
+    "alone": alone,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tiny", action="store_true", help="a coin model on the CPU: shows that everything runs")
-    parser.add_argument("--only-coins", action="store_true", help="without SmolLM2")
     parser.add_argument("--seconds", type=float, default=600.0, help="time after which no further cell is begun")
     parser.add_argument("--out", type=Path, default=RESULTS / "natural-gpu.json")
     parser.add_argument("--boards", type=Path, default=RESULTS / "natural-boards.json")
+    parser.add_argument("--sections", nargs="*", choices=[*SECTIONS, "boards", "coins"], default=["boards", *SECTIONS, "coins"])
+    parser.add_argument("--length", type=int, default=None, help="tokens of a story, if other than 512")
+    parser.add_argument("--drafts", type=int, default=None, help="drafts per cell")
+    parser.add_argument("--resume", type=Path, default=None, help="a file of an earlier run: its lines are kept, not measured")
     given = parser.parse_args()
     begin = time.perf_counter()
     sizes, device = (TINY, "CPU") if given.tiny else (Sizes(), torch.cuda.get_device_name())
-    table = Table("natural-gpu", f"trained models, {'float32' if given.tiny else 'bfloat16'}, {device}", out=given.out)
+    sizes = replace(sizes, length=given.length or sizes.length, drafts=given.drafts or sizes.drafts)
+    before = [] if given.resume is None else json.loads(given.resume.read_text())["rows"]
+    done = frozenset(row["what"] for row in before)
+    about = f"trained models, {'float32' if given.tiny else 'bfloat16'}, {device}"
+    table = Table("natural-gpu", about, before, given.out)
     failed: list[str] = []
-    if not given.only_coins:
-        subject = stories_of(sizes, given.tiny, begin + 0.85 * given.seconds)
+    asked = [name for name in given.sections if name != "coins"]
+    if asked:
+        subject = stories_of(sizes, given.tiny, begin + (0.85 if "coins" in given.sections else 1.0) * given.seconds)
+        subject.done = done
         print(f"loaded after {time.perf_counter() - begin:.1f} s", flush=True)
-        for temperature in TEMPERATURES:
-            subject.story(temperature)
-        parts: list[Callable[[Table, Subject], None]] = [divergence, flips, load, windows, alone]
-        for part in (partial(boards, out=given.boards), *parts):
+        parts: dict[str, Callable[[Table, Subject], None]] = {**SECTIONS, "boards": partial(boards, out=given.boards)}
+        for name in asked:
             try:
-                part(table, subject)
+                parts[name](table, subject)
             except Exception:  # the other sections still run
-                failed.append(traceback.format_exc())
-                print(failed[-1], flush=True)
-            print(f"-- {time.perf_counter() - begin:.1f} s", flush=True)
-    coins(table, sizes, given.tiny, begin + given.seconds)
+                failed.append(name)
+                traceback.print_exc()
+            print(f"-- {name}: {time.perf_counter() - begin:.1f} s", flush=True)
+    if "coins" in given.sections:
+        coins(table, sizes, given.tiny, begin + given.seconds, done)
+    table.save(beside=True)
     print(f"-- {time.perf_counter() - begin:.1f} s", flush=True)
-    table.save()
     if failed:
-        raise SystemExit(f"{len(failed)} sections failed")
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":
