@@ -103,3 +103,13 @@ def test_the_page_shows_the_numbers_on_file():
     assert natural_table.rewritten(page, rows) == page and page.count("<!-- end -->") == len(natural_table.TABLES)
     changed = {what: {**row, "per_1000": 99.0} if "per_1000" in row else row for what, row in rows.items()}
     assert natural_table.rewritten(page, changed) != page
+
+
+def test_boards_in_the_docs_are_those_on_file():
+    """Natural rollbacks of a trained model. Requests that finish in the pass of a verification were verified beside it."""
+    records = json.loads((RESULTS / "natural-boards.json").read_text())
+    assert set(records) == set(natural_boards.KINDS.values())
+    for kind, kept in records.items():
+        told = natural_boards.told(kept, kind)
+        assert next(frame.others for frame in told.frames if frame.checks) == 7
+        assert (ROOT / "docs" / "img" / f"natural-{kind}.svg").read_text() == natural_boards.first_round(told)
