@@ -49,7 +49,7 @@ def wrong_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made() -> tuple[Engine, StandIn]:
-    engine = Engine(random_model(), cache_tokens=1024, page_size=4)
+    engine = Engine(random_model(), cache_tokens=1024, page_size=4, record=True)
     bursts = StandIn(engine.runner)
     engine.loop.bursts = bursts  # type: ignore[assignment]
     return engine, bursts
@@ -110,9 +110,14 @@ def test_a_request_that_needs_the_host_slows_all_to_single_steps(wrong_drafts: N
 
 def test_a_draft_that_ends_the_sequence_ends_the_window(wrong_drafts: None) -> None:
     """Drafts after a stop token are dropped; a wrong stop token costs nothing."""
+    ended = 0
     for seed in range(6):
         engine, _ = made()
         stops = drawn(seed, stop_tokens=(3, 4, 5, 6, 7, 8))
         branch = engine.prompt(PROMPTS[0]).generate(N, window=8, sampling=stops)
         assert branch.generated == alone(0, stops) and branch.finish_reason == ("eos" if len(branch.generated) < N else None)
+        chains = [chain for event in engine.trace.events if event["event"] == "draft" for chain in event["chains"]]
+        assert not any(token in stops.stop_tokens for chain in chains for token in chain[:-1])
+        ended += sum(chain[-1] in stops.stop_tokens for chain in chains if chain)
         engine.check_integrity()
+    assert ended, "no draft ended a sequence: the test shows nothing"
