@@ -251,7 +251,7 @@ def attention(
     are canonical: only tests that show that bits move pass other values.
     """
     num_rows, heads, d_head = q.shape
-    kv_heads = _check_caches(q, k_cache, v_cache)
+    kv_heads = check_caches(q, k_cache, v_cache)
     require_shape("rows.sequence", rows.sequence, (num_rows,))
     require(kv_split % kv_block == 0, "kv_split {} is not a multiple of kv_block {}.", kv_split, kv_block)
     require(scale > 0, "scale is {}. It must be positive.", scale)
@@ -325,7 +325,7 @@ def _schedule(
     return tile or attention_tile(pairs, d_head, dtype, group, split, short), split, splits
 
 
-def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int:
+def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int:
     """The number of KV heads. Raises ValueError if the tensors do not fit together."""
     require(q.dim() == 3, "q has shape {}. Expected [rows, heads, d_head].", q.shape)
     require_float("q", q)

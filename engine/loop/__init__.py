@@ -24,7 +24,8 @@ One turn, with three drafts of which one is accepted:
 
 The drafter `self` is the model's own fast path. Its drafts share the fast batch with ordinary requests (deterministic=False):
 each step, one fast pass yields one token of every ordinary request and one draft of every `Window` that is not full, and one
-canonical pass verifies the windows that are full. Between steps drafts belong to the job, not to the tree.
+canonical pass verifies the windows that are full. On a device that decodes on its own, a step has several tokens of every
+ordinary request and as many drafts of every window (`Loop.burst`). Between steps drafts belong to the job, not to the tree.
 
 Every committed token is chosen from canonical logits, and every committed KV entry and row comes from a canonical pass. So
 the output is a function of weights, path and edits; drafts only change how many tokens one pass yields. Preemption is a

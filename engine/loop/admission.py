@@ -3,7 +3,8 @@
 Older jobs come first. When pages run out, younger jobs give theirs up (preemption) and are computed again later.
 
 A deterministic request that drafts by the fast path takes one draft per step, in the fast batch that also decodes one token of
-every ordinary request. Once its window is full, its turn is the verification. So all kinds of requests come on alike.
+every ordinary request. Once its window is full, its turn is the verification. So all kinds of requests come on alike. Where the
+device decodes on its own, a step has several drafts of each window and as many tokens of every other request.
 """
 
 from collections.abc import Callable
@@ -71,6 +72,8 @@ class Admission:
                 budget -= self._num_rows(turn)
                 job.lane.last_used = self._clock
                 turns.append(turn)
+        if self._drafting:
+            _in_step(turns)
         self._jobs = []  # a job keeps its branch open: hold none longer than needed
         return turns
 
@@ -111,6 +114,8 @@ class Admission:
         if window is None or window.at != turn.end:
             window = job.window_open = self._opened(job, turn.end)
         turn.drafting, turn.num_drafts = not window.full, len(window.chain) if window.full else window.count
+        if turn.drafting and self._num_rows(turn) == 1 and self._decodes_alone(job, turn.start):
+            turn.burst = min(window.num_missing, MAX_BURST)
         return turn if self._num_rows(turn) <= budget else None
 
     def _opened(self, job: Job, at: int) -> Window:
@@ -130,16 +135,21 @@ class Admission:
         return (len(turn.rows) + turn.num_drafts) * max(1, len(turn.tables))
 
     def _may_burst(self, job: Job, start: int) -> bool:
-        """Whether the device can decode on its own: no hook functions, no edits of patterns or of chosen tokens at positions to
-        come, neither sampling nor lens needs the host, and no other request takes one step at a time."""
+        """Whether the device can decode on its own and capture what the job wants."""
+        capture = job.lane.capture
+        there = capture is None or capture.on_device
+        if capture is not None and capture.lens is not None:
+            there = there and self.runner.model.config.plain_logits
+        return there and self._decodes_alone(job, start)
+
+    def _decodes_alone(self, job: Job, start: int) -> bool:
+        """Whether the device can take steps of the job on its own: no hook functions, no edits of patterns or of chosen tokens
+        at positions to come, and sampling does not need the host."""
         lane = job.lane
         if any((edit.on_pattern or edit.tokens) and edit.touches(start, start + MAX_BURST) for edit in lane.edits):
             return False
-        there = lane.capture is None or lane.capture.on_device
-        if lane.capture is not None and lane.capture.lens is not None:
-            there = there and self.runner.model.config.plain_logits
-        plain = not lane.hooks and self.runner.cache.chain is None and there
-        return self._alone and plain and job.sampling.bare and job.forced_drafts is None and not self._drafting
+        plain = not lane.hooks and self.runner.cache.chain is None
+        return self._alone and plain and job.sampling.bare and job.forced_drafts is None
 
     def _first_row(self, job: Job, num_tokens: int) -> int:
         """Where the next pass starts. Choosing the next token takes the last token's row, even if its KV is known."""
@@ -192,3 +202,11 @@ class Admission:
         full = (needed, pool.num_free, pool.num_pages)
         self.fail(job, OutOfPages.for_ever(*full, length, length + job.remaining, pool.page_size))
         return None
+
+
+def _in_step(turns: list[Turn]) -> None:
+    """Mutates: turns that decode or draft take equally many steps on the device; one each, if one of them needs the host."""
+    decoding = [turn for turn in turns if turn.drafting or (turn.deciding and not turn.num_drafts)]
+    steps = min((turn.burst for turn in decoding), default=0)
+    for turn in decoding:
+        turn.burst = steps if steps > 1 else 0

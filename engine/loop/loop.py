@@ -3,7 +3,7 @@
 The package's docstring (`engine/loop/__init__.py`) walks through one turn.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from replaylens.engine.request.capture import PassTap
 from replaylens.engine.request.placed import page_keys
 
 if TYPE_CHECKING:
-    from replaylens.engine.passes.bursts import Bursts, Wanted
+    from replaylens.engine.passes.bursts import Bursts, Place, Wanted
 
 Listener = Callable[[dict[str, Any]], None]
 """is called with every event: submit, draft, draft_failed, verdict, preempt, finish"""
@@ -68,9 +68,10 @@ class Loop:
             turns += self.admit()
             self.draft(turns)
             for exact, mine in self._by_arithmetic([turn for turn in turns if not turn.closed]):
-                if direct := [turn for turn in mine if turn.burst]:
-                    self.burst(direct, exact)
-                if others := [turn for turn in mine if not turn.burst]:
+                direct = {turn: None for turn in mine if turn.burst and self._has_one_row(turn)}
+                if direct:
+                    self.burst(list(direct), exact)
+                if others := [turn for turn in mine if turn not in direct]:
                     self.verify(others, exact)
         except BaseException as error:  # an interrupt or a bug: no draft may remain and pass for a committed token
             for turn in turns:
@@ -149,10 +150,7 @@ class Loop:
             self._isolate(turns, exact, error)
             return
         for turn, token in chosen.items():
-            window, lane = turn.job.window_open, turn.job.lane
-            assert window is not None
-            window.add(token, turn.job.sampling.stop_tokens, lane.table, self.runner.pool.page_size)
-            turn.closed = True
+            self._add_drafts(turn, [token])
         for turn in committing:
             before = turn.job.generated, turn.job.finish_reason
             try:
@@ -186,25 +184,53 @@ class Loop:
         return self.admission.planner.timing("exact" if exact else "fast", sum(len(s.tokens) for s in segments))
 
     def burst(self, turns: list[Turn], exact: bool) -> None:
-        """Several direct decode steps on the device. If `exact`, its choices are canonical and need no verification."""
-        from replaylens.engine.passes.bursts import Place  # needs triton, as everything on the device does
-
+        """Several decode steps on the device. If `exact`, its choices are canonical and need no verification. If not, those of
+        turns that draft go into their windows."""
         assert self.bursts is not None
         steps = min(turn.burst for turn in turns)
-        places = [
-            Place(turn.rows[-1], turn.start, turn.tables[0], turn.job.sampling, turn.job.lane.edits, self._wanted(turn, steps))
-            for turn in turns
-        ]
-        chosen, kept = self.bursts.run(places, steps, exact)
+        chosen, kept = self.bursts.run([self._place(turn, steps) for turn in turns], steps, exact)
         for turn, tokens, rows in zip(turns, chosen, kept, strict=True):
             if max(tokens) >= self.runner.model.config.vocab_size:
-                self._abandon([turn], not_finite("activations"))
+                if turn.drafting:
+                    self._stop_drafting(turn, not_finite("activations"))
+                else:
+                    self._abandon([turn], not_finite("activations"))
+                continue
+            if turn.drafting:
+                self._add_drafts(turn, tokens)
                 continue
             turn.chains = [tokens[:-1]]
             outcome = self._take(turn, Verdict(0, len(tokens) - 1, tokens[-1]), drafted=0)
             turn.chains = [tokens[: outcome.accepted]]  # tokens after the end are dropped: they are not rejected drafts
             self.committer.commit(turn, outcome, rows if rows is not None or turn.job.lane.capture is None else {})
             self._finish_turn(turn)
+
+    def _has_one_row(self, turn: Turn) -> bool:
+        """Whether the turn's pass would have a single row. A window whose pages were replaced runs all its rows again."""
+        window = turn.job.window_open
+        if not turn.drafting or window is None:
+            return True
+        return window.num_rows(turn.job.lane.table, self.runner.pool.page_size) == 1
+
+    def _place(self, turn: Turn, steps: int) -> "Place":
+        """A turn's row in a burst: the last token of its path, or of its window's drafts."""
+        from replaylens.engine.passes.bursts import Place  # needs triton, as everything on the device does
+
+        job = turn.job
+        if not turn.drafting:
+            wanted = self._wanted(turn, steps)
+            return Place(turn.rows[-1], turn.start, turn.tables[0], job.sampling, job.lane.edits, wanted)
+        (row,) = self._segments(turn)
+        return Place(row.tokens[-1], row.start, row.table, job.sampling, job.lane.edits)
+
+    def _add_drafts(self, turn: Turn, tokens: Sequence[int]) -> None:
+        """Mutates: the window has more drafts. What follows a draft that ends the sequence is dropped."""
+        window, lane = turn.job.window_open, turn.job.lane
+        assert window is not None
+        for token in tokens:
+            if not window.full:
+                window.add(token, turn.job.sampling.stop_tokens, lane.table, self.runner.pool.page_size)
+        turn.closed = True
 
     def _wanted(self, turn: Turn, steps: int) -> "Wanted | None":
         """What a turn captures in a burst; None: nothing."""

@@ -70,13 +70,25 @@ def overruled(turn: Turn, verdict: Verdict, result: PassResult, tree: BranchTree
 def drafted(turns: list[Turn], result: PassResult, tree: BranchTree) -> dict[Turn, int]:
     """The next draft of every turn: what its sampling chooses from its row of the fast batch."""
     before = list(accumulate((segment.num_logits for segment in result.batch.segments), initial=0))
-    chosen = {}
+    row = {turn: before[turn.segments[0]] for turn in turns}
+    drawn = [turn for turn in turns if turn.job.sampling.bare and not turn.job.sampling.plain_greedy]
+    chosen = _drawn_together(drawn, result, row) if result.logits.device.type != "cpu" and drawn else {}
     for turn in turns:
         record, window = tree.branch(turn.job.lane.branch), turn.job.window_open
         assert window is not None
-        path = record.past.path(turn.end, window.chain)
-        chosen[turn] = result.choose(before[turn.segments[0]], turn.job.sampling, path, record.root_length)
+        if turn not in chosen:
+            path = record.past.path(turn.end, window.chain)
+            chosen[turn] = result.choose(row[turn], turn.job.sampling, path, record.root_length)
     return chosen
+
+
+def _drawn_together(turns: list[Turn], result: PassResult, row: dict[Turn, int]) -> dict[Turn, int]:
+    """The drafts of turns whose draws need only the logits, in one launch: one by one, each waits for the device."""
+    from replaylens.engine.passes.choice import draw  # needs triton, as everything on the device does
+
+    positions = [turn.end + len(turn.job.window_open.chain) for turn in turns if turn.job.window_open is not None]
+    logits = result.logits[[row[turn] for turn in turns]]
+    return dict(zip(turns, draw(logits, [turn.job.sampling for turn in turns], positions).tolist(), strict=True))
 
 
 def _by_host(turn: Turn, result: PassResult, first: list[int], tree: BranchTree) -> Verdict:

@@ -1,7 +1,8 @@
 """Canonical arithmetic on a CUDA device, from our kernels, and the fast path.
 
 Every kernel gives a row the same bits at any number of rows and with any tile. Nothing is padded, and the decode step itself
-is canonical. The fast path uses the library's products, which may split a sum differently at every size.
+is canonical. The fast path uses the library's products and splits the keys of attention by the number of rows: sums are split
+differently at every size.
 """
 
 import numpy as np
@@ -26,6 +27,7 @@ from replaylens.kernels.matmul import matmul
 from replaylens.kernels.norm import norm as norm_kernel
 from replaylens.kernels.norm import norm_scale
 from replaylens.kernels.rope import rotate, rotate_and_store, store
+from replaylens.kernels.split import split_attention
 
 
 class HeadOps(ExpertOps):
@@ -73,6 +75,8 @@ class FastHeadOps(HeadOps):
         return activation(self.linear(x, linear), kind, gated)
 
     def unembed(self, x: Tensor, table: Tensor) -> Tensor:
+        if x.is_cuda and x.dtype != torch.float32:  # rounded to bfloat16, close logits would be equal
+            return torch.mm(x, table.t(), out_dtype=torch.float32)
         return (x @ table.t()).float()
 
 
@@ -104,14 +108,25 @@ class CanonicalCudaOps(HeadOps):
             store(heads.k, heads.v, self.rows, keys, values, size)
         else:
             q = rotate_and_store(q, heads.k, heads.v, heads.rotary.table, self.rows, keys, values, page_size=size)
-        out = attention(q, keys, values, self.rows, spec.scale, spec.softcap, spec.window, page_size=size)
+        out = self.weigh(q, keys, values, spec)
         if self.cut_by is not None and (cut := cut_pairs(self.cut_by, spec, q.shape[1])) is not None:
             cut_edges(out, q, keys, values, self.rows, cut, spec.scale, spec.softcap, spec.window, size)
         return out
 
+    def weigh(self, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:
+        """The values of the visible keys, weighted: [rows, heads, d_head]."""
+        size = self.cache.pool.page_size
+        return attention(q, keys, values, self.rows, spec.scale, spec.softcap, spec.window, page_size=size)
+
 
 class FastCudaOps(FastHeadOps, CanonicalCudaOps):
     """The fast path."""
+
+    def weigh(self, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:
+        if self.rows.shared is not None and not spec.window:  # reading shared keys once gains more than splits do
+            return super().weigh(q, keys, values, spec)
+        size = self.cache.pool.page_size
+        return split_attention(q, keys, values, self.rows, spec.scale, spec.softcap, spec.window, size)
 
 
 def sharing_of(batch: Batch, pages: NDArray[np.int32], cache: KVCache) -> Sharing | None:

@@ -41,6 +41,8 @@ class _Line:
     at: int = 0
     chains: list[list[int]] = field(default_factory=list)
     """drafted after position `at`, not verified yet"""
+    drafted_beside: int = 0
+    """other requests when they were drafted: some may finish in the pass that verifies the drafts, and are told of first"""
     prefilling: bool = False
     beside: int = 0
     """the largest number of other requests during its prefill"""
@@ -126,6 +128,7 @@ class _Teller:
     def _draft(self, line: _Line, event: dict[str, Any]) -> Iterator[Frame]:
         yield from self._direct(line, event["branch"], event["at"], last=event.get("after"))
         line.at, line.chains = event["at"], event["chains"]
+        line.drafted_beside = len(self.running - {event["branch"]})
         if any(line.chains):
             width = f" in {len(line.chains)} chains" if len(line.chains) > 1 else ""
             drafted = _counted(sum(map(len, line.chains)))
@@ -139,7 +142,8 @@ class _Teller:
         caption = f"one canonical pass over {rows} rows" + (f" of each of {len(chains)} chains" if len(chains) > 1 else "")
         said = [*followed[:accepted], *pending]
         checks = self._checks(line, followed, accepted, said, list(event.get("overruled", ())))
-        yield self._frame(line, Phase.VERIFY, caption + _unless_promised(line), chain, checks)
+        frame = self._frame(line, Phase.VERIFY, caption + _unless_promised(line), chain, checks)
+        yield replace(frame, others=line.drafted_beside)
         rejected = [c for i, c in enumerate(chains) if c and i != chain]
         rejected += [followed] if len(followed) > accepted else []
         for kept, path in zip(event["rejected"], rejected, strict=False):

@@ -4,7 +4,41 @@ from tests.mutants.mutant import Mutant
 
 PROGRAM = "tests/kernels/test_edit_program.py"
 
+BURSTS = "tests/kernels/test_draft_bursts.py"
+
 DEVICE = (
+    Mutant(
+        "windows-run-ahead",
+        "replaylens.engine.loop.admission",
+        "turn.burst = steps if steps > 1 else 0",
+        "turn.burst = turn.burst if steps > 1 else 0",
+        "in one step, requests that draft and requests that decode take equally many steps",
+        (BURSTS,),
+    ),
+    Mutant(
+        "drafts-after-the-end",
+        "replaylens.engine.loop.loop",
+        "            if not window.full:\n                window.add(",
+        "            if True:\n                window.add(",
+        "a draft that ends the sequence ends its window",
+        (BURSTS,),
+    ),
+    Mutant(
+        "draws-at-the-path's-end",
+        "replaylens.engine.loop.verify",
+        "positions = [turn.end + len(turn.job.window_open.chain) for turn in turns",
+        "positions = [turn.end for turn in turns",
+        "a draft is drawn with the noise of its own position",
+        ("tests/kernels/test_drafted.py",),
+    ),
+    Mutant(
+        "split-without-its-keys",
+        "replaylens.kernels.split",
+        "tl.minimum(end, begin + split), position",
+        "tl.minimum(end, begin + split - BLOCK), position",
+        "the splits of the fast path's attention cover all keys",
+        ("tests/kernels/test_split.py",),
+    ),
     Mutant(
         "condition-of-edited-rows",
         "replaylens.engine.passes.program",

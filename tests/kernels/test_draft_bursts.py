@@ -1,0 +1,123 @@
+"""Windows that the device fills on its own, with a stand-in for its decode graphs: same tokens, all requests come on alike."""
+
+import pytest
+import torch
+
+from replaylens.engine.engine import Engine
+from replaylens.engine.loop.turn import Turn
+from replaylens.engine.memory.pages import PageTable
+from replaylens.engine.passes.batch import Segment
+from replaylens.engine.passes.bursts import Place
+from replaylens.engine.passes.runner import PassResult, Runner
+from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.serving.request import Request
+from tests.toy_model import random_model
+
+PROMPTS = [[5, 9, 2, 7], [3, 3, 8], [1, 4, 1, 5, 9, 2, 6], [8, 2], [6, 6, 6, 1, 2]]
+N = 21
+
+
+class StandIn:
+    """`Bursts` whose steps are passes on the host."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner, self.calls, self.spare = runner, list[tuple[int, int, bool]](), PageTable()
+
+    def run(self, places: list[Place], steps: int, exact: bool) -> tuple[list[list[int]], list[None]]:
+        self.calls.append((len(places), steps, exact))
+        tokens: list[list[int]] = [[] for _ in places]
+        for step in range(steps):
+            last = [[own[-1] if own else place.token] for own, place in zip(tokens, places, strict=True)]
+            rows = [Segment(p.table, p.position + step, own, 1, p.edits) for p, own in zip(places, last, strict=True)]
+            result = self.runner.exact(rows) if exact else self.runner.fast(rows)
+            for i, (own, place) in enumerate(zip(tokens, places, strict=True)):
+                own.append(result.choose(i, place.sampling, [0] * (place.position + step + 1), 0))
+        return tokens, [None] * len(places)
+
+
+@pytest.fixture
+def wrong_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fast path whose drafts are often wrong."""
+    fast, generator = Runner.fast, torch.Generator().manual_seed(0)
+
+    def noisy(self: Runner, segments: list[Segment], tap: object = None) -> PassResult:
+        result = fast(self, segments, tap)  # type: ignore[arg-type]
+        result.logits = result.logits + 0.7 * torch.randn(result.logits.shape, generator=generator)
+        return result
+
+    monkeypatch.setattr(Runner, "fast", noisy)
+
+
+def made() -> tuple[Engine, StandIn]:
+    engine = Engine(random_model(), cache_tokens=1024, page_size=4, record=True)
+    bursts = StandIn(engine.runner)
+    engine.loop.bursts = bursts  # type: ignore[assignment]
+    return engine, bursts
+
+
+def drawn(seed: int, **options: object) -> Sampling:
+    return Sampling(temperature=1.0, seed=seed, **options)  # type: ignore[arg-type]
+
+
+def alone(i: int, sampling: Sampling) -> list[int]:
+    return Engine(random_model(), cache_tokens=1024).prompt(PROMPTS[i]).generate(N, window=1, sampling=sampling).generated
+
+
+def test_windows_fill_on_the_device(wrong_drafts: None) -> None:
+    """Windows of several sizes, ordinary and direct requests beside them. Every promised token is that of the request alone."""
+    engine, bursts = made()
+    branches = engine.prompts(PROMPTS)
+    windows: list[int | None] = [6, 4, None, 1, 9]
+    asked = [Request(N, drawn(i), window=window, deterministic=i != 2) for i, window in enumerate(windows)]
+    engine.serve(branches, asked)
+    for i in (0, 1, 3, 4):
+        assert branches[i].generated == alone(i, drawn(i)), i
+        assert branches[i].certified
+    assert not branches[2].certified and len(branches[2].generated) == N
+    assert max(steps for _, steps, exact in bursts.calls if not exact) > 2, "no window was filled by a burst"
+    assert any(branch.statistics.rejected for branch in branches), "no draft was wrong: the test shows nothing"
+    engine.check_integrity()
+
+
+def test_all_requests_come_on_alike(wrong_drafts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one step, every request that drafts or decodes takes equally many steps on the device."""
+    engine, _ = made()
+    seen: list[set[int]] = []
+    admit = engine.loop.admit
+
+    def watched() -> list[Turn]:
+        turns = admit()
+        seen.append({turn.burst for turn in turns if turn.drafting or (turn.deciding and not turn.num_drafts)})
+        return turns
+
+    monkeypatch.setattr(engine.loop, "admit", watched)
+    branches = engine.prompts(PROMPTS[:3])
+    kinds: list[tuple[int | None, bool]] = [(6, True), (None, False), (1, True)]
+    engine.serve(branches, [Request(N, drawn(i), window=w, deterministic=d) for i, (w, d) in enumerate(kinds)])
+    assert all(len(bursts) <= 1 for bursts in seen), "some took more steps than others"
+    assert max(set().union(*seen)) > 1
+
+
+def test_a_request_that_needs_the_host_slows_all_to_single_steps(wrong_drafts: None) -> None:
+    """A penalty is applied on the host, so nobody runs ahead of that request."""
+    engine, bursts = made()
+    branches = engine.prompts(PROMPTS[:2])
+    own = [drawn(0), drawn(1, repetition_penalty=1.3)]
+    engine.serve(branches, [Request(8, own[0], window=6), Request(16, own[1], deterministic=False)])
+    assert branches[0].generated == alone(0, own[0])[:8]
+    assert not bursts.calls
+
+
+def test_a_draft_that_ends_the_sequence_ends_the_window(wrong_drafts: None) -> None:
+    """Drafts after a stop token are dropped; a wrong stop token costs nothing."""
+    ended = 0
+    for seed in range(6):
+        engine, _ = made()
+        stops = drawn(seed, stop_tokens=(3, 4, 5, 6, 7, 8))
+        branch = engine.prompt(PROMPTS[0]).generate(N, window=8, sampling=stops)
+        assert branch.generated == alone(0, stops) and branch.finish_reason == ("eos" if len(branch.generated) < N else None)
+        chains = [chain for event in engine.trace.events if event["event"] == "draft" for chain in event["chains"]]
+        assert not any(token in stops.stop_tokens for chain in chains for token in chain[:-1])
+        ended += sum(chain[-1] in stops.stop_tokens for chain in chains if chain)
+        engine.check_integrity()
+    assert ended, "no draft ended a sequence: the test shows nothing"
