@@ -65,7 +65,7 @@ COUNTS = TextTask(
     apart=4,
 )
 TEXT_TASKS = {"hops": HOPS, "counts": COUNTS}
-PUBLISHED = {
+PUBLISHED: dict[str, dict[str, str | float]] = {
     "hops": {"2-hop QA": "matches a chain of thought"},
     "counts": {"GSM8K, none": 34.11, "GSM8K, cot": 60.50, "GSM8K, thinking": 42.22, "best chunk on GSM8K": 8},
 }
@@ -162,10 +162,11 @@ def methods(names: tuple[str, ...], seeds: tuple[int, ...]) -> list[Arm]:
 
 
 def ablations(names: tuple[str, ...], layers: int, seeds: tuple[int, ...]) -> list[Arm]:
-    """Thinking States with one thing changed: chunk size, L_out, L_in, `cut`, and the loss of the paper."""
+    """Thinking States, and with one thing changed: chunk size, L_out, L_in, `cut`, and the loss of the paper."""
     found: list[Arm] = []
     for task in names:
         base = Arm(task)
+        found += [base]
         found += [replace(base, chunk=chunk) for chunk in TEXT_TASKS[task].chunks]
         found += [replace(base, read_layer=layer) for layer in range(1, layers) if layer != layers - 2]
         found += [replace(base, write_layer=1)]

@@ -28,6 +28,7 @@ from replaylens.engine.engine import Engine, ThinkingEngine
 from replaylens.engine.model import weights
 from replaylens.engine.model.config import ModelConfig, Rope
 from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.thinking.core import ThinkingBranch
 from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder
 from replaylens.engine.thinking.prefill import GUESSES, Guess
 from replaylens.engine.training.chunks import ChunkedText, chunked
@@ -52,8 +53,10 @@ TINY_SHAPES = {
         rotary_dim=32,
     )
 }  # fmt: skip
-STEPS = {"hops": (2, 4), "counts": (2, 4, 8)}
-CHUNKS = {"hops": (4, 8), "counts": (4, 8)}
+LOADS = (("hops", 4, (2,)), ("counts", 8, (4, 8)), ("counts", 4, (8,)))
+"""task, chunk, and numbers of steps of the texts, for the larger shapes"""
+WARM = 3
+"""rounds before the clock counts: kernels are compiled, and passes of a shape that recurs become graphs"""
 PAD, EOS, FILLER = WordTokenizer.pad_id, WordTokenizer.eos_id, 2
 
 
@@ -82,7 +85,7 @@ def timed(engine: Engine, load: Load, tokens: int, options: dict[str, Any]) -> t
     branch = engine.prompt(load.prompt, **options)
     branch.generate(tokens, sampling=ENDLESS)
     seconds = time.perf_counter() - begin
-    rounds = len(branch.thoughts.rounds) if isinstance(engine, ThinkingEngine) else 1
+    rounds = len(branch.thoughts.rounds) if isinstance(branch, ThinkingBranch) else 1
     said = list(branch.generated)
     branch.release()
     engine.prefix.clear()
@@ -94,12 +97,12 @@ def compare(table: Table, what: str, thinker: ThinkingEngine, writer: Engine, lo
     arms: dict[Guess | None, list[float]] = {guess: [] for guess in (*GUESSES, None)}
     right: dict[Guess | None, float] = {}
     rounds: dict[Guess | None, float] = {}
-    for repeat in range(repeats + 1):  # the first one loads kernels and graphs
+    for repeat in range(-WARM, repeats):
         for guess, times in arms.items():
             engine: Engine = writer if guess is None else thinker
             options: dict[str, Any] = {} if guess is None else {"guess": guess}
             found = [timed(engine, load, load.written if guess is None else load.said, options) for load in loads]
-            if repeat:
+            if repeat >= 0:
                 times.append(mean(seconds for seconds, *_ in found))
             rounds[guess] = mean(rounds for *_, rounds in found)
             right[guess] = mean(_right(load, said, guess is None) for load, (_, said, _) in zip(loads, found, strict=True))
@@ -132,7 +135,7 @@ def trained(table: Table, models: Path, device: str, count: int, repeats: int) -
             continue
         thinker, writer = (Engine.load(folder, device=device) for folder in folders)
         assert isinstance(thinker, ThinkingEngine)
-        for steps in dict.fromkeys((STEPS[name][0], task.longest)):
+        for steps in (2, task.longest):
             loads = [_own(*texts) for texts in _texts(task, thinker.thinking, steps, count)]
             compare(table, f"trained, {name}, {steps} steps", thinker, writer, loads, repeats)
 
@@ -155,19 +158,28 @@ def _own(thinks: ChunkedText, writes: ChunkedText) -> Load:
 def made(table: Table, shapes: dict[str, ModelConfig], device: str, count: int, repeats: int) -> None:
     """Shapes with weights made by hand."""
     for shape, config in shapes.items():
-        for name, task in TEXT_TASKS.items():
-            for chunk in CHUNKS[name]:
-                _made(table, shape, config, name, task, chunk, device, count, repeats)
+        for name, chunk, steps in LOADS:
+            _made(table, shape, config, name, chunk, steps, device, count, repeats)
 
 
 def _made(
-    table: Table, shape: str, config: ModelConfig, name: str, task: TextTask, chunk: int, device: str, count: int, repeats: int
+    table: Table,
+    shape: str,
+    config: ModelConfig,
+    name: str,
+    chunk: int,
+    numbers: Sequence[int],
+    device: str,
+    count: int,
+    repeats: int,
 ) -> None:
+    begin, task = time.time(), TEXT_TASKS[name]
     thinks = ThinkingConfig.for_backbone(config, chunk, EOS, PAD, max_thought=task.max_thought(chunk))
-    texts = {steps: _texts(task, thinks, steps, count) for steps in STEPS[name]}
+    texts = {steps: _texts(task, thinks, steps, count) for steps in numbers}
     sizes = sorted({len(t) - 1 for pairs in texts.values() for text, _ in pairs for t in text.thoughts if len(t) > 1})
     model = by_hand(config, thinks, sizes, device)
     thinker, writer = ThinkingEngine(model), Engine(model.backbone)
+    print(f"{shape}, chunks of {chunk}: made in {time.time() - begin:.1f} s", flush=True)
     for steps, pairs in texts.items():
         loads = [triggered(thinks, sizes, *pair) for pair in pairs]
         branch = thinker.prompt(loads[0].prompt)
@@ -225,7 +237,7 @@ def measure(models: Path | None, device: str, out: Path, tiny: bool = False) -> 
     out.parent.mkdir(parents=True, exist_ok=True)
     on = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     table = Table(out.stem, f"milliseconds to the answer, batch 1, deterministic; {on}", out=out)
-    count, repeats = (2, 1) if tiny else (6, 5)
+    count, repeats = (2, 1) if tiny else (4, 4)
     sections: list[tuple[str, Callable[[], None]]] = []
     if models is not None:
         sections.append(("trained", lambda: trained(table, models, device, count, repeats)))

@@ -137,6 +137,7 @@ def main() -> None:
     tasks, seeds, device = tuple(options.tasks), tuple(options.seeds), options.device
     arms = methods(tasks, seeds) if options.arms != "ablations" else []
     arms += ablations(tasks, size.layers, seeds[:1]) if options.arms != "methods" else []
+    arms = list(dict.fromkeys(arms))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # exiting ends the child processes, too
     clock, runs, where = Clock(time.time()), Path(tempfile.mkdtemp()), "gpu" if device == "cuda" else "cpu"
     options.out.mkdir(parents=True, exist_ok=True)
