@@ -17,7 +17,7 @@ from replaylens.engine.lens import readout
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.passes.batch import Batch, Segment
-from replaylens.engine.passes.finite import finite
+from replaylens.engine.passes.finite import finite, not_finite
 from replaylens.engine.passes.runner import Runner
 from replaylens.engine.request.capture import LensSpec, Rows
 from replaylens.engine.request.placed import PlacedEdit
@@ -30,6 +30,8 @@ TOGETHER = 128
 """chunks that are decoded together; changes no bit"""
 MAX_KNOWN = 4096
 """compressed thoughts that are cached: C depends on the thought alone"""
+AHEAD = 4
+"""steps that a device decodes before the host looks whether all thoughts have ended; changes no bit"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,12 +78,16 @@ class ThinkingBlocks:
 
     def _think(self, chunks: Sequence[ChunkStates], full: bool) -> list[Thought]:
         tables = [PageTable() for _ in chunks]
+        edited = any(edit.site == THINK_SITE for chunk in chunks for edit in chunk.edits)
         try:
-            said = self._decode(chunks, tables)
+            tokens, rows = (self._decode if edited or self.runner.device == "cpu" else self._decode_ahead)(chunks, tables)
         finally:
             for table in tables:
                 self.pool.release(table)
-        return [self._thought(*each, full) for each in zip(chunks, *said, strict=True)]
+        eos = self.config.eos_token  # a thought that reaches the limit is cut off with it
+        said = [tuple(words) if words[-1] == eos else (*words, eos) for words in tokens]
+        self._learn(said)
+        return [self._thought(*each, full) for each in zip(chunks, said, rows, strict=True)]
 
     def _decode(self, chunks: Sequence[ChunkStates], tables: list[PageTable]) -> tuple[list[list[int]], list[Tensor]]:
         """Tokens by chunk and step, and T's rows [steps, d_model] by chunk, on the CPU. Reserves pages in `tables`."""
@@ -96,7 +102,7 @@ class ThinkingBlocks:
             segments = [self._segment(tables[i], start, config.chunk if step == 0 else 1) for i in open_]
             rows.append(self._edited(self._pass(segments, x), [chunks[n] for n in open_], step))
             owners += open_
-            for n, token in zip(open_, _largest(self._logits(rows[-1])), strict=True):
+            for n, token in zip(open_, _largest(self._logits(rows[-1])).tolist(), strict=True):
                 tokens[n].append(token)
             open_ = [n for n in open_ if tokens[n][-1] != config.eos_token]
             if not open_:
@@ -106,6 +112,33 @@ class ThinkingBlocks:
         together, of = torch.cat(rows).cpu(), torch.tensor(owners)  # one copy from the device for all steps
         return tokens, [together[of == n] for n in range(len(chunks))]
 
+    def _decode_ahead(self, chunks: Sequence[ChunkStates], tables: list[PageTable]) -> tuple[list[list[int]], list[Tensor]]:
+        """As `_decode`, for a device that would wait for the host after every token. All chunks take all steps, `AHEAD` of them
+        without a look at the tokens; what comes after <EOS> is dropped. Precondition: no edits of T."""
+        config, eos = self.config, self.config.eos_token
+        said: list[Tensor] = []
+        rows: list[Tensor] = []
+        fine: list[Tensor] = []
+        x = torch.cat([chunk.hidden for chunk in chunks])
+        for step in range(config.max_thought - 1):
+            start = 0 if step == 0 else config.chunk + step - 1
+            segments = [self._segment(table, start, config.chunk if step == 0 else 1) for table in tables]
+            rows.append(self._last_rows(segments, x))
+            logits = self._raw_logits(rows[-1])
+            fine.append(torch.isfinite(logits).all(-1) & torch.isfinite(rows[-1]).all(-1))
+            said.append(_largest(logits))
+            if (step + 1) % AHEAD == 0 and bool((torch.stack(said) == eos).any(0).all()):
+                break
+            x = self.model.thought_embedding(said[-1], torch.full_like(said[-1], step))
+        tokens, good = torch.stack(said, 1).tolist(), torch.stack(fine, 1).cpu()  # [chunks, steps]
+        together = torch.stack(rows, 1).cpu()  # [chunks, steps, d_model]
+        sizes = [words.index(eos) + 1 if eos in words else len(words) for words in tokens]
+        if not all(bool(each[:size].all()) for each, size in zip(good, sizes, strict=True)):
+            raise not_finite("thoughts")
+        cut = zip(tokens, together, sizes, strict=True)
+        words, own = zip(*[(words[:size], own[:size].clone()) for words, own, size in cut], strict=True)
+        return list(words), list(own)
+
     def _edited(self, rows: Tensor, chunks: Sequence[ChunkStates], step: int) -> Tensor:
         """T's rows [chunks, d_model] of one step under the chunks' edits, which are applied on the CPU."""
         if not any(edit.site == THINK_SITE for chunk in chunks for edit in chunk.edits):
@@ -114,9 +147,8 @@ class ThinkingBlocks:
         edited = [_edited(row, chunk, step, room) for row, chunk in zip(rows.cpu(), chunks, strict=True)]
         return torch.stack(edited).to(rows.device)
 
-    def _thought(self, chunk: ChunkStates, tokens: list[int], rows: Tensor, full: bool) -> Thought:
-        """The record of one thought, with its state. A thought that reaches the limit is cut off with <EOS>."""
-        said = tuple(tokens) if tokens[-1] == self.config.eos_token else (*tokens, self.config.eos_token)
+    def _thought(self, chunk: ChunkStates, said: Tokens, rows: Tensor, full: bool) -> Thought:
+        """The record of one thought, with its state."""
         compressed = self.compressed(said, chunk.number, chunk.edits)
         return Thought(said, rows, partial(self._distribution, full), compressed, self.state(compressed))
 
@@ -150,10 +182,7 @@ class ThinkingBlocks:
         """C over a thought, padded to c tokens: [rows, d_model]; no rows for an empty thought."""
         if len(thought) == 1:
             return torch.empty(0, self.model.config.d_model, dtype=self.model.backbone.embed.dtype)
-        if thought not in self._known:
-            if len(self._known) == MAX_KNOWN:
-                self._known.clear()
-            self._known[thought] = self._compress(thought)
+        self._learn([thought])
         rows, mine = self._known[thought], [edit for edit in edits if edit.site == COMPRESS_SITE]
         if mine:
             with self.runner.canonical(len(rows)):
@@ -167,18 +196,35 @@ class ThinkingBlocks:
             return compressed.new_zeros(self.config.chunk, compressed.shape[1])
         return compressed[-self.config.chunk :]
 
+    def forget(self) -> None:
+        """Mutates the cache: drop all compressed thoughts. Costs time, changes no bit."""
+        self._known.clear()
+
     @torch.inference_mode()
-    def _compress(self, thought: Tokens) -> Tensor:
-        filled = [*thought, *[self.config.eos_token] * (self.config.chunk - len(thought))]
-        table = PageTable()
-        self.cache.copy(self.pool.reserve(table, 0, len(filled)))
+    def _learn(self, thoughts: Sequence[Tokens]) -> None:
+        """Mutates the cache: compress the thoughts that are not known yet, in one pass."""
+        new = [thought for thought in dict.fromkeys(thoughts) if len(thought) > 1 and thought not in self._known]
+        if len(self._known) + len(new) > MAX_KNOWN:
+            self._known.clear()
+            new = [thought for thought in dict.fromkeys(thoughts) if len(thought) > 1]
+        if new:
+            self._known |= dict(zip(new, self._compress(new), strict=True))
+
+    def _compress(self, thoughts: Sequence[Tokens]) -> list[Tensor]:
+        """C over each thought, at most `TOGETHER` of them, padded to c tokens: [rows, d_model], on the CPU."""
+        filled = [[*thought, *[self.config.eos_token] * (self.config.chunk - len(thought))] for thought in thoughts]
+        tables = [PageTable() for _ in filled]
         try:
-            batch = self._batch([Segment(table, 0, filled)])
+            for table, tokens in zip(tables, filled, strict=True):
+                self.cache.copy(self.pool.reserve(table, 0, len(tokens)))
+            batch = self._batch([Segment(table, 0, tokens) for table, tokens in zip(tables, filled, strict=True)])
             with self.runner.canonical(batch.padded):
                 out = self.model.run_compress(batch.tokens, batch.positions, self.runner.ops(batch, self.cache))
         finally:
-            self.pool.release(table)
-        return finite(out[: len(filled)], "thoughts").clone().cpu()
+            for table in tables:
+                self.pool.release(table)
+        sizes = [len(tokens) for tokens in filled]
+        return [rows.clone() for rows in finite(out[: sum(sizes)], "thoughts").cpu().split(sizes)]
 
     # ---- passes -------------------------------------------------------------------------------------------------
 
@@ -187,16 +233,24 @@ class ThinkingBlocks:
         return Segment(table, start, [0] * rows)  # T reads states instead of tokens
 
     def _pass(self, segments: list[Segment], x: Tensor) -> Tensor:
+        """`_last_rows`, checked."""
+        return finite(self._last_rows(segments, x), "thoughts")
+
+    def _last_rows(self, segments: list[Segment], x: Tensor) -> Tensor:
         """T over new rows x [rows, d_model]: the last row of each segment."""
         batch = self._batch(segments)
         out = self.model.run_think(self._padded(x, batch.padded), batch.positions, self.runner.ops(batch, self.cache))
-        return finite(out[[end - 1 for end in batch.offsets[1:]]], "thoughts")
+        return out[[end - 1 for end in batch.offsets[1:]]]
 
     def _logits(self, rows: Tensor) -> Tensor:
+        """`_raw_logits`, checked."""
+        return finite(self._raw_logits(rows), "thoughts")
+
+    def _raw_logits(self, rows: Tensor) -> Tensor:
         """The logits [rows, vocab] of T's output rows [rows, d_model]."""
         tile = self.runner.tile
         padded = self._padded(rows, -(-len(rows) // tile) * tile)
-        return finite(self.model.thought_logits(padded, self.runner.head_ops())[: len(rows)], "thoughts")
+        return self.model.thought_logits(padded, self.runner.head_ops())[: len(rows)]
 
     def _padded(self, rows: Tensor, count: int) -> Tensor:
         padded = torch.zeros(count, rows.shape[1], dtype=rows.dtype, device=self.runner.device)
@@ -207,13 +261,12 @@ class ThinkingBlocks:
         return Batch(segments, self.pool, self.runner.certificate.query_rows, self.runner.tile, self.runner.device)
 
 
-def _largest(logits: Tensor) -> list[int]:
-    """The likeliest token of each row [rows, vocab], the lowest id among equals."""
+def _largest(logits: Tensor) -> Tensor:
+    """The likeliest token of each row [rows, vocab], the lowest id among equals: [rows]."""
     if logits.device.type == "cpu":
-        return [int(token) for token in logits.numpy().argmax(-1)]
+        return torch.from_numpy(logits.numpy().argmax(-1))
     ids = torch.arange(logits.shape[-1], device=logits.device)
-    best = torch.where(logits == logits.amax(-1, keepdim=True), ids, logits.shape[-1])
-    return [int(token) for token in best.amin(-1).tolist()]
+    return torch.where(logits == logits.amax(-1, keepdim=True), ids, logits.shape[-1] - 1).amin(-1)
 
 
 def _edited(row: Tensor, chunk: ChunkStates, step: int, room: int) -> Tensor:

@@ -8,10 +8,13 @@ import torch
 from benchmarks.thinking_arms import TEXT_TASKS, TINY, Arm, ablations, methods
 from benchmarks.thinking_latency import EOS, PAD, TINY_SHAPES, by_hand, triggered
 from replaylens.engine.engine import ThinkingEngine
+from replaylens.engine.errors import NonFinite
+from replaylens.engine.thinking import blocks
 from replaylens.engine.thinking.model import ThinkingConfig
 from replaylens.engine.training.chunks import METHODS, ChunkedText, Method, chunked
 from replaylens.engine.zoo import coin as zoo
 from replaylens.tasks import WordTokenizer
+from tests.engine.thinking.reference import SHAPES, random_prompt, thinking_model
 
 
 def texts(task: str, steps: int, config: ThinkingConfig, method: Method) -> list[ChunkedText]:
@@ -72,3 +75,21 @@ def test_distributions_are_read_on_demand_with_the_bits_of_a_capture(monkeypatch
     copied = unread.chunks[0].copy()
     copied.distribution["thinking.entropy"].zero_()
     assert not torch.equal(copied.distribution["thinking.entropy"], unread.chunks[0].distribution["thinking.entropy"])
+
+
+@pytest.mark.parametrize("ahead", [1, 4])
+@pytest.mark.parametrize("name", SHAPES)
+def test_decoding_ahead_gives_the_same_thoughts(name: str, ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a CUDA device does, here on a CPU: nobody looks at a token before the next, and what follows <EOS> is dropped."""
+    engine, prompt = ThinkingEngine(thinking_model(SHAPES[name])), random_prompt(25, seed=1)
+    plain = engine.prompt(prompt).thoughts
+    monkeypatch.setattr(blocks, "AHEAD", ahead)
+    monkeypatch.setattr(blocks.ThinkingBlocks, "_decode", blocks.ThinkingBlocks._decode_ahead)
+    other = engine.prompt(prompt).thoughts
+    assert len({len(thought.tokens) for thought in plain.chunks}) > 1
+    assert [t.tokens for t in other.chunks] == [t.tokens for t in plain.chunks]
+    for a, b in zip(other.chunks, plain.chunks, strict=True):
+        assert torch.equal(a.hidden, b.hidden) and torch.equal(a.state, b.state) and torch.equal(a.compressed, b.compressed)
+    monkeypatch.setattr(blocks.ThinkingBlocks, "_raw_logits", lambda self, rows: torch.full((len(rows), 40), torch.nan))
+    with pytest.raises(NonFinite, match="thoughts"):
+        engine.prompt(prompt)
