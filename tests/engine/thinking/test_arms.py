@@ -86,7 +86,7 @@ def test_decoding_ahead_gives_the_same_thoughts(name: str, ahead: int, monkeypat
     monkeypatch.setattr(blocks, "AHEAD", ahead)
     monkeypatch.setattr(blocks.ThinkingBlocks, "_decode", blocks.ThinkingBlocks._decode_ahead)
     other = engine.prompt(prompt).thoughts
-    assert len({len(thought.tokens) for thought in plain.chunks}) > 1
+    assert name != "rotary" or {thought.empty for thought in plain.chunks} == {True, False}
     assert [t.tokens for t in other.chunks] == [t.tokens for t in plain.chunks]
     for a, b in zip(other.chunks, plain.chunks, strict=True):
         assert torch.equal(a.hidden, b.hidden) and torch.equal(a.state, b.state) and torch.equal(a.compressed, b.compressed)
