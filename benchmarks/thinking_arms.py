@@ -33,6 +33,8 @@ class TextTask:
     """tokens of one step's thought, without <EOS>"""
     apart: int
     """least distance in tokens between the ends of two steps"""
+    cut: bool
+    """whether Thinking States is trained with `ThinkingRecipe.cut`: not where the beginning of a text holds what a step needs"""
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
@@ -54,6 +56,7 @@ HOPS = TextTask(
     width=144,
     words=1,
     apart=4,
+    cut=False,
 )
 COUNTS = TextTask(
     TableTask(Part("counts", 1.0), chunk=4, max_thought=7, published={}),
@@ -63,6 +66,7 @@ COUNTS = TextTask(
     width=384,
     words=6,
     apart=4,
+    cut=True,
 )
 TEXT_TASKS = {"hops": HOPS, "counts": COUNTS}
 PUBLISHED: dict[str, dict[str, str | float]] = {
@@ -85,14 +89,15 @@ class Arm:
     """L_out; None: the second to last block"""
     write_layer: int = 0
     """L_in"""
-    cut: bool = True
+    cut: bool | None = None
+    """None: the task's"""
     completion_weight: float = 10.0
     thought_loss: ThoughtLoss = "tokens"
 
     @property
     def name(self) -> str:
         """What differs from the default arm, in words; it names the arm's files."""
-        base = Arm(self.task, self.method, cut=self.method == "thinking")
+        base = Arm(self.task, self.method)
         other = [f"{key}={value}" for key, value in vars(self).items() if value != getattr(base, key)]
         return "-".join([self.task, self.method, *other])
 
@@ -138,7 +143,7 @@ class Size:
             thinking=thinks if arm.read_layer is None else replace(thinks, read_layer=arm.read_layer),
             method=arm.method,
             width=task.width,
-            cut=arm.cut,
+            cut=arm.method == "thinking" and (task.cut if arm.cut is None else arm.cut),
             parts=(task.table.part,),
             longest=task.longest,
             steps=self.most_steps,
@@ -158,7 +163,7 @@ TINY = Size(d_model=32, tokens=768, texts=24, most_steps=6, examples=3)
 
 def methods(names: tuple[str, ...], seeds: tuple[int, ...]) -> list[Arm]:
     """Three methods with every seed."""
-    return [Arm(task, method, seed, cut=method == "thinking") for seed in seeds for task in names for method in METHODS]
+    return [Arm(task, method, seed) for seed in seeds for task in names for method in METHODS]
 
 
 def ablations(names: tuple[str, ...], layers: int, seeds: tuple[int, ...]) -> list[Arm]:
@@ -170,6 +175,6 @@ def ablations(names: tuple[str, ...], layers: int, seeds: tuple[int, ...]) -> li
         found += [replace(base, chunk=chunk) for chunk in TEXT_TASKS[task].chunks]
         found += [replace(base, read_layer=layer) for layer in range(1, layers) if layer != layers - 2]
         found += [replace(base, write_layer=1)]
-        found += [replace(base, cut=False)]
+        found += [replace(base, cut=not TEXT_TASKS[task].cut)]
         found += [replace(base, completion_weight=1.0), replace(base, completion_weight=1.0, thought_loss="chunks")]
     return [replace(arm, seed=seed) for seed in seeds for arm in found]
