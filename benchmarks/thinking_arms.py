@@ -34,7 +34,7 @@ class TextTask:
     apart: int
     """least distance in tokens between the ends of two steps"""
     cut: bool
-    """whether Thinking States is trained with `ThinkingRecipe.cut`: not where the beginning of a text holds what a step needs"""
+    """train Thinking States with `ThinkingRecipe.cut`; not where the beginning of a text holds what every step needs"""
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
