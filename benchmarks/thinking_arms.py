@@ -27,6 +27,8 @@ class TextTask:
     """tested numbers of steps; those above N count as beyond"""
     chunks: tuple[int, ...]
     """chunk sizes of the ablation"""
+    steps: int
+    """training steps of every arm"""
     width: int
     """tokens per training row: the longest tested text must fit, and the fewer texts share a row, the less they disturb"""
     words: int
@@ -53,6 +55,7 @@ HOPS = TextTask(
     longest=4,
     tested=(1, 2, 3, 4, 6, 8, 12),
     chunks=(2, 8, 16),
+    steps=5000,
     width=144,
     words=1,
     apart=4,
@@ -63,6 +66,7 @@ COUNTS = TextTask(
     longest=6,
     tested=(1, 2, 4, 6, 8, 12, 16, 24),
     chunks=(2, 8, 16),
+    steps=2200,
     width=384,
     words=6,
     apart=4,
@@ -115,16 +119,17 @@ class Size:
     d_model: int = 128
     tokens: int = 3072
     """of a training step"""
-    texts: int = 16384
+    texts: int = 12288
     """training texts of an arm, over all numbers of steps"""
-    most_steps: int = 6000
-    """fewer, if not all arms can reach them in the given time"""
+    steps: int | None = None
+    """of every arm; None: the task's"""
     examples: int = 100
     """per tested number of steps"""
     tested_together: int = 256
 
     def recipe(self, arm: Arm) -> ThinkingRecipe:
         task, heads = TEXT_TASKS[arm.task], self.d_model // 32
+        steps = self.steps or task.steps
         config = ModelConfig(
             num_layers=self.layers, d_model=self.d_model, num_heads=heads, num_kv_heads=heads, d_head=32,
             d_mlp=3 * self.d_model, vocab_size=task.table.vocab_size, max_positions=1024, rotary_dim=32,
@@ -146,18 +151,18 @@ class Size:
             cut=arm.method == "thinking" and (task.cut if arm.cut is None else arm.cut),
             parts=(task.table.part,),
             longest=task.longest,
-            steps=self.most_steps,
+            steps=steps,
             batch=self.tokens // task.width,
             lr=1e-3,
             seed=arm.seed,
-            warmup=min(100, self.most_steps // 10),
+            warmup=min(100, steps // 10),
             completion_weight=arm.completion_weight,
             thought_loss=arm.thought_loss,
             pool=max(1, self.texts // task.longest),
         )
 
 
-TINY = Size(d_model=32, tokens=768, texts=24, most_steps=6, examples=3)
+TINY = Size(d_model=32, tokens=768, texts=24, steps=6, examples=3)
 """a smoke test"""
 
 

@@ -208,7 +208,7 @@ def thought_loss(model: ThinkingDecoder, hidden: Tensor, batch: ChunkBatch, over
     counted = (places < plain.sizes(batch.thoughts, model.thinking.eos_token)[..., None]) & batch.thinks[..., None]
     found = F.cross_entropy(logits.flatten(0, -2), batch.thoughts.flatten(), reduction="none")
     if over == "tokens":
-        return (found * counted.flatten()).sum() / counted.sum()
+        return (found * counted.flatten()).sum() / counted.sum().clamp(min=1)  # `cut` may leave no thought
     by_chunk = (found.view(counted.shape) * counted).sum(-1) / counted.sum(-1).clamp(min=1)
     texts = (batch.thinks & ~batch.continues).sum().clamp(min=1)  # texts that begin here; a row under `cut` begins within one
     return by_chunk.sum() / texts

@@ -80,6 +80,15 @@ def test_the_published_thought_loss_sums_over_the_chunks_of_a_text() -> None:
     assert chunks > 1 and by_chunk > 1.5 * by_token
 
 
+def test_a_batch_without_a_prompt_chunk_has_no_thought_loss() -> None:
+    """`cut` may leave nothing but answers: short prompts in large chunks."""
+    model, batch = trainer.initial(TINY), trainer.texts_of(TINY, "cpu").batch(0)
+    batch.thinks[:] = False
+    hidden = torch.randn(*batch.tokens.shape, TINY.config.d_model)
+    with torch.no_grad():
+        assert [float(trainer.thought_loss(model, hidden, batch, over)) for over in ("tokens", "chunks")] == [0.0, 0.0]
+
+
 def test_the_thought_loss_is_part_of_the_recipe() -> None:
     published = replace(TINY, thought_loss="chunks")
     assert not same(trainer.train(TINY), trainer.train(published))
