@@ -5,9 +5,11 @@ of the backbone's blocks, so its certificate covers them. The thoughts of many c
 depend on the others.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +26,9 @@ from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.serving.lock import EngineLock, reading
 from replaylens.engine.thinking.model import COMPRESS_SITE, THINK_SITE, ThinkingDecoder
 from replaylens.engine.thinking.thoughts import TOP_K, Thought
+
+if TYPE_CHECKING:
+    from replaylens.engine.thinking.graphs import ThoughtGraph
 
 Tokens = tuple[int, ...]
 TOGETHER = 128
@@ -45,6 +50,17 @@ class ChunkStates:
     """on T and C, by chunk and step"""
 
 
+class ThoughtStep(NamedTuple):
+    """One step of several thoughts, on the device."""
+
+    said: Tensor
+    """the tokens: [thoughts]"""
+    hidden: Tensor
+    """T's rows: [thoughts, d_model]"""
+    fine: Tensor
+    """whether row and logits are finite: [thoughts]"""
+
+
 class ThinkingBlocks:
     """T and C of one model. Changes nothing outside its own cache."""
 
@@ -52,10 +68,14 @@ class ThinkingBlocks:
         self.model, self.config, self.runner, self.lock = model, model.thinking, runner, lock
         if not model.config.tied_embeddings:  # the certificate covers only tables with the memory layout of the backbone's
             model.think_unembed.data = model.think_unembed.data.t().contiguous().t()
-        self.pool = PagePool(TOGETHER, self.config.chunk + self.config.compressed)
+        self.pool = PagePool(TOGETHER + 1, self.config.chunk + self.config.compressed)
         one_layer = replace(model.config, num_layers=1, windows=model.config.windows[:1], rotary_layers=())
         self.cache = KVCache(one_layer, self.pool, model.backbone.embed.dtype, runner.device)
         self._known: dict[Tokens, Tensor] = {}
+        self._spare = PageTable()
+        """with a page that padding rows of graphs may write to, once there is a graph"""
+        self._decoded: Counter[int] = Counter()
+        self._graphs: dict[int, ThoughtGraph] = {}
 
     # ---- T ------------------------------------------------------------------------------------------------------
 
@@ -115,29 +135,44 @@ class ThinkingBlocks:
     def _decode_ahead(self, chunks: Sequence[ChunkStates], tables: list[PageTable]) -> tuple[list[list[int]], list[Tensor]]:
         """As `_decode`, for a device that would wait for the host after every token. All chunks take all steps, `AHEAD` of them
         without a look at the tokens; what comes after <EOS> is dropped. Precondition: no edits of T."""
-        config, eos = self.config, self.config.eos_token
-        said: list[Tensor] = []
-        rows: list[Tensor] = []
-        fine: list[Tensor] = []
-        x = torch.cat([chunk.hidden for chunk in chunks])
-        for step in range(config.max_thought - 1):
-            start = 0 if step == 0 else config.chunk + step - 1
-            segments = [self._segment(table, start, config.chunk if step == 0 else 1) for table in tables]
-            rows.append(self._last_rows(segments, x))
-            logits = self._raw_logits(rows[-1])
-            fine.append(torch.isfinite(logits).all(-1) & torch.isfinite(rows[-1]).all(-1))
-            said.append(_largest(logits))
-            if (step + 1) % AHEAD == 0 and bool((torch.stack(said) == eos).any(0).all()):
+        config, eos, count = self.config, self.config.eos_token, len(chunks)
+        segments = [self._segment(table, 0, config.chunk) for table in tables]
+        steps = [self._step(segments, torch.cat([chunk.hidden for chunk in chunks]))]
+        graph = self._graph(count)
+        if graph is not None:
+            graph.begin([table.pages[0] for table in tables], steps[0].said, config.chunk)
+        for taken in range(1, config.max_thought - 1):
+            if taken % AHEAD == 1 % AHEAD and bool((torch.stack([step.said for step in steps]) == eos).any(0).all()):
                 break
-            x = self.model.thought_embedding(said[-1], torch.full_like(said[-1], step))
-        tokens, good = torch.stack(said, 1).tolist(), torch.stack(fine, 1).cpu()  # [chunks, steps]
-        together = torch.stack(rows, 1).cpu()  # [chunks, steps, d_model]
-        sizes = [words.index(eos) + 1 if eos in words else len(words) for words in tokens]
-        if not all(bool(each[:size].all()) for each, size in zip(good, sizes, strict=True)):
-            raise not_finite("thoughts")
-        cut = zip(tokens, together, sizes, strict=True)
-        words, own = zip(*[(words[:size], own[:size].clone()) for words, own, size in cut], strict=True)
-        return list(words), list(own)
+            if graph is not None:
+                graph.take()
+                steps.append(
+                    ThoughtStep(graph.said[taken - 1, :count], graph.hidden[taken - 1, :count], graph.fine[taken - 1, :count])
+                )
+                continue
+            words, start = steps[-1].said, config.chunk + taken - 1
+            x = self.model.thought_embedding(words, torch.full_like(words, taken - 1))
+            steps.append(self._step([self._segment(table, start, 1) for table in tables], x))
+        return _ended(steps, eos)
+
+    def _step(self, segments: list[Segment], x: Tensor) -> ThoughtStep:
+        """A step of T over new rows x [rows, d_model], which stays on the device."""
+        rows = self._last_rows(segments, x)
+        logits = self._raw_logits(rows)
+        return ThoughtStep(_largest(logits), rows, torch.isfinite(logits).all(-1) & torch.isfinite(rows).all(-1))
+
+    def _graph(self, count: int) -> "ThoughtGraph | None":
+        """The graph for so many thoughts, captured once their number has occurred often enough; None: launch the kernels."""
+        if self.runner.device == "cpu" or self.config.max_thought < 3:
+            return None
+        from replaylens.engine.thinking import graphs  # its kernels need triton, which a CPU machine may lack
+
+        rows = next(size for size in graphs.SIZES if size >= count)
+        self._decoded[rows] += 1
+        if rows not in self._graphs and self._decoded[rows] >= graphs.WORTH:
+            self.pool.reserve(self._spare, 0, 1)
+            self._graphs[rows] = graphs.ThoughtGraph(self.model, self.cache, rows, self._spare.pages[0], _largest)
+        return self._graphs.get(rows)
 
     def _edited(self, rows: Tensor, chunks: Sequence[ChunkStates], step: int) -> Tensor:
         """T's rows [chunks, d_model] of one step under the chunks' edits, which are applied on the CPU."""
@@ -259,6 +294,17 @@ class ThinkingBlocks:
 
     def _batch(self, segments: list[Segment]) -> Batch:
         return Batch(segments, self.pool, self.runner.certificate.query_rows, self.runner.tile, self.runner.device)
+
+
+def _ended(steps: Sequence[ThoughtStep], eos: int) -> tuple[list[list[int]], list[Tensor]]:
+    """Tokens and T's rows [steps, d_model] of each thought up to <EOS>, on the CPU. NonFinite if one of these rows is not."""
+    tokens = torch.stack([step.said for step in steps], 1).tolist()
+    hidden, fine = (torch.stack(x, 1).cpu() for x in ([step.hidden for step in steps], [step.fine for step in steps]))
+    sizes = [words.index(eos) + 1 if eos in words else len(words) for words in tokens]
+    if not all(bool(each[:size].all()) for each, size in zip(fine, sizes, strict=True)):
+        raise not_finite("thoughts")
+    cut = [words[:size] for words, size in zip(tokens, sizes, strict=True)]
+    return cut, [rows[:size].clone() for rows, size in zip(hidden, sizes, strict=True)]
 
 
 def _largest(logits: Tensor) -> Tensor:
