@@ -53,7 +53,11 @@ TINY_SHAPES = {
         rotary_dim=32,
     )
 }  # fmt: skip
-LOADS = (("hops", 4, (2,)), ("counts", 8, (4, 8)), ("counts", 4, (8,)))
+LOADS = {
+    "Qwen2.5-0.5B shape": (("counts", 8, (4, 8)), ("hops", 4, (2,))),
+    "Llama-3.2-1B shape": (("counts", 8, (4, 8)), ("counts", 4, (8,))),
+    "tiny shape": (("counts", 8, (4,)), ("hops", 4, (2,))),
+}
 """task, chunk, and numbers of steps of the texts, for the larger shapes"""
 WARM = 3
 """rounds before the clock counts: kernels are compiled, and passes of a shape that recurs become graphs"""
@@ -96,9 +100,17 @@ def timed(engine: Engine, load: Load, tokens: int, options: dict[str, Any]) -> t
     return seconds, said, rounds
 
 
-def compare(table: Table, what: str, thinker: ThinkingEngine, writer: Engine, loads: Sequence[Load], repeats: int) -> None:
+def compare(
+    table: Table,
+    what: str,
+    thinker: ThinkingEngine,
+    writer: Engine,
+    loads: Sequence[Load],
+    repeats: int,
+    guesses: Sequence[Guess] = GUESSES,
+) -> None:
     """One line per way of guessing thoughts: the median over repeats of the mean over prompts."""
-    arms: dict[Guess | None, list[float]] = {guess: [] for guess in (*GUESSES, None)}
+    arms: dict[Guess | None, list[float]] = {guess: [] for guess in (*guesses, None)}
     right: dict[Guess | None, float] = {}
     rounds: dict[Guess | None, float] = {}
     for repeat in range(-WARM, repeats):
@@ -111,7 +123,7 @@ def compare(table: Table, what: str, thinker: ThinkingEngine, writer: Engine, lo
             rounds[guess] = mean(rounds for *_, rounds in found)
             right[guess] = mean(_right(load, said, guess is None) for load, (_, said, _) in zip(loads, found, strict=True))
     theirs = median(arms[None])
-    for guess in GUESSES:
+    for guess in guesses:
         ours = median(arms[guess])
         table.add(
             f"{what}: {guess} guess against a chain of thought", ratio=theirs / ours, aim=PUBLISHED, ms=1e3 * ours,
@@ -162,7 +174,7 @@ def _own(thinks: ChunkedText, writes: ChunkedText) -> Load:
 def made(table: Table, shapes: dict[str, ModelConfig], device: str, count: int, repeats: int) -> None:
     """Shapes with weights made by hand."""
     for shape, config in shapes.items():
-        for name, chunk, steps in LOADS:
+        for name, chunk, steps in LOADS[shape]:
             _made(table, shape, config, name, chunk, steps, device, count, repeats)
 
 
@@ -190,7 +202,9 @@ def _made(
         found = [len(thought.tokens) for thought in branch.thoughts.chunks]
         assert found == [len(thought) for thought in loads[0].thoughts], "the model made by hand thinks otherwise"
         branch.release()
-        compare(table, f"{shape}, {name}, {steps} steps, chunks of {chunk}", thinker, writer, loads, repeats)
+        compare(
+            table, f"{shape}, {name}, {steps} steps, chunks of {chunk}", thinker, writer, loads, repeats, ("empty", "drafted")
+        )
 
 
 def _words(sizes: Sequence[int]) -> dict[int, list[list[int]]]:
@@ -243,7 +257,7 @@ def measure(models: Path | None, device: str, out: Path, tiny: bool = False) -> 
     out.parent.mkdir(parents=True, exist_ok=True)
     on = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     table = Table(out.stem, f"milliseconds to the answer, batch 1, deterministic; {on}", out=out)
-    count, repeats = (2, 1) if tiny else (4, 4)
+    count, repeats = (2, 1) if tiny else (4, 5)
     sections: list[tuple[str, Callable[[], None]]] = []
     if models is not None:
         sections.append(("trained", lambda: trained(table, models, device, count, repeats)))

@@ -65,9 +65,13 @@ def latency(rows: list[Row]) -> list[str]:
         first = group[0]
         told = f"{first['prompt_tokens']:.0f} tokens, {first['thoughts']:.1f} of {first['chunks']:.1f} chunks"
         chain = f"{first['cot_ms']:.1f} ms for {first['written']:.0f} tokens"
-        ways = " | ".join(f"{row['ms']:.1f} ms in {row['rounds']:.1f} rounds: **{row['ratio']:.2f}**" for row in group)
+        ways = "; ".join(f"{_guess(row)} {row['ms']:.1f} ms in {row['rounds']:.1f}: **{row['ratio']:.2f}**" for row in group)
         lines.append(f"| {what} | {told} | {chain} | {ways} |")
     return lines
+
+
+def _guess(row: Row) -> str:
+    return str(row["what"].split(": ")[1].split()[0])
 
 
 def main() -> None:
