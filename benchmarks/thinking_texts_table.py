@@ -54,10 +54,7 @@ def _name(row: Row) -> str:
 
 def latency(rows: list[Row]) -> list[str]:
     """One line per model and number of steps: time of a chain of thought, and of each way of guessing thoughts."""
-    lines = [
-        "| | prompt, thoughts | chain of thought | sequential | empty guess | drafted guess |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = ["| | prompt, thoughts | chain of thought | thinking: time, rounds, ratio |", "|---|---|---|---|"]
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(row["what"].split(":")[0], []).append(row)

@@ -7,9 +7,9 @@ depend on the others.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,12 +19,13 @@ from replaylens.engine.lens import readout
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.passes.batch import Batch, Segment
-from replaylens.engine.passes.finite import finite, not_finite
+from replaylens.engine.passes.finite import finite
 from replaylens.engine.passes.runner import Runner
 from replaylens.engine.request.capture import LensSpec, Rows
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.serving.lock import EngineLock, reading
 from replaylens.engine.thinking.model import COMPRESS_SITE, THINK_SITE, ThinkingDecoder
+from replaylens.engine.thinking.steps import ChunkStates, ThoughtStep, applied, edited, ended, largest
 from replaylens.engine.thinking.thoughts import TOP_K, Thought
 
 if TYPE_CHECKING:
@@ -37,28 +38,6 @@ MAX_KNOWN = 4096
 """compressed thoughts that are cached: C depends on the thought alone"""
 AHEAD = 4
 """steps that a device decodes before the host looks whether all thoughts have ended; changes no bit"""
-
-
-@dataclass(frozen=True, eq=False)
-class ChunkStates:
-    """The rows of one chunk that T reads."""
-
-    number: int
-    hidden: Tensor
-    """[c, d_model]"""
-    edits: tuple[PlacedEdit, ...] = ()
-    """on T and C, by chunk and step"""
-
-
-class ThoughtStep(NamedTuple):
-    """One step of several thoughts, on the device."""
-
-    said: Tensor
-    """the tokens: [thoughts]"""
-    hidden: Tensor
-    """T's rows: [thoughts, d_model]"""
-    fine: Tensor
-    """whether row and logits are finite: [thoughts]"""
 
 
 class ThinkingBlocks:
@@ -98,9 +77,9 @@ class ThinkingBlocks:
 
     def _think(self, chunks: Sequence[ChunkStates], full: bool) -> list[Thought]:
         tables = [PageTable() for _ in chunks]
-        edited = any(edit.site == THINK_SITE for chunk in chunks for edit in chunk.edits)
+        steered = any(edit.site == THINK_SITE for chunk in chunks for edit in chunk.edits)
         try:
-            tokens, rows = (self._decode if edited or self.runner.device == "cpu" else self._decode_ahead)(chunks, tables)
+            tokens, rows = (self._decode if steered or self.runner.device == "cpu" else self._decode_ahead)(chunks, tables)
         finally:
             for table in tables:
                 self.pool.release(table)
@@ -122,7 +101,7 @@ class ThinkingBlocks:
             segments = [self._segment(tables[i], start, config.chunk if step == 0 else 1) for i in open_]
             rows.append(self._edited(self._pass(segments, x), [chunks[n] for n in open_], step))
             owners += open_
-            for n, token in zip(open_, _largest(self._logits(rows[-1])).tolist(), strict=True):
+            for n, token in zip(open_, largest(self._logits(rows[-1])).tolist(), strict=True):
                 tokens[n].append(token)
             open_ = [n for n in open_ if tokens[n][-1] != config.eos_token]
             if not open_:
@@ -153,13 +132,13 @@ class ThinkingBlocks:
             words, start = steps[-1].said, config.chunk + taken - 1
             x = self.model.thought_embedding(words, torch.full_like(words, taken - 1))
             steps.append(self._step([self._segment(table, start, 1) for table in tables], x))
-        return _ended(steps, eos)
+        return ended(steps, eos)
 
     def _step(self, segments: list[Segment], x: Tensor) -> ThoughtStep:
         """A step of T over new rows x [rows, d_model], which stays on the device."""
         rows = self._last_rows(segments, x)
         logits = self._raw_logits(rows)
-        return ThoughtStep(_largest(logits), rows, torch.isfinite(logits).all(-1) & torch.isfinite(rows).all(-1))
+        return ThoughtStep(largest(logits), rows, torch.isfinite(logits).all(-1) & torch.isfinite(rows).all(-1))
 
     def _graph(self, count: int) -> "ThoughtGraph | None":
         """The graph for so many thoughts, captured once their number has occurred often enough; None: launch the kernels."""
@@ -171,7 +150,7 @@ class ThinkingBlocks:
         self._decoded[rows] += 1
         if rows not in self._graphs and self._decoded[rows] >= graphs.WORTH:
             self.pool.reserve(self._spare, 0, 1)
-            self._graphs[rows] = graphs.ThoughtGraph(self.model, self.cache, rows, self._spare.pages[0], _largest)
+            self._graphs[rows] = graphs.ThoughtGraph(self.model, self.cache, rows, self._spare.pages[0])
         return self._graphs.get(rows)
 
     def _edited(self, rows: Tensor, chunks: Sequence[ChunkStates], step: int) -> Tensor:
@@ -179,8 +158,8 @@ class ThinkingBlocks:
         if not any(edit.site == THINK_SITE for chunk in chunks for edit in chunk.edits):
             return rows
         room = self.config.max_thought
-        edited = [_edited(row, chunk, step, room) for row, chunk in zip(rows.cpu(), chunks, strict=True)]
-        return torch.stack(edited).to(rows.device)
+        changed = [edited(row, chunk, step, room) for row, chunk in zip(rows.cpu(), chunks, strict=True)]
+        return torch.stack(changed).to(rows.device)
 
     def _thought(self, chunk: ChunkStates, said: Tokens, rows: Tensor, full: bool) -> Thought:
         """The record of one thought, with its state."""
@@ -222,7 +201,7 @@ class ThinkingBlocks:
         if mine:
             with self.runner.canonical(len(rows)):
                 for edit in mine:
-                    rows = _applied(edit, rows, chunk * self.config.compressed)
+                    rows = applied(edit, rows, chunk * self.config.compressed)
         return rows
 
     def state(self, compressed: Tensor) -> Tensor:
@@ -294,40 +273,3 @@ class ThinkingBlocks:
 
     def _batch(self, segments: list[Segment]) -> Batch:
         return Batch(segments, self.pool, self.runner.certificate.query_rows, self.runner.tile, self.runner.device)
-
-
-def _ended(steps: Sequence[ThoughtStep], eos: int) -> tuple[list[list[int]], list[Tensor]]:
-    """Tokens and T's rows [steps, d_model] of each thought up to <EOS>, on the CPU. NonFinite if one of these rows is not."""
-    tokens = torch.stack([step.said for step in steps], 1).tolist()
-    hidden, fine = (torch.stack(x, 1).cpu() for x in ([step.hidden for step in steps], [step.fine for step in steps]))
-    sizes = [words.index(eos) + 1 if eos in words else len(words) for words in tokens]
-    if not all(bool(each[:size].all()) for each, size in zip(fine, sizes, strict=True)):
-        raise not_finite("thoughts")
-    cut = [words[:size] for words, size in zip(tokens, sizes, strict=True)]
-    return cut, [rows[:size].clone() for rows, size in zip(hidden, sizes, strict=True)]
-
-
-def _largest(logits: Tensor) -> Tensor:
-    """The likeliest token of each row [rows, vocab], the lowest id among equals: [rows]."""
-    if logits.device.type == "cpu":
-        return torch.from_numpy(logits.numpy().argmax(-1))
-    ids = torch.arange(logits.shape[-1], device=logits.device)
-    return torch.where(logits == logits.amax(-1, keepdim=True), ids, logits.shape[-1] - 1).amin(-1)
-
-
-def _edited(row: Tensor, chunk: ChunkStates, step: int, room: int) -> Tensor:
-    """One row of T [d_model] under the chunk's edits."""
-    rows = row[None]
-    for edit in (edit for edit in chunk.edits if edit.site == THINK_SITE):
-        rows = _applied(edit, rows, chunk.number * room + step)
-    return rows[0]
-
-
-def _applied(edit: PlacedEdit, rows: Tensor, first: int) -> Tensor:
-    """The edited rows [n, d_model], which are at places first, first + 1, ... of the edit's axis."""
-    places = edit.positions(first, first + len(rows))
-    if not places:
-        return rows
-    picks, out = [place - first for place in places], rows.clone()
-    out[picks] = edit.apply(rows[picks], places)
-    return out

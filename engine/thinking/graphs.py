@@ -6,14 +6,13 @@ page. Every kernel gives a row the same bits at any number of rows, so replayed 
 Imports kernels, which need triton: import this file only where a CUDA device computes.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.passes.cuda import CanonicalCudaOps, HeadOps
 from replaylens.engine.thinking.model import ThinkingDecoder
+from replaylens.engine.thinking.steps import largest
 from replaylens.kernels import launch
 from replaylens.kernels.attention import PagedRows
 
@@ -26,10 +25,8 @@ WORTH = 8
 class ThoughtGraph:
     """One captured step over `rows` thoughts, each with a page of its own. Buffers are valid until the next `begin`."""
 
-    def __init__(
-        self, model: ThinkingDecoder, cache: KVCache, rows: int, spare: int, largest: Callable[[Tensor], Tensor]
-    ) -> None:
-        self.model, self.rows, self.spare, self.largest = model, rows, spare, largest
+    def __init__(self, model: ThinkingDecoder, cache: KVCache, rows: int, spare: int) -> None:
+        self.model, self.spare = model, spare
         steps, embed = model.thinking.max_thought, model.backbone.embed
         zeros = lambda *size, dtype=torch.int64: torch.zeros(size, dtype=dtype, device=embed.device)  # noqa: E731
         self.tokens, self.places, self.positions, self.step = zeros(rows), zeros(rows), zeros(rows), zeros(1)
@@ -58,7 +55,7 @@ class ThoughtGraph:
         x = self.model.thought_embedding(self.tokens, self.places)
         out = self.model.run_think(x, self.positions, self.ops)
         logits = self.model.thought_logits(out, self.head)
-        found = self.largest(logits)
+        found = largest(logits)
         fine = torch.isfinite(logits).all(-1) & torch.isfinite(out).all(-1)
         for buffer, value in ((self.said, found), (self.hidden, out), (self.fine, fine)):
             buffer.index_copy_(0, self.step, value[None])

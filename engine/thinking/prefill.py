@@ -31,8 +31,9 @@ from replaylens.engine.request.placed import PlacedEdit, added
 from replaylens.engine.request.recording import Recording
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.lock import changing
-from replaylens.engine.thinking.blocks import ChunkStates, ThinkingBlocks, Tokens
+from replaylens.engine.thinking.blocks import ThinkingBlocks, Tokens
 from replaylens.engine.thinking.model import STATE_SITE
+from replaylens.engine.thinking.steps import ChunkStates
 from replaylens.engine.thinking.thoughts import (
     DISTRIBUTION_SITES,
     FULL_SITE,
