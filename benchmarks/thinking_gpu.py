@@ -16,11 +16,9 @@ import os
 import signal
 import sys
 import time
-import traceback
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, pstdev
-from threading import BrokenBarrierError
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ import torch.multiprocessing as mp
 
 from benchmarks import timed_training
 from benchmarks.shared_gpu import shared_gpu
+from benchmarks.side_by_side import Job, Meeting, run_all
 from benchmarks.thinking_plan import TINY, Plan, Run
 from benchmarks.thinking_tasks import TASKS
 from benchmarks.timed_training import Clock
@@ -36,18 +35,16 @@ from replaylens.engine.model import weights
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.thinking import model as thinking
 from replaylens.engine.training import thinking as thinking_train
-from replaylens.engine.training.chunks import METHODS, ChunkedTexts, Method
+from replaylens.engine.training.chunks import METHODS, Method
 from replaylens.engine.training.score import Score, score
 from replaylens.engine.training.thinking import Model, ThinkingRecipe
 from replaylens.engine.zoo import coin as zoo
 from replaylens.engine.zoo import thinking as thinking_zoo
 
 EMBEDDED = "coin-thinking"
-WARM, TIMED = 15, 25
-"""warm-up and timed steps, by which the runs agree on a number of steps"""
 
 
-def one_run(plan: Plan, run: Run, clock: Clock, out: Path, rates: Any, number: int, meeting: Any) -> None:
+def one_run(plan: Plan, run: Run, clock: Clock, out: Path, number: int, meeting: Meeting) -> None:
     """Train and test one cell of the table; writes <method>-<N>-<seed>.json."""
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = True
@@ -55,7 +52,7 @@ def one_run(plan: Plan, run: Run, clock: Clock, out: Path, rates: Any, number: i
     recipe = plan.recipe(method, n, seed)
     texts = thinking_train.texts_of(recipe, plan.device)
     built = clock.now()
-    steps = plan.steps or _agreed(recipe, texts, plan, clock, rates, number, meeting)
+    steps = plan.steps or meeting.steps(number, recipe, texts, plan.device, clock, plan.train_until, plan.most_steps)
     recipe = replace(recipe, steps=steps, warmup=min(100, steps // 10))
     begin = clock.now()
     model, losses = timed_training.train(recipe, texts, plan.device, clock, plan.train_until)
@@ -84,24 +81,6 @@ def _shares(scores: list[Score]) -> dict[str, float]:
     return {name: mean(100.0 * getattr(s, name) for s in scores) for name in ("answered", "thought")}
 
 
-def _agreed(
-    recipe: ThinkingRecipe, texts: ChunkedTexts, plan: Plan, clock: Clock, rates: Any, number: int, meeting: Any
-) -> int:
-    """A number of steps that the slowest of all runs can reach."""
-    _meet(meeting)  # so that the pace is measured while all run
-    rates[number] = timed_training.seconds_per_step(recipe, texts, plan.device, WARM, TIMED)
-    _meet(meeting)
-    return max(20, min(plan.most_steps, int(0.9 * (plan.train_until - clock.now()) / max(rates))))
-
-
-def _meet(meeting: Any) -> None:
-    """Wait for the other runs, with a timeout, and not for failed ones."""
-    try:
-        meeting.wait(timeout=150)
-    except BrokenBarrierError:
-        print("a run is missing; the others continue", flush=True)
-
-
 def _save(model: Model, recipe: ThinkingRecipe, folder: Path) -> None:
     model = model.cpu()
     (weights.save if isinstance(model, Decoder) else thinking.save)(model, folder)  # type: ignore[arg-type]
@@ -127,14 +106,6 @@ def embedded(plan: Plan, clock: Clock, out: Path) -> None:
     print(
         f"{clock.now():5.0f} s  {EMBEDDED} done: {len(losses)} steps\n" + (out / EMBEDDED / CARD_FILE).read_text(), flush=True
     )
-
-
-def _guarded(work: Any, name: str, out: Path, arguments: tuple[Any, ...]) -> None:
-    try:
-        work(*arguments)
-    except Exception:
-        (out / f"failed-{name}.txt").write_text(traceback.format_exc())
-        print(f"FAILED {name}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
 
 
 def _summary(result: dict[str, Any]) -> str:
@@ -173,20 +144,10 @@ def work(plan: Plan, out: Path, clock: Clock) -> None:
     """All runs, some in parallel, until they end or the time is up."""
     context = mp.get_context("spawn")
     runs = plan.runs()
-    rates, meeting = context.Array("d", len(runs)), context.Barrier(len(runs))
-    jobs: list[tuple[Any, str, tuple[Any, ...]]] = [(embedded, EMBEDDED, (plan, clock, out))] if plan.embedded else []
-    jobs += [(one_run, "-".join(map(str, r)), (plan, r, clock, out, rates, i, meeting)) for i, r in enumerate(runs)]
-    waiting = [context.Process(target=_guarded, args=(f, name, out, given), name=name, daemon=True) for f, name, given in jobs]
-    running: list[Any] = []
-    while (waiting or running) and clock.now() < plan.seconds:
-        while waiting and len(running) < (plan.at_once or len(jobs)):
-            running.append(waiting.pop(0))
-            running[-1].start()
-        time.sleep(0.1)
-        running = [process for process in running if process.is_alive()]
-    for process in running:
-        print(f"{clock.now():5.0f} s  {process.name} did not end in time", flush=True)
-        process.terminate()
+    meeting = Meeting(context, len(runs))
+    jobs: list[Job] = [(embedded, EMBEDDED, (plan, clock, out))] if plan.embedded else []
+    jobs += [(one_run, "-".join(map(str, r)), (plan, r, clock, out, i, meeting)) for i, r in enumerate(runs)]
+    run_all(context, jobs, out, clock, plan.seconds, plan.at_once or len(jobs))
 
 
 def main() -> None:

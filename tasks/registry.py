@@ -7,16 +7,18 @@ from replaylens.tasks.boxes import Boxes
 from replaylens.tasks.coin import Coin
 from replaylens.tasks.coin_resets import CoinResets
 from replaylens.tasks.coins import Coins
+from replaylens.tasks.counts import Counts
 from replaylens.tasks.definition import check_definition, same_task, where
 from replaylens.tasks.errors import TaskNameTaken, UnknownTask
 from replaylens.tasks.fork import Fork
+from replaylens.tasks.hops import Hops
 from replaylens.tasks.shell import Shell
 from replaylens.tasks.task import AnyTask
 from replaylens.tasks.texts import GivenTexts
 from replaylens.tasks.variables import Variables
 from replaylens.tasks.words import Words
 
-_ALL: tuple[type[AnyTask], ...] = (Coin, Coins, CoinResets, Shell, Words, Fork, Boxes, Variables)
+_ALL: tuple[type[AnyTask], ...] = (Coin, Coins, CoinResets, Shell, Words, Fork, Boxes, Variables, Hops, Counts)
 _BUILT_IN = {task.name: task for task in _ALL}
 _GIVEN: dict[str, type[AnyTask]] = {GivenTexts.name: GivenTexts}
 """known by name, so that dumps can cite them, but not listed: they write no examples"""

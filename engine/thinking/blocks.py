@@ -5,8 +5,11 @@ of the backbone's blocks, so its certificate covers them. The thoughts of many c
 depend on the others.
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,95 +23,158 @@ from replaylens.engine.passes.finite import finite
 from replaylens.engine.passes.runner import Runner
 from replaylens.engine.request.capture import LensSpec, Rows
 from replaylens.engine.request.placed import PlacedEdit
+from replaylens.engine.serving.lock import EngineLock, reading
 from replaylens.engine.thinking.model import COMPRESS_SITE, THINK_SITE, ThinkingDecoder
+from replaylens.engine.thinking.steps import ChunkStates, ThoughtStep, applied, edited, ended, largest
 from replaylens.engine.thinking.thoughts import TOP_K, Thought
+
+if TYPE_CHECKING:
+    from replaylens.engine.thinking.graphs import ThoughtGraph
 
 Tokens = tuple[int, ...]
 TOGETHER = 128
 """chunks that are decoded together; changes no bit"""
 MAX_KNOWN = 4096
 """compressed thoughts that are cached: C depends on the thought alone"""
-
-
-@dataclass(frozen=True, eq=False)
-class ChunkStates:
-    """The rows of one chunk that T reads."""
-
-    number: int
-    hidden: Tensor
-    """[c, d_model]"""
-    edits: tuple[PlacedEdit, ...] = ()
-    """on T and C, by chunk and step"""
+AHEAD = 4
+"""steps that a device decodes before the host looks whether all thoughts have ended; changes no bit"""
 
 
 class ThinkingBlocks:
     """T and C of one model. Changes nothing outside its own cache."""
 
-    def __init__(self, model: ThinkingDecoder, runner: Runner) -> None:
-        self.model, self.config, self.runner = model, model.thinking, runner
+    def __init__(self, model: ThinkingDecoder, runner: Runner, lock: EngineLock) -> None:
+        self.model, self.config, self.runner, self.lock = model, model.thinking, runner, lock
         if not model.config.tied_embeddings:  # the certificate covers only tables with the memory layout of the backbone's
             model.think_unembed.data = model.think_unembed.data.t().contiguous().t()
-        self.pool = PagePool(TOGETHER, self.config.chunk + self.config.compressed)
+        self.pool = PagePool(TOGETHER + 1, self.config.chunk + self.config.compressed)
         one_layer = replace(model.config, num_layers=1, windows=model.config.windows[:1], rotary_layers=())
         self.cache = KVCache(one_layer, self.pool, model.backbone.embed.dtype, runner.device)
         self._known: dict[Tokens, Tensor] = {}
+        self._spare = PageTable()
+        """with a page that padding rows of graphs may write to, once there is a graph"""
+        self._decoded: Counter[int] = Counter()
+        self._graphs: dict[int, ThoughtGraph] = {}
 
     # ---- T ------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def think(self, chunks: Sequence[ChunkStates], full: bool = False) -> list[Thought]:
-        """The greedy thought of every chunk. `full` also keeps whole distributions."""
+    def think(self, chunks: Sequence[ChunkStates], read: bool = False, full: bool = False) -> list[Thought]:
+        """The greedy thought of every chunk. `read` reads their distributions now, not on demand; `full` keeps whole ones."""
         with self.runner.canonical(min(len(chunks), TOGETHER) * self.config.chunk):
-            return [t for i in range(0, len(chunks), TOGETHER) for t in self._think(chunks[i : i + TOGETHER], full)]
+            found = [t for i in range(0, len(chunks), TOGETHER) for t in self._think(chunks[i : i + TOGETHER], full)]
+            return self._read(found, full) if read else found
+
+    def _read(self, thoughts: list[Thought], full: bool) -> list[Thought]:
+        """The thoughts with their distributions, read together."""
+        sizes = [len(thought.hidden) for thought in thoughts]
+        rows = self._distribution(full, torch.cat([thought.hidden for thought in thoughts]))
+        parts: list[Rows] = [{} for _ in thoughts]
+        for site, values in rows.items():
+            for part, own in zip(parts, values.split(sizes), strict=True):
+                part[site] = own
+        return [replace(thought, source=part) for thought, part in zip(thoughts, parts, strict=True)]
 
     def _think(self, chunks: Sequence[ChunkStates], full: bool) -> list[Thought]:
         tables = [PageTable() for _ in chunks]
+        steered = any(edit.site == THINK_SITE for chunk in chunks for edit in chunk.edits)
         try:
-            said = self._decode(chunks, tables)
+            tokens, rows = (self._decode if steered or self.runner.device == "cpu" else self._decode_ahead)(chunks, tables)
         finally:
             for table in tables:
                 self.pool.release(table)
-        return [self._thought(*each, full) for each in zip(chunks, *said, strict=True)]
+        eos = self.config.eos_token  # a thought that reaches the limit is cut off with it
+        said = [tuple(words) if words[-1] == eos else (*words, eos) for words in tokens]
+        self._learn(said)
+        return [self._thought(*each, full) for each in zip(chunks, said, rows, strict=True)]
 
-    def _decode(
-        self, chunks: Sequence[ChunkStates], tables: list[PageTable]
-    ) -> tuple[list[list[int]], list[list[Tensor]], list[list[Tensor]]]:
-        """Tokens, T's rows and their logits, by chunk and step. Reserves pages in `tables`."""
+    def _decode(self, chunks: Sequence[ChunkStates], tables: list[PageTable]) -> tuple[list[list[int]], list[Tensor]]:
+        """Tokens by chunk and step, and T's rows [steps, d_model] by chunk, on the CPU. Reserves pages in `tables`."""
         config = self.config
         tokens: list[list[int]] = [[] for _ in chunks]
-        rows: list[list[Tensor]] = [[] for _ in chunks]
-        logits: list[list[Tensor]] = [[] for _ in chunks]
+        owners: list[int] = []
+        rows: list[Tensor] = []
         open_ = list(range(len(chunks)))
         x = torch.cat([chunk.hidden for chunk in chunks])
         for step in range(config.max_thought - 1):
             start = 0 if step == 0 else config.chunk + step - 1
             segments = [self._segment(tables[i], start, config.chunk if step == 0 else 1) for i in open_]
-            out = self._pass(segments, x)
-            last = torch.stack([_edited(out[i], chunks[n], step, config.max_thought) for i, n in enumerate(open_)])
-            found = self._logits(last)
-            for i, n in enumerate(open_):
-                rows[n].append(last[i])
-                logits[n].append(found[i])
-                tokens[n].append(int(found[i].numpy().argmax()))  # the lowest id among equals
+            rows.append(self._edited(self._pass(segments, x), [chunks[n] for n in open_], step))
+            owners += open_
+            for n, token in zip(open_, largest(self._logits(rows[-1])).tolist(), strict=True):
+                tokens[n].append(token)
             open_ = [n for n in open_ if tokens[n][-1] != config.eos_token]
             if not open_:
                 break
             words = torch.tensor([tokens[n][-1] for n in open_], device=self.runner.device)
             x = self.model.thought_embedding(words, torch.full_like(words, step))
-        return tokens, rows, logits
+        together, of = torch.cat(rows).cpu(), torch.tensor(owners)  # one copy from the device for all steps
+        return tokens, [together[of == n] for n in range(len(chunks))]
 
-    def _thought(self, chunk: ChunkStates, tokens: list[int], rows: list[Tensor], logits: list[Tensor], full: bool) -> Thought:
-        """The record of one thought, with its state. A thought that reaches the limit is cut off with <EOS>."""
-        said = tuple(tokens) if tokens[-1] == self.config.eos_token else (*tokens, self.config.eos_token)
+    def _decode_ahead(self, chunks: Sequence[ChunkStates], tables: list[PageTable]) -> tuple[list[list[int]], list[Tensor]]:
+        """As `_decode`, for a device that would wait for the host after every token. All chunks take all steps, `AHEAD` of them
+        without a look at the tokens; what comes after <EOS> is dropped. Precondition: no edits of T."""
+        config, eos, count = self.config, self.config.eos_token, len(chunks)
+        segments = [self._segment(table, 0, config.chunk) for table in tables]
+        steps = [self._step(segments, torch.cat([chunk.hidden for chunk in chunks]))]
+        graph = self._graph(count)
+        if graph is not None:
+            graph.begin([table.pages[0] for table in tables], steps[0].said, config.chunk)
+        for taken in range(1, config.max_thought - 1):
+            if taken % AHEAD == 1 % AHEAD and bool((torch.stack([step.said for step in steps]) == eos).any(0).all()):
+                break
+            if graph is not None:
+                graph.take()
+                steps.append(
+                    ThoughtStep(graph.said[taken - 1, :count], graph.hidden[taken - 1, :count], graph.fine[taken - 1, :count])
+                )
+                continue
+            words, start = steps[-1].said, config.chunk + taken - 1
+            x = self.model.thought_embedding(words, torch.full_like(words, taken - 1))
+            steps.append(self._step([self._segment(table, start, 1) for table in tables], x))
+        return ended(steps, eos)
+
+    def _step(self, segments: list[Segment], x: Tensor) -> ThoughtStep:
+        """A step of T over new rows x [rows, d_model], which stays on the device."""
+        rows = self._last_rows(segments, x)
+        logits = self._raw_logits(rows)
+        return ThoughtStep(largest(logits), rows, torch.isfinite(logits).all(-1) & torch.isfinite(rows).all(-1))
+
+    def _graph(self, count: int) -> "ThoughtGraph | None":
+        """The graph for so many thoughts, captured once their number has occurred often enough; None: launch the kernels."""
+        if self.runner.device == "cpu" or self.config.max_thought < 3:
+            return None
+        from replaylens.engine.thinking import graphs  # its kernels need triton, which a CPU machine may lack
+
+        rows = next(size for size in graphs.SIZES if size >= count)
+        self._decoded[rows] += 1
+        if rows not in self._graphs and self._decoded[rows] >= graphs.WORTH:
+            self.pool.reserve(self._spare, 0, 1)
+            self._graphs[rows] = graphs.ThoughtGraph(self.model, self.cache, rows, self._spare.pages[0])
+        return self._graphs.get(rows)
+
+    def _edited(self, rows: Tensor, chunks: Sequence[ChunkStates], step: int) -> Tensor:
+        """T's rows [chunks, d_model] of one step under the chunks' edits, which are applied on the CPU."""
+        if not any(edit.site == THINK_SITE for chunk in chunks for edit in chunk.edits):
+            return rows
+        room = self.config.max_thought
+        changed = [edited(row, chunk, step, room) for row, chunk in zip(rows.cpu(), chunks, strict=True)]
+        return torch.stack(changed).to(rows.device)
+
+    def _thought(self, chunk: ChunkStates, said: Tokens, rows: Tensor, full: bool) -> Thought:
+        """The record of one thought, with its state."""
         compressed = self.compressed(said, chunk.number, chunk.edits)
-        return Thought(
-            said, torch.stack(rows), self._distribution(torch.stack(logits), full), compressed, self.state(compressed)
-        )
+        return Thought(said, rows, partial(self._distribution, full), compressed, self.state(compressed))
 
-    def _distribution(self, logits: Tensor, full: bool) -> Rows:
-        """The distribution of each step [steps, vocab], stored like Z."""
-        spec = LensSpec((), top_k=TOP_K, full=full)
-        read = readout.statistics(spec, logits.log_softmax(-1)[:, None], [0] * len(logits))
+    @reading
+    @torch.inference_mode()
+    def _distribution(self, full: bool, rows: Tensor) -> Rows:
+        """The distribution that each step was chosen from, by T's rows [steps, d_model], stored like Z. Row by row these are
+        the logits of `_decode`, to the bit; they are computed again because most are never read and all are large."""
+        with self.runner.canonical(len(rows)):
+            logits = self._logits(rows).cpu()
+            spec = LensSpec((), top_k=TOP_K, full=full)
+            read = readout.statistics(spec, logits.log_softmax(-1)[:, None], [0] * len(logits))
         kept = ("entropy", "top_ids", "top_logprobs", "full")
         return {f"thinking.{name}": read[f"Z.{name}"][:, 0] for name in kept if f"Z.{name}" in read}
 
@@ -130,15 +196,12 @@ class ThinkingBlocks:
         """C over a thought, padded to c tokens: [rows, d_model]; no rows for an empty thought."""
         if len(thought) == 1:
             return torch.empty(0, self.model.config.d_model, dtype=self.model.backbone.embed.dtype)
-        if thought not in self._known:
-            if len(self._known) == MAX_KNOWN:
-                self._known.clear()
-            self._known[thought] = self._compress(thought)
+        self._learn([thought])
         rows, mine = self._known[thought], [edit for edit in edits if edit.site == COMPRESS_SITE]
         if mine:
             with self.runner.canonical(len(rows)):
                 for edit in mine:
-                    rows = _applied(edit, rows, chunk * self.config.compressed)
+                    rows = applied(edit, rows, chunk * self.config.compressed)
         return rows
 
     def state(self, compressed: Tensor) -> Tensor:
@@ -147,18 +210,35 @@ class ThinkingBlocks:
             return compressed.new_zeros(self.config.chunk, compressed.shape[1])
         return compressed[-self.config.chunk :]
 
+    def forget(self) -> None:
+        """Mutates the cache: drop all compressed thoughts. Costs time, changes no bit."""
+        self._known.clear()
+
     @torch.inference_mode()
-    def _compress(self, thought: Tokens) -> Tensor:
-        filled = [*thought, *[self.config.eos_token] * (self.config.chunk - len(thought))]
-        table = PageTable()
-        self.cache.copy(self.pool.reserve(table, 0, len(filled)))
+    def _learn(self, thoughts: Sequence[Tokens]) -> None:
+        """Mutates the cache: compress the thoughts that are not known yet, in one pass."""
+        new = [thought for thought in dict.fromkeys(thoughts) if len(thought) > 1 and thought not in self._known]
+        if len(self._known) + len(new) > MAX_KNOWN:
+            self._known.clear()
+            new = [thought for thought in dict.fromkeys(thoughts) if len(thought) > 1]
+        if new:
+            self._known |= dict(zip(new, self._compress(new), strict=True))
+
+    def _compress(self, thoughts: Sequence[Tokens]) -> list[Tensor]:
+        """C over each thought, at most `TOGETHER` of them, padded to c tokens: [rows, d_model], on the CPU."""
+        filled = [[*thought, *[self.config.eos_token] * (self.config.chunk - len(thought))] for thought in thoughts]
+        tables = [PageTable() for _ in filled]
         try:
-            batch = self._batch([Segment(table, 0, filled)])
+            for table, tokens in zip(tables, filled, strict=True):
+                self.cache.copy(self.pool.reserve(table, 0, len(tokens)))
+            batch = self._batch([Segment(table, 0, tokens) for table, tokens in zip(tables, filled, strict=True)])
             with self.runner.canonical(batch.padded):
                 out = self.model.run_compress(batch.tokens, batch.positions, self.runner.ops(batch, self.cache))
         finally:
-            self.pool.release(table)
-        return finite(out[: len(filled)], "thoughts").clone().cpu()
+            for table in tables:
+                self.pool.release(table)
+        sizes = [len(tokens) for tokens in filled]
+        return [rows.clone() for rows in finite(out[: sum(sizes)], "thoughts").cpu().split(sizes)]
 
     # ---- passes -------------------------------------------------------------------------------------------------
 
@@ -167,16 +247,24 @@ class ThinkingBlocks:
         return Segment(table, start, [0] * rows)  # T reads states instead of tokens
 
     def _pass(self, segments: list[Segment], x: Tensor) -> Tensor:
-        """T over new rows x [rows, d_model]: the last row of each segment, on the CPU."""
+        """`_last_rows`, checked."""
+        return finite(self._last_rows(segments, x), "thoughts")
+
+    def _last_rows(self, segments: list[Segment], x: Tensor) -> Tensor:
+        """T over new rows x [rows, d_model]: the last row of each segment."""
         batch = self._batch(segments)
         out = self.model.run_think(self._padded(x, batch.padded), batch.positions, self.runner.ops(batch, self.cache))
-        return finite(out[[end - 1 for end in batch.offsets[1:]]], "thoughts").cpu()
+        return out[[end - 1 for end in batch.offsets[1:]]]
 
     def _logits(self, rows: Tensor) -> Tensor:
-        """The logits [rows, vocab] of T's output rows [rows, d_model], on the CPU."""
+        """`_raw_logits`, checked."""
+        return finite(self._raw_logits(rows), "thoughts")
+
+    def _raw_logits(self, rows: Tensor) -> Tensor:
+        """The logits [rows, vocab] of T's output rows [rows, d_model]."""
         tile = self.runner.tile
         padded = self._padded(rows, -(-len(rows) // tile) * tile)
-        return finite(self.model.thought_logits(padded, self.runner.head_ops())[: len(rows)], "thoughts").cpu()
+        return self.model.thought_logits(padded, self.runner.head_ops())[: len(rows)]
 
     def _padded(self, rows: Tensor, count: int) -> Tensor:
         padded = torch.zeros(count, rows.shape[1], dtype=rows.dtype, device=self.runner.device)
@@ -185,21 +273,3 @@ class ThinkingBlocks:
 
     def _batch(self, segments: list[Segment]) -> Batch:
         return Batch(segments, self.pool, self.runner.certificate.query_rows, self.runner.tile, self.runner.device)
-
-
-def _edited(row: Tensor, chunk: ChunkStates, step: int, room: int) -> Tensor:
-    """One row of T [d_model] under the chunk's edits."""
-    rows = row[None]
-    for edit in (edit for edit in chunk.edits if edit.site == THINK_SITE):
-        rows = _applied(edit, rows, chunk.number * room + step)
-    return rows[0]
-
-
-def _applied(edit: PlacedEdit, rows: Tensor, first: int) -> Tensor:
-    """The edited rows [n, d_model], which are at places first, first + 1, ... of the edit's axis."""
-    places = edit.positions(first, first + len(rows))
-    if not places:
-        return rows
-    picks, out = [place - first for place in places], rows.clone()
-    out[picks] = edit.apply(rows[picks], places)
-    return out

@@ -94,7 +94,7 @@ class ThinkingCore(Core):
                 f"The tokenizer's <EOS> is {self.text.eos_id}, but the model ends its thoughts with {self.thinking.eos_token}. "
                 "A model that thinks needs the tokenizer with <EOS> that it was trained with."
             )
-        self.prefiller = Prefiller(self.forest, ThinkingBlocks(model, self.runner), self.lenses)
+        self.prefiller = Prefiller(self.forest, ThinkingBlocks(model, self.runner, self.lock), self.lenses)
 
     def _fingerprint(self) -> Fingerprint:
         """Covers T and C too, since every bit depends on them."""

@@ -31,9 +31,18 @@ from replaylens.engine.request.placed import PlacedEdit, added
 from replaylens.engine.request.recording import Recording
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.lock import changing
-from replaylens.engine.thinking.blocks import ChunkStates, ThinkingBlocks, Tokens
+from replaylens.engine.thinking.blocks import ThinkingBlocks, Tokens
 from replaylens.engine.thinking.model import STATE_SITE
-from replaylens.engine.thinking.thoughts import FULL_SITE, LETTERS, Round, ThinkingRecording, Thought, Thoughts
+from replaylens.engine.thinking.steps import ChunkStates
+from replaylens.engine.thinking.thoughts import (
+    DISTRIBUTION_SITES,
+    FULL_SITE,
+    LETTERS,
+    Round,
+    ThinkingRecording,
+    Thought,
+    Thoughts,
+)
 
 Guess = Literal["sequential", "empty", "drafted"]
 GUESSES: tuple[Guess, ...] = ("sequential", "empty", "drafted")
@@ -141,7 +150,8 @@ class Prefiller:
     def _judge_all(self, prefills: list[Prefill], guesses: list[list[Tokens]]) -> None:
         """Decode the actual thoughts and keep the confirmed chunks. Within the lock: all threads share the cache of T and C."""
         chunks = [chunk for p, guessed in zip(prefills, guesses, strict=True) for chunk in self._chunks(p, len(guessed))]
-        found = iter(self.blocks.think(chunks, full=any(p.capture and FULL_SITE in p.capture.thoughts for p in prefills)))
+        wanted = {site for p in prefills if p.capture for site in p.capture.thoughts}
+        found = iter(self.blocks.think(chunks, not wanted.isdisjoint(DISTRIBUTION_SITES), FULL_SITE in wanted))
         for p, guessed in zip(prefills, guesses, strict=True):
             self._judge(p, guessed, [next(found) for _ in guessed])
 

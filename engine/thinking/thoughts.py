@@ -11,8 +11,9 @@
 If no chunk ends at p, or the thought has no such step, rows are zero (ids -1).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ LETTERS = {
     FULL_SITE: "Z",
 }
 """all sites of thoughts"""
+DISTRIBUTION_SITES = tuple(site for site, letter in LETTERS.items() if letter == "Z" and site != TOKENS_SITE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +49,8 @@ class Thought:
     """including <EOS>; <EOS> alone is the empty thought"""
     hidden: Tensor
     """T's rows that the tokens are read from: [steps, d_model]; a thought cut off at the limit has one step less than tokens"""
-    distribution: Rows
-    """by site, [steps, ...]"""
+    source: Rows | Callable[[Tensor], Rows]
+    """the distribution of each step, or what reads it from `hidden`"""
     compressed: Tensor
     """C's rows: [rows, d_model]; none for an empty thought"""
     state: Tensor
@@ -61,10 +63,16 @@ class Thought:
     def empty(self) -> bool:
         return len(self.tokens) == 1
 
+    @cached_property
+    def distribution(self) -> Rows:
+        """The distribution that each step's token was chosen from: by site, [steps, ...]. Read on first use."""
+        return self.source(self.hidden) if callable(self.source) else self.source
+
     def copy(self) -> "Thought":
         """A copy with its own tensors."""
-        distribution = {site: x.clone() for site, x in self.distribution.items()}
-        return Thought(self.tokens, self.hidden.clone(), distribution, self.compressed.clone(), self.state.clone())
+        known = self.source if callable(self.source) and "distribution" not in vars(self) else self.distribution
+        source = known if callable(known) else {site: x.clone() for site, x in known.items()}
+        return Thought(self.tokens, self.hidden.clone(), source, self.compressed.clone(), self.state.clone())
 
 
 @dataclass(frozen=True)
@@ -143,9 +151,8 @@ def _values(site: str, thought: Thought) -> Tensor:
     """The values of one thought at a site, by step or place: [steps, ...]"""
     if site == TOKENS_SITE:
         return torch.tensor(thought.tokens, dtype=torch.int32)
-    return {THINK_SITE: thought.hidden, COMPRESS_SITE: thought.compressed}.get(
-        site, thought.distribution.get(site, torch.empty(0))
-    )
+    blocks = {THINK_SITE: thought.hidden, COMPRESS_SITE: thought.compressed}
+    return blocks[site] if site in blocks else thought.distribution.get(site, torch.empty(0))
 
 
 def _blank(thoughts: Thoughts, site: str, count: int) -> Tensor:

@@ -12,11 +12,13 @@ from replaylens.engine.records import Natural, Positive, build, parse
 from replaylens.engine.thinking.model import ThinkingConfig
 from replaylens.engine.training.chunks import Method
 from replaylens.engine.training.recipe import BadRecipe, Part, Recipe, words_of
-from replaylens.engine.training.thinking import ThinkingRecipe
+from replaylens.engine.training.thinking import ThinkingRecipe, ThoughtLoss
 from replaylens.tasks import TaskError
 
 SUFFIXES = (".toml", ".json")
 Plain = str | bool | int | float
+_OWN = ("method", "width", "cut", "thought_loss")
+"""fields of `ThinkingRecipe` that the table `thinking` spells by the same names"""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,10 @@ class ThinkingRecord:
     method: Method = ThinkingRecipe.method
     width: Positive | None = None
     cut: bool = False
+    thought_loss: ThoughtLoss = ThinkingRecipe.thought_loss
+    write_layer: Natural = ThinkingConfig.write_layer
+    read_layer: Natural | None = None
+    """default: the second to last block"""
 
 
 @dataclass(frozen=True)
@@ -113,8 +119,10 @@ def recipe_of(record: RecipeRecord) -> Recipe:
     given |= {"parts": parts, "config": config}
     if (thinks := record.thinking) is None:
         return Recipe(**given)
-    how = ThinkingConfig.for_backbone(config, thinks.chunk, words.eos_id, words.pad_id, max_thought=thinks.max_thought)
-    return ThinkingRecipe(**given, thinking=how, method=thinks.method, width=thinks.width, cut=thinks.cut)
+    read = config.num_layers - 2 if thinks.read_layer is None else thinks.read_layer
+    how = ThinkingConfig(thinks.chunk, read, words.eos_id, words.pad_id, thinks.write_layer, thinks.max_thought).check(config)
+    given |= {name: getattr(thinks, name) for name in _OWN}
+    return ThinkingRecipe(**given, thinking=how)
 
 
 def _knobs(part: PartRecord) -> tuple[tuple[str, Any], ...]:
@@ -137,7 +145,7 @@ def recipe_text(recipe: Recipe) -> str:
     parts = [{"task": part.task, "weight": part.weight, "knobs": dict(part.knobs)} for part in recipe.parts]
     tables: dict[str, Any] = {"model": shape, "parts": parts}
     if isinstance(recipe, ThinkingRecipe):
-        how = {"chunk": recipe.thinking.chunk, "max_thought": recipe.thinking.max_thought}
-        tables["thinking"] = {**how, "method": recipe.method, "width": recipe.width, "cut": recipe.cut}
+        how = {name: getattr(recipe.thinking, name) for name in ("chunk", "max_thought", "write_layer", "read_layer")}
+        tables["thinking"] = {**how, **{name: getattr(recipe, name) for name in _OWN}}
     plain = {spec.name for spec in fields(RecipeRecord)} & {spec.name for spec in fields(Recipe)} - {"parts"}
     return json.dumps({**tables, **{name: getattr(recipe, name) for name in sorted(plain)}}, indent=1) + "\n"

@@ -30,6 +30,7 @@ from replaylens.engine.training.recipe import BadRecipe, Recipe
 from replaylens.engine.training.tokenizer import Tokenizer, backbone_folder, load_tokenizer
 
 Precision = Literal["fp32", "bf16"]
+ThoughtLoss = Literal["tokens", "chunks"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,9 @@ class ThinkingRecipe(Recipe):
     precision: Precision = "fp32"
     """bf16: matrix products and attention run in bfloat16 (autocast); weights, their gradients, the optimizer, the residual
     stream, norms and the loss stay in float32. Replay is canonical with either"""
+    thought_loss: ThoughtLoss = "tokens"
+    """tokens: mean over all tokens of thoughts. chunks: as published, the sum over a text's chunks, each with the mean over the
+    tokens of its thought, averaged over texts; it grows with the length of a text (see docs/results.md)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,6 +67,8 @@ class ThinkingRecipe(Recipe):
             )
         if self.precision not in get_args(Precision):
             raise BadRecipe(f"Unknown precision {self.precision!r}. Use one of {', '.join(get_args(Precision))}.")
+        if self.thought_loss not in get_args(ThoughtLoss):
+            raise BadRecipe(f"Unknown thought_loss {self.thought_loss!r}. Use one of {', '.join(get_args(ThoughtLoss))}.")
         if self.method not in METHODS:
             raise BadRecipe(f"Unknown method {self.method!r}. Use one of {', '.join(METHODS)}.")
         if self.cut and self.method != "thinking":
@@ -75,8 +81,8 @@ class ThinkingRecipe(Recipe):
         return super().tokenizer() if self.backbone is None else load_tokenizer(backbone_folder(self.backbone))
 
     def to_json(self) -> str:
-        """As `Recipe.to_json`. Omits default values of `backbone` and `precision`, so that older recipes keep their text."""
-        unset: dict[str, Any] = {"backbone": None, "precision": "fp32"}
+        """As `Recipe.to_json`. Omits default values of newer fields, so that older recipes keep their text."""
+        unset: dict[str, Any] = {"backbone": None, "precision": "fp32", "thought_loss": "tokens"}
         said = {name: value for name, value in asdict(self).items() if name not in unset or value != unset[name]}
         return json.dumps(said, sort_keys=True)
 
@@ -130,7 +136,7 @@ def follow(
 
     def loss_of(m: Model, first: int, inputs: tuple[Tensor, ...]) -> Tensor:
         with arithmetic(recipe.precision, device):
-            return loss(m, ChunkBatch(*inputs), first)
+            return loss(m, ChunkBatch(*inputs), first, recipe.thought_loss)
 
     def steps(m: Model) -> trainer.Steps:
         if device == "cpu" or recipe.width is None:
@@ -165,17 +171,18 @@ def initial(recipe: ThinkingRecipe, backbone: Decoder | None = None) -> Model:
     return ThinkingDecoder.around(start, recipe.thinking) if recipe.method == "thinking" else start.requires_grad_()
 
 
-def loss(model: Model, batch: ChunkBatch, first: int = 0) -> Tensor:
+def loss(model: Model, batch: ChunkBatch, first: int = 0, over: ThoughtLoss = "tokens") -> Tensor:
     """The loss of a step: next-token loss, plus the thought loss if the model thinks.
 
     first  number of first chunks to omit; their states are kept
+    over   as `ThinkingRecipe.thought_loss`
     """
     rest = batch.rest(first)
     if isinstance(model, Decoder):
         return token_loss(model, plain_pass(model, rest.tokens), rest)
     received = plain.shifted(plain.states_of(model, batch.thoughts), batch.continues)[:, first:]
     hidden, last = plain.run(model, rest.tokens, received)
-    return token_loss(model.backbone, last, rest) + thought_loss(model, hidden, rest)
+    return token_loss(model.backbone, last, rest) + thought_loss(model, hidden, rest, over)
 
 
 def plain_pass(model: Decoder, tokens: Tensor) -> Tensor:
@@ -194,10 +201,14 @@ def token_loss(model: Decoder, last: Tensor, batch: ChunkBatch) -> Tensor:
     return (found * weights).sum() / weights.sum()
 
 
-def thought_loss(model: ThinkingDecoder, hidden: Tensor, batch: ChunkBatch) -> Tensor:
-    """Mean loss over the tokens of gold thoughts, including <EOS>: hidden [B, K, c, d] -> scalar."""
+def thought_loss(model: ThinkingDecoder, hidden: Tensor, batch: ChunkBatch, over: ThoughtLoss = "tokens") -> Tensor:
+    """Loss over the tokens of gold thoughts, including <EOS>: hidden [B, K, c, d] -> scalar. `over` as in the recipe."""
     logits = plain.thought_logits(model, hidden, batch.thoughts)
     places = torch.arange(batch.thoughts.shape[-1], device=hidden.device)
     counted = (places < plain.sizes(batch.thoughts, model.thinking.eos_token)[..., None]) & batch.thinks[..., None]
     found = F.cross_entropy(logits.flatten(0, -2), batch.thoughts.flatten(), reduction="none")
-    return (found * counted.flatten()).sum() / counted.sum()
+    if over == "tokens":
+        return (found * counted.flatten()).sum() / counted.sum().clamp(min=1)  # `cut` may leave no thought
+    by_chunk = (found.view(counted.shape) * counted).sum(-1) / counted.sum(-1).clamp(min=1)
+    texts = (batch.thinks & ~batch.continues).sum().clamp(min=1)  # texts that begin here; a row under `cut` begins within one
+    return by_chunk.sum() / texts

@@ -33,6 +33,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("variables", {}),
     ("variables", {"variables": 8, "modulus": 7, "operations": 12}),
     ("variables", {"variables": 2, "modulus": 2, "seed": 5}),
+    ("hops", {}),
+    ("hops", {"hops": (1, 6), "people": 12, "relations": 4}),
+    ("counts", {}),
+    ("counts", {"people": 4, "operations": (2, 12), "most": 99, "change": 9}),
 ]
 
 

@@ -23,6 +23,8 @@ PINNED: dict[str, list[str]] = {
     "fork": ["2a289830ddd71f2c", "449a600a5bb7c32a", "81edc9140208f7b8"],
     "boxes": ["7ea0227e35829c0e", "10300b3fe7be4ed7", "74cedecec3fa4169"],
     "variables": ["a09e31deb2f2110b", "51065c53f96a8616", "81426e668fbabb83"],
+    "hops": ["e00be4955d1ab4fb", "87ef5b4ef175e7a5", "678cd99936d0099d"],
+    "counts": ["9c6bd8a9d6a3b8f3", "c41345ff1b99ade3", "5dae5a716ba7e8cb"],
     "coin states": ["37375ded7d35e5e0", "9a1f9640ee01e428", "59f89a27ea3d4125"],
     "coin wei": ["58e075f3a150ee23", "8eeb2fca6a1c4bb6", "152ce79f6e7310c9"],
     "coin symbols": ["6811a46c28fd37c6", "2f5a2c1241f573b6", "4ffd419dc75f0e38"],

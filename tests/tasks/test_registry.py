@@ -19,7 +19,7 @@ from replaylens.tasks.errors import BadTask, BrokenPlugin, CannotImport, TaskNam
 from replaylens.tasks.knobs import Knobs
 from tests.tasks.square import file_of_page, own_registry, square_module
 
-BUILT_IN = ("coin", "coins", "coin-resets", "shell", "words", "fork", "boxes", "variables")
+BUILT_IN = ("coin", "coins", "coin-resets", "shell", "words", "fork", "boxes", "variables", "hops", "counts")
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder
 from replaylens.engine.training import thinking as trainer
-from replaylens.engine.training.chunks import METHODS, Method
+from replaylens.engine.training.chunks import METHODS, ChunkBatch, Method
 from replaylens.engine.training.recipe import BadRecipe, Part
 from replaylens.engine.training.score import generate, score
 from replaylens.engine.training.thinking import ThinkingRecipe
@@ -65,6 +65,36 @@ def test_every_part_gets_a_gradient() -> None:
     model = trainer.initial(TINY)
     trainer.loss(model, trainer.texts_of(TINY, "cpu").batch(0)).backward()
     assert all(bool(x.grad is not None and x.grad.abs().sum() > 0) for x in model.parameters())
+
+
+def test_the_published_thought_loss_sums_over_the_chunks_of_a_text() -> None:
+    """On texts of the same length, and thoughts of the same size, it is the mean over tokens times the chunks of a text."""
+    model, batch = trainer.initial(TINY), trainer.texts_of(TINY, "cpu").batch(0)
+    chunks = int(batch.thinks.sum(1).min())
+    even = ChunkBatch(**{name: x[:, :chunks].clone() for name, x in vars(batch).items()})
+    even.thoughts[..., 0], even.thoughts[..., 1:] = 7, TINY.thinking.eos_token
+    with torch.no_grad():
+        hidden = torch.randn(*even.tokens.shape, TINY.config.d_model, generator=torch.Generator().manual_seed(0))
+        by_token, by_chunk = (trainer.thought_loss(model, hidden, even, over) for over in ("tokens", "chunks"))
+    torch.testing.assert_close(by_chunk, chunks * by_token)
+    assert chunks > 1 and by_chunk > 1.5 * by_token
+
+
+def test_a_batch_without_a_prompt_chunk_has_no_thought_loss() -> None:
+    """`cut` may leave nothing but answers: short prompts in large chunks."""
+    model, batch = trainer.initial(TINY), trainer.texts_of(TINY, "cpu").batch(0)
+    batch.thinks[:] = False
+    hidden = torch.randn(*batch.tokens.shape, TINY.config.d_model)
+    with torch.no_grad():
+        assert [float(trainer.thought_loss(model, hidden, batch, over)) for over in ("tokens", "chunks")] == [0.0, 0.0]
+
+
+def test_the_thought_loss_is_part_of_the_recipe() -> None:
+    published = replace(TINY, thought_loss="chunks")
+    assert not same(trainer.train(TINY), trainer.train(published))
+    assert "thought_loss" in published.to_json() and "thought_loss" not in TINY.to_json()
+    with pytest.raises(BadRecipe, match=r"Unknown thought_loss 'words'\. Use one of tokens, chunks"):
+        replace(TINY, thought_loss="words")
 
 
 def test_a_cut_text_goes_on_from_its_state() -> None:
