@@ -108,12 +108,12 @@ class CanonicalCudaOps(HeadOps):
             store(heads.k, heads.v, self.rows, keys, values, size)
         else:
             q = rotate_and_store(q, heads.k, heads.v, heads.rotary.table, self.rows, keys, values, page_size=size)
-        out = self.weigh(q, keys, values, spec)
+        out = self.over_keys(q, keys, values, spec)
         if self.cut_by is not None and (cut := cut_pairs(self.cut_by, spec, q.shape[1])) is not None:
             cut_edges(out, q, keys, values, self.rows, cut, spec.scale, spec.softcap, spec.window, size)
         return out
 
-    def weigh(self, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:
+    def over_keys(self, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:
         """The values of the visible keys, weighted: [rows, heads, d_head]."""
         size = self.cache.pool.page_size
         return attention(q, keys, values, self.rows, spec.scale, spec.softcap, spec.window, page_size=size)
@@ -122,7 +122,7 @@ class CanonicalCudaOps(HeadOps):
 class FastCudaOps(FastHeadOps, CanonicalCudaOps):
     """The fast path."""
 
-    def weigh(self, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:
+    def over_keys(self, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:
         if self.rows.shared is not None and not spec.window:  # reading shared keys once gains more than splits do
             return super().weigh(q, keys, values, spec)
         size = self.cache.pool.page_size
