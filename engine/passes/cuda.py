@@ -124,7 +124,7 @@ class FastCudaOps(FastHeadOps, CanonicalCudaOps):
 
     def over_keys(self, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:
         if self.rows.shared is not None and not spec.window:  # reading shared keys once gains more than splits do
-            return super().weigh(q, keys, values, spec)
+            return super().over_keys(q, keys, values, spec)
         size = self.cache.pool.page_size
         return split_attention(q, keys, values, self.rows, spec.scale, spec.softcap, spec.window, size)
 
