@@ -22,6 +22,10 @@ class BadWeights(EngineError, ValueError):
     """A tensor is missing, unknown, not finite, or has the wrong shape."""
 
 
+class NotEnoughMemory(EngineError, MemoryError):
+    """A device has no room for the weights of a model."""
+
+
 class OtherModel(EngineError, ValueError):
     """The loaded model computes something else than its source. `stage` names the first part that differs, `difference` is
     its largest relative error."""

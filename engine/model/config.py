@@ -100,6 +100,8 @@ class ModelConfig:
     unembed_bias: bool = False
     slopes: tuple[float, ...] = ()
     """per head, what is added to a score for each position of its key (ALiBi); empty: nothing"""
+    adapter: str = ""
+    """SHA-256 of the LoRA adapter that was merged into the weights; empty: none. Informative, as `family`"""
 
     def __post_init__(self) -> None:
         for name in (
