@@ -12,14 +12,14 @@ from replaylens.engine.errors import BadWeights
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAPPED_BYTES = 1 << 28
-"""how much of a file is read before it is mapped anew, which returns the memory of what was read"""
+"""how much is read before files are mapped anew, which returns the memory of what was read"""
 
 
 class Shards:
     """All tensors of a folder, one file or sharded by an index. BadWeights names the file at fault.
 
-    Files are mapped into memory. The pages that a mapping has read count as memory of the process until it ends, so a file
-    of which much was read is opened again: only tensors that are still in use keep their part of it.
+    Files are mapped into memory. The pages that were read of a mapping count as memory of the process until it ends. So files
+    are closed once much was read: only the mappings of tensors that are still in use remain.
     """
 
     def __init__(self, folder: Path, files: list[str] | None = None) -> None:
@@ -28,7 +28,7 @@ class Shards:
         self.names: dict[str, str] = {}
         """tensor -> its file"""
         self._open: dict[str, Any] = {}
-        self._read: dict[str, int] = {}
+        self._mapped = 0
         for file in _files(folder) if files is None else files:
             for name in self._handle(file).keys():  # noqa: SIM118 (not a dict)
                 if name in self.names:
@@ -39,11 +39,11 @@ class Shards:
 
     def read(self, name: str) -> Tensor:
         """The tensor, in a mapping of its file or a copy of it."""
-        file = self.names[name]
-        x: Tensor = self._handle(file).get_tensor(name)
-        self._read[file] = self._read.get(file, 0) + x.nbytes
-        if self._read[file] > MAPPED_BYTES:
-            del self._open[file], self._read[file]
+        x: Tensor = self._handle(self.names[name]).get_tensor(name)
+        self._mapped += x.nbytes
+        if self._mapped > MAPPED_BYTES:
+            self._open.clear()
+            self._mapped = 0
         return x
 
     def _handle(self, file: str) -> Any:
