@@ -142,7 +142,9 @@ def main(layers: int, arms: list[str], before: Path | None) -> None:
             numbers = {"checkpoint_mb": size, "beside_the_weights_mb": extra}
             numbers |= {f"{what}_mb" if what != "cpu_s" else what: value for what, value in found.items()}
             aim = {"aim": "<= +2 GB", "met": extra <= 2000} if arm == OURS else {}
-            table.add(f"{size / 1e3:.1f} GB: {arm}", ratio=found["peak"] / (found["imports"] + found["weights"]), **aim, **numbers)
+            table.add(
+                f"{size / 1e3:.1f} GB: {arm}", ratio=found["peak"] / (found["imports"] + found["weights"]), **aim, **numbers
+            )
     table.save(beside=True)
 
 

@@ -94,7 +94,8 @@ def require_readable(raw: dict[str, Any], family: Family) -> None:
             raise UnsupportedModel(
                 f"{name} with {field} = {raw[field]!r} is not supported. It must equal {other}: {raw[other]!r}."
             )
-    if quantised := raw.get("quantization_config"):  # folders are dequantised before
+    quantised = raw.get("quantization_config")  # of a model in memory: folders are dequantised before
+    if quantised and "gguf" not in str(quantised.get("quant_method")).lower():  # which transformers dequantises
         raise UnsupportedModel(
             f"The model in memory is quantised ({quantised!r:.120}). Give the folder of its checkpoint, or a model that is not."
         )

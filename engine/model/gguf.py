@@ -32,7 +32,7 @@ class GgufFile:
         self._gguf = gguf
         try:
             self._reader = gguf.GGUFReader(path)
-            fields = {name: field.contents() for name, field in self._reader.fields.items() if "tokenizer" not in name}
+            fields = {name: _value(field) for name, field in self._reader.fields.items() if "tokenizer" not in name}
         except Exception as e:
             raise BadWeights(f"{path} is not a readable GGUF file: {e}") from e
         self.architecture = str(fields.get("general.architecture"))
@@ -54,8 +54,7 @@ class GgufFile:
             self.architecture,
             self.metadata,
             vocab_size=int(self.tensors["token_embd.weight"].shape[1]),  # shapes are stored in reverse
-            tied="output.weight" not in self.tensors,
-            biased="blk.0.attn_q.bias" in self.tensors,
+            tensors=self.tensors,
             factors={name: self._read(f"{name}.weight").tolist() for name in _FACTORS if f"{name}.weight" in self.tensors},
         )
         return dict(made.to_dict())
@@ -111,3 +110,9 @@ class GgufFile:
         except ValueError as e:
             raise BadWeights(f"{self.path} is cut off within {name}: {e}. Copy it again.") from e
         return torch.from_numpy(np.ascontiguousarray(out, dtype=np.float32)).view(shape)
+
+
+def _value(field: Any) -> Any:
+    """A number of float32 as the shortest decimal that means it: 1e-06, as the model's own config says."""
+    value = field.contents()
+    return float(str(np.float32(value))) if isinstance(value, float) and field.types[0].name == "FLOAT32" else value

@@ -3,8 +3,8 @@
 A key that changes what the model computes is read or refused, never ignored.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from replaylens.engine.errors import BadWeights, UnsupportedModel
@@ -58,20 +58,21 @@ class Architecture:
     """q and k are stored with the two halves of each head interleaved"""
     norm_offset: float = 0.0
     """what llama.cpp adds to the weights of norms when it stores them"""
-    biases: tuple[str, ...] = ()
-    """fields that say whether attention has biases; the tensors tell"""
+    biases: Mapping[str, str] = field(default_factory=dict)
+    """fields that say whether products have biases -> a tensor that tells"""
 
 
 def _architecture(model_type: str, more: Mapping[str, str] | None = None, **rest: Any) -> Architecture:
     return Architecture(model_type, {**_SIZES, **(more or {})}, rest.pop("otherwise", {}), **rest)
 
 
+_BIASES = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
 _WINDOW = {"attention.sliding_window": "sliding_window"}
 _CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": _architecture("llama", rotates_pairs=True, biases=("attention_bias",)),
+    "llama": _architecture("llama", rotates_pairs=True, biases=_BIASES),
     "qwen2": _architecture("qwen2"),
-    "qwen3": _architecture("qwen3", biases=("attention_bias",)),
+    "qwen3": _architecture("qwen3", biases={"attention_bias": "attn_q.bias"}),
     "gemma": _architecture("gemma", norm_offset=1.0),
     "gemma2": _architecture(
         "gemma2",
@@ -96,9 +97,9 @@ ARCHITECTURES: dict[str, Architecture] = {
             "logit_scale": "logits_scaling",
         },
         rotates_pairs=True,
-        biases=("attention_bias",),
+        biases=_BIASES,
     ),
-    "starcoder2": Architecture("starcoder2", _LAYER_NORM, {}, biases=("use_bias",)),
+    "starcoder2": Architecture("starcoder2", _LAYER_NORM, {}, biases={"use_bias": "attn_q.bias"}),
     "gpt2": Architecture(
         "gpt2",
         {
@@ -127,9 +128,10 @@ def architecture_of(name: str) -> Architecture:
     return ARCHITECTURES[name]
 
 
-def config_of(name: str, metadata: Metadata, vocab_size: int, tied: bool, biased: bool, factors: Mapping[str, Any]) -> Any:
+def config_of(name: str, metadata: Metadata, vocab_size: int, tensors: Collection[str], factors: Mapping[str, Any]) -> Any:
     """The Hugging Face config of a file. UnsupportedModel or BadWeights names a key.
 
+    tensors  their names
     factors  rotary factors that the file stores as tensors, by the tensors' names
     """
     architecture = architecture_of(name)
@@ -140,7 +142,8 @@ def config_of(name: str, metadata: Metadata, vocab_size: int, tied: bool, biased
     if missing := architecture.fields.keys() - metadata.keys() - architecture.otherwise.keys() - {"attention.head_count_kv"}:
         raise BadWeights(f"The GGUF file lacks {name}.{min(missing)}. Is it complete?")
     fields = {field: metadata.get(key, architecture.otherwise.get(key)) for key, field in architecture.fields.items()}
-    fields |= {"vocab_size": vocab_size, "tie_word_embeddings": tied, **dict.fromkeys(architecture.biases, biased)}
+    fields |= {"vocab_size": vocab_size, "tie_word_embeddings": "output.weight" not in tensors}
+    fields |= {name: f"blk.0.{tensor}" in tensors for name, tensor in architecture.biases.items()}
     if lists := [field for field, value in fields.items() if isinstance(value, list)]:
         raise UnsupportedModel(f"GGUF files of {name} with another {lists[0]} in each layer are not supported.")
     if "num_key_value_heads" in fields:
