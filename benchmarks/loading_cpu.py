@@ -1,6 +1,6 @@
 """Peak memory and CPU seconds of loading a checkpoint of bfloat16 shards: ours, an older checkout, and Hugging Face.
 
-    python -m benchmarks.loading_cpu                    # makes a checkpoint of 4.7 GB in a temporary folder
+    python -m benchmarks.loading_cpu                    # makes a checkpoint of 3.8 GB in a temporary folder
     python -m benchmarks.loading_cpu --before FOLDER    # also an older checkout of this repository
 
 The checkpoint has the tensors of Llama-3.1-8B (the largest, embedding and head, have a gigabyte each) with fewer layers.
@@ -8,6 +8,7 @@ What loading needs beside the weights does not depend on the number of layers, s
 
 Every arm is a process of its own. Its peak is the kernel's VmHWM, which counts pages of mapped files that the process has
 touched; pages of files that the system caches after a read do not count. `getrusage` would start from the parent's memory.
+The first run on a machine also examines the shapes of the model (`replaylens doctor`), so the CPU seconds of a second count.
 """
 
 import argparse
@@ -150,7 +151,7 @@ def main(layers: int, arms: list[str], before: Path | None) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--before", type=Path)
     parser.add_argument("--arms", choices=list(ARMS), nargs="+", default=list(ARMS))
     parser.add_argument("--arm", choices=list(ARMS))
