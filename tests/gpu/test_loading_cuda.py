@@ -1,4 +1,4 @@
-"""Weights go from files to a CUDA device one by one: the bits of a model that was loaded on the host, and little host memory."""
+"""Weights go from files to a CUDA device one by one: the bits of a model that the host loaded, and little host memory."""
 
 import subprocess
 import sys
