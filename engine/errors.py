@@ -22,10 +22,6 @@ class BadWeights(EngineError, ValueError):
     """A tensor is missing, unknown, not finite, or has the wrong shape."""
 
 
-class NotEnoughMemory(EngineError, MemoryError):
-    """A device has no room for the weights of a model."""
-
-
 class OtherModel(EngineError, ValueError):
     """The loaded model computes something else than its source. `stage` names the first part that differs, `difference` is
     its largest relative error."""
@@ -70,6 +66,10 @@ class ModesChanged(EngineError, RuntimeError):
 
 class IntegrityError(EngineError, RuntimeError):
     """`check_integrity` found a fault in the engine's bookkeeping. The message names the first one. Please report it."""
+
+
+class NotEnoughMemory(EngineError, MemoryError):
+    """A device has no room for the weights of a model."""
 
 
 class BadPoolSize(EngineError, ValueError):

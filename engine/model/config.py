@@ -92,6 +92,8 @@ class ModelConfig:
     """the norm comes after the rotation (HunYuan)"""
     clip_qkv: float = 0.0
     """bound on the size of q, k and v; 0: none (OLMo)"""
+    adapter: str = ""
+    """SHA-256 of the LoRA adapter that was merged into the weights; empty: none. Informative, as `family`"""
     scale_by_layer: bool = False
     """q.k is divided by the number of the layer, counted from 1 (GPT-2)"""
     residual_scale: float = 1.0
@@ -100,8 +102,6 @@ class ModelConfig:
     unembed_bias: bool = False
     slopes: tuple[float, ...] = ()
     """per head, what is added to a score for each position of its key (ALiBi); empty: nothing"""
-    adapter: str = ""
-    """SHA-256 of the LoRA adapter that was merged into the weights; empty: none. Informative, as `family`"""
 
     def __post_init__(self) -> None:
         for name in (
