@@ -52,7 +52,7 @@ class Architecture:
     model_type: str
     fields: Mapping[str, str]
     """key -> field of the Hugging Face config; all must be there unless `otherwise` has them"""
-    otherwise: Mapping[str, Any]
+    otherwise: Mapping[str, Any] = field(default_factory=dict)
     """key -> its value if the file lacks it"""
     rotates_pairs: bool = False
     """q and k are stored with the two halves of each head interleaved"""
@@ -62,35 +62,32 @@ class Architecture:
     """fields that say whether products have biases -> a tensor that tells"""
 
 
-def _architecture(model_type: str, more: Mapping[str, str] | None = None, **rest: Any) -> Architecture:
-    return Architecture(model_type, {**_SIZES, **(more or {})}, rest.pop("otherwise", {}), **rest)
-
-
 _BIASES = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
 _WINDOW = {"attention.sliding_window": "sliding_window"}
 _CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": _architecture("llama", rotates_pairs=True, biases=_BIASES),
-    "qwen2": _architecture("qwen2"),
-    "qwen3": _architecture("qwen3", biases={"attention_bias": "attn_q.bias"}),
-    "gemma": _architecture("gemma", norm_offset=1.0),
-    "gemma2": _architecture(
+    "llama": Architecture("llama", _SIZES, rotates_pairs=True, biases=_BIASES),
+    "qwen2": Architecture("qwen2", _SIZES),
+    "qwen3": Architecture("qwen3", _SIZES, biases={"attention_bias": "attn_q.bias"}),
+    "gemma": Architecture("gemma", _SIZES, norm_offset=1.0),
+    "gemma2": Architecture(
         "gemma2",
-        {**_WINDOW, **_CAPS},
+        {**_SIZES, **_WINDOW, **_CAPS},
         norm_offset=1.0,
         otherwise={"attention.sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     ),
-    "gemma3": _architecture(
+    "gemma3": Architecture(
         "gemma3_text",
-        {**_WINDOW, "final_logit_softcapping": "final_logit_softcapping"},
+        {**_SIZES, **_WINDOW, "final_logit_softcapping": "final_logit_softcapping"},
         norm_offset=1.0,
         otherwise={"final_logit_softcapping": None},
     ),
-    "phi3": _architecture("phi3", _WINDOW, otherwise={"attention.sliding_window": None}),
-    "olmo2": _architecture("olmo2"),
-    "granite": _architecture(
+    "phi3": Architecture("phi3", {**_SIZES, **_WINDOW}, otherwise={"attention.sliding_window": None}),
+    "olmo2": Architecture("olmo2", _SIZES),
+    "granite": Architecture(
         "granite",
         {
+            **_SIZES,
             "attention.scale": "attention_multiplier",
             "embedding_scale": "embedding_multiplier",
             "residual_scale": "residual_multiplier",
@@ -99,7 +96,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         rotates_pairs=True,
         biases=_BIASES,
     ),
-    "starcoder2": Architecture("starcoder2", _LAYER_NORM, {}, biases={"use_bias": "attn_q.bias"}),
+    "starcoder2": Architecture("starcoder2", _LAYER_NORM, biases={"use_bias": "attn_q.bias"}),
     "gpt2": Architecture(
         "gpt2",
         {
@@ -110,7 +107,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             "attention.head_count": "n_head",
             "attention.layer_norm_epsilon": "layer_norm_epsilon",
         },
-        {},
     ),
 }
 _PARTIAL = frozenset({"phi3"})

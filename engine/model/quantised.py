@@ -15,7 +15,7 @@ from replaylens.engine.errors import BadWeights, UnsupportedModel
 from replaylens.engine.model import packed
 from replaylens.engine.model.source import Source
 
-Parts = dict[str, Tensor]
+WeightParts = dict[str, Tensor]
 """the tensors of one quantised weight, by the ends of their names"""
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _UNUSED = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale", ".prob_scale")
@@ -31,7 +31,7 @@ class Scheme:
     parts: tuple[str, ...]
     """ends of the names of the other tensors of a weight"""
     optional: tuple[str, ...]
-    decode: Callable[[Parts], Tensor]
+    decode: Callable[[WeightParts], Tensor]
     plain: str = ".weight"
     """end of the name of the plain weight"""
 
@@ -92,7 +92,7 @@ def _gptq(config: dict[str, Any]) -> Scheme:
     less_one = _require(config, "checkpoint_format", "gptq", "gptq", "gptq_v2") == "gptq"
     _require(config, "dynamic", {}, {})  # other bits for some modules
 
-    def decode(parts: Parts) -> Tensor:
+    def decode(parts: WeightParts) -> Tensor:
         qweight, qzeros, scales = parts[".qweight"], parts[".qzeros"], parts[".scales"]
         inputs = qweight.shape[0] * (32 // bits)
         groups = parts.get(".g_idx", _groups(inputs, config.get("group_size"), len(scales)))
@@ -108,7 +108,7 @@ def _awq(config: dict[str, Any]) -> Scheme:
     _require(config, "bits", None, 4)
     _require(config, "version", "gemm", "gemm")
 
-    def decode(parts: Parts) -> Tensor:
+    def decode(parts: WeightParts) -> Tensor:
         qweight, scales = parts[".qweight"], parts[".scales"]
         groups = _groups(len(qweight), config.get("group_size"), len(scales))
         return packed.from_awq(qweight, parts[".qzeros"], scales, groups)
@@ -129,7 +129,7 @@ def _fp8(config: dict[str, Any]) -> Scheme:
 
 
 def _float8(block: tuple[int, int] | None) -> Scheme:
-    def decode(parts: Parts) -> Tensor:
+    def decode(parts: WeightParts) -> Tensor:
         weight = parts[".weight"]
         scale = next(parts[end] for end in (".weight_scale_inv", ".weight_scale") if end in parts)
         _fits(weight.dtype in _FLOAT8, "the weight is not in float8")
@@ -165,7 +165,7 @@ def _compressed(config: dict[str, Any]) -> Scheme:
         return Scheme((".weight_scale",), (".weight",), (".weight_zero_point",), _from_int8)
     bits = _require(kind, "num_bits", None, 4, 8)
 
-    def decode(parts: Parts) -> Tensor:
+    def decode(parts: WeightParts) -> Tensor:
         (rows, inputs), scale = parts[".weight_shape"].tolist(), parts[".weight_scale"]
         size = inputs if kind.get("group_size") in (None, -1) else int(kind["group_size"])
         _fits(tuple(scale.shape) == (rows, -(-inputs // size)), "the scale has another shape")
@@ -175,7 +175,7 @@ def _compressed(config: dict[str, Any]) -> Scheme:
     return Scheme((".weight_packed",), (".weight_scale", ".weight_shape"), (".weight_zero_point",), decode)
 
 
-def _from_int8(parts: Parts) -> Tensor:
+def _from_int8(parts: WeightParts) -> Tensor:
     weight, scale = parts[".weight"], parts[".weight_scale"]
     _fits(weight.dtype == torch.int8, "the weight is not in int8")
     _require_scale(weight, scale, None)
@@ -183,7 +183,7 @@ def _from_int8(parts: Parts) -> Tensor:
     return packed.from_scaled(weight, scale, None)
 
 
-def _require_no_zero(parts: Parts) -> None:
+def _require_no_zero(parts: WeightParts) -> None:
     zero = parts.get(".weight_zero_point")
     _fits(zero is None or not bool(zero.any()), "the zero points of a symmetric scheme are not 0")
 

@@ -16,6 +16,7 @@ from replaylens.engine.errors import BadWeights, UnsupportedModel
 from replaylens.engine.model.families import FAMILIES
 from replaylens.engine.model.gguf_metadata import ARCHITECTURES
 from replaylens.engine.model.weights import load, weights_hash
+from tests.engine.model.test_adapter import trained
 from tests.families import SMALL, hugging_face
 
 ROPE = {"rope_type": "default", "rope_theta": 5000.0}
@@ -213,6 +214,14 @@ def test_the_factors_of_llama_3_are_read(tmp_path: Path) -> None:
     path = [int(token) for token in torch.randint(0, 97, (60,), generator=torch.Generator().manual_seed(0))]
     logits = [Engine(each).prompt(path).logits() for each in (ours, theirs)]
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-5)
+
+
+def test_an_adapter_is_merged_into_a_gguf_file(tmp_path: Path) -> None:
+    trained("llama", {"r": 4, "target_modules": ["q_proj", "down_proj"]}, tmp_path / "base", tmp_path / "adapter")
+    file = write(hugging_face("llama"), tmp_path / "x.gguf", "llama")
+    ours, theirs = (load(base, adapter=tmp_path / "adapter") for base in (file, tmp_path / "base"))
+    assert weights_hash(ours) == weights_hash(theirs) != weights_hash(load(file))
+    assert ours.config.adapter == theirs.config.adapter
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -16,6 +16,7 @@ from replaylens.engine.model import packed
 from replaylens.engine.model.quantised import dequantised
 from replaylens.engine.model.source import Source
 from replaylens.engine.model.weights import WEIGHTS_FILE, load, weights_hash
+from tests.engine.model.test_adapter import trained
 from tests.engine.model.test_weights import edit_json
 from tests.families import hugging_face
 
@@ -197,6 +198,15 @@ def test_serving_a_quantised_folder(tmp_path: Path) -> None:
     engine = Engine.load(tmp_path)
     assert torch.equal(engine.model.state_dict()["blocks.0.mlp.down.weight"], plain["model.layers.0.mlp.down_proj.weight"].T)
     assert engine.prompt([1, 2, 3]).generate(4).certified
+
+
+def test_an_adapter_is_merged_into_the_values_of_its_base(tmp_path: Path) -> None:
+    trained("llama", {"r": 4, "target_modules": ["q_proj", "down_proj"]}, tmp_path / "base", tmp_path / "adapter")
+    plain = write(tmp_path / "quantised", *FORMATS["gptq"])
+    save_file(plain, tmp_path / "base" / WEIGHTS_FILE)
+    ours, theirs = (load(tmp_path / name, adapter=tmp_path / "adapter") for name in ("quantised", "base"))
+    assert ours.config == theirs.config and weights_hash(ours) == weights_hash(theirs)
+    assert weights_hash(ours) != weights_hash(load(tmp_path / "quantised"))
 
 
 def test_mxfp4_blocks_are_the_values_of_their_bits() -> None:
