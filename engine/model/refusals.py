@@ -60,11 +60,18 @@ REFUSED: dict[str, tuple[str, str]] = {
 
 
 _SIGNS: dict[str, tuple[str, ...]] = {
-    # what is missing here: config fields that tell
-    ENCODER: ("is_encoder_decoder", "encoder_layers"),
-    LATENT: ("kv_lora_rank",),
-    EXPERTS: ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-    STATES: ("mamba_d_state", "ssm_state_size", "state_size", "conv_L_cache", "linear_num_key_heads", "attn_type_list"),
+    # what a model needs: config fields that tell
+    "an encoder beside the decoder": ("is_encoder_decoder", "encoder_layers"),
+    "latent attention with a compressed KV cache": ("kv_lora_rank",),
+    "a mixture of experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "layers with recurrent states or convolutions": (
+        "mamba_d_state",
+        "ssm_state_size",
+        "state_size",
+        "conv_L_cache",
+        "linear_num_key_heads",
+        "attn_type_list",
+    ),
     "attention to both sides": ("type_vocab_size",),
 }
 
