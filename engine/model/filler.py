@@ -64,11 +64,22 @@ def _copied(x: Tensor, dtype: torch.dtype, device: str) -> Tensor:
     """A contiguous copy: the source may be a file or a model that changes later."""
     x = x.detach()
     out = torch.empty(x.shape, dtype=dtype, device=device)
-    if x.dim() != 2 or x.is_contiguous() or out.device.type != "cpu" or x.device.type != "cpu":
+    if x.is_contiguous() or out.device.type != "cpu" or x.device.type != "cpu":
         return out.copy_(x.to(out.device))  # transposed there, if need be
-    for first in range(0, x.shape[1], _ROWS):  # converting and transposing in one step is three times slower
-        out[:, first : first + _ROWS].copy_(x[:, first : first + _ROWS].contiguous())
+    _transpose(x, out)
     return out
+
+
+def _transpose(x: Tensor, out: Tensor) -> None:
+    """Mutates `out`. Converting and transposing in one step would be three times slower."""
+    if x.dim() > 2:
+        for source, target in zip(x, out, strict=True):
+            _transpose(source, target)
+    elif x.dim() < 2:
+        out.copy_(x)
+    else:
+        for first in range(0, x.shape[1], _ROWS):
+            out[:, first : first + _ROWS].copy_(x[:, first : first + _ROWS].contiguous())
 
 
 def _finite(x: Tensor) -> bool:

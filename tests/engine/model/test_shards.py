@@ -124,11 +124,11 @@ def test_a_copy_of_the_embedding_is_tied_and_another_head_is_not(tmp_path: Path)
     assert torch.equal(untied.unembedding, 2 * untied.embed)
 
 
-@pytest.mark.parametrize("shape", [(3, 5), (700, 1030), (1, 1), (4, 0)])
+@pytest.mark.parametrize("shape", [(3, 5), (700, 1030), (1, 1), (4, 0), (9,), (3, 4, 5)])
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32, torch.float64])
-def test_a_transposed_copy_has_the_numbers_of_its_source(shape: tuple[int, int], stored: torch.dtype) -> None:
+def test_a_transposed_copy_has_the_numbers_of_its_source(shape: tuple[int, ...], stored: torch.dtype) -> None:
     x = torch.randn(shape).to(stored)
-    for source in (x, x.T, x[::2], x.T[1:]):
+    for source in (x, x.transpose(-1, -len(shape)), x.transpose(-1, 0)[1:], x[::2], x.flip(0)[..., ::2]):
         copied = filler._copied(source, torch.float32, "cpu")
         assert copied.is_contiguous() and torch.equal(copied, source.float())
         assert copied.data_ptr() != source.data_ptr() or copied.numel() == 0
