@@ -58,6 +58,7 @@ class Engine(TransformerLensVerbs):
         device: str = "cpu",
         dtype: torch.dtype | None = None,
         tokenizer: Any = None,
+        adapter: str | Path | None = None,
         draft_model: Any = None,
         cache_tokens: int = 8192,
         page_size: int = 16,
@@ -74,6 +75,8 @@ class Engine(TransformerLensVerbs):
 
         device       "cpu" (float32) or "cuda" (default dtype: bfloat16)
         tokenizer    replaces the source's own
+        adapter      the folder of a LoRA adapter in peft's format, merged into the weights of a folder or .gguf file. The
+                     fingerprint names it. A folder that holds only an adapter loads by itself if its base is a folder here
         draft_model  a smaller model with the same tokenizer, for the `model` drafter; any source that `load` takes
         guess        for models that think: how a prompt's thoughts are guessed ahead (see `ThinkingCore`)
         check        compare with transformers on a few tokens, layer by layer; OtherModel if they differ. None: check only
@@ -84,10 +87,11 @@ class Engine(TransformerLensVerbs):
         dtype = default_dtype(device, dtype)
         if draft_model is None and isinstance(source, str) and source == "coin-plain":
             draft_model = "coin-draft"
-        draft = None if draft_model is None else load_model(draft_model, dtype, check=False)[0].to(device)
+        draft = None if draft_model is None else load_model(draft_model, dtype, check=False, device=device)[0]
         check = None if check is None else flag("check", check)
         if (found := _thinking_model(source)) is not None:
             weights.require_unchecked(bool(check), "a model that thinks")
+            _require_no_adapter(adapter, "a model that thinks")
             thinker, text = found
             return ThinkingEngine(
                 weights.in_dtype(thinker, dtype).to(device),
@@ -105,9 +109,10 @@ class Engine(TransformerLensVerbs):
             )
         if not isinstance(guess, str) or guess not in GUESSES:
             raise BadRequest(f"Invalid guess={shown(guess)}. Give one of {', '.join(GUESSES)}, for models that think only.")
-        model, text = load_model(source, dtype, weights.is_live(source) if check is None else check)
+        check = weights.is_live(source) if check is None else check
+        model, text = load_model(source, dtype, check, device, adapter)
         return cls(
-            model.to(device),
+            model,
             text if tokenizer is None else tokenizer,
             cache_tokens=cache_tokens,
             page_size=page_size,
@@ -219,12 +224,15 @@ def default_dtype(device: str, dtype: torch.dtype | None = None) -> torch.dtype:
     return dtype
 
 
-def load_model(source: Any, dtype: torch.dtype, check: bool) -> tuple[Decoder, Text]:
-    """A decoder and its tokenizer, from any source of `Engine.load`; `check` as in `weights.load`."""
+def load_model(
+    source: Any, dtype: torch.dtype, check: bool, device: str = "cpu", adapter: str | Path | None = None
+) -> tuple[Decoder, Text]:
+    """A decoder and its tokenizer, from any source of `Engine.load`; the options as in `weights.load`."""
     if isinstance(source, str) and source in zoo.names():
         weights.require_unchecked(check, source)
+        _require_no_adapter(adapter, source)
         plain, words = zoo.load_embedded(source)
-        return weights.load(plain, dtype), Text(words)
+        return weights.load(plain, dtype, device=device), Text(words)
     if isinstance(source, str) and source == smollm2.SHORT:
         source = smollm2.fetched_folder()
     if isinstance(source, str | Path) and not _exists(Path(source)):
@@ -233,9 +241,17 @@ def load_model(source: Any, dtype: torch.dtype, check: bool) -> tuple[Decoder, T
             f"{source} is neither a folder nor a .gguf file. {known} For a model of the Hugging Face hub, download it "
             "(hf download) and give the folder, or pass the loaded transformers model."
         )
-    is_folder = isinstance(source, str | Path) and Path(source).is_dir()
-    text = load_text(Path(source)) if is_folder else Text(getattr(source, "tokenizer", None))
-    return weights.load(source, dtype, check), text
+    if isinstance(source, str | Path):
+        path, adapter = weights.located(Path(source), None if adapter is None else Path(adapter))
+        folders = [folder for folder in (adapter, path) if folder is not None and folder.is_dir()]
+        text = next((found for found in map(load_text, folders) if found.tokenizer is not None), Text(None))
+        return weights.load(path, dtype, check, device, adapter), text
+    return weights.load(source, dtype, check, device, adapter), Text(getattr(source, "tokenizer", None))
+
+
+def _require_no_adapter(adapter: str | Path | None, what: str) -> None:
+    if adapter is not None:
+        raise BadRequest(f"adapter= goes with the folder of a base model, not with {what}. Leave adapter out.")
 
 
 def _exists(path: Path) -> bool:

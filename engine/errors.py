@@ -72,6 +72,10 @@ class IntegrityError(EngineError, RuntimeError):
     """`check_integrity` found a fault in the engine's bookkeeping. The message names the first one. Please report it."""
 
 
+class NotEnoughMemory(EngineError, MemoryError):
+    """A device has no room for the weights of a model."""
+
+
 class BadPoolSize(EngineError, ValueError):
     """A page pool with no pages, or pages with no slots."""
 

@@ -141,6 +141,8 @@ class ModelConfig:
     """the norm comes after the rotation (HunYuan)"""
     clip_qkv: float = 0.0
     """bound on the size of q, k and v; 0: none (OLMo)"""
+    adapter: str = ""
+    """SHA-256 of the LoRA adapter that was merged into the weights; empty: none. Informative, as `family`"""
     scale_by_layer: bool = False
     """q.k is divided by the number of the layer, counted from 1 (GPT-2)"""
     residual_scale: float = 1.0

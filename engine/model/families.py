@@ -71,5 +71,5 @@ def family_of(raw: Raw) -> str:
     """The family of a Hugging Face config; UnsupportedModel says what an unknown one lacks, and what comes closest."""
     name = str(raw.get("model_type"))
     if name not in FAMILIES:
-        raise UnsupportedModel(refusal(name, FAMILIES))
+        raise UnsupportedModel(refusal(name, FAMILIES, raw))
     return name

@@ -7,7 +7,7 @@ part of the wiring, and the few functions that rearrange a tensor.
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,14 @@ Raw = dict[str, Any]
 Get = Callable[[str], Tensor]
 """the source tensor of a Hugging Face name"""
 Tensors = dict[str, Tensor]
+
+
+class Sink(Protocol):
+    """Where tensors go, by our names: a dictionary, or the decoder that they fill."""
+
+    def __setitem__(self, name: str, x: Tensor, /) -> None: ...
+
+
 Arrange = Callable[[ModelConfig, Tensor], Tensor]
 """a source tensor (weights: [outputs, inputs], biases: [outputs]) -> the same in our order of outputs. Of products by head:
 [heads, inputs, outputs]"""
@@ -129,12 +137,20 @@ class Family:
 
     def tensors(self, config: ModelConfig, get: Get) -> Tensors:
         """All tensors that a decoder of `config` has, by our names."""
+        out: Tensors = {}
+        self.fill(config, get, out)
+        return out
+
+    def fill(self, config: ModelConfig, get: Get, out: Sink) -> None:
+        """Mutates: set all tensors that a decoder of `config` has in `out`, by our names, one after the other."""
         names, parts = self.names, {**self.names.parts, **self.renamed(config)}
         get = respelled(get, names.spellings)
-        out: Tensors = {"embed": get(f"{names.embed}.weight")}
+        embed = get(f"{names.embed}.weight")
         if names.embed_norm:
             weight, bias = (get(f"{names.embed_norm}.{end}").float() for end in ("weight", "bias"))
-            out["embed"] = F.layer_norm(out["embed"].float(), (config.d_model,), weight, bias, config.norm_eps)
+            embed = F.layer_norm(embed.float(), (config.d_model,), weight, bias, config.norm_eps)
+        out["embed"] = embed
+        del embed  # it may be a large part of all weights
         if config.learned_positions:
             out["pos_embed"] = get(f"{names.pos_embed}.weight")[names.pos_offset :]
         if not config.tied_embeddings:
@@ -165,7 +181,6 @@ class Family:
                     x = self.arrange[part](config, x)
                 is_weight = isinstance(module, Linear) and end == "weight"
                 out[f"blocks.{layer}.{name}"] = x.T if is_weight and names.transposed else x
-        return out
 
     def unused(self, config: ModelConfig, unread: list[str]) -> list[str]:
         """The names of tensors that were not read, and that the family does not leave out on purpose."""

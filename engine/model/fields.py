@@ -94,9 +94,11 @@ def require_readable(raw: dict[str, Any], family: Family) -> None:
             raise UnsupportedModel(
                 f"{name} with {field} = {raw[field]!r} is not supported. It must equal {other}: {raw[other]!r}."
             )
-    quantised = raw.get("quantization_config")
-    if quantised and "gguf" not in str(quantised.get("quant_method")).lower():  # transformers dequantises GGUF files
-        _refuse(name, "quantization_config", quantised)
+    quantised = raw.get("quantization_config")  # of a model in memory: folders are dequantised before
+    if quantised and "gguf" not in str(quantised.get("quant_method")).lower():  # which transformers dequantises
+        raise UnsupportedModel(
+            f"The model in memory is quantised ({quantised!r:.120}). Give the folder of its checkpoint, or a model that is not."
+        )
     ropes = raw.get("rope_parameters") or {}
     nested = {kind: each for kind, each in ropes.items() if isinstance(each, dict)}
     if nested and not family.nested_ropes:

@@ -1,7 +1,8 @@
 """Model types that do not load, what they lack, and which families come closest."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 EXPERTS = "a mixture of experts"
 STATES = "layers with recurrent states or convolutions"
@@ -44,8 +45,25 @@ REFUSED: dict[str, tuple[str, str]] = {
 }
 
 
-def refusal(model_type: str, known: Iterable[str]) -> str:
-    """Why a model type does not load, and what comes closest."""
+_SIGNS: dict[str, tuple[str, ...]] = {
+    # what a model needs: config fields that tell
+    "an encoder beside the decoder": ("is_encoder_decoder", "encoder_layers"),
+    "latent attention with a compressed KV cache": ("kv_lora_rank",),
+    "a mixture of experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "layers with recurrent states or convolutions": (
+        "mamba_d_state",
+        "ssm_state_size",
+        "state_size",
+        "conv_L_cache",
+        "linear_num_key_heads",
+        "attn_type_list",
+    ),
+    "attention to both sides": ("type_vocab_size",),
+}
+
+
+def refusal(model_type: str, known: Iterable[str], config: Mapping[str, Any] | None = None) -> str:
+    """Why a model type does not load, and what comes closest. Of a type that is not listed, its config tells."""
     families = sorted(known)
     if model_type in REFUSED:
         missing, closest = REFUSED[model_type]
@@ -53,4 +71,13 @@ def refusal(model_type: str, known: Iterable[str]) -> str:
     else:
         near = difflib.get_close_matches(model_type, families, n=3)
         why = f"Closest by name: {', '.join(near)}." if near else "No family has a similar name."
+        why = f"{_told(config or {})}{why}"
     return f"The model_type {model_type!r} is not supported. {why} Known: {', '.join(families)}."
+
+
+def _told(config: Mapping[str, Any]) -> str:
+    """What an unknown model needs, as far as its config tells."""
+    found = {what: next((name for name in names if config.get(name)), "") for what, names in _SIGNS.items()}
+    needs = [f"{what} ({name} = {config[name]!r})" for what, name in found.items() if name]
+    told = f"Its config asks for {', and '.join(needs)}. " if needs else ""
+    return told + ("Its code comes with the checkpoint, and is not run. " if config.get("auto_map") else "")

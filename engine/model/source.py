@@ -1,18 +1,13 @@
-"""`Source`: tensors by their Hugging Face names, from a folder of safetensors files or from a model in memory."""
+"""`Source`: tensors by their Hugging Face names, from files or from a model in memory."""
 
-import json
 import re
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from replaylens.engine.errors import BadWeights, MissingTensor
 
-WEIGHTS_FILE = "model.safetensors"
 HEAD = "lm_head.weight"
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """dtypes whose values are the weights; other dtypes need scales"""
@@ -68,37 +63,3 @@ class Source:
         here = self.begins[1]
         mine = (name for name in self.names - set(self.shapes) if name.startswith((here, "lm_head.")))
         return sorted(name for name in mine if not _NO_WEIGHT.search(name.removeprefix(here)))
-
-
-def safetensors(folder: Path) -> Source:
-    """All tensors of a folder, one file or sharded by an index."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            bad = [name for name in files if Path(name).name != name]
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise BadWeights(f"{index} is not an index of shards ({e!r}). Copy it again.") from None
-        if bad:
-            raise BadWeights(f"{index} points outside its folder: {bad}.")
-        if (folder / WEIGHTS_FILE).exists() and WEIGHTS_FILE not in files:  # transformers would read this one alone
-            raise BadWeights(f"{folder} holds both {WEIGHTS_FILE} and {index.name}, which may be two models. Remove one.")
-    else:
-        files = [WEIGHTS_FILE]
-    owner: dict[str, tuple[str, Any]] = {}
-    for file in files:
-        handle = _opened(folder / file)
-        for name in handle.keys():  # noqa: SIM118 (not a dict)
-            if name in owner:
-                raise BadWeights(f"Tensor {name} is both in {owner[name][0]} and in {file}. Is one left from an earlier save?")
-            owner[name] = file, handle
-    return Source(owner, lambda name: owner[name][1].get_tensor(name))
-
-
-def _opened(file: Path) -> Any:
-    if not file.exists():
-        raise BadWeights(f"{file} is missing. Only safetensors checkpoints are read (no pickle).")
-    try:
-        return safe_open(file, framework="pt")
-    except Exception as e:
-        raise BadWeights(f"{file} is not a readable safetensors file: {e}") from e

@@ -29,7 +29,7 @@ def doctor(
 
 
 def _load(name: str, device: str) -> Decoder:
-    return load_model(name, default_dtype(device), check=False)[0].to(device)
+    return load_model(name, default_dtype(device), check=False, device=device)[0]
 
 
 def _show(certificate: Certificate, model: str) -> None:

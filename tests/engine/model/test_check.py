@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from replaylens import Engine
 from replaylens.engine.errors import BadRequest, BadWeights, OtherModel, UnsupportedModel
-from replaylens.engine.model import weights
+from replaylens.engine.model import translated
 from replaylens.engine.model.config import ModelConfig, Rope
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
@@ -211,12 +211,12 @@ def test_a_wrong_translation_of_a_config_is_found(
     plant: str, folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, changes, stage = TRANSLATIONS[plant]
-    right = weights._with_its_head
+    right = translated._with_its_head
 
     def wrong(config: ModelConfig, *rest: Any) -> ModelConfig:
         return replace(right(config, *rest), **changes)
 
-    monkeypatch.setattr(weights, "_with_its_head", wrong)
+    monkeypatch.setattr(translated, "_with_its_head", wrong)
     for each in (hugging_face(name), folder(name)):
         load(each)  # the control: no other check notices
         with pytest.raises(OtherModel, match=stage):
@@ -226,7 +226,7 @@ def test_a_wrong_translation_of_a_config_is_found(
 def test_a_head_that_is_taken_for_the_embedding_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     model = own("llama3")
     _replace_head(model)
-    monkeypatch.setattr(weights, "_with_its_head", lambda config, *_: config)
+    monkeypatch.setattr(translated, "_with_its_head", lambda config, *_: config)
     load(model)
     with pytest.raises(OtherModel, match="the final norm or the unembedding"):
         load(model, check=True)
@@ -253,7 +253,6 @@ IGNORED: dict[str, tuple[str, dict[str, Any]]] = {
     "partial_rotary_factor of Qwen3": ("qwen3", {"partial_rotary_factor": 0.5}),
     "sliding_window": ("llama", {"sliding_window": 7}),
     "layer_types": ("llama", {"layer_types": ["sliding_attention"] * 3}),
-    "quantization_config": ("llama", {"quantization_config": {"quant_method": "fp8"}}),
     "attention_bias": ("mistral", {"attention_bias": True}),
     "mlp_bias": ("qwen3", {"mlp_bias": True}),
     "attn_logit_softcapping": ("gemma3", {"attn_logit_softcapping": 50.0}),
@@ -414,7 +413,7 @@ def test_an_adapter_beside_the_weights_is_named(folder: Callable[[str], Path]) -
     """Transformers would apply the adapter silently."""
     at = folder("llama")
     (at / "adapter_config.json").write_text("{}")
-    with pytest.raises(UnsupportedModel, match=r"adapter.*Merge it"):
+    with pytest.raises(UnsupportedModel, match=r"adapter.*Give both"):
         load(at)
 
 
@@ -461,7 +460,7 @@ def test_the_whole_says_whether_a_multimodal_head_is_tied(tmp_path: Path) -> Non
 
 def test_folders_are_compared_when_asked(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[Any] = []
-    monkeypatch.setattr(weights, "require_same", lambda *args: compared.append(args))
+    monkeypatch.setattr(translated, "require_same", lambda *args: compared.append(args))
     at = folder("llama")
     Engine.load(at)
     Engine.load(hugging_face("llama"), check=False)

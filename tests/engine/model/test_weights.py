@@ -424,6 +424,25 @@ def test_unsupported_architecture_is_named(model_type: str, why: str, llama: Pat
         load(llama)
 
 
+@pytest.mark.parametrize(
+    "fields, text",
+    [
+        ({"num_experts": 8}, r"asks for a mixture of experts \(num_experts = 8\). Closest by name: llama"),
+        (
+            {"kv_lora_rank": 16, "n_routed_experts": 4},
+            r"asks for latent attention .*\(kv_lora_rank = 16\), and a mixture of experts \(n_routed_experts = 4\)",
+        ),
+        ({"state_size": 16, "auto_map": {"AutoModel": "m.M"}}, r"recurrent states .*code comes with the checkpoint"),
+        ({"is_encoder_decoder": True}, r"asks for an encoder beside the decoder"),
+        ({"is_encoder_decoder": False, "num_experts": 0}, r"'llama9' is not supported. Closest by name: llama"),
+    ],
+)
+def test_the_config_of_an_unknown_architecture_tells_what_it_needs(fields: dict[str, Any], text: str, llama: Path) -> None:
+    edit_json(llama / "config.json", model_type="llama9", **fields)
+    with pytest.raises(UnsupportedModel, match=text):
+        load(llama)
+
+
 def test_unsupported_live_model_is_named() -> None:
     """The same for a model in memory."""
     import transformers

@@ -1,0 +1,207 @@
+"""Reads checkpoints whose weights are quantised, by the `quantization_config` of their config.
+
+Weights become plain numbers as they are read; the model then computes like any other. Activations and KV stay in the engine's
+dtype, also where the config describes how to quantise them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from replaylens.engine.errors import BadWeights, UnsupportedModel
+from replaylens.engine.model import packed
+from replaylens.engine.model.source import Source
+
+WeightParts = dict[str, Tensor]
+"""the tensors of one quantised weight, by the ends of their names"""
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_UNUSED = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale", ".prob_scale")
+"""ends of the names of tensors that quantise activations and KV"""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """One way of storing weights."""
+
+    marks: tuple[str, ...]
+    """a name with one of these ends tells that the weight is quantised"""
+    parts: tuple[str, ...]
+    """ends of the names of the other tensors of a weight"""
+    optional: tuple[str, ...]
+    decode: Callable[[WeightParts], Tensor]
+    plain: str = ".weight"
+    """end of the name of the plain weight"""
+
+
+def dequantised(source: Source, config: dict[str, Any]) -> Source:
+    """The plain weights of a quantised checkpoint. UnsupportedModel names a method or a value that is not supported."""
+    scheme = _scheme(config)
+    marks = {name.removesuffix(end): end for name in source.names for end in scheme.marks if name.endswith(end)}
+    if not marks:
+        raise UnsupportedModel(
+            f"The config sets quantization_config to {config!r:.120}, but no weight is stored that way. Remove "
+            "quantization_config from the config if the weights are plain."
+        )
+    ends = (*scheme.marks, *scheme.parts, *scheme.optional)
+    used = {module + end for module in marks for end in ends}
+    weights = {module + scheme.plain: module for module in marks}
+
+    def read(name: str) -> Tensor:
+        if name not in weights:
+            return source.read(name)
+        module = weights[name]
+        parts = {end: source.read(module + end) for end in ends if module + end in source.names}
+        if missing := [end for end in (marks[module], *scheme.parts) if end not in parts]:
+            raise BadWeights(f"{module} is quantised, but {module}{missing[0]} is missing. Is the checkpoint complete?")
+        try:
+            return scheme.decode(parts)
+        except (ValueError, IndexError, RuntimeError) as e:
+            shapes = ", ".join(f"{end[1:]} {x.dtype} {tuple(x.shape)}" for end, x in parts.items())
+            raise BadWeights(f"{module} does not hold weights as its quantization_config says: {shapes} ({e}).") from e
+
+    return Source(weights.keys() | {name for name in source.names - used if not name.endswith(_UNUSED)}, read)
+
+
+def _scheme(config: dict[str, Any]) -> Scheme:
+    method = str(config.get("quant_method"))
+    if method not in _METHODS:
+        raise UnsupportedModel(
+            f"Weights quantised by {method!r} are not supported. Supported: {', '.join(sorted(_METHODS))}, and GGUF files. "
+            "Give a checkpoint in float16 or bfloat16."
+        )
+    return _METHODS[method](config)
+
+
+def _require(config: dict[str, Any], field: str, default: Any, *values: Any) -> Any:
+    """The value of a field, which must be one of `values`."""
+    value = config.get(field)
+    value = default if value is None else value.lower() if isinstance(value, str) else value
+    if value not in values:
+        raise UnsupportedModel(
+            f"Weights quantised by {config.get('quant_method')!r} with {field} = {value!r} are not supported. Supported: "
+            f"{', '.join(map(repr, values))}."
+        )
+    return value
+
+
+def _gptq(config: dict[str, Any]) -> Scheme:
+    bits = _require(config, "bits", None, 2, 4, 8)
+    less_one = _require(config, "checkpoint_format", "gptq", "gptq", "gptq_v2") == "gptq"
+    _require(config, "dynamic", {}, {})  # other bits for some modules
+
+    def decode(parts: WeightParts) -> Tensor:
+        qweight, qzeros, scales = parts[".qweight"], parts[".qzeros"], parts[".scales"]
+        inputs = qweight.shape[0] * (32 // bits)
+        groups = parts.get(".g_idx", _groups(inputs, config.get("group_size"), len(scales)))
+        _fits(groups.shape == (inputs,), "g_idx has another size")
+        if less_one and bool((packed.unpacked(qzeros, bits, 1) == (1 << bits) - 1).any()):
+            raise ValueError("a zero point is stored as the largest number, which readers of this format take for two things")
+        return packed.from_gptq(qweight, qzeros, scales, groups, bits, less_one)
+
+    return Scheme((".qweight",), (".qzeros", ".scales"), (".g_idx",), decode)
+
+
+def _awq(config: dict[str, Any]) -> Scheme:
+    _require(config, "bits", None, 4)
+    _require(config, "version", "gemm", "gemm")
+
+    def decode(parts: WeightParts) -> Tensor:
+        qweight, scales = parts[".qweight"], parts[".scales"]
+        groups = _groups(len(qweight), config.get("group_size"), len(scales))
+        return packed.from_awq(qweight, parts[".qzeros"], scales, groups)
+
+    return Scheme((".qweight",), (".qzeros", ".scales"), (), decode)
+
+
+def _groups(inputs: int, size: Any, count: int) -> Tensor:
+    """The group of each input; `size` None or -1: one group."""
+    size = inputs if size in (None, -1) else size
+    _fits(-(-inputs // size) == count, f"{count} groups of {size} do not cover {inputs} inputs")
+    return torch.arange(inputs) // size
+
+
+def _fp8(config: dict[str, Any]) -> Scheme:
+    block = config.get("weight_block_size")
+    return _float8(None if block is None else (int(block[0]), int(block[1])))
+
+
+def _float8(block: tuple[int, int] | None) -> Scheme:
+    def decode(parts: WeightParts) -> Tensor:
+        weight = parts[".weight"]
+        scale = next(parts[end] for end in (".weight_scale_inv", ".weight_scale") if end in parts)
+        _fits(weight.dtype in _FLOAT8, "the weight is not in float8")
+        _require_scale(weight, scale, block)
+        return packed.from_scaled(weight, scale, block)
+
+    return Scheme((".weight_scale_inv", ".weight_scale"), (".weight",), (), decode)
+
+
+def _require_scale(weight: Tensor, scale: Tensor, block: tuple[int, int] | None) -> None:
+    rows, columns = weight.shape
+    by_row = ((rows,), (rows, 1))
+    by_block = ((-(-rows // block[0]), -(-columns // block[1])),) if block else ()
+    _fits(scale.numel() == 1 or tuple(scale.shape) in (by_block or by_row), "the scale has another shape")
+
+
+def _compressed(config: dict[str, Any]) -> Scheme:
+    """compressed-tensors, with one kind of weights."""
+    groups = list((config.get("config_groups") or {}).values())
+    kinds = [group.get("weights") or {} for group in groups if isinstance(group, dict)]
+    if len(kinds) != 1:
+        raise UnsupportedModel(f"compressed-tensors with {len(kinds)} groups of weights is not supported. Supported: one.")
+    kind = {**kinds[0], "quant_method": "compressed-tensors"}
+    form = _require(config, "format", None, "float-quantized", "int-quantized", "pack-quantized")
+    _require(kind, "symmetric", True, True)
+    _require(kind, "actorder", None, None, False, "weight", "static")  # "group" permutes inputs
+    if form == "float-quantized":
+        _require(kind, "num_bits", None, 8)
+        block = kind.get("block_structure")
+        return _float8(None if block is None else (int(block[0]), int(block[1])))
+    if form == "int-quantized":
+        _require(kind, "num_bits", None, 8)
+        return Scheme((".weight_scale",), (".weight",), (".weight_zero_point",), _from_int8)
+    bits = _require(kind, "num_bits", None, 4, 8)
+
+    def decode(parts: WeightParts) -> Tensor:
+        (rows, inputs), scale = parts[".weight_shape"].tolist(), parts[".weight_scale"]
+        size = inputs if kind.get("group_size") in (None, -1) else int(kind["group_size"])
+        _fits(tuple(scale.shape) == (rows, -(-inputs // size)), "the scale has another shape")
+        _require_no_zero(parts)
+        return packed.from_packed(parts[".weight_packed"], scale, inputs, size, bits)
+
+    return Scheme((".weight_packed",), (".weight_scale", ".weight_shape"), (".weight_zero_point",), decode)
+
+
+def _from_int8(parts: WeightParts) -> Tensor:
+    weight, scale = parts[".weight"], parts[".weight_scale"]
+    _fits(weight.dtype == torch.int8, "the weight is not in int8")
+    _require_scale(weight, scale, None)
+    _require_no_zero(parts)
+    return packed.from_scaled(weight, scale, None)
+
+
+def _require_no_zero(parts: WeightParts) -> None:
+    zero = parts.get(".weight_zero_point")
+    _fits(zero is None or not bool(zero.any()), "the zero points of a symmetric scheme are not 0")
+
+
+def _mxfp4(config: dict[str, Any]) -> Scheme:
+    return Scheme(("_blocks",), ("_scales",), (), lambda parts: packed.from_mxfp4(parts["_blocks"], parts["_scales"]), "")
+
+
+def _fits(condition: bool, what: str) -> None:
+    if not condition:
+        raise ValueError(what)
+
+
+_METHODS: dict[str, Callable[[dict[str, Any]], Scheme]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "fp8": _fp8,
+    "fbgemm_fp8": lambda config: _float8(None),
+    "compressed-tensors": _compressed,
+    "mxfp4": _mxfp4,
+}

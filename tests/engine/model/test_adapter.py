@@ -1,0 +1,230 @@
+"""LoRA adapters: peft's own merge is the oracle; what is not a sum of products is refused by name."""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from replaylens import Engine
+from replaylens.engine.errors import BadConfig, BadRequest, BadWeights, UnsupportedModel
+from replaylens.engine.model.adapter import ADAPTER_FILE, WEIGHTS_FILE, Adapter
+from replaylens.engine.model.weights import load, save, weights_hash
+from tests.engine.model.test_weights import edit_json
+from tests.families import hugging_face
+
+ATTENTION = ["q_proj", "v_proj", "down_proj"]
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "attention and MLP": ("llama", {"r": 4, "lora_alpha": 6, "target_modules": ATTENTION}),
+    "ranks and alphas by module": (
+        "llama",
+        {
+            "r": 4,
+            "lora_alpha": 6,
+            "target_modules": ATTENTION,
+            "rank_pattern": {"layers.1.self_attn.q_proj": 2, "down_proj": 3},
+            "alpha_pattern": {r"layers\.\d+\.self_attn\.v_proj": 5},
+        },
+    ),
+    "rank-stabilised": ("qwen3", {"r": 4, "lora_alpha": 6, "target_modules": ATTENTION, "use_rslora": True}),
+    "stored transposed": ("gpt2", {"r": 4, "lora_alpha": 6, "target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
+    "fused": ("neox", {"r": 4, "target_modules": ["query_key_value", "dense_h_to_4h"]}),
+    "embedding, untied": ("llama", {"r": 4, "target_modules": ["embed_tokens", "q_proj"]}),
+    "head, untied": ("llama", {"r": 4, "target_modules": ["lm_head", "q_proj"]}),
+    "modules trained as a whole": ("llama", {"r": 4, "target_modules": ATTENTION, "modules_to_save": ["lm_head", "norm"]}),
+}
+
+
+def trained(name: str, options: dict[str, Any], base: Path, adapter: Path, seed: int = 0) -> Any:
+    """Write a base and an adapter with random weights. Returns peft's model."""
+    hugging_face(name).save_pretrained(base)
+    model = copy.deepcopy(hugging_face(name))
+    model.name_or_path = str(base)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter_name, parameter in adapted.named_parameters():
+            if "lora_" in parameter_name or "modules_to_save" in parameter_name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    adapted.save_pretrained(adapter)
+    return adapted
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    """A base and an adapter, to damage."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    trained(*KINDS["attention and MLP"], base, adapter)
+    return base, adapter
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_merged_model_is_pefts(kind: str, tmp_path: Path) -> None:
+    """Every weight within float32's rounding of peft's merge, and far from the base."""
+    name, options = KINDS[kind]
+    adapted = trained(name, options, tmp_path / "base", tmp_path / "adapter")
+    ours = load(tmp_path / "base", adapter=tmp_path / "adapter")
+    theirs, base = load(adapted.merge_and_unload()), load(tmp_path / "base")
+    assert ours.config.adapter == Adapter.read(tmp_path / "adapter").digest and not base.config.adapter
+    changed = 0
+    for key, x in ours.state_dict().items():
+        torch.testing.assert_close(x, theirs.state_dict()[key], rtol=1e-6, atol=1e-6)
+        changed += not torch.equal(x, base.state_dict()[key])
+        assert torch.equal(x, base.state_dict()[key]) == torch.equal(theirs.state_dict()[key], base.state_dict()[key]), key
+    assert changed
+
+
+def test_a_weight_is_the_sum_rounded_once(folders: tuple[Path, Path]) -> None:
+    """The definition, in float64: W + alpha / rank * B A."""
+    base, adapter = folders
+    tensors, plain = load_file(adapter / WEIGHTS_FILE), load(base).state_dict()["blocks.1.mlp.down.weight"]
+    begin = "base_model.model.model.layers.1.mlp.down_proj.lora_"
+    product = tensors[f"{begin}B.weight"].double() @ tensors[f"{begin}A.weight"].double()
+    merged = load(base, adapter=adapter).state_dict()["blocks.1.mlp.down.weight"]
+    assert torch.equal(merged, (plain.double() + 6 / 4 * product.T).float())
+
+
+def test_an_adapter_in_bfloat16_merges_in_float32(folders: tuple[Path, Path]) -> None:
+    base, adapter = folders
+    narrow = {name: x.bfloat16() for name, x in load_file(adapter / WEIGHTS_FILE).items()}
+    save_file(narrow, adapter / WEIGHTS_FILE)
+    from_narrow = load(base, adapter=adapter)
+    save_file({name: x.float() for name, x in narrow.items()}, adapter / WEIGHTS_FILE)
+    assert weights_hash(from_narrow) == weights_hash(load(base, adapter=adapter))
+
+
+@pytest.mark.parametrize("target, changed", [("embed_tokens", "embed"), ("lm_head", "unembed.weight")])
+def test_of_a_tied_pair_only_the_adapted_one_changes(target: str, changed: str, tmp_path: Path) -> None:
+    """As the adapter was trained: embedding and head have one weight, and a change of one is added to its output alone."""
+    adapted = trained("llama3", {"r": 4, "target_modules": [target]}, tmp_path / "base", tmp_path / "adapter")
+    tokens = torch.tensor([[3, 14, 15, 92, 6]])
+    model, base = load(tmp_path / "base", adapter=tmp_path / "adapter"), load(tmp_path / "base")
+    assert base.config.tied_embeddings and not model.config.tied_embeddings
+    kept = model.embed if changed != "embed" else model.unembedding
+    assert torch.equal(kept, base.embed)
+    ours = Engine(model).prompt(tokens[0].tolist()).logits()
+    torch.testing.assert_close(ours, adapted.eval()(tokens).logits[0, -1].detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_an_adapter_folder_loads_by_itself_if_its_base_is_here(folders: tuple[Path, Path]) -> None:
+    base, adapter = folders
+    assert weights_hash(load(adapter)) == weights_hash(load(base, adapter=adapter))
+    edit_json(adapter / ADAPTER_FILE, base_model_name_or_path="someone/some-model")
+    with pytest.raises(UnsupportedModel, match=r"base model 'someone/some-model'.*Engine.load\(base, adapter="):
+        load(adapter)
+    assert load(base, adapter=adapter).config.adapter
+
+
+def test_the_fingerprint_tells_adapters_apart(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """Another adapter, another scale or none: another fingerprint, even if no weight changes."""
+    base, adapter = folders
+    plain, merged = Engine.load(base).fingerprint, Engine.load(base, adapter=adapter).fingerprint
+    assert merged == Engine.load(adapter).fingerprint
+    other = tmp_path / "other"
+    trained(*KINDS["attention and MLP"], base, other, seed=1)
+    scaled = shutil.copytree(adapter, tmp_path / "scaled")
+    edit_json(scaled / ADAPTER_FILE, lora_alpha=7)
+    zero = shutil.copytree(adapter, tmp_path / "zero")
+    save_file({name: x * ("lora_A" in name) for name, x in load_file(zero / WEIGHTS_FILE).items()}, zero / WEIGHTS_FILE)
+    prints = [plain, merged, *(Engine.load(base, adapter=each).fingerprint for each in (other, scaled, zero))]
+    assert len({each.digest for each in prints}) == 5
+    assert prints[-1].weights == plain.weights and prints[-1].config != plain.config
+    edit_json(adapter / ADAPTER_FILE, lora_dropout=0.3, peft_version="9")  # the control: what changes no weight
+    assert Engine.load(base, adapter=adapter).fingerprint == merged
+
+
+def test_a_saved_model_keeps_the_digest(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    base, adapter = folders
+    merged = load(base, adapter=adapter)
+    save(merged, tmp_path / "own")
+    assert load(tmp_path / "own").config == merged.config
+    with pytest.raises(UnsupportedModel, match="checkpoint of replaylens"):
+        load(tmp_path / "own", adapter=adapter)
+
+
+def test_a_checked_load_checks_the_base(folders: tuple[Path, Path]) -> None:
+    base, adapter = folders
+    assert weights_hash(load(base, check=True, adapter=adapter)) == weights_hash(load(base, adapter=adapter))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "DoRA": ({"use_dora": True}, "use_dora = True"),
+    "biases": ({"bias": "lora_only"}, "bias = 'lora_only'"),
+    "another method": ({"peft_type": "IA3"}, "peft_type = 'IA3'"),
+    "a base that is changed": ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
+    "layers twice": ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication"),
+    "tokens": ({"trainable_token_indices": [3]}, "trainable_token_indices"),
+    "parameters": ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters"),
+    "what nobody knows yet": ({"use_new_idea": 0.5}, "use_new_idea = 0.5"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_not_a_sum_of_products_is_named(kind: str, folders: tuple[Path, Path]) -> None:
+    changes, text = REFUSED[kind]
+    base, adapter = folders
+    load(base, adapter=adapter)
+    edit_json(adapter / ADAPTER_FILE, **changes)
+    with pytest.raises(UnsupportedModel, match=rf"{text}.* not supported.*merge_and_unload"):
+        load(base, adapter=adapter)
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+DAMAGED: dict[str, tuple[Any, str]] = {
+    "half of a pair": (lambda t: t.pop(f"{Q}.lora_B.weight"), r"lacks lora_B of model\.layers\.0\.self_attn\.q_proj"),
+    "another rank": (lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(3, 32)}), r"lora_A \(3, 32\).*but rank 4"),
+    "another width": (lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(4, 31)}), r"changes a weight \(32, 31\)"),
+    "NaN": (lambda t: t[f"{Q}.lora_A.weight"].fill_(float("nan")), "NaN or infinity"),
+    "another model": (
+        lambda t: t.update({x.replace("layers.0", "layers.9"): t.pop(x) for x in list(t)}),
+        r"layers\.9\..*which the base lacks",
+    ),
+    "an unknown tensor": (lambda t: t.update({f"{Q}.lora_magnitude_vector": torch.ones(3)}), "lora_magnitude_vector"),
+    "another vocabulary": (
+        lambda t: t.update({"base_model.model.lm_head.weight": torch.ones(99, 32)}),
+        r"unembed\.weight has shape \(32, 99\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", DAMAGED)
+def test_damaged_weights_are_named(fault: str, folders: tuple[Path, Path]) -> None:
+    change, text = DAMAGED[fault]
+    base, adapter = folders
+    tensors: dict[str, Tensor] = load_file(adapter / WEIGHTS_FILE)
+    change(tensors)
+    save_file(tensors, adapter / WEIGHTS_FILE)
+    with pytest.raises((BadWeights, UnsupportedModel), match=text):
+        load(base, adapter=adapter)
+
+
+def test_other_sources_and_missing_files_are_named(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    base, adapter = folders
+    with pytest.raises(BadRequest, match="goes with the folder of a base"):
+        load(hugging_face("llama"), adapter=adapter)
+    with pytest.raises(BadRequest, match="not with coin-plain"):
+        Engine.load("coin-plain", adapter=adapter)
+    with pytest.raises(UnsupportedModel, match=r"holds no adapter: adapter_config\.json is missing"):
+        load(base, adapter=tmp_path)
+    with pytest.raises(UnsupportedModel, match="Only one can be merged"):
+        load(adapter, adapter=shutil.copytree(adapter, tmp_path / "second"))
+    (adapter / ADAPTER_FILE).write_text(json.dumps([1]))
+    with pytest.raises(BadConfig, match="not a JSON object"):
+        load(base, adapter=adapter)
+    (adapter / ADAPTER_FILE).write_text("{")
+    with pytest.raises(BadConfig, match="not valid JSON"):
+        load(base, adapter=adapter)
+    edit = {"peft_type": "LORA", "r": "many", "lora_alpha": 3}
+    (adapter / ADAPTER_FILE).write_text(json.dumps(edit))
+    with pytest.raises(BadConfig, match="the rank 'many'"):
+        load(base, adapter=adapter)
+    (adapter / WEIGHTS_FILE).unlink()
+    (adapter / "adapter_model.bin").write_bytes(b"")
+    with pytest.raises(BadWeights, match="no pickle"):
+        load(base, adapter=adapter)

@@ -1,0 +1,279 @@
+"""GGUF files, written by gguf's own writer: kinds of quantisation to the bit, architectures, keys that are read or refused."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from gguf import GGMLQuantizationType as Kind
+
+from replaylens import Engine
+from replaylens.engine.errors import BadWeights, UnsupportedModel
+from replaylens.engine.model.families import FAMILIES
+from replaylens.engine.model.gguf_metadata import ARCHITECTURES
+from replaylens.engine.model.weights import load, weights_hash
+from tests.engine.model.test_adapter import trained
+from tests.families import SMALL, hugging_face
+
+ROPE = {"rope_type": "default", "rope_theta": 5000.0}
+WIDE = dict(
+    vocab_size=97,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    rope_parameters=ROPE,
+    pad_token_id=0,
+    bos_token_id=0,
+    eos_token_id=0,
+)
+"""rows of 256 numbers, as blocks of K-quants have"""
+
+
+def made(kind: str, **changes: Any) -> Any:
+    """A random model of transformers; norms are not all ones."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **changes)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.05)
+    return model
+
+
+def write(model: Any, file: Path, architecture: str, keys: dict[str, Any] | None = None, kind: Kind = Kind.F32) -> Path:
+    """A model as llama.cpp converts it. `kind`: of products and embeddings."""
+    config, own = model.config, ARCHITECTURES[architecture]
+    writer = gguf.GGUFWriter(str(file), architecture)
+    values = {key: getattr(config, field) for key, field in own.fields.items() if getattr(config, field, None) is not None}
+    if getattr(config, "rope_parameters", None) and "rope_theta" in config.rope_parameters:
+        values["rope.freq_base"] = config.rope_parameters["rope_theta"]
+    for key, value in {**values, **(keys or {})}.items():
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add[type(value)](f"{architecture}.{key}", value)
+    arch = {name: each for each, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
+    layers = values["block_count"]
+    names = gguf.get_tensor_name_map(arch, layers)
+    transposed = not FAMILIES[own.model_type].names.transposed
+    for name, x in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if stored is None:
+            assert "inv_freq" in name or name.endswith(("attn.bias", "attn.masked_bias")), name
+            continue
+        values_there = x.detach().float().numpy()
+        part = stored.split(".")[-2]
+        if own.rotates_pairs and part in ("attn_q", "attn_k"):
+            heads = config.num_attention_heads if part == "attn_q" else config.num_key_value_heads
+            shape = values_there.shape
+            values_there = values_there.reshape(heads, 2, -1, *shape[1:]).swapaxes(1, 2).reshape(shape)
+        if own.norm_offset and part.endswith("norm"):
+            values_there = values_there + np.float32(1)
+        if transposed and values_there.ndim == 2 and stored.startswith("blk."):
+            values_there = values_there.T
+        values_there = np.ascontiguousarray(values_there)
+        if kind is Kind.F32 or values_there.ndim < 2:
+            writer.add_tensor(stored, values_there)
+        else:
+            writer.add_tensor(stored, packed(values_there, kind), raw_dtype=kind)
+    finish(writer)
+    return file
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def packed(x: np.ndarray, kind: Kind) -> np.ndarray:
+    """Bytes of a tensor. Where gguf cannot quantise, random ones: every block with small, finite scales."""
+    if kind is Kind.F16:
+        return x.astype(np.float16)
+    try:
+        return gguf.quantize(x, kind)
+    except NotImplementedError:
+        pass
+    rng = np.random.default_rng(x.size)
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(0, 256, (x.size // block, size), dtype=np.uint8)
+    scales = {
+        Kind.Q4_K: [0, 2],
+        Kind.Q5_K: [0, 2],
+        Kind.Q6_K: [size - 2],
+        Kind.Q3_K: [size - 2],
+        Kind.Q2_K: [size - 4, size - 2],
+    }
+    for at in scales[kind]:
+        drawn = (rng.random(len(blocks)) * 1e-3).astype(np.float16)
+        blocks[:, at : at + 2] = drawn.view(np.uint8).reshape(-1, 2)
+    return blocks.reshape(*x.shape[:-1], -1)
+
+
+KINDS = [Kind[name] for name in ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_every_kind_is_dequantised_to_the_bits_of_gguf(kind: Kind, tmp_path: Path) -> None:
+    file = write(made("qwen2", **WIDE), tmp_path / "x.gguf", "qwen2", kind=kind)
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+
+    def there(name: str) -> torch.Tensor:
+        assert stored[name].tensor_type is kind
+        return torch.from_numpy(np.array(gguf.dequantize(stored[name].data, kind), dtype=np.float32))
+
+    for dtype in (torch.float32, torch.bfloat16):
+        ours = load(file, dtype).state_dict()
+        assert torch.equal(ours["embed"], there("token_embd.weight").to(dtype))
+        assert torch.equal(ours["unembed.weight"], there("output.weight").T.to(dtype))
+        joined = torch.cat([there(f"blk.0.attn_{part}.weight") for part in "qkv"])
+        assert torch.equal(ours["blocks.0.attn.qkv.weight"], joined.T.to(dtype))
+        assert torch.equal(ours["blocks.0.mlp.down.weight"], there("blk.0.ffn_down.weight").T.to(dtype))
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q8_0], ids=lambda kind: kind.name)
+def test_our_reader_and_that_of_transformers_agree(kind: Kind, tmp_path: Path) -> None:
+    """Weights, and by `check` every layer's output."""
+    file = write(made("llama", **WIDE), tmp_path / "x.gguf", "llama", {"rope.dimension_count": 64, "vocab_size": 97}, kind=kind)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
+    assert weights_hash(load(file)) == weights_hash(load(theirs)) == weights_hash(load(file, check=True))
+
+
+SMALLER = {**SMALL, "rope_parameters": ROPE, "num_key_value_heads": 2}
+GPT2 = {"vocab_size": 97, "n_embd": 36, "n_layer": 2, "n_head": 6, "n_positions": 64, "n_inner": 50}
+GEMMA = {**SMALLER, "head_dim": 8, "sliding_window": 7}
+ROPES = {"full_attention": {**ROPE, "rope_type": "linear", "factor": 8.0}, "sliding_attention": {**ROPE, "rope_theta": 1e4}}
+EXAMPLES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    # architecture: model_type, config, further keys
+    "llama": ("llama", {**SMALLER, "attention_bias": False}, {"vocab_size": 97, "rope.dimension_count": 6}),
+    "qwen2": ("qwen2", SMALLER, {"rope.scaling.type": "none"}),
+    "qwen3": ("qwen3", {**SMALLER, "head_dim": 10}, {"attention.key_length": 10, "attention.value_length": 10}),
+    "gemma": ("gemma", {**SMALLER, "head_dim": 8}, {"attention.key_length": 8, "attention.value_length": 8}),
+    "gemma2": ("gemma2", {**GEMMA, "query_pre_attn_scalar": 8}, {"attention.key_length": 8}),
+    "gemma3": (
+        "gemma3_text",
+        {**GEMMA, "query_pre_attn_scalar": 8, "rope_parameters": ROPES},
+        {"attention.key_length": 8, "rope.freq_base": 5000.0, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
+    ),
+    "phi3": ("phi3", {**SMALLER, "sliding_window": 9}, {"rope.dimension_count": 6}),
+    "olmo2": ("olmo2", SMALLER, {}),
+    "granite": ("granite", {**SMALLER, "embedding_multiplier": 3.0, "logits_scaling": 4.0, "residual_multiplier": 0.5}, {}),
+    "starcoder2": ("starcoder2", SMALLER, {}),
+    "gpt2": ("gpt2", GPT2, {}),
+}
+
+
+@pytest.mark.parametrize(
+    "architecture, tied",
+    [(name, tied) for name in EXAMPLES for tied in (True, False) if tied or name not in ("gemma", "gemma2")],  # always tied
+)
+def test_every_architecture_loads_to_the_model_that_was_written(architecture: str, tied: bool, tmp_path: Path) -> None:
+    """The config, and every weight: to the bit, except norms that llama.cpp stores one higher."""
+    kind, config, keys = EXAMPLES[architecture]
+    model = made(kind, **config, tie_word_embeddings=tied)
+    ours, theirs = load(write(model, tmp_path / "x.gguf", architecture, keys)), load(model)
+    assert ours.config == theirs.config
+    for name, x in ours.state_dict().items():
+        if ARCHITECTURES[architecture].norm_offset and (".ln" in name or "norm" in name or "ln_final" in name):
+            torch.testing.assert_close(x, theirs.state_dict()[name], rtol=0, atol=2e-7)
+        else:
+            assert torch.equal(x, theirs.state_dict()[name]), name
+
+
+def test_every_architecture_has_an_example() -> None:
+    assert EXAMPLES.keys() == ARCHITECTURES.keys()
+
+
+def test_the_factors_of_llama_3_are_read(tmp_path: Path) -> None:
+    """llama.cpp stores what frequencies are divided by as a tensor, which transformers' reader ignores."""
+    file = tmp_path / "x.gguf"
+    model = copy.deepcopy(hugging_face("llama3"))
+    width = model.config.hidden_size // model.config.num_attention_heads
+    plain = 1.0 / 5000.0 ** (torch.arange(0, width, 2).float() / width)
+    factors = (plain / model.model.rotary_emb.inv_freq).numpy()
+    assert factors.max() == pytest.approx(8.0), "the control: some frequencies change"
+    real = gguf.GGUFWriter.write_header_to_file
+
+    def with_factors(writer: Any) -> None:
+        writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
+        real(writer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf.GGUFWriter, "write_header_to_file", with_factors)
+        write(model, file, "llama")
+    ours, theirs = load(file), load(model)
+    assert ours.config.rope.divisors and ours.config.max_positions == theirs.config.max_positions
+    path = [int(token) for token in torch.randint(0, 97, (60,), generator=torch.Generator().manual_seed(0))]
+    logits = [Engine(each).prompt(path).logits() for each in (ours, theirs)]
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-5)
+
+
+def test_an_adapter_is_merged_into_a_gguf_file(tmp_path: Path) -> None:
+    trained("llama", {"r": 4, "target_modules": ["q_proj", "down_proj"]}, tmp_path / "base", tmp_path / "adapter")
+    file = write(hugging_face("llama"), tmp_path / "x.gguf", "llama")
+    ours, theirs = (load(base, adapter=tmp_path / "adapter") for base in (file, tmp_path / "base"))
+    assert weights_hash(ours) == weights_hash(theirs) != weights_hash(load(file))
+    assert ours.config.adapter == theirs.config.adapter
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a key that nobody reads": ({"expert_count": 8}, r"llama with expert_count = 8 are not supported"),
+    "scaling": ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "rotary scaling 'yarn'"),
+    "part of a head": ({"rope.dimension_count": 4}, "rotate 4 of 6 dimensions"),
+    "two widths": ({"attention.value_length": 5}, "keys and values of two widths"),
+    "not causal": ({"attention.causal": False}, "attention.causal"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_keys_that_change_the_model_are_named(kind: str, tmp_path: Path) -> None:
+    keys, text = REFUSED[kind]
+    model = made("llama", **SMALLER)
+    load(write(model, tmp_path / "good.gguf", "llama", {"expert_count": 0, "attention.causal": True}))
+    with pytest.raises(UnsupportedModel, match=text):
+        load(write(model, tmp_path / "bad.gguf", "llama", keys))
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "x.gguf"
+    writer = gguf.GGUFWriter(str(file), "falcon")
+    writer.add_tensor("token_embd.weight", np.zeros((3, 4), dtype=np.float32))
+    finish(writer)
+    with pytest.raises(UnsupportedModel, match=r"'falcon' are not supported. Supported: gemma, .*Hugging Face folder"):
+        load(file)
+    writer = gguf.GGUFWriter(str(file), "llama")
+    writer.add_tensor("token_embd.weight", np.zeros((3, 4), dtype=np.float32))
+    finish(writer)
+    with pytest.raises(BadWeights, match=r"lacks llama\.attention\.head_count"):
+        load(file)
+    writer = gguf.GGUFWriter(str(file), "llama")
+    finish(writer)
+    with pytest.raises(BadWeights, match="no tensor token_embd"):
+        load(file)
+    whole = write(made("llama", **SMALLER), tmp_path / "whole.gguf", "llama").read_bytes()
+    file.write_bytes(whole[: len(whole) - 2000])
+    with pytest.raises(BadWeights, match=r"x\.gguf"):
+        load(file)
+
+
+def test_a_tensor_that_the_family_does_not_have_is_named(tmp_path: Path) -> None:
+    model = made("llama", **SMALLER)
+    real = gguf.GGUFWriter.write_header_to_file
+
+    def with_more(writer: Any) -> None:
+        writer.add_tensor("blk.0.attn_sinks.weight", np.zeros(6, dtype=np.float32))
+        real(writer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf.GGUFWriter, "write_header_to_file", with_more)
+        write(model, tmp_path / "x.gguf", "llama")
+    with pytest.raises(BadWeights, match=r"1 tensors that a llama model does not have, such as blk\.0\.attn_sinks\.weight"):
+        load(tmp_path / "x.gguf")
