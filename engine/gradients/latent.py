@@ -15,7 +15,7 @@ from replaylens.engine.gradients.rowwise import through_norm, through_rotary
 from replaylens.engine.model.latent import LatentAttention
 from replaylens.engine.model.rotary import Rotary
 
-At = Callable[[str, Tensor], Tensor]
+AtSite = Callable[[str, Tensor], Tensor]
 """a site and the gradient of its value after edits -> of its value before them"""
 
 NEEDED = ("attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.kv_a_layernorm.hook_in")
@@ -27,7 +27,7 @@ def through_latent(
     g: Tensor,
     rotary: Rotary,
     value: Callable[[str], Tensor],
-    at: At,
+    at: AtSite,
     want_pattern: bool,
     products: BackwardProducts,
 ) -> tuple[Tensor, Tensor | None]:
@@ -41,7 +41,7 @@ def through_latent(
 
 
 def _queries(
-    attn: LatentAttention, dq: Tensor, rotary: Rotary, value: Callable[[str], Tensor], at: At, products: BackwardProducts
+    attn: LatentAttention, dq: Tensor, rotary: Rotary, value: Callable[[str], Tensor], at: AtSite, products: BackwardProducts
 ) -> Tensor:
     """[rows, heads, d_head] -> [rows, d_model]"""
     plain, turned = at(attn.q_site, dq).split([attn.plain, attn.turned], dim=-1)
@@ -59,7 +59,7 @@ def _keys(
     dv: Tensor,
     rotary: Rotary,
     value: Callable[[str], Tensor],
-    at: At,
+    at: AtSite,
     products: BackwardProducts,
 ) -> Tensor:
     """Keys [rows, heads, d_head] and values [rows, heads, d_value] -> [rows, d_model]"""
