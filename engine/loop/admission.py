@@ -42,6 +42,8 @@ class Admission:
         self._alone = self._drafting = False
         self._clock = 0
         self._deciding = 0
+        self._missing: set[int] = set()
+        """after how many steps the open windows are full"""
 
     def turns(self, jobs: list[Job], alone: bool) -> list[Turn]:
         """Turns for as many jobs as rows and pages allow. Jobs that lack a single row come before long prefills.
@@ -55,6 +57,7 @@ class Admission:
         self._jobs, self._alone = jobs, alone
         self._deciding = sum(job.exact and job.remaining > 0 for job in jobs)
         self._drafting = any(job.exact and job.remaining > 0 and self._stepwise(job) for job in jobs)
+        self._missing = {job.window_open.num_missing for job in jobs if job.window_open is not None}
         budget = self.max_rows
         turns: list[Turn] = []
         for job in sorted(self._jobs, key=self._rank):
@@ -113,11 +116,12 @@ class Admission:
     def _opened(self, job: Job, at: int) -> Window:
         """A new window. If others are full soon, it is shorter, so that one pass verifies all of them."""
         count = self._num_drafts(job, at)
-        others = (other.window_open.num_missing for other in self._jobs if other.window_open is not None)
-        count = max((steps for steps in others if (count - 1) / 2 <= steps <= count), default=count)
+        count = max((steps for steps in self._missing if (count - 1) / 2 <= steps <= count), default=count)
         path = self.tree.branch(job.lane.branch).past.path(at)
         again = path.repetition(REPEATED, count) if count else []
-        return Window(at, count, again, ended=bool(again) and again[-1] in job.sampling.stop_tokens)
+        window = Window(at, count, again, ended=bool(again) and again[-1] in job.sampling.stop_tokens)
+        self._missing.add(window.num_missing)
+        return window
 
     def _num_rows(self, turn: Turn) -> int:
         """The rows that a turn takes in the passes of its step."""

@@ -9,6 +9,9 @@ from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.passes.runner import Runner
 
+_AT_ONCE = 16
+"""one part in so many of the cached prefixes is given up together: finding the oldest takes a look at all of them"""
+
 
 class Reservations:
     """Takes pages from cached prefixes first, then from idle branches, then from the youngest job."""
@@ -68,7 +71,7 @@ class Reservations:
     def reclaim(self, num_pages: int, busy: set[int], victims: list[Job]) -> bool:
         """Mutates: frees some pages, of cached prefixes, of branches that are not `busy`, or of the last of the victims. False:
         there are none left to take."""
-        if self.prefix.evict(num_pages):
+        if self.prefix.evict(max(num_pages, len(self.prefix) // _AT_ONCE)):
             return True
         idle = [lane for lane in self.lanes.values() if lane.table.pages and lane.branch not in busy]
         if idle:

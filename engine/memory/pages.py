@@ -42,6 +42,14 @@ class PageTable:
     closed: bool = False
 
 
+def page_matrix(tables: Sequence[PageTable], shape: tuple[int, int] | None = None, rest: int = NULL_PAGE) -> NDArray[np.int32]:
+    """The pages of the tables, one row per table, padded with `rest`. shape: at least (tables, pages of the longest)"""
+    pages = np.full(shape or (len(tables), max(len(table.pages) for table in tables)), rest, dtype=np.int32)
+    for row, table in zip(pages, tables, strict=False):
+        row[: len(table.pages)] = table.pages
+    return pages
+
+
 @dataclass(frozen=True)
 class PoolNumbers:
     """The counts of `PagePool.check_integrity`."""

@@ -10,13 +10,15 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from replaylens.engine.errors import EngineBug
-from replaylens.engine.memory.pages import PageTable
+from replaylens.engine.memory.pages import PageTable, page_matrix
 from replaylens.engine.passes.choice import seeds, temperatures
-from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, page_numbers
+from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps
 from replaylens.engine.passes.program import EditProgram, EditShape, ProgramTap, rows_of
 from replaylens.engine.passes.runner import Keep, Runner
 from replaylens.engine.passes.sharing import KeyLayout, LevelShape, Sharing, find_sharing, room
@@ -204,7 +206,7 @@ class DecodeGraph:
         self,
         places: list[Place],
         steps: int,
-        pages: Tensor,
+        pages: NDArray[np.int32],
         sharing: Sharing | None,
         program: EditProgram | None,
         rows: BurstRows,
@@ -219,7 +221,7 @@ class DecodeGraph:
         self.tokens.copy_(torch.tensor([p.token for p in places] + [0] * rest))
         self.positions.copy_(torch.tensor([p.position for p in places] + [0] * rest))
         self.pages.fill_(self.spare)
-        self.pages[: len(places)] = pages.to(self.pages.device, non_blocking=True)
+        self.pages[: len(places)] = torch.from_numpy(pages).to(self.pages.device, non_blocking=True)
         if sharing is not None and self.shared is not None:
             sharing.load(self.shared)
         if self.key.drawn:
@@ -315,11 +317,10 @@ class Bursts:
             return tokens + more, views + others
         program = self.runner.program([(place.position, steps, place.edits, None) for place in places])
         tables = [place.table for place in places]
-        pages = page_numbers(
-            tables, (len(tables), next_power_of_2(max(len(table.pages) for table in tables))), self.spare.pages[0]
-        )
+        width = next_power_of_2(max(len(table.pages) for table in tables))
+        pages = page_matrix(tables, (len(tables), width), self.spare.pages[0])
         cache, starts = self.runner.cache, [place.position for place in places]
-        sharing = find_sharing(pages.numpy(), starts, [1] * len(places), KeyLayout.of(cache), cache.worth_sharing)
+        sharing = find_sharing(pages, starts, [1] * len(places), KeyLayout.of(cache), cache.worth_sharing)
         key = self._key(places, pages, sharing, exact, program)
         if key not in self._graphs:
             self._graphs[key] = DecodeGraph(self.runner, key, self.spare.pages[0], self.read_lens)
@@ -332,7 +333,12 @@ class Bursts:
         ]
 
     def _key(
-        self, places: list[Place], pages: Tensor, sharing: Sharing | None, exact: bool, program: EditProgram | None
+        self,
+        places: list[Place],
+        pages: NDArray[np.int32],
+        sharing: Sharing | None,
+        exact: bool,
+        program: EditProgram | None,
     ) -> GraphKey:
         specs = _specs(places).values()
         lenses = tuple(dict.fromkeys(spec.lens for spec in specs if spec.lens is not None))

@@ -4,14 +4,14 @@ Every kernel gives a row the same bits at any number of rows and with any tile. 
 is canonical. The fast path uses the library's products, which may split a sum differently at every size.
 """
 
-from collections.abc import Sequence
-
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from replaylens.engine.errors import UnsupportedModel
 from replaylens.engine.memory.cache import KVCache
-from replaylens.engine.memory.pages import PageTable
+from replaylens.engine.memory.pages import page_matrix
 from replaylens.engine.model.config import Activation
 from replaylens.engine.model.ops import AttentionSpec, Heads, Linear, Norm, Observer, weighted
 from replaylens.engine.model.rotary import Rotary
@@ -111,25 +111,16 @@ class FastCudaOps(FastHeadOps, CanonicalCudaOps):
     """The fast path."""
 
 
-def page_numbers(tables: Sequence[PageTable], shape: tuple[int, int], rest: int) -> Tensor:
-    """The pages of the tables, one row per table, padded with `rest`: [sequences, pages] int32, on the host."""
-    pages = torch.full(shape, rest, dtype=torch.int32)
-    for i, table in enumerate(tables):
-        pages[i, : len(table.pages)] = torch.tensor(table.pages, dtype=torch.int32)
-    return pages
-
-
-def sharing_of(batch: Batch, pages: Tensor, cache: KVCache) -> Sharing | None:
-    """Which rows of a batch share keys that are worth reading once. pages: [at least its segments, pages], on the host"""
+def sharing_of(batch: Batch, pages: NDArray[np.int32], cache: KVCache) -> Sharing | None:
+    """Which rows of a batch share keys that are worth reading once. pages: [at least its segments, pages]"""
     starts, counts = [s.start for s in batch.segments], [len(s.tokens) for s in batch.segments]
-    return find_sharing(pages[: len(starts)].numpy(), starts, counts, KeyLayout.of(cache), cache.worth_sharing)
+    return find_sharing(pages[: len(starts)], starts, counts, KeyLayout.of(cache), cache.worth_sharing)
 
 
 def device_rows(batch: Batch, cache: KVCache) -> PagedRows:
     """The rows of a batch with the pages of their keys, on the cache's device."""
     heads = cache.num_heads
-    tables = [s.table for s in batch.segments]
-    pages = page_numbers(tables, (len(tables), max(len(table.pages) for table in tables)), rest=0)
+    pages = page_matrix([s.table for s in batch.segments])
     sharing = sharing_of(batch, pages, cache)
     sequences = [i for i, s in enumerate(batch.segments) for _ in s.tokens]
     longest = max(len(s.tokens) for s in batch.segments)
@@ -141,7 +132,7 @@ def device_rows(batch: Batch, cache: KVCache) -> PagedRows:
     return PagedRows(
         there(torch.tensor(sequences, dtype=torch.int32)),
         batch.positions.to(torch.int32),
-        there(pages),
+        there(torch.from_numpy(pages)),
         tiles,
         max_keys,
         per_tile if tiles is not None else 0,

@@ -54,7 +54,8 @@ class Ferry:
 
     def __init__(self, device: str, size: int = RING_BYTES) -> None:
         self.ring = Ring(size // _ALIGNED * _ALIGNED)
-        self._buffer = torch.empty(self.ring.size, dtype=torch.uint8, pin_memory=device == "cuda")
+        with torch.inference_mode(False):  # the rows that need it first may come in inference mode, and later ones not
+            self._buffer = torch.empty(self.ring.size, dtype=torch.uint8, pin_memory=device == "cuda")
         self._stream = torch.cuda.Stream() if device == "cuda" else None
         self._pieces: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
         self._memory = Memory(size)

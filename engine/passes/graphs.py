@@ -10,13 +10,16 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from replaylens.engine.memory.cache import KVCache
+from replaylens.engine.memory.pages import page_matrix
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes.batch import Batch
-from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, page_numbers, sharing_of
+from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, sharing_of
 from replaylens.engine.passes.program import EditProgram, EditShape, ProgramTap, Vectors
 from replaylens.engine.passes.sharing import LevelShape, Sharing, room
 from replaylens.engine.request.capture import PassTap
@@ -89,7 +92,7 @@ class PassGraph:
         residual = self.model(self.tokens, self.positions, self.ops, self.edits)
         return residual, tap.values
 
-    def run(self, batch: Batch, pages: Tensor, sharing: Sharing | None, program: EditProgram | None) -> None:
+    def run(self, batch: Batch, pages: NDArray[np.int32], sharing: Sharing | None, program: EditProgram | None) -> None:
         """Replay the pass on a batch of its shape. The results are in `residual` and `values`, with padding rows at the end."""
         shape, pad = self.shape, self.shape.rows - batch.num_rows
         tokens = [token for s in batch.segments for token in s.tokens] + [0] * pad
@@ -99,7 +102,7 @@ class PassGraph:
         self.positions.copy_(torch.tensor(positions))
         self.short_positions.copy_(torch.tensor(positions, dtype=torch.int32))
         self.sequence.copy_(torch.tensor(sequence + [shape.sequences] * pad, dtype=torch.int32))
-        self.pages.copy_(pages)
+        self.pages.copy_(torch.from_numpy(pages))
         if sharing is not None and self.shared is not None:
             sharing.load(self.shared)
         if self.tiles is not None:
@@ -124,7 +127,7 @@ class PassGraphs:
             return None
         tables = [s.table for s in batch.segments]
         size = (launch.next_power_of_2(len(tables)) + 1, launch.next_power_of_2(max(len(table.pages) for table in tables)))
-        pages = page_numbers(tables, size, self.spare)
+        pages = page_matrix(tables, size, self.spare)
         sharing = sharing_of(batch, pages, self.cache)
         shape = self._shape(batch, pages, sites, exact, () if program is None else program.shape(), sharing)
         self._seen[shape] += 1
@@ -143,7 +146,13 @@ class PassGraphs:
             self.graphs.popitem(last=False)
 
     def _shape(
-        self, batch: Batch, pages: Tensor, sites: frozenset[str], exact: bool, edits: EditShape, sharing: Sharing | None
+        self,
+        batch: Batch,
+        pages: NDArray[np.int32],
+        sites: frozenset[str],
+        exact: bool,
+        edits: EditShape,
+        sharing: Sharing | None,
     ) -> PassShape:
         longest = max(len(s.tokens) for s in batch.segments)
         kv_heads, d_head = self.cache.data.shape[3:]

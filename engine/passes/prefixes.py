@@ -9,10 +9,10 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from replaylens.engine.memory.pages import page_matrix
 from replaylens.engine.model.ops import softcap
 from replaylens.engine.passes.batch import KV_BLOCK, AttentionGroup, Batch
 from replaylens.engine.passes.batched import BatchedProduct
@@ -50,10 +50,7 @@ def find_prefixes(batch: Batch, worth: int) -> Prefixes | None:
     small, large = sorted((size, KV_BLOCK))
     if len(segments) < 2 or large % small:
         return None
-    width = max(len(segment.table.pages) for segment in segments)
-    pages = np.zeros((len(segments), width), dtype=np.int32)
-    for row, segment in zip(pages, segments, strict=True):
-        row[: len(segment.table.pages)] = segment.table.pages
+    pages = page_matrix([segment.table for segment in segments])
     runs = [run for run in shared_runs(pages, [s.start for s in segments], large, size) if run.saved >= worth]
     if not runs:
         return None

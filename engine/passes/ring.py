@@ -99,7 +99,8 @@ class Memory:
         outer = np.frombuffer(buffer, dtype=np.uint8, count=count)
         if size >= _GRAIN:
             weakref.finalize(outer, self._give_back, buffer).atexit = False
-        return torch.from_numpy(outer).view(x.dtype).view(x.shape)
+        with torch.inference_mode(False):
+            return torch.from_numpy(outer).view(x.dtype).view(x.shape)
 
     def _take(self, size: int) -> np.ndarray:
         with self._lock:

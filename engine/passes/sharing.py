@@ -122,19 +122,15 @@ def find_sharing(
     found = shared_runs(pages, computed, unit, layout.page_size, MAX_LEVELS)
     runs = [run for run in found if run.saved >= min(_WORTH_RUN, worth)]
     kept: list[SharedRun] = []
+    ends: dict[int, int] = {}
+    """sequence -> where what is kept of it ends"""
     for level in range(MAX_LEVELS):
-        mine = [run for run in runs if run.level == level and _continues(run, kept)]
+        mine = [run for run in runs if run.level == level and all(ends.get(s, 0) == run.begin for s in run.sequences)]
         if not mine or sum(run.saved for run in mine) * layout.key_bytes < worth:
             break
         kept += mine
+        ends.update((sequence, run.end) for run in mine for sequence in run.sequences)
     return Sharing(kept, counts, layout) if kept else None
-
-
-def _continues(run: SharedRun, kept: list[SharedRun]) -> bool:
-    """Whether the run starts at key 0 or where a kept one of the level before ends."""
-    return not run.begin or any(
-        other.level == run.level - 1 and other.end == run.begin and set(run.sequences) <= set(other.sequences) for other in kept
-    )
 
 
 def _fill(target: torch.Tensor, values: NDArray[np.int32]) -> None:

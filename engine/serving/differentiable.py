@@ -1,5 +1,6 @@
 """`Differentiable`: the gradients of a branch."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -32,7 +33,7 @@ class GradientSource(Protocol):
         ...
 
 
-class Differentiable:
+class Differentiable(ABC):
     """A path with edits, whose gradients can be computed."""
 
     engine: GradientSource
@@ -55,9 +56,10 @@ class Differentiable:
         function, promised = metric_of(self.engine, metric)
         return self.tape(names).gradients(function, self.engine.sites.names, self.lane.certified and promised)
 
+    @abstractmethod
     def logits(self) -> Tensor:
         """Of the next token: [vocab]."""
-        raise NotImplementedError
+        ...
 
     def tape(self, sites: tuple[str, ...]) -> Tape:
         """The path computed alone, with the values that gradients at these sites need. Changes nothing."""

@@ -1,6 +1,7 @@
 """`with_features`: features of a sparse autoencoder as one more site of rows."""
 
 import warnings
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from functools import lru_cache
 
@@ -46,7 +47,7 @@ def with_features(
         raise BadRows("No features were chosen. Give at least one in columns.")
     if name in (*rows.source.sites(), *LETTERS, "Z"):
         raise BadRows(f"The rows already have a site {name!r}. Give another name.")
-    source: FeatureSource | StoredFeatureSource
+    source: WiderSource
     if stored is not None:
         source = StoredFeatureSource(rows.source, stored, chosen, name)
     else:
@@ -56,14 +57,11 @@ def with_features(
     return replace(rows, source=source, wider=wider)
 
 
-class FeatureSource:
-    """A source with one more site."""
+class WiderSource(ABC):
+    """A source with one more site, without layers."""
 
-    def __init__(self, source: RowSource, features: SparseFeatures, chosen: list[int], name: str) -> None:
-        self.source, self.features, self.chosen, self.name = source, features, chosen, name
-        self.where = _where(source, features.config.hook)
-        self._encoded = lru_cache(maxsize=4)(self._encode)  # a sweep asks for the same rows several times; kept sparse
-        self.about = replace(source.about, digest="+".join(filter(None, [source.about.digest, features.digest])))
+    def __init__(self, source: RowSource, name: str) -> None:
+        self.source, self.name, self.about = source, name, source.about
 
     def sites(self) -> list[str]:
         return [*self.source.sites(), self.name]
@@ -76,36 +74,44 @@ class FeatureSource:
             return self.source.take(site, layer, numbers)
         if layer is not None:
             raise UnknownSite(f"Site {site!r} has no layers. Leave out the layer.")
+        return self.columns(numbers)
+
+    @abstractmethod
+    def columns(self, numbers: np.ndarray) -> Tensor:
+        """The values of the further site in these rows: [rows, columns]."""
+
+
+class FeatureSource(WiderSource):
+    """A source with the features of a sparse autoencoder."""
+
+    def __init__(self, source: RowSource, features: SparseFeatures, chosen: list[int], name: str) -> None:
+        super().__init__(source, name)
+        self.features, self.chosen, self.where = features, chosen, _where(source, features.config.hook)
+        self._encoded = lru_cache(maxsize=4)(self._encode)  # a sweep asks for the same rows several times; kept sparse
+        self.about = replace(source.about, digest="+".join(filter(None, [source.about.digest, features.digest])))
+
+    def columns(self, numbers: np.ndarray) -> Tensor:
         return self._encoded(numbers.astype(np.int64).tobytes()).columns(self.chosen)
 
     def _encode(self, numbers: bytes) -> FeatureRows:
         return self.features.encode(self.source.take(*self.where, np.frombuffer(numbers, dtype=np.int64).copy()))
 
 
-class StoredFeatureSource:
-    """A source with one more site, made of the features that its dump stores."""
+class StoredFeatureSource(WiderSource):
+    """A source with the features that its dump stores."""
 
     def __init__(self, source: RowSource, stored: StoredFeatures, chosen: list[int], name: str) -> None:
-        self.source, self.stored, self.chosen, self.name, self.about = source, stored, chosen, name, source.about
+        super().__init__(source, name)
+        self.stored, self.chosen = stored, chosen
 
-    def sites(self) -> list[str]:
-        return [*self.source.sites(), self.name]
-
-    def letters(self, letter: str) -> dict[int, str]:
-        return {} if letter == self.name else self.source.letters(letter)
-
-    def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
-        if site != self.name:
-            return self.source.take(site, layer, numbers)
-        if layer is not None:
-            raise UnknownSite(f"Site {site!r} has no layers. Leave out the layer.")
+    def columns(self, numbers: np.ndarray) -> Tensor:
         indices, values, counts = (self.source.take(tensor, None, numbers) for tensor in self.stored.tensors)
         if int((cut := counts > indices.shape[1]).sum()):
             warnings.warn(
                 f"The dump keeps {indices.shape[1]} features a row, but {int(cut.sum())} of {len(cut)} rows have more (up to "
                 f"{int(counts.max())}). The rest reads as 0. Give the weights instead of a name, or dump with a larger keep.",
                 CutFeatures,
-                stacklevel=2,
+                stacklevel=3,
             )
         return to_rows(self.stored, indices, values).columns(self.chosen)
 

@@ -9,7 +9,6 @@ import torch
 from benchmarks.baselines.subject import TINY_SHAPE, random_decoder
 from replaylens.engine.engine import Engine
 from replaylens.engine.model import weights
-from replaylens.engine.request.sampling import Sampling
 from tests.families import hugging_face
 from tests.trees import grow
 
@@ -44,17 +43,3 @@ def test_random_trees_have_the_same_bits_with_and_without_sharing(name: str) -> 
     keys = shared.loop.bursts._graphs
     assert any(key.shared for key in keys) and any(shape.shared for shape in shared.runner.graphs.graphs), "nothing was shared"
     assert not any(key.shared for key in apart.loop.bursts._graphs)
-
-
-def test_shared_keys_are_read_once() -> None:
-    """Control: with sharing on, the pages of all but one table do not matter to the shared keys; a wrong first table does."""
-    served = engine("long", 1)
-    root = served.prompt([7 + i % 80 for i in range(640)])
-    branches = root.fork(40)
-    served.generate(branches, 2, sampling=Sampling(ignore_eos=True))
-    right = branches[5].tokens
-    again = root.fork(40)
-    served.runner.cache.data[:, :, again[0].lane.table.pages[2] * 16] += 1.0  # one shared slot
-    served.generate(again, 2, sampling=Sampling(ignore_eos=True))
-    assert all(branch.tokens == again[0].tokens for branch in again)
-    assert right == branches[0].tokens

@@ -8,7 +8,7 @@ from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.passes.batch import Batch, Segment
-from replaylens.engine.passes.cuda import CanonicalCudaOps, device_rows, page_numbers
+from replaylens.engine.passes.cuda import CanonicalCudaOps, device_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONFIG = ModelConfig(2, 32, 4, 2, 8, 48, 61, 64, rotary_dim=8)
@@ -42,10 +42,3 @@ def test_prefill_then_one_row_each():
     torch.testing.assert_close(last, torch.stack([rows[-1] for rows in truth]), rtol=1e-4, atol=1e-5)
     held = {slot for table, path in zip(tables, PATHS, strict=True) for slot in pool.slots(table, 0, len(path))}
     assert {i for i in range(34) if cache.data[:, :, i].any()} == held, "keys and values went elsewhere"
-
-
-def test_pages_are_one_line_per_table():
-    tables = [PageTable([4, 2, 7], 5), PageTable([], 0), PageTable([1], 2)]
-    want = [[4, 2, 7, 9], [9, 9, 9, 9], [1, 9, 9, 9], [9, 9, 9, 9]]
-    found = page_numbers(tables, (4, 4), rest=9)
-    assert found.tolist() == want and found.dtype == torch.int32 and found.is_contiguous()

@@ -100,6 +100,19 @@ def test_a_missing_block_of_shared_keys_is_seen(case):
     assert not torch.equal(tree.attend(shared, tile=tile, shared_tile=tile), right)
 
 
+def test_shared_keys_are_read_through_one_table(case, same):
+    """Where rows share keys, wrong pages in all tables but that of a tile's first row change nothing; alone, they do."""
+    tree, tile = Tree(case, 1), AttentionTile(16, 4, 1)
+    shared = tree.shared(8, levels=1)
+    right = tree.attend(shared, tile=tile, shared_tile=tile)
+    pages = tree.plain[2]
+    for first, rows, begin, end in shared.levels[0].tiles.tolist():
+        others = [tree.sequences[row] for row in shared.levels[0].order[first + 1 : first + rows].tolist()]
+        pages[others, begin // PAGE : end // PAGE] = 0
+    same(tree.attend(shared, tile=tile, shared_tile=tile), right)
+    assert not torch.equal(tree.attend(tile=tile), right)
+
+
 def test_windows_read_their_own_keys(case, same):
     tree = Tree(case, 2)
     window = 3 * tree.block

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from replaylens.engine.engine import Engine
 from replaylens.engine.loop.lane import Job, Statistics
 from replaylens.engine.loop.planner import FIXED_WINDOW, Planner
+from replaylens.engine.loop.window import Window
+from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.memory.tree import DRAFT
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
@@ -38,6 +40,35 @@ def assert_right(branch: Branch, prompt: list[int], n: int, sampling: Sampling |
 
 
 # ---- admission -------------------------------------------------------------------------------------------------------
+
+
+def test_cached_prefixes_are_given_up_several_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each search for the oldest looks at all of them, and a full cache takes a page for every few tokens."""
+    subject = engine(cache_tokens=640)
+    for number in range(32):
+        subject.prompt([*path(15, number + 1), number]).release()
+    searches, evict = [], PrefixIndex.evict
+    monkeypatch.setattr(PrefixIndex, "evict", lambda index, pages: searches.append(evict(index, pages)) or searches[-1])
+    branch = subject.prompt(path(9, 50)).generate(240, sampling=Sampling(ignore_eos=True))
+    assert branch.generated == continuation(toy(), path(9, 50), 240)
+    assert sum(searches) > 4 * len(searches) > 0, f"{len(searches)} searches for {sum(searches)} pages"
+
+
+def test_a_window_is_opened_without_asking_every_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning a step of n branches costs in proportion to n."""
+    asked = 0
+    missing = Window.num_missing.fget
+
+    def counted(window: Window) -> int:
+        nonlocal asked
+        asked += 1
+        return missing(window)
+
+    monkeypatch.setattr(Window, "num_missing", property(counted))
+    subject = engine(max_rows=512)
+    branches = subject.prompt(path(20)).fork(60)
+    subject.generate(branches, 4, sampling=[Sampling(temperature=1.0, seed=i, ignore_eos=True) for i in range(60)], window=3)
+    assert 0 < asked < 60 * 4 * 4
 
 
 @settings(max_examples=8, deadline=None)

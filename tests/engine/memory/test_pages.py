@@ -5,12 +5,13 @@ import time
 from collections import Counter
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from replaylens.engine.errors import BadPage, BadPoolSize, BadRange, ClosedTable, IntegrityError, OutOfPages
-from replaylens.engine.memory.pages import NULL_PAGE, PageCopy, PagePool, PageTable
+from replaylens.engine.memory.pages import NULL_PAGE, PageCopy, PagePool, PageTable, page_matrix
 
 ZERO, POISON = 0, -1
 
@@ -425,3 +426,11 @@ def test_fork_of_4k_positions_copies_no_page_and_is_quick() -> None:
     assert statistics.median(seconds) < 0.005
     [copy] = pool.reserve(children[0], 4101, 4102)  # only the tail page, on its first write
     assert copy.num_slots == 5
+
+
+def test_pages_are_one_line_per_table() -> None:
+    tables = [PageTable([4, 2, 7], 5), PageTable([], 0), PageTable([1], 2)]
+    found = page_matrix(tables, (4, 4), rest=9)
+    assert found.tolist() == [[4, 2, 7, 9], [9, 9, 9, 9], [1, 9, 9, 9], [9, 9, 9, 9]]
+    assert found.dtype == np.int32 and found.flags.c_contiguous
+    assert page_matrix(tables).tolist() == [[4, 2, 7], [0, 0, 0], [1, 0, 0]]

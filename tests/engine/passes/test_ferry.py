@@ -29,6 +29,20 @@ def test_everything_arrives_through_a_ring_that_is_smaller():
             assert all(torch.equal(block[name], x[i]) for i, name in enumerate(names))
 
 
+@pytest.mark.parametrize(("made", "used"), [(True, False), (False, True)])
+def test_rows_are_sent_inside_and_outside_inference_mode(made, used):
+    """The first rows may come from a decode graph, which runs in inference mode, and the next from a pass, which does not."""
+    with torch.inference_mode(made):
+        ferry = Ferry("cpu", SMALLEST_RING)
+        first = ferry.send(groups(0))
+    with torch.inference_mode(used):
+        second = ferry.send(groups(1))
+    ferry.wait()
+    for block, seed in ((first, 0), (second, 1)):
+        assert all(torch.equal(block[name], x[i]) for names, x in groups(seed) for i, name in enumerate(names))
+        assert not any(block[name].is_inference() for names, _ in groups(seed) for name in names)
+
+
 def test_sending_waits_while_the_ring_is_full(monkeypatch):
     """Back-pressure: while the carriers are held up, at most one ring of rows is in flight, and nothing is lost."""
     go_on = threading.Event()
