@@ -71,7 +71,7 @@ def families() -> list[str]:
         bridged = "no bridge" if all(name in NO_BRIDGE for name in names) else "S, T, C equal"
         device = "interpreter" if config.plain_logits else "interpreter, Z on the host"
         device = "refused: ALiBi" if config.slopes else "bits on an H200" if names[0] in NAMES else device
-        device = device if config.mixture is None else "refused: experts"
+        device = "refused: sinks" if config.sinks else device
         rows.append(f"| {family} | < {bound:.0e} | {_sites(config)} | {bridged} | {device} | {_limits(family)} |")
     return rows
 
