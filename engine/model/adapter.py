@@ -208,8 +208,11 @@ def _lora(folder: Path, module: str, parts: dict[str, Tensor], config: dict[str,
     if missing := {"a", "b"} - parts.keys():
         raise BadWeights(f"The adapter {folder} lacks lora_{missing.pop().upper()} of {module}. Copy it again.")
     a, b = parts["a"], parts["b"]
-    rank = _by_module(config.get("rank_pattern"), module, config.get("r"))
-    alpha = _by_module(config.get("alpha_pattern"), module, config.get("lora_alpha"))
+    try:
+        rank = _by_module(config.get("rank_pattern"), module, config.get("r"))
+        alpha = _by_module(config.get("alpha_pattern"), module, config.get("lora_alpha"))
+    except (re.error, AttributeError) as e:
+        raise BadConfig(f"{folder / ADAPTER_FILE} has a rank_pattern or alpha_pattern that cannot be read: {e}.") from None
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
         raise BadConfig(f"{folder / ADAPTER_FILE} gives {module} the rank {rank!r} and alpha {alpha!r}. Copy it again.")
     if a.dim() != 2 or b.dim() != 2 or len(a) != rank or b.shape[1] != rank:

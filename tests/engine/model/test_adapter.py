@@ -16,6 +16,7 @@ from replaylens import Engine
 from replaylens.engine.errors import BadConfig, BadRequest, BadWeights, UnsupportedModel
 from replaylens.engine.model.adapter import ADAPTER_FILE, WEIGHTS_FILE, Adapter
 from replaylens.engine.model.weights import load, save, weights_hash
+from replaylens.engine.proof.fingerprint import take
 from tests.engine.model.test_weights import edit_json
 from tests.families import hugging_face
 
@@ -124,19 +125,19 @@ def test_an_adapter_folder_loads_by_itself_if_its_base_is_here(folders: tuple[Pa
 def test_the_fingerprint_tells_adapters_apart(folders: tuple[Path, Path], tmp_path: Path) -> None:
     """Another adapter, another scale or none: another fingerprint, even if no weight changes."""
     base, adapter = folders
-    plain, merged = Engine.load(base).fingerprint, Engine.load(base, adapter=adapter).fingerprint
-    assert merged == Engine.load(adapter).fingerprint
+    plain, merged = take(load(base)), take(load(base, adapter=adapter))
+    assert merged == Engine.load(adapter).fingerprint, "as the engine has it"
     other = tmp_path / "other"
     trained(*KINDS["attention and MLP"], base, other, seed=1)
     scaled = shutil.copytree(adapter, tmp_path / "scaled")
     edit_json(scaled / ADAPTER_FILE, lora_alpha=7)
     zero = shutil.copytree(adapter, tmp_path / "zero")
     save_file({name: x * ("lora_A" in name) for name, x in load_file(zero / WEIGHTS_FILE).items()}, zero / WEIGHTS_FILE)
-    prints = [plain, merged, *(Engine.load(base, adapter=each).fingerprint for each in (other, scaled, zero))]
+    prints = [plain, merged, *(take(load(base, adapter=each)) for each in (other, scaled, zero))]
     assert len({each.digest for each in prints}) == 5
     assert prints[-1].weights == plain.weights and prints[-1].config != plain.config
     edit_json(adapter / ADAPTER_FILE, lora_dropout=0.3, peft_version="9")  # the control: what changes no weight
-    assert Engine.load(base, adapter=adapter).fingerprint == merged
+    assert take(load(base, adapter=adapter)) == merged
 
 
 def test_a_saved_model_keeps_the_digest(folders: tuple[Path, Path], tmp_path: Path) -> None:
@@ -220,10 +221,14 @@ def test_other_sources_and_missing_files_are_named(folders: tuple[Path, Path], t
     (adapter / ADAPTER_FILE).write_text("{")
     with pytest.raises(BadConfig, match="not valid JSON"):
         load(base, adapter=adapter)
-    edit = {"peft_type": "LORA", "r": "many", "lora_alpha": 3}
-    (adapter / ADAPTER_FILE).write_text(json.dumps(edit))
-    with pytest.raises(BadConfig, match="the rank 'many'"):
-        load(base, adapter=adapter)
+    for fields, text in {
+        '{"peft_type": "LORA", "r": "many", "lora_alpha": 3}': "the rank 'many'",
+        '{"peft_type": "LORA", "r": 4, "lora_alpha": 3, "rank_pattern": {"(": 3}}': "rank_pattern.*cannot be read",
+        '{"peft_type": "LORA", "r": 4, "lora_alpha": 3, "alpha_pattern": [3]}': "alpha_pattern.*cannot be read",
+    }.items():
+        (adapter / ADAPTER_FILE).write_text(fields)
+        with pytest.raises(BadConfig, match=text):
+            load(base, adapter=adapter)
     (adapter / WEIGHTS_FILE).unlink()
     (adapter / "adapter_model.bin").write_bytes(b"")
     with pytest.raises(BadWeights, match="no pickle"):
