@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-EXPERTS = "a mixture of experts"
+EXPERTS = "a table for its mixture of experts"
 STATES = "layers with recurrent states or convolutions"
 ENCODER = "an encoder beside the decoder"
 

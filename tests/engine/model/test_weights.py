@@ -411,9 +411,9 @@ def test_config_text_round_trips(name: str) -> None:
 @pytest.mark.parametrize(
     "model_type, why",
     [
-        ("mixtral", "It needs a mixture of experts. Closest: mistral."),
+        ("dbrx", "It needs a table for its mixture of experts. Closest: cohere."),
         ("t5", "It needs an encoder beside the decoder. Closest: gemma."),
-        ("olmo4", "Closest by name: olmo, olmo3, olmo2."),
+        ("olmo4", "Closest by name: olmo, olmoe, olmo3."),
         ("no-such-model", "No family has a similar name."),
     ],
 )
