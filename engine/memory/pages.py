@@ -149,29 +149,6 @@ class PagePool:
         self.truncate(table, 0)
         table.closed = True
 
-    def _own(self, table: PageTable, first: int) -> None:
-        """Mutates: the table's pages from index `first` on belong to no run any more, but to the table itself."""
-        while table.run is not None and table.run.end > first:
-            run, others = table.run, table.run.holders > 1
-            if run.start < first:
-                run.split(first)
-            table.run = run.below
-            if others:
-                run.holders -= 1
-                for page in run.pages:
-                    self._refcounts[page] += 1
-                if run.below is not None:
-                    run.below.holders += 1
-
-    def _let_go(self, run: PageRun) -> None:
-        """Mutates: one holder less. A run without holders drops its pages and lets go of the one below."""
-        for each in run.chain():
-            each.holders -= 1
-            if each.holders:
-                return
-            for page in each.pages:
-                self.drop(page)
-
     def retain(self, page: int) -> None:
         """Add a reference to a page in use. The caller must `drop` it once."""
         self._check_used([page])
@@ -250,6 +227,29 @@ class PagePool:
             if run.holders > 1:
                 return run.end
         return 0
+
+    def _own(self, table: PageTable, first: int) -> None:
+        """Mutates: the table's pages from index `first` on belong to no run any more, but to the table itself."""
+        while table.run is not None and table.run.end > first:
+            run, others = table.run, table.run.holders > 1
+            if run.start < first:
+                run.split(first)
+            table.run = run.below
+            if others:
+                run.holders -= 1
+                for page in run.pages:
+                    self._refcounts[page] += 1
+                if run.below is not None:
+                    run.below.holders += 1
+
+    def _let_go(self, run: PageRun) -> None:
+        """Mutates: one holder less. A run without holders drops its pages and lets go of the one below."""
+        for each in run.chain():
+            each.holders -= 1
+            if each.holders:
+                return
+            for page in each.pages:
+                self.drop(page)
 
     def _num_carried(self, length: int, index: int, start: int, end: int) -> int:
         first = index * self.page_size
