@@ -90,8 +90,8 @@ def _subjects(model: Decoder) -> list[_Subject]:
 
 
 def _by_head(weight: Tensor, x: Tensor, products: Products) -> Tensor:
-    """Of the first head, whose inputs all heads get."""
-    return products.by_head(x[:, None].expand(-1, len(weight), -1), weight)[:, 0]
+    """Of the first of two heads; more would take longer and show nothing new, since each is a product of its own."""
+    return products.by_head(x[:, None].expand(-1, len(weight[:2]), -1), weight[:2])[:, 0]
 
 
 def _linear(linear: Linear, x: Tensor, products: Products) -> Tensor:
