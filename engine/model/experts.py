@@ -33,17 +33,20 @@ def by_expert(chosen: Tensor) -> Iterator[tuple[int, Tensor]]:
     yield from zip(experts.tolist(), places.split(counts.tolist()), strict=True)
 
 
-def expert_products(x: Tensor, chosen: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
+def expert_products(
+    x: Tensor, chosen: Tensor, weight: Tensor, bias: Tensor | None, product: Product, real: int | None = None
+) -> Tensor:
     """Every row times the weights of its chosen experts: [rows, top, outputs].
 
     x       [rows, inputs], or [rows, top, inputs] with inputs of their own for each expert
     chosen  [rows, top]
     weight  [experts, inputs, outputs], bias [experts, outputs]
+    real    the first rows that are computed; the others are padding and become zero. None: all
     """
     rows, top = chosen.shape
     pairs = x.flatten(0, 1) if x.dim() == 3 else None
-    out = x.new_empty(rows * top, weight.shape[-1])
-    for expert, places in by_expert(chosen):
+    out = x.new_zeros(rows * top, weight.shape[-1])
+    for expert, places in by_expert(chosen if real is None else chosen[:real]):
         own = x[places // top] if pairs is None else pairs[places]
         found = product(own, weight[expert])
         out[places] = found if bias is None else found + bias[expert]

@@ -255,12 +255,17 @@ class TorchOps:
         """The rows of one expert, any number of them [rows, inputs], times its weight [inputs, outputs]."""
         return x @ weight
 
+    def real_rows(self, rows: int) -> int:
+        """How many of these rows are not padding, which needs no experts."""
+        return rows
+
     def experts_hidden(self, x: Tensor, chosen: Tensor, experts: Experts, kind: Activation) -> Tensor:
-        pre = expert_products(x, chosen, experts.up, experts.up_bias, self.expert_product)
+        pre = expert_products(x, chosen, experts.up, experts.up_bias, self.expert_product, self.real_rows(len(x)))
         return self.activate(pre, kind, experts.gated)
 
     def experts_out(self, hidden: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
-        return expert_products(hidden, chosen, experts.down, experts.down_bias, self.expert_product)
+        real = self.real_rows(len(hidden))
+        return expert_products(hidden, chosen, experts.down, experts.down_bias, self.expert_product, real)
 
     def combine(self, outs: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
         total: Tensor | None = None

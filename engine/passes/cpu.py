@@ -232,6 +232,14 @@ class CanonicalCpuOps(CanonicalRowOps, CachedOps):
     def __init__(self, batch: Batch, cache: KVCache, products: Products, product: BatchedProduct) -> None:
         CanonicalRowOps.__init__(self, products)
         CachedOps.__init__(self, batch, cache, product)
+        self._real = {batch.padded: batch.num_rows}
+
+    def read_only_last(self, rows: int, real: int) -> None:
+        """Mutates: the last block continues with `rows` rows, of which the first `real` are not padding."""
+        self._real[rows] = max(real, self._real.get(rows, 0))  # of two numbers of rows that are equal, more are computed
+
+    def real_rows(self, rows: int) -> int:
+        return self._real.get(rows, rows)
 
 
 class FastCpuOps(CachedOps):

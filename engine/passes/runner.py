@@ -200,6 +200,8 @@ class Runner:
                 x[: batch.num_rows] = entering.to(x)
             chosen = [*ends, *[0] * (-len(ends) % self.tile)]  # padded like the rows of a batch
             rows = torch.tensor(chosen, dtype=torch.int64, device=x.device)
+            if isinstance(ops, CanonicalCpuOps):
+                ops.read_only_last(len(chosen), len(ends))
             all_rows = wanted(tap, *self.model.late_sites)
             number = self.model.config.num_layers
             residual = self.model.run_blocks(x, batch.positions, ops, tap, layer, number, None if all_rows else rows)

@@ -18,6 +18,8 @@ _COUNTS = (512, 256, 128, 64, 32)
 _TOTALS = (16, 32, 48, 80, 112, 176, 336, 496)
 """numbers of rows that combine several counts"""
 _PACKED_TOTALS = (*range(1, 18), 31, 33, 48, 63, 64, 65, 97, 128)
+_FEW = (8, 4, 2)
+"""row counts below the tile: an expert often gets a few rows only"""
 _EXPERT_TOTALS = (*range(1, 18), 31, 33, 47, 65)
 """numbers of rows that an expert may get"""
 _LARGE = 8e6
@@ -69,8 +71,7 @@ def _subjects(model: Decoder) -> list[_Subject]:
                 found[shape] = _Subject(f"{name}.{part}", shape, partial(_expert, weight), weight, of_expert=True)
     table = model.unembedding
     shape = (table.shape[1], len(table))
-    experts = shape in found and found[shape].of_expert
-    found[shape] = _Subject("unembed", shape, partial(_unembed, table), table.t(), experts)
+    found[shape] = _Subject("unembed", shape, partial(_unembed, table), table.t())
     return list(found.values())
 
 
@@ -79,7 +80,7 @@ def _linear(linear: Linear, x: Tensor, products: Products) -> Tensor:
 
 
 def _expert(weight: Tensor, x: Tensor, products: Products) -> Tensor:
-    return products.product(x, weight)
+    return products.few(x, weight)
 
 
 def _unembed(table: Tensor, x: Tensor, products: Products) -> Tensor:
@@ -100,8 +101,6 @@ def _examine_tile(subject: _Subject, x: Tensor, seen: Examination) -> Tensor:
     fast = torch.mv(subject.weight.t(), x[0])
     note("control: matrix-vector product", torch.equal(fast, torch.mm(x[:TILE], subject.weight)[0]), control=True)
     if subject.of_expert:
-        few = all(torch.equal(only_tile.few(x[:n], subject.weight), reference[:n]) for n in _EXPERT_TOTALS)
-        note("any number of an expert's rows", few)
         library = all(torch.equal(x[:n] @ subject.weight, reference[:n]) for n in _EXPERT_TOTALS)
         note("control: the library's product of an expert's rows", library, control=True)
     return reference
@@ -111,9 +110,12 @@ def _on_one_thread(subject: _Subject, x: Tensor, reference: Tensor, seen: Examin
     """The row counts that agree with the tile, and the packed variant if it agrees."""
     shape, same = subject.shape, partial(_same, subject, x, reference)
     counts = tuple(c for c in _COUNTS if c <= subject.num_rows and same({1: Allowed({shape: (c, TILE)})}, [c]))
-    tiles = Allowed({shape: (*counts, TILE)})
+    few = tuple(c for c in _FEW if subject.of_expert and same({1: Allowed({shape: (c,)})}, [subject.num_rows]))
+    tiles = Allowed({shape: (*counts, TILE, *few)})
     equal = same({1: tiles}, _TOTALS)
     seen.note(subject.name, str([*shape]), "any number of rows", equal)
+    if subject.of_expert:
+        seen.note(subject.name, str([*shape]), "any number of an expert's rows", same({1: tiles}, _EXPERT_TOTALS))
     packed = Allowed(tiles.row_counts, frozenset({shape}))
     return packed if can_pack(subject.weight) and same({1: packed}, _PACKED_TOTALS) else tiles
 
@@ -130,7 +132,7 @@ def _on_more_threads(count: int, subject: _Subject, x: Tensor, reference: Tensor
         packed = Allowed({shape: counts}, frozenset({shape}))
         if one.packed and same(packed, _PACKED_TOTALS):
             some = packed
-        if not same(some, _TOTALS):
+        if not same(some, (*_TOTALS, *_EXPERT_TOTALS) if subject.of_expert else _TOTALS):
             some = Allowed({})
         return some == one
 

@@ -14,6 +14,7 @@ from replaylens.engine.model.experts import Experts, by_expert
 from replaylens.engine.model.ops import TorchOps
 from replaylens.engine.model.routing import BARRED, Routing, choice_scores, choose, weigh, without_barred
 from replaylens.engine.model.tables_moe import deepseek_v2_mixture, deepseek_v3_mixture
+from replaylens.engine.passes.cpu import CpuOps
 
 OPS = TorchOps()
 
@@ -207,3 +208,18 @@ def test_a_config_with_a_mixture_round_trips() -> None:
 def test_a_mixture_that_cannot_be_is_refused(make: Any, text: str) -> None:
     with pytest.raises(BadConfig, match=text):
         make()
+
+
+@pytest.mark.parametrize("ops", [TorchOps(), CpuOps()])
+def test_the_clamped_activation_is_transformers(ops: TorchOps) -> None:
+    """On both sides of its limits, which tiny models do not reach."""
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    config = GptOssConfig(num_local_experts=1, hidden_size=4, intermediate_size=4)
+    x = torch.linspace(-12, 12, 97)
+    gate, up = (each.flatten() for each in torch.meshgrid(x, x, indexing="ij"))
+    theirs = GptOssExperts(config)._apply_gate(torch.stack([gate, up], dim=-1).flatten()[None])[0]
+    ours = ops.activate(torch.cat([gate, up])[None], "clamped_swiglu", gated=True)[0]
+    torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6)
+    assert float(ours[(gate == 12) & (up == 12)]) == float(ours[(gate == 8) & (up == 8)]) > 50
