@@ -54,7 +54,7 @@ class Ferry:
 
     def __init__(self, device: str, size: int = RING_BYTES) -> None:
         self.ring = Ring(size // _ALIGNED * _ALIGNED)
-        with torch.inference_mode(False):  # else only passes in inference mode, as that which needs the ferry first, could use it
+        with torch.inference_mode(False):  # the rows that need it first may come in inference mode, and later ones not
             self._buffer = torch.empty(self.ring.size, dtype=torch.uint8, pin_memory=device == "cuda")
         self._stream = torch.cuda.Stream() if device == "cuda" else None
         self._pieces: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
