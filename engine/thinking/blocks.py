@@ -5,11 +5,9 @@ of the backbone's blocks, so its certificate covers them. The thoughts of many c
 depend on the others.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,9 +26,6 @@ from replaylens.engine.thinking.model import COMPRESS_SITE, THINK_SITE, Thinking
 from replaylens.engine.thinking.steps import ChunkStates, ThoughtStep, applied, edited, ended, largest
 from replaylens.engine.thinking.thoughts import TOP_K, Thought
 
-if TYPE_CHECKING:
-    from replaylens.engine.thinking.graphs import ThoughtGraph
-
 Tokens = tuple[int, ...]
 TOGETHER = 128
 """chunks that are decoded together; changes no bit"""
@@ -47,14 +42,10 @@ class ThinkingBlocks:
         self.model, self.config, self.runner, self.lock = model, model.thinking, runner, lock
         if not model.config.tied_embeddings:  # the certificate covers only tables with the memory layout of the backbone's
             model.think_unembed.data = model.think_unembed.data.t().contiguous().t()
-        self.pool = PagePool(TOGETHER + 1, self.config.chunk + self.config.compressed)
+        self.pool = PagePool(TOGETHER, self.config.chunk + self.config.compressed)
         one_layer = replace(model.config, num_layers=1, windows=model.config.windows[:1], rotary_layers=())
         self.cache = KVCache(one_layer, self.pool, model.backbone.embed.dtype, runner.device)
         self._known: dict[Tokens, Tensor] = {}
-        self._spare = PageTable()
-        """with a page that padding rows of graphs may write to, once there is a graph"""
-        self._decoded: Counter[int] = Counter()
-        self._graphs: dict[int, ThoughtGraph] = {}
 
     # ---- T ------------------------------------------------------------------------------------------------------
 
@@ -114,21 +105,12 @@ class ThinkingBlocks:
     def _decode_ahead(self, chunks: Sequence[ChunkStates], tables: list[PageTable]) -> tuple[list[list[int]], list[Tensor]]:
         """As `_decode`, for a device that would wait for the host after every token. All chunks take all steps, `AHEAD` of them
         without a look at the tokens; what comes after <EOS> is dropped. Precondition: no edits of T."""
-        config, eos, count = self.config, self.config.eos_token, len(chunks)
+        config, eos = self.config, self.config.eos_token
         segments = [self._segment(table, 0, config.chunk) for table in tables]
         steps = [self._step(segments, torch.cat([chunk.hidden for chunk in chunks]))]
-        graph = self._graph(count)
-        if graph is not None:
-            graph.begin([table.pages[0] for table in tables], steps[0].said, config.chunk)
         for taken in range(1, config.max_thought - 1):
             if taken % AHEAD == 1 % AHEAD and bool((torch.stack([step.said for step in steps]) == eos).any(0).all()):
                 break
-            if graph is not None:
-                graph.take()
-                steps.append(
-                    ThoughtStep(graph.said[taken - 1, :count], graph.hidden[taken - 1, :count], graph.fine[taken - 1, :count])
-                )
-                continue
             words, start = steps[-1].said, config.chunk + taken - 1
             x = self.model.thought_embedding(words, torch.full_like(words, taken - 1))
             steps.append(self._step([self._segment(table, start, 1) for table in tables], x))
@@ -139,19 +121,6 @@ class ThinkingBlocks:
         rows = self._last_rows(segments, x)
         logits = self._raw_logits(rows)
         return ThoughtStep(largest(logits), rows, torch.isfinite(logits).all(-1) & torch.isfinite(rows).all(-1))
-
-    def _graph(self, count: int) -> "ThoughtGraph | None":
-        """The graph for so many thoughts, captured once their number has occurred often enough; None: launch the kernels."""
-        if self.runner.device == "cpu" or self.config.max_thought < 3:
-            return None
-        from replaylens.engine.thinking import graphs  # its kernels need triton, which a CPU machine may lack
-
-        rows = next(size for size in graphs.SIZES if size >= count)
-        self._decoded[rows] += 1
-        if rows not in self._graphs and self._decoded[rows] >= graphs.WORTH:
-            self.pool.reserve(self._spare, 0, 1)
-            self._graphs[rows] = graphs.ThoughtGraph(self.model, self.cache, rows, self._spare.pages[0])
-        return self._graphs.get(rows)
 
     def _edited(self, rows: Tensor, chunks: Sequence[ChunkStates], step: int) -> Tensor:
         """T's rows [chunks, d_model] of one step under the chunks' edits, which are applied on the CPU."""

@@ -42,7 +42,7 @@ def test_zeroed_page_table_entries() -> None:
     """No branch owns page 0: a zeroed entry is an error and is never freed into the pool, and padding reads zeros."""
     subject = engine(cache_tokens=64, canary=True)
     branches = subject.prompts([[1, 2, 3], [4, 5, 6, 7, 8]])
-    subject.generate(branches, 12, drafter="tree", window=4)
+    subject.generate(branches, 12, window=4)
     assert not subject.runner.cache.data[:, :, :, : subject.runner.pool.page_size].any(), "nothing was ever written there"
     table, pool = branches[0].lane.table, subject.runner.pool
     saved, table.pages[1] = table.pages[1], NULL_PAGE
