@@ -233,11 +233,9 @@ class PathStates(Sequence[TokenState]):
 
     def accept(self, count: int) -> None:
         """Mutates: the first `count` tokens that are pending or drafts become accepted. Precondition: there are so many."""
-        for order in (_ORDER[TokenState.PENDING], _ORDER[TokenState.DRAFT]):
-            taken = min(count, self.counts[order])
-            self.counts[order] -= taken
-            self.counts[_ORDER[TokenState.ACCEPTED]] += taken
-            count -= taken
+        prompt, accepted, pending, draft, rejected = self.counts
+        taken = min(count, pending)
+        self.counts = [prompt, accepted + count, pending - taken, draft - (count - taken), rejected]
 
     def reopen_last(self) -> None:
         """Mutates: the last token is pending."""
