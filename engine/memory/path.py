@@ -170,13 +170,21 @@ class PathStates(Sequence[TokenState]):
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             return list(self)[index]
-        position = index + len(self) if index < 0 else index
+        position = index + sum(self.counts) if index < 0 else index
         if position >= 0:
-            for state, count in zip(_STATES, self.counts, strict=True):
+            for order, count in enumerate(self.counts):
                 if position < count:
-                    return state
+                    return _STATES[order]
                 position -= count
         raise IndexError(f"No position {index} on a path of {len(self)} tokens.")
+
+    @property
+    def last(self) -> TokenState:
+        """The last token's; PROMPT if there is none."""
+        for order in range(len(_STATES) - 1, 0, -1):
+            if self.counts[order]:
+                return _STATES[order]
+        return TokenState.PROMPT
 
     def __iter__(self) -> Iterator[TokenState]:
         for state, count in zip(_STATES, self.counts, strict=True):
@@ -225,11 +233,9 @@ class PathStates(Sequence[TokenState]):
 
     def accept(self, count: int) -> None:
         """Mutates: the first `count` tokens that are pending or drafts become accepted. Precondition: there are so many."""
-        for order in (_ORDER[TokenState.PENDING], _ORDER[TokenState.DRAFT]):
-            taken = min(count, self.counts[order])
-            self.counts[order] -= taken
-            self.counts[_ORDER[TokenState.ACCEPTED]] += taken
-            count -= taken
+        prompt, accepted, pending, draft, rejected = self.counts
+        taken = min(count, pending)
+        self.counts = [prompt, accepted + count, pending - taken, draft - (count - taken), rejected]
 
     def reopen_last(self) -> None:
         """Mutates: the last token is pending."""

@@ -128,7 +128,7 @@ class BranchTree:
         branch = self._changeable(branch_id, BranchStatus.OPEN)
         if not tokens:
             return
-        last = branch.states[-1] if branch.states else PROMPT
+        last = branch.states.last
         too_many = state is PENDING and (last is PENDING or len(tokens) > 1)
         if state is REJECTED or _ORDER[state] < _ORDER[last] or too_many:
             raise BadTransition(

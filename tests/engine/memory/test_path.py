@@ -107,5 +107,5 @@ def test_states_are_the_list_that_they_would_be(seed: int) -> None:
                 assert states.index(state) == plain.index(state)
         length = chance.randint(0, len(plain))
         assert list(states.first(length)) == plain[:length] and states[-2:] == plain[-2:]
-        assert not plain or (states[-1], states[0]) == (plain[-1], plain[0])
+        assert not plain or (states[-1], states[0], states.last) == (plain[-1], plain[0], plain[-1])
     assert all(a is b or list(TokenState).index(a) < list(TokenState).index(b) for a, b in pairwise(states))
