@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import BadWeights, UnsupportedModel
+from replaylens.engine.errors import BadConfig, BadWeights, UnsupportedModel
 from replaylens.engine.model import packed
 from replaylens.engine.model.source import Source
 
@@ -34,6 +34,8 @@ class Scheme:
     decode: Callable[[WeightParts], Tensor]
     plain: str = ".weight"
     """end of the name of the plain weight"""
+    how: str = ""
+    """what makes the parts necessary, for errors"""
 
 
 def dequantised(source: Source, config: dict[str, Any]) -> Source:
@@ -55,7 +57,9 @@ def dequantised(source: Source, config: dict[str, Any]) -> Source:
         module = weights[name]
         parts = {end: source.read(module + end) for end in ends if module + end in source.names}
         if missing := [end for end in (marks[module], *scheme.parts) if end not in parts]:
-            raise BadWeights(f"{module} is quantised, but {module}{missing[0]} is missing. Is the checkpoint complete?")
+            raise BadWeights(
+                f"{module} is quantised{scheme.how}, but {module}{missing[0]} is missing. Is the checkpoint complete?"
+            )
         try:
             return scheme.decode(parts)
         except (ValueError, IndexError, RuntimeError) as e:
@@ -87,45 +91,91 @@ def _require(config: dict[str, Any], field: str, default: Any, *values: Any) -> 
     return value
 
 
+def _group_size(config: dict[str, Any]) -> int | None:
+    """The inputs that share a scale; None: all."""
+    size = config.get("group_size")
+    if size in (None, -1):
+        return None
+    if type(size) is not int or size < 1:
+        raise _bad_field(config, "group_size", "a whole number above 0, or -1 for one group")
+    return size
+
+
+def _block(config: dict[str, Any], field: str) -> tuple[int, int] | None:
+    """The rows and columns that share a scale; None: whole rows, or the whole weight."""
+    block = config.get(field)
+    if block is None:
+        return None
+    if not isinstance(block, list | tuple) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
+        raise _bad_field(config, field, "two whole numbers above 0")
+    return block[0], block[1]
+
+
+def _object(config: dict[str, Any], field: str) -> dict[str, Any]:
+    value = config.get(field)
+    if value is not None and not isinstance(value, dict):
+        raise _bad_field(config, field, "an object")
+    return value or {}
+
+
+def _bad_field(config: dict[str, Any], field: str, what: str) -> BadConfig:
+    return BadConfig(
+        f"The quantization_config of {config.get('quant_method')!r} has {field} = {config[field]!r:.120}. It must be {what}. "
+        "Copy the config again from the model's source."
+    )
+
+
 def _gptq(config: dict[str, Any]) -> Scheme:
     bits = _require(config, "bits", None, 2, 4, 8)
     less_one = _require(config, "checkpoint_format", "gptq", "gptq", "gptq_v2") == "gptq"
     _require(config, "dynamic", {}, {})  # other bits for some modules
+    size, ordered = _group_size(config), config.get("desc_act")
+    if not isinstance(ordered, bool | None):
+        raise _bad_field(config, "desc_act", "true or false")
 
     def decode(parts: WeightParts) -> Tensor:
         qweight, qzeros, scales = parts[".qweight"], parts[".qzeros"], parts[".scales"]
         inputs = qweight.shape[0] * (32 // bits)
-        groups = parts.get(".g_idx", _groups(inputs, config.get("group_size"), len(scales)))
-        _fits(groups.shape == (inputs,), "g_idx has another size")
+        groups = parts[".g_idx"] if ".g_idx" in parts else _groups(inputs, size, len(scales))
+        _require_groups(groups, inputs, len(scales))
         if less_one and bool((packed.unpacked(qzeros, bits, 1) == (1 << bits) - 1).any()):
             raise ValueError("a zero point is stored as the largest number, which readers of this format take for two things")
         return packed.from_gptq(qweight, qzeros, scales, groups, bits, less_one)
 
+    if ordered:  # inputs were sorted before they were grouped, so only g_idx tells their groups
+        return Scheme((".qweight",), (".qzeros", ".scales", ".g_idx"), (), decode, how=" with desc_act = True")
     return Scheme((".qweight",), (".qzeros", ".scales"), (".g_idx",), decode)
 
 
 def _awq(config: dict[str, Any]) -> Scheme:
     _require(config, "bits", None, 4)
     _require(config, "version", "gemm", "gemm")
+    size = _group_size(config)
 
     def decode(parts: WeightParts) -> Tensor:
         qweight, scales = parts[".qweight"], parts[".scales"]
-        groups = _groups(len(qweight), config.get("group_size"), len(scales))
+        groups = _groups(len(qweight), size, len(scales))
         return packed.from_awq(qweight, parts[".qzeros"], scales, groups)
 
     return Scheme((".qweight",), (".qzeros", ".scales"), (), decode)
 
 
-def _groups(inputs: int, size: Any, count: int) -> Tensor:
-    """The group of each input; `size` None or -1: one group."""
-    size = inputs if size in (None, -1) else size
+def _groups(inputs: int, size: int | None, count: int) -> Tensor:
+    """The group of each input; `size` None: one group."""
+    size = inputs if size is None else size
     _fits(-(-inputs // size) == count, f"{count} groups of {size} do not cover {inputs} inputs")
     return torch.arange(inputs) // size
 
 
+def _require_groups(groups: Tensor, inputs: int, count: int) -> None:
+    _fits(groups.dtype in (torch.int32, torch.int64), "g_idx is not of whole numbers")
+    _fits(groups.shape == (inputs,), "g_idx has another size")
+    low, high = (int(end) for end in groups.aminmax())
+    _fits(low >= 0 and high < count, f"g_idx holds {low} to {high}, but there are {count} groups")
+
+
 def _fp8(config: dict[str, Any]) -> Scheme:
-    block = config.get("weight_block_size")
-    return _float8(None if block is None else (int(block[0]), int(block[1])))
+    return _float8(_block(config, "weight_block_size"))
 
 
 def _float8(block: tuple[int, int] | None) -> Scheme:
@@ -148,8 +198,9 @@ def _require_scale(weight: Tensor, scale: Tensor, block: tuple[int, int] | None)
 
 def _compressed(config: dict[str, Any]) -> Scheme:
     """compressed-tensors, with one kind of weights."""
-    groups = list((config.get("config_groups") or {}).values())
-    kinds = [group.get("weights") or {} for group in groups if isinstance(group, dict)]
+    _require(config, "transform_config", {}, {}, {"config_groups": {}})  # rotations of activations, beside the weights
+    groups = [group for group in _object(config, "config_groups").values() if isinstance(group, dict)]
+    kinds = [_object({**group, "quant_method": "compressed-tensors"}, "weights") for group in groups]
     if len(kinds) != 1:
         raise UnsupportedModel(f"compressed-tensors with {len(kinds)} groups of weights is not supported. Supported: one.")
     kind = {**kinds[0], "quant_method": "compressed-tensors"}
@@ -158,16 +209,15 @@ def _compressed(config: dict[str, Any]) -> Scheme:
     _require(kind, "actorder", None, None, False, "weight", "static")  # "group" permutes inputs
     if form == "float-quantized":
         _require(kind, "num_bits", None, 8)
-        block = kind.get("block_structure")
-        return _float8(None if block is None else (int(block[0]), int(block[1])))
+        return _float8(_block(kind, "block_structure"))
     if form == "int-quantized":
         _require(kind, "num_bits", None, 8)
         return Scheme((".weight_scale",), (".weight",), (".weight_zero_point",), _from_int8)
-    bits = _require(kind, "num_bits", None, 4, 8)
+    bits, group_size = _require(kind, "num_bits", None, 4, 8), _group_size(kind)
 
     def decode(parts: WeightParts) -> Tensor:
         (rows, inputs), scale = parts[".weight_shape"].tolist(), parts[".weight_scale"]
-        size = inputs if kind.get("group_size") in (None, -1) else int(kind["group_size"])
+        size = inputs if group_size is None else group_size
         _fits(tuple(scale.shape) == (rows, -(-inputs // size)), "the scale has another shape")
         _require_no_zero(parts)
         return packed.from_packed(parts[".weight_packed"], scale, inputs, size, bits)
