@@ -242,7 +242,7 @@ def load_model(
             "(hf download) and give the folder, or pass the loaded transformers model."
         )
     if isinstance(source, str | Path):
-        path, adapter = weights.located(Path(source), None if adapter is None else Path(adapter))
+        path, adapter = weights.located(Path(source), adapter)
         folders = [folder for folder in (adapter, path) if folder is not None and folder.is_dir()]
         text = next((found for found in map(load_text, folders) if found.tokenizer is not None), Text(None))
         return weights.load(path, dtype, check, device, adapter), text

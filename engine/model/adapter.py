@@ -5,9 +5,6 @@ and rounded once to float32, so that the merged weights do not depend on the ord
 """
 
 import hashlib
-import json
-import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,54 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import BadConfig, BadWeights, UnsupportedModel
+from replaylens.engine.errors import BadWeights, UnsupportedModel
 from replaylens.engine.model import modes
+from replaylens.engine.model.adapter_config import ADAPTER_FILE, AdapterConfig, read_fields
+from replaylens.engine.model.base_modules import BaseModules
 from replaylens.engine.model.families import FAMILIES, family_of
 from replaylens.engine.model.shards import Shards
-from replaylens.engine.model.source import HEAD, Source
+from replaylens.engine.model.source import FLOATS, HEAD, Source
 
-ADAPTER_FILE = "adapter_config.json"
-"""written by peft"""
+__all__ = ["ADAPTER_FILE", "WEIGHTS_FILE", "Adapter", "Lora", "base_of"]
+
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _PARTS = {".lora_A.weight": "a", ".lora_B.weight": "b", ".lora_embedding_A": "a", ".lora_embedding_B": "b"}
-_NEUTRAL: tuple[Any, ...] = (None, False, "", [], {})
-_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none", None),
-    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", None),  # others change the base's weights
-}
-"""fields whose other values make an adapter more than a sum of products -> the values that do not"""
-_HARMLESS = frozenset(
-    {
-        "alpha_pattern",
-        "auto_mapping",
-        "base_model_name_or_path",
-        "corda_config",
-        "eva_config",
-        "exclude_modules",
-        "fan_in_fan_out",
-        "inference_mode",
-        "layers_pattern",
-        "layers_to_transform",
-        "loftq_config",
-        "lora_alpha",
-        "lora_dropout",
-        "lora_ga_config",
-        "megatron_core",
-        "modules_to_save",
-        "peft_version",
-        "qalora_group_size",
-        "r",
-        "rank_pattern",
-        "revision",
-        "runtime_config",
-        "target_modules",
-        "task_type",
-        "use_rslora",
-    }
-)
-"""fields that are read, that only training uses, or that say the same as the names and shapes of the tensors"""
 _ROWS = 1024
 """rows of a weight that are merged together"""
 
@@ -100,21 +62,16 @@ class Adapter:
     folder: Path
     changes: dict[str, Lora]
     whole: dict[str, Tensor]
-    """tensors that the adapter replaces: those of `saved`, and embeddings that peft saved beside them"""
-    saved: tuple[str, ...] = ()
-    """ends of the names of modules that were trained as a whole (peft's `modules_to_save`)"""
+    """tensors that the adapter replaces: those of modules trained as a whole, and embeddings that peft saved beside them"""
+    config: AdapterConfig
 
     @classmethod
     def read(cls, folder: Path) -> "Adapter":
-        """An adapter from its folder. UnsupportedModel names a field that is not supported, BadWeights a tensor."""
-        config = _read_config(folder)
-        for field, value in config.items():
-            if field not in _HARMLESS and value not in (values := _SUPPORTED.get(field, _NEUTRAL)):
-                raise UnsupportedModel(
-                    f"The adapter {folder} has {field} = {value!r}, which is not supported. Supported: "
-                    f"{', '.join(map(repr, values))}. Merge it into the base with peft (merge_and_unload), and load that."
-                )
+        """An adapter from its folder. UnsupportedModel and BadConfig name a field of its config, BadWeights a tensor."""
+        config = AdapterConfig.read(folder)
         shards = Shards(folder, [WEIGHTS_FILE])
+        if not shards.names:
+            raise BadWeights(f"{folder / WEIGHTS_FILE} holds no tensors. Copy it again, or save the adapter anew.")
         parts: dict[str, dict[str, Tensor]] = {}
         whole, embeds = {}, set()
         for name in shards.names:
@@ -129,7 +86,7 @@ class Adapter:
             else:
                 whole[ours] = shards.read(name)
         changes = {name: _lora(folder, name, parts[name], config, name in embeds) for name in sorted(parts)}
-        return cls(folder, changes, whole, tuple(config.get("modules_to_save") or ()))
+        return cls(folder, changes, whole, config)
 
     @property
     def digest(self) -> str:
@@ -148,13 +105,15 @@ class Adapter:
 
         If the base's head is its embedding and the adapter changes one of them, the other stays as it is.
         """
-        changes = {self._found(source, f"{module}.weight"): lora for module, lora in self.changes.items()}
-        whole = {self._found(source, name): x for name, x in self.whole.items()}
         names = FAMILIES[family_of(raw)].names
+        modules = BaseModules(source, raw)
+        changes = {self._found(modules, f"{module}.weight"): lora for module, lora in self.changes.items()}
+        whole = {self._found(modules, name): x for name, x in self.whole.items()}
+        self._require_complete(modules, changes, whole)
         reads = {name: name for name in source.names}
         head, embed = source.find(HEAD), source.find(f"{names.embed}.weight")
         if head is None and embed is not None and raw.get("tie_word_embeddings"):
-            own = embed in whole and names.embed.endswith(self.saved)
+            own = embed in whole and names.embed.endswith(self.config.saved)
             if own or embed in changes or not {HEAD}.isdisjoint({*changes, *whole}):
                 reads[HEAD] = embed
 
@@ -170,19 +129,32 @@ class Adapter:
 
         return Source(reads, read)
 
-    def _found(self, source: Source, name: str) -> str:
+    def _found(self, modules: BaseModules, name: str) -> str:
         """The base's name of a tensor that the adapter changes."""
-        found = name if name in source.names else source.find(name)
-        if found is None and name == HEAD:
-            return HEAD  # the base is tied
+        found = modules.find(name)
         if found is None:
             raise BadWeights(f"The adapter {self.folder} changes {name}, which the base lacks. Is it for another base?")
         return found
 
+    def _require_complete(self, modules: BaseModules, changes: dict[str, Lora], whole: dict[str, Tensor]) -> None:
+        """BadWeights if the config asks for a module of the base whose tensors the file lacks: a part would stay untrained."""
+        with_experts = any(modules.is_expert(name) for name in changes)
+        for name in modules.names:
+            if modules.saved(name, self.config):
+                missing, field = name not in whole, "modules_to_save"
+            else:
+                missing, field = modules.targeted(name, self.config, with_experts) and name not in changes, "target_modules"
+            if missing:
+                what = name if field == "modules_to_save" else name.removesuffix(".weight")
+                raise BadWeights(
+                    f"The config of the adapter {self.folder} asks for {what} ({field}), which {WEIGHTS_FILE} lacks. Copy both "
+                    "files again, and check that they belong together and to this base."
+                )
+
 
 def base_of(folder: Path) -> Path:
     """The folder of an adapter's base, if its config names one that exists."""
-    named = _read_config(folder).get("base_model_name_or_path")
+    named = read_fields(folder).get("base_model_name_or_path")
     if isinstance(named, str) and Path(named).is_dir() and Path(named).resolve() != folder.resolve():
         return Path(named)
     raise UnsupportedModel(
@@ -191,30 +163,15 @@ def base_of(folder: Path) -> Path:
     )
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    file = folder / ADAPTER_FILE
-    if not file.exists():
-        raise UnsupportedModel(f"{folder} holds no adapter: {ADAPTER_FILE} is missing.")
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as e:
-        raise BadConfig(f"{file} is not valid JSON: {e}. Copy it again.") from None
-    if not isinstance(config, dict):
-        raise BadConfig(f"{file} is not a JSON object. Copy it again.")
-    return config
-
-
-def _lora(folder: Path, module: str, parts: dict[str, Tensor], config: dict[str, Any], embeds: bool) -> Lora:
+def _lora(folder: Path, module: str, parts: dict[str, Tensor], config: AdapterConfig, embeds: bool) -> Lora:
     if missing := {"a", "b"} - parts.keys():
         raise BadWeights(f"The adapter {folder} lacks lora_{missing.pop().upper()} of {module}. Copy it again.")
     a, b = parts["a"], parts["b"]
-    try:
-        rank = _by_module(config.get("rank_pattern"), module, config.get("r"))
-        alpha = _by_module(config.get("alpha_pattern"), module, config.get("lora_alpha"))
-    except (re.error, AttributeError) as e:
-        raise BadConfig(f"{folder / ADAPTER_FILE} has a rank_pattern or alpha_pattern that cannot be read: {e}.") from None
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
-        raise BadConfig(f"{folder / ADAPTER_FILE} gives {module} the rank {rank!r} and alpha {alpha!r}. Copy it again.")
+    if other := [x.dtype for x in (a, b) if x.dtype not in FLOATS]:
+        raise BadWeights(
+            f"The adapter {folder} holds {other[0]} for {module}, which needs scales. Save it in float16, bfloat16 or float32."
+        )
+    rank, scale = config.scale(module)
     if a.dim() != 2 or b.dim() != 2 or len(a) != rank or b.shape[1] != rank:
         raise BadWeights(
             f"The adapter {folder} has lora_A {tuple(a.shape)} and lora_B {tuple(b.shape)} for {module}, but rank {rank} in "
@@ -222,15 +179,7 @@ def _lora(folder: Path, module: str, parts: dict[str, Tensor], config: dict[str,
         )
     if not all(bool(torch.isfinite(x).all()) for x in (a, b)):
         raise BadWeights(f"The adapter {folder} holds NaN or infinity for {module}.")
-    return Lora(a, b, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank), embeds)
-
-
-def _by_module(pattern: dict[str, Any] | None, module: str, otherwise: Any) -> Any:
-    """The entry of a pattern whose key, a regular expression, matches the end of the module's name, as in peft."""
-    for key, value in (pattern or {}).items():
-        if re.match(rf"(.*\.)?({key})$", module):
-            return value
-    return otherwise
+    return Lora(a, b, scale, embeds)
 
 
 def _update(digest: Any, *tensors: Tensor) -> None:

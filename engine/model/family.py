@@ -182,14 +182,14 @@ class Family:
                 is_weight = isinstance(module, Linear) and end == "weight"
                 out[f"blocks.{layer}.{name}"] = x.T if is_weight and names.transposed else x
 
-    def unused(self, config: ModelConfig, unread: list[str]) -> list[str]:
+    def unused(self, num_layers: int, unread: list[str]) -> list[str]:
         """The names of tensors that were not read, and that the family does not leave out on purpose."""
         if not self.later_layers:
             return unread
         first, last = self.names.block.split("{}")
         later = re.compile(rf"{re.escape(first)}(\d+){re.escape(last)}")
         layer = lambda name: int(found[1]) if (found := later.match(name)) else -1  # noqa: E731
-        return [name for name in unread if layer(name) < config.num_layers]
+        return [name for name in unread if layer(name) < num_layers]
 
     def _single(self, block: Block, name: str, begin: str, get: Get) -> Tensor:
         """A parameter that is neither of a product nor of a norm."""

@@ -22,7 +22,7 @@ from replaylens.engine.model.translated import from_hugging_face
 CONFIG_FILE = "replaylens.json"
 
 
-def load_path(path: Path, dtype: torch.dtype, check: bool, device: str, adapter: Path | None) -> Decoder:
+def load_path(path: Path, dtype: torch.dtype, check: bool, device: str, adapter: str | Path | None) -> Decoder:
     """A decoder from a folder or a .gguf file, with an adapter merged into its weights."""
     path, adapter = located(path, adapter)
     if path.suffix == ".gguf" and not path.is_dir():
@@ -41,8 +41,11 @@ def load_path(path: Path, dtype: torch.dtype, check: bool, device: str, adapter:
     return _translated(path, raw, source, dtype, check, device, adapter)
 
 
-def located(path: Path, adapter: Path | None) -> tuple[Path, Path | None]:
+def located(path: Path, given: str | Path | None) -> tuple[Path, Path | None]:
     """The base and the adapter. A folder that holds an adapter is one, as for transformers; its config names the base."""
+    if not isinstance(given, str | Path | None):
+        raise BadRequest(f"adapter must be the path of a folder, not {given!r:.120}.")
+    adapter = None if given is None else Path(given)
     if adapter is None and (path / ADAPTER_FILE).exists():
         return base_of(path), path
     if adapter is not None and (path / ADAPTER_FILE).exists() and path.resolve() != adapter.resolve():

@@ -136,7 +136,7 @@ def _gptq(config: dict[str, Any]) -> Scheme:
     def decode(parts: WeightParts) -> Tensor:
         qweight, qzeros, scales = parts[".qweight"], parts[".qzeros"], parts[".scales"]
         inputs = qweight.shape[0] * (32 // bits)
-        groups = parts[".g_idx"] if ".g_idx" in parts else _groups(inputs, size, len(scales))
+        groups = parts.get(".g_idx", _groups(inputs, size, len(scales)))  # their number is checked either way
         _require_groups(groups, inputs, len(scales))
         if less_one and bool((packed.unpacked(qzeros, bits, 1) == (1 << bits) - 1).any()):
             raise ValueError("a zero point is stored as the largest number, which readers of this format take for two things")

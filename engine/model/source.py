@@ -9,7 +9,7 @@ from torch import Tensor
 from replaylens.engine.errors import BadWeights, MissingTensor
 
 HEAD = "lm_head.weight"
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """dtypes whose values are the weights; other dtypes need scales"""
 _SPELLINGS = (("lm_head.", "embed_out."), ("model.", ""), ("transformer.", ""), ("gpt_neox.", ""))
 """other names of the same tensor: in GPT-NeoX files, and in files of a transformer without its head (GPT-2's own)"""
@@ -48,13 +48,20 @@ class Source:
         tensor = self.read(found)
         if tensor.device.type == "meta":
             raise BadWeights(f"Tensor {found!r} has no values (device 'meta'). Load the model's weights first.")
-        if tensor.dtype not in _FLOATS:
+        if tensor.dtype not in FLOATS:
             raise BadWeights(
                 f"Tensor {found!r} holds {tensor.dtype}, which needs scales. Is the checkpoint quantised? "
                 "Save it in float16, bfloat16 or float32."
             )
         self.shapes[found] = tuple(tensor.shape)
         return tensor.detach()
+
+    def text_names(self) -> dict[str, str]:
+        """The weights of the text part: their names in a text model -> here."""
+        text, here = self.begins
+        names = {text + name.removeprefix(here): name for name in self.names if name.startswith(here)}
+        names |= {name: name for name in self.names if name == HEAD}
+        return {name: known for name, known in names.items() if name == HEAD or not _NO_WEIGHT.search(name.removeprefix(text))}
 
     def unread(self) -> list[str]:
         """The weights that were never read; none if the source keeps copies under other names."""

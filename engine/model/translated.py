@@ -42,7 +42,7 @@ def from_hugging_face(
     config = replace(_with_its_head(config, family, source), adapter=adapter)
     filler = Filler(config, dtype, device)
     _fill(family, config, source, filler)
-    if extra := family.unused(config, source.unread()):
+    if extra := family.unused(config.num_layers, source.unread()):
         raise BadWeights(
             f"The checkpoint holds {len(extra)} tensors that a {config.family} model does not have, such as "
             f"{', '.join(extra[:4])}. Leaving them out would change what it computes. Is the config the right one?"

@@ -56,7 +56,7 @@ def load(
     host holds no second copy of them.
     """
     if isinstance(source, str | Path):
-        return load_path(Path(source), dtype, check, device, None if adapter is None else Path(adapter))
+        return load_path(Path(source), dtype, check, device, adapter)
     if adapter is not None:
         raise BadRequest(
             f"adapter= goes with the folder of a base model, not with {type(source).__name__}. Give the folder, or merge the "

@@ -222,13 +222,14 @@ def test_other_sources_and_missing_files_are_named(folders: tuple[Path, Path], t
     with pytest.raises(BadConfig, match="not valid JSON"):
         load(base, adapter=adapter)
     for fields, text in {
-        '{"peft_type": "LORA", "r": "many", "lora_alpha": 3}': "the rank 'many'",
+        '{"peft_type": "LORA", "r": "many", "lora_alpha": 3}': "r = 'many'",
         '{"peft_type": "LORA", "r": 4, "lora_alpha": 3, "rank_pattern": {"(": 3}}': "rank_pattern.*cannot be read",
-        '{"peft_type": "LORA", "r": 4, "lora_alpha": 3, "alpha_pattern": [3]}': "alpha_pattern.*cannot be read",
+        '{"peft_type": "LORA", "r": 4, "lora_alpha": 3, "alpha_pattern": [3]}': "alpha_pattern.*must be an object",
     }.items():
         (adapter / ADAPTER_FILE).write_text(fields)
         with pytest.raises(BadConfig, match=text):
             load(base, adapter=adapter)
+    edit_json(adapter / ADAPTER_FILE, alpha_pattern={}, target_modules=["q_proj"])
     (adapter / WEIGHTS_FILE).unlink()
     (adapter / "adapter_model.bin").write_bytes(b"")
     with pytest.raises(BadWeights, match="no pickle"):

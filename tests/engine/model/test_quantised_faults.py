@@ -39,6 +39,11 @@ GROUPS: dict[str, tuple[dict[str, Any], Damage, str]] = {
     ),
     "a group below 0": (GPTQ, lambda t: t[".g_idx"].sub_(2), r"g_idx holds -2 to 1, but there are 4 groups"),
     "a group beyond the last": (GPTQ, lambda t: t[".g_idx"].add_(9), r"g_idx holds 9 to 12, but there are 4 groups"),
+    "more scales than groups": (
+        GPTQ,
+        lambda t: t.update({".scales": torch.cat([t[".scales"]] * 2)}),
+        "8 groups of 16 do not cover 64 inputs",
+    ),
     "groups that are no whole numbers": (GPTQ, lambda t: t.update({".g_idx": t[".g_idx"].float()}), "g_idx is not of whole"),
 }
 

@@ -1,0 +1,190 @@
+"""An adapter is whole or refused: what its config asks for is in its file. What peft writes loads, however it names modules."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from replaylens import Engine
+from replaylens.engine.errors import BadConfig, BadRequest, BadWeights
+from replaylens.engine.model.adapter import ADAPTER_FILE, WEIGHTS_FILE
+from replaylens.engine.model.weights import load, weights_hash
+from tests.engine.model.test_adapter import trained
+from tests.engine.model.test_weights import edit_json
+
+Tensors = dict[str, Tensor]
+R4 = {"r": 4, "lora_alpha": 6}
+WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
+    "ends of names": ("llama", {"target_modules": ["q_proj", "mlp.down_proj"]}),
+    "a name that the base lacks": ("llama", {"target_modules": ["q_proj", "c_attn"], "modules_to_save": ["lm_head", "score"]}),
+    "an expression": ("llama", {"target_modules": r".*layers\.[02]\.self_attn\.(q|v)_proj"}),
+    "all products": ("llama", {"target_modules": "all-linear"}),
+    "all products, stored transposed": ("gpt2", {"target_modules": "all-linear", "fan_in_fan_out": True}),
+    "all products but some": (
+        "llama",
+        {"target_modules": "all-linear", "exclude_modules": ["down_proj", "layers.1.mlp.up_proj"]},
+    ),
+    "excluded by an expression": ("llama", {"target_modules": ["q_proj"], "exclude_modules": r"model\.layers\.0\..*"}),
+    "one layer": ("llama", {"target_modules": ["q_proj"], "layers_to_transform": 1}),
+    "layers": ("llama", {"target_modules": ["q_proj"], "layers_to_transform": [0, 2], "layers_pattern": "layers"}),
+    "layers of GPT-2": ("gpt2", {"target_modules": ["c_fc"], "layers_to_transform": [1], "fan_in_fan_out": True}),
+    "norms as a whole": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["norm"]}),
+    "a block's part as a whole": ("llama", {"target_modules": ["q_proj", "up_proj"], "modules_to_save": ["layers.1.mlp"]}),
+    "head and embedding as a whole, tied": (
+        "llama3",
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+    ),
+    "embedding and head": ("llama", {"target_modules": ["embed_tokens", "lm_head"]}),
+    "head of GPT-NeoX": ("neox", {"target_modules": ["query_key_value", "embed_out"]}),
+    "only modules as a whole": ("llama", {"target_modules": "dummy-target-modules", "modules_to_save": ["lm_head"]}),
+    "router of Mixtral": ("mixtral", {"target_modules": ["q_proj"], "modules_to_save": ["gate"]}),
+    "router of PhiMoE": ("phimoe-plain", {"target_modules": ["q_proj"], "modules_to_save": ["router"]}),
+    "router of GraniteMoE": ("granite-moe", {"target_modules": ["q_proj"], "modules_to_save": ["router"]}),
+    "a mixture's shared expert": ("qwen2-moe", {"target_modules": ["shared_expert_gate", "up_proj"]}),
+    "latent attention": ("deepseek-v3", {"target_modules": ["kv_b_proj", "o_proj"]}),
+}
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_what_peft_writes_loads_to_what_peft_computes(kind: str, tmp_path: Path) -> None:
+    name, options = WRITTEN[kind]
+    adapted = trained(name, {**R4, **options}, tmp_path / "base", tmp_path / "adapter")
+    tokens = torch.tensor([[3, 14, 15, 92, 6]])
+    engines = [Engine.load(tmp_path / "base", adapter=adapter) for adapter in (tmp_path / "adapter", None)]
+    ours, base = (engine.prompt(tokens[0].tolist()).logits() for engine in engines)
+    theirs = adapted.eval()(tokens).logits[0, -1].detach()
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(ours, base, rtol=1e-3, atol=1e-3), "the control: the adapter changes the model"
+
+
+@pytest.mark.parametrize("name, transposed", [("llama", False), ("gpt2", True)])
+def test_all_linear_may_stay_a_word(name: str, transposed: bool, tmp_path: Path) -> None:
+    """peft writes names in its place, and reads both."""
+    options = {**R4, "target_modules": "all-linear", "fan_in_fan_out": transposed}
+    trained(name, options, tmp_path / "base", tmp_path / "adapter")
+    by_name = weights_hash(load(tmp_path / "base", adapter=tmp_path / "adapter"))
+    edit_json(tmp_path / "adapter" / ADAPTER_FILE, target_modules="all-linear")
+    assert weights_hash(load(tmp_path / "base", adapter=tmp_path / "adapter")) == by_name
+
+
+def test_experts_that_are_stored_one_by_one_are_all_there_or_none(tmp_path: Path) -> None:
+    """Adapters of older versions, which hold each expert as modules. Newer ones adapt the attention of the same base alone."""
+    trained("mixtral", {**R4, "target_modules": ["q_proj"]}, tmp_path / "base", tmp_path / "adapter")
+    stored, file = load_file(tmp_path / "base" / "model.safetensors"), tmp_path / "adapter" / WEIGHTS_FILE
+    plain, tensors = load(tmp_path / "base", adapter=tmp_path / "adapter"), load_file(file)
+    for name in [name for name in stored if name.endswith(".w1.weight")]:
+        begin, (outputs, inputs) = "base_model.model." + name.removesuffix(".weight"), stored[name].shape
+        tensors |= {f"{begin}.lora_A.weight": torch.ones(4, inputs), f"{begin}.lora_B.weight": torch.ones(outputs, 4)}
+    edit_json(tmp_path / "adapter" / ADAPTER_FILE, target_modules=["q_proj", "w1"])
+    save_file(tensors, file)
+    up = "blocks.0.mlp.experts.up"
+    changed = load(tmp_path / "base", adapter=tmp_path / "adapter").state_dict()[up]
+    assert not torch.equal(changed, plain.state_dict()[up])
+    save_file(without("layers.1.", "experts.2.")(tensors), file)
+    with pytest.raises(BadWeights, match=r"asks for model\.layers\.1\.block_sparse_moe\.experts\.2\.w1 \(target_modules\)"):
+        load(tmp_path / "base", adapter=tmp_path / "adapter")
+
+
+def without(*parts: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {name: x for name, x in tensors.items() if not all(part in name for part in parts)}
+
+
+def cast(change: Callable[[Tensor], Tensor]) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {name: change(x) for name, x in tensors.items()}
+
+
+def same(tensors: Tensors) -> Tensors:
+    return tensors
+
+
+FAULTS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], type[Exception], str]] = {
+    "no tensors": ({}, lambda tensors: {}, BadWeights, r"adapter_model\.safetensors holds no tensors.*[Cc]opy it again"),
+    "one layer is missing": ({}, without("layers.1."), BadWeights, r"asks for model\.layers\.1\.mlp\.down_proj.*lacks"),
+    "one module is missing": ({}, without("layers.2.", "q_proj"), BadWeights, r"asks for model\.layers\.2\.self_attn\.q_proj"),
+    "half of a module": ({}, without("layers.2.", "q_proj.lora_B"), BadWeights, r"lacks lora_B of model\.layers\.2\.self_attn"),
+    "another module": (
+        {"target_modules": ["q_proj", "o_proj"]},
+        same,
+        BadWeights,
+        r"asks for model\.layers\.0\.self_attn\.o_proj",
+    ),
+    "another module, by an expression": (
+        {"target_modules": r".*\.[qo]_proj"},
+        same,
+        BadWeights,
+        r"asks for .*\.0\.self_attn\.o_proj",
+    ),
+    "all products": ({"target_modules": "all-linear"}, same, BadWeights, r"asks for model\.layers\.0\.mlp\.gate_proj"),
+    "the head": ({"modules_to_save": ["lm_head"]}, same, BadWeights, r"asks for lm_head\.weight \(modules_to_save\).*lacks"),
+    "norms": (
+        {"modules_to_save": ["input_layernorm"]},
+        same,
+        BadWeights,
+        r"asks for model\.layers\.0\.input_layernorm\.weight",
+    ),
+    "int8": ({}, cast(lambda x: (x * 100).to(torch.int8)), BadWeights, r"holds torch\.int8 for model\.layers\.0\..*float"),
+    "bool": ({}, cast(lambda x: x > 0), BadWeights, r"holds torch\.bool for"),
+    "float8": ({}, cast(lambda x: x.to(torch.float8_e4m3fn)), BadWeights, r"holds torch\.float8_e4m3fn for"),
+}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A base and an adapter that nobody changes."""
+    folder = tmp_path_factory.mktemp("adapter")
+    trained("llama", {**R4, "target_modules": ["q_proj", "down_proj"]}, folder / "base", folder / "adapter")
+    return folder / "base", folder / "adapter"
+
+
+def changed(written: tuple[Path, Path], to: Path, fields: dict[str, Any], change: Callable[[Tensors], Tensors] = same) -> Path:
+    (to / ADAPTER_FILE).write_bytes((written[1] / ADAPTER_FILE).read_bytes())
+    edit_json(to / ADAPTER_FILE, **fields)
+    save_file(change(load_file(written[1] / WEIGHTS_FILE)), to / WEIGHTS_FILE)
+    return to
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_missing_or_no_number_is_named(fault: str, written: tuple[Path, Path], tmp_path: Path) -> None:
+    fields, change, error, text = FAULTS[fault]
+    with pytest.raises(error, match=text):
+        load(written[0], adapter=changed(written, tmp_path, fields, change))
+
+
+FIELDS: dict[str, list[Any]] = {
+    "modules_to_save": ["lm_head", 3, [3], [""]],
+    "use_rslora": ["false", 1],
+    "lora_alpha": [True, "16", float("nan"), float("inf"), None],
+    "r": [True, 0, "many", 4.0, None],
+    "rank_pattern": [["q"], {"q(": 3}, {"q_proj": True}, {"q_proj": "4"}],
+    "alpha_pattern": [["q"], {"q(": 3}, {"q_proj": True}],
+    "target_modules": [3, None, "", [3], "q("],
+    "exclude_modules": [3, [3], "q("],
+    "layers_to_transform": ["1", [1.5], True],
+    "layers_pattern": [3, ["("]],
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_field_of_another_type_is_named(field: str, written: tuple[Path, Path], tmp_path: Path) -> None:
+    assert load(written[0], adapter=changed(written, tmp_path, {})).config.adapter, "the control"
+    for value in FIELDS[field]:
+        with pytest.raises(BadConfig, match=rf"adapter_config\.json has {field}.* = .*\. It must be "):
+            load(written[0], adapter=changed(written, tmp_path, {field: value}))
+
+
+def test_a_config_without_its_method_is_named(written: tuple[Path, Path], tmp_path: Path) -> None:
+    adapter = changed(written, tmp_path, {})
+    text = (adapter / ADAPTER_FILE).read_text()
+    (adapter / ADAPTER_FILE).write_text(text.replace('"peft_type"', '"auto_mapping"'))
+    with pytest.raises(BadConfig, match=r"has peft_type = None\. It must be 'LORA'"):
+        load(written[0], adapter=adapter)
+
+
+def test_an_adapter_that_is_no_folder_is_named(written: tuple[Path, Path]) -> None:
+    for take in (load, Engine.load):
+        with pytest.raises(BadRequest, match=r"adapter must be the path of a folder, not 3"):
+            take(written[0], adapter=3)  # type: ignore[operator]
