@@ -71,6 +71,28 @@ def test_all_linear_may_stay_a_word(name: str, transposed: bool, tmp_path: Path)
     assert weights_hash(load(tmp_path / "base", adapter=tmp_path / "adapter")) == by_name
 
 
+RENAMED = {"without its head": ("gpt2", "transformer.", ""), "a part of a larger model": ("llama", "", "language_model.")}
+
+
+@pytest.mark.parametrize("kind", RENAMED)
+def test_a_base_whose_file_names_its_tensors_otherwise(kind: str, tmp_path: Path) -> None:
+    """The adapter knows the names in memory. It is looked for under both; other parts of the file do not count."""
+    name, begin, instead = RENAMED[kind]
+    target = {"gpt2": "transformer.h.1.attn.c_attn", "llama": "model.layers.1.self_attn.q_proj"}[name]
+    options = {**R4, "target_modules": rf".*{target}|.*\.2\.mlp\..*(proj|c_fc)", "fan_in_fan_out": name == "gpt2"}
+    trained(name, options, tmp_path / "base", tmp_path / "adapter")
+    plain = weights_hash(load(tmp_path / "base", adapter=tmp_path / "adapter"))
+    file, weights = tmp_path / "base" / "model.safetensors", tmp_path / "adapter" / WEIGHTS_FILE
+    stored = {instead + key.removeprefix(begin): x for key, x in load_file(file).items()}
+    if instead:
+        stored["vision_tower.layers.2.mlp.up_proj.weight"] = torch.ones(3, 3)
+    save_file(stored, file)
+    assert weights_hash(load(tmp_path / "base", adapter=tmp_path / "adapter")) == plain
+    save_file(without(target)(load_file(weights)), weights)
+    with pytest.raises(BadWeights, match=rf"asks for {instead}{target.removeprefix(begin)} \(target_modules\)"):
+        load(tmp_path / "base", adapter=tmp_path / "adapter")
+
+
 def test_experts_that_are_stored_one_by_one_are_all_there_or_none(tmp_path: Path) -> None:
     """Adapters of older versions, which hold each expert as modules. Newer ones adapt the attention of the same base alone."""
     trained("mixtral", {**R4, "target_modules": ["q_proj"]}, tmp_path / "base", tmp_path / "adapter")
