@@ -43,7 +43,7 @@ def _deepseek(version: int, **fields: Any) -> tuple[Any, Any]:
     else:
         from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter as Router
 
-        config = tf.DeepseekV3Config(**sizes, **fields)
+        config = tf.DeepseekV3Config(**sizes, first_k_dense_replace=0, **fields)
     read = deepseek_v2_mixture if version == 2 else deepseek_v3_mixture
     return Router(config), read(config.to_dict())
 
