@@ -77,8 +77,8 @@ def _require_enough(experts: list[int], mixture: MixtureConfig) -> None:
     fewest = sum(sorted(count for count in left if count)[: routing.chosen_groups])
     if fewest < routing.top:
         raise BadEdit(
-            f"Without the experts {experts}, the chosen groups of a row ({routing.chosen_groups} of {routing.groups}) may leave "
-            f"{fewest} of the {routing.top} experts that a row goes to. Forbid fewer, or all experts of a group."
+            f"Without the experts {experts}, the chosen groups of a row ({routing.chosen_groups} of {routing.groups}) may "
+            f"leave {fewest} of the {routing.top} experts that a row goes to. Forbid fewer, or all experts of a group."
         )
 
 
