@@ -145,6 +145,10 @@ class EqualDraws(UserWarning):
     """Forks of one branch sample with the same seed, so that they get the same tokens."""
 
 
+class NotCaptured(UserWarning):
+    """Rows that a view would show were not captured, so that it shows less than it could."""
+
+
 class NothingEdited(UserWarning):
     """An edit is for tokens that none of the edited positions holds, so that it changes nothing so far."""
 

@@ -14,7 +14,7 @@ from replaylens.tasks.script import Scene, Script
 from replaylens.tasks.task import Story, Task
 from replaylens.tasks.tokenizer import vocabulary_of
 
-MIN_PEOPLE, MAX_PEOPLE = 3, 12
+MIN_PEOPLE, MAX_PEOPLE = 4, 12  # among three, one lookup answers half of the questions
 MIN_RELATIONS = 2
 RELATIONS = ("trusts", "fears", "likes", "envies")
 

@@ -131,8 +131,12 @@ class EngineLock:
 
     def tidy(self) -> None:
         """Do the work that finalizers left. Precondition: within `alone`, not within a step."""
-        while self._left_over:
-            self._left_over.popleft()()
+        self._depth += 1  # their work calls `alone`, which must not begin the next piece within this one
+        try:
+            while self._left_over:
+                self._left_over.popleft()()
+        finally:
+            self._depth -= 1
 
 
 def _always() -> bool:

@@ -6,7 +6,7 @@ import torch
 from matplotlib.figure import Figure
 
 from replaylens import Engine, routing
-from replaylens.engine.errors import BadRequest
+from replaylens.engine.errors import BadRequest, NotCaptured
 from replaylens.engine.model.config import MixtureConfig
 from replaylens.engine.model.routing import Routing
 from replaylens.views.result_section import Reportable
@@ -52,6 +52,14 @@ def test_rejected_drafts_stand_beside_the_accepted_tokens(engine: Engine) -> Non
     assert list(line["rejected_experts"]) == alone and list(line["accepted_experts"]) == accepted
     assert line["shared"] == len(set(alone) & set(accepted))
     assert {0, 1} <= set(result.frame["draft"]) and "rejected at 9" in result._repr_html_()
+
+
+def test_drafts_without_rows_are_not_left_out_silently(engine: Engine) -> None:
+    branch = engine.prompt(PROMPT, sites=SITES)
+    branch.generate(4, drafter="forced", drafts={9: [[1, 2]]}, final=True, keep_rejected=True)
+    assert branch.rejected
+    with pytest.warns(NotCaptured, match="1 rejected drafts .* keep_rejected=True"):
+        assert routing(engine, branch).drafts == ()
 
 
 def test_it_draws_itself(engine: Engine) -> None:

@@ -78,6 +78,8 @@ def _receivers(engine: Core, receivers: Sequence[tuple[int, int]], into: Into) -
     config = engine.config
     if into not in ("q", "k", "v"):
         raise BadRequest(f"Unknown into={into!r}. Known: q, k, v.")
+    if config.latent is not None and into != "q":
+        raise BadRequest(f"into={into!r}: latent attention computes no keys and values of heads. Use into='q'.")
     group = 1 if into == "q" else config.num_heads // config.num_kv_heads
     made = []
     for pair in items("receivers", receivers, "(layer, head) pairs, or 'logits'"):

@@ -1,5 +1,6 @@
 """`routing`: which experts each token of a text goes to, layer by layer, and rejected drafts beside the accepted tokens."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,7 +9,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from replaylens.engine.errors import BadRequest
+from replaylens.engine.errors import BadRequest, NotCaptured
 from replaylens.engine.model.site_names import WEIGHTS_SITE
 from replaylens.engine.request.values import items, whole
 from replaylens.engine.serving.branch import Branch
@@ -175,7 +176,15 @@ def _of_branch(engine: Core, branch: Branch, layers: Sequence[int]) -> tuple[Rou
         raise BadRequest(
             f"The branch does not capture {missing[0]}. Give sites={router_sites(engine, layers)[:2]} and so on to prompt."
         )
-    return _routed(engine, branch, layers), tuple(_routed(engine, each, layers) for each in branch.rejected if _kept(each))
+    kept = [each for each in branch.rejected if _kept(each)]
+    if branch.rejected and not kept:
+        warnings.warn(
+            f"The {len(branch.rejected)} rejected drafts of the branch are not shown: their rows were not captured. "
+            "Make the branch with prompt(..., sites=..., keep_rejected=True).",
+            NotCaptured,
+            stacklevel=3,
+        )
+    return _routed(engine, branch, layers), tuple(_routed(engine, each, layers) for each in kept)
 
 
 def _kept(rejected: Branch) -> bool:

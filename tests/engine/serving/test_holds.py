@@ -10,7 +10,7 @@ import torch
 from replaylens.engine.errors import ClosedBranch, EqualDraws
 from replaylens.engine.memory.tree import BranchStatus
 from replaylens.engine.request.sampling import Sampling
-from tests.toy_model import engine
+from tests.toy_model import continuation, engine, toy
 
 DRAWN = Sampling(temperature=1.0, ignore_eos=True)
 
@@ -44,6 +44,18 @@ def test_dropped_forks_are_released_before_the_next_call() -> None:
     assert root.length == 3
     assert sorted(subject.loop.lanes) == [root.id, kept.id]
     assert kept.generate(2).length == 5  # negative control: what is held stays open
+    subject.check_integrity()
+
+
+def test_a_thousand_branches_dropped_at_once_are_freed() -> None:
+    """Releasing one must not begin the release of the next within it."""
+    subject = engine(cache_tokens=4096)
+    root = subject.prompt([1, 2, 3, 4, 5])
+    forks = root.fork(1000)
+    del forks
+    gc.collect()
+    assert root.generate(3).generated == continuation(toy(), [1, 2, 3, 4, 5], 3)
+    assert list(subject.loop.lanes) == [root.id]
     subject.check_integrity()
 
 
