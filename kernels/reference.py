@@ -44,10 +44,14 @@ def activation(x: Tensor, kind: str, gated: bool) -> Tensor:
 
 
 def choose(scores: Tensor, top: int, groups: int = 1, chosen_groups: int = 1, group_best: int = 1) -> Tensor:
-    """The highest scores [rows, experts] of the best groups, by index: [rows, top], ascending. Ties: the lower index."""
+    """The highest scores [rows, experts] of the best groups, by index: [rows, top], ascending. Ties: the lower index.
+
+    A score below -5e29 bars an expert: it adds nothing to its group, and a group without others comes last.
+    """
     best = lambda x, n: torch.sort(x, dim=-1, descending=True, stable=True).indices[..., :n]  # noqa: E731
     rows = scores.unflatten(1, (groups, -1))
-    worth = rows.sort(dim=-1, descending=True).values[..., :group_best].sum(-1)
+    highest = rows.sort(dim=-1, descending=True).values[..., :group_best]
+    worth = torch.where(highest < -5e29, 0.0, highest).sum(-1).masked_fill((rows < -5e29).all(-1), -torch.inf)
     kept = torch.zeros_like(worth, dtype=torch.bool).scatter(1, best(worth, chosen_groups), True)
     return best(rows.masked_fill(~kept[..., None], -torch.inf).flatten(1), top).sort(dim=-1).values
 

@@ -22,6 +22,8 @@ from replaylens.kernels.launch import EXACT, next_power_of_2, require, require_f
 
 KINDS = ("softmax", "sigmoid", "sparsemixer")
 _WARPS = 1
+BARRED = tl.constexpr(-5e29)
+"""an expert with a lower score is forbidden: it adds nothing to the score of its group"""
 
 
 @dataclass(frozen=True)
@@ -89,18 +91,26 @@ def _scores(logits, correction, KIND: tl.constexpr, CORRECTED: tl.constexpr):
 @triton.jit
 def _best_groups(score, valid, lane, WIDTH: tl.constexpr, GROUPS: tl.constexpr, CHOSEN: tl.constexpr, BEST: tl.constexpr,
                  G_BLOCK: tl.constexpr, E_BLOCK: tl.constexpr):  # fmt: skip
-    """Whether the group of each lane is among the best. Lanes are [groups, experts of a group], both padded."""
+    """Whether the group of each lane is among the best. Lanes are [groups, experts of a group], both padded.
+
+    A barred expert adds nothing to its group; a group without others comes last.
+    """
     shape: tl.constexpr = (G_BLOCK, E_BLOCK)
     lowest = -0x7FFFFFFFFFFFFFFF
     key = tl.reshape(tl.where(valid, _key(score, lane), lowest), shape)
     values = tl.reshape(score, shape)
     total = tl.zeros((G_BLOCK,), tl.float32)
+    empty = total > 0.0
     for number in tl.static_range(BEST):
         hit = key == tl.max(key, 1)[:, None]
         value = tl.sum(tl.where(hit, values, 0.0), 1)  # of one
+        absent = value < BARRED
+        empty = absent if number == 0 else empty
+        value = tl.where(absent, 0.0, value)
         total = value if number == 0 else total + value
         key = tl.where(hit, lowest, key)
     group = tl.arange(0, G_BLOCK)
+    total = tl.where(empty, float("-inf"), total)
     key = tl.where(group < GROUPS, _key(total, group), lowest)
     kept = tl.zeros((G_BLOCK,), tl.int32)
     for _ in tl.static_range(CHOSEN):

@@ -79,7 +79,7 @@ def require_readable(raw: dict[str, Any], family: Family) -> None:
     """Raise UnsupportedModel, naming the first field that is set but not used by `family`."""
     used, name = family.used, str(raw.get("model_type"))
     for field, neutral in NEUTRAL.items():
-        if field in used or raw.get(field) in neutral:
+        if field in used or field in family.only or raw.get(field) in neutral:
             continue
         if field == "sliding_window" and raw[field] >= raw.get("max_position_embeddings", 0):
             continue  # the window covers all positions

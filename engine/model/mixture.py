@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.experts import Experts
 from replaylens.engine.model.ops import Linear, RowOps
-from replaylens.engine.model.routing import sigmoid, without_barred
+from replaylens.engine.model.routing import barred, sigmoid, without_barred
 from replaylens.engine.model.tap import Tap, tapped, wanted
 
 
@@ -81,6 +81,7 @@ class Mixture(nn.Module):
             scores = tapped(tap, self.choice_site, ops.choice_scores(logits, self.routing, self.correction))
             chosen = ops.choose(scores, self.routing)
             weights = ops.weigh(without_barred(logits, scores, chosen), chosen, self.routing)
+            weights = weights.masked_fill(barred(scores, chosen), 0.0)  # a softmax over nothing else is not a number
         tapped(tap, self.chosen_site, chosen)
         if wanted(tap, self.weights_site):
             spread = ops.spread(weights, chosen, self.num_experts)

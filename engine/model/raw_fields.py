@@ -134,5 +134,10 @@ def layer_windows(raw: Raw) -> tuple[int, ...]:
         return one_window(raw)
     if unknown := set(kinds) - {"sliding_attention", "full_attention"}:
         raise UnsupportedModel(f"The attention kinds {sorted(unknown)} are not supported.")
+    if not window and (local := [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]):
+        raise UnsupportedModel(
+            f"layer_types has sliding_attention at layers {local}, but sliding_window is {raw.get('sliding_window')!r}. "
+            "Set the window, or layer_types to full_attention."
+        )
     windows = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
     return windows if any(windows) else ()

@@ -59,9 +59,14 @@ def choose(scores: Tensor, routing: Routing) -> Tensor:
     return _highest(scores, routing.top).sort(dim=-1).values
 
 
+def barred(scores: Tensor, chosen: Tensor) -> Tensor:
+    """Which chosen experts the scores for the choice forbid: [rows, top] bool."""
+    return scores.gather(-1, chosen) < BARRED
+
+
 def without_barred(logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
     """The logits [rows, experts], minus infinity for chosen experts that the scores for the choice forbid."""
-    own = logits.gather(-1, chosen).masked_fill(scores.gather(-1, chosen) < BARRED, float("-inf"))
+    own = logits.gather(-1, chosen).masked_fill(barred(scores, chosen), float("-inf"))
     return logits.scatter(-1, chosen, own)
 
 
@@ -110,10 +115,12 @@ def _highest(scores: Tensor, count: int) -> Tensor:
 
 
 def _best_groups(scores: Tensor, routing: Routing) -> Tensor:
-    """The scores, -inf outside the best groups."""
+    """The scores, -inf outside the best groups. A barred expert adds nothing to its group; one without others comes last."""
     rows = scores.view(len(scores), routing.groups, -1)
     best = rows.sort(dim=-1, descending=True).values[..., : routing.group_best]
-    groups = _highest(ordered_sum(best).squeeze(-1), routing.chosen_groups)
+    absent = best < BARRED
+    worth = ordered_sum(best.masked_fill(absent, 0.0)).masked_fill(absent[..., :1], float("-inf"))
+    groups = _highest(worth.squeeze(-1), routing.chosen_groups)
     kept = torch.zeros(rows.shape[:2], dtype=torch.bool, device=scores.device).scatter(-1, groups, True)
     return rows.masked_fill(~kept[..., None], float("-inf")).view(scores.shape)
 

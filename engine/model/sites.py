@@ -81,7 +81,8 @@ class SiteTable:
             if self.config.parallel_residual and self._has("ln2.hook_out", layer):  # the MLP's norm reads what enters the block
                 self.same[f"blocks.{layer}.ln2.hook_in"] = f"blocks.{layer}.hook_in"
                 self.read_only.add(f"blocks.{layer}.ln2.hook_in")
-        self.read_only |= {name for name in (*self.sites, *self.aliases) if name.endswith(READ_ONLY)}
+        self.read_only |= {name for name in self.sites if name.endswith(READ_ONLY)}
+        self.read_only |= {alias for alias, site in self.aliases.items() if site in self.read_only}
 
     @cached_property
     def names(self) -> dict[str, str]:

@@ -50,6 +50,7 @@ GPT2 = Family(
         "mlp_bias": True,
         "gated_mlp": False,
     },
+    only={"add_cross_attention": (None, False)},
 )
 
 
@@ -398,6 +399,7 @@ FALCON = Family(
         "mlp_bias": "bias",
     },
     fixed={"norm": "layer", "gated_mlp": False},
+    only={"alibi": (None, False)},
     arrange={"attn.qkv": _falcon_heads},
     renamed=lambda config: {"ln1": "ln_attn", "ln2": "ln_mlp"} if config.parallel_residual and not config.shared_norm else {},
 )

@@ -104,6 +104,7 @@ def _root_width(raw: Raw) -> float:
     return root
 
 
+ONE_WAY = {"use_bidirectional_attention": (None, False)}
 GEMMA2 = replace(
     QWEN3,
     names=names_of(
@@ -122,6 +123,7 @@ GEMMA2 = replace(
     ),
     fixed={"post_norms": True},
     uses=frozenset({"query_pre_attn_scalar", "sliding_window"}),
+    only=ONE_WAY,
     norm_offset=1.0,
 )
 GEMMA3 = replace(
@@ -133,10 +135,11 @@ GEMMA3 = replace(
 GEMMA = replace(
     LLAMA,
     reads=reads_of(LLAMA, without=("mlp_bias",), embed_scale=_root_width),
+    only=ONE_WAY,
     norm_offset=1.0,
 )
 
-VAULTGEMMA = replace(GEMMA2, fixed={})
+VAULTGEMMA = replace(GEMMA2, fixed={}, only={})
 
 # ---- other biases, products and activations ------------------------------------------------------------------------------
 

@@ -144,6 +144,7 @@ OLMOE = replace(
     reads=reads_of(LLAMA, without=("mlp_bias",), mixture=_olmoe),
     fixed={"qk_norm": True, "qk_norm_span": "all"},
     uses=COUNTS,
+    only={"clip_qkv": (None,), "sliding_window": (None,)},  # it clips after the norms of q and k; a window with some attention
 )
 
 # ---- GPT-OSS -------------------------------------------------------------------------------------------------------------

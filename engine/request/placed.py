@@ -14,7 +14,7 @@ from replaylens.engine.request.sampling import hash_bits
 
 Op = Literal["add", "set", "zero", "project_out", "resample", "mask", "force", "forbid", "reweight"]
 PLACED_OPS: tuple[Op, ...] = ("add", "set", "zero", "project_out", "resample", "mask", "reweight")
-"""what is left once edits are placed: forcing and forbidding an expert add to what experts are chosen by"""
+"""what is left once edits are placed: forcing and forbidding an expert replace its score in what experts are chosen by"""
 PATTERN = "attn.hook_pattern"
 
 

@@ -1,4 +1,4 @@
-"""Placing edits: an `Edit` on a branch of known length becomes one `PlacedEdit` per site, or a BadEdit that says why not."""
+"""Placing edits: an `Edit` on a branch of known length becomes `PlacedEdit`s of its sites, or a BadEdit that says why not."""
 
 import re
 import warnings
@@ -28,7 +28,7 @@ def place_all(edits: Iterable[Edit], table: SiteTable, length: int) -> tuple[Pla
 
 
 def place(edit: Edit, table: SiteTable, length: int, later: bool = False) -> list[PlacedEdit]:
-    """Resolve an edit on a branch of `length` tokens into one placed edit per site; BadEdit if it does not fit.
+    """Resolve an edit on a branch of `length` tokens into placed edits of its sites; BadEdit if it does not fit.
 
     later  numbers may name positions that the branch does not have yet
     """
@@ -47,13 +47,13 @@ def place(edit: Edit, table: SiteTable, length: int, later: bool = False) -> lis
         shape = table.sites[name].shape
         heads = () if edit.op in _ROUTING else _heads(edit, name, shape)
         if edit.op in _ROUTING:
-            made = on_router(edit, name, table, (start, stop, picks))
+            steps = on_router(edit, name, table, (start, stop, picks))
         elif name.endswith(PATTERN):
             window = table.config.window(layer_of(name) or 0)
-            made = on_pattern(edit, name, shape[0], window, heads, (start, stop, picks), length)
+            steps = [on_pattern(edit, name, shape[0], window, heads, (start, stop, picks), length)]
         else:
-            made = _on_rows(edit, name, shape, heads, (start, stop, picks))
-        placed.append(replace(made, tokens=_tokens(edit, made, len(shape))).keyed())
+            steps = [_on_rows(edit, name, shape, heads, (start, stop, picks))]
+        placed += [replace(made, tokens=_tokens(edit, made, len(shape))).keyed() for made in steps]
     return placed
 
 

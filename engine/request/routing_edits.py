@@ -7,18 +7,23 @@ the weight that its own logit gives it, and the weights of a softmax over all ex
 import torch
 
 from replaylens.engine.errors import BadEdit
+from replaylens.engine.model.config import MixtureConfig
 from replaylens.engine.model.routing import BARRED
 from replaylens.engine.model.site_names import CHOICE_SITE, WEIGHTS_SITE
 from replaylens.engine.model.sites import SiteTable, layer_of
 from replaylens.engine.request.edits import Edit
-from replaylens.engine.request.placed import PlacedEdit
+from replaylens.engine.request.placed import Op, PlacedEdit
 
 _MOVED = {"force": -2 * BARRED, "forbid": 2 * BARRED}
-"""what is added to the scores for the choice: larger than any score, so that experts moved by it are equal among themselves"""
+"""the scores for the choice of experts that are forced or forbidden: beyond any other score"""
 
 
-def on_router(edit: Edit, name: str, table: SiteTable, where: tuple[int, int | None, tuple[int, ...]]) -> PlacedEdit:
-    """The op force, forbid or reweight on one router; BadEdit if it does not fit."""
+def on_router(edit: Edit, name: str, table: SiteTable, where: tuple[int, int | None, tuple[int, ...]]) -> list[PlacedEdit]:
+    """The op force, forbid or reweight on one router; BadEdit if it does not fit.
+
+    The scores of forced and forbidden experts are multiplied by 0 before the new ones are added, so that of several edits of
+    an expert the last one counts.
+    """
     start, stop, picks = where
     layer, mixture = layer_of(name), table.config.mixture
     if mixture is None or layer is None or not table.config.sparse(layer) or ".mlp.gate." not in name:
@@ -30,25 +35,51 @@ def on_router(edit: Edit, name: str, table: SiteTable, where: tuple[int, int | N
     if extra := [option for option, value in given.items() if value is not None]:
         raise BadEdit(f"The op {edit.op!r} takes no {extra[0]}. Give experts, and a factor for 'reweight'.")
     experts = _experts(edit, mixture.num_experts)
+    if edit.op == "force":
+        _require_places(experts, mixture)
+    if edit.op == "forbid":
+        _require_enough(experts, mixture)
+    begin = f"blocks.{layer}."
+    kept = torch.ones(mixture.num_experts)
+    kept[experts] = edit.factor if edit.op == "reweight" else 0.0
+    if edit.op == "reweight":
+        return [PlacedEdit(begin + WEIGHTS_SITE, "reweight", kept, start, stop, picks, 1.0, 0)]
+    value = torch.zeros(mixture.num_experts)
+    value[experts] = _MOVED[edit.op]
+    steps: tuple[tuple[Op, torch.Tensor], ...] = (("reweight", kept), ("add", value))
+    return [PlacedEdit(begin + CHOICE_SITE, op, numbers, start, stop, picks, 1.0, 0) for op, numbers in steps]
+
+
+def _require_places(experts: list[int], mixture: MixtureConfig) -> None:
+    """Raise BadEdit if a row cannot go to all of these experts."""
     top, chosen_groups = mixture.routing.top, mixture.routing.chosen_groups
-    if edit.op == "force" and len(experts) > top:
+    if len(experts) > top:
         raise BadEdit(f"{len(experts)} experts are forced, but a row goes to {top}. Force at most {top}.")
     groups = {expert // (mixture.num_experts // mixture.routing.groups) for expert in experts}
-    if edit.op == "force" and len(groups) > chosen_groups:
+    if len(groups) > chosen_groups:
         raise BadEdit(
             f"The forced experts {experts} are in {len(groups)} groups, but a row goes to {chosen_groups}. "
             "Force those of fewer groups."
         )
-    if edit.op == "forbid" and mixture.num_experts - len(experts) < top:
-        raise BadEdit(f"{len(experts)} of {mixture.num_experts} experts are forbidden, but a row goes to {top}. Forbid fewer.")
-    begin = f"blocks.{layer}."
-    if edit.op == "reweight":
-        value = torch.ones(mixture.num_experts)
-        value[experts] = edit.factor
-        return PlacedEdit(begin + WEIGHTS_SITE, "reweight", value, start, stop, picks, 1.0, 0)
-    value = torch.zeros(mixture.num_experts)
-    value[experts] = _MOVED[edit.op]
-    return PlacedEdit(begin + CHOICE_SITE, "add", value, start, stop, picks, 1.0, 0)
+
+
+def _require_enough(experts: list[int], mixture: MixtureConfig) -> None:
+    """Raise BadEdit if a row may have to go to one of these experts.
+
+    Groups without other experts are chosen last, so the fewest are left where the smallest of the others are chosen.
+    """
+    routing, width = mixture.routing, mixture.num_experts // mixture.routing.groups
+    if mixture.num_experts - len(experts) < routing.top:
+        raise BadEdit(
+            f"{len(experts)} of {mixture.num_experts} experts are forbidden, but a row goes to {routing.top}. Forbid fewer."
+        )
+    left = [width - sum(expert // width == group for expert in experts) for group in range(routing.groups)]
+    fewest = sum(sorted(count for count in left if count)[: routing.chosen_groups])
+    if fewest < routing.top:
+        raise BadEdit(
+            f"Without the experts {experts}, the chosen groups of a row ({routing.chosen_groups} of {routing.groups}) may "
+            f"leave {fewest} of the {routing.top} experts that a row goes to. Forbid fewer, or all experts of a group."
+        )
 
 
 def _experts(edit: Edit, count: int) -> list[int]:

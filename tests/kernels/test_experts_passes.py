@@ -83,17 +83,22 @@ def test_the_doctor_examines_mixtures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_edits_of_routing(device: str) -> None:
-    """Forced, forbidden and reweighted experts, as on a CPU."""
+    """Forced, forbidden and reweighted experts, as on a CPU. Of two edits of an expert the last one counts."""
     model = mixture_model("softmax of the chosen", device=device)
     router, chosen, weights = (
         f"blocks.1.mlp.{part}" for part in ("gate.hook_out", "hook_expert_indices", "hook_expert_weights")
     )
     edits = [
-        Edit(router, "force", experts=[5], positions=0),
-        Edit(router, "forbid", experts=[5], positions=1),
+        Edit(router, "forbid", experts=[5]),
+        Edit(router, "force", experts=[4, 5], positions=0),
+        Edit(router, "forbid", experts=[4], positions=0),
         Edit(router, "reweight", experts=[5], factor=0.25, positions=0),
     ]
     found = served(device, model).prompt(PATHS[1], sites=[chosen, weights], edits=edits).activations
     meant = Engine(mixture_model("softmax of the chosen")).prompt(PATHS[1], sites=[chosen, weights], edits=edits).activations
     assert torch.equal(found[chosen], meant[chosen]) and 5 in found[chosen][0] and 5 not in found[chosen][1]
+    assert 4 not in found[chosen][0]
     torch.testing.assert_close(found[weights], meant[weights], rtol=1e-4, atol=1e-6)
+    nothing = [Edit(router, "forbid", experts=experts, positions=1) for experts in ([0, 1, 2, 3], [4, 5])]
+    left = served(device, model).prompt(PATHS[1], sites=[weights], edits=nothing).activations[weights]
+    assert bool((left[1] == 0).all()) and bool((left[0] > 0).any())

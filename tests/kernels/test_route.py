@@ -3,8 +3,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from replaylens.engine.model.routing import BARRED, Routing
+from replaylens.engine.model.routing import choose as cpu_choose
 from replaylens.kernels import reference
 from replaylens.kernels.plan import plan, sorted_plan, worst_tiles
+from replaylens.kernels.route import BARRED as kernel_barred
 from replaylens.kernels.route import RouteSpec, choice_scores, choose, route, weigh
 
 # experts, what is chosen and how: powers of two and other numbers, groups, every kind
@@ -64,6 +67,23 @@ def test_choices_of_the_user_are_weighed(case):
     chosen = torch.tensor([[5, 2, 7]] * 6, device=case.device)
     got = weigh(logits, chosen, RouteSpec(3))
     torch.testing.assert_close(got.double(), logits.double().gather(1, chosen).softmax(1), rtol=2e-6, atol=1e-9)
+
+
+def test_barred_experts_do_not_count_in_their_groups(case):
+    """As on a CPU, whichever experts are forbidden and forced, down to groups without any left."""
+    routing = Routing(3, "sigmoid", groups=4, chosen_groups=2, group_best=2, correction=True)
+    spec = RouteSpec(3, "sigmoid", groups=4, chosen_groups=2, group_best=2)
+    scores = case.randn(24 if case.gpu else 8, 12, seed=5).float()
+    moved = case.randn(*scores.shape, seed=6)
+    plain = scores.clone()
+    scores = scores.masked_fill(moved < 0.2, 2 * BARRED).masked_fill(moved > 1.6, -2 * BARRED)
+    scores[:2] = plain[:2]
+    scores[0, 3:], scores[1, :9], scores[2] = 2 * BARRED, 2 * BARRED, 2 * BARRED
+    want = cpu_choose(scores.cpu(), routing)
+    assert torch.equal(choose(scores, spec).cpu(), want)
+    assert torch.equal(reference.choose(scores.double(), 3, 4, 2, 2).cpu(), want)
+    assert kernel_barred.value == BARRED and want[0].tolist() == [0, 1, 2] and want[1].tolist() == [9, 10, 11]
+    assert torch.equal(choose(plain, spec).cpu(), cpu_choose(plain.cpu(), routing))
 
 
 def test_numbers_that_are_no_numbers_choose_experts_that_exist(case):

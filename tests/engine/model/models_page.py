@@ -87,7 +87,7 @@ def _limits(family: str) -> str:
     """The values of fields that transformers computes with and we do not."""
     limits = [f"`{field}` other than {' or '.join(map(str, values))}" for field, values in FAMILIES[family].only.items()]
     limits += [f"`{field}` other than `{other}`" for field, other in FAMILIES[family].same.items()]
-    return ", ".join([*limits, *{"falcon": ["`alibi`"]}.get(family, [])])
+    return ", ".join(limits)
 
 
 def refused() -> list[str]:

@@ -1,6 +1,7 @@
 """DeepSeek's published configs and checkpoints: every field and every tensor has its place."""
 
 import json
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from replaylens.engine.model.config import Latent, ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.families import FAMILIES
 from replaylens.engine.model.fields import require_described, require_readable
+from replaylens.engine.model.routing import BARRED, Routing, choose
 from replaylens.engine.model.weights import load, weights_hash
 from replaylens.engine.request.edits import Edit
 from tests.engine.reference import decoder
@@ -178,6 +180,37 @@ def test_forced_experts_bring_their_groups_along(name: str) -> None:
         rows = chosen.activations[ROUTER + "hook_expert_indices"]
         assert all(bool((rows == expert).any(-1).all()) for expert in experts)
         assert all(len({int(each) // 2 for each in row}) <= 2 for row in rows)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2-groups", "deepseek-v3-groups"])
+def test_no_forbidden_expert_is_chosen_in_any_group(name: str) -> None:
+    """Every set of forbidden experts that is not refused, also by two edits, leaves enough in whatever groups are chosen."""
+    engine, taken = Engine(decoder(name)), 0
+    for experts in (each for count in range(1, 6) for each in combinations(range(8), count)):
+        left = [2 - sum(expert // 2 == group for expert in experts) for group in range(4)]
+        edits = [Edit(ROUTER + "hook_out", "forbid", experts=list(experts))]
+        if sum(sorted(count for count in left if count)[:2]) < 3:
+            with pytest.raises(BadEdit, match=r"may leave \d of the 3 experts that a row goes to"):
+                engine.prompt(range(3, 9), edits=edits)
+            continue
+        taken += 1
+        if len(experts) > 2:
+            edits = [Edit(ROUTER + "hook_out", "forbid", experts=[each]) for each in experts]
+        found = engine.prompt(range(3, 23), sites=[ROUTER + "hook_expert_indices"], edits=edits)
+        assert not set(found.activations[ROUTER + "hook_expert_indices"].flatten().tolist()) & set(experts)
+    assert taken == 8 + 4 + 24 + 6 + 24  # one expert; a group, and one of another; two groups, and one of another
+
+
+def test_a_group_with_one_expert_left_counts_with_its_score() -> None:
+    """Its score is that of the one that is left, so groups are not equal for the lack of a second."""
+    routing = Routing(1, "sigmoid", groups=4, chosen_groups=1, group_best=2, correction=True)
+    scores = torch.tensor([[0.1, 0.2, 0.1, 0.3, 0.1, 0.9, 0.2, 0.8]])
+    scores[:, ::2] += 2 * BARRED
+    assert choose(scores, routing).tolist() == [[5]]
+    scores[:, 5] += 2 * BARRED  # nothing is left of the best group
+    assert choose(scores, routing).tolist() == [[7]]
+    scores[:, 1] -= 2 * BARRED  # forced
+    assert choose(scores, routing).tolist() == [[1]]
 
 
 def test_experts_of_too_many_groups_cannot_be_forced() -> None:

@@ -15,7 +15,6 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadConfig, NoGradient, UnsupportedModel
 from replaylens.engine.model.config import Latent, ModelConfig, Rope
 from replaylens.engine.model.families import FAMILIES
-from replaylens.engine.model.fields import NEUTRAL
 from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.model.refusals import REFUSED as REFUSALS
 from replaylens.engine.model.site_names import KEY_SITES
@@ -230,9 +229,16 @@ class Seen(dict[str, Any]):
         return super().get(name, otherwise)
 
 
+UNUSED = {"gemma3_text": {"attn_logit_softcapping"}, "minicpm3": {"logits_scaling"}}
+"""fields that transformers mentions without computing with them: one is stored and never used, one follows from other fields"""
+
+
 def overlooked(family: str, names: list[str]) -> set[str]:
-    """The config fields that transformers' code for the family mentions, and that none of its tables reads or refuses."""
-    table, known, mentioned = FAMILIES[family], set(NEUTRAL), set()
+    """The config fields that transformers' code for the family mentions, and that none of its tables reads or refuses.
+
+    That a field is among the neutral ones is no excuse: those are refused because transformers ignores them.
+    """
+    table, known, mentioned = FAMILIES[family], set(UNUSED.get(family, ())), set[str]()
     for name in names:
         model = hugging_face(name)
         raw = Seen(model.config.to_dict())
@@ -258,13 +264,15 @@ def test_a_forgotten_field_would_be_found(monkeypatch: pytest.MonkeyPatch) -> No
     reads = {name: read for name, read in granite.reads.items() if name != "norm_eps"}
     monkeypatch.setitem(FAMILIES, "granite", replace(granite, reads=reads))
     assert overlooked("granite", ["granite"]) == {"rms_norm_eps"}
+    monkeypatch.setitem(FAMILIES, "olmoe", replace(FAMILIES["olmoe"], only={}))
+    assert overlooked("olmoe", ["olmoe"]) == {"clip_qkv", "sliding_window"}  # although other families refuse them anyway
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "post-norm OPT": ("opt", {"do_layer_norm_before": False}, "opt with do_layer_norm_before = False is not supported"),
     "OPT with a projection": ("opt", {"word_embed_proj_dim": 18}, "must equal hidden_size: 36"),
     "MPT with a norm of q and k": ("mpt", {"attn_config": {"qk_ln": True}}, "mpt with attn_config qk_ln = True"),
-    "Falcon with ALiBi": ("falcon", {"alibi": True}, "alibi"),
+    "Falcon with ALiBi": ("falcon", {"alibi": True}, "falcon with alibi = True is not supported"),
     "a rotation that is not known": (
         "gemma",
         {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}},
@@ -275,7 +283,19 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "alpha": 8.0}},
         "sets alpha to 8.0",
     ),
-    "OLMoE that clips queries": ("olmoe", {"clip_qkv": 2.0}, "clip_qkv"),
+    "OLMoE that clips queries": ("olmoe", {"clip_qkv": 2.0}, "olmoe with clip_qkv = 2.0 is not supported. Supported: None."),
+    "OLMoE that clips everything": ("olmoe", {"clip_qkv": 0.0}, "olmoe with clip_qkv = 0.0 is not supported"),
+    "Gemma that sees later tokens": (
+        "gemma",
+        {"use_bidirectional_attention": True},
+        "gemma with use_bidirectional_attention = True is not supported",
+    ),
+    "GPT-OSS without a window": ("gpt-oss", {"sliding_window": None}, "layer_types has sliding_attention at layers [0]"),
+    "Qwen2-MoE that turns its window off": (
+        "qwen2-moe",
+        {"sliding_window": 0, "use_sliding_window": False, "layer_types": ["full_attention", "sliding_attention"]},
+        "sliding_window is 0",
+    ),
     "GPT-OSS with another limit": ("gpt-oss", {"swiglu_limit": 5.0}, "gpt_oss with swiglu_limit = 5.0 is not supported"),
     "PhiMoE with YaRN": ("phimoe-plain", {"rope_parameters": YARN}, "phimoe with the rotary scaling 'yarn'"),
     "GPT-J that rotates the whole head": ("gptj", {"rotary_dim": None}, "rotary_dim"),

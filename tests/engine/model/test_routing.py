@@ -12,7 +12,7 @@ from replaylens.engine.errors import BadConfig
 from replaylens.engine.model.config import MixtureConfig, ModelConfig
 from replaylens.engine.model.experts import Experts, by_expert
 from replaylens.engine.model.ops import TorchOps
-from replaylens.engine.model.routing import BARRED, Routing, choice_scores, choose, weigh, without_barred
+from replaylens.engine.model.routing import BARRED, Routing, choice_scores, choose, ordered_sum, weigh, without_barred
 from replaylens.engine.model.tables_moe import deepseek_v2_mixture, deepseek_v3_mixture
 from replaylens.engine.passes.cpu import CpuOps
 
@@ -43,7 +43,7 @@ def _deepseek(version: int, **fields: Any) -> tuple[Any, Any]:
     else:
         from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter as Router
 
-        config = tf.DeepseekV3Config(**sizes, **fields)
+        config = tf.DeepseekV3Config(**sizes, first_k_dense_replace=0, **fields)
     read = deepseek_v2_mixture if version == 2 else deepseek_v3_mixture
     return Router(config), read(config.to_dict())
 
@@ -140,6 +140,19 @@ def test_a_barred_expert_that_is_chosen_all_the_same_weighs_nothing(kind: str) -
     chosen = choose(scores, routing)
     weights = weigh(without_barred(rows, scores, chosen), chosen, routing)
     assert bool((chosen[:, 0] == 0).all()) and bool((weights[:, 1:] == 0).all()) and bool((weights[:, 0] > 0).all())
+
+
+@pytest.mark.parametrize("best", [1, 2, 3])
+def test_without_barred_experts_a_group_is_as_good_as_its_best(best: int) -> None:
+    """The sum of its best scores, negative ones too."""
+    scores, routing = logits(200, 12), Routing(3, groups=4, chosen_groups=2, group_best=best)
+    rows = scores.view(200, 4, 3)
+    worth = ordered_sum(rows.sort(dim=-1, descending=True).values[..., :best]).squeeze(-1)
+    groups = worth.sort(dim=-1, descending=True, stable=True).indices[:, :2]
+    outside = torch.ones(200, 4, dtype=torch.bool).scatter(-1, groups, False)
+    left = rows.masked_fill(outside[..., None], float("-inf")).view(200, 12)
+    want = left.sort(dim=-1, descending=True, stable=True).indices[:, :3].sort(dim=-1).values
+    assert torch.equal(choose(scores, routing), want)
 
 
 # ---- products and sums -----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadEdit, NonFinite
+from replaylens.engine.errors import BadEdit
 from replaylens.engine.model.weights import load
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.edits import Edit
@@ -159,12 +159,28 @@ def test_a_dense_model_has_no_router() -> None:
         Engine(load(hugging_face("llama"))).prompt(PROMPT, edits=[Edit(LOGITS, "force", experts=[1])])
 
 
-def test_edits_together_may_leave_too_few_experts() -> None:
-    """Two edits forbid four of five experts: the second place goes to a forbidden one with weight 0. All five: an error."""
-    engine = Engine(load(hugging_face("mixtral")), page_size=4)
-    two = [Edit(LOGITS, "forbid", experts=[0, 1]), Edit(LOGITS, "forbid", experts=[2, 3])]
-    branch = whole(engine, *two)
-    weights = rows(branch, WEIGHTS)
-    assert bool((weights[:, 4] == 1).all()) and bool((weights[:, :4] == 0).all())
-    with pytest.raises(NonFinite):
-        whole(engine, *two, Edit(LOGITS, "forbid", experts=[4]))
+def test_edits_together_may_leave_too_few_experts(engine: Engine) -> None:
+    """All experts but one are forbidden: the second place goes to a forbidden one with weight 0. All: every weight is 0."""
+    count = engine.config.mixture.num_experts  # type: ignore[union-attr]
+    most = [Edit(LOGITS, "forbid", experts=[expert]) for expert in range(count - 1)]
+    weights = rows(whole(engine, *most), WEIGHTS)
+    assert bool((weights[:, -1] > 0).all()) and bool((weights[:, :-1] == 0).all())
+    nothing = whole(engine, *most, Edit(LOGITS, "forbid", experts=[count - 1], positions=slice(3, None)))
+    assert torch.equal(rows(nothing, WEIGHTS)[:3], weights[:3]) and bool((rows(nothing, WEIGHTS)[3:] == 0).all())
+    assert bool((rows(nothing, MIXED)[3:] == 0).all()) and bool((rows(nothing, MIXED)[:3] != 0).any())
+
+
+def test_of_edits_of_the_same_expert_the_last_one_counts(engine: Engine) -> None:
+    expert = rarest(whole(engine))
+    force, forbid = (Edit(LOGITS, op, experts=[expert]) for op in ("force", "forbid"))
+    here = Edit(LOGITS, "force", experts=[expert], positions=4)
+    for alone, together in (([force], [forbid, force]), ([forbid], [force, forbid]), ([force], [force, forbid, force])):
+        want, got = whole(engine, *alone), whole(engine, *together)
+        assert [site for site in SITES if site in got.activations and not torch.equal(rows(want, site), rows(got, site))] == []
+        assert torch.equal(want.kv(), got.kv())
+    chosen = (rows(whole(engine, forbid, here), CHOSEN) == expert).any(-1)
+    assert chosen.nonzero().tolist() == [[4]]
+    later = Edit(LOGITS, "force", experts=[expert], positions=slice(4, 5))
+    (fork,) = engine.prompt(PROMPT[:3], sites=SITES, edits=[forbid]).fork(edits=[later])
+    fork.force(PROMPT[3:])
+    assert torch.equal((rows(fork, CHOSEN) == expert).any(-1), chosen)  # those of a fork come after inherited ones
