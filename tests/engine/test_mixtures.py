@@ -15,7 +15,6 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import TorchOps
 from replaylens.engine.model.routing import Routing
 from replaylens.engine.passes import cpu
-from replaylens.engine.passes.cuda_experts import require_supported
 from replaylens.engine.passes.products import Products
 from replaylens.engine.proof import doctor
 from replaylens.engine.request.edits import Edit
@@ -89,6 +88,8 @@ def test_a_routing_that_looks_at_its_neighbours_is_found(model: Decoder, monkeyp
 
 
 def test_mixtures_are_served_on_cuda_but_no_alibi_and_no_sinks() -> None:
+    from replaylens.engine.passes.cuda_experts import require_supported  # imports triton: see tests/kernels/conftest.py
+
     require_supported(WIDE)
     with pytest.raises(UnsupportedModel, match="Attention sinks are not supported on CUDA"):
         require_supported(ModelConfig(2, 32, 4, 2, 8, 48, 61, 64, sinks=True))

@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -44,6 +43,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def trained(name: str, options: dict[str, Any], base: Path, adapter: Path, seed: int = 0) -> Any:
     """Write a base and an adapter with random weights. Returns peft's model."""
+    import peft  # imports triton, whose interpreter tests/kernels asks for first
+
     hugging_face(name).save_pretrained(base)
     model = copy.deepcopy(hugging_face(name))
     model.name_or_path = str(base)
