@@ -44,13 +44,14 @@ class EngineLock:
         """Call `work` while no other thread is in the engine. May be nested, even within a step: a hook may read tokens."""
         first = self._held if self._stepping == threading.get_ident() else self._next
         with first, self._held:
-            if not self._depth:
+            depth = self._depth
+            if not depth:
                 self.tidy()
-            self._depth += 1
             try:
+                self._depth = depth + 1
                 return work(*args, **kwargs)
             finally:
-                self._depth -= 1
+                self._depth = depth
 
     def drive(self, step: Callable[[], object], until: Callable[[], bool], watch: Callable[[], object] | None = None) -> None:
         """Return once `until()` is true. This thread, or another waiting one, calls `step` as often as it takes.
@@ -90,13 +91,12 @@ class EngineLock:
         with self._next, self._held:  # waiting threads come first; what finalizers left takes both locks, in this order
             self.tidy()
         with self._held:
-            self._stepping = threading.get_ident()
-            self._depth += 1
+            depth = self._depth
             try:
+                self._stepping, self._depth = threading.get_ident(), depth + 1
                 step()
             finally:
-                self._stepping = None
-                self._depth -= 1
+                self._stepping, self._depth = None, depth
 
     def _wake(self, whom: Callable[[Callable[[], bool]], bool]) -> None:
         """Wake the waiting threads whose condition `whom` accepts."""
@@ -131,12 +131,13 @@ class EngineLock:
 
     def tidy(self) -> None:
         """Do the work that finalizers left. Precondition: within `alone`, not within a step."""
-        self._depth += 1  # their work calls `alone`, which must not begin the next piece within this one
+        depth = self._depth
         try:
+            self._depth = depth + 1  # their work calls `alone`, which must not begin the next piece within this one
             while self._left_over:
                 self._left_over.popleft()()
         finally:
-            self._depth -= 1
+            self._depth = depth
 
 
 def _always() -> bool:
