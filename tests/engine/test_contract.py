@@ -31,7 +31,7 @@ LONGEST = 75
 WINDOWS = (1, 2, 3, 8, 16)
 DRAFTERS = ("self", "model", "lens", "ngram", "tree")
 REPRODUCIBLE = ("model", "lens", "ngram", "tree", "forced")
-WIRED_ALIKE = ("mistral", "qwen2", "qwen3", "llama3", "neox-sequential")
+WIRED_ALIKE = ("mistral", "qwen2", "qwen3", "llama3", "gemma2", "neox", "neox-sequential")
 """families whose wiring others cover"""
 ALL_PAIRS = ("llama",)
 """runs every drafter in every window; the others cover every drafter and every window"""

@@ -62,7 +62,7 @@ def test_every_error_is_a_task_error_and_a_value_error() -> None:
         ("variables", {"modulus": 1}, "from 2 to 10"),
         ("variables", {"modulus": 11}, "from 2 to 10"),
         ("variables", {"operations": 0}, "from 1 to"),
-        ("hops", {"people": 2}, "from 3 to 12"),
+        ("hops", {"people": 2}, "from 4 to 12"),
         ("hops", {"relations": 5}, "from 2 to 4"),
         ("hops", {"hops": 0}, "from 1 to"),
         ("counts", {"people": 5}, "from 1 to 4"),

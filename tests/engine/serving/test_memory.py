@@ -83,6 +83,7 @@ def test_thousands_of_requests_leave_nothing_behind() -> None:
     assert len(subject.tree) == 0 and subject.loop.lanes == {}
 
 
+@pytest.mark.slow
 def test_whatever_was_done_with_them() -> None:
     subject = engine(small(), cache_tokens=128, draft_model=random_model(3, num_layers=1))
     objects, tensors = growth(subject, everything, 60)
@@ -118,6 +119,7 @@ def test_forks_of_a_branch_that_stays() -> None:
     assert objects < 0.1 and tensors < 10 and subject.tree.children(root.id) == []
 
 
+@pytest.mark.slow
 def test_a_branch_that_goes_to_and_fro() -> None:
     """Rejected drafts hang off the branch until it is rolled back before them."""
     subject = engine(cache_tokens=256)
@@ -132,6 +134,7 @@ def test_a_branch_that_goes_to_and_fro() -> None:
     assert objects < 1 and tensors < 10 and subject.tree.children(root.id) == []
 
 
+@pytest.mark.slow
 def test_requests_that_fail() -> None:
     subject = engine(small(), cache_tokens=64)
 
@@ -158,6 +161,7 @@ def test_models_that_think() -> None:
     assert len(subject.tree) == 0
 
 
+@pytest.mark.slow
 def test_runs_that_are_dropped() -> None:
     subject = Engine.load("coin-plain", cache_tokens=96)
     task = get("coin")(flips=2)
