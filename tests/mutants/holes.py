@@ -22,8 +22,8 @@ HOLES = (
     Mutant(
         "no-lock",
         "replaylens.engine.serving.lock",
-        "        with first, self._held:\n            if not self._depth:",
-        "        if True:\n            if not self._depth:",
+        "        with first, self._held:\n            depth = self._depth",
+        "        if True:\n            depth = self._depth",
         "one thread at a time changes an engine's state",
         ("tests/engine/serving/test_threads.py::test_nobody_sees_the_middle_of_a_step",),
     ),
