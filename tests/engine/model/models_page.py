@@ -13,7 +13,7 @@ from replaylens.engine.model.refusals import REFUSED
 from replaylens.engine.model.sites import table
 from replaylens.engine.model.weights import load
 from tests.engine.passes.packed import alone, logits, sequences, worst
-from tests.families import MORE, NAMES, hugging_face
+from tests.families import MORE, NAMES, NEW_WIRINGS, hugging_face
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 NO_BRIDGE = {
@@ -73,7 +73,7 @@ def families() -> list[str]:
         device = "interpreter" if config.plain_logits else "interpreter, Z on the host"
         missing = {"ALiBi": config.slopes, "latent attention": config.latent, "sinks": config.sinks}
         refused = next((what for what, has in missing.items() if has), "")
-        device = f"refused: {refused}" if refused else "bits on an H200" if names[0] in NAMES else device
+        device = f"refused: {refused}" if refused else "bits on an H200" if names[0] in (*NAMES, *NEW_WIRINGS) else device
         rows.append(f"| {family} | < {bound:.0e} | {_sites(config)} | {bridged} | {device} | {_limits(family)} |")
     return rows
 
