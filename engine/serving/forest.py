@@ -229,7 +229,7 @@ class Forest:
                 raise ClosedBranch(f"Branch {branch} was released. Use a live branch, or prompt again.")
             if times[branch] > 1:
                 raise BadRequest(f"Branch {branch} is given {times[branch]} times. Give each branch once, or fork it.")
-            if refusal := self.loop.refusal(job):
+            if refusal := self.loop.queue.refusal(job):
                 raise refusal
 
     def _submit(self, job: Job) -> None:
@@ -259,9 +259,7 @@ class Forest:
     @changing
     def cancel(self, job: Job) -> None:
         """Stop a job at once. Its committed tokens stay on the branch. Does nothing if the job has ended."""
-        if job in self.loop.jobs and not job.done:
-            self.loop.end(job)
-        self.loop.jobs = [other for other in self.loop.jobs if other is not job]
+        self.loop.queue.remove(job)
 
     def kv(self, lane: Lane) -> Tensor:
         """A copy of the KV of all committed tokens [positions, layers, *kv_shape]. Missing KV is computed on a twin,
