@@ -19,7 +19,8 @@ from replaylens.probes.fitting.heldout import held_out
 from replaylens.probes.fitting.refit import label_orders, refitted
 from replaylens.probes.questions.sizes import sizes
 from replaylens.probes.reports.report import Report, about_rows, score_line
-from replaylens.probes.scoring.statistics import PERMUTATIONS, means_over_groups, ratio_over_groups
+from replaylens.probes.scoring.permutations import PERMUTATIONS
+from replaylens.probes.scoring.statistics import means_over_groups, ratio_over_groups
 
 
 def outcome_at_fork(

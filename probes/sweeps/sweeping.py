@@ -31,7 +31,7 @@ from replaylens.probes.fitting.online_code import OnlineCode, online_codes
 from replaylens.probes.fitting.parts import Parts
 from replaylens.probes.fitting.refit import exchanged, label_orders, refitted
 from replaylens.probes.reports.report import Report
-from replaylens.probes.scoring.statistics import EXCHANGED, PERMUTATIONS, Null, exchanged_share
+from replaylens.probes.scoring.permutations import EXCHANGED, PERMUTATIONS, Null, exchanged_share
 from replaylens.probes.sweeps.backend import joblib_backend
 from replaylens.probes.sweeps.named_splits import NEEDS_BOTH, MakeSplit, own_split, splitter
 from replaylens.probes.sweeps.settings import SweepSettings

@@ -16,8 +16,7 @@ from tests.engine.gradients.reference import difference, of_decoder
 from tests.engine.gradients.test_autograd import TOLERANCE, errors_against_hugging_face, metric
 from tests.engine.passes.packed import sequences
 from tests.engine.reference import decoder
-from tests.families import hugging_face
-from tests.latent_models import LATENT_NAMES
+from tests.families import LATENT_NAMES, hugging_face
 
 NAME, ATTN = "deepseek-v3", "blocks.0.attn."
 TOKENS = sequences((70,), seed=8)[0].tolist()  # more than the rows that are computed together

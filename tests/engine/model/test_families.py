@@ -24,8 +24,7 @@ from tests.engine.gradients.reference import difference, of_decoder
 from tests.engine.model.models_page import NO_BRIDGE, PAGE, by_family, oracle_error, page
 from tests.engine.passes.packed import alone, logits, sequences, worst
 from tests.engine.replay.bridges import bridge
-from tests.families import MORE, hugging_face
-from tests.latent_models import BOTH_NAMES
+from tests.families import BOTH_NAMES, MORE, hugging_face
 from tests.mixtures import MIXTURES, YARN
 
 TOLERANCE = 2e-5

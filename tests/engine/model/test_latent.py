@@ -27,8 +27,7 @@ from tests.engine.model.models_page import NO_BRIDGE
 from tests.engine.passes.packed import relative, sequences
 from tests.engine.reference import decoder, random_decoder
 from tests.engine.replay.bridges import bridge
-from tests.families import hugging_face
-from tests.latent_models import LATENT_NAMES
+from tests.families import LATENT_NAMES, hugging_face
 
 LAYER = "blocks.1.attn."
 INNER = ("hook_kv_latent", "hook_rot_q", "hook_rot_k", "hook_q", "hook_k", "hook_v", "hook_attn_scores", "hook_pattern")
