@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tests.latent_models import BOTH_NAMES, LATENT_MODELS, LATENT_NAMES
+from tests.latent_models import LATENT_MODELS
 from tests.mixtures import MIXTURES
 from tests.tiny_shapes import LONG, ONE_KV, SMALL, TWO_KV, TYPES, YARN, rope
 
@@ -49,6 +49,10 @@ BIGCODE = dict(
 NEW_WIRINGS = ("cohere", "hunyuan", "olmo2", "arcee", "granite")
 """what the first families do not have and the kernels do: norms of each head or over all, norms after the rotation, no norm
 before a product, relu2, factors on stream and logits"""
+LATENT_NAMES = ("deepseek-v2", "deepseek-v2-queries", "deepseek-v3", "deepseek-v3-plain", "minicpm3", "youtu")
+"""models with latent attention and without mixtures"""
+BOTH_NAMES = ("deepseek-v2-lite", "deepseek-v2-groups", "deepseek-v3-groups", "deepseek-v3-sparse", "glm4-moe-lite")
+"""models with both"""
 ON_CPU_ONLY = ("bloom", "bloom-eight", "mpt", "mpt-four", "gpt-oss", *LATENT_NAMES, *BOTH_NAMES)
 """models with ALiBi, sinks or latent attention, which the kernels do not have"""
 MORE: dict[str, tuple[str, dict[str, Any]]] = {

@@ -20,10 +20,6 @@ ODD = dict(LATENT, kv_lora_rank=13, qk_nope_head_dim=7)
 EXPERTS = dict(ROUTED, first_k_dense_replace=0, routed_scaling_factor=1.7)
 SPARSE, ODD_SPARSE = LATENT | EXPERTS, ODD | EXPERTS
 GROWN = dict(YARN, mscale=0.8, mscale_all_dim=0.7)
-LATENT_NAMES = ("deepseek-v2", "deepseek-v2-queries", "deepseek-v3", "deepseek-v3-plain", "minicpm3", "youtu")
-"""models with latent attention and without mixtures"""
-BOTH_NAMES = ("deepseek-v2-lite", "deepseek-v2-groups", "deepseek-v3-groups", "deepseek-v3-sparse", "glm4-moe-lite")
-"""models with both"""
 LATENT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # name: (config class, its fields)
     "deepseek-v2": ("DeepseekV2", dict(LATENT, mlp_bias=True, rope_parameters=GROWN)),
