@@ -175,14 +175,14 @@ class ProbeRows(FromArrays):
 
     @property
     def default_positions(self) -> tuple[str, ...]:
-        """Where a sweep looks unless told: steps and query of a task, the last token of given texts, else every row."""
+        """Where a sweep looks by default: steps and query of a task, the last token of given texts, else every row."""
         if self.about.of_texts:
             return ("last",)
         return ("all",) if self.about.task is None else ("step", "query")
 
     @property
     def default_sites(self) -> tuple[str, ...]:
-        """What a sweep looks at unless told: those of S, T and C that are stored; of rows from arrays, every site."""
+        """What a sweep looks at by default: those of S, T and C that are stored; of rows from arrays, every site."""
         if self.about.task is None:
             return tuple(self.source.sites())
         return ("".join(letter for letter in LETTERS if self.source.letters(letter)) or "STC",)

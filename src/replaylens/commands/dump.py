@@ -46,7 +46,7 @@ WritersOption = Annotated[
     int | None, typer.Option(min=1, help="Threads that hash and write; each holds one shard in memory.  [default: 1]")
 ]
 TASK, EXAMPLES = "coin", 100
-"""what `dump` replays unless told"""
+"""what `dump` replays by default"""
 
 
 @dataclass(frozen=True)
