@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from replaylens.probes.data.groups import why_no_histories
-from replaylens.probes.data.rows import ProbeRows, Target
+from replaylens.probes.data.rows import ProbeRows
+from replaylens.probes.data.target import Target
 from replaylens.probes.design import controls
 from replaylens.probes.errors import BadRows, OneClass
 from replaylens.probes.scoring.permutations import exchanged_share, shuffled_order

@@ -11,7 +11,8 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.run import Run
 from replaylens.probes.data.groups import groups_of, independent
 from replaylens.probes.data.paths import row_paths
-from replaylens.probes.data.rows import Cell, ProbeRows, Target, make_target
+from replaylens.probes.data.rows import Cell, ProbeRows
+from replaylens.probes.data.target import Target, make_target
 from replaylens.probes.design.goals import make_goal
 from replaylens.probes.design.splits import by_root
 from replaylens.probes.errors import BadRows, ProbeError

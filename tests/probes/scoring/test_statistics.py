@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import beta
 
-from replaylens.probes.data.rows import make_target
+from replaylens.probes.data.target import make_target
 from replaylens.probes.design.goals import make_goal
 from replaylens.probes.errors import TooFewGroups
 from replaylens.probes.fitting.information import calibration_error, code_blocks, code_length, v_information
