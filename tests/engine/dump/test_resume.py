@@ -561,7 +561,7 @@ def test_a_finish_that_was_killed_in_a_takeover_is_done_by_the_next(engine: Engi
 
 def test_a_finish_that_cannot_be_had_is_an_error(engine: Engine, planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
     """None would say that shards are missing, and the command would end as if all were well."""
-    monkeypatch.setattr(dump_writer, "_PATIENCE", 0.1)
+    monkeypatch.setattr(dump_writer, "PATIENCE", 0.1)
     store = Store("memory://held-finish")
     with DumpLock(store, "lock-finish"), pytest.raises(DumpLocked, match="lock-finish"):
         write_dump(engine, planned(examples=2), store.url)
