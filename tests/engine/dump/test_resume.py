@@ -20,6 +20,7 @@ from replaylens.engine.dump import writer as dump_writer
 from replaylens.engine.dump.lock import DumpLock, lock_name
 from replaylens.engine.dump.maker import ShardMaker, write_dump
 from replaylens.engine.dump.owner import LockOwner
+from replaylens.engine.dump.parts import ShardParts
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.store import HashingFile, Store
@@ -327,14 +328,15 @@ def test_two_repair_one_dump(engine: Engine, planned: Planned, reference: Dump, 
     flip_bit(copy / "shard-00000.safetensors")
     maker, repaired = ShardMaker(engine, planned()), list[Dump | None]()
 
-    class Slow(dump_writer.DumpWriter):
-        def _is_whole(self, name: str, entry: Any) -> bool:
-            whole = super()._is_whole(name, entry)
+    class Slow(ShardParts):
+        def is_whole(self, name: str, entry: Any) -> bool:
+            whole = super().is_whole(name, entry)
             if name == "index.parquet" and not repaired:  # the last file that is checked
                 repaired.append(write_dump(engine, planned(), copy, part=(0, 2), resume=True))
             return whole
 
-    slow = Slow(copy, planned(), engine.fingerprint)
+    slow = dump_writer.DumpWriter(copy, planned(), engine.fingerprint)
+    slow.parts = Slow(slow.store)
     late = slow.write(maker.make, maker.sites, resume=True, part=(1, 2))
     assert repaired[0] is not None and late is not None
     assert Dump.open(copy).digest == reference.digest and sorted(late.files.store.sizes()) == sorted(
