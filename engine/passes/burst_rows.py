@@ -1,4 +1,4 @@
-"""`BurstRows`: the captured rows of a burst, shared by its requests until few of them are left."""
+"""The captured rows of a burst: `BurstRows`, and `StepRows` for one request."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,6 +9,7 @@ from torch import Tensor
 from replaylens.engine.passes.runner import Keep
 from replaylens.engine.passes.shipment import Shipment
 from replaylens.engine.request.capture import Rows
+from replaylens.engine.request.recording import PickableRows
 
 
 class BurstRows:
@@ -38,7 +39,7 @@ class BurstRows:
             view.own()
 
 
-class StepRows(Mapping[str, Tensor]):
+class StepRows(PickableRows):
     """The rows of one request in a burst, stacked when somebody looks."""
 
     def __init__(self, burst: BurstRows, request: int, keep: Keep, names: Mapping[str, str]) -> None:
@@ -67,16 +68,33 @@ class StepRows(Mapping[str, Tensor]):
         burst = self._burst  # read once: another thread may be here, too, with the same result
         if burst is None:
             return
-        mine = [(block, held.index(self._request)) for block, held in burst.steps[self._keep] if self._request in held]
-        wanted, found = set(self._names.values()), Rows()
-        for number, (names, _) in enumerate(mine[0][0].groups()):
-            if picked := [place for place, name in enumerate(names) if name in wanted]:
-                chosen = slice(None) if len(picked) == len(names) else picked
-                stacked = torch.stack([block.groups()[number][1][chosen, i] for block, i in mine], dim=1)  # [sites, steps, ...]
-                found |= {names[place]: rows for place, rows in zip(picked, stacked, strict=True)}
-        self._rows = {site: found[name] for site, name in self._names.items()}
+        found = self._stacked(self._steps(burst))
+        self._rows = found
         self._burst = None
         burst.dropped()
+
+    def picked(self, numbers: Sequence[int]) -> Rows:
+        """Some of the rows, by their number, without copying the others."""
+        burst = self._burst
+        if burst is None:
+            return {site: rows[list(numbers)] for site, rows in self._rows.items()}
+        steps = self._steps(burst)
+        return self._stacked([steps[number] for number in numbers])
+
+    def _steps(self, burst: BurstRows) -> list[tuple[Shipment, int]]:
+        """The blocks that hold rows of the request, and where in them."""
+        return [(block, held.index(self._request)) for block, held in burst.steps[self._keep] if self._request in held]
+
+    def _stacked(self, steps: Sequence[tuple[Shipment, int]]) -> Rows:
+        wanted, found = set(self._names.values()), Rows()
+        for number, (names, _) in enumerate(steps[0][0].groups()):
+            if picked := [place for place, name in enumerate(names) if name in wanted]:
+                chosen = slice(None) if len(picked) == len(names) else picked
+                stacked = torch.stack(
+                    [block.groups()[number][1][chosen, i] for block, i in steps], dim=1
+                )  # [sites, steps, ...]
+                found |= {names[place]: x for place, x in zip(picked, stacked, strict=True)}
+        return {site: found[name] for site, name in self._names.items()}
 
     def __del__(self) -> None:
         if self._burst is not None:
