@@ -7,6 +7,7 @@ import json, os, statistics, subprocess, sys, time
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from benchmarks.lab.hopper_lab import prefill_kernel
 from replaylens.kernels.attention import PagedRows, attention, plan_tiles
@@ -158,14 +159,28 @@ def timing(names):
         return a.elapsed_time(b)
 
     table = []
-    for length, calls in ((2048, 8), (4096, 6), (8192, 4), (32768, 1)):
-        q, k, v, rows = make([length], 32, 8, 128, torch.bfloat16)
+    for length, new_rows, calls in (
+        (2048, 2048, 8),
+        (4096, 4096, 6),
+        (8192, 8192, 4),
+        (32768, 32768, 1),
+        (8192, 1024, 8),
+        (32768, 1024, 4),
+    ):
+        q, k, v, rows = make([length], 32, 8, 128, torch.bfloat16, chosen=range(length - new_rows, length))
         out = torch.empty_like(q)
         scale = 128**-0.5
-        flat = q.view(1, length, 32, 128).transpose(1, 2).contiguous()
+        flat = q.view(1, new_rows, 32, 128).transpose(1, 2).contiguous()
         index = rows.page_table[0, : length // PAGE].long()
         dense = [x.view(-1, PAGE, 8, 128)[index].reshape(1, length, 8, 128).transpose(1, 2).contiguous() for x in (k, v)]
-        sdpa = lambda: F.scaled_dot_product_attention(flat, *dense, is_causal=True, enable_gqa=True)  # noqa
+        mask = None if new_rows == length else causal_lower_right(new_rows, length)
+
+        def sdpa():
+            if mask is None:
+                return F.scaled_dot_product_attention(flat, *dense, is_causal=True, enable_gqa=True)
+            return F.scaled_dot_product_attention(flat, *wide, attn_mask=mask)
+
+        wide = [x.repeat_interleave(4, 1) for x in dense] if mask is not None else dense
         arms = {"sdpa": sdpa}
         for label, backend in (("sdpa flash", SDPBackend.FLASH_ATTENTION), ("sdpa cudnn", SDPBackend.CUDNN_ATTENTION)):
 
@@ -178,6 +193,8 @@ def timing(names):
                 arms[label] = one
             except Exception as problem:
                 print(label, str(problem)[:200])
+        if new_rows == 1024:
+            arms["today serial"] = lambda: attention(q, k, v, rows, scale, out=out, split=False)
         arms["today"] = lambda: attention(q, k, v, rows, scale, out=out)
         for n in names:
             arms[n] = lambda n=n: new(n, q, k, v, rows, scale, out=out)
@@ -197,12 +214,14 @@ def timing(names):
             for n, graph in graphs.items():
                 times[n].append(replay(graph) * 1e3 / calls)
         base = statistics.median(times["sdpa"])
-        flop = 4 * length * (length + 1) / 2 * 32 * 128
+        flop = 4 * new_rows * (length - new_rows / 2 + 0.5) * 32 * 128
         for n in arms:
             t = statistics.median(times[n])
-            table.append(dict(rows=length, arm=n, us=round(t, 1), ratio=round(base / t, 3), tflops=round(flop / t / 1e6)))
+            table.append(
+                dict(rows=new_rows, keys=length, arm=n, us=round(t, 1), ratio=round(base / t, 3), tflops=round(flop / t / 1e6))
+            )
             print(
-                f"{length:6d} {n:12s} {t:9.1f} us  {base / t:5.2f} of SDPA  {flop / t / 1e6:5.0f} TFLOP/s  best {min(times[n]):.1f}",
+                f"{new_rows:6d} of {length:6d} {n:12s} {t:9.1f} us  {base / t:5.2f} of SDPA  {flop / t / 1e6:5.0f} TFLOP/s  best {min(times[n]):.1f}",
                 flush=True,
             )
     if "OUT" in os.environ:
