@@ -1,6 +1,5 @@
 """Canonical prefill attention for Hopper with warp specialisation: one warpgroup loads, two multiply."""
 
-import torch, triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (

@@ -11,7 +11,6 @@ from torch.nn.attention.bias import causal_lower_right
 
 from benchmarks.lab.hopper_lab import prefill_kernel
 from replaylens.kernels.attention import PagedRows, attention, plan_tiles
-from replaylens.kernels.launch import AttentionTile
 
 V = {
     "A": dict(PIPE=1, OUTER=1, STAGES=3),
@@ -195,7 +194,8 @@ def timing(names):
                 print(label, str(problem)[:200])
         if new_rows == 1024:
             arms["today serial"] = lambda: attention(q, k, v, rows, scale, out=out, split=False)
-        arms["today"] = lambda: attention(q, k, v, rows, scale, out=out)
+        arms["today"] = lambda: attention(q, k, v, rows, scale, out=out, specialised=False)
+        arms["engine"] = lambda: attention(q, k, v, rows, scale, out=out, specialised=True)
         for n in names:
             arms[n] = lambda n=n: new(n, q, k, v, rows, scale, out=out)
         graphs = {}
