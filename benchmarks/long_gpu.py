@@ -2,14 +2,14 @@
 
     PYTHONPATH=src python -m benchmarks.long_gpu [--tiny] [--lengths 8192 32768] [--out FILE]
 
-The model has the Llama-3.1-8B shape and random weights in bfloat16. "General" is the same engine, without
-graphs, with the attention kernel that runs everywhere in place of the one for Hopper. Before the timing, the KV of both and of a prompt cut elsewhere are compared bit
-for bit. Hugging Face computes one row of logits, as the engine does.
+The model has the Llama-3.1-8B shape and random weights in bfloat16. "General" is the same engine, without graphs, with the
+attention kernel that runs everywhere in place of the one for Hopper. Before the timing, the KV of both and of a prompt cut
+elsewhere are compared bit for bit. Hugging Face computes one row of logits, as the engine does.
 """
 
 import argparse
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -100,7 +100,7 @@ def measure(table: Table, engine: Engine, model: Any, length: int, rounds: int) 
 
     few, many = ROWS
     arms = ((few, False), (many, False), (few, True), (many, True))
-    works = [theirs, *(partial(in_passes, rows, everywhere) for rows, everywhere in arms)]
+    works: list[Callable[[], None]] = [theirs, *(partial(in_passes, rows, everywhere) for rows, everywhere in arms)]
     other, ours, wide, plain, plain_wide = (1e3 * seconds for seconds in in_turns(*works, rounds=rounds))
     table.add(
         f"prompt of {length} tokens, Hugging Face with SDPA",
