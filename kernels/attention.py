@@ -15,6 +15,9 @@ elementwise over the blocks of a split, and a float32 dot with ones sums them on
 **Two schedules, same bits.** With few tiles, each split runs in its own program (`split` below), and the last one to finish
 merges all partial results in order. With many tiles, one program loops over the splits and merges as it goes.
 
+**A third for many rows on Hopper.** `kernels/prefill.py` takes the same steps with specialised warpgroups, which overlap the
+softmax with products.
+
 **Shared keys.** Where rows of several sequences read the same pages, `kernels/shared.py` walks over them once for all rows, and
 each row continues from the state it left.
 
@@ -267,7 +270,7 @@ def attention(
         return out
     if specialised is None and (tile is not None or split is not None):
         specialised = False  # the caller chose a schedule of this kernel
-    special = _specialises(q, k_cache, rows, window, kv_block, kv_split, specialised)
+    special = _specialises(q, k_cache, v_cache, rows, window, kv_block, kv_split, specialised)
     tile, split, splits = _schedule(rows, group, d_head, q.dtype, window, page_size, kv_split, kv_heads, tile, split)
     num_tiles = num_rows if rows.tiles is None else rows.tiles.shape[0]
     log2e = 1.4426950408889634
@@ -335,14 +338,14 @@ def _schedule(
 
 
 def _specialises(
-    q: Tensor, k_cache: Tensor, rows: PagedRows, window: int, kv_block: int, kv_split: int, wanted: bool | None
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: PagedRows, window: int, kv_block: int, kv_split: int, wanted: bool | None
 ) -> bool:
     """Whether `kernels/prefill.py` computes these rows: if it can, and if they keep all multiprocessors busy."""
     if wanted is False or (rows.tiles is None and not wanted):
         return False
     shares = rows.shared is not None and not window
     group, per_tile = q.shape[1] // k_cache.shape[1], 0 if rows.tiles is None or shares else rows.per_tile
-    can = can_prefill(q, k_cache, per_tile * group, kv_block, kv_split)
+    can = can_prefill(q, k_cache, v_cache, per_tile * group, kv_block, kv_split)
     require(
         can or not wanted,
         "specialised=True needs a Hopper GPU, bfloat16 or float16, head size 64 or 128, and tiles of at most {} pairs without "

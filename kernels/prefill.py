@@ -313,7 +313,7 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def can_prefill(q: Tensor, k_cache: Tensor, pairs: int, kv_block: int, kv_split: int) -> bool:
+def can_prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, pairs: int, kv_block: int, kv_split: int) -> bool:
     """Whether `prefill` takes tiles of up to `pairs` pairs of this kind, and can copy from these addresses."""
     return (
         _is_hopper(q.device)
@@ -321,7 +321,7 @@ def can_prefill(q: Tensor, k_cache: Tensor, pairs: int, kv_block: int, kv_split:
         and q.shape[2] in _HEAD_SIZES
         and 0 < pairs <= MAX_PAIRS
         and (kv_block, kv_split) == (KV_BLOCK, KV_SPLIT)
-        and all(x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.stride(1) % 8 == 0 for x in (q, k_cache))
+        and all(x.data_ptr() % 16 == x.stride(0) % 16 == x.stride(1) % 16 == 0 for x in (q, k_cache, v_cache))
     )
 
 
