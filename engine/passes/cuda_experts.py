@@ -23,10 +23,6 @@ def require_supported(config: ModelConfig) -> None:
     """UnsupportedModel if the kernels cannot compute a model of this config."""
     if config.slopes:
         raise UnsupportedModel("ALiBi is not supported on CUDA: the kernel adds nothing to scores. Use device='cpu'.")
-    if config.sinks:
-        raise UnsupportedModel("Attention sinks are not supported on CUDA: the kernel has none. Use device='cpu'.")
-    if config.latent is not None:
-        raise UnsupportedModel("Latent attention is not supported on CUDA: no kernel multiplies by head. Use device='cpu'.")
 
 
 @lru_cache(maxsize=64)
