@@ -377,6 +377,13 @@ def checked_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor,
     columns = kv_heads == 1 and v_cache.data_ptr() == k_cache.data_ptr()
     require(columns, "v_cache is narrower than k_cache. It must then be its first columns, with one KV head.")
     fits = d_key - rest <= MAX_VALUES and rest <= MAX_REST
-    require(fits, "Values have {} columns and keys {} more. At most {} and {} are supported.", d_key - rest, rest, MAX_VALUES, MAX_REST)
+    require(
+        fits,
+        "Values have {} columns and keys {} more. At most {} and {} are supported.",
+        d_key - rest,
+        rest,
+        MAX_VALUES,
+        MAX_REST,
+    )
     parts = heads // heads_together(heads, d_key - rest, q.dtype)
     return k_cache.expand(-1, parts, -1), v_cache.expand(-1, parts, -1), rest

@@ -58,6 +58,11 @@ class KeyLayout:
         """Query heads that share a program."""
         return heads_together(self.heads // self.kv_heads, self.d_head, self.dtype)
 
+    @property
+    def full(self) -> bool:
+        """Whether the query heads of one row fill a tile. Then every row has tiles of its own, with or without sharing."""
+        return self.rows_per_tile(1 << 10) < 2
+
     def rows_per_tile(self, longest: int) -> int:
         """How many rows of one sequence share a tile if no sequence has more than `longest` rows."""
         return rows_per_tile(self.heads, self.kv_heads, self.d_head, self.dtype, longest)
@@ -131,7 +136,7 @@ def find_sharing(
     worth     bytes per layer that a level must save
     """
     unit = layout.unit
-    if not unit:
+    if not unit or layout.full:
         return None
     found = shared_runs(pages, computed, unit, layout.page_size, MAX_LEVELS)
     runs = [run for run in found if run.saved >= min(_WORTH_RUN, worth)]

@@ -53,7 +53,9 @@ def test_sinks_and_values_that_are_columns_of_keys(case, rest):
     )  # fmt: skip
     block = s.blocks.get("kv_block", 64)
     for split in (1, 100):
-        case.close(split_attention(s.q[chosen], s.k, v, split_rows(s, chosen), 0.3, 0.0, 0, PAGE, block, split * block, sinks), want)
+        case.close(
+            split_attention(s.q[chosen], s.k, v, split_rows(s, chosen), 0.3, 0.0, 0, PAGE, block, split * block, sinks), want
+        )
 
 
 def test_tiles_of_several_rows(case):
