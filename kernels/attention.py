@@ -153,8 +153,8 @@ def _attention_kernel(
         for split in tl.range(start, high):
             m1, sums, a1 = empty(ROWS, BLOCK, HEAD_BLOCK)
             m1, sums, a1 = walk(
-                q, other, m1, sums, a1, K, V, TABLE, tl.maximum(first, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT), position,
-                clear, d, kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED, WINDOWED,
+                q, other, m1, sums, a1, K, V, TABLE, tl.maximum(first, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT),
+                position, clear, d, kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED, WINDOWED,
             )  # fmt: skip
             m, l, a = merge(m, l, a, m1, closed(sums, BLOCK), a1)  # merging into an empty result gives the other, to the bit
     if write:
@@ -377,13 +377,7 @@ def checked_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor,
     columns = kv_heads == 1 and v_cache.data_ptr() == k_cache.data_ptr()
     require(columns, "v_cache is narrower than k_cache. It must then be its first columns, with one KV head.")
     fits = d_key - rest <= MAX_VALUES and rest <= MAX_REST
-    require(
-        fits,
-        "Values have {} columns and keys {} more. At most {} and {} are supported.",
-        d_key - rest,
-        rest,
-        MAX_VALUES,
-        MAX_REST,
-    )
+    most = f"At most {MAX_VALUES} and {MAX_REST} are supported."
+    require(fits, "Values have {} columns and keys {} more. {}", d_key - rest, rest, most)
     parts = heads // heads_together(heads, d_key - rest, q.dtype)
     return k_cache.expand(-1, parts, -1), v_cache.expand(-1, parts, -1), rest

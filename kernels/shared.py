@@ -154,8 +154,8 @@ def shared_states(
 ) -> Tensor:
     """The states of the rows after the keys that they share: [levels, rows, heads, state_width].
 
-    Arguments as in `attention`, which checks them; rest: columns of keys beyond their values. `scale` and `softcap` in the kernel's units. Level i holds the states of the
-    rows in the tiles of level i alone.
+    Arguments as in `attention`, which checks them; `scale` and `softcap` in the kernel's units. rest: columns of keys beyond
+    their values. Level i holds the states of the rows in the tiles of level i alone.
     """
     num_rows, heads = q.shape[:2]
     kv_heads, d_head = v_cache.shape[1:]

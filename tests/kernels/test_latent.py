@@ -59,7 +59,7 @@ def test_heads_are_divided_among_programs_if_values_are_wide():
 
 def test_widths_that_do_not_fit_are_refused(case):
     s = setting(case, [5], 2, 1, 514)
-    with pytest.raises(ValueError, match="Values have 513 columns and keys 1 more. At most 512 and 64"):
+    with pytest.raises(ValueError, match=r"Values have 513 columns and keys 1 more\. At most 512 and 64"):
         attention(s.q, s.k, s.k[..., :513], s.rows, 0.3)
     with pytest.raises(ValueError, match="Values have 400 columns and keys 114 more"):
         attention(s.q, s.k, s.k[..., :400], s.rows, 0.3)
