@@ -154,7 +154,8 @@ def _attention_kernel(
             m1, sums, a1 = empty(ROWS, BLOCK, HEAD_BLOCK)
             m1, sums, a1 = walk(
                 q, other, m1, sums, a1, K, V, TABLE, tl.maximum(first, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT),
-                position, clear, d, kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED, WINDOWED,
+                position, clear, d, kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED,
+                WINDOWED,
             )  # fmt: skip
             m, l, a = merge(m, l, a, m1, closed(sums, BLOCK), a1)  # merging into an empty result gives the other, to the bit
     if write:

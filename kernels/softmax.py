@@ -26,7 +26,7 @@ def merge(m, l, a, m1, l1, a1):
 
 @triton.jit
 def load_queries(Q, valid, d, HEAD: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr):
-    """Queries at Q [pairs]: their first HEAD columns, and the REST, which meet columns beyond values (none: the first again)."""
+    """Queries at Q [pairs]: their first HEAD columns, and the REST, which meet columns beyond values (none: q again)."""
     q = tl.load(Q[:, None] + d[None, :], mask=valid[:, None] & (d[None, :] < HEAD), other=0.0)
     if REST > 0:
         e = tl.arange(0, REST_BLOCK)
