@@ -66,7 +66,7 @@ class HeadOps(ExpertOps):
         """x [rows, heads, inputs], each head times its own weight of [heads, inputs, outputs]: [rows, heads, outputs]"""
         known, shape = self._by_head, x.shape[:2]
         if known is None or known[0] != shape:
-            known = self._by_head = shape, head_plan(*shape, x.dtype, x.device)
+            known = self._by_head = shape, head_plan(shape[0], shape[1], x.dtype, x.device)
         return head_matmul(x, weight, known[1])
 
 

@@ -1,0 +1,47 @@
+"""Passes with latent attention and with sinks in a CUDA device's arithmetic: company, edits, shown keys, forks that share keys."""
+
+import pytest
+import torch
+
+from replaylens.engine.engine import Engine
+from replaylens.engine.request.edits import Edit
+from replaylens.engine.serving.branch import Branch
+from tests.engine.reference import decoder
+from tests.kernels.interpreted import DEVICES, served
+
+ATTN = "blocks.1.attn."
+PATH = [3, 14, 15, 92, 65]
+SHOWN = {"deepseek-v3": [ATTN + "hook_k", ATTN + "hook_v", ATTN + "hook_kv_latent"], "gpt-oss": []}
+EDITS = {
+    "deepseek-v3": [
+        Edit(ATTN + "hook_kv_latent", "add", torch.ones(13), [1]),
+        Edit(ATTN + "hook_rot_k", "zero", positions=[2]),
+        Edit(ATTN + "hook_pattern", "mask", positions=[4], keys=[0, 3], heads=[1, 4]),
+    ],
+    "gpt-oss": [Edit(ATTN + "hook_pattern", "zero", positions=[4], keys=[0, 3], heads=[1, 4])],
+}
+
+
+def agree(a: Branch, b: Branch) -> bool:
+    """Whether tokens, KV and captured rows have the same bits."""
+    rows = (torch.equal(a.activations[site], b.activations[site]) for site in a.activations.sites())
+    return a.tokens == b.tokens and torch.equal(a.kv(), b.kv()) and all(rows)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["deepseek-v3", "gpt-oss"])
+def test_edits_and_company(name: str, device: str) -> None:
+    """Edits of latents, rotated keys and edges: what a CPU computes, with the same bits beside other requests."""
+    sites, edits = ["S", *SHOWN[name]], EDITS[name]
+    engine = served(device, decoder(name))
+    alone = engine.prompt(PATH, sites=sites, edits=edits)
+    engine.prefix.clear()
+    beside = engine.prompts([PATH[::-1], PATH], sites=sites, edits=edits)[1]
+    assert agree(alone, beside)
+    meant = Engine(decoder(name)).prompt(PATH, sites=sites, edits=edits)
+    plain = Engine(decoder(name)).prompt(PATH, sites=sites)
+    for site in meant.activations.sites():
+        torch.testing.assert_close(alone.activations[site], meant.activations[site], rtol=1e-4, atol=2e-5)
+    last = "blocks.1.hook_out"
+    assert not torch.allclose(meant.activations[last], plain.activations[last], atol=1e-3), "control: the edits matter"
+    assert torch.equal(alone.kv().cpu()[1, 1, 0, 0, :13], alone.activations[SHOWN[name][2]][1]) if SHOWN[name] else True
