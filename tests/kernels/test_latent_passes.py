@@ -1,4 +1,4 @@
-"""Passes with latent attention and with sinks in a CUDA device's arithmetic: company, edits, shown keys, forks that share keys."""
+"""Passes with latent attention and with sinks in a CUDA device's arithmetic: company, edits, keys that are shown."""
 
 import pytest
 import torch
