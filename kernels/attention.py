@@ -18,6 +18,12 @@ merges all partial results in order. With many tiles, one program loops over the
 **Shared keys.** Where rows of several sequences read the same pages, `kernels/shared.py` walks over them once for all rows, and
 each row continues from the state it left.
 
+**Sinks.** A sink is a score without a key. It is one more partial result, merged after all others, in any schedule.
+
+**Latents.** Values may be the first columns of their keys: the absorbed form of latent attention, with one KV head for all
+query heads. A key is then read once for both. Wide values leave room for few query heads per program (`heads_together`): the
+heads are divided among several programs, which read the same keys.
+
 **Pages.** Slot of key j of sequence s: `page_table[s, j // page_size] * page_size + j % page_size`. Page 0 is the null page.
 It is all zeros and never written. A table may hold 0 for positions that no row reads.
 """

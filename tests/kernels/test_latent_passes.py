@@ -45,3 +45,14 @@ def test_edits_and_company(name: str, device: str) -> None:
     last = "blocks.1.hook_out"
     assert not torch.allclose(meant.activations[last], plain.activations[last], atol=1e-3), "control: the edits matter"
     assert torch.equal(alone.kv().cpu()[1, 1, 0, 0, :13], alone.activations[SHOWN[name][2]][1]) if SHOWN[name] else True
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_through_latents(device: str) -> None:
+    """The CPU's numbers, through the keys and values that products by head show."""
+    sites = ["S", "blocks.0.attn.hook_kv_latent"]
+    engine = served(device, decoder("deepseek-v3"))
+    found, truth = (each.prompt(PATH).gradients((3, 8), sites) for each in (engine, Engine(decoder("deepseek-v3"))))
+    assert found.certified
+    for site in truth:
+        torch.testing.assert_close(found[site], truth[site], rtol=1e-3, atol=1e-4 * float(truth[site].abs().max()))

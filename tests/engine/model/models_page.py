@@ -71,9 +71,7 @@ def families() -> list[str]:
         config = load(hugging_face(names[0])).config
         bridged = "no bridge" if all(name in NO_BRIDGE for name in names) else "S, T, C equal"
         device = "interpreter" if config.plain_logits else "interpreter, Z on the host"
-        missing = {"ALiBi": config.slopes, "latent attention": config.latent, "sinks": config.sinks}
-        refused = next((what for what, has in missing.items() if has), "")
-        device = f"refused: {refused}" if refused else "bits on an H200" if names[0] in (*NAMES, *NEW_WIRINGS) else device
+        device = "refused: ALiBi" if config.slopes else "bits on an H200" if names[0] in (*NAMES, *NEW_WIRINGS) else device
         rows.append(f"| {family} | < {bound:.0e} | {_sites(config)} | {bridged} | {device} | {_limits(family)} |")
     return rows
 
