@@ -4,21 +4,23 @@ import pytest
 import torch
 
 from replaylens.engine.engine import Engine
+from replaylens.engine.passes.certificate import Finding
+from replaylens.engine.proof import comparison, doctor_cuda
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.serving.branch import Branch
 from tests.engine.reference import decoder
 from tests.kernels.interpreted import DEVICES, served
 
 ATTN = "blocks.1.attn."
-PATH = [3, 14, 15, 92, 65]
+PATH = [3, 14, 15, 92]
 SHOWN = {"deepseek-v3": [ATTN + "hook_k", ATTN + "hook_v", ATTN + "hook_kv_latent"], "gpt-oss": []}
 EDITS = {
     "deepseek-v3": [
         Edit(ATTN + "hook_kv_latent", "add", torch.ones(13), [1]),
         Edit(ATTN + "hook_rot_k", "zero", positions=[2]),
-        Edit(ATTN + "hook_pattern", "mask", positions=[4], keys=[0, 3], heads=[1, 4]),
+        Edit(ATTN + "hook_pattern", "mask", positions=[3], keys=[0, 2], heads=[1, 4]),
     ],
-    "gpt-oss": [Edit(ATTN + "hook_pattern", "zero", positions=[4], keys=[0, 3], heads=[1, 4])],
+    "gpt-oss": [Edit(ATTN + "hook_pattern", "zero", positions=[3], keys=[0, 2], heads=[1, 4])],
 }
 
 
@@ -47,6 +49,25 @@ def test_edits_and_company(name: str, device: str) -> None:
     assert torch.equal(alone.kv().cpu()[1, 1, 0, 0, :13], alone.activations[SHOWN[name][2]][1]) if SHOWN[name] else True
 
 
+@torch.no_grad()
+def test_the_doctor_examines_products_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways round, with a control that differs. A product that depends on the rows fails."""
+    for module in (comparison, doctor_cuda):
+        monkeypatch.setattr(module, "ROWS", (1, 3))
+    model = decoder("deepseek-v3")
+    random = lambda *shape: torch.randn(shape, generator=torch.Generator().manual_seed(0))  # noqa: E731
+    found: list[Finding] = []
+    doctor_cuda._by_head(model, random, found)
+    assert all(f.passed for f in found) and len({f.shape for f in found if not f.control}) == 3
+    assert any(f.control and not f.equal for f in found), "the control has no teeth"
+    honest = doctor_cuda.HeadOps.by_head
+    monkeypatch.setattr(doctor_cuda.HeadOps, "by_head", lambda self, x, weight: honest(self, x, weight) * (1 + 1e-6 * len(x)))
+    found.clear()
+    doctor_cuda._by_head(model, random, found)
+    assert any(not f.passed for f in found)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradients_through_latents(device: str) -> None:
     """The CPU's numbers, through the keys and values that products by head show."""
