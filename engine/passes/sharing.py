@@ -60,8 +60,9 @@ class KeyLayout:
 
     @property
     def full(self) -> bool:
-        """Whether the query heads of one row fill a tile. Then every row has tiles of its own, with or without sharing."""
-        return self.rows_per_tile(1 << 10) < 2
+        """Whether the query heads of one row fill a tile, so that every row has tiles of its own with or without sharing. Wide
+        values in float32 leave no registers for states."""
+        return self.rows_per_tile(1 << 10) < 2 or (self.d_head > 256 and self.dtype == torch.float32)
 
     def rows_per_tile(self, longest: int) -> int:
         """How many rows of one sequence share a tile if no sequence has more than `longest` rows."""
