@@ -1,4 +1,4 @@
-"""Canonical latent attention (DeepSeek's 512 + 64 columns, absorbed) against torch's products and softmax on contiguous latents.
+"""Canonical latent attention (DeepSeek's 512 + 64 columns, absorbed) against torch's products and softmax on contiguous ones.
 
     PYTHONPATH=src:. python -m benchmarks.kernels.latent [--heads 16 128]
 
