@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from replaylens.kernels import reference
-from replaylens.kernels.attention import PagedRows, Workspace, attention, plan_tiles
+from replaylens.kernels.attention import PagedRows, Workspace, attention, plan_tiles, rows_per_tile
 from replaylens.kernels.launch import KV_BLOCK, KV_SPLIT, AttentionTile
 
 PAGE = 16
@@ -90,6 +90,22 @@ def test_sinks_take_part_in_the_softmax(case, same, window):
     plain = s.attend(chosen, window=window)
     assert not torch.equal(plain, got), "control: the sinks matter"
     same(s.attend(chosen, sinks=torch.full_like(sinks, -1e4), window=window), plain)
+
+
+@pytest.mark.parametrize("d_head", [64, 128])
+def test_sinks_in_a_long_prefill(case, same, d_head):
+    """Tall tiles of many rows, as large prompts have them: every row has the bits that it has alone, with its sink."""
+    if not case.gpu:
+        pytest.skip("too many rows for the interpreter")
+    s = setting(case, [2200], heads=16, kv_heads=2, d_head=d_head)
+    sinks = case.randn(16, seed=9) + 8.0
+    per_tile = rows_per_tile(16, 2, d_head, case.dtype, 2200)
+    tiles = plan_tiles(s.sequences, per_tile).to(case.device)
+    rows = PagedRows(s.rows.sequence, s.rows.position, s.rows.page_table, tiles, 2200, per_tile)
+    whole = attention(s.q, s.k, s.v, rows, 0.3, sinks=sinks)
+    chosen = [0, 63, 64, 511, 512, 1300, 2199]
+    same(s.attend(chosen, sinks=sinks), whole[chosen])
+    assert not torch.equal(attention(s.q, s.k, s.v, rows, 0.3), whole), "control: the sinks matter"
 
 
 @pytest.mark.parametrize(("softcap", "window"), [(0.0, 0), (5.0, 19), (0.0, 600)])

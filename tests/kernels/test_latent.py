@@ -38,7 +38,8 @@ def test_every_schedule_has_the_same_bits(case, same, heads, rank, rest):
         s.q[chosen].double(), s.k.double(), s.v.double(), s.rows.sequence[chosen], s.rows.position[chosen],
         s.rows.page_table, PAGE, 0.3,
     )  # fmt: skip
-    case.close(got, want)
+    # a score is one float32 sum over all columns, in their order: at a fixed scale its error grows with their number
+    case.close(got, want, slack=max(1.0, (rank + rest) / 256))
     per_tile = rows_per_tile(heads, 1, rank, case.dtype, 64)
     last, count = chosen[0], 400 if case.gpu else 2
     rows = list(range(last + 1 - count, last + 1))
