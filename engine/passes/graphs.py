@@ -21,10 +21,10 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes.batch import Batch
 from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, sharing_of
 from replaylens.engine.passes.program import EditProgram, EditShape, ProgramTap, Vectors
-from replaylens.engine.passes.sharing import LevelShape, Sharing, room
+from replaylens.engine.passes.sharing import KeyLayout, LevelShape, Sharing, room
 from replaylens.engine.request.capture import PassTap
 from replaylens.kernels import launch
-from replaylens.kernels.attention import PagedRows, plan_tiles, rows_per_tile
+from replaylens.kernels.attention import PagedRows, plan_tiles
 
 SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """possible numbers of rows of a graph; larger passes keep the device busy without one"""
@@ -155,8 +155,7 @@ class PassGraphs:
         sharing: Sharing | None,
     ) -> PassShape:
         longest = max(len(s.tokens) for s in batch.segments)
-        kv_heads, d_head = self.cache.data.shape[3:]
-        per_tile = rows_per_tile(self.cache.num_heads, kv_heads, d_head, self.cache.data.dtype, longest) if longest > 1 else 0
+        per_tile = KeyLayout.of(self.cache).rows_per_tile(longest) if longest > 1 else 0
         return PassShape(
             rows=next(size for size in SIZES if size >= batch.num_rows),
             sequences=len(pages) - 1,

@@ -1,5 +1,6 @@
 """Mixtures of experts in the engine: certified products of experts, sites of routers in captures, dumps and probes."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from replaylens import ablate, lens, patch, probes, tasks
 from replaylens.engine.dump.verify import verify
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadRequest, NotCertified, UnsupportedModel
-from replaylens.engine.model.config import MixtureConfig, ModelConfig
+from replaylens.engine.model.config import Latent, MixtureConfig, ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import TorchOps
 from replaylens.engine.model.routing import Routing
@@ -87,12 +88,15 @@ def test_a_routing_that_looks_at_its_neighbours_is_found(model: Decoder, monkeyp
         doctor.require(doctor.examine(model))
 
 
-def test_mixtures_are_served_on_cuda_but_no_alibi_and_no_sinks() -> None:
+def test_sinks_and_latents_are_served_on_cuda_but_no_alibi() -> None:
     from replaylens.engine.passes.cuda_experts import require_supported  # imports triton: see tests/kernels/conftest.py
 
     require_supported(WIDE)
-    with pytest.raises(UnsupportedModel, match="Attention sinks are not supported on CUDA"):
-        require_supported(ModelConfig(2, 32, 4, 2, 8, 48, 61, 64, sinks=True))
+    require_supported(ModelConfig(2, 32, 4, 2, 8, 48, 61, 64, sinks=True))
+    wide = replace(ModelConfig(2, 32, 4, 4, 8, 48, 61, 64, rotary_dim=4), latent=Latent(rank=513, d_value=8, query_rank=0))
+    require_supported(replace(wide, latent=Latent(rank=512, d_value=8, query_rank=0)))
+    with pytest.raises(UnsupportedModel, match="Latents of 513 and rotated keys of 4 dimensions are not supported on CUDA"):
+        require_supported(wide)
     with pytest.raises(UnsupportedModel, match="ALiBi is not supported on CUDA"):
         require_supported(ModelConfig(2, 32, 4, 2, 8, 48, 61, 64, slopes=(0.5,) * 4))
 
