@@ -30,7 +30,7 @@ from benchmarks import timed_training
 from benchmarks.shared_gpu import shared_gpu
 from benchmarks.side_by_side import Job, run_all
 from benchmarks.table import Table
-from benchmarks.thinking_arms import PUBLISHED, TEXT_TASKS, TINY, Arm, Size, ablations, methods
+from benchmarks.thinking_arms import CHANGES, PUBLISHED, SMALL, TEXT_TASKS, TINY, Arm, Size, ablations, methods
 from benchmarks.thinking_latency import measure
 from benchmarks.timed_training import Clock
 from replaylens.commands.train_thinking import save
@@ -67,7 +67,7 @@ def one_arm(size: Size, arm: Arm, device: str, clock: Clock, until: float, out: 
 
 def curve_of(size: Size, recipe: ThinkingRecipe, model: Model) -> Curve:
     """Percent of right answers, and of texts with every thought right, by number of steps."""
-    part, lengths, number = recipe.parts[0], TEXT_TASKS[recipe.parts[0].task].tested, size.examples
+    part, lengths, number = recipe.parts[0], size.task(recipe.parts[0].task).tested, size.examples
     examples = [example for length in lengths for example in zoo.held_out(part, length, number)]
     found = score(model, recipe.method, recipe.thinking, recipe.tokenizer(), examples, size.tested_together, recipe.precision)
     groups = {length: found[i * number : (i + 1) * number] for i, length in enumerate(lengths)}
@@ -84,7 +84,7 @@ def collect(arms: list[Arm], size: Size, out: Path, table: Table) -> None:
     for kind in dict.fromkeys(arm.kind for arm in arms):
         group = [run for run in runs if run["kind"] == kind]
         if group:
-            table.add(kind, **_line(group, TEXT_TASKS[group[0]["arm"]["task"]].longest), size=asdict(size), runs=group)
+            table.add(kind, **_line(group, size.task(group[0]["arm"]["task"]).longest), size=asdict(size), runs=group)
 
 
 def _line(group: list[dict[str, Any]], longest: int) -> dict[str, Any]:
@@ -115,6 +115,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--arms", default="all", choices=ARMS)
     parser.add_argument("--tasks", nargs="+", choices=TEXT_TASKS, default=tuple(TEXT_TASKS))
     parser.add_argument("--ablated", nargs="+", choices=TEXT_TASKS, default=tuple(TEXT_TASKS), help="tasks of the ablations")
+    parser.add_argument("--changes", nargs="+", choices=CHANGES, default=CHANGES, help="what the ablations change")
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1), help="of the three methods; ablations have the first")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--seconds", type=float, default=190.0, help="for training and testing; then answers are timed")
@@ -122,6 +123,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, help="tokens of a training step")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "benchmarks/results/thinking")))
     parser.add_argument("--tiny", action="store_true", help="a few steps of small models, as a smoke test")
+    parser.add_argument("--small", action="store_true", help="small models and texts, for one core")
     parser.add_argument("--no-mps", action="store_true", help="do not try NVIDIA's multi-process service")
     parser.add_argument("--models", action="store_true", help="also write models.tar")
     parser.add_argument("--no-latency", action="store_true", help="do not time answers")
@@ -131,11 +133,13 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     """Parse, train, test, time."""
     options = parsed()
-    size = TINY if options.tiny else Size()
+    size = TINY if options.tiny else SMALL if options.small else Size()
     size = replace(size, tokens=options.tokens or size.tokens, steps=options.steps or size.steps)
     tasks, seeds, device = tuple(options.tasks), tuple(options.seeds), options.device
     arms = methods(tasks, seeds) if options.arms != "ablations" else []
-    arms += ablations(tuple(options.ablated), size.layers, seeds[:1]) if options.arms != "methods" else []
+    arms += (
+        ablations(tuple(options.ablated), tuple(options.changes), size.layers, seeds[:1]) if options.arms != "methods" else []
+    )
     arms = list(dict.fromkeys(arms))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # exiting ends the child processes, too
     clock, runs, where = Clock(time.time()), Path(tempfile.mkdtemp()), "gpu" if device == "cuda" else "cpu"
