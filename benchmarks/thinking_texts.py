@@ -5,7 +5,8 @@
     PYTHONPATH=src:. python -m benchmarks.thinking_texts --arms ablations --no-latency
     PYTHONPATH=src:. python -m benchmarks.thinking_texts --tiny --device cpu        # smoke test
 
-All arms (`benchmarks.thinking_arms`) train as parallel processes, those of one task for the same number of steps. Then
+Arms (`benchmarks.thinking_arms`) with the same texts train as one `Ensemble`, and the ensembles as parallel processes; all
+arms of a task take the same number of steps. Then
 `benchmarks.thinking_latency` times answers, alone on the device. Writes to $OUT (or --out): thinking-texts-gpu.json,
 thinking-latency-gpu.json, and with --models the models whose answers are timed, as models.tar.
 """
@@ -18,15 +19,19 @@ import sys
 import tarfile
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import mean
+from threading import BrokenBarrierError
 from typing import Any
 
 import torch
 import torch.multiprocessing as mp
 
-from benchmarks import timed_training
+from benchmarks.ensemble import COMPLETION, Ensemble
+from benchmarks.ensemble_steps import EnsembleSteps
 from benchmarks.shared_gpu import shared_gpu
 from benchmarks.side_by_side import Job, run_all
 from benchmarks.table import Table
@@ -35,40 +40,104 @@ from benchmarks.thinking_latency import measure
 from benchmarks.timed_training import Clock
 from replaylens.commands.train_thinking import save
 from replaylens.engine.training import thinking as thinking_train
+from replaylens.engine.training.chunks import ChunkedTexts
 from replaylens.engine.training.score import score
 from replaylens.engine.training.thinking import Model, ThinkingRecipe
 from replaylens.engine.zoo import coin as zoo
+from replaylens.tasks import Example
 
+WARM, TIMED = 16, 32
+"""warm-up and timed steps, by which the groups agree on a number of steps"""
+TESTING = 20.0
+"""seconds for testing, which training leaves"""
 ARMS = ("methods", "ablations", "all")
 Curve = dict[int, dict[str, float]]
 
 
-def one_arm(size: Size, arm: Arm, device: str, clock: Clock, until: float, out: Path) -> None:
-    """Train and test one arm; writes <name>.json, and a model of the first seed whose answers are timed."""
+class Agreement:
+    """What the groups agree on before they train: how many of the planned steps fit into the time. Made before they start."""
+
+    def __init__(self, context: Any, groups: int) -> None:
+        self.seconds, self.barrier = context.Array("d", groups), context.Barrier(groups)
+
+    def share(self, number: int, pace: Callable[[], float], steps: int, left: Callable[[], float]) -> float:
+        """The share of its steps that every group takes. `pace` measures seconds per step, while all groups do; `left` says
+        how many seconds are left. A busy device works on all groups in turns, so together they take as long as the mean."""
+        self._meet()
+        self.seconds[number] = pace() * steps
+        self._meet()
+        print(f"group {number}: {self.seconds[number] / steps * 1e3:.1f} ms per step, {left():.0f} s left", flush=True)
+        return min(1.0, 0.95 * left() / mean(seconds for seconds in self.seconds if seconds))
+
+    def _meet(self) -> None:
+        try:
+            self.barrier.wait(timeout=60)
+        except BrokenBarrierError:
+            print("a group is missing; the others continue", flush=True)
+
+
+def grouped(arms: list[Arm], size: Size) -> list[list[Arm]]:
+    """Arms that can train as one ensemble, on the same texts."""
+    groups: dict[str, list[Arm]] = {}
+    for arm in arms:
+        recipe = size.recipe(arm)
+        alike = replace(arm, read_layer=None, write_layer=0, completion_weight=COMPLETION, thought_loss="tokens")
+        groups.setdefault(f"{alike.name} {recipe.cut}", []).append(arm)
+    return list(groups.values())
+
+
+def one_group(
+    size: Size, arms: list[Arm], device: str, clock: Clock, until: float, out: Path, number: int, met: Agreement | None
+) -> None:
+    """Train and test arms as one ensemble; writes <name>.json of each, and the models whose answers are timed."""
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = True
-    recipe = size.recipe(arm)
-    texts = thinking_train.texts_of(recipe, device)
-    begin = clock.now()
-    model, losses = timed_training.train(recipe, texts, device, clock, until)
-    trained = clock.now()
-    if arm.name in (f"{arm.task}-thinking", f"{arm.task}-cot"):
-        save(model.cpu(), recipe, out / f"model-{arm.name}")
-    result = dict(
-        name=arm.name, kind=arm.kind, arm=asdict(arm), steps=len(losses), planned=recipe.steps, final_loss=mean(losses[-20:]),
-        weights=sum(x.numel() for x in model.parameters()), setup_seconds=begin, train_seconds=trained - begin,
-        tokens_per_step=size.tokens, curve=curve_of(size, recipe, model.to(device)), test_seconds=clock.now() - trained,
-    )  # fmt: skip
-    (out / f"{arm.name}.json").write_text(json.dumps(result))
-    print(
-        f"{clock.now():5.0f} s  {arm.name}: {len(losses)} of {recipe.steps} steps, loss {result['final_loss']:.3f}", flush=True
-    )
+    recipes = [size.recipe(arm) for arm in arms]
+    with ThreadPoolExecutor(1) as aside:
+        tested = aside.submit(examples_of, size, recipes[0])  # while the device trains
+        texts = thinking_train.texts_of(replace(recipes[0], completion_weight=COMPLETION), device)
+        steps = planned = recipes[0].steps
+        if met is not None:
+            share = met.share(number, lambda: _pace(recipes, texts, device), planned, lambda: until - clock.now())
+            steps = max(2, round(planned * share))
+        recipes = [replace(recipe, steps=steps, warmup=min(100, steps // 10)) for recipe in recipes]
+        begin, taken, done = clock.now(), EnsembleSteps(Ensemble(recipes, device), texts), 0
+        for done in taken.taken():  # noqa: B007 (used after the loop)
+            if clock.now() > until:
+                break
+        trained, losses = clock.now(), taken.losses[:done].cpu()
+        what = f"{arms[0].name}, {len(arms)} arms: {done} of {planned} steps in {trained - begin:.0f} s"
+        print(f"{trained:5.0f} s  {what}", flush=True)
+        for i, (arm, recipe, model) in enumerate(zip(arms, recipes, taken.ensemble.members(), strict=True)):
+            if arm.name in (f"{arm.task}-thinking", f"{arm.task}-cot"):
+                save(model, recipe, out / f"model-{arm.name}")
+            curve = curve_of(size, recipe, model.to(device), tested.result())
+            result = dict(
+                name=arm.name, kind=arm.kind, arm=asdict(arm), steps=done, planned=planned, together=len(arms),
+                final_loss=float(losses[-20:, i].mean()), losses=losses[::50, i].tolist(),
+                weights=sum(x.numel() for x in model.parameters()), setup_seconds=begin, train_seconds=trained - begin,
+                tokens_per_step=size.tokens, curve=curve, test_seconds=clock.now() - trained,
+            )  # fmt: skip
+            (out / f"{arm.name}.json").write_text(json.dumps(result))
+            right = " ".join(f"{length}:{found['answered']:.0f}" for length, found in curve.items())
+            print(f"{clock.now():5.0f} s  {arm.name}: loss {result['final_loss']:.3f}, right {right}", flush=True)
 
 
-def curve_of(size: Size, recipe: ThinkingRecipe, model: Model) -> Curve:
+def _pace(recipes: list[ThinkingRecipe], texts: ChunkedTexts, device: str) -> float:
+    """Seconds per step, after steps that load kernels and capture the graph."""
+    short = [replace(recipe, steps=WARM + TIMED, warmup=0, cut=False) for recipe in recipes]
+    return EnsembleSteps(Ensemble(short, device), texts).pace(WARM)
+
+
+def examples_of(size: Size, recipe: ThinkingRecipe) -> list[Example]:
+    """The tested examples, by number of steps."""
+    part = recipe.parts[0]
+    return [example for length in size.task(part.task).tested for example in zoo.held_out(part, length, size.examples)]
+
+
+def curve_of(size: Size, recipe: ThinkingRecipe, model: Model, examples: list[Example]) -> Curve:
     """Percent of right answers, and of texts with every thought right, by number of steps."""
-    part, lengths, number = recipe.parts[0], size.task(recipe.parts[0].task).tested, size.examples
-    examples = [example for length in lengths for example in zoo.held_out(part, length, number)]
+    lengths, number = size.task(recipe.parts[0].task).tested, size.examples
     found = score(model, recipe.method, recipe.thinking, recipe.tokenizer(), examples, size.tested_together, recipe.precision)
     groups = {length: found[i * number : (i + 1) * number] for i, length in enumerate(lengths)}
     return {
@@ -145,7 +214,11 @@ def main() -> None:
     clock, runs, where = Clock(time.time()), Path(tempfile.mkdtemp()), "gpu" if device == "cuda" else "cpu"
     options.out.mkdir(parents=True, exist_ok=True)
     context = mp.get_context("spawn")
-    jobs: list[Job] = [(one_arm, arm.name, (size, arm, device, clock, 0.92 * options.seconds, runs)) for arm in arms]
+    groups, until = grouped(arms, size), options.seconds - TESTING
+    met = Agreement(context, len(groups)) if device == "cuda" else None  # on a CPU the groups train one after another
+    jobs: list[Job] = [
+        (one_group, group[0].name, (size, group, device, clock, until, runs, n, met)) for n, group in enumerate(groups)
+    ]
     with shared_gpu(device == "cuda" and not options.no_mps):
         run_all(context, jobs, runs, clock, options.seconds, len(jobs) if device == "cuda" else 1)
     on = torch.cuda.get_device_name() if device == "cuda" else "cpu"
