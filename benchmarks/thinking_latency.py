@@ -54,12 +54,12 @@ TINY_SHAPES = {
     )
 }  # fmt: skip
 LOADS = {
-    "Qwen2.5-0.5B shape": (("counts", 8, (4, 8)), ("hops", 4, (2,))),
-    "Llama-3.2-1B shape": (("counts", 8, (4, 8)), ("counts", 4, (8,))),
+    "Qwen2.5-0.5B shape": (("counts", 8, (4, 8, 16)), ("hops", 4, (2,))),
+    "Llama-3.2-1B shape": (("counts", 8, (8, 16)),),
     "tiny shape": (("counts", 8, (4,)), ("hops", 4, (2,))),
 }
 """task, chunk, and numbers of steps of the texts, for the larger shapes"""
-WARM = 3
+WARM = 6
 """rounds before the clock counts: kernels are compiled, and passes of a shape that recurs become graphs"""
 VARIANTS = 8
 """thoughts of one length, so that a text does not think the same again and again: C is not computed twice for a thought"""
