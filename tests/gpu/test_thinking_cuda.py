@@ -6,7 +6,6 @@ import torch
 from replaylens import tasks
 from replaylens.engine.engine import Engine, ThinkingEngine
 from replaylens.engine.request.edits import Edit
-from replaylens.engine.thinking import graphs
 from replaylens.engine.thinking.core import ThinkingBranch
 from replaylens.engine.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE
 from replaylens.engine.thinking.prefill import GUESSES, Prefiller
@@ -48,6 +47,8 @@ def test_three_roads_and_any_company(name: str) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_steps_as_graphs_and_launched_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thoughts of few and of many chunks; a second engine without graphs gives the truth."""
+    from replaylens.engine.thinking import graphs  # needs triton
+
     monkeypatch.setattr(graphs, "WORTH", 1 << 30)
     launched = thinker(name)
     truth = [outcome(launched.prompt(path, sites="STCZ", guess="sequential")) for path in PROMPTS]
