@@ -4,7 +4,6 @@ Texts, the chunks of every step's batch and the learning rates lie on the device
 a CUDA device a step is one graph, or a few under `cut`, whose steps have several shapes.
 """
 
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -55,18 +54,6 @@ class EnsembleSteps:
                 self._draw(begin + AHEAD)
             self._wait()
             yield min(begin + AHEAD, steps)
-
-    def pace(self, warm: int) -> float:
-        """Take all steps; returns the seconds per step after the first `warm`."""
-        self._draw(0)
-        begin = 0.0
-        for step in range(self.recipe.steps):
-            if step == warm:
-                self._wait()
-                begin = time.perf_counter()
-            self._take(0)
-        self._wait()
-        return (time.perf_counter() - begin) / (self.recipe.steps - warm)
 
     def _wait(self) -> None:
         if self.graphed:

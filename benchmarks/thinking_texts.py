@@ -5,10 +5,10 @@
     PYTHONPATH=src:. python -m benchmarks.thinking_texts --arms ablations --no-latency
     PYTHONPATH=src:. python -m benchmarks.thinking_texts --tiny --device cpu        # smoke test
 
-Arms (`benchmarks.thinking_arms`) with the same texts train as one `Ensemble`, and the ensembles as parallel processes; all
-arms of a task take the same number of steps. Then
-`benchmarks.thinking_latency` times answers, alone on the device. Writes to $OUT (or --out): thinking-texts-gpu.json,
-thinking-latency-gpu.json, and with --models the models whose answers are timed, as models.tar.
+Arms (`benchmarks.thinking_arms`) with the same texts train as one `Ensemble`, and the ensembles as parallel processes. All
+arms of a task take the same number of steps, unless --seconds ends them earlier. Then `benchmarks.thinking_latency` times
+answers, alone on the device. Writes to $OUT (or --out): thinking-texts-gpu.json, thinking-latency-gpu.json, and with --models
+the models whose answers are timed, as models.tar.
 """
 
 import argparse
@@ -19,12 +19,10 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import mean
-from threading import BrokenBarrierError
 from typing import Any
 
 import torch
@@ -40,40 +38,15 @@ from benchmarks.thinking_latency import measure
 from benchmarks.timed_training import Clock
 from replaylens.commands.train_thinking import save
 from replaylens.engine.training import thinking as thinking_train
-from replaylens.engine.training.chunks import ChunkedTexts
 from replaylens.engine.training.score import score
 from replaylens.engine.training.thinking import Model, ThinkingRecipe
 from replaylens.engine.zoo import coin as zoo
 from replaylens.tasks import Example
 
-WARM, TIMED = 16, 32
-"""warm-up and timed steps, by which the groups agree on a number of steps"""
 TESTING = 20.0
 """seconds for testing, which training leaves"""
 ARMS = ("methods", "ablations", "all")
 Curve = dict[int, dict[str, float]]
-
-
-class Agreement:
-    """What the groups agree on before they train: how many of the planned steps fit into the time. Made before they start."""
-
-    def __init__(self, context: Any, groups: int) -> None:
-        self.seconds, self.barrier = context.Array("d", groups), context.Barrier(groups)
-
-    def share(self, number: int, pace: Callable[[], float], steps: int, left: Callable[[], float]) -> float:
-        """The share of its steps that every group takes. `pace` measures seconds per step, while all groups do; `left` says
-        how many seconds are left. A busy device works on all groups in turns, so together they take as long as the mean."""
-        self._meet()
-        self.seconds[number] = pace() * steps
-        self._meet()
-        print(f"group {number}: {self.seconds[number] / steps * 1e3:.1f} ms per step, {left():.0f} s left", flush=True)
-        return min(1.0, 0.95 * left() / mean(seconds for seconds in self.seconds if seconds))
-
-    def _meet(self) -> None:
-        try:
-            self.barrier.wait(timeout=60)
-        except BrokenBarrierError:
-            print("a group is missing; the others continue", flush=True)
 
 
 def grouped(arms: list[Arm], size: Size) -> list[list[Arm]]:
@@ -86,9 +59,7 @@ def grouped(arms: list[Arm], size: Size) -> list[list[Arm]]:
     return list(groups.values())
 
 
-def one_group(
-    size: Size, arms: list[Arm], device: str, clock: Clock, until: float, out: Path, number: int, met: Agreement | None
-) -> None:
+def one_group(size: Size, arms: list[Arm], device: str, clock: Clock, until: float, out: Path) -> None:
     """Train and test arms as one ensemble; writes <name>.json of each, and the models whose answers are timed."""
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = True
@@ -96,24 +67,19 @@ def one_group(
     with ThreadPoolExecutor(1) as aside:
         tested = aside.submit(examples_of, size, recipes[0])  # while the device trains
         texts = thinking_train.texts_of(replace(recipes[0], completion_weight=COMPLETION), device)
-        steps = planned = recipes[0].steps
-        if met is not None:
-            share = met.share(number, lambda: _pace(recipes, texts, device), planned, lambda: until - clock.now())
-            steps = max(2, round(planned * share))
-        recipes = [replace(recipe, steps=steps, warmup=min(100, steps // 10)) for recipe in recipes]
         begin, taken, done = clock.now(), EnsembleSteps(Ensemble(recipes, device), texts), 0
         for done in taken.taken():  # noqa: B007 (used after the loop)
             if clock.now() > until:
                 break
         trained, losses = clock.now(), taken.losses[:done].cpu()
-        what = f"{arms[0].name}, {len(arms)} arms: {done} of {planned} steps in {trained - begin:.0f} s"
+        what = f"{arms[0].name}, {len(arms)} arms: {done} of {recipes[0].steps} steps in {trained - begin:.0f} s"
         print(f"{trained:5.0f} s  {what}", flush=True)
         for i, (arm, recipe, model) in enumerate(zip(arms, recipes, taken.ensemble.members(), strict=True)):
             if arm.name in (f"{arm.task}-thinking", f"{arm.task}-cot"):
                 save(model, recipe, out / f"model-{arm.name}")
             curve = curve_of(size, recipe, model.to(device), tested.result())
             result = dict(
-                name=arm.name, kind=arm.kind, arm=asdict(arm), steps=done, planned=planned, together=len(arms),
+                name=arm.name, kind=arm.kind, arm=asdict(arm), steps=done, planned=recipe.steps, together=len(arms),
                 final_loss=float(losses[-20:, i].mean()), losses=losses[::50, i].tolist(),
                 weights=sum(x.numel() for x in model.parameters()), setup_seconds=begin, train_seconds=trained - begin,
                 tokens_per_step=size.tokens, curve=curve, test_seconds=clock.now() - trained,
@@ -121,12 +87,6 @@ def one_group(
             (out / f"{arm.name}.json").write_text(json.dumps(result))
             right = " ".join(f"{length}:{found['answered']:.0f}" for length, found in curve.items())
             print(f"{clock.now():5.0f} s  {arm.name}: loss {result['final_loss']:.3f}, right {right}", flush=True)
-
-
-def _pace(recipes: list[ThinkingRecipe], texts: ChunkedTexts, device: str) -> float:
-    """Seconds per step, after steps that load kernels and capture the graph."""
-    short = [replace(recipe, steps=WARM + TIMED, warmup=0, cut=False) for recipe in recipes]
-    return EnsembleSteps(Ensemble(short, device), texts).pace(WARM)
 
 
 def examples_of(size: Size, recipe: ThinkingRecipe) -> list[Example]:
@@ -187,7 +147,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--changes", nargs="+", choices=CHANGES, default=CHANGES, help="what the ablations change")
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1), help="of the three methods; ablations have the first")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--seconds", type=float, default=190.0, help="for training and testing; then answers are timed")
+    parser.add_argument("--seconds", type=float, default=600.0, help="at most, for training and testing")
     parser.add_argument("--steps", type=int, help="of every arm; default: the task's")
     parser.add_argument("--tokens", type=int, help="tokens of a training step")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "benchmarks/results/thinking")))
@@ -215,10 +175,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     context = mp.get_context("spawn")
     groups, until = grouped(arms, size), options.seconds - TESTING
-    met = Agreement(context, len(groups)) if device == "cuda" else None  # on a CPU the groups train one after another
-    jobs: list[Job] = [
-        (one_group, group[0].name, (size, group, device, clock, until, runs, n, met)) for n, group in enumerate(groups)
-    ]
+    jobs: list[Job] = [(one_group, group[0].name, (size, group, device, clock, until, runs)) for group in groups]
     with shared_gpu(device == "cuda" and not options.no_mps):
         run_all(context, jobs, runs, clock, options.seconds, len(jobs) if device == "cuda" else 1)
     on = torch.cuda.get_device_name() if device == "cuda" else "cpu"
