@@ -15,6 +15,9 @@ elementwise over the blocks of a split, and a float32 dot with ones sums them on
 **Two schedules, same bits.** With few tiles, each split runs in its own program (`split` below), and the last one to finish
 merges all partial results in order. With many tiles, one program loops over the splits and merges as it goes.
 
+**A third for many rows on Hopper.** `kernels/prefill.py` takes the same steps with specialised warpgroups, which overlap the
+softmax with products.
+
 **Shared keys.** Where rows of several sequences read the same pages, `kernels/shared.py` walks over them once for all rows, and
 each row continues from the state it left.
 
@@ -45,6 +48,7 @@ from replaylens.kernels.launch import (
     require_same,
     require_shape,
 )
+from replaylens.kernels.prefill import MAX_PAIRS, can_prefill, prefill
 from replaylens.kernels.shared import SharedKeys, shared_states
 from replaylens.kernels.softmax import closed, empty, load_merged, load_partial, load_running, merge, store_partial, walk
 
@@ -242,13 +246,14 @@ def attention(
     kv_split: int = KV_SPLIT,
     shared_tile: AttentionTile | None = None,
     split_shared: bool | None = None,
+    specialised: bool | None = None,
 ) -> Tensor:
     """q [rows, heads, d_head], caches [slots, kv_heads, d_head] -> [rows, heads, d_head].
 
     The keys and values of the rows themselves must be in the cache. `window` counts the visible positions, the row
     included. 0 disables `softcap` or `window`. `tile` and `split` choose a schedule, for shared keys `shared_tile` and
-    `split_shared`; they move no bit. `kv_block` and `kv_split`
-    are canonical: only tests that show that bits move pass other values.
+    `split_shared`; `specialised` chooses the kernel of `kernels/prefill.py` (None: where it is faster). They move no bit.
+    `kv_block` and `kv_split` are canonical: only tests that show that bits move pass other values.
     """
     num_rows, heads, d_head = q.shape
     kv_heads = check_caches(q, k_cache, v_cache)
@@ -263,14 +268,21 @@ def attention(
     require_rows("out", out)
     if not num_rows:
         return out
+    if specialised is None and (tile is not None or split is not None):
+        specialised = False  # the caller chose a schedule of this kernel
+    special = _specialises(q, k_cache, v_cache, rows, window, kv_block, kv_split, specialised)
     tile, split, splits = _schedule(rows, group, d_head, q.dtype, window, page_size, kv_split, kv_heads, tile, split)
     num_tiles = num_rows if rows.tiles is None else rows.tiles.shape[0]
+    log2e = 1.4426950408889634
+    scale, softcap = (2 * log2e * scale / softcap if softcap else log2e * scale), softcap * log2e
+    if rows.tiles is not None and special:
+        tiles, places = rows.tiles, (rows.sequence, rows.position, rows.page_table)
+        prefill(q, k_cache, v_cache, out, tiles, *places, scale, softcap, window, page_size)
+        return out
     if split:
         workspace = workspace or Workspace.of(num_tiles, kv_heads, splits, tile.rows, d_head, q.device)
         workspace.check(num_tiles, kv_heads, splits, tile.rows, d_head)
     partial, count = (workspace.partial, workspace.count) if split and workspace is not None else (q, q)
-    log2e = 1.4426950408889634
-    scale, softcap = (2 * log2e * scale / softcap if softcap else log2e * scale), softcap * log2e
     shared = None if window else rows.shared  # a window bounds what a row reads
     state, begun, level_stride = q, rows.position, 0
     if shared is not None:
@@ -323,6 +335,30 @@ def _schedule(
         split = splits > 1 and num_tiles * kv_heads < 2 * num_multiprocessors(rows.position.device)
     short = rows.shared is not None and not window
     return tile or attention_tile(pairs, d_head, dtype, group, split, short), split, splits
+
+
+def _specialises(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: PagedRows, window: int, kv_block: int, kv_split: int, wanted: bool | None
+) -> bool:
+    """Whether `kernels/prefill.py` computes these rows: if it can, and if they keep all multiprocessors busy."""
+    if wanted is False or (rows.tiles is None and not wanted):
+        return False
+    shares = rows.shared is not None and not window
+    group, per_tile = q.shape[1] // k_cache.shape[1], 0 if rows.tiles is None or shares else rows.per_tile
+    can = can_prefill(q, k_cache, v_cache, per_tile * group, kv_block, kv_split)
+    require(
+        can or not wanted,
+        "specialised=True needs a Hopper GPU, bfloat16 or float16, head size 64 or 128, and tiles of at most {} pairs without "
+        "shared keys. q is {} {} on {}.",
+        MAX_PAIRS,
+        q.dtype,
+        q.shape,
+        q.device,
+    )
+    if wanted or not can or rows.tiles is None:
+        return can
+    tall = 2 * per_tile * group > MAX_PAIRS
+    return tall and len(rows.tiles) * k_cache.shape[1] >= num_multiprocessors(q.device)
 
 
 def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int:
