@@ -68,22 +68,24 @@ class Attention(nn.Module):
             q, k, v = tapped(tap, self.q_site, q), tapped(tap, self.k_site, k), tapped(tap, self.v_site, v)
             joined = None
         if self.q_norm is not None and self.k_norm is not None and not self.norm_is_last:
-            q, k, joined = self._normed(q, self.q_norm, ops), self._normed(k, self.k_norm, ops), None
+            (q, k), joined = self._normed(q, k, self.q_norm, self.k_norm, ops), None
             q, k = tapped(tap, self.normed_q_site, q), tapped(tap, self.normed_k_site, k)
         if rotary is not None and (self.norm_is_last or wanted(tap, self.rotated_q_site, self.rotated_k_site)):
             q = tapped(tap, self.rotated_q_site, ops.rotate(q, rotary))
             k = tapped(tap, self.rotated_k_site, ops.rotate(k, rotary))
             rotary = joined = None
         if self.q_norm is not None and self.k_norm is not None and self.norm_is_last:
-            q, k, joined = self._normed(q, self.q_norm, ops), self._normed(k, self.k_norm, ops), None
+            (q, k), joined = self._normed(q, k, self.q_norm, self.k_norm, ops), None
             q, k = tapped(tap, self.normed_q_site, q), tapped(tap, self.normed_k_site, k)
         observe = observer(tap, self.pattern_site, self.scores_site)
         z = ops.attend(Heads(q, k, v, rotary, joined, self.sinks), self.spec, observe)
         return tapped(tap, self.z_site, z).reshape(x.shape[0], -1)
 
-    def _normed(self, x: Tensor, norm: Norm, ops: Ops) -> Tensor:
-        """The norm of q or k [rows, heads, d_head], of each head or over all of them."""
-        return ops.norm(x.flatten(1), norm).view(x.shape) if self.norm_spans_heads else ops.norm(x, norm)
+    def _normed(self, q: Tensor, k: Tensor, q_norm: Norm, k_norm: Norm, ops: Ops) -> tuple[Tensor, Tensor]:
+        """The norms of q and k [rows, heads, d_head], of each head or over all of them."""
+        if not self.norm_spans_heads:
+            return ops.norm_pair(q, k, q_norm, k_norm)
+        return ops.norm(q.flatten(1), q_norm).view(q.shape), ops.norm(k.flatten(1), k_norm).view(k.shape)
 
 
 def _qk_norm(config: ModelConfig, heads: int) -> Norm:

@@ -124,6 +124,10 @@ class RowOps(Protocol):
         """over the last dimension; any leading shape"""
         ...
 
+    def norm_pair(self, q: Tensor, k: Tensor, q_norm: Norm, k_norm: Norm) -> tuple[Tensor, Tensor]:
+        """norm(q, q_norm) and norm(k, k_norm), to the bit: [rows, heads, d_head] each"""
+        ...
+
     def norm_parts(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         """(what a norm divides by: [..., 1], its result before weight and bias)"""
         ...
@@ -219,6 +223,9 @@ class TorchOps:
         else:
             out = F.rms_norm(x, width, weight, norm.eps)
         return weighted(out, norm) if norm.by_head else out
+
+    def norm_pair(self, q: Tensor, k: Tensor, q_norm: Norm, k_norm: Norm) -> tuple[Tensor, Tensor]:
+        return self.norm(q, q_norm), self.norm(k, k_norm)
 
     def norm_parts(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         if norm.kind == "layer":

@@ -25,7 +25,7 @@ from replaylens.kernels.attention import PagedRows, attention, plan_tiles, rows_
 from replaylens.kernels.edges import cut_edges
 from replaylens.kernels.matmul import matmul
 from replaylens.kernels.norm import norm as norm_kernel
-from replaylens.kernels.norm import norm_scale
+from replaylens.kernels.norm import norm_pair, norm_scale
 from replaylens.kernels.rope import rotate, rotate_and_store, store
 from replaylens.kernels.split import split_attention
 
@@ -50,12 +50,26 @@ class HeadOps(ExpertOps):
             return weighted(norm_kernel(x, _ones(x), None, norm.eps, norm.kind), norm)
         return norm_kernel(x, norm.weight, norm.bias, norm.eps, norm.kind)
 
+    def norm_pair(self, q: Tensor, k: Tensor, q_norm: Norm, k_norm: Norm) -> tuple[Tensor, Tensor]:
+        if q_norm.by_head or q_norm.bias is not None or not _neighbours(q, k):
+            return self.norm(q, q_norm), self.norm(k, k_norm)
+        heads = q.shape[1]
+        both = q.as_strided((len(q), heads + k.shape[1], q.shape[2]), q.stride())
+        out = norm_pair(both, heads, (q_norm.weight, k_norm.weight), q_norm.eps, q_norm.kind)
+        return out[:, :heads], out[:, heads:]
+
     def norm_parts(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         plain = norm_kernel(x, _ones(x), None, norm.eps, norm.kind)  # times 1: the bits before the weights
         return norm_scale(x, norm.eps, norm.kind), plain
 
     def activate(self, x: Tensor, kind: Activation, gated: bool) -> Tensor:
         return activation(x, kind, gated)
+
+
+def _neighbours(q: Tensor, k: Tensor) -> bool:
+    """Whether keys [rows, kv_heads, d_head] lie behind queries [rows, heads, d_head], as in one packed product."""
+    one = q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr() and q.stride() == k.stride()
+    return one and k.storage_offset() == q.storage_offset() + q.shape[1] * q.stride(1)
 
 
 def _ones(x: Tensor) -> Tensor:
