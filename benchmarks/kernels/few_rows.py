@@ -1,0 +1,103 @@
+"""Dense products of few rows, Qwen3-30B-A3B shapes in bf16: every tile against one read of the weights.
+
+    PYTHONPATH=src:. python -m benchmarks.kernels.few_rows [--compile I/N] [--rows 1 8]
+
+Before a tile is timed, its bits are compared with those of the tile that the launch table chooses. Kernels are compiled by
+processes side by side first.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels.grouped import bandwidth, microseconds
+from benchmarks.kernels.harness import copies
+from replaylens.kernels.launch import GemmTile, gemm_tile
+from replaylens.kernels.matmul import matmul
+
+COMPILERS = 14
+SHAPES = {"queries, keys, values": (2048, 5120), "output of attention": (4096, 2048), "router": (2048, 128)}
+WIDE = [
+    (16, 32, 256, 4, 5), (16, 32, 128, 4, 6), (16, 32, 128, 2, 6), (16, 32, 256, 2, 5), (16, 16, 256, 2, 6), (16, 64, 128, 4, 5),
+    (16, 64, 128, 4, 6), (16, 64, 256, 4, 3), (64, 32, 128, 4, 5), (64, 32, 256, 4, 4), (64, 64, 128, 4, 4),
+]  # fmt: skip
+NARROW = [
+    (16, 16, 256, 2, 5), (16, 16, 256, 2, 8), (16, 16, 512, 2, 4), (16, 16, 128, 2, 8), (16, 16, 256, 1, 5), (16, 32, 256, 4, 5),
+    (16, 32, 512, 4, 3), (16, 32, 256, 2, 5), (64, 16, 256, 4, 4), (64, 16, 128, 4, 8), (64, 32, 256, 4, 4),
+]  # fmt: skip
+
+
+def tiles(columns: int) -> list[GemmTile]:
+    """Every entry loaded by pointers, and by the copy engine."""
+    entries = WIDE if columns > 4000 else NARROW
+    return [GemmTile(*entry, persistent=copied) for entry in entries for copied in (False, True)]
+
+
+def problem(rows: int, depth: int, columns: int) -> tuple[Tensor, list[Tensor]]:
+    """x, and weights that do not fit into the cache together."""
+    generator = torch.Generator("cuda").manual_seed(columns)
+    new = lambda *shape: torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+    first = new(depth, columns) / depth**0.5
+    return new(rows, depth), [first, *(first.clone() for _ in range(copies(first) - 1))]
+
+
+def compile_all(part: str) -> None:
+    """Compile every `n`-th variant from the `i`-th on."""
+    first, step = map(int, part.split("/"))
+    wanted = [(shape, tile) for shape in SHAPES.values() for tile in tiles(shape[1])]
+    for (depth, columns), tile in wanted[first::step]:
+        x = torch.zeros(1, depth, device="cuda", dtype=torch.bfloat16)
+        try:
+            matmul(x, torch.zeros(depth, columns, device="cuda", dtype=torch.bfloat16), tile=tile)
+        except Exception as error:
+            print(f"cannot compile {tile}: {type(error).__name__} {str(error)[:120]}", flush=True)
+
+
+def measure(rows: int, speed: float) -> None:
+    for name, (depth, columns) in SHAPES.items():
+        x, weights = problem(rows, depth, columns)
+        chosen, want = gemm_tile(rows, depth, columns, x.dtype), matmul(x, weights[0])
+        floor = depth * columns * 2 / speed * 1e6
+        print(f"{name}, {rows} rows: floor {floor:.1f} us, chosen {short(chosen)}", flush=True)
+        found = []
+        for tile in tiles(columns):
+            try:
+                same = torch.equal(matmul(x, weights[0], tile=tile), want)
+                found.append((microseconds(lambda w, x=x, t=tile: matmul(x, w, tile=t), [(w,) for w in weights]), tile, same))
+            except Exception as error:
+                print(f"  {short(tile)}: {type(error).__name__} {str(error)[:100]}", flush=True)
+        for us, tile, same in sorted(found, key=lambda line: line[0]):
+            print(f"  {us:8.2f} us  {floor / us:5.2f} of floor  {short(tile):20s} same={same}", flush=True)
+
+
+def short(tile: GemmTile) -> str:
+    return f"{tile.rows}x{tile.columns}x{tile.depth}w{tile.warps}s{tile.stages}{'c' if tile.persistent else ''}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--compile", help="I/N: only compile every N-th variant from the I-th on")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
+    given = parser.parse_args()
+    if given.compile:
+        compile_all(given.compile)
+        return
+    begin = time.perf_counter()
+    command = [sys.executable, "-m", "benchmarks.kernels.few_rows", "--compile"]
+    running = [subprocess.Popen([*command, f"{i}/{COMPILERS}"]) for i in range(COMPILERS)]
+    for process in running:
+        process.wait()
+    print(f"compiled in {time.perf_counter() - begin:.0f} s", flush=True)
+    speed = bandwidth()
+    print(f"copy: {speed * 1e-12:.2f} TB/s, {torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
+    for rows in given.rows:
+        measure(rows, speed)
+    print(f"{time.perf_counter() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
