@@ -67,7 +67,8 @@ class Attention(nn.Module):
         if wanted(tap, self.q_site, self.k_site, self.v_site):
             q, k, v = tapped(tap, self.q_site, q), tapped(tap, self.k_site, k), tapped(tap, self.v_site, v)
             joined = None
-        if self.q_norm is not None and self.k_norm is not None and not self.norm_is_last:
+        norms = self._left_to_attention(rotary, ops, tap)
+        if self.q_norm is not None and self.k_norm is not None and not self.norm_is_last and norms is None:
             (q, k), joined = self._normed(q, k, self.q_norm, self.k_norm, ops), None
             q, k = tapped(tap, self.normed_q_site, q), tapped(tap, self.normed_k_site, k)
         if rotary is not None and (self.norm_is_last or wanted(tap, self.rotated_q_site, self.rotated_k_site)):
@@ -78,8 +79,16 @@ class Attention(nn.Module):
             (q, k), joined = self._normed(q, k, self.q_norm, self.k_norm, ops), None
             q, k = tapped(tap, self.normed_q_site, q), tapped(tap, self.normed_k_site, k)
         observe = observer(tap, self.pattern_site, self.scores_site)
-        z = ops.attend(Heads(q, k, v, rotary, joined, self.sinks), self.spec, observe)
+        z = ops.attend(Heads(q, k, v, rotary, joined, self.sinks, norms), self.spec, observe)
         return tapped(tap, self.z_site, z).reshape(x.shape[0], -1)
+
+    def _left_to_attention(self, rotary: Rotary | None, ops: Ops, tap: Tap | None) -> tuple[Norm, Norm] | None:
+        """The norms of q and k if they are applied with the rotation: nobody wants what lies between."""
+        if rotary is None or self.q_norm is None or self.k_norm is None or self.norm_is_last or self.norm_spans_heads:
+            return None
+        if wanted(tap, self.normed_q_site, self.normed_k_site, self.rotated_q_site, self.rotated_k_site):
+            return None
+        return (self.q_norm, self.k_norm) if ops.norm_heads(self.q_norm, self.k_norm, rotary) else None
 
     def _normed(self, q: Tensor, k: Tensor, q_norm: Norm, k_norm: Norm, ops: Ops) -> tuple[Tensor, Tensor]:
         """The norms of q and k [rows, heads, d_head], of each head or over all of them."""

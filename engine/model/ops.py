@@ -107,6 +107,8 @@ class Heads:
     place. None: they are tensors of their own"""
     sinks: Tensor | None = None
     """[heads]: scores that take part in the softmax and belong to no key; None: none"""
+    norms: tuple[Norm, Norm] | None = None
+    """of each head of q and k, to apply before the rotation; only if the ops `norm_heads`. None: none, or already applied"""
 
 
 class RowOps(Protocol):
@@ -192,6 +194,10 @@ class Ops(RowOps, Protocol):
         """x [rows, heads, d_head], its first rotary_dim dimensions rotated by the angles of the rows' positions"""
         ...
 
+    def norm_heads(self, q_norm: Norm, k_norm: Norm, rotary: Rotary) -> bool:
+        """Whether `attend` can norm q and k itself. It moves no bit."""
+        ...
+
     def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [rows, heads, inputs], each head times its own weight of [heads, inputs, outputs]: [rows, heads, outputs]"""
         ...
@@ -212,6 +218,9 @@ class TorchOps:
 
     def unembed(self, x: Tensor, table: Tensor) -> Tensor:
         return F.linear(x, table)
+
+    def norm_heads(self, q_norm: Norm, k_norm: Norm, rotary: Rotary) -> bool:
+        return False
 
     def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
         return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)

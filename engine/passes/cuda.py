@@ -26,6 +26,7 @@ from replaylens.kernels.edges import cut_edges
 from replaylens.kernels.matmul import matmul
 from replaylens.kernels.norm import norm as norm_kernel
 from replaylens.kernels.norm import norm_pair, norm_scale
+from replaylens.kernels.norm_rope import can_fuse, norm_rotate_and_store
 from replaylens.kernels.rope import rotate, rotate_and_store, store
 from replaylens.kernels.split import split_attention
 
@@ -104,6 +105,10 @@ class CanonicalCudaOps(HeadOps):
     def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
         return rotate(x, rotary.table, self.rows)
 
+    def norm_heads(self, q_norm: Norm, k_norm: Norm, rotary: Rotary) -> bool:
+        plain = not q_norm.by_head and q_norm.bias is None and k_norm.bias is None
+        return plain and can_fuse(self.cache.data.shape[-1], rotary.table)
+
     def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
         raise UnsupportedModel("Latent attention is not supported on CUDA: no kernel multiplies by head. Use device='cpu'.")
 
@@ -120,6 +125,12 @@ class CanonicalCudaOps(HeadOps):
         q, size = heads.q, self.cache.pool.page_size
         if heads.rotary is None:
             store(heads.k, heads.v, self.rows, keys, values, size)
+        elif heads.norms is not None:
+            q_norm, k_norm = heads.norms
+            weights, table = (q_norm.weight, k_norm.weight), heads.rotary.table
+            q = norm_rotate_and_store(
+                q, heads.k, heads.v, weights, q_norm.eps, q_norm.kind, table, self.rows, keys, values, size
+            )
         else:
             q = rotate_and_store(q, heads.k, heads.v, heads.rotary.table, self.rows, keys, values, page_size=size)
         out = self.over_keys(q, keys, values, spec)
