@@ -121,7 +121,7 @@ class Ferry:
             for source, slot in zip(sources, slots, strict=True):
                 slot.copy_(source, non_blocking=True)
                 source.record_stream(self._stream)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event(blocking=True)  # threads that poll would hold up the one that launches
             event.record()
         return event.synchronize
 
