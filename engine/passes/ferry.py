@@ -30,7 +30,7 @@ _CARRIERS = 12
 """threads that carry pieces; one alone reaches a twentieth of the bus's speed, since fresh memory must be mapped first"""
 _ALIGNED = 256
 """ring positions are multiples of this, so that a piece can have any dtype"""
-_SMALL = 1 << 18
+_SMALL = 1 << 20
 """bytes up to which parts travel as one piece: below, events and threads cost more than copies"""
 
 Part = tuple[Tensor, Tensor]
