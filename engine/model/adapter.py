@@ -164,8 +164,8 @@ class Adapter:
         if extra:
             raise BadWeights(
                 f"{self.folder / WEIGHTS_FILE} changes {min(extra)}, which its config does not ask for (target_modules = "
-                f"{self.config.modules!r:.120}, modules_to_save = {list(self.config.saved)!r:.120}). Copy both files again, and "
-                "check that they belong together."
+                f"{self.config.modules!r:.120}, modules_to_save = {list(self.config.saved)!r:.120}). Copy both files again, "
+                "and check that they belong together."
             )
 
 

@@ -22,11 +22,11 @@ from replaylens.engine.pictures.timeline import Timeline
 from replaylens.engine.pictures.tree import Tree
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
-from replaylens.engine.request.routing_edits import require_places
 from replaylens.engine.request.options import named_options
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import warn_of_no_match
 from replaylens.engine.request.recording import Recording
+from replaylens.engine.request.routing_edits import require_places
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import integer, whole
 from replaylens.engine.serving.differentiable import Differentiable

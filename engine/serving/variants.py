@@ -22,9 +22,9 @@ from replaylens.engine.passes.finite import finite
 from replaylens.engine.passes.runner import LENS_ROWS
 from replaylens.engine.request.capture import CaptureSpec, PassTap
 from replaylens.engine.request.edits import Edit
-from replaylens.engine.request.routing_edits import require_places
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import warn_of_no_match
+from replaylens.engine.request.routing_edits import require_places
 from replaylens.engine.serving.forest import Forest
 
 Read = Callable[[Tensor], Tensor]

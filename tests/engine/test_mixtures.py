@@ -152,7 +152,7 @@ def test_several_edits_that_force_too_many_experts_are_refused(model: Decoder) -
     text = r"together force the experts \[0, 1, 2\] at blocks.1, position 4: 3 experts are forced, but a row goes to 2"
     with pytest.raises(BadEdit, match=text):
         engine.logits(PROMPT, edits=[force([0, 1], positions=slice(0, 6)), force([2], positions=[4])])
-    with pytest.raises(BadEdit, match="at blocks.1, position 0"):
+    with pytest.raises(BadEdit, match=r"at blocks\.1, position 0"):
         engine.logits_under(PROMPT, [[], [force([2])]], edits=[force([0, 1])])
     branch = engine.prompt(PROMPT, edits=[force([0, 1])])
     with pytest.raises(BadEdit, match="together force the experts"):
