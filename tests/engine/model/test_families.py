@@ -111,6 +111,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "layers that rotate": ("exaone4", {"rotary_layers": (False, True)}),
     "windows": ("exaone4", {"windows": ()}),
     "a bound on q, k and v": ("olmo", {"clip_qkv": 0.0}),
+    "a bound on q and k after their norms": ("olmoe-clipped", {"clip_qkv": 0.0}),
     "norms after the rotation": ("hunyuan", {"qk_norm_rotated": False}),
     "a larger base": ("hunyuan", {"rope": Rope(1e4)}),
     "a kind of norm": ("phi", {"qk_norm_kind": "rms", "norm_bias": True}),
@@ -265,7 +266,7 @@ def test_a_forgotten_field_would_be_found(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(FAMILIES, "granite", replace(granite, reads=reads))
     assert overlooked("granite", ["granite"]) == {"rms_norm_eps"}
     monkeypatch.setitem(FAMILIES, "olmoe", replace(FAMILIES["olmoe"], only={}))
-    assert overlooked("olmoe", ["olmoe"]) == {"clip_qkv", "sliding_window"}  # although other families refuse them anyway
+    assert overlooked("olmoe", ["olmoe"]) == {"sliding_window"}  # although other families refuse them anyway
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -283,8 +284,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "alpha": 8.0}},
         "sets alpha to 8.0",
     ),
-    "OLMoE that clips queries": ("olmoe", {"clip_qkv": 2.0}, "olmoe with clip_qkv = 2.0 is not supported. Supported: None."),
     "OLMoE that clips everything": ("olmoe", {"clip_qkv": 0.0}, "olmoe with clip_qkv = 0.0 is not supported"),
+    "OLMo that clips everything": ("olmo", {"clip_qkv": 0.0}, "olmo with clip_qkv = 0.0 is not supported"),
     "Gemma that sees later tokens": (
         "gemma",
         {"use_bidirectional_attention": True},
