@@ -110,8 +110,8 @@ def differentiable(engine: GradientSource, sites: str | Sequence[str]) -> tuple[
         raise NoGradient(f"{beside[0]} has no gradient of its own: nothing later is computed from it alone. Ask for another.")
     if choices := [name for name in names if name.endswith(CHOICE_SITE)]:
         raise NoGradient(
-            f"{choices[0]} has no gradient: experts are chosen by comparing it, and a choice does not change by degrees. Ask for "
-            "mlp.gate.hook_out or mlp.gate.hook_expert_weights."
+            f"{choices[0]} has no gradient: experts are chosen by comparing it, and a choice does not change by degrees. Ask "
+            "for mlp.gate.hook_out or mlp.gate.hook_expert_weights."
         )
     if not names:
         raise BadRequest("No sites. Name some, e.g. sites='STC', or capture them on the branch.")
