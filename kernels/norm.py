@@ -36,18 +36,16 @@ def _norm_kernel(
     mask = (row[:, None] < rows) & inside
     at = (row // inner) * stride_xo + (row % inner) * stride_xi
     x = tl.load(X + at[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    # loaded before the sums, which threads wait for: one wait for memory instead of two
-    weight = tl.load(WEIGHT + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
-    bias = tl.load(BIAS + column, mask=column < width, other=0.0).to(tl.float32)[None, :] if HAS_BIAS else weight
-    if FIRST:
-        other = tl.load(OTHER + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
-        weight = tl.where((row % inner)[:, None] < FIRST, weight, other)
     if LAYER:
         x = tl.where(inside, x - (tl.sum(x, 1) / width)[:, None], 0.0)
     spread = tl.rsqrt(tl.sum(x * x, 1) / width + eps)
+    weight = tl.load(WEIGHT + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    if FIRST:
+        other = tl.load(OTHER + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+        weight = tl.where((row % inner)[:, None] < FIRST, weight, other)
     y = x * spread[:, None] * weight
     if HAS_BIAS:
-        y += bias
+        y += tl.load(BIAS + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
     tl.store(OUT + row[:, None] * stride_o + column[None, :], y.to(OUT.dtype.element_ty), mask=mask)
 
 

@@ -31,11 +31,10 @@ from replaylens.kernels.launch import (
 def _normed(X, WEIGHT, head, live, d, width, eps, stride_h, LAYER: tl.constexpr):
     """The norm of the given heads, as `_norm_kernel` computes it: [heads, width], rounded."""
     x = tl.load(X + head.to(tl.int64)[:, None] * stride_h + d[None, :], mask=live[:, None], other=0.0).to(tl.float32)
-    weight = tl.load(WEIGHT + d).to(tl.float32)[None, :]  # before the sums, which threads wait for
     if LAYER:
         x = x - (tl.sum(x, 1) / width)[:, None]
     spread = tl.rsqrt(tl.sum(x * x, 1) / width + eps)
-    y = x * spread[:, None] * weight
+    y = x * spread[:, None] * tl.load(WEIGHT + d).to(tl.float32)[None, :]
     return y.to(X.dtype.element_ty)
 
 
@@ -71,12 +70,12 @@ def _norm_rope_kernel(
     else:
         head = (part - query_parts) * HEADS + tl.arange(0, HEADS)
         live = head < KV_HEADS
-        page = tl.load(PAGES + tl.load(SEQUENCE + row).to(tl.int64) * stride_p + position // PAGE).to(tl.int64)
-        v = tl.load(V + row * stride_v + head[:, None] * stride_vh + d[None, :], mask=live[:, None], other=0.0)
         y = _normed(K + row * stride_k, K_WEIGHT, head, live, d, width, eps, stride_kh, LAYER)
+        page = tl.load(PAGES + tl.load(SEQUENCE + row).to(tl.int64) * stride_p + position // PAGE).to(tl.int64)
         slot = (page * PAGE + position % PAGE) * kv_stride
         stored = live & (page > 0)  # page 0 must stay zero
         _store_turned(y, K_CACHE + slot, head, stored, cos, sin, e, head_stride, HEADS, HALF)
+        v = tl.load(V + row * stride_v + head[:, None] * stride_vh + d[None, :], mask=live[:, None], other=0.0)
         tl.store(V_CACHE + slot + head[:, None] * head_stride + d[None, :], v, mask=stored[:, None])
 
 
