@@ -8,7 +8,6 @@ cost of capturing the routers' sites. The bits are checked before every timing: 
 """
 
 import argparse
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -219,25 +218,14 @@ def profile(table: Table, engine: Engine) -> None:
     """The kernels of a batch-1 step, by time. Prints only."""
     branches = engine.prompts(prompts(engine, 1, 128))
     engine.generate(branches, 2, sampling=ENDLESS)
-    spec = CaptureSpec(router_sites(engine.model))
-    for name, given in (("", places(engine, branches)), (" that captures router sites", places(engine, branches, spec))):
-        _profiled(engine, given, name)
-
-
-def _profiled(engine: Engine, given: list[Place], name: str) -> None:
-    times = []
-    for _ in range(4):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        kept = engine.loop.bursts.run(given, STEPS, True)
-        times.append(1e6 * (time.perf_counter() - begin) / STEPS)
-        del kept
+    plain = places(engine, branches)
+    engine.loop.bursts.run(plain, STEPS, True)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        engine.loop.bursts.run(given, STEPS, True)
+        engine.loop.bursts.run(plain, STEPS, True)
         torch.cuda.synchronize()
     lines = sorted(seen.key_averages(), key=lambda e: -e.device_time_total)
     total = sum(e.device_time_total for e in lines) / STEPS
-    print(f"kernels of a batch-1 step{name}: {total:.0f} us in all; bursts took {min(times):.0f} us a step", flush=True)
+    print(f"kernels of a batch-1 step: {total:.0f} us in all", flush=True)
     for e in lines[:24]:
         each, count = e.device_time_total / e.count, e.count / STEPS
         print(f"  {e.key[:60]:60s} {count:6.1f} x {each:7.2f} us = {e.device_time_total / STEPS:8.1f}", flush=True)
