@@ -24,6 +24,7 @@ from benchmarks.table import RESULTS, Table
 
 ARMS = {"cuda": "onto a CUDA device", "host": "onto the host"}
 AIM_MB = 2000.0
+WRITERS = 8
 
 
 def arm(where: str, folder: Path) -> dict[str, float]:
@@ -43,6 +44,7 @@ def arm(where: str, folder: Path) -> dict[str, float]:
         model = weights.load(folder, torch.bfloat16)
     loaded, peak = time.perf_counter() - begin, status("VmHWM")
     held = sum(x.nbytes for x in model.state_dict().values()) / 1e6
+    print(f"{where}: loaded in {loaded:.0f} s, peak {peak:.0f} MB", file=sys.stderr, flush=True)
     if where == "cuda":
         assert len(engine.prompt([1, 2, 3]).generate(4).tokens) == 7
     return {"imports_mb": base, "peak_mb": peak, "weights_mb": held, "seconds": loaded}
@@ -50,9 +52,9 @@ def arm(where: str, folder: Path) -> dict[str, float]:
 
 def run(where: str, folder: Path) -> dict[str, float]:
     command = [sys.executable, "-m", "benchmarks.loading_gpu", "--arm", where, "--folder", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)  # errors are shown as they come
     if done.returncode:
-        raise RuntimeError(f"{where} failed: {done.stderr[-2000:]}")
+        raise SystemExit(f"{where} failed")
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -62,7 +64,7 @@ def main(layers: int, arms: list[str], out: Path) -> None:
     table = Table("loading-gpu", f"Loading bfloat16 shards of the Llama-3.1-8B shape, {layers} layers, {device}. MB", out=out)
     with tempfile.TemporaryDirectory() as name:
         folder, begin = Path(name), time.perf_counter()
-        make_checkpoint(folder, layers)
+        make_checkpoint(folder, layers, WRITERS)
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e9
         print(f"{size:.2f} GB written in {time.perf_counter() - begin:.0f} s", flush=True)
         for where in arms:
