@@ -3,10 +3,13 @@
 import pytest
 import torch
 
+from replaylens.engine.passes import cuda
 from replaylens.kernels.attention import PagedRows
 from replaylens.kernels.norm import norm
 from replaylens.kernels.norm_rope import can_fuse, norm_rotate_and_store
 from replaylens.kernels.rope import rotate_and_store
+from tests.kernels.interpreted import DEVICES, served
+from tests.toy_model import random_model
 
 HEADS, KV_HEADS, PAGE = 20, 2, 16
 
@@ -62,3 +65,22 @@ def test_what_cannot_be_fused_is_refused(case):
         norm_rotate_and_store(q, k, v, weights, 1e-6, "rms", table[:, :, :8].contiguous(), rows, cache(), cache())
     with pytest.raises(ValueError, match="weight of k has shape"):
         norm_rotate_and_store(q, k, v, (weights[0], weights[1][:8]), 1e-6, "rms", table, rows, cache(), cache())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_pass_that_shows_what_lies_between_has_the_same_bits(device, monkeypatch):
+    """Captured norms are launched one by one. Control: without captures, the fused kernel runs."""
+    launched = []
+    real = cuda.norm_rotate_and_store
+    monkeypatch.setattr(cuda, "norm_rotate_and_store", lambda *given: (launched.append(1), real(*given))[1])
+    engine = served(device, random_model(num_layers=1, qk_norm=True))
+    between = ["blocks.0.attn.q_norm.hook_out", "blocks.0.attn.hook_rot_k"]
+    found = {}
+    for sites in ((), *((site,) for site in between)):
+        launched.clear()
+        branch = engine.prompt([3, 1, 4, 1, 5], sites=[*sites, "blocks.0.hook_out"])
+        found[sites] = branch.kv().cpu(), branch.activations["blocks.0.hook_out"]
+        assert bool(launched) == (not sites)
+        branch.release()
+        engine.prefix.clear()
+    assert all(torch.equal(a, b) for other in found.values() for a, b in zip(other, found[()], strict=True))
