@@ -110,6 +110,8 @@ def gemm_tile(
         return GemmTile(16, 64, 32, 4, 3) if rows <= 16 else GemmTile(64, 64, 32, 4, 3)
     if rows <= 64:
         return _few_rows(rows, columns, persistent)
+    if columns <= 256:  # a router's: larger tiles would leave most multiprocessors idle
+        return GemmTile(16, 32, 256, 4, 5)
 
     def time(option: tuple[GemmTile, float]) -> float:
         tile, each = option

@@ -26,7 +26,8 @@ from replaylens.kernels.edges import cut_edges
 from replaylens.kernels.heads import head_matmul, head_plan
 from replaylens.kernels.matmul import matmul
 from replaylens.kernels.norm import norm as norm_kernel
-from replaylens.kernels.norm import norm_scale
+from replaylens.kernels.norm import norm_pair, norm_scale
+from replaylens.kernels.norm_rope import can_fuse, norm_rotate_and_store
 from replaylens.kernels.plan import Plan
 from replaylens.kernels.rope import rotate, rotate_and_store, store
 from replaylens.kernels.split import split_attention
@@ -55,6 +56,14 @@ class HeadOps(ExpertOps):
             return weighted(norm_kernel(x, _ones(x), None, norm.eps, norm.kind), norm)
         return norm_kernel(x, norm.weight, norm.bias, norm.eps, norm.kind)
 
+    def norm_pair(self, q: Tensor, k: Tensor, q_norm: Norm, k_norm: Norm) -> tuple[Tensor, Tensor]:
+        if q_norm.by_head or q_norm.bias is not None or not _neighbours(q, k):
+            return self.norm(q, q_norm), self.norm(k, k_norm)
+        heads = q.shape[1]
+        both = q.as_strided((len(q), heads + k.shape[1], q.shape[2]), q.stride())
+        out = norm_pair(both, heads, (q_norm.weight, k_norm.weight), q_norm.eps, q_norm.kind)
+        return out[:, :heads], out[:, heads:]
+
     def norm_parts(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         plain = norm_kernel(x, _ones(x), None, norm.eps, norm.kind)  # times 1: the bits before the weights
         return norm_scale(x, norm.eps, norm.kind), plain
@@ -68,6 +77,12 @@ class HeadOps(ExpertOps):
         if known is None or known[0] != shape:
             known = self._by_head = shape, head_plan(shape[0], shape[1], x.dtype, x.device)
         return head_matmul(x, weight, known[1])
+
+
+def _neighbours(q: Tensor, k: Tensor) -> bool:
+    """Whether keys [rows, kv_heads, d_head] lie behind queries [rows, heads, d_head], as in one packed product."""
+    one = q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr() and q.stride() == k.stride()
+    return one and k.storage_offset() == q.storage_offset() + q.shape[1] * q.stride(1)
 
 
 def _ones(x: Tensor) -> Tensor:
@@ -105,6 +120,10 @@ class CanonicalCudaOps(HeadOps):
     def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
         return rotate(x, rotary.table, self.rows)
 
+    def norm_heads(self, q_norm: Norm, k_norm: Norm, rotary: Rotary) -> bool:
+        plain = not q_norm.by_head and q_norm.bias is None and k_norm.bias is None
+        return plain and can_fuse(self.cache.data.shape[-1], rotary.table)
+
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
         if spec.slopes:
             raise UnsupportedModel("ALiBi is not supported on CUDA: the kernel adds nothing to scores. Use device='cpu'.")
@@ -118,6 +137,12 @@ class CanonicalCudaOps(HeadOps):
             store(heads.k, heads.k, self.rows, keys, keys, size)
         elif heads.rotary is None:
             store(heads.k, heads.v, self.rows, keys, values, size)
+        elif heads.norms is not None:
+            q_norm, k_norm = heads.norms
+            weights, table = (q_norm.weight, k_norm.weight), heads.rotary.table
+            q = norm_rotate_and_store(
+                q, heads.k, heads.v, weights, q_norm.eps, q_norm.kind, table, self.rows, keys, values, size
+            )
         else:
             q = rotate_and_store(q, heads.k, heads.v, heads.rotary.table, self.rows, keys, values, page_size=size)
         out = self.over_keys(q, keys, values, spec, heads.sinks)

@@ -26,8 +26,10 @@ from replaylens.engine.request.capture import PassTap
 from replaylens.kernels import launch
 from replaylens.kernels.attention import PagedRows, plan_tiles
 
-SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 """possible numbers of rows of a graph; larger passes keep the device busy without one"""
+MAX_CAPTURED = 1024
+"""the most rows of a graph that captures sites: their values stay in its memory"""
 MAX_GRAPHS = 24
 """beyond this, the least recently used graph is dropped"""
 WORTH = 8
@@ -123,7 +125,7 @@ class PassGraphs:
 
     def run(self, batch: Batch, sites: frozenset[str], exact: bool, program: EditProgram | None = None) -> PassGraph | None:
         """The graph that ran the pass, or None if the pass must be launched: its shape is new, or it is too large."""
-        if batch.num_rows > SIZES[-1]:
+        if batch.num_rows > (MAX_CAPTURED if sites else SIZES[-1]):
             return None
         tables = [s.table for s in batch.segments]
         size = (launch.next_power_of_2(len(tables)) + 1, launch.next_power_of_2(max(len(table.pages) for table in tables)))

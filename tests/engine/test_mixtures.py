@@ -145,6 +145,29 @@ def test_the_verbs_of_the_workbench_take_mixtures(model: Decoder) -> None:
         ablate(engine, [PROMPT], metric=(5, 6), experts=[(0, 1)])
     with pytest.raises(BadRequest, match="not for experts"):
         ablate(engine, [PROMPT], metric=(5, 6), experts=[(1, 1)], how="mean")
+    with pytest.raises(BadRequest, match=r"Invalid experts=True\. Give \(layer, expert\) pairs"):
+        ablate(engine, [PROMPT], metric=(5, 6), experts=True)  # type: ignore[arg-type]
+
+
+def test_several_edits_that_force_too_many_experts_are_refused(model: Decoder) -> None:
+    """A row of this model goes to two experts. Edits count together where they meet: by position, token and order."""
+    engine, gate = Engine(model), "blocks.1.mlp.gate.hook_out"
+    force = lambda experts, **more: Edit(gate, "force", experts=experts, **more)  # noqa: E731
+    text = r"together force the experts \[0, 1, 2\] at blocks.1, position 4: 3 experts are forced, but a row goes to 2"
+    with pytest.raises(BadEdit, match=text):
+        engine.logits(PROMPT, edits=[force([0, 1], positions=slice(0, 6)), force([2], positions=[4])])
+    with pytest.raises(BadEdit, match=r"at blocks\.1, position 0"):
+        engine.logits_under(PROMPT, [[], [force([2])]], edits=[force([0, 1])])
+    branch = engine.prompt(PROMPT, edits=[force([0, 1])])
+    with pytest.raises(BadEdit, match="together force the experts"):
+        branch.fork(edits=[force([2])])
+    for fine in (
+        [force([0, 1], positions=slice(0, 4)), force([2], positions=[4])],  # they never meet
+        [force([0, 1]), force([1])],
+        [force([0, 1]), Edit(gate, "forbid", experts=[0]), force([2])],  # the last edit of an expert counts
+        [force([0, 1], tokens=[PROMPT[1]]), force([2], tokens=[PROMPT[2]])],
+    ):
+        assert bool(engine.logits(PROMPT, edits=fine).isfinite().all())
 
 
 def test_rejected_drafts_keep_the_routing_of_their_own_path(model: Decoder) -> None:
