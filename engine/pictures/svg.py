@@ -51,7 +51,7 @@ def inline(frame: Frame, capacity: int) -> Markup:
 
 def draw(frame: Frame, capacity: int) -> Markup:
     """The picture of one frame; `capacity` positions fill the cylinder."""
-    return join([_cylinder(frame.kv, capacity), *_heading(frame), *_strip(frame), *_others(frame.others)])
+    return join([_cylinder(frame.kv, capacity), *_heading(frame), *_strip(frame), *_others(frame)])
 
 
 def _heading(frame: Frame) -> Iterable[Markup]:
@@ -187,7 +187,10 @@ def _box(x: float, y: float, width: float, text: str, kind: str) -> Iterable[Mar
             height=14,
             opacity=0.8,
         )
-    yield _text(x + width / 2, y + 15, shown, 12, "ink", "middle", mono=True, strike=kind == TokenState.REJECTED.value)
+    yield _text(x + width / 2, y + 15, shown, 12, "ink", "middle", mono=True)
+    if kind == TokenState.REJECTED.value:  # from corner to corner: a line through the middle makes ÷ of a colon
+        cross = f"M{x:.1f} {y:.1f}l{width:.1f} {BOX}M{x:.1f} {y + BOX:.1f}l{width:.1f} -{BOX}"
+        yield tag("path", class_="cross", d=cross)
 
 
 def _checks(x: float, y: float, width: float, height: float, size: float = 5.0) -> str:
@@ -201,15 +204,14 @@ def _checks(x: float, y: float, width: float, height: float, size: float = 5.0) 
     return "".join(squares)
 
 
-def _others(count: int) -> Iterable[Markup]:
+def _others(frame: Frame) -> Iterable[Markup]:
     """Other running requests, as grey bars."""
-    if not count:
-        return
-    for i in range(min(count, 3)):
+    for i in range(min(frame.others, 3)):
         yield tag(
             "rect", class_="other", x=LEFT + i * 5, y=HEIGHT - 34 + i * 5, width=150, height=10, rx=2, opacity=1 - i * 0.25
         )
-    yield _text(LEFT + 176, HEIGHT - 19, f"{count} other request{'s' if count > 1 else ''} running", 12, "quiet")
+    if frame.beside:
+        yield _text(LEFT + (176 if frame.others else 0), HEIGHT - 19, frame.beside, 12, "quiet")
 
 
 def _text(
@@ -221,15 +223,11 @@ def _text(
     anchor: str | None = None,
     weight: int | None = None,
     mono: bool = False,
-    strike: bool = False,
 ) -> Markup:
-    decoration = "line-through" if strike else None
     font: Attributes = {
         "font_family": _MONO if mono else _SANS,
         "font_size": size,
         "font_weight": weight,
         "text_anchor": anchor,
     }
-    return tag(
-        "text", text, x=f"{x:.1f}", y=f"{y:.1f}", class_=look, text_decoration=decoration, style="white-space:pre", **font
-    )
+    return tag("text", text, x=f"{x:.1f}", y=f"{y:.1f}", class_=look, style="white-space:pre", **font)
