@@ -139,9 +139,9 @@ class _Teller:
 
     def _draft(self, line: _Line, event: dict[str, Any]) -> Iterator[Frame]:
         yield from self._direct(line, event["branch"], event["at"], last=event.get("after"))
-        line.at, line.chains = event["at"], event["chains"]
+        line.at, line.chains = event["at"], event["chains"] if any(event["chains"]) else []
         line.drafted_beside = len(self.running - {event["branch"]})
-        if any(line.chains):
+        if line.chains:
             width = f" in {len(line.chains)} chains" if len(line.chains) > 1 else ""
             drafted = _counted(sum(map(len, line.chains)))
             yield self._frame(line, Phase.DECODE, f"{drafted} drafted{width}, not verified yet")

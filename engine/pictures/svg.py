@@ -17,6 +17,8 @@ BOX = 22
 """height of a token"""
 CHARACTER = 7.3
 """width of a character at the tokens' font size"""
+CROSS = 0.34
+"""how far the strokes of a crossed-out token reach from its corners, of its width and height"""
 MAX_SIBLINGS = 2
 _MONO = "ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 _SANS = "system-ui,'Segoe UI',Helvetica,Arial,sans-serif"
@@ -188,9 +190,15 @@ def _box(x: float, y: float, width: float, text: str, kind: str) -> Iterable[Mar
             opacity=0.8,
         )
     yield _text(x + width / 2, y + 15, shown, 12, "ink", "middle", mono=True)
-    if kind == TokenState.REJECTED.value:  # from corner to corner: a line through the middle makes ÷ of a colon
-        cross = f"M{x:.1f} {y:.1f}l{width:.1f} {BOX}M{x:.1f} {y + BOX:.1f}l{width:.1f} -{BOX}"
-        yield tag("path", class_="cross", d=cross)
+    if kind == TokenState.REJECTED.value:
+        yield tag("path", class_="cross", d=_cross(x, y, width))
+
+
+def _cross(x: float, y: float, width: float) -> str:
+    """Strokes from the corners towards the middle, which stays free: a line through it would make ÷ of a colon."""
+    along, down = CROSS * width, CROSS * BOX
+    left = f"M{x:.1f} {y:.1f}l{along:.1f} {down:.1f}M{x:.1f} {y + BOX:.1f}l{along:.1f} {-down:.1f}"
+    return left + f"M{x + width:.1f} {y:.1f}l{-along:.1f} {down:.1f}M{x + width:.1f} {y + BOX:.1f}l{-along:.1f} {-down:.1f}"
 
 
 def _checks(x: float, y: float, width: float, height: float, size: float = 5.0) -> str:
