@@ -209,12 +209,32 @@ def test_a_dump_whose_worker_is_killed(tmp_path: Path) -> None:
     assert all((tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes() for name in names)
 
 
-@pytest.mark.usefixtures("nodes")
 def test_the_command(reference: Rollouts, nodes: Any, tmp_path: Path) -> None:
     """`replaylens resample --ray ADDRESS`, from another process."""
+    assert commanded(tmp_path, ["--ray", nodes.address, "--workers", "2"]) == reference.digest
+
+
+@pytest.mark.usefixtures("nodes")
+def test_a_start_that_takes_too_long(reference: Rollouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--ray local`: the agent of the first node sleeps for 20 s, so that Ray ends the node; the second start succeeds."""
+    slept = tmp_path / "slept"
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys, time\n"
+        "if any('dashboard/agent.py' in each for each in sys.orig_argv):\n"
+        f"    if not os.path.exists({str(slept)!r}):\n"
+        f"        open({str(slept)!r}, 'w').close()\n"
+        "        time.sleep(20)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+    assert commanded(tmp_path / "rollouts", ["--ray", "local", "--workers", "2"]) == reference.digest and slept.exists()
+
+
+def commanded(folder: Path, where: list[str]) -> str:
+    """The digest that `replaylens resample` prints."""
     command = [sys.executable, "-m", "replaylens", "resample", "--prompt", PROMPT, "--chain", CHAIN, "--at", "sentences"]
     options = ["--n", str(ROLLOUTS), "--max-new", "8", "--seed", "3", "--answer", "heads|tails", "--sites", "S"]
-    where = ["--keep", "fork,last", "--out", str(tmp_path), "--ray", nodes.address, "--workers", "2", "--json", "--quiet"]
-    done = subprocess.run([*command, *options, *where], capture_output=True, text=True, timeout=120)
+    output = ["--keep", "fork,last", "--out", str(folder), "--json", "--quiet"]
+    done = subprocess.run([*command, *options, *output, *where], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["digest"] == reference.digest
+    digest: str = json.loads(done.stdout.splitlines()[-1])["digest"]
+    return digest

@@ -1,12 +1,15 @@
 """Rollouts on a stand-in for Ray: the same digest on any number of workers, also when some die. `make cluster` starts Ray."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from replaylens.cli import app
 from replaylens.engine import cluster
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, ClusterFailed, OtherFingerprint
@@ -75,6 +78,29 @@ def test_dead_workers_are_replaced(fake: Any, reference: Rollouts, tmp_path: Pat
 
     ray = fake(dies)
     assert drawn(tmp_path, workers=2).digest == reference.digest and ray.started == 3
+
+
+def test_the_command_starts_one_cluster_for_all_chains(fake: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting one takes many seconds. `connected` within `connected` takes the one that runs."""
+    fake()
+    depth, starts, once = 0, 0, cluster.connected
+
+    @contextmanager
+    def counted(address: str) -> Iterator[Any]:
+        nonlocal depth, starts
+        starts, depth = starts + (depth == 0), depth + 1
+        with once(address) as ray:
+            yield ray
+        depth -= 1
+
+    monkeypatch.setattr(cluster, "connected", counted)
+    (tmp_path / "chains.jsonl").write_text(
+        "".join(json.dumps({"prompt": PROMPT, "chain": chain}) + "\n" for chain in (CHAIN, " Bob flips."))
+    )
+    given = ["resample", "--file", str(tmp_path / "chains.jsonl"), "--n", "3", "--max-new", "4", "--out", str(tmp_path / "out")]
+    told = CliRunner().invoke(app, [*given, "--workers", "2", "--quiet"])
+    assert told.exit_code == 0 and len(list((tmp_path / "out").iterdir())) == 2, told.output
+    assert (starts, depth) == (1, 0)
 
 
 def test_a_wave_that_kills_every_worker(fake: Any, reference: Rollouts, tmp_path: Path) -> None:
