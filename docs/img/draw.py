@@ -29,7 +29,7 @@ def main() -> None:
     task = rl.tasks.get("coin")(flips=(2, 4), rendering="steps")
     run = engine.replay(task.examples(EXAMPLES), sites="STCZ", drafter="model", window=4)
     assert isinstance(run, Run)
-    boards = engine.replay(task.examples(EXAMPLES), drafter="ngram", window=4)  # T0 is not drafted, as in the protocol's pictures
+    boards = engine.replay(task.examples(EXAMPLES), drafter="ngram", window=4)  # T0 is no draft
     assert isinstance(boards, Run)
     for ending in (Phase.ACCEPT, Phase.ROLLBACK):
         told, frames = _telling(boards, ending)
