@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol, Self
 
-import torch
 from torch import Tensor
 
 from replaylens.engine.loop.lane import Job, Lane
@@ -151,8 +150,7 @@ class Waves:
         if recording is None:
             return (), {}
         rows = places(self.plan, self.engine.text, start, own, answer, count)
-        at = torch.tensor([position - (start - 1) for _, position in rows], dtype=torch.int64)
-        return tuple(rows), {site: recording.peek(site)[at] for site in recording.sites()} if rows else {}
+        return tuple(rows), recording.picked([position for _, position in rows])
 
     def _with_choices(self, forks: Sequence[Forked], found: list[Rollout]) -> list[Rollout]:
         """The rollouts with the probabilities of the choices as the token after them, and after the forced text."""
