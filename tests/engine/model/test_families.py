@@ -20,6 +20,7 @@ from replaylens.engine.model.refusals import REFUSED as REFUSALS
 from replaylens.engine.model.site_names import KEY_SITES
 from replaylens.engine.model.source import Source
 from replaylens.engine.model.weights import build, from_hugging_face, load, save, weights_hash
+from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.gradients.reference import difference, of_decoder
 from tests.engine.model.models_page import NO_BRIDGE, PAGE, by_family, oracle_error, page
 from tests.engine.passes.packed import alone, logits, sequences, worst
