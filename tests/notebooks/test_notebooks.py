@@ -120,7 +120,7 @@ def check(name: str, notebook: Any) -> None:
     assert [len(cell.outputs) for cell in code(notebook)] == [len(cell.outputs) for cell in code(committed(name))]
 
 
-QUICK = ("2_determinism",)
+QUICK = ("6_coming_from_transformerlens",)
 """run by `make test`; the others by `make slow`. `make test` runs the first one's calls with the page docs/quickstart.md"""
 
 

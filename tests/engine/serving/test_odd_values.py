@@ -126,8 +126,10 @@ OPTIONS = ("sampling", "window", "deterministic", "keep_rejected", "final", "dra
 
 
 def engine_calls(e: Engine) -> dict[str, Call]:
+    root = cache(lambda: e.prompt([1, 2, 3], sites="S"))
+
     def one() -> Branch:
-        return e.prompt([1, 2, 3], sites="S")
+        return root().fork()[0]
 
     prompted = {f"prompt.{name}": _given(lambda **o: e.prompt([1, 2], **o), name) for name in ("sites", "edits", "hooks")}
     prompted |= {
