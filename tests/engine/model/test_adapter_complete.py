@@ -13,6 +13,7 @@ from replaylens import Engine
 from replaylens.engine.errors import BadConfig, BadRequest, BadWeights, UnsupportedModel
 from replaylens.engine.model.adapter import ADAPTER_FILE, WEIGHTS_FILE
 from replaylens.engine.model.weights import load, weights_hash
+from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.model.test_adapter import trained
 from tests.engine.model.test_weights import edit_json
 

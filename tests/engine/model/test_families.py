@@ -20,6 +20,7 @@ from replaylens.engine.model.refusals import REFUSED as REFUSALS
 from replaylens.engine.model.site_names import KEY_SITES
 from replaylens.engine.model.source import Source
 from replaylens.engine.model.weights import build, from_hugging_face, load, save, weights_hash
+from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.gradients.reference import difference, of_decoder
 from tests.engine.model.models_page import NO_BRIDGE, PAGE, by_family, oracle_error, page
 from tests.engine.passes.packed import alone, logits, sequences, worst
@@ -45,8 +46,13 @@ gpt2-by-layer arcee phi stablelm granite olmo olmo2 exaone4 hunyuan cohere bloom
 qwen2-moe-dense gpt-oss phimoe deepseek-v2 deepseek-v3 deepseek-v3-groups
 """.split()  # noqa: SIM905
 """models that cover all wirings; the others run the slower tests behind the marker"""
+BITS_ALIKE = ("phi", "stablelm", "olmo", "mpt", "deepseek-v3")
+"""wirings that compute with the operations of others"""
 marked = [name if name in WIRINGS else pytest.param(name, marks=pytest.mark.slow) for name in MORE]
 some = pytest.mark.parametrize("name", marked)
+fewer = pytest.mark.parametrize(
+    "name", [name if name in {*WIRINGS} - {*BITS_ALIKE} else pytest.param(name, marks=pytest.mark.slow) for name in MORE]
+)
 NO_GRADIENTS = ("gpt-oss", *BOTH_NAMES)
 differentiable = pytest.mark.parametrize(
     "name", [each for name, each in zip(MORE, marked, strict=True) if name not in NO_GRADIENTS]
@@ -81,7 +87,7 @@ def test_folders_round_trip_to_the_bit(name: str, tmp_path: Path) -> None:
         assert loaded.config == live.config and weights_hash(loaded) == weights_hash(live)
 
 
-@more
+@some
 def test_every_tensor_matters(name: str) -> None:
     """Negative control: a tensor changed by a tenth moves the logits outside the tolerance."""
     model, tokens = load(hugging_face(name)), sequences((5, 16))
@@ -162,7 +168,7 @@ def metric(row: Tensor) -> Tensor:
     return row.log_softmax(-1)[5] - 0.3 * row[7]
 
 
-@some
+@fewer
 def test_rows_together_have_the_bits_of_rows_alone(name: str) -> None:
     """The heart of the contract at every site; `tests/engine/test_contract.py` has the rest behind the marker `slow`."""
     tokens = sequences((20,), seed=4)[0].tolist()
