@@ -4,13 +4,15 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint type bench notebooks soak mutants calibrate slow gpu smollm2 pictures clean
+.PHONY: demo test lint type bench notebooks soak mutants calibrate slow cluster gpu smollm2 pictures clean
 
 demo: $(STAMP)
 	$(BIN)/replaylens demo
 
-test: $(STAMP) lint type
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+test: $(STAMP) lint  # types are checked beside the tests; the many processes of the tests compile our modules once
+	$(BIN)/mypy & types=$$!; \
+	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile; tests=$$?; \
+	wait $$types || { echo 'mypy failed: see its errors above'; exit 1; }; exit $$tests
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -43,6 +45,9 @@ calibrate: $(STAMP)
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow
+
+cluster: $(STAMP)
+	$(BIN)/python -m pytest -q -m slow tests/engine/test_real_cluster.py
 
 gpu: $(STAMP)
 	$(BIN)/python -m tests.gpu.run --processes 6

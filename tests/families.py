@@ -53,8 +53,8 @@ LATENT_NAMES = ("deepseek-v2", "deepseek-v2-queries", "deepseek-v3", "deepseek-v
 """models with latent attention and without mixtures"""
 BOTH_NAMES = ("deepseek-v2-lite", "deepseek-v2-groups", "deepseek-v3-groups", "deepseek-v3-sparse", "glm4-moe-lite")
 """models with both"""
-ON_CPU_ONLY = ("bloom", "bloom-eight", "mpt", "mpt-four", "gpt-oss", *LATENT_NAMES, *BOTH_NAMES)
-"""models with ALiBi, sinks or latent attention, which the kernels do not have"""
+ON_CPU_ONLY = ("bloom", "bloom-eight", "mpt", "mpt-four")
+"""models with ALiBi, which the kernels do not have"""
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     # name: (config class, its fields). A second model of a family has a suffix
     "gemma": ("Gemma", dict(ONE_KV, head_dim=10, attention_bias=True)),

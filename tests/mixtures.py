@@ -60,6 +60,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
     "olmoe": ("Olmoe", dict(TWO_KV, num_experts=6, num_experts_per_tok=3, attention_bias=True)),
+    "olmoe-clipped": ("Olmoe", dict(TWO_KV, num_experts=6, num_experts_per_tok=3, clip_qkv=0.3)),
     "olmoe-normalised": ("Olmoe", dict(ONE_KV, num_experts=3, num_experts_per_tok=2, norm_topk_prob=True)),
     "gpt-oss": (
         "GptOss",

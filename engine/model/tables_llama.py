@@ -7,6 +7,7 @@ from types import MappingProxyType
 from replaylens.engine.model.family import Family, Field, Names, Raw, ReadField
 from replaylens.engine.model.raw_fields import (
     alpha_rope,
+    clip_qkv,
     head_width,
     layer_windows,
     local_rope,
@@ -243,7 +244,8 @@ GRANITE = replace(
 OLMO = replace(
     LLAMA,
     names=replace(names_of(LLAMA_NAMES, ln1="", ln2=""), final_norm=""),
-    reads=reads_of(LLAMA, without=("norm_eps", "mlp_bias"), clip_qkv=Field("clip_qkv", 0.0)),
+    reads=reads_of(LLAMA, without=("norm_eps", "mlp_bias"), clip_qkv=clip_qkv),
+    uses=frozenset({"clip_qkv"}),
     fixed={"norm": "layer", "norm_bias": False, "norm_eps": 1e-5},
 )
 OLMO2 = replace(

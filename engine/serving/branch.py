@@ -26,6 +26,7 @@ from replaylens.engine.request.options import named_options
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import warn_of_no_match
 from replaylens.engine.request.recording import Recording
+from replaylens.engine.request.routing_edits import require_places
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import integer, whole
 from replaylens.engine.serving.completer import Completer
@@ -255,6 +256,7 @@ class Branch(Differentiable, Resampled, Uncopied):
         self._check_open()
         at, sites, forest = self.length if at is None else whole("at", at), self.engine.sites, self.engine.forest
         placed, resolved = self.engine.placed(edits, at), resolve_hooks(hooks, sites)
+        require_places([*(edit for edit in self.lane.edits if edit.needs <= at), *placed], sites.config)
         if placed:
             warn_of_no_match([placed], [self.record.tokens[:at]])
         with forest.made() as lanes, held_interrupt():
