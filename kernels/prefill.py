@@ -33,10 +33,8 @@ from replaylens.kernels.launch import EXACT, KV_BLOCK, KV_SPLIT
 MAX_PAIRS = 128
 """(row, query head) pairs of a tile"""
 _HEAD_SIZES = (64, 128)
-_STAGES = 3
+_STAGES = 4
 """blocks of keys and values in the ring"""
-_CACHE_BYTES = 40_000_000
-"""of the second-level cache, for keys and values"""
 _REGISTERS, _LOADER_REGISTERS = 216, 72
 """registers per thread of a multiplying and of the loading warpgroup; two of the former and one of the latter fill 504"""
 _barrier: Any = getattr(gl, "thread_barrier", None) or gl.barrier  # renamed in Triton 3.7
@@ -255,14 +253,11 @@ def _prefill_kernel(
     stride_qr, stride_qh, kv_stride, head_stride, stride_or, stride_oh, stride_t, scale, softcap, window,
     GROUP: gl.constexpr, HEAD: gl.constexpr, PAGE: gl.constexpr, BLOCK: gl.constexpr, SPLIT: gl.constexpr,
     STAGES: gl.constexpr, CAPPED: gl.constexpr, WINDOWED: gl.constexpr,
-    HEADS_FIRST: gl.constexpr, REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One tile: up to 128 (row, query head) pairs of one sequence and one KV head. A tile without rows does nothing."""
     ROWS: gl.constexpr = 64
-    if HEADS_FIRST:
-        kv_head, tile = gl.program_id(0), gl.program_id(1)
-    else:
-        tile, kv_head = gl.program_id(0), gl.program_id(1)
+    tile, kv_head = gl.program_id(0), gl.program_id(1)
     first_row, num_rows = gl.load(TILES + tile * 2), gl.load(TILES + tile * 2 + 1)
     pair = gl.arange(0, 2 * ROWS, gl.BlockedLayout([1], [32], [4], [0]))
     valid = pair < num_rows * GROUP
@@ -341,11 +336,9 @@ def prefill(
 ) -> None:
     """Mutates `out`. Arguments as in `attention`, which checks them; `scale` and `softcap` in the kernel's units."""
     kv_heads, d_head = k_cache.shape[1:]
-    # the longest tiles of all heads should start first, but every tile reads all keys of its head
-    heads_first = 4 * kv_heads * d_head * page_size * page_table.shape[1] <= _CACHE_BYTES
-    _prefill_kernel[(kv_heads, len(tiles)) if heads_first else (len(tiles), kv_heads)](
+    _prefill_kernel[(len(tiles), kv_heads)](
         q, k_cache, v_cache, out, tiles, sequence, position, page_table,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), out.stride(0), out.stride(1), page_table.stride(0),
         scale, softcap, window, q.shape[1] // kv_heads, d_head, page_size, KV_BLOCK, KV_SPLIT, _STAGES,
-        softcap > 0, window > 0, heads_first, _REGISTERS, _LOADER_REGISTERS, num_warps=4, **EXACT,
+        softcap > 0, window > 0, _REGISTERS, _LOADER_REGISTERS, num_warps=4, **EXACT,
     )  # fmt: skip
