@@ -23,6 +23,7 @@ from replaylens.engine.resampling.answers import Answer
 from replaylens.engine.resampling.rollouts import Rollouts
 from replaylens.engine.rollout_cluster import resample_on_cluster
 from tests.own_certificates import own_certificates  # noqa: F401
+from tests.quick_ray import python_path
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +47,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory, own_certificates: None) -> I
     ray = pytest.importorskip("ray")
     pytest.importorskip("psutil")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(without_grammar(tmp_path_factory)), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv("PYTHONPATH", python_path(tmp_path_factory.mktemp("hidden")))
         patch.setenv("OMP_NUM_THREADS", "1")
         from ray.cluster_utils import Cluster
 
@@ -58,17 +59,6 @@ def nodes(tmp_path_factory: pytest.TempPathFactory, own_certificates: None) -> I
         finally:
             ray.shutdown()
             cluster.shutdown()
-
-
-def without_grammar(folders: pytest.TempPathFactory) -> Path:
-    """A folder for PYTHONPATH that hides rfc3987_syntax from the processes of the cluster.
-
-    jsonschema, which Ray imports, imports it if it is installed, as Jupyter wants. It builds a grammar for 1.8 s, in each of
-    Ray's six processes. Ray ends a node whose agents take more than 15 s, which on two busy cores they then do.
-    """
-    folder = folders.mktemp("hidden")
-    (folder / "rfc3987_syntax.py").write_text('raise ImportError("hidden from the cluster")\n')
-    return folder
 
 
 @pytest.fixture(scope="module")
