@@ -9,8 +9,10 @@ STAMP  := $(VENV)/.installed
 demo: $(STAMP)
 	$(BIN)/replaylens demo
 
-test: $(STAMP) lint type
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+test: $(STAMP) lint  # types are checked beside the tests; the many processes of the tests compile our modules once
+	$(BIN)/mypy & types=$$!; \
+	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile; tests=$$?; \
+	wait $$types || { echo 'mypy failed: see its errors above'; exit 1; }; exit $$tests
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

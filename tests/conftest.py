@@ -1,9 +1,17 @@
 """Fixtures for all tests."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+
+def pytest_collection_finish() -> None:
+    """Modules stay as long as the process. Collecting garbage among them takes most of a second, and tests do it often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(autouse=True, scope="session")

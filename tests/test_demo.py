@@ -19,10 +19,15 @@ from replaylens.probes.reports.report import Report
 from tests.engine.dump.damage import flip_bit
 
 EXAMPLES = 20
+HELD_OUT, PERMUTATIONS = 8, 19
+"""fewer than the demo takes"""
 
 
 def invoke(out: Path) -> Result:
-    return CliRunner().invoke(app, ["demo", "--examples", str(EXAMPLES), "--out", str(out), "--quiet"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "HELD_OUT", HELD_OUT)
+        patch.setattr(demo, "PERMUTATIONS", PERMUTATIONS)
+        return CliRunner().invoke(app, ["demo", "--examples", str(EXAMPLES), "--out", str(out), "--quiet"])
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,9 @@ import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -60,17 +62,25 @@ SECONDS = 2.0
 # The checker
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
-    """Every absolute dotted name that the tree imports, at any level, or reaches through `replaylens.`"""
-    for node in ast.walk(tree):
+def imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Every absolute dotted name that the nodes import or reach through `replaylens.`"""
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "replaylens":
             yield f"replaylens.{node.attr}"
-        elif isinstance(node, ast.Call) and "import" in ast.unparse(node.func).split(".")[-1]:  # import_module("...")
+        elif isinstance(node, ast.Call) and "import" in called(node.func):  # import_module("...")
             yield from (a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
+
+
+def called(function: ast.expr) -> str:
+    """The last word of what is called."""
+    match function:  # unparsing every call takes seconds
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name
+    return ast.unparse(function).split(".")[-1]
 
 
 def at_top(tree: ast.Module) -> Iterator[ast.stmt]:
@@ -97,11 +107,30 @@ def room_of(module: str) -> str:
     return "/".join(words[: 2 if words[0] in ("engine", "probes") else 1])
 
 
+@dataclass(frozen=True)
+class Imports:
+    """What a source imports: relatively, anywhere by name, and when the module is imported."""
+
+    relative: int
+    anywhere: tuple[str, ...]
+    at_top: tuple[str, ...]
+
+
+@cache
+def imports(source: str) -> Imports:
+    """Read once for all tests; a tree itself is too large to keep."""
+    tree = ast.parse(source)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom | ast.Attribute | ast.Call)]
+    relative = sum(isinstance(node, ast.ImportFrom) and node.level > 0 for node in nodes)
+    top = (node for node in at_top(tree) if isinstance(node, ast.Import | ast.ImportFrom))
+    return Imports(relative, tuple(imported(nodes)), tuple(imported(top)))
+
+
 def faults(source: str, room: str | None) -> list[str]:
     """Import faults of a file of `room` (None: a file outside the package, which may import any room)."""
-    tree = ast.parse(source)
-    found = ["relative import" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
-    for name in imported(tree):
+    read = imports(source)
+    found = ["relative import"] * read.relative
+    for name in read.anywhere:
         words = name.split(".")
         if words[0] in LINKS:
             found.append(f"bare {words[0]}")
@@ -112,11 +141,8 @@ def faults(source: str, room: str | None) -> list[str]:
             elif other != room and FLOOR[other] >= FLOOR[room]:
                 found.append(f"{room} imports {other}")
     part = (room or "").split("/")[0]
-    for node in at_top(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            loads = {name.split(".")[0] for name in imported(node)}
-            found += [f"{name} at the top" for name in sorted(loads & HEAVY_AT_TOP.get(part, set()))]
-    return found
+    loads = {name.split(".")[0] for name in read.at_top}
+    return found + [f"{name} at the top" for name in sorted(loads & HEAVY_AT_TOP.get(part, set()))]
 
 
 def module_of(file: Path) -> str:
@@ -143,7 +169,7 @@ def sources() -> Iterator[tuple[Path, str | None]]:
 
 def circle(texts: dict[str, str]) -> list[str]:
     """Modules that import each other in a cycle, also through functions or type-only imports. Empty if there is none."""
-    arrows = {m: {nearest(texts, name) for name in imported(ast.parse(text))} - {m, ""} for m, text in texts.items()}
+    arrows = {m: {nearest(texts, name) for name in imports(text).anywhere} - {m, ""} for m, text in texts.items()}
     try:
         TopologicalSorter(arrows).prepare()
     except CycleError as error:
@@ -260,42 +286,50 @@ def test_checker_lets_pass_what_is_allowed(room: str | None, source: str) -> Non
     assert faults(source, room) == []
 
 
-def python(code: str, folder: Path) -> Any:
-    """The JSON that the code prints in a fresh interpreter outside the checkout."""
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-LOADED = f"print(json.dumps([name for name in {NOT_LOADED} if name in sys.modules]))"
-
-
-def test_import_loads_nothing_heavy(tmp_path: Path) -> None:
-    """`import replaylens` loads none of the heavy packages. Negative control: the check finds one that is imported."""
-    assert python(f"import json, sys, replaylens; {LOADED}", tmp_path) == []
-    assert python(f"import json, sys, triton; {LOADED}", tmp_path) == ["triton"]
-
-
-def test_import_is_quick(tmp_path: Path) -> None:
-    """`import replaylens` adds less than 2 s to `import torch`. Best of two, since the machine is shared."""
-    code = "import json, time, torch; t = time.perf_counter(); import replaylens; print(time.perf_counter() - t)"
-    assert min(float(python(code, tmp_path)) for _ in range(2)) < SECONDS
-
-
-def test_public_names_load_on_demand(tmp_path: Path) -> None:
-    """Every public name loads when it is used, and not before. The error for an unknown name lists the public ones."""
-    code = """
-import json, sys, replaylens
-early = [name for name in replaylens._WHERE if name in vars(replaylens)]
-missing = [name for name in replaylens.__all__ if getattr(replaylens, name, None) is None]
+CODE = f"""
+import json, sys, time, torch
+before, began = set(sys.modules), time.process_time()
+import replaylens
+found = dict(seconds=time.process_time() - began)
+heavy = lambda: [name for name in {NOT_LOADED} if name in set(sys.modules) - before]
+found["heavy"] = heavy()
+import triton
+found["heavy with triton"] = heavy()
+found["early"] = [name for name in replaylens._WHERE if name in vars(replaylens)]
+found["missing"] = [name for name in replaylens.__all__ if getattr(replaylens, name, None) is None]
+found["listed"] = sorted(dir(replaylens)) == sorted(replaylens.__all__)
 try:
     replaylens.nonsense
 except AttributeError as error:
-    print(json.dumps([early, missing, sorted(dir(replaylens)) == sorted(replaylens.__all__), str(error)]))
+    found["error"] = str(error)
+print(json.dumps(found))
 """
-    early, missing, listed, error = python(code, tmp_path)
-    assert (early, missing, listed) == ([], [], True)
-    assert "no attribute 'nonsense'" in error and "tasks" in error
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What CODE prints in a fresh interpreter outside the checkout."""
+    folder = tmp_path_factory.mktemp("outside")
+    done = subprocess.run([sys.executable, "-c", CODE], cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_import_loads_nothing_heavy(fresh: dict[str, Any]) -> None:
+    """`import replaylens` loads none of the heavy packages. Negative control: the check finds one that is imported."""
+    assert fresh["heavy"] == [] and "triton" in fresh["heavy with triton"]
+
+
+def test_import_is_quick(fresh: dict[str, Any]) -> None:
+    """`import replaylens` adds less than 2 s of a core to `import torch`, however busy the machine is."""
+    assert fresh["seconds"] < SECONDS
+
+
+def test_public_names_load_on_demand(fresh: dict[str, Any]) -> None:
+    """Every public name loads when it is used, and not before. The error for an unknown name lists the public ones."""
+    assert (fresh["early"], fresh["missing"], fresh["listed"]) == ([], [], True)
+    assert "no attribute 'nonsense'" in fresh["error"] and "tasks" in fresh["error"]
 
 
 # The layout

@@ -53,10 +53,15 @@ SMALLER = {
     "--n 200": "--n 20",
     "--n 100": "--n 6",
     'sites="STC", positions=["step", "query"])': 'sites="S", positions=["query"])',
-    "--label state --sites STC": "--label state --sites S --layers 3 --positions query",
+    "--label state --sites STC": "--label state --sites S --layers 3 --positions query --permutations 19",
+    "--positions step,query --estimators ridge": "--positions step,query --estimators ridge --permutations 19",
+    "--sites S --positions query --estimators ridge": "--sites S --positions query --estimators ridge --permutations 19",
     "--model coin-thinking --out": "--model coin-thinking --n 4 --out",
 }
 """text of a snippet -> its replacement in the test; only sizes change"""
+
+FEWEST_PERMUTATIONS = 19
+"""of sweeps that do not give their number"""
 
 MINUTES = "takes minutes; the functions behind it are tested on small sizes"
 NETWORK = "needs a network"

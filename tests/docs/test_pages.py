@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from replaylens.cli import main
+from replaylens.probes.sweeps.sweeping import sweep
 from replaylens.tasks import registry
 from tests.docs.blocks import PAGES, ROOT, Block, anchors, blocks, links
-from tests.docs.pages import GIVEN, NOT_RUN, PROCESS, SMALLER
+from tests.docs.pages import FEWEST_PERMUTATIONS, GIVEN, NOT_RUN, PROCESS, SMALLER
 
 TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
 RUN = [
@@ -66,6 +67,7 @@ def run_page(page: str, text: str, folder: Path, patch: pytest.MonkeyPatch) -> i
     patch.chdir(folder)
     patch.syspath_prepend(folder)
     patch.setattr(registry, "_REGISTERED", {})
+    patch.setitem(sweep.__kwdefaults__, "permutations", FEWEST_PERMUTATIONS)
     names: dict[str, Any] = {}
     exec(compile(GIVEN.get(page, ""), f"given for {page}", "exec"), names)
     ran = 0

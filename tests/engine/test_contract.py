@@ -8,6 +8,8 @@ instead of the canonical pass, the comparison fails.
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,8 @@ DRAFTERS = ("self", "model", "lens", "ngram", "tree")
 REPRODUCIBLE = ("model", "lens", "ngram", "tree", "forced")
 WIRED_ALIKE = ("mistral", "qwen2", "qwen3", "llama3", "gemma2", "neox", "neox-sequential")
 """families whose wiring others cover"""
-ALL_PAIRS = ("llama",)
-"""runs every drafter in every window; the others cover every drafter and every window"""
+BOOKKEEPING = ("llama", "gemma3")
+"""subjects of the theorems about pages, forks and scheduling: full and sliding windows; the other families are slow there"""
 CUTS = {
     "pages of 4, 16 rows": (4, 16),
     "pages of 16, 17 rows": (16, 17),
@@ -111,26 +113,34 @@ class Subject:
         return Request(prompt, "forced", None, sampling, drafts=drafts)
 
 
+@cache
 def subject_of(family: str, device: str) -> Subject:
-    model = decoder(family, device)
-    return Subject(family, model, perturbed(model), reference_of(family, device))
+    if family != "coin-plain":
+        model = decoder(family, device)
+        return Subject(family, model, perturbed(model), reference_of(family, device))
+    model, draft_model = (zoo.load_embedded(each)[0].to(device) for each in (family, "coin-draft"))
+    return Subject(family, model, draft_model, Reference(model))
+
+
+EVERY_FAMILY = (*NAMES, "coin-plain", *MORE)
+ON_CPU_ONLY = tuple(name for name in MORE if name not in NEW_WIRINGS)
+
+
+@pytest.fixture(scope="module", params=with_devices(EVERY_FAMILY, slow=(*WIRED_ALIKE, *MORE), cpu_only=ON_CPU_ONLY))
+def subject(request: pytest.FixtureRequest) -> Subject:
+    """Every family with random weights, and a trained model."""
+    return subject_of(*request.param)
 
 
 @pytest.fixture(
     scope="module",
     params=with_devices(
-        (*NAMES, "coin-plain", *MORE),
-        slow=(*WIRED_ALIKE, *MORE),
-        cpu_only=tuple(name for name in MORE if name not in NEW_WIRINGS),
+        EVERY_FAMILY, slow=tuple(name for name in EVERY_FAMILY if name not in BOOKKEEPING), cpu_only=ON_CPU_ONLY
     ),
 )
-def subject(request: pytest.FixtureRequest) -> Subject:
-    """Every family with random weights, and a trained model."""
-    name, device = request.param
-    if name != "coin-plain":
-        return subject_of(name, device)
-    model, draft_model = (zoo.load_embedded(each)[0].to(device) for each in (name, "coin-draft"))
-    return Subject(name, model, draft_model, Reference(model))
+def bookkept(request: pytest.FixtureRequest) -> Subject:
+    """The same subjects, most of them slow."""
+    return subject_of(*request.param)
 
 
 def run_together(engine: Engine, requests: Sequence[Request], sites: str | None = "STCZ") -> list[Branch]:
@@ -190,16 +200,28 @@ def test_a_prompt_computed_at_once_has_the_rows_of_one_row_at_a_time(subject: Su
     assert differences(branch, subject.reference) == []
 
 
+PAIRS = [(drafter, window) for drafter in DRAFTERS for window in (*WINDOWS, None)]
+SOME_PAIRS = [pair for i, pair in enumerate(PAIRS) if (i + i // 6) % 3 == 0]
+
+
 def test_no_drafter_and_no_window_changes_anything(subject: Subject) -> None:
-    """All drafters in all windows at once, over three prompts. Rejected drafts do not depend on the batch."""
+    """All drafters and all windows at once, over three prompts. Rejected drafts do not depend on the batch."""
+    assert {drafter for drafter, _ in SOME_PAIRS} == {*DRAFTERS} and {window for _, window in SOME_PAIRS} == {*WINDOWS, None}
+    draft_together(subject, SOME_PAIRS, forced=[(0, 0), (1, 3), (2, 6)])
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), *DEVICES[1:]])
+def test_no_drafter_in_any_window_changes_anything(device: str) -> None:
+    """Every drafter in every window."""
+    draft_together(subject_of("llama", device), PAIRS, forced=list(product(range(3), (0, 3, 6))))
+
+
+def draft_together(subject: Subject, pairs: list[tuple[str, int | None]], forced: list[tuple[int, int]]) -> None:
+    """`forced` has pairs of a sampling and the number of right tokens in every chain."""
     prompts = [subject.prompt(length) for length in (1, 14, 62)]
     samplings = list(SAMPLINGS.values())
-    pairs = [(drafter, window) for drafter in DRAFTERS for window in (*WINDOWS, None)]
-    if subject.name not in ALL_PAIRS:
-        pairs = [pair for i, pair in enumerate(pairs) if (i + i // 6) % 3 == 0]
-        assert {drafter for drafter, _ in pairs} == {*DRAFTERS} and {window for _, window in pairs} == {*WINDOWS, None}
     requests = [Request(prompts[i % 3], *pair, samplings[i % 5]) for i, pair in enumerate(pairs)]
-    requests += [subject.forced(prompts[i % 3], right, s) for i, s in enumerate(samplings[:3]) for right in (0, 3, 6)]
+    requests += [subject.forced(prompts[i], right, samplings[i]) for i, right in forced]
     branches = run_together(subject.engine(), requests)
     assert broken(subject, branches, requests) == []
     again = run_together(subject.engine(page_size=4, max_rows=65), requests[::-1], sites=None)[::-1]
@@ -210,19 +232,19 @@ def test_no_drafter_and_no_window_changes_anything(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_no_chunk_no_page_and_no_neighbour_changes_anything(subject: Subject, cut: str) -> None:
+def test_no_chunk_no_page_and_no_neighbour_changes_anything(bookkept: Subject, cut: str) -> None:
     page_size, max_rows = CUTS[cut]
-    requests = mixed(subject)
-    branches = run_together(subject.engine(page_size=page_size, max_rows=max_rows), requests)
-    assert broken(subject, branches, requests) == []
+    requests = mixed(bookkept)
+    branches = run_together(bookkept.engine(page_size=page_size, max_rows=max_rows), requests)
+    assert broken(bookkept, branches, requests) == []
 
 
-def test_alone_and_together_reject_the_same_drafts(subject: Subject) -> None:
-    requests = mixed(subject)
-    together = run_together(subject.engine(), requests)
+def test_alone_and_together_reject_the_same_drafts(bookkept: Subject) -> None:
+    requests = mixed(bookkept)
+    together = run_together(bookkept.engine(), requests)
     for request, other in zip(requests, together, strict=True):
-        (alone,) = run_together(subject.engine(), [request])
-        assert broken(subject, [alone], [request]) == []
+        (alone,) = run_together(bookkept.engine(), [request])
+        assert broken(bookkept, [alone], [request]) == []
         assert alone.tokens == other.tokens
         assert rejected(alone) == rejected(other) or request.drafter not in REPRODUCIBLE
 
@@ -239,18 +261,18 @@ def test_a_rejected_draft_has_the_rows_of_the_same_tokens_forced(subject: Subjec
             assert same_bits(draft.activations[site], forced_rows[site][start:]), site
 
 
-def test_forks_rollbacks_and_cancels_leave_no_mark(subject: Subject) -> None:
+def test_forks_rollbacks_and_cancels_leave_no_mark(bookkept: Subject) -> None:
     """A random history on the same engine, and on the branches that the requests then run on."""
-    engine, draw = subject.engine(page_size=4), random.Random(subject.name)
-    requests = mixed(subject)
+    engine, draw = bookkept.engine(page_size=4), random.Random(bookkept.name)
+    requests = mixed(bookkept)
     branches = [engine.prompt(r.prompt, sites="STCZ", keep_rejected=True) for r in requests]
     for _ in range(3):
         for branch, request in zip(branches, requests, strict=True):
-            meddle(draw, branch, subject.model.config.vocab_size)
+            meddle(draw, branch, bookkept.model.config.vocab_size)
             branch.rollback(len(request.prompt))
             for other in branch.rejected:
                 other.release()
-    assert broken(subject, go_on(engine, branches, requests), requests) == []
+    assert broken(bookkept, go_on(engine, branches, requests), requests) == []
 
 
 def meddle(draw: random.Random, branch: Branch, vocab: int) -> None:
@@ -267,20 +289,20 @@ def meddle(draw: random.Random, branch: Branch, vocab: int) -> None:
         child.release()
 
 
-def test_preemption_leaves_no_mark(subject: Subject) -> None:
+def test_preemption_leaves_no_mark(bookkept: Subject) -> None:
     """Twelve requests in a cache for two: pages are taken, and rows are recomputed to the same bits."""
-    requests = [*mixed(subject), *mixed(subject)]
-    engine = subject.engine(cache_tokens=192, page_size=8)
+    requests = [*mixed(bookkept), *mixed(bookkept)]
+    engine = bookkept.engine(cache_tokens=192, page_size=8)
     preempted: list[int] = []
     engine.loop.listeners.append(lambda event: preempted.append(event["branch"]) if event["event"] == "preempt" else None)
     branches = run_together(engine, requests)
     assert preempted
-    plenty = run_together(subject.engine(), requests)
+    plenty = run_together(bookkept.engine(), requests)
     for branch, other, request in zip(branches, plenty, requests, strict=True):
-        assert branch.generated == subject.answer(request)
+        assert branch.generated == bookkept.answer(request)
         assert rejected(branch) == rejected(other) or request.drafter not in REPRODUCIBLE, request
         for one in (branch, *branch.rejected):
-            assert differences(one, subject.reference) == []
+            assert differences(one, bookkept.reference) == []
 
 
 def test_a_shared_prefix_is_the_same_as_none(subject: Subject) -> None:
@@ -297,23 +319,23 @@ def test_a_shared_prefix_is_the_same_as_none(subject: Subject) -> None:
         assert broken(subject, run_together(engine, requests, sites), requests) == []
 
 
-def test_a_replayed_trace_reproduces_every_row(subject: Subject, tmp_path: Path) -> None:
+def test_a_replayed_trace_reproduces_every_row(bookkept: Subject, tmp_path: Path) -> None:
     """Committed and rejected rows, of forks and after rollbacks, on a fresh engine with other page and pass sizes."""
-    engine, requests = subject.engine(record=True), mixed(subject)
+    engine, requests = bookkept.engine(record=True), mixed(bookkept)
     branches = run_together(engine, requests)
     (child,) = branches[0].fork(at=25)
     child.force([1, 2, 3]).generate(5, drafter="tree", window=4, keep_rejected=True)
     branches[2].rollback(72).generate(4, drafter="self", window=3)
     branches[3].release()
     engine.trace.save(tmp_path / "trace.jsonl")
-    replayed = subject.engine(page_size=8, max_rows=100).replay_trace(Trace.load(tmp_path / "trace.jsonl"))
+    replayed = bookkept.engine(page_size=8, max_rows=100).replay_trace(Trace.load(tmp_path / "trace.jsonl"))
     assert isinstance(replayed, dict)
     for old in (child, *branches[:3], *branches[4:]):
         for one in (old, *old.rejected):
             new = replayed[one.id]
             assert new.tokens == one.tokens and new.states == one.states
             assert new.activations.positions() == one.activations.positions()
-            assert differences(new, subject.reference) == []
+            assert differences(new, bookkept.reference) == []
 
 
 # ---- captured rows ---------------------------------------------------------------------------------------------------

@@ -390,7 +390,7 @@ def some(sessions: int, steps: int) -> settings:
     )
 
 
-Sessions.TestCase.settings = some(sessions=16, steps=50)
+Sessions.TestCase.settings = some(sessions=10, steps=50)
 SessionsOnCuda.TestCase.settings = some(sessions=24, steps=40)
 TestSessions = Sessions.TestCase
 TestSessionsOnCuda = pytest.mark.gpu(SessionsOnCuda.TestCase)

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -16,6 +16,37 @@ if not torch.cuda.is_available():  # Triton reads TRITON_INTERPRET at import
         raise pytest.UsageError(
             "Triton was imported before tests/kernels could ask for its interpreter; set TRITON_INTERPRET=1 for this run"
         )
+
+
+@pytest.fixture(autouse=True, scope="session")
+def patched_once_per_launch() -> Iterator[None]:
+    """The interpreter patches `triton.language` for a launch, and again for every call of a function within it.
+
+    The latter takes half of the time and changes nothing: it is left out where the language has been patched already.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    from triton.runtime import interpreter
+
+    patch_lang, launch, seen = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
+    languages = (interpreter.tl, interpreter.tl.core)
+
+    def once(fn: Callable[..., object]) -> object:
+        key = frozenset(lang for lang in languages if any(value is lang for value in fn.__globals__.values()))
+        if key in seen:
+            return interpreter._LangPatchScope()
+        seen.add(key)
+        return patch_lang(fn)
+
+    def launched(self: object, *args: object, **kwargs: object) -> None:
+        seen.clear()  # the last launch has undone what it patched
+        launch(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", once)
+        patch.setattr(interpreter.GridExecutor, "__call__", launched)
+        yield
 
 
 @dataclass(frozen=True)

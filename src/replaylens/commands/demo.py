@@ -35,6 +35,7 @@ FACES = ("heads", "tails")
 LENGTHS = (1, 2, 4, 6, 8, 10, 12, 16)
 HELD_OUT = 50
 """examples per number of actors and start face"""
+PERMUTATIONS = 39
 
 
 def demo(
@@ -133,7 +134,7 @@ def _probe(engine: Engine, dump: Dump, out: Path, progress: bool) -> "tuple[Repo
     from replaylens.probes.questions.transfer import transfer
     from replaylens.probes.sweeps.sweeping import sweep
 
-    reports = (sweep(dump, "face", engine=engine, permutations=39, progress=progress), transfer(dump, "implied"))
+    reports = (sweep(dump, "face", engine=engine, permutations=PERMUTATIONS, progress=progress), transfer(dump, "implied"))
     for report in reports:
         report.save(out / report.kind)
     return reports

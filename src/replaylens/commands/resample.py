@@ -23,7 +23,7 @@ from replaylens.engine.resampling.rollouts import Rollouts
 from replaylens.engine.rollout_cluster import chain_of, resample_on_cluster
 
 CACHE = 8192
-"""tokens of the KV cache unless told"""
+"""tokens of the KV cache by default"""
 
 
 def resample(

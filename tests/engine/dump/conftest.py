@@ -19,7 +19,7 @@ from replaylens.tasks.task import AnyTask
 from tests.own_certificates import own_certificates  # noqa: F401
 from tests.toy_model import random_model
 
-EXAMPLES, PER_SHARD, NEW = 10, 4, 7
+EXAMPLES, PER_SHARD, NEW = 10, 4, 5
 """gives three shards, the last one smaller"""
 
 

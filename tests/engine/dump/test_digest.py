@@ -21,6 +21,7 @@ from replaylens.engine.run import Run
 from replaylens.tasks import WordTokenizer
 from replaylens.tasks.task import AnyTask
 from tests.engine.dump.conftest import EXAMPLES, NEW, PER_SHARD
+from tests.engine.examined_once import attention_examined_once  # noqa: F401
 
 Planned = Callable[..., DumpPlan]
 

@@ -57,7 +57,9 @@ def assert_adds_up(statistics: Statistics, tokens: int) -> None:
 # ---- the promise -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), HOT], ids=["greedy", "hot"])
+@pytest.mark.parametrize(
+    "sampling", [pytest.param(Sampling(), id="greedy"), pytest.param(HOT, id="hot", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_no_drafter_and_no_window_changes_anything(small: Decoder, drafter: str, sampling: Sampling) -> None:
     """Tokens, KV and statistics for windows from 1 to more than the request needs."""

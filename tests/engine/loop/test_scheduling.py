@@ -44,13 +44,13 @@ def assert_right(branch: Branch, prompt: list[int], n: int, sampling: Sampling |
 
 def test_cached_prefixes_are_given_up_several_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each search for the oldest looks at all of them, and a full cache takes a page for every few tokens."""
-    subject = engine(cache_tokens=640)
-    for number in range(32):
+    subject = engine(cache_tokens=320)
+    for number in range(16):
         subject.prompt([*path(15, number + 1), number]).release()
     searches, evict = [], PrefixIndex.evict
     monkeypatch.setattr(PrefixIndex, "evict", lambda index, pages: searches.append(evict(index, pages)) or searches[-1])
-    branch = subject.prompt(path(9, 50)).generate(240, sampling=Sampling(ignore_eos=True))
-    assert branch.generated == continuation(toy(), path(9, 50), 240)
+    branch = subject.prompt(path(9, 50)).generate(120, sampling=Sampling(ignore_eos=True))
+    assert branch.generated == continuation(toy(), path(9, 50), 120)
     assert sum(searches) > 4 * len(searches) > 0, f"{len(searches)} searches for {sum(searches)} pages"
 
 

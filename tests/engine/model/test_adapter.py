@@ -16,6 +16,7 @@ from replaylens.engine.errors import BadConfig, BadRequest, BadWeights, Unsuppor
 from replaylens.engine.model.adapter import ADAPTER_FILE, WEIGHTS_FILE, Adapter
 from replaylens.engine.model.weights import load, save, weights_hash
 from replaylens.engine.proof.fingerprint import take
+from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.model.test_weights import edit_json
 from tests.families import hugging_face
 

@@ -19,6 +19,7 @@ from replaylens.engine.model.fields import require_described, require_readable
 from replaylens.engine.model.routing import BARRED, Routing, choose
 from replaylens.engine.model.weights import load, weights_hash
 from replaylens.engine.request.edits import Edit
+from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.reference import decoder
 from tests.families import hugging_face
 

@@ -16,6 +16,7 @@ from replaylens.engine.model import packed
 from replaylens.engine.model.quantised import dequantised
 from replaylens.engine.model.source import Source
 from replaylens.engine.model.weights import WEIGHTS_FILE, load, weights_hash
+from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.model.test_adapter import trained
 from tests.engine.model.test_weights import edit_json
 from tests.families import hugging_face

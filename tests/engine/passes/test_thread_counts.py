@@ -30,6 +30,7 @@ from replaylens.engine.passes import cpu, runner
 from replaylens.engine.passes.batched import by_torch
 from replaylens.engine.proof import certificates, doctor, fingerprint
 from replaylens.engine.serving.branch import Branch
+from tests.engine.passes.thread_digests import WIDE
 from tests.engine.reference import same_bits
 from tests.toy_model import random_model
 
@@ -444,13 +445,13 @@ def test_variables_that_choose_other_kernels_are_part_of_the_fingerprint(name: s
 # ---- the library itself ------------------------------------------------------------------------------------------------
 
 
-def digests(count: int, folder: Path) -> dict[str, Any]:
-    """The output of `thread_digests` in a process that starts with this number of threads."""
+def digests(count: int, folder: Path, shapes: list[str]) -> dict[str, Any]:
+    """The output of `thread_digests` for these shapes, in a process that starts with this number of threads."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "MKL_", "KMP_"))}
     environment |= {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count), "MKL_DYNAMIC": "FALSE"}
     environment |= {"REPLAYLENS_CACHE": str(folder.parent / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.passes.thread_digests", str(folder)],
+        [sys.executable, "-m", "tests.engine.passes.thread_digests", str(folder), *shapes],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -462,10 +463,12 @@ def digests(count: int, folder: Path) -> dict[str, Any]:
     return printed
 
 
-@pytest.mark.parametrize("counts", [(1, 8), pytest.param(THREADS, marks=pytest.mark.slow)])
-def test_digests_are_the_same_on_any_number_of_threads(tmp_path: Path, counts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "counts, shapes", [((1, 8), ["14336 inputs"]), pytest.param(THREADS, list(WIDE), marks=pytest.mark.slow)]
+)
+def test_digests_are_the_same_on_any_number_of_threads(tmp_path: Path, counts: tuple[int, ...], shapes: list[str]) -> None:
     """A dump, the doctor's findings, and part of the contract with products of up to 14336 terms, under one certificate."""
-    found = {count: digests(count, tmp_path / str(count)) for count in counts}
+    found = {count: digests(count, tmp_path / str(count), shapes) for count in counts}
     assert {count: each.pop("threads") for count, each in found.items()} == {count: count for count in counts}
     assert all(each["different"] == [] for each in found.values())
     for count in counts:

@@ -1,4 +1,4 @@
-"""`python -m tests.engine.passes.thread_digests FOLDER`: digests of what must not depend on the number of threads, as JSON.
+"""`python -m tests.engine.passes.thread_digests FOLDER [SHAPE...]`: digests that must not depend on threads, as JSON.
 
 A dump of coin stories, the doctor's findings, and models with long sums: rows of a path computed at once, in a batch, and in
 chunks between which the number of threads changes.
@@ -26,13 +26,13 @@ WIDE: dict[str, dict[str, int]] = {
 }
 
 
-def main(folder: Path) -> dict[str, Any]:
+def main(folder: Path, shapes: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {"threads": torch.get_num_threads(), "different": []}
     engine = Engine.load("coin-plain")
     found["dump"] = dump(engine, folder)
     found["doctor"] = certificates.examine(engine.model).to_json()
-    for name, shape in WIDE.items():
-        model = random_model(gain=1.0, **shape)
+    for name in shapes:
+        model = random_model(gain=1.0, **WIDE[name])
         found[name] = rows(model, found["different"])
         found[f"{name}, certificate"] = certificates.certificate_for(model).to_json()
     return found
@@ -67,4 +67,4 @@ def digest(branch: Any) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]))))
+    print(json.dumps(main(Path(sys.argv[1]), sys.argv[2:] or list(WIDE))))

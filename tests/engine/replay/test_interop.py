@@ -65,7 +65,7 @@ def test_cached_decode_has_the_bits_of_a_full_forward_here_and_not_there() -> No
 def test_every_site_has_the_shape_that_transformer_lens_gives_it(name: str) -> None:
     """Prompts of one token and more, shorter and longer than a head's width (8 or 16) and a block of keys."""
     subject = Engine(weights.load(hugging_face(name)))
-    for length in range(1, 41):
+    for length in (1, 2, 3, 7, 8, 9, 15, 16, 17, 32, 40):
         tokens = torch.arange(length)[None] % 90 + 3
         _, cache = subject.run_with_cache(tokens)
         with torch.no_grad():

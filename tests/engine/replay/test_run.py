@@ -81,8 +81,17 @@ def test_results_come_in_the_order_of_the_examples(model: Any, words: WordTokeni
         assert len(run[i].tokens) == len(prompt) + (expected.index(words.eos_id) + 1 if ended else n)
 
 
-@pytest.mark.parametrize("sampling", [None, HOT], ids=["greedy", "hot"])
-@pytest.mark.parametrize("drafter", ["lens", "tree", "ngram"])
+@pytest.mark.parametrize(
+    "drafter, sampling",
+    [
+        pytest.param("lens", None, id="lens-greedy"),
+        pytest.param("tree", HOT, id="tree-hot"),
+        *(
+            pytest.param(drafter, sampling, id=f"{drafter}-{'hot' if sampling else 'greedy'}", marks=pytest.mark.slow)
+            for drafter, sampling in (("lens", HOT), ("tree", None), ("ngram", None), ("ngram", HOT))
+        ),
+    ],
+)
 def test_the_batch_does_not_change_a_bit(
     model: Any, words: WordTokenizer, examples: list[Example], drafter: str, sampling: Sampling | None
 ) -> None:

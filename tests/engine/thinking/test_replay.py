@@ -69,6 +69,12 @@ def subject(request: pytest.FixtureRequest) -> Subject:
     return subject_of(*request.param)
 
 
+@pytest.fixture(params=with_devices(tuple(SHAPES), slow=tuple(name for name in SHAPES if name not in ("rotary", "windows"))))
+def fewer(request: pytest.FixtureRequest) -> Subject:
+    """The same, where backbones differ by the keys that they see; the others are slow."""
+    return subject_of(*request.param)
+
+
 @pytest.fixture(params=DEVICES)
 def plain(request: pytest.FixtureRequest) -> Subject:
     return subject_of("rotary", request.param)
@@ -101,7 +107,9 @@ def test_every_road_has_the_bits_of_one_row_at_a_time(subject: Subject, guess: G
     engine.check_integrity()
 
 
-@pytest.mark.parametrize("cut", [(4, 16), pytest.param((16, 17), marks=pytest.mark.slow), (1, 512)])
+@pytest.mark.parametrize(
+    "cut", [(1, 16), *(pytest.param(cut, marks=pytest.mark.slow) for cut in ((4, 16), (16, 17), (1, 512)))]
+)
 def test_no_chunk_no_page_and_no_neighbour_changes_anything(plain: Subject, cut: tuple[int, int]) -> None:
     page_size, max_rows = cut
     for guess in GUESSES:
@@ -128,24 +136,24 @@ def test_rounds_are_counted(plain: Subject) -> None:
 
 
 @pytest.mark.parametrize("guess", ["empty", "drafted"])
-def test_a_dropped_suffix_has_the_rows_of_its_guessed_states(subject: Subject, guess: Guess) -> None:
-    branch = subject.engine(guess=guess).prompt(random_prompt(7, seed=7), **KEPT)
+def test_a_dropped_suffix_has_the_rows_of_its_guessed_states(fewer: Subject, guess: Guess) -> None:
+    branch = fewer.engine(guess=guess).prompt(random_prompt(7, seed=7), **KEPT)
     suffixes = branch.rejected
     assert suffixes and len(suffixes) == len(branch.thoughts.rounds) - 1
     for suffix, turn in zip(suffixes, branch.thoughts.rounds, strict=False):
         assert suffix.status is BranchStatus.REJECTED and suffix.tokens == branch.tokens
         assert suffix.activations.positions() == list(range(3 * turn.kept, 3 * turn.last))
         received = {i: edit.value for i, edit in suffix.thoughts.states.items() if edit.value is not None}
-        assert row_differences(suffix, subject.reference.run(suffix.tokens, received)) == []
+        assert row_differences(suffix, fewer.reference.run(suffix.tokens, received)) == []
 
 
-def test_what_is_generated_follows_from_prompt_and_states(subject: Subject) -> None:
+def test_what_is_generated_follows_from_prompt_and_states(fewer: Subject) -> None:
     """Greedy tokens with their KV and rows: the first answer chunk receives the last state, later chunks none."""
     path = random_prompt(5, seed=5)
-    states = subject.truth(tuple(path)).states
+    states = fewer.truth(tuple(path)).states
     for drafter in ("self", "lens", "tree"):
-        branch = subject.engine().prompt(path, **KEPT).generate(8, drafter=drafter, window=4, final=True)
-        truth = subject.reference.run(branch.tokens, states)
+        branch = fewer.engine().prompt(path, **KEPT).generate(8, drafter=drafter, window=4, final=True)
+        truth = fewer.reference.run(branch.tokens, states)
         assert branch.generated == truth.logits.argmax(-1)[len(path) - 1 : -1].tolist()
         assert same_bits(branch.kv(), truth.kv)
         assert all(same_bits(branch.activations[site], x) for site, x in truth.sites.items())

@@ -51,9 +51,14 @@ def test_steering_flips_the_answer(engine: Engine, coin_dump: Dump, probe: Linea
     probe_low = beta.ppf(0.025, N + 0.5, 0.5)  # Jeffreys' interval of N prompts that all flip
     assert line(report, "steer: probe minus random direction")["low"] == pytest.approx(probe_low - (1 - placebo))
     assert line(report, "steer: probe minus untrained probe")["low"] > 0
-    assert json.dumps(report.to_json()) == json.dumps(
-        steer(engine, probe, fresh, untrained=placebo_probes(coin_dump, probe, 16)).to_json()
-    ), "the same report twice"
+
+
+def test_the_same_report_twice(engine: Engine, coin_dump: Dump, probe: LinearProbe, fresh: list[Example]) -> None:
+    one, other = (
+        json.dumps(steer(engine, probe, fresh[:8], untrained=placebo_probes(coin_dump, probe, 2), placebos=2).to_json())
+        for _ in range(2)
+    )
+    assert one == other
 
 
 def test_intervals_know_that_placebos_are_a_sample(

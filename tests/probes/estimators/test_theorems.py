@@ -16,8 +16,6 @@ from replaylens.probes.scoring.statistics import ratio_over_groups
 from replaylens.probes.sweeps.sweeping import sweep
 from tests.probes.synthetic import direction, rows_of
 
-SEEDS = 100
-
 
 def test_planted_direction_is_found_and_noise_is_not() -> None:
     """The layer that holds the label is shown. Noise, and the layer with that direction removed, are not."""
@@ -47,11 +45,12 @@ def inside(rows: ProbeRows, labels: list[str], chance: float, seed: int) -> list
     return [chance in each for each in ratio_over_groups(right, np.ones(len(rows)), rows.roots, folds=5)]
 
 
-def test_known_zeros_sit_at_chance() -> None:
-    """In 90 to 99 of 100 seeds the 95 % interval contains 1/2, the exact accuracy of guessing, for each of two labels."""
+@pytest.mark.parametrize("seeds, fewest, most", [(40, 34, 40), pytest.param(100, 90, 99, marks=pytest.mark.slow)])
+def test_known_zeros_sit_at_chance(seeds: int, fewest: int, most: int) -> None:
+    """In about 95 of 100 seeds the 95 % interval contains 1/2, the exact accuracy of guessing, for each of two labels."""
     labels = ["shuffled", "next_action"]
-    held = [inside(rows_of(roots=150, per_root=1, seed=seed, width=32), labels, 0.5, seed) for seed in range(SEEDS)]
-    assert all(90 <= number <= 99 for number in np.sum(held, axis=0))
+    held = [inside(rows_of(roots=150, per_root=1, seed=seed, width=32), labels, 0.5, seed) for seed in range(seeds)]
+    assert all(fewest <= number <= most for number in np.sum(held, axis=0))
 
 
 def test_intervals_have_teeth() -> None:

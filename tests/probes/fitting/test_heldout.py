@@ -51,7 +51,7 @@ def test_tested_rows_do_not_see_each_other(name: str, nuisance: bool) -> None:
     goal = face()
     place = np.random.default_rng(0).normal(size=(len(ROWS), 1)) if nuisance else None
     before = held_out(name, X, [goal], SPLIT.train, SPLIT.test, groups=ROWS.roots, nuisance=place)
-    for _, test in SPLIT:
+    for _, test in list(SPLIT)[:2]:
         alone = np.flatnonzero(test)[:1]
         others = np.setdiff1d(np.flatnonzero(test), alone)
         after = held_out(name, _moved(others), [goal], SPLIT.train, SPLIT.test, groups=ROWS.roots, nuisance=place)

@@ -38,10 +38,18 @@ from tests.quick_ray import python_path
 from tests.toy_model import engine as toy_engine
 
 QUICK: dict[str, Any] = {"sites": "S", "positions": "query", "permutations": 19}
+TWO_LAYERS: dict[str, Any] = QUICK | {"layers": [0, 4]}
+"""where the face is not read, and where it is"""
 
 
 def body(report: Report) -> str:
     return json.dumps(report.to_json())
+
+
+@pytest.fixture(scope="module")
+def report(coin_dump: Dump) -> Report:
+    """Of two layers, with code lengths. Tests must not change it."""
+    return sweep(coin_dump, "face", **TWO_LAYERS, code_length=True)
 
 
 def test_coin_model_tracks_the_face(coin_dump: Dump, engine: Engine) -> None:
@@ -55,21 +63,21 @@ def test_coin_model_tracks_the_face(coin_dump: Dump, engine: Engine) -> None:
     assert "Shown: face at query" in report.text() and "next_action" in " ".join(report.notes)
 
 
-def test_same_report_twice(coin_dump: Dump, tmp_path: Path) -> None:
+def test_same_report_twice(coin_dump: Dump, report: Report, tmp_path: Path) -> None:
     """Reports are equal byte for byte, including the PNGs."""
-    for name in ("a", "b"):
-        sweep(coin_dump, "face", **QUICK, code_length=True).save(tmp_path / name)
+    report.save(tmp_path / "a")
+    sweep(coin_dump, "face", **TWO_LAYERS, code_length=True).save(tmp_path / "b")
     files = sorted(path.name for path in (tmp_path / "a").iterdir())
     assert {"report.json", "summary.txt", "table.csv", "heatmap-face-logistic.png", "curves-face-logistic.png"} <= set(files)
     for name in files:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
-    other = sweep(coin_dump, "face", **QUICK, code_length=True, seed=1)
+    other = sweep(coin_dump, "face", **TWO_LAYERS, code_length=True, seed=1)
     assert body(other) != (tmp_path / "a" / "report.json").read_text(), "another seed gives another report"
 
 
 def test_resumed_sweep_is_the_same(coin_dump: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupted sweep resumes from its finished parts without recomputing them, and gives the same bytes."""
-    whole = sweep(coin_dump, "face", **(QUICK | {"positions": ["query", "query-1"]}))
+    whole = sweep(coin_dump, "face", **(TWO_LAYERS | {"positions": ["query", "query-1"]}))
     real, calls = sweeping.held_out, [0]
 
     def limited(*args: Any, **options: Any) -> Any:
@@ -79,7 +87,7 @@ def test_resumed_sweep_is_the_same(coin_dump: Dump, tmp_path: Path, monkeypatch:
         return real(*args, **options)
 
     monkeypatch.setattr(sweeping, "held_out", limited)
-    settings = QUICK | {"positions": ["query", "query-1"], "resume": tmp_path}
+    settings = TWO_LAYERS | {"positions": ["query", "query-1"], "resume": tmp_path}
     with pytest.raises(KeyboardInterrupt):
         sweep(coin_dump, "face", **settings)
     calls[0] = 0
@@ -101,9 +109,9 @@ def test_parts_of_another_split_are_not_used(tmp_path: Path) -> None:
 
 def test_batches_change_nothing_that_counts(coin_dump: Dump, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cells solved one at a time or all together give the same predictions, hence the same scores, intervals and tests."""
-    together = sweep(coin_dump, "face", **QUICK).table
+    together = sweep(coin_dump, "face", **TWO_LAYERS).table
     monkeypatch.setattr(sweeping, "MEMORY_MB", 0)
-    alone = sweep(coin_dump, "face", **QUICK).table
+    alone = sweep(coin_dump, "face", **TWO_LAYERS).table
     assert alone.equals(together)
 
 
@@ -160,7 +168,7 @@ def test_untrained_rows_of_some_examples(coin_dump: Dump, engine: Engine) -> Non
     """On part of a dump the untrained model reads the same paths, and the report's lines equal those without it."""
     rows = ProbeRows.of(coin_dump)
     some = rows.where(rows.frame["example"] >= 30)
-    with_it, without = (sweep(some, "face", engine=e, **QUICK).table for e in (engine, None))
+    with_it, without = (sweep(some, "face", engine=e, **TWO_LAYERS).table for e in (engine, None))
     assert with_it["accuracy"].equals(without["accuracy"]) and with_it["untrained"].notna().any()
     blank = controls.untrained_rows(some.renumbered(), engine, ["S"])
     path = some.frame[(some.frame["example"] == 31) & some.frame["accepted"]]
@@ -173,9 +181,9 @@ def path_mask(rows: ProbeRows, path: pd.DataFrame) -> np.ndarray:
     return (rows.frame["example"] == path["example"].iloc[0]).to_numpy() & rows.frame["accepted"].to_numpy()
 
 
-def test_code_length_and_information(coin_dump: Dump) -> None:
+def test_code_length_and_information(report: Report) -> None:
     """Labels compress where the face is linearly readable, and not elsewhere."""
-    table = sweep(coin_dump, "face", code_length=True, **QUICK).table.query("label == 'face'").set_index("layer")
+    table = report.table.query("label == 'face'").set_index("layer")
     assert table.loc[4, "compression"] > 1.5 > 1.1 > table.loc[0, "compression"]
     assert table.loc[4, "control_compression"] < 1.1 and (table["control_code_bits"] > 0).all()
     assert table.loc[4, "v_information"] > 0.8 and abs(table.loc[0, "v_information"]) < 0.1
@@ -248,7 +256,7 @@ def test_controls_of_the_path_need_the_whole_path(coin_dump: Dump) -> None:
     every = ProbeRows.of(coin_dump).accepted()
     narrow = every.at("step")
     kept = ProbeRows(narrow.frame, narrow.source, narrow.numbers)
-    whole, part, steps = (sweep(rows, "face", **(QUICK | {"positions": "step:2"})) for rows in (every, narrow, kept))
+    whole, part, steps = (sweep(rows, "face", **(TWO_LAYERS | {"positions": "step:2"})) for rows in (every, narrow, kept))
     assert part.table.equals(whole.table)
     for report, there in ((whole, True), (steps, False)):
         main = report.table.query("label == 'face'")
@@ -311,9 +319,8 @@ def test_engine_of_another_dump(coin_dump: Dump) -> None:
         sweep(coin_dump, "face", engine=toy_engine(), **QUICK)
 
 
-def test_report_on_disk(coin_dump: Dump, report_folder: Path) -> None:
+def test_report_on_disk(coin_dump: Dump, report: Report, report_folder: Path) -> None:
     """A report loads as it was saved. Anything else raises a named error."""
-    report = sweep(coin_dump, "face", **QUICK)
     report.save(report_folder)
     loaded = Report.load(report_folder)
     assert loaded.to_json() == report.to_json() and loaded.source["digest"] == coin_dump.digest
