@@ -38,6 +38,8 @@ OPTIONS: dict[str, Any] = {
 }
 WAVES = 2 * ROLLOUTS
 """of one rollout each, so that every worker has many"""
+PATIENCE = 180
+"""seconds to wait for anything; a worker takes 8 on a quiet machine, 40 where six others compete for a core"""
 NODE: dict[str, Any] = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 100 * 2**20}
 
 
@@ -75,7 +77,7 @@ def drawn(folder: Path, workers: int) -> Rollouts:
 
 def until(holds: Callable[[], Any], what: str) -> Any:
     """What the function returns as soon as it is true."""
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + PATIENCE
     while not (found := holds()):
         assert time.monotonic() < deadline, f"Waited in vain for {what}."
         time.sleep(0.01)
@@ -123,7 +125,7 @@ class Watched:
 
     def result(self) -> Rollouts:
         with self._pool:
-            return self._result.result(timeout=90)
+            return self._result.result(timeout=PATIENCE)
 
 
 @pytest.mark.usefixtures("nodes")
@@ -192,7 +194,7 @@ def test_a_dump_whose_worker_is_killed(tmp_path: Path) -> None:
         until((tmp_path / "two" / "plan.json").exists, "the plan")
         (first, *_) = processes("ShardWorker")
         os.kill(first.pid, signal.SIGKILL)
-        both = dumping.result(timeout=90)
+        both = dumping.result(timeout=PATIENCE)
     assert both.digest == alone.digest and not first.is_running()
     names = sorted(path.name for path in (tmp_path / "one").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "two").iterdir())
@@ -224,7 +226,7 @@ def commanded(folder: Path, where: list[str]) -> str:
     command = [sys.executable, "-m", "replaylens", "resample", "--prompt", PROMPT, "--chain", CHAIN, "--at", "sentences"]
     options = ["--n", str(ROLLOUTS), "--max-new", "8", "--seed", "3", "--answer", "heads|tails", "--sites", "S"]
     output = ["--keep", "fork,last", "--out", str(folder), "--json", "--quiet"]
-    done = subprocess.run([*command, *options, *output, *where], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([*command, *options, *output, *where], capture_output=True, text=True, timeout=2 * PATIENCE)
     assert done.returncode == 0, done.stderr
     digest: str = json.loads(done.stdout.splitlines()[-1])["digest"]
     return digest
