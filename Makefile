@@ -47,7 +47,7 @@ slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow
 
 cluster: $(STAMP)
-	$(BIN)/python -m pytest -q -m slow tests/engine/test_real_cluster.py
+	$(BIN)/python -m pytest -q -m slow tests/engine/test_real_cluster.py tests/probes/sweeps/test_sweep.py -k "real_cluster or ray"
 
 gpu: $(STAMP)
 	$(BIN)/python -m tests.gpu.run --processes 6

@@ -23,6 +23,7 @@ from replaylens.engine.resampling.answers import Answer
 from replaylens.engine.resampling.rollouts import Rollouts
 from replaylens.engine.rollout_cluster import resample_on_cluster
 from tests.own_certificates import own_certificates  # noqa: F401
+from tests.quick_ray import python_path
 
 pytestmark = pytest.mark.slow
 
@@ -37,6 +38,8 @@ OPTIONS: dict[str, Any] = {
 }
 WAVES = 2 * ROLLOUTS
 """of one rollout each, so that every worker has many"""
+PATIENCE = 180
+"""seconds to wait for anything; a worker takes 8 on a quiet machine, 40 where six others compete for a core"""
 NODE: dict[str, Any] = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 100 * 2**20}
 
 
@@ -46,7 +49,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory, own_certificates: None) -> I
     ray = pytest.importorskip("ray")
     pytest.importorskip("psutil")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(without_grammar(tmp_path_factory)), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv("PYTHONPATH", python_path(tmp_path_factory.mktemp("hidden")))
         patch.setenv("OMP_NUM_THREADS", "1")
         from ray.cluster_utils import Cluster
 
@@ -58,17 +61,6 @@ def nodes(tmp_path_factory: pytest.TempPathFactory, own_certificates: None) -> I
         finally:
             ray.shutdown()
             cluster.shutdown()
-
-
-def without_grammar(folders: pytest.TempPathFactory) -> Path:
-    """A folder for PYTHONPATH that hides rfc3987_syntax from the processes of the cluster.
-
-    jsonschema, which Ray imports, imports it if it is installed, as Jupyter wants. It builds a grammar for 1.8 s, in each of
-    Ray's six processes. Ray ends a node whose agents take more than 15 s, which on two busy cores they then do.
-    """
-    folder = folders.mktemp("hidden")
-    (folder / "rfc3987_syntax.py").write_text('raise ImportError("hidden from the cluster")\n')
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +77,7 @@ def drawn(folder: Path, workers: int) -> Rollouts:
 
 def until(holds: Callable[[], Any], what: str) -> Any:
     """What the function returns as soon as it is true."""
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + PATIENCE
     while not (found := holds()):
         assert time.monotonic() < deadline, f"Waited in vain for {what}."
         time.sleep(0.01)
@@ -133,7 +125,7 @@ class Watched:
 
     def result(self) -> Rollouts:
         with self._pool:
-            return self._result.result(timeout=90)
+            return self._result.result(timeout=PATIENCE)
 
 
 @pytest.mark.usefixtures("nodes")
@@ -202,7 +194,7 @@ def test_a_dump_whose_worker_is_killed(tmp_path: Path) -> None:
         until((tmp_path / "two" / "plan.json").exists, "the plan")
         (first, *_) = processes("ShardWorker")
         os.kill(first.pid, signal.SIGKILL)
-        both = dumping.result(timeout=90)
+        both = dumping.result(timeout=PATIENCE)
     assert both.digest == alone.digest and not first.is_running()
     names = sorted(path.name for path in (tmp_path / "one").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "two").iterdir())
@@ -234,7 +226,7 @@ def commanded(folder: Path, where: list[str]) -> str:
     command = [sys.executable, "-m", "replaylens", "resample", "--prompt", PROMPT, "--chain", CHAIN, "--at", "sentences"]
     options = ["--n", str(ROLLOUTS), "--max-new", "8", "--seed", "3", "--answer", "heads|tails", "--sites", "S"]
     output = ["--keep", "fork,last", "--out", str(folder), "--json", "--quiet"]
-    done = subprocess.run([*command, *options, *output, *where], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([*command, *options, *output, *where], capture_output=True, text=True, timeout=2 * PATIENCE)
     assert done.returncode == 0, done.stderr
     digest: str = json.loads(done.stdout.splitlines()[-1])["digest"]
     return digest

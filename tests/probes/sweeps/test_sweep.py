@@ -1,7 +1,6 @@
 """Sweeps: the report is reproducible, resumed or not; controls work as documented; every bad setting raises a named error."""
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 
+from replaylens.engine.cluster import connected
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import EngineError, OtherFingerprint
@@ -34,6 +34,7 @@ from replaylens.probes.reports.summary import summarise
 from replaylens.probes.sweeps import sweeping
 from replaylens.probes.sweeps.sweeping import MakeSplit, sweep
 from tests.probes.synthetic import rows_of
+from tests.quick_ray import python_path
 from tests.toy_model import engine as toy_engine
 
 QUICK: dict[str, Any] = {"sites": "S", "positions": "query", "permutations": 19}
@@ -125,15 +126,12 @@ def test_estimators_fitted_apart() -> None:
 
 
 @pytest.mark.slow
-def test_ray_backend_changes_nothing() -> None:
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")  # the default of 60 s is too short on a busy machine
-    ray = pytest.importorskip("ray")
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+def test_ray_backend_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
     plain = sweep(rows_of(roots=40), "face", estimators="lda", **(QUICK | {"positions": "all"}))
-    try:
+    with connected("local"):
         spread = sweep(rows_of(roots=40), "face", estimators="lda", backend="ray", jobs=2, **(QUICK | {"positions": "all"}))
-    finally:
-        ray.shutdown()
     assert body(spread) == body(plain)
 
 
