@@ -18,13 +18,14 @@ from replaylens.commands.inspect import inspect
 from replaylens.commands.reporting import size
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
+from tests.engine.dump.conftest import EXAMPLES, NEW, PER_SHARD
 from tests.engine.dump.damage import flip_bit
 
 app = typer.Typer()
 for command in (commands.dump, commands.replay, inspect, commands.verify, commands.diff):
     app.command()(command)
 
-SAME = ["--n", "10", "--knob", "flips=1,3", "--max-new", "7", "--shard-examples", "4"]
+SAME = ["--n", str(EXAMPLES), "--knob", "flips=1,3", "--max-new", str(NEW), "--shard-examples", str(PER_SHARD)]
 """the options of the reference dump"""
 
 
