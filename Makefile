@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint type bench notebooks soak mutants calibrate slow gpu smollm2 pictures clean
+.PHONY: demo test lint type bench notebooks soak mutants calibrate slow cluster gpu smollm2 pictures clean
 
 demo: $(STAMP)
 	$(BIN)/replaylens demo
@@ -45,6 +45,9 @@ calibrate: $(STAMP)
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow
+
+cluster: $(STAMP)
+	$(BIN)/python -m pytest -q -m slow tests/engine/test_real_cluster.py
 
 gpu: $(STAMP)
 	$(BIN)/python -m tests.gpu.run --processes 6

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -33,8 +34,8 @@ D_MODEL, D_MLP, D_KV, VOCAB = 4096, 14336, 1024, 128256
 Numbers = dict[str, float]
 
 
-def make_checkpoint(folder: Path, layers: int) -> None:
-    """A Llama with random weights, one shard per layer, and one each for embedding and head."""
+def make_checkpoint(folder: Path, layers: int, writers: int = 1) -> None:
+    """A Llama with random weights, one shard per layer, and one each for embedding and head. Holds a shard per writer."""
     import transformers
 
     config = transformers.LlamaConfig(
@@ -68,11 +69,14 @@ def make_checkpoint(folder: Path, layers: int) -> None:
     shards = [{f"model.layers.{i}.{name}.weight": shape for name, shape in one.items()} for i in range(layers)]
     shards += [{"model.embed_tokens.weight": (VOCAB, D_MODEL)}]
     shards += [{"lm_head.weight": (VOCAB, D_MODEL), "model.norm.weight": (D_MODEL,)}]
-    weight_map = {}
-    for i, shard in enumerate(shards):
-        file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+    files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    weight_map = {name: file for shard, file in zip(shards, files, strict=True) for name in shard}
+
+    def write(shard: dict[str, tuple[int, ...]], file: str) -> None:
         save_file({name: filled(*shape) for name, shape in shard.items()}, folder / file)
-        weight_map |= dict.fromkeys(shard, file)
+
+    with ThreadPoolExecutor(writers) as pool:
+        list(pool.map(write, shards, files))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 

@@ -17,103 +17,38 @@ import argparse
 import json
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks import natural_boards
+from benchmarks.natural_load import load
 from benchmarks.natural_subject import (
     TEMPERATURES,
+    TINY,
+    Sizes,
+    Subject,
     Tally,
-    Times,
     first_difference,
     generated,
     in_batches,
     samplings,
     story_prompts,
     tallied,
-    timed,
 )
 from benchmarks.table import RESULTS, Table
 from replaylens.engine.engine import Engine
-from replaylens.engine.serving.request import Request
 from replaylens.engine.zoo import coin as zoo
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """How much is generated."""
-
-    stories: int = 128
-    length: int = 512
-    marks: tuple[int, ...] = (100, 256, 512)
-    other_batch: int = 32
-    batches: tuple[int, ...] = (1, 8, 32, 64, 128)
-    drafts: int = 12000
-    """drafts per cell, at least, as far as there are prompts; a sixth of it for requests alone"""
-    tokens: int = 256
-    """tokens per request that is drafted"""
-    windows: tuple[int, ...] = (4, 8, 16, 32, 64)
-    groups: tuple[int, ...] = (8, 32, 128)
-    load: int = 64
-    load_tokens: int = 128
-    load_windows: tuple[int, ...] = (8, 32)
-    shares: tuple[float, ...] = (0.0, 0.1, 0.5, 1.0)
-    alone: int = 8
-    coins: int = 64
-    coin_tokens: int = 48
-
-
-TINY = Sizes(
-    stories=4, length=12, marks=(4, 12), other_batch=2, batches=(1, 4), drafts=16, tokens=8, windows=(4, 8), groups=(2, 4),
-    load=4, load_tokens=8, load_windows=(4,), shares=(0.0, 0.5), alone=2, coins=4, coin_tokens=6,
-)  # fmt: skip
 PROMISE = "deterministic tokens in any company: differing"
 DRAFTING = 8
 """window of the flips: seven drafts and a free token"""
-
-
-@dataclass
-class Subject:
-    """A model, its prompts, and what its deterministic requests committed."""
-
-    engine: Engine
-    name: str
-    prompts: Sequence[str]
-    sizes: Sizes
-    deadline: float
-    length: int = 0
-    done: frozenset[str] = frozenset()
-    """lines that an earlier run has measured"""
-    stories: dict[float, list[list[int]]] = field(default_factory=dict)
-    """temperature -> canonical tokens of every request, all in one batch"""
-    compared: int = 0
-    """tokens of deterministic requests, in other company and with other windows, compared with `stories`"""
-    differing: int = 0
-
-    @property
-    def late(self) -> bool:
-        return time.perf_counter() > self.deadline
-
-    def story(self, temperature: float) -> list[list[int]]:
-        """Canonical stories of all prompts at a temperature."""
-        if temperature not in self.stories:
-            own = samplings(len(self.prompts), temperature)
-            self.stories[temperature] = generated(self.engine, self.prompts, own, self.length)
-        return self.stories[temperature]
-
-    def compare(self, temperature: float, tokens: Sequence[Sequence[int]], first: int = 0) -> None:
-        """Mutates: counts tokens that differ from the canonical stories of the requests from `first` on."""
-        for own, story in zip(tokens, self.story(temperature)[first:], strict=False):
-            self.compared += len(own)
-            self.differing += sum(a != b for a, b in zip(own, story, strict=False))
 
 
 def divergence(table: Table, subject: Subject) -> None:
@@ -217,48 +152,6 @@ def windows(table: Table, subject: Subject) -> None:
             tally = drafted(subject, temperature, group, window)
             expected = tally.per_thousand / 10 * (window - 1) / 2
             table.add(what, **counts(tally), half_p_w=expected, committed=tally.committed)
-
-
-def load(table: Table, subject: Subject) -> None:
-    """All requests arrive at once. Deterministic ones decode directly, or draft and verify."""
-    sizes = subject.sizes
-    count, base = min(sizes.load, len(subject.prompts)), 0.0
-    arms: list[tuple[str, int | None]] = [("direct", None), *((f"draft and verify, W={w}", w) for w in sizes.load_windows)]
-    for name, window in arms:
-        for share in sizes.shares if window is None else sizes.shares[1:]:
-            if subject.late:
-                return
-            total, times, tokens = loaded(subject, count, share, window)
-            rate = sum(map(len, tokens)) / total
-            base = base or rate
-            what = f"{subject.name}, load, {name}, {100 * share:g} % deterministic"
-            table.add(what, ratio=rate / base, tokens_per_s=rate, **summary(times))
-
-
-def loaded(subject: Subject, count: int, share: float, window: int | None) -> tuple[float, list[Times], list[list[int]]]:
-    """The fastest of three runs; the first compiles kernels and captures graphs."""
-    own = samplings(count, 1.0)
-    promised = [int((i + 1) * share) > int(i * share) for i in range(count)]  # spread evenly over the requests
-    asked = [
-        Request(subject.sizes.load_tokens, each, window=window if sure else None, deterministic=sure)
-        for each, sure in zip(own, promised, strict=True)
-    ]
-    found = min((timed(subject.engine, subject.prompts[:count], asked) for _ in range(3)), key=lambda run: run[0])
-    for i, sure in enumerate(promised):
-        if sure:
-            subject.compare(1.0, [found[2][i]], i)
-    return found
-
-
-def summary(times: Sequence[Times]) -> dict[str, float]:
-    """Milliseconds: median and largest time to the first token, median time per token, by kind of request."""
-    found: dict[str, float] = {}
-    for name, sure in (("deterministic", True), ("ordinary", False)):
-        if mine := [t for t in times if t.deterministic is sure]:
-            found[f"{name}_first_ms"] = 1e3 * median(t.first for t in mine)
-            found[f"{name}_first_max_ms"] = 1e3 * max(t.first for t in mine)
-            found[f"{name}_token_ms"] = 1e3 * median(t.per_token for t in mine)
-    return found
 
 
 def alone(table: Table, subject: Subject) -> None:

@@ -1,4 +1,4 @@
-"""What `benchmarks/natural_gpu.py` measures with: stories, counts of verifications, times of tokens."""
+"""What `benchmarks/natural_gpu.py` measures: stories of a model, how much of them, and counts of verifications."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -7,13 +7,10 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-import torch
-
 from replaylens.engine.engine import Engine
 from replaylens.engine.loop import admission
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.serving.request import Request
 
 HEROES = (
     "a lighthouse keeper", "a young baker", "a retired pilot", "two sisters", "a clockmaker", "an old fisherman", "a gardener",
@@ -120,55 +117,66 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 
 @dataclass(frozen=True)
-class Times:
-    """Seconds of one request since the start of the run."""
+class Sizes:
+    """How much is generated."""
 
-    deterministic: bool
-    first: float
-    """when the host first had tokens of it: one, or all of a burst"""
-    last: float
-    between: int
-    """tokens after those that came first"""
+    stories: int = 128
+    length: int = 512
+    marks: tuple[int, ...] = (100, 256, 512)
+    other_batch: int = 32
+    batches: tuple[int, ...] = (1, 8, 32, 64, 128)
+    drafts: int = 12000
+    """drafts per cell, at least, as far as there are prompts; a sixth of it for requests alone"""
+    tokens: int = 256
+    """tokens per request that is drafted"""
+    windows: tuple[int, ...] = (4, 8, 16, 32, 64)
+    groups: tuple[int, ...] = (8, 32, 128)
+    load: int = 64
+    load_tokens: int = 128
+    load_windows: tuple[int, ...] = (8, 32)
+    shares: tuple[float, ...] = (0.0, 0.1, 0.5, 1.0)
+    alone: int = 8
+    coins: int = 64
+    coin_tokens: int = 48
+
+
+TINY = Sizes(
+    stories=4, length=12, marks=(4, 12), other_batch=2, batches=(1, 4), drafts=16, tokens=8, windows=(4, 8), groups=(2, 4),
+    load=4, load_tokens=8, load_windows=(4,), shares=(0.0, 0.5), alone=2, coins=4, coin_tokens=6,
+)  # fmt: skip
+
+
+@dataclass
+class Subject:
+    """A model, its prompts, and what its deterministic requests committed."""
+
+    engine: Engine
+    name: str
+    prompts: Sequence[str]
+    sizes: Sizes
+    deadline: float
+    length: int = 0
+    done: frozenset[str] = frozenset()
+    """lines that an earlier run has measured"""
+    stories: dict[float, list[list[int]]] = field(default_factory=dict)
+    """temperature -> canonical tokens of every request, all in one batch"""
+    compared: int = 0
+    """tokens of deterministic requests, in other company and with other windows, compared with `stories`"""
+    differing: int = 0
 
     @property
-    def per_token(self) -> float:
-        """Mean time per token after the first."""
-        return (self.last - self.first) / max(1, self.between)
+    def late(self) -> bool:
+        return time.perf_counter() > self.deadline
 
+    def story(self, temperature: float) -> list[list[int]]:
+        """Canonical stories of all prompts at a temperature."""
+        if temperature not in self.stories:
+            own = samplings(len(self.prompts), temperature)
+            self.stories[temperature] = generated(self.engine, self.prompts, own, self.length)
+        return self.stories[temperature]
 
-def timed(engine: Engine, prompts: Sequence[str], requests: Sequence[Request]) -> tuple[float, list[Times], list[list[int]]]:
-    """(seconds of the run, times of each request, tokens of each): all arrive at once, prefill included."""
-    engine.prefix.clear()
-    step, first, last = engine.loop.step, dict[int, tuple[float, int]](), dict[int, float]()
-    _wait()
-    begin = time.perf_counter()
-
-    def measured() -> None:
-        running = list(engine.loop.jobs)
-        step()
-        now = time.perf_counter() - begin
-        for job in running:
-            if job.generated:
-                first.setdefault(job.lane.branch, (now, job.generated))
-                last[job.lane.branch] = now
-
-    engine.loop.step = measured  # type: ignore[method-assign]
-    try:
-        branches = engine.prompts(prompts)
-        engine.serve(branches, requests)
-        _wait()
-        total = time.perf_counter() - begin
-    finally:
-        engine.loop.step = step  # type: ignore[method-assign]
-    tokens = [branch.generated for branch in branches]
-    times = [
-        Times(request.deterministic, first[branch.id][0], last[branch.id], len(own) - first[branch.id][1])
-        for branch, request, own in zip(branches, requests, tokens, strict=True)
-    ]
-    released(branches)
-    return total, times, tokens
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    def compare(self, temperature: float, tokens: Sequence[Sequence[int]], first: int = 0) -> None:
+        """Mutates: counts tokens that differ from the canonical stories of the requests from `first` on."""
+        for own, story in zip(tokens, self.story(temperature)[first:], strict=False):
+            self.compared += len(own)
+            self.differing += sum(a != b for a, b in zip(own, story, strict=False))

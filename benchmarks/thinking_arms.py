@@ -55,7 +55,7 @@ HOPS = TextTask(
     longest=4,
     tested=(1, 2, 3, 4, 6, 8, 12),
     chunks=(2, 8, 16),
-    steps=5000,
+    steps=6000,
     width=144,
     words=1,
     apart=4,
@@ -66,7 +66,7 @@ COUNTS = TextTask(
     longest=6,
     tested=(1, 2, 4, 6, 8, 12, 16, 24),
     chunks=(2, 8, 16),
-    steps=2200,
+    steps=3000,
     width=384,
     words=6,
     apart=4,
@@ -123,12 +123,23 @@ class Size:
     """training texts of an arm, over all numbers of steps"""
     steps: int | None = None
     """of every arm; None: the task's"""
+    lr: float = 1e-3
+    longest: int | None = None
+    """N, where it is less than the task's"""
     examples: int = 100
     """per tested number of steps"""
     tested_together: int = 256
 
+    def task(self, name: str) -> TextTask:
+        """The task, with this N: up to twice as many steps are tested, and rows are shorter accordingly."""
+        task = TEXT_TASKS[name]
+        if self.longest is None:
+            return task
+        tested = tuple(steps for steps in range(1, 2 * self.longest + 1) if steps <= self.longest or steps % 2 == 0)
+        return replace(task, longest=self.longest, tested=tested, width=task.width // 2)
+
     def recipe(self, arm: Arm) -> ThinkingRecipe:
-        task, heads = TEXT_TASKS[arm.task], self.d_model // 32
+        task, heads = self.task(arm.task), self.d_model // 32
         steps = self.steps or task.steps
         config = ModelConfig(
             num_layers=self.layers, d_model=self.d_model, num_heads=heads, num_kv_heads=heads, d_head=32,
@@ -153,7 +164,7 @@ class Size:
             longest=task.longest,
             steps=steps,
             batch=self.tokens // task.width,
-            lr=1e-3,
+            lr=self.lr,
             seed=arm.seed,
             warmup=min(100, steps // 10),
             completion_weight=arm.completion_weight,
@@ -164,6 +175,8 @@ class Size:
 
 TINY = Size(d_model=32, tokens=768, texts=24, steps=6, examples=3)
 """a smoke test"""
+SMALL = Size(layers=3, d_model=64, tokens=1536, texts=6144, steps=1500, lr=2e-3, longest=3)
+"""for one core, and one task: a step of Thinking States takes about 0.3 s"""
 
 
 def methods(names: tuple[str, ...], seeds: tuple[int, ...]) -> list[Arm]:
@@ -171,15 +184,23 @@ def methods(names: tuple[str, ...], seeds: tuple[int, ...]) -> list[Arm]:
     return [Arm(task, method, seed) for seed in seeds for task in names for method in METHODS]
 
 
-def ablations(names: tuple[str, ...], layers: int, seeds: tuple[int, ...]) -> list[Arm]:
-    """Thinking States, and with one thing changed: chunk size, L_out, L_in, `cut`, and the loss of the paper."""
+CHANGES = ("chunk", "layers", "cut", "loss")
+"""what the ablations change: chunk size, L_out and L_in, `cut`, and the weights of the loss"""
+
+
+def ablations(names: tuple[str, ...], changes: tuple[str, ...], layers: int, seeds: tuple[int, ...]) -> list[Arm]:
+    """Thinking States, and with one thing changed."""
     found: list[Arm] = []
     for task in names:
         base = Arm(task)
-        found += [base]
-        found += [replace(base, chunk=chunk) for chunk in TEXT_TASKS[task].chunks]
-        found += [replace(base, read_layer=layer) for layer in range(1, layers) if layer != layers - 2]
-        found += [replace(base, write_layer=1)]
-        found += [replace(base, cut=not TEXT_TASKS[task].cut)]
-        found += [replace(base, completion_weight=1.0), replace(base, completion_weight=1.0, thought_loss="chunks")]
+        changed = dict(
+            chunk=[replace(base, chunk=chunk) for chunk in TEXT_TASKS[task].chunks],
+            layers=[
+                *[replace(base, read_layer=layer) for layer in range(1, layers) if layer != layers - 2],
+                replace(base, write_layer=1),
+            ],
+            cut=[replace(base, cut=not TEXT_TASKS[task].cut)],
+            loss=[replace(base, completion_weight=1.0), replace(base, completion_weight=1.0, thought_loss="chunks")],
+        )
+        found += [base, *[arm for change in changes for arm in changed[change]]]
     return [replace(arm, seed=seed) for seed in seeds for arm in found]

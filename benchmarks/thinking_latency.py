@@ -54,12 +54,12 @@ TINY_SHAPES = {
     )
 }  # fmt: skip
 LOADS = {
-    "Qwen2.5-0.5B shape": (("counts", 8, (4, 8)), ("hops", 4, (2,))),
-    "Llama-3.2-1B shape": (("counts", 8, (4, 8)), ("counts", 4, (8,))),
+    "Qwen2.5-0.5B shape": (("counts", 8, (4, 8, 16)), ("hops", 4, (2,))),
+    "Llama-3.2-1B shape": (("counts", 8, (8, 16)),),
     "tiny shape": (("counts", 8, (4,)), ("hops", 4, (2,))),
 }
 """task, chunk, and numbers of steps of the texts, for the larger shapes"""
-WARM = 3
+WARM = 6
 """rounds before the clock counts: kernels are compiled, and passes of a shape that recurs become graphs"""
 VARIANTS = 8
 """thoughts of one length, so that a text does not think the same again and again: C is not computed twice for a thought"""
@@ -83,6 +83,37 @@ class Load:
 
 
 # ---- the clock --------------------------------------------------------------------------------------------------------
+
+
+class Parts:
+    """Where a prompt's time goes: the host's seconds in the parts of its rounds, since the last `reset`."""
+
+    def __init__(self, engine: ThinkingEngine) -> None:
+        """Mutates the engine: its methods are timed from now on."""
+        prefiller = engine.prefiller
+        self.seconds: dict[str, float] = {}
+        prefiller.forest.compute = self._timed("pass", prefiller.forest.compute)  # type: ignore[method-assign]
+        prefiller._chunks = self._timed("rows", prefiller._chunks)  # type: ignore[method-assign]
+        prefiller.blocks._decode_ahead = self._timed("T", prefiller.blocks._decode_ahead)  # type: ignore[method-assign]
+        prefiller.blocks._compress = self._timed("C", prefiller.blocks._compress)  # type: ignore[method-assign]
+
+    def _timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        self.seconds[name] = 0.0
+
+        def call(*given: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return method(*given)
+            finally:
+                self.seconds[name] += time.perf_counter() - begin
+
+        return call
+
+    def reset(self) -> dict[str, float]:
+        """The seconds by part. Mutates: starts again at 0."""
+        found = dict(self.seconds)
+        self.seconds |= dict.fromkeys(found, 0.0)
+        return found
 
 
 def timed(engine: Engine, load: Load, tokens: int, options: dict[str, Any]) -> tuple[float, list[int], int]:
@@ -113,6 +144,7 @@ def compare(
     arms: dict[Guess | None, list[float]] = {guess: [] for guess in (*guesses, None)}
     right: dict[Guess | None, float] = {}
     rounds: dict[Guess | None, float] = {}
+    parts, spent = Parts(thinker), {guess: dict[str, list[float]]() for guess in guesses}
     for repeat in range(-WARM, repeats):
         for guess, times in arms.items():
             engine: Engine = writer if guess is None else thinker
@@ -120,6 +152,9 @@ def compare(
             found = [timed(engine, load, load.written if guess is None else load.said, options) for load in loads]
             if repeat >= 0:
                 times.append(mean(seconds for seconds, *_ in found))
+            for part, seconds in parts.reset().items():
+                if guess is not None and repeat >= 0:
+                    spent[guess].setdefault(part, []).append(1e3 * seconds / len(loads))
             rounds[guess] = mean(rounds for *_, rounds in found)
             right[guess] = mean(_right(load, said, guess is None) for load, (_, said, _) in zip(loads, found, strict=True))
     theirs = median(arms[None])
@@ -130,7 +165,8 @@ def compare(
             cot_ms=1e3 * theirs, rounds=rounds[guess], chunks=mean(len(load.thoughts) for load in loads),
             thoughts=mean(sum(len(t) > 1 for t in load.thoughts) for load in loads),
             prompt_tokens=mean(len(load.prompt) for load in loads), written=mean(load.written for load in loads),
-            right=right[guess], cot_right=right[None], all_ms=[1e3 * x for x in arms[guess]],
+            parts_ms={part: median(each) for part, each in spent[guess].items()}, right=right[guess], cot_right=right[None],
+            all_ms=[1e3 * x for x in arms[guess]],
             all_cot_ms=[1e3 * x for x in arms[None]],
         )  # fmt: skip
 
@@ -198,13 +234,23 @@ def _made(
     print(f"{shape}, chunks of {chunk}: made in {time.time() - begin:.1f} s", flush=True)
     for steps, pairs in texts.items():
         loads = [triggered(thinks, sizes, *pair) for pair in pairs]
-        branch = thinker.prompt(loads[0].prompt)
-        found = [len(thought.tokens) for thought in branch.thoughts.chunks]
+        first = _thoughts(thinker, loads[0])
+        found = [len(tokens) for tokens, _ in first]
         assert found == [len(thought) for thought in loads[0].thoughts], "the model made by hand thinks otherwise"
-        branch.release()
         compare(
             table, f"{shape}, {name}, {steps} steps, chunks of {chunk}", thinker, writer, loads, repeats, ("empty", "drafted")
         )
+        for (tokens, rows), (others, its) in zip(first, _thoughts(thinker, loads[0]), strict=True):
+            assert tokens == others and torch.equal(rows, its), "steps as graphs have other bits than launched ones"
+
+
+def _thoughts(engine: ThinkingEngine, load: Load) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    """Tokens and T's rows of every chunk. The first of a size are launched, later ones are graphs."""
+    branch = engine.prompt(load.prompt)
+    found = [(thought.tokens, thought.hidden.clone()) for thought in branch.thoughts.chunks]
+    branch.release()
+    engine.prefix.clear()
+    return found
 
 
 def _words(sizes: Sequence[int]) -> dict[int, list[list[int]]]:

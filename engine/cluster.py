@@ -29,7 +29,7 @@ from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 
 ATTEMPTS = 3
-"""how often a shard or wave is tried if its actors die"""
+"""how often a shard or wave is tried if its actors die, and the start of a cluster if it takes too long"""
 
 
 class ShardWorker:
@@ -218,20 +218,40 @@ def connected(address: str) -> Iterator[Any]:
             raise ClusterFailed(f"This process is already connected to the cluster at {here}, not to {address}.")
         yield ray
         return
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
-    own: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
-    try:
-        with _own_termination():
-            ray.init(address=address, **quiet, **own)
-    except Exception as error:  # a cluster that does not start in time raises a bare Exception
-        with suppress(Exception):
-            ray.shutdown()
-        what = "could not be started on this machine" if address == "local" else f"was not found at {address}"
-        raise ClusterFailed(f"The Ray cluster {what}: {type(error).__name__}: {error}") from error
+    _connect(ray, address)
     try:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _connect(ray: Any, address: str) -> None:
+    """Join a cluster, or start one on this machine.
+
+    A start that fails is tried again: a node ends itself if its agents, Python processes, have not reported within 15 s, which
+    happens on a machine with more work than cores. Ray has no option for that limit.
+    """
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    own: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            with _own_termination():
+                ray.init(address=address, **quiet, **own)
+            return
+        except Exception as error:
+            with suppress(Exception):
+                ray.shutdown()
+            if address != "local":
+                raise ClusterFailed(f"The Ray cluster was not found at {address}: {type(error).__name__}: {error}") from error
+            slow = type(error) is Exception  # what Ray raises for a node that did not start in time
+            if not slow or attempt == ATTEMPTS:
+                times = f" in {attempt} attempts" if attempt > 1 else ""
+                advice = (
+                    " The machine may be too busy. Try again later, or give the address of a running cluster." if slow else ""
+                )
+                raise ClusterFailed(
+                    f"The Ray cluster could not be started on this machine{times}: {type(error).__name__}: {error}{advice}"
+                ) from error
 
 
 @contextmanager

@@ -15,8 +15,17 @@ elementwise over the blocks of a split, and a float32 dot with ones sums them on
 **Two schedules, same bits.** With few tiles, each split runs in its own program (`split` below), and the last one to finish
 merges all partial results in order. With many tiles, one program loops over the splits and merges as it goes.
 
+**A third for many rows on Hopper.** `kernels/prefill.py` takes the same steps with specialised warpgroups, which overlap the
+softmax with products.
+
 **Shared keys.** Where rows of several sequences read the same pages, `kernels/shared.py` walks over them once for all rows, and
 each row continues from the state it left.
+
+**Sinks.** A sink is a score without a key. It is one more partial result, merged after all others, in any schedule.
+
+**Latents.** Values may be the first columns of their keys: the absorbed form of latent attention, with one KV head for all
+query heads. A key is then read once for both. Wide values leave room for few query heads per program (`heads_together`): the
+heads are divided among several programs, which read the same keys.
 
 **Pages.** Slot of key j of sequence s: `page_table[s, j // page_size] * page_size + j % page_size`. Page 0 is the null page.
 It is all zeros and never written. A table may hold 0 for positions that no row reads.
@@ -37,6 +46,7 @@ from replaylens.kernels.launch import (
     AttentionTile,
     attention_tile,
     ceil_div,
+    heads_together,
     next_power_of_2,
     num_multiprocessors,
     require,
@@ -45,18 +55,34 @@ from replaylens.kernels.launch import (
     require_same,
     require_shape,
 )
+from replaylens.kernels.prefill import MAX_PAIRS, can_prefill, prefill
 from replaylens.kernels.shared import SharedKeys, shared_states
-from replaylens.kernels.softmax import closed, empty, load_merged, load_partial, load_running, merge, store_partial, walk
+from replaylens.kernels.softmax import (
+    closed,
+    empty,
+    load_merged,
+    load_partial,
+    load_queries,
+    load_running,
+    merge,
+    store_partial,
+    walk,
+    with_sink,
+)
+
+MAX_VALUES, MAX_REST = 512, 64
+"""columns of keys that are also values, and of the rest of them: what fits beside the queries into shared memory"""
 
 
 @triton.jit(do_not_specialize=["window", "max_splits", "stride_t", "stride_s"])
 def _attention_kernel(
-    Q, K, V, OUT, PARTIAL, COUNT, TILES, SEQUENCE, POSITION, TABLES, STATE, BEGUN,
+    Q, K, V, OUT, PARTIAL, COUNT, TILES, SEQUENCE, POSITION, TABLES, STATE, BEGUN, SINKS,
     stride_qr, stride_qh, kv_stride, head_stride, stride_or, stride_oh, stride_t, stride_s,
     scale, softcap, window, max_splits,
     GROUP: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, ROWS: tl.constexpr, TILED: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, SPLIT_GRID: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SHARED: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SHARED: tl.constexpr, HAS_SINKS: tl.constexpr, REST: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One tile: up to ROWS (row, query head) pairs of one sequence and one KV head."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -73,7 +99,7 @@ def _attention_kernel(
     position = tl.load(POSITION + row, mask=valid, other=-1)
     d = tl.arange(0, HEAD_BLOCK)
     mask = valid[:, None] & (d[None, :] < HEAD)
-    q = tl.load(Q + row[:, None] * stride_qr + head[:, None] * stride_qh + d[None, :], mask=mask, other=0.0)
+    q, other = load_queries(Q + row * stride_qr + head * stride_qh, valid, d, HEAD, REST, REST_BLOCK)
     TABLE = TABLES + tl.load(SEQUENCE + first_row).to(tl.int64) * stride_t
     K += kv_head * head_stride
     V += kv_head * head_stride
@@ -98,8 +124,8 @@ def _attention_kernel(
         else:
             m, sums, a = empty(ROWS, BLOCK, HEAD_BLOCK)
         m, sums, a = walk(
-            q, m, sums, a, K, V, TABLE, tl.maximum(first, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT), position,
-            clear, d, kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED,
+            q, other, m, sums, a, K, V, TABLE, tl.maximum(first, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT), position,
+            clear, d, kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED, WINDOWED,
         )  # fmt: skip
         l = closed(sums, BLOCK)
         if high - low > 1:
@@ -128,8 +154,8 @@ def _attention_kernel(
         if SHARED:  # the first split continues the running one
             m1, sums, a1 = load_running(STATE, at, d, begun, BLOCK, HEAD_BLOCK)
             m1, sums, a1 = walk(
-                q, m1, sums, a1, K, V, TABLE, first, tl.minimum(end, (low + 1) * SPLIT), position, clear, d,
-                kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED,
+                q, other, m1, sums, a1, K, V, TABLE, first, tl.minimum(end, (low + 1) * SPLIT), position, clear, d,
+                kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED, WINDOWED,
             )  # fmt: skip
             m, l, a = load_merged(STATE, at, d, begun, BLOCK, HEAD_BLOCK)
             m, l, a = merge(m, l, a, m1, closed(sums, BLOCK), a1)
@@ -137,11 +163,14 @@ def _attention_kernel(
         for split in tl.range(start, high):
             m1, sums, a1 = empty(ROWS, BLOCK, HEAD_BLOCK)
             m1, sums, a1 = walk(
-                q, m1, sums, a1, K, V, TABLE, tl.maximum(first, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT), position,
-                clear, d, kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED,
+                q, other, m1, sums, a1, K, V, TABLE, tl.maximum(first, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT),
+                position, clear, d, kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED,
+                WINDOWED,
             )  # fmt: skip
             m, l, a = merge(m, l, a, m1, closed(sums, BLOCK), a1)  # merging into an empty result gives the other, to the bit
     if write:
+        if HAS_SINKS:
+            m, l, a = with_sink(m, l, a, SINKS, head, valid)
         out = OUT + row[:, None] * stride_or + head[:, None] * stride_oh + d[None, :]
         l = tl.where(valid, l, 1.0)  # padding pairs saw no key
         tl.store(out, (a / l[:, None]).to(OUT.dtype.element_ty), mask=mask)
@@ -180,8 +209,8 @@ class PagedRows:
 
 
 def rows_per_tile(heads: int, kv_heads: int, d_head: int, dtype: torch.dtype, longest: int) -> int:
-    """How many rows of one sequence share a tile if no sequence has more than `longest` rows."""
-    group = heads // kv_heads
+    """How many rows of one sequence share a tile if no sequence has more than `longest` rows. d_head: of values"""
+    group = heads_together(heads // kv_heads, d_head, dtype)
     return max(1, attention_tile(longest * group, d_head, dtype, group).rows // group)
 
 
@@ -242,16 +271,22 @@ def attention(
     kv_split: int = KV_SPLIT,
     shared_tile: AttentionTile | None = None,
     split_shared: bool | None = None,
+    sinks: Tensor | None = None,
+    specialised: bool | None = None,
 ) -> Tensor:
     """q [rows, heads, d_head], caches [slots, kv_heads, d_head] -> [rows, heads, d_head].
 
+    v_cache  may be the first d_value columns of `k_cache`, which has one head then: the result is [rows, heads, d_value]
+    sinks    [heads]: scores that take part in the softmax of every row and belong to no key
+
     The keys and values of the rows themselves must be in the cache. `window` counts the visible positions, the row
     included. 0 disables `softcap` or `window`. `tile` and `split` choose a schedule, for shared keys `shared_tile` and
-    `split_shared`; they move no bit. `kv_block` and `kv_split`
-    are canonical: only tests that show that bits move pass other values.
+    `split_shared`; `specialised` chooses the kernel of `kernels/prefill.py` (None: where it is faster). They move no bit.
+    `kv_block` and `kv_split` are canonical: only tests that show that bits move pass other values.
     """
-    num_rows, heads, d_head = q.shape
-    kv_heads = check_caches(q, k_cache, v_cache)
+    num_rows, heads = q.shape[:2]
+    k_cache, v_cache, rest = checked_caches(q, k_cache, v_cache)
+    kv_heads, d_head = v_cache.shape[1:]
     require_shape("rows.sequence", rows.sequence, (num_rows,))
     require(kv_split % kv_block == 0, "kv_split {} is not a multiple of kv_block {}.", kv_split, kv_block)
     require(scale > 0, "scale is {}. It must be positive.", scale)
@@ -259,18 +294,29 @@ def attention(
     group = heads // kv_heads
     if out is None:
         out = torch.empty(num_rows, heads, d_head, dtype=q.dtype, device=q.device)
-    require_shape("out", out, q.shape)
+    require_shape("out", out, (num_rows, heads, d_head))
     require_rows("out", out)
+    if sinks is not None:
+        require_shape("sinks", sinks, (heads,))
+        require_same("sinks", sinks, q)
     if not num_rows:
         return out
+    if specialised is None and (tile is not None or split is not None):
+        specialised = False  # the caller chose a schedule of this kernel
+    plain = sinks is None and not rest
+    special = _specialises(q, k_cache, v_cache, rows, window, kv_block, kv_split, plain, specialised)
     tile, split, splits = _schedule(rows, group, d_head, q.dtype, window, page_size, kv_split, kv_heads, tile, split)
     num_tiles = num_rows if rows.tiles is None else rows.tiles.shape[0]
+    log2e = 1.4426950408889634
+    scale, softcap = (2 * log2e * scale / softcap if softcap else log2e * scale), softcap * log2e
+    if rows.tiles is not None and special:
+        tiles, places = rows.tiles, (rows.sequence, rows.position, rows.page_table)
+        prefill(q, k_cache, v_cache, out, tiles, *places, scale, softcap, window, page_size)
+        return out
     if split:
         workspace = workspace or Workspace.of(num_tiles, kv_heads, splits, tile.rows, d_head, q.device)
         workspace.check(num_tiles, kv_heads, splits, tile.rows, d_head)
     partial, count = (workspace.partial, workspace.count) if split and workspace is not None else (q, q)
-    log2e = 1.4426950408889634
-    scale, softcap = (2 * log2e * scale / softcap if softcap else log2e * scale), softcap * log2e
     shared = None if window else rows.shared  # a window bounds what a row reads
     state, begun, level_stride = q, rows.position, 0
     if shared is not None:
@@ -290,15 +336,17 @@ def attention(
             kv_split,
             tall,
             split_shared,
+            rest,
         )
         begun, level_stride = shared.begun, state.stride(0)
     _attention_kernel[(num_tiles, kv_heads, splits if split else 1)](
         q, k_cache, v_cache, out, partial, count, rows.tiles if rows.tiles is not None else rows.position,
-        rows.sequence, rows.position, rows.page_table, state, begun,
+        rows.sequence, rows.position, rows.page_table, state, begun, q if sinks is None else sinks,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), out.stride(0), out.stride(1),
         rows.page_table.stride(0), level_stride, scale, softcap, window, splits,
         group, d_head, next_power_of_2(max(d_head, 16)), tile.rows, rows.tiles is not None,
-        page_size, kv_block, kv_split, split, softcap > 0, window > 0, shared is not None,
+        page_size, kv_block, kv_split, split, softcap > 0, window > 0, shared is not None, sinks is not None, rest,
+        next_power_of_2(max(rest, 16)),
         num_warps=tile.warps, num_stages=tile.stages, **EXACT,
     )  # fmt: skip
     return out
@@ -325,19 +373,66 @@ def _schedule(
     return tile or attention_tile(pairs, d_head, dtype, group, split, short), split, splits
 
 
-def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int:
-    """The number of KV heads. Raises ValueError if the tensors do not fit together."""
+def _specialises(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    rows: PagedRows,
+    window: int,
+    kv_block: int,
+    kv_split: int,
+    plain: bool,
+    wanted: bool | None,
+) -> bool:
+    """Whether `kernels/prefill.py` computes these rows: if it can, and if they keep all multiprocessors busy.
+
+    plain  neither sinks nor keys wider than their values
+    """
+    if wanted is False or (rows.tiles is None and not wanted):
+        return False
+    shares = rows.shared is not None and not window
+    group, per_tile = q.shape[1] // k_cache.shape[1], 0 if rows.tiles is None or shares else rows.per_tile
+    can = plain and can_prefill(q, k_cache, v_cache, per_tile * group, kv_block, kv_split)
+    require(
+        can or not wanted,
+        "specialised=True needs a Hopper GPU, bfloat16 or float16, head size 64 or 128, and tiles of at most {} pairs without "
+        "shared keys, sinks and latents. q is {} {} on {}.",
+        MAX_PAIRS,
+        q.dtype,
+        q.shape,
+        q.device,
+    )
+    if wanted or not can or rows.tiles is None:
+        return can
+    tall = 2 * per_tile * group > MAX_PAIRS
+    return tall and len(rows.tiles) * k_cache.shape[1] >= num_multiprocessors(q.device)
+
+
+def checked_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor, int]:
+    """The caches with as many KV heads as programs divide the query heads into, and the columns of keys beyond their values.
+
+    Raises ValueError if the tensors do not fit together.
+    """
     require(q.dim() == 3, "q has shape {}. Expected [rows, heads, d_head].", q.shape)
     require_float("q", q)
     require_rows("q", q)
-    heads, d_head = q.shape[1:]
-    require(d_head <= 256, "d_head is {}. At most 256 is supported.", d_head)
+    heads, d_key = q.shape[1:]
+    require_shape("k_cache", k_cache, (None, None, d_key))
+    kv_heads, rest = k_cache.shape[1], d_key - v_cache.shape[-1]
+    require_shape("v_cache", v_cache, (k_cache.shape[0], kv_heads, d_key - max(rest, 0)))
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        require_shape(name, cache, (k_cache.shape[0], k_cache.shape[1], d_head))
         require_same(name, cache, q)
         require_rows(name, cache)
         same = cache.stride() == k_cache.stride()
         require(same, "{} has strides {}, but k_cache has {}.", name, cache.stride(), k_cache.stride())
-    kv_heads = k_cache.shape[1]
     require(heads % kv_heads == 0, "{} query heads are not a multiple of {} KV heads.", heads, kv_heads)
-    return kv_heads
+    if not rest:
+        require(d_key <= 256, "d_head is {}. At most 256 is supported.", d_key)
+        return k_cache, v_cache, 0
+    columns = kv_heads == 1 and v_cache.data_ptr() == k_cache.data_ptr()
+    require(columns, "v_cache is narrower than k_cache. It must then be its first columns, with one KV head.")
+    fits = d_key - rest <= MAX_VALUES and rest <= MAX_REST
+    most = f"At most {MAX_VALUES} and {MAX_REST} are supported."
+    require(fits, "Values have {} columns and keys {} more. {}", d_key - rest, rest, most)
+    parts = heads // heads_together(heads, d_key - rest, q.dtype)
+    return k_cache.expand(-1, parts, -1), v_cache.expand(-1, parts, -1), rest

@@ -28,6 +28,9 @@ from replaylens.kernels.launch import (
     require_shape,
 )
 
+_WIDE_BLOCK = 16
+"""canonical: keys per step if heads are wider than 256: as many as registers hold"""
+
 HIDDEN, REPLACED = 1, 2
 """bits of an edge: hidden from the softmax; its weight replaced after the softmax"""
 
@@ -48,16 +51,16 @@ class CutPairs:
 
 @triton.jit(do_not_specialize=["window", "stride_t", "stride_e"])
 def _edges_kernel(
-    Q, K, V, OUT, ROW, HEADS, EDGES, WEIGHTS, SEQUENCE, POSITION, TABLES,
+    Q, K, V, OUT, ROW, HEADS, EDGES, WEIGHTS, SEQUENCE, POSITION, TABLES, SINKS,
     stride_qr, stride_qh, kv_stride, head_stride, stride_or, stride_oh, stride_t, stride_e, scale, softcap, window,
-    GROUP: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SETS: tl.constexpr,
+    GROUP: tl.constexpr, HEAD: tl.constexpr, VALUE: tl.constexpr, HEAD_BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SETS: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
     row, head = tl.load(ROW + pair).to(tl.int64), tl.load(HEADS + pair)
     position = tl.load(POSITION + row)
     d = tl.arange(0, HEAD_BLOCK)
-    inside = d < HEAD
+    inside, of_value = d < HEAD, d < VALUE
     q = tl.load(Q + row * stride_qr + head * stride_qh + d, mask=inside, other=0.0).to(tl.float32)
     TABLE = TABLES + tl.load(SEQUENCE + row).to(tl.int64) * stride_t
     at_head = (head // GROUP) * head_stride
@@ -83,15 +86,21 @@ def _edges_kernel(
         shrink = tl.exp2(m - safe)
         p = tl.exp2(s - safe)
         l = l * shrink + tl.sum(p, 0)
-        v = tl.load(V + slot[:, None] + d[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
+        v = tl.load(V + slot[:, None] + d[None, :], mask=of_value[None, :], other=0.0).to(tl.float32)
         replaced = (edge & 2) != 0
         a = a * shrink + tl.sum(tl.where(replaced, 0.0, p)[:, None] * v, 0)
         if SETS:
             weight = tl.load(WEIGHTS + pair * stride_e + j, mask=known & replaced, other=0.0)
             b += tl.sum(weight[:, None] * v, 0)
         m = top
+    if HAS_SINKS:  # last of all, as in `attention`: a score without a value
+        sink = tl.load(SINKS + head).to(tl.float32) * 1.4426950408889634
+        top = tl.maximum(m, sink)
+        shrink = tl.exp2(m - top)
+        l = l * shrink + tl.exp2(sink - top)
+        a = a * shrink
     out = a / l + b  # also where no weight is set: adding zero turns -0 into 0, in every launch or in none
-    tl.store(OUT + row * stride_or + head * stride_oh + d, out.to(OUT.dtype.element_ty), mask=inside)
+    tl.store(OUT + row * stride_or + head * stride_oh + d, out.to(OUT.dtype.element_ty), mask=of_value)
 
 
 def cut_edges(
@@ -105,8 +114,9 @@ def cut_edges(
     softcap: float = 0.0,
     window: int = 0,
     page_size: int = PAGE_SIZE,
+    sinks: Tensor | None = None,
 ) -> None:
-    """Overwrite `out` [rows, heads, d_head], the result of `attention` with the same arguments, at the pairs of `cut`.
+    """Overwrite `out` [rows, heads, d_value], the result of `attention` with the same arguments, at the pairs of `cut`.
 
     A row without any visible key gets NaN.
     """
@@ -115,12 +125,15 @@ def cut_edges(
     for name, x in (("q", q), ("out", out), ("k_cache", k_cache), ("v_cache", v_cache)):
         require_same(name, x, q)
         require_rows(name, x)
-    require_shape("out", out, q.shape)
+    d_value = v_cache.shape[-1]
+    require_shape("out", out, (num_rows, heads, d_value))
     require_shape("k_cache", k_cache, (None, None, d_head))
     require(
         k_cache.stride() == v_cache.stride(), "k_cache and v_cache have strides {} and {}.", k_cache.stride(), v_cache.stride()
     )
     require_shape("rows.position", rows.position, (num_rows,))
+    if sinks is not None:
+        require_shape("sinks", sinks, (heads,))
     pairs = len(cut.row)
     require_shape("cut.head", cut.head, (pairs,))
     require_shape("cut.edges", cut.edges, (pairs, None))
@@ -135,11 +148,11 @@ def cut_edges(
         log2e = 1.4426950408889634
         _edges_kernel[(pairs,)](
             q, k_cache, v_cache, out, cut.row, cut.head, cut.edges, cut.edges if cut.weights is None else cut.weights,
-            rows.sequence, rows.position, rows.page_table,
+            rows.sequence, rows.position, rows.page_table, q if sinks is None else sinks,
             q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), out.stride(0), out.stride(1),
             rows.page_table.stride(0), cut.edges.stride(0),
             2 * log2e * scale / softcap if softcap else log2e * scale, softcap * log2e, window,
-            heads // k_cache.shape[1], d_head, next_power_of_2(d_head), page_size, KV_BLOCK, softcap > 0, window > 0,
-            cut.weights is not None,
+            heads // k_cache.shape[1], d_head, d_value, next_power_of_2(d_head), page_size,
+            KV_BLOCK if d_head <= 256 else _WIDE_BLOCK, softcap > 0, window > 0, cut.weights is not None, sinks is not None,
             num_warps=4, **EXACT,
         )  # fmt: skip

@@ -110,6 +110,8 @@ def gemm_tile(
         return GemmTile(16, 64, 32, 4, 3) if rows <= 16 else GemmTile(64, 64, 32, 4, 3)
     if rows <= 64:
         return _few_rows(rows, columns, persistent)
+    if columns <= 256:  # a router's: larger tiles would leave most multiprocessors idle
+        return GemmTile(16, 32, 256, 4, 5)
 
     def time(option: tuple[GemmTile, float]) -> float:
         tile, each = option
@@ -162,6 +164,13 @@ def grouped_tile(rows: int, pairs: int, dtype: torch.dtype, gated: bool) -> Gemm
     return GemmTile(128, 128, 64, 8, 3, persistent=gated)
 
 
+def heads_together(group: int, d_head: int, dtype: torch.dtype) -> int:
+    """How many of the `group` query heads of one KV head share a program: all of them, unless their values are so wide that a
+    program has room for few. Moves no bit."""
+    most = group if d_head <= 256 else min(group, 16 if dtype == torch.float32 else 64)
+    return max(n for n in range(1, most + 1) if group % n == 0)
+
+
 @lru_cache(maxsize=1024)
 def attention_tile(
     pairs: int, d_head: int, dtype: torch.dtype, group: int = 1, split: bool = True, short: bool = False
@@ -173,7 +182,9 @@ def attention_tile(
     """
     least = max(16, next_power_of_2(group))
     if dtype == torch.float32:
-        return AttentionTile(least, 4, 1)
+        return AttentionTile(least, 4 if d_head <= 256 else 8, 1)
+    if d_head > 256:
+        return AttentionTile(16, 4, 2) if pairs <= 16 and least == 16 else AttentionTile(64, 8, 2)
     if pairs <= 16 and least == 16:
         return AttentionTile(16, 2, 1) if short else AttentionTile(16, 4, 5 if split and d_head <= 128 else 3)
     if d_head > 128:

@@ -26,9 +26,10 @@ from replaylens.kernels.launch import (
 
 @triton.jit(do_not_specialize=["rows", "inner"])
 def _norm_kernel(
-    X, WEIGHT, BIAS, OUT, rows, inner, width, eps, stride_xo, stride_xi, stride_o,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, LAYER: tl.constexpr, HAS_BIAS: tl.constexpr,
+    X, WEIGHT, OTHER, BIAS, OUT, rows, inner, width, eps, stride_xo, stride_xi, stride_o,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, LAYER: tl.constexpr, HAS_BIAS: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
+    """FIRST: only so many of the `inner` vectors of a row have the weight WEIGHT, the rest OTHER; 0: all of them."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column[None, :] < width
@@ -38,7 +39,11 @@ def _norm_kernel(
     if LAYER:
         x = tl.where(inside, x - (tl.sum(x, 1) / width)[:, None], 0.0)
     spread = tl.rsqrt(tl.sum(x * x, 1) / width + eps)
-    y = x * spread[:, None] * tl.load(WEIGHT + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    weight = tl.load(WEIGHT + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    if FIRST:
+        other = tl.load(OTHER + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+        weight = tl.where((row % inner)[:, None] < FIRST, weight, other)
+    y = x * spread[:, None] * weight
     if HAS_BIAS:
         y += tl.load(BIAS + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
     tl.store(OUT + row[:, None] * stride_o + column[None, :], y.to(OUT.dtype.element_ty), mask=mask)
@@ -80,9 +85,33 @@ def norm(
     if rows:
         shape = norm_shape(width)
         _norm_kernel[(ceil_div(rows, shape.rows),)](
-            x, weight, bias if bias is not None else weight, out, rows, inner, width, eps,
+            x, weight, weight, bias if bias is not None else weight, out, rows, inner, width, eps,
             x.stride(0), x.stride(1) if x.dim() == 3 else 0, width,
-            shape.rows, shape.block, kind == "layer", bias is not None, num_warps=shape.warps, **EXACT,
+            shape.rows, shape.block, kind == "layer", bias is not None, 0, num_warps=shape.warps, **EXACT,
+        )  # fmt: skip
+    return out
+
+
+def norm_pair(x: Tensor, first: int, weights: tuple[Tensor, Tensor], eps: float, kind: str) -> Tensor:
+    """The norm of every head of x [rows, heads, width]: the first heads have one weight [width], the rest another.
+
+    To the bit: `norm` of both parts. One launch instead of two.
+    """
+    require(kind in ("rms", "layer"), "Unknown norm {!r}. Use rms or layer.", kind)
+    require(x.dim() == 3, "x has shape {}. Expected [rows, heads, width].", x.shape)
+    require(0 < first < x.shape[1], "The first {} of {} heads leave no rest.", first, x.shape[1])
+    require_float("x", x)
+    require_rows("x", x)
+    rows, heads, width = x.shape
+    for name, w in zip(("first weight", "second weight"), weights, strict=True):
+        require_shape(name, w, (width,))
+        require_same(name, w, x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if rows:
+        shape = norm_shape(width)
+        _norm_kernel[(ceil_div(rows * heads, shape.rows),)](
+            x, *weights, weights[0], out, rows * heads, heads, width, eps, x.stride(0), x.stride(1), width,
+            shape.rows, shape.block, kind == "layer", False, first, num_warps=shape.warps, **EXACT,
         )  # fmt: skip
     return out
 

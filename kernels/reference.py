@@ -140,13 +140,15 @@ def attention(
     window: int = 0,
     hidden: Tensor | None = None,
     replaced: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """q [rows, heads, d_head] over the keys 0..position of each row's sequence -> [rows, heads, d_head]
+    """q [rows, heads, d_head] over the keys 0..position of each row's sequence -> [rows, heads, width of values]
 
     hidden    [rows, heads, keys] bool: edges hidden from the softmax
     replaced  [rows, heads, keys]: weights that edges have after it; NaN: those of the softmax
+    sinks     [heads]: scores that take part in the softmax and belong to no key
     """
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:2], v_cache.shape[-1])
     group = q.shape[1] // k_cache.shape[1]
     for i, (s, position) in enumerate(zip(sequence.tolist(), positions.tolist(), strict=True)):
         first = max(0, position + 1 - window) if window else 0
@@ -159,7 +161,7 @@ def attention(
             score = torch.tanh(score / softcap) * softcap
         if hidden is not None:
             score = score.masked_fill(hidden[i][:, keys], -torch.inf)
-        weight = score.softmax(-1)
+        weight = score.softmax(-1) if sinks is None else torch.cat([score, sinks[:, None]], 1).softmax(-1)[:, :-1]
         if replaced is not None:
             weight = torch.where(replaced[i][:, keys].isnan(), weight, replaced[i][:, keys])
         out[i] = torch.einsum("hk,khd->hd", weight, v)

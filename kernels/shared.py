@@ -20,6 +20,7 @@ from replaylens.kernels.softmax import (
     empty,
     load_merged,
     load_partial,
+    load_queries,
     load_running,
     merge,
     store_merged,
@@ -59,7 +60,7 @@ def _shared_kernel(
     stride_qr, stride_qh, kv_stride, head_stride, stride_t, stride_s, scale, softcap, max_splits,
     GROUP: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, ROWS: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, SPLIT_GRID: tl.constexpr,
-    CAPPED: tl.constexpr, LEVEL: tl.constexpr,
+    CAPPED: tl.constexpr, LEVEL: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One tile and KV head; with SPLIT_GRID, one split of it."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -73,7 +74,7 @@ def _shared_kernel(
     head = kv_head * GROUP + pair % GROUP
     d = tl.arange(0, HEAD_BLOCK)
     mask = valid[:, None] & (d[None, :] < HEAD)
-    q = tl.load(Q + row[:, None] * stride_qr + head[:, None] * stride_qh + d[None, :], mask=mask, other=0.0)
+    q, other = load_queries(Q + row * stride_qr + head * stride_qh, valid, d, HEAD, REST, REST_BLOCK)
     TABLE = TABLES + tl.load(SEQUENCE + tl.load(ORDER + place)).to(tl.int64) * stride_t
     K += kv_head * head_stride
     V += kv_head * head_stride
@@ -90,8 +91,8 @@ def _shared_kernel(
         else:
             m, sums, a = empty(ROWS, BLOCK, HEAD_BLOCK)
         m, sums, a = walk_seen(
-            q, m, sums, a, K, V, TABLE, tl.maximum(begin, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT), d,
-            kv_stride, scale, softcap, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED,
+            q, other, m, sums, a, K, V, TABLE, tl.maximum(begin, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT), d,
+            kv_stride, scale, softcap, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED,
         )  # fmt: skip
         work = (tile * tl.num_programs(1) + kv_head).to(tl.int64)
         PARTIAL += work * max_splits * ROWS * (HEAD_BLOCK + 2)
@@ -116,16 +117,16 @@ def _shared_kernel(
         start = begin
         for split in tl.range(low, end // SPLIT):
             m1, sums, a1 = walk_seen(
-                q, m1, sums, a1, K, V, TABLE, start, (split + 1) * SPLIT, d,
-                kv_stride, scale, softcap, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED,
+                q, other, m1, sums, a1, K, V, TABLE, start, (split + 1) * SPLIT, d,
+                kv_stride, scale, softcap, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED,
             )  # fmt: skip
             m, l, a = merge(m, l, a, m1, closed(sums, BLOCK), a1)
             m1, sums, a1 = empty(ROWS, BLOCK, HEAD_BLOCK)
             start = (split + 1) * SPLIT
         store_merged(OUT, at, m, l, a, d, valid, BLOCK, HEAD_BLOCK)
         m1, sums, a1 = walk_seen(
-            q, m1, sums, a1, K, V, TABLE, start, end, d,
-            kv_stride, scale, softcap, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED,
+            q, other, m1, sums, a1, K, V, TABLE, start, end, d,
+            kv_stride, scale, softcap, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED,
         )  # fmt: skip
         store_running(OUT, at, m1, sums, a1, d, valid, BLOCK, HEAD_BLOCK)
 
@@ -149,14 +150,16 @@ def shared_states(
     kv_split: int,
     tile: AttentionTile,
     split: bool | None,
+    rest: int,
 ) -> Tensor:
     """The states of the rows after the keys that they share: [levels, rows, heads, state_width].
 
-    Arguments as in `attention`, which checks them; `scale` and `softcap` in the kernel's units. Level i holds the states of the
-    rows in the tiles of level i alone.
+    Arguments as in `attention`, which checks them; `scale` and `softcap` in the kernel's units. rest: columns of keys beyond
+    their values. Level i holds the states of the rows in the tiles of level i alone.
     """
-    num_rows, heads, d_head = q.shape
-    kv_heads, head_block = k_cache.shape[1], next_power_of_2(max(d_head, 16))
+    num_rows, heads = q.shape[:2]
+    kv_heads, d_head = v_cache.shape[1:]
+    head_block = next_power_of_2(max(d_head, 16))
     state = torch.empty(
         len(shared.levels), num_rows, heads, state_width(d_head, kv_block), dtype=torch.float32, device=q.device
     )
@@ -174,7 +177,7 @@ def shared_states(
             q, k_cache, v_cache, state, partial, count, level.tiles, level.order, sequence, page_table,
             q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), page_table.stride(0), state.stride(0),
             scale, softcap, splits, heads // kv_heads, d_head, head_block, tile.rows,
-            page_size, kv_block, kv_split, own, softcap > 0, number,
+            page_size, kv_block, kv_split, own, softcap > 0, number, rest, next_power_of_2(max(rest, 16)),
             num_warps=tile.warps, num_stages=tile.stages, **EXACT,
         )  # fmt: skip
     return state

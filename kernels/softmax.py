@@ -4,6 +4,9 @@ A partial softmax is (m, l, a): maximum, sum, weighted values. While its split i
 column per pair of keys of a block, added up by `closed` at the end of the split. The order is described in
 `kernels/attention.py`.
 
+Keys may have columns beyond those of their values (`other` of the queries meets them): latent attention, whose values are the
+first HEAD columns of its keys. A score is then one dot over the first columns, continued by one over the rest.
+
 The state of a (row, query head) pair between two kernels is `state_width` numbers in float32 (`kernels/shared.py`): m and l of
 the complete splits, m of the running one, a of the complete splits, a of the running one, its sums. Storing it moves no bit.
 """
@@ -22,9 +25,27 @@ def merge(m, l, a, m1, l1, a1):
 
 
 @triton.jit
+def load_queries(Q, valid, d, HEAD: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr):
+    """Queries at Q [pairs]: their first HEAD columns, and the REST, which meet columns beyond values (none: q again)."""
+    q = tl.load(Q[:, None] + d[None, :], mask=valid[:, None] & (d[None, :] < HEAD), other=0.0)
+    if REST > 0:
+        e = tl.arange(0, REST_BLOCK)
+        return q, tl.load(Q[:, None] + HEAD + e[None, :], mask=valid[:, None] & (e[None, :] < REST), other=0.0)
+    else:
+        return q, q
+
+
+@triton.jit
+def with_sink(m, l, a, SINKS, head, valid):
+    """The complete softmax of a row, merged with its head's sink: last of all, as one more partial, a score without a value."""
+    sink = tl.load(SINKS + head, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
+    return merge(m, l, a, sink, tl.full(m.shape, 1.0, tl.float32), tl.zeros(a.shape, tl.float32))
+
+
+@triton.jit
 def _block(
-    q, m, sums, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window, ROWS: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    q, other, m, sums, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window, ROWS: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, REST: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Accumulate the keys [start, start + BLOCK). Not MASKED: every row of the tile sees all of them."""
@@ -36,11 +57,20 @@ def _block(
     slot = (page * PAGE + j % PAGE) * kv_stride
     if HEAD == HEAD_BLOCK:
         k = tl.load(K + slot[:, None] + d[None, :])
-        v = tl.load(V + slot[:, None] + d[None, :])
     else:
         k = tl.load(K + slot[:, None] + d[None, :], mask=d[None, :] < HEAD, other=0.0)
+    if REST > 0:  # the values are columns of the keys
+        v = k
+    elif HEAD == HEAD_BLOCK:
+        v = tl.load(V + slot[:, None] + d[None, :])
+    else:
         v = tl.load(V + slot[:, None] + d[None, :], mask=d[None, :] < HEAD, other=0.0)
-    s = tl.dot(q, k.T, input_precision="ieee") * scale
+    s = tl.dot(q, k.T, input_precision="ieee")
+    if REST > 0:
+        e = tl.arange(0, other.shape[1])
+        r = tl.load(K + slot[:, None] + HEAD + e[None, :], mask=e[None, :] < REST, other=0.0)
+        s = tl.dot(other, r.T, s, input_precision="ieee")
+    s = s * scale
     if CAPPED:  # tanh(u) = 1 - 2 / (1 + exp(2u)); here scale holds 2 log2(e) / cap and softcap holds cap log2(e)
         s = softcap - 2.0 * softcap / (1.0 + tl.exp2(s))
     if MASKED:
@@ -67,8 +97,8 @@ def empty(ROWS: tl.constexpr, BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr):
 
 @triton.jit
 def walk(
-    q, m, sums, a, K, V, TABLE, first, end, position, clear, d, kv_stride, scale, softcap, window, ROWS: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    q, other, m, sums, a, K, V, TABLE, first, end, position, clear, d, kv_stride, scale, softcap, window, ROWS: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, REST: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Continue a partial result with the keys [first, end) of one split; `first` is a multiple of BLOCK.
@@ -81,33 +111,34 @@ def walk(
         middle = tl.minimum(tl.maximum(tl.cdiv(tl.max(position, 0) - window + 1, BLOCK) * BLOCK, first), end)
         for start in tl.range(first, middle, BLOCK):
             m, sums, a = _block(
-                q, m, sums, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window, ROWS,
-                PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED, True,
+                q, other, m, sums, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window, ROWS,
+                PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED, WINDOWED, True,
             )  # fmt: skip
     last = tl.minimum(tl.maximum((clear + 1) // BLOCK * BLOCK, middle), end)
     for start in tl.range(middle, last, BLOCK):
         m, sums, a = _block(
-            q, m, sums, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window, ROWS,
-            PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED, False,
+            q, other, m, sums, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window, ROWS,
+            PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED, WINDOWED, False,
         )  # fmt: skip
     for start in tl.range(last, end, BLOCK):
         m, sums, a = _block(
-            q, m, sums, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window, ROWS,
-            PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED, True,
+            q, other, m, sums, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window, ROWS,
+            PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED, WINDOWED, True,
         )  # fmt: skip
     return m, sums, a
 
 
 @triton.jit
 def walk_seen(
-    q, m, sums, a, K, V, TABLE, first, end, d, kv_stride, scale, softcap, ROWS: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, CAPPED: tl.constexpr,
+    q, other, m, sums, a, K, V, TABLE, first, end, d, kv_stride, scale, softcap, ROWS: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, REST: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):  # fmt: skip
     """`walk` over keys that every row sees; `end` is a multiple of BLOCK, too."""
     for start in tl.range(first, end, BLOCK):
         m, sums, a = _block(
-            q, m, sums, a, K, V, TABLE, start, 0, d, kv_stride, scale, softcap, 0, ROWS,
-            PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, False, False,
+            q, other, m, sums, a, K, V, TABLE, start, 0, d, kv_stride, scale, softcap, 0, ROWS,
+            PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED, False, False,
         )  # fmt: skip
     return m, sums, a
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replaylens.kernels.attention import PagedRows, Workspace, check_caches
+from replaylens.kernels.attention import PagedRows, Workspace, checked_caches
 from replaylens.kernels.launch import (
     KV_BLOCK,
     PAGE_SIZE,
@@ -24,7 +24,7 @@ from replaylens.kernels.launch import (
     require,
     require_shape,
 )
-from replaylens.kernels.softmax import empty, load_partial, merge, store_partial, walk
+from replaylens.kernels.softmax import empty, load_partial, load_queries, merge, store_partial, walk, with_sink
 
 _PROGRAMS_EACH = 2
 """programs per multiprocessor; more gain nothing"""
@@ -32,11 +32,12 @@ _PROGRAMS_EACH = 2
 
 @triton.jit(do_not_specialize=["window", "split", "max_splits", "stride_t"])
 def _split_kernel(
-    Q, K, V, OUT, PARTIAL, COUNT, TILES, SEQUENCE, POSITION, TABLES,
+    Q, K, V, OUT, PARTIAL, COUNT, TILES, SEQUENCE, POSITION, TABLES, SINKS,
     stride_qr, stride_qh, kv_stride, head_stride, stride_or, stride_oh, stride_t,
     scale, softcap, window, split, max_splits,
     GROUP: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, ROWS: tl.constexpr, TILED: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, HAS_SINKS: tl.constexpr,
+    REST: tl.constexpr, REST_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One split of a tile: up to ROWS (row, query head) pairs of one sequence and one KV head. The last to finish merges."""
     tile, kv_head, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -53,7 +54,7 @@ def _split_kernel(
     position = tl.load(POSITION + row, mask=valid, other=-1)
     d = tl.arange(0, HEAD_BLOCK)
     mask = valid[:, None] & (d[None, :] < HEAD)
-    q = tl.load(Q + row[:, None] * stride_qr + head[:, None] * stride_qh + d[None, :], mask=mask, other=0.0)
+    q, other = load_queries(Q + row * stride_qr + head * stride_qh, valid, d, HEAD, REST, REST_BLOCK)
     end = tl.max(position, 0) + 1
     clear = tl.min(tl.where(valid, position, 2147483647), 0)  # every row sees the keys up to here
     first = 0
@@ -64,9 +65,9 @@ def _split_kernel(
         return
     m, sums, a = empty(ROWS, BLOCK, HEAD_BLOCK)
     m, sums, a = walk(
-        q, m, sums, a, K + kv_head * head_stride, V + kv_head * head_stride,
+        q, other, m, sums, a, K + kv_head * head_stride, V + kv_head * head_stride,
         TABLES + tl.load(SEQUENCE + first_row).to(tl.int64) * stride_t, begin, tl.minimum(end, begin + split), position,
-        clear, d, kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, CAPPED, WINDOWED,
+        clear, d, kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED, WINDOWED,
     )  # fmt: skip
     l = tl.sum(sums, 1)
     write = count == 1
@@ -83,6 +84,8 @@ def _split_kernel(
                 m1, l1, a1 = load_partial(PARTIAL, i, pair, d, valid, mask, ROWS, HEAD_BLOCK)
                 m, l, a = merge(m, l, a, m1, l1, a1)
     if write:
+        if HAS_SINKS:
+            m, l, a = with_sink(m, l, a, SINKS, head, valid)
         out = OUT + row[:, None] * stride_or + head[:, None] * stride_oh + d[None, :]
         l = tl.where(valid, l, 1.0)  # padding pairs saw no key
         tl.store(out, (a / l[:, None]).to(OUT.dtype.element_ty), mask=mask)
@@ -99,15 +102,19 @@ def split_attention(
     page_size: int = PAGE_SIZE,
     kv_block: int = KV_BLOCK,
     split: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """q [rows, heads, d_head], caches [slots, kv_heads, d_head] -> [rows, heads, d_head]; arguments as in `attention`.
 
     split  keys per program, a multiple of `kv_block`; default: what keeps the device busy. It moves bits.
     """
-    num_rows, heads, d_head = q.shape
-    kv_heads = check_caches(q, k_cache, v_cache)
+    num_rows, heads = q.shape[:2]
+    k_cache, v_cache, rest = checked_caches(q, k_cache, v_cache)
+    kv_heads, d_head = v_cache.shape[1:]
     require_shape("rows.sequence", rows.sequence, (num_rows,))
-    group, out = heads // kv_heads, torch.empty_like(q, memory_format=torch.contiguous_format)
+    if sinks is not None:
+        require_shape("sinks", sinks, (heads,))
+    group, out = heads // kv_heads, torch.empty(num_rows, heads, d_head, dtype=q.dtype, device=q.device)
     if not num_rows:
         return out
     num_tiles = num_rows if rows.tiles is None else rows.tiles.shape[0]
@@ -128,11 +135,12 @@ def split_attention(
     scale, softcap = (2 * log2e * scale / softcap if softcap else log2e * scale), softcap * log2e
     _split_kernel[(num_tiles, kv_heads, splits)](
         q, k_cache, v_cache, out, space.partial, space.count, rows.tiles if rows.tiles is not None else rows.position,
-        rows.sequence, rows.position, rows.page_table,
+        rows.sequence, rows.position, rows.page_table, q if sinks is None else sinks,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), out.stride(0), out.stride(1),
         rows.page_table.stride(0), scale, softcap, window, split, splits,
         group, d_head, next_power_of_2(max(d_head, 16)), tile.rows, rows.tiles is not None,
-        page_size, kv_block, softcap > 0, window > 0, num_warps=tile.warps, num_stages=tile.stages,
+        page_size, kv_block, softcap > 0, window > 0, sinks is not None, rest, next_power_of_2(max(rest, 16)),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
 

@@ -53,7 +53,7 @@ def path_offsets(tokenizer: Any, ids: Sequence[int], known: Sequence[Offset] = (
     quadratic in the length. Linear for a WordTokenizer and for byte-level tokens, whose texts are simply joined. A
     special token, or part of an incomplete character, adds nothing.
     """
-    if type(tokenizer) is WordTokenizer:
+    if isinstance(tokenizer, WordTokenizer) and type(tokenizer).decode is WordTokenizer.decode:
         return tokenizer.decode_with_offsets(ids)
     ends = [end for _, end in known]
     if _is_byte_level(tokenizer):

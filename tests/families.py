@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 
+from tests.latent_models import LATENT_MODELS
 from tests.mixtures import MIXTURES
+from tests.tiny_shapes import LONG, ONE_KV, SMALL, TWO_KV, TYPES, YARN, rope
 
 SHAPE = dict(
     vocab_size=97,
@@ -26,59 +28,6 @@ LLAMA3 = {
 }
 
 NAMES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gpt2", "neox", "neox-sequential", "gemma2", "gemma3")
-
-SMALL = dict(
-    vocab_size=97,
-    hidden_size=36,
-    intermediate_size=52,
-    num_hidden_layers=2,
-    num_attention_heads=6,
-    max_position_embeddings=256,
-    pad_token_id=0,
-    bos_token_id=0,
-    eos_token_id=0,
-)
-"""two layers, six heads, no size a power of two"""
-ONE_KV = dict(SMALL, num_key_value_heads=1)
-TWO_KV = dict(SMALL, num_key_value_heads=2)
-TYPES = ["sliding_attention", "full_attention"]
-YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-LONG = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "short_factor": [1.0, 1.5, 2.0],
-    "long_factor": [2.0, 3.0, 5.0],
-    "original_max_position_embeddings": 128,
-}
-
-
-def rope(**more: Any) -> dict[str, Any]:
-    return {"rope_type": "default", "rope_theta": 1e4, **more}
-
-
-LATENT = dict(
-    SMALL,
-    num_key_value_heads=6,
-    kv_lora_rank=14,
-    q_lora_rank=None,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=6,
-    v_head_dim=5,
-    first_k_dense_replace=2,
-)
-"""latent attention, no two widths equal, all layers dense"""
-ODD = dict(LATENT, kv_lora_rank=13, qk_nope_head_dim=7)
-"""widths with which transformers cannot compute DeepSeek-V2"""
-EXPERTS = dict(
-    first_k_dense_replace=0,
-    n_routed_experts=8,
-    num_experts_per_tok=3,
-    n_shared_experts=2,
-    moe_intermediate_size=14,
-    routed_scaling_factor=1.7,
-)
-SPARSE, ODD_SPARSE = LATENT | EXPERTS, ODD | EXPERTS
-GROWN = dict(YARN, mscale=0.8, mscale_all_dim=0.7)
 
 FALCON = dict(
     vocab_size=97,
@@ -104,8 +53,8 @@ LATENT_NAMES = ("deepseek-v2", "deepseek-v2-queries", "deepseek-v3", "deepseek-v
 """models with latent attention and without mixtures"""
 BOTH_NAMES = ("deepseek-v2-lite", "deepseek-v2-groups", "deepseek-v3-groups", "deepseek-v3-sparse", "glm4-moe-lite")
 """models with both"""
-ON_CPU_ONLY = ("bloom", "bloom-eight", "mpt", "mpt-four", "gpt-oss", *LATENT_NAMES, *BOTH_NAMES)
-"""models with ALiBi, sinks or latent attention, which the kernels do not have"""
+ON_CPU_ONLY = ("bloom", "bloom-eight", "mpt", "mpt-four")
+"""models with ALiBi, which the kernels do not have"""
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     # name: (config class, its fields). A second model of a family has a suffix
     "gemma": ("Gemma", dict(ONE_KV, head_dim=10, attention_bias=True)),
@@ -202,23 +151,7 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4", dict(TWO_KV, head_dim=12, attention_bias=True, rope_parameters=rope(partial_rotary_factor=0.5))),
     "helium": ("Helium", dict(ONE_KV, head_dim=6, attention_bias=True, mlp_bias=True)),
     "ernie": ("Ernie4_5", dict(ONE_KV, head_dim=10, use_bias=True)),
-    "deepseek-v2": ("DeepseekV2", dict(LATENT, mlp_bias=True, rope_parameters=GROWN)),
-    "deepseek-v2-queries": ("DeepseekV2", dict(LATENT, q_lora_rank=11, attention_bias=True)),
-    "deepseek-v3": ("DeepseekV3", dict(ODD, q_lora_rank=11, attention_bias=True, rope_parameters=GROWN)),
-    "deepseek-v3-plain": ("DeepseekV3", dict(ODD, qk_rope_head_dim=2, tie_word_embeddings=True)),
-    "minicpm3": ("MiniCPM3", dict(ODD, q_lora_rank=11, attention_bias=True, mlp_bias=True, dim_model_base=12)),
-    "youtu": ("Youtu", dict(ODD, rope_parameters=GROWN, tie_word_embeddings=True)),
-    "glm4-moe-lite": ("Glm4MoeLite", dict(ODD_SPARSE, q_lora_rank=11, n_group=1, topk_group=1)),
-    "deepseek-v2-lite": ("DeepseekV2", dict(SPARSE, first_k_dense_replace=1, rope_parameters=GROWN)),
-    "deepseek-v2-groups": (
-        "DeepseekV2",
-        dict(SPARSE, q_lora_rank=11, topk_method="group_limited_greedy", n_group=4, topk_group=2, mlp_bias=True),
-    ),
-    "deepseek-v3-groups": (
-        "DeepseekV3",
-        dict(ODD_SPARSE, q_lora_rank=11, first_k_dense_replace=1, n_group=4, topk_group=2, rope_parameters=GROWN),
-    ),
-    "deepseek-v3-sparse": ("DeepseekV3", dict(ODD_SPARSE, n_group=1, topk_group=1, norm_topk_prob=False)),
+    **LATENT_MODELS,
     "gptj": (
         "GPTJ",
         dict(vocab_size=97, n_embd=36, n_layer=2, n_head=6, n_positions=256, rotary_dim=4, bos_token_id=0, eos_token_id=0),

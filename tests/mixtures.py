@@ -2,47 +2,14 @@
 
 from typing import Any
 
-SHAPE: dict[str, Any] = dict(
-    vocab_size=97,
-    hidden_size=36,
-    intermediate_size=20,
-    num_hidden_layers=2,
-    num_attention_heads=6,
-    max_position_embeddings=256,
-    pad_token_id=0,
-    bos_token_id=0,
-    eos_token_id=0,
-)
+from tests import tiny_shapes
+from tests.tiny_shapes import ROUTED, SMALL, TYPES, rope
+
+SHAPE = dict(SMALL, intermediate_size=20)
 ONE_KV, TWO_KV = dict(SHAPE, num_key_value_heads=1), dict(SHAPE, num_key_value_heads=2)
-TYPES = ["sliding_attention", "full_attention"]
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 5000.0,
-    "factor": 4.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 64,
-}
-LONG = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "short_factor": [1.0, 1.5, 2.0],
-    "long_factor": [2.0, 3.0, 5.0],
-    "short_mscale": 1.2,
-    "long_mscale": 1.3,
-    "original_max_position_embeddings": 128,
-}
-GROUPED = dict(
-    n_routed_experts=8,
-    num_experts_per_tok=3,
-    n_group=4,
-    topk_group=2,
-    n_shared_experts=2,
-    moe_intermediate_size=14,
-    routed_scaling_factor=2.5,
-    norm_topk_prob=True,
-)
+YARN = dict(tiny_shapes.YARN, beta_fast=32.0, beta_slow=1.0, truncate=False)
+LONG = dict(tiny_shapes.LONG, short_mscale=1.2, long_mscale=1.3)
+GROUPED = dict(ROUTED, n_group=4, topk_group=2, routed_scaling_factor=2.5, norm_topk_prob=True)
 """DeepSeek's routing"""
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     # name: (config class, its fields)
@@ -93,6 +60,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
     "olmoe": ("Olmoe", dict(TWO_KV, num_experts=6, num_experts_per_tok=3, attention_bias=True)),
+    "olmoe-clipped": ("Olmoe", dict(TWO_KV, num_experts=6, num_experts_per_tok=3, clip_qkv=0.3)),
     "olmoe-normalised": ("Olmoe", dict(ONE_KV, num_experts=3, num_experts_per_tok=2, norm_topk_prob=True)),
     "gpt-oss": (
         "GptOss",
@@ -155,7 +123,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
             first_k_dense_replace=0,
             use_qk_norm=True,
             attention_bias=True,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            rope_parameters=rope(partial_rotary_factor=0.5),
         ),
     ),
 }

@@ -83,7 +83,7 @@ def main() -> None:
     report = Report("attention", __doc__)
     for sequences, keys in ((1, 512), (1, 2048), (8, 2048), (64, 512), (64, 2048), (1, 8192), (8, 8192)):
         decode(report, sequences, keys)
-    for sequences, length in ((1, 512), (4, 512), (1, 2048), (1, 8192)):
+    for sequences, length in ((1, 512), (4, 512), (1, 2048), (1, 4096), (1, 8192), (1, 32768)):
         prefill(report, sequences, length)
     report.save()
 

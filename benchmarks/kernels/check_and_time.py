@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-KERNELS = ("matmul", "attention", "norm", "rope", "activation", "sample", "judge", "lens", "grouped")
+KERNELS = ("matmul", "attention", "norm", "rope", "activation", "sample", "judge", "lens", "grouped", "latent")
 DTYPES = ("bf16", "fp16", "fp32", "not bf16 and not fp16 and not fp32")
 NOTHING_SELECTED = 5
 """pytest's exit status"""

@@ -29,8 +29,10 @@ def main() -> None:
     task = rl.tasks.get("coin")(flips=(2, 4), rendering="steps")
     run = engine.replay(task.examples(EXAMPLES), sites="STCZ", drafter="model", window=4)
     assert isinstance(run, Run)
+    boards = engine.replay(task.examples(EXAMPLES), drafter="ngram", window=4)  # T0 is no draft
+    assert isinstance(boards, Run)
     for ending in (Phase.ACCEPT, Phase.ROLLBACK):
-        told, frames = _telling(run, ending)
+        told, frames = _telling(boards, ending)
         (HERE / f"{ending.value}.svg").write_text(told.board(frames))
     with tempfile.TemporaryDirectory() as folder:
         pages = _pages(run, told, Path(folder))

@@ -26,6 +26,8 @@ from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import DumpLocked, DumpWriteFailed
 
 FINISH = "lock-finish"
+PATIENCE = 60.0
+"""seconds to wait for another writer that finishes a dump or reopens a damaged one"""
 _PAUSE = 0.01
 _PROBE = 2.0
 """seconds; checking whether a lock is held takes it for a much shorter time"""

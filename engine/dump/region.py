@@ -1,4 +1,4 @@
-"""`Region`: the shards of a local dump, mapped one behind the other into one range of addresses.
+"""`Region`: the shards of a local dump, mapped one after the other into one range of addresses.
 
 Rows of any shards, in any order, are then one `index_select`: a loop over shards would cost more than the copies themselves.
 Pages that were touched once are read again at the speed of memory.

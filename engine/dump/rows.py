@@ -48,6 +48,8 @@ def assemble(engine: Core, plan: DumpPlan, results: Sequence[Result]) -> Content
 
 
 def _paths(engine: Core, result: Result) -> list[ExamplePath]:
+    """The accepted path of an example, then its rejected ones in canonical order, equal ones once. NotCertified if its bits are
+    not promised."""
     if not result.certified:
         raise NotCertified(
             f"Example {result.example.index} was computed on the fast path or with hook functions, so its bits cannot be "

@@ -11,12 +11,10 @@
 With one writing thread, at most two shards are in memory at a time: one is written while the next one is made.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +25,21 @@ from tqdm.auto import tqdm
 
 from replaylens.engine.dump.content import CORE, LOCATORS, Content, concatenate, count_accepted
 from replaylens.engine.dump.head import HEAD, Head
-from replaylens.engine.dump.lock import FINISH, DumpLock, lock_name, sweep
-from replaylens.engine.dump.manifest import INDEX, MANIFEST, MAX_BYTES, IndexEntry, Manifest, ShardEntry, SiteEntry, shard_name
+from replaylens.engine.dump.lock import FINISH, PATIENCE, DumpLock, lock_name, sweep
+from replaylens.engine.dump.manifest import INDEX, MANIFEST, IndexEntry, Manifest, ShardEntry, SiteEntry, shard_name
+from replaylens.engine.dump.parts import COMPRESSION, ShardPart, ShardParts, index_name
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.queue import WriteQueue
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.salvage import Describe, Salvage
+from replaylens.engine.dump.reopening import Reopening
+from replaylens.engine.dump.salvage import Describe
 from replaylens.engine.dump.shard import write_shard
 from replaylens.engine.dump.store import TEMPORARY, Store
 from replaylens.engine.errors import BadDump, BadRequest, DumpExists, DumpLocked, ReplayMismatch, UnfinishedDump
 from replaylens.engine.proof.fingerprint import Fingerprint
-from replaylens.engine.records import read
 
 WorkerPart = tuple[int, int]
 """(i, n): write every n-th shard, from number i on"""
-_MAX_PART = 1 << 28
-_PATIENCE = 60.0
-"""seconds to wait for another writer that finishes the dump or reopens a damaged one"""
-_COMPRESSION = "zstd"
 _SHARD_FILE = r"(?:shard-(?P<shard>\d{5,9})\.safetensors|part-(?P<part>\d{5,9})\.(?:json|parquet))"
 _ENDING = r"(?:\.\d+-[0-9a-f]+)?" + re.escape(TEMPORARY)
 _OF_SHARD = re.compile(_SHARD_FILE)
@@ -56,15 +51,6 @@ Make = Callable[[int, Callable[[int], object]], Content]
 """(shard number, progress callback) -> the shard's content"""
 
 
-@dataclass(frozen=True)
-class ShardPart:
-    """The entries of a finished shard in an unfinished dump."""
-
-    shard: ShardEntry
-    index: IndexEntry
-    sites: dict[str, SiteEntry]
-
-
 class DumpWriter:
     """Writes the files of one dump. Independent of models: content comes from a maker, here or on another machine."""
 
@@ -73,6 +59,7 @@ class DumpWriter:
             raise BadRequest("The path is empty. Name a folder for the dump.")
         self.store, self.plan, self.fingerprint = Store(path), plan, fingerprint
         self.head = Head(self.store, plan, fingerprint)
+        self.parts = ShardParts(self.store)
 
     def write(
         self,
@@ -173,31 +160,11 @@ class DumpWriter:
             state = "a finished dump" if MANIFEST in there else "an unfinished dump"
             raise DumpExists(f"{self.store.url} holds {state}. Resume it, choose another folder, or delete the folder.")
         if MANIFEST in there:
-            if not self._reopen_if_damaged(describe):
+            if not Reopening(self.head, self.parts).reopen_if_damaged(describe):
                 return []
         elif not self.head.create():
             self.head.check()
-        return [number for number in self.numbers(part) if not self.is_done(number)]
-
-    def is_done(self, number: int) -> bool:
-        """Whether a shard and its index exist with their recorded sizes and hashes."""
-        part = self.part(number)
-        return (
-            part is not None and self._is_whole(shard_name(number), part.shard) and self._is_whole(_index(number), part.index)
-        )
-
-    def _is_whole(self, name: str, entry: ShardEntry | IndexEntry) -> bool:
-        try:
-            return self.store.size(name) == entry.bytes and self.store.sha256(name) == entry.sha256
-        except FileNotFoundError:
-            return False
-
-    def part(self, number: int) -> ShardPart | None:
-        """The entries of a finished shard; None if part-K.json is missing or unreadable."""
-        try:
-            return read(ShardPart, self.store.read(_note(number), _MAX_PART), f"{self.store.url}/{_note(number)}", BadDump)
-        except BadDump:
-            return None
+        return [number for number in self.numbers(part) if not self.parts.is_done(number)]
 
     # ---- one shard ----------------------------------------------------------------------------------------------
 
@@ -221,13 +188,7 @@ class DumpWriter:
             accepted_digest=accepted_digest,
         )
         index = content.index.append_column("shard", pa.array(np.full(len(content), number, dtype=np.int32)))
-        self._write_part(number, entry, index.append_column("row", pa.array(np.arange(len(content)))), sites)
-
-    def _write_part(self, number: int, entry: ShardEntry, table: pa.Table, sites: dict[str, SiteEntry]) -> None:
-        with self.store.writing(_index(number)) as file:
-            pq.write_table(table, file, compression=_COMPRESSION)
-        note = ShardPart(entry, IndexEntry(len(table), file.num_bytes, file.sha256), sites)
-        self.store.write(_note(number), json.dumps(asdict(note)).encode())
+        self.parts.write(number, entry, index.append_column("row", pa.array(np.arange(len(content)))), sites)
 
     # ---- finishing ----------------------------------------------------------------------------------------------
 
@@ -238,9 +199,9 @@ class DumpWriter:
         if the index of a shard is not the recorded one.
         """
         try:
-            with DumpLock(self.store, FINISH, _PATIENCE):
+            with DumpLock(self.store, FINISH, PATIENCE):
                 if not self.store.exists(MANIFEST):
-                    parts = [self.part(number) for number in range(self.plan.num_shards)]
+                    parts = [self.parts.entry(number) for number in range(self.plan.num_shards)]
                     whole = [part for part in parts if part is not None]
                     if len(whole) < len(parts):
                         return None
@@ -254,7 +215,9 @@ class DumpWriter:
 
     def _check_indices(self, parts: list[ShardPart]) -> None:
         """Each writer has checked its own shards only."""
-        wrong = [_index(number) for number, part in enumerate(parts) if not self._is_whole(_index(number), part.index)]
+        wrong = [
+            index_name(number) for number, part in enumerate(parts) if not self.parts.is_whole(index_name(number), part.index)
+        ]
         if wrong:
             more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
             raise UnfinishedDump(
@@ -266,11 +229,11 @@ class DumpWriter:
         """Write index and manifest. Each shard is one row group of the index; shards without rows have none."""
         if any(part.sites != parts[0].sites for part in parts):
             raise BadDump(f"The shards of {self.store.url} hold different sites. Delete the folder and start again.")
-        schema = concatenate([self._read_part(number).slice(0, 0) for number in range(len(parts))]).schema
+        schema = concatenate([self.parts.index(number).slice(0, 0) for number in range(len(parts))]).schema
         labels = {field.name: str(field.type) for field in schema if field.name not in (*CORE.names, *LOCATORS)}
-        with self.store.writing(INDEX) as file, pq.ParquetWriter(file, schema, compression=_COMPRESSION) as merged:
+        with self.store.writing(INDEX) as file, pq.ParquetWriter(file, schema, compression=COMPRESSION) as merged:
             for number in range(len(parts)):
-                table = self._read_part(number).cast(schema)
+                table = self.parts.index(number).cast(schema)
                 if len(table):
                     merged.write_table(table, row_group_size=len(table))
         index = IndexEntry(sum(part.shard.rows for part in parts), file.num_bytes, file.sha256)
@@ -279,13 +242,9 @@ class DumpWriter:
         before = self.head.digest
         if before not in (None, manifest.digest):
             for number in range(len(parts)):  # which shard is wrong is not known, so that none counts as done
-                self.store.remove(_note(number))
+                self.parts.forget(number)
             raise ReplayMismatch(f"{self.store.url} has digest {manifest.digest} after its repair; before, it was {before}.")
         self.store.write(MANIFEST, manifest.to_bytes())
-
-    def _read_part(self, number: int) -> pa.Table:
-        with self.store.open(_index(number)) as file:
-            return pq.read_table(file)
 
     def _clean_up(self) -> None:
         """Remove files that only writers need. Locks of live processes stay, and so do files that no writer makes."""
@@ -294,88 +253,3 @@ class DumpWriter:
             part = (found := _OF_SHARD.fullmatch(name)) is not None and found["part"] is not None
             if name == HEAD or part or _TEMPORARY.fullmatch(name) or _TEMPORARY_OF_DUMP.fullmatch(name):
                 self.store.remove(name)
-
-    # ---- repair -------------------------------------------------------------------------------------------------
-
-    def _reopen_if_damaged(self, describe: Describe | None) -> bool:
-        """Turn a finished dump with damaged files into an unfinished one that keeps its intact shards. Returns whether the
-        dump is unfinished now.
-
-        Damaged files are checked again under the lock, because another writer may have reopened or repaired the dump.
-        """
-        try:
-            seen = self._manifest()
-        except BadDump:
-            if describe is None:
-                raise
-            self._rebuild(describe)
-            return self._reopen_if_damaged(None) if self.store.exists(MANIFEST) else True
-        suspects = self._damaged(seen) if seen is not None else set()
-        if seen is not None and not suspects:
-            return False
-        with DumpLock(self.store, FINISH, _PATIENCE):
-            manifest = self._manifest()
-            if manifest is None:
-                self.head.check()
-                return True
-            if damaged := self._damaged(manifest, suspects):
-                self._reopen(manifest, damaged)
-            return bool(damaged)
-
-    def _rebuild(self, describe: Describe) -> None:
-        """Mutates: if the manifest is damaged, write plan.json and the entries of the shards it still vouches for, then remove
-        the manifest."""
-        with DumpLock(self.store, FINISH, _PATIENCE):
-            raw = self.store.peek(MANIFEST)
-            with suppress(BadDump):
-                if raw is None or Manifest.from_bytes(raw, self.store.url):
-                    return  # another writer has reopened or repaired the dump
-            salvage = Salvage(self.store, raw or b"", self.plan, self.fingerprint)
-            intact = {}
-            for number, entry, lines, sites in salvage.shards(describe):
-                self._write_part(number, entry, lines, sites)
-                intact[number] = entry.digest
-            self.head.rewrite(*salvage.digests(intact))
-            self.store.remove(MANIFEST)
-            self.store.remove(INDEX)
-
-    def _manifest(self) -> Manifest | None:
-        """The manifest, None if there is none. Raises OtherPlan or OtherFingerprint if it is not this writer's."""
-        try:
-            raw = self.store.read(MANIFEST, MAX_BYTES)
-        except BadDump:
-            if self.store.exists(MANIFEST):
-                raise
-            return None
-        manifest = Manifest.from_bytes(raw, self.store.url)
-        self.head.require(manifest.plan, manifest.fingerprint)
-        return manifest
-
-    def _damaged(self, manifest: Manifest, among: set[str] | None = None) -> set[str]:
-        """Files, of all or of `among`, that are missing or do not match the manifest."""
-        entries: dict[str, ShardEntry | IndexEntry] = {
-            **{shard.name: shard for shard in manifest.shards},
-            INDEX: manifest.index,
-        }
-        return {name for name in entries if (among is None or name in among) and not self._is_whole(name, entries[name])}
-
-    def _reopen(self, manifest: Manifest, damaged: set[str]) -> None:
-        """Mutates: write plan.json and the entries of intact shards, then remove the manifest."""
-        self.head.rewrite(manifest.digest, {i: entry.digest for i, entry in enumerate(manifest.shards)})
-        if INDEX not in damaged:
-            with self.store.open(INDEX) as file:
-                groups = pq.ParquetFile(file)
-                filled = [i for i, entry in enumerate(manifest.shards) if entry.rows]
-                for group, i in enumerate(filled):
-                    if manifest.shards[i].name not in damaged:
-                        self._write_part(i, manifest.shards[i], groups.read_row_group(group), manifest.sites)
-        self.store.remove(MANIFEST)
-        self.store.remove(INDEX)
-
-
-def _index(number: int) -> str:
-    return f"part-{number:05d}.parquet"
-
-
-def _note(number: int) -> str:
-    return f"part-{number:05d}.json"

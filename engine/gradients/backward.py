@@ -14,11 +14,14 @@ from torch import Tensor
 from replaylens.engine.errors import NoGradient
 from replaylens.engine.gradients.attention import through_attention
 from replaylens.engine.gradients.latent import NEEDED, through_latent
+from replaylens.engine.gradients.mixture import NEEDED as NEEDED_MIXTURE
+from replaylens.engine.gradients.mixture import NEEDED_SHARED, through_mixture
 from replaylens.engine.gradients.products import BackwardProducts
 from replaylens.engine.gradients.rowwise import activated, through_activation, through_norm, through_rotary
 from replaylens.engine.model.config import ModelConfig
-from replaylens.engine.model.decoder import Attention, Block, Decoder, Mlp
+from replaylens.engine.model.decoder import Attention, Block, Decoder, Mlp, NormSites
 from replaylens.engine.model.latent import LatentAttention
+from replaylens.engine.model.mixture import Mixture
 from replaylens.engine.model.ops import Linear, Norm
 from replaylens.engine.model.sites import layer_of
 from replaylens.engine.passes.runner import WholePass
@@ -26,13 +29,11 @@ from replaylens.engine.request.placed import PlacedEdit
 
 
 def needed_sites(config: ModelConfig) -> frozenset[str]:
-    """The sites whose values `Backward` reads: the inputs of everything that is not linear. NoGradient for mixtures."""
-    if config.mixture is not None or config.sinks:
-        what = "a mixture of experts" if config.mixture is not None else "attention sinks"
-        raise NoGradient(f"This model has {what}, whose backward pass is not implemented. Use patching, or a dense model.")
-    names = ["hook_in", "mlp.in.hook_out"]
-    names += ["attn.q.hook_out", "attn.k.hook_out"] if config.clip_qkv else []
-    names += ["mlp.gate.hook_out"] if config.gated_mlp else []
+    """The sites whose values `Backward` reads: the inputs of everything that is not linear. NoGradient for sinks."""
+    if config.sinks:
+        raise NoGradient("This model has attention sinks, whose backward pass is not implemented. Use patching.")
+    names = ["hook_in"]
+    names += [f"attn.{part}{'_norm' if config.qk_norm else ''}.hook_out" for part in "qk"] if config.clip_qkv else []
     names += [] if config.parallel_residual else ["ln2.hook_in"]
     names += ["attn.hook_out", "mlp.hook_out"] if config.post_norms else []
     layers, heads = range(config.num_layers), set[str]()
@@ -42,7 +43,21 @@ def needed_sites(config: ModelConfig) -> frozenset[str]:
         heads |= {site for layer in layers for site in _normed(config, layer) if config.qk_norm}
     else:
         names += [*NEEDED, *(["attn.q_a_layernorm.hook_in"] if config.latent.query_rank else [])]
-    return frozenset(f"blocks.{layer}.{name}" for layer in layers for name in names) | heads
+    own = ((layer, name) for layer in layers for name in (*names, *_of_mlp(config, layer)))
+    return frozenset(f"blocks.{layer}.{name}" for layer, name in own) | heads
+
+
+def _of_mlp(config: ModelConfig, layer: int) -> tuple[str, ...]:
+    """The sites of an MLP or a mixture, within the block."""
+    if config.mixture is None or not config.sparse(layer):
+        begin = "mlp." if config.mixture is None else "mlp.dense_"
+        return (f"{begin}in.hook_out", *([f"{begin}gate.hook_out"] if config.gated_mlp else []))
+    shared = NEEDED_SHARED[: 2 if config.mixture.shared_gate else 1] if config.mixture.d_shared else ()
+    if config.pre_norms and not config.shared_norm:
+        read = "ln2.hook_out"
+    else:
+        read = ("ln1.hook_out" if config.pre_norms else "hook_in") if config.parallel_residual else "ln2.hook_in"
+    return (read, *(f"mlp.{name}" for name in (*NEEDED_MIXTURE, *shared)))
 
 
 def _attended(config: ModelConfig, layer: int) -> tuple[str, str]:
@@ -132,8 +147,10 @@ class Backward:
         g = self._at(block.out_site, g)
         x = self._value(block.in_site)
         read = x if block.parallel else self._value(block.middle_site)
-        assert isinstance(block.mlp, Mlp)  # `needed_sites` refuses mixtures
-        from_mlp = self._mlp(block.mlp, self._written(g, block.mlp.down, block.ln2_post, block))
+        if isinstance(block.mlp, Mixture):
+            from_mlp = self._mixture(block, block.mlp, self._added(g, block.ln2_post, block.mlp_sites, block))
+        else:
+            from_mlp = self._mlp(block.mlp, self._written(g, block.mlp.down, block.ln2_post, block))
         shared = from_mlp if block.ln2 is None and block.parallel else None  # it reads what attention reads
         if block.ln2 is not None:
             from_mlp = through_norm(self._at(block.ln2_sites[2], from_mlp), read, block.ln2)
@@ -148,11 +165,24 @@ class Backward:
 
     def _written(self, g: Tensor, linear: Linear, post: Norm | None, block: Block) -> Tensor:
         """The gradient of the stream -> of the input of the product that is added to it."""
-        site, (*_, post_site) = block.attn_sites if linear is block.attn.o else block.mlp_sites
+        sites = block.attn_sites if linear is block.attn.o else block.mlp_sites
+        return self.products.linear(self._added(g, post, sites, block), linear)
+
+    def _added(self, g: Tensor, post: Norm | None, sites: tuple[str, NormSites], block: Block) -> Tensor:
+        """The gradient of the stream -> of what is added to it, before the post-norm and the factor."""
+        site, (*_, post_site) = sites
         if post is not None:
             g = through_norm(self._at(post_site, g), self._value(site), post)
         g = self._at(site, g)
-        return self.products.linear(g if block.scale == 1.0 else g * block.scale, linear)
+        return g if block.scale == 1.0 else g * block.scale
+
+    def _mixture(self, block: Block, mixture: Mixture, g: Tensor) -> Tensor:
+        """[rows, d_model] -> the gradient of what the mixture reads, [rows, d_model]"""
+        if block.ln2 is not None:
+            read = block.ln2_sites[2]
+        else:
+            read = (block.in_site if block.ln1 is None else block.ln1_sites[2]) if block.parallel else block.middle_site
+        return through_mixture(mixture, g, self._value(read), self._value, self._at, self.products)
 
     def _mlp(self, mlp: Mlp, g: Tensor) -> Tensor:
         """[rows, d_mlp] -> the gradient of the normed stream, [rows, d_model]"""
@@ -187,17 +217,25 @@ class Backward:
         if not attn.norm_is_last:
             dq, dk = self._qk_norms(attn, dq, dk, layer)
         dq, dk, dv = self._at(attn.q_site, dq), self._at(attn.k_site, dk), self._at(attn.v_site, dv)
+        if attn.clip and attn.q_norm is not None:
+            dv = self._unclipped(attn, dv, attn.v_site)
         joined = torch.cat([dq, dk, dv], dim=1)
-        if attn.clip:  # what was cut off does not pass
-            value = torch.cat([self._value(site) for site in (attn.q_site, attn.k_site, attn.v_site)], dim=1)
-            joined = joined * (value.abs() < attn.clip)
+        if attn.clip and attn.q_norm is None:
+            joined = self._unclipped(attn, joined, attn.q_site, attn.k_site, attn.v_site)
         return self.products.linear(joined.view(self.num_rows, -1), attn.qkv)
+
+    def _unclipped(self, attn: Attention, g: Tensor, *sites: str) -> Tensor:
+        """The gradient before clipping, from the clipped values: what was cut off does not pass."""
+        before = {**self.forward.values, **self.forward.unedited}
+        return g * (torch.cat([before[site].float() for site in sites], dim=1).abs() < attn.clip)
 
     def _qk_norms(self, attn: Attention, dq: Tensor, dk: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Through the norms of queries and keys, if there are any."""
         if attn.q_norm is None or attn.k_norm is None:
             return dq, dk
         dq, dk = self._at(attn.normed_q_site, dq), self._at(attn.normed_k_site, dk)
+        if attn.clip:
+            dq, dk = self._unclipped(attn, dq, attn.normed_q_site), self._unclipped(attn, dk, attn.normed_k_site)
         q, k = (self._value(site) for site in _normed(self.model.config, layer))
         if not attn.norm_spans_heads:
             return through_norm(dq, q, attn.q_norm), through_norm(dk, k, attn.k_norm)

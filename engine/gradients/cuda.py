@@ -25,6 +25,9 @@ class KernelProducts:
     def linear(self, g: Tensor, linear: Linear) -> Tensor:
         return self._product(g, linear.weight.t())
 
+    def plain(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self._product(x, weight)
+
     def unembed(self, g: Tensor, table: Tensor) -> Tensor:
         return self._product(g, table)
 

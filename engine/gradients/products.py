@@ -23,6 +23,10 @@ class BackwardProducts(Protocol):
         """The gradient of a product [rows, outputs] -> of its input [rows, inputs]."""
         ...
 
+    def plain(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [rows, n] times weight [n, m], in float32"""
+        ...
+
     def unembed(self, g: Tensor, table: Tensor) -> Tensor:
         """g [rows, vocab] times table [vocab, d_model]"""
         ...
@@ -42,6 +46,9 @@ class HostProducts:
         if len(g) <= _FEW_ROWS:  # CPU libraries take half as long again for few rows times a transposed weight
             return torch.mm(linear.weight, g.t()).t().contiguous()
         return torch.mm(g, linear.weight.t())
+
+    def plain(self, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.mm(x, weight)
 
     def unembed(self, g: Tensor, table: Tensor) -> Tensor:
         return torch.mm(g, table)

@@ -5,12 +5,12 @@ has one `Turn` per step:
 
 | stage     | modules                        | what happens                                                                  |
 |-----------|--------------------------------|-------------------------------------------------------------------------------|
-| admit     | `admission`, `planner`,        | plans a turn: the rows without KV, the number of drafts, and pages for both   |
-|           | `reservations`                 |                                                                               |
+| admit     | `queue`, `admission`,          | plans a turn: the rows without KV, the number of drafts, and pages for both   |
+|           | `planner`, `reservations`      |                                                                               |
 | draft     | `drafters`, `window`           | proposes chains of tokens; any KV written here is provisional                 |
-| verify    | `loop`, `verify`               | runs one canonical pass over the rows and drafts of all turns, then accepts   |
+| verify    | `loop`, `packer`, `verify`     | runs one canonical pass over the rows and drafts of all turns, then accepts   |
 |           |                                | each draft that equals the token chosen from the row before it                |
-| commit    | `commit`                       | adds accepted tokens, their KV and their captured rows, all or none           |
+| commit    | `endings`, `commit`            | adds accepted tokens, their KV and their captured rows, all or none           |
 | roll back | `commit`                       | cuts off rejected drafts; they become a rejected branch with its own rows     |
 
 One turn, with three drafts of which one is accepted:
@@ -45,7 +45,7 @@ There are four kinds of undo:
 |                         | interrupted                        |                                                               |
 | `Loop._isolate`         | a pass of several turns failed     | nothing yet: runs each turn alone to find the one that fails, |
 |                         |                                    | which is then abandoned                                       |
-| `Loop.end`              | a job is cancelled, or failed      | the rest of the job; committed tokens stay, and forced tokens |
+| `JobQueue.end`          | a job is cancelled, or failed      | the rest of the job; committed tokens stay, and forced tokens |
 |                         |                                    | without KV are removed                                        |
 
 Captured rows come with their token, but Z, the logit lens, holds the log-probability of the *next* token. Three names deal

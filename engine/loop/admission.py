@@ -80,7 +80,7 @@ class Admission:
     def _plan(self, job: Job, budget: int) -> Turn | None:
         """The job's next rows: those without KV, up to the budget. Drafts come only after the last token. None: it waits."""
         tokens = self.tree.branch(job.lane.branch).tokens
-        start = self._first_row(job, len(tokens))
+        start = job.first_row(len(tokens))
         rows = tokens[start : start + budget]
         turn = Turn(job, start, rows, complete=start + len(rows) == len(tokens))
         if turn.deciding and job.exact and self._stepwise(job):
@@ -151,19 +151,9 @@ class Admission:
         plain = not lane.hooks and self.runner.cache.chain is None
         return self._alone and plain and job.sampling.bare and job.forced_drafts is None
 
-    def _first_row(self, job: Job, num_tokens: int) -> int:
-        """Where the next pass starts. Choosing the next token takes the last token's row, even if its KV is known."""
-        first = job.lane.first_missing(num_tokens)
-        return min(first, num_tokens - 1) if job.remaining else first
-
     def _rank(self, job: Job) -> int:
         passed_over = job is self._jobs[0] and job.lane.last_used < self._clock - 1
-        return 0 if passed_over else 2 if self.num_waiting(job) > 1 else 1
-
-    def num_waiting(self, job: Job) -> int:
-        """The number of tokens whose rows the job still needs."""
-        num_tokens = len(self.tree.branch(job.lane.branch).tokens)
-        return num_tokens - self._first_row(job, num_tokens)
+        return 0 if passed_over else 2 if job.num_waiting(len(self.tree.branch(job.lane.branch).tokens)) > 1 else 1
 
     def _num_drafts(self, job: Job, at: int) -> int:
         if job.forced_drafts is not None:

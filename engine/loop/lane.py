@@ -160,3 +160,13 @@ class Job:
     @property
     def remaining(self) -> int:
         return 0 if self.finish_reason else self.new_tokens - self.generated
+
+    def first_row(self, num_tokens: int) -> int:
+        """Where the next pass over a path of `num_tokens` starts. Choosing the next token takes the last token's row, even if
+        its KV is known."""
+        first = self.lane.first_missing(num_tokens)
+        return min(first, num_tokens - 1) if self.remaining else first
+
+    def num_waiting(self, num_tokens: int) -> int:
+        """The number of tokens, of `num_tokens`, whose rows it still needs."""
+        return num_tokens - self.first_row(num_tokens)

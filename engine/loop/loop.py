@@ -3,37 +3,34 @@
 The package's docstring (`engine/loop/__init__.py`) walks through one turn.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from replaylens.engine.errors import BadRequest, ClosedBranch, EngineBug, EngineError
+from replaylens.engine.errors import EngineBug, EngineError
 from replaylens.engine.lens.known import KnownLenses
 from replaylens.engine.loop.admission import Admission
 from replaylens.engine.loop.captured import PassRows
 from replaylens.engine.loop.commit import Committer, Outcome
-from replaylens.engine.loop.drafters import Chains, DraftCall, Drafter
+from replaylens.engine.loop.drafters import Chains, Drafter
+from replaylens.engine.loop.endings import Endings
 from replaylens.engine.loop.lane import Job, Lane
+from replaylens.engine.loop.packer import Packer
+from replaylens.engine.loop.queue import JobQueue, Listener
 from replaylens.engine.loop.reservations import Reservations
-from replaylens.engine.loop.stops import Stops
 from replaylens.engine.loop.turn import Turn
 from replaylens.engine.loop.verify import Verdict, drafted, judged, overruled
-from replaylens.engine.memory.prefix import PrefixIndex, Trail
-from replaylens.engine.memory.tree import BranchStatus, BranchTree, TokenState
+from replaylens.engine.memory.prefix import PrefixIndex
+from replaylens.engine.memory.tree import BranchTree, TokenState
 from replaylens.engine.model.text import Text
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.passes.finite import finite, not_finite
 from replaylens.engine.passes.runner import Runner
-from replaylens.engine.proof.trace import path_digest
 from replaylens.engine.request.capture import PassTap
-from replaylens.engine.request.placed import page_keys
 
 if TYPE_CHECKING:
-    from replaylens.engine.passes.bursts import Bursts, Place, Wanted
-
-Listener = Callable[[dict[str, Any]], None]
-"""is called with every event: submit, draft, draft_failed, verdict, preempt, finish"""
+    from replaylens.engine.passes.bursts import Bursts
 
 
 class Loop:
@@ -49,17 +46,29 @@ class Loop:
         max_rows: int,
         lenses: KnownLenses,
     ) -> None:
-        self.runner, self.tree, self.prefix, self.drafters = runner, tree, prefix, drafters
-        self.stops, self.max_rows = Stops(text), max_rows
+        self.runner, self.tree, self.drafters, self.max_rows, self.lenses = runner, tree, drafters, max_rows, lenses
         self.lanes: dict[int, Lane] = {}
-        self.lenses = lenses
+        self.queue = JobQueue(runner, tree, prefix, drafters, max_rows)
         self.committer = Committer(runner, tree, self.lanes)
-        self.reservations = Reservations(runner, prefix, self.lanes, self._preempted)
-        self.admission = Admission(runner, tree, drafters, self.reservations, max_rows, self.end)
-        self.jobs: list[Job] = []
-        self.listeners: list[Listener] = []
+        self.packer, self.endings = Packer(runner, tree, self.committer), Endings(tree, text)
+        self.reservations = Reservations(runner, prefix, self.lanes, self.queue.preempted)
+        self.admission = Admission(runner, tree, drafters, self.reservations, max_rows, self.queue.end)
         self.bursts: Bursts | None = None
         """direct decode steps on the device alone; None on a CPU"""
+
+    @property
+    def jobs(self) -> list[Job]:
+        """The unfinished jobs, oldest first."""
+        return self.queue.jobs
+
+    @property
+    def listeners(self) -> list[Listener]:
+        """They are called with every event. Append to it to listen."""
+        return self.queue.listeners
+
+    def submit(self, job: Job) -> None:
+        """Queue a job for `step`; see `JobQueue.submit`."""
+        self.queue.submit(job)
 
     def step(self) -> None:
         """One turn for every admitted job. A job's failure ends no other job."""
@@ -68,7 +77,7 @@ class Loop:
             turns += self.admit()
             self.draft(turns)
             for exact, mine in self._by_arithmetic([turn for turn in turns if not turn.closed]):
-                direct = {turn: None for turn in mine if turn.burst and self._has_one_row(turn)}
+                direct = {turn: None for turn in mine if turn.burst and self.packer.has_one_row(turn)}
                 if direct:
                     self.burst(list(direct), exact)
                 if others := [turn for turn in mine if turn not in direct]:
@@ -78,9 +87,9 @@ class Loop:
                 if not turn.closed:
                     self.committer.abandon(turn)
             if isinstance(error, Exception):  # any job may be the cause; an interrupt is not the jobs' fault
-                self._end_all(error)
+                self.queue.end_all(error)
             raise
-        self._forget_done()
+        self.queue.forget_done()
 
     def _by_arithmetic(self, turns: list[Turn]) -> list[tuple[bool, list[Turn]]]:
         """(whether canonical, turns that run together). Drafts and ordinary requests share the fast batch. On a device both
@@ -94,7 +103,7 @@ class Loop:
 
     def admit(self) -> list[Turn]:
         """Turns for as many jobs as rows and pages allow; see `Admission`."""
-        self._forget_done()
+        self.queue.forget_done()
         return self.admission.turns(self.jobs, alone=self.bursts is not None)
 
     def draft(self, turns: list[Turn]) -> list[Turn]:
@@ -107,7 +116,7 @@ class Loop:
                 turn.job.window_open = None
                 turn.chains = _verifiable(chains, turn.num_drafts, len(turn.tables), self.runner.model.config.vocab_size)
                 self.tree.append(turn.job.lane.branch, turn.chains[0], TokenState.DRAFT)
-                self._notify("draft", turn.job, at=turn.end, chains=turn.chains, after=turn.rows[-1])
+                self.queue.notify("draft", turn.job, at=turn.end, chains=turn.chains, after=turn.rows[-1])
         return turns
 
     def _propose(self, name: str, turns: list[Turn]) -> list[Chains]:
@@ -115,14 +124,14 @@ class Loop:
         error, of the drafter or of a hook function in its pass, ends the one request that caused it."""
         try:
             with self.admission.planner.timing("draft", len(turns), steps=max(turn.num_drafts for turn in turns)):
-                return self.drafters[name].propose([self._call(turn) for turn in turns])
+                return self.drafters[name].propose([self.packer.call(turn) for turn in turns])
         except Exception as error:
             if len(turns) > 1:
                 return [self._propose(name, [turn])[0] for turn in turns]
             if not isinstance(error, EngineError):
                 self._abandon(turns, error)
                 return [[[]]]
-            self._notify("draft_failed", turns[0].job, drafter=name, error=f"{type(error).__name__}: {error}")
+            self.queue.notify("draft_failed", turns[0].job, drafter=name, error=f"{type(error).__name__}: {error}")
             return [[[]]]
 
     def verify(self, turns: list[Turn], exact: bool) -> None:
@@ -130,14 +139,14 @@ class Loop:
         turns that draft gain a draft and commit nothing."""
         segments: list[Segment] = []
         for turn in turns:
-            own = self._segments(turn)
+            own = self.packer.segments(turn)
             turn.segments = list(range(len(segments), len(segments) + len(own)))
             segments += own
         drafting, committing = _parted(turns)
-        tap = PassTap(frozenset().union(*(self._needed(turn) for turn in committing)))
+        tap = PassTap(frozenset().union(*(self.packer.needed(turn) for turn in committing)))
         try:
             for turn in turns:
-                self._check_canary(turn)
+                self.packer.check_canary(turn)
             with self._timed(segments, exact, bool(drafting)):
                 result = self.runner.exact(segments, tap) if exact else self.runner.fast(segments, tap)
             rows = PassRows(self.runner, self.tree, self.lenses, tap, result)
@@ -152,30 +161,7 @@ class Loop:
         for turn, token in chosen.items():
             self._add_drafts(turn, [token])
         for turn in committing:
-            before = turn.job.generated, turn.job.finish_reason
-            try:
-                self._conclude(turn, rows, verdicts.get(turn))
-            except BaseException as error:
-                if turn.closed:  # half committed
-                    self.end(turn.job, EngineBug(f"Branch {turn.job.lane.branch} was interrupted within a commit. Release it."))
-                    raise
-                turn.job.generated, turn.job.finish_reason = before
-                if not isinstance(error, Exception):
-                    raise
-                self._abandon([turn], error)
-
-    def _segments(self, turn: Turn) -> list[Segment]:
-        """The rows of a turn in a pass: those of its next draft, or its own followed by each of its chains."""
-        lane, window = turn.job.lane, turn.job.window_open
-        if turn.drafting and window is not None:
-            path = self.tree.branch(lane.branch).past.path(turn.end)
-            start, tokens = window.rows(path, lane.table, self.runner.pool.page_size)
-            return [Segment(lane.table, start, tokens, 1, lane.edits, lane.hooks)]
-        pairs = zip(turn.tables, turn.chains, strict=False)
-        return [
-            Segment(table, turn.start, turn.rows + chain, len(chain) + 1 if turn.deciding else 0, lane.edits, lane.hooks)
-            for table, chain in pairs
-        ]
+            self._conclude(turn, rows, verdicts.get(turn))
 
     def _timed(self, segments: list[Segment], exact: bool, drafting: bool) -> AbstractContextManager[None]:
         """Measures a pass for the planner. Of a fast batch with drafts it wants to know the cost of one request's row."""
@@ -188,7 +174,7 @@ class Loop:
         turns that draft go into their windows."""
         assert self.bursts is not None
         steps = min(turn.burst for turn in turns)
-        chosen, kept = self.bursts.run([self._place(turn, steps) for turn in turns], steps, exact)
+        chosen, kept = self.bursts.run([self.packer.place(turn, steps) for turn in turns], steps, exact)
         for turn, tokens, rows in zip(turns, chosen, kept, strict=True):
             if max(tokens) >= self.runner.model.config.vocab_size:
                 if turn.drafting:
@@ -200,28 +186,10 @@ class Loop:
                 self._add_drafts(turn, tokens)
                 continue
             turn.chains = [tokens[:-1]]
-            outcome = self._take(turn, Verdict(0, len(tokens) - 1, tokens[-1]), drafted=0)
+            outcome = self.endings.cut(turn, Verdict(0, len(tokens) - 1, tokens[-1]), drafted=0)
             turn.chains = [tokens[: outcome.accepted]]  # tokens after the end are dropped: they are not rejected drafts
             self.committer.commit(turn, outcome, rows if rows is not None or turn.job.lane.capture is None else {})
             self._finish_turn(turn)
-
-    def _has_one_row(self, turn: Turn) -> bool:
-        """Whether the turn's pass would have a single row. A window whose pages were replaced runs all its rows again."""
-        window = turn.job.window_open
-        if not turn.drafting or window is None:
-            return True
-        return window.num_rows(turn.job.lane.table, self.runner.pool.page_size) == 1
-
-    def _place(self, turn: Turn, steps: int) -> "Place":
-        """A turn's row in a burst: the last token of its path, or of its window's drafts."""
-        from replaylens.engine.passes.bursts import Place  # needs triton, as everything on the device does
-
-        job = turn.job
-        if not turn.drafting:
-            wanted = self._wanted(turn, steps)
-            return Place(turn.rows[-1], turn.start, turn.tables[0], job.sampling, job.lane.edits, wanted)
-        (row,) = self._segments(turn)
-        return Place(row.tokens[-1], row.start, row.table, job.sampling, job.lane.edits)
 
     def _add_drafts(self, turn: Turn, tokens: Sequence[int]) -> None:
         """Mutates: the window has more drafts. What follows a draft that ends the sequence is dropped."""
@@ -231,24 +199,6 @@ class Loop:
             if not window.full:
                 window.add(token, turn.job.sampling.stop_tokens, lane.table, self.runner.pool.page_size)
         turn.closed = True
-
-    def _wanted(self, turn: Turn, steps: int) -> "Wanted | None":
-        """What a turn captures in a burst; None: nothing."""
-        from replaylens.engine.passes.bursts import Wanted
-
-        spec, lane = turn.job.lane.capture, turn.job.lane
-        if spec is None or lane.recording is None:
-            return None
-        kept = self.committer.kept(lane, self.committer.first_to_record(turn), turn.start + steps)
-        return Wanted(spec, [position - turn.start for position in kept])
-
-    def _needed(self, turn: Turn) -> frozenset[str]:
-        """The sites that a pass must keep for a turn. None if it captures none of the turn's positions."""
-        lane = turn.job.lane
-        if lane.capture is None or lane.recording is None:
-            return frozenset()
-        longest = turn.end + max(map(len, turn.chains))
-        return lane.capture.needed() if self.committer.kept(lane, turn.start, longest) else frozenset()
 
     def _isolate(self, turns: list[Turn], exact: bool, error: Exception) -> None:
         """After a failed pass: run each turn alone, then without its drafts, to find the one whose rows fail."""
@@ -268,15 +218,29 @@ class Loop:
         """The fast path failed: what it drafted so far is verified in the next step. This costs the request no token."""
         assert turn.job.window_open is not None
         turn.job.window_open.ended = turn.closed = True
-        self._notify("draft_failed", turn.job, drafter=turn.job.drafter, error=f"{type(error).__name__}: {error}")
+        self.queue.notify("draft_failed", turn.job, drafter=turn.job.drafter, error=f"{type(error).__name__}: {error}")
 
     def _conclude(self, turn: Turn, rows: PassRows, verdict: Verdict | None) -> None:
-        """Commit one turn, with its verdict if it was deciding."""
+        """Commit one turn, with its verdict if it was deciding. One that cannot be committed is abandoned."""
+        job, before = turn.job, (turn.job.generated, turn.job.finish_reason)
+        try:
+            self._commit(turn, rows, verdict)
+        except BaseException as error:
+            if turn.closed:  # half committed
+                self.queue.end(job, EngineBug(f"Branch {job.lane.branch} was interrupted within a commit. Release it."))
+                raise
+            job.generated, job.finish_reason = before
+            if not isinstance(error, Exception):
+                raise
+            self._abandon([turn], error)
+
+    def _commit(self, turn: Turn, rows: PassRows, verdict: Verdict | None) -> None:
+        """Commit a turn and report the verdict of its drafts."""
         job, outcome, void = turn.job, Outcome(), list[int]()
         if verdict is not None:
             if self.listeners and any(turn.chains):
                 void = overruled(turn, verdict, rows.result, self.tree)
-            outcome = self._take(turn, verdict)
+            outcome = self.endings.cut(turn, verdict)
         rejected_before = len(job.rejected)
         self.committer.commit(turn, outcome, rows)
         if any(turn.chains):
@@ -284,180 +248,23 @@ class Loop:
             said: dict[str, Any] = {"chain": outcome.chain, "accepted": outcome.accepted, "pending": outcome.pending}
             if void and rejected:
                 said["overruled"] = void
-            self._notify("verdict", job, **said, rejected=rejected)
+            self.queue.notify("verdict", job, **said, rejected=rejected)
         self._finish_turn(turn)
 
     def _finish_turn(self, turn: Turn) -> None:
+        """After a commit. Mutates: ends the branch, the job or both if that was their last token."""
         job = turn.job
         if job.finish_reason in ("eos", "stop") and not self.tree.branch(job.lane.branch).finish_reason:
             self.tree.finish(job.lane.branch, job.finish_reason)
-        self._close_if_done(job)
+        self.queue.close_if_done(job)
         if not job.done and job.cancel_at is not None and job.generated >= job.cancel_at:
-            self.end(job)
-
-    def _take(self, turn: Turn, verdict: Verdict, drafted: int | None = None) -> Outcome:
-        """The verdict up to the token that ends the job, if one does. Mutates the job: counts, finish reason."""
-        job, chain = turn.job, turn.chains[verdict.chain][: verdict.num_accepted]
-        new = [*chain, verdict.token]
-        for i, token in enumerate(new):
-            if job.sampling.stop_tokens and token in job.sampling.stop_tokens:
-                job.finish_reason = "eos"
-            elif job.sampling.stop and self._stops(turn, new[: i + 1]):
-                job.finish_reason = "stop"
-            elif job.until is not None and self._answered(turn, new[: i + 1]):
-                job.finish_reason = "answer"
-            elif job.generated + i + 1 == job.new_tokens:
-                job.finish_reason = "length"
-            if job.finish_reason:
-                new = new[: i + 1]
-                break
-        accepted = min(len(new), verdict.num_accepted)
-        if job.finish_reason and len(new) <= verdict.num_accepted:  # a draft ended it: later ones count as never drafted
-            turn.chains[verdict.chain] = chain[:accepted]
-        job.generated += len(new)
-        if drafted is None:
-            drafted = sum(map(len, turn.chains))
-        job.statistics.count(drafted, min(drafted, accepted), len(new))
-        return Outcome(verdict.chain, accepted, tuple(new[accepted:]))
-
-    def _stops(self, turn: Turn, new: list[int]) -> bool:
-        """Whether the last of the new tokens completes a stop string in the text after the prompt."""
-        record = self.tree.branch(turn.job.lane.branch)
-        return self.stops.completed(turn.job.sampling.stop, record.past.path(turn.end, new), record.root_length)
-
-    def _answered(self, turn: Turn, new: list[int]) -> bool:
-        """Whether the tokens that the job generated, ending with the new ones, are all that its caller wants."""
-        job, record = turn.job, self.tree.branch(turn.job.lane.branch)
-        assert job.until is not None
-        return job.until(record.past.path(turn.end, new)[turn.end - job.generated :])
-
-    def _call(self, turn: Turn) -> DraftCall:
-        job, record = turn.job, self.tree.branch(turn.job.lane.branch)
-        recorded = job.forced_drafts.get(turn.end) if job.forced_drafts is not None else None
-        if job.window_open is not None:
-            recorded = [job.window_open.chain]
-        return DraftCall(
-            path=record.past.path(len(record.tokens)),
-            num_prompt=record.root_length,
-            count=turn.num_drafts,
-            sampling=job.sampling,
-            tables=turn.tables,
-            branch=record.id,
-            recorded=recorded,
-            edits=job.lane.edits,
-            hooks=job.lane.hooks,
-        )
-
-    def _check_canary(self, turn: Turn) -> None:
-        """In debug mode, check that the KV the pass will read is the branch's own."""
-        if self.runner.cache.chain is not None:
-            tokens = self.tree.branch(turn.job.lane.branch).tokens[: turn.start]
-            for table in turn.tables:
-                self.runner.cache.check(tokens, self.runner.pool.slots(table, 0, turn.start))
-            if turn.job.lane.recording is not None:
-                turn.job.lane.recording.check_integrity()
-
-    # ---- jobs ---------------------------------------------------------------------------------------------------
-
-    def submit(self, job: Job) -> None:
-        """Queue a job for `step`. A job that can never be served ends at once, with an error."""
-        self._notify("submit", job)
-        if refusal := self.refusal(job):
-            self.end(job, refusal)
-        else:
-            self._close_if_done(job)
-        self.jobs += [] if job.done else [job]
-
-    def refusal(self, job: Job) -> EngineError | None:
-        """Why a job cannot be served, regardless of other jobs' load; None: it can."""
-        record, vocab = self.tree.branch(job.lane.branch), self.runner.model.config.vocab_size
-        if job.lane.unread or any(other.lane is job.lane for other in self.jobs):
-            return BadRequest(f"Branch {record.id} is busy with another request. Finish it or close its stream first.")
-        if record.status is BranchStatus.REJECTED:
-            return ClosedBranch(f"Branch {record.id} is rejected. Fork it to continue from its tokens.")
-        if not record.tokens:
-            return BadRequest(f"Branch {record.id} has no tokens. Force at least one before generating.")
-        drafts = job.forced_drafts or {}
-        named = [
-            *job.sampling.logit_bias,
-            *job.sampling.stop_tokens,
-            *(t for chains in drafts.values() for chain in chains for t in chain),
-        ]
-        if bad := [t for t in named if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab]:
-            return BadRequest(
-                f"Token {bad[0]!r} in logit_bias, stop_tokens or drafts is not in the vocabulary of {vocab} tokens."
-            )
-        width = self.drafters[job.drafter].width if job.new_tokens else 1
-        rows = [min(job.window or 1, job.new_tokens) * width]
-        rows += [min(1 + max(map(len, chains)), job.new_tokens) * len(chains) for chains in drafts.values() if chains]
-        if max(rows) > self.max_rows:
-            return BadRequest(
-                f"A window of {max(rows)} rows does not fit into a pass of {self.max_rows}. Use a smaller window."
-            )
-        return None
-
-    def end(self, job: Job, error: Exception | None = None) -> None:
-        """Stop a job, cancelled or failed. Committed tokens stay; forced tokens without KV are removed."""
-        job.done, job.error = True, error
-        self._drop_window(job)
-        record = self.tree.branch(job.lane.branch)
-        if TokenState.DRAFT in record.states:
-            self.tree.rollback(record.id, record.states.index(TokenState.DRAFT))
-            job.lane.tokens_gone(len(record.tokens))
-        self._finish(job, "error" if error else "cancelled")
-
-    def _drop_window(self, job: Job) -> None:
-        """Mutates: forgets drafts that are not verified yet, with their pages."""
-        if job.window_open is not None:
-            job.window_open = None
-            self.runner.pool.truncate(job.lane.table, min(job.lane.computed, job.lane.table.length))
-
-    def _preempted(self, job: Job) -> None:
-        job.window_open = None
-        self._notify("preempt", job)
-
-    def _close_if_done(self, job: Job) -> None:
-        allowed = 1 if job.new_tokens and not job.final else 0  # a generated token's own row may stay pending
-        if job.remaining == 0 and self.admission.num_waiting(job) <= allowed:
-            lane, job.done = job.lane, True
-            if lane.certified:
-                keys = page_keys(lane.edits, len(lane.table.pages), self.runner.pool.page_size) if lane.edits else None
-                self._offer(lane, keys)
-            self._finish(job, job.finish_reason)
-
-    def _offer(self, lane: Lane, keys: list[bytes] | None) -> None:
-        """Index the lane's whole pages; without edits, only those after the pages that it offered before."""
-        past, size = self.tree.branch(lane.branch).past, self.runner.pool.page_size
-        before, kept = lane.offered if lane.offered is not None else (None, past.mark(0))
-        if keys is not None or before is None or kept.length < before.num_pages * size:  # other edits, or rolled back
-            before = Trail()
-        self.prefix.offer(lane.table, past.tokens, lane.computed, keys, before)
-        lane.offered = (before, past.mark(before.num_pages * size)) if keys is None else None
+            self.queue.end(job)
 
     def _abandon(self, turns: list[Turn], error: Exception) -> None:
         """After a failed pass: nothing of it is committed, the branches are as before, and the jobs end with the error."""
         for turn in turns:
             self.committer.abandon(turn)
-            self.end(turn.job, error)
-
-    def _forget_done(self) -> None:
-        self.jobs = [job for job in self.jobs if not job.done]
-
-    def _end_all(self, error: Exception) -> None:
-        for job in self.jobs:
-            if not job.done:
-                self.end(job, error)
-        self.jobs = []
-
-    def _finish(self, job: Job, reason: str | None) -> None:
-        job.lane.statistics.add(job.statistics)
-        if self.listeners:  # the digest reads the whole path
-            tokens = self.tree.branch(job.lane.branch).tokens
-            self._notify("finish", job, reason=reason, generated=job.generated, length=len(tokens), path=path_digest(tokens))
-
-    def _notify(self, event: str, job: Job, **details: Any) -> None:
-        for listener in self.listeners:
-            listener({"event": event, "branch": job.lane.branch, **details})
+            self.queue.end(turn.job, error)
 
 
 def _parted(turns: list[Turn]) -> tuple[list[Turn], list[Turn]]:

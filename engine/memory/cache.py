@@ -41,6 +41,8 @@ class KVCache:
         planes, heads, width = config.kv_shape
         inner = (slots, heads) if by_slot else (heads, slots)
         self.pool, self.num_heads = pool, config.num_heads
+        self.value_width = width if config.latent is None else config.latent.rank
+        """columns of a value"""
         self.data = _zeros((config.num_layers, planes, *inner, width), dtype, device)
         self.worth_sharing = _WORTH_SHARING[device]
         """bytes of keys and values per layer that reading shared pages once must save, or every row reads its own; below,
@@ -51,6 +53,11 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         return self.data.numel() * self.data.element_size()
+
+    def planes(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The keys and values of all slots in place, [slots, kv_heads, width] each, as kernels read them. Latents, which are
+        both, come twice: values are the first columns of keys."""
+        return self.data[layer, 0], self.data[layer, -1, ..., : self.value_width]
 
     def write(self, layer: int, slots: Tensor, kv: Tensor) -> None:
         """Write keys and values, [rows, 2 kv_heads, d_head], to `slots` [rows]. CPU only: on CUDA a kernel writes.

@@ -43,7 +43,7 @@ class PageRun:
         return lower
 
     def hold(self, end: int) -> "PageRun | None":
-        """Mutates: one more holder of the first `end` pages, for whoever ends there. None: nothing is left to hold.
+        """Mutates: one more holder of the first `end` pages, for a table that ends there. None: nothing is left to hold.
 
         Precondition: `end` is not beyond this run.
         """

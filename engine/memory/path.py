@@ -28,7 +28,7 @@ _STATES = tuple(TokenState)
 
 
 class TokenPiece:
-    """Tokens [start, end) of all paths that share it, behind those of `below`. It never changes."""
+    """Tokens [start, end) of all paths that share it, after those of `below`. It never changes."""
 
     __slots__ = ("below", "seal", "start", "tokens")
 
@@ -49,8 +49,8 @@ class TokenPath(Sequence[int]):
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self._parts: tuple[TokenPiece | None, int, list[int]] = (None, 0, list(tokens))
-        """the last piece; how many tokens are the pieces', of which the last may be longer; the tokens behind. Replaced as a
-        whole, so that another thread never reads half of a change"""
+        """the last piece; how many tokens are the pieces', of which the last may be longer; the tokens after them. Replaced as
+        a whole, so that another thread never reads half of a change"""
 
     def __len__(self) -> int:
         _, cut, own = self._parts
@@ -121,7 +121,7 @@ class TokenPath(Sequence[int]):
         self._parts = (piece, piece.end, [])
 
     def seal(self) -> int:
-        """A number that changes, in all likelihood, if a token of the path does. Reads only those behind its pieces."""
+        """A number that changes, in all likelihood, if a token of the path does. Reads only those after its pieces."""
         piece, cut, own = self._parts
         return hash((tuple(own), cut, 0 if piece is None else piece.seal))
 

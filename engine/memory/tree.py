@@ -32,6 +32,8 @@ TRANSITIONS = {DRAFT: (ACCEPTED,), PENDING: (ACCEPTED,)}
 
 
 class BranchStatus(Enum):
+    """What may still happen to a branch: only an open one grows."""
+
     OPEN = "open"
     FINISHED = "finished"
     REJECTED = "rejected"
@@ -306,6 +308,7 @@ class BranchTree:
 
 
 def _check_links(branch: BranchRecord, every: dict[int, BranchRecord]) -> None:
+    """Raise IntegrityError unless the branch, its parent and its children know each other."""
     if branch.parent is not None:
         parent = every.get(branch.parent)
         gone = parent is None and branch.status is BranchStatus.RELEASED and not branch.above  # nothing refers to its parent
@@ -319,10 +322,12 @@ def _check_links(branch: BranchRecord, every: dict[int, BranchRecord]) -> None:
 
 
 def _seal(branch: BranchRecord) -> int:
+    """A number that changes, in all likelihood, if a token or a state does."""
     return hash((branch.tokens.seal(), tuple(branch.states.counts)))
 
 
 def _check_tokens(branch: BranchRecord) -> None:
+    """Raise IntegrityError if tokens, states and status contradict each other, or if a closed branch has changed."""
     tokens, states, status, left_at = branch.tokens, branch.states, branch.status, branch.fork_position
     released, num_rejected = status is BranchStatus.RELEASED, states.count(REJECTED)
     sealed = status in (BranchStatus.REJECTED, BranchStatus.RELEASED)

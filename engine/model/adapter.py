@@ -15,7 +15,7 @@ from torch import Tensor
 from replaylens.engine.errors import BadWeights, UnsupportedModel
 from replaylens.engine.model import modes
 from replaylens.engine.model.adapter_config import ADAPTER_FILE, AdapterConfig, read_fields
-from replaylens.engine.model.base_modules import BaseModules
+from replaylens.engine.model.base_modules import EXPERT, BaseModules
 from replaylens.engine.model.families import FAMILIES, family_of
 from replaylens.engine.model.shards import Shards
 from replaylens.engine.model.source import FLOATS, HEAD, Source
@@ -110,6 +110,7 @@ class Adapter:
         changes = {self._found(modules, f"{module}.weight"): lora for module, lora in self.changes.items()}
         whole = {self._found(modules, name): x for name, x in self.whole.items()}
         self._require_complete(modules, changes, whole)
+        self._require_asked(modules, changes, whole)
         reads = {name: name for name in source.names}
         head, embed = source.find(HEAD), source.find(f"{names.embed}.weight")
         if head is None and embed is not None and raw.get("tie_word_embeddings"):
@@ -132,6 +133,11 @@ class Adapter:
     def _found(self, modules: BaseModules, name: str) -> str:
         """The base's name of a tensor that the adapter changes."""
         found = modules.find(name)
+        if found is None and EXPERT in name:
+            raise UnsupportedModel(
+                f"The adapter {self.folder} trains the experts {name} as a whole (modules_to_save), all in one tensor, but the "
+                "base stores them one by one. Merge it into the base with peft (merge_and_unload), and load that."
+            )
         if found is None:
             raise BadWeights(f"The adapter {self.folder} changes {name}, which the base lacks. Is it for another base?")
         return found
@@ -150,6 +156,17 @@ class Adapter:
                     f"The config of the adapter {self.folder} asks for {what} ({field}), which {WEIGHTS_FILE} lacks. Copy both "
                     "files again, and check that they belong together and to this base."
                 )
+
+    def _require_asked(self, modules: BaseModules, changes: dict[str, Lora], whole: dict[str, Tensor]) -> None:
+        """BadWeights if the file holds tensors that its config does not ask for: peft would leave them out."""
+        extra = [name for name in changes if not modules.may_be_targeted(name, self.config)]
+        extra += [name for name in whole if not modules.may_be_saved(name, self.config)]
+        if extra:
+            raise BadWeights(
+                f"{self.folder / WEIGHTS_FILE} changes {min(extra)}, which its config does not ask for (target_modules = "
+                f"{self.config.modules!r:.120}, modules_to_save = {list(self.config.saved)!r:.120}). Copy both files again, "
+                "and check that they belong together."
+            )
 
 
 def base_of(folder: Path) -> Path:

@@ -7,7 +7,8 @@ from replaylens.engine.model.adapter_config import AdapterConfig
 from replaylens.engine.model.families import FAMILIES, family_of
 from replaylens.engine.model.source import HEAD, Source
 
-_EXPERT = ".experts."
+EXPERT = ".experts."
+"""in the names of tensors of experts"""
 _NO_PRODUCT = re.compile(r"norm|\bln_")
 """in the names of modules in a layer that have weights and are not linear"""
 
@@ -41,7 +42,7 @@ class BaseModules:
 
     def is_expert(self, name: str) -> bool:
         """Whether the tensor belongs to an expert. Files store experts one by one, the model holds them in one tensor."""
-        return any(_EXPERT in each for each in self._spellings.get(name, (name,)))
+        return any(EXPERT in each for each in self._spellings.get(name, (name,)))
 
     def saved(self, name: str, config: AdapterConfig) -> bool:
         """Whether the adapter trains the module of this tensor as a whole."""
@@ -61,11 +62,29 @@ class BaseModules:
             return any(self._is_product(module) for module in modules)
         return any(config.targets(module) for module in modules)
 
+    def may_be_targeted(self, name: str, config: AdapterConfig) -> bool:
+        """Whether peft could have a sum of products for this tensor. Of all linear modules, a router may be one."""
+        if not config.all_linear or name not in self._spellings:
+            return name not in self._spellings or self.targeted(name, config, experts=True)
+        modules = [each.removesuffix(".weight") for each in self._spellings[name]]
+        excluded = any(config.excludes(module) for module in modules)
+        return not excluded and any(self._in_layer(module) and not _NO_PRODUCT.search(module) for module in modules)
+
+    def may_be_saved(self, name: str, config: AdapterConfig) -> bool:
+        """Whether peft could have stored this tensor as a whole: it was trained so, or is an embedding or a head, which are
+        stored beside adapters of a longer vocabulary."""
+        tables = (HEAD, f"{self._family.embed}.weight")
+        if name not in self._spellings or self.saved(name, config):
+            return True
+        return any(each == table or each.endswith("." + table) for each in self._spellings[name] for table in tables)
+
     def _is_product(self, module: str) -> bool:
         """Whether the module is a linear one of a layer. Routers are not: whether they are linear depends on the version."""
         router = str(self._family.parts.get("mlp.router", ""))
-        in_layer = module.startswith(self._family.block.split("{}")[0])
-        return in_layer and not _NO_PRODUCT.search(module) and not (router and module.endswith(f".{router}"))
+        return self._in_layer(module) and not _NO_PRODUCT.search(module) and not (router and module.endswith(f".{router}"))
+
+    def _in_layer(self, module: str) -> bool:
+        return module.startswith(self._family.block.split("{}")[0])
 
     def _spelled(self, text: str, here: str) -> tuple[str, ...]:
         """All names of a tensor: in the file, in a text model, and in memory.

@@ -136,6 +136,7 @@ def _logits(model: Decoder, x: Tensor) -> Tensor:
 
 
 def _their_stages(source: nn.Module, tokens: Tensor, num_layers: int) -> Stages:
+    """What the source computes in float32: embedding, output of every block, logits (without a head: final norm)."""
     seen: Stages = {}
 
     def see(stage: str, value: Any) -> None:

@@ -140,7 +140,7 @@ class ModelConfig:
     qk_norm_rotated: bool = False
     """the norm comes after the rotation (HunYuan)"""
     clip_qkv: float = 0.0
-    """bound on the size of q, k and v; 0: none (OLMo)"""
+    """bound on the size of q, k and v; 0: none (OLMo). With norms of q and k, it is applied after them (OLMoE)"""
     adapter: str = ""
     """SHA-256 of the LoRA adapter that was merged into the weights; empty: none. Informative, as `family`"""
     scale_by_layer: bool = False

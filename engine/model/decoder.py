@@ -60,30 +60,49 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotary: Rotary | None, ops: Ops, tap: Tap | None) -> Tensor:
         """x [rows, d_model], normed -> the heads' outputs, [rows, heads * d_head]"""
         qkv = ops.linear(x, self.qkv).view(len(x), -1, self.width)  # [rows, heads + 2 kv_heads, d_head]
-        if self.clip:
-            qkv = qkv.clamp(-self.clip, self.clip)
+        if self.clip and self.q_norm is None:
+            qkv = self._clipped(qkv)
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        v = self._clipped(v) if self.clip and self.q_norm is not None else v
         joined: Tensor | None = qkv
         if wanted(tap, self.q_site, self.k_site, self.v_site):
             q, k, v = tapped(tap, self.q_site, q), tapped(tap, self.k_site, k), tapped(tap, self.v_site, v)
             joined = None
-        if self.q_norm is not None and self.k_norm is not None and not self.norm_is_last:
-            q, k, joined = self._normed(q, self.q_norm, ops), self._normed(k, self.k_norm, ops), None
+        norms = self._left_to_attention(rotary, ops, tap)
+        if self.q_norm is not None and self.k_norm is not None and not self.norm_is_last and norms is None:
+            (q, k), joined = self._normed(q, k, self.q_norm, self.k_norm, ops), None
             q, k = tapped(tap, self.normed_q_site, q), tapped(tap, self.normed_k_site, k)
         if rotary is not None and (self.norm_is_last or wanted(tap, self.rotated_q_site, self.rotated_k_site)):
             q = tapped(tap, self.rotated_q_site, ops.rotate(q, rotary))
             k = tapped(tap, self.rotated_k_site, ops.rotate(k, rotary))
             rotary = joined = None
         if self.q_norm is not None and self.k_norm is not None and self.norm_is_last:
-            q, k, joined = self._normed(q, self.q_norm, ops), self._normed(k, self.k_norm, ops), None
+            (q, k), joined = self._normed(q, k, self.q_norm, self.k_norm, ops), None
             q, k = tapped(tap, self.normed_q_site, q), tapped(tap, self.normed_k_site, k)
         observe = observer(tap, self.pattern_site, self.scores_site)
-        z = ops.attend(Heads(q, k, v, rotary, joined, self.sinks), self.spec, observe)
+        z = ops.attend(Heads(q, k, v, rotary, joined, self.sinks, norms), self.spec, observe)
         return tapped(tap, self.z_site, z).reshape(x.shape[0], -1)
 
-    def _normed(self, x: Tensor, norm: Norm, ops: Ops) -> Tensor:
-        """The norm of q or k [rows, heads, d_head], of each head or over all of them."""
-        return ops.norm(x.flatten(1), norm).view(x.shape) if self.norm_spans_heads else ops.norm(x, norm)
+    def _clipped(self, x: Tensor) -> Tensor:
+        return x.clamp(-self.clip, self.clip)
+
+    def _left_to_attention(self, rotary: Rotary | None, ops: Ops, tap: Tap | None) -> tuple[Norm, Norm] | None:
+        """The norms of q and k if they are applied with the rotation: nobody wants what lies between."""
+        if rotary is None or self.q_norm is None or self.k_norm is None:
+            return None
+        if self.norm_is_last or self.norm_spans_heads or self.clip:
+            return None
+        if wanted(tap, self.normed_q_site, self.normed_k_site, self.rotated_q_site, self.rotated_k_site):
+            return None
+        return (self.q_norm, self.k_norm) if ops.norm_heads(self.q_norm, self.k_norm, rotary) else None
+
+    def _normed(self, q: Tensor, k: Tensor, q_norm: Norm, k_norm: Norm, ops: Ops) -> tuple[Tensor, Tensor]:
+        """The norms of q and k [rows, heads, d_head], of each head or over all of them. Clipping comes after them."""
+        if not self.norm_spans_heads:
+            q, k = ops.norm_pair(q, k, q_norm, k_norm)
+        else:
+            q, k = ops.norm(q.flatten(1), q_norm).view(q.shape), ops.norm(k.flatten(1), k_norm).view(k.shape)
+        return (self._clipped(q), self._clipped(k)) if self.clip else (q, k)
 
 
 def _qk_norm(config: ModelConfig, heads: int) -> Norm:

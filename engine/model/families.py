@@ -1,10 +1,13 @@
 """The families that load, by the `model_type` of transformers. `docs/extending.md` adds one."""
 
 from replaylens.engine.errors import UnsupportedModel
+from replaylens.engine.model import tables_alibi as alibi
 from replaylens.engine.model import tables_gpt as gpt
 from replaylens.engine.model import tables_latent as latent
 from replaylens.engine.model import tables_llama as llama
 from replaylens.engine.model import tables_moe as moe
+from replaylens.engine.model import tables_neox as neox
+from replaylens.engine.model import tables_pairs as pairs
 from replaylens.engine.model.family import Family, Raw
 from replaylens.engine.model.refusals import refusal
 
@@ -27,16 +30,16 @@ FAMILIES: dict[str, Family] = {
     "granite": llama.GRANITE,
     "stablelm": llama.STABLELM,
     "starcoder2": llama.STARCODER2,
-    "cohere": llama.COHERE,
-    "cohere2": llama.COHERE2,
-    "glm": llama.GLM,
-    "glm4": llama.GLM4,
+    "cohere": pairs.COHERE,
+    "cohere2": pairs.COHERE2,
+    "glm": pairs.GLM,
+    "glm4": pairs.GLM4,
     "nemotron": llama.NEMOTRON,
     "arcee": llama.ARCEE,
     "exaone4": llama.EXAONE4,
     "hunyuan_v1_dense": llama.HUNYUAN,
-    "helium": llama.HELIUM,
-    "ernie4_5": llama.ERNIE,
+    "helium": pairs.HELIUM,
+    "ernie4_5": pairs.ERNIE,
     "seed_oss": llama.SEED_OSS,
     "cwm": llama.CWM,
     "deepseek_v2": latent.DEEPSEEK_V2,
@@ -46,14 +49,14 @@ FAMILIES: dict[str, Family] = {
     "youtu": latent.YOUTU,
     "gpt2": gpt.GPT2,
     "gpt_bigcode": gpt.GPT_BIGCODE,
-    "persimmon": gpt.PERSIMMON,
+    "persimmon": neox.PERSIMMON,
     "gpt_neo": gpt.GPT_NEO,
-    "gpt_neox": gpt.NEOX,
-    "gptj": gpt.GPTJ,
+    "gpt_neox": neox.NEOX,
+    "gptj": neox.GPTJ,
     "opt": gpt.OPT,
-    "falcon": gpt.FALCON,
-    "bloom": gpt.BLOOM,
-    "mpt": gpt.MPT,
+    "falcon": neox.FALCON,
+    "bloom": alibi.BLOOM,
+    "mpt": alibi.MPT,
     "mixtral": moe.MIXTRAL,
     "phimoe": moe.PHIMOE,
     "granitemoe": moe.GRANITEMOE,

@@ -119,7 +119,7 @@ class Family:
     renamed: Callable[[ModelConfig], Mapping[str, str]] = lambda config: {}
     """names of parts that depend on the config"""
     later_layers: bool = False
-    """checkpoints may hold layers behind the last one, which guess further tokens and which transformers leaves out"""
+    """checkpoints may hold layers after the last one, which guess further tokens and which transformers leaves out"""
 
     @property
     def used(self) -> frozenset[str]:

@@ -107,6 +107,8 @@ class Heads:
     place. None: they are tensors of their own"""
     sinks: Tensor | None = None
     """[heads]: scores that take part in the softmax and belong to no key; None: none"""
+    norms: tuple[Norm, Norm] | None = None
+    """of each head of q and k, to apply before the rotation; only if the ops `norm_heads`. None: none, or already applied"""
 
 
 class RowOps(Protocol):
@@ -122,6 +124,10 @@ class RowOps(Protocol):
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """over the last dimension; any leading shape"""
+        ...
+
+    def norm_pair(self, q: Tensor, k: Tensor, q_norm: Norm, k_norm: Norm) -> tuple[Tensor, Tensor]:
+        """norm(q, q_norm) and norm(k, k_norm), to the bit: [rows, heads, d_head] each"""
         ...
 
     def norm_parts(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
@@ -188,6 +194,10 @@ class Ops(RowOps, Protocol):
         """x [rows, heads, d_head], its first rotary_dim dimensions rotated by the angles of the rows' positions"""
         ...
 
+    def norm_heads(self, q_norm: Norm, k_norm: Norm, rotary: Rotary) -> bool:
+        """Whether `attend` can norm q and k itself. It moves no bit."""
+        ...
+
     def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [rows, heads, inputs], each head times its own weight of [heads, inputs, outputs]: [rows, heads, outputs]"""
         ...
@@ -209,6 +219,9 @@ class TorchOps:
     def unembed(self, x: Tensor, table: Tensor) -> Tensor:
         return F.linear(x, table)
 
+    def norm_heads(self, q_norm: Norm, k_norm: Norm, rotary: Rotary) -> bool:
+        return False
+
     def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
         return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
@@ -219,6 +232,9 @@ class TorchOps:
         else:
             out = F.rms_norm(x, width, weight, norm.eps)
         return weighted(out, norm) if norm.by_head else out
+
+    def norm_pair(self, q: Tensor, k: Tensor, q_norm: Norm, k_norm: Norm) -> tuple[Tensor, Tensor]:
+        return self.norm(q, q_norm), self.norm(k, k_norm)
 
     def norm_parts(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         if norm.kind == "layer":

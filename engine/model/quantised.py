@@ -4,7 +4,8 @@ Weights become plain numbers as they are read; the model then computes like any 
 dtype, also where the config describes how to quantise them.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,7 @@ def dequantised(source: Source, config: dict[str, Any]) -> Source:
             f"The config sets quantization_config to {config!r:.120}, but no weight is stored that way. Remove "
             "quantization_config from the config if the weights are plain."
         )
+    _require_meant(config, marks)
     ends = (*scheme.marks, *scheme.parts, *scheme.optional)
     used = {module + end for module in marks for end in ends}
     weights = {module + scheme.plain: module for module in marks}
@@ -67,6 +69,26 @@ def dequantised(source: Source, config: dict[str, Any]) -> Source:
             raise BadWeights(f"{module} does not hold weights as its quantization_config says: {shapes} ({e}).") from e
 
     return Source(weights.keys() | {name for name in source.names - used if not name.endswith(_UNUSED)}, read)
+
+
+def _require_meant(config: dict[str, Any], modules: Iterable[str]) -> None:
+    """BadConfig if the config says of a quantised module that it is not quantised. Names match as in transformers: from the
+    start up to a dot, as a regular expression, or as an end."""
+    given = config.get("modules_to_not_convert")
+    if given is None:
+        return
+    if not isinstance(given, list) or not all(isinstance(name, str) and name for name in given):
+        raise _bad_field(config, "modules_to_not_convert", "a list of names of modules")
+    try:
+        begins = {name: re.compile(rf"(?:{name})(?:(?<=\.)|(?=\.|$))") for name in given}
+    except re.error:
+        raise _bad_field(config, "modules_to_not_convert", "a list of names, each a regular expression") from None
+    for module in sorted(modules):
+        if name := next((name for name in given if begins[name].match(module) or module.endswith(name)), None):
+            raise BadConfig(
+                f"The quantization_config says by modules_to_not_convert ({name!r}) that {module} is not quantised, but its "
+                "weight is stored with scales. Remove the name from the config, or copy config and weights again."
+            )
 
 
 def _scheme(config: dict[str, Any]) -> Scheme:

@@ -141,3 +141,13 @@ def layer_windows(raw: Raw) -> tuple[int, ...]:
         )
     windows = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
     return windows if any(windows) else ()
+
+
+def clip_qkv(raw: Raw) -> float:
+    """The bound of q, k and v; 0: none. transformers takes every number for a bound, also 0."""
+    value = raw.get("clip_qkv")
+    if value is not None and not value > 0:
+        raise UnsupportedModel(
+            f"{raw.get('model_type')} with clip_qkv = {value!r} is not supported. Supported: None, and numbers above 0."
+        )
+    return value or 0.0

@@ -120,7 +120,7 @@ YOUTU = PAIRED
 
 _MIXED = replace(LATENT.names, parts={**LATENT.names.parts, **DEEPSEEK_PARTS})
 _EVERY = {"moe_layer_freq": (None, 1)}
-"""every layer behind the first ones has a mixture"""
+"""every layer after the first ones has a mixture"""
 DEEPSEEK_V2 = replace(
     LATENT,
     names=_MIXED,

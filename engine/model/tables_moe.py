@@ -6,7 +6,7 @@ from replaylens.engine.errors import UnsupportedModel
 from replaylens.engine.model.config import MixtureConfig, Rope
 from replaylens.engine.model.expert_names import ExpertNames
 from replaylens.engine.model.family import Family, Field, Raw
-from replaylens.engine.model.raw_fields import layer_windows, main_rope
+from replaylens.engine.model.raw_fields import clip_qkv, layer_windows, main_rope
 from replaylens.engine.model.routing import Routing
 from replaylens.engine.model.tables_llama import (
     BIASES,
@@ -141,10 +141,10 @@ QWEN2_MOE = replace(
 OLMOE = replace(
     LLAMA,
     names=MOE_NAMES,
-    reads=reads_of(LLAMA, without=("mlp_bias",), mixture=_olmoe),
+    reads=reads_of(LLAMA, without=("mlp_bias",), mixture=_olmoe, clip_qkv=clip_qkv),
     fixed={"qk_norm": True, "qk_norm_span": "all"},
-    uses=COUNTS,
-    only={"clip_qkv": (None,), "sliding_window": (None,)},  # it clips after the norms of q and k; a window with some attention
+    uses=COUNTS | {"clip_qkv"},
+    only={"sliding_window": (None,)},  # a window with some attention
 )
 
 # ---- GPT-OSS -------------------------------------------------------------------------------------------------------------

@@ -6,8 +6,7 @@ graph: after every step their rows leave for the host, while the next step runs.
 commits them like accepted drafts. A request that ends within the burst drops the tokens after its end.
 """
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from replaylens.engine.errors import EngineBug
 from replaylens.engine.memory.pages import PageTable, page_matrix
+from replaylens.engine.passes.burst_rows import BurstRows, StepRows
 from replaylens.engine.passes.choice import seeds, temperatures
 from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps
 from replaylens.engine.passes.program import EditProgram, EditShape, ProgramTap, rows_of
@@ -74,78 +74,6 @@ class GraphKey:
     lenses: tuple[LensSpec, ...] = ()
     edits: EditShape = ()
     shared: tuple[LevelShape, ...] = ()
-
-
-class BurstRows:
-    """The captured rows of a burst: one block per step, with the requests that it holds."""
-
-    def __init__(self, num_requests: int, sparse: Callable[["BurstRows"], object]) -> None:
-        self.steps: dict[Keep, list[tuple[Shipment, Sequence[int]]]] = {"host": [], "device": []}
-        self._live = self._all = num_requests
-        self._views: weakref.WeakSet[StepRows] = weakref.WeakSet()
-        self._sparse = sparse
-
-    def view(self, request: int, keep: Keep, names: Mapping[str, str]) -> "StepRows":
-        """The rows of one request, one per step that keeps it. names: site -> name in the blocks"""
-        view = StepRows(self, request, keep, names)
-        self._views.add(view)
-        return view
-
-    def dropped(self) -> None:
-        """Mutates: one view is gone. If few are left, they move out, so that the rest can be freed."""
-        self._live -= 1
-        if self._live * 4 < self._all <= (self._live + 1) * 4 and self._live:
-            self._sparse(self)
-
-    def compact(self) -> None:
-        """Mutates: every view takes a copy of its rows and lets go of the burst."""
-        for view in list(self._views):
-            view.own()
-
-
-class StepRows(Mapping[str, Tensor]):
-    """The rows of one request in a burst, stacked when somebody looks."""
-
-    def __init__(self, burst: BurstRows, request: int, keep: Keep, names: Mapping[str, str]) -> None:
-        self._burst: BurstRows | None = burst
-        self._request, self._keep, self._names = request, keep, names
-        self._rows: Rows = {}
-
-    def __getitem__(self, site: str) -> Tensor:
-        self.own()  # all sites together: one by one, picking rows out of every step takes longer than copying them
-        return self._rows[site]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def own(self) -> None:
-        """Mutates: copies the rows and lets go of the burst."""
-        burst = self._burst  # read once: another thread may be here, too, with the same result
-        if burst is None:
-            return
-        mine = [(block, held.index(self._request)) for block, held in burst.steps[self._keep] if self._request in held]
-        wanted, found = set(self._names.values()), Rows()
-        for number, (names, _) in enumerate(mine[0][0].groups()):
-            if picked := [place for place, name in enumerate(names) if name in wanted]:
-                chosen = slice(None) if len(picked) == len(names) else picked
-                stacked = torch.stack([block.groups()[number][1][chosen, i] for block, i in mine], dim=1)  # [sites, steps, ...]
-                found |= {names[place]: rows for place, rows in zip(picked, stacked, strict=True)}
-        self._rows = {site: found[name] for site, name in self._names.items()}
-        self._burst = None
-        burst.dropped()
-
-    def __del__(self) -> None:
-        if self._burst is not None:
-            self._burst.dropped()
 
 
 class DecodeGraph:

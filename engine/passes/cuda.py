@@ -21,17 +21,23 @@ from replaylens.engine.passes.cuda_experts import ExpertOps
 from replaylens.engine.passes.cut_pairs import cut_pairs
 from replaylens.engine.passes.sharing import KeyLayout, Sharing, find_sharing
 from replaylens.kernels.activation import activation
-from replaylens.kernels.attention import PagedRows, attention, plan_tiles, rows_per_tile
+from replaylens.kernels.attention import PagedRows, attention, plan_tiles
 from replaylens.kernels.edges import cut_edges
+from replaylens.kernels.heads import head_matmul, head_plan
 from replaylens.kernels.matmul import matmul
 from replaylens.kernels.norm import norm as norm_kernel
-from replaylens.kernels.norm import norm_scale
+from replaylens.kernels.norm import norm_pair, norm_scale
+from replaylens.kernels.norm_rope import can_fuse, norm_rotate_and_store
+from replaylens.kernels.plan import Plan
 from replaylens.kernels.rope import rotate, rotate_and_store, store
 from replaylens.kernels.split import split_attention
 
 
 class HeadOps(ExpertOps):
     """Row-wise ops: products, norms and activations, inside or outside a pass."""
+
+    _by_head: tuple[torch.Size, Plan] | None = None
+    """the last plan of products by head and the rows and heads it is for: all layers use it"""
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         return matmul(x, linear.weight, linear.bias)
@@ -50,12 +56,33 @@ class HeadOps(ExpertOps):
             return weighted(norm_kernel(x, _ones(x), None, norm.eps, norm.kind), norm)
         return norm_kernel(x, norm.weight, norm.bias, norm.eps, norm.kind)
 
+    def norm_pair(self, q: Tensor, k: Tensor, q_norm: Norm, k_norm: Norm) -> tuple[Tensor, Tensor]:
+        if q_norm.by_head or q_norm.bias is not None or not _neighbours(q, k):
+            return self.norm(q, q_norm), self.norm(k, k_norm)
+        heads = q.shape[1]
+        both = q.as_strided((len(q), heads + k.shape[1], q.shape[2]), q.stride())
+        out = norm_pair(both, heads, (q_norm.weight, k_norm.weight), q_norm.eps, q_norm.kind)
+        return out[:, :heads], out[:, heads:]
+
     def norm_parts(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         plain = norm_kernel(x, _ones(x), None, norm.eps, norm.kind)  # times 1: the bits before the weights
         return norm_scale(x, norm.eps, norm.kind), plain
 
     def activate(self, x: Tensor, kind: Activation, gated: bool) -> Tensor:
         return activation(x, kind, gated)
+
+    def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [rows, heads, inputs], each head times its own weight of [heads, inputs, outputs]: [rows, heads, outputs]"""
+        known, shape = self._by_head, x.shape[:2]
+        if known is None or known[0] != shape:
+            known = self._by_head = shape, head_plan(shape[0], shape[1], x.dtype, x.device)
+        return head_matmul(x, weight, known[1])
+
+
+def _neighbours(q: Tensor, k: Tensor) -> bool:
+    """Whether keys [rows, kv_heads, d_head] lie behind queries [rows, heads, d_head], as in one packed product."""
+    one = q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr() and q.stride() == k.stride()
+    return one and k.storage_offset() == q.storage_offset() + q.shape[1] * q.stride(1)
 
 
 def _ones(x: Tensor) -> Tensor:
@@ -74,6 +101,9 @@ class FastHeadOps(HeadOps):
     def linear_activate(self, x: Tensor, linear: Linear, kind: Activation, gated: bool) -> Tensor:
         return activation(self.linear(x, linear), kind, gated)
 
+    def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+
     def unembed(self, x: Tensor, table: Tensor) -> Tensor:
         if x.is_cuda and x.dtype != torch.float32:  # rounded to bfloat16, close logits would be equal
             return torch.mm(x, table.t(), out_dtype=torch.float32)
@@ -90,43 +120,50 @@ class CanonicalCudaOps(HeadOps):
     def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
         return rotate(x, rotary.table, self.rows)
 
-    def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
-        raise UnsupportedModel("Latent attention is not supported on CUDA: no kernel multiplies by head. Use device='cpu'.")
+    def norm_heads(self, q_norm: Norm, k_norm: Norm, rotary: Rotary) -> bool:
+        plain = not q_norm.by_head and q_norm.bias is None and k_norm.bias is None
+        return plain and can_fuse(self.cache.data.shape[-1], rotary.table)
 
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
         if spec.slopes:
             raise UnsupportedModel("ALiBi is not supported on CUDA: the kernel adds nothing to scores. Use device='cpu'.")
-        if heads.sinks is not None:
-            raise UnsupportedModel("Attention sinks are not supported on CUDA: the kernel has none. Use device='cpu'.")
         if observe is not None:
             raise UnsupportedModel(
                 "Cannot capture attention patterns or scores on CUDA: the kernel never stores them. Use device='cpu'."
             )
-        keys, values = self.cache.data[spec.layer]
+        keys, values = self.cache.planes(spec.layer)
         q, size = heads.q, self.cache.pool.page_size
-        if heads.rotary is None:
+        if heads.v is heads.k:
+            store(heads.k, heads.k, self.rows, keys, keys, size)
+        elif heads.rotary is None:
             store(heads.k, heads.v, self.rows, keys, values, size)
+        elif heads.norms is not None:
+            q_norm, k_norm = heads.norms
+            weights, table = (q_norm.weight, k_norm.weight), heads.rotary.table
+            q = norm_rotate_and_store(
+                q, heads.k, heads.v, weights, q_norm.eps, q_norm.kind, table, self.rows, keys, values, size
+            )
         else:
             q = rotate_and_store(q, heads.k, heads.v, heads.rotary.table, self.rows, keys, values, page_size=size)
-        out = self.over_keys(q, keys, values, spec)
+        out = self.over_keys(q, keys, values, spec, heads.sinks)
         if self.cut_by is not None and (cut := cut_pairs(self.cut_by, spec, q.shape[1])) is not None:
-            cut_edges(out, q, keys, values, self.rows, cut, spec.scale, spec.softcap, spec.window, size)
+            cut_edges(out, q, keys, values, self.rows, cut, spec.scale, spec.softcap, spec.window, size, heads.sinks)
         return out
 
-    def over_keys(self, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:
-        """The values of the visible keys, weighted: [rows, heads, d_head]."""
+    def over_keys(self, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
+        """The values of the visible keys, weighted: [rows, heads, width of values]."""
         size = self.cache.pool.page_size
-        return attention(q, keys, values, self.rows, spec.scale, spec.softcap, spec.window, page_size=size)
+        return attention(q, keys, values, self.rows, spec.scale, spec.softcap, spec.window, page_size=size, sinks=sinks)
 
 
 class FastCudaOps(FastHeadOps, CanonicalCudaOps):
     """The fast path."""
 
-    def over_keys(self, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:
+    def over_keys(self, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
         if self.rows.shared is not None and not spec.window:  # reading shared keys once gains more than splits do
-            return super().over_keys(q, keys, values, spec)
+            return super().over_keys(q, keys, values, spec, sinks)
         size = self.cache.pool.page_size
-        return split_attention(q, keys, values, self.rows, spec.scale, spec.softcap, spec.window, size)
+        return split_attention(q, keys, values, self.rows, spec.scale, spec.softcap, spec.window, size, sinks=sinks)
 
 
 def sharing_of(batch: Batch, pages: NDArray[np.int32], cache: KVCache) -> Sharing | None:
@@ -137,13 +174,11 @@ def sharing_of(batch: Batch, pages: NDArray[np.int32], cache: KVCache) -> Sharin
 
 def device_rows(batch: Batch, cache: KVCache) -> PagedRows:
     """The rows of a batch with the pages of their keys, on the cache's device."""
-    heads = cache.num_heads
     pages = page_matrix([s.table for s in batch.segments])
     sharing = sharing_of(batch, pages, cache)
     sequences = [i for i, s in enumerate(batch.segments) for _ in s.tokens]
     longest = max(len(s.tokens) for s in batch.segments)
-    kv_heads, d_head = cache.data.shape[3:]
-    per_tile = rows_per_tile(heads, kv_heads, d_head, cache.data.dtype, longest)
+    per_tile = KeyLayout.of(cache).rows_per_tile(longest)
     there = lambda x: x.to(cache.data.device, non_blocking=True)  # noqa: E731
     tiles = there(plan_tiles(sequences, per_tile)) if longest > 1 else None
     max_keys = max(s.end for s in batch.segments)

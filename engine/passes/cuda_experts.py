@@ -15,6 +15,7 @@ from replaylens.engine.model.experts import Experts
 from replaylens.engine.model.routing import Routing
 from replaylens.kernels import grouped, route
 from replaylens.kernels.activation import activation
+from replaylens.kernels.attention import MAX_REST, MAX_VALUES
 from replaylens.kernels.launch import grouped_rows
 from replaylens.kernels.plan import Plan, plan, sorted_plan
 
@@ -23,10 +24,11 @@ def require_supported(config: ModelConfig) -> None:
     """UnsupportedModel if the kernels cannot compute a model of this config."""
     if config.slopes:
         raise UnsupportedModel("ALiBi is not supported on CUDA: the kernel adds nothing to scores. Use device='cpu'.")
-    if config.sinks:
-        raise UnsupportedModel("Attention sinks are not supported on CUDA: the kernel has none. Use device='cpu'.")
-    if config.latent is not None:
-        raise UnsupportedModel("Latent attention is not supported on CUDA: no kernel multiplies by head. Use device='cpu'.")
+    if config.latent is not None and (config.latent.rank > MAX_VALUES or config.rotary_dim > MAX_REST):
+        raise UnsupportedModel(
+            f"Latents of {config.latent.rank} and rotated keys of {config.rotary_dim} dimensions are not supported on CUDA: "
+            f"the kernel has room for {MAX_VALUES} and {MAX_REST}. Use device='cpu'."
+        )
 
 
 @lru_cache(maxsize=64)

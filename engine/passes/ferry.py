@@ -30,20 +30,23 @@ _CARRIERS = 12
 """threads that carry pieces; one alone reaches a twentieth of the bus's speed, since fresh memory must be mapped first"""
 _ALIGNED = 256
 """ring positions are multiples of this, so that a piece can have any dtype"""
+_SMALL = 1 << 20
+"""bytes up to which parts travel as one piece: below, events and threads cost more than copies"""
+
+Part = tuple[Tensor, Tensor]
+"""bytes to copy, and where to"""
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """One copy under way: from the device into the ring, then to `target`."""
+    """Copies under way: from the device into the ring, then to their targets."""
 
     block: Shipment
     place: RingPlace
     arrived: Callable[[], object]
     """returns once the rows are in the ring"""
-    source: Tensor
-    """bytes in the ring"""
-    target: Tensor
-    """bytes in ordinary memory"""
+    parts: list[Part]
+    """bytes in the ring, and in ordinary memory"""
 
 
 class Ferry:
@@ -76,43 +79,50 @@ class Ferry:
             self._sparse.pop().compact()
         groups = [(names, x.contiguous()) for names, x in groups]
         targets = [(names, self._memory.like(x)) for names, x in groups]
-        cut = [(x, target, list(self._cut(x))) for (_, x), (_, target) in zip(groups, targets, strict=True)]
-        block = Shipment(targets, sum(len(ranges) for *_, ranges in cut), self._sparse.append)
-        for x, target, ranges in cut:
-            raw, there = _bytes(x), _bytes(target)
-            for start, end in ranges:
-                self._send(block, raw[start:end], there[start:end])
+        pieces = list(_together(self._parts(groups, targets), min(_SMALL, self.ring.size // _SHARE)))
+        block = Shipment(targets, len(pieces), self._sparse.append)
+        for parts in pieces:
+            self._send(block, parts)
         return block
 
     def wait(self) -> None:
         """Return when all that was sent has arrived."""
         self.ring.wait_empty(self._alive)
 
-    def _cut(self, x: Tensor) -> Iterator[tuple[int, int]]:
+    def _parts(self, groups: list[SiteGroup], targets: list[SiteGroup]) -> Iterator[Part]:
         """Ranges of bytes that fit into a share of the ring."""
-        count, most = x.numel() * x.element_size(), self.ring.size // _SHARE // _ALIGNED * _ALIGNED
-        return ((start, min(start + most, count)) for start in range(0, count, most))
+        most = self.ring.size // _SHARE // _ALIGNED * _ALIGNED
+        for (_, x), (_, target) in zip(groups, targets, strict=True):
+            raw, there = _bytes(x), _bytes(target)
+            for start in range(0, len(raw), most):
+                yield raw[start : start + most], there[start : start + most]
 
-    def _send(self, block: Shipment, source: Tensor, target: Tensor) -> None:
-        count = len(source)
-        room = -(-count // _ALIGNED) * _ALIGNED
+    def _send(self, block: Shipment, parts: list[Part]) -> None:
+        room = sum(_room(source) for source, _ in parts)
         self.ring.wait(room, self._alive)
         with held_interrupt():  # what is taken must be given back
             place = self.ring.take(room)
-            slot = self._buffer[place.start : place.start + count]
-            self._pieces.put(_Piece(block, place, self._copy(source, slot), slot, target))
+            slots, start = [], place.start
+            for source, _ in parts:
+                slots.append(self._buffer[start : start + len(source)])
+                start += _room(source)
+            arrived = self._copy([source for source, _ in parts], slots)
+            carried = [(slot, target) for slot, (_, target) in zip(slots, parts, strict=True)]
+            self._pieces.put(_Piece(block, place, arrived, carried))
 
-    def _copy(self, source: Tensor, slot: Tensor) -> Callable[[], object]:
-        """Start a copy into the ring. Returns a function that waits for it."""
+    def _copy(self, sources: list[Tensor], slots: list[Tensor]) -> Callable[[], object]:
+        """Start copies into the ring. Returns a function that waits for them."""
         if self._stream is None:
-            slot.copy_(source)
+            for source, slot in zip(sources, slots, strict=True):
+                slot.copy_(source)
             return lambda: None
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            slot.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
+            for source, slot in zip(sources, slots, strict=True):
+                slot.copy_(source, non_blocking=True)
+                source.record_stream(self._stream)
+            event = torch.cuda.Event(blocking=True)  # threads that poll would hold up the one that launches
             event.record()
-        source.record_stream(self._stream)
         return event.synchronize
 
     def _alive(self) -> None:
@@ -126,7 +136,8 @@ def _carry_all(pieces: "queue.SimpleQueue[_Piece | None]", ring: Ring) -> None:
         error: BaseException | None = None
         try:
             piece.arrived()
-            _carry(piece.source.numpy(), piece.target.numpy())
+            for source, target in piece.parts:
+                _carry(source.numpy(), target.numpy())
         except BaseException as caught:  # whoever looks at the rows gets it
             error = caught
         piece.block.landed(error)
@@ -137,6 +148,25 @@ def _carry_all(pieces: "queue.SimpleQueue[_Piece | None]", ring: Ring) -> None:
 
 def _carry(source: np.ndarray, target: np.ndarray) -> None:
     np.copyto(target, source)  # without the GIL
+
+
+def _together(parts: Iterable[Part], most: int) -> Iterator[list[Part]]:
+    """Neighbours of up to `most` bytes in all as one piece, larger ones one by one."""
+    piece: list[Part] = []
+    room = 0
+    for part in parts:
+        if piece and room + _room(part[0]) > most:
+            yield piece
+            piece, room = [], 0
+        piece.append(part)
+        room += _room(part[0])
+    if piece:
+        yield piece
+
+
+def _room(x: Tensor) -> int:
+    """Bytes that x takes in the ring."""
+    return -(-len(x) // _ALIGNED) * _ALIGNED
 
 
 def _bytes(x: Tensor) -> Tensor:

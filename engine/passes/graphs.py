@@ -21,13 +21,15 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes.batch import Batch
 from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, sharing_of
 from replaylens.engine.passes.program import EditProgram, EditShape, ProgramTap, Vectors
-from replaylens.engine.passes.sharing import LevelShape, Sharing, room
+from replaylens.engine.passes.sharing import KeyLayout, LevelShape, Sharing, room
 from replaylens.engine.request.capture import PassTap
 from replaylens.kernels import launch
-from replaylens.kernels.attention import PagedRows, plan_tiles, rows_per_tile
+from replaylens.kernels.attention import PagedRows, plan_tiles
 
-SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 """possible numbers of rows of a graph; larger passes keep the device busy without one"""
+MAX_CAPTURED = 1024
+"""the most rows of a graph that captures sites: their values stay in its memory"""
 MAX_GRAPHS = 24
 """beyond this, the least recently used graph is dropped"""
 WORTH = 8
@@ -123,7 +125,7 @@ class PassGraphs:
 
     def run(self, batch: Batch, sites: frozenset[str], exact: bool, program: EditProgram | None = None) -> PassGraph | None:
         """The graph that ran the pass, or None if the pass must be launched: its shape is new, or it is too large."""
-        if batch.num_rows > SIZES[-1]:
+        if batch.num_rows > (MAX_CAPTURED if sites else SIZES[-1]):
             return None
         tables = [s.table for s in batch.segments]
         size = (launch.next_power_of_2(len(tables)) + 1, launch.next_power_of_2(max(len(table.pages) for table in tables)))
@@ -155,8 +157,7 @@ class PassGraphs:
         sharing: Sharing | None,
     ) -> PassShape:
         longest = max(len(s.tokens) for s in batch.segments)
-        kv_heads, d_head = self.cache.data.shape[3:]
-        per_tile = rows_per_tile(self.cache.num_heads, kv_heads, d_head, self.cache.data.dtype, longest) if longest > 1 else 0
+        per_tile = KeyLayout.of(self.cache).rows_per_tile(longest) if longest > 1 else 0
         return PassShape(
             rows=next(size for size in SIZES if size >= batch.num_rows),
             sequences=len(pages) - 1,

@@ -34,7 +34,7 @@ class PrefixRows:
 
 @dataclass(frozen=True, eq=False)
 class Prefixes:
-    """How the rows of a batch are divided: shared keys, the tails behind them, and rows that share nothing."""
+    """How the rows of a batch are divided: shared keys, the keys after them, and rows that share nothing."""
 
     shared: list[PrefixRows]
     tails: list[AttentionGroup]

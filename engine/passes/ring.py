@@ -71,7 +71,7 @@ class Ring:
         if not self._taken:
             return 0
         first, last = self._taken[0].start, self._taken[-1].end
-        if last > first:  # free: behind the last place, and before the first
+        if last > first:  # free: after the last place, and before the first
             return last if last + count <= self.size else 0 if count <= first else None
         return last if last + count <= first else None
 

@@ -287,7 +287,7 @@ class Runner:
         return self.program([(s.start, len(s.tokens), s.edits, s.tokens) for s in batch.segments])
 
     def _edited(self, batch: Batch, tap: Tap | None) -> Tap | None:
-        """The tap, behind the edits and hooks of the batch. None if nothing is kept or edited."""
+        """The tap, called after the edits and hooks of the batch. None if nothing is kept or edited."""
         if isinstance(tap, PassTap) and not tap.wanted:
             tap = None
         if not any(s.edits or s.hooks for s in batch.segments):

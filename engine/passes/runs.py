@@ -1,7 +1,7 @@
 """`SharedRun`: keys that several sequences of a pass share, found from their page tables.
 
 Tables are sorted by their pages. Sequences that share a run of keys are then neighbours, and the largest rectangle under the
-numbers of units that neighbours have in common is the run that saves most. What its members still share behind it belongs to
+numbers of units that neighbours have in common is the run that saves most. What its members still share after it belongs to
 the next level.
 """
 
@@ -29,7 +29,7 @@ class SharedRun(NamedTuple):
 def shared_runs(
     pages: NDArray[np.int32], computed: Sequence[int], unit: int, page_size: int, max_levels: int = 1
 ) -> list[SharedRun]:
-    """Runs of keys that several sequences share, up to `max_levels` behind each other, those that save most first in each.
+    """Runs of keys that several sequences share, up to `max_levels` in a row, those that save most first in each.
 
     pages     of each sequence: [sequences, pages]
     computed  keys of each sequence that are in the cache before the pass

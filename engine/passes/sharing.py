@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.passes.runs import SharedRun, shared_runs
-from replaylens.kernels.launch import KV_BLOCK, attention_tile, next_power_of_2
+from replaylens.kernels.attention import rows_per_tile
+from replaylens.kernels.launch import KV_BLOCK, attention_tile, heads_together, next_power_of_2
 from replaylens.kernels.shared import SharedKeys, SharedLevel
 
 MAX_LEVELS = 3
@@ -30,12 +31,16 @@ class KeyLayout:
     heads: int
     kv_heads: int
     d_head: int
+    """of values"""
     dtype: torch.dtype
+    rest: int = 0
+    """columns of a key beyond its value, if values are the first columns of keys; 0: they are stored beside them"""
 
     @classmethod
     def of(cls, cache: KVCache) -> "KeyLayout":
-        kv_heads, d_head = cache.data.shape[3:]
-        return cls(cache.pool.page_size, cache.num_heads, kv_heads, d_head, cache.data.dtype)
+        kv_heads, width = cache.data.shape[3:]
+        d_head = cache.value_width
+        return cls(cache.pool.page_size, cache.num_heads, kv_heads, d_head, cache.data.dtype, width - d_head)
 
     @property
     def unit(self) -> int:
@@ -46,7 +51,22 @@ class KeyLayout:
     @property
     def key_bytes(self) -> int:
         """Bytes of a key and its value."""
-        return 2 * self.kv_heads * self.d_head * self.dtype.itemsize
+        return self.kv_heads * (self.d_head + (self.rest or self.d_head)) * self.dtype.itemsize
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a program."""
+        return heads_together(self.heads // self.kv_heads, self.d_head, self.dtype)
+
+    @property
+    def full(self) -> bool:
+        """Whether the query heads of one row fill a tile, so that every row has tiles of its own with or without sharing. Wide
+        values in float32 leave no registers for states."""
+        return self.rows_per_tile(1 << 10) < 2 or (self.d_head > 256 and self.dtype == torch.float32)
+
+    def rows_per_tile(self, longest: int) -> int:
+        """How many rows of one sequence share a tile if no sequence has more than `longest` rows."""
+        return rows_per_tile(self.heads, self.kv_heads, self.d_head, self.dtype, longest)
 
 
 class LevelShape(NamedTuple):
@@ -62,7 +82,7 @@ class Sharing:
 
     def __init__(self, runs: Sequence[SharedRun], counts: Sequence[int], layout: KeyLayout) -> None:
         """counts  number of rows of each sequence"""
-        group = layout.heads // layout.kv_heads
+        group = layout.group
         offsets = np.cumsum([0, *counts])
         self.begun = np.zeros((int(offsets[-1]), 2), dtype=np.int32)
         self.tiles: list[NDArray[np.int32]] = []
@@ -117,7 +137,7 @@ def find_sharing(
     worth     bytes per layer that a level must save
     """
     unit = layout.unit
-    if not unit:
+    if not unit or layout.full:
         return None
     found = shared_runs(pages, computed, unit, layout.page_size, MAX_LEVELS)
     runs = [run for run in found if run.saved >= min(_WORTH_RUN, worth)]

@@ -113,6 +113,19 @@ class Frame:
     """other chains drafted at the same position"""
     others: int = 0
     """number of other running requests"""
+    ended: int = 0
+    """other requests that have ended since the frame before"""
+    waiting: int = 0
+    """other requests that were prefilled since the frame before, and have nothing to generate yet"""
+
+    @property
+    def beside(self) -> str:
+        """The other requests in words, with the reason if there are fewer than on the frame before; empty: there are none."""
+        running = f"{self.others or 'no'} other request{'s' * (self.others != 1)} running"
+        ended = f"{self.ended} ha{'s' if self.ended == 1 else 've'} ended" if self.ended else ""
+        prompt = "has its prompt and waits" if self.waiting == 1 else "have their prompts and wait"
+        waiting = f"{self.waiting} {prompt}" if self.waiting else ""
+        return "; ".join(filter(None, (running, ended, waiting))) if self.others or ended or waiting else ""
 
 
 def capacity(frames: Sequence[Frame]) -> int:

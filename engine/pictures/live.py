@@ -54,6 +54,7 @@ def _path(
     text: Text,
     thoughts: Mapping[int, tuple[str, ...]],
 ) -> DrawnPath:
+    """One branch as it is drawn: its own tokens, from where it leaves its drawn parent."""
     own = 0 if record.id == trunk else record.fork_position
     parent = None if record.id == trunk else _drawn_parent(record, shown, trunk)
     before = readings.get(parent) if parent is not None else None

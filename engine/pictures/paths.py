@@ -41,7 +41,7 @@ class Token:
 
     @property
     def visible(self) -> str:
-        """The text with invisible characters made visible, except spaces."""
+        """The text with invisible characters made visible, except spaces beside others."""
         return visible(self.text)
 
 
@@ -103,7 +103,9 @@ _VISIBLE = {"\n": "⏎", "\t": "⇥", "\r": "␍", "": "∅"}
 
 @lru_cache(1 << 16)
 def visible(text: str) -> str:
-    """The text with visible marks for line breaks, tabs, control characters and the empty string."""
+    """The text with visible marks for line breaks, tabs, control characters and the empty string; spaces if nothing else."""
     if not text:
         return _VISIBLE[""]
+    if not text.strip(" "):
+        return "␣" * len(text)
     return "".join(c if c.isprintable() else _VISIBLE.get(c, f"\\u{ord(c):04x}") for c in text)

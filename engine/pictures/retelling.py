@@ -69,6 +69,8 @@ class _Teller:
         self.mine = False
         """whether the current event is the branch's own; of other branches no frames are made"""
         self.frames: list[Frame] = []
+        self.ended, self.waiting = set[int](), set[int]()
+        """other branches whose generation, or whose prefill, has ended since the last frame, and that were given nothing new"""
 
     def hear(self, event: dict[str, Any]) -> None:
         """Mutates: process one event."""
@@ -98,6 +100,7 @@ class _Teller:
                 made = self._verdict(line, event)
             case "finish" if line is not None:
                 self.running.discard(event["branch"])
+                self._count(event)
                 made = self._finish(line, event)
             case "rollback" if line is not None:
                 del line.tokens[event["to"] :]
@@ -105,10 +108,19 @@ class _Teller:
                 line.uncertified_from = None if line.uncertified_from is None else min(line.uncertified_from, event["to"])
                 made = iter([self._frame(line, Phase.ROLLBACK, f"rolled back to {event['to']} tokens")])
         frames = list(made)  # consumed for every branch, because that updates its line
-        self.frames += frames if self.mine else []
+        if self.mine and frames:
+            self.frames += [*frames[:-1], replace(frames[-1], ended=len(self.ended), waiting=len(self.waiting))]
+            self.ended, self.waiting = set(), set()
+
+    def _count(self, event: dict[str, Any]) -> None:
+        """Mutates: a request of another branch has ended. A prompt that is only prefilled waits for one that generates."""
+        if not self.mine and self.frames:
+            prefilled = event["generated"] == 0 and event.get("reason") not in ("cancelled", "error")
+            (self.waiting if prefilled else self.ended).add(event["branch"])
 
     def _start(self, branch: int) -> None:
         self.running.add(branch)
+        self.ended, self.waiting = self.ended - {branch}, self.waiting - {branch}
         for line in (self.lines[each] for each in self.running if each in self.lines):
             line.beside = max(line.beside, len(self.running) - 1) if line.prefilling else 0
 
@@ -127,9 +139,9 @@ class _Teller:
 
     def _draft(self, line: _Line, event: dict[str, Any]) -> Iterator[Frame]:
         yield from self._direct(line, event["branch"], event["at"], last=event.get("after"))
-        line.at, line.chains = event["at"], event["chains"]
+        line.at, line.chains = event["at"], event["chains"] if any(event["chains"]) else []
         line.drafted_beside = len(self.running - {event["branch"]})
-        if any(line.chains):
+        if line.chains:
             width = f" in {len(line.chains)} chains" if len(line.chains) > 1 else ""
             drafted = _counted(sum(map(len, line.chains)))
             yield self._frame(line, Phase.DECODE, f"{drafted} drafted{width}, not verified yet")
@@ -140,6 +152,8 @@ class _Teller:
         followed = chains[chain] if chains else []
         rows = 1 + max(map(len, chains), default=0)
         caption = f"one canonical pass over {rows} rows" + (f" of each of {len(chains)} chains" if len(chains) > 1 else "")
+        if line.at == line.num_prompt:  # drafters such as lens and model draft T0, too
+            caption += "; the prompt's last row gives T0"
         said = [*followed[:accepted], *pending]
         checks = self._checks(line, followed, accepted, said, list(event.get("overruled", ())))
         frame = self._frame(line, Phase.VERIFY, caption + _unless_promised(line), chain, checks)

@@ -17,6 +17,8 @@ BOX = 22
 """height of a token"""
 CHARACTER = 7.3
 """width of a character at the tokens' font size"""
+CROSS = 0.34
+"""how far the strokes of a crossed-out token reach from its corners, of its width and height"""
 MAX_SIBLINGS = 2
 _MONO = "ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 _SANS = "system-ui,'Segoe UI',Helvetica,Arial,sans-serif"
@@ -51,7 +53,7 @@ def inline(frame: Frame, capacity: int) -> Markup:
 
 def draw(frame: Frame, capacity: int) -> Markup:
     """The picture of one frame; `capacity` positions fill the cylinder."""
-    return join([_cylinder(frame.kv, capacity), *_heading(frame), *_strip(frame), *_others(frame.others)])
+    return join([_cylinder(frame.kv, capacity), *_heading(frame), *_strip(frame), *_others(frame)])
 
 
 def _heading(frame: Frame) -> Iterable[Markup]:
@@ -187,7 +189,16 @@ def _box(x: float, y: float, width: float, text: str, kind: str) -> Iterable[Mar
             height=14,
             opacity=0.8,
         )
-    yield _text(x + width / 2, y + 15, shown, 12, "ink", "middle", mono=True, strike=kind == TokenState.REJECTED.value)
+    yield _text(x + width / 2, y + 15, shown, 12, "ink", "middle", mono=True)
+    if kind == TokenState.REJECTED.value:
+        yield tag("path", class_="cross", d=_cross(x, y, width))
+
+
+def _cross(x: float, y: float, width: float) -> str:
+    """Strokes from the corners towards the middle, which stays free: a line through it would make ÷ of a colon."""
+    along, down = CROSS * width, CROSS * BOX
+    left = f"M{x:.1f} {y:.1f}l{along:.1f} {down:.1f}M{x:.1f} {y + BOX:.1f}l{along:.1f} {-down:.1f}"
+    return left + f"M{x + width:.1f} {y:.1f}l{-along:.1f} {down:.1f}M{x + width:.1f} {y + BOX:.1f}l{-along:.1f} {-down:.1f}"
 
 
 def _checks(x: float, y: float, width: float, height: float, size: float = 5.0) -> str:
@@ -201,15 +212,14 @@ def _checks(x: float, y: float, width: float, height: float, size: float = 5.0) 
     return "".join(squares)
 
 
-def _others(count: int) -> Iterable[Markup]:
+def _others(frame: Frame) -> Iterable[Markup]:
     """Other running requests, as grey bars."""
-    if not count:
-        return
-    for i in range(min(count, 3)):
+    for i in range(min(frame.others, 3)):
         yield tag(
             "rect", class_="other", x=LEFT + i * 5, y=HEIGHT - 34 + i * 5, width=150, height=10, rx=2, opacity=1 - i * 0.25
         )
-    yield _text(LEFT + 176, HEIGHT - 19, f"{count} other request{'s' if count > 1 else ''} running", 12, "quiet")
+    if frame.beside:
+        yield _text(LEFT + (176 if frame.others else 0), HEIGHT - 19, frame.beside, 12, "quiet")
 
 
 def _text(
@@ -221,15 +231,11 @@ def _text(
     anchor: str | None = None,
     weight: int | None = None,
     mono: bool = False,
-    strike: bool = False,
 ) -> Markup:
-    decoration = "line-through" if strike else None
     font: Attributes = {
         "font_family": _MONO if mono else _SANS,
         "font_size": size,
         "font_weight": weight,
         "text_anchor": anchor,
     }
-    return tag(
-        "text", text, x=f"{x:.1f}", y=f"{y:.1f}", class_=look, text_decoration=decoration, style="white-space:pre", **font
-    )
+    return tag("text", text, x=f"{x:.1f}", y=f"{y:.1f}", class_=look, style="white-space:pre", **font)

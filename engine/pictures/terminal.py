@@ -62,6 +62,6 @@ def frame_lines(frames: list[Frame], width: int = 24) -> Iterator[Text]:
         for check in frame.checks:
             if check.verifier is not None and not check.accepted:
                 line.append(f" {check.mark}{check.verifier.visible}", KINDS[check.verifier.kind].terminal)
-        beside = f"; beside {frame.others} other request{'s' if frame.others > 1 else ''}" if frame.others else ""
+        beside = f"; {frame.beside}" if frame.beside else ""
         line.append(f"  {frame.caption}{beside}", "dim")
         yield line

@@ -1,7 +1,7 @@
 """The doctor on a CUDA device: compares every kernel at every shape of the model, a row alone and in batches.
 
 The negative controls, which must differ, are the library's product at one row and at many, a softmax over other blocks, and
-experts' products whose depth is split.
+products of experts and heads whose depth is split.
 """
 
 from functools import partial
@@ -12,7 +12,7 @@ from torch import Tensor
 from replaylens.engine.lens import cuda as cuda_lens
 from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.ops import Linear, Norm
+from replaylens.engine.model.ops import HeadLinear, Linear, Norm
 from replaylens.engine.passes.certificate import Certificate, Finding
 from replaylens.engine.passes.cuda import HeadOps
 from replaylens.engine.passes.cuda_experts import require_supported
@@ -35,6 +35,7 @@ def examine(model: Decoder) -> Certificate:
     random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
     findings: list[Finding] = []
     _products(model, random, findings)
+    _by_head(model, random, findings)
     _rowwise(model, random, findings)
     examine_experts(model, random, findings)
     _attention(model, random, findings)
@@ -55,6 +56,24 @@ def _products(model: Decoder, random: Random, findings: list[Finding]) -> None:
             _control(name, random(256, len(module.weight)), module.weight, findings)
     unembed = partial(ops.unembed, table=model.unembedding)
     compare("unembed", random(max(ROWS), model.config.d_model), unembed, findings)
+
+
+def _by_head(model: Decoder, random: Random, findings: list[Finding]) -> None:
+    """Products with a weight per head, as latent attention has them: both ways round."""
+    ops, seen = HeadOps(), set()
+    for name, module in model.named_modules():
+        if isinstance(module, HeadLinear):
+            for weight in (module.weight, module.weight.transpose(1, 2)):
+                heads, depth, _ = weight.shape
+                if tuple(weight.shape) in seen:
+                    continue
+                seen.add(tuple(weight.shape))
+                x = random(max(ROWS), heads, depth)
+                compare(f"{name} by head", x, partial(ops.by_head, weight=weight), findings)
+                first, second = (ops.by_head(x[..., s], weight[:, s]) for s in (slice(depth // 2), slice(depth // 2, None)))
+                equal = torch.equal((first.float() + second.float()).to(x.dtype), ops.by_head(x, weight))
+                shape = str(list(weight.shape))
+                findings.append(Finding(name, shape, "control: the depth in two halves", equal, control=True))
 
 
 def _control(name: str, x: Tensor, weight: Tensor, findings: list[Finding]) -> None:
@@ -96,17 +115,21 @@ def _attention(model: Decoder, random: Random, findings: list[Finding]) -> None:
     c, device = model.config, model.embed.device
     length, size = min(1300, c.max_positions), 16
     pages = -(-length // size)
-    q = random(length, c.num_heads, c.d_head)
-    k, v = (random((pages + 1) * size, c.num_kv_heads, c.d_head) for _ in range(2))
+    _, kv_heads, width = c.kv_shape
+    q = random(length, c.num_heads, width)
+    k, v = (random((pages + 1) * size, kv_heads, width) for _ in range(2))
+    if c.latent is not None:  # values are columns of keys
+        v = k[..., : c.latent.rank]
+    sinks = random(c.num_heads) if c.sinks else None
     table = torch.arange(1, pages + 1, dtype=torch.int32, device=device)[None]
-    shape = f"{c.num_heads} heads of {c.d_head}, {c.num_kv_heads} kv heads"
+    shape = f"{c.num_heads} heads of {width}, {kv_heads} kv heads"
 
     def attend(index: Tensor, kv_block: int = paged.KV_BLOCK) -> Tensor:
         sequence = torch.zeros(len(index), dtype=torch.int32, device=device)
-        per_tile = paged.rows_per_tile(c.num_heads, c.num_kv_heads, c.d_head, q.dtype, len(index))
+        per_tile = paged.rows_per_tile(c.num_heads, kv_heads, v.shape[-1], q.dtype, len(index))
         tiles = paged.plan_tiles([0] * len(index), per_tile).to(device) if len(index) > 1 else None
-        rows = paged.PagedRows(sequence, index.to(torch.int32), table, tiles)
-        return paged.attention(q[index], k, v, rows, c.scale, c.attn_softcap, page_size=size, kv_block=kv_block)
+        rows = paged.PagedRows(sequence, index.to(torch.int32), table, tiles, per_tile=per_tile if len(index) > 1 else 0)
+        return paged.attention(q[index], k, v, rows, c.scale, c.attn_softcap, page_size=size, kv_block=kv_block, sinks=sinks)
 
     whole = attend(torch.arange(length, device=device))
     note = lambda check, equal, **more: findings.append(Finding("attention", shape, check, equal, **more))  # noqa: E731

@@ -15,7 +15,7 @@ from replaylens.engine.model.sites import SiteTable, layer_of
 from replaylens.engine.request.edits import Edit, listed, span
 from replaylens.engine.request.pattern_edits import on_pattern
 from replaylens.engine.request.placed import PATTERN, PLACED_OPS, PlacedEdit
-from replaylens.engine.request.routing_edits import on_router
+from replaylens.engine.request.routing_edits import on_router, require_places
 from replaylens.engine.request.values import instance
 
 _ROUTING = ("force", "forbid", "reweight")
@@ -24,7 +24,9 @@ _NOT_EDITABLE = ("ln_final.hook_out", "unembed.hook_out")
 
 def place_all(edits: Iterable[Edit], table: SiteTable, length: int) -> tuple[PlacedEdit, ...]:
     """Several edits on a branch of `length` tokens, in their order."""
-    return tuple(placed for edit in listed(edits) for placed in place(edit, table, length))
+    placed = tuple(placed for edit in listed(edits) for placed in place(edit, table, length))
+    require_places(placed, table.config)
+    return placed
 
 
 def place(edit: Edit, table: SiteTable, length: int, later: bool = False) -> list[PlacedEdit]:

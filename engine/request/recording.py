@@ -1,5 +1,6 @@
 """`Recording`: the captured rows of one branch, committed together with its tokens and KV."""
 
+from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,14 @@ from replaylens.engine.errors import IntegrityError, UnknownSite
 from replaylens.engine.model.ops import MASKED
 from replaylens.engine.model.site_names import KEY_SITES, SCORES
 from replaylens.engine.request.positions import before
+
+
+class PickableRows(Mapping[str, Tensor]):
+    """Rows by site that lie in several places. Looking at a site copies them together."""
+
+    @abstractmethod
+    def picked(self, numbers: Sequence[int]) -> Mapping[str, Tensor]:
+        """The rows with these numbers, in this order, without copying the others."""
 
 
 @dataclass
@@ -30,6 +39,13 @@ class Chunk:
         """The rows of a site: [positions, ...]."""
         rows, count = self.rows[site], len(self.positions)
         return rows if rows.shape[0] == count else rows[self.first : self.first + count]
+
+    def picked(self, positions: Sequence[int]) -> Mapping[str, Tensor]:
+        """The rows of some of its positions, in their order, by site: a copy."""
+        numbers = [self.first + self.positions.index(position) for position in positions]
+        if isinstance(self.rows, PickableRows):
+            return self.rows.picked(numbers)
+        return {site: rows[numbers] for site, rows in self.rows.items()}
 
     def upto(self, length: int) -> "Chunk":
         """The part before position `length`."""
@@ -169,6 +185,23 @@ class Recording:
         pieces = self.pieces(site)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
+    def picked(self, positions: Sequence[int]) -> dict[str, Tensor]:
+        """The rows of some positions, in their order, by captured site: copies of these alone.
+
+        Precondition: every position has a row.
+        """
+        found: list[Mapping[str, Tensor]] = []
+        order: list[int] = []
+        for chunk in self.chunks:
+            own = [i for i, position in enumerate(positions) if chunk.start <= position < chunk.end]
+            if own:
+                found.append(chunk.picked([positions[i] for i in own]))
+                order += own
+        back = torch.tensor(order).argsort()
+        if not found:
+            return {}
+        return {site: torch.cat([self._padded(site, rows[site]) for rows in found])[back] for site in self.sites()}
+
     def pieces(self, site: str) -> list[Tensor]:
         """The rows of a site, chunk by chunk and without a copy. The caller must not change them."""
         return self._pieces(self._named(site))
@@ -189,11 +222,13 @@ class Recording:
 
     def _pieces(self, site: str) -> list[Tensor]:
         """The rows of a captured site, chunk by chunk."""
-        pieces = [chunk.piece(site) for chunk in self.chunks if chunk.rows]
+        return [self._padded(site, chunk.piece(site)) for chunk in self.chunks if chunk.rows]
+
+    def _padded(self, site: str, rows: Tensor) -> Tensor:
+        """The rows with one column per key of the path, if the site has keys."""
         if not site.endswith(KEY_SITES):
-            return pieces
-        rest = MASKED if site.endswith(SCORES) else 0.0
-        return [_keys(piece, self.end, rest) for piece in pieces]
+            return rows
+        return _keys(rows, self.end, MASKED if site.endswith(SCORES) else 0.0)
 
 
 def _keys(rows: Tensor, count: int, rest: float) -> Tensor:

@@ -4,10 +4,13 @@ Forcing and forbidding change what experts are chosen by, not the logits that th
 the weight that its own logit gives it, and the weights of a softmax over all experts stay as they are.
 """
 
+from collections.abc import Sequence
+from itertools import product
+
 import torch
 
 from replaylens.engine.errors import BadEdit
-from replaylens.engine.model.config import MixtureConfig
+from replaylens.engine.model.config import MixtureConfig, ModelConfig
 from replaylens.engine.model.routing import BARRED
 from replaylens.engine.model.site_names import CHOICE_SITE, WEIGHTS_SITE
 from replaylens.engine.model.sites import SiteTable, layer_of
@@ -48,6 +51,44 @@ def on_router(edit: Edit, name: str, table: SiteTable, where: tuple[int, int | N
     value[experts] = _MOVED[edit.op]
     steps: tuple[tuple[Op, torch.Tensor], ...] = (("reweight", kept), ("add", value))
     return [PlacedEdit(begin + CHOICE_SITE, op, numbers, start, stop, picks, 1.0, 0) for op, numbers in steps]
+
+
+def require_places(edits: Sequence[PlacedEdit], config: ModelConfig) -> None:
+    """Raise BadEdit if several edits of a branch together force more experts on a position than a row goes to."""
+    routers: dict[str, list[PlacedEdit]] = {}
+    for edit in edits:
+        if edit.site.endswith(CHOICE_SITE):
+            routers.setdefault(edit.site, []).append(edit)
+    for site, own in routers.items():
+        if config.mixture is None or sum(_forces(edit) for edit in own) < 2:
+            continue
+        ends = {end for edit in own for end in (edit.start, edit.stop) if end is not None}
+        ends |= {end for edit in own for pick in edit.picks for end in (pick, pick + 1)}
+        tokens = sorted({token for edit in own for token in edit.tokens})
+        for position, token in product(sorted(ends), [-1, *tokens]):  # -1: any other token
+            experts = _forced([edit for edit in own if edit.edited(position, [token])])
+            try:
+                _require_places(experts, config.mixture)
+            except BadEdit as error:
+                at = f"{site.removesuffix('.' + CHOICE_SITE)}, position {position}"
+                raise BadEdit(f"The edits together force the experts {experts} at {at}: {error}") from None
+
+
+def _forces(edit: PlacedEdit) -> bool:
+    return edit.op == "add" and edit.value is not None and bool((edit.value == _MOVED["force"]).any())
+
+
+def _forced(edits: Sequence[PlacedEdit]) -> list[int]:
+    """The experts that edits of one position leave forced. Of several edits of an expert, the last one counts."""
+    forced: set[int] = set()
+    for edit in edits:
+        if edit.value is None:
+            continue
+        if edit.op == "reweight":
+            forced -= set((edit.value == 0).nonzero().flatten().tolist())
+        elif edit.op == "add":
+            forced |= set((edit.value == _MOVED["force"]).nonzero().flatten().tolist())
+    return sorted(forced)
 
 
 def _require_places(experts: list[int], mixture: MixtureConfig) -> None:

@@ -26,8 +26,10 @@ from replaylens.engine.request.options import named_options
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import warn_of_no_match
 from replaylens.engine.request.recording import Recording
+from replaylens.engine.request.routing_edits import require_places
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import integer, whole
+from replaylens.engine.serving.completion import Completion
 from replaylens.engine.serving.differentiable import Differentiable
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.hold import hold_of
@@ -179,7 +181,7 @@ class Branch(Differentiable, Resampled, Uncopied):
             raise BadRequest(
                 "Nothing was captured on this branch. Ask for sites when you make it, e.g. prompt(..., sites='STC')."
             )
-        self.engine.forest.complete_rows(self.lane)
+        Completion(self.engine.forest).complete_rows(self.lane)
         return self.lane.recording
 
     def logits(self, positions: At = -1, *, tokens: Sequence[str | int] | None = None) -> Tensor:
@@ -195,7 +197,7 @@ class Branch(Differentiable, Resampled, Uncopied):
         columns = None if tokens is None else self.engine.token_ids_of(tokens)
         runner, first = self.engine.loop.runner, min(at)
         last = f"blocks.{runner.model.config.num_layers - 1}.hook_out"
-        (rows,) = self.engine.forest.final_rows([self.lane], [first], last)
+        (rows,) = Completion(self.engine.forest).final_rows([self.lane], [first], last)
         found = self.lock.alone(logits_of, runner, rows[[p - first for p in at]], columns)
         return found[0] if integer(positions) is not None else found
 
@@ -218,7 +220,7 @@ class Branch(Differentiable, Resampled, Uncopied):
         If the branch gave up its pages to others, the KV is computed again, to the same bits.
         """
         self._check_open()
-        return self.engine.forest.kv(self.lane)
+        return Completion(self.engine.forest).kv(self.lane)
 
     @reading
     def tree(self) -> Tree:
@@ -254,6 +256,7 @@ class Branch(Differentiable, Resampled, Uncopied):
         self._check_open()
         at, sites, forest = self.length if at is None else whole("at", at), self.engine.sites, self.engine.forest
         placed, resolved = self.engine.placed(edits, at), resolve_hooks(hooks, sites)
+        require_places([*(edit for edit in self.lane.edits if edit.needs <= at), *placed], sites.config)
         if placed:
             warn_of_no_match([placed], [self.record.tokens[:at]])
         with forest.made() as lanes, held_interrupt():

@@ -1,27 +1,15 @@
 """`Core`: a certified model and the branches it serves. `Engine` adds `load`, `replay` and `run_with_cache`."""
 
-import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from replaylens.engine.errors import BadEdit, BadRequest, ClosedBranch, EqualDraws, NotRecorded, no_such
+from replaylens.engine.errors import BadEdit, BadRequest, NotRecorded
 from replaylens.engine.interrupts import held_interrupt
 from replaylens.engine.lens.known import KnownLenses
 from replaylens.engine.lens.tuned import TunedLens
-from replaylens.engine.loop.drafters import (
-    Drafter,
-    ForcedDrafter,
-    LensDrafter,
-    ModelDrafter,
-    NgramDrafter,
-    SelfDrafter,
-    TreeDrafter,
-)
-from replaylens.engine.loop.lane import Job, Lane
+from replaylens.engine.loop.lane import Lane
 from replaylens.engine.loop.loop import Loop
 from replaylens.engine.memory.cache import require_memory
 from replaylens.engine.memory.prefix import PrefixIndex
@@ -36,19 +24,18 @@ from replaylens.engine.pictures.summary import MAX_TREES, cache_and_pictures, co
 from replaylens.engine.proof import certificates, fingerprint
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.capture import CaptureSpec, LensSpec
-from replaylens.engine.request.edits import Edit, Hook, listed, resolve_hooks
+from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
 from replaylens.engine.request.options import named_options
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import place_all, warn_of_no_match
 from replaylens.engine.request.positions import Where
-from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import flag, instance, integer, items, one_path, shown, token_ids, whole
+from replaylens.engine.request.values import flag, instance, integer, items, shown, whole
+from replaylens.engine.serving.assembly import decode_on_device, make_drafters
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.forest import Forest
-from replaylens.engine.serving.lock import EngineLock, changing, reading
+from replaylens.engine.serving.generation import Generation
+from replaylens.engine.serving.lock import EngineLock, reading
 from replaylens.engine.serving.logits import At, chosen
-from replaylens.engine.serving.request import SAMPLING, Request
-from replaylens.engine.serving.stream import Stream
 from replaylens.engine.serving.uncopied import Uncopied
 from replaylens.engine.serving.variants import Variants
 
@@ -60,7 +47,7 @@ SITES = "letters such as 'STCZ', a site name, or a list of these"
 """the accepted values of `sites`, for error messages"""
 
 
-class Core(Uncopied):
+class Core(Generation, Uncopied):
     """A model, its KV cache and its tree of branches.
 
     cache_tokens   positions in the KV cache; when it is full, requests wait or are preempted and computed again
@@ -86,7 +73,7 @@ class Core(Uncopied):
         cache_tokens: int = 8192,
         page_size: int = 16,
         max_rows: int | None = None,
-        draft_model: "Decoder | None" = None,
+        draft_model: Decoder | None = None,
         lens_layer: int | None = None,
         tree_width: int = 3,
         canary: bool = False,
@@ -111,17 +98,10 @@ class Core(Uncopied):
         spare = int(model.embed.device.type == "cuda")  # an extra page for the padding rows of CUDA graphs
         self.runner = Runner(model, self.certificate, cache_tokens // page_size + spare, page_size, canary, capture_buffer)
         self.prefix = PrefixIndex(self.runner.pool, self.fingerprint.digest.encode())
-        middle = max(1, self.config.num_layers // 2)
-        drafters = self._make_drafters(draft_model, middle if lens_layer is None else lens_layer, tree_width)
+        drafters = make_drafters(self.runner, draft_model, lens_layer, tree_width)
         self.loop = Loop(self.runner, self.tree, self.prefix, drafters, self.text, max_rows, self.lenses)
         if self.runner.device == "cuda":
-            from replaylens.engine.lens import cuda as cuda_lens
-            from replaylens.engine.passes.bursts import Bursts
-            from replaylens.engine.passes.graphs import PassGraphs
-
-            self.loop.bursts = Bursts(self.runner, partial(cuda_lens.columns, model))
-            spare_page = self.loop.bursts.spare.pages[0]
-            self.runner.graphs = PassGraphs(model, self.runner.cache, spare_page, self.runner.vectors)
+            decode_on_device(self.loop)
         self.lock = EngineLock()
         trace = Trace(self.fingerprint) if record else None
         self.forest = Forest(self.runner, self.tree, self.prefix, self.loop, self.lock, trace)
@@ -265,47 +245,6 @@ class Core(Uncopied):
         """The user's handle on a lane."""
         return Branch(self, lane)
 
-    @named_options
-    def generate(
-        self,
-        branches: Sequence[Branch],
-        n: int,
-        *,
-        sampling: Sampling | Sequence[Sampling] | None = None,
-        drafter: str = "self",
-        window: int | None = None,
-        deterministic: bool = True,
-        keep_rejected: bool = False,
-        drafts: dict[int, list[list[int]]] | None = None,
-        final: bool = False,
-        progress: bool = False,
-    ) -> list[Branch]:
-        """Generate up to `n` tokens on each branch, all together. Each branch gets the tokens it would get alone.
-
-        sampling       how tokens are chosen: one for all branches, or one for each; default: greedy
-        drafter        which drafter guesses ahead; never changes the output
-        window         rows per verification; 1 decodes directly; None lets the planner choose
-        deterministic  False: take the fast path's tokens unverified; the branches are marked as not certified
-        keep_rejected  keep the pages of rejected drafts, so that they can be forked
-        drafts         for the `forced` drafter: chains of tokens by their start position
-        final          also compute the last token's own row
-        """
-        branches = items("branches", branches, "a list of branches, such as [engine.prompt(...)]")
-        if sampling is None or isinstance(sampling, Sampling):
-            own = [sampling or Sampling()] * len(branches)
-        else:
-            own = items("sampling", sampling, f"{SAMPLING}, or one for each branch")
-        if len(own) != len(branches):
-            raise BadRequest(f"Got {len(own)} samplings for {len(branches)} branches. Give one for all, or one for each.")
-        how = (drafter, window, deterministic, keep_rejected, drafts, final)
-        return self.serve(branches, [Request(n, each, *how) for each in own], progress)
-
-    def serve(self, branches: Sequence[Branch], requests: Sequence[Request], progress: bool = False) -> list[Branch]:
-        """Serve one request on each branch, all together."""
-        progress = flag("progress", progress)
-        self.forest.serve(lambda: [self._job(b, r) for b, r in zip(branches, requests, strict=True)], progress)
-        return list(branches)
-
     def logits(
         self,
         text: str | Sequence[int] | Tensor,
@@ -353,79 +292,6 @@ class Core(Uncopied):
     def placed(self, edits: Sequence[Edit], length: int) -> tuple[PlacedEdit, ...]:
         """The edits of a branch with `length` tokens, in their order, one per site."""
         return place_all(self.tokenized(edits), self.sites, length)
-
-    def tokenized(self, edits: Sequence[Edit]) -> list[Edit]:
-        """The edits with the ids of their tokens; BadEdit names a text that is several tokens."""
-        return [self._tokenized(edit) for edit in listed(edits)]
-
-    def _tokenized(self, edit: Edit) -> Edit:
-        if edit.tokens is None:
-            return edit
-        try:
-            return replace(edit, tokens=self.token_ids_of(edit.plain().tokens))  # type: ignore[arg-type]
-        except BadRequest as error:
-            raise BadEdit(f"Invalid tokens of an edit at {edit.site}. {error}") from error
-
-    def token_ids_of(self, tokens: Sequence[str | int]) -> list[int]:
-        """Ids of single tokens, given as text or ids; BadRequest names one that is several tokens."""
-        return [self._target(token) for token in items("tokens", tokens, "a list of tokens, as text or ids")]
-
-    def cancel(self, job: Job) -> None:
-        """Stop a job at once. Its committed tokens stay on the branch."""
-        instance("job", job, Job, "a Job, such as stream.job")
-        if self.loop.lanes.get(job.lane.branch) is not job.lane and not job.done:
-            raise BadRequest(f"Branch {job.lane.branch} is not a branch of this engine. Cancel the job on its own engine.")
-        self.forest.cancel(job)
-
-    def force_all(self, branches: Sequence[Branch], tokens: Sequence[str | Sequence[int]]) -> list[Branch]:
-        """Append given tokens to each branch, however unlikely, and compute all their rows together."""
-        branches = items("branches", branches, "a list of branches")
-        texts = items("tokens", tokens, "a list with the tokens of each branch")
-        paths = [self.text.encode(t, special=False) if isinstance(t, str) else token_ids("tokens", t) for t in texts]
-        if len(paths) != len(branches):
-            raise BadRequest(f"Got {len(paths)} texts for {len(branches)} branches. Give one for each.")
-        self.forest.serve(lambda: self._forced(branches, paths))
-        return list(branches)
-
-    def _forced(self, branches: Sequence[Branch], paths: Sequence[list[int]]) -> list[Job]:
-        """Mutates: appends the tokens to all branches, or to none if one cannot take them. Returns the jobs to compute them."""
-        jobs = [Job(self._own(branch).lane, exact=branch.lane.exact) for branch in branches]
-        self.forest.require(jobs)
-        for branch, ids in zip(branches, paths, strict=True):
-            if not ids:
-                raise BadRequest("No tokens to force. Give at least one token.")
-            self._check_tokens(ids, branch.length)
-            if branch.finish_reason:
-                raise ClosedBranch(f"Branch {branch.id} is finished. Roll it back or fork it to continue.")
-        for branch, ids in zip(branches, paths, strict=True):
-            self.forest.force(branch.lane, ids)
-        return jobs
-
-    @named_options
-    def stream(
-        self,
-        branch: Branch,
-        n: int,
-        *,
-        sampling: Sampling | None = None,
-        drafter: str = "self",
-        window: int | None = None,
-        deterministic: bool = True,
-        keep_rejected: bool = False,
-        drafts: dict[int, list[list[int]]] | None = None,
-        final: bool = False,
-    ) -> Stream:
-        """Stream the committed tokens of one branch, as `Branch.stream`. Other requests are served alongside."""
-        greedy = Sampling() if sampling is None else sampling
-        request = Request(n, greedy, drafter, window, deterministic, keep_rejected, drafts, final)
-        return self.open_stream(branch, request)
-
-    @changing
-    def open_stream(self, branch: Branch, request: Request) -> Stream:
-        """Start a request on a branch and stream its tokens."""
-        job = self._job(branch, request)
-        self.forest.start(job)
-        return Stream(self.forest, job)
 
     def check_integrity(self) -> list[str]:
         """Recount pages, tree, prefixes and rows. Returns lines with the counts; IntegrityError names the first fault."""
@@ -482,81 +348,3 @@ class Core(Uncopied):
 
     def _site_table(self) -> sites.SiteTable:
         return sites.table(self.config)
-
-    def _job(self, branch: Branch, request: Request) -> Job:
-        """The request as a job on this branch; BadRequest or ClosedBranch if it cannot be served."""
-        self._own(branch)._check_open()
-        if request.drafter not in self.loop.drafters:
-            hint = " Load the engine with draft_model=..." if request.drafter == "model" else ""
-            raise BadRequest(no_such("drafter", str(request.drafter), self.loop.drafters) + hint)
-        if branch.length + request.n > self.config.max_positions:
-            most = self.config.max_positions
-            raise BadRequest(f"{branch.length} tokens and {request.n} more exceed the model's {most} positions. Ask for fewer.")
-        if branch.finish_reason:
-            raise ClosedBranch(f"Branch {branch.id} is finished. Roll it back or fork it to continue.")
-        self._warn_of_equal_draws(branch, request)
-        return request.job(branch.lane, self.text.eos_id)
-
-    def _warn_of_equal_draws(self, branch: Branch, request: Request) -> None:
-        """Warn, once for each such draw, if a live fork at the same place sampled with the same seed: to the same tokens."""
-        record, parent = branch.record, self.loop.lanes.get(-1 if branch.record.parent is None else branch.record.parent)
-        if parent is None or not request.sampling.temperature or len(record.tokens) > record.fork_position:
-            return
-        edits = tuple(edit.key for edit in branch.lane.edits)
-        drawn = (record.fork_position, edits, len(branch.lane.hooks), hash(repr(request.sampling)))
-        first = parent.drawn.setdefault(drawn, branch.id)
-        if first != branch.id and first in self.loop.lanes:
-            parent.drawn[drawn] = -1  # no branch: warned
-            warnings.warn(
-                f"Branches {first} and {branch.id} are forks of branch {parent.branch} at the same position and "
-                f"sample with the same seed, {request.sampling.seed}, so they get the same tokens. Give each fork a Sampling "
-                "with its own seed, or use branch.resample(n), which does.",
-                EqualDraws,
-                stacklevel=2,
-            )
-
-    def _own(self, branch: Branch) -> Branch:
-        """The branch; BadRequest if it is not a Branch of this engine."""
-        instance("branch", branch, Branch, "a Branch, such as prompt(...) returns")
-        if branch.engine is not self:
-            raise BadRequest(f"Branch {branch.id} belongs to another engine. Prompt this engine with its tokens.")
-        return branch
-
-    def _make_drafters(self, draft_model: Decoder | None, layer: int, width: int) -> dict[str, Drafter]:
-        runner = self.runner
-        drafters: dict[str, Drafter] = {
-            "self": SelfDrafter(),
-            "lens": LensDrafter(runner, layer),
-            "ngram": NgramDrafter(),
-            "tree": TreeDrafter(runner, layer, width),
-            "forced": ForcedDrafter(),
-        }
-        if draft_model is not None:
-            certificate = certificates.certificate_for(draft_model)
-            own = Runner(draft_model, certificate, runner.pool.num_pages, runner.pool.page_size)
-            drafters["model"] = ModelDrafter(own, self.config.vocab_size)
-        return drafters
-
-    def tokens_of(self, text: str | Sequence[int] | Tensor) -> list[int]:
-        """The token ids of a prompt; BadRequest if it is empty, too long, or has ids outside the vocabulary."""
-        return self._check_tokens(self.text.encode(text) if isinstance(text, str) else one_path(text))
-
-    def _check_tokens(self, ids: list[int], before: int = 0) -> list[int]:
-        """The ids; BadRequest if there are none, too many, or some outside the vocabulary."""
-        if not ids:
-            raise BadRequest("The prompt is empty. Give at least one token.")
-        usual = set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.config.vocab_size
-        wrong = lambda t: isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < self.config.vocab_size  # noqa: E731
-        if bad := [] if usual else [t for t in ids if wrong(t)]:
-            raise BadRequest(f"Token {shown(bad[0])} is not in the vocabulary of {self.config.vocab_size} tokens.")
-        if before + len(ids) > self.config.max_positions:
-            raise BadRequest(f"{before + len(ids)} tokens exceed the model's {self.config.max_positions} positions.")
-        return ids
-
-    def _target(self, target: str | int) -> int:
-        if not isinstance(target, str):
-            return self._check_tokens(token_ids("targets", [target]))[0]
-        ids = self.text.encode(target, special=False)
-        if len(ids) != 1:
-            raise BadRequest(f"Target {target!r} is {len(ids)} tokens. Give targets of one token each.")
-        return ids[0]

@@ -12,6 +12,7 @@ from replaylens.engine.gradients.metric import AnyMetric, Divergence, LogitsFunc
 from replaylens.engine.gradients.tape import Tape
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.memory.tree import BranchRecord, BranchStatus
+from replaylens.engine.model.site_names import CHOICE_SITE
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.values import items
@@ -76,7 +77,8 @@ class Differentiable(ABC):
         """The names of the sites; those that are captured if none are given."""
         if sites is None or (not isinstance(sites, str) and not items("sites", sites, SITES)):
             captured = () if self.lane.capture is None else self.lane.capture.sites
-            sites = tuple(site for site in captured if site not in self.engine.sites.read_only)  # others have no gradient
+            without = self.engine.sites.read_only  # these and choices have no gradient
+            sites = tuple(site for site in captured if site not in without and not site.endswith(CHOICE_SITE))
         return differentiable(self.engine, sites)
 
 
@@ -106,6 +108,11 @@ def differentiable(engine: GradientSource, sites: str | Sequence[str]) -> tuple[
     given = (sites,) if isinstance(sites, str) else sites
     if beside := [name for name in (*given, *names) if name in engine.sites.read_only]:
         raise NoGradient(f"{beside[0]} has no gradient of its own: nothing later is computed from it alone. Ask for another.")
+    if choices := [name for name in names if name.endswith(CHOICE_SITE)]:
+        raise NoGradient(
+            f"{choices[0]} has no gradient: experts are chosen by comparing it, and a choice does not change by degrees. Ask "
+            "for mlp.gate.hook_out or mlp.gate.hook_expert_weights."
+        )
     if not names:
         raise BadRequest("No sites. Name some, e.g. sites='STC', or capture them on the branch.")
     return names

@@ -11,7 +11,6 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from replaylens.engine.errors import BadRequest, ClosedBranch, IntegrityError
-from replaylens.engine.interrupts import held_interrupt
 from replaylens.engine.loop.lane import Job, Lane
 from replaylens.engine.loop.loop import Loop
 from replaylens.engine.memory.pages import PageTable
@@ -33,7 +32,7 @@ Hooks = tuple[Hook, ...]
 class Forest:
     """The lanes of one engine. Every method that changes a branch adds an event to the trace, if there is one.
 
-    Any thread may call any method. `serve`, `compute` and `kv` wait for passes; the others wait only for the current step.
+    Any thread may call any method. `serve` and `compute` wait for passes; the others wait only for the current step.
     """
 
     def __init__(
@@ -229,7 +228,7 @@ class Forest:
                 raise ClosedBranch(f"Branch {branch} was released. Use a live branch, or prompt again.")
             if times[branch] > 1:
                 raise BadRequest(f"Branch {branch} is given {times[branch]} times. Give each branch once, or fork it.")
-            if refusal := self.loop.refusal(job):
+            if refusal := self.loop.queue.refusal(job):
                 raise refusal
 
     def _submit(self, job: Job) -> None:
@@ -259,81 +258,7 @@ class Forest:
     @changing
     def cancel(self, job: Job) -> None:
         """Stop a job at once. Its committed tokens stay on the branch. Does nothing if the job has ended."""
-        if job in self.loop.jobs and not job.done:
-            self.loop.end(job)
-        self.loop.jobs = [other for other in self.loop.jobs if other is not job]
-
-    def kv(self, lane: Lane) -> Tensor:
-        """A copy of the KV of all committed tokens [positions, layers, *kv_shape]. Missing KV is computed on a twin,
-        since the branch itself may be busy or closed. Raises OutOfPages if there is no room."""
-        known, committed = self._known_kv(lane)
-        if known is not None:
-            return known
-        with self.made() as lanes, self.quiet():
-            with held_interrupt():
-                lanes.append(twin := self.fork(lane, committed))
-            twin.capture = twin.recording = None
-            self.compute(lanes)
-            return self._taken_over(lane, twin, committed)
-
-    def complete_rows(self, lane: Lane) -> None:
-        """Mutates: computes the captured rows that committed tokens lack, on a twin as `kv` does. A fork with edits lacks some
-        until its first request, and so does a branch that was cut back where Z had been read. Does nothing if the lane is
-        released or keeps no rows. Raises OutOfPages if there is no room."""
-        committed, following = self._committed(lane)
-        if committed <= (committed if lane.recording is None else lane.recording.end):
-            return
-        with self.made() as lanes, self.quiet():
-            with held_interrupt():
-                lanes.append(twin := self.fork(lane, committed + following))
-            self.compute(lanes)
-            self._taken_over(lane, twin, committed)
-
-    def final_rows(self, lanes: Sequence[Lane], first: Sequence[int], site: str) -> list[Tensor]:
-        """The rows of one site from position first[i] on, pending tokens included. They are computed on twins, as by `kv`."""
-        with self.made() as twins, self.quiet():
-            with held_interrupt():
-                for lane, start in zip(lanes, first, strict=True):
-                    twins.append(twin := self.fork(lane, len(self.tree.branch(lane.branch).tokens)))
-                    twin.capture = CaptureSpec((site,), last=site)
-                    twin.recording = Recording(start)
-            self.compute(twins)
-            rows = [twin.recording[site] for twin in twins if twin.recording is not None]
-            for twin in twins:
-                self.release(twin)
-            return rows
-
-    @reading
-    def _committed(self, lane: Lane) -> tuple[int, bool]:
-        """The number of committed tokens, none if the lane is released; and whether another token follows them."""
-        if lane.branch not in self.loop.lanes:
-            return 0, False
-        states = self.tree.branch(lane.branch).states
-        waiting = TokenState.PENDING in states or TokenState.DRAFT in states
-        committed = states.num_committed if waiting else len(states)
-        return committed, committed < len(states)
-
-    @reading
-    def _known_kv(self, lane: Lane) -> tuple[Tensor | None, int]:
-        """The KV of all committed tokens, None if some is missing; and the number of these tokens."""
-        committed, _ = self._committed(lane)
-        return (self.held_kv(lane) if lane.computed >= committed else None), committed
-
-    @changing
-    def _taken_over(self, lane: Lane, twin: Lane, length: int) -> Tensor:
-        """The twin's KV of the first `length` tokens. Its pages and rows become the lane's, if the lane still lacks them.
-        Releases the twin."""
-        twin.computed = length
-        self.runner.pool.truncate(twin.table, length)
-        kv, path = self.held_kv(twin), len(self.tree.branch(twin.branch).tokens)
-        if lane.branch in self.loop.lanes and self.tree.common_prefix(lane.branch, twin.branch) == path:
-            if lane.computed < length:
-                lane.table, twin.table, lane.computed = twin.table, lane.table, length
-            if twin.recording is not None and lane.recording is not None and lane.recording.end < length:
-                twin.recording.truncate(length)
-                lane.recording.take_over(twin.recording)
-        self.release(twin)
-        return kv
+        self.loop.queue.remove(job)
 
     @reading
     def held_kv(self, lane: Lane) -> Tensor:

@@ -31,9 +31,9 @@ from replaylens.engine.serving.request import SAMPLING
 from replaylens.engine.serving.waves import Served, Waves
 
 MAX_WAVE = 1024
-"""rollouts drawn together unless told: more do not make a pass quicker"""
+"""rollouts drawn together by default: more do not make a pass quicker"""
 MAX_BYTES = 4 << 30
-"""captured rows of a wave, about, unless told"""
+"""bytes of captured rows of a wave, about, by default"""
 REPLACE = "a text or token ids, or a list of texts with one for each position"
 Replacement = str | Sequence[int] | Sequence[str] | None
 

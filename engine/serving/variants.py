@@ -24,6 +24,7 @@ from replaylens.engine.request.capture import CaptureSpec, PassTap
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import warn_of_no_match
+from replaylens.engine.request.routing_edits import require_places
 from replaylens.engine.serving.forest import Forest
 
 Read = Callable[[Tensor], Tensor]
@@ -130,6 +131,7 @@ class Variants:
 
     def _variant(self, number: int, edits: Sequence[Edit]) -> EditedCopy:
         own = self.placed(edits, len(self.path))
+        require_places((*self.edits, *own), self.sites.config)
         warn_of_no_match([own], [self.path])
         start = min([len(self.path), *(edit.first for edit in own)])
         layer = min((-1 if (found := layer_of(edit.site)) is None else found for edit in own), default=0)

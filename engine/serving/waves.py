@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol, Self
 
-import torch
 from torch import Tensor
 
 from replaylens.engine.loop.lane import Job, Lane
@@ -17,6 +16,7 @@ from replaylens.engine.resampling.answers import Found
 from replaylens.engine.resampling.plan import ResamplePlan, offsets_of
 from replaylens.engine.resampling.rollout import Rollout, Row
 from replaylens.engine.resampling.sentences import sentence_ends
+from replaylens.engine.serving.completion import Completion
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.logits import logits_of
 from replaylens.engine.serving.request import Request
@@ -151,8 +151,7 @@ class Waves:
         if recording is None:
             return (), {}
         rows = places(self.plan, self.engine.text, start, own, answer, count)
-        at = torch.tensor([position - (start - 1) for _, position in rows], dtype=torch.int64)
-        return tuple(rows), {site: recording.peek(site)[at] for site in recording.sites()} if rows else {}
+        return tuple(rows), recording.picked([position for _, position in rows])
 
     def _with_choices(self, forks: Sequence[Forked], found: list[Rollout]) -> list[Rollout]:
         """The rollouts with the probabilities of the choices as the token after them, and after the forced text."""
@@ -165,7 +164,8 @@ class Waves:
         if answer.after:
             self.engine.force_all(forks, [answer.after] * len(forks))
         last = f"blocks.{self.engine.config.num_layers - 1}.hook_out"
-        rows = forest.final_rows([fork.lane for fork in forks], [len(fork.record.tokens) - 1 for fork in forks], last)
+        tips = [len(fork.record.tokens) - 1 for fork in forks]
+        rows = Completion(forest).final_rows([fork.lane for fork in forks], tips, last)
         columns = self.engine.token_ids_of(answer.tokens)
         names = [*map(str, answer.tokens)]
         made = []

@@ -5,9 +5,11 @@ of the backbone's blocks, so its certificate covers them. The thoughts of many c
 depend on the others.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,8 +25,11 @@ from replaylens.engine.request.capture import LensSpec, Rows
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.serving.lock import EngineLock, reading
 from replaylens.engine.thinking.model import COMPRESS_SITE, THINK_SITE, ThinkingDecoder
-from replaylens.engine.thinking.steps import ChunkStates, ThoughtStep, applied, edited, ended, largest
+from replaylens.engine.thinking.steps import ChunkStates, ThoughtSteps, all_ended, applied, edited, ended, largest
 from replaylens.engine.thinking.thoughts import TOP_K, Thought
+
+if TYPE_CHECKING:
+    from replaylens.engine.thinking.graphs import ThoughtGraph
 
 Tokens = tuple[int, ...]
 TOGETHER = 128
@@ -42,10 +47,14 @@ class ThinkingBlocks:
         self.model, self.config, self.runner, self.lock = model, model.thinking, runner, lock
         if not model.config.tied_embeddings:  # the certificate covers only tables with the memory layout of the backbone's
             model.think_unembed.data = model.think_unembed.data.t().contiguous().t()
-        self.pool = PagePool(TOGETHER, self.config.chunk + self.config.compressed)
+        self.pool = PagePool(TOGETHER + 1, self.config.chunk + self.config.compressed)
         one_layer = replace(model.config, num_layers=1, windows=model.config.windows[:1], rotary_layers=())
         self.cache = KVCache(one_layer, self.pool, model.backbone.embed.dtype, runner.device)
         self._known: dict[Tokens, Tensor] = {}
+        self._spare = PageTable()
+        """with a page that padding rows of graphs may write to, once there is a graph"""
+        self._decoded: Counter[int] = Counter()
+        self._graphs: dict[int, ThoughtGraph] = {}
 
     # ---- T ------------------------------------------------------------------------------------------------------
 
@@ -105,22 +114,43 @@ class ThinkingBlocks:
     def _decode_ahead(self, chunks: Sequence[ChunkStates], tables: list[PageTable]) -> tuple[list[list[int]], list[Tensor]]:
         """As `_decode`, for a device that would wait for the host after every token. All chunks take all steps, `AHEAD` of them
         without a look at the tokens; what comes after <EOS> is dropped. Precondition: no edits of T."""
-        config, eos = self.config, self.config.eos_token
+        config, eos, count = self.config, self.config.eos_token, len(chunks)
+        rows, graph = torch.cat([chunk.hidden for chunk in chunks]), self._graph(count)
         segments = [self._segment(table, 0, config.chunk) for table in tables]
-        steps = [self._step(segments, torch.cat([chunk.hidden for chunk in chunks]))]
+        if graph is not None:
+            graph.begin([table.pages[0] for table in tables], rows)
+            for taken in range(1, config.max_thought - 1):
+                if taken % AHEAD == 1 % AHEAD and all_ended(graph.steps.said[:taken, :count], eos):
+                    return ended(graph.steps.cut(taken, count), eos)
+                graph.take()
+            return ended(graph.steps.cut(config.max_thought - 1, count), eos)
+        steps = [self._step(segments, rows)]
         for taken in range(1, config.max_thought - 1):
-            if taken % AHEAD == 1 % AHEAD and bool((torch.stack([step.said for step in steps]) == eos).any(0).all()):
+            if taken % AHEAD == 1 % AHEAD and all_ended(torch.stack([said for said, *_ in steps]), eos):
                 break
-            words, start = steps[-1].said, config.chunk + taken - 1
+            words, start = steps[-1][0], config.chunk + taken - 1
             x = self.model.thought_embedding(words, torch.full_like(words, taken - 1))
             steps.append(self._step([self._segment(table, start, 1) for table in tables], x))
-        return ended(steps, eos)
+        return ended(ThoughtSteps(*map(torch.stack, zip(*steps, strict=True))), eos)
 
-    def _step(self, segments: list[Segment], x: Tensor) -> ThoughtStep:
-        """A step of T over new rows x [rows, d_model], which stays on the device."""
+    def _step(self, segments: list[Segment], x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A step of T over new rows x [rows, d_model], which stays on the device: a step of `ThoughtSteps`."""
         rows = self._last_rows(segments, x)
         logits = self._raw_logits(rows)
-        return ThoughtStep(largest(logits), rows, torch.isfinite(logits).all(-1) & torch.isfinite(rows).all(-1))
+        return largest(logits), rows, torch.isfinite(logits).all(-1) & torch.isfinite(rows).all(-1)
+
+    def _graph(self, count: int) -> "ThoughtGraph | None":
+        """The graph for so many thoughts, captured once their number has occurred often enough; None: launch the kernels."""
+        if self.runner.device == "cpu":
+            return None
+        from replaylens.engine.thinking import graphs  # its kernels need triton, which a CPU machine may lack
+
+        size = next(size for size in graphs.SIZES if size >= count)
+        self._decoded[size] += 1
+        if size not in self._graphs and self._decoded[size] >= graphs.WORTH:
+            self.pool.reserve(self._spare, 0, 1)
+            self._graphs[size] = graphs.ThoughtGraph(self.model, self.cache, size, self._spare.pages[0])
+        return self._graphs.get(size)
 
     def _edited(self, rows: Tensor, chunks: Sequence[ChunkStates], step: int) -> Tensor:
         """T's rows [chunks, d_model] of one step under the chunks' edits, which are applied on the CPU."""

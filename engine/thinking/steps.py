@@ -1,6 +1,5 @@
-"""`ChunkStates`, `ThoughtStep`: what T reads of a chunk, and one decode step of several thoughts."""
+"""`ChunkStates`, `ThoughtSteps`: what T reads of a chunk, and the decode steps of several thoughts."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,26 +22,35 @@ class ChunkStates:
     """on T and C, by chunk and step"""
 
 
-class ThoughtStep(NamedTuple):
-    """One step of several thoughts, on the device."""
+class ThoughtSteps(NamedTuple):
+    """Steps of several thoughts, on the device."""
 
     said: Tensor
-    """the tokens: [thoughts]"""
+    """the tokens: [steps, thoughts]"""
     hidden: Tensor
-    """T's rows: [thoughts, d_model]"""
+    """T's rows: [steps, thoughts, d_model]"""
     fine: Tensor
-    """whether row and logits are finite: [thoughts]"""
+    """whether row and logits are finite: [steps, thoughts]"""
+
+    def cut(self, steps: int, thoughts: int) -> "ThoughtSteps":
+        """The first ones."""
+        return ThoughtSteps(*(x[:steps, :thoughts] for x in self))
 
 
-def ended(steps: Sequence[ThoughtStep], eos: int) -> tuple[list[list[int]], list[Tensor]]:
+def all_ended(said: Tensor, eos: int) -> bool:
+    """Whether every thought has an <EOS>: tokens [steps, thoughts]."""
+    return bool((said == eos).any(0).all())
+
+
+def ended(steps: ThoughtSteps, eos: int) -> tuple[list[list[int]], list[Tensor]]:
     """Tokens and T's rows [steps, d_model] of each thought up to <EOS>, on the CPU. NonFinite if one of these rows is not."""
-    tokens = torch.stack([step.said for step in steps], 1).tolist()
-    hidden, fine = (torch.stack(x, 1).cpu() for x in ([step.hidden for step in steps], [step.fine for step in steps]))
+    tokens, fine = steps.said.t().tolist(), steps.fine.t().tolist()
+    hidden = steps.hidden.cpu()
     sizes = [words.index(eos) + 1 if eos in words else len(words) for words in tokens]
-    if not all(bool(each[:size].all()) for each, size in zip(fine, sizes, strict=True)):
+    if not all(all(each[:size]) for each, size in zip(fine, sizes, strict=True)):
         raise not_finite("thoughts")
     cut = [words[:size] for words, size in zip(tokens, sizes, strict=True)]
-    return cut, [rows[:size].clone() for rows, size in zip(hidden, sizes, strict=True)]
+    return cut, [hidden[:size, i].clone() for i, size in enumerate(sizes)]
 
 
 def largest(logits: Tensor) -> Tensor:

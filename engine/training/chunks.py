@@ -112,10 +112,10 @@ class ChunkTable:
             continues[start + 1 : start + size] = True
         self.columns = [torch.from_numpy(x).to(device) for x in (tokens, weights, thoughts, thinks, continues)]
 
-    def batch(self, numbers: np.ndarray) -> ChunkBatch:
+    def batch(self, numbers: np.ndarray | Tensor) -> ChunkBatch:
         """The chunks with these numbers: [B, K]."""
         tokens, weights, thoughts, thinks, continues = self.columns
-        index = torch.from_numpy(numbers).to(tokens.device)
+        index = numbers if isinstance(numbers, Tensor) else torch.from_numpy(numbers).to(tokens.device)
         return ChunkBatch(tokens[index].long(), weights[index], thoughts[index].long(), thinks[index], continues[index])
 
     def row(self, texts: np.ndarray, chunks: int) -> np.ndarray:
@@ -148,6 +148,10 @@ class ChunkedTexts:
 
     def batch(self, step: int) -> ChunkBatch:
         """The batch of step `step`: one text per row, or rows packed up to the width."""
+        return self.table.batch(self.numbers(step))
+
+    def numbers(self, step: int) -> np.ndarray:
+        """The numbers of the chunks of step `step` in the table: [B, K]."""
         recipe, random = self.recipe, np.random.default_rng(step_seed(self.recipe.seed, step))
         per_row = 1 if self.chunks is None else int(self.chunks // self.table.sizes.min())
         shape, shares = (recipe.batch, per_row), np.array([part.weight for part in recipe.parts])
@@ -155,7 +159,7 @@ class ChunkedTexts:
         length = random.integers(longest_at(recipe, step), size=shape)  # 0 means a text of one step
         drawn = (part * recipe.longest + length) * recipe.pool + random.integers(recipe.pool, size=shape)
         chunks = self.chunks or int(self.table.sizes[drawn].max())
-        return self.table.batch(np.stack([self.table.row(texts, chunks) for texts in drawn]))
+        return np.stack([self.table.row(texts, chunks) for texts in drawn])
 
 
 def _examples(recipe: Recipe, part: int, length: int) -> list[Example]:

@@ -5,14 +5,19 @@ Shapes: B texts of K chunks of c tokens. Thoughts are padded with <EOS> to M tok
 thought.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
 from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.thinking.model import ThinkingDecoder
 
+OpsOf = Callable[[Sequence[int]], SequenceOps]
+"""the arithmetic for sequences of these lengths"""
 
-def states_of(model: ThinkingDecoder, thoughts: Tensor) -> Tensor:
+
+def states_of(model: ThinkingDecoder, thoughts: Tensor, ops_of: OpsOf = SequenceOps) -> Tensor:
     """C of every thought [..., M] -> states [..., c, d_model]; exactly zero for an empty thought.
 
     A thought shorter than a chunk is padded with <EOS>; of a longer one, the last c tokens count.
@@ -21,7 +26,7 @@ def states_of(model: ThinkingDecoder, thoughts: Tensor) -> Tensor:
     length = max(flat.shape[1], config.chunk)
     filled = flat.new_full((len(flat), length), config.eos_token)
     filled[:, : flat.shape[1]] = flat
-    ops = SequenceOps([length] * len(flat))
+    ops = ops_of([length] * len(flat))
     places = torch.arange(length, device=flat.device).repeat(len(flat))
     out = model.run_compress(filled.flatten(), places, ops).view(len(flat), length, -1)
     if length > config.chunk:
@@ -55,7 +60,9 @@ def run(model: ThinkingDecoder, tokens: Tensor, received: Tensor) -> tuple[Tenso
     return hidden.view(received.shape), last.view(received.shape)
 
 
-def thought_logits(model: ThinkingDecoder, hidden: Tensor, thoughts: Tensor, first: int = 0) -> Tensor:
+def thought_logits(
+    model: ThinkingDecoder, hidden: Tensor, thoughts: Tensor, first: int = 0, ops_of: OpsOf = SequenceOps
+) -> Tensor:
     """T over what it reads [..., c, d] and given thoughts [..., M] -> logits of their tokens from number `first` on:
     [..., M - first, vocab]."""
     lead, (c, d), m = thoughts.shape[:-1], hidden.shape[-2:], thoughts.shape[-1]
@@ -64,7 +71,7 @@ def thought_logits(model: ThinkingDecoder, hidden: Tensor, thoughts: Tensor, fir
     places = torch.arange(m - 1, device=known.device).repeat(count)
     words = model.thought_embedding(known.flatten(), places).view(count, m - 1, d)
     x = torch.cat([hidden.reshape(count, c, d), words], dim=1)
-    ops = SequenceOps([c + m - 1] * count)
+    ops = ops_of([c + m - 1] * count)
     positions = torch.arange(c + m - 1, device=known.device).repeat(count)
     out = model.run_think(x.reshape(-1, d), positions, ops).view(count, c + m - 1, d)[:, c - 1 + first :]
     return model.thought_logits(out.reshape(-1, d), ops).view(*lead, m - first, -1)

@@ -22,7 +22,7 @@ from replaylens.engine.errors import OtherFingerprint
 from replaylens.engine.request.values import whole
 from replaylens.probes.causal.effects import difference, line_of, line_of_placebos
 from replaylens.probes.causal.stage import Stage, Subject, Variant
-from replaylens.probes.data.rows import make_target
+from replaylens.probes.data.target import make_target
 from replaylens.probes.design.controls import majority
 from replaylens.probes.design.goals import make_goal
 from replaylens.probes.design.splits import fold_of_groups

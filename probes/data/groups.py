@@ -21,7 +21,8 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from replaylens.probes.data.paths import row_paths
-from replaylens.probes.data.rows import ProbeRows, Target
+from replaylens.probes.data.rows import ProbeRows
+from replaylens.probes.data.target import Target
 
 MIN_GROUPS = 20
 """groups that intervals need to hold what they promise; see docs/probes.md"""

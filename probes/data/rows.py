@@ -8,9 +8,9 @@ X, y, roots = here.matrix("S", 2), here.target("face").values, here.roots
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -31,13 +31,11 @@ from replaylens.probes.data.columns import OWN
 from replaylens.probes.data.from_arrays import FromArrays
 from replaylens.probes.data.positions import Position, PositionFunction, add_last, add_places
 from replaylens.probes.data.sources import LETTERS, About, DumpSource, JoinedSource, MemorySource, RowSource, Subset
+from replaylens.probes.data.target import Target, make_target
 from replaylens.probes.errors import BadRows, MissingLabel, NoTask, ProbeError
 from replaylens.tasks.reading import SHUFFLED
 from replaylens.tasks.splits import is_test_root
 from replaylens.tasks.texts import GivenTexts
-
-MAX_CLASSES = 64
-"""an integer label with more values than this is a number to regress on, not classes"""
 
 
 @dataclass(frozen=True)
@@ -49,26 +47,6 @@ class Cell:
 
     def __str__(self) -> str:
         return self.site if self.layer is None else f"{self.site}{self.layer}"
-
-
-@dataclass(frozen=True, eq=False)
-class Target:
-    """The values that a probe predicts: one per row, missing ones marked."""
-
-    name: str
-    values: np.ndarray
-    """classes as text, or numbers as float64"""
-    present: np.ndarray
-    """bool: whether the row has a value"""
-    kind: str
-    """class or number"""
-
-    @property
-    def classes(self) -> np.ndarray:
-        return np.unique(self.values[self.present]) if self.kind == "class" else np.array([])
-
-    def __getitem__(self, chosen: np.ndarray) -> "Target":
-        return replace(self, values=self.values[chosen], present=self.present[chosen])
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,14 +153,14 @@ class ProbeRows(FromArrays):
 
     @property
     def default_positions(self) -> tuple[str, ...]:
-        """Where a sweep looks unless told: steps and query of a task, the last token of given texts, else every row."""
+        """Where a sweep looks by default: steps and query of a task, the last token of given texts, else every row."""
         if self.about.of_texts:
             return ("last",)
         return ("all",) if self.about.task is None else ("step", "query")
 
     @property
     def default_sites(self) -> tuple[str, ...]:
-        """What a sweep looks at unless told: those of S, T and C that are stored; of rows from arrays, every site."""
+        """What a sweep looks at by default: those of S, T and C that are stored; of rows from arrays, every site."""
         if self.about.task is None:
             return tuple(self.source.sites())
         return ("".join(letter for letter in LETTERS if self.source.letters(letter)) or "STC",)
@@ -329,31 +307,6 @@ def _require_widths(parts: "dict[str, ProbeRows]") -> None:
             part, other = first.setdefault(site, (name, width))
             if width != other:
                 raise BadRows(f"{site} has {other} columns in {part!r}, {width} in {name!r}. Join rows of one model and site.")
-
-
-def make_target(name: str, values: Any, kind: str = "auto") -> Target:
-    """A target from any column of values; None and NaN are missing values.
-
-    Whole numbers are classes also where missing values have made floats of them.
-    """
-    column = pd.Series(values).reset_index(drop=True)
-    present = column.notna().to_numpy()
-    if pd.api.types.is_float_dtype(column) and not present.all() and (column[present] % 1 == 0).all():
-        column = column.astype("Int64")
-    if kind == "auto":
-        number = pd.api.types.is_float_dtype(column) or (
-            pd.api.types.is_integer_dtype(column) and column.nunique() > MAX_CLASSES
-        )
-        kind = "number" if number else "class"
-    if kind == "number":
-        return Target(name, column.to_numpy(dtype=np.float64, na_value=np.nan), present, kind)
-    if kind != "class":
-        raise ProbeError(f"Unknown kind {kind!r}. Use 'auto', 'class' or 'number'.")
-    return Target(name, np.where(present, column.astype(object).map(_class_name), "").astype(str), present, kind)
-
-
-def _class_name(value: Any) -> str:
-    return "" if pd.isna(value) else str(value)
 
 
 def _hex(group: str) -> str:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from replaylens.probes.data.paths import example_keys
-from replaylens.probes.data.rows import ProbeRows, Target
+from replaylens.probes.data.rows import ProbeRows
+from replaylens.probes.data.target import Target
 from replaylens.probes.errors import BadRows
 
 

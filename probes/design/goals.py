@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from replaylens.probes.data.groups import why_no_histories
-from replaylens.probes.data.rows import ProbeRows, Target
+from replaylens.probes.data.rows import ProbeRows
+from replaylens.probes.data.target import Target
 from replaylens.probes.design import controls
 from replaylens.probes.errors import BadRows, OneClass
-from replaylens.probes.scoring.statistics import exchanged_share, shuffled_order
+from replaylens.probes.scoring.permutations import exchanged_share, shuffled_order
 
 LABEL, SHUFFLED, CONTROL, ZERO = "label", "shuffled", "control", "zero"
 _SHUFFLED = 0.2

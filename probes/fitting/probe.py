@@ -22,7 +22,7 @@ from replaylens.probes.errors import BadProbeFile, NotLinear, ProbeError
 from replaylens.probes.estimators.erasers import row_space
 from replaylens.probes.fitting import registry
 from replaylens.probes.reports.report import about_rows
-from replaylens.probes.scoring.statistics import shuffled_order
+from replaylens.probes.scoring.permutations import shuffled_order
 
 FORMAT, SCHEMA = "replaylens-probe", 1
 _TENSORS = ("weight", "bias", "means")

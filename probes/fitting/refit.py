@@ -21,7 +21,7 @@ from replaylens.probes.design.goals import Goal, make_goal
 from replaylens.probes.design.splits import Split, by_root
 from replaylens.probes.errors import ProbeError
 from replaylens.probes.fitting.heldout import held_out
-from replaylens.probes.scoring.statistics import Null, group_permutations
+from replaylens.probes.scoring.permutations import Null, group_permutations
 
 _TOGETHER = 50
 """permutations solved together; bounds memory"""

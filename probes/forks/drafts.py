@@ -12,7 +12,8 @@ import numpy as np
 from replaylens.engine.request.values import whole
 from replaylens.probes.checks import same_length
 from replaylens.probes.errors import BadRows, ProbeError
-from replaylens.probes.scoring.statistics import LEVEL, PERMUTATIONS, Estimate, difference_over_groups, mean_over_groups
+from replaylens.probes.scoring.permutations import PERMUTATIONS
+from replaylens.probes.scoring.statistics import LEVEL, Estimate, difference_over_groups, mean_over_groups
 
 DraftUnit = str | int
 """a text or a token"""

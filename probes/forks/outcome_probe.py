@@ -24,13 +24,8 @@ from replaylens.probes.fitting.information import smoothed
 from replaylens.probes.forks.distributions import entropy
 from replaylens.probes.forks.multinomials import shares
 from replaylens.probes.reports.report import Report, score_line
-from replaylens.probes.scoring.statistics import (
-    Estimate,
-    corrected_p,
-    difference_over_groups,
-    lower_bounds,
-    shuffled_order,
-)
+from replaylens.probes.scoring.permutations import shuffled_order
+from replaylens.probes.scoring.statistics import Estimate, corrected_p, difference_over_groups, lower_bounds
 
 LOSS, GAIN = "log-loss, nats", "gain, nats"
 FREQUENCIES, SHUFFLED, UNTRAINED = "outcome frequencies", "shuffled", "untrained"

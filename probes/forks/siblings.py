@@ -9,7 +9,8 @@ import pandas as pd
 from replaylens.engine.request.values import whole
 from replaylens.probes.checks import same_length
 from replaylens.probes.errors import BadRows, ProbeError
-from replaylens.probes.scoring.statistics import LEVEL, PERMUTATIONS, Estimate, Null, difference_over_groups, max_statistic
+from replaylens.probes.scoring.permutations import PERMUTATIONS, Null, max_statistic
+from replaylens.probes.scoring.statistics import LEVEL, Estimate, difference_over_groups
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

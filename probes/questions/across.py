@@ -18,7 +18,8 @@ from replaylens.probes.fitting.heldout import held_out
 from replaylens.probes.questions.sizes import sizes
 from replaylens.probes.reports.report import Report, about_rows, percent, score_line
 from replaylens.probes.scoring.balanced import balanced_accuracy
-from replaylens.probes.scoring.statistics import group_permutations, means_over_groups
+from replaylens.probes.scoring.permutations import group_permutations
+from replaylens.probes.scoring.statistics import means_over_groups
 
 CONTROLS = (SHUFFLED, TOKEN) = ("shuffled labels", "token alone")
 _DRAWS = 4

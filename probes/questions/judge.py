@@ -14,7 +14,8 @@ from replaylens.engine.run import Run
 from replaylens.probes.checks import folds_and_seed
 from replaylens.probes.data.groups import groups_of, independent
 from replaylens.probes.data.paths import row_paths
-from replaylens.probes.data.rows import ProbeRows, make_target
+from replaylens.probes.data.rows import ProbeRows
+from replaylens.probes.data.target import make_target
 from replaylens.probes.design.goals import Goal, make_goal
 from replaylens.probes.design.splits import Split, by_root
 from replaylens.probes.errors import BadRows, ProbeError

@@ -11,7 +11,8 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.run import Run
 from replaylens.probes.data.groups import groups_of, independent
 from replaylens.probes.data.paths import row_paths
-from replaylens.probes.data.rows import Cell, ProbeRows, Target, make_target
+from replaylens.probes.data.rows import Cell, ProbeRows
+from replaylens.probes.data.target import Target, make_target
 from replaylens.probes.design.goals import make_goal
 from replaylens.probes.design.splits import by_root
 from replaylens.probes.errors import BadRows, ProbeError
@@ -19,7 +20,8 @@ from replaylens.probes.fitting.heldout import held_out
 from replaylens.probes.fitting.refit import label_orders, refitted
 from replaylens.probes.questions.sizes import sizes
 from replaylens.probes.reports.report import Report, about_rows, score_line
-from replaylens.probes.scoring.statistics import PERMUTATIONS, means_over_groups, ratio_over_groups
+from replaylens.probes.scoring.permutations import PERMUTATIONS
+from replaylens.probes.scoring.statistics import means_over_groups, ratio_over_groups
 
 
 def outcome_at_fork(

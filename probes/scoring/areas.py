@@ -187,12 +187,3 @@ def _shrunk(gap: np.ndarray, reach: float, arm: float) -> float:
     heard = squares.sum() ** 2 / (squares**2).sum()
     own = reach**2 * squares.sum()
     return float(np.sqrt((heard * own + _TRUST * arm**2) / (heard + _TRUST)))
-
-
-def weighted_areas(score: np.ndarray, good: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Area under the ROC curve, as in scikit-learn, for all lines of row weights [lines, rows] at once."""
-    order = np.argsort(score, kind="stable")
-    starts = np.flatnonzero(np.diff(score[order], prepend=np.nan) != 0)  # rows of equal score count half
-    above, below = (np.add.reduceat(np.where(rows, weights, 0)[:, order], starts, axis=1) for rows in (good, ~good))
-    wins = above * (np.cumsum(below, axis=1) - below / 2)
-    return np.asarray(wins.sum(1) / (above.sum(1) * below.sum(1)))

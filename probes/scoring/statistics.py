@@ -16,9 +16,7 @@ from scipy import stats
 from replaylens.probes.checks import no_nan, same_length
 from replaylens.probes.errors import TooFewGroups
 
-RESAMPLES, PERMUTATIONS, LEVEL = 1000, 99, 0.95
-EXCHANGED = 0.8
-"""share of labels that permutations must change, against a free exchange, to be a test"""
+RESAMPLES, LEVEL = 1000, 0.95
 
 
 @dataclass(frozen=True)
@@ -245,118 +243,6 @@ def _means(values: np.ndarray, groups: np.ndarray, seed: int) -> tuple[np.ndarra
 
 
 # ---- tests ------------------------------------------------------------------------------------------------------------
-
-
-def group_permutations(
-    labels: np.ndarray, roots: np.ndarray, count: int, seed: int = 0, groups: np.ndarray | None = None
-) -> np.ndarray:
-    """[count, rows]: for each row, the number of the row whose label it takes.
-
-    Labels move between groups (default: roots), never within one. If every group has a single label, groups exchange labels
-    freely; otherwise groups with the same number of rows exchange whole sequences of labels, which keeps what labels of a
-    group have in common. `exchanged_share` says whether that is enough for a test.
-    """
-    generator = np.random.default_rng([seed, 0x5EED])
-    place, members = _members(roots if groups is None else groups)
-    out = np.empty((count, len(roots)), dtype=np.int64)
-    if all((labels[rows] == labels[rows[0]]).all() for rows in members):
-        first = np.array([rows[0] for rows in members])
-        for number in range(count):
-            out[number] = first[generator.permutation(len(first))][place]
-        return out
-    strata: dict[int, list[np.ndarray]] = {}
-    for rows in members:
-        strata.setdefault(len(rows), []).append(rows)
-    for size in sorted(strata):
-        block = np.stack(strata[size])  # [groups of this size, rows of each]
-        for number in range(count):
-            out[number, block] = block[generator.permutation(len(block))]
-    return out
-
-
-def shuffled_order(labels: np.ndarray, roots: np.ndarray, seed: int = 0, groups: np.ndarray | None = None) -> np.ndarray:
-    """[rows]: as one line of `group_permutations`, for a control that is no test: roots of any length exchange labels.
-
-    A row takes the label of the same row of its root's partner, or of the partner's partner and so on if that root has fewer
-    rows. So labels keep their place, but sequences may be torn.
-    """
-    _, members = _members(roots if groups is None else groups)
-    if all((labels[rows] == labels[rows[0]]).all() for rows in members):
-        return np.asarray(group_permutations(labels, roots, 1, seed, groups)[0])
-    sequences = _members(roots)[1]
-    sizes = np.array([len(rows) for rows in sequences])
-    partner = np.random.default_rng([seed, 0x5EED]).permutation(len(sequences))
-    out, donor = np.empty(len(roots), dtype=np.int64), partner
-    for row in range(sizes.max()):
-        while (short := sizes[donor] <= row)[sizes > row].any():
-            donor = np.where(short, partner[donor], donor)
-        for root in np.flatnonzero(sizes > row):
-            out[sequences[root][row]] = sequences[donor[root]][row]
-    return out
-
-
-def exchanged_share(labels: np.ndarray, orders: np.ndarray) -> float:
-    """How many labels the permutations change, against a free exchange of all rows: about 1, or 0 if nothing can move."""
-    free = 1 - ((np.unique(labels, return_counts=True)[1] / len(labels)) ** 2).sum()
-    return float((labels[orders] != labels).mean() / free) if free > 0 and len(orders) else 0.0
-
-
-def _members(units: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
-    """(number of each row's unit, rows of each unit)"""
-    different, place = np.unique(units, return_inverse=True)
-    order = np.argsort(place, kind="stable")
-    return place, np.split(order, np.cumsum(np.bincount(place, minlength=len(different)))[:-1])
-
-
-@dataclass(frozen=True, eq=False)
-class Null:
-    """Scores of a family of cells, on the labels and on permuted ones, with a new fit for each."""
-
-    observed: np.ndarray
-    """[cells]"""
-    drawn: np.ndarray
-    """[permutations, cells]"""
-    constant: np.ndarray | None = None
-    """[1 + permutations]: what a constant guess scores on the labels and on permuted ones. Groups of unequal size give the
-    classes other frequencies under permutation, so scores count by their lead over it"""
-
-    def __repr__(self) -> str:
-        return f"Null({len(self.observed)} cells, {len(self.drawn)} permutations, p = {np.array2string(self.p, precision=3)})"
-
-    @property
-    def leads(self) -> np.ndarray:
-        """[1 + permutations, cells]: what is compared; the observed lead comes first."""
-        every = np.vstack([self.observed, self.drawn])
-        return every if self.constant is None else every - self.constant[:, None]
-
-    @property
-    def p(self) -> np.ndarray:
-        """One-sided p-value of each cell alone."""
-        leads = self.leads
-        return (1 + (leads[1:] >= leads[0] - 1e-12).sum(0)) / len(leads)
-
-    def standard(self) -> tuple[np.ndarray, np.ndarray]:
-        """Observed and drawn scores in units of each cell's own spread, so that cells can be compared.
-
-        Centre and spread include the observed score: it is one of the permutations, which keeps the test exact.
-        """
-        every = self.leads
-        spread = every.std(0)
-        scaled = (every - every.mean(0)) / np.where(spread > 0, spread, np.inf)  # a cell that never varies is not significant
-        return scaled[0], scaled[1:]
-
-
-def max_statistic(nulls: list[Null]) -> list[np.ndarray]:
-    """Family-wise p-values: how often the best of ALL cells scores as well on permuted labels. One array per Null.
-
-    Nulls of different rows (positions) are permuted separately, which makes the maximum larger, never smaller, than a joint
-    permutation would: the correction is conservative.
-    """
-    if not nulls:
-        return []
-    standard = [null.standard() for null in nulls]
-    most = np.max([drawn.max(1) for _, drawn in standard], axis=0)  # [permutations]
-    return [(1 + (most[:, None] >= seen[None] - 1e-12).sum(0)) / (1 + len(most)) for seen, _ in standard]
 
 
 def corrected_p(gains: np.ndarray, groups: np.ndarray, folds: int) -> np.ndarray:

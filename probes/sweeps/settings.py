@@ -10,7 +10,7 @@ import torch
 from replaylens.probes.data.positions import Position
 from replaylens.probes.errors import ProbeError
 from replaylens.probes.fitting import registry
-from replaylens.probes.scoring.statistics import PERMUTATIONS
+from replaylens.probes.scoring.permutations import PERMUTATIONS
 
 BRANCHES = ("accepted", "rejected", "all")
 PRECISIONS = ("double", "single")

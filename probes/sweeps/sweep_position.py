@@ -13,7 +13,7 @@ from replaylens.probes.design.goals import Goal
 from replaylens.probes.design.splits import Split
 from replaylens.probes.fitting.heldout import Held
 from replaylens.probes.fitting.online_code import OnlineCode
-from replaylens.probes.scoring.statistics import Null
+from replaylens.probes.scoring.permutations import Null
 
 
 @dataclass

@@ -1,8 +1,7 @@
 """`sweep`: probes over sites x layers x positions x labels x estimators, with controls and statistics, in one call."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,17 +15,15 @@ from tqdm.auto import tqdm
 
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import MissingPackage, no_such
-from replaylens.engine.request.values import items, shown, whole
+from replaylens.engine.errors import no_such
+from replaylens.engine.request.values import items, whole
 from replaylens.engine.run import Run
 from replaylens.probes.checks import folds_and_seed, layer_list, names, once
 from replaylens.probes.data.groups import histories, independent
 from replaylens.probes.data.positions import Position, PositionFunction
 from replaylens.probes.data.rows import Cell, ProbeRows
-from replaylens.probes.design import splits
 from replaylens.probes.design.controls import require_same_rows, untrained_rows
 from replaylens.probes.design.goals import CONTROL, LABEL, Goal, goals_at
-from replaylens.probes.design.splits import Split
 from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, ProbeError, TooFewGroups, UnknownEstimator
 from replaylens.probes.fitting import registry
 from replaylens.probes.fitting.heldout import Held, held_out
@@ -34,14 +31,15 @@ from replaylens.probes.fitting.online_code import OnlineCode, online_codes
 from replaylens.probes.fitting.parts import Parts
 from replaylens.probes.fitting.refit import exchanged, label_orders, refitted
 from replaylens.probes.reports.report import Report
-from replaylens.probes.scoring.statistics import EXCHANGED, PERMUTATIONS, Null, exchanged_share
+from replaylens.probes.scoring.permutations import EXCHANGED, PERMUTATIONS, Null, exchanged_share
+from replaylens.probes.sweeps.backend import joblib_backend
+from replaylens.probes.sweeps.named_splits import NEEDS_BOTH, MakeSplit, own_split, splitter
 from replaylens.probes.sweeps.settings import SweepSettings
 from replaylens.probes.sweeps.sweep_position import SweepPosition
 from replaylens.probes.sweeps.tabulate import tabulate
 
 MEMORY_MB = 1024
 """of rows loaded together; on a CPU its value changes no bit"""
-MakeSplit = Callable[[ProbeRows], Split]
 
 
 def sweep(
@@ -118,8 +116,8 @@ def sweep(
     if whole("jobs", jobs, error=ProbeError) == 0:
         raise ProbeError("jobs=0 runs nothing. Give a number of processes, or -1 for one per core.")
     blank = _blank(rows, settings, engine, untrained)
-    make_split = _splitter(settings) if isinstance(split, str) else partial(_own_split, split)
-    with _backend(backend):
+    make_split = splitter(settings) if isinstance(split, str) else partial(own_split, split)
+    with joblib_backend(backend):
         return _Sweep(rows, settings, places, make_split, blank, resume, jobs, progress).run()
 
 
@@ -169,7 +167,7 @@ class _Sweep:
     def _branches(self, rows: ProbeRows) -> ProbeRows:
         match self.settings.branches:
             case "accepted":
-                return rows if self.settings.split.partition(":")[0] in _NEEDS_BOTH else rows.accepted()
+                return rows if self.settings.split.partition(":")[0] in NEEDS_BOTH else rows.accepted()
             case "rejected":
                 return rows.rejected()
         return rows
@@ -295,38 +293,6 @@ def _single(x: Tensor) -> Tensor:
     return (centred / torch.where(scale > 0, scale, torch.ones_like(scale))).float()
 
 
-_NEEDS_BOTH = ("accepted-rejected", "rejected-accepted", "depth")
-"""splits that need accepted and rejected rows"""
-
-
-def _splitter(settings: SweepSettings) -> MakeSplit:
-    """The split that the settings name."""
-    name, _, rest = settings.split.partition(":")
-    folds, seed = settings.folds, settings.seed
-    made: dict[str, MakeSplit] = {
-        "root": lambda rows: splits.by_root(rows, folds, seed),
-        "length": lambda rows: splits.by_length(rows, int(rest)),
-        "depth": lambda rows: splits.by_depth(rows, int(rest), folds, seed),
-        "accepted-rejected": lambda rows: splits.by_acceptance(rows, "accepted", folds, seed),
-        "rejected-accepted": lambda rows: splits.by_acceptance(rows, "rejected", folds, seed),
-        "part": lambda rows: splits.by_part(rows, *rest.split(":", 1)),
-    }
-    if name not in made or (name in ("length", "depth") and not rest.isdigit()) or (name == "part" and ":" not in rest):
-        known = "root, length:8, depth:2, accepted-rejected, rejected-accepted, part:A:B, or a function"
-        raise ProbeError(f"Unknown split {settings.split!r}. Use {known}.")
-    return made[name]
-
-
-def _own_split(split: MakeSplit, rows: ProbeRows) -> Split:
-    """What a caller's function makes of the rows. Raises ProbeError unless it is a Split."""
-    if not callable(split):
-        raise ProbeError(f"Invalid split={shown(split)}. Give a name, such as 'root', or a function from rows to a Split.")
-    made = split(rows)
-    if not isinstance(made, Split):
-        raise ProbeError(f"The function for split returned {shown(made)}. Return a Split, as splits.by_root and by_mask do.")
-    return made
-
-
 def _positions(rows: ProbeRows, given: Any) -> list[Position]:
     """The positions, parsed."""
     single = isinstance(given, str | int | float | np.number) or callable(given)
@@ -371,26 +337,3 @@ def _digest(rows: ProbeRows) -> str:
     frames = [rows.frame] if rows.wider is None else [rows.frame, rows.wider.frame]
     index = hashlib.sha256("".join(frame.to_csv(index=False) for frame in frames).encode()).hexdigest()
     return f"{rows.about.digest}:{made.digest if made else ''}:{index}"
-
-
-@contextmanager
-def _backend(name: str | None) -> Iterator[None]:
-    """Use this joblib backend during the sweep. Raises ProbeError for an unknown one, MissingPackage without Ray."""
-    if name is None:
-        yield
-        return
-    import joblib
-
-    if name == "ray":
-        try:
-            from ray.util.joblib import register_ray
-        except ImportError:
-            raise MissingPackage("backend='ray' needs the package ray. Install it: pip install 'ray[default]'.") from None
-
-        register_ray()
-    try:
-        config = joblib.parallel_config(backend=name)
-    except (ValueError, TypeError) as error:
-        raise ProbeError(f"Unknown backend {shown(name)}. Use loky, multiprocessing, threading or ray. ({error})") from None
-    with config:
-        yield

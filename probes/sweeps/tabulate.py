@@ -16,7 +16,7 @@ from replaylens.probes.fitting.heldout import held_out
 from replaylens.probes.fitting.refit import ratio, score
 from replaylens.probes.reports.report import Report, about_rows
 from replaylens.probes.scoring import metrics, statistics
-from replaylens.probes.scoring.statistics import Null
+from replaylens.probes.scoring.permutations import Null, max_statistic
 from replaylens.probes.sweeps.settings import SweepSettings
 from replaylens.probes.sweeps.sweep_position import SweepPosition
 
@@ -98,7 +98,7 @@ def _correct(made: list[tuple[SweepBlock, list[dict[str, Any]]]]) -> None:
     permuted = [(own, null) for block, own in made if (null := block.place.null(block.estimator, block.goal)) is not None]
     others = [(block, own) for block, own in made if block.place.null(block.estimator, block.goal) is None]
     kinds = 2 if permuted and others else 1
-    for (own, null), family in zip(permuted, statistics.max_statistic([null for _, null in permuted]), strict=True):
+    for (own, null), family in zip(permuted, max_statistic([null for _, null in permuted]), strict=True):
         for i, line in enumerate(own):
             line["p"], line["p_family"] = float(null.p[i]), min(1.0, kinds * float(family[i]))
     count = kinds * sum(len(own) for _, own in others)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from benchmarks import natural_boards, natural_gpu, natural_table
-from benchmarks.natural_gpu import TINY, Subject, alone, coin_prompts, divergence, flips, load, windows
-from benchmarks.natural_subject import first_difference, generated, samplings, story_prompts, tallied
+from benchmarks.natural_gpu import alone, coin_prompts, divergence, flips, windows
+from benchmarks.natural_load import load
+from benchmarks.natural_subject import TINY, Subject, first_difference, generated, samplings, story_prompts, tallied
 from benchmarks.table import RESULTS, Table
 from replaylens.engine.engine import Engine
 from replaylens.engine.passes.batch import Segment

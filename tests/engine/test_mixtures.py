@@ -1,5 +1,6 @@
 """Mixtures of experts in the engine: certified products of experts, sites of routers in captures, dumps and probes."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from replaylens import ablate, lens, patch, probes, tasks
 from replaylens.engine.dump.verify import verify
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadRequest, NotCertified, UnsupportedModel
-from replaylens.engine.model.config import MixtureConfig, ModelConfig
+from replaylens.engine.model.config import Latent, MixtureConfig, ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import TorchOps
 from replaylens.engine.model.routing import Routing
@@ -87,12 +88,15 @@ def test_a_routing_that_looks_at_its_neighbours_is_found(model: Decoder, monkeyp
         doctor.require(doctor.examine(model))
 
 
-def test_mixtures_are_served_on_cuda_but_no_alibi_and_no_sinks() -> None:
+def test_sinks_and_latents_are_served_on_cuda_but_no_alibi() -> None:
     from replaylens.engine.passes.cuda_experts import require_supported  # imports triton: see tests/kernels/conftest.py
 
     require_supported(WIDE)
-    with pytest.raises(UnsupportedModel, match="Attention sinks are not supported on CUDA"):
-        require_supported(ModelConfig(2, 32, 4, 2, 8, 48, 61, 64, sinks=True))
+    require_supported(ModelConfig(2, 32, 4, 2, 8, 48, 61, 64, sinks=True))
+    wide = replace(ModelConfig(2, 32, 4, 4, 8, 48, 61, 64, rotary_dim=4), latent=Latent(rank=513, d_value=8, query_rank=0))
+    require_supported(replace(wide, latent=Latent(rank=512, d_value=8, query_rank=0)))
+    with pytest.raises(UnsupportedModel, match="Latents of 513 and rotated keys of 4 dimensions are not supported on CUDA"):
+        require_supported(wide)
     with pytest.raises(UnsupportedModel, match="ALiBi is not supported on CUDA"):
         require_supported(ModelConfig(2, 32, 4, 2, 8, 48, 61, 64, slopes=(0.5,) * 4))
 
@@ -141,6 +145,29 @@ def test_the_verbs_of_the_workbench_take_mixtures(model: Decoder) -> None:
         ablate(engine, [PROMPT], metric=(5, 6), experts=[(0, 1)])
     with pytest.raises(BadRequest, match="not for experts"):
         ablate(engine, [PROMPT], metric=(5, 6), experts=[(1, 1)], how="mean")
+    with pytest.raises(BadRequest, match=r"Invalid experts=True\. Give \(layer, expert\) pairs"):
+        ablate(engine, [PROMPT], metric=(5, 6), experts=True)  # type: ignore[arg-type]
+
+
+def test_several_edits_that_force_too_many_experts_are_refused(model: Decoder) -> None:
+    """A row of this model goes to two experts. Edits count together where they meet: by position, token and order."""
+    engine, gate = Engine(model), "blocks.1.mlp.gate.hook_out"
+    force = lambda experts, **more: Edit(gate, "force", experts=experts, **more)  # noqa: E731
+    text = r"together force the experts \[0, 1, 2\] at blocks.1, position 4: 3 experts are forced, but a row goes to 2"
+    with pytest.raises(BadEdit, match=text):
+        engine.logits(PROMPT, edits=[force([0, 1], positions=slice(0, 6)), force([2], positions=[4])])
+    with pytest.raises(BadEdit, match=r"at blocks\.1, position 0"):
+        engine.logits_under(PROMPT, [[], [force([2])]], edits=[force([0, 1])])
+    branch = engine.prompt(PROMPT, edits=[force([0, 1])])
+    with pytest.raises(BadEdit, match="together force the experts"):
+        branch.fork(edits=[force([2])])
+    for fine in (
+        [force([0, 1], positions=slice(0, 4)), force([2], positions=[4])],  # they never meet
+        [force([0, 1]), force([1])],
+        [force([0, 1]), Edit(gate, "forbid", experts=[0]), force([2])],  # the last edit of an expert counts
+        [force([0, 1], tokens=[PROMPT[1]]), force([2], tokens=[PROMPT[2]])],
+    ):
+        assert bool(engine.logits(PROMPT, edits=fine).isfinite().all())
 
 
 def test_rejected_drafts_keep_the_routing_of_their_own_path(model: Decoder) -> None:

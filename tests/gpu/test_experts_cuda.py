@@ -10,13 +10,12 @@ from replaylens.engine.model import weights
 from replaylens.engine.model.mixture import Mixture
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
-from tests.families import hugging_face
+from tests.families import BOTH_NAMES, hugging_face
 from tests.mixtures import MIXTURES
 from tests.tiny_mixtures import MIXTURES as TINY
 from tests.tiny_mixtures import mixture_model
 
 pytestmark = pytest.mark.gpu
-FAMILIES = [name for name in MIXTURES if name != "gpt-oss"]  # its attention has sinks
 PROMPT = torch.randint(1, 61, (45,), generator=torch.Generator().manual_seed(5)).tolist()
 OTHERS = [torch.randint(1, 61, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (3, 9, 10, 40, 130)]
 DRAWN = Sampling(temperature=0.7, seed=2**64 - 3)
@@ -58,7 +57,7 @@ def differences(a: Outcome, b: Outcome) -> list[str]:
 
 
 @DTYPES
-@pytest.mark.parametrize("name", [*FAMILIES, *TINY])
+@pytest.mark.parametrize("name", [*MIXTURES, *BOTH_NAMES, *TINY])
 def test_bits_depend_on_the_path_alone(name: str, dtype: torch.dtype) -> None:
     """Alone, in company, in a burst, verified from drafts, in chunks of a few rows: the same bits, router sites included."""
     served = engine(name, dtype)
@@ -73,7 +72,7 @@ def test_bits_depend_on_the_path_alone(name: str, dtype: torch.dtype) -> None:
     assert not differences(outcome(small, OTHERS, sampling=DRAWN), alone)
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "sigmoids in groups"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "sigmoids in groups", "gpt-oss", "deepseek-v3-groups"])
 def test_graphs_and_bursts_are_used_and_move_no_bit(name: str) -> None:
     served = engine(name, torch.bfloat16)
     served.runner.graphs.worth = 2

@@ -27,7 +27,7 @@ def engine(name: str, worth: int, **options: Any) -> Engine:
     return made
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "long"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "long", "gpt-oss", "deepseek-v3", "deepseek-v2-lite"])
 def test_random_trees_have_the_same_bits_with_and_without_sharing(name: str) -> None:
     shared, apart = engine(name, 1), engine(name, NEVER)
     for served in (shared, apart):

@@ -44,6 +44,24 @@ def test_three_roads_and_any_company(name: str) -> None:
     assert any(t.empty for t in thoughts) and not all(t.empty for t in thoughts)
 
 
+@pytest.mark.parametrize("name", SHAPES)
+def test_steps_as_graphs_and_launched_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thoughts of few and of many chunks; a second engine without graphs gives the truth."""
+    from replaylens.engine.thinking import graphs  # needs triton
+
+    monkeypatch.setattr(graphs, "WORTH", 1 << 30)
+    launched = thinker(name)
+    truth = [outcome(launched.prompt(path, sites="STCZ", guess="sequential")) for path in PROMPTS]
+    assert not launched.prefiller.blocks._graphs
+    monkeypatch.setattr(graphs, "WORTH", 1)
+    replayed = thinker(name)
+    for guess in GUESSES:
+        together = replayed.prompts(PROMPTS, sites="STCZ", guess=guess)
+        assert [differences(outcome(branch), right) for branch, right in zip(together, truth, strict=True)] == [[]] * 4
+        replayed.check_integrity()
+    assert set(replayed.prefiller.blocks._graphs) <= set(graphs.SIZES) and replayed.prefiller.blocks._graphs
+
+
 def test_edits_on_s_t_and_c() -> None:
     served, path = thinker("rotary"), PROMPTS[2]
     push = torch.randn(32, generator=torch.Generator().manual_seed(0))

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from replaylens.kernels import reference
-from replaylens.kernels.attention import PagedRows, Workspace, attention, plan_tiles
+from replaylens.kernels.attention import PagedRows, Workspace, attention, plan_tiles, rows_per_tile
 from replaylens.kernels.launch import KV_BLOCK, KV_SPLIT, AttentionTile
 
 PAGE = 16
@@ -29,7 +29,7 @@ class Setting:
         index = index.to(self.q.device)
         tiles = plan_tiles(sequences, per_tile).to(self.q.device) if per_tile else None
         rows = PagedRows(self.rows.sequence[index], self.rows.position[index], self.rows.page_table, tiles)
-        out = torch.full_like(self.q[index], float("nan"))
+        out = torch.full_like(self.q[index][..., : self.v.shape[-1]], float("nan"))
         return attention(self.q[index], self.k, self.v, rows, 0.3, out=out, **{**self.blocks, **options})
 
 
@@ -70,6 +70,42 @@ def test_agrees_with_float64(case, softcap, window):
         s.rows.page_table, PAGE, 0.3, softcap, window,
     )  # fmt: skip
     case.close(got, want)
+
+
+@pytest.mark.parametrize("window", [0, 19])
+def test_sinks_take_part_in_the_softmax(case, same, window):
+    """In any schedule and beside any rows; a sink far below all scores changes nothing."""
+    s, chosen = setting(case, lengths(case) if case.gpu else [37]), some(case)[: 12 if case.gpu else 3]
+    sinks = case.randn(4, seed=9)
+    got = s.attend(chosen, sinks=sinks, window=window)
+    want = reference.attention(
+        s.q[chosen].double(), s.k.double(), s.v.double(), s.rows.sequence[chosen], s.rows.position[chosen],
+        s.rows.page_table, PAGE, 0.3, window=window, sinks=sinks.double(),
+    )  # fmt: skip
+    case.close(got, want)
+    for split in (True, False):
+        same(s.attend(chosen[:1], sinks=sinks, window=window, split=split), got[:1])
+    rows = list(range(chosen[0] - 4, chosen[0] + 1))
+    same(s.attend(rows, per_tile=8, tile=AttentionTile(16, 4, 1), sinks=sinks, window=window)[-1:], got[:1])
+    plain = s.attend(chosen, window=window)
+    assert not torch.equal(plain, got), "control: the sinks matter"
+    same(s.attend(chosen, sinks=torch.full_like(sinks, -1e4), window=window), plain)
+
+
+@pytest.mark.parametrize("d_head", [64, 128])
+def test_sinks_in_a_long_prefill(case, same, d_head):
+    """Tall tiles of many rows, as large prompts have them: every row has the bits that it has alone, with its sink."""
+    if not case.gpu:
+        pytest.skip("too many rows for the interpreter")
+    s = setting(case, [2200], heads=16, kv_heads=2, d_head=d_head)
+    sinks = case.randn(16, seed=9) + 8.0
+    per_tile = rows_per_tile(16, 2, d_head, case.dtype, 2200)
+    tiles = plan_tiles(s.sequences, per_tile).to(case.device)
+    rows = PagedRows(s.rows.sequence, s.rows.position, s.rows.page_table, tiles, 2200, per_tile)
+    whole = attention(s.q, s.k, s.v, rows, 0.3, sinks=sinks)
+    chosen = [0, 63, 64, 511, 512, 1300, 2199]
+    same(s.attend(chosen, sinks=sinks), whole[chosen])
+    assert not torch.equal(attention(s.q, s.k, s.v, rows, 0.3), whole), "control: the sinks matter"
 
 
 @pytest.mark.parametrize(("softcap", "window"), [(0.0, 0), (5.0, 19), (0.0, 600)])
@@ -173,6 +209,10 @@ def test_errors_say_what_is_wrong(case):
         PagedRows(s.rows.sequence, s.rows.position.long(), s.rows.page_table)
     with pytest.raises(ValueError, match="cannot hold 1 rows of 2 query heads"):
         attention(s.q, s.k, s.v, s.rows, 0.3, tile=AttentionTile(1, 4, 1))
+    with pytest.raises(ValueError, match=r"sinks has shape \(3,\)"):
+        attention(s.q, s.k, s.v, s.rows, 0.3, sinks=s.q[0, :3, 0])
+    with pytest.raises(ValueError, match="It must then be its first columns, with one KV head"):
+        attention(s.q, s.k, s.v[..., :9], s.rows, 0.3)
     with pytest.raises(ValueError, match="3 tiles do not fit into a plan of 2"):
         plan_tiles([0, 1, 2], 4, capacity=2)
     assert plan_tiles([0, 0, 0, 1], 2).tolist() == [[3, 1], [2, 1], [0, 2]]

@@ -1,5 +1,7 @@
 """Gradients of an engine whose passes run by the kernels: the CPU's numbers, and the same bits in any company."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +9,10 @@ from torch import Tensor
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import NoGradient
 from replaylens.engine.gradients import cuda
+from replaylens.engine.model.config import MixtureConfig
+from replaylens.engine.model.routing import Routing
 from replaylens.engine.request.edits import Edit
+from tests.engine.reference import random_decoder
 from tests.kernels.interpreted import DEVICES, served
 from tests.toy_model import random_model
 
@@ -65,6 +70,21 @@ def test_a_product_that_depends_on_company_is_not_certified(engine: Engine, monk
     branch = engine.prompt(PATH)
     assert not branch.gradients((3, 8), ["blocks.0.hook_in"]).certified
     assert not branch.gradients((3, 8), ["blocks.0.hook_in"]).certified, "nor at its second use"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_mixtures_of_experts(device: str) -> None:
+    """The numbers of the CPU through experts, their weights and the router; the same bits in company."""
+    mixture = MixtureConfig(5, 24, Routing(2), d_shared=16, shared_gate=True)
+    model = lambda: random_decoder(replace(random_model(num_layers=1).config, mixture=mixture)).requires_grad_(False)  # noqa: E731
+    subject, host = served(device, model()), Engine(model(), cache_tokens=1024)
+    sites = ["blocks.0.mlp.gate.hook_out", "blocks.0.mlp.experts.hook_expert_post", "blocks.0.mlp.hook_out", "blocks.0.hook_in"]
+    edits = [Edit("blocks.0.mlp.gate.hook_out", "reweight", experts=[0, 1, 2], factor=0.5)]
+    found, truth = (each.prompt(PATH, edits=edits).gradients((3, 8), sites) for each in (subject, host))
+    assert found.certified and max(apart(found[site], truth[site]) for site in sites) < 1e-4
+    (fork,) = subject.prompts([OTHER, [*PATH, 7]])[1].fork(at=len(PATH), edits=edits)
+    again = fork.gradients((3, 8), sites)
+    assert all(torch.equal(again[site], found[site]) and found[site].any() for site in sites)
 
 
 def test_the_inside_of_attention_is_refused(engine: Engine) -> None:

@@ -56,6 +56,23 @@ def test_agrees_with_float64_and_touches_no_other_pair(case, same, name, sets):
     same(out, before)
 
 
+@pytest.mark.parametrize(("width", "d_value"), [(19, 13), (276, 270)])
+def test_sinks_and_values_that_are_columns_of_keys(case, same, width, d_value):
+    q, k, _, rows, kinds = made(case, 40, heads=4, kv_heads=1, d_head=width)
+    v, sinks, chosen = k[..., :d_value], case.randn(4, seed=8), [(39, 0), (20, 3), (7, 2)]
+    out = case.poison(40, 4, d_value)
+    cut_edges(out, q, k, v, rows, pairs(kinds, chosen, True), 0.3, page_size=PAGE, sinks=sinks)
+    wide = (q.double(), k.double(), v.double(), rows.sequence, rows.position, rows.page_table, PAGE, 0.3)
+    cut = dict(hidden=(kinds & HIDDEN) != 0, replaced=weights(kinds).double())
+    truth = reference.attention(*wide, **cut, sinks=sinks.double())
+    row, head = (list(each) for each in zip(*chosen, strict=True))
+    case.close(out[row, head], truth[row, head], slack=4)
+    assert float((reference.attention(*wide, **cut) - truth)[row, head].abs().max()) > 0.01, "control: the sinks matter"
+    alone = case.poison(40, 4, d_value)
+    cut_edges(alone, q, k, v, rows, pairs(kinds, chosen[1:2], True), 0.3, page_size=PAGE, sinks=sinks)
+    same(alone[20, 3], out[20, 3])
+
+
 def test_a_pair_has_the_same_bits_alone(case, same):
     q, k, v, rows, kinds = made(case, 40)
     chosen = [(row, head) for row in (7, 21, 39) for head in range(4)]

@@ -21,8 +21,7 @@ def logits(name: str) -> torch.Tensor:
     """The logits of all but the last token in one pass, and of the last in another, on pages of two positions."""
     model = load(hugging_face(name)).to(DEVICE)
     config, pool, table = model.config, PagePool(8, 2), PageTable()
-    cache = KVCache(config, pool, torch.float32, DEVICE)
-    cache.data = torch.zeros(config.num_layers, 2, 18, config.num_kv_heads, config.d_head, device=DEVICE)
+    cache = KVCache(config, pool, torch.float32, DEVICE, kernels=True)
     pool.reserve(table, 0, len(PATH))
     rows = []
     for start, end in ((0, len(PATH) - 1), (len(PATH) - 1, len(PATH))):
@@ -46,7 +45,7 @@ def test_a_pass_gives_hugging_faces_logits(name: str) -> None:
 @pytest.mark.parametrize("name", ON_CPU_ONLY)
 @torch.no_grad()
 def test_what_the_kernels_do_not_have_is_refused(name: str) -> None:
-    with pytest.raises(UnsupportedModel, match="not supported on CUDA"):
+    with pytest.raises(UnsupportedModel, match="ALiBi is not supported on CUDA"):
         logits(name)
-    with pytest.raises(UnsupportedModel, match="not supported on CUDA"):
+    with pytest.raises(UnsupportedModel, match="ALiBi is not supported on CUDA"):
         doctor_cuda.examine(load(hugging_face(name)))

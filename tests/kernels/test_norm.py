@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from replaylens.kernels import reference
-from replaylens.kernels.norm import norm, norm_scale
+from replaylens.kernels.norm import norm, norm_pair, norm_scale
 
 KINDS = ["rms", "layer"]
 
@@ -67,3 +67,13 @@ def test_errors_say_what_is_wrong(case):
         norm(x, w, kind="batch")
     with pytest.raises(ValueError, match="weight has shape"):
         norm(x, w[:4])
+
+
+def test_two_weights_in_one_launch_move_no_bit(case, same):
+    """Queries and keys of one packed product: a view with other vectors behind them."""
+    for width in (128, 24):
+        packed = case.randn(5, 9, width, seed=width)
+        weights = (case.randn(width, seed=1), case.randn(width, seed=2))
+        got = norm_pair(packed[:, :7], 4, weights, 1e-6, "rms")
+        same(got[:, :4].contiguous(), norm(packed[:, :4], weights[0], None, 1e-6, "rms"))
+        same(got[:, 4:].contiguous(), norm(packed[:, 4:7], weights[1], None, 1e-6, "rms"))

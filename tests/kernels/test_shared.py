@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from replaylens.kernels.attention import PagedRows, attention, plan_tiles
-from replaylens.kernels.launch import KV_BLOCK, KV_SPLIT, AttentionTile
+from replaylens.kernels.launch import KV_BLOCK, KV_SPLIT, AttentionTile, heads_together, next_power_of_2
 from replaylens.kernels.shared import SharedKeys, SharedLevel
 
 PAGE = 16
@@ -15,7 +15,8 @@ PAGE = 16
 class Tree:
     """Sequences whose tables share the pages of a random tree, with the tiles that read them once."""
 
-    def __init__(self, case, seed, heads=4, kv_heads=2, d_head=16, decode=True):
+    def __init__(self, case, seed, heads=4, kv_heads=2, d_head=16, decode=True, rest=0):
+        """rest  columns of keys beyond their values, which are then the first columns of keys"""
         self.case, self.chance = case, random.Random(seed)
         self.block, self.split = (KV_BLOCK, KV_SPLIT) if case.gpu else (16, 32)
         self.group = heads // kv_heads
@@ -28,8 +29,10 @@ class Tree:
         self.sequences = [s for s, count in enumerate(own) for _ in range(count)]
         positions = [end - count + i for end, count in zip(ends, own, strict=True) for i in range(count)]
         self.rows_of = [[i for i, s in enumerate(self.sequences) if s == number] for number in range(len(own))]
-        cache = lambda i: case.randn(self.free * PAGE, kv_heads, d_head, seed=seed + i)  # noqa: E731
-        self.q, self.k, self.v = case.randn(len(positions), heads, d_head, seed=seed), cache(1), cache(2)
+        cache = lambda i: case.randn(self.free * PAGE, kv_heads, d_head + rest, seed=seed + i)  # noqa: E731
+        self.q, self.k, self.v = case.randn(len(positions), heads, d_head + rest, seed=seed), cache(1), cache(2)
+        if rest:
+            self.v = self.k[..., :d_head]
         self.plain = (case.tensor(self.sequences), case.tensor(positions), pages.to(case.device))
 
     def _grow(self, shared, keys, level, members):
@@ -71,7 +74,7 @@ class Tree:
     def attend(self, shared=None, per_tile=0, **options):
         tiles = plan_tiles(self.sequences, per_tile).to(self.q.device) if per_tile else None
         rows = PagedRows(*self.plain, tiles, shared=shared)
-        out = torch.full_like(self.q, float("nan"))
+        out = torch.full_like(self.q[..., : self.v.shape[-1]], float("nan"))
         return attention(
             self.q, self.k, self.v, rows, 0.3, out=out, page_size=PAGE, kv_block=self.block, kv_split=self.split, **options
         )
@@ -88,6 +91,23 @@ def test_trees_of_any_shape_have_the_bits_of_each_row_alone(case, same, split, s
             schedule = dict(split=split, split_shared=split_shared, tile=tile, shared_tile=tile)
             found = tree.attend(tree.shared(rows, levels), 0 if decode else 8 if case.gpu else 2, softcap=softcap, **schedule)
             same(found, alone)
+
+
+@pytest.mark.parametrize(("split", "latent"), [(True, True), pytest.param(False, True, marks=pytest.mark.slow), (True, False)])
+def test_sinks_and_latents_have_the_bits_of_each_row_alone(case, same, split, latent):
+    """A sink is merged after all keys, shared and own ones. Values that are columns of their keys; heads of two programs."""
+    shape = dict(heads=6, kv_heads=1, d_head=13, rest=6) if latent else {}
+    if latent and case.gpu:
+        shape = dict(heads=24, kv_heads=1, d_head=300, rest=6)
+    tree = Tree(case, 3, decode=split, **shape)
+    tree.group = heads_together(tree.group, tree.v.shape[-1], tree.q.dtype)
+    sinks = case.randn(tree.q.shape[1], seed=5) + 0.9 * tree.q.shape[2] ** 0.5  # as large as the largest of many scores
+    height = max(16, next_power_of_2(tree.group))
+    tile = AttentionTile(height, 4, 1)
+    schedule = dict(split=split, split_shared=split, tile=tile, shared_tile=tile)
+    alone = tree.attend(sinks=sinks)
+    same(tree.attend(tree.shared(height // tree.group), 0 if split else height // tree.group, sinks=sinks, **schedule), alone)
+    assert not torch.equal(tree.attend(), alone), "control: the sinks matter"
 
 
 def test_a_missing_block_of_shared_keys_is_seen(case):

@@ -72,6 +72,17 @@ def test_pages_that_do_not_fit_blocks_are_not_shared() -> None:
     assert KeyLayout(128, 8, 2, 128, torch.bfloat16).unit == 128
 
 
+def test_latents_are_shared_unless_the_heads_of_a_row_fill_a_tile() -> None:
+    """A latent is stored once. 128 heads fill two tiles, so sharing would save no product; wide float32 values have no room."""
+    lite, full = (KeyLayout(16, heads, 1, 512, torch.bfloat16, rest=64) for heads in (16, 128))
+    assert lite.key_bytes == full.key_bytes == 576 * 2 and (lite.group, full.group) == (16, 64)
+    paths = [[1, 2, 3, 7], [1, 2, 3, 8]]
+    shared = lambda layout: find_sharing(tables(*paths), [4 * UNIT] * 2, [1, 1], layout, 1)  # noqa: E731
+    assert shared(lite) is not None and shared(full) is None
+    assert shared(KeyLayout(16, 4, 1, 512, torch.float32, rest=64)) is None
+    assert shared(KeyLayout(16, 6, 1, 13, torch.float32, rest=6)) is not None
+
+
 def test_random_trees_share_only_equal_pages() -> None:
     """Every tile's rows agree on its keys; levels continue each other; no row reads a key twice or skips one."""
     for seed in range(60):

@@ -43,6 +43,21 @@ def test_agrees_with_float64_for_every_split(case, softcap, window, split):
     case.close(attend(s, chosen, split, softcap=softcap, window=window), want)
 
 
+@pytest.mark.parametrize("rest", [0, 6])
+def test_sinks_and_values_that_are_columns_of_keys(case, rest):
+    s = setting(case, lengths(case), heads=6, kv_heads=1 if rest else 2, d_head=13 + rest)
+    chosen, sinks, v = some(case)[:2], case.randn(6, seed=9), s.k[..., :13] if rest else s.v
+    want = reference.attention(
+        s.q[chosen].double(), s.k.double(), v.double(), s.rows.sequence[chosen], s.rows.position[chosen],
+        s.rows.page_table, PAGE, 0.3, sinks=sinks.double(),
+    )  # fmt: skip
+    block = s.blocks.get("kv_block", 64)
+    for split in (1, 100):
+        case.close(
+            split_attention(s.q[chosen], s.k, v, split_rows(s, chosen), 0.3, 0.0, 0, PAGE, block, split * block, sinks), want
+        )
+
+
 def test_tiles_of_several_rows(case):
     """A prefill in tiles, the last of them empty, gives the values of each row alone."""
     s = setting(case, lengths(case))

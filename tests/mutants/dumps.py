@@ -69,7 +69,7 @@ DUMPS = (
     ),
     Mutant(
         "shard-whole-by-its-size",
-        "replaylens.engine.dump.writer",
+        "replaylens.engine.dump.parts",
         "== entry.bytes and self.store.sha256(name) == entry.sha256",
         "== entry.bytes",
         "a shard with a flipped bit is written again",
@@ -77,8 +77,8 @@ DUMPS = (
     ),
     Mutant(
         "shard-done-without-its-index",
-        "replaylens.engine.dump.writer",
-        " and self._is_whole(_index(number), part.index)",
+        "replaylens.engine.dump.parts",
+        " and self.is_whole(index_name(number), part.index)",
         "",
         "a shard whose index is damaged is written again",
         ("tests/engine/dump/test_repair.py",),

@@ -53,9 +53,9 @@ HOLES = (
     ),
     Mutant(
         "kv-of-a-preempted-branch",
-        "replaylens.engine.serving.forest",
-        "(self.held_kv(lane) if lane.computed >= committed else None)",
-        "self.held_kv(lane)",
+        "replaylens.engine.serving.completion",
+        "(self.forest.held_kv(lane) if lane.computed >= committed else None)",
+        "self.forest.held_kv(lane)",
         "KV of a preempted branch is computed again, not cut short",
         ("tests/engine/serving/test_kv.py",),
     ),

@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant
 PROBES = (
     Mutant(
         "maximum-over-one-family",
-        "replaylens.probes.scoring.statistics",
+        "replaylens.probes.scoring.permutations",
         "most = np.max([drawn.max(1) for _, drawn in standard], axis=0)",
         "most = standard[0][1].max(1)",
         "family-wise p-values count all cells",
@@ -13,7 +13,7 @@ PROBES = (
     ),
     Mutant(
         "p-value-of-zero",
-        "replaylens.probes.scoring.statistics",
+        "replaylens.probes.scoring.permutations",
         "return (1 + (leads[1:] >= leads[0] - 1e-12).sum(0)) / len(leads)",
         "return (leads[1:] >= leads[0] - 1e-12).sum(0) / len(leads)",
         "no permutation test gives a p-value of zero",
@@ -141,7 +141,7 @@ PROBES = (
     ),
     Mutant(
         "observed-score-not-among-its-permutations",
-        "replaylens.probes.scoring.statistics",
+        "replaylens.probes.scoring.permutations",
         "every = np.vstack([self.observed, self.drawn])",
         "every = np.vstack([self.drawn[:1], self.drawn])",
         "the observed score is one of the permutations",

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from replaylens import tasks
 from replaylens.tasks.errors import BadTokenizer, UnknownToken
 from replaylens.tasks.labels import label_tokens, offsets_of, path_offsets
+from replaylens.tasks.tokenizer import WordTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -149,3 +150,18 @@ def test_the_cost_of_byte_level_offsets_is_linear(bpe, monkeypatch) -> None:
         decoded.clear()
         path_offsets(bpe, bpe(" heads" * count)["input_ids"][:count])
         assert sum(decoded) < 7 * count
+
+
+def test_offsets_of_a_tokenizer_that_extends_words_are_linear_unless_it_decodes_otherwise(monkeypatch) -> None:
+    class Named(WordTokenizer):
+        pass
+
+    class Loud(WordTokenizer):
+        def decode(self, ids):
+            return super().decode(ids).upper() + "!"
+
+    words = ("The", " coin", " flips", ".")
+    ids = WordTokenizer(words).encode("The coin flips.")
+    assert path_offsets(Loud(words), ids) == ("THE COIN FLIPS.!", [(0, 4), (4, 9), (9, 15), (15, 16)])
+    monkeypatch.setattr(WordTokenizer, "token", None)  # decoding prefix by prefix asks for every token again
+    assert path_offsets(Named(words), ids) == ("The coin flips.", [(0, 3), (3, 8), (8, 14), (14, 15)])

@@ -1,16 +1,13 @@
-"""`replaylens dump`, `replay`, `verify`, `diff`: reproducible activation dumps from the shell.
+"""`replaylens dump`: reproducible activation dumps from the shell.
 
-Exit codes: 0 done, 1 a mismatch was found, 2 bad input, 3 store or cluster out of reach, 130 Ctrl-C, 143 SIGTERM.
+Exit codes: 0 done, 2 bad input, 3 store or cluster out of reach, 130 Ctrl-C, 143 SIGTERM.
 """
 
 import json
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from replaylens import tasks
 from replaylens.commands.engines import (
@@ -19,35 +16,24 @@ from replaylens.commands.engines import (
     DrafterOption,
     DraftModelOption,
     FeaturesOption,
-    MakerOption,
     ModelOption,
     WindowOption,
     check_drafter,
     encoders,
-    engine_that_made,
 )
+from replaylens.commands.replay_options import BatchOption, MaxNewOption, QuietOption, SeedOption, TemperatureOption
 from replaylens.commands.reporting import reporting, size
-from replaylens.commands.task_options import DumpTaskOption, OwnTaskOption, TaskOption, know_task
+from replaylens.commands.task_options import OwnTaskOption
 from replaylens.commands.tasks import JsonOption, KnobOption, settings
-from replaylens.engine.dump.diff import diff as diff_dumps
 from replaylens.engine.dump.maker import write_dump
 from replaylens.engine.dump.places import FORMS
 from replaylens.engine.dump.plan import DTYPES, POSITIONS
 from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.verify import OTHER, VERIFIED
-from replaylens.engine.dump.verify import verify as verify_dump
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadDump, BadRequest
-from replaylens.engine.replay.examples import Result
+from replaylens.engine.errors import BadRequest
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.run import Run
-from replaylens.engine.thinking.thoughts import Thoughts
 
-TemperatureOption = Annotated[float, typer.Option(min=0, help="0: greedy.")]
-SeedOption = Annotated[int, typer.Option(min=0, help="Seed of the sampling; for the task's seed use --knob seed=...")]
-BatchOption = Annotated[int, typer.Option(min=1, help="Examples replayed together; changes no bit.")]
-MaxNewOption = Annotated[int | None, typer.Option(min=0, help="Maximum tokens per answer.  [default: by task; 0 for texts]")]
 LabelOption = Annotated[
     list[str] | None,
     typer.Option(help="A field of --texts that holds a label; several are separated by commas, or given one by one."),
@@ -60,8 +46,7 @@ WritersOption = Annotated[
     int | None, typer.Option(min=1, help="Threads that hash and write; each holds one shard in memory.  [default: 1]")
 ]
 TASK, EXAMPLES = "coin", 100
-"""what `dump` replays unless told"""
-QuietOption = Annotated[bool, typer.Option("--quiet", help="Hide progress bars.")]
+"""what `dump` replays by default"""
 
 
 @dataclass(frozen=True)
@@ -217,158 +202,3 @@ def facts_of(found: Dump) -> dict[str, Any]:
         "shards": len(manifest.shards),
         "bytes": sum(shard.bytes for shard in manifest.shards) + manifest.index.bytes,
     }
-
-
-def replay(
-    task: TaskOption = "coin",
-    n: Annotated[int, typer.Option("--n", min=1, help="Number of examples.")] = 3,
-    model: ModelOption = MODEL,
-    device: DeviceOption = "cpu",
-    drafter: DrafterOption = "lens",
-    draft_model: DraftModelOption = None,
-    window: WindowOption = None,
-    knob: KnobOption = None,
-    temperature: TemperatureOption = 0.0,
-    seed: SeedOption = 0,
-    max_new: MaxNewOption = None,
-    batch: BatchOption = 32,
-    board: Annotated[
-        str | None, typer.Option(help="An SVG file to write: how one of the examples was decoded, verified and rolled back.")
-    ] = None,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
-) -> None:
-    """Replay examples of a task; show the model's text and the rejected drafts."""
-    with reporting():
-        check_drafter(model, drafter, draft_model)
-        target = None if board is None else board_file(board)
-        engine = Engine.load(model, device=device, draft_model=draft_model, record=target is not None)
-        examples = tasks.load(task)(**settings(knob)).examples(n)
-        run = engine.replay(
-            examples,
-            drafter=drafter,
-            window=window,
-            sampling=Sampling(temperature=temperature, seed=seed),
-            max_new=max_new,
-            batch=batch,
-            sites=[engine.sites.per_layer("S")[-1]],  # so that rejected drafts are kept
-            progress=not quiet,
-        )
-        assert isinstance(run, Run)
-        if target is not None:
-            told = run.most_telling()
-            target.write_text(told.board(), encoding="utf-8")
-    if as_json:
-        shown = {"accuracy": run.accuracy, "acceptance": None if run.acceptance != run.acceptance else run.acceptance}
-        typer.echo(json.dumps({**shown, "examples": [_record(engine, result) for result in run]}, indent=1))
-        return
-    console = Console(highlight=False)
-    for number, result in enumerate(run):
-        console.print(_coloured(engine, result), soft_wrap=True)
-        if result.thoughts is not None:
-            console.print(Text(str(run.picture(number))), soft_wrap=True)
-    console.print(f"{len(run)} examples, {run.accuracy:.1%} correct, {run.drafting}")
-    if target is not None:
-        console.print(f"{target}: {told.title}", soft_wrap=True)
-
-
-def board_file(path: str) -> Path:
-    """The path to write a board to; BadRequest unless it names an SVG file in a folder that exists."""
-    target = Path(path)
-    if target.suffix != ".svg" or target.is_dir() or not target.parent.is_dir():
-        raise BadRequest(f"Cannot write a board to {path}. Name an SVG file in an existing folder, such as board.svg.")
-    return target
-
-
-def _record(engine: Engine, result: Result) -> dict[str, Any]:
-    """One example for --json."""
-    return {
-        "index": result.example.index,
-        "prompt": result.example.prompt,
-        "answer": result.example.answer,
-        "generated": engine.text.decode(result.tokens[result.num_prompt :]),
-        "correct": result.correct,
-        "finish_reason": result.finish_reason,
-        "tokens": result.tokens,
-        "num_prompt": result.num_prompt,
-        "rejected": [
-            {"position": path.fork_position, "text": engine.text.decode(path.tokens[path.fork_position :])}
-            for path in result.rejected
-        ],
-        "statistics": asdict(result.statistics),
-    } | ({} if result.thoughts is None else {"thoughts": _thoughts(engine, result.thoughts)})
-
-
-def _thoughts(engine: Engine, thoughts: Thoughts) -> list[dict[str, Any]]:
-    """The thoughts of a model that thinks, by chunk, for --json."""
-    said = [{"tokens": list(t.tokens), "thought": engine.text.decode(t.tokens)} for t in thoughts.chunks]
-    return [{"chunk": number, **each} for number, each in enumerate(said)]
-
-
-def _coloured(engine: Engine, result: Result) -> Text:
-    """Prompt in blue, accepted tokens in green, rejected drafts in red at their fork position."""
-    prompt = engine.text.decode(result.tokens[: result.num_prompt])
-    line = Text.assemble((f"[{result.example.index}] ", "bold"), (prompt, "blue"))
-    for position in range(result.num_prompt, len(result.tokens)):
-        line.append(engine.text.token(result.tokens[position]), "green")
-        for path in result.rejected:
-            if path.fork_position == position:
-                line.append(f" ({engine.text.decode(path.tokens[position:]).strip() or 'end'})", "red strike")
-    return line.append(f"  {'right' if result.correct else 'wrong'}", "bold" if result.correct else "dim")
-
-
-def verify(
-    path: Annotated[str, typer.Argument(help="A dump's folder.")],
-    model: MakerOption = None,
-    device: DeviceOption = "cpu",
-    sample: Annotated[str, typer.Option(help="Share of the examples to replay: 0.01, or 1%.")] = "0.01",
-    every: Annotated[bool, typer.Option("--all", help="Replay every example.")] = False,
-    task: DumpTaskOption = None,
-    features: FeaturesOption = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sample.")] = 0,
-    batch: BatchOption = 32,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
-) -> None:
-    """Check a dump's hashes, then replay a sample of its examples and compare every bit."""
-    with reporting():
-        share: float | str = "all" if every else _share(sample)
-        know_task(task, path)
-        maker = _maker(path, device) if model is None else Engine.load(model, device=device)
-        engine = maker or Engine.load(MODEL, device=device)  # any engine can check the files
-        how: dict[str, Any] = {"sample": share, "seed": seed, "batch": batch, "features": encoders(features)}
-        verdict = verify_dump(path, engine, progress=not quiet, **how)
-        if verdict.status == OTHER and maker is None:
-            verdict = replace(verdict, notes=("No embedded model made this dump. Name its model with --model.",))
-    typer.echo(json.dumps(asdict(verdict), indent=1) if as_json else str(verdict))
-    raise typer.Exit({VERIFIED: 0, OTHER: 2}.get(verdict.status, 1))
-
-
-def _maker(path: str, device: str) -> Engine | None:
-    """The embedded model that made a dump; None if it is another model, or the manifest is damaged."""
-    try:
-        return engine_that_made(Dump.open(path, check_files=False), device)
-    except BadDump:
-        return None
-
-
-def _share(given: str) -> float:
-    try:
-        return 1.0 if given == "all" else float(given.removesuffix("%")) / (100 if given.endswith("%") else 1)
-    except ValueError:
-        raise BadRequest(f"Invalid --sample {given}. Give a share such as 0.01 or 1%, or all.") from None
-
-
-def diff(
-    a: Annotated[str, typer.Argument(help="A dump's folder.")],
-    b: Annotated[str, typer.Argument(help="Another dump's folder.")],
-    accepted: Annotated[bool, typer.Option("--accepted", help="Ignore rejected branches.")] = False,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
-) -> None:
-    """Find the first row, site and layer at which two dumps differ. Exit codes: 0 same content, 1 different, 2 damaged,
-    3 out of reach."""
-    with reporting():
-        found = diff_dumps(a, b, accepted=accepted, progress=not quiet)
-    typer.echo(json.dumps({"same": bool(found), **asdict(found)}, indent=1) if as_json else str(found))
-    raise typer.Exit(0 if found else 1)

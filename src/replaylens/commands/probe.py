@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from replaylens.commands.dump import JsonOption, QuietOption
 from replaylens.commands.engines import DeviceOption, MakerOption, engine_that_made
+from replaylens.commands.replay_options import QuietOption
 from replaylens.commands.reporting import reporting
 from replaylens.commands.task_options import DumpTaskOption, know_task
+from replaylens.commands.tasks import JsonOption
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from replaylens.commands.dump import JsonOption, QuietOption
 from replaylens.commands.engines import FeaturesOption, MakerOption, encoders, engine_that_made, verify_command
+from replaylens.commands.replay_options import QuietOption
 from replaylens.commands.reporting import reporting, size
 from replaylens.commands.task_options import DumpTaskOption, know_task
+from replaylens.commands.tasks import JsonOption
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import MISMATCH, Verification
 from replaylens.engine.dump.verify import verify as verify_dump

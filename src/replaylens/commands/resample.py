@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 from replaylens.commands.engines import MODEL, DeviceOption, ModelOption
 from replaylens.commands.reporting import reporting
 from replaylens.commands.tasks import JsonOption
+from replaylens.engine import cluster
 from replaylens.engine.dump.maker import write_dump
 from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.engine import Engine
@@ -21,7 +23,7 @@ from replaylens.engine.resampling.rollouts import Rollouts
 from replaylens.engine.rollout_cluster import chain_of, resample_on_cluster
 
 CACHE = 8192
-"""tokens of the KV cache unless told"""
+"""tokens of the KV cache by default"""
 
 
 def resample(
@@ -80,17 +82,19 @@ def resample(
         chosen: dict[str, Any] = {"device": device, "cache_tokens": cache_tokens}
         chains = list(_chains(prompt, chain, file))
         engine = None if ray or workers else Engine.load(model, **chosen)
+        where: dict[str, Any] = {"address": ray or "local", "workers": workers, "engine_options": chosen}
+        starts = engine is None and where["address"] == "local"  # one cluster for all chains
         every = list[Rollouts]()
-        for number, (asked, given) in enumerate(chains):
-            folder = Path(out) / f"{number:05d}" if file is not None else Path(out)
-            if engine is None:
-                where: dict[str, Any] = {"address": ray or "local", "workers": workers, "engine_options": chosen}
-                found = resample_on_cluster(model, folder, asked, n, chain=given, **where, **options)
-            else:
-                with chain_of(engine, asked, given) as branch:
-                    found = branch.resample(n, folder=folder, **options)
-            _tell(found, str(folder), as_json)
-            every.append(found)
+        with cluster.connected("local") if starts else nullcontext():
+            for number, (asked, given) in enumerate(chains):
+                folder = Path(out) / f"{number:05d}" if file is not None else Path(out)
+                if engine is None:
+                    found = resample_on_cluster(model, folder, asked, n, chain=given, **where, **options)
+                else:
+                    with chain_of(engine, asked, given) as branch:
+                        found = branch.resample(n, folder=folder, **options)
+                _tell(found, str(folder), as_json)
+                every.append(found)
         if dump is not None:
             _write_dump(engine or Engine.load(model, **chosen), every if file is not None else every[0], dump, not quiet)
 

@@ -13,16 +13,19 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from replaylens.commands import dump as commands
+from replaylens.commands.dump import dump as dump_command
 from replaylens.commands.inspect import inspect
+from replaylens.commands.replay import replay
 from replaylens.commands.reporting import size
+from replaylens.commands.verify import diff as diff_command
+from replaylens.commands.verify import verify as verify_command
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from tests.engine.dump.conftest import EXAMPLES, NEW, PER_SHARD
 from tests.engine.dump.damage import flip_bit
 
 app = typer.Typer()
-for command in (commands.dump, commands.replay, inspect, commands.verify, commands.diff):
+for command in (dump_command, replay, inspect, verify_command, diff_command):
     app.command()(command)
 
 SAME = ["--n", str(EXAMPLES), "--knob", "flips=1,3", "--max-new", str(NEW), "--shard-examples", str(PER_SHARD)]

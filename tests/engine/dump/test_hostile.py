@@ -187,11 +187,11 @@ def test_a_hostile_part_is_no_part(
     writer = DumpWriter(tmp_path, planned(), engine.fingerprint)
     content = reference.files.content(0)
     writer.write_shard(0, content, reference.manifest.sites)
-    assert writer.part(0) is not None
+    assert writer.parts.entry(0) is not None
     raw = json.loads((tmp_path / "part-00000.json").read_text())
     set_at(*change)(raw)
     (tmp_path / "part-00000.json").write_text(json.dumps(raw))
-    assert writer.part(0) is None
+    assert writer.parts.entry(0) is None
 
 
 @pytest.mark.parametrize("knobs", [{"self": 1}, {"flips": [[[]]]}, {"flips": {"a": 1}}, {"seed": True}, {"": None}])

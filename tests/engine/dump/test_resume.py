@@ -20,6 +20,7 @@ from replaylens.engine.dump import writer as dump_writer
 from replaylens.engine.dump.lock import DumpLock, lock_name
 from replaylens.engine.dump.maker import ShardMaker, write_dump
 from replaylens.engine.dump.owner import LockOwner
+from replaylens.engine.dump.parts import ShardParts
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.store import HashingFile, Store
@@ -327,14 +328,15 @@ def test_two_repair_one_dump(engine: Engine, planned: Planned, reference: Dump, 
     flip_bit(copy / "shard-00000.safetensors")
     maker, repaired = ShardMaker(engine, planned()), list[Dump | None]()
 
-    class Slow(dump_writer.DumpWriter):
-        def _is_whole(self, name: str, entry: Any) -> bool:
-            whole = super()._is_whole(name, entry)
+    class Slow(ShardParts):
+        def is_whole(self, name: str, entry: Any) -> bool:
+            whole = super().is_whole(name, entry)
             if name == "index.parquet" and not repaired:  # the last file that is checked
                 repaired.append(write_dump(engine, planned(), copy, part=(0, 2), resume=True))
             return whole
 
-    slow = Slow(copy, planned(), engine.fingerprint)
+    slow = dump_writer.DumpWriter(copy, planned(), engine.fingerprint)
+    slow.parts = Slow(slow.store)
     late = slow.write(maker.make, maker.sites, resume=True, part=(1, 2))
     assert repaired[0] is not None and late is not None
     assert Dump.open(copy).digest == reference.digest and sorted(late.files.store.sizes()) == sorted(
@@ -561,7 +563,7 @@ def test_a_finish_that_was_killed_in_a_takeover_is_done_by_the_next(engine: Engi
 
 def test_a_finish_that_cannot_be_had_is_an_error(engine: Engine, planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
     """None would say that shards are missing, and the command would end as if all were well."""
-    monkeypatch.setattr(dump_writer, "_PATIENCE", 0.1)
+    monkeypatch.setattr(dump_writer, "PATIENCE", 0.1)
     store = Store("memory://held-finish")
     with DumpLock(store, "lock-finish"), pytest.raises(DumpLocked, match="lock-finish"):
         write_dump(engine, planned(examples=2), store.url)

@@ -27,7 +27,9 @@ class Keeping:
             if edit.site == site:
                 value, positions = value.clone(), edit.positions(0, len(value))
                 value[positions] = edit.apply(value[positions], positions)
-        value.retain_grad()
+        if value.requires_grad:  # indices of experts have no gradient
+            value = value.clone()  # a tensor of its own: what follows is computed from it
+            value.retain_grad()
         self.values[site] = value
         return value
 

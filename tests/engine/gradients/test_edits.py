@@ -92,3 +92,14 @@ def test_a_row_that_the_condition_leaves_alone_keeps_its_gradient() -> None:
     turned = Edit("blocks.1.hook_in", "add", row, keep_norm=True, when=row.flip(0), positions=slice(4, None))
     other = subject.prompt(TOKENS, edits=[turned]).gradients(metric, "S")
     assert any(not torch.equal(plain[site], other[site]) for site in plain), "control"
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "with norms"])
+def test_an_edit_after_clipping_does_not_open_what_was_cut_off(norm: bool) -> None:
+    """Which queries are at the bound is decided before the edit."""
+    changes = dict(clip_qkv=0.4, qk_norm=norm)
+    site = "blocks.0.attn.q_norm.hook_out" if norm else "blocks.0.attn.q.hook_out"
+    edits, subject = [Edit(site, "add", torch.full((4, 8), -0.3))], engine(random_model(gain=4.0, **changes))
+    ours = subject.prompt(TOKENS, edits=edits).gradients(metric, "S")
+    truth = of_decoder(random_model(gain=4.0, **changes).double(), TOKENS, metric, place_all(edits, subject.sites, len(TOKENS)))
+    assert max(difference(ours[name], truth[name]) for name in ours if truth[name].any()) < 1e-5

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from replaylens import Engine
-from replaylens.engine.errors import BadConfig, BadRequest, BadWeights
+from replaylens.engine.errors import BadConfig, BadRequest, BadWeights, UnsupportedModel
 from replaylens.engine.model.adapter import ADAPTER_FILE, WEIGHTS_FILE
 from replaylens.engine.model.weights import load, weights_hash
 from tests.engine.examined_once import attention_examined_once  # noqa: F401
@@ -94,6 +94,15 @@ def test_a_base_whose_file_names_its_tensors_otherwise(kind: str, tmp_path: Path
         load(tmp_path / "base", adapter=tmp_path / "adapter")
 
 
+def test_experts_that_were_trained_as_a_whole_are_refused_for_that_reason(tmp_path: Path) -> None:
+    trained(
+        "mixtral", {**R4, "target_modules": ["q_proj"], "modules_to_save": ["mlp"]}, tmp_path / "base", tmp_path / "adapter"
+    )
+    text = r"trains the experts model\.layers\.0\.mlp\.experts\.\w+ as a whole \(modules_to_save\).*one by one"
+    with pytest.raises(UnsupportedModel, match=text):
+        load(tmp_path / "base", adapter=tmp_path / "adapter")
+
+
 def test_experts_that_are_stored_one_by_one_are_all_there_or_none(tmp_path: Path) -> None:
     """Adapters of older versions, which hold each expert as modules. Newer ones adapt the attention of the same base alone."""
     trained("mixtral", {**R4, "target_modules": ["q_proj"]}, tmp_path / "base", tmp_path / "adapter")
@@ -124,6 +133,18 @@ def same(tensors: Tensors) -> Tensors:
     return tensors
 
 
+def pair(module: str, outputs: int = 1, inputs: int = 1) -> Tensors:
+    """The tensors of one module."""
+    begin = f"base_model.model.{module}"
+    return {f"{begin}.lora_A.weight": torch.ones(4, inputs), f"{begin}.lora_B.weight": torch.ones(outputs, 4)}
+
+
+def every_product(tensors: Tensors) -> Tensors:
+    parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+    parts += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    return {k: x for layer in range(3) for part in parts for k, x in pair(f"model.layers.{layer}.{part}").items()}
+
+
 FAULTS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], type[Exception], str]] = {
     "no tensors": ({}, lambda tensors: {}, BadWeights, r"adapter_model\.safetensors holds no tensors.*[Cc]opy it again"),
     "one layer is missing": ({}, without("layers.1."), BadWeights, r"asks for model\.layers\.1\.mlp\.down_proj.*lacks"),
@@ -148,6 +169,31 @@ FAULTS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], type[Excep
         same,
         BadWeights,
         r"asks for model\.layers\.0\.input_layernorm\.weight",
+    ),
+    "another module is left out": (
+        {"target_modules": ["q_proj"]},
+        same,
+        BadWeights,
+        r"changes model\.layers\.0\.mlp\.down_proj\.weight, which its config does not ask for .*'q_proj'",
+    ),
+    "another layer": (
+        {"layers_to_transform": [0, 2]},
+        same,
+        BadWeights,
+        r"changes model\.layers\.1\.mlp\.down_proj\.weight, which its config does not ask for",
+    ),
+    "excluded": ({"exclude_modules": ["down_proj"]}, same, BadWeights, r"down_proj\.weight, which its config does not ask for"),
+    "a norm that nobody saved": (
+        {},
+        lambda tensors: {**tensors, "base_model.model.model.norm.weight": torch.ones(1)},
+        BadWeights,
+        r"changes model\.norm\.weight, which its config does not ask for .*modules_to_save = \[\]",
+    ),
+    "a norm among all products": (
+        {"target_modules": "all-linear"},
+        lambda tensors: every_product(tensors) | pair("model.norm"),
+        BadWeights,
+        r"changes model\.norm\.weight, which its config does not ask for",
     ),
     "int8": ({}, cast(lambda x: (x * 100).to(torch.int8)), BadWeights, r"holds torch\.int8 for model\.layers\.0\..*float"),
     "bool": ({}, cast(lambda x: x > 0), BadWeights, r"holds torch\.bool for"),

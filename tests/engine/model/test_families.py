@@ -26,7 +26,7 @@ from tests.engine.model.models_page import NO_BRIDGE, PAGE, by_family, oracle_er
 from tests.engine.passes.packed import alone, logits, sequences, worst
 from tests.engine.replay.bridges import bridge
 from tests.families import BOTH_NAMES, MORE, hugging_face
-from tests.mixtures import MIXTURES, YARN
+from tests.mixtures import YARN
 
 TOLERANCE = 2e-5
 """relative, of float32 logits against Hugging Face"""
@@ -53,7 +53,7 @@ some = pytest.mark.parametrize("name", marked)
 fewer = pytest.mark.parametrize(
     "name", [name if name in {*WIRINGS} - {*BITS_ALIKE} else pytest.param(name, marks=pytest.mark.slow) for name in MORE]
 )
-NO_GRADIENTS = (*MIXTURES, *BOTH_NAMES)
+NO_GRADIENTS = ("gpt-oss", *BOTH_NAMES)
 differentiable = pytest.mark.parametrize(
     "name", [each for name, each in zip(MORE, marked, strict=True) if name not in NO_GRADIENTS]
 )
@@ -117,6 +117,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "layers that rotate": ("exaone4", {"rotary_layers": (False, True)}),
     "windows": ("exaone4", {"windows": ()}),
     "a bound on q, k and v": ("olmo", {"clip_qkv": 0.0}),
+    "a bound on q and k after their norms": ("olmoe-clipped", {"clip_qkv": 0.0}),
     "norms after the rotation": ("hunyuan", {"qk_norm_rotated": False}),
     "a larger base": ("hunyuan", {"rope": Rope(1e4)}),
     "a kind of norm": ("phi", {"qk_norm_kind": "rms", "norm_bias": True}),
@@ -180,10 +181,22 @@ def test_rows_together_have_the_bits_of_rows_alone(name: str) -> None:
     assert [site for site in sites if not torch.equal(whole.activations[site], row.activations[site])] == []
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
-def test_gradients_of_mixtures_are_refused(name: str) -> None:
-    with pytest.raises(NoGradient, match="a mixture of experts, whose backward pass is not implemented"):
-        Engine.load(hugging_face(name), check=False).prompt([1, 2, 3]).gradients(metric, ["blocks.1.hook_in"])
+def test_gradients_of_sinks_are_refused() -> None:
+    with pytest.raises(NoGradient, match="attention sinks, whose backward pass is not implemented"):
+        Engine.load(hugging_face("gpt-oss"), check=False).prompt([1, 2, 3]).gradients(metric, ["blocks.1.hook_in"])
+
+
+def test_choices_have_no_gradient() -> None:
+    engine = Engine.load(hugging_face("mixtral"), check=False)
+    site = "blocks.1.mlp.gate.hook_choice"
+    with pytest.raises(NoGradient, match="experts are chosen by comparing it"):
+        engine.prompt([1, 2, 3]).gradients(metric, [site])
+    found = engine.prompt([1, 2, 3], sites=[site, "blocks.1.hook_in"]).gradients(metric)
+    assert set(found) == {"blocks.1.hook_in"}
+
+
+WITHOUT = ("hook_pattern", "hook_choice")
+"""ends of names of sites whose gradients are not compared: the reference shows patterns only; choices have none"""
 
 
 @differentiable
@@ -191,7 +204,7 @@ def test_gradients_are_autograds_at_every_site(name: str) -> None:
     """Against autograd through the decoder in float64, whose logits the tests above compare with Hugging Face's."""
     tokens = sequences((23,), seed=3)[0].tolist()
     subject = Engine.load(hugging_face(name), check=False)
-    sites = [site for site in subject.sites.in_order() if site not in subject.sites.read_only and "pattern" not in site]
+    sites = [site for site in subject.sites.in_order() if site not in subject.sites.read_only and not site.endswith(WITHOUT)]
     ours = subject.prompt(tokens).gradients(metric, sites)
     truth = of_decoder(load(hugging_face(name)).double(), tokens, metric)
     assert set(ours) == set(truth) == set(sites)
@@ -271,7 +284,7 @@ def test_a_forgotten_field_would_be_found(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(FAMILIES, "granite", replace(granite, reads=reads))
     assert overlooked("granite", ["granite"]) == {"rms_norm_eps"}
     monkeypatch.setitem(FAMILIES, "olmoe", replace(FAMILIES["olmoe"], only={}))
-    assert overlooked("olmoe", ["olmoe"]) == {"clip_qkv", "sliding_window"}  # although other families refuse them anyway
+    assert overlooked("olmoe", ["olmoe"]) == {"sliding_window"}  # although other families refuse them anyway
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -289,8 +302,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "alpha": 8.0}},
         "sets alpha to 8.0",
     ),
-    "OLMoE that clips queries": ("olmoe", {"clip_qkv": 2.0}, "olmoe with clip_qkv = 2.0 is not supported. Supported: None."),
     "OLMoE that clips everything": ("olmoe", {"clip_qkv": 0.0}, "olmoe with clip_qkv = 0.0 is not supported"),
+    "OLMo that clips everything": ("olmo", {"clip_qkv": 0.0}, "olmo with clip_qkv = 0.0 is not supported"),
     "Gemma that sees later tokens": (
         "gemma",
         {"use_bidirectional_attention": True},

@@ -18,7 +18,8 @@ from replaylens.engine.model.gguf_metadata import ARCHITECTURES
 from replaylens.engine.model.weights import load, weights_hash
 from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.model.test_adapter import trained
-from tests.families import SMALL, hugging_face
+from tests.families import hugging_face
+from tests.tiny_shapes import SMALL
 
 ROPE = {"rope_type": "default", "rope_theta": 5000.0}
 WIDE = dict(

@@ -84,6 +84,35 @@ def test_a_field_of_another_type_or_size_is_named(field: str) -> None:
             decoded({**config, name: value}, packed)
 
 
+UNMEANT = {
+    "by its name": ["lm_head", "x"],
+    "by a module that contains it": ["layers.0"],
+    "by an expression": [r"layers\.\d+\.mlp"],
+    "by its end": ["up_proj"],
+}
+
+
+@pytest.mark.parametrize("how", UNMEANT)
+def test_a_quantised_weight_that_the_config_excludes_is_refused(how: str) -> None:
+    """transformers would take its numbers for the weight and leave out the scales."""
+    parts, value = pack_fp8(32, 64, 0)
+    module = "x" if how == "by its name" else "layers.0.mlp.up_proj"
+    names = {f"{module}{end}": part for end, part in parts.items()}
+    read = lambda skipped: dequantised(  # noqa: E731
+        Source(names, names.__getitem__), {**FP8, "modules_to_not_convert": skipped}
+    ).get(f"{module}.weight")
+    for fine in (None, [], ["lm_head", "layers.01", "layers.0.mlp.up", "y"]):
+        assert torch.equal(read(fine), value), "the control"
+    with pytest.raises(BadConfig, match=rf"modules_to_not_convert .* that {module} is not quantised, but its weight is stored"):
+        read(UNMEANT[how])
+
+
+@pytest.mark.parametrize("value", ["lm_head", [3], [""], ["("]])
+def test_excluded_modules_are_a_list_of_names(value: Any) -> None:
+    with pytest.raises(BadConfig, match=r"modules_to_not_convert = .*\. It must be a list of names"):
+        decoded({**FP8, "modules_to_not_convert": value}, pack_fp8(32, 64, 0))
+
+
 def kinds(weights: Any) -> dict[str, Any]:
     return {**CT, "config_groups": {"group_0": {"weights": weights}}}
 

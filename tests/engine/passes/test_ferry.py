@@ -122,3 +122,21 @@ def test_memory_is_used_again_up_to_its_limit():
     many = [memory.like(like) for _ in range(9)]
     many.clear()
     assert memory._kept <= memory.limit
+
+
+def test_small_groups_travel_together(monkeypatch):
+    """Three small groups are one piece; a group beyond the limit travels alone, in as many pieces as it needs."""
+    ferry, sent = Ferry("cpu", 32 * 4096), []
+    send = ferry._send
+    monkeypatch.setattr(ferry, "_send", lambda block, parts: (sent.append([len(x) for x, _ in parts]), send(block, parts)))
+    small = [((name,), torch.full((1, 2, 100), float(i))) for i, name in enumerate("abc")]
+    block = ferry.send([*small, (("d",), torch.arange(2500.0).view(1, 1, -1))])
+    assert [block[name].flatten()[0].item() for name in "abc"] == [0, 1, 2]
+    assert torch.equal(block["d"], torch.arange(2500.0).view(1, -1))
+    assert sent == [[800, 800, 800], [4096], [4096], [1808]]
+
+
+def test_a_ferry_that_was_made_in_inference_mode_serves_passes_outside_of_it():
+    with torch.inference_mode():
+        ferry = Ferry("cpu", SMALLEST_RING)
+    assert torch.equal(ferry.send(groups(0))["a"], groups(0)[0][1][0])

@@ -168,7 +168,17 @@ def test_runs_branches_and_engines_draw_themselves(run: Run, engine: Engine) -> 
 
 
 @pytest.mark.parametrize(
-    "text, seen", [("", "∅"), (" a", " a"), ("\n", "⏎"), ("a\tb", "a⇥b"), ("\x00", "\\u0000"), ("\u2028", "\\u2028")]
+    "text, seen",
+    [
+        ("", "∅"),
+        (" ", "␣"),
+        ("   ", "␣␣␣"),
+        (" a", " a"),
+        ("\n", "⏎"),
+        ("a\tb", "a⇥b"),
+        ("\x00", "\\u0000"),
+        ("\u2028", "\\u2028"),
+    ],
 )
 def test_invisible_text_is_made_visible(text: str, seen: str) -> None:
     assert visible(text) == seen

@@ -150,7 +150,7 @@ def frames_with(drafts: list[int]) -> tuple[Frame, ...]:
 
 def test_t0_comes_out_of_the_prefill() -> None:
     """Green, from the canonical pass, and in no frame a draft; the cache holds the prompt alone."""
-    for options in ({"drafter": "self", "window": 4}, {"window": 1}):
+    for options in ({"drafter": "self", "window": 4}, {"window": 1}, {"drafter": "ngram", "window": 4}):
         branch = recorded().prompt(P).generate(9, **options)
         first, *others = branch.timeline().frames
         assert (first.phase, first.kv) == (Phase.PREFILL, Fill(len(P)))
@@ -158,6 +158,21 @@ def test_t0_comes_out_of_the_prefill() -> None:
             ("T0", "accepted", f" {branch.generated[0]}")
         ]
         assert all(frame.generated[0].name == "T0" and frame.generated[0].kind == "accepted" for frame in others)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_drafted_t0_comes_from_the_prompts_last_row(right: bool) -> None:
+    """Drafters such as `lens` and `model` draft T0 as well: it is yellow until the canonical pass gives it."""
+    subject = recorded()
+    (t0,) = continuation(toy(), P, 1)
+    chain = [t0 if right else (t0 + 1) % VOCAB]
+    frames = subject.prompt(P).generate(6, drafter="forced", drafts={len(P): [chain]}).timeline().frames
+    assert [frame.phase for frame in frames[:3]] == [Phase.PREFILL, Phase.DECODE, Phase.VERIFY]
+    assert not frames[0].generated and (frames[1].generated[0].name, frames[1].generated[0].kind) == ("T0′", "draft")
+    assert frames[2].caption.endswith("; the prompt's last row gives T0")
+    said = frames[2].checks[0].verifier
+    assert said is not None and (said.name, said.text, said.kind) == ("T0", f" {t0}", "accepted" if right else "pending")
+    assert not any("gives T0" in frame.caption for frame in frames[3:])
 
 
 def test_a_saved_trace_knows_t0_too(tmp_path: Any) -> None:
@@ -184,7 +199,7 @@ def test_the_verifiers_tokens_after_the_mismatch_are_crossed_out() -> None:
         ("✗", "T4", "rejected", f" {void[1]}"),
     ]
     drawn = svg.document([verify], 12)
-    assert sum(e.get("text-decoration") == "line-through" for e in ElementTree.fromstring(drawn).iter()) == 4
+    assert sum(e.get("class") == "cross" for e in ElementTree.fromstring(drawn).iter()) == 4
     assert drawn.count("✗") == 2 and drawn.count("✓") == 2
 
 
@@ -194,6 +209,33 @@ def test_the_free_token_is_checkered() -> None:
     last = verify.checks[-1]
     assert (last.mark, last.draft) == ("✓ free", None) and last.verifier is not None and last.verifier.kind == "pending"
     assert 'class="check"' in svg.document([verify], 12)
+
+
+@pytest.mark.parametrize("text", [".", ":", "-", " ,"])
+def test_a_crossed_out_token_can_be_read(text: str) -> None:
+    """The cross comes from the corners and leaves the middle free: a line through it would make ÷ of a colon."""
+    slot = Slot(text, TokenState.REJECTED, 0, drafted=True)
+    drawn = ElementTree.fromstring(svg.document([Frame(Phase.DECODE, "", Fill(1), (slot,))], 2))
+    (cross,) = [e for e in drawn.iter() if e.get("class") == "cross"]
+    (box,) = [e for e in drawn.iter() if e.get("class") == "rejected edge"]
+    x, y, wide, high = (float(box.get(name, 0)) for name in ("x", "y", "width", "height"))
+    strokes = [part.split("l") for part in (cross.get("d") or "").split("M")[1:]]
+    starts = {tuple(map(float, start.split())) for start, _ in strokes}
+    assert starts == {(round(a, 1), b) for a in (x, x + wide) for b in (y, y + high)}, "the four corners"
+    assert all(abs(float(along.split()[0])) <= 0.4 * wide for _, along in strokes), "the middle is free"
+    assert "line-through" not in svg.document([Frame(Phase.DECODE, "", Fill(1), (slot,))], 2)
+
+
+@pytest.mark.parametrize("state", list(TokenState))
+def test_only_rejected_tokens_are_crossed_out(state: TokenState) -> None:
+    drawn = svg.document([Frame(Phase.DECODE, "", Fill(1), (Slot(" a", state, 0),))], 2)
+    assert ('class="cross"' in drawn) == (state is TokenState.REJECTED)
+
+
+def test_a_token_of_spaces_is_no_blank_tile() -> None:
+    slots = (Slot(" ", TokenState.ACCEPTED, 0), Slot("  ", TokenState.DRAFT, 1, drafted=True))
+    texts = [e.text for e in ElementTree.fromstring(svg.document([Frame(Phase.DECODE, "", Fill(1), slots)], 3)).iter()]
+    assert "␣" in texts and "␣␣" in texts
 
 
 def test_a_void_token_that_equals_its_draft_is_not_accepted() -> None:
@@ -210,8 +252,27 @@ def test_requests_beside_it_are_on_every_frame() -> None:
     told = branches[0].generate(9, window=4).timeline()
     assert {frame.others for frame in told.frames} == {2}
     assert all('class="other"' in told.still(frame) and "2 other requests" in told.still(frame) for frame in told.frames)
-    assert str(told).count("beside 2 other requests") == len(told.frames)
+    assert str(told).count("2 other requests running") == len(told.frames)
     for stream in streams:
+        stream.close()
+
+
+def test_requests_that_end_or_wait_meanwhile_are_told_of() -> None:
+    """The number of requests beside it drops from one frame to the next; the later frame says why."""
+    subject = recorded()
+    branches = subject.prompts([P, [1, 2], [3, 4, 5], [2, 2]])
+    short, long = branches[1].stream(6, deterministic=False), branches[2].stream(30, deterministic=False)
+    told = branches[0].generate(9, window=4).timeline()
+    first, *later = told.frames
+    assert (first.others, first.ended, first.waiting) == (3, 0, 0)
+    assert (later[0].others, later[0].ended, later[0].waiting) == (2, 0, 1), "the fourth has only its prompt"
+    assert "; 1 has its prompt and waits" in told.still(later[0])
+    (drop,) = [i for i in range(2, len(told.frames)) if told.frames[i].others < told.frames[i - 1].others]
+    frame = told.frames[drop]
+    assert (frame.others, frame.ended, frame.waiting) == (1, 1, 0)
+    assert "1 other request running; 1 has ended" in told.still(frame)
+    assert str(told).count("; 1 has ended") == 1 and sum(frame.ended for frame in told.frames) == 1
+    for stream in (short, long):
         stream.close()
 
 

@@ -1,16 +1,15 @@
-"""Rollouts on Ray: the same digest on one worker, on several, and when workers die. One test uses a real cluster."""
+"""Rollouts on a stand-in for Ray: the same digest on any number of workers, also when some die. `make cluster` starts Ray."""
 
-import os
-import signal
-import threading
-import time
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from replaylens.cli import app
 from replaylens.engine import cluster
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, ClusterFailed, OtherFingerprint
@@ -81,6 +80,29 @@ def test_dead_workers_are_replaced(fake: Any, reference: Rollouts, tmp_path: Pat
     assert drawn(tmp_path, workers=2).digest == reference.digest and ray.started == 3
 
 
+def test_the_command_starts_one_cluster_for_all_chains(fake: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting one takes many seconds. `connected` within `connected` takes the one that runs."""
+    fake()
+    depth, starts, once = 0, 0, cluster.connected
+
+    @contextmanager
+    def counted(address: str) -> Iterator[Any]:
+        nonlocal depth, starts
+        starts, depth = starts + (depth == 0), depth + 1
+        with once(address) as ray:
+            yield ray
+        depth -= 1
+
+    monkeypatch.setattr(cluster, "connected", counted)
+    (tmp_path / "chains.jsonl").write_text(
+        "".join(json.dumps({"prompt": PROMPT, "chain": chain}) + "\n" for chain in (CHAIN, " Bob flips."))
+    )
+    given = ["resample", "--file", str(tmp_path / "chains.jsonl"), "--n", "3", "--max-new", "4", "--out", str(tmp_path / "out")]
+    told = CliRunner().invoke(app, [*given, "--workers", "2", "--quiet"])
+    assert told.exit_code == 0 and len(list((tmp_path / "out").iterdir())) == 2, told.output
+    assert (starts, depth) == (1, 0)
+
+
 def test_a_wave_that_kills_every_worker(fake: Any, reference: Rollouts, tmp_path: Path) -> None:
     """It ends with a named error; the others are kept, and the next call goes on with them."""
     fake(lambda actor, method, args: method == "write" and args[1] == 2)
@@ -110,37 +132,3 @@ def test_functions_are_not_sent(fake: Any, tmp_path: Path) -> None:
         drawn(tmp_path, at=lambda position, text: True)
     with pytest.raises(BadRequest, match="function"):
         drawn(tmp_path, answer=Answer.function(str.upper))
-
-
-@pytest.mark.slow
-def test_two_real_workers_of_which_one_is_killed(reference: Rollouts, tmp_path: Path) -> None:
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")
-    ray, psutil = pytest.importorskip("ray"), pytest.importorskip("psutil")
-    ray.init(
-        address="local",
-        num_cpus=2,
-        runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}},
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="error",
-    )
-    killed: list[int] = []
-
-    def kill_one() -> None:
-        deadline = time.monotonic() + 100
-        while not killed and time.monotonic() < deadline:
-            if (tmp_path / "plan.json").exists():
-                ours = psutil.Process().children(recursive=True)
-                for worker in [process for process in ours if "WaveWorker" in " ".join(process.cmdline())][:1]:
-                    os.kill(worker.pid, signal.SIGKILL)
-                    killed.append(worker.pid)
-            time.sleep(0.01)
-
-    killer = threading.Thread(target=kill_one)
-    killer.start()
-    try:
-        found = drawn(tmp_path, workers=2, wave=1)
-    finally:
-        killer.join()
-        ray.shutdown()
-    assert killed and found.digest == reference.digest

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.thinking_arms import TEXT_TASKS, TINY, Arm, ablations, methods
+from benchmarks.thinking_arms import CHANGES, TEXT_TASKS, TINY, Arm, ablations, methods
 from benchmarks.thinking_latency import EOS, PAD, TINY_SHAPES, by_hand, triggered
 from replaylens.engine.engine import ThinkingEngine
 from replaylens.engine.errors import NonFinite
@@ -23,7 +23,7 @@ def texts(task: str, steps: int, config: ThinkingConfig, method: Method) -> list
 
 
 def test_arms_have_names_and_recipes_of_their_own() -> None:
-    arms = [*methods(tuple(TEXT_TASKS), (0, 1)), *ablations(tuple(TEXT_TASKS), TINY.layers, (0,))]
+    arms = [*methods(tuple(TEXT_TASKS), (0, 1)), *ablations(tuple(TEXT_TASKS), CHANGES, TINY.layers, (0,))]
     different = dict.fromkeys(arms)
     assert len({arm.name for arm in different}) == len({TINY.recipe(arm).to_json() for arm in different}) == len(different)
     assert {arm.method for arm in arms} == set(METHODS)

@@ -58,7 +58,7 @@ def test_tree_and_timeline_strike_out_thoughts_that_were_rolled_back() -> None:
     struck = [slot for slot in frames[1].generated if slot.state.value == "rejected"]
     assert len(struck) == len(dropped) and struck[0].name == "Z4"
     assert (frames[0].kv.draft, frames[1].kv.total) == (20, 8)
-    assert "line-through" in branch.timeline().still(frames[1]) and "line-through" not in branch.timeline().still(frames[0])
+    assert 'class="cross"' in branch.timeline().still(frames[1]) and 'class="cross"' not in branch.timeline().still(frames[0])
 
 
 def test_another_state_in_its_place_turns_thought_and_answer() -> None:

@@ -19,7 +19,7 @@ from replaylens.probes.errors import BadRows, ProbeError, RootOnBothSides, Share
 from replaylens.probes.fitting.heldout import held_out
 from replaylens.probes.fitting.refit import score
 from replaylens.probes.reports.summary import shown
-from replaylens.probes.scoring.statistics import Null
+from replaylens.probes.scoring.permutations import Null
 from replaylens.probes.sweeps import sweeping
 from replaylens.probes.sweeps.sweeping import sweep
 from tests.calibrate import Effect, Noise

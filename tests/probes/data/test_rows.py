@@ -13,7 +13,8 @@ from replaylens.engine.errors import OtherFingerprint, UnknownSite
 from replaylens.probes.causal.stage import Stage
 from replaylens.probes.data import groups
 from replaylens.probes.data.positions import Position
-from replaylens.probes.data.rows import ProbeRows, make_target
+from replaylens.probes.data.rows import ProbeRows
+from replaylens.probes.data.target import make_target
 from replaylens.probes.design import splits
 from replaylens.probes.design.goals import make_goal
 from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, OneClass, ProbeError, RootOnBothSides, TooFewGroups

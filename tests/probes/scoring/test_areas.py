@@ -6,7 +6,7 @@ from scipy import stats
 from sklearn.metrics import balanced_accuracy_score, roc_auc_score
 
 from replaylens.probes.errors import OneClass, TooFewGroups
-from replaylens.probes.scoring.areas import area, area_gains, weighted_areas
+from replaylens.probes.scoring.areas import area, area_gains
 from replaylens.probes.scoring.balanced import balanced_accuracy
 
 
@@ -17,9 +17,6 @@ def names(groups: int, rows: int = 1) -> np.ndarray:
 def test_values_are_scikit_learns() -> None:
     generator = np.random.default_rng(0)
     score, good = generator.integers(20, size=300) / 7, generator.random(300) < 0.4
-    weights = generator.integers(3, size=(5, 300))
-    theirs = [roc_auc_score(good, score, sample_weight=line) for line in weights]
-    assert np.allclose(weighted_areas(score, good, weights), theirs, atol=1e-12)
     assert area(score, good, names(100, 3)).value == pytest.approx(roc_auc_score(good, score), abs=1e-12)
     codes, said = generator.integers(4, size=(2, 300))
     assert balanced_accuracy(said == codes, codes, names(100, 3)).value == pytest.approx(balanced_accuracy_score(codes, said))

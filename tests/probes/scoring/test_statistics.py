@@ -4,20 +4,18 @@ import numpy as np
 import pytest
 from scipy.stats import beta
 
-from replaylens.probes.data.rows import make_target
+from replaylens.probes.data.target import make_target
 from replaylens.probes.design.goals import make_goal
 from replaylens.probes.errors import TooFewGroups
 from replaylens.probes.fitting.information import calibration_error, code_blocks, code_length, v_information
 from replaylens.probes.fitting.refit import exchanged, permutation_test
+from replaylens.probes.scoring.permutations import Null, group_permutations, max_statistic
 from replaylens.probes.scoring.statistics import (
-    Null,
     corrected_p,
     difference_over_groups,
     effective_groups,
     false_discovery,
-    group_permutations,
     group_sums,
-    max_statistic,
     mean_over_groups,
     mean_over_placebos,
     means_over_groups,

@@ -1,0 +1,163 @@
+"""`Generation`: the verbs that add tokens to branches: generate, stream, force."""
+
+import warnings
+from collections.abc import Sequence
+
+from replaylens.engine.errors import BadRequest, ClosedBranch, EqualDraws, no_such
+from replaylens.engine.loop.lane import Job, Lane
+from replaylens.engine.loop.loop import Loop
+from replaylens.engine.request.options import named_options
+from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.request.values import flag, instance, items, token_ids
+from replaylens.engine.serving.branch import Branch
+from replaylens.engine.serving.forest import Forest
+from replaylens.engine.serving.lock import EngineLock, changing
+from replaylens.engine.serving.request import SAMPLING, Request
+from replaylens.engine.serving.stream import Stream
+from replaylens.engine.serving.token_reader import TokenReader
+
+
+class Generation(TokenReader):
+    """Serves requests on branches, all that are given together."""
+
+    loop: Loop
+    forest: Forest
+    lock: EngineLock
+
+    @named_options
+    def generate(
+        self,
+        branches: Sequence[Branch],
+        n: int,
+        *,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        drafter: str = "self",
+        window: int | None = None,
+        deterministic: bool = True,
+        keep_rejected: bool = False,
+        drafts: dict[int, list[list[int]]] | None = None,
+        final: bool = False,
+        progress: bool = False,
+    ) -> list[Branch]:
+        """Generate up to `n` tokens on each branch, all together. Each branch gets the tokens it would get alone.
+
+        sampling       how tokens are chosen: one for all branches, or one for each; default: greedy
+        drafter        which drafter guesses ahead; never changes the output
+        window         rows per verification; 1 decodes directly; None lets the planner choose
+        deterministic  False: take the fast path's tokens unverified; the branches are marked as not certified
+        keep_rejected  keep the pages of rejected drafts, so that they can be forked
+        drafts         for the `forced` drafter: chains of tokens by their start position
+        final          also compute the last token's own row
+        """
+        branches = items("branches", branches, "a list of branches, such as [engine.prompt(...)]")
+        if sampling is None or isinstance(sampling, Sampling):
+            own = [sampling or Sampling()] * len(branches)
+        else:
+            own = items("sampling", sampling, f"{SAMPLING}, or one for each branch")
+        if len(own) != len(branches):
+            raise BadRequest(f"Got {len(own)} samplings for {len(branches)} branches. Give one for all, or one for each.")
+        how = (drafter, window, deterministic, keep_rejected, drafts, final)
+        return self.serve(branches, [Request(n, each, *how) for each in own], progress)
+
+    def serve(self, branches: Sequence[Branch], requests: Sequence[Request], progress: bool = False) -> list[Branch]:
+        """Serve one request on each branch, all together."""
+        progress = flag("progress", progress)
+        self.forest.serve(lambda: [self._job(b, r) for b, r in zip(branches, requests, strict=True)], progress)
+        return list(branches)
+
+    @named_options
+    def stream(
+        self,
+        branch: Branch,
+        n: int,
+        *,
+        sampling: Sampling | None = None,
+        drafter: str = "self",
+        window: int | None = None,
+        deterministic: bool = True,
+        keep_rejected: bool = False,
+        drafts: dict[int, list[list[int]]] | None = None,
+        final: bool = False,
+    ) -> Stream:
+        """Stream the committed tokens of one branch, as `Branch.stream`. Other requests are served alongside."""
+        greedy = Sampling() if sampling is None else sampling
+        request = Request(n, greedy, drafter, window, deterministic, keep_rejected, drafts, final)
+        return self.open_stream(branch, request)
+
+    @changing
+    def open_stream(self, branch: Branch, request: Request) -> Stream:
+        """Start a request on a branch and stream its tokens."""
+        job = self._job(branch, request)
+        self.forest.start(job)
+        return Stream(self.forest, job)
+
+    def force_all(self, branches: Sequence[Branch], tokens: Sequence[str | Sequence[int]]) -> list[Branch]:
+        """Append given tokens to each branch, however unlikely, and compute all their rows together."""
+        branches = items("branches", branches, "a list of branches")
+        texts = items("tokens", tokens, "a list with the tokens of each branch")
+        paths = [self.text.encode(t, special=False) if isinstance(t, str) else token_ids("tokens", t) for t in texts]
+        if len(paths) != len(branches):
+            raise BadRequest(f"Got {len(paths)} texts for {len(branches)} branches. Give one for each.")
+        self.forest.serve(lambda: self._forced(branches, paths))
+        return list(branches)
+
+    def _forced(self, branches: Sequence[Branch], paths: Sequence[list[int]]) -> list[Job]:
+        """Mutates: appends the tokens to all branches, or to none if one cannot take them. Returns the jobs to compute them."""
+        jobs = [Job(self._own(branch).lane, exact=branch.lane.exact) for branch in branches]
+        self.forest.require(jobs)
+        for branch, ids in zip(branches, paths, strict=True):
+            if not ids:
+                raise BadRequest("No tokens to force. Give at least one token.")
+            self._check_tokens(ids, branch.length)
+            if branch.finish_reason:
+                raise ClosedBranch(f"Branch {branch.id} is finished. Roll it back or fork it to continue.")
+        for branch, ids in zip(branches, paths, strict=True):
+            self.forest.force(branch.lane, ids)
+        return jobs
+
+    def cancel(self, job: Job) -> None:
+        """Stop a job at once. Its committed tokens stay on the branch."""
+        instance("job", job, Job, "a Job, such as stream.job")
+        if self.loop.lanes.get(job.lane.branch) is not job.lane and not job.done:
+            raise BadRequest(f"Branch {job.lane.branch} is not a branch of this engine. Cancel the job on its own engine.")
+        self.forest.cancel(job)
+
+    def _job(self, branch: Branch, request: Request) -> Job:
+        """The request as a job on this branch; BadRequest or ClosedBranch if it cannot be served."""
+        self._own(branch)._check_open()
+        if request.drafter not in self.loop.drafters:
+            hint = " Load the engine with draft_model=..." if request.drafter == "model" else ""
+            raise BadRequest(no_such("drafter", str(request.drafter), self.loop.drafters) + hint)
+        if branch.length + request.n > self.config.max_positions:
+            most = self.config.max_positions
+            raise BadRequest(f"{branch.length} tokens and {request.n} more exceed the model's {most} positions. Ask for fewer.")
+        if branch.finish_reason:
+            raise ClosedBranch(f"Branch {branch.id} is finished. Roll it back or fork it to continue.")
+        _warn_of_equal_draws(self.loop.lanes, branch, request)
+        return request.job(branch.lane, self.text.eos_id)
+
+    def _own(self, branch: Branch) -> Branch:
+        """The branch; BadRequest if it is not a Branch of this engine."""
+        instance("branch", branch, Branch, "a Branch, such as prompt(...) returns")
+        if branch.engine is not self:
+            raise BadRequest(f"Branch {branch.id} belongs to another engine. Prompt this engine with its tokens.")
+        return branch
+
+
+def _warn_of_equal_draws(lanes: dict[int, Lane], branch: Branch, request: Request) -> None:
+    """Warn, once for each such draw, if a live fork at the same place sampled with the same seed: to the same tokens."""
+    record, parent = branch.record, lanes.get(-1 if branch.record.parent is None else branch.record.parent)
+    if parent is None or not request.sampling.temperature or len(record.tokens) > record.fork_position:
+        return
+    edits = tuple(edit.key for edit in branch.lane.edits)
+    drawn = (record.fork_position, edits, len(branch.lane.hooks), hash(repr(request.sampling)))
+    first = parent.drawn.setdefault(drawn, branch.id)
+    if first != branch.id and first in lanes:
+        parent.drawn[drawn] = -1  # no branch: warned
+        warnings.warn(
+            f"Branches {first} and {branch.id} are forks of branch {parent.branch} at the same position and "
+            f"sample with the same seed, {request.sampling.seed}, so they get the same tokens. Give each fork a Sampling "
+            "with its own seed, or use branch.resample(n), which does.",
+            EqualDraws,
+            stacklevel=2,
+        )

@@ -1,0 +1,240 @@
+"""A real Ray cluster of two nodes on this machine: workers that are killed, a node that goes away. `make cluster` runs it.
+
+The stand-in in tests/engine/dump/fake_ray.py covers the rest of the clusters' code, in milliseconds.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replaylens.engine.cluster import dump_on_cluster
+from replaylens.engine.engine import Engine
+from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.resampling.answers import Answer
+from replaylens.engine.resampling.rollouts import Rollouts
+from replaylens.engine.rollout_cluster import resample_on_cluster
+from tests.own_certificates import own_certificates  # noqa: F401
+
+pytestmark = pytest.mark.slow
+
+PROMPT, CHAIN, ROLLOUTS = "A coin's state is heads.", " Alice flips. Bob flips.", 40
+SAMPLING = Sampling(temperature=1.0, seed=3)
+OPTIONS: dict[str, Any] = {
+    "at": "sentences",
+    "max_new": 8,
+    "answer": Answer.regex("heads|tails"),
+    "sites": "S",
+    "keep": ["fork", "last"],
+}
+WAVES = 2 * ROLLOUTS
+"""of one rollout each, so that every worker has many"""
+NODE: dict[str, Any] = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 100 * 2**20}
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory, own_certificates: None) -> Iterator[Any]:  # noqa: F811
+    """Two nodes with room for one worker each. This process is connected to them."""
+    ray = pytest.importorskip("ray")
+    pytest.importorskip("psutil")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(without_grammar(tmp_path_factory)), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        from ray.cluster_utils import Cluster
+
+        cluster = Cluster(initialize_head=True, head_node_args=NODE)
+        try:
+            cluster.add_node(**NODE)
+            ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
+            yield cluster
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+
+
+def without_grammar(folders: pytest.TempPathFactory) -> Path:
+    """A folder for PYTHONPATH that hides rfc3987_syntax from the processes of the cluster.
+
+    jsonschema, which Ray imports, imports it if it is installed, as Jupyter wants. It builds a grammar for 1.8 s, in each of
+    Ray's six processes. Ray ends a node whose agents take more than 15 s, which on two busy cores they then do.
+    """
+    folder = folders.mktemp("hidden")
+    (folder / "rfc3987_syntax.py").write_text('raise ImportError("hidden from the cluster")\n')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference() -> Rollouts:
+    """In this process, without waves."""
+    with Engine.load("coin-plain").prompt(PROMPT).force(CHAIN) as chain:
+        return chain.resample(ROLLOUTS, sampling=SAMPLING, **OPTIONS)
+
+
+def drawn(folder: Path, workers: int) -> Rollouts:
+    where: dict[str, Any] = {"workers": workers, "wave": 1, "sampling": SAMPLING}
+    return resample_on_cluster("coin-plain", folder, PROMPT, ROLLOUTS, chain=CHAIN, **where, **OPTIONS)
+
+
+def until(holds: Callable[[], Any], what: str) -> Any:
+    """What the function returns as soon as it is true."""
+    deadline = time.monotonic() + 90
+    while not (found := holds()):
+        assert time.monotonic() < deadline, f"Waited in vain for {what}."
+        time.sleep(0.01)
+    return found
+
+
+def processes(kind: str) -> list[Any]:
+    """The running worker processes of a class, oldest first."""
+    import psutil
+
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if f"ray::{kind}" in " ".join(process.cmdline()):
+                found.append((process.create_time(), process))
+        except psutil.NoSuchProcess:
+            continue
+    return [process for _, process in sorted(found, key=lambda each: each[0])]
+
+
+class Watched:
+    """A resampling that runs in a thread, and its workers, which can be stopped so that it is known who draws."""
+
+    def __init__(self, folder: Path, workers: int) -> None:
+        until(lambda: not processes("WaveWorker"), "the end of the workers of another test")
+        self.folder, self._pool = folder, ThreadPoolExecutor(1)
+        self._result = self._pool.submit(drawn, folder, workers)
+
+    @property
+    def num_waves(self) -> int:
+        return len(list(self.folder.glob("wave-*.json")))
+
+    def first(self) -> Any:
+        """The worker that made the plan. It is stopped, with a wave in its hands."""
+        until((self.folder / "plan.json").exists, "the plan")
+        (first, *_) = processes("WaveWorker")
+        first.suspend()
+        return first
+
+    def others_draw(self) -> None:
+        """Return when workers that are not stopped have written a wave."""
+        before = self.num_waves
+        until(lambda: self.num_waves > before, "a wave")
+        assert self.num_waves < WAVES, "all waves were drawn before anything could happen to them"
+
+    def result(self) -> Rollouts:
+        with self._pool:
+            return self._result.result(timeout=90)
+
+
+@pytest.mark.usefixtures("nodes")
+def test_one_worker(reference: Rollouts, tmp_path: Path) -> None:
+    assert drawn(tmp_path, 1).digest == reference.digest
+    with Engine.load("coin-plain").prompt(PROMPT).force(CHAIN) as chain:
+        other = chain.resample(ROLLOUTS, sampling=Sampling(temperature=1.0, seed=4), **OPTIONS)
+    assert other.digest != reference.digest, "the digest does not depend on what was drawn"
+
+
+@pytest.mark.usefixtures("nodes")
+def test_two_workers_on_two_nodes(reference: Rollouts, tmp_path: Path) -> None:
+    """Each draws some waves while the other is stopped."""
+    drawing = Watched(tmp_path, 2)
+    first = drawing.first()
+    drawing.others_draw()
+    (second,) = [process for process in processes("WaveWorker") if process.pid != first.pid]
+    second.suspend()
+    assert first.ppid() != second.ppid(), "both are on one node"
+    first.resume()
+    drawing.others_draw()
+    second.resume()
+    assert drawing.result().digest == reference.digest
+
+
+@pytest.mark.usefixtures("nodes")
+def test_a_worker_is_killed_in_its_wave(reference: Rollouts, tmp_path: Path) -> None:
+    drawing = Watched(tmp_path, 2)
+    first = drawing.first()
+    drawing.others_draw()
+    first.kill()
+    assert drawing.result().digest == reference.digest and not first.is_running()
+    assert drawing.num_waves == WAVES
+
+
+def test_a_node_goes_away(nodes: Any, reference: Rollouts, tmp_path: Path) -> None:
+    """With everything on it, without notice, while its worker has a wave."""
+    third = nodes.add_node(**NODE)
+    (raylet,) = third.all_processes["raylet"]
+    drawing = Watched(tmp_path, 3)
+    first = drawing.first()
+    theirs = until(lambda: [p for p in processes("WaveWorker") if p.ppid() == raylet.process.pid], "a worker on the third node")
+    if theirs[0].pid == first.pid:
+        drawing.others_draw()
+    else:
+        until(lambda: drawing.num_waves, "a wave of another worker")
+        theirs[0].suspend()
+    assert drawing.num_waves < WAVES
+    nodes.remove_node(third, allow_graceful=False)
+    if theirs[0].pid != first.pid:
+        first.resume()
+    assert drawing.result().digest == reference.digest and not theirs[0].is_running()
+
+
+@pytest.mark.usefixtures("nodes")
+def test_a_dump_whose_worker_is_killed(tmp_path: Path) -> None:
+    """Two workers give the bytes of one; the killed worker's shard is written by the other."""
+
+    def dumped(folder: Path, workers: int) -> Any:
+        return dump_on_cluster("coin-plain", folder, "coin", 24, workers=workers, examples_per_shard=2, max_new=8)
+
+    alone = dumped(tmp_path / "one", 1)
+    until(lambda: not processes("ShardWorker"), "the end of the first dump's worker")
+    with ThreadPoolExecutor(1) as pool:
+        dumping = pool.submit(dumped, tmp_path / "two", 2)
+        until((tmp_path / "two" / "plan.json").exists, "the plan")
+        (first, *_) = processes("ShardWorker")
+        os.kill(first.pid, signal.SIGKILL)
+        both = dumping.result(timeout=90)
+    assert both.digest == alone.digest and not first.is_running()
+    names = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "two").iterdir())
+    assert all((tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes() for name in names)
+
+
+def test_the_command(reference: Rollouts, nodes: Any, tmp_path: Path) -> None:
+    """`replaylens resample --ray ADDRESS`, from another process."""
+    assert commanded(tmp_path, ["--ray", nodes.address, "--workers", "2"]) == reference.digest
+
+
+@pytest.mark.usefixtures("nodes")
+def test_a_start_that_takes_too_long(reference: Rollouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--ray local`: the agent of the first node sleeps for 20 s, so that Ray ends the node; the second start succeeds."""
+    slept = tmp_path / "slept"
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys, time\n"
+        "if any('dashboard/agent.py' in each for each in sys.orig_argv):\n"
+        f"    if not os.path.exists({str(slept)!r}):\n"
+        f"        open({str(slept)!r}, 'w').close()\n"
+        "        time.sleep(20)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+    assert commanded(tmp_path / "rollouts", ["--ray", "local", "--workers", "2"]) == reference.digest and slept.exists()
+
+
+def commanded(folder: Path, where: list[str]) -> str:
+    """The digest that `replaylens resample` prints."""
+    command = [sys.executable, "-m", "replaylens", "resample", "--prompt", PROMPT, "--chain", CHAIN, "--at", "sentences"]
+    options = ["--n", str(ROLLOUTS), "--max-new", "8", "--seed", "3", "--answer", "heads|tails", "--sites", "S"]
+    output = ["--keep", "fork,last", "--out", str(folder), "--json", "--quiet"]
+    done = subprocess.run([*command, *options, *output, *where], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    digest: str = json.loads(done.stdout.splitlines()[-1])["digest"]
+    return digest
