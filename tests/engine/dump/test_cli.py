@@ -21,13 +21,14 @@ from replaylens.commands.verify import diff as diff_command
 from replaylens.commands.verify import verify as verify_command
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
+from tests.engine.dump.conftest import EXAMPLES, NEW, PER_SHARD
 from tests.engine.dump.damage import flip_bit
 
 app = typer.Typer()
 for command in (dump_command, replay, inspect, verify_command, diff_command):
     app.command()(command)
 
-SAME = ["--n", "10", "--knob", "flips=1,3", "--max-new", "7", "--shard-examples", "4"]
+SAME = ["--n", str(EXAMPLES), "--knob", "flips=1,3", "--max-new", str(NEW), "--shard-examples", str(PER_SHARD)]
 """the options of the reference dump"""
 
 
