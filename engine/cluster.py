@@ -119,22 +119,25 @@ def dump_on_cluster(
     )
     engine_options = engine_options or {}
     with connected(address) as ray:
-        pool = Pool(ray, ShardWorker, model, engine_options, workers)
-        head = pool.call("plan", task, json.dumps(examples), sent)
-        plan, fingerprint = _read_head(head)
-        writer = DumpWriter(path, plan, fingerprint)
-        with writer.writing((0, 1), resume) as missing, writer.progress_bar(missing, (0, 1), progress) as bar:
-            url = writer.store.url
-            for number in pool.write_all(missing, lambda actor, number: actor.write.remote(url, head, number, batch), "Shard"):
-                bar.update(len(plan.indices(number)))
+        with Pool(ray, ShardWorker, model, engine_options, workers) as pool:
+            head = pool.call("plan", task, json.dumps(examples), sent)
+            plan, fingerprint = _read_head(head)
+            writer = DumpWriter(path, plan, fingerprint)
+            with writer.writing((0, 1), resume) as missing, writer.progress_bar(missing, (0, 1), progress) as bar:
+                url = writer.store.url
+                for number in pool.write_all(
+                    missing, lambda actor, number: actor.write.remote(url, head, number, batch), "Shard"
+                ):
+                    bar.update(len(plan.indices(number)))
         return writer.finish()
 
 
 class Pool:
-    """The actors and their current calls."""
+    """The actors and their current calls. After a `with` block all actors are gone, and their places in the cluster free."""
 
     def __init__(self, ray: Any, kind: type, model: str, engine_options: dict[str, Any], workers: int | None) -> None:
         self.ray, self._given = ray, (model, json.dumps(engine_options))
+        self._actors: list[Any] = []
         gpus = 1 if engine_options.get("device") == "cuda" else 0
         self._actor = ray.remote(kind).options(num_cpus=1, num_gpus=gpus, max_restarts=0)
         known = int(ray.cluster_resources().get("GPU" if gpus else "CPU", 0))
@@ -145,8 +148,17 @@ class Pool:
             )
         self._first = self._start()
 
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for actor in self._actors:  # one that is still loading its engine would otherwise outlive its handle
+            with suppress(Exception):
+                self.ray.kill(actor)
+
     def _start(self) -> Any:
-        return self._actor.remote(*self._given)
+        self._actors.append(self._actor.remote(*self._given))
+        return self._actors[-1]
 
     def call(self, method: str, *given: Any) -> Any:
         """Call a method of the first actor."""

@@ -103,8 +103,7 @@ def resample_on_cluster(
             "wave": wave,
         }
     )
-    with cluster.connected(address) as ray:
-        pool = cluster.Pool(ray, WaveWorker, model, engine_options or {}, workers)
+    with cluster.connected(address) as ray, cluster.Pool(ray, WaveWorker, model, engine_options or {}, workers) as pool:
         raw = json.loads(pool.call("plan", cluster.sendable({"prompt": prompt, "chain": chain}), sent))
         files = WaveFolder.create(folder, ResamplePlan.from_json(raw["plan"]), raw["wave"])
         missing = files.missing()

@@ -32,6 +32,7 @@ class FakeRay:
 
     def __init__(self, cpus: int, dies: Callable[[int, str, tuple[Any, ...]], bool], slots: int = 1000) -> None:
         self.cpus, self.dies, self.slots, self.started, self.waits = cpus, dies, slots, 0, 0
+        self.killed = 0
 
     def cluster_resources(self) -> dict[str, float]:
         return {"CPU": float(self.cpus)} if self.cpus else {}
@@ -42,6 +43,10 @@ class FakeRay:
     def _start(self, kind: type, args: tuple[Any, ...]) -> Any:
         self.started += 1
         return _Actor(self, self.started, kind, args)
+
+    def kill(self, actor: "_Actor") -> None:
+        actor.dead = True
+        self.killed += 1
 
     def get(self, call: "_Call") -> Any:
         return call.result()

@@ -78,6 +78,7 @@ def test_dead_workers_are_replaced(fake: Any, reference: Rollouts, tmp_path: Pat
 
     ray = fake(dies)
     assert drawn(tmp_path, workers=2).digest == reference.digest and ray.started == 3
+    assert ray.killed == 3, "none outlives the call, and holds a place of the cluster"
 
 
 def test_the_command_starts_one_cluster_for_all_chains(fake: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
