@@ -166,18 +166,21 @@ def test_a_node_goes_away(nodes: Any, reference: Rollouts, tmp_path: Path) -> No
     third = nodes.add_node(**NODE)
     (raylet,) = third.all_processes["raylet"]
     drawing = Watched(tmp_path, 3)
-    first = drawing.first()
-    theirs = until(lambda: [p for p in processes("WaveWorker") if p.ppid() == raylet.process.pid], "a worker on the third node")
-    if theirs[0].pid == first.pid:
-        drawing.others_draw()
-    else:
-        until(lambda: drawing.num_waves, "a wave of another worker")
-        theirs[0].suspend()
+    drawing.first()
+
+    def drawing_there() -> list[Any]:
+        """The third node's worker, if it draws now. All others are stopped, so that waves are left for it."""
+        for process in processes("WaveWorker"):
+            (process.resume if process.ppid() == raylet.process.pid else process.suspend)()
+        return [process for process in processes("WaveWorker.write") if process.ppid() == raylet.process.pid]
+
+    (victim,) = until(drawing_there, "a worker on the third node that draws")
+    victim.suspend()
     assert drawing.num_waves < WAVES
     nodes.remove_node(third, allow_graceful=False)
-    if theirs[0].pid != first.pid:
-        first.resume()
-    assert drawing.result().digest == reference.digest and not theirs[0].is_running()
+    for process in processes("WaveWorker"):
+        process.resume()
+    assert drawing.result().digest == reference.digest and not victim.is_running()
 
 
 @pytest.mark.usefixtures("nodes")
