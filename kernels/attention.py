@@ -304,7 +304,7 @@ def attention(
     if specialised is None and (tile is not None or split is not None):
         specialised = False  # the caller chose a schedule of this kernel
     plain = sinks is None and not rest
-    special = _specialises(q, k_cache, v_cache, rows, window, kv_block, kv_split, plain, specialised)
+    special = _specialises(q, k_cache, v_cache, rows, window, page_size, kv_block, kv_split, plain, specialised)
     tile, split, splits = _schedule(rows, group, d_head, q.dtype, window, page_size, kv_split, kv_heads, tile, split)
     num_tiles = num_rows if rows.tiles is None else rows.tiles.shape[0]
     log2e = 1.4426950408889634
@@ -379,6 +379,7 @@ def _specialises(
     v_cache: Tensor,
     rows: PagedRows,
     window: int,
+    page_size: int,
     kv_block: int,
     kv_split: int,
     plain: bool,
@@ -392,7 +393,7 @@ def _specialises(
         return False
     shares = rows.shared is not None and not window
     group, per_tile = q.shape[1] // k_cache.shape[1], 0 if rows.tiles is None or shares else rows.per_tile
-    can = plain and can_prefill(q, k_cache, v_cache, per_tile * group, kv_block, kv_split)
+    can = plain and can_prefill(q, k_cache, v_cache, per_tile * group, page_size, kv_block, kv_split)
     require(
         can or not wanted,
         "specialised=True needs a Hopper GPU, bfloat16 or float16, head size 64 or 128, and tiles of at most {} pairs without "

@@ -2,13 +2,12 @@
 
 The steps of a row are those of `kernels/attention.py`, in the same order; only who takes them differs. A program has a tile of
 128 (row, query head) pairs. Each multiplying warpgroup has 64 of them, so that one computes its softmax while the other keeps
-the tensor cores busy. Within a warpgroup, the scores of a block are computed together with the values of the block before,
-and its softmax runs while those are still being multiplied:
+the tensor cores busy. Step i of a warpgroup computes the scores of block i together with the values of block i - 1, and the
+softmax of block i while those values are still being multiplied. A split ends within a step: the scores of the next split are
+computed while its sums are closed.
 
-    scores of block i  |  values of block i - 1  ->  softmax of block i  ->  a <- a * shrink
-
-The loading warpgroup walks over the pages and fills a ring of buffers. Keys that no row sees are zeros: a slot that was never
-written may hold NaN, and 0 * NaN would reach the sum.
+The loading warpgroup walks over the pages and fills a ring of buffers: step i needs the keys of block i and the values of
+block i - 1. Keys that no row sees are zeros: a slot that was never written may hold NaN, and 0 * NaN would reach the sum.
 
 Triton's interpreter cannot run this kernel; the tests compare it on a device with the kernel that it can run.
 """
@@ -33,10 +32,12 @@ from replaylens.kernels.launch import EXACT, KV_BLOCK, KV_SPLIT
 MAX_PAIRS = 128
 """(row, query head) pairs of a tile"""
 _HEAD_SIZES = (64, 128)
-_STAGES = 3
-"""blocks of keys and values in the ring"""
+_PAGE_SIZES = (16, 32, 64)
+"""they divide a block, and a round of copies fits into one"""
 _CACHE_BYTES = 40_000_000
 """of the second-level cache, for keys and values"""
+_STAGES = 3
+"""blocks of keys and values in the ring"""
 _REGISTERS, _LOADER_REGISTERS = 216, 72
 """registers per thread of a multiplying and of the loading warpgroup; two of the former and one of the latter fill 504"""
 _barrier: Any = getattr(gl, "thread_barrier", None) or gl.barrier  # renamed in Triton 3.7
@@ -71,7 +72,7 @@ def _softmax(
 
 @gluon.constexpr_function
 def _reversed_bits(i, size):
-    """Where column i is found among `_first_to_last` of `size` columns."""
+    """Where column i is found among `_columns` of `size` columns."""
     out = 0
     while size > 1:
         out, i, size = 2 * out + i % 2, i // 2, size // 2
@@ -79,20 +80,20 @@ def _reversed_bits(i, size):
 
 
 @gluon.jit
-def _first_to_last(x, COLUMNS: gl.constexpr):
-    """The columns of x, in the order that `_closed` adds them: all even ones, then all odd ones, and so on within them."""
+def _columns(x, COLUMNS: gl.constexpr):
+    """The columns of x: all even ones, then all odd ones, and so on within them."""
     if COLUMNS == 1:
         return (gl.reshape(x, [x.shape[0]]),)
     else:
         even, odd = gl.split(gl.reshape(x, [x.shape[0], COLUMNS // 2, 2]))
-        return _first_to_last(even, COLUMNS // 2) + _first_to_last(odd, COLUMNS // 2)
+        return _columns(even, COLUMNS // 2) + _columns(odd, COLUMNS // 2)
 
 
 @gluon.jit
 def _closed(sums, BLOCK: gl.constexpr, SCORES: gl.constexpr):
     """`closed` of `kernels/softmax.py`: a thread adds all columns of a row, from first to last."""
-    whole: gl.constexpr = gl.BlockedLayout([1, BLOCK // 2], [32, 1], [4, 1], [1, 0])
-    columns = _first_to_last(gl.convert_layout(sums, whole), BLOCK // 2)
+    whole: gl.constexpr = gl.BlockedLayout([1, BLOCK // 2], [16, 2], [4, 1], [1, 0])  # rows stay in their warp
+    columns = _columns(gl.convert_layout(sums, whole), BLOCK // 2)
     l = columns[0]
     for i in gl.static_range(1, BLOCK // 2):
         l = l + columns[_reversed_bits(i, BLOCK // 2)]
@@ -123,7 +124,7 @@ def _load_queries(
 
 @gluon.jit
 def _multiply(
-    NUMBER: gl.constexpr, Q, OUT, POSITION, q_buffer, k_ring, v_ring, k_full, k_free, v_full, v_free,
+    NUMBER: gl.constexpr, Q, OUT, POSITION, q_buffer, k_ring, v_ring, full, free,
     first_row, num_rows, kv_head, first, end, stride_qr, stride_qh, stride_or, stride_oh, scale, softcap, window,
     GROUP: gl.constexpr, HEAD: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, SPLIT: gl.constexpr,
     STAGES: gl.constexpr, CAPPED: gl.constexpr, WINDOWED: gl.constexpr,
@@ -147,28 +148,24 @@ def _multiply(
     m = gl.full([ROWS], float("-inf"), gl.float32, row)
     l = gl.full([ROWS], 0.0, gl.float32, row)
     a = no_values
-    number = 0  # of the block in the ring
+    mbarrier.wait(full.index(0), 0)
+    s = warpgroup_mma(q_buffer, k_ring.index(0).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    _barrier()  # all warps are done with the keys
+    mbarrier.arrive(free.index(0), count=1)
+    number = 1  # of the step: block `number` of the keys, block `number - 1` of the values
     for split in range(first // SPLIT, gl.cdiv(end, SPLIT)):
         begin, stop = gl.maximum(first, split * SPLIT), gl.minimum(end, (split + 1) * SPLIT)
-        stage, phase = number % STAGES, (number // STAGES) & 1
-        mbarrier.wait(k_full.index(stage), phase)
-        s = warpgroup_mma(q_buffer, k_ring.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        _barrier()  # all warps are done with the keys
-        mbarrier.arrive(k_free.index(stage), count=1)
         m1 = gl.full([ROWS], float("-inf"), gl.float32, row)
         m1, sums, shrink, p = _softmax(
             s, m1, no_sums, position, clear, last, begin, scale, softcap, window, BLOCK, CAPPED, WINDOWED, SCORES
         )
         weights = gl.convert_layout(p.to(v_ring.dtype), WEIGHTS)
         a1 = no_values
-        number += 1
         for start in range(begin + BLOCK, stop, BLOCK):
-            stage, phase = number % STAGES, (number // STAGES) & 1
-            before, phase_before = (number - 1) % STAGES, ((number - 1) // STAGES) & 1
-            mbarrier.wait(k_full.index(stage), phase)
+            stage, before = number % STAGES, (number - 1) % STAGES
+            mbarrier.wait(full.index(stage), (number // STAGES) & 1)
             s = warpgroup_mma(q_buffer, k_ring.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            mbarrier.wait(v_full.index(before), phase_before)
             a1 = warpgroup_mma(weights, v_ring.index(before), a1, is_async=True)
             s = warpgroup_mma_wait(1, deps=(s,))
             m1, sums, shrink, p = _softmax(
@@ -176,23 +173,24 @@ def _multiply(
             )
             a1, weights = warpgroup_mma_wait(0, deps=(a1, weights))
             _barrier()
-            mbarrier.arrive(k_free.index(stage), count=1)
-            mbarrier.arrive(v_free.index(before), count=1)
+            mbarrier.arrive(free.index(stage), count=1)
             weights = gl.convert_layout(p.to(v_ring.dtype), WEIGHTS)
             a1 = a1 * gl.convert_layout(shrink, value_row)[:, None]
             number += 1
-        stage, phase = (number - 1) % STAGES, ((number - 1) // STAGES) & 1
-        mbarrier.wait(v_full.index(stage), phase)
-        a1 = warpgroup_mma(weights, v_ring.index(stage), a1, is_async=True)
+        stage, before = number % STAGES, (number - 1) % STAGES
+        mbarrier.wait(full.index(stage), (number // STAGES) & 1)
+        s = warpgroup_mma(q_buffer, k_ring.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        a1 = warpgroup_mma(weights, v_ring.index(before), a1, is_async=True)
         l1 = _closed(sums, BLOCK, SCORES)
-        a1, weights = warpgroup_mma_wait(0, deps=(a1, weights))
-        _barrier()
-        mbarrier.arrive(v_free.index(stage), count=1)
         top = gl.maximum(m, m1)  # `merge` of kernels/softmax.py
         safe = gl.where(top == float("-inf"), 0.0, top)
         x, x1 = gl.exp2(m - safe), gl.exp2(m1 - safe)
         m, l = top, l * x + l1 * x1
+        s, a1, weights = warpgroup_mma_wait(0, deps=(s, a1, weights))
+        _barrier()
+        mbarrier.arrive(free.index(stage), count=1)
         a = a * gl.convert_layout(x, value_row)[:, None] + a1 * gl.convert_layout(x1, value_row)[:, None]
+        number += 1
     a = a / gl.convert_layout(gl.where(valid, l, 1.0), value_row)[:, None]  # padding pairs are not stored
     pair = NUMBER * ROWS + gl.arange(0, ROWS, value_row)
     d = gl.arange(0, HEAD, gl.SliceLayout(0, VALUES))
@@ -201,73 +199,75 @@ def _multiply(
 
 
 @gluon.jit
-def _slots(TABLE, start, end, key, kv_stride, PAGE: gl.constexpr):
-    j = start + key
-    page = gl.load(TABLE + j // PAGE, mask=j < end, other=0).to(gl.int64)
-    return (page * PAGE + j % PAGE) * kv_stride
-
-
-@gluon.jit
 def _load(
-    K, V, TABLE, k_ring, v_ring, k_full, k_free, v_full, v_free, first, end, kv_stride,
+    K, V, TABLE, k_ring, v_ring, full, free, first, end, kv_stride,
     HEAD: gl.constexpr, PAGE: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The loading warpgroup. A block is announced when the LAG blocks after it are on their way."""
+    """The loading warpgroup. Step i loads block i of the keys and block i - 1 of the values: one step more than blocks.
+
+    A step is announced when the LAG steps after it are on their way.
+    """
     LAG: gl.constexpr = STAGES - 2
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD, HEAD // 8], [4, 1], [1, 0])
-    key = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
-    d = gl.arange(0, HEAD, gl.SliceLayout(0, layout))
-    slot = _slots(TABLE, first, end, key, kv_stride, PAGE)
+    PAGES: gl.constexpr = BLOCK // PAGE
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 256 // HEAD, HEAD // 8], [1, 4, 1], [2, 1, 0])
+    turn = gl.arange(0, PAGES, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    key = gl.arange(0, PAGE, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    d = gl.arange(0, HEAD, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    within = key.to(gl.int64)[None, :, None] * kv_stride + d[None, None, :]
+    j = turn[:, None, None] * PAGE + key[None, :, None]
+    at = gl.full([PAGES], 0, gl.int64, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     number = 0
-    for start in range(first, end, BLOCK):
-        stage, phase = number % STAGES, (number // STAGES) & 1
-        ready = (number + STAGES - LAG) % STAGES
-        at = slot[:, None] + d[None, :]
-        visible = (start + key < end)[:, None]  # the copy writes zeros for the others
-        mbarrier.wait(k_free.index(stage), phase ^ 1)
-        async_copy.async_copy_global_to_shared(k_ring.index(stage), K + at, mask=visible)
+    for start in range(first, end + BLOCK, BLOCK):
+        stage, before = number % STAGES, (number + STAGES - 1) % STAGES
+        at_before = at
+        page = gl.load(TABLE + start // PAGE + turn, mask=start + turn * PAGE < end, other=0)
+        at = page.to(gl.int64) * (PAGE * kv_stride)
+        mbarrier.wait(free.index(stage), ((number // STAGES) & 1) ^ 1)
+        k_to, v_to = k_ring.index(stage).reshape([PAGES, PAGE, HEAD]), v_ring.index(before).reshape([PAGES, PAGE, HEAD])
+        k_at, v_at = K + (at[:, None, None] + within), V + (at_before[:, None, None] + within)
+        if (start + BLOCK <= end) & (number > 0):
+            async_copy.async_copy_global_to_shared(k_to, k_at)
+            async_copy.async_copy_global_to_shared(v_to, v_at)
+        else:  # keys that no row sees become zeros; there are no values of a block before the first
+            async_copy.async_copy_global_to_shared(k_to, k_at, mask=start + j < end)
+            async_copy.async_copy_global_to_shared(v_to, v_at, mask=(start - BLOCK + j < end) & (number > 0))
         async_copy.commit_group()
-        slot = _slots(TABLE, start + BLOCK, end, key, kv_stride, PAGE)  # of the next block
-        _announce(k_full, ready, number >= LAG, 2 * LAG)
-        mbarrier.wait(v_free.index(stage), phase ^ 1)
-        async_copy.async_copy_global_to_shared(v_ring.index(stage), V + at, mask=visible)
-        async_copy.commit_group()
-        _announce(v_full, ready, number >= LAG, 2 * LAG)
+        _announce(full, (number + STAGES - LAG) % STAGES, number >= LAG, LAG)
         number += 1
     for i in gl.static_range(LAG):
-        ready = (number + STAGES - LAG + i) % STAGES
-        _announce(k_full, ready, number >= LAG - i, 0)
-        _announce(v_full, ready, number >= LAG - i, 0)
+        _announce(full, (number + STAGES - LAG + i) % STAGES, number >= LAG - i, 0)
 
 
 @gluon.jit
 def _announce(full, stage, there, PENDING: gl.constexpr):
-    """Tell the multiplying warpgroups that a buffer is full, once all but the last PENDING copies are done."""
+    """Tell the multiplying warpgroups that a step is loaded, once all but the last PENDING steps are."""
     async_copy.wait_group(PENDING)
     fence_async_shared()
     _barrier()
     mbarrier.arrive(full.index(stage), count=1, pred=there)
 
 
-@gluon.jit(do_not_specialize=["window", "stride_t"])
+@gluon.jit(do_not_specialize=["window", "stride_t", "num_tiles", "together"])
 def _prefill_kernel(
     Q, K, V, OUT, TILES, SEQUENCE, POSITION, TABLES,
-    stride_qr, stride_qh, kv_stride, head_stride, stride_or, stride_oh, stride_t, scale, softcap, window,
+    stride_qr, stride_qh, kv_stride, head_stride, stride_or, stride_oh, stride_t, scale, softcap, window, num_tiles, together,
     GROUP: gl.constexpr, HEAD: gl.constexpr, PAGE: gl.constexpr, BLOCK: gl.constexpr, SPLIT: gl.constexpr,
     STAGES: gl.constexpr, CAPPED: gl.constexpr, WINDOWED: gl.constexpr,
-    HEADS_FIRST: gl.constexpr, REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """One tile: up to 128 (row, query head) pairs of one sequence and one KV head. A tile without rows does nothing."""
+    """One tile: up to 128 (row, query head) pairs of one sequence and one KV head.
+
+    together  KV heads that run side by side
+    """
     ROWS: gl.constexpr = 64
-    if HEADS_FIRST:
-        kv_head, tile = gl.program_id(0), gl.program_id(1)
-    else:
-        tile, kv_head = gl.program_id(0), gl.program_id(1)
+    program = gl.program_id(0)
+    tile = program % (num_tiles * together) // together
+    kv_head = program // (num_tiles * together) * together + program % together
     first_row, num_rows = gl.load(TILES + tile * 2), gl.load(TILES + tile * 2 + 1)
     pair = gl.arange(0, 2 * ROWS, gl.BlockedLayout([1], [32], [4], [0]))
     valid = pair < num_rows * GROUP
     position = gl.load(POSITION + first_row + pair // GROUP, mask=valid, other=-1)
-    end = gl.max(position, axis=0) + 1
+    end = gl.max(position, axis=0) + 1  # 0 if the tile has no rows
     first = 0
     if WINDOWED:  # the first block that any row of the tile sees
         clear = gl.min(gl.where(valid, position, 2147483647), axis=0)
@@ -281,26 +281,21 @@ def _prefill_kernel(
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, HEAD], block)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, HEAD], block)
     q_buffer = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD], queries)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=2)  # both multiplying warpgroups
-        mbarrier.init(v_free.index(i), count=2)
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)  # both multiplying warpgroups
     _barrier()
     gl.warp_specialize(
         [
-            (_multiply, (0, Q, OUT, POSITION, q_buffer.index(0), k_ring, v_ring, k_full, k_free, v_full, v_free,
+            (_multiply, (0, Q, OUT, POSITION, q_buffer.index(0), k_ring, v_ring, full, free,
                          first_row, num_rows, kv_head, first, end, stride_qr, stride_qh, stride_or, stride_oh,
                          scale, softcap, window, GROUP, HEAD, ROWS, BLOCK, SPLIT, STAGES, CAPPED, WINDOWED)),
-            (_multiply, (1, Q, OUT, POSITION, q_buffer.index(1), k_ring, v_ring, k_full, k_free, v_full, v_free,
+            (_multiply, (1, Q, OUT, POSITION, q_buffer.index(1), k_ring, v_ring, full, free,
                          first_row, num_rows, kv_head, first, end, stride_qr, stride_qh, stride_or, stride_oh,
                          scale, softcap, window, GROUP, HEAD, ROWS, BLOCK, SPLIT, STAGES, CAPPED, WINDOWED)),
-            (_load, (K, V, TABLE, k_ring, v_ring, k_full, k_free, v_full, v_free, first, end, kv_stride,
-                     HEAD, PAGE, BLOCK, STAGES)),
+            (_load, (K, V, TABLE, k_ring, v_ring, full, free, first, end, kv_stride, HEAD, PAGE, BLOCK, STAGES)),
         ],
         [4, 4],
         [REGISTERS, LOADER_REGISTERS],
@@ -313,13 +308,14 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def can_prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, pairs: int, kv_block: int, kv_split: int) -> bool:
+def can_prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, pairs: int, page_size: int, kv_block: int, kv_split: int) -> bool:
     """Whether `prefill` takes tiles of up to `pairs` pairs of this kind, and can copy from these addresses."""
     return (
         _is_hopper(q.device)
         and q.dtype != torch.float32
         and q.shape[2] in _HEAD_SIZES
         and 0 < pairs <= MAX_PAIRS
+        and page_size in _PAGE_SIZES
         and (kv_block, kv_split) == (KV_BLOCK, KV_SPLIT)
         and all(x.data_ptr() % 16 == x.stride(0) % 16 == x.stride(1) % 16 == 0 for x in (q, k_cache, v_cache))
     )
@@ -341,11 +337,19 @@ def prefill(
 ) -> None:
     """Mutates `out`. Arguments as in `attention`, which checks them; `scale` and `softcap` in the kernel's units."""
     kv_heads, d_head = k_cache.shape[1:]
-    # the longest tiles of all heads should start first, but every tile reads all keys of its head
-    heads_first = 4 * kv_heads * d_head * page_size * page_table.shape[1] <= _CACHE_BYTES
-    _prefill_kernel[(kv_heads, len(tiles)) if heads_first else (len(tiles), kv_heads)](
+    _prefill_kernel[(len(tiles) * kv_heads,)](
         q, k_cache, v_cache, out, tiles, sequence, position, page_table,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), out.stride(0), out.stride(1), page_table.stride(0),
-        scale, softcap, window, q.shape[1] // kv_heads, d_head, page_size, KV_BLOCK, KV_SPLIT, _STAGES,
-        softcap > 0, window > 0, heads_first, _REGISTERS, _LOADER_REGISTERS, num_warps=4, **EXACT,
+        scale, softcap, window, len(tiles), _heads_together(kv_heads, d_head, page_table.shape[1] * page_size),
+        q.shape[1] // kv_heads, d_head, page_size, KV_BLOCK, KV_SPLIT, _STAGES,
+        softcap > 0, window > 0, _REGISTERS, _LOADER_REGISTERS, num_warps=4, **EXACT,
     )  # fmt: skip
+
+
+def _heads_together(kv_heads: int, d_head: int, keys: int) -> int:
+    """How many KV heads run side by side: their keys and values should fit into the second-level cache. It divides kv_heads.
+
+    The longest tiles of all heads should start first, since they end last; but every tile reads all keys of its head.
+    """
+    fit = max(1, _CACHE_BYTES // (4 * d_head * keys))
+    return max(n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n <= fit)

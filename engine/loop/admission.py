@@ -38,6 +38,8 @@ class Admission:
         """`fail(job, error)` ends a job that does not fit into the cache even on its own."""
         self.runner, self.tree, self.drafters, self.reservations = runner, tree, drafters, reservations
         self.max_rows, self.fail = max_rows, fail
+        self.lone_rows = 0
+        """rows of a pass that nobody waits for, if more than `max_rows`"""
         self.planner = Planner()
         self._jobs: list[Job] = []
         self._alone = self._drafting = False
@@ -59,7 +61,7 @@ class Admission:
         self._deciding = sum(job.exact and job.remaining > 0 for job in jobs)
         self._drafting = any(job.exact and job.remaining > 0 and self._stepwise(job) for job in jobs)
         self._missing = {job.window_open.num_missing for job in jobs if job.window_open is not None}
-        budget = self.max_rows
+        budget = self._budget()
         turns: list[Turn] = []
         for job in sorted(self._jobs, key=self._rank):
             turn = self._plan(job, budget) if budget > 0 else None
@@ -76,6 +78,15 @@ class Admission:
             _in_step(turns)
         self._jobs = []  # a job keeps its branch open: hold none longer than needed
         return turns
+
+    def _budget(self) -> int:
+        """Rows of this step. Wide passes keep a device busy, but all others wait for their next token meanwhile, and all
+        captured rows of a pass are in memory at once."""
+        plain = all(self._prefills(job) and job.lane.capture is None and not job.lane.hooks for job in self._jobs)
+        return max(self.lone_rows, self.max_rows) if plain else self.max_rows
+
+    def _prefills(self, job: Job) -> bool:
+        return job.num_waiting(len(self.tree.branch(job.lane.branch).tokens)) > 1
 
     def _plan(self, job: Job, budget: int) -> Turn | None:
         """The job's next rows: those without KV, up to the budget. Drafts come only after the last token. None: it waits."""
@@ -153,7 +164,7 @@ class Admission:
 
     def _rank(self, job: Job) -> int:
         passed_over = job is self._jobs[0] and job.lane.last_used < self._clock - 1
-        return 0 if passed_over else 2 if job.num_waiting(len(self.tree.branch(job.lane.branch).tokens)) > 1 else 1
+        return 0 if passed_over else 2 if self._prefills(job) else 1
 
     def _num_drafts(self, job: Job, at: int) -> int:
         if job.forced_drafts is not None:

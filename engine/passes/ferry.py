@@ -33,7 +33,7 @@ _ALIGNED = 256
 _SMALL = 1 << 20
 """bytes up to which parts travel as one piece: below, events and threads cost more than copies"""
 
-Part = tuple[Tensor, Tensor]
+Copied = tuple[Tensor, Tensor]
 """bytes to copy, and where to"""
 
 
@@ -45,7 +45,7 @@ class _Piece:
     place: RingPlace
     arrived: Callable[[], object]
     """returns once the rows are in the ring"""
-    parts: list[Part]
+    parts: list[Copied]
     """bytes in the ring, and in ordinary memory"""
 
 
@@ -89,7 +89,7 @@ class Ferry:
         """Return when all that was sent has arrived."""
         self.ring.wait_empty(self._alive)
 
-    def _parts(self, groups: list[SiteGroup], targets: list[SiteGroup]) -> Iterator[Part]:
+    def _parts(self, groups: list[SiteGroup], targets: list[SiteGroup]) -> Iterator[Copied]:
         """Ranges of bytes that fit into a share of the ring."""
         most = self.ring.size // _SHARE // _ALIGNED * _ALIGNED
         for (_, x), (_, target) in zip(groups, targets, strict=True):
@@ -97,7 +97,7 @@ class Ferry:
             for start in range(0, len(raw), most):
                 yield raw[start : start + most], there[start : start + most]
 
-    def _send(self, block: Shipment, parts: list[Part]) -> None:
+    def _send(self, block: Shipment, parts: list[Copied]) -> None:
         room = sum(_room(source) for source, _ in parts)
         self.ring.wait(room, self._alive)
         with held_interrupt():  # what is taken must be given back
@@ -150,9 +150,9 @@ def _carry(source: np.ndarray, target: np.ndarray) -> None:
     np.copyto(target, source)  # without the GIL
 
 
-def _together(parts: Iterable[Part], most: int) -> Iterator[list[Part]]:
+def _together(parts: Iterable[Copied], most: int) -> Iterator[list[Copied]]:
     """Neighbours of up to `most` bytes in all as one piece, larger ones one by one."""
-    piece: list[Part] = []
+    piece: list[Copied] = []
     room = 0
     for part in parts:
         if piece and room + _room(part[0]) > most:

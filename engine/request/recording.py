@@ -197,10 +197,13 @@ class Recording:
             if own:
                 found.append(chunk.picked([positions[i] for i in own]))
                 order += own
-        back = torch.tensor(order).argsort()
         if not found:
             return {}
-        return {site: torch.cat([self._padded(site, rows[site]) for rows in found])[back] for site in self.sites()}
+        whole = {site: torch.cat([self._padded(site, rows[site]) for rows in found]) for site in self.sites()}
+        if order == list(range(len(order))):
+            return whole
+        back = torch.tensor(order).argsort()
+        return {site: rows[back] for site, rows in whole.items()}
 
     def pieces(self, site: str) -> list[Tensor]:
         """The rows of a site, chunk by chunk and without a copy. The caller must not change them."""

@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,8 @@ class WaveFolder:
         """The waves that are not finished."""
         return [number for number in range(self.num_waves) if not self._file(number, "json").exists()]
 
-    def write(self, number: int, rollouts: Sequence[Rollout]) -> None:
-        """Write a finished wave."""
+    def write(self, number: int, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Write a finished wave. Returns it as `read` does, without reading it again."""
         digest = None
         kept = [each for each in rollouts if each.rows]
         if kept:
@@ -114,6 +115,7 @@ class WaveFolder:
         records = json.loads(json.dumps([each.to_json() for each in rollouts]))
         raw = {"rollouts": records, "sha256": digest, "digest": _digest(records, digest)}
         _write(self._file(number, "json"), json.dumps(raw).encode())
+        return self._with_rows(number, rollouts)
 
     def read(self, number: int) -> list[Rollout]:
         """The rollouts of a finished wave, whose rows are read when they are looked at. BadRollouts if a file is damaged."""
@@ -126,16 +128,20 @@ class WaveFolder:
             raise BadRollouts(f"{file} has {len(record.rollouts)} rollouts instead of {len(self.indices(number))}. Delete it.")
         if record.sha256 is not None and hashlib.sha256(_content(rows)).hexdigest() != record.sha256:
             raise BadRollouts(f"{rows} was changed: it does not have the SHA-256 of {file.name}. Delete both, and resume.")
-        found, first = [], 0
         for index, each in zip(self.indices(number), record.rollouts, strict=True):
             place, own = self.plan.rollout(index)
             planned = (self.plan.positions[place], own, self.plan.sampling_of(index).seed)
             if (each.position, each.number, each.seed) != planned:
                 raise BadRollouts(f"{file} holds other rollouts than the plan. Delete it, and resume.")
-            end = first + len(each.rows)
-            found.append(replace(Rollout(**vars(each)), states=FileRows(rows, first, end) if first < end else {}))
-            first = end
-        return found
+        return self._with_rows(number, [Rollout(**vars(each)) for each in record.rollouts])
+
+    def _with_rows(self, number: int, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The rollouts with their rows in the wave's file."""
+        file, ends = self._file(number, "safetensors"), accumulate((len(each.rows) for each in rollouts), initial=0)
+        return [
+            replace(each, states=FileRows(file, first, end) if first < end else {})
+            for each, (first, end) in zip(rollouts, pairwise(ends), strict=True)
+        ]
 
     def _file(self, number: int, kind: str) -> Path:
         return self.folder / f"wave-{number:05d}.{kind}"

@@ -29,7 +29,7 @@ from replaylens.engine.request.recording import Recording
 from replaylens.engine.request.routing_edits import require_places
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import integer, whole
-from replaylens.engine.serving.completion import Completion
+from replaylens.engine.serving.completer import Completer
 from replaylens.engine.serving.differentiable import Differentiable
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.hold import hold_of
@@ -181,7 +181,7 @@ class Branch(Differentiable, Resampled, Uncopied):
             raise BadRequest(
                 "Nothing was captured on this branch. Ask for sites when you make it, e.g. prompt(..., sites='STC')."
             )
-        Completion(self.engine.forest).complete_rows(self.lane)
+        Completer(self.engine.forest).complete_rows(self.lane)
         return self.lane.recording
 
     def logits(self, positions: At = -1, *, tokens: Sequence[str | int] | None = None) -> Tensor:
@@ -197,7 +197,7 @@ class Branch(Differentiable, Resampled, Uncopied):
         columns = None if tokens is None else self.engine.token_ids_of(tokens)
         runner, first = self.engine.loop.runner, min(at)
         last = f"blocks.{runner.model.config.num_layers - 1}.hook_out"
-        (rows,) = Completion(self.engine.forest).final_rows([self.lane], [first], last)
+        (rows,) = Completer(self.engine.forest).final_rows([self.lane], [first], last)
         found = self.lock.alone(logits_of, runner, rows[[p - first for p in at]], columns)
         return found[0] if integer(positions) is not None else found
 
@@ -220,7 +220,7 @@ class Branch(Differentiable, Resampled, Uncopied):
         If the branch gave up its pages to others, the KV is computed again, to the same bits.
         """
         self._check_open()
-        return Completion(self.engine.forest).kv(self.lane)
+        return Completer(self.engine.forest).kv(self.lane)
 
     @reading
     def tree(self) -> Tree:

@@ -40,8 +40,8 @@ from replaylens.engine.serving.uncopied import Uncopied
 from replaylens.engine.serving.variants import Variants
 
 AnyBranch = TypeVar("AnyBranch", bound=Branch)
-_CPU_ROWS, _CUDA_ROWS = 512, 1024
-"""default of `max_rows`; a device needs more rows to be busy"""
+_CPU_ROWS, _CUDA_ROWS, _CUDA_LONE_ROWS = 512, 1024, 8192
+"""default of `max_rows`; a device needs more rows to be busy, and has them if nobody waits for a pass"""
 
 SITES = "letters such as 'STCZ', a site name, or a list of these"
 """the accepted values of `sites`, for error messages"""
@@ -52,7 +52,7 @@ class Core(Generation, Uncopied):
 
     cache_tokens   positions in the KV cache; when it is full, requests wait or are preempted and computed again
     page_size      positions per page; changes no bit
-    max_rows       rows per pass; changes no bit. Default: 512, on CUDA 1024
+    max_rows       rows per pass; changes no bit. Default: 512; on CUDA 1024, or 8192 for prompts alone that capture nothing
     draft_model    a smaller model with the same tokenizer, for the `model` drafter
     lens_layer     the early-exit layer of the `lens` and `tree` drafters; default: the middle
     tree_width     sibling chains of the `tree` drafter
@@ -83,6 +83,7 @@ class Core(Generation, Uncopied):
         self.model = instance("model", model, Decoder, "a Decoder; Engine.load takes other sources")
         self.config, page_size = model.config, whole("page_size", page_size, 1)
         cache_tokens = whole("cache_tokens", cache_tokens, page_size)
+        lone_rows = _CUDA_LONE_ROWS if max_rows is None and model.embed.is_cuda else 0
         max_rows = (_CUDA_ROWS if model.embed.is_cuda else _CPU_ROWS) if max_rows is None else whole("max_rows", max_rows, 16)
         require_memory(self.config, cache_tokens, model.embed.dtype, model.embed.device)
         canary, record = flag("canary", canary), flag("record", record)
@@ -100,6 +101,7 @@ class Core(Generation, Uncopied):
         self.prefix = PrefixIndex(self.runner.pool, self.fingerprint.digest.encode())
         drafters = make_drafters(self.runner, draft_model, lens_layer, tree_width)
         self.loop = Loop(self.runner, self.tree, self.prefix, drafters, self.text, max_rows, self.lenses)
+        self.loop.admission.lone_rows = lone_rows
         if self.runner.device == "cuda":
             decode_on_device(self.loop)
         self.lock = EngineLock()

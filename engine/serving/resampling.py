@@ -214,9 +214,7 @@ class Resampled:
                 if files is None:
                     found = waves.draw(indices)
                 else:
-                    if number in missing:
-                        files.write(number, waves.draw(indices))
-                    found = files.read(number)
+                    found = files.write(number, waves.draw(indices)) if number in missing else files.read(number)
                 bar.update(len(found))
                 yield from found
 

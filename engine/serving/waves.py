@@ -16,7 +16,7 @@ from replaylens.engine.resampling.answers import Found
 from replaylens.engine.resampling.plan import ResamplePlan, offsets_of
 from replaylens.engine.resampling.rollout import Rollout, Row
 from replaylens.engine.resampling.sentences import sentence_ends
-from replaylens.engine.serving.completion import Completion
+from replaylens.engine.serving.completer import Completer
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.logits import logits_of
 from replaylens.engine.serving.request import Request
@@ -165,7 +165,7 @@ class Waves:
             self.engine.force_all(forks, [answer.after] * len(forks))
         last = f"blocks.{self.engine.config.num_layers - 1}.hook_out"
         tips = [len(fork.record.tokens) - 1 for fork in forks]
-        rows = Completion(forest).final_rows([fork.lane for fork in forks], tips, last)
+        rows = Completer(forest).final_rows([fork.lane for fork in forks], tips, last)
         columns = self.engine.token_ids_of(answer.tokens)
         names = [*map(str, answer.tokens)]
         made = []

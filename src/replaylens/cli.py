@@ -56,11 +56,11 @@ class LazyGroup(TyperGroup):
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         options = super(TyperGroup, self).shell_complete(ctx, incomplete)  # the group's own method would load every command
-        return [Completion(name) for name in COMMANDS if name.startswith(incomplete)] + options
+        return [Suggestion(name) for name in COMMANDS if name.startswith(incomplete)] + options
 
 
-class Completion(NamedTuple):
-    """One completion; the shell reads these three fields."""
+class Suggestion(NamedTuple):
+    """One suggestion; the shell reads these three fields."""
 
     value: str
     type: str = "plain"

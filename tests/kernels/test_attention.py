@@ -92,11 +92,10 @@ def test_sinks_take_part_in_the_softmax(case, same, window):
     same(s.attend(chosen, sinks=torch.full_like(sinks, -1e4), window=window), plain)
 
 
+@pytest.mark.gpu  # too many rows for the interpreter
 @pytest.mark.parametrize("d_head", [64, 128])
 def test_sinks_in_a_long_prefill(case, same, d_head):
     """Tall tiles of many rows, as large prompts have them: every row has the bits that it has alone, with its sink."""
-    if not case.gpu:
-        pytest.skip("too many rows for the interpreter")
     s = setting(case, [2200], heads=16, kv_heads=2, d_head=d_head)
     sinks = case.randn(16, seed=9) + 8.0
     per_tile = rows_per_tile(16, 2, d_head, case.dtype, 2200)

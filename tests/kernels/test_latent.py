@@ -22,8 +22,6 @@ SHAPES = [
 
 def latent(case, heads, rank, rest):
     """Values are the first columns of keys."""
-    if rank > 300 and not case.gpu:
-        pytest.skip("a GPU's shape")
     made = setting(case, lengths(case), heads, 1, rank + rest)
     made.v = made.k[..., :rank]
     return made
@@ -69,8 +67,6 @@ def test_widths_that_do_not_fit_are_refused(case):
 @pytest.mark.parametrize(("heads", "inputs", "outputs"), [(6, 13, 7), (3, 40, 70), pytest.param(128, 128, 512, marks=WIDE)])
 def test_products_by_head_have_the_bits_of_each_head_alone(case, same, heads, inputs, outputs):
     """At any number of rows; weights and rows may be views."""
-    if heads == 128 and not case.gpu:
-        pytest.skip("a GPU's shape")
     count = 700 if case.gpu else 19
     x = case.randn(count, heads, inputs + 3, seed=1)[..., :inputs]
     w = case.randn(heads, outputs, inputs, seed=2).transpose(1, 2)

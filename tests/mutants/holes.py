@@ -53,7 +53,7 @@ HOLES = (
     ),
     Mutant(
         "kv-of-a-preempted-branch",
-        "replaylens.engine.serving.completion",
+        "replaylens.engine.serving.completer",
         "(self.forest.held_kv(lane) if lane.computed >= committed else None)",
         "self.forest.held_kv(lane)",
         "KV of a preempted branch is computed again, not cut short",

@@ -10,7 +10,7 @@ from replaylens import tasks
 from replaylens.tasks.reading import NEXT_ACTION, SHUFFLED
 from replaylens.tasks.task import AnyTask, Example
 
-COUNT = 400
+COUNT = 240
 SIGMAS = 4.5
 ALARM = 1e-8  # about 2,000 groups below with up to 60 values each: a true zero raises a false alarm for one seed in a thousand
 FEATURES = {"no feature", "last_action", "actions", "last words", "empty boxes", SHUFFLED}

@@ -134,7 +134,7 @@ def test_light_and_dark(tab: Any, report: Path) -> None:
     assert tab.evaluate("document.body.dataset.theme") == "light", "a choice outlives the system's"
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("theme", [pytest.param("light", marks=pytest.mark.slow), "dark"])
 def test_thoughts(tab: Any, tmp_path: Path, theme: str) -> None:
     """The picture of a model that thinks, in the explorer: thoughts have cards, including rolled-back ones."""
     engine = Engine.load("coin-thinking")
@@ -223,7 +223,9 @@ def test_a_script_that_slipped_through_would_not_run(browser: Any, report: Path,
     tab.close()
 
 
-@pytest.mark.parametrize(("layers", "height"), [(30, 800), (48, 600), (4, 800)])
+@pytest.mark.parametrize(
+    ("layers", "height"), [(48, 600), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((30, 800), (4, 800)))]
+)
 def test_cards_stay_on_the_screen(browser: Any, tmp_path: Path, layers: int, height: int) -> None:
     """A card with a line per layer, of tokens at the top, in the middle and at the bottom of the window."""
     lens = tuple(LensLayer(f"S{i}", (LensGuess(" heads", 0.5), LensGuess(" tails", 0.3))) for i in range(layers))

@@ -177,7 +177,7 @@ def test_more_branches_unfold(tab: Any, rollouts: RolloutTexts, tmp_path: Path) 
     assert sum(counts[1:]) == counts[0]
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("theme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_text_wraps_and_keyboard_works(tab: Any, rollouts: RolloutTexts, tmp_path: Path, theme: str) -> None:  # noqa: F811
     """A narrow window: nothing but the tree's own canvas scrolls sideways. Enter opens a unit; hovering shows its counts."""
     tab.emulate_media(color_scheme=theme)

@@ -29,7 +29,7 @@ def test_an_unfinished_dump() -> None:
     head = Head(Store(DUMP), manifest.plan, manifest.fingerprint)
     head.check()
     assert head.digest is None
-    part = DumpWriter(DUMP, manifest.plan, manifest.fingerprint).part(0)
+    part = DumpWriter(DUMP, manifest.plan, manifest.fingerprint).parts.entry(0)
     assert part is not None and part.shard == manifest.shards[0] and part.sites == manifest.sites
 
 

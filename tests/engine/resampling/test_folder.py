@@ -155,3 +155,15 @@ def test_other_folders(tmp_path: Path) -> None:
             Rollouts.load(tmp_path / "b")
     with pytest.raises(BadRollouts):
         Rollouts.load(tmp_path / "missing")
+
+
+def test_what_is_written_comes_back_as_it_is_read(tmp_path: Path) -> None:
+    streamed = list(
+        path().stream_rollouts(6, at=[4, 6], sampling=HOT, max_new=6, answer=ANSWER, sites="S", wave=4, folder=tmp_path)
+    )
+    files = folder.WaveFolder.open(tmp_path)
+    read = [each for number in range(files.num_waves) for each in files.read(number)]
+    assert [each.to_json() for each in streamed] == [each.to_json() for each in read] and len(streamed) == 12
+    for own, other in zip(streamed, read, strict=True):
+        assert {type(value) for value in vars(own).values()} == {type(value) for value in vars(other).values()}
+        assert all(torch.equal(own.states[site], other.states[site]) for site in other.states)

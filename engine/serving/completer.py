@@ -1,4 +1,4 @@
-"""`Completion`: what a branch lacks, computed on a twin: an untraced fork with the same path, released afterwards.
+"""`Completer`: what a branch lacks, computed on a twin: an untraced fork with the same path, released afterwards.
 
 The branch itself may be busy or closed meanwhile. What is computed becomes the branch's own, if it still lacks it.
 """
@@ -16,7 +16,7 @@ from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.lock import changing, reading
 
 
-class Completion:
+class Completer:
     """Completes KV and captured rows of the lanes of one forest. Its methods wait for passes."""
 
     def __init__(self, forest: Forest) -> None:
