@@ -6,9 +6,9 @@ from typing import Any
 
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.store import Store
-from replaylens.engine.errors import BadDump, EngineError, OtherFingerprint, OtherPlan, ReplayMismatch
+from replaylens.engine.errors import BadDump, EngineError, OtherFingerprint, OtherPlan, ReplayMismatch, UnfinishedDump
 from replaylens.engine.proof.fingerprint import Fingerprint
-from replaylens.engine.records import Hash, read
+from replaylens.engine.records import Hash, parse, read
 
 HEAD = "plan.json"
 _MAX_BYTES = 1 << 28
@@ -85,3 +85,17 @@ class Head:
                 f"{self.store.url} was started under another fingerprint: {'; '.join(differences)}. Resume it there, or choose "
                 f"another folder."
             )
+
+
+def without_manifest(store: Store, path: str) -> BadDump:
+    """The error for a folder with plan.json and no manifest: an unfinished dump, or rollouts, whose plan has the same name."""
+    try:
+        raw = parse(store.read(HEAD, _MAX_BYTES), HEAD, BadDump)
+    except BadDump:  # a damaged plan: resuming says so
+        raw = None
+    if isinstance(raw, dict) and "wave" in raw:
+        return BadDump(
+            f"{path} holds rollouts, not a dump. To make a dump of their rows, draw them with `replaylens resample --sites S "
+            f"--dump FOLDER` and give that FOLDER; in Python, read rollouts with `Rollouts.load`."
+        )
+    return UnfinishedDump(f"{path} is not finished. Resume the dump.")

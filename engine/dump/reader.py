@@ -19,11 +19,12 @@ from replaylens.engine.dump.features import named, to_rows
 from replaylens.engine.dump.feed import Feed
 from replaylens.engine.dump.files import DumpFiles
 from replaylens.engine.dump.filter import Filter, Predicate, columns_needed, make_filters
+from replaylens.engine.dump.head import HEAD, without_manifest
 from replaylens.engine.dump.manifest import INDEX, MANIFEST, MAX_BYTES, Manifest, SiteEntry
 from replaylens.engine.dump.order import RowOrder
 from replaylens.engine.dump.statistics import SiteStatistics, statistics
 from replaylens.engine.dump.store import Store
-from replaylens.engine.errors import BadDump, BadRequest, UnfinishedDump, UnknownSite, no_such
+from replaylens.engine.errors import BadDump, BadRequest, UnknownSite, no_such
 from replaylens.engine.features.rows import FeatureRows
 from replaylens.engine.model.site_names import same_value
 from replaylens.engine.model.sites import at_layer
@@ -86,8 +87,8 @@ class Dump:
         check = store.local if check is None else flag("check", check)
         there = store.sizes()
         if MANIFEST not in there:
-            if "plan.json" in there:
-                raise UnfinishedDump(f"{path} is not finished. Resume the dump.")
+            if HEAD in there:
+                raise without_manifest(store, str(path))
             raise BadDump(f"{path} is not a dump: it has no {MANIFEST}.")
         manifest = Manifest.from_bytes(store.read(MANIFEST, MAX_BYTES), str(path))
         if check_files:

@@ -1,6 +1,7 @@
 """`replaylens resample`: one command from a chain to counts, rows and a dump that verifies."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,23 @@ def test_a_file_of_chains(tmp_path: Path) -> None:
     assert Dump.open(tmp_path / "dump").to_pandas()["chain"].unique().tolist() == [0, 1], "one dump for all chains"
     assert first["digest"] == second["digest"] and first["positions"] == [6, 9]
     assert (tmp_path / "out" / "00001" / "plan.json").exists()
+
+
+@pytest.mark.parametrize("words", [("report", "--out", "page.html"), ("inspect",), ("verify", "--all")])
+def test_a_folder_of_rollouts_is_no_dump(tmp_path: Path, words: tuple[str, ...], rollouts: Path) -> None:
+    """Finished or not, rollouts are named as such; an unfinished dump still is one (test_resume.py)."""
+    for folder in (rollouts, tmp_path):
+        shutil.copyfile(rollouts / "plan.json", tmp_path / "plan.json")  # no wave is finished
+        done = CliRunner().invoke(app, [words[0], str(folder), *words[1:]])
+        assert done.exit_code == 2 and "UnfinishedDump" not in done.output, done.output
+        assert "holds rollouts, not a dump" in done.output and "--dump" in done.output
+
+
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rollouts") / "out"
+    assert call("--prompt", PROMPT, "--chain", CHAIN, *DRAWN, "--out", str(folder)).exit_code == 0
+    return folder
 
 
 def test_choices_at_the_fork(tmp_path: Path) -> None:
