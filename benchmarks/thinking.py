@@ -3,6 +3,7 @@ back-propagation through time.
 
     PYTHONPATH=src:. python -m benchmarks.thinking                         # the first and the last
     PYTHONPATH=src:. python -m benchmarks.thinking --models FOLDER         # and answers, with model-thinking-N and model-cot-N
+    PYTHONPATH=src:. python -m benchmarks.thinking --rounds                # only the rounds of coin-thinking's prefill
 
 The contract tests check the bits; here the KV of all prefill modes is compared once more before they are timed. Times are
 processor times on one thread, which other work on the machine hardly affects.
@@ -99,6 +100,22 @@ def prefill(table: Table, chunks: int = 32, chunk: int = 8) -> None:
             numbers["sequential_ms"] = 1000 * times["sequential"]
             ratio = times["sequential"] / times[name]
             table.add(f"prefill, {share:.0%} of {chunks} chunks think: {name} against sequential", ratio=ratio, **numbers)
+
+
+def rounds(count: int = 16, flips: int = 8) -> None:
+    """How many rounds the prefill of coin-thinking takes with each guess; a count, so the same on every machine."""
+    table = Table("thinking-rounds-cpu", f"rounds of prefill, mean of {count} held-out prompts of {flips} actors, coin-thinking")
+    engine = Engine.load("coin-thinking")
+    assert isinstance(engine, ThinkingEngine)
+    examples = zoo.held_out(Part("coin", 1.0, (("rendering", "picture"),)), flips, count)
+    for guess in GUESSES:
+        taken = []
+        for example in examples:
+            branch = engine.prompt(example.prompt, guess=guess)
+            taken.append(len(branch.thoughts.rounds))
+            branch.release()
+        table.add(f"{guess} guess", rounds=statistics.mean(taken), by_prompt=taken)
+    table.save()
 
 
 # ---- answers ----------------------------------------------------------------------------------------------------------
@@ -236,7 +253,11 @@ def training(table: Table, texts: int = 8, chunk: int = 6) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--models", type=Path, help="folder with model-thinking-N and model-cot-N, as thinking_gpu leaves them")
+    parser.add_argument("--rounds", action="store_true", help="only count the rounds of coin-thinking's prefill")
     options = parser.parse_args()
+    if options.rounds:
+        rounds()
+        return
     table = Table(
         "thinking-cpu", "one thread; random blocks of SmolLM2-135M's shape (prefill), the parity table's models (others)"
     )

@@ -8,6 +8,7 @@ waves of rollouts.
 import json
 import signal
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,7 +23,7 @@ from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.writer import DumpWriter
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadRequest, ClusterFailed, OtherFingerprint
+from replaylens.engine.errors import BadRequest, ClusterFailed, OtherFingerprint, SlowCluster
 from replaylens.engine.proof.fingerprint import Fingerprint
 from replaylens.engine.records import build
 from replaylens.engine.request.edits import Edit
@@ -264,6 +265,11 @@ def _connect(ray: Any, address: str) -> None:
                 raise ClusterFailed(
                     f"The Ray cluster could not be started on this machine{times}: {type(error).__name__}: {error}{advice}"
                 ) from error
+            warnings.warn(
+                f"Attempt {attempt} of {ATTEMPTS} to start a Ray cluster on this machine failed ({error}). Trying again.",
+                SlowCluster,
+                stacklevel=2,
+            )
 
 
 @contextmanager

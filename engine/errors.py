@@ -149,6 +149,10 @@ class NotCaptured(UserWarning):
     """Rows that a view would show were not captured, so that it shows less than it could."""
 
 
+class SlowCluster(UserWarning):
+    """A Ray cluster on this machine did not start in time and is started again, which takes a while."""
+
+
 class NothingEdited(UserWarning):
     """An edit is for tokens that none of the edited positions holds, so that it changes nothing so far."""
 

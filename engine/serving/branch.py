@@ -179,7 +179,8 @@ class Branch(Differentiable, Resampled, Uncopied):
         """
         if self.lane.recording is None:
             raise BadRequest(
-                "Nothing was captured on this branch. Ask for sites when you make it, e.g. prompt(..., sites='STC')."
+                "Nothing was captured on this branch. Ask for sites when you make it, e.g. prompt(..., sites='STC'); for the rows "
+                "of rejected drafts, prompt(..., sites='STC', keep_rejected=True)."
             )
         Completer(self.engine.forest).complete_rows(self.lane)
         return self.lane.recording
@@ -203,7 +204,11 @@ class Branch(Differentiable, Resampled, Uncopied):
 
     @property
     def rejected(self) -> list[Self]:
-        """The rejected branches of this branch that keep rows or pages, in order."""
+        """The rejected branches of this branch that keep rows or pages, in order.
+
+        They keep rows if the branch was made with `prompt(..., sites=..., keep_rejected=True)`, and pages, to be forked, after
+        `generate(..., keep_rejected=True)`. Without either, the list is empty.
+        """
         return [type(self)(self.engine, lane) for lane in self._rejected_lanes()]
 
     @reading

@@ -50,7 +50,11 @@ def replay(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Replay examples of a task; show the model's text and the rejected drafts."""
+    """Replay examples of a task: the text with rejected drafts in brackets; --board draws how one was decoded.
+
+    The prompt is blue, what the model wrote is green. A red bracket is a rejected draft; it follows the token that was
+    committed in its place.
+    """
     with reporting():
         check_drafter(model, drafter, draft_model)
         target = None if board is None else board_file(board)

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.store import Store
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadRequest, ClusterFailed, DumpLocked, OtherFingerprint
+from replaylens.engine.errors import BadRequest, ClusterFailed, DumpLocked, OtherFingerprint, SlowCluster
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.tasks.task import AnyTask
@@ -217,13 +218,18 @@ def test_a_cluster_that_starts_too_slowly_is_started_again(monkeypatch: pytest.M
     monkeypatch.setattr(ray, "init", too_slow)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
-    if failures < cluster.ATTEMPTS:
-        with cluster.connected("local") as found:
-            assert found is ray and len(started) == failures + 1
-    else:
-        with pytest.raises(ClusterFailed, match=r"in 3 attempts: .* timed out .* busy"), cluster.connected("local"):
-            pass
-        assert len(started) == cluster.ATTEMPTS
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        if failures < cluster.ATTEMPTS:
+            with cluster.connected("local") as found:
+                assert found is ray and len(started) == failures + 1
+        else:
+            with pytest.raises(ClusterFailed, match=r"in 3 attempts: .* timed out .* busy"), cluster.connected("local"):
+                pass
+            assert len(started) == cluster.ATTEMPTS
+    again = [str(each.message) for each in told if each.category is SlowCluster]
+    assert len(again) == len(started) - 1, "each further attempt is announced, the first one is not"
+    assert all(text.startswith(f"Attempt {i} of 3") and "timed out" in text for i, text in enumerate(again, 1))
 
 
 def test_connecting_keeps_the_handler_of_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
