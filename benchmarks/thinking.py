@@ -104,7 +104,8 @@ def prefill(table: Table, chunks: int = 32, chunk: int = 8) -> None:
 
 def rounds(count: int = 16, flips: int = 8) -> None:
     """How many rounds the prefill of coin-thinking takes with each guess; a count, so the same on every machine."""
-    table = Table("thinking-rounds-cpu", f"rounds of prefill, mean of {count} held-out prompts of {flips} actors, coin-thinking")
+    about = f"rounds of prefill, mean of {count} held-out prompts of {flips} actors, coin-thinking"
+    table = Table("thinking-rounds-cpu", about)
     engine = Engine.load("coin-thinking")
     assert isinstance(engine, ThinkingEngine)
     examples = zoo.held_out(Part("coin", 1.0, (("rendering", "picture"),)), flips, count)

@@ -179,8 +179,8 @@ class Branch(Differentiable, Resampled, Uncopied):
         """
         if self.lane.recording is None:
             raise BadRequest(
-                "Nothing was captured on this branch. Ask for sites when you make it, e.g. prompt(..., sites='STC'); for the rows "
-                "of rejected drafts, prompt(..., sites='STC', keep_rejected=True)."
+                "Nothing was captured on this branch. Ask for sites when you make it, e.g. prompt(..., sites='STC'); for the "
+                "rows of rejected drafts, prompt(..., sites='STC', keep_rejected=True)."
             )
         Completer(self.engine.forest).complete_rows(self.lane)
         return self.lane.recording
