@@ -15,7 +15,7 @@ from replaylens.engine.proof.fingerprint import Fingerprint
 from replaylens.engine.request.capture import CaptureSpec
 from replaylens.engine.request.options import named_options
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import flag, instance, integer, items, token_ids, whole
+from replaylens.engine.request.values import flag, instance, integer, items, shown, token_ids, whole
 from replaylens.engine.resampling.answers import Answer
 from replaylens.engine.resampling.folder import WaveFolder
 from replaylens.engine.resampling.plan import (
@@ -188,6 +188,9 @@ class Resampled:
         else:
             texts = items("replace", replace, REPLACE)
             found = [encode(instance("replace", each, str, REPLACE)) for each in texts]
+        if [] in found:
+            empty = replace if len(replace) == 0 else ""
+            raise BadRequest(f"replace={shown(empty)} has no tokens. Give {REPLACE}, or None to replace nothing.")
         if len(found) != count:
             raise BadRequest(f"Got {len(found)} replacements for {count} positions. Give one for all, or one for each.")
         return tuple(tuple(self.engine._check_tokens(ids)) for ids in found)
