@@ -51,7 +51,7 @@ def test_cached_prefixes_are_given_up_several_at_a_time(monkeypatch: pytest.Monk
     monkeypatch.setattr(PrefixIndex, "evict", lambda index, pages: searches.append(evict(index, pages)) or searches[-1])
     branch = subject.prompt(path(9, 50)).generate(120, sampling=Sampling(ignore_eos=True))
     assert branch.generated == continuation(toy(), path(9, 50), 120)
-    assert sum(searches) > 4 * len(searches) > 0, f"{len(searches)} searches for {sum(searches)} pages"
+    assert sum(searches) > 2 * len(searches) > 0, f"{len(searches)} searches for {sum(searches)} pages"
 
 
 def test_a_window_is_opened_without_asking_every_other(monkeypatch: pytest.MonkeyPatch) -> None:
