@@ -75,7 +75,7 @@ class Rollouts:
 
     @property
     def states(self) -> "States":
-        """The kept rows by site: [rows, ...], in the order of `index`. Patterns have a key for each token of the longest path."""
+        """The kept rows by site: [rows, ...], in the order of `index`. Patterns have as many keys as the longest path needs."""
         return States(self.rollouts)
 
     def outcomes(self) -> OutcomeCounts:
