@@ -25,6 +25,7 @@ __all__ = ["ADAPTER_FILE", "WEIGHTS_FILE", "Adapter", "Lora", "base_of"]
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _PARTS = {".lora_A.weight": "a", ".lora_B.weight": "b", ".lora_embedding_A": "a", ".lora_embedding_B": "b"}
+_UNTRAINED = ".original_module."
 _ROWS = 1024
 """rows of a weight that are merged together"""
 
@@ -73,9 +74,11 @@ class Adapter:
         if not shards.names:
             raise BadWeights(f"{folder / WEIGHTS_FILE} holds no tensors. Copy it again, or save the adapter anew.")
         parts: dict[str, dict[str, Tensor]] = {}
-        whole, embeds = {}, set()
-        for name in shards.names:
-            ours = name.removeprefix(_PREFIX).replace(".modules_to_save.", ".").replace(".base_layer.", ".")
+        whole, embeds = dict[str, Tensor](), set()
+        names = {name: _module_name(name) for name in shards.names}
+        for name, ours in names.items():
+            if _UNTRAINED in ours and ours.replace(_UNTRAINED, ".") in names.values():
+                continue  # the base's own tensor beside the trained one: peft does not compute with it
             if end := next((end for end in _PARTS if ours.endswith(end)), ""):
                 module = ours.removesuffix(end)
                 parts.setdefault(module, {})[_PARTS[end]] = shards.read(name)
@@ -84,7 +87,12 @@ class Adapter:
             elif "lora_" in ours:
                 raise UnsupportedModel(f"The adapter {folder} holds {name}, which is not supported.")
             else:
-                whole[ours] = shards.read(name)
+                x = shards.read(name)
+                if ours in whole and not torch.equal(whole[ours], x):
+                    raise BadWeights(
+                        f"{folder / WEIGHTS_FILE} holds {ours} twice, with different values. Save the adapter anew with peft."
+                    )
+                whole[ours] = x
         changes = {name: _lora(folder, name, parts[name], config, name in embeds) for name in sorted(parts)}
         return cls(folder, changes, whole, config)
 
@@ -167,6 +175,11 @@ class Adapter:
                 f"{self.config.modules!r:.120}, modules_to_save = {list(self.config.saved)!r:.120}). Copy both files again, "
                 "and check that they belong together."
             )
+
+
+def _module_name(name: str) -> str:
+    """The base's name of a tensor in an adapter's file, without the parts that peft adds."""
+    return name.removeprefix(_PREFIX).replace(".modules_to_save.", ".").replace(".base_layer.", ".")
 
 
 def base_of(folder: Path) -> Path:

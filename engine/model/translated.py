@@ -42,7 +42,8 @@ def from_hugging_face(
     config = replace(_with_its_head(config, family, source), adapter=adapter)
     filler = Filler(config, dtype, device)
     _fill(family, config, source, filler)
-    if extra := family.unused(config.num_layers, source.unread()):
+    extra = family.unused(config.num_layers, source.unread())
+    if extra := [name for name in extra if source.read(name).numel()]:  # a shared expert of width 0 holds nothing
         raise BadWeights(
             f"The checkpoint holds {len(extra)} tensors that a {config.family} model does not have, such as "
             f"{', '.join(extra[:4])}. Leaving them out would change what it computes. Is the config the right one?"

@@ -199,7 +199,7 @@ class Recording:
                 order += own
         if not found:
             return {}
-        whole = {site: torch.cat([self._padded(site, rows[site]) for rows in found]) for site in self.sites()}
+        whole = {site: torch.cat([with_keys(site, rows[site], self.end) for rows in found]) for site in self.sites()}
         if order == list(range(len(order))):
             return whole
         back = torch.tensor(order).argsort()
@@ -225,18 +225,15 @@ class Recording:
 
     def _pieces(self, site: str) -> list[Tensor]:
         """The rows of a captured site, chunk by chunk."""
-        return [self._padded(site, chunk.piece(site)) for chunk in self.chunks if chunk.rows]
-
-    def _padded(self, site: str, rows: Tensor) -> Tensor:
-        """The rows with one column per key of the path, if the site has keys."""
-        if not site.endswith(KEY_SITES):
-            return rows
-        return _keys(rows, self.end, MASKED if site.endswith(SCORES) else 0.0)
+        return [with_keys(site, chunk.piece(site), self.end) for chunk in self.chunks if chunk.rows]
 
 
-def _keys(rows: Tensor, count: int, rest: float) -> Tensor:
-    """Rows [rows, heads, keys] with `count` keys: a pass leaves room for whole blocks of them, and later rows have more."""
-    missing = count - rows.shape[-1]
+def with_keys(site: str, rows: Tensor, count: int) -> Tensor:
+    """Rows [rows, heads, keys] with `count` keys, if the site has keys: a pass leaves room for whole blocks of them, and later
+    rows have more. Keys that a row does not see are masked."""
+    if not site.endswith(KEY_SITES):
+        return rows
+    missing, rest = count - rows.shape[-1], MASKED if site.endswith(SCORES) else 0.0
     return torch.nn.functional.pad(rows, (0, missing), value=rest) if missing > 0 else rows[..., :count]
 
 

@@ -17,16 +17,17 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from replaylens.engine.errors import BadRollouts, OtherPlan
 from replaylens.engine.records import Hash, build, parse
+from replaylens.engine.request.recording import with_keys
 from replaylens.engine.resampling.plan import ResamplePlan
-from replaylens.engine.resampling.rollout import Rollout, Row
+from replaylens.engine.resampling.rollout import Rollout, Row, joined
 
 PLAN = "plan.json"
 
@@ -67,30 +68,24 @@ class WaveFolder:
     def create(cls, folder: str | Path, plan: ResamplePlan, wave: int) -> "WaveFolder":
         """A new folder, or the one that is there: it keeps its size of waves. OtherPlan if it has other rollouts."""
         path = Path(folder)
-        if (path / PLAN).exists():
-            found = cls.open(folder)
-            if found.plan.to_json() != plan.to_json():
-                names = ", ".join(plan.differences(found.plan))
-                raise OtherPlan(
-                    f"{folder} holds rollouts of another plan. Other: {names}. Use another folder, or these options."
-                )
-            return cls(folder, plan, found.wave)
         path.mkdir(parents=True, exist_ok=True)
-        if any(file.suffix != ".part" for file in path.iterdir()):  # a killed process may leave a part
-            raise BadRollouts(f"{folder} is not empty, and holds no rollouts. Give a new or an empty folder.")
-        _write(path / PLAN, json.dumps({"plan": plan.to_json(), "wave": wave}, indent=1).encode())
+        used = any(file.suffix != ".part" for file in path.iterdir())  # a killed process may leave a part
+        if not (path / PLAN).exists():  # asked after the look: another worker may have started the folder just now
+            if used:
+                raise BadRollouts(f"{folder} is not empty, and holds no rollouts. Give a new or an empty folder.")
+            _write(path / PLAN, json.dumps({"plan": plan.to_json(), "wave": wave}, indent=1).encode())
+        raw, wave = _stored(path)
+        if names := plan.differences(raw):
+            raise OtherPlan(
+                f"{folder} holds rollouts of another plan. Other: {', '.join(names)}. Use another folder, or these options."
+            )
         return cls(folder, plan, wave)
 
     @classmethod
     def open(cls, folder: str | Path) -> "WaveFolder":
         """The folder's waves; BadRollouts if it is none."""
-        try:
-            raw = parse((Path(folder) / PLAN).read_bytes(), f"{folder}/{PLAN}", BadRollouts)
-        except OSError as error:
-            raise BadRollouts(f"{folder} holds no rollouts: {error}.") from error
-        if not isinstance(raw, dict) or type(raw.get("wave")) is not int or raw["wave"] < 1:
-            raise BadRollouts(f"{folder}/{PLAN} is not the plan of rollouts.")
-        return cls(folder, ResamplePlan.from_json(raw.get("plan")), raw["wave"])
+        raw, wave = _stored(Path(folder))
+        return cls(folder, ResamplePlan.from_json(raw), wave)
 
     @property
     def num_waves(self) -> int:
@@ -109,7 +104,7 @@ class WaveFolder:
         digest = None
         kept = [each for each in rollouts if each.rows]
         if kept:
-            content = save({site: torch.cat([each.states[site].cpu() for each in kept]) for site in kept[0].states})
+            content = save({site: joined(site, [each.states[site].cpu() for each in kept]) for site in kept[0].states})
             digest = hashlib.sha256(content).hexdigest()
             _write(self._file(number, "safetensors"), content)
         records = json.loads(json.dumps([each.to_json() for each in rollouts]))
@@ -139,8 +134,8 @@ class WaveFolder:
         """The rollouts with their rows in the wave's file."""
         file, ends = self._file(number, "safetensors"), accumulate((len(each.rows) for each in rollouts), initial=0)
         return [
-            replace(each, states=FileRows(file, first, end) if first < end else {})
-            for each, (first, end) in zip(rollouts, pairwise(ends), strict=True)
+            replace(each, states=FileRows(file, first, end, self.plan.length(index, len(each.tokens))) if first < end else {})
+            for index, each, (first, end) in zip(self.indices(number), rollouts, pairwise(ends), strict=True)
         ]
 
     def _file(self, number: int, kind: str) -> Path:
@@ -150,15 +145,17 @@ class WaveFolder:
 class FileRows(Mapping[str, Tensor]):
     """Some consecutive rows of a file, read when somebody looks."""
 
-    def __init__(self, file: Path, first: int, end: int) -> None:
+    def __init__(self, file: Path, first: int, end: int, keys: int) -> None:
         self._file, self._first, self._end = file, first, end
+        self._keys = keys
+        """the number of tokens on their path; the file has as many keys as the longest path of its wave"""
 
     def __getitem__(self, site: str) -> Tensor:
         with self._opened() as file:
             if site not in list(file.keys()):
                 raise KeyError(site)
             rows: Tensor = file.get_slice(site)[self._first : self._end]
-            return rows
+            return with_keys(site, rows, self._keys)
 
     def __iter__(self) -> Iterator[str]:
         with self._opened() as file:
@@ -174,6 +171,17 @@ class FileRows(Mapping[str, Tensor]):
             raise BadRollouts(f"The rows in {self._file} cannot be read: {error}.") from error
 
 
+def _stored(folder: Path) -> tuple[Any, int]:
+    """The plan of a folder as JSON values, and the number of rollouts in a wave."""
+    try:
+        raw = parse((folder / PLAN).read_bytes(), f"{folder}/{PLAN}", BadRollouts)
+    except OSError as error:
+        raise BadRollouts(f"{folder} holds no rollouts: {error}.") from error
+    if not isinstance(raw, dict) or type(raw.get("wave")) is not int or raw["wave"] < 1:
+        raise BadRollouts(f"{folder}/{PLAN} is not the plan of rollouts.")
+    return raw.get("plan"), raw["wave"]
+
+
 def _digest(records: list[Any], rows: str | None) -> str:
     """The SHA-256 of rollouts as JSON values, and of the hash of their rows."""
     return hashlib.sha256(json.dumps([records, rows], sort_keys=True, separators=(",", ":")).encode()).hexdigest()
@@ -187,10 +195,14 @@ def _content(file: Path) -> bytes:
 
 
 def _write(file: Path, content: bytes) -> None:
-    """Write a file that appears as a whole, on disk before its name is."""
-    part = file.with_name(f"{file.name}.{os.getpid()}.part")
-    with open(part, "wb") as opened:
-        opened.write(content)
-        opened.flush()
-        os.fsync(opened.fileno())
-    os.replace(part, file)
+    """Write a file that appears as a whole, on disk before its name is. Threads, processes and machines may write the same."""
+    part = file.with_name(f"{file.name}.{uuid4().hex}.part")
+    try:
+        with open(part, "wb") as opened:
+            opened.write(content)
+            opened.flush()
+            os.fsync(opened.fileno())
+        os.replace(part, file)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise

@@ -62,6 +62,11 @@ class ResamplePlan:
         """The tokens before the first generated one, at the position with this number."""
         return [*self.tokens[: self.positions[place]], *(self.replace[place] if self.replace else ())]
 
+    def length(self, index: int, new: int) -> int:
+        """The number of tokens on the path of rollout `index`, of which `new` are generated."""
+        place = self.rollout(index)[0]
+        return self.positions[place] + (len(self.replace[place]) if self.replace else 0) + new
+
     def sampling_of(self, index: int) -> Sampling:
         """The sampling of rollout `index`, with its own seed."""
         place, number = self.rollout(index)
@@ -75,11 +80,10 @@ class ResamplePlan:
         return plain
 
     @classmethod
-    def from_json(cls, raw: Any, answer: Answer | None = None) -> "ResamplePlan":
-        """Inverse of `to_json`. `answer`: the one that reads by a function, which the file does not hold."""
+    def from_json(cls, raw: Any) -> "ResamplePlan":
+        """Inverse of `to_json`, but for an answer that is read by a function: the file does not hold it, so there is none."""
         read = build(ResamplePlanRecord, raw, "The plan of the rollouts", BadRequest)
-        if answer is None and read.answer is not None and "function" not in read.answer:
-            answer = Answer.from_json(read.answer)
+        answer = None if read.answer is None or "function" in read.answer else Answer.from_json(read.answer)
         return cls(**{**vars(read), "sampling": Sampling.from_json(read.sampling), "answer": answer})
 
     @property
@@ -87,9 +91,9 @@ class ResamplePlan:
         """SHA-256 of the plan."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
-    def differences(self, other: "ResamplePlan") -> list[str]:
-        """The names of the options that differ."""
-        mine, theirs = self.to_json(), other.to_json()
+    def differences(self, raw: Any) -> list[str]:
+        """The names of the options that differ from those of a plan as JSON values. Functions are compared by their names."""
+        mine, theirs = self.to_json(), {**ResamplePlan.from_json(raw).to_json(), "answer": raw["answer"]}
         return [name for name in mine if mine[name] != theirs[name]]
 
 

@@ -2,12 +2,14 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from replaylens.engine.request.recording import with_keys
 
 Row = tuple[str, int]
 """the name of a place, and the position of its token on the path"""
@@ -51,3 +53,10 @@ class Rollout:
             found.update(f"{site} {rows.dtype} {tuple(rows.shape)}".encode())
             found.update(rows.view(torch.uint8).numpy().data if rows.numel() else b"")
         return found.hexdigest()
+
+
+def joined(site: str, rows: Sequence[Tensor]) -> Tensor:
+    """The rows of a site of several rollouts, one after another: [rows, ...]. Those of a site with keys, of which each rollout
+    has as many as its path has tokens, get as many as the longest."""
+    longest = max(each.shape[-1] for each in rows)
+    return torch.cat([with_keys(site, each, longest) for each in rows])

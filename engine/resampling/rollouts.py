@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadRollouts, UnknownSite
@@ -18,7 +17,7 @@ from replaylens.engine.resampling.answers import NO_ANSWER, OTHER
 from replaylens.engine.resampling.counts import OutcomeCounts
 from replaylens.engine.resampling.folder import WaveFolder
 from replaylens.engine.resampling.plan import ResamplePlan
-from replaylens.engine.resampling.rollout import Rollout
+from replaylens.engine.resampling.rollout import Rollout, joined
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -76,7 +75,7 @@ class Rollouts:
 
     @property
     def states(self) -> "States":
-        """The kept rows by site: [rows, ...], in the order of `index`."""
+        """The kept rows by site: [rows, ...], in the order of `index`. Patterns have as many keys as the longest path needs."""
         return States(self.rollouts)
 
     def outcomes(self) -> OutcomeCounts:
@@ -144,7 +143,7 @@ class States(Mapping[str, Tensor]):
     def __getitem__(self, site: str) -> Tensor:
         if site not in set(self):
             raise UnknownSite(f"Site {site!r:.60} was not captured. Captured: {', '.join(self) or 'nothing'}.")
-        return torch.cat([each.states[site] for each in self._rollouts if each.rows])
+        return joined(site, [each.states[site] for each in self._rollouts if each.rows])
 
     def __iter__(self) -> Iterator[str]:
         return iter(next((list(each.states) for each in self._rollouts if each.rows), []))

@@ -1,6 +1,7 @@
 """`Resampled`: resampling as a verb of a branch. The rollouts themselves are drawn by `Waves`."""
 
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -9,11 +10,12 @@ from tqdm.auto import tqdm
 from replaylens.engine.errors import BadRequest, NotCertified
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.memory.tree import BranchRecord
+from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.proof.fingerprint import Fingerprint
 from replaylens.engine.request.capture import CaptureSpec
 from replaylens.engine.request.options import named_options
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import flag, instance, integer, items, token_ids, whole
+from replaylens.engine.request.values import flag, instance, integer, items, shown, token_ids, whole
 from replaylens.engine.resampling.answers import Answer
 from replaylens.engine.resampling.folder import WaveFolder
 from replaylens.engine.resampling.plan import (
@@ -42,6 +44,7 @@ class Resampler(Served, Protocol):
     """What resampling needs from the branch's engine."""
 
     fingerprint: Fingerprint
+    sites: SiteTable
 
     def capture_spec(self, sites: str | Sequence[str]) -> CaptureSpec:
         """What to capture."""
@@ -185,6 +188,9 @@ class Resampled:
         else:
             texts = items("replace", replace, REPLACE)
             found = [encode(instance("replace", each, str, REPLACE)) for each in texts]
+        if [] in found:
+            empty = replace if len(replace) == 0 else ""
+            raise BadRequest(f"replace={shown(empty)} has no tokens. Give {REPLACE}, or None to replace nothing.")
         if len(found) != count:
             raise BadRequest(f"Got {len(found)} replacements for {count} positions. Give one for all, or one for each.")
         return tuple(tuple(self.engine._check_tokens(ids)) for ids in found)
@@ -237,5 +243,13 @@ def wave_of(engine: Resampler, plan: ResamplePlan) -> int:
     own = -(-(plan.max_new + more + max(map(len, plan.replace), default=0)) // pool.page_size) + 1
     free = pool.num_pages - -(-len(plan.tokens) // pool.page_size)
     capture, runner = _capture_of(engine, plan), engine.forest.runner
-    width = engine.config.d_model * runner.model.embed.element_size() * (len(capture.needed()) if capture is not None else 0)
+    width = 0 if capture is None else _row_size(engine, plan, capture) * runner.model.embed.element_size()
     return max(1, min(free // own, MAX_BYTES // ((plan.max_new + 1) * width) if width else MAX_WAVE, MAX_WAVE))
+
+
+def _row_size(engine: Resampler, plan: ResamplePlan, capture: CaptureSpec) -> int:
+    """How many values are captured per token, at most. Of a pattern, each head has one per token of the path."""
+    longest = max(plan.length(place * plan.n, plan.max_new) for place in range(len(plan.positions)))
+    table, d_model = engine.sites.sites, engine.config.d_model
+    shapes = [table[site].shape if site in table else (d_model,) for site in capture.needed() | set(capture.sites)]
+    return sum(prod(size or longest for size in shape) for shape in shapes)

@@ -14,8 +14,8 @@ HOLES = (
     Mutant(
         "columns-cut-to-the-length",
         "replaylens.engine.request.recording",
-        "        if not site.endswith(KEY_SITES):",
-        "        if pieces and pieces[0].ndim < 3:",
+        "    if not site.endswith(KEY_SITES):",
+        "    if rows.ndim < 3:",
         "run_with_cache gives whole rows, however few tokens there are",
         ("tests/engine/replay/test_interop.py::test_every_site_has_the_shape_that_transformer_lens_gives_it",),
     ),

@@ -62,6 +62,27 @@ def test_what_peft_writes_loads_to_what_peft_computes(kind: str, tmp_path: Path)
     assert not torch.allclose(ours, base, rtol=1e-3, atol=1e-3), "the control: the adapter changes the model"
 
 
+@pytest.mark.parametrize("name", ["llama", "llama3"])
+def test_embeddings_that_are_saved_in_all_their_copies(name: str, tmp_path: Path) -> None:
+    """save_embedding_layers=True writes what was trained twice, and beside it the base's own, which is not used."""
+    options, adapter = {**R4, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}, tmp_path / "adapter"
+    adapted = trained(name, options, tmp_path / "base", adapter)
+    plain = weights_hash(load(tmp_path / "base", adapter=adapter))
+    adapted.save_pretrained(adapter, save_embedding_layers=True)
+    begin = "base_model.model.model.embed_tokens"
+    stored = load_file(adapter / WEIGHTS_FILE)
+    assert {f"{begin}{own}.weight" for own in ("", ".modules_to_save", ".original_module")} <= stored.keys()
+    assert weights_hash(load(tmp_path / "base", adapter=adapter)) == plain
+    other = {**stored, f"{begin}.modules_to_save.weight": stored[f"{begin}.weight"] + 1}
+    save_file(other, adapter / WEIGHTS_FILE)
+    with pytest.raises(BadWeights, match=r"holds model\.embed_tokens\.weight twice, with different values"):
+        load(tmp_path / "base", adapter=adapter)
+    untrained = {key: x for key, x in stored.items() if key not in (f"{begin}.weight", f"{begin}.modules_to_save.weight")}
+    save_file(untrained, adapter / WEIGHTS_FILE)
+    with pytest.raises(BadWeights, match=r"original_module"):
+        load(tmp_path / "base", adapter=adapter)
+
+
 @pytest.mark.parametrize("name, transposed", [("llama", False), ("gpt2", True)])
 def test_all_linear_may_stay_a_word(name: str, transposed: bool, tmp_path: Path) -> None:
     """peft writes names in its place, and reads both."""

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from replaylens import Engine
 from replaylens.engine.errors import BadConfig, BadWeights, EngineError, UnsupportedModel
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
@@ -24,6 +25,7 @@ from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.passes.packed import logits, sequences
 from tests.engine.replay.bridges import bridge
 from tests.families import NAMES, hugging_face
+from tests.mixtures import MIXTURES
 
 families = pytest.mark.parametrize("name", NAMES)
 
@@ -105,6 +107,27 @@ def test_folder_of_a_bare_transformer_loads(name: str, tmp_path: Path) -> None:
     """Tied models are often published without the head, and their tensors without its prefix (GPT-2's own files)."""
     copy.deepcopy(hugging_face(name)).base_model.save_pretrained(tmp_path)  # writes into the shared config
     assert_same(load(tmp_path), load(hugging_face(name)))
+
+
+@pytest.mark.parametrize("name", ["glm4-moe", "dots1"])
+def test_no_shared_experts_are_tensors_without_values(name: str, tmp_path: Path) -> None:
+    """transformers makes a shared expert of width 0, whose tensors hold nothing. One that holds something is refused."""
+    import transformers as tf
+
+    kind, fields = MIXTURES[name]
+    torch.manual_seed(1)
+    config = getattr(tf, f"{kind}Config")(**{**fields, "n_shared_experts": 0})
+    live = tf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    live.config._experts_implementation = "eager"  # the faster one needs rows of a multiple of 16 bytes
+    tokens = torch.tensor([[3, 14, 15, 92, 6]])
+    ours = Engine.load(live, check=False).prompt(tokens[0].tolist()).logits()
+    torch.testing.assert_close(ours, live(tokens).logits[0, -1].detach(), rtol=1e-4, atol=1e-5)
+    live.save_pretrained(tmp_path)
+    assert_same(load(tmp_path), load(live))
+    down = "model.layers.1.mlp.shared_experts.down_proj.weight"
+    edit(tmp_path, lambda tensors: tensors.update({down: torch.ones(tensors[down].shape[0], 1)}))
+    with pytest.raises(BadWeights, match=rf"holds 1 tensors .* such as {re.escape(down)}\."):
+        load(tmp_path)
 
 
 def test_constants_of_older_checkpoints_are_no_weights(tmp_path: Path) -> None:

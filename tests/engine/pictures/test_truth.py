@@ -244,6 +244,20 @@ def test_a_void_token_that_equals_its_draft_is_not_accepted() -> None:
     assert Check(draft, Slot(" 7", TokenState.ACCEPTED, 3)).accepted
 
 
+def test_a_rejected_draft_with_the_verifiers_text_is_not_accepted() -> None:
+    """Different tokens may read the same, such as the bytes of an emoji: the verdict counts, not the text."""
+    subject = recorded()
+    t = continuation(toy(), P, 4)
+    drafts = {len(P) + 1: [[t[1], (t[2] + 1) % VOCAB, t[3]]]}
+    branch = subject.prompt(P).generate(6, drafter="forced", drafts=drafts)
+    told = timeline(subject.trace, branch.id, lambda token: "\N{REPLACEMENT CHARACTER}", {branch.id: branch.tokens})
+    verify = next(frame for frame in told.frames if frame.phase is Phase.VERIFY)
+    assert [check.mark for check in verify.checks] == ["✓ =", "✓ ≠", "✗", "✗"]
+    assert [slot.kind for slot in verify.generated if slot.drafted] == ["draft", "rejected", "rejected"]
+    line = str(told).splitlines()[told.frames.index(verify)]
+    assert line.count("✓ ≠") == 1 and line.count("✗") == 2
+
+
 def test_requests_beside_it_are_on_every_frame() -> None:
     """A deterministic one beside two ordinary ones: grey bars from the prefill to the end, in words in a terminal."""
     subject = recorded()

@@ -5,6 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -167,3 +170,81 @@ def test_what_is_written_comes_back_as_it_is_read(tmp_path: Path) -> None:
     for own, other in zip(streamed, read, strict=True):
         assert {type(value) for value in vars(own).values()} == {type(value) for value in vars(other).values()}
         assert all(torch.equal(own.states[site], other.states[site]) for site in other.states)
+
+
+def first_token(text: str) -> str | None:
+    return text.split()[0] if text.split() else None
+
+
+def last_token(text: str) -> str | None:
+    return text.split()[-1] if text.split() else None
+
+
+def read_by(answer: Answer | None, folder: Path, n: int = 4) -> Rollouts:
+    return path().resample(n, sampling=HOT, max_new=4, answer=answer, wave=2, folder=folder)
+
+
+def test_a_folder_with_a_function_goes_on(tmp_path: Path) -> None:
+    """The file holds the function's name. The same call goes on; another function, or none, is another plan."""
+    answer = Answer.function(first_token)
+    stream = path().stream_rollouts(4, sampling=HOT, max_new=4, answer=answer, wave=2, folder=tmp_path)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    whole = path().resample(4, sampling=HOT, max_new=4, answer=answer)
+    for _ in range(2):
+        found = read_by(answer, tmp_path)
+        assert found.digest == whole.digest and found.plan == whole.plan
+        assert None not in found.frame["outcome"].tolist()
+    assert Rollouts.load(tmp_path).outcomes().outcomes == whole.outcomes().outcomes
+    for other in (Answer.function(last_token), Answer.function(first_token, stop=True), Answer.regex("1"), None):
+        with pytest.raises(OtherPlan, match=r"Other: answer\."):
+            read_by(other, tmp_path)
+    with pytest.raises(OtherPlan, match=r"Other: n\."):
+        read_by(answer, tmp_path, n=3)
+
+
+def test_a_folder_without_a_function_is_not_taken_for_one_with(tmp_path: Path) -> None:
+    read_by(None, tmp_path)
+    with pytest.raises(OtherPlan, match=r"Other: answer\."):
+        read_by(Answer.function(first_token), tmp_path)
+
+
+def test_threads_write_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads in the middle of writing one file: both finish, and nothing else is left."""
+    both = threading.Barrier(2, timeout=20)
+    monkeypatch.setattr(folder.os, "fsync", lambda descriptor: both.wait())
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: folder._write(tmp_path / "a.json", b"{}"), range(2)))
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("a.json", b"{}")]
+
+
+def test_a_file_that_cannot_be_written_leaves_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(folder.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        folder._write(tmp_path / "a.json", b"{}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_another_worker_starts_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plan appears between two looks: the folder is shared, with the size of waves that it has by then."""
+    plan, _ = path().plan_rollouts(6, [4, 6], HOT, 6)
+    look = Path.iterdir
+
+    def late(self: Path) -> Iterator[Path]:
+        monkeypatch.setattr(Path, "iterdir", look)
+        folder.WaveFolder.create(tmp_path, plan, 3)
+        return look(self)
+
+    monkeypatch.setattr(Path, "iterdir", late)
+    assert folder.WaveFolder.create(tmp_path, plan, 5).wave == 3
+
+
+def test_threads_share_a_folder(tmp_path: Path, reference: Rollouts) -> None:
+    branch = path()
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: drawn(branch, tmp_path).digest, range(3)))
+    assert {*found, Rollouts.load(tmp_path).digest} == {reference.digest}
+    assert not list(tmp_path.glob("*.part"))
