@@ -124,19 +124,35 @@ def _attention(model: Decoder, random: Random, findings: list[Finding]) -> None:
     table = torch.arange(1, pages + 1, dtype=torch.int32, device=device)[None]
     shape = f"{c.num_heads} heads of {width}, {kv_heads} kv heads"
 
-    def attend(index: Tensor, kv_block: int = paged.KV_BLOCK) -> Tensor:
+    def attend(index: Tensor, kv_block: int = paged.KV_BLOCK, specialised: bool | None = None) -> Tensor:
         sequence = torch.zeros(len(index), dtype=torch.int32, device=device)
         per_tile = paged.rows_per_tile(c.num_heads, kv_heads, v.shape[-1], q.dtype, len(index))
         tiles = paged.plan_tiles([0] * len(index), per_tile).to(device) if len(index) > 1 else None
         rows = paged.PagedRows(sequence, index.to(torch.int32), table, tiles, per_tile=per_tile if len(index) > 1 else 0)
-        return paged.attention(q[index], k, v, rows, c.scale, c.attn_softcap, page_size=size, kv_block=kv_block, sinks=sinks)
+        return paged.attention(
+            q[index],
+            k,
+            v,
+            rows,
+            c.scale,
+            c.attn_softcap,
+            page_size=size,
+            kv_block=kv_block,
+            sinks=sinks,
+            specialised=specialised,
+        )
 
-    whole = attend(torch.arange(length, device=device))
+    everything = torch.arange(length, device=device)
+    whole = attend(everything, specialised=False)
     note = lambda check, equal, **more: findings.append(Finding("attention", shape, check, equal, **more))  # noqa: E731
     singles = torch.linspace(0, length - 1, 9).long().to(device)
     note("decode against prefill", all(torch.equal(attend(p[None]), whole[p[None]]) for p in singles))
     cut = torch.arange(length // 3 + 5, min(length, length // 3 + 70), device=device)
     note("window cut elsewhere", torch.equal(attend(cut), whole[cut]))
+    pairs = paged.rows_per_tile(c.num_heads, kv_heads, v.shape[-1], q.dtype, length) * (c.num_heads // kv_heads)
+    plain = sinks is None and c.latent is None and length > 1
+    if plain and paged.can_prefill(q, k, v, pairs, size, paged.KV_BLOCK, paged.KV_SPLIT):
+        note("specialised warpgroups against others", torch.equal(attend(everything, specialised=True), whole))
     if length > 2 * paged.KV_BLOCK:
-        other = attend(torch.arange(length, device=device), kv_block=32)
+        other = attend(everything, kv_block=32)
         note("control: a softmax over blocks of 32 keys", torch.equal(other, whole), control=True)

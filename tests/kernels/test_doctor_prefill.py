@@ -1,0 +1,45 @@
+"""The doctor examines the kernel for many rows wherever it can run, also if too few rows would choose it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.passes.certificate import Finding
+from replaylens.engine.proof import doctor_cuda
+from replaylens.kernels import attention as paged
+from replaylens.kernels.attention import PagedRows, attention
+from tests.engine.reference import decoder
+
+CHECK = "specialised warpgroups against others"
+
+
+def examined(model: Decoder) -> list[Finding]:
+    random = lambda *shape: torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))  # noqa: E731
+    found: list[Finding] = []
+    doctor_cuda._attention(model, random, found)
+    return [finding for finding in found if finding.check == CHECK]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel itself is examined there")
+@torch.no_grad()
+def test_the_kernel_for_many_rows_is_examined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its part is played by the general kernel, with the right bits and with others."""
+    model = decoder("llama")
+    model.config = replace(model.config, max_positions=24)
+    assert examined(model) == [], "the interpreter cannot run it"
+    error = 0.0
+
+    def played(q: Tensor, k: Tensor, v: Tensor, out: Tensor, tiles: Tensor, sequence: Tensor, position: Tensor, table: Tensor,
+               scale: float, softcap: float, window: int, page_size: int) -> None:  # fmt: skip
+        rows = PagedRows(sequence, position, table, tiles, per_tile=int(tiles[0, 1]))
+        attention(q, k, v, rows, model.config.scale, page_size=page_size, out=out, specialised=False)
+        out[-1, 0, 0] += error
+
+    monkeypatch.setattr(paged, "can_prefill", lambda *given: True)
+    monkeypatch.setattr(paged, "prefill", played)
+    assert [finding.passed for finding in examined(model)] == [True]
+    error = 1e-3
+    assert [finding.passed for finding in examined(model)] == [False]
