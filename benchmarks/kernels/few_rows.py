@@ -7,20 +7,17 @@ processes side by side first. Attention of one row follows, by tile and schedule
 """
 
 import argparse
-import subprocess
-import sys
 import time
 
 import torch
 from torch import Tensor
 
 from benchmarks.kernels.grouped import bandwidth, microseconds
-from benchmarks.kernels.harness import copies
+from benchmarks.kernels.harness import compile_side_by_side, copies
 from replaylens.kernels.attention import PagedRows, Workspace, attention
 from replaylens.kernels.launch import PAGE_SIZE, AttentionTile, GemmTile, gemm_tile
 from replaylens.kernels.matmul import matmul
 
-COMPILERS = 14
 SHAPES = {"queries, keys, values": (2048, 5120), "output of attention": (4096, 2048), "router": (2048, 128)}
 WIDE = [
     (16, 32, 256, 4, 5), (16, 32, 128, 4, 6), (16, 32, 128, 2, 6), (16, 32, 256, 2, 5), (16, 16, 256, 2, 6),
@@ -116,11 +113,7 @@ def main() -> None:
         attend(given.compile)
         return
     begin = time.perf_counter()
-    command = [sys.executable, "-m", "benchmarks.kernels.few_rows", "--compile"]
-    running = [subprocess.Popen([*command, f"{i}/{COMPILERS}"]) for i in range(COMPILERS)]
-    for process in running:
-        process.wait()
-    print(f"compiled in {time.perf_counter() - begin:.0f} s", flush=True)
+    compile_side_by_side("benchmarks.kernels.few_rows")
     speed = bandwidth()
     print(f"copy: {speed * 1e-12:.2f} TB/s, {torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     for rows in given.rows:

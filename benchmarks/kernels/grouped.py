@@ -8,8 +8,6 @@ processes side by side first. Theirs is the library's grouped product on rows th
 
 import argparse
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from benchmarks.kernels.harness import RESULTS, captured, replay
+from benchmarks.kernels.harness import RESULTS, captured, compile_side_by_side, replay
 from replaylens.kernels.activation import activation
 from replaylens.kernels.grouped import combine, grouped_matmul
 from replaylens.kernels.launch import CANONICAL_VERSION, GemmTile, grouped_rows, grouped_tile
@@ -28,7 +26,6 @@ from replaylens.kernels.route import RouteSpec, route
 
 EXPERTS, TOP, WIDTH, HIDDEN = 128, 8, 2048, 768
 ROWS = (1, 8, 64, 512, 2048)
-COMPILERS = 12
 
 UP = {
     16: [
@@ -210,11 +207,7 @@ def main() -> None:
         compile_all(given.compile)
         return
     begin = time.perf_counter()
-    command = [sys.executable, "-m", "benchmarks.kernels.grouped", "--compile"]
-    running = [subprocess.Popen([*command, f"{i}/{COMPILERS}"]) for i in range(COMPILERS)]
-    for process in running:
-        process.wait()
-    print(f"compiled in {time.perf_counter() - begin:.0f} s", flush=True)
+    compile_side_by_side("benchmarks.kernels.grouped")
     speed = bandwidth()
     lines: list[dict[str, Any]] = []
     print(f"copy: {speed * 1e-12:.2f} TB/s, {torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)

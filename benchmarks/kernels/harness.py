@@ -2,6 +2,9 @@
 
 import json
 import statistics
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,8 @@ from replaylens.kernels.launch import CANONICAL_VERSION
 RESULTS = Path(__file__).parent.parent / "results"
 BEYOND_CACHE = 200_000_000
 """bytes that a round of calls must touch, so that weights come from memory as they do in a model"""
+COMPILERS = 12
+"""processes that compile variants"""
 WARM_MS = 30.0
 """clocks need a while to rise after the host was busy with something else"""
 
@@ -104,3 +109,13 @@ class Report:
         (RESULTS / f"kernels-{self.kernel}.json").write_text(json.dumps(body, indent=1) + "\n")
         if not all(row["check"] for row in self.rows):
             raise SystemExit(f"{self.kernel}: a correctness check failed")
+
+
+def compile_side_by_side(module: str) -> None:
+    """Run `python -m MODULE --compile I/N` in N processes, which fill Triton's cache. A failure shows when it is measured."""
+    begin = time.perf_counter()
+    command = [sys.executable, "-m", module, "--compile"]
+    running = [subprocess.Popen([*command, f"{i}/{COMPILERS}"]) for i in range(COMPILERS)]
+    for process in running:
+        process.wait()
+    print(f"compiled in {time.perf_counter() - begin:.0f} s", flush=True)

@@ -33,13 +33,15 @@ class Admission:
         drafters: dict[str, Drafter],
         reservations: Reservations,
         max_rows: int,
+        lone_rows: int,
         fail: Callable[[Job, Exception], None],
     ) -> None:
-        """`fail(job, error)` ends a job that does not fit into the cache even on its own."""
+        """
+        lone_rows  rows of a pass that nobody waits for, if more than `max_rows`
+        fail       `fail(job, error)` ends a job that does not fit into the cache even on its own
+        """
         self.runner, self.tree, self.drafters, self.reservations = runner, tree, drafters, reservations
-        self.max_rows, self.fail = max_rows, fail
-        self.lone_rows = 0
-        """rows of a pass that nobody waits for, if more than `max_rows`"""
+        self.max_rows, self.lone_rows, self.fail = max_rows, max(max_rows, lone_rows), fail
         self.planner = Planner()
         self._jobs: list[Job] = []
         self._alone = self._drafting = False
@@ -83,7 +85,7 @@ class Admission:
         """Rows of this step. Wide passes keep a device busy, but all others wait for their next token meanwhile, and all
         captured rows of a pass are in memory at once."""
         plain = all(self._prefills(job) and job.lane.capture is None and not job.lane.hooks for job in self._jobs)
-        return max(self.lone_rows, self.max_rows) if plain else self.max_rows
+        return self.lone_rows if plain else self.max_rows
 
     def _prefills(self, job: Job) -> bool:
         return job.num_waiting(len(self.tree.branch(job.lane.branch).tokens)) > 1

@@ -44,6 +44,7 @@ class Loop:
         drafters: dict[str, Drafter],
         text: Text,
         max_rows: int,
+        lone_rows: int,
         lenses: KnownLenses,
     ) -> None:
         self.runner, self.tree, self.drafters, self.max_rows, self.lenses = runner, tree, drafters, max_rows, lenses
@@ -52,7 +53,7 @@ class Loop:
         self.committer = Committer(runner, tree, self.lanes)
         self.packer, self.endings = Packer(runner, tree, self.committer), Endings(tree, text)
         self.reservations = Reservations(runner, prefix, self.lanes, self.queue.preempted)
-        self.admission = Admission(runner, tree, drafters, self.reservations, max_rows, self.queue.end)
+        self.admission = Admission(runner, tree, drafters, self.reservations, max_rows, lone_rows, self.queue.end)
         self.bursts: Bursts | None = None
         """direct decode steps on the device alone; None on a CPU"""
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from replaylens.engine.errors import UnsupportedModel
 from replaylens.engine.model.family import Family, Field, Names, Raw
-from replaylens.engine.model.tables_neox import NEOX
+from replaylens.engine.model.tables_neox import FUSED_PARTS, NEOX
 
 
 def _bloom_slopes(raw: Raw) -> tuple[float, ...]:
@@ -24,14 +24,7 @@ BLOOM = replace(
         head="transformer.word_embeddings",
         final_norm="transformer.ln_f",
         block="transformer.h.{}.",
-        parts={
-            "ln1": "input_layernorm",
-            "ln2": "post_attention_layernorm",
-            "attn.qkv": "self_attention.query_key_value",
-            "attn.o": "self_attention.dense",
-            "mlp.up": "mlp.dense_h_to_4h",
-            "mlp.down": "mlp.dense_4h_to_h",
-        },
+        parts=FUSED_PARTS,
     ),
     reads={
         "num_layers": "n_layer",

@@ -129,19 +129,22 @@ def _falcon_norms(raw: Raw) -> bool:
     return bool(raw["parallel_attn"])
 
 
+FUSED_PARTS = {
+    "ln1": "input_layernorm",
+    "ln2": "post_attention_layernorm",
+    "attn.qkv": "self_attention.query_key_value",
+    "attn.o": "self_attention.dense",
+    "mlp.up": "mlp.dense_h_to_4h",
+    "mlp.down": "mlp.dense_4h_to_h",
+}
+"""names within a block that Falcon and BLOOM share"""
+
 FALCON = Family(
     names=Names(
         embed="transformer.word_embeddings",
         final_norm="transformer.ln_f",
         block="transformer.h.{}.",
-        parts={
-            "ln1": "input_layernorm",
-            "ln2": "post_attention_layernorm",
-            "attn.qkv": "self_attention.query_key_value",
-            "attn.o": "self_attention.dense",
-            "mlp.up": "mlp.dense_h_to_4h",
-            "mlp.down": "mlp.dense_4h_to_h",
-        },
+        parts=FUSED_PARTS,
     ),
     reads={
         **SIZES,

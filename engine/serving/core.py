@@ -100,8 +100,7 @@ class Core(Generation, Uncopied):
         self.runner = Runner(model, self.certificate, cache_tokens // page_size + spare, page_size, canary, capture_buffer)
         self.prefix = PrefixIndex(self.runner.pool, self.fingerprint.digest.encode())
         drafters = make_drafters(self.runner, draft_model, lens_layer, tree_width)
-        self.loop = Loop(self.runner, self.tree, self.prefix, drafters, self.text, max_rows, self.lenses)
-        self.loop.admission.lone_rows = lone_rows
+        self.loop = Loop(self.runner, self.tree, self.prefix, drafters, self.text, max_rows, lone_rows, self.lenses)
         if self.runner.device == "cuda":
             decode_on_device(self.loop)
         self.lock = EngineLock()
