@@ -20,11 +20,10 @@ from replaylens.kernels.launch import (
     next_power_of_2,
     norm_shape,
     require,
-    require_float,
-    require_rows,
     require_same,
     require_shape,
 )
+from replaylens.kernels.rope import check_heads
 
 
 @triton.jit
@@ -106,20 +105,10 @@ def norm_rotate_and_store(
     kv_heads = k.shape[1]
     require(kind in ("rms", "layer"), "Unknown norm {!r}. Use rms or layer.", kind)
     require(can_fuse(d_head, table), "{} dimensions with a table of {} cannot be fused.", d_head, table.shape)
-    require_float("q", q)
-    require_shape("rows.position", rows.position, (num_rows,))
-    for name, x, count in (("q", q, heads), ("k", k, kv_heads), ("v", v, kv_heads)):
-        require_shape(name, x, (num_rows, count, d_head))
-        require_same(name, x, q)
-        require_rows(name, x)
+    check_heads(q, k, v, table, rows, (k_cache, v_cache))
     for name, w in zip(("weight of q", "weight of k"), weights, strict=True):
         require_shape(name, w, (d_head,))
         require_same(name, w, q)
-    require(table.dtype == torch.float32 and table.is_contiguous(), "The rotary table must be contiguous float32.")
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        require_shape(name, cache, (None, kv_heads, d_head))
-        require_same(name, cache, q)
-        require(cache.stride() == k_cache.stride() and cache.stride(2) == 1, "k_cache and v_cache must have the same strides.")
     q_out = torch.empty(num_rows, heads, d_head, dtype=q.dtype, device=q.device)
     if num_rows:
         shape = norm_shape(d_head)

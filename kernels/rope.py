@@ -123,7 +123,7 @@ def _launch(
 ) -> Tensor:
     num_rows, heads, d_head = q.shape
     kv_heads, half = k.shape[1], 0 if table is None else table.shape[2]
-    _check(q, k, v, table, rows, caches)
+    check_heads(q, k, v, table, rows, caches)
     q_out = torch.empty(num_rows, heads, d_head, dtype=q.dtype, device=q.device)
     parts = ceil_div(heads, _HEADS) + ceil_div(kv_heads, _HEADS)
     if num_rows:
@@ -139,9 +139,10 @@ def _launch(
     return q_out
 
 
-def _check(
+def check_heads(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, rows: PagedRows, caches: tuple[Tensor, Tensor] | None
 ) -> None:
+    """Raise ValueError if heads, rotary table and caches do not fit together."""
     num_rows, _, d_head = q.shape
     require_float("q", q)
     require_shape("rows.position", rows.position, (num_rows,))
