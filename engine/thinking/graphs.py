@@ -14,10 +14,11 @@ from torch import Tensor
 
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.passes.cuda import CanonicalCudaOps, HeadOps
+from replaylens.engine.passes.sharing import KeyLayout
 from replaylens.engine.thinking.model import ThinkingDecoder
 from replaylens.engine.thinking.steps import ThoughtSteps, largest
 from replaylens.kernels import launch
-from replaylens.kernels.attention import PagedRows, plan_tiles, rows_per_tile
+from replaylens.kernels.attention import PagedRows, plan_tiles
 
 SIZES = (8, 16, 32, 64, 128)
 """possible numbers of thoughts of a graph, which are decoded together"""
@@ -49,8 +50,7 @@ class ThoughtGraph:
 
     def _chunk_rows(self, cache: KVCache, sequence: Tensor, c: int) -> PagedRows:
         """The rows of the first step: c of each thought."""
-        sequences, (kv_heads, d_head) = sequence.repeat_interleave(c), cache.data.shape[3:]
-        per_tile = rows_per_tile(cache.num_heads, kv_heads, d_head, cache.data.dtype, c)
+        sequences, per_tile = sequence.repeat_interleave(c), KeyLayout.of(cache).rows_per_tile(c)
         tiles = plan_tiles(sequences.tolist(), per_tile).to(sequence.device) if c > 1 else None
         positions = self.read_positions.to(torch.int32)
         return PagedRows(sequences, positions, self.pages, tiles, max_keys=c, per_tile=per_tile if tiles is not None else 0)
