@@ -9,6 +9,7 @@ All kernels are compiled without contraction of `a * b + c` (`EXACT`). The compi
 kernel and not in another, and the two would round differently. Code that needs a single rounding calls `tl.fma`.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -294,6 +295,24 @@ def require_same(name: str, x: Tensor, other: Tensor) -> None:
     """Raise ValueError unless `x` has the dtype and device of `other`."""
     same = x.dtype == other.dtype and x.device == other.device
     require(same, "{} is {} on {}. Expected {} on {}.", name, x.dtype, x.device, other.dtype, other.device)
+
+
+def uniform(x: Tensor) -> Tensor:
+    """x, or a copy of it, of the kind that contiguous tensors of its shape are.
+
+    Triton compiles a kernel anew for addresses and strides that are multiples of 16, and loads that can be wider give the tile
+    another thread layout, hence a sum over it another order. The strides of a view tell its storage, or nothing if it has one
+    row. A kernel that sums over a tile must be compiled alike for all of them.
+    """
+    contiguous = [math.prod(x.shape[dim + 1 :]) for dim in range(x.dim() - 1)]
+    if x.data_ptr() % 16 == 0 and all(_kind(a) == _kind(b) for a, b in zip(x.stride(), contiguous, strict=False)):
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def _kind(stride: int) -> tuple[bool, bool]:
+    """What of a number becomes part of a compiled kernel."""
+    return stride == 1, stride % 16 == 0
 
 
 def require_rows(name: str, x: Tensor) -> None:

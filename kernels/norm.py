@@ -3,7 +3,8 @@
     rms: y = x / sqrt(mean(x^2) + eps) * weight        layer: y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
 
 The arithmetic is float32 with one rounding at the end. The thread layout sets the order of a sum over a tile axis, so the
-launch shape is fixed per width (`launch.norm_shape`) and a row is never split: canonical by construction. LayerNorm
+launch shape is fixed per width (`launch.norm_shape`), x is always of one kind (`launch.uniform`) and a row is never split:
+canonical by construction. LayerNorm
 subtracts the mean before squaring (two passes over registers), which stays accurate if the mean is large.
 """
 
@@ -21,6 +22,7 @@ from replaylens.kernels.launch import (
     require_rows,
     require_same,
     require_shape,
+    uniform,
 )
 
 
@@ -83,7 +85,7 @@ def norm(
     inner = x.shape[1] if x.dim() == 3 else 1
     rows = x.shape[0] * inner
     if rows:
-        shape = norm_shape(width)
+        x, shape = uniform(x), norm_shape(width)
         _norm_kernel[(ceil_div(rows, shape.rows),)](
             x, weight, weight, bias if bias is not None else weight, out, rows, inner, width, eps,
             x.stride(0), x.stride(1) if x.dim() == 3 else 0, width,
@@ -108,7 +110,7 @@ def norm_pair(x: Tensor, first: int, weights: tuple[Tensor, Tensor], eps: float,
         require_same(name, w, x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rows:
-        shape = norm_shape(width)
+        x, shape = uniform(x), norm_shape(width)
         _norm_kernel[(ceil_div(rows * heads, shape.rows),)](
             x, *weights, weights[0], out, rows * heads, heads, width, eps, x.stride(0), x.stride(1), width,
             shape.rows, shape.block, kind == "layer", False, first, num_warps=shape.warps, **EXACT,
@@ -126,7 +128,7 @@ def norm_scale(x: Tensor, eps: float = 1e-5, kind: str = "rms") -> Tensor:
     inner = x.shape[1] if x.dim() == 3 else 1
     rows, width = x.shape[0] * inner, x.shape[-1]
     if rows:
-        shape = norm_shape(width)
+        x, shape = uniform(x), norm_shape(width)
         _scale_kernel[(ceil_div(rows, shape.rows),)](
             x, out, rows, inner, width, eps, x.stride(0), x.stride(1) if x.dim() == 3 else 0,
             shape.rows, shape.block, kind == "layer", num_warps=shape.warps, **EXACT,

@@ -18,6 +18,7 @@ from tests.tiny_mixtures import mixture_model
 pytestmark = pytest.mark.gpu
 PROMPT = torch.randint(1, 61, (45,), generator=torch.Generator().manual_seed(5)).tolist()
 OTHERS = [torch.randint(1, 61, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (3, 9, 10, 40, 130)]
+NEW = 16
 DRAWN = Sampling(temperature=0.7, seed=2**64 - 3)
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 
@@ -39,8 +40,9 @@ Outcome = tuple[list[int], torch.Tensor, dict[str, torch.Tensor]]
 def outcome(served: Engine, beside: list[list[int]] = (), **options: Any) -> Outcome:
     """Tokens, KV and captured rows of one request that runs beside others."""
     sites = [*served.sites.select("STC")[0], *router_sites(served)]
-    branches = served.prompts([*beside, PROMPT], sites=sites)
-    served.generate(branches, 16, final=True, **options)
+    room = served.config.max_positions - NEW
+    branches = served.prompts([prompt[:room] for prompt in [*beside, PROMPT]], sites=sites)
+    served.generate(branches, NEW, final=True, **options)
     mine = branches[-1]
     found = mine.tokens, mine.kv().cpu(), {site: mine.activations[site] for site in mine.activations.sites()}
     served.check_integrity()

@@ -51,6 +51,19 @@ def test_heads_of_a_packed_product(case, same):
     same(norm(packed[:, 1:4], weight)[:, 1], norm(packed[:, 2].contiguous(), weight))
 
 
+@pytest.mark.parametrize(("width", "total"), [(36, 48), (20, 32), (64, 68)])
+def test_one_row_of_a_packed_product_has_the_bits_that_it_has_among_others(case, same, width, total):
+    """The view of one row tells other strides than the view of several; an odd start lies at another kind of address."""
+    packed, weight = case.randn(9, total), case.randn(width, seed=1)
+    full, scales = norm(packed[:, :width], weight), norm_scale(packed[:, :width])
+    same(full, norm(packed[:, :width].contiguous(), weight))
+    same(full, norm(torch.cat([packed[:, :1], packed], dim=1)[:, 1 : 1 + width], weight))
+    for row in range(9):
+        one = packed[row : row + 1].clone()[:, :width].reshape(1, width)
+        same(norm(one, weight), full[row : row + 1])
+        same(norm_scale(one), scales[row : row + 1])
+
+
 def test_a_large_mean_costs_nothing(case):
     """Squares are summed after the mean is subtracted."""
     if case.dtype != torch.float32:
