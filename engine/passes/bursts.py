@@ -20,13 +20,13 @@ from replaylens.engine.passes.burst_rows import BurstRows, StepRows
 from replaylens.engine.passes.choice import seeds, temperatures
 from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps
 from replaylens.engine.passes.program import EditProgram, EditShape, ProgramTap, rows_of
+from replaylens.engine.passes.recorded import recorded
 from replaylens.engine.passes.runner import Keep, Runner
 from replaylens.engine.passes.sharing import KeyLayout, LevelShape, Sharing, find_sharing, room
 from replaylens.engine.passes.shipment import Shipment, SiteGroup
 from replaylens.engine.request.capture import CaptureSpec, LensSpec, PassTap, Rows
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.sampling import Sampling
-from replaylens.kernels import launch
 from replaylens.kernels.attention import PagedRows
 from replaylens.kernels.launch import next_power_of_2
 from replaylens.kernels.sample import sample_logits
@@ -95,23 +95,9 @@ class DecodeGraph:
         rows = PagedRows(sequence, self.short_positions, self.pages, shared=self.shared)
         self.ops = (CanonicalCudaOps if key.exact else FastCudaOps)(runner.cache, rows)
         self.edits = ProgramTap(key.edits, size, runner.vectors)
-        self.staged: list[SiteGroup] = []
-        """captured rows of the last step, [sites, requests, ...]; the next step overwrites them"""
-        self.graph = torch.cuda.CUDAGraph()
-        self._capture()
-
-    @torch.inference_mode()
-    def _capture(self) -> None:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())  # the inputs are being written there
-        with launch.in_graph():
-            with torch.cuda.stream(stream):
-                for _ in range(2):  # compiles the kernels; writes go to the spare page
-                    self._step()
-            stream.synchronize()
-            # thread_local: other threads wait for captured rows meanwhile, which a global capture would take for an error
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-                self.staged = self._step()
+        with torch.inference_mode():
+            self.graph, self.staged = recorded(self._step, runs=2)  # the writes of both go to the spare page
+            """`staged`: captured rows of the last step, [sites, requests, ...]; the next step overwrites them"""
 
     def _step(self) -> list[SiteGroup]:
         model, tap = self.runner.model, PassTap(self.key.sites.union(*(lens.sites for lens in self.key.lenses)))

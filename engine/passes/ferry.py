@@ -6,8 +6,10 @@ their own into a ring of pinned memory, and threads carry them from there into o
 nothing is lost.
 """
 
+import atexit
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -30,6 +32,8 @@ _CARRIERS = 12
 """threads that carry pieces; one alone reaches a twentieth of the bus's speed, since fresh memory must be mapped first"""
 _ALIGNED = 256
 """ring positions are multiples of this, so that a piece can have any dtype"""
+_PATIENCE = 30.0
+"""seconds that the end of the process waits for rows under way"""
 _SMALL = 1 << 20
 """bytes up to which parts travel as one piece: below, events and threads cost more than copies"""
 
@@ -47,6 +51,16 @@ class _Piece:
     """returns once the rows are in the ring"""
     parts: list[Copied]
     """bytes in the ring, and in ordinary memory"""
+
+
+_ferries: "weakref.WeakSet[Ferry]" = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """The interpreter ends threads wherever they are; within a call of the driver, that aborts the process."""
+    for ferry in list(_ferries):
+        ferry.end(_PATIENCE)
 
 
 class Ferry:
@@ -69,6 +83,14 @@ class Ferry:
         for thread in self._threads:
             thread.start()
         weakref.finalize(self, self._pieces.put, None).atexit = False
+        _ferries.add(self)
+
+    def end(self, seconds: float) -> None:
+        """Carry what was sent and end the threads. Waits at most so long."""
+        self._pieces.put(None)
+        limit = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, limit - time.monotonic()))
 
     def send(self, groups: Iterable[SiteGroup]) -> Shipment:
         """Start the way of stacked rows [sites, rows, ...] and return at once, unless the ring is full.

@@ -21,6 +21,7 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes.batch import Batch
 from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, sharing_of
 from replaylens.engine.passes.program import EditProgram, EditShape, ProgramTap, Vectors
+from replaylens.engine.passes.recorded import recorded
 from replaylens.engine.passes.sharing import KeyLayout, LevelShape, Sharing, room
 from replaylens.engine.request.capture import PassTap
 from replaylens.kernels import launch
@@ -74,20 +75,7 @@ class PassGraph:
             self.sequence, self.short_positions, self.pages, self.tiles, per_tile=shape.per_tile, shared=self.shared
         )
         self.ops = (CanonicalCudaOps if shape.exact else FastCudaOps)(cache, rows)
-        self.graph = torch.cuda.CUDAGraph()
-        self._capture(pool)  # torch's handle to the memory that all graphs share
-
-    def _capture(self, pool: Any) -> None:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with launch.in_graph():
-            with torch.cuda.stream(stream):
-                for _ in range(2):  # compiles the kernels; writes go to the spare page
-                    self._pass()
-            stream.synchronize()
-            # thread_local: other threads wait for captured rows meanwhile, which a global capture would take for an error
-            with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
-                self.residual, self.values = self._pass()
+        self.graph, (self.residual, self.values) = recorded(self._pass, 2, pool)  # before, writes go to the spare page
 
     def _pass(self) -> tuple[Tensor, dict[str, Tensor]]:
         tap = self.edits.inner = PassTap(self.shape.sites)

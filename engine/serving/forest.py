@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
+from weakref import WeakMethod
 
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -13,6 +14,7 @@ from tqdm.auto import tqdm
 from replaylens.engine.errors import BadRequest, ClosedBranch, IntegrityError
 from replaylens.engine.loop.lane import Job, Lane
 from replaylens.engine.loop.loop import Loop
+from replaylens.engine.loop.queue import Listener
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.memory.tree import HOOKED, BranchTree, TokenState
@@ -44,7 +46,7 @@ class Forest:
         self._twins = sites.table(runner.model.config).twins
         self._thread = threading.local()
         if trace is not None:  # the loop builds no events that nobody reads
-            loop.listeners.append(self._listen)
+            loop.listeners.append(_weakly(WeakMethod(self._listen)))
 
     @changing
     def plant(self, path: list[int], capture: CaptureSpec | None, edits: Edits = (), hooks: Hooks = ()) -> Lane:
@@ -317,3 +319,13 @@ class Forest:
                     details["ended"] = ended
             del details["branch"], details["event"]
             self.note(lane, event["event"], **details)
+
+
+def _weakly(listen: "WeakMethod[Listener]") -> Listener:
+    """The method, not held: the loop would keep the forest, and the forest the loop, until Python looks for cycles."""
+
+    def told(event: dict[str, Any]) -> None:
+        if (method := listen()) is not None:
+            method(event)
+
+    return told

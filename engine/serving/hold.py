@@ -30,5 +30,11 @@ def hold_of(forest: Forest, lane: Lane) -> Hold | None:
     if not isinstance(held, Hold):
         held = Hold()
         lane.hold = weakref.ref(held)
-        weakref.finalize(held, forest.lock.later, partial(forest.abandon, lane)).atexit = False
+        weakref.finalize(held, forest.lock.later, partial(_abandon, weakref.ref(forest), lane)).atexit = False
     return held
+
+
+def _abandon(forest: "weakref.ref[Forest]", lane: Lane) -> None:
+    """Release a lane. A note that held the engine would keep it from being freed: it is read by the engine's next call only."""
+    if (found := forest()) is not None:
+        found.abandon(lane)

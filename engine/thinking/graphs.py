@@ -7,17 +7,15 @@ bits at any number of rows, so replayed and launched steps agree.
 Imports kernels, which need triton: import this file only where a CUDA device computes.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.passes.cuda import CanonicalCudaOps, HeadOps
+from replaylens.engine.passes.recorded import recorded
 from replaylens.engine.passes.sharing import KeyLayout
 from replaylens.engine.thinking.model import ThinkingDecoder
 from replaylens.engine.thinking.steps import ThoughtSteps, largest
-from replaylens.kernels import launch
 from replaylens.kernels.attention import PagedRows, plan_tiles
 
 SIZES = (8, 16, 32, 64, 128)
@@ -46,7 +44,7 @@ class ThoughtGraph:
         sequence = torch.arange(thoughts, dtype=torch.int32, device=embed.device)
         self.first_ops = CanonicalCudaOps(cache, self._chunk_rows(cache, sequence, c))
         self.next_ops = CanonicalCudaOps(cache, PagedRows(sequence, self.short_positions, self.pages))
-        self.first, self.next = self._captured(self._first), self._captured(self._next)
+        self.first, self.next = (recorded(step, runs=1)[0] for step in (self._first, self._next))  # on the spare page
 
     def _chunk_rows(self, cache: KVCache, sequence: Tensor, c: int) -> PagedRows:
         """The rows of the first step: c of each thought."""
@@ -54,18 +52,6 @@ class ThoughtGraph:
         tiles = plan_tiles(sequences.tolist(), per_tile).to(sequence.device) if c > 1 else None
         positions = self.read_positions.to(torch.int32)
         return PagedRows(sequences, positions, self.pages, tiles, max_keys=c, per_tile=per_tile if tiles is not None else 0)
-
-    def _captured(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream())
-        with launch.in_graph():
-            with torch.cuda.stream(stream):
-                step()  # compiles the kernels; writes go to the spare page
-            stream.synchronize()
-            # thread_local: other threads wait for captured rows meanwhile, which a global capture would take for an error
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                step()
-        return graph
 
     def _first(self) -> None:
         """The first words, and the counters of the second step."""

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from replaylens.engine.passes.recorded import held_collector
 from replaylens.engine.training.recipe import Recipe
 from replaylens.engine.training.trainer import adam, descend, lr_at
 
@@ -73,7 +74,7 @@ class GraphedSteps(Generic[M]):
         self.optimizer.zero_grad()
         graph = torch.cuda.CUDAGraph()
         shared = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
-        with torch.cuda.graph(graph, pool=shared):
+        with held_collector(), torch.cuda.graph(graph, pool=shared):
             loss = descend(self.model, self.optimizer, self.loss_of(self.model, key, self._inputs))
         self.optimizer.zero_grad()
         return graph, loss

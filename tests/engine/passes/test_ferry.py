@@ -140,3 +140,25 @@ def test_a_ferry_that_was_made_in_inference_mode_serves_passes_outside_of_it():
     with torch.inference_mode():
         ferry = Ferry("cpu", SMALLEST_RING)
     assert torch.equal(ferry.send(groups(0))["a"], groups(0)[0][1][0])
+
+
+def test_its_end_carries_what_was_sent(monkeypatch):
+    """As at the end of the process: rows under way arrive, and no thread is left within a call."""
+    carry = ferries._carry
+    monkeypatch.setattr(ferries, "_carry", lambda *args: (time.sleep(0.02), carry(*args)))
+    ferry = Ferry("cpu", SMALLEST_RING)
+    sent = [ferry.send(groups(seed)) for seed in range(6)]
+    ferry.end(30.0)
+    assert ferry.ring.in_use == 0 and not any(thread.is_alive() for thread in ferry._threads)
+    assert all(torch.equal(block["b"], groups(seed)[0][1][1]) for seed, block in enumerate(sent))
+
+
+def test_its_end_does_not_wait_for_ever(monkeypatch):
+    stuck = threading.Event()
+    monkeypatch.setattr(ferries, "_carry", lambda *args: stuck.wait())
+    ferry = Ferry("cpu", SMALLEST_RING)
+    ferry.send(groups(0))
+    begin = time.monotonic()
+    ferry.end(0.2)
+    assert time.monotonic() - begin < 5
+    stuck.set()

@@ -1,0 +1,96 @@
+"""Graphs are recorded while no garbage is collected, which may hold memory that must not be freed then."""
+
+import gc
+import threading
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from replaylens.engine.passes import recorded as module
+from replaylens.engine.passes.recorded import held_collector, recorded
+
+
+def test_the_collector_is_as_before_afterwards() -> None:
+    assert gc.isenabled()
+    with pytest.raises(ZeroDivisionError), held_collector():
+        with held_collector():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+        raise ZeroDivisionError
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with held_collector():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_threads_whose_recordings_overlap() -> None:
+    """The one that began first ends first: it must leave the collector off for the other, which turns it on again."""
+    first_in, second_in, first_out = threading.Event(), threading.Event(), threading.Event()
+    seen = []
+
+    def first() -> None:
+        with held_collector():
+            first_in.set()
+            second_in.wait()
+        seen.append(gc.isenabled())
+        first_out.set()
+
+    def second() -> None:
+        first_in.wait()
+        with held_collector():
+            second_in.set()
+            first_out.wait()
+
+    threads = [threading.Thread(target=work) for work in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [False] and gc.isenabled()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mechanism", [True, False])
+def test_garbage_does_not_break_a_recording(mechanism: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: with the collector on, what it frees ends the recording."""
+
+    class Pinned:
+        """In a cycle with itself, as an engine's parts may be."""
+
+        def __init__(self) -> None:
+            self.me, self.memory = self, torch.empty(1 << 20, pin_memory=True)
+
+        def __del__(self) -> None:
+            del self.memory
+            torch._C._host_emptyCache()
+
+    if not mechanism:
+        monkeypatch.setattr(module, "held_collector", nullcontext)
+    x, before = torch.zeros(4, device="cuda"), gc.get_threshold()
+
+    def step() -> torch.Tensor:
+        y = x + 1
+        for _ in range(50 if torch.cuda.is_current_stream_capturing() else 0):
+            Pinned()
+            [[] for _ in range(9)]
+        return y
+
+    Pinned()
+    gc.set_threshold(3)
+    try:
+        if mechanism:
+            graph, y = recorded(step, runs=1)
+            graph.replay()
+            assert torch.equal(y, torch.ones(4, device="cuda"))
+        else:
+            with pytest.raises(RuntimeError, match="captur"):
+                recorded(step, runs=1)
+    finally:
+        gc.set_threshold(*before)
+        gc.collect()
+        torch.cuda.synchronize()
