@@ -6,6 +6,7 @@ kernel gives a row the same bits at any number of rows, so replayed and launched
 (`passes/program.py`); passes with hook functions or with edits of attention patterns are always launched.
 """
 
+import math
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import page_matrix
 from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.sites import table
 from replaylens.engine.passes.batch import Batch
 from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, sharing_of
 from replaylens.engine.passes.program import EditProgram, EditShape, ProgramTap, Vectors
@@ -29,8 +31,9 @@ from replaylens.kernels.attention import PagedRows, plan_tiles
 
 SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 """possible numbers of rows of a graph; larger passes keep the device busy without one"""
-MAX_CAPTURED = 1024
-"""the most rows of a graph that captures sites: their values stay in its memory"""
+LARGE = 1024
+MAX_CAPTURED = 1 << 29
+"""a graph of more rows than LARGE holds at most so many bytes of captured sites: their values stay in its memory"""
 MAX_GRAPHS = 24
 """beyond this, the least recently used graph is dropped"""
 WORTH = 8
@@ -110,10 +113,12 @@ class PassGraphs:
         self.model, self.cache, self.spare, self.vectors, self.worth = model, cache, spare, vectors, worth
         self._seen: Counter[PassShape] = Counter()
         self.graphs: OrderedDict[PassShape, PassGraph] = OrderedDict()
+        self._captured: dict[frozenset[str], int] = {}
+        """bytes of a row of these sites, at most"""
 
     def run(self, batch: Batch, sites: frozenset[str], exact: bool, program: EditProgram | None = None) -> PassGraph | None:
         """The graph that ran the pass, or None if the pass must be launched: its shape is new, or it is too large."""
-        if batch.num_rows > (MAX_CAPTURED if sites else SIZES[-1]):
+        if batch.num_rows > SIZES[-1] or not self._fits(batch.num_rows, sites):
             return None
         tables = [s.table for s in batch.segments]
         size = (launch.next_power_of_2(len(tables)) + 1, launch.next_power_of_2(max(len(table.pages) for table in tables)))
@@ -128,6 +133,13 @@ class PassGraphs:
         self.graphs.move_to_end(shape)
         self.graphs[shape].run(batch, pages, sharing, program)
         return self.graphs[shape]
+
+    def _fits(self, rows: int, sites: frozenset[str]) -> bool:
+        """Whether a graph of so many rows may capture these sites."""
+        if sites not in self._captured:
+            known = table(self.model.config)
+            self._captured[sites] = sum(4 * math.prod(known.sites[known.resolve(site)].shape) for site in sites)
+        return rows <= LARGE or rows * self._captured[sites] <= MAX_CAPTURED
 
     def _add(self, shape: PassShape) -> None:
         pool = next(iter(self.graphs.values())).graph.pool() if self.graphs else None

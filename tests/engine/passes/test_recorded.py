@@ -2,7 +2,7 @@
 
 import gc
 import threading
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -59,15 +59,15 @@ def test_threads_whose_recordings_overlap() -> None:
 def test_garbage_does_not_break_a_recording(mechanism: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: with the collector on, what it frees ends the recording."""
 
-    class Pinned:
-        """In a cycle with itself, as an engine's parts may be."""
+    class Part:
+        """In a cycle with itself, as an engine's parts may be. Its end calls the driver, as the end of a graph does."""
 
         def __init__(self) -> None:
-            self.me, self.memory = self, torch.empty(1 << 20, pin_memory=True)
+            self.me = self
 
         def __del__(self) -> None:
-            del self.memory
-            torch._C._host_emptyCache()
+            with suppress(RuntimeError):
+                torch.cuda.synchronize()
 
     if not mechanism:
         monkeypatch.setattr(module, "held_collector", nullcontext)
@@ -76,11 +76,11 @@ def test_garbage_does_not_break_a_recording(mechanism: bool, monkeypatch: pytest
     def step() -> torch.Tensor:
         y = x + 1
         for _ in range(50 if torch.cuda.is_current_stream_capturing() else 0):
-            Pinned()
+            Part()
             [[] for _ in range(9)]
         return y
 
-    Pinned()
+    Part()
     gc.set_threshold(3)
     try:
         if mechanism:
