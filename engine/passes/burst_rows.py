@@ -1,7 +1,9 @@
-"""The captured rows of a burst: `BurstRows`, and `StepRows` for one request."""
+"""The captured rows of a burst: `BurstRows`, made of `StepBlock`s, and `StepRows` for one request."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -12,11 +14,28 @@ from replaylens.engine.request.capture import Rows
 from replaylens.engine.request.recording import PickableRows
 
 
+@dataclass(frozen=True)
+class StepBlock:
+    """The captured rows of some requests in consecutive steps."""
+
+    rows: Shipment
+    """[steps held, ...] of every site, step by step"""
+    held: Sequence[int]
+    """the requests"""
+    steps: int
+
+    def of(self, request: int) -> range:
+        """The rows of one request."""
+        if request not in self.held:
+            return range(0)
+        return range(self.held.index(request), self.steps * len(self.held), len(self.held))
+
+
 class BurstRows:
-    """The captured rows of a burst: one block per step, with the requests that it holds."""
+    """The captured rows of a burst, in blocks of one step or several."""
 
     def __init__(self, num_requests: int, sparse: Callable[["BurstRows"], object]) -> None:
-        self.steps: dict[Keep, list[tuple[Shipment, Sequence[int]]]] = {"host": [], "device": []}
+        self.blocks: dict[Keep, list[StepBlock]] = {"host": [], "device": []}
         self._live = self._all = num_requests
         self._views: weakref.WeakSet[StepRows] = weakref.WeakSet()
         self._sparse = sparse
@@ -68,7 +87,7 @@ class StepRows(PickableRows):
         burst = self._burst  # read once: another thread may be here, too, with the same result
         if burst is None:
             return
-        found = self._stacked(self._steps(burst))
+        found = self._joined([(block, block.of(self._request)) for block in burst.blocks[self._keep]])
         self._rows = found
         self._burst = None
         burst.dropped()
@@ -78,24 +97,25 @@ class StepRows(PickableRows):
         burst = self._burst
         if burst is None:
             return {site: rows[list(numbers)] for site, rows in self._rows.items()}
-        steps = self._steps(burst)
-        return self._stacked([steps[number] for number in numbers])
+        places = [(block, row) for block in burst.blocks[self._keep] for row in block.of(self._request)]
+        chosen = groupby((places[number] for number in numbers), key=lambda place: id(place[0]))
+        return self._joined([(some[0][0], [row for _, row in some]) for some in (list(them) for _, them in chosen)])
 
-    def _steps(self, burst: BurstRows) -> list[tuple[Shipment, int]]:
-        """The blocks that hold rows of the request, and where in them."""
-        return [(block, held.index(self._request)) for block, held in burst.steps[self._keep] if self._request in held]
-
-    def _stacked(self, steps: Sequence[tuple[Shipment, int]]) -> Rows:
+    def _joined(self, places: Sequence[tuple[StepBlock, Sequence[int]]]) -> Rows:
+        """Copies of these rows, in this order, by site."""
         wanted, found = set(self._names.values()), Rows()
-        for number, (names, _) in enumerate(steps[0][0].groups()):
+        places = [(block, rows) for block, rows in places if rows]
+        for number, (names, _) in enumerate(places[0][0].rows.groups()):
             if picked := [place for place, name in enumerate(names) if name in wanted]:
                 chosen = slice(None) if len(picked) == len(names) else picked
-                stacked = torch.stack(
-                    [block.groups()[number][1][chosen, i] for block, i in steps], dim=1
-                )  # [sites, steps, ...]
-                found |= {names[place]: x for place, x in zip(picked, stacked, strict=True)}
+                joined = torch.cat([block.rows.groups()[number][1][chosen][:, _index(rows)] for block, rows in places], dim=1)
+                found |= {names[place]: x for place, x in zip(picked, joined, strict=True)}
         return {site: found[name] for site, name in self._names.items()}
 
     def __del__(self) -> None:
         if self._burst is not None:
             self._burst.dropped()
+
+
+def _index(rows: Sequence[int]) -> slice | list[int]:
+    return slice(rows.start, rows.stop, rows.step) if isinstance(rows, range) else list(rows)

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from replaylens.engine.errors import EngineBug
 from replaylens.engine.memory.pages import PageTable, page_matrix
-from replaylens.engine.passes.burst_rows import BurstRows, StepRows
+from replaylens.engine.passes.burst_rows import BurstRows, StepBlock, StepRows
 from replaylens.engine.passes.choice import seeds, temperatures
 from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps
+from replaylens.engine.passes.pile import Pile, piles
 from replaylens.engine.passes.program import EditProgram, EditShape, ProgramTap, rows_of
 from replaylens.engine.passes.recorded import recorded
 from replaylens.engine.passes.runner import Keep, Runner
@@ -142,7 +143,7 @@ class DecodeGraph:
             samplings = [p.sampling for p in places] + [Sampling()] * rest
             self.seeds.copy_(seeds(samplings, self.seeds.device))
             self.temperatures.copy_(temperatures(samplings, self.seeds.device))
-        edited, held = self._edited(program, len(places), steps), _held(places, steps)
+        edited, waiting = self._edited(program, len(places), steps), self._piles(places, steps)
         out = torch.empty(steps, size, dtype=torch.int64, device=self.tokens.device)
         for step in range(steps):
             if rest:
@@ -151,9 +152,9 @@ class DecodeGraph:
                 self.edits.point(edited[0][step], edited[1][step])
             self.graph.replay()
             out[step] = self.chosen
-            for keep, blocks in rows.steps.items():
-                if some := held[keep][step]:
-                    blocks.append((self._sent(some, keep), some))
+            for keep, blocks in rows.blocks.items():
+                if (pile := waiting[keep].get(step)) is not None and pile.add(step, self.staged):
+                    blocks.append(StepBlock(self._sent(pile.groups, keep), pile.held, len(pile.steps)))
         return out[:, : len(places)]
 
     def _edited(self, program: EditProgram | None, requests: int, steps: int) -> tuple[Tensor, Tensor] | None:
@@ -169,13 +170,16 @@ class DecodeGraph:
             found.append(padded.movedim(-1, 0).contiguous().to(self.tokens.device, non_blocking=True))
         return found[0], found[1]
 
-    def _sent(self, held: Sequence[int], keep: Keep) -> Shipment:
-        """The rows of some requests, on their way to where they are kept."""
-        if isinstance(held, range):
-            groups = [(names, x[:, : len(held)].clone()) for names, x in self.staged]
-        else:
-            index = torch.tensor(held).to(self.tokens.device, non_blocking=True)
-            groups = [(names, x.index_select(1, index)) for names, x in self.staged]
+    def _piles(self, places: list[Place], steps: int) -> dict[Keep, dict[int, Pile]]:
+        """For every step, where its rows gather."""
+        row_bytes = sum(x[:, :1].nbytes for _, x in self.staged)
+        return {
+            keep: {step: pile for pile in piles(held, row_bytes) for step in pile.steps}
+            for keep, held in _held(places, steps).items()
+        }
+
+    def _sent(self, groups: list[SiteGroup], keep: Keep) -> Shipment:
+        """Rows on their way to where they are kept."""
         return Shipment(groups, 0) if keep == "device" else self.runner.ferry.send(groups)
 
     def names(self, spec: CaptureSpec) -> dict[str, str]:

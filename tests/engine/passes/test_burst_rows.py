@@ -1,8 +1,13 @@
 """Rows of bursts: whole, picked, and after the burst has let go of them."""
 
+from collections.abc import Sequence
+
+import pytest
 import torch
 
-from replaylens.engine.passes.burst_rows import BurstRows
+from replaylens.engine.passes import pile
+from replaylens.engine.passes.burst_rows import BurstRows, StepBlock
+from replaylens.engine.passes.pile import ENOUGH, piles
 from replaylens.engine.passes.shipment import Shipment
 from replaylens.engine.request.recording import Chunk, Recording
 
@@ -10,18 +15,35 @@ SITES = ("blocks.0.hook_out", "blocks.1.hook_out")
 STEPS = 5
 
 
-def burst_of_three() -> tuple[BurstRows, torch.Tensor]:
-    """Three requests in five steps; the last two steps hold the second and third only."""
-    values = torch.arange(2.0 * 3 * STEPS * 4).view(2, 3, STEPS, 4)  # [sites, requests, steps, width]
+HELD: list[Sequence[int]] = [range(3), range(3), range(3), [1, 2], [1, 2]]
+"""three requests in five steps; the last two steps hold the second and third only"""
+
+
+def burst_of_three(enough: int) -> tuple[BurstRows, torch.Tensor]:
+    """A burst whose blocks have at most `enough` bytes, and what is in it: [sites, requests, steps, width]."""
+    values = torch.arange(2.0 * 3 * STEPS * 4).view(2, 3, STEPS, 4)
     burst = BurstRows(3, lambda rows: None)
-    for step in range(STEPS):
-        held = range(3) if step < 3 else [1, 2]
-        burst.steps["host"].append((Shipment([(SITES, values[:, list(held), step])], 0), held))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pile, "ENOUGH", enough)
+        found = piles(HELD, row_bytes=2 * 4 * 4)
+    for each in found:
+        for step in each.steps:
+            assert each.add(step, [(SITES, values[:, :, step])]) == (step == each.steps[-1])
+        burst.blocks["host"].append(StepBlock(Shipment(each.groups, 0), each.held, len(each.steps)))
     return burst, values
 
 
-def test_picked_rows_are_those_of_the_whole() -> None:
-    burst, values = burst_of_three()
+def test_steps_with_the_same_requests_travel_together() -> None:
+    assert [(p.steps, p.held) for p in piles(HELD, 1)] == [(range(3), range(3)), (range(3, 5), [1, 2])]
+    one_by_one = piles(HELD, ENOUGH)
+    assert [p.steps for p in one_by_one] == [range(i, i + 1) for i in range(STEPS)]
+    assert [p.steps for p in piles([[], [0], [], [0], [0]], 1)] == [range(1, 2), range(3, 5)]
+    assert max(len(p.steps) for p in piles([range(1)] * 99, ENOUGH // 7)) == 7
+
+
+@pytest.mark.parametrize("enough", [1, 200, ENOUGH])
+def test_picked_rows_are_those_of_the_whole(enough: int) -> None:
+    burst, values = burst_of_three(enough)
     view = burst.view(2, "host", {site: site for site in SITES})
     for _ in range(2):  # out of the burst, then out of the view's own copy
         for number, site in enumerate(SITES):
@@ -31,7 +53,7 @@ def test_picked_rows_are_those_of_the_whole() -> None:
 
 
 def test_a_recording_picks_positions_out_of_all_kinds_of_chunks() -> None:
-    burst, values = burst_of_three()
+    burst, values = burst_of_three(ENOUGH)
     recording = Recording(10)
     recording.append(10, {site: values[i, 1, :2] + 1000 for i, site in enumerate(SITES)})
     view = burst.view(1, "host", {site: site for site in SITES})
