@@ -13,13 +13,12 @@ from replaylens.engine.model.refusals import REFUSED
 from replaylens.engine.model.sites import table
 from replaylens.engine.model.weights import load
 from tests.engine.passes.packed import alone, logits, sequences, worst
-from tests.families import MORE, NAMES, NEW_WIRINGS, hugging_face
+from tests.families import BOTH_NAMES, LATENT_NAMES, MORE, NAMES, NEW_WIRINGS, hugging_face
+from tests.mixtures import MIXTURES
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
-ON_A_DEVICE = (
-    *NAMES, *NEW_WIRINGS, "gpt-oss", "deepseek-v2-lite", "deepseek-v2-queries", "deepseek-v3-groups", "glm4-moe-lite",
-)  # fmt: skip
-"""models that passed the contract on an H200, the last five in bfloat16 and float32"""
+ON_A_DEVICE = (*NAMES, *NEW_WIRINGS, *MIXTURES, *BOTH_NAMES, *LATENT_NAMES)
+"""models that passed the contract on an H200, all but the second in bfloat16 and float32"""
 NO_BRIDGE = {
     "ministral": "there is no adapter",
     "helium": "there is no adapter",
