@@ -85,12 +85,23 @@ def _rowwise(model: Decoder, random: Random, findings: list[Finding]) -> None:
     c, ops = model.config, HeadOps()
     norms = {(*m.weight.shape, m.kind): (name, m) for name, m in model.named_modules() if isinstance(m, Norm)}
     for name, norm in norms.values():
-        compare(f"{norm.kind} norm ({name})", random(max(ROWS), *norm.weight.shape), partial(ops.norm, norm=norm), findings)
+        x, op = random(max(ROWS), *norm.weight.shape), f"{norm.kind} norm ({name})"
+        compare(op, x, partial(ops.norm, norm=norm), findings)
+        equal = torch.equal(ops.norm(_packed(x), norm), ops.norm(x, norm))
+        findings.append(Finding(op, str(list(x.shape[1:])), "rows of a wider product", equal))
     wide = random(max(ROWS), c.d_mlp * (2 if c.gated_mlp else 1)) * 3
     compare(f"activation {c.activation}", wide, partial(ops.activate, kind=c.activation, gated=c.gated_mlp), findings)
     if c.rotary_dim:
         table = random(1, 2, c.rotary_dim // 2).float()
         compare("rotary", random(max(ROWS), c.num_heads, c.d_head), partial(_rotate, table), findings)
+
+
+def _packed(x: Tensor) -> Tensor:
+    """x as a view of wider rows, whose width is a multiple of 16."""
+    width = x[0].numel()
+    wide = torch.zeros(len(x), width + 16 - width % 16, dtype=x.dtype, device=x.device)
+    wide[:, :width] = x.flatten(1)
+    return wide[:, :width].unflatten(1, x.shape[1:])
 
 
 def _rotate(table: Tensor, x: Tensor) -> Tensor:
