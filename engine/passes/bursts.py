@@ -96,9 +96,10 @@ class DecodeGraph:
         rows = PagedRows(sequence, self.short_positions, self.pages, shared=self.shared)
         self.ops = (CanonicalCudaOps if key.exact else FastCudaOps)(runner.cache, rows)
         self.edits = ProgramTap(key.edits, size, runner.vectors)
+        self.staged: list[SiteGroup]
+        """captured rows of the last step, [sites, requests, ...]; the next step overwrites them"""
         with torch.inference_mode():
-            self.graph, self.staged = recorded(self._step, runs=2)  # the writes of both go to the spare page
-            """`staged`: captured rows of the last step, [sites, requests, ...]; the next step overwrites them"""
+            self.graph, self.staged = recorded(self._step, runs=2)  # the runs before write to the spare page
 
     def _step(self) -> list[SiteGroup]:
         model, tap = self.runner.model, PassTap(self.key.sites.union(*(lens.sites for lens in self.key.lenses)))
