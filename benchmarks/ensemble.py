@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.ops import AttentionSpec, Heads, Linear, Norm, Observer, SequenceOps
+from replaylens.engine.model.layers import Linear, Norm
+from replaylens.engine.model.ops import AttentionSpec, Heads, Observer
+from replaylens.engine.model.torch_ops import SequenceOps
 from replaylens.engine.thinking.model import ThinkingDecoder
 from replaylens.engine.training import plain
 from replaylens.engine.training import thinking as thinking_train

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replaylens.kernels.attention import PagedRows
 from replaylens.kernels.launch import (
     EXACT,
     KV_BLOCK,
@@ -27,6 +26,7 @@ from replaylens.kernels.launch import (
     require_same,
     require_shape,
 )
+from replaylens.kernels.paged import PagedRows
 
 _WIDE_BLOCK = 16
 """canonical: keys per step if heads are wider than 256: as many as registers hold"""

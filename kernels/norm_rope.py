@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replaylens.kernels.attention import PagedRows
 from replaylens.kernels.launch import (
     EXACT,
     PAGE_SIZE,
@@ -23,6 +22,7 @@ from replaylens.kernels.launch import (
     require_same,
     require_shape,
 )
+from replaylens.kernels.paged import PagedRows
 from replaylens.kernels.rope import check_heads
 
 

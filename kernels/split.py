@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replaylens.kernels.attention import PagedRows, Workspace, checked_caches
+from replaylens.kernels.attention import Workspace, checked_caches
 from replaylens.kernels.launch import (
     KV_BLOCK,
     PAGE_SIZE,
@@ -24,6 +24,7 @@ from replaylens.kernels.launch import (
     require,
     require_shape,
 )
+from replaylens.kernels.paged import PagedRows
 from replaylens.kernels.softmax import empty, load_partial, load_queries, merge, store_partial, walk, with_sink
 
 _PROGRAMS_EACH = 2

@@ -6,7 +6,7 @@ from benchmarks.baselines.library import PAGE, Attend, ContiguousCache, LibraryO
 from replaylens.engine.model.ops import Heads
 from replaylens.engine.model.rotary import Rotary
 from replaylens.engine.passes.cuda import FastHeadOps
-from replaylens.kernels.attention import PagedRows
+from replaylens.kernels.paged import PagedRows
 from replaylens.kernels.rope import rotate, rotate_and_store
 
 

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from benchmarks.kernels.harness import Report, compare, error
 from replaylens.kernels import reference
-from replaylens.kernels.attention import PagedRows
 from replaylens.kernels.launch import PAGE_SIZE
+from replaylens.kernels.paged import PagedRows
 from replaylens.kernels.rope import rotate_and_store
 
 HEADS, KV_HEADS, D_HEAD = 32, 8, 128

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from replaylens.engine.gradients.products import BackwardProducts
 from replaylens.engine.gradients.rowwise import through_softcap
-from replaylens.engine.model.ops import AttentionSpec, position_bias, softcap, visible
+from replaylens.engine.model.ops import AttentionSpec
+from replaylens.engine.model.torch_ops import position_bias, softcap, visible
 
 QUERY_ROWS = 64
 """rows whose scores are computed together, from position 0 on: later keys are skipped, and memory grows with the length only"""

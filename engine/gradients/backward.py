@@ -21,8 +21,8 @@ from replaylens.engine.gradients.rowwise import activated, through_activation, t
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Attention, Block, Decoder, Mlp, NormSites
 from replaylens.engine.model.latent import LatentAttention
+from replaylens.engine.model.layers import Linear, Norm
 from replaylens.engine.model.mixture import Mixture
-from replaylens.engine.model.ops import Linear, Norm
 from replaylens.engine.model.sites import layer_of
 from replaylens.engine.passes.runner import WholePass
 from replaylens.engine.request.placed import PlacedEdit

@@ -7,7 +7,7 @@ doctor examines the products of the forward pass. Those with transposed weights 
 import torch
 from torch import Tensor
 
-from replaylens.engine.model.ops import Linear
+from replaylens.engine.model.layers import Linear
 from replaylens.kernels.matmul import batched_matmul, matmul
 
 _EXAMINED_ROWS = 33

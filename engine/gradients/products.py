@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from replaylens.engine.model.ops import Linear
+from replaylens.engine.model.layers import Linear
 
 _FEW_ROWS = 64
 """up to which the CPU's product runs with the weight in front"""

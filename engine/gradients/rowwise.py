@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from replaylens.engine.model.config import Activation
-from replaylens.engine.model.ops import Norm
+from replaylens.engine.model.layers import Norm
 from replaylens.engine.model.rotary import Rotary
 
 

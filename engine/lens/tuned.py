@@ -16,7 +16,7 @@ from torch import Tensor
 
 from replaylens.engine.errors import BadWeights, OtherFingerprint
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.model.torch_ops import SequenceOps
 
 _ROWS = 32
 """rows translated together; bounds the memory and does not affect the bits"""

@@ -7,10 +7,12 @@ from torch import Tensor, nn
 
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.latent import LatentAttention
+from replaylens.engine.model.layers import Linear, Norm
 from replaylens.engine.model.mixture import Mixture
-from replaylens.engine.model.ops import AttentionSpec, Heads, Linear, Norm, Ops, RowOps, softcap
+from replaylens.engine.model.ops import AttentionSpec, Heads, Ops, RowOps
 from replaylens.engine.model.rotary import Rotary, rotary_table
 from replaylens.engine.model.tap import Tap, observer, tapped, wanted
+from replaylens.engine.model.torch_ops import softcap
 
 NormSites = tuple[str, str, str]
 """the sites of a norm: what it divides by, its result before the weights, its result"""

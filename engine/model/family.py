@@ -18,7 +18,7 @@ from replaylens.engine.model.config import Activation, ModelConfig
 from replaylens.engine.model.decoder import Block
 from replaylens.engine.model.expert_names import ExpertNames, respelled
 from replaylens.engine.model.experts import Experts
-from replaylens.engine.model.ops import HeadLinear, Linear, Norm
+from replaylens.engine.model.layers import HeadLinear, Linear, Norm
 
 Raw = dict[str, Any]
 """a Hugging Face config"""

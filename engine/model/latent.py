@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from replaylens.engine.model.config import ModelConfig
-from replaylens.engine.model.ops import AttentionSpec, HeadLinear, Heads, Linear, Norm, Ops
+from replaylens.engine.model.layers import HeadLinear, Linear, Norm
+from replaylens.engine.model.ops import AttentionSpec, Heads, Ops
 from replaylens.engine.model.rotary import Rotary
 from replaylens.engine.model.tap import Tap, observer, tapped, wanted
 

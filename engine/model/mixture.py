@@ -5,7 +5,8 @@ from torch import Tensor, nn
 
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.experts import Experts
-from replaylens.engine.model.ops import Linear, RowOps
+from replaylens.engine.model.layers import Linear
+from replaylens.engine.model.ops import RowOps
 from replaylens.engine.model.routing import barred, sigmoid, without_barred
 from replaylens.engine.model.tap import Tap, tapped, wanted
 

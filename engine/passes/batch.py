@@ -13,7 +13,7 @@ from torch import Tensor
 
 from replaylens.engine.errors import EngineBug
 from replaylens.engine.memory.pages import PagePool, PageTable
-from replaylens.engine.model.ops import visible
+from replaylens.engine.model.torch_ops import visible
 from replaylens.engine.request.edits import Hook
 from replaylens.engine.request.placed import PlacedEdit
 

@@ -28,8 +28,8 @@ from replaylens.engine.passes.shipment import Shipment, SiteGroup
 from replaylens.engine.request.capture import CaptureSpec, LensSpec, PassTap, Rows
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.sampling import Sampling
-from replaylens.kernels.attention import PagedRows
 from replaylens.kernels.launch import next_power_of_2
+from replaylens.kernels.paged import PagedRows
 from replaylens.kernels.sample import sample_logits
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)

@@ -18,19 +18,10 @@ from torch import Tensor
 from replaylens.engine.errors import EngineBug
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.model.config import Activation
-from replaylens.engine.model.ops import (
-    MASKED,
-    AttentionSpec,
-    Heads,
-    Linear,
-    Norm,
-    Observer,
-    TorchOps,
-    clamped_swiglu,
-    position_bias,
-    softcap,
-)
+from replaylens.engine.model.layers import Linear, Norm
+from replaylens.engine.model.ops import MASKED, AttentionSpec, Heads, Observer
 from replaylens.engine.model.rotary import Rotary
+from replaylens.engine.model.torch_ops import TorchOps, clamped_swiglu, position_bias, softcap
 from replaylens.engine.passes.batch import KV_BLOCK, Batch
 from replaylens.engine.passes.batched import BatchedProduct, by_torch
 from replaylens.engine.passes.edges import Cut, cuts

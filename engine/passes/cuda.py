@@ -14,20 +14,23 @@ from replaylens.engine.errors import UnsupportedModel
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import page_matrix
 from replaylens.engine.model.config import Activation
-from replaylens.engine.model.ops import AttentionSpec, Heads, Linear, Norm, Observer, weighted
+from replaylens.engine.model.layers import Linear, Norm
+from replaylens.engine.model.ops import AttentionSpec, Heads, Observer
 from replaylens.engine.model.rotary import Rotary
+from replaylens.engine.model.torch_ops import weighted
 from replaylens.engine.passes.batch import Batch
 from replaylens.engine.passes.cuda_experts import ExpertOps
 from replaylens.engine.passes.cut_pairs import cut_pairs
 from replaylens.engine.passes.sharing import KeyLayout, Sharing, find_sharing
 from replaylens.kernels.activation import activation
-from replaylens.kernels.attention import PagedRows, attention, plan_tiles
+from replaylens.kernels.attention import attention
 from replaylens.kernels.edges import cut_edges
 from replaylens.kernels.heads import head_matmul, head_plan
 from replaylens.kernels.matmul import matmul
 from replaylens.kernels.norm import norm as norm_kernel
 from replaylens.kernels.norm import norm_pair, norm_scale
 from replaylens.kernels.norm_rope import can_fuse, norm_rotate_and_store
+from replaylens.kernels.paged import PagedRows, plan_tiles
 from replaylens.kernels.plan import Plan
 from replaylens.kernels.rope import rotate, rotate_and_store, store
 from replaylens.kernels.split import split_attention

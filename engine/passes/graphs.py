@@ -27,7 +27,7 @@ from replaylens.engine.passes.recorded import recorded
 from replaylens.engine.passes.sharing import KeyLayout, LevelShape, Sharing, room
 from replaylens.engine.request.capture import PassTap
 from replaylens.kernels import launch
-from replaylens.kernels.attention import PagedRows, plan_tiles
+from replaylens.kernels.paged import PagedRows, plan_tiles
 
 SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 """possible numbers of rows of a graph; larger passes keep the device busy without one"""

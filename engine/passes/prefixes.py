@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.memory.pages import page_matrix
-from replaylens.engine.model.ops import softcap
+from replaylens.engine.model.torch_ops import softcap
 from replaylens.engine.passes.batch import KV_BLOCK, AttentionGroup, Batch
 from replaylens.engine.passes.batched import BatchedProduct
 from replaylens.engine.passes.runs import SharedRun, shared_runs

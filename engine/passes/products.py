@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.model import modes
-from replaylens.engine.model.ops import Linear
+from replaylens.engine.model.layers import Linear
 from replaylens.engine.passes.batch import TILE
 
 Shape = tuple[int, int]

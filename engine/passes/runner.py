@@ -13,8 +13,9 @@ from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.model import modes, sites
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.ops import Ops, RowOps, TorchOps
+from replaylens.engine.model.ops import Ops, RowOps
 from replaylens.engine.model.tap import Tap, wanted
+from replaylens.engine.model.torch_ops import TorchOps
 from replaylens.engine.passes.batch import KV_BLOCK, Batch, Segment
 from replaylens.engine.passes.batched import batched_product
 from replaylens.engine.passes.certificate import Certificate

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.passes.runs import SharedRun, shared_runs
-from replaylens.kernels.attention import rows_per_tile
 from replaylens.kernels.launch import KV_BLOCK, attention_tile, heads_together, next_power_of_2
+from replaylens.kernels.paged import rows_per_tile
 from replaylens.kernels.shared import SharedKeys, SharedLevel
 
 MAX_LEVELS = 3

@@ -17,8 +17,9 @@ from replaylens.engine.lens import readout
 from replaylens.engine.model import modes
 from replaylens.engine.model.config import MixtureConfig
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.ops import Norm, visible
+from replaylens.engine.model.layers import Norm
 from replaylens.engine.model.rotary import Rotary
+from replaylens.engine.model.torch_ops import visible
 from replaylens.engine.passes import cpu
 from replaylens.engine.passes.batch import KV_BLOCK, TILE, ceiling
 from replaylens.engine.passes.certificate import Certificate

@@ -12,7 +12,7 @@ from torch import Tensor
 from replaylens.engine.lens import cuda as cuda_lens
 from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.ops import HeadLinear, Linear, Norm
+from replaylens.engine.model.layers import HeadLinear, Linear, Norm
 from replaylens.engine.passes.certificate import Certificate, Finding
 from replaylens.engine.passes.cuda import HeadOps
 from replaylens.engine.passes.cuda_experts import require_supported
@@ -22,7 +22,9 @@ from replaylens.engine.proof.doctor import examine_lens
 from replaylens.engine.proof.doctor_experts import examine_experts
 from replaylens.engine.proof.examination import Examination
 from replaylens.engine.request.capture import LensSpec
-from replaylens.kernels import attention as paged
+from replaylens.kernels import attention as canonical
+from replaylens.kernels.launch import KV_BLOCK, KV_SPLIT
+from replaylens.kernels.paged import PagedRows, plan_tiles, rows_per_tile
 from replaylens.kernels.rope import rotate
 
 
@@ -106,7 +108,7 @@ def _packed(x: Tensor) -> Tensor:
 
 def _rotate(table: Tensor, x: Tensor) -> Tensor:
     zeros = torch.zeros(len(x), dtype=torch.int32, device=x.device)
-    return rotate(x, table, paged.PagedRows(zeros, zeros, zeros[:1, None].contiguous()))
+    return rotate(x, table, PagedRows(zeros, zeros, zeros[:1, None].contiguous()))
 
 
 def _lens(model: Decoder, random: Random, findings: list[Finding]) -> None:
@@ -135,12 +137,12 @@ def _attention(model: Decoder, random: Random, findings: list[Finding]) -> None:
     table = torch.arange(1, pages + 1, dtype=torch.int32, device=device)[None]
     shape = f"{c.num_heads} heads of {width}, {kv_heads} kv heads"
 
-    def attend(index: Tensor, kv_block: int = paged.KV_BLOCK, specialised: bool | None = None) -> Tensor:
+    def attend(index: Tensor, kv_block: int = KV_BLOCK, specialised: bool | None = None) -> Tensor:
         sequence = torch.zeros(len(index), dtype=torch.int32, device=device)
-        per_tile = paged.rows_per_tile(c.num_heads, kv_heads, v.shape[-1], q.dtype, len(index))
-        tiles = paged.plan_tiles([0] * len(index), per_tile).to(device) if len(index) > 1 else None
-        rows = paged.PagedRows(sequence, index.to(torch.int32), table, tiles, per_tile=per_tile if len(index) > 1 else 0)
-        return paged.attention(
+        per_tile = rows_per_tile(c.num_heads, kv_heads, v.shape[-1], q.dtype, len(index))
+        tiles = plan_tiles([0] * len(index), per_tile).to(device) if len(index) > 1 else None
+        rows = PagedRows(sequence, index.to(torch.int32), table, tiles, per_tile=per_tile if len(index) > 1 else 0)
+        return canonical.attention(
             q[index],
             k,
             v,
@@ -160,10 +162,10 @@ def _attention(model: Decoder, random: Random, findings: list[Finding]) -> None:
     note("decode against prefill", all(torch.equal(attend(p[None]), whole[p[None]]) for p in singles))
     cut = torch.arange(length // 3 + 5, min(length, length // 3 + 70), device=device)
     note("window cut elsewhere", torch.equal(attend(cut), whole[cut]))
-    pairs = paged.rows_per_tile(c.num_heads, kv_heads, v.shape[-1], q.dtype, length) * (c.num_heads // kv_heads)
+    pairs = rows_per_tile(c.num_heads, kv_heads, v.shape[-1], q.dtype, length) * (c.num_heads // kv_heads)
     plain = sinks is None and c.latent is None and length > 1
-    if plain and paged.can_prefill(q, k, v, pairs, size, paged.KV_BLOCK, paged.KV_SPLIT):
+    if plain and canonical.can_prefill(q, k, v, pairs, size, KV_BLOCK, KV_SPLIT):
         note("specialised warpgroups against others", torch.equal(attend(everything, specialised=True), whole))
-    if length > 2 * paged.KV_BLOCK:
+    if length > 2 * KV_BLOCK:
         other = attend(everything, kv_block=32)
         note("control: a softmax over blocks of 32 keys", torch.equal(other, whole), control=True)

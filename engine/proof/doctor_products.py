@@ -9,7 +9,7 @@ from torch import Tensor
 
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.experts import Experts
-from replaylens.engine.model.ops import HeadLinear, Linear
+from replaylens.engine.model.layers import HeadLinear, Linear
 from replaylens.engine.passes.batch import TILE
 from replaylens.engine.passes.products import Allowed, Products, Shape, can_pack
 from replaylens.engine.proof.examination import Examination

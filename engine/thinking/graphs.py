@@ -16,7 +16,7 @@ from replaylens.engine.passes.recorded import recorded
 from replaylens.engine.passes.sharing import KeyLayout
 from replaylens.engine.thinking.model import ThinkingDecoder
 from replaylens.engine.thinking.steps import ThoughtSteps, largest
-from replaylens.kernels.attention import PagedRows, plan_tiles
+from replaylens.kernels.paged import PagedRows, plan_tiles
 
 SIZES = (8, 16, 32, 64, 128)
 """possible numbers of thoughts of a graph, which are decoded together"""

@@ -23,7 +23,8 @@ from replaylens.engine.errors import BadConfig, BadWeights
 from replaylens.engine.model import weights
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Block, Decoder
-from replaylens.engine.model.ops import Norm, Ops, RowOps
+from replaylens.engine.model.layers import Norm
+from replaylens.engine.model.ops import Ops, RowOps
 from replaylens.engine.model.rotary import Rotary, rotary_table
 from replaylens.engine.model.tap import Tap, tapped
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.model.torch_ops import SequenceOps
 from replaylens.engine.thinking.model import ThinkingDecoder
 
 OpsOf = Callable[[Sequence[int]], SequenceOps]

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.ops import AttentionSpec, Heads, Observer, TorchOps, visible
+from replaylens.engine.model.ops import AttentionSpec, Heads, Observer
+from replaylens.engine.model.torch_ops import TorchOps, visible
 from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder
 from replaylens.engine.training import plain
 from replaylens.engine.training.chunks import ChunkBatch, ChunkedText, ChunkTable, Method, chunked

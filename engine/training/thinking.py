@@ -21,7 +21,7 @@ from torch import Tensor
 
 from replaylens.engine.model import weights
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.model.torch_ops import SequenceOps
 from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder
 from replaylens.engine.training import plain, trainer
 from replaylens.engine.training.chunks import METHODS, ChunkBatch, ChunkedTexts, Method

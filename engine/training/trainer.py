@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from replaylens.engine.errors import EngineError
 from replaylens.engine.interrupts import held_interrupt
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.ops import AttentionSpec, Heads, Observer, SequenceOps, TorchOps
+from replaylens.engine.model.ops import AttentionSpec, Heads, Observer
+from replaylens.engine.model.torch_ops import SequenceOps, TorchOps
 from replaylens.engine.training.recipe import BadRecipe, Part, Recipe
 from replaylens.engine.training.tokenizer import Tokenizer
 from replaylens.tasks import Example, WordTokenizer

@@ -10,7 +10,7 @@ from replaylens.engine.errors import EngineError, no_such
 from replaylens.engine.model import weights
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.model.torch_ops import SequenceOps
 from replaylens.engine.training.recipe import Part, Recipe
 from replaylens.engine.training.tokenizer import Tokenizer
 from replaylens.engine.training.trainer import held_out_examples

@@ -13,8 +13,8 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadRequest, NotCertified, UnsupportedModel
 from replaylens.engine.model.config import Latent, MixtureConfig, ModelConfig
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.ops import TorchOps
 from replaylens.engine.model.routing import Routing
+from replaylens.engine.model.torch_ops import TorchOps
 from replaylens.engine.passes import cpu
 from replaylens.engine.passes.products import Products
 from replaylens.engine.proof import doctor

@@ -9,7 +9,7 @@ from benchmarks.baselines.subject import random_decoder
 from replaylens.engine.engine import Engine
 from replaylens.engine.model import weights
 from replaylens.engine.model.config import Latent, ModelConfig
-from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.model.torch_ops import SequenceOps
 from replaylens.engine.request.capture import PassTap
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling

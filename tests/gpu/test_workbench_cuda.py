@@ -16,7 +16,7 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.gradients.gradients import Gradients
 from replaylens.engine.model import weights
-from replaylens.engine.model.ops import Linear
+from replaylens.engine.model.layers import Linear
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch

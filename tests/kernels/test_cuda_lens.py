@@ -7,7 +7,7 @@ from replaylens.engine.lens import cuda as cuda_lens
 from replaylens.engine.lens import readout
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.model.torch_ops import SequenceOps
 from replaylens.engine.request.capture import LensSpec
 
 CONFIG = ModelConfig(2, 32, 2, 2, 16, 64, 97, 64, rotary_dim=16)

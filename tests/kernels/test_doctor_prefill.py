@@ -10,7 +10,8 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes.certificate import Finding
 from replaylens.engine.proof import doctor_cuda
 from replaylens.kernels import attention as paged
-from replaylens.kernels.attention import PagedRows, attention
+from replaylens.kernels.attention import attention
+from replaylens.kernels.paged import PagedRows
 from tests.engine.reference import decoder
 
 CHECK = "specialised warpgroups against others"

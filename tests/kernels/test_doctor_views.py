@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from replaylens.engine.model.ops import Norm
+from replaylens.engine.model.layers import Norm
 from replaylens.engine.proof import comparison, doctor_cuda
 from tests.engine.reference import decoder
 

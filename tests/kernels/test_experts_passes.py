@@ -8,7 +8,7 @@ from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.mixture import Mixture
-from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.model.torch_ops import SequenceOps
 from replaylens.engine.passes.batch import Batch, Segment
 from replaylens.engine.passes.certificate import Finding
 from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, device_rows

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from replaylens.engine.passes import cuda
-from replaylens.kernels.attention import PagedRows
 from replaylens.kernels.norm import norm
 from replaylens.kernels.norm_rope import can_fuse, norm_rotate_and_store
+from replaylens.kernels.paged import PagedRows
 from replaylens.kernels.rope import rotate_and_store
 from tests.kernels.interpreted import DEVICES, served
 from tests.toy_model import random_model

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from replaylens.kernels import reference
-from replaylens.kernels.attention import PagedRows
+from replaylens.kernels.paged import PagedRows
 from replaylens.kernels.rope import rotate, rotate_and_store, store
 
 HEADS, KV_HEADS, D_HEAD, PAGE = 6, 2, 24, 16

@@ -5,8 +5,9 @@ import random
 import pytest
 import torch
 
-from replaylens.kernels.attention import PagedRows, attention, plan_tiles
+from replaylens.kernels.attention import attention
 from replaylens.kernels.launch import KV_BLOCK, KV_SPLIT, AttentionTile, heads_together, next_power_of_2
+from replaylens.kernels.paged import PagedRows, plan_tiles
 from replaylens.kernels.shared import SharedKeys, SharedLevel
 
 PAGE = 16

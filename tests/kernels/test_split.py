@@ -15,7 +15,7 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes.batch import Batch, Segment
 from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, device_rows
 from replaylens.kernels import reference
-from replaylens.kernels.attention import PagedRows, plan_tiles
+from replaylens.kernels.paged import PagedRows, plan_tiles
 from replaylens.kernels.split import split_attention, split_length
 from tests.kernels.test_attention import PAGE, Setting, lengths, setting, some
 

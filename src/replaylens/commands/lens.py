@@ -5,7 +5,7 @@ from torch import Tensor
 
 from replaylens.engine.model import sites
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.model.torch_ops import SequenceOps
 from replaylens.engine.pictures.readings import LensGuess, LensLayer
 from replaylens.tasks import WordTokenizer
 

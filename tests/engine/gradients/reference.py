@@ -8,7 +8,7 @@ from torch import Tensor
 
 from replaylens.engine.gradients.metric import LogitsFunction
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.model.torch_ops import SequenceOps
 from replaylens.engine.request.placed import PlacedEdit
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from replaylens.engine.model.ops import Linear
+from replaylens.engine.model.layers import Linear
 from replaylens.engine.passes.cpu import FastCpuOps
 from tests.toy_model import Reference, engine, toy
 

@@ -18,7 +18,7 @@ from replaylens.engine.errors import BadRequest, BadWeights, OtherModel, Unsuppo
 from replaylens.engine.model import translated
 from replaylens.engine.model.config import ModelConfig, Rope
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.model.torch_ops import SequenceOps
 from replaylens.engine.model.weights import WEIGHTS_FILE, load, save, weights_hash
 from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.model.test_weights import edit, edit_json, write_gguf

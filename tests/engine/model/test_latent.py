@@ -13,7 +13,7 @@ from replaylens.engine.dump.verify import VERIFIED, verify
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, NotCertified
 from replaylens.engine.model.config import Latent, ModelConfig
-from replaylens.engine.model.ops import HeadLinear
+from replaylens.engine.model.layers import HeadLinear
 from replaylens.engine.model.weights import load
 from replaylens.engine.passes.products import Allowed, Products
 from replaylens.engine.proof import doctor

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.model import modes
-from replaylens.engine.model.ops import Linear
+from replaylens.engine.model.layers import Linear
 from replaylens.engine.passes import products
 from replaylens.engine.passes.batch import TILE
 from replaylens.engine.passes.products import Allowed, Products, tile_product

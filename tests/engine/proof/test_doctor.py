@@ -18,7 +18,7 @@ from replaylens.engine.lens import readout
 from replaylens.engine.model import weights
 from replaylens.engine.model.config import Activation, ModelConfig
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.ops import Linear
+from replaylens.engine.model.layers import Linear
 from replaylens.engine.passes import cpu
 from replaylens.engine.passes.batch import KV_BLOCK
 from replaylens.engine.passes.certificate import Certificate, Finding

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from replaylens.engine.errors import BadConfig, BadWeights
-from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.model.torch_ops import SequenceOps
 from replaylens.engine.thinking import model as thinking
 from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder
 from replaylens.engine.training import plain

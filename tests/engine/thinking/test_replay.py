@@ -16,7 +16,7 @@ import torch
 from replaylens.engine.engine import ThinkingEngine
 from replaylens.engine.errors import BadConfig, BadEdit, BadRequest, BadThought, NonFinite
 from replaylens.engine.memory.tree import BranchStatus
-from replaylens.engine.model.ops import Linear
+from replaylens.engine.model.layers import Linear
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.thinking.core import BadChunks, ThinkingBranch

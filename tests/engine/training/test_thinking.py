@@ -137,7 +137,7 @@ def test_scores_count_only_what_the_model_itself_says() -> None:
 def test_greedy_continuations_are_those_of_whole_passes() -> None:
     backbone, tokenizer = zoo.load_embedded("coin-draft")
     prompts = [tokenizer.encode(example.prompt) for n in (1, 4, 2) for example in zoo.held_out(PICTURE, n, 1)]
-    from replaylens.engine.model.ops import SequenceOps
+    from replaylens.engine.model.torch_ops import SequenceOps
 
     for prompt, new in zip(prompts, generate(backbone, prompts, 6), strict=True):
         path = list(prompt)

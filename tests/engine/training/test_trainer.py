@@ -16,7 +16,7 @@ from replaylens.commands import train as command
 from replaylens.engine.interrupts import held_interrupt
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.model.torch_ops import SequenceOps
 from replaylens.engine.model.weights import weights_hash
 from replaylens.engine.training import trainer
 from replaylens.engine.training.recipe import BadRecipe, Part, Recipe
