@@ -10,6 +10,7 @@ kernel and not in another, and the two would round differently. Code that needs 
 """
 
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,23 +33,23 @@ KV_SPLIT = 512
 PERSISTENT_FROM = 1024
 """least number of rows for which products with weights [K, N] use the persistent kernel; below, its launches cost the host
 more than it saves the device. Decode steps, up to 64 rows, run as graphs and use it if it is faster."""
-_in_graph = False
+_thread = threading.local()
 
 
 @contextmanager
 def in_graph() -> Iterator[None]:
-    """While a graph is captured or warmed up, launch costs on the host do not count. Moves no bit."""
-    global _in_graph
-    before, _in_graph = _in_graph, True
+    """While this thread captures a graph or warms it up, launch costs on the host do not count. Moves no bit."""
+    before = getattr(_thread, "in_graph", False)
+    _thread.in_graph = True
     try:
         yield
     finally:
-        _in_graph = before
+        _thread.in_graph = before
 
 
 def persistent_pays(rows: int) -> bool:
     """Whether a product of this many rows should use the persistent kernel, if available."""
-    return _in_graph or rows <= 64 or rows >= PERSISTENT_FROM
+    return getattr(_thread, "in_graph", False) or rows <= 64 or rows >= PERSISTENT_FROM
 
 
 _PROGRAMS = 132

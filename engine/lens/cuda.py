@@ -1,7 +1,5 @@
 """The logit lens (Z) on a CUDA device. The kernel goes over the vocabulary in tiles and never stores the logits."""
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
@@ -17,10 +15,10 @@ _TOGETHER = 32768
 def read(spec: LensSpec, model: Decoder, stacked: Tensor, emitted: list[int]) -> Rows:
     """Z of residual rows [n, layers, d], in the form of `readout.read`, on the device."""
     step = max(1, _TOGETHER // stacked.shape[1])
-    table = model.unembedding
+    table, targets = model.unembedding, targets_of(spec, stacked.device)
     follows = torch.tensor(emitted).to(table.device, non_blocking=True)
     blocks = [
-        columns(model, spec, stacked[i : i + step].to(table).transpose(0, 1).contiguous(), follows[i : i + step])
+        columns(model, spec, stacked[i : i + step].to(table).transpose(0, 1).contiguous(), follows[i : i + step], targets)
         for i in range(0, len(stacked), step)
     ]
     if len(blocks) == 1:
@@ -28,10 +26,18 @@ def read(spec: LensSpec, model: Decoder, stacked: Tensor, emitted: list[int]) ->
     return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
 
 
-def columns(model: Decoder, spec: LensSpec, x: Tensor, follows: Tensor, logits: Tensor | None = None) -> Rows:
+def targets_of(spec: LensSpec, device: torch.device) -> Tensor | None:
+    """The tokens whose log-probabilities are wanted: [tokens] int64; None: there are none."""
+    return torch.tensor(spec.targets).to(device, non_blocking=True) if spec.targets else None
+
+
+def columns(
+    model: Decoder, spec: LensSpec, x: Tensor, follows: Tensor, targets: Tensor | None, logits: Tensor | None = None
+) -> Rows:
     """Z of residual streams x [layers, rows, d] in one launch; `follows` [rows] are the next tokens, -1: none yet.
 
-    logits  the model's own [rows, vocab], if they are known already
+    targets  `targets_of` the spec. A graph reads them again at every replay, so whoever records one must keep them
+    logits   the model's own [rows, vocab], if they are known already
     -> name -> [rows, layers, ...]. Waits for nothing, so that a graph can hold it.
     """
     if not model.config.plain_logits:
@@ -40,9 +46,9 @@ def columns(model: Decoder, spec: LensSpec, x: Tensor, follows: Tensor, logits: 
             "is not a power of two. Capture S instead, or use device='cpu'."
         )
     norm, table, scale = model.ln_final, model.unembedding.t(), model.config.logit_scale  # table: [d, vocab]
-    targets = follows.clamp_min(0)[:, None]
-    if spec.targets:
-        targets = torch.cat([targets, _tokens(spec.targets, x.device).expand(len(follows), -1)], dim=1)
+    looked_up = follows.clamp_min(0)[:, None]
+    if targets is not None:
+        looked_up = torch.cat([looked_up, targets.expand(len(follows), -1)], dim=1)
     found = lens(
         x,
         table,
@@ -51,7 +57,7 @@ def columns(model: Decoder, spec: LensSpec, x: Tensor, follows: Tensor, logits: 
         norm.eps,
         norm.kind,
         final=len(x) - 1,
-        targets=targets,
+        targets=looked_up,
         k=min(spec.top_k, table.shape[1]),
         softcap=model.config.logit_softcap,
         logits=None if model.config.logit_softcap else logits,  # the kernel caps them itself
@@ -65,12 +71,6 @@ def columns(model: Decoder, spec: LensSpec, x: Tensor, follows: Tensor, logits: 
         "Z.top_ids": found.top_ids.to(torch.int32),
         "Z.top_logprobs": found.top_log_probs,
     }
-    if spec.targets:
+    if targets is not None:
         z["Z.targets"] = found.target_log_probs[..., 1:]
     return {name: column.transpose(0, 1).contiguous() for name, column in z.items()}
-
-
-@lru_cache(maxsize=64)
-def _tokens(tokens: tuple[int, ...], device: torch.device) -> Tensor:
-    """[tokens] int64. Kept: a graph cannot hold a copy from the host."""
-    return torch.tensor(tokens, device=device)

@@ -170,3 +170,19 @@ class Job:
     def num_waiting(self, num_tokens: int) -> int:
         """The number of tokens, of `num_tokens`, whose rows it still needs."""
         return num_tokens - self.first_row(num_tokens)
+
+
+def raise_first(jobs: Sequence[Job]) -> None:
+    """Raise the first error among jobs that have ended. Mutates: they let go of their errors.
+
+    The frames of an error's traceback hold its job. If the job held the error, too, both would stay until Python looks for
+    cycles, and the engine with them.
+    """
+    errors = [job.error for job in jobs if job.error is not None]
+    for job in jobs:
+        job.error = None
+    if errors:
+        try:
+            raise errors[0]
+        finally:
+            errors.clear()

@@ -53,9 +53,10 @@ class BurstRows:
             self._sparse(self)
 
     def compact(self) -> None:
-        """Mutates: every view takes a copy of its rows and lets go of the burst."""
-        for view in list(self._views):
-            view.own()
+        """Mutates: every view takes a copy of its rows and lets go of the burst. Lost rows stay for their readers to see."""
+        if not any(block.rows.lost for blocks in self.blocks.values() for block in blocks):
+            for view in list(self._views):
+                view.own()
 
 
 class StepRows(PickableRows):
@@ -97,14 +98,16 @@ class StepRows(PickableRows):
         burst = self._burst
         if burst is None:
             return {site: rows[list(numbers)] for site, rows in self._rows.items()}
-        places = [(block, row) for block in burst.blocks[self._keep] for row in block.of(self._request)]
+        blocks = burst.blocks[self._keep]
+        places = [(block, row) for block in blocks for row in block.of(self._request)]
         chosen = groupby((places[number] for number in numbers), key=lambda place: id(place[0]))
-        return self._joined([(some[0][0], [row for _, row in some]) for some in (list(them) for _, them in chosen)])
+        found = [(some[0][0], [row for _, row in some]) for some in (list(them) for _, them in chosen)]
+        return self._joined(found or [(blocks[0], [])])
 
     def _joined(self, places: Sequence[tuple[StepBlock, Sequence[int]]]) -> Rows:
         """Copies of these rows, in this order, by site."""
         wanted, found = set(self._names.values()), Rows()
-        places = [(block, rows) for block, rows in places if rows]
+        places = [(block, rows) for block, rows in places if rows] or places[:1]
         for number, (names, _) in enumerate(places[0][0].rows.groups()):
             if picked := [place for place, name in enumerate(names) if name in wanted]:
                 chosen = slice(None) if len(picked) == len(names) else picked

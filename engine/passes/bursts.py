@@ -6,8 +6,10 @@ graph: after every step their rows leave for the host, while the next step runs.
 commits them like accepted drafts. A request that ends within the burst drops the tokens after its end.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,9 +37,11 @@ from replaylens.kernels.sample import sample_logits
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """numbers of requests that have their own graph; others are padded up"""
 
-ReadLens = Callable[[LensSpec, Tensor, Tensor, Tensor], Rows]
-"""(spec, residual streams [layers, rows, d], tokens that follow the rows, logits [rows, vocab]) -> Z by name:
+ReadLens = Callable[[LensSpec, Tensor, Tensor, Tensor | None, Tensor], Rows]
+"""(spec, residual streams [layers, rows, d], tokens that follow the rows, targets, logits [rows, vocab]) -> Z by name:
 [rows, layers, ...], on the device"""
+MAX_GRAPHS = 64
+"""beyond this, the least recently used graph is dropped"""
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,8 @@ class GraphKey:
 class DecodeGraph:
     """One captured decode step. The step itself advances its input tensors."""
 
-    def __init__(self, runner: Runner, key: GraphKey, spare: int, read_lens: ReadLens) -> None:
+    def __init__(self, runner: Runner, key: GraphKey, spare: int, read_lens: ReadLens, pool: Any = None) -> None:
+        """pool  torch's handle to the memory of other graphs, to share: what one stages is copied before another is replayed"""
         device, size = torch.device(runner.device), key.size
         self.runner, self.key, self.spare, self.read_lens = runner, key, spare, read_lens
         self.tokens = torch.zeros(size, dtype=torch.int64, device=device)
@@ -96,10 +101,12 @@ class DecodeGraph:
         rows = PagedRows(sequence, self.short_positions, self.pages, shared=self.shared)
         self.ops = (CanonicalCudaOps if key.exact else FastCudaOps)(runner.cache, rows)
         self.edits = ProgramTap(key.edits, size, runner.vectors)
+        self.targets = [None if not lens.targets else torch.tensor(lens.targets, device=device) for lens in key.lenses]
+        """of each lens; the graph reads them at every replay"""
         self.staged: list[SiteGroup]
         """captured rows of the last step, [sites, requests, ...]; the next step overwrites them"""
         with torch.inference_mode():
-            self.graph, self.staged = recorded(self._step, runs=2)  # the runs before write to the spare page
+            self.graph, self.staged = recorded(self._step, 2, pool)  # the runs before write to the spare page
 
     def _step(self) -> list[SiteGroup]:
         model, tap = self.runner.model, PassTap(self.key.sites.union(*(lens.sites for lens in self.key.lenses)))
@@ -114,7 +121,8 @@ class DecodeGraph:
         groups = tap.stacked(sorted(self.key.sites))
         for number, spec in enumerate(self.key.lenses):
             x = torch.stack([tap.values[site] for site in spec.sites])
-            groups += [((f"{number}:{name}",), z[None]) for name, z in self.read_lens(spec, x, self.tokens, logits).items()]
+            read = self.read_lens(spec, x, self.tokens, self.targets[number], logits)
+            groups += [((f"{number}:{name}",), z[None]) for name, z in read.items()]
         return groups
 
     @torch.inference_mode()
@@ -217,7 +225,7 @@ class Bursts:
 
     def __init__(self, runner: Runner, read_lens: ReadLens) -> None:
         self.runner, self.read_lens = runner, read_lens
-        self._graphs: dict[GraphKey, DecodeGraph] = {}
+        self._graphs: OrderedDict[GraphKey, DecodeGraph] = OrderedDict()
         self._sparse: list[BurstRows] = []
         spare = PageTable()
         runner.pool.reserve(spare, 0, 1)
@@ -241,15 +249,23 @@ class Bursts:
         cache, starts = self.runner.cache, [place.position for place in places]
         sharing = find_sharing(pages, starts, [1] * len(places), KeyLayout.of(cache), cache.worth_sharing)
         key = self._key(places, pages, sharing, exact, program)
-        if key not in self._graphs:
-            self._graphs[key] = DecodeGraph(self.runner, key, self.spare.pages[0], self.read_lens)
-        graph, wanted = self._graphs[key], [place.wanted for place in places]
+        graph, wanted = self._graph(key), [place.wanted for place in places]
         rows = BurstRows(sum(each is not None and len(each.steps) > 0 for each in wanted), self._sparse.append)
         chosen = graph.run(places, steps, pages, sharing, program, rows)
         names = {number: graph.names(spec) for number, spec in _specs(places).items()}
         return chosen.T.tolist(), [
             rows.view(i, each.spec.keep, names[id(each.spec)]) if each and each.steps else None for i, each in enumerate(wanted)
         ]
+
+    def _graph(self, key: GraphKey) -> DecodeGraph:
+        """The graph for this kind of step, recorded when first needed."""
+        if key not in self._graphs:
+            pool = next(iter(self._graphs.values())).graph.pool() if self._graphs else None
+            self._graphs[key] = DecodeGraph(self.runner, key, self.spare.pages[0], self.read_lens, pool)
+            if len(self._graphs) > MAX_GRAPHS:
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(key)
+        return self._graphs[key]
 
     def _key(
         self,

@@ -77,6 +77,7 @@ class Ferry:
         self._pieces: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
         self._memory = Memory(size)
         self._sparse: list[Shipment] = []
+        self._ended = False
         # threads must not hold the ferry, or its pinned memory would outlive the engine
         arguments = (self._pieces, self.ring)
         self._threads = [threading.Thread(target=_carry_all, args=arguments, daemon=True) for _ in range(_CARRIERS)]
@@ -86,7 +87,8 @@ class Ferry:
         _ferries.add(self)
 
     def end(self, seconds: float) -> None:
-        """Carry what was sent and end the threads. Waits at most so long."""
+        """Carry what was sent and end the threads. Waits at most so long. Nothing can be sent afterwards."""
+        self._ended = True
         self._pieces.put(None)
         limit = time.monotonic() + seconds
         for thread in self._threads:
@@ -97,6 +99,8 @@ class Ferry:
 
         Precondition: nobody writes to the tensors later, except work on the current stream that is queued after this call.
         """
+        if self._ended:
+            self._alive()
         while self._sparse:
             self._sparse.pop().compact()
         groups = [(names, x.contiguous()) for names, x in groups]

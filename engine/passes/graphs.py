@@ -118,7 +118,8 @@ class PassGraphs:
 
     def run(self, batch: Batch, sites: frozenset[str], exact: bool, program: EditProgram | None = None) -> PassGraph | None:
         """The graph that ran the pass, or None if the pass must be launched: its shape is new, or it is too large."""
-        if batch.num_rows > SIZES[-1] or not self._fits(batch.num_rows, sites):
+        rows = next((size for size in SIZES if size >= batch.num_rows), None)
+        if rows is None or not self._fits(rows, sites):
             return None
         tables = [s.table for s in batch.segments]
         size = (launch.next_power_of_2(len(tables)) + 1, launch.next_power_of_2(max(len(table.pages) for table in tables)))

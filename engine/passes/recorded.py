@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from replaylens.engine.interrupts import held_interrupt
 from replaylens.kernels import launch
 
 T = TypeVar("T")
@@ -25,18 +26,19 @@ def held_collector() -> Iterator[None]:
     this thread records, and drops the recording.
     """
     global _holders, _was_on
-    with _lock:
-        if not _holders:
-            _was_on = gc.isenabled()
-            gc.disable()
-        _holders += 1
-    try:
-        yield
-    finally:
+    with held_interrupt():  # half of this would leave the collector off for good
         with _lock:
-            _holders -= 1
-            if not _holders and _was_on:
-                gc.enable()
+            if not _holders:
+                _was_on = gc.isenabled()
+                gc.disable()
+            _holders += 1
+        try:
+            yield
+        finally:
+            with _lock:
+                _holders -= 1
+                if not _holders and _was_on:
+                    gc.enable()
 
 
 def recorded(step: Callable[[], T], runs: int, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:

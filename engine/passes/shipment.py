@@ -44,6 +44,12 @@ class Shipment:
         if self._error is not None:
             raise self._error
 
+    @property
+    def lost(self) -> bool:
+        """Whether something went wrong on their way. Waits for them."""
+        self._landed.wait()
+        return self._error is not None
+
     def landed(self, error: BaseException | None = None) -> None:
         """Mutates: one more piece has arrived, or is lost."""
         with _counting:
@@ -66,8 +72,8 @@ class Shipment:
             self._sparse(self)
 
     def compact(self) -> None:
-        """Mutates: every view takes a copy of its rows and lets go of the block."""
-        for view in list(self._views):
+        """Mutates: every view takes a copy of its rows and lets go of the block. Lost rows stay for their readers to see."""
+        for view in [] if self.lost else list(self._views):
             view.own()
 
 

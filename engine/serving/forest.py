@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from replaylens.engine.errors import BadRequest, ClosedBranch, IntegrityError
-from replaylens.engine.loop.lane import Job, Lane
+from replaylens.engine.loop.lane import Job, Lane, raise_first
 from replaylens.engine.loop.loop import Loop
 from replaylens.engine.loop.queue import Listener
 from replaylens.engine.memory.pages import PageTable
@@ -251,9 +251,8 @@ class Forest:
             self.lock.drive(self.loop.step, lambda: all(job.done for job in jobs), show if progress else None)
             show()
             bar.refresh()
+        raise_first(jobs)
         for job in jobs:
-            if job.error is not None:
-                raise job.error
             if job.lane.branch not in self.loop.lanes:
                 raise ClosedBranch(f"Branch {job.lane.branch} was released by another thread during this request.")
 

@@ -30,11 +30,13 @@ def hold_of(forest: Forest, lane: Lane) -> Hold | None:
     if not isinstance(held, Hold):
         held = Hold()
         lane.hold = weakref.ref(held)
-        weakref.finalize(held, forest.lock.later, partial(_abandon, weakref.ref(forest), lane)).atexit = False
+        weakref.finalize(held, forest.lock.later, partial(_abandon, weakref.ref(forest), weakref.ref(lane))).atexit = False
     return held
 
 
-def _abandon(forest: "weakref.ref[Forest]", lane: Lane) -> None:
-    """Release a lane. A note that held the engine would keep it from being freed: it is read by the engine's next call only."""
-    if (found := forest()) is not None:
-        found.abandon(lane)
+def _abandon(forest: "weakref.ref[Forest]", lane: "weakref.ref[Lane]") -> None:
+    """Release a lane. Only the engine's next call reads the note: one that held the engine, as the thoughts of a lane do, would
+    keep it from being freed."""
+    of, found = forest(), lane()
+    if of is not None and found is not None:
+        of.abandon(found)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from replaylens.engine.loop.lane import Job
+from replaylens.engine.loop.lane import Job, raise_first
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.lock import EngineLock, changing, reading
@@ -35,8 +35,7 @@ class Stream(Uncopied, Iterator[int]):
             if ended:
                 self._closed = True  # it has yielded everything: there is nothing to cut
                 self._leave()
-                if self.job.error is not None:
-                    raise self.job.error
+                raise_first([self.job])
                 raise StopIteration
             self._wait(seen)
 

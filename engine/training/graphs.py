@@ -74,7 +74,7 @@ class GraphedSteps(Generic[M]):
         self.optimizer.zero_grad()
         graph = torch.cuda.CUDAGraph()
         shared = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
-        with held_collector(), torch.cuda.graph(graph, pool=shared):
+        with held_collector(), torch.cuda.graph(graph, pool=shared, capture_error_mode="thread_local"):
             loss = descend(self.model, self.optimizer, self.loss_of(self.model, key, self._inputs))
         self.optimizer.zero_grad()
         return graph, loss

@@ -1,4 +1,4 @@
-"""An engine that nobody holds gives its device memory back at once, graphs included."""
+"""Engines that nobody holds give their device memory back at once; graphs keep what they read, and are dropped beyond a number."""
 
 import gc
 
@@ -7,6 +7,8 @@ import torch
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.model import weights
+from replaylens.engine.passes import bursts
+from replaylens.engine.request.sampling import Sampling
 from tests.families import hugging_face
 
 pytestmark = pytest.mark.gpu
@@ -30,3 +32,31 @@ def test_a_dropped_engine_leaves_no_memory() -> None:
         assert torch.cuda.memory_allocated() <= before + (1 << 16)
     finally:
         gc.enable()
+
+
+def test_a_graph_keeps_what_it_reads() -> None:
+    """The targets of a lens are read at every replay, however many other lenses there were since."""
+    engine = Engine(weights.load(hugging_face("llama"), torch.bfloat16).to("cuda"), cache_tokens=1 << 12)
+
+    def targets(wanted: list[int]) -> torch.Tensor:
+        with engine.prompt([1, 2, 3], sites="Z", targets=wanted) as branch:
+            return branch.generate(8, final=True).activations["Z.targets"].clone()
+
+    first = targets([5, 7])
+    for number in range(70):
+        engine.prompt([1, 2, 3], sites="Z", targets=[number % 50, 50]).release()
+    junk = [torch.full((64,), 3, device="cuda") for _ in range(2000)]
+    assert torch.equal(targets([5, 7]), first) and junk
+    assert not torch.equal(targets([7, 5]), first)
+
+
+def test_decode_graphs_are_dropped_beyond_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bursts, "MAX_GRAPHS", 2)
+    engine = Engine(weights.load(hugging_face("llama"), torch.bfloat16).to("cuda"), cache_tokens=1 << 12)
+    truth: dict[int, list[int]] = {}
+    for count in (1, 2, 4, 8, 1, 2):  # every number of requests has a graph of its own, and those of the first ones are gone
+        branches = engine.prompts([[i + 1, 2, 3] for i in range(count)])
+        engine.generate(branches, 8, sampling=Sampling(ignore_eos=True))
+        for number, branch in enumerate(branches):
+            assert truth.setdefault(number, branch.tokens) == branch.tokens
+        assert engine.loop.bursts is not None and len(engine.loop.bursts._graphs) <= 2

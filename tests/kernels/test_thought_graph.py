@@ -28,7 +28,7 @@ def by_kernels() -> ThinkingBlocks:
 
 @torch.inference_mode()
 def test_steps_of_a_graph_have_the_bits_of_launched_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    from replaylens.engine.thinking.graphs import ThoughtGraph
+    from replaylens.engine.thinking import graphs
 
     class Launched:
         """A step instead of its graph. Capturing leaves its traces in the buffers, too."""
@@ -37,14 +37,14 @@ def test_steps_of_a_graph_have_the_bits_of_launched_ones(monkeypatch: pytest.Mon
             self.replay = step
             step()
 
-    monkeypatch.setattr(ThoughtGraph, "_captured", lambda self, step: Launched(step))
+    monkeypatch.setattr(graphs, "recorded", lambda step, runs: (Launched(step), None))
     blocks = by_kernels()
     shape = 2, blocks.config.chunk, blocks.model.config.d_model
     found: list[list[tuple[list[list[int]], list[torch.Tensor]]]] = []
     for graphed in (False, True):
         if graphed:
             blocks.pool.reserve(spare := PageTable(), 0, 1)
-            graph = ThoughtGraph(blocks.model, blocks.cache, 4, spare.pages[0])
+            graph = graphs.ThoughtGraph(blocks.model, blocks.cache, 4, spare.pages[0])
             monkeypatch.setattr(blocks, "_graph", lambda count, made=graph: made)
         found.append([])
         for seed in (0, 1):  # the second time, the buffers hold traces of the first

@@ -49,6 +49,7 @@ def test_picked_rows_are_those_of_the_whole(enough: int) -> None:
         for number, site in enumerate(SITES):
             assert torch.equal(view.picked([4, 0, 4])[site], values[number, 2, [4, 0, 4]])
         assert torch.equal(view[SITES[1]], values[1, 2])
+    assert burst.view(1, "host", {SITES[0]: SITES[0]}).picked([])[SITES[0]].shape == (0, 4)
     assert torch.equal(burst.view(0, "host", {SITES[0]: SITES[0]}).picked([2])[SITES[0]], values[0, 0, 2:3])
 
 
@@ -73,3 +74,15 @@ def test_keys_are_padded_as_in_the_whole() -> None:
     recording.append(2, {site: torch.rand(1, 3, 16)})
     assert torch.equal(recording.picked([2, 1])[site], recording.peek(site)[[2, 1]])
     assert recording.picked([0])[site].shape == (1, 3, 3)
+
+
+def test_lost_rows_stay_with_their_burst() -> None:
+    """When few views are left, the others move out before the next burst; what was lost must not end that one."""
+    burst, _ = burst_of_three(ENOUGH)
+    lost = Shipment([(SITES, torch.zeros(2, 2, 4))], 1)
+    lost.landed(MemoryError("no room for rows"))
+    burst.blocks["host"].append(StepBlock(lost, [1, 2], 1))
+    view = burst.view(1, "host", {site: site for site in SITES})
+    burst.compact()
+    with pytest.raises(MemoryError, match="no room for rows"):
+        view.own()

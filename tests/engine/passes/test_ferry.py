@@ -162,3 +162,30 @@ def test_its_end_does_not_wait_for_ever(monkeypatch):
     ferry.end(0.2)
     assert time.monotonic() - begin < 5
     stuck.set()
+
+
+def test_nothing_is_sent_after_the_end():
+    ferry = Ferry("cpu", SMALLEST_RING)
+    ferry.end(30.0)
+    with pytest.raises(EngineBug, match="have ended"):
+        ferry.send(groups(0))
+
+
+def test_rows_that_are_lost_trouble_their_own_readers_only(monkeypatch):
+    """A block of which few rows are left is compacted by the next send, which must not raise what went wrong with it."""
+
+    def broken(*args):
+        raise MemoryError("no room for rows")
+
+    ferry = Ferry("cpu", 1 << 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(ferries, "_carry", broken)
+        block = ferry.send(groups(0, rows=100))
+        views = [block.view(("a",), i, i + 1) for i in range(100)]
+        assert block.lost
+    kept = views[7]
+    views.clear()
+    gc.collect()
+    assert torch.equal(ferry.send(groups(1))["a"], groups(1)[0][1][0])
+    with pytest.raises(MemoryError, match="no room for rows"):
+        kept["a"]

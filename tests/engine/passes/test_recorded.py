@@ -1,6 +1,7 @@
 """Graphs are recorded while no garbage is collected, which may hold memory that must not be freed then."""
 
 import gc
+import signal
 import threading
 from contextlib import nullcontext, suppress
 
@@ -52,6 +53,22 @@ def test_threads_whose_recordings_overlap() -> None:
     for thread in threads:
         thread.join()
     assert seen == [False] and gc.isenabled()
+
+
+def test_ctrl_c_leaves_the_collector_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pressed while the collector is being switched off: the block still runs as a whole, and the interrupt comes after it."""
+    disable = gc.disable
+
+    def pressed() -> None:
+        disable()
+        signal.raise_signal(signal.SIGINT)
+
+    ran = []
+    monkeypatch.setattr(module.gc, "disable", pressed)
+    with pytest.raises(KeyboardInterrupt), held_collector():
+        ran.append(True)
+    monkeypatch.undo()
+    assert ran and gc.isenabled() and not module._holders
 
 
 @pytest.mark.gpu
