@@ -1,4 +1,4 @@
-"""Engines that nobody holds give their device memory back at once; graphs keep what they read, and are dropped beyond a number."""
+"""Dropped engines give their device memory back at once; graphs keep what they read, and are dropped beyond a number."""
 
 import gc
 
