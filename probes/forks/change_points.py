@@ -43,7 +43,8 @@ class ChangePoint:
     text: str
     """the unit that made the change"""
     probability: float
-    """that this is its place, given the number of changes"""
+    """that this is its place, given that there are as many changes as `ChangePoints.points`: how well the change is located,
+    not whether there is one"""
     size: float
     """total variation between the stretches before and after it"""
 
@@ -55,7 +56,8 @@ class ChangePoints:
     positions: list[int]
     texts: list[str]
     probability: np.ndarray
-    """[positions]: that the distribution changes between the fork before and this one; 0 at the first"""
+    """[positions]: that the distribution changes between the fork before and this one, whatever the number of changes; 0 at
+    the first. That of a `ChangePoint`, and of `frame`, is given their number"""
     number: np.ndarray
     """[0 to most changes]: posterior of the number of change points"""
     points: tuple[ChangePoint, ...]
@@ -72,7 +74,7 @@ class ChangePoints:
 
     @property
     def frame(self) -> pd.DataFrame:
-        """One line per change point."""
+        """One line per change point; `probability` is that of its place, given the number of changes."""
         return pd.DataFrame([vars(point) for point in self.points], columns=list(ChangePoint.__dataclass_fields__))
 
     def plot(self) -> "Axes":

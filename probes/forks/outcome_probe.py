@@ -225,16 +225,18 @@ def _gains(
 
 
 def _say(lines: list[dict[str, Any]]) -> list[str]:
+    """One sentence per cell. The lowest bound decides, which need not be that of the least gain: both are named."""
     scores = {line["what"]: line for line in lines if line["metric"] == LOSS}
     said = []
     for cell in dict.fromkeys(line["state"] for line in lines if line["metric"] == GAIN):
         own = [line for line in lines if line["metric"] == GAIN and line["state"] == cell]
-        worst = min(own, key=lambda line: line["low"])
-        verdict = "Shown" if worst["low"] > 0 else "Not shown"
-        part = scores[cell]["share_explained"]
+        least, lowest = min(own, key=lambda line: line["accuracy"]), min(own, key=lambda line: line["low"])
+        verdict = "Shown" if lowest["low"] > 0 else "Not shown"
+        name, decisive = (line["what"].removeprefix(f"{cell} against ") for line in (least, lowest))
+        rest = f" The lowest bound decides: {lowest['low']:+.3f} over {decisive} (gain {lowest['accuracy']:+.3f})."
         said.append(
             f"{verdict}: {cell} tells more of the coming outcomes than every baseline. Loss {scores[cell]['accuracy']:.3f} "
-            f"nats, {part:.0%} of what can be explained; least gain {worst['accuracy']:+.3f} (at least {worst['low']:+.3f}) "
-            f"nats over {worst['what'].removeprefix(f'{cell} against ')}."
+            f"nats, {scores[cell]['share_explained']:.0%} of what can be explained; least gain {least['accuracy']:+.3f} nats "
+            f"over {name} ({least['low']:+.3f} to {least['high']:+.3f}).{rest if lowest['low'] < least['low'] else ''}"
         )
     return said

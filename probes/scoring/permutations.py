@@ -64,6 +64,34 @@ def exchanged_share(labels: np.ndarray, orders: np.ndarray) -> float:
     return float((labels[orders] != labels).mean() / free) if free > 0 and len(orders) else 0.0
 
 
+def why_no_exchange(labels: np.ndarray, groups: np.ndarray, share: float) -> str:
+    """Why the `exchanged_share` of permutations between groups is below `EXCHANGED`, with what to do."""
+    _, members = _members(groups)
+    several, sizes = sum(len(np.unique(labels[rows])) > 1 for rows in members), [len(rows) for rows in members]
+    changes = f"changes only {share:.0%} as many labels as a free exchange of rows (a test takes {EXCHANGED:.0%})"
+    if len(np.unique(labels)) < 2:
+        return "the label has only one value"
+    if not several:
+        return f"few of the {len(members)} groups hold most rows of a label: exchanging labels {changes}. Give more groups"
+    if _difference(labels, groups) < EXCHANGED:
+        what = "groups have similar sequences of labels, row by row"
+        return f"{what}: exchanging them {changes}. Choose a label that differs more between groups"
+    if len(set(sizes)) == 1:
+        return f"{len(members)} groups are too few: exchanging their sequences of labels {changes}. Give more groups"
+    return (
+        f"{several} of {len(members)} groups have several labels, so that only groups with equally many rows can exchange "
+        f"theirs. Groups have from {min(sizes)} to {max(sizes)} rows, and the exchange {changes}. "
+        f"Give groups of one size, or a label with one value per group"
+    )
+
+
+def _difference(labels: np.ndarray, groups: np.ndarray, draws: int = 5) -> float:
+    """How often labels at the same place of two groups of any size differ, against labels of any two rows."""
+    orders = np.stack([shuffled_order(labels, groups, seed) for seed in range(draws)])
+    moved = (groups[orders] != groups).mean()
+    return exchanged_share(labels, orders) / float(moved) if moved else 0.0
+
+
 def _members(units: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
     """(number of each row's unit, rows of each unit)"""
     different, place = np.unique(units, return_inverse=True)

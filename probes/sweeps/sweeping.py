@@ -31,7 +31,7 @@ from replaylens.probes.fitting.online_code import OnlineCode, online_codes
 from replaylens.probes.fitting.parts import Parts
 from replaylens.probes.fitting.refit import exchanged, label_orders, refitted
 from replaylens.probes.reports.report import Report
-from replaylens.probes.scoring.permutations import EXCHANGED, PERMUTATIONS, Null, exchanged_share
+from replaylens.probes.scoring.permutations import EXCHANGED, PERMUTATIONS, Null, exchanged_share, why_no_exchange
 from replaylens.probes.sweeps.backend import joblib_backend
 from replaylens.probes.sweeps.named_splits import NEEDS_BOTH, MakeSplit, own_split, splitter
 from replaylens.probes.sweeps.settings import SweepSettings
@@ -226,10 +226,9 @@ class _Sweep:
             place.add_null(estimator, goal, batch, exchanged(held.predicted[:, number], goal, *how))
         elif (spec := registry.get(estimator)).swept == "together" and not spec.inner:
             orders = label_orders(goal, roots, groups, settings.permutations, settings.seed)
-            if exchanged_share(goal.codes[goal.present], _within(orders, goal.present)) < EXCHANGED:
-                why = (
-                    "its labels are alike in almost all groups, so that exchanging them tests nothing; a t test is made instead"
-                )
+            labels = goal.codes[goal.present]
+            if (share := exchanged_share(labels, _within(orders, goal.present))) < EXCHANGED:
+                why = f"{why_no_exchange(labels, groups[goal.present], share)}. A t test is made instead"
                 place.skipped.append((f"the permutation test of {goal.label!r}", why))
                 return
 

@@ -19,7 +19,7 @@ from replaylens.probes.errors import BadRows, ProbeError, RootOnBothSides, Share
 from replaylens.probes.fitting.heldout import held_out
 from replaylens.probes.fitting.refit import score
 from replaylens.probes.reports.summary import shown
-from replaylens.probes.scoring.permutations import Null
+from replaylens.probes.scoring.permutations import Null, why_no_exchange
 from replaylens.probes.sweeps import sweeping
 from replaylens.probes.sweeps.sweeping import sweep
 from tests.calibrate import Effect, Noise
@@ -201,6 +201,45 @@ def test_documents_of_unequal_length() -> None:
     line = report.best("label")
     assert line["test"] == "corrected t" and report.text().startswith("Shown") and line["shuffled"] < 0.7
     assert any("permutation test of 'label'" in note for note in report.notes)
+
+
+def skipped_test(label: np.ndarray, group: np.ndarray) -> str:
+    """The note on the permutation test that is skipped; empty if it is made."""
+    x = np.random.default_rng(0).normal(size=(len(group), 4))
+    report = sweep(arrays(x, label, group), "label", estimators="ridge", permutations=39)
+    (line,) = [note for note in report.notes if note.startswith("Skipped the permutation test")] or [""]
+    assert (report.table["test"][0] == "corrected t") == bool(line)
+    return line
+
+
+def test_why_labels_cannot_be_exchanged() -> None:
+    """One group of both labels, and groups of different sizes: these are in the way, not labels that are alike."""
+    generator = np.random.default_rng(0)
+    sizes = np.array([80, *generator.integers(2, 10, size=53)])
+    group = np.repeat(np.arange(54), sizes)
+    label = generator.integers(2, size=54)[group]
+    assert skipped_test(label[80:], group[80:]) == "", "one label per group: groups of any size exchange it"
+    label[:80] = np.arange(80) % 2
+    note = skipped_test(label, group)
+    assert "1 of 54 groups have several labels" in note and "only groups with equally many rows" in note
+    assert "from 2 to 80 rows" in note and "similar" not in note and note.endswith("A t test is made instead.")
+
+
+def test_few_groups_hold_a_label() -> None:
+    """One label per group, one of them in a single long group; and six groups, of which one in six keeps its place."""
+    group = np.repeat(np.arange(40), [40, *[4] * 39])
+    assert "few of the 40 groups hold most rows" in why_no_exchange((group == 0).astype(int), group, 0.7)
+    label = np.random.default_rng(0).integers(2, size=600)
+    assert "6 groups are too few" in why_no_exchange(label, np.arange(600) // 100, 0.78)
+    assert why_no_exchange(np.zeros(8), np.arange(8), 0.0) == "the label has only one value"
+
+
+@pytest.mark.parametrize("sizes", [[4] * 30, [2, 4, 6] * 10])
+def test_labels_that_are_alike_in_all_groups(sizes: list[int]) -> None:
+    """The same sequence in every group, of equal or different length: exchanging it changes nothing."""
+    group = np.repeat(np.arange(30), sizes)
+    note = skipped_test(np.concatenate([np.arange(size) % 2 for size in sizes]), group)
+    assert "groups have similar sequences of labels" in note and "equally many rows" not in note
 
 
 def test_a_label_that_goes_with_the_size_of_a_group() -> None:

@@ -44,6 +44,19 @@ def test_the_posterior_is_exact(outcomes: int) -> None:
     assert found.number == pytest.approx(number, rel=1e-9) and found.probability == pytest.approx(at, rel=1e-9)
 
 
+def test_the_probability_of_a_place_is_given_the_number_of_changes() -> None:
+    """`probability` of a change point is that of its place among those of one number of changes; the array sums over all."""
+    table = np.array([[8, 2, 14], [17, 1, 6], [18, 5, 1], [18, 5, 1]])
+    found = change_points(counts_of(table))
+    (point,) = found.points
+    places = {cut: evidence(table[:cut]) * evidence(table[cut:]) for cut in (1, 2, 3)}
+    assert point.probability == pytest.approx(places[point.index] / sum(places.values()), rel=1e-9)
+    assert found.frame["probability"].tolist() == [point.probability]
+    assert abs(point.probability - found.probability[point.index]) > 0.01, "two numbers, which the docs tell apart"
+    two = change_points(counts_of(np.array([[2, 3], [5, 0]])))
+    assert not two.shown and two.points[0].probability == 1 > two.probability[1]
+
+
 def test_a_change_has_an_interval_and_a_size() -> None:
     table = np.array([[50, 50]] * 6 + [[70, 30]] * 6)
     found = change_points(counts_of(table))

@@ -50,6 +50,32 @@ def test_a_state_that_holds_only_the_text() -> None:
     assert report.findings[0].startswith("Not shown: S ")
 
 
+def lengths(seed: int) -> Report:
+    """The outcome follows the length of the path, which the state holds with some noise: several baselines come close."""
+    generator = np.random.default_rng(seed)
+    length = generator.integers(5, 40, size=40)
+    state = np.column_stack([length + generator.normal(0, 2, 40), generator.normal(size=(40, 6))])
+    heads = generator.binomial(12, 1 / (1 + np.exp((22 - length) / 8)))
+    tokens = [generator.integers(8, size=each) for each in length]
+    return outcome_probe({"S": state}, np.stack([heads, 12 - heads], 1), np.arange(40), tokens=tokens, estimator="logistic")
+
+
+def test_the_sentence_names_the_least_gain_of_the_table() -> None:
+    """The verdict follows the lowest bound; where that is of another baseline, the sentence names this one as well."""
+    apart = []
+    for report in (*map(lengths, range(4)), planted(2, "logistic")):
+        gains = [line for line in report.lines if line["metric"] == GAIN]
+        for cell, said in zip(dict.fromkeys(line["state"] for line in gains), report.findings, strict=True):
+            own = {line["what"].removeprefix(f"{cell} against "): line for line in gains if line["state"] == cell}
+            name, decisive = min(own, key=lambda each: own[each]["accuracy"]), min(own, key=lambda each: own[each]["low"])
+            gain, low, high = (own[name][each] for each in ("accuracy", "low", "high"))
+            assert f"least gain {gain:+.3f} nats over {name} ({low:+.3f} to {high:+.3f})." in said
+            rest = f" The lowest bound decides: {own[decisive]['low']:+.3f} over {decisive} "
+            assert (rest in said) == (own[decisive]["low"] < low) and said.startswith("Shown") == (own[decisive]["low"] > 0)
+            apart.append(rest in said)
+    assert any(apart) and not all(apart)
+
+
 def test_an_outcome_probe_refuses_leaks_and_empty_forks() -> None:
     x, tokens = np.zeros((4, 2)), [np.array([1, 2])] * 4
     with pytest.raises(SharedRows, match="Forks 0 and 1 have the same path"):
