@@ -66,22 +66,25 @@ def exchanged_share(labels: np.ndarray, orders: np.ndarray) -> float:
 
 def why_no_exchange(labels: np.ndarray, groups: np.ndarray, share: float) -> str:
     """Why the `exchanged_share` of permutations between groups is below `EXCHANGED`, with what to do."""
-    _, members = _members(groups)
-    several, sizes = sum(len(np.unique(labels[rows])) > 1 for rows in members), [len(rows) for rows in members]
-    changes = f"changes only {share:.0%} as many labels as a free exchange of rows (a test takes {EXCHANGED:.0%})"
     if len(np.unique(labels)) < 2:
         return "the label has only one value"
+    _, members = _members(groups)
+    several, sizes = sum(len(np.unique(labels[rows])) > 1 for rows in members), [len(rows) for rows in members]
     if not several:
-        return f"few of the {len(members)} groups hold most rows of a label: exchanging labels {changes}. Give more groups"
-    if _difference(labels, groups) < EXCHANGED:
-        what = "groups have similar sequences of labels, row by row"
-        return f"{what}: exchanging them {changes}. Choose a label that differs more between groups"
-    if len(set(sizes)) == 1:
-        return f"{len(members)} groups are too few: exchanging their sequences of labels {changes}. Give more groups"
+        why, remedy = f"few of the {len(members)} groups hold most rows of a label", "more groups"
+    elif _difference(labels, groups) < EXCHANGED:
+        why, remedy = "groups have similar sequences of labels, row by row", "a label that differs more between groups"
+    elif len(set(sizes)) == 1:
+        why, remedy = f"{len(members)} groups are few for an exchange of whole sequences of labels", "more groups"
+    else:
+        why = (
+            f"{several} of {len(members)} groups have several labels, so that only groups with equally many rows can exchange "
+        )
+        why += f"theirs, and groups have from {min(sizes)} to {max(sizes)} rows"
+        remedy = "groups of one size, or a label with one value per group"
     return (
-        f"{several} of {len(members)} groups have several labels, so that only groups with equally many rows can exchange "
-        f"theirs. Groups have from {min(sizes)} to {max(sizes)} rows, and the exchange {changes}. "
-        f"Give groups of one size, or a label with one value per group"
+        f"{why}. The exchange changes only {int(100 * share)} % as many labels as a free exchange of rows would; a test takes "
+        f"{int(100 * EXCHANGED)} %. For a permutation test, give {remedy}"
     )
 
 

@@ -221,8 +221,9 @@ def test_why_labels_cannot_be_exchanged() -> None:
     assert skipped_test(label[80:], group[80:]) == "", "one label per group: groups of any size exchange it"
     label[:80] = np.arange(80) % 2
     note = skipped_test(label, group)
-    assert "1 of 54 groups have several labels" in note and "only groups with equally many rows" in note
-    assert "from 2 to 80 rows" in note and "similar" not in note and note.endswith("A t test is made instead.")
+    assert "1 of 54 groups have several labels, so that only groups with equally many rows can exchange theirs" in note
+    assert "from 2 to 80 rows" in note and "a test takes 80 %" in note and "similar" not in note
+    assert note.endswith("give groups of one size, or a label with one value per group. A t test is made instead.")
 
 
 def test_few_groups_hold_a_label() -> None:
@@ -230,7 +231,7 @@ def test_few_groups_hold_a_label() -> None:
     group = np.repeat(np.arange(40), [40, *[4] * 39])
     assert "few of the 40 groups hold most rows" in why_no_exchange((group == 0).astype(int), group, 0.7)
     label = np.random.default_rng(0).integers(2, size=600)
-    assert "6 groups are too few" in why_no_exchange(label, np.arange(600) // 100, 0.78)
+    assert "6 groups are few" in why_no_exchange(label, np.arange(600) // 100, 0.78)
     assert why_no_exchange(np.zeros(8), np.arange(8), 0.0) == "the label has only one value"
 
 
