@@ -141,13 +141,17 @@ def same_value(name: str) -> str | None:
     return f"{block[1]}{found[0]}" if block and found else None
 
 
-def warn_of_mixed_experts(site: str) -> None:
-    """MixedExperts for a site whose rows, laid flat, have a place for each chosen expert: another one in each row."""
+def warn_of_mixed_experts(site: str, stacklevel: int = 1) -> None:
+    """MixedExperts for a site whose rows, laid flat, have a place for each chosen expert: another one in each row.
+
+    stacklevel  as in `warnings.warn`. By default the place of the warning is here, so that a site is named once, not for
+                every read of a sweep
+    """
     if site.endswith((*BY_SLOT, CHOSEN)):
         what = "holds the numbers of the chosen experts" if site.endswith(CHOSEN) else "holds one vector per chosen expert"
         warnings.warn(
             f"{site} {what}, so that a column belongs to another expert in each row. Choose the rows of one expert by "
             "hook_expert_indices (docs/models.md, Probing one expert), or take hook_expert_weights, a column for each expert.",
             MixedExperts,
-            stacklevel=3,
+            stacklevel,
         )
