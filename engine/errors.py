@@ -157,6 +157,10 @@ class NothingEdited(UserWarning):
     """An edit is for tokens that none of the edited positions holds, so that it changes nothing so far."""
 
 
+class MixedExperts(UserWarning):
+    """The columns of a matrix belong to another expert in each row, so that a probe of them reads a mix of experts."""
+
+
 class BadTexts(BadRequest):
     """Texts, labels or a table that cannot be replayed. The message names the text, label or line."""
 

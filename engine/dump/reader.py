@@ -26,7 +26,7 @@ from replaylens.engine.dump.statistics import SiteStatistics, statistics
 from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import BadDump, BadRequest, UnknownSite, no_such
 from replaylens.engine.features.rows import FeatureRows
-from replaylens.engine.model.site_names import same_value
+from replaylens.engine.model.site_names import BY_SLOT, same_value, warn_of_mixed_experts
 from replaylens.engine.model.sites import at_layer
 from replaylens.engine.request.capture import Rows
 from replaylens.engine.request.values import flag, instance, items, shown, whole
@@ -200,8 +200,10 @@ class Dump:
             return narrowed.matrix(site, layer, label=label)
         if label is not None and (not isinstance(label, str) or label not in (*self.manifest.labels, *CORE.names)):
             raise BadRequest(no_such("label", str(label)[:60], self.manifest.labels))
-        chosen = self._choose(label)
-        x = SiteArray(self.files, *self.resolve(site, layer), chosen.rows).read()
+        chosen, (name, entry) = self._choose(label), self.resolve(site, layer)
+        if name.endswith(BY_SLOT):  # the indices themselves are what one expert's rows are chosen by
+            warn_of_mixed_experts(name, stacklevel=3)
+        x = SiteArray(self.files, name, entry, chosen.rows).read()
         X = to_numpy(x).reshape(len(x), math.prod(x.shape[1:]))
         y = None if chosen.y is None else chosen.y.copy()  # callers may modify the result, the cached arrays must not change
         return Matrix(X, y, chosen.groups.copy())

@@ -40,8 +40,15 @@ class Routing:
     """sparsemixer: logits further below the chosen one than twice this part of it are left out"""
 
     def __post_init__(self) -> None:
-        if self.top < 1 or self.groups < 1 or not 1 <= self.chosen_groups <= self.groups or self.group_best < 1:
-            raise BadConfig(f"top, groups, chosen_groups and group_best must be at least 1, and consistent: {self}.")
+        if self.top < 1:
+            raise BadConfig(f"A row goes to {self.top} experts (num_experts_per_tok). It must go to at least 1.")
+        if not 1 <= self.chosen_groups <= self.groups:
+            raise BadConfig(
+                f"A row goes to {self.chosen_groups} of {self.groups} groups (topk_group, n_group). It must go to at least 1, "
+                "and to at most all of them."
+            )
+        if self.group_best < 1:
+            raise BadConfig(f"group_best is {self.group_best}. It must be at least 1.")
         if self.kind == "sparsemixer" and self.top != 2:
             raise BadConfig(f"sparsemixer chooses two experts, not {self.top}.")
 

@@ -1,6 +1,9 @@
 """The names of sites, as TransformerLens 4 has them: where they are, what they are called besides, and which are one value."""
 
 import re
+import warnings
+
+from replaylens.engine.errors import MixedExperts
 
 SCORES = "attn.hook_attn_scores"
 KEY_SITES = ("attn.hook_pattern", SCORES)
@@ -63,6 +66,8 @@ CHOICE_SITE, WEIGHTS_SITE = "mlp.gate.hook_choice", "mlp.gate.hook_expert_weight
 """where edits force, forbid and reweight experts"""
 BY_SLOT = ("mlp.experts.hook_expert_post", "mlp.experts.hook_expert_out")
 """the ends of names of sites with one row per chosen expert, in the order of `hook_expert_indices`"""
+CHOSEN = "hook_expert_indices"
+"""the end of every name of the site with the chosen experts"""
 
 
 def layer_sites(sparse: bool, mixture: bool) -> dict[str, tuple[str, str | None]]:
@@ -134,3 +139,19 @@ def same_value(name: str) -> str | None:
     block = re.match(r"(blocks\.\d+\.)(.+)", name)
     found = SAME_VALUES.get(block[2]) if block else None
     return f"{block[1]}{found[0]}" if block and found else None
+
+
+def warn_of_mixed_experts(site: str, stacklevel: int = 1) -> None:
+    """MixedExperts for a site whose rows, laid flat, have a place for each chosen expert: another one in each row.
+
+    stacklevel  as in `warnings.warn`. By default the place of the warning is here, so that a site is named once, not for
+                every read of a sweep
+    """
+    if site.endswith((*BY_SLOT, CHOSEN)):
+        what = "holds the numbers of the chosen experts" if site.endswith(CHOSEN) else "holds one vector per chosen expert"
+        warnings.warn(
+            f"{site} {what}, so that a column belongs to another expert in each row. Choose the rows of one expert by "
+            "hook_expert_indices (docs/models.md, Probing one expert), or take hook_expert_weights, a column for each expert.",
+            MixedExperts,
+            stacklevel,
+        )

@@ -121,6 +121,8 @@ class WaveFolder:
             raise BadRollouts(f"{file} was changed: its rollouts do not have their digest. Delete it, and resume.")
         if len(record.rollouts) != len(self.indices(number)):
             raise BadRollouts(f"{file} has {len(record.rollouts)} rollouts instead of {len(self.indices(number))}. Delete it.")
+        if record.sha256 is not None and not rows.exists():
+            raise _missing_rows(rows)
         if record.sha256 is not None and hashlib.sha256(_content(rows)).hexdigest() != record.sha256:
             raise BadRollouts(f"{rows} was changed: it does not have the SHA-256 of {file.name}. Delete both, and resume.")
         for index, each in zip(self.indices(number), record.rollouts, strict=True):
@@ -167,6 +169,8 @@ class FileRows(Mapping[str, Tensor]):
     def _opened(self) -> Any:
         try:
             return safe_open(self._file, "pt")
+        except FileNotFoundError as error:
+            raise _missing_rows(self._file) from error
         except (OSError, SafetensorError) as error:
             raise BadRollouts(f"The rows in {self._file} cannot be read: {error}.") from error
 
@@ -185,6 +189,11 @@ def _stored(folder: Path) -> tuple[Any, int]:
 def _digest(records: list[Any], rows: str | None) -> str:
     """The SHA-256 of rollouts as JSON values, and of the hash of their rows."""
     return hashlib.sha256(json.dumps([records, rows], sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _missing_rows(file: Path) -> BadRollouts:
+    """The rows of a finished wave are gone. Without its other file the wave counts as not drawn."""
+    return BadRollouts(f"{file} is missing. Delete {file.with_suffix('.json').name}, and resume to draw the wave again.")
 
 
 def _content(file: Path) -> bytes:

@@ -1,5 +1,6 @@
 """`Branch`: the user's handle on one path in the tree."""
 
+import sys
 from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
@@ -99,6 +100,8 @@ class Branch(Differentiable, Resampled, Uncopied):
     """
 
     _instead = "Use branch.fork() for a branch with the same path; branch.tokens, .kv() and .activations return copies."
+    _process_ends = staticmethod(sys.is_finalizing)
+    """bound here: at the end of the process, modules lose their names before a generator's `with` block ends"""
 
     def __init__(self, engine: Owner, lane: Lane) -> None:
         self.engine: Owner = engine
@@ -333,8 +336,8 @@ class Branch(Differentiable, Resampled, Uncopied):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Release the branch, unless it is released already."""
-        if self.status is not BranchStatus.RELEASED:
+        """Release the branch, unless it is released already, or the process ends."""
+        if not self._process_ends() and self.status is not BranchStatus.RELEASED:
             self.release()
 
     def _check_open(self) -> None:

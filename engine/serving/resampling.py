@@ -124,7 +124,7 @@ class Resampled:
         progress: bool = False,
     ) -> Iterator[Rollout]:
         """Yield the rollouts of `resample` in their order, wave by wave. What is not yielded yet is not drawn, and what is not
-        held is not kept."""
+        held is not kept. With a `folder`, those of finished waves are yielded again, from their files."""
         plan, wave = self.plan_rollouts(n, at, sampling, max_new, answer, sites, keep, replace, wave)
         return self._stream(self._held_path(), plan, wave, folder, flag("progress", progress))
 

@@ -1,5 +1,6 @@
 """`Stream`: the committed tokens of one branch, as they come."""
 
+import sys
 from collections.abc import Iterator
 
 from replaylens.engine.loop.lane import Job, raise_first
@@ -17,6 +18,8 @@ class Stream(Uncopied, Iterator[int]):
     """
 
     _instead = "Fork its branch and stream the fork."
+    _process_ends = staticmethod(sys.is_finalizing)
+    """bound here: at the end of the process, modules lose their names before objects go"""
 
     def __init__(self, forest: Forest, job: Job) -> None:
         """Precondition: the job is queued, and no step was made since."""
@@ -82,5 +85,5 @@ class Stream(Uncopied, Iterator[int]):
             self.job.lane.streamed = None
 
     def __del__(self) -> None:
-        if not self._closed:
+        if not self._closed and not self._process_ends():
             self.lock.soon(self.close)

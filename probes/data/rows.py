@@ -22,6 +22,7 @@ from replaylens.engine.dump.planning import plan_of_run
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.rows import assemble
 from replaylens.engine.errors import OtherFingerprint, UnknownSite, no_such
+from replaylens.engine.model.site_names import warn_of_mixed_experts
 from replaylens.engine.replay.examples import Result
 from replaylens.engine.run import Run
 from replaylens.engine.serving.core import Core
@@ -261,7 +262,9 @@ class ProbeRows(FromArrays):
         return self.cells(site, [layer])[0] if site in LETTERS and layer is not None else Cell(site, layer)
 
     def matrix(self, site: str, layer: int | None = None) -> np.ndarray:
-        """[rows, d], in float32 or wider. Raises BadRows if a row is not finite."""
+        """[rows, d], in float32 or wider. Raises BadRows if a row is not finite. Warns of columns that mix experts."""
+        if self.about.task is not None:  # rows from arrays are as their caller chose them, under any name
+            warn_of_mixed_experts(site)
         x = self.source.take(site, layer, self.numbers)
         x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
         bad = ~torch.isfinite(x).all(1)

@@ -1,5 +1,6 @@
 """Mixtures of experts in the engine: certified products of experts, sites of routers in captures, dumps and probes."""
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,9 +9,10 @@ import torch
 from torch import Tensor
 
 from replaylens import ablate, lens, patch, probes, tasks
+from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import verify
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadEdit, BadRequest, NotCertified, UnsupportedModel
+from replaylens.engine.errors import BadEdit, BadRequest, MixedExperts, NotCertified, UnsupportedModel
 from replaylens.engine.model.config import Latent, MixtureConfig, ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.routing import Routing
@@ -19,6 +21,7 @@ from replaylens.engine.passes import cpu
 from replaylens.engine.passes.products import Products
 from replaylens.engine.proof import doctor
 from replaylens.engine.request.edits import Edit
+from replaylens.engine.run import Run
 from replaylens.tasks import WordTokenizer
 from tests.engine.reference import random_decoder
 from tests.toy_model import random_model
@@ -195,5 +198,25 @@ def test_dumps_hold_router_sites_and_probes_read_them(tmp_path: Path) -> None:
     indices, weights = dump.to_torch(SITES[1]), dump.to_torch(SITES[2])
     assert indices.dtype == torch.int64 and indices.shape == (len(dump), 2) and weights.shape == (len(dump), 5)
     assert bool((weights.gather(-1, indices) > 0).all()) and bool(((weights > 0).sum(-1) == 2).all())
-    report = probes.sweep(dump, "face", sites=SITES[0], positions="query", estimators="ridge")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MixedExperts)
+        report = probes.sweep(dump, "face", sites=SITES[0], positions="query", estimators="ridge")
+        dump.matrix(SITES[2])
     assert set(report.table["site"]) == {SITES[0]}
+    _warned_of_slots(dump, run)
+
+
+def _warned_of_slots(dump: Dump, run: Run) -> None:
+    """The columns of such a site belong to another expert in each row. One expert's rows, chosen by hand, are fine."""
+    chosen, out = SITES[1], OUTS[1]
+    for given, site in ((dump, out), (run, OUTS[0]), (dump, chosen)):
+        with pytest.warns(MixedExperts, match=site.split(".")[-1]):
+            probes.sweep(given, "face", sites=site, positions="query", estimators="ridge", permutations=19)
+    with pytest.warns(MixedExperts, match="Choose the rows of one expert by hook_expert_indices"):
+        assert dump.matrix(out).X.shape == (len(dump), 2 * 32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MixedExperts)
+        slots = torch.from_numpy(dump.matrix(chosen).X) == int(dump.to_torch(chosen)[0, 0])
+        index = dump.index[slots.any(1).numpy()]
+        rows = probes.ProbeRows.of_arrays({out: dump.to_torch(out)[slots]}, index["face"], groups=index["root"])
+        assert rows.matrix(out).shape == (len(index), 32)

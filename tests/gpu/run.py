@@ -54,11 +54,14 @@ class Outcome:
             found.crashed += [] if ended else [number]
         return found
 
-    def faults(self, processes: int) -> list[str]:
-        """Why the run failed. Empty if it succeeded."""
+    def faults(self, processes: int, late: bool = False) -> list[str]:
+        """Why the run failed. Empty if it succeeded. late: it was stopped before its end"""
         faults = [f"failed: {test}" for test, result in self.results.items() if result == "failed"]
-        faults += [f"process {number} crashed" for number in self.crashed]
-        faults += [f"no result: {test}" for test in self.taken if test not in self.results]
+        if late:
+            faults.append(f"time ran out: {sum(test not in self.results for test in self.collected)} tests have no result")
+        else:
+            faults += [f"process {number} crashed" for number in self.crashed]
+            faults += [f"no result: {test}" for test in self.taken if test not in self.results]
         if not self.crashed:
             faults += [f"not run: {test}" for test in self.collected if test not in self.taken]
             faults += [f"collected by some only: {test}" for test, by in self.collected.items() if len(by) < processes]
@@ -90,17 +93,23 @@ def start(number: int, folder: Path, expression: str, paths: list[str]) -> "subp
         return subprocess.Popen([*command, *paths], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
 
-def ended(process: "subprocess.Popen[bytes]", begin: float, seconds: float | None) -> int:
-    """The exit code of a process. One that is not done in time is interrupted, as by Ctrl-C."""
-    try:
-        return process.wait(None if seconds is None else max(0.0, begin + seconds - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)
-    try:
-        return process.wait(10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()
+def ended(processes: list["subprocess.Popen[bytes]"], seconds: float | None) -> tuple[list[int], bool]:
+    """(exit codes, whether time ran out). Those that are not done in time are interrupted, as by Ctrl-C, all at once."""
+    limit = None if seconds is None else time.monotonic() + seconds
+    late = []
+    for process in processes:
+        try:
+            process.wait(None if limit is None else max(0.0, limit - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            late.append(process)
+    limit = time.monotonic() + 10
+    for process in late:
+        try:
+            process.wait(max(0.0, limit - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+    return [process.wait() for process in processes], bool(late)
 
 
 def main() -> int:
@@ -116,9 +125,9 @@ def main() -> int:
         folder = Path(name)
         paths = given.paths or candidates()
         running = [start(number, folder, given.marker, paths) for number in range(given.processes)]
-        codes = [ended(process, begin, given.seconds) for process in running]
+        codes, late = ended(running, given.seconds)
         outcome = Outcome.read(folder, given.processes)
-        faults = outcome.faults(given.processes)
+        faults = outcome.faults(given.processes, late)
         for number, code in enumerate(codes):
             if code not in (0, 5):  # 5: other processes took all tests
                 said = (folder / f"{number}.log").read_text(errors="replace").splitlines()[-SHOWN:]

@@ -33,9 +33,9 @@ BAD = {
 }
 
 
-def run(folder: Path, more: str = "", marker: str = "not gpu") -> "subprocess.CompletedProcess[str]":
+def run(folder: Path, more: str = "", marker: str = "not gpu", *options: str) -> "subprocess.CompletedProcess[str]":
     (folder / "test_made.py").write_text(GOOD.format(folder=folder) + more)
-    command = [sys.executable, "-m", "tests.gpu.run", "--processes", "2", "--marker", marker, str(folder)]
+    command = [sys.executable, "-m", "tests.gpu.run", "--processes", "2", "--marker", marker, *options, str(folder)]
     bare = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # only pytest, as on a GPU machine; also starts faster
     return subprocess.run(command, cwd=ROOT, env=bare, capture_output=True, text=True, timeout=120)
 
@@ -68,3 +68,9 @@ def test_candidates() -> None:
     found = {str(Path(file).relative_to(ROOT)) for file in candidates()}
     assert {"tests/gpu/test_contract_cuda.py", "tests/kernels/test_norm.py", "tests/engine/test_contract.py"} <= found
     assert not {"tests/test_types.py", "tests/test_package.py"} & found, "they need what a machine with a GPU may lack"
+
+
+def test_a_run_that_takes_too_long_reports_what_ran(tmp_path: Path) -> None:
+    done = run(tmp_path, "def test_slow(): time.sleep(60)\ndef test_after(): ...", "not gpu", "--seconds", "4")
+    assert done.returncode == 1 and re.search("time ran out: [12] tests have no result", done.stdout), done.stdout
+    assert re.search("1[123] passed", done.stdout) and "crashed" not in done.stdout

@@ -71,6 +71,12 @@ def test_the_page_of_models_is_up_to_date() -> None:
     assert PAGE.read_text() == page(PAGE.read_text())
 
 
+def test_the_faq_counts_the_families() -> None:
+    mixtures = sum("mixture" in family.reads for family in FAMILIES.values())
+    text = (PAGE.parent / "faq.md").read_text()
+    assert f"{len(FAMILIES) - mixtures} families of dense decoders" in text and f"and {mixtures} with [mixtures of" in text
+
+
 def test_every_refused_model_has_a_known_neighbour() -> None:
     for model_type, (missing, closest) in REFUSALS.items():
         assert model_type not in FAMILIES and missing and set(closest.split()) <= set(FAMILIES)

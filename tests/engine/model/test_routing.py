@@ -207,8 +207,10 @@ def test_a_config_with_a_mixture_round_trips() -> None:
 @pytest.mark.parametrize(
     "make, text",
     [
-        (lambda: Routing(0), "at least 1"),
-        (lambda: Routing(2, groups=2, chosen_groups=3), "at least 1"),
+        (lambda: Routing(0), r"^A row goes to 0 experts \(num_experts_per_tok\)\. It must go to at least 1\.$"),
+        (lambda: Routing(2, groups=0), r"^A row goes to 1 of 0 groups \(topk_group, n_group\)\. It must go to at least 1"),
+        (lambda: Routing(2, groups=2, chosen_groups=3), r"^A row goes to 3 of 2 groups .* and to at most all of them\.$"),
+        (lambda: Routing(2, group_best=0), "group_best is 0. It must be at least 1"),
         (lambda: Routing(3, "sparsemixer"), "chooses two experts"),
         (lambda: MixtureConfig(0, 8, Routing(1)), "needs experts"),
         (lambda: MixtureConfig(6, 8, Routing(2, groups=4)), "do not divide"),

@@ -9,11 +9,14 @@ from torch import Tensor
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit
+from replaylens.engine.model.config import MixtureConfig
+from replaylens.engine.model.routing import Routing
 from replaylens.engine.model.weights import load
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.serving.branch import Branch
 from tests.families import hugging_face
+from tests.toy_model import random_model
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8, 97 - 1, 7]
 LOGITS, CHOICE = "blocks.1.mlp.gate.hook_out", "blocks.1.mlp.gate.hook_choice"
@@ -56,6 +59,25 @@ def test_a_forced_expert_is_chosen_with_its_own_weight(engine: Engine) -> None:
     assert bool((weights[3:, expert] > 0).all()) and bool(((weights > 0).sum(-1) == chosen.shape[1]).all())
     top = rows(plain, CHOSEN)[3].tolist()
     assert expert in top or len(set(top) & set(chosen[3].tolist())) == len(top) - 1  # the others are the best of the rest
+
+
+def test_a_forced_expert_brings_its_group() -> None:
+    """Its group takes the place of another; the captured scores are those that the choice was made with."""
+    routing = Routing(3, "sigmoid", groups=4, chosen_groups=2, group_best=2, correction=True)
+    engine = Engine(random_model(vocab_size=97, mixture=MixtureConfig(8, 20, routing)))
+    plain, forced = whole(engine), whole(engine, Edit(LOGITS, "force", experts=[6]))
+    forbidden = whole(engine, Edit(LOGITS, "forbid", experts=[6]))
+    scores, chosen = rows(plain, CHOICE), rows(forced, CHOSEN)
+    for row, own, before in zip(scores, chosen.tolist(), rows(plain, CHOSEN).tolist(), strict=True):
+        partner = int(row.view(4, 2).sum(-1)[:3].argmax())  # the best of the other groups
+        rest = sorted([2 * partner, 2 * partner + 1, 7], key=lambda expert: -float(row[expert]))[:2]
+        assert own == sorted([6, *rest]) and (own == before) == (6 in before)
+    best = scores.index_fill(-1, torch.tensor([6]), 9.0).topk(3).indices.sort(-1).values
+    assert not torch.equal(chosen, best)  # control: among all experts, others would be chosen
+    for branch, score in ((forced, 1e30), (forbidden, -1e30)):
+        expected = scores.clone()
+        expected[:, 6] = score
+        assert torch.equal(rows(branch, CHOICE), expected) and torch.equal(rows(branch, LOGITS), rows(plain, LOGITS))
 
 
 def test_a_forbidden_expert_is_not_chosen(engine: Engine) -> None:

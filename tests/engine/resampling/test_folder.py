@@ -107,15 +107,24 @@ def test_damage(tmp_path: Path) -> None:
     rows.write_bytes(content)
     with pytest.raises(BadRollouts, match="was changed"):
         drawn(path(), tmp_path)
-    rows.unlink()
-    with pytest.raises(BadRollouts, match="cannot be read"):
-        Rollouts.load(tmp_path)
     file = tmp_path / "wave-00000.json"
     raw = json.loads(file.read_text())
     for wrong in ({**raw, "rollouts": raw["rollouts"][1:]}, {**raw, "more": 1}, [], {"rollouts": [{}], "sha256": None}):
         file.write_text(json.dumps(wrong))
         with pytest.raises(BadRollouts):
             Rollouts.load(tmp_path)
+
+
+def test_missing_rows(tmp_path: Path, reference: Rollouts) -> None:
+    """Rows that were deleted: the message says what to do, and doing it works."""
+    found = drawn(path(), tmp_path)
+    (tmp_path / "wave-00001.safetensors").unlink()
+    text = r"wave-00001\.safetensors is missing\. Delete wave-00001\.json, and resume to draw the wave again"
+    for look in (lambda: drawn(path(), tmp_path), lambda: Rollouts.load(tmp_path), lambda: found.states["blocks.0.hook_in"]):
+        with pytest.raises(BadRollouts, match=text):
+            look()
+    (tmp_path / "wave-00001.json").unlink()
+    assert drawn(path(), tmp_path).digest == reference.digest
 
 
 @pytest.mark.parametrize("change", ["outcome", "tokens", "seed", "position", "order", "rows"])

@@ -128,3 +128,11 @@ def test_counterfactual_importance_leaves_out_what_says_the_same() -> None:
     same = RolloutTexts([0, 1], ["a b.", "c d."], ["x", "y"], np.array([0, 1]), [("a b.",), ("c d.",)], ["x", "y"])
     with pytest.raises(BadRows, match="nothing is counterfactual"):
         counterfactual_importance(same)
+
+
+def test_rollouts_of_both_sides_are_taken_as_independent() -> None:
+    """What docs/forks.md says of shared seeds: if equal noise makes opposite outcomes, equal distributions seem to differ."""
+    generator = np.random.default_rng(0)
+    first, other = (np.stack([heads, 50 - heads], 1) for heads in generator.binomial(50, 0.5, size=(2, 400)))
+    independent, same, opposite = ((distances(first, b).p <= 0.05).mean() for b in (other, first, first[:, ::-1]))
+    assert same == 0 and independent <= 0.05 and 0.10 < opposite < 0.16
