@@ -7,7 +7,6 @@ import torch
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.model import weights
-from replaylens.engine.passes import bursts
 from replaylens.engine.request.sampling import Sampling
 from tests.families import hugging_face
 
@@ -51,6 +50,8 @@ def test_a_graph_keeps_what_it_reads() -> None:
 
 
 def test_decode_graphs_are_dropped_beyond_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    from replaylens.engine.passes import bursts  # imports triton, which must not happen before tests/kernels is collected
+
     monkeypatch.setattr(bursts, "MAX_GRAPHS", 2)
     engine = Engine(weights.load(hugging_face("llama"), torch.bfloat16).to("cuda"), cache_tokens=1 << 12)
     truth: dict[int, list[int]] = {}

@@ -38,6 +38,7 @@ def test_steps_with_the_same_requests_travel_together() -> None:
     one_by_one = piles(HELD, ENOUGH)
     assert [p.steps for p in one_by_one] == [range(i, i + 1) for i in range(STEPS)]
     assert [p.steps for p in piles([[], [0], [], [0], [0]], 1)] == [range(1, 2), range(3, 5)]
+    assert [(p.steps, p.held) for p in piles([[0], [1], [1]], 1)] == [(range(1), [0]), (range(1, 3), [1])]
     assert max(len(p.steps) for p in piles([range(1)] * 99, ENOUGH // 7)) == 7
 
 
