@@ -122,6 +122,10 @@ class DumpPlan:
     def from_json(cls, raw: dict[str, Any]) -> "DumpPlan":
         """Inverse of `to_json`; BadRequest names the first field that is missing, unknown, or of another type."""
         read = build(PlanRecord, raw, "The plan", BadRequest)
+        for name, value in (("sampling", read.sampling), ("lens", read.lens)):  # they have defaults, which a file must not lack
+            missing = [] if value is None else [each for each in vars(value) if each not in raw[name] and each != "tuned"]
+            if missing:  # `tuned` is younger than dumps
+                raise BadRequest(f"The plan is invalid: missing field `{missing[0]}` - at `$.{name}`.")
         edits = tuple(Edit.from_json(edit).to_json() for edit in raw.get("edits", ()))
         return cls(**{**vars(read), "examples": read.examples.listed(), "edits": edits})
 

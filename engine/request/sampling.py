@@ -115,6 +115,8 @@ class Sampling:
         """Inverse of `to_json`, also after a JSON file has turned biased ids into text and tuples into lists."""
         try:
             plain = instance("sampling", raw, dict, "the result of to_json")
+            if missing := [each for each in cls.__dataclass_fields__ if each not in plain]:
+                raise BadRequest(f"Not a sampling: {missing[0]} is missing.")
             return cls(**{**plain, "logit_bias": {int(token): bias for token, bias in plain["logit_bias"].items()}})
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise error if isinstance(error, BadRequest) else BadRequest(f"Not a sampling: {error!r}.") from error

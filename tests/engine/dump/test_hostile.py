@@ -61,6 +61,8 @@ HOSTILE: dict[str, tuple[str, Any]] = {
     "true for the temperature": ("plan.sampling.temperature", True),
     "a float for the seed": ("plan.sampling.seed", 0.0),
     "a list for the sampling": ("plan.sampling", [0]),
+    "nothing of the sampling": ("plan.sampling", {}),
+    "half of the lens": ("plan.lens", {"sites": ["blocks.0.hook_in"], "full": False}),
     "a float for top_k": ("plan.lens.top_k", 8.0),
     "text for a flag of the lens": ("plan.lens.full", "yes"),
     "an unknown field of the lens": ("plan.lens.hook", "os.system"),
