@@ -1,7 +1,7 @@
 """`DumpPlan`: everything that determines a dump's content. Batch size, workers and order of work are not part of it."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -122,9 +122,9 @@ class DumpPlan:
     def from_json(cls, raw: dict[str, Any]) -> "DumpPlan":
         """Inverse of `to_json`; BadRequest names the first field that is missing, unknown, or of another type."""
         read = build(PlanRecord, raw, "The plan", BadRequest)
-        for name, value in (("sampling", read.sampling), ("lens", read.lens)):  # they have defaults, which a file must not lack
-            missing = [] if value is None else [each for each in vars(value) if each not in raw[name] and each != "tuned"]
-            if missing:  # `tuned` is younger than dumps
+        for name, kind in (("sampling", Sampling), ("lens", LensSpec)):  # their defaults are for callers, not for files
+            written = [each.name for each in fields(kind) if each.name != "tuned"]  # which is younger than dumps
+            if missing := [] if raw[name] is None else [each for each in written if each not in raw[name]]:
                 raise BadRequest(f"The plan is invalid: missing field `{missing[0]}` - at `$.{name}`.")
         edits = tuple(Edit.from_json(edit).to_json() for edit in raw.get("edits", ()))
         return cls(**{**vars(read), "examples": read.examples.listed(), "edits": edits})
