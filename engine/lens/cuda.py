@@ -15,7 +15,8 @@ _TOGETHER = 32768
 def read(spec: LensSpec, model: Decoder, stacked: Tensor, emitted: list[int]) -> Rows:
     """Z of residual rows [n, layers, d], in the form of `readout.read`, on the device."""
     step = max(1, _TOGETHER // stacked.shape[1])
-    table, targets = model.unembedding, targets_of(spec, stacked.device)
+    table = model.unembedding
+    targets = targets_of(spec, table.device)
     follows = torch.tensor(emitted).to(table.device, non_blocking=True)
     blocks = [
         columns(model, spec, stacked[i : i + step].to(table).transpose(0, 1).contiguous(), follows[i : i + step], targets)
