@@ -16,7 +16,7 @@ def read(spec: LensSpec, model: Decoder, stacked: Tensor, emitted: list[int]) ->
     """Z of residual rows [n, layers, d], in the form of `readout.read`, on the device."""
     step = max(1, _TOGETHER // stacked.shape[1])
     table = model.unembedding
-    targets = targets_of(spec, table.device)
+    targets = spec.targets_on(table.device)
     follows = torch.tensor(emitted).to(table.device, non_blocking=True)
     blocks = [
         columns(model, spec, stacked[i : i + step].to(table).transpose(0, 1).contiguous(), follows[i : i + step], targets)
@@ -27,17 +27,12 @@ def read(spec: LensSpec, model: Decoder, stacked: Tensor, emitted: list[int]) ->
     return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
 
 
-def targets_of(spec: LensSpec, device: torch.device) -> Tensor | None:
-    """The tokens whose log-probabilities are wanted: [tokens] int64; None: there are none."""
-    return torch.tensor(spec.targets).to(device, non_blocking=True) if spec.targets else None
-
-
 def columns(
     model: Decoder, spec: LensSpec, x: Tensor, follows: Tensor, targets: Tensor | None, logits: Tensor | None = None
 ) -> Rows:
     """Z of residual streams x [layers, rows, d] in one launch; `follows` [rows] are the next tokens, -1: none yet.
 
-    targets  `targets_of` the spec. A graph reads them again at every replay, so whoever records one must keep them
+    targets  the spec's, on the device. A graph reads them again at every replay, so whoever records one must keep them
     logits   the model's own [rows, vocab], if they are known already
     -> name -> [rows, layers, ...]. Waits for nothing, so that a graph can hold it.
     """

@@ -23,7 +23,7 @@ from replaylens.engine.passes.choice import seeds, temperatures
 from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps
 from replaylens.engine.passes.pile import Pile, piles
 from replaylens.engine.passes.program import EditProgram, EditShape, ProgramTap, rows_of
-from replaylens.engine.passes.recorded import recorded
+from replaylens.engine.passes.recorded import kept, recorded
 from replaylens.engine.passes.runner import Keep, Runner
 from replaylens.engine.passes.sharing import KeyLayout, LevelShape, Sharing, find_sharing, room
 from replaylens.engine.passes.shipment import Shipment, SiteGroup
@@ -101,7 +101,7 @@ class DecodeGraph:
         rows = PagedRows(sequence, self.short_positions, self.pages, shared=self.shared)
         self.ops = (CanonicalCudaOps if key.exact else FastCudaOps)(runner.cache, rows)
         self.edits = ProgramTap(key.edits, size, runner.vectors)
-        self.targets = [None if not lens.targets else torch.tensor(lens.targets, device=device) for lens in key.lenses]
+        self.targets = [lens.targets_on(device) for lens in key.lenses]
         """of each lens; the graph reads them at every replay"""
         self.staged: list[SiteGroup]
         """captured rows of the last step, [sites, requests, ...]; the next step overwrites them"""
@@ -259,13 +259,8 @@ class Bursts:
 
     def _graph(self, key: GraphKey) -> DecodeGraph:
         """The graph for this kind of step, recorded when first needed."""
-        if key not in self._graphs:
-            pool = next(iter(self._graphs.values())).graph.pool() if self._graphs else None
-            self._graphs[key] = DecodeGraph(self.runner, key, self.spare.pages[0], self.read_lens, pool)
-            if len(self._graphs) > MAX_GRAPHS:
-                self._graphs.popitem(last=False)
-        self._graphs.move_to_end(key)
-        return self._graphs[key]
+        make = lambda pool: DecodeGraph(self.runner, key, self.spare.pages[0], self.read_lens, pool)  # noqa: E731
+        return kept(self._graphs, key, make, MAX_GRAPHS)
 
     def _key(
         self,

@@ -23,7 +23,7 @@ from replaylens.engine.model.sites import table
 from replaylens.engine.passes.batch import Batch
 from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, sharing_of
 from replaylens.engine.passes.program import EditProgram, EditShape, ProgramTap, Vectors
-from replaylens.engine.passes.recorded import recorded
+from replaylens.engine.passes.recorded import kept, recorded
 from replaylens.engine.passes.sharing import KeyLayout, LevelShape, Sharing, room
 from replaylens.engine.request.capture import PassTap
 from replaylens.kernels import launch
@@ -127,13 +127,12 @@ class PassGraphs:
         sharing = sharing_of(batch, pages, self.cache)
         shape = self._shape(batch, pages, sites, exact, () if program is None else program.shape(), sharing)
         self._seen[shape] += 1
-        if shape not in self.graphs:
-            if self._seen[shape] < self.worth:
-                return None
-            self._add(shape)
-        self.graphs.move_to_end(shape)
-        self.graphs[shape].run(batch, pages, sharing, program)
-        return self.graphs[shape]
+        if shape not in self.graphs and self._seen[shape] < self.worth:
+            return None
+        make = lambda pool: PassGraph(self.model, self.cache, shape, self.spare, self.vectors, pool)  # noqa: E731
+        graph = kept(self.graphs, shape, make, MAX_GRAPHS)
+        graph.run(batch, pages, sharing, program)
+        return graph
 
     def _fits(self, rows: int, sites: frozenset[str]) -> bool:
         """Whether a graph of so many rows may capture these sites."""
@@ -141,12 +140,6 @@ class PassGraphs:
             known = table(self.model.config)
             self._captured[sites] = sum(4 * math.prod(known.sites[known.resolve(site)].shape) for site in sites)
         return rows <= LARGE or rows * self._captured[sites] <= MAX_CAPTURED
-
-    def _add(self, shape: PassShape) -> None:
-        pool = next(iter(self.graphs.values())).graph.pool() if self.graphs else None
-        self.graphs[shape] = PassGraph(self.model, self.cache, shape, self.spare, self.vectors, pool)
-        if len(self.graphs) > MAX_GRAPHS:
-            self.graphs.popitem(last=False)
 
     def _shape(
         self,

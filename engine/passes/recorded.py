@@ -1,10 +1,11 @@
-"""`recorded`: what a function launches on a CUDA device, as a graph to replay."""
+"""`recorded`: what a function launches on a CUDA device, as a graph to replay; `kept`: such graphs by key, up to a number."""
 
 import gc
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -12,6 +13,8 @@ from replaylens.engine.interrupts import held_interrupt
 from replaylens.kernels import launch
 
 T = TypeVar("T")
+K = TypeVar("K")
+G = TypeVar("G", bound="Holder")
 
 _lock = threading.Lock()
 _holders = 0
@@ -39,6 +42,23 @@ def held_collector() -> Iterator[None]:
                 _holders -= 1
                 if not _holders and _was_on:
                     gc.enable()
+
+
+class Holder(Protocol):
+    """What holds a recorded graph."""
+
+    graph: torch.cuda.CUDAGraph
+
+
+def kept(graphs: OrderedDict[K, G], key: K, make: Callable[[Any], G], most: int) -> G:
+    """What is kept under a key. Mutates: made at first use, `make(pool)`, in the memory of the others; beyond `most`, the least
+    recently used one is dropped."""
+    if key not in graphs:
+        graphs[key] = make(next(iter(graphs.values())).graph.pool() if graphs else None)
+        if len(graphs) > most:
+            graphs.popitem(last=False)
+    graphs.move_to_end(key)
+    return graphs[key]
 
 
 def recorded(step: Callable[[], T], runs: int, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:

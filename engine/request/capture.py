@@ -70,6 +70,10 @@ class LensSpec:
     tuned: str | None = None
     """digest of the tuned lens it is read through; None: the plain lens"""
 
+    def targets_on(self, device: torch.device) -> Tensor | None:
+        """`targets` as a tensor [tokens], int64; None: there are none."""
+        return torch.tensor(self.targets).to(device, non_blocking=True) if self.targets else None
+
     @property
     def fits_kernel(self) -> bool:
         """Whether the kernel of a GPU can compute it. It cannot give whole distributions or long lists."""

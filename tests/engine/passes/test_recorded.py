@@ -3,13 +3,15 @@
 import gc
 import signal
 import threading
+from collections import OrderedDict
 from contextlib import nullcontext, suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from replaylens.engine.passes import recorded as module
-from replaylens.engine.passes.recorded import held_collector, recorded
+from replaylens.engine.passes.recorded import held_collector, kept, recorded
 
 
 def test_the_collector_is_as_before_afterwards() -> None:
@@ -69,6 +71,21 @@ def test_ctrl_c_leaves_the_collector_as_it_was(monkeypatch: pytest.MonkeyPatch) 
         ran.append(True)
     monkeypatch.undo()
     assert ran and gc.isenabled() and not module._holders
+
+
+def test_graphs_share_memory_and_the_least_recently_used_goes() -> None:
+    class Fake:
+        def __init__(self, pool: object) -> None:
+            self.given, self.graph = pool, SimpleNamespace(pool=lambda: "shared")
+
+    graphs: OrderedDict[str, Fake] = OrderedDict()
+    a, b = (kept(graphs, key, Fake, 2) for key in "ab")
+    assert (a.given, b.given) == (None, "shared") and kept(graphs, "a", Fake, 2) is a
+    kept(graphs, "c", Fake, 2)
+    assert list(graphs) == ["a", "c"], "b was not used since"
+    with pytest.raises(ZeroDivisionError):
+        kept(graphs, "d", lambda pool: 1 / 0, 2)
+    assert list(graphs) == ["a", "c"]
 
 
 @pytest.mark.gpu
