@@ -44,7 +44,7 @@ def examine(model: Decoder) -> Certificate:
     return doctor.examine(model)
 
 
-_EXAMINATION = "3"
+_EXAMINATION = "4"
 """raised if the doctor examines more than before: earlier certificates are then not read"""
 
 
