@@ -60,6 +60,20 @@ class Hooked:
         return made
 
     @torch.no_grad()
+    def patched_together(self, layers: Sequence[int]) -> list[list[float]]:
+        """The same grid, all positions of a layer in one batch: for each layer, one value per position."""
+        _, cache = self.bridge.run_with_cache(self.tokens[:1], names_filter=lambda name: name.endswith("hook_in"))
+        count = self.tokens.shape[1]
+        tokens, answers = self.tokens[1:2].expand(count, -1), self.answers[:1].expand(count, -1)
+
+        def put(value: Tensor, hook: Any) -> Tensor:
+            value, each = value.clone(), torch.arange(count)
+            value[each, each] = cache[hook.name][0]
+            return value
+
+        return [self._differences(tokens, answers, f"blocks.{layer}.hook_in", put) for layer in layers]
+
+    @torch.no_grad()
     def ablated(self, cells: Sequence[Cell], together: bool = False) -> list[list[float]]:
         """For each (layer, head): every prompt without that head, one prompt at a time or in one batch."""
         made = []

@@ -12,7 +12,13 @@ from typing import Any
 from benchmarks.table import RESULTS
 from benchmarks.thinking_tasks import TASKS
 
-NAMES = {"none": "no chain of thought", "cot": "chain of thought", "thinking": "Thinking States"}
+NAMES = {
+    "none": "no chain of thought",
+    "cot": "chain of thought",
+    "thinking": "Thinking States",
+    "thinking-cut": "Thinking States with `cut`",
+}
+COLOURS = {"none": "tab:gray", "cot": "tab:orange", "thinking": "tab:cyan", "thinking-cut": "tab:blue"}
 LENGTHS = (20, 30, 40, 50, 60, 70, 80, 90, 100)
 Run = dict[str, Any]
 
@@ -68,11 +74,11 @@ def draw(body: dict[str, Any], path: Path) -> None:
     longest = body["plan"]["longest"]
     figure = Figure(figsize=(3.4 * len(longest), 3.0), layout="constrained")
     for panel, n in zip(figure.subplots(1, len(longest), sharey=True), longest, strict=True):
-        for method, colour in (("none", "tab:gray"), ("cot", "tab:orange"), ("thinking", "tab:blue")):
+        for method, colour in COLOURS.items():
             found = by_length(body["runs"], method, n)
             if not found:
                 continue
-            panel.plot(list(found), [mean(shares) for shares in found.values()], color=colour, label=NAMES[method])
+            panel.plot(list(found), [mean(shares) for shares in found.values()], color=colour, label=NAMES[method].replace("`", ""))
             dots = [(length, share) for length, shares in found.items() for share in shares]
             panel.scatter(*zip(*dots, strict=True), color=colour, s=6, alpha=0.5)
         panel.axvline(n, color="black", linewidth=0.6, linestyle=":")
@@ -84,12 +90,15 @@ def draw(body: dict[str, Any], path: Path) -> None:
 
 
 def merged(bodies: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge several results; each cell (method, N) takes its row and runs from the last one that has it."""
+    """Merge several results; each cell (method, N) takes its row and runs from the last one that has it. Thinking States with
+    `cut`, which is not in the paper, is a method of its own."""
     cells: dict[tuple[str, int], tuple[dict[str, Any], list[Run]]] = {}
     for body in bodies:
         for row in body["table"]:
-            cell = (row["method"], row["N"])
-            cells[cell] = (row, [run for run in body["runs"] if (run["method"], run["N"]) == cell])
+            mine = [run for run in body["runs"] if (run["method"], run["N"]) == (row["method"], row["N"])]
+            cut = row["method"] == "thinking" and body["plan"].get("cut", False)
+            name = {"method": "thinking-cut" if cut else row["method"]}
+            cells[name["method"], row["N"]] = ({**row, **name}, [{**run, **name} for run in mine])
     ordered = sorted(cells, key=lambda cell: (list(NAMES).index(cell[0]), cell[1]))
     runs = [run for cell in ordered for run in cells[cell][1]]
     return {"table": [cells[cell][0] for cell in ordered], "runs": runs, "plan": {"longest": sorted({n for _, n in cells})}}

@@ -78,6 +78,8 @@ class Admission:
                 turns.append(turn)
         if self._drafting:
             _in_step(turns)
+        elif any(len(turn.rows) > 1 for turn in turns):
+            _join_pass(turns)
         self._jobs = []  # a job keeps its branch open: hold none longer than needed
         return turns
 
@@ -205,6 +207,13 @@ class Admission:
         full = (needed, pool.num_free, pool.num_pages)
         self.fail(job, OutOfPages.for_ever(*full, length, length + job.remaining, pool.page_size))
         return None
+
+
+def _join_pass(turns: list[Turn]) -> None:
+    """Mutates: turns that decode add their row to the pass that prompts need anyway, where it costs next to nothing. A burst
+    beside it would decode for the few whose prompts are done while all others wait."""
+    for turn in turns:
+        turn.burst = 0
 
 
 def _in_step(turns: list[Turn]) -> None:

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -70,6 +71,8 @@ def run_page(page: str, text: str, folder: Path, patch: pytest.MonkeyPatch) -> i
     patch.setitem(sweep.__kwdefaults__, "permutations", FEWEST_PERMUTATIONS)
     names: dict[str, Any] = {}
     exec(compile(GIVEN.get(page, ""), f"given for {page}", "exec"), names)
+    for name in [name for name, value in names.items() if isinstance(value, ModuleType)]:
+        del names[name]  # what is given are objects and files: a page imports what its snippets use
     ran = 0
     for block in blocks(page, text):
         if block.file is not None:
@@ -105,6 +108,14 @@ def test_snippets_control(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Negative control: a snippet that fails is found."""
     with pytest.raises((AssertionError, NameError, ValueError)):
         run_page("docs/planted.md", PLANTED[what], tmp_path, monkeypatch)
+
+
+def test_snippets_import_what_they_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: what a page is given hides no missing import."""
+    monkeypatch.setitem(GIVEN, "docs/planted.md", "import json\nknown = json.dumps(1)")
+    assert run_page("docs/planted.md", "```python\nknown\n```\n", tmp_path, monkeypatch) == 1
+    with pytest.raises(NameError, match="json"):
+        run_page("docs/planted.md", "```python\njson.dumps(known)\n```\n", tmp_path, monkeypatch)
 
 
 def test_a_block_can_be_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
