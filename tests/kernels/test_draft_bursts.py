@@ -108,6 +108,29 @@ def test_a_request_that_needs_the_host_slows_all_to_single_steps(wrong_drafts: N
     assert not bursts.calls
 
 
+def test_rows_that_decode_join_the_pass_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a prompt is computed, nobody decodes in bursts beside it: those would run with few rows while all others wait."""
+    engine, bursts = made()
+    short, long = engine.prompt(PROMPTS[0]), list(range(1, 60))
+    engine.loop.admission.max_rows = 16
+    admit, mixed = engine.loop.admit, list[bool]()
+
+    def watched() -> list[Turn]:
+        turns = admit()
+        if any(len(turn.rows) > 1 for turn in turns):
+            mixed.append(len(turns) > 1)
+            assert not any(turn.burst for turn in turns)
+        return turns
+
+    monkeypatch.setattr(engine.loop, "admit", watched)
+    late = engine.handle(engine.forest.plant(long, None))
+    engine.serve([short, late], [Request(N, drawn(0)), Request(N, drawn(7))])
+    assert sum(mixed) >= 3, "no row decoded beside a prompt"
+    assert short.generated == alone(0, drawn(0))
+    assert late.generated == Engine(random_model(), cache_tokens=1024).prompt(long).generate(N, sampling=drawn(7)).generated
+    assert max(steps for _, steps, _ in bursts.calls) > 2, "bursts come back once no prompt waits"
+
+
 def test_a_draft_that_ends_the_sequence_ends_the_window(wrong_drafts: None) -> None:
     """Drafts after a stop token are dropped; a wrong stop token costs nothing."""
     ended = 0

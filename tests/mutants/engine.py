@@ -12,6 +12,14 @@ ENGINE = (
         ("tests/engine/loop/test_fast_path.py",),
     ),
     Mutant(
+        "bursts-beside-prompts",
+        "replaylens.engine.loop.admission",
+        "elif any(len(turn.rows) > 1 for turn in turns):",
+        "elif any(len(turn.rows) < 1 for turn in turns):",
+        "rows that decode join the pass of prompts",
+        ("tests/kernels/test_draft_bursts.py::test_rows_that_decode_join_the_pass_of_prompts",),
+    ),
+    Mutant(
         "fast-path-forgotten",
         "replaylens.engine.loop.commit",
         "lane.exact = lane.exact and turn.job.exact",
