@@ -89,6 +89,7 @@ class Dump:
         if MANIFEST not in there:
             if HEAD in there:
                 raise without_manifest(store, str(path))
+            store.require_folder()
             raise BadDump(f"{path} is not a dump: it has no {MANIFEST}.")
         manifest = Manifest.from_bytes(store.read(MANIFEST, MAX_BYTES), str(path))
         if check_files:

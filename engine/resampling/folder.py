@@ -4,7 +4,7 @@
 |---|---|
 | `plan.json` | the plan, the number of rollouts in a wave, and the SHA-256 of both |
 | `wave-00003.safetensors` | the kept rows of its rollouts, one after another; missing if none are kept |
-| `wave-00003.json` | its rollouts, and the SHA-256 of their rows and of the plan. Written last: a wave with this file is finished |
+| `wave-00003.json` | its rollouts, and the SHA-256 of their rows and plan. Written last: a wave with this file is finished |
 
 Files appear under their names once they are complete. So a process that is killed costs the waves it was computing. The part
 of a file that it leaves is removed by the next one: its lock (`flock`) ended with it.
@@ -286,7 +286,7 @@ def _written(file: Path, content: bytes) -> bool:
         if not isinstance(error, OSError):
             raise
         raise DumpWriteFailed(
-            f"Cannot write {file}: {error.strerror or error}. Finished waves are kept. Make room, and resume with the same call."
+            f"Cannot write {file}: {error.strerror or error}. Finished waves are kept. Make room, and resume by the same call."
         ) from error
     return True
 
