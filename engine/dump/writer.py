@@ -171,7 +171,9 @@ class DumpWriter:
         """Check that the folder is empty or can be resumed. Returns the numbers of the shards to write."""
         there = self.store.sizes()
         if (MANIFEST in there or HEAD in there) and not resume and part[1] == 1:
-            raise DumpExists(f"{self.store.url} holds {self._state(MANIFEST in there)} dump. Resume it, or choose another folder.")
+            raise DumpExists(
+                f"{self.store.url} holds {self._state(MANIFEST in there)} dump. Resume it, or choose another folder."
+            )
         if MANIFEST in there:
             if not Reopening(self.head, self.parts).reopen_if_damaged(describe):
                 return []

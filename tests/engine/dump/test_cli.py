@@ -22,7 +22,7 @@ from replaylens.commands.verify import verify as verify_command
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from tests.engine.dump.conftest import EXAMPLES, NEW, PER_SHARD
-from tests.engine.dump.damage import flip_bit
+from tests.engine.dump.damage import edit_manifest, flip_bit
 
 app = typer.Typer()
 for command in (dump_command, replay, inspect, verify_command, diff_command):
@@ -177,10 +177,34 @@ def test_verify(model_folder: Path, reference: Dump, copy: Path, tmp_path: Path)
     code, _, err = run("verify", reference.url, "--model", model_folder, "--sample", "lots", "--quiet")
     assert code == 2 and "--sample lots" in err
     code, out, err = run("verify", tmp_path / "nowhere", "--model", model_folder, "--quiet")
-    assert code == 2 and not out and err.startswith("BadDump: ") and "is not a dump" in err
-    (copy / "manifest.json").write_text("{}")
-    code, out, _ = run("verify", copy, "--model", model_folder, "--quiet")
-    assert code == 1 and out.startswith("mismatch"), "a damaged dump is still the answer no"
+    assert code == 2 and not out and err.startswith("BadDump: ") and "nowhere does not exist" in err
+
+
+@pytest.mark.parametrize("fault", ["malformed", "edited", "missing", "cut", "flipped"])
+def test_one_exit_code_for_one_fault(copy: Path, model_folder: Path, fault: str) -> None:
+    """Whether `verify` or `inspect` finds it. `inspect` does not look into the files, and says so."""
+    shard = copy / "shard-00002.safetensors"
+    match fault:
+        case "malformed":
+            (copy / "manifest.json").write_text("{}")
+        case "edited":
+            edit_manifest(copy, lambda raw: raw["plan"]["knobs"].update(p=0.25), sealed=False)
+        case "missing":
+            shard.unlink()
+        case "cut":
+            shard.write_bytes(shard.read_bytes()[:-1])
+        case "flipped":
+            flip_bit(shard)
+    verified, seen = run("verify", copy, "--model", model_folder, "--quiet"), run("inspect", copy)
+    expected = 2 if fault in ("malformed", "edited") else 1
+    assert verified[0] == expected and seen[0] == (0 if fault == "flipped" else expected)
+    if expected == 2:
+        assert verified[2] == seen[2] and seen[2].startswith("BadDump: ")
+        return
+    said = {"missing": "shard-00002.safetensors is missing", "cut": "shard-00002.safetensors has "}.get(fault, "sizes match")
+    assert said in seen[1] and f"content was not hashed: replaylens verify {copy}" in seen[1]
+    facts = json.loads(run("inspect", copy, "--json")[1])
+    assert facts["hashed"] is False and bool(facts["problems"]) == (fault != "flipped")
 
 
 def test_verify_with_another_model(reference: Dump, model_folder: Path, tmp_path: Path) -> None:

@@ -109,8 +109,8 @@ def test_manifest_of_absurd_size(tmp_path: Path) -> None:
 
 
 def test_no_dump_at_all(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "nowhere", "memory://nowhere"):
-        with pytest.raises(BadDump, match="is not a dump"):
+    for path, what in ((tmp_path, "is not a dump"), (tmp_path / "no", "does not exist"), ("memory://no", "does not exist")):
+        with pytest.raises(BadDump, match=what):
             Dump.open(path)
 
 
