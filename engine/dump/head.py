@@ -42,7 +42,7 @@ class Head:
         return json.dumps(asdict(_HeadRecord(self.fingerprint, self.plan.to_json(), digest, shards or {})), indent=1).encode()
 
     def check(self) -> None:
-        """Raise OtherPlan or OtherFingerprint if the folder holds a dump that this writer cannot resume, BadDump if it is none."""
+        """Raise OtherPlan or OtherFingerprint if this writer cannot resume the folder's dump, BadDump if it is none."""
         found = self.read()
         try:
             plan = DumpPlan.from_json(found.plan)

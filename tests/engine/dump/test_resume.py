@@ -270,7 +270,7 @@ def test_a_folder_of_somebody_else(engine: Engine, planned: Planned, tmp_path: P
     """Whatever its files are named, nothing of it is changed, and nobody is told to delete it."""
     file = tmp_path / name
     file.mkdir() if name == "sub" else file.write_text('{"name": "mine"}')
-    with pytest.raises(BadDump, match="hoose a(nother| new or an empty) folder") as caught:
+    with pytest.raises(BadDump, match=r"hoose a(nother| new or an empty) folder") as caught:
         write_dump(engine, planned(), tmp_path, resume=how == "resumed", part=(1, 2) if how == "a part" else (0, 1))
     assert (
         [each.name for each in tmp_path.iterdir()] == [name] and "elete" not in str(caught.value) and name in str(caught.value)
@@ -312,7 +312,7 @@ def test_a_folder_that_another_writer_begins_meanwhile(
 
 
 def test_a_clean_up_that_is_killed(engine: Engine, planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first attempt fails, and is killed while it removes its files: plan.json goes last, so that the rest is still ours."""
+    """A first attempt fails, and is killed while it removes its files: plan.json goes last, so that the rest is still ours."""
     removed = list[str]()
     write, remove = Store.write, Store.remove
 
