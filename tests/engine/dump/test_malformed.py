@@ -34,6 +34,10 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "another shard's name": (first_shard(name="shard-00001.safetensors"), "is named"),
     "absurdly many rows": (first_shard(rows=10**18), "rows"),
     "rows that do not fit": (first_shard(rows=10**9), "do not fit"),
+    "bytes beyond rows and header": (
+        lambda raw: raw["shards"][0].update(bytes=raw["shards"][0]["bytes"] + 10**9),
+        "do not fit",
+    ),
     "a negative size": (first_shard(bytes=-1), "bytes"),
     "a size that is no number": (first_shard(bytes="1e9"), "bytes"),
     "a boolean size": (first_shard(bytes=True), "bytes"),
