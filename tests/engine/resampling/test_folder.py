@@ -131,7 +131,7 @@ def test_missing_rows(tmp_path: Path, reference: Rollouts) -> None:
     assert drawn(path(), tmp_path).digest == reference.digest
 
 
-@pytest.mark.parametrize("change", ["outcome", "tokens", "seed", "position", "order", "rows", "plan"])
+@pytest.mark.parametrize("change", ["outcome", "tokens", "seed", "position", "order", "rows", "plan", "fewer"])
 def test_changed_records(tmp_path: Path, change: str) -> None:
     """Whatever was changed in the file of a wave, it is refused, also if the digest was made anew for what the plan knows."""
     drawn(path(), tmp_path)
@@ -149,11 +149,14 @@ def test_changed_records(tmp_path: Path, change: str) -> None:
             raw["sha256"] = None
         case "plan":
             del raw["plan"]
+        case "fewer":
+            raw["rollouts"].pop()
+            raw["digest"] = folder._digest(raw["rollouts"], raw["sha256"], raw["plan"])
         case _:
             first[change] += 1
             raw["digest"] = folder._digest(raw["rollouts"], raw["sha256"], raw["plan"])
     file.write_text(json.dumps(raw))
-    with pytest.raises(BadRollouts, match=r"was changed|other rollouts"):
+    with pytest.raises(BadRollouts, match=r"was changed|other rollouts|has 3 rollouts instead of 4"):
         Rollouts.load(tmp_path)
 
 
