@@ -99,7 +99,7 @@ class Report:
 
     def save(self, folder: str | Path, figures: bool = True) -> Path:
         """Write report.json, summary.txt, table.csv and PNG figures, over an older report. Returns the folder."""
-        folder = make_folder(report_folder(folder))
+        folder = report_folder(make_folder(folder))
         (folder / FILE).write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
         (folder / SUMMARY).write_text(self.text() + "\n")
         self.table.to_csv(folder / TABLE, index=False)
