@@ -161,6 +161,10 @@ class MixedExperts(UserWarning):
     """The columns of a matrix belong to another expert in each row, so that a probe of them reads a mix of experts."""
 
 
+class UnsealedRollouts(UserWarning):
+    """The plan of a folder of rollouts has no hash, so that a change of it would not be noticed."""
+
+
 class BadTexts(BadRequest):
     """Texts, labels or a table that cannot be replayed. The message names the text, label or line."""
 
@@ -239,7 +243,8 @@ class StoreFailed(EngineError, OSError):
 
 
 class DumpWriteFailed(StoreFailed):
-    """The store refused a write (disk full, no permission). Complete shards are kept: resume once there is room."""
+    """The store of a dump or of rollouts refused a write (disk full, no permission). Complete shards and waves are kept: resume
+    once there is room."""
 
 
 class BadRollouts(EngineError, ValueError):

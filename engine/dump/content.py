@@ -17,8 +17,8 @@ from torch import Tensor
 
 from replaylens.engine.dump.pieces import pieces_of
 
-LOCATORS = ("shard", "row")
-"""index columns that say where a row is stored"""
+LOCATORS = {"shard": pa.int32(), "row": pa.int64()}
+"""index columns that say where a row is stored, and their types"""
 CORE = pa.schema(
     [
         ("example", pa.int64()),

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from tqdm.auto import tqdm
 
 from replaylens.engine.dump.checked import CheckedShards, hashing_threads
 from replaylens.engine.dump.content import CORE, LOCATORS, Content
 from replaylens.engine.dump.filter import add_depth
-from replaylens.engine.dump.manifest import INDEX, Manifest
+from replaylens.engine.dump.manifest import INDEX, IndexEntry, Manifest, ShardEntry
 from replaylens.engine.dump.region import Region
 from replaylens.engine.dump.shard import ShardFile
 from replaylens.engine.dump.store import Store
@@ -82,29 +83,28 @@ class DumpFiles:
         """All shards of a local dump in one range of addresses."""
         return Region(self.store, self.manifest, self.shard)
 
+    @property
+    def _entries(self) -> dict[str, IndexEntry | ShardEntry]:
+        return {INDEX: self.manifest.index, **{shard.name: shard for shard in self.manifest.shards}}
+
+    def wrong_sizes(self, there: dict[str, int] | None = None) -> list[str]:
+        """One line for every file that is missing or has another size than in the manifest. `there`: a listing at hand."""
+        there = self.store.sizes() if there is None else there
+        missing = [f"{name} is missing" for name in self._entries if name not in there]
+        sizes = ((name, there.get(name), entry.bytes) for name, entry in self._entries.items())
+        return missing + [
+            f"{name} has {size} bytes, not {wanted}" for name, size, wanted in sizes if size not in (None, wanted)
+        ]
+
     def problems(self, progress: bool = False) -> list[str]:
         """One line for every file that is missing or whose size or SHA-256 differs from the manifest."""
         there = self.store.sizes()
-        entries: list[tuple[str, Any]] = [
-            (INDEX, self.manifest.index),
-            *((shard.name, shard) for shard in self.manifest.shards),
-        ]
-
-        def problem(item: tuple[str, Any]) -> str | None:
-            name, entry = item
-            if name not in there:
-                return f"{name} is missing"
-            if there[name] != entry.bytes:
-                return f"{name} has {there[name]} bytes, not {entry.bytes}"
-            if self.store.sha256(name) != entry.sha256:
-                return f"{name} was changed after it was written: its SHA-256 differs"
-            return None
-
-        with hashing_threads() as pool, tqdm(total=len(entries), unit="file", desc="hashes", disable=not progress) as bar:
-            found = []
-            for each in pool.map(problem, entries):
+        found = self.wrong_sizes(there)
+        whole = {name: entry for name, entry in self._entries.items() if there.get(name) == entry.bytes}
+        with hashing_threads() as pool, tqdm(total=len(whole), unit="file", desc="hashes", disable=not progress) as bar:
+            for (name, entry), sha256 in zip(whole.items(), pool.map(self.store.sha256, whole), strict=True):
                 bar.update()
-                found += [] if each is None else [each]
+                found += [f"{name} was changed after it was written: its SHA-256 differs"] * (sha256 != entry.sha256)
         if self.checked is not None and not found:
             self.checked.trust(range(len(self.manifest.shards)))
         return found
@@ -121,7 +121,20 @@ class DumpFiles:
             raise self._unreadable(error) from error
         if len(table) != wanted:
             raise self._bad_index(f"shard {number} has {len(table)} lines for {wanted} rows")
+        self._check_values(number, table)
         return table
+
+    def _check_values(self, number: int, table: pa.Table) -> None:
+        """Raise BadDump if lines of a shard are those of other examples, or do not say where their rows are stored."""
+        shard, found = self.manifest.shards[number], table.column_names
+        for name, wanted in (("shard", np.full(shard.rows, number)), ("row", np.arange(shard.rows))):
+            if name in found and (table.column(name).null_count or not np.array_equal(table.column(name).to_numpy(), wanted)):
+                raise self._bad_index(f"column {name!r} does not say where the rows of {shard.name} are stored")
+        if "example" in found and shard.rows:
+            ends = pc.min_max(table.column("example")).as_py()
+            missing = table.column("example").null_count
+            if missing or ends["min"] < shard.first_example or ends["max"] > shard.last_example:
+                raise self._bad_index(f"column 'example' names other examples than those of {shard.name}")
 
     def content(self, number: int) -> Content:
         """All rows of a shard with their index. Those of a local shard are mapped, not read: do not change them."""
@@ -163,6 +176,10 @@ class DumpFiles:
         groups = sum(shard.rows > 0 for shard in self.manifest.shards)
         if found != (self.manifest.rows, groups, sorted(self.columns)):
             raise self._bad_index(f"it has {found[0]} lines in {found[1]} groups, with columns {', '.join(found[2])[:500]}")
+        types = {**dict(zip(CORE.names, CORE.types, strict=True)), **self.manifest.labels, **LOCATORS}
+        for name, wanted in types.items():
+            if (kind := str(index.schema_arrow.field(name).type)) != str(wanted):
+                raise self._bad_index(f"column {name!r} is of type {kind}, not {wanted}")
         return index
 
     def _unreadable(self, error: Exception) -> BadDump | StoreFailed:

@@ -42,8 +42,8 @@ class Head:
         return json.dumps(asdict(_HeadRecord(self.fingerprint, self.plan.to_json(), digest, shards or {})), indent=1).encode()
 
     def check(self) -> None:
-        """Raise OtherPlan or OtherFingerprint if the folder holds a dump that this writer cannot resume."""
-        found = self._read()
+        """Raise OtherPlan or OtherFingerprint if this writer cannot resume the folder's dump, BadDump if it is none."""
+        found = self.read()
         try:
             plan = DumpPlan.from_json(found.plan)
         except EngineError as error:
@@ -53,32 +53,33 @@ class Head:
     @property
     def digest(self) -> str | None:
         """The digest of a damaged dump before it was reopened; None for a new dump."""
-        return self._read().digest
+        return self.read().digest
 
     def check_digest(self, number: int, digest: str) -> None:
         """Raise ReplayMismatch if shard `number` had another digest before the dump was damaged."""
-        before = self._read().shards.get(number) if self.store.exists(HEAD) else None
+        before = self.read().shards.get(number) if self.store.exists(HEAD) else None
         if before not in (None, digest):
             raise ReplayMismatch(
                 f"{self.store.url}: shard {number} has digest {digest} after its repair; before, it was {before}. It was not "
                 f"written. Run `replaylens doctor`, then resume."
             )
 
-    def _read(self) -> _HeadRecord:
+    def read(self) -> _HeadRecord:
+        """The content of plan.json; BadDump if it is damaged, or not that of a dump."""
         try:
             return read(_HeadRecord, self.store.read(HEAD, _MAX_BYTES), f"{self.store.url}/{HEAD}", BadDump)
         except BadDump as error:
             raise self._damaged(error) from None
 
     def _damaged(self, error: EngineError) -> BadDump:
-        return BadDump(f"{self.store.url}/{HEAD} is damaged: {error} Delete the folder and start again.")
+        return BadDump(f"{self.store.url}/{HEAD} is damaged, or not that of a dump: {error} Choose another folder.")
 
     def require(self, plan: DumpPlan, fingerprint: Fingerprint) -> None:
         """Raise OtherPlan or OtherFingerprint if these differ from the writer's own."""
         if differences := self.plan.differences(plan):
             raise OtherPlan(
                 f"{self.store.url} was started with other options: {'; '.join(differences)}. Resume it with those options, "
-                f"choose another folder, or delete this one."
+                f"or choose another folder."
             )
         if differences := self.fingerprint.differences(fingerprint):
             raise OtherFingerprint(

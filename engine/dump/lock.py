@@ -33,7 +33,7 @@ _PROBE = 2.0
 """seconds; checking whether a lock is held takes it for a much shorter time"""
 _NAME = re.compile(r"lock-(\d{1,6})-of-(\d{1,6})")
 _CLAIM = "takeover-"
-_LOCK_OR_CLAIM = re.compile(rf"(?:{_CLAIM})?(?:{FINISH}|{_NAME.pattern})|{_CLAIM}[0-9a-f]{{32}}")
+LOCK_OR_CLAIM = re.compile(rf"(?:{_CLAIM})?(?:{FINISH}|{_NAME.pattern})|{_CLAIM}[0-9a-f]{{32}}")
 
 
 def lock_name(part: tuple[int, int]) -> str:
@@ -196,7 +196,7 @@ def sweep(store: Store) -> None:
 
 
 def _sweep_claims(store: Store) -> None:
-    names = [name for name in store.sizes() if _LOCK_OR_CLAIM.fullmatch(name)]
+    names = [name for name in store.sizes() if LOCK_OR_CLAIM.fullmatch(name)]
     owners = {name: owner for name in names if (owner := owner_of(store, name)) is not None}
     while True:
         named = {(name, owner.mark) for name, owner in owners.items()}

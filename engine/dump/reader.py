@@ -20,7 +20,7 @@ from replaylens.engine.dump.feed import Feed
 from replaylens.engine.dump.files import DumpFiles
 from replaylens.engine.dump.filter import Filter, Predicate, columns_needed, make_filters
 from replaylens.engine.dump.head import HEAD, without_manifest
-from replaylens.engine.dump.manifest import INDEX, MANIFEST, MAX_BYTES, Manifest, SiteEntry
+from replaylens.engine.dump.manifest import MANIFEST, MAX_BYTES, Manifest, SiteEntry
 from replaylens.engine.dump.order import RowOrder
 from replaylens.engine.dump.statistics import SiteStatistics, statistics
 from replaylens.engine.dump.store import Store
@@ -89,14 +89,12 @@ class Dump:
         if MANIFEST not in there:
             if HEAD in there:
                 raise without_manifest(store, str(path))
+            store.require_folder()
             raise BadDump(f"{path} is not a dump: it has no {MANIFEST}.")
-        manifest = Manifest.from_bytes(store.read(MANIFEST, MAX_BYTES), str(path))
-        if check_files:
-            for name, size in [(INDEX, manifest.index.bytes), *((shard.name, shard.bytes) for shard in manifest.shards)]:
-                if there.get(name) != size:
-                    found = f"has {there[name]} bytes" if name in there else "is missing"
-                    raise BadDump(f"{path}: {name} {found}, the manifest says {size} bytes. Resume the dump to repair it.")
-        return cls(DumpFiles(store, manifest, check))
+        files = DumpFiles(store, Manifest.from_bytes(store.read(MANIFEST, MAX_BYTES), str(path)), check)
+        if check_files and (wrong := files.wrong_sizes(there)):
+            raise BadDump(f"{path}: {wrong[0]}. Resume the dump to repair it.")
+        return cls(files)
 
     # ---- description --------------------------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ class Salvage:
             if not self._states(name, value):
                 raise BadDump(
                     f"{store.url}: {MANIFEST} is damaged, and what is left of it does not name this {name}. Resume with the "
-                    f"dump's own options and model. To compute all shards again instead, delete {MANIFEST} first."
+                    f"dump's own options and model. To compute all shards again, choose another folder."
                 )
 
     def _states(self, name: str, value: Any) -> bool:

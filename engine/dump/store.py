@@ -80,13 +80,14 @@ class Store:
             yield
         except (EngineError, FileNotFoundError, NotADirectoryError, FileExistsError):
             raise
+        except IsADirectoryError as error:
+            raise BadDump(f"{error.filename or self.url} is a folder, where a file of a dump belongs. Move it away.") from error
         except Exception as error:  # libraries of stores have error classes of their own
             raise self.failed(doing, error) from error
 
     def failed(self, doing: str, error: Exception) -> StoreFailed:
-        return StoreFailed(
-            f"Cannot {doing} {self.url[:200]}: {_said(error)}. Check address, network, credentials and permissions."
-        )
+        checked = "the path and its permissions" if self.local else "address, network, credentials and permissions"
+        return StoreFailed(f"Cannot {doing} {self.url[:200]}: {_said(error)}. Check {checked}.")
 
     def path(self, name: str) -> str:
         """The path of a file; BadDump for a name that could point outside the folder."""
@@ -100,10 +101,22 @@ class Store:
         Where paths have no leading slash, their first part is a bucket, or something else that only its owner creates.
         """
         try:
-            if self.root.startswith("/") or self.local or self.fs.exists(self.root.split("/")[0]):
+            if self._has_bucket():
                 self.fs.makedirs(self.root, exist_ok=True)
         except Exception as error:  # as in `reaching`
             raise DumpWriteFailed(f"Cannot create {self.url}: {_said(error)}.") from error
+
+    def _has_bucket(self) -> bool:
+        return self.root.startswith("/") or self.local or bool(self.fs.exists(self.root.split("/")[0]))
+
+    def require_folder(self) -> None:
+        """Raise BadDump if there is no such folder, StoreFailed if there is not even its bucket."""
+        if self.has_folder():
+            return
+        with self.reaching("find"):
+            if not self._has_bucket():
+                raise StoreFailed(f"{self.url[:200]}: there is no bucket {self.root.split('/')[0]!r}. Check the address.")
+        raise BadDump(f"{self.url[:200]} does not exist. Check the path.")
 
     def has_folder(self) -> bool:
         with self.reaching("find"):
@@ -114,6 +127,18 @@ class Store:
         if self.local or self.root.startswith("/"):  # elsewhere, there are no folders without files
             with suppress(OSError), self.reaching("remove"):
                 self.fs.rmdir(self.root)
+
+    def names(self) -> list[str]:
+        """Name of every file and folder; empty if there is no folder."""
+        try:
+            with self.reaching("list"):
+                if self.local:
+                    return os.listdir(self.root)
+                self.fs.invalidate_cache()
+                listed = [str(path).rstrip("/") for path in self.fs.ls(self.root, detail=False)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return [path.rsplit("/", 1)[-1] for path in listed if path != self.root]  # some stores list the folder itself
 
     def sizes(self) -> dict[str, int]:
         """Name and size of every file, from one listing; empty if there is no folder. A link counts as the file it leads to."""
@@ -195,9 +220,11 @@ class Store:
                 with suppress(OSError):
                     os.unlink(hidden)
             if isinstance(error, OSError) and not isinstance(error, EngineError):
+                folder = isinstance(error, IsADirectoryError)
+                advice = "Move that folder away" if folder else "Make room" if self.local else "Restore the connection"
                 raise DumpWriteFailed(
-                    f"Cannot write {self.url}/{name}: {_said(error)}. The shards written so far are complete. Make room, or "
-                    f"restore the connection, and resume."
+                    f"Cannot write {self.url}/{name}: {_said(error)}. The shards written so far are complete. {advice}, and "
+                    f"resume."
                 ) from error
             raise
 

@@ -20,11 +20,10 @@ from replaylens.engine.dump.described import index_problems, sites_differ
 from replaylens.engine.dump.difference import Difference, first_difference
 from replaylens.engine.dump.features import Encoders, matched
 from replaylens.engine.dump.maker import ShardMaker
-from replaylens.engine.dump.manifest import MANIFEST, Manifest
+from replaylens.engine.dump.manifest import Manifest
 from replaylens.engine.dump.plan import CUSTOM, Selector
 from replaylens.engine.dump.planning import drafter_settings
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import BadDump, BadRequest
 from replaylens.engine.replay.examples import RejectedPath, ReplayOptions, Result, prompt_examples
 from replaylens.engine.request.recording import Recording
@@ -78,16 +77,15 @@ def verify(
     selector  required if the dump's positions were chosen by a function
     features  required if the dump holds sparse features: name -> `SparseFeatures`
 
-    A damaged dump is a mismatch. A folder without a manifest raises BadDump or UnfinishedDump.
+    Damaged files are a mismatch. A folder without a manifest, or with one that is damaged or edited, is no dump to compare
+    with: BadDump or UnfinishedDump.
     """
     if not (sample == "all" or (isinstance(sample, int | float) and 0 < sample <= 1)):
         raise BadRequest(f"Invalid sample {sample!r}. Give a share above 0 and up to 1, or 'all'.")
+    dump = Dump.open(path, check_files=False)
     try:
-        dump = Dump.open(path, check_files=False)
         problems = dump.files.problems(progress) or index_problems(dump.files)
     except BadDump as error:
-        if not Store(path).exists(MANIFEST):
-            raise
         return Verification(MISMATCH, (str(error),))
     if problems:
         return Verification(MISMATCH, tuple(problems))

@@ -25,8 +25,8 @@ from tqdm.auto import tqdm
 
 from replaylens.engine.dump.content import CORE, LOCATORS, Content, concatenate, count_accepted
 from replaylens.engine.dump.head import HEAD, Head
-from replaylens.engine.dump.lock import FINISH, PATIENCE, DumpLock, lock_name, sweep
-from replaylens.engine.dump.manifest import INDEX, MANIFEST, IndexEntry, Manifest, ShardEntry, SiteEntry, shard_name
+from replaylens.engine.dump.lock import FINISH, LOCK_OR_CLAIM, PATIENCE, DumpLock, lock_name, sweep
+from replaylens.engine.dump.manifest import INDEX, MANIFEST, MAX_BYTES, IndexEntry, Manifest, ShardEntry, SiteEntry, shard_name
 from replaylens.engine.dump.parts import COMPRESSION, ShardPart, ShardParts, index_name
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.queue import WriteQueue
@@ -41,9 +41,12 @@ from replaylens.engine.proof.fingerprint import Fingerprint
 WorkerPart = tuple[int, int]
 """(i, n): write every n-th shard, from number i on"""
 _SHARD_FILE = r"(?:shard-(?P<shard>\d{5,9})\.safetensors|part-(?P<part>\d{5,9})\.(?:json|parquet))"
+_OWN_ENDING = r"\.\d+-[0-9a-f]{8}" + re.escape(TEMPORARY)
 _ENDING = r"(?:\.\d+-[0-9a-f]+)?" + re.escape(TEMPORARY)
 _OF_SHARD = re.compile(_SHARD_FILE)
 _TEMPORARY = re.compile(_SHARD_FILE + _ENDING)
+_BEFORE_A_DUMP = re.compile(f"(?:{_SHARD_FILE}|{re.escape(HEAD)}){_OWN_ENDING}|{LOCK_OR_CLAIM.pattern}")
+"""what a writer can leave that is killed before it writes plan.json, or after it removes it"""
 _TEMPORARY_OF_DUMP = re.compile(f"(?:{'|'.join(map(re.escape, (HEAD, INDEX, MANIFEST)))}){_ENDING}")
 
 
@@ -101,10 +104,12 @@ class DumpWriter:
     def writing(self, part: WorkerPart, resume: bool, describe: Describe | None = None) -> Iterator[list[int]]:
         """Hold the part's lock; yields the numbers of the shards to write. `describe` is needed to rebuild a manifest."""
         self.numbers(part)
+        self._refuse_foreign()
         self.store.make()
         with DumpLock(self.store, lock_name(part)):
+            missing = self.begin(part, resume, describe)
             self._remove_temporaries(part)
-            yield self.begin(part, resume, describe)
+            yield missing
 
     @contextmanager
     def _new_folder(self) -> Iterator[None]:
@@ -129,7 +134,7 @@ class DumpWriter:
             ours = [name for name in self.store.sizes() if name == HEAD or _OF_SHARD.fullmatch(name)]
             done = any(name.endswith(".json") and name != HEAD for name in ours)
             if part[1] == 1 and not done and self.head.digest is None:
-                for name in ours:
+                for name in sorted(ours, key=lambda name: name == HEAD):  # last: without it, shards are nobody's
                     self.store.remove(name)
             raise
 
@@ -147,6 +152,15 @@ class DumpWriter:
 
     # ---- starting -----------------------------------------------------------------------------------------------
 
+    def _refuse_foreign(self) -> None:
+        """Raise BadDump for a folder that holds no dump, but files: under our names, they would be overwritten or removed."""
+        foreign = [name for name in self.store.names() if not _BEFORE_A_DUMP.fullmatch(name)]
+        begun = any(self.store.exists(name) for name in (HEAD, MANIFEST)) if foreign else True
+        if not begun:  # asked after the look: another writer may have started the dump just now
+            raise BadDump(
+                f"{self.store.url} is not empty, and holds no dump but {min(foreign)[:100]!r}. Choose a new or an empty folder."
+            )
+
     def _remove_temporaries(self, part: WorkerPart) -> None:
         """Remove what killed writers of this part left incomplete. Precondition: the part's lock is held."""
         for name in self.store.sizes():
@@ -157,14 +171,26 @@ class DumpWriter:
         """Check that the folder is empty or can be resumed. Returns the numbers of the shards to write."""
         there = self.store.sizes()
         if (MANIFEST in there or HEAD in there) and not resume and part[1] == 1:
-            state = "a finished dump" if MANIFEST in there else "an unfinished dump"
-            raise DumpExists(f"{self.store.url} holds {state}. Resume it, choose another folder, or delete the folder.")
+            raise DumpExists(
+                f"{self.store.url} holds {self._state(MANIFEST in there)} dump. Resume it, or choose another folder."
+            )
         if MANIFEST in there:
             if not Reopening(self.head, self.parts).reopen_if_damaged(describe):
                 return []
         elif not self.head.create():
             self.head.check()
         return [number for number in self.numbers(part) if not self.parts.is_done(number)]
+
+    def _state(self, manifest: bool) -> str:
+        """Whether the folder's dump is finished. BadDump if its manifest, or plan.json, is damaged or somebody else's."""
+        if not manifest:
+            self.head.read()
+            return "an unfinished"
+        try:
+            Manifest.from_bytes(self.store.read(MANIFEST, MAX_BYTES), self.store.url)
+        except BadDump as error:
+            raise BadDump(f"{error} Choose another folder; if this is a dump of yours, resume it to repair it.") from None
+        return "a finished"
 
     # ---- one shard ----------------------------------------------------------------------------------------------
 
@@ -228,7 +254,7 @@ class DumpWriter:
     def _merge(self, parts: list[ShardPart]) -> None:
         """Write index and manifest. Each shard is one row group of the index; shards without rows have none."""
         if any(part.sites != parts[0].sites for part in parts):
-            raise BadDump(f"The shards of {self.store.url} hold different sites. Delete the folder and start again.")
+            raise BadDump(f"The shards of {self.store.url} hold different sites. Write it again into another folder.")
         schema = concatenate([self.parts.index(number).slice(0, 0) for number in range(len(parts))]).schema
         labels = {field.name: str(field.type) for field in schema if field.name not in (*CORE.names, *LOCATORS)}
         with self.store.writing(INDEX) as file, pq.ParquetWriter(file, schema, compression=COMPRESSION) as merged:

@@ -4,7 +4,9 @@ Every error names the option, the given value and what is accepted. NumPy and to
 """
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Set
+from pathlib import Path
 from reprlib import Repr
 from typing import Any, TypeVar
 
@@ -122,3 +124,22 @@ def _listed(found: list[Any]) -> list[Any]:
         plain: list[Any] = torch.stack(found).tolist()
         return plain
     return found
+
+
+def output_path(given: str | Path, folder: bool = False) -> Path:
+    """A path at which a file, or a folder, can be written; BadRequest if not. Makes nothing, so that it can be asked before
+    the work whose result goes there."""
+    path = Path(given)
+    for place in (path, *path.absolute().parents):
+        try:
+            os.lstat(place)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            raise BadRequest(f"Cannot write to {str(given)[:200]}: {error.strerror}. Give another path.") from error
+        fits = place.is_dir() or (place == path and not folder)
+        if not fits or not os.access(place, os.W_OK):
+            why = "is not writable" if fits else "is not a folder"
+            raise BadRequest(f"Cannot write to {str(given)[:200]}: {place} {why}. Give another path.")
+        break
+    return path

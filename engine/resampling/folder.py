@@ -2,17 +2,22 @@
 
 | file | content |
 |---|---|
-| `plan.json` | the plan, and the number of rollouts in a wave |
+| `plan.json` | the plan, the number of rollouts in a wave, and the SHA-256 of both |
 | `wave-00003.safetensors` | the kept rows of its rollouts, one after another; missing if none are kept |
-| `wave-00003.json` | its rollouts, and the SHA-256 of their rows. Written last: a wave with this file is finished |
+| `wave-00003.json` | its rollouts, and the SHA-256 of their rows and plan. Written last: a wave with this file is finished |
 
-Files appear under their names once they are complete. So a process that is killed costs the waves it was computing.
+Files appear under their names once they are complete. So a process that is killed costs the waves it was computing. The part
+of a file that it leaves is removed by the next one: its lock (`flock`) ended with it.
 """
 
+import fcntl
 import hashlib
 import json
 import os
+import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -23,13 +28,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from replaylens.engine.errors import BadRollouts, OtherPlan
-from replaylens.engine.records import Hash, build, parse
+from replaylens.engine.errors import BadRollouts, DumpWriteFailed, EngineError, OtherPlan, UnsealedRollouts
+from replaylens.engine.records import Hash, Positive, build, parse, read
 from replaylens.engine.request.recording import with_keys
 from replaylens.engine.resampling.plan import ResamplePlan
 from replaylens.engine.resampling.rollout import Rollout, Row, joined
 
 PLAN = "plan.json"
+_PART = re.compile(r"(plan\.json|wave-\d{5,9}\.(?:json|safetensors))\.[0-9a-f]{32}\.part")
 
 
 @dataclass(frozen=True)
@@ -55,37 +61,61 @@ class WaveRecord:
     sha256: Hash | None
     """of the file with the rows; None: there are none"""
     digest: Hash
-    """of the rollouts and `sha256`"""
+    """of the rollouts, `sha256` and `plan`"""
+    plan: Hash | None = None
+    """of the plan that they were drawn for; None: written by an older version"""
 
 
 class WaveFolder:
     """The waves of one plan: wave i has the rollouts [i * wave, (i + 1) * wave). Processes may share the work."""
 
-    def __init__(self, folder: str | Path, plan: ResamplePlan, wave: int) -> None:
-        self.folder, self.plan, self.wave = Path(folder), plan, wave
+    def __init__(self, folder: str | Path, plan: ResamplePlan, wave: int, sha256: str) -> None:
+        """`sha256`: of the plan as the folder spells it. A function that reads answers stands there by its name."""
+        self.folder, self.plan, self.wave, self._plan = Path(folder), plan, wave, sha256
 
     @classmethod
     def create(cls, folder: str | Path, plan: ResamplePlan, wave: int) -> "WaveFolder":
-        """A new folder, or the one that is there: it keeps its size of waves. OtherPlan if it has other rollouts."""
+        """A new folder, or the one that is there: it keeps its size of waves. OtherPlan if it has other rollouts.
+
+        BadRollouts if the folder is not empty and holds no rollouts, DumpWriteFailed if it cannot be made or written.
+        """
         path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        used = any(file.suffix != ".part" for file in path.iterdir())  # a killed process may leave a part
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DumpWriteFailed(f"Cannot create the folder {folder}: {error.strerror}. Give another path.") from error
+        foreign = [file.name for file in path.iterdir() if not _PART.fullmatch(file.name)]
         if not (path / PLAN).exists():  # asked after the look: another worker may have started the folder just now
-            if used:
-                raise BadRollouts(f"{folder} is not empty, and holds no rollouts. Give a new or an empty folder.")
-            _write(path / PLAN, json.dumps({"plan": plan.to_json(), "wave": wave}, indent=1).encode())
-        raw, wave = _stored(path)
+            if foreign:
+                raise BadRollouts(
+                    f"{folder} is not empty, and holds no rollouts but {min(foreign)[:100]}. Give a new or an empty folder."
+                )
+            _write(path / PLAN, _plan_file(plan.to_json(), wave))
+        _remove_parts(path)
+        raw, wave, sealed = _stored(path)
         if names := plan.differences(raw):
             raise OtherPlan(
                 f"{folder} holds rollouts of another plan. Other: {', '.join(names)}. Use another folder, or these options."
             )
-        return cls(folder, plan, wave)
+        if not sealed:  # every field was just compared
+            _write(path / PLAN, _plan_file(raw, wave))
+        return cls(folder, plan, wave, _sha256(raw))
 
     @classmethod
     def open(cls, folder: str | Path) -> "WaveFolder":
-        """The folder's waves; BadRollouts if it is none."""
-        raw, wave = _stored(Path(folder))
-        return cls(folder, ResamplePlan.from_json(raw), wave)
+        """The folder's waves; BadRollouts if it is none, or its plan was changed.
+
+        Warns (UnsealedRollouts) of a plan without a hash, as older versions wrote it.
+        """
+        raw, wave, sealed = _stored(Path(folder))
+        if not sealed:
+            warnings.warn(
+                f"{folder}/{PLAN} has no SHA-256: an older version wrote it, and a change of it would not be noticed. Resume "
+                "the folder with the call that made it, which compares the plan and adds the hash.",
+                UnsealedRollouts,
+                stacklevel=3,
+            )
+        return cls(folder, ResamplePlan.from_json(raw), wave, _sha256(raw))
 
     @property
     def num_waves(self) -> int:
@@ -108,7 +138,7 @@ class WaveFolder:
             digest = hashlib.sha256(content).hexdigest()
             _write(self._file(number, "safetensors"), content)
         records = json.loads(json.dumps([each.to_json() for each in rollouts]))
-        raw = {"rollouts": records, "sha256": digest, "digest": _digest(records, digest)}
+        raw = {"rollouts": records, "sha256": digest, "plan": self._plan, "digest": _digest(records, digest, self._plan)}
         _write(self._file(number, "json"), json.dumps(raw).encode())
         return self._with_rows(number, rollouts)
 
@@ -117,8 +147,12 @@ class WaveFolder:
         file, rows = self._file(number, "json"), self._file(number, "safetensors")
         raw = parse(_content(file), str(file), BadRollouts)
         record = build(WaveRecord, raw, str(file), BadRollouts)
-        if _digest(raw["rollouts"], record.sha256) != record.digest:
+        if _digest(raw["rollouts"], record.sha256, record.plan) != record.digest:
             raise BadRollouts(f"{file} was changed: its rollouts do not have their digest. Delete it, and resume.")
+        if record.plan not in (None, self._plan):
+            raise BadRollouts(
+                f"{file} was drawn for another plan than that of {PLAN}: one of them is another folder's. Copy both again."
+            )
         if len(record.rollouts) != len(self.indices(number)):
             raise BadRollouts(f"{file} has {len(record.rollouts)} rollouts instead of {len(self.indices(number))}. Delete it.")
         if record.sha256 is not None and not rows.exists():
@@ -175,20 +209,44 @@ class FileRows(Mapping[str, Tensor]):
             raise BadRollouts(f"The rows in {self._file} cannot be read: {error}.") from error
 
 
-def _stored(folder: Path) -> tuple[Any, int]:
-    """The plan of a folder as JSON values, and the number of rollouts in a wave."""
+@dataclass(frozen=True)
+class _PlanFile:
+    """The content of plan.json. Older versions wrote no hash."""
+
+    plan: dict[str, Any]
+    wave: Positive
+    sha256: Hash | None = None
+
+
+def _plan_file(plan: dict[str, Any], wave: int) -> bytes:
+    return json.dumps({"plan": plan, "wave": wave, "sha256": _sha256([plan, wave])}, indent=1).encode()
+
+
+def _stored(folder: Path) -> tuple[dict[str, Any], int, bool]:
+    """The plan of a folder as JSON values, the number of rollouts in a wave, and whether their hash was there to check."""
+    file = folder / PLAN
     try:
-        raw = parse((folder / PLAN).read_bytes(), f"{folder}/{PLAN}", BadRollouts)
+        content = file.read_bytes()
     except OSError as error:
         raise BadRollouts(f"{folder} holds no rollouts: {error}.") from error
-    if not isinstance(raw, dict) or type(raw.get("wave")) is not int or raw["wave"] < 1:
-        raise BadRollouts(f"{folder}/{PLAN} is not the plan of rollouts.")
-    return raw.get("plan"), raw["wave"]
+    found = read(_PlanFile, content, str(file), BadRollouts)
+    if found.sha256 not in (None, _sha256([found.plan, found.wave])):
+        raise BadRollouts(f"{file} was changed: it does not have its SHA-256. Copy it again, or draw into another folder.")
+    try:
+        ResamplePlan.from_json(found.plan)
+    except EngineError as error:
+        raise BadRollouts(f"{file} is damaged: {error} Copy it again, or draw into another folder.") from error
+    return found.plan, found.wave, found.sha256 is not None
 
 
-def _digest(records: list[Any], rows: str | None) -> str:
-    """The SHA-256 of rollouts as JSON values, and of the hash of their rows."""
-    return hashlib.sha256(json.dumps([records, rows], sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+def _sha256(value: Any) -> str:
+    """Of a JSON value, however a file spells it."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _digest(records: list[Any], rows: str | None, plan: str | None) -> str:
+    """The SHA-256 of rollouts as JSON values, of the hash of their rows, and of their plan's if it was written."""
+    return _sha256([records, rows] if plan is None else [records, rows, plan])
 
 
 def _missing_rows(file: Path) -> BadRollouts:
@@ -205,13 +263,38 @@ def _content(file: Path) -> bytes:
 
 def _write(file: Path, content: bytes) -> None:
     """Write a file that appears as a whole, on disk before its name is. Threads, processes and machines may write the same."""
+    while not _written(file, content):
+        pass  # a machine that does not see the lock has removed the part
+
+
+def _written(file: Path, content: bytes) -> bool:
+    """Whether the file was written; False if its part was removed meanwhile. DumpWriteFailed if the disk refuses it."""
     part = file.with_name(f"{file.name}.{uuid4().hex}.part")
     try:
         with open(part, "wb") as opened:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(opened, fcntl.LOCK_EX)
             opened.write(content)
             opened.flush()
             os.fsync(opened.fileno())
-        os.replace(part, file)
-    except BaseException:
+            try:
+                os.replace(part, file)
+            except FileNotFoundError:
+                return False
+    except BaseException as error:
         part.unlink(missing_ok=True)
-        raise
+        if not isinstance(error, OSError):
+            raise
+        raise DumpWriteFailed(
+            f"Cannot write {file}: {error.strerror or error}. Finished waves are kept. Make room, and resume by the same call."
+        ) from error
+    return True
+
+
+def _remove_parts(folder: Path) -> None:
+    """Remove what killed processes left incomplete. The part of a live one is locked."""
+    for part in folder.iterdir():
+        if _PART.fullmatch(part.name):
+            with suppress(OSError), open(os.open(part, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK), "rb+") as opened:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                part.unlink()

@@ -295,9 +295,9 @@ def load_state(path: Path, recipe: Recipe, model: nn.Module, optimizer: torch.op
             saved = json.loads(file.metadata()[STATE_KEY])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, KeyError, TypeError) as error:
-        raise BadRecipe(f"{path} is not a saved training run ({error}). Delete it to start again.") from error
+        raise BadRecipe(f"{path} is not a saved training run ({error}). Use another folder to start again.") from error
     if saved["recipe"] != recipe.to_json():
-        raise BadRecipe(f"{path} belongs to another recipe. Use another folder, or delete it to start again.")
+        raise BadRecipe(f"{path} belongs to another recipe. Use another folder.")
     moments = optimizer.state_dict()
     for i, (name, parameter) in enumerate(model.named_parameters()):
         parameter.copy_(tensors[f"model.{name}"])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from replaylens.engine.request.values import output_path
 from replaylens.probes.checks import make_folder
 from replaylens.probes.data.rows import Cell, ProbeRows
 from replaylens.probes.errors import BadProbeFile, ProbeError
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMAT, SCHEMA = "replaylens-report", 2
-FILE = "report.json"
+FILE, SUMMARY, TABLE = "report.json", "summary.txt", "table.csv"
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,11 +98,11 @@ class Report:
         }
 
     def save(self, folder: str | Path, figures: bool = True) -> Path:
-        """Write report.json, summary.txt, table.csv and PNG figures. Returns the folder."""
-        folder = make_folder(folder)
+        """Write report.json, summary.txt, table.csv and PNG figures, over an older report. Returns the folder."""
+        folder = report_folder(make_folder(folder))
         (folder / FILE).write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
-        (folder / "summary.txt").write_text(self.text() + "\n")
-        self.table.to_csv(folder / "table.csv", index=False)
+        (folder / SUMMARY).write_text(self.text() + "\n")
+        self.table.to_csv(folder / TABLE, index=False)
         if figures:
             from replaylens.probes.reports import figures as drawing
 
@@ -121,6 +122,20 @@ class Report:
             return cls(lines=raw["rows"], **fields)
         except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
             raise BadProbeFile(f"{path} is not a report ({error}).") from error
+
+
+def report_folder(given: str | Path) -> Path:
+    """The folder for a report, which may hold an older one. Makes nothing. BadRequest if it cannot be written, ProbeError if
+    it has files of a report's names and no report."""
+    folder = output_path(given, folder=True)
+    taken = [name for name in (FILE, SUMMARY, TABLE) if (folder / name).exists()]
+    try:
+        ours = not taken or json.loads((folder / FILE).read_bytes())["format"] == FORMAT
+    except (OSError, ValueError, TypeError, KeyError):
+        ours = False
+    if not ours:
+        raise ProbeError(f"{folder} has a {taken[0]} that is not of a report, and would be overwritten. Give another folder.")
+    return folder
 
 
 def about_rows(rows: ProbeRows) -> dict[str, Any]:

@@ -146,7 +146,7 @@ WRONG = {
     "model to examine": (["doctor", "smolm2"], "did you mean 'smollm2'?"),
     "site": (["dump", "--out", "OUT", "--sites", "blocks.0.hook_inn"], "Nearest: blocks.0.hook_in"),
     "drafter": (["dump", "--out", "OUT", "--drafter", "lenz"], "did you mean 'lens'?"),
-    "dump": (["inspect", "OUT/nothing"], "is not a dump"),
+    "dump": (["inspect", "OUT/nothing"], "does not exist"),
     "knob given twice": (["replay", "--knob", "flips=2", "--knob", "flips=3"], "flips is given twice"),
     "no drafter": (["replay", "--drafter", "none"], "give --window 1"),
     "nobody who drafts": (["replay", "--model", "coin-draft", "--drafter", "model"], "with --draft-model"),

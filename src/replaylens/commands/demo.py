@@ -22,6 +22,7 @@ from replaylens.engine.dump.verify import Verification, verify
 from replaylens.engine.engine import Engine
 from replaylens.engine.model import modes
 from replaylens.engine.pictures.readings import word
+from replaylens.engine.request.values import output_path
 from replaylens.engine.run import Run
 from replaylens.engine.zoo import coin as zoo
 from replaylens.tasks import Example, WordTokenizer
@@ -46,6 +47,7 @@ def demo(
     """Replay coin-flip stories with a drafter; dump, verify and probe the activations; write a report page."""
     console = Console(highlight=False)
     with reporting():
+        output_path(out / "report.html")
         engine = Engine.load(MODEL, record=True)
         _tell(console, "1/5 The model", *_accuracy(engine), *_layers(engine, *_held_out(FACES[0], 3)))
         run = _replay(engine, examples, not quiet)

@@ -25,11 +25,14 @@ from replaylens.commands.replay_options import BatchOption, MaxNewOption, QuietO
 from replaylens.commands.reporting import reporting, size
 from replaylens.commands.task_options import OwnTaskOption
 from replaylens.commands.tasks import JsonOption, KnobOption, settings
+from replaylens.engine.dump.head import HEAD
 from replaylens.engine.dump.maker import write_dump
+from replaylens.engine.dump.manifest import MANIFEST
 from replaylens.engine.dump.places import FORMS
 from replaylens.engine.dump.plan import DTYPES, POSITIONS
 from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.store import Store
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.request.sampling import Sampling
@@ -106,9 +109,11 @@ def dump(
 ) -> None:
     """Replay examples of a task, or texts, and write every captured row, with labels and hashes. Can be interrupted and
     resumed."""
-    with reporting(lambda: "the same command with --resume"):
+    with reporting(lambda: "the same command with --resume" if _is_begun(out) else None):
         check_drafter(model, drafter, draft_model)
         _check_texts(out, texts, label, task, knob)
+        if resume and not _is_begun(out):
+            raise BadRequest(f"--out {out} holds no dump to resume. Leave out --resume to start one, or correct the path.")
         options: dict[str, Any] = dict(
             sites=sites, drafter=drafter, window=window, positions=positions, dtype=dtype, rejected=rejected
         )
@@ -158,6 +163,11 @@ def _dump_on_cluster(
     return dump_on_cluster(
         wanted.model, wanted.out, wanted.task or TASK, wanted.n or EXAMPLES, **where, **wanted.common, **options
     )
+
+
+def _is_begun(out: str) -> bool:
+    """Whether there is a dump to resume, finished or not."""
+    return not {HEAD, MANIFEST}.isdisjoint(Store(out).sizes())
 
 
 def _check_texts(out: str, texts: str | None, label: list[str] | None, task: str | None, knob: list[str] | None) -> None:

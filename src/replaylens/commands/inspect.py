@@ -1,6 +1,6 @@
-"""`replaylens inspect`: what a dump holds and how it was made.
+"""`replaylens inspect`: what a dump holds and how it was made. Reads the manifest and the sizes of the files, not the files.
 
-Exit codes: 0 done, 2 bad input, 3 the dump's store is out of reach.
+Exit codes: 0 done, 1 files are missing or have another size, 2 bad input or a damaged manifest, 3 out of reach.
 """
 
 import json
@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from replaylens.commands.dump import facts_of
+from replaylens.commands.engines import verify_command
 from replaylens.commands.reporting import reporting, size
 from replaylens.commands.tasks import JsonOption
 from replaylens.engine.dump.plan import DumpPlan
@@ -24,22 +25,33 @@ def inspect(
 ) -> None:
     """Show a dump's task, options, sites, labels, fingerprint and digests."""
     with reporting():
-        found = Dump.open(path)
+        found = Dump.open(path, check_files=False)
+        wrong = found.files.wrong_sizes()
     manifest = found.manifest
     facts = facts_of(found) | {
         "plan": manifest.plan.to_json(),
         "fingerprint": asdict(manifest.fingerprint),
         "sites": {name: {"dtype": site.dtype, "shape": list(site.shape)} for name, site in manifest.sites.items()},
         "labels": manifest.labels,
+        "problems": wrong,
+        "hashed": False,
     }
     edits = list(_edits(manifest.plan))
     if as_json:
         typer.echo(json.dumps(facts, indent=1))
-        return
-    for name, value in _lines(facts | {"plan": manifest.plan.to_json() | {"knobs": manifest.plan.cited_knobs}}):
-        typer.echo(f"{name:<30} {value}")
-    for name, value in edits:
-        typer.echo(f"{name:<30} {value}")
+    else:
+        lines = _lines(facts | {"plan": manifest.plan.to_json() | {"knobs": manifest.plan.cited_knobs}})
+        for name, value in (*lines, *edits, *_checked(wrong, verify_command(path))):
+            typer.echo(f"{name:<30} {value}")
+    raise typer.Exit(1 if wrong else 0)
+
+
+def _checked(wrong: list[str], verify: str) -> Iterator[tuple[str, str]]:
+    """What was looked at, and what was not."""
+    for each in wrong:
+        yield "damaged", each
+    seen = "sizes only" if wrong else "sizes match the manifest"
+    yield "files", f"{seen}; their content was not hashed: {verify}"
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:

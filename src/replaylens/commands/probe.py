@@ -16,6 +16,7 @@ from replaylens.commands.tasks import JsonOption
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.request.values import output_path
 
 if TYPE_CHECKING:
     from replaylens.probes.fitting.probe import LinearProbe
@@ -84,6 +85,7 @@ def probe(
     with reporting(lambda: "the same command" if resume else None):
         from replaylens.probes.sweeps.sweeping import sweep
 
+        _check_outputs(out, save_probes)
         found = _open(path, check, task)
         options: dict[str, Any] = {
             "layers": None if layers is None else _numbers(layers),
@@ -141,6 +143,7 @@ def steer(
         from replaylens.probes.causal import interventions as causal
         from replaylens.probes.fitting.probe import LinearProbe, fit_probe, placebo_probes
 
+        _check_outputs(out)
         if test not in TESTS:
             raise BadRequest(f"Unknown --test {test}. Use one of {', '.join(TESTS)}.")
         found = _open(path, check, task)
@@ -205,6 +208,16 @@ def _save_best(dump: Dump, report: "Report", folder: Path) -> None:
         place = {name: best[name] for name in ("site", "layer", "position", "estimator")}
         made: LinearProbe = fit_probe(dump, label, **place)
         typer.echo(f"{made.save(folder / label)}: {label} at {best['site']}{best['layer']}, {best['position']}", err=True)
+
+
+def _check_outputs(report: str | None, probes: str | None = None) -> None:
+    """Raise before the work if its result could not be written."""
+    from replaylens.probes.reports.report import report_folder
+
+    if report is not None:
+        report_folder(report)
+    if probes is not None:
+        output_path(probes, folder=True)
 
 
 def _tell(report: "Report", out: str | None, as_json: bool) -> None:

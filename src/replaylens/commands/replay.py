@@ -27,6 +27,7 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.replay.examples import Result
 from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.request.values import output_path
 from replaylens.engine.run import Run
 from replaylens.engine.thinking.thoughts import Thoughts
 
@@ -89,8 +90,8 @@ def replay(
 
 
 def board_file(path: str) -> Path:
-    """The path to write a board to; BadRequest unless it names an SVG file in a folder that exists."""
-    target = Path(path)
+    """The path to write a board to; BadRequest unless it names an SVG file that can be written, in a folder that exists."""
+    target = output_path(path)
     if target.suffix != ".svg" or target.is_dir() or not target.parent.is_dir():
         raise BadRequest(f"Cannot write a board to {path}. Name an SVG file in an existing folder, such as board.svg.")
     return target

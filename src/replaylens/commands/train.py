@@ -20,6 +20,7 @@ from replaylens.commands.train_thinking import CARD_FILE, Changes, scoring
 from replaylens.engine.errors import BadRequest, no_such
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.weights import CONFIG_FILE, weights_hash
+from replaylens.engine.request.values import output_path
 from replaylens.engine.training import thinking as thinking_train
 from replaylens.engine.training import trainer
 from replaylens.engine.training.recipe import Recipe
@@ -30,6 +31,8 @@ from replaylens.engine.zoo import coin as zoo
 from replaylens.engine.zoo import thinking as thinking_zoo
 
 STATE_FILE = "training.safetensors"
+STATE_PART = f"{STATE_FILE}.part"
+"""what a run leaves that is killed while it saves for the first time"""
 CARD_EXAMPLES = 500
 CARD_LENGTHS = range(1, 17)
 R = TypeVar("R", bound=Recipe)
@@ -168,14 +171,18 @@ def check_device(device: str) -> None:
 
 
 def check_folder(folder: Path, resume: bool) -> None:
-    """Raise if the run would overwrite another, or if there is nothing to resume."""
+    """Raise if the run could not be written, would overwrite another or files of somebody else, or is not there to resume."""
+    output_path(folder, folder=True)
     there, trained = (folder / STATE_FILE).exists(), (folder / CONFIG_FILE).exists()
     if there and not resume:
         raise RunExists(f"{folder} holds an unfinished run. Add --resume, or give another --out.")
     if trained and not there:
-        raise RunExists(f"{folder} holds a trained model. Give another --out, or delete the folder.")
+        raise RunExists(f"{folder} holds a trained model. Give another --out.")
     if resume and not there:
         raise BadRequest(f"{folder} holds no unfinished run. Leave out --resume.")
+    foreign = sorted(file.name for file in folder.iterdir() if file.name != STATE_PART) if folder.exists() and not there else ()
+    if foreign:
+        raise RunExists(f"{folder} is not empty: it holds {foreign[0][:100]!r}. Give a new or an empty folder as --out.")
 
 
 def run(

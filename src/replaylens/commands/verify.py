@@ -1,6 +1,6 @@
 """`replaylens verify` and `diff`: is a dump what it says, and are two dumps the same?
 
-Exit codes: 0 yes, 1 a mismatch was found, 2 bad input, 3 out of reach.
+Exit codes: 0 yes, 1 a mismatch was found, 2 bad input or a damaged manifest, 3 out of reach.
 """
 
 import json
@@ -26,7 +26,7 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import OTHER, VERIFIED
 from replaylens.engine.dump.verify import verify as verify_dump
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadDump, BadRequest
+from replaylens.engine.errors import BadRequest
 
 
 def verify(
@@ -46,7 +46,8 @@ def verify(
     with reporting():
         share: float | str = "all" if every else _share(sample)
         know_task(task, path)
-        maker = _maker(path, device) if model is None else Engine.load(model, device=device)
+        dump = Dump.open(path, check_files=False)
+        maker = engine_that_made(dump, device) if model is None else Engine.load(model, device=device)
         engine = maker or Engine.load(MODEL, device=device)  # any engine can check the files
         how: dict[str, Any] = {"sample": share, "seed": seed, "batch": batch, "features": encoders(features)}
         verdict = verify_dump(path, engine, progress=not quiet, **how)
@@ -54,14 +55,6 @@ def verify(
             verdict = replace(verdict, notes=("No embedded model made this dump. Name its model with --model.",))
     typer.echo(json.dumps(asdict(verdict), indent=1) if as_json else str(verdict))
     raise typer.Exit({VERIFIED: 0, OTHER: 2}.get(verdict.status, 1))
-
-
-def _maker(path: str, device: str) -> Engine | None:
-    """The embedded model that made a dump; None if it is another model, or the manifest is damaged."""
-    try:
-        return engine_that_made(Dump.open(path, check_files=False), device)
-    except BadDump:
-        return None
 
 
 def _share(given: str) -> float:

@@ -17,6 +17,8 @@ import replaylens
 from replaylens.engine.pictures.html import asset, join, script_json, style, tag, void
 
 NO_STYLE = Markup()
+MADE_BY = "replaylens "
+"""how a page names its generator, before the version"""
 MAX_TREES = 300
 """default limit of examples with trees"""
 PER_BLOCK = 32
@@ -48,7 +50,7 @@ def assemble(
         void("meta", charset="utf-8"),
         void("meta", http_equiv="Content-Security-Policy", content=policy),
         void("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        void("meta", name="generator", content=f"replaylens {replaylens.__version__}"),
+        void("meta", name="generator", content=f"{MADE_BY}{replaylens.__version__}"),
         tag("title", title),
         style(),
         Markup(f"<style>{asset('report.css', 'replaylens.views')}</style>"),

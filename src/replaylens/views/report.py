@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
+from uuid import uuid4
 
 from markupsafe import Markup
 from tqdm.auto import tqdm
@@ -21,6 +22,7 @@ from replaylens.engine.pictures.readings import Decode
 from replaylens.engine.pictures.rollout_tree import RolloutTree, rollout_style
 from replaylens.engine.pictures.summary import fact_list
 from replaylens.engine.pictures.timeline import Timeline
+from replaylens.engine.request.values import output_path
 from replaylens.probes.reports.report import Report
 from replaylens.views import dumped, heatmap, lens_map, opening, page, probe_section, result_section
 from replaylens.views.dumped import DumpedExample
@@ -60,9 +62,13 @@ class ReportPage:
         """Write the page under a temporary name, then rename it."""
         target = page_file(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        waiting = target.with_name(target.name + ".tmp")
-        waiting.write_text(self.html(progress), encoding="utf-8")
-        os.replace(waiting, target)
+        waiting = target.with_name(f"{target.name}.{uuid4().hex}.tmp")
+        text = self.html(progress)
+        try:
+            waiting.write_text(text, encoding="utf-8")
+            os.replace(waiting, target)
+        finally:
+            waiting.unlink(missing_ok=True)
         return target
 
     def html(self, progress: bool = False) -> str:
@@ -117,10 +123,14 @@ def report(
 
 
 def page_file(path: str | Path) -> Path:
-    """The path to write a page to; BadRequest for a folder."""
-    target = Path(path)
+    """The path to write a page to; BadRequest for a folder, a path that cannot be written, and a file that is not ours."""
+    target = output_path(path)
     if not target.name or target.is_dir():
         raise BadRequest(f"{path} is a folder. Name the file to write, such as {target / 'report.html'}.")
+    if target.is_file() and target.stat().st_size:
+        with target.open("rb") as file:
+            if f'content="{page.MADE_BY}'.encode() not in file.read(4096):
+                raise BadRequest(f"{path} is a file that replaylens did not write. Name another file.")
     return target
 
 

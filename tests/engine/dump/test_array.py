@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from replaylens.engine.dump import array
+from replaylens.engine.dump import array, statistics
 from replaylens.engine.dump.maker import write_dump
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
@@ -163,7 +163,10 @@ def test_arrays_go_to_other_processes(reference: Dump) -> None:
     assert torch.equal(sent[[5, 2]], acts[[5, 2]])
 
 
-def test_statistics(dump: Dump) -> None:
+@pytest.mark.parametrize("block", [2048, 50, 1])
+def test_statistics(dump: Dump, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against NumPy, whether the rows are one block, some (of which the last is smaller), or one each."""
+    monkeypatch.setattr(statistics, "_BLOCK", block)
     found, x = dump.statistics("S", 1), dump.to_numpy("S", 1).astype(np.float64)
     assert found.rows == len(dump) and found.mean.dtype == torch.float64
     np.testing.assert_allclose(found.mean.numpy(), x.mean(0), rtol=1e-12, atol=1e-15)
@@ -178,8 +181,6 @@ def test_statistics_do_not_depend_on_shards(
     reference: Dump, engine: Engine, planned: Callable[..., DumpPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same bits from shards of 4 and of 3 examples, on one thread and on two; other rows give other bits."""
-    from replaylens.engine.dump import statistics
-
     monkeypatch.setattr(statistics, "_BLOCK", 50)  # so that there are several blocks
     other = write_dump(engine, planned(examples_per_shard=3), tmp_path)
     assert other is not None and len(other.manifest.shards) > len(reference.manifest.shards)

@@ -14,7 +14,7 @@ from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import BadDump, BadRequest, DamagedShard
 from replaylens.engine.model.cache_folder import CACHE_VARIABLE
 from replaylens.probes.data.rows import ProbeRows
-from tests.engine.dump.damage import flip_bit
+from tests.engine.dump.damage import edit_manifest, flip_bit
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +108,14 @@ def test_damage_with_the_old_time_is_found(copy: Path, settled: None) -> None:
     flip_bit(path)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert os.stat(path).st_mtime_ns == before.st_mtime_ns
+    with pytest.raises(DamagedShard, match="shard-00001"):
+        Dump.open(copy).to_torch("S", 0)
+
+
+def test_a_result_holds_for_its_own_manifest(copy: Path, settled: None) -> None:
+    """The file stays as it is, and another manifest, whose seal is right, names another hash."""
+    Dump.open(copy).to_torch("S", 0)
+    edit_manifest(copy, lambda raw: raw["shards"][1].update(sha256="0" * 64))
     with pytest.raises(DamagedShard, match="shard-00001"):
         Dump.open(copy).to_torch("S", 0)
 

@@ -13,6 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from replaylens.cli import app as whole_app
 from replaylens.commands.dump import dump as dump_command
 from replaylens.commands.inspect import inspect
 from replaylens.commands.replay import replay
@@ -21,8 +22,9 @@ from replaylens.commands.verify import diff as diff_command
 from replaylens.commands.verify import verify as verify_command
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
+from replaylens.engine.training import trainer
 from tests.engine.dump.conftest import EXAMPLES, NEW, PER_SHARD
-from tests.engine.dump.damage import flip_bit
+from tests.engine.dump.damage import edit_manifest, flip_bit
 
 app = typer.Typer()
 for command in (dump_command, replay, inspect, verify_command, diff_command):
@@ -177,10 +179,34 @@ def test_verify(model_folder: Path, reference: Dump, copy: Path, tmp_path: Path)
     code, _, err = run("verify", reference.url, "--model", model_folder, "--sample", "lots", "--quiet")
     assert code == 2 and "--sample lots" in err
     code, out, err = run("verify", tmp_path / "nowhere", "--model", model_folder, "--quiet")
-    assert code == 2 and not out and err.startswith("BadDump: ") and "is not a dump" in err
-    (copy / "manifest.json").write_text("{}")
-    code, out, _ = run("verify", copy, "--model", model_folder, "--quiet")
-    assert code == 1 and out.startswith("mismatch"), "a damaged dump is still the answer no"
+    assert code == 2 and not out and err.startswith("BadDump: ") and "nowhere does not exist" in err
+
+
+@pytest.mark.parametrize("fault", ["malformed", "edited", "missing", "cut", "flipped"])
+def test_one_exit_code_for_one_fault(copy: Path, model_folder: Path, fault: str) -> None:
+    """Whether `verify` or `inspect` finds it. `inspect` does not look into the files, and says so."""
+    shard = copy / "shard-00002.safetensors"
+    match fault:
+        case "malformed":
+            (copy / "manifest.json").write_text("{}")
+        case "edited":
+            edit_manifest(copy, lambda raw: raw["plan"]["knobs"].update(p=0.25), sealed=False)
+        case "missing":
+            shard.unlink()
+        case "cut":
+            shard.write_bytes(shard.read_bytes()[:-1])
+        case "flipped":
+            flip_bit(shard)
+    verified, seen = run("verify", copy, "--model", model_folder, "--quiet"), run("inspect", copy)
+    expected = 2 if fault in ("malformed", "edited") else 1
+    assert verified[0] == expected and seen[0] == (0 if fault == "flipped" else expected)
+    if expected == 2:
+        assert verified[2] == seen[2] and seen[2].startswith("BadDump: ")
+        return
+    said = {"missing": "shard-00002.safetensors is missing", "cut": "shard-00002.safetensors has "}.get(fault, "sizes match")
+    assert said in seen[1] and f"content was not hashed: replaylens verify {copy}" in seen[1]
+    facts = json.loads(run("inspect", copy, "--json")[1])
+    assert facts["hashed"] is False and bool(facts["problems"]) == (fault != "flipped")
 
 
 def test_verify_with_another_model(reference: Dump, model_folder: Path, tmp_path: Path) -> None:
@@ -240,6 +266,84 @@ def test_interrupt_leaves_a_resumable_dump(dump_words: list[str], model_folder: 
     assert child.returncode == 130 and "Interrupted. To continue, run" in err and "Traceback" not in err
     assert not list((tmp_path / "d").glob("lock-*")) and not list((tmp_path / "d").glob("*.tmp"))
     assert (tmp_path / "d" / "plan.json").exists()
+
+
+def test_only_a_dump_is_resumed(dump_words: list[str], tmp_path: Path) -> None:
+    """A mistyped folder is not taken for a new one."""
+    for folder in (tmp_path / "nowhere", tmp_path):
+        code, _, err = run(*dump_words, "--out", folder, "--resume")
+        assert code == 2 and err.startswith("BadRequest: ") and "holds no dump to resume. Leave out --resume" in err
+    assert not list(tmp_path.iterdir())
+
+
+OUTPUTS = {
+    "train": ("train", "coin-draft", "--steps", "1", "--out"),
+    "board": ("replay", "--board"),
+    "report": ("report", "DUMP", "--out"),
+    "probe": ("probe", "DUMP", "--out"),
+    "probes": ("probe", "DUMP", "--save-probes"),
+    "steer": ("steer", "DUMP", "--out"),
+    "demo": ("demo", "--out"),
+}
+
+
+IMPOSSIBLE = ("below a file", "a file", "a link to nothing", "a long name", "read-only")
+PAIRS = [(name, kind) for name in OUTPUTS for kind in IMPOSSIBLE if (name, kind) != ("board", "a file")]
+"""a board replaces the file that it is given"""
+
+
+@pytest.mark.parametrize(("name", "kind"), PAIRS)
+def test_outputs_are_checked_before_the_work(
+    reference: Dump, tmp_path: Path, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A result that cannot be written is no use: the command says so before it reads a model or a dump."""
+
+    def work(*_: Any, **__: Any) -> None:
+        raise AssertionError("the work has begun")
+
+    for each in (Engine, Dump):
+        monkeypatch.setattr(each, "load" if each is Engine else "open", work)
+    monkeypatch.setattr(trainer, "train", work)
+    out = tmp_path / ("out.svg" if name == "board" else "out")
+    match kind:
+        case "below a file":
+            out.write_text("mine")
+            out = out / "deeper.svg"
+        case "a file":
+            out.write_text("mine")
+        case "a link to nothing":
+            out.symlink_to(tmp_path / "nothing")
+        case "a long name":
+            out = tmp_path / ("x" * 300 + ".svg")
+        case "read-only":  # as on a read-only file system; root may write anywhere else
+            monkeypatch.setattr(os, "access", lambda path, mode, **_: not (mode & os.W_OK))
+    words = [word.replace("DUMP", reference.url) for word in OUTPUTS[name]]
+    done = CliRunner().invoke(whole_app, [*words, str(out)])
+    assert done.exit_code == 2 and done.stderr.startswith("BadRequest: "), (done.stderr, done.exception)
+    assert "the work has begun" not in done.stderr
+
+
+def test_files_of_others_are_not_overwritten(reference: Dump, tmp_path: Path) -> None:
+    """By pages, probe reports and trained models, under whatever names."""
+    for file in ("page.html", "summary.txt", "report.json", "tokenizer.json"):
+        folder = tmp_path / file.split(".")[0]
+        folder.mkdir()
+        (folder / file).write_text("mine")
+        words = {
+            "page.html": ("report", reference.url, "--out", folder / file),
+            "tokenizer.json": ("train", "coin-draft", "--steps", "1", "--out", folder),
+        }.get(file, ("probe", reference.url, "--out", folder))
+        done = CliRunner().invoke(whole_app, [str(word) for word in words])
+        assert done.exit_code == 2 and file in done.stderr and "elete" not in done.stderr, done.stderr
+        assert [(each.name, each.read_text()) for each in folder.iterdir()] == [(file, "mine")]
+
+
+def test_a_page_replaces_a_page(reference: Dump, tmp_path: Path) -> None:
+    """Negative control: what we wrote before is replaced."""
+    words = ["report", reference.url, "--verify", "0", "--trees", "0", "--quiet", "--out", str(tmp_path / "page.html")]
+    for _ in range(2):
+        assert CliRunner().invoke(whole_app, words).exit_code == 0
+    assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
 
 
 def test_sizes_are_never_rounded_to_nothing() -> None:

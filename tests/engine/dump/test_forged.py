@@ -51,21 +51,23 @@ SITES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a layer": (lambda raw: raw["sites"][C].update(layer=0), "layer"),
 }
 INDEX: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "the type of a label": (lambda raw: raw["labels"].update(face="int64"), "label face"),
+    "the type of a label": (lambda raw: raw["labels"].update(face="int64"), "column 'face' is of type string, not int64"),
     "accepted rows": (one_accepted_row_less, "accepted rows"),
 }
 
 
-def forge_locator(folder: Path, column: str, change: Callable[[np.ndarray], np.ndarray]) -> None:
-    """Change a locator in every group of the index; correct its hash and the seal."""
+def forge_locator(folder: Path, column: str, change: Callable[[np.ndarray], Any]) -> None:
+    """Change a locator in every group of the index; correct its hash and the seal. An Arrow array brings its own type."""
     path = folder / "index.parquet"
     source = pq.ParquetFile(path)
     place = source.schema_arrow.get_field_index(column)
     tables = [source.read_row_group(i) for i in range(source.num_row_groups)]
-    with pq.ParquetWriter(path, source.schema_arrow, compression="zstd") as target:
+    changed = [change(table.column(column).to_numpy()) for table in tables]
+    kind = changed[0].type if isinstance(changed[0], pa.Array) else source.schema_arrow.field(column).type
+    tables = [table.set_column(place, column, pa.array(x, kind)) for table, x in zip(tables, changed, strict=True)]
+    with pq.ParquetWriter(path, tables[0].schema, compression="zstd") as target:
         for table in tables:
-            forged = pa.array(change(table.column(column).to_numpy()), table.schema.field(column).type)
-            target.write_table(table.set_column(place, column, forged), row_group_size=len(table))
+            target.write_table(table, row_group_size=len(table))
     raw = path.read_bytes()
     note = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
     edit_manifest(folder, lambda manifest: manifest["index"].update(note))
@@ -107,6 +109,23 @@ def test_locators(engine: Engine, reference: Dump, copy: Path, column: str, chan
     assert verdict.status == MISMATCH and f"column {column!r}" in verdict.problems[0], str(verdict)
     with pytest.raises(BadDump, match=column):
         diff(copy, reference)
+
+
+@pytest.mark.parametrize("column", ["shard", "row", "example"])
+@pytest.mark.parametrize("kind", ["text", "far away", "missing"])
+def test_the_reader_looks_at_the_index(copy: Path, column: str, kind: str) -> None:
+    """A column of another type, or with values of no row, is refused by everything that reads the index."""
+
+    def change(x: np.ndarray) -> Any:
+        far = pa.array(np.full_like(x, 2**30 if column == "shard" else 10**12))
+        return {"text": pa.array(["one"] * len(x)), "far away": far, "missing": pa.nulls(len(x), far.type)}[kind]
+
+    forge_locator(copy, column, change)
+    dump = Dump.open(copy)
+    with pytest.raises(BadDump, match=rf"is not the index of this dump: column '{column}'"):
+        _ = dump.index
+    with pytest.raises(BadDump, match=rf"column '{column}'"):
+        _ = len(dump.where(**{column: 1}))
 
 
 def test_untouched_locators_pass(engine: Engine, reference: Dump, copy: Path) -> None:

@@ -128,6 +128,15 @@ def test_an_owner_that_slept_too_long_leaves_the_lock(tmp_path: Path, monkeypatc
         assert store.sizes() == {}
 
 
+def test_who_ends_after_a_takeover_leaves_the_lock(tmp_path: Path) -> None:
+    """It has not noticed yet: its next renewal would have been later."""
+    for store in stores(tmp_path, "taken over"):
+        other = replace(LockOwner.this_process(), host="elsewhere").to_bytes()
+        with DumpLock(store, NAME), store.fs.open(store.path(NAME), "r+b" if store.local else "wb") as file:
+            file.write(other)
+        assert store.read(NAME, 4096) == other
+
+
 @pytest.mark.usefixtures("short_lease")
 def test_a_renewal_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     store, failures, write = Store("memory://shaky"), [], Store.write

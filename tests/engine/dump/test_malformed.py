@@ -34,6 +34,10 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "another shard's name": (first_shard(name="shard-00001.safetensors"), "is named"),
     "absurdly many rows": (first_shard(rows=10**18), "rows"),
     "rows that do not fit": (first_shard(rows=10**9), "do not fit"),
+    "bytes beyond rows and header": (
+        lambda raw: raw["shards"][0].update(bytes=raw["shards"][0]["bytes"] + 10**9),
+        "do not fit",
+    ),
     "a negative size": (first_shard(bytes=-1), "bytes"),
     "a size that is no number": (first_shard(bytes="1e9"), "bytes"),
     "a boolean size": (first_shard(bytes=True), "bytes"),
@@ -109,8 +113,8 @@ def test_manifest_of_absurd_size(tmp_path: Path) -> None:
 
 
 def test_no_dump_at_all(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "nowhere", "memory://nowhere"):
-        with pytest.raises(BadDump, match="is not a dump"):
+    for path, what in ((tmp_path, "is not a dump"), (tmp_path / "no", "does not exist"), ("memory://no", "does not exist")):
+        with pytest.raises(BadDump, match=what):
             Dump.open(path)
 
 

@@ -14,6 +14,7 @@ from replaylens.engine.dump.head import Head
 from replaylens.engine.dump.maker import ShardMaker, write_dump
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.salvage import Salvage
 from replaylens.engine.errors import BadDump, ReplayMismatch, UnfinishedDump
 from tests.engine.dump.damage import flip_bit
 
@@ -171,16 +172,33 @@ def _rebuilt(engine: Engine, planned: Planned, reference: Dump, copy: Path) -> N
         assert (copy / name).read_bytes() == Path(reference.url, name).read_bytes(), name
 
 
+def test_an_entry_that_stands_twice_vouches_for_nothing(engine: Engine, planned: Planned, reference: Dump, copy: Path) -> None:
+    """One of the two is another shard's: neither its hash nor its digest is expected of the repair."""
+    raw = (copy / "manifest.json").read_bytes().replace(b"shard-00001.safetensors", b"shard-00000.safetensors")
+    salvage = Salvage(reference.files.store, raw, planned(), engine.fingerprint)
+    assert [number for number, *_ in salvage.shards(ShardMaker(engine, planned()).sites)] == [2]
+    assert salvage.digests({})[1] == {2: reference.manifest.shards[2].digest}
+
+
+def test_what_a_file_holds_counts_more_than_what_its_entry_says(engine: Engine, planned: Planned, reference: Dump) -> None:
+    """A digest that was edited in the manifest: the one computed from the intact file is expected of the repair."""
+    raw = Path(reference.url, "manifest.json").read_bytes()
+    digests = [shard.digest for shard in reference.manifest.shards]
+    salvage = Salvage(reference.files.store, raw.replace(digests[0].encode(), b"0" * 64), planned(), engine.fingerprint)
+    assert salvage.digests({})[1][0] == "0" * 64
+    whole, shards = salvage.digests(dict(enumerate(digests)))
+    assert whole == reference.digest and shards == dict(enumerate(digests))
+
+
 @pytest.mark.parametrize("left", [b"", b"{", b"plan"])
 def test_a_manifest_without_its_plan_is_not_rebuilt(engine: Engine, planned: Planned, copy: Path, left: bytes) -> None:
     """Shards of other options must not be taken for these; the way out is named, and works."""
     before = (copy / DAMAGED).read_bytes()
     (copy / "manifest.json").write_bytes(left)
-    with pytest.raises(BadDump, match=r"does not name this plan.*delete manifest\.json"):
+    with pytest.raises(BadDump, match=r"does not name this plan.*choose another folder"):
         write_dump(engine, planned(), copy, resume=True)
     assert (copy / DAMAGED).read_bytes() == before and (copy / "manifest.json").read_bytes() == left
-    (copy / "manifest.json").unlink()
-    assert write_dump(engine, planned(), copy, resume=True) is not None
+    assert write_dump(engine, planned(), copy.parent / "another") is not None
 
 
 def test_other_options_do_not_rebuild_a_manifest(engine: Engine, planned: Planned, copy: Path) -> None:

@@ -189,7 +189,7 @@ def test_existing_dumps_are_not_overwritten(engine: Engine, planned: Planned, co
 def test_a_failure_before_the_first_shard_leaves_nothing(
     engine: Engine, planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: bool
 ) -> None:
-    """The corrected plan can then be written to the same place. A user's file stays."""
+    """The corrected plan can then be written to the same place. A folder that was there stays."""
 
     def fail(*_: object) -> None:
         raise BadRequest("too long")
@@ -197,11 +197,10 @@ def test_a_failure_before_the_first_shard_leaves_nothing(
     for folder in (tmp_path / "new", tmp_path / "old"):
         if folder.name == "old":
             folder.mkdir()
-            (folder / "notes.txt").write_text("mine")
         with monkeypatch.context() as patch, pytest.raises(BadRequest, match="too long"):
             patch.setattr(ShardMaker, "make", fail)
             write_dump(engine, planned(), folder, resume=resume)
-    assert not (tmp_path / "new").exists() and [file.name for file in (tmp_path / "old").iterdir()] == ["notes.txt"]
+    assert not (tmp_path / "new").exists() and list((tmp_path / "old").iterdir()) == []
     assert write_dump(engine, planned(examples=5), tmp_path / "new") is not None
 
 
@@ -226,15 +225,16 @@ def test_files_of_the_user_stay(
 ) -> None:
     """Whether the dump is finished or fails early, it removes only files that writers make, those of killed ones included."""
     left = ("manifest.json.77-0123abcd.tmp", "index.parquet.77-0123abcd.tmp", "shard-00001.safetensors.77-0123abcd.tmp")
+    assert dump_writer.DumpWriter(tmp_path, planned(), engine.fingerprint).head.create()
     for name in (*MINE, *left):
         (tmp_path / name).write_text("mine")
     if fails:
         monkeypatch.setattr(ShardMaker, "make", lambda *given: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            write_dump(engine, planned(), tmp_path)
+            write_dump(engine, planned(), tmp_path, resume=True)
         made = set(left[:2])  # the writer who finishes removes these
     else:
-        finished = write_dump(engine, planned(), tmp_path)
+        finished = write_dump(engine, planned(), tmp_path, resume=True)
         assert finished is not None and finished.digest == reference.digest
         made = set(reference.files.store.sizes())
     assert {path.name for path in tmp_path.iterdir()} == {*MINE, *made}
@@ -244,11 +244,93 @@ def test_files_of_the_user_stay(
 def test_files_of_the_user_that_look_like_locks_stay(engine: Engine, planned: Planned, reference: Dump) -> None:
     """On a store without flock, where claims on locks are files too."""
     store, mine = Store("memory://like-locks"), ("lock-Notes", "takeover-Notes", "takeover-notes")
-    store.make()
+    assert dump_writer.DumpWriter(store.url, planned(), engine.fingerprint).head.create()
     for name in mine:
         store.fs.pipe_file(f"{store.root}/{name}", b"mine")
-    assert write_dump(engine, planned(), store.url) is not None
+    assert write_dump(engine, planned(), store.url, resume=True) is not None
     assert sorted(store.sizes()) == sorted({*reference.files.store.sizes(), *mine})
+
+
+FOREIGN = (
+    "index.parquet",
+    "shard-00000.safetensors",
+    "part-00000.json",
+    "shard-00000.safetensors.tmp",
+    "manifest.json",
+    "plan.json",
+    ".hidden",
+    "notes.txt",
+    "sub",
+)
+
+
+@pytest.mark.parametrize("how", ["new", "resumed", "a part"])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_folder_of_somebody_else(engine: Engine, planned: Planned, tmp_path: Path, name: str, how: str) -> None:
+    """Whatever its files are named, nothing of it is changed, and nobody is told to delete it."""
+    file = tmp_path / name
+    file.mkdir() if name == "sub" else file.write_text('{"name": "mine"}')
+    with pytest.raises(BadDump, match=r"hoose a(nother| new or an empty) folder") as caught:
+        write_dump(engine, planned(), tmp_path, resume=how == "resumed", part=(1, 2) if how == "a part" else (0, 1))
+    assert (
+        [each.name for each in tmp_path.iterdir()] == [name] and "elete" not in str(caught.value) and name in str(caught.value)
+    )
+    assert name == "sub" or file.read_text() == '{"name": "mine"}'
+
+
+def test_a_bucket_of_somebody_else(engine: Engine, planned: Planned) -> None:
+    store = Store("memory://foreign")
+    store.fs.pipe_file(f"{store.root}/deeper/index.parquet", b"mine")
+    with pytest.raises(BadDump, match="not empty, and holds no dump but 'deeper'"):
+        write_dump(engine, planned(), store.url)
+    assert store.fs.find(store.root) == ["/foreign/deeper/index.parquet"]
+
+
+def test_folders_in_place_of_files(engine: Engine, planned: Planned, copy: Path) -> None:
+    """A dump of ours, in which somebody put folders where files belong: they are named, and no network is blamed."""
+    (copy / "shard-00001.safetensors").unlink()
+    (copy / "shard-00001.safetensors").mkdir()
+    with pytest.raises(BadDump, match=r"shard-00001\.safetensors is missing"):
+        Dump.open(copy)
+    with pytest.raises(BadDump, match=r"shard-00001\.safetensors is a folder, where a file of a dump belongs"):
+        Dump.open(copy, check_files=False).to_torch("S", 0)
+    with pytest.raises(DumpWriteFailed, match=r"shard-00001\.safetensors: Is a directory.*Move that folder away, and resume"):
+        write_dump(engine, planned(), copy, resume=True)
+    (copy / "plan.json").unlink()
+    (copy / "plan.json").mkdir()
+    with pytest.raises(BadDump, match=r"plan\.json is a folder, where a file of a dump belongs"):
+        write_dump(engine, planned(), copy, resume=True)
+
+
+def test_a_folder_that_another_writer_begins_meanwhile(
+    engine: Engine, planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A listing can miss plan.json and show the first shard: parts of one dump start at the same time."""
+    assert write_dump(engine, planned(), tmp_path, part=(0, 2)) is None
+    monkeypatch.setattr(Store, "names", lambda self: ["shard-00000.safetensors"])
+    assert write_dump(engine, planned(), tmp_path, part=(1, 2)) is not None
+
+
+def test_a_clean_up_that_is_killed(engine: Engine, planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first attempt fails, and is killed while it removes its files: plan.json goes last, so that the rest is still ours."""
+    removed = list[str]()
+    write, remove = Store.write, Store.remove
+
+    def stop(self: Store, name: str) -> None:
+        removed.append(name)
+        remove(self, name)
+
+    def full(self: Store, name: str, data: bytes) -> None:
+        if name == "part-00000.json":
+            raise DumpWriteFailed("full")
+        write(self, name, data)
+
+    monkeypatch.setattr(Store, "remove", stop)
+    monkeypatch.setattr(Store, "write", full)
+    with pytest.raises(DumpWriteFailed, match="full"):
+        write_dump(engine, planned(), tmp_path)
+    files = [name for name in removed if not name.startswith("lock")]
+    assert files[-1] == "plan.json" and "shard-00000.safetensors" in files and not list(tmp_path.iterdir())
 
 
 def test_a_failure_after_the_first_shard_leaves_it(
@@ -266,7 +348,7 @@ def test_a_failure_after_the_first_shard_leaves_it(
         patch.setattr(ShardMaker, "make", fail_at_two)
         write_dump(engine, planned(), tmp_path)
     assert (tmp_path / "plan.json").exists() and (tmp_path / "part-00000.json").exists()
-    with pytest.raises(DumpExists, match="delete the folder"):
+    with pytest.raises(DumpExists, match=r"Resume it, or choose another folder\.$"):
         write_dump(engine, planned(examples=5), tmp_path)
     resumed = write_dump(engine, planned(), tmp_path, resume=True)
     assert resumed is not None and resumed.digest == reference.digest
@@ -539,9 +621,11 @@ def test_two_writers_of_one_file_do_not_mix(tmp_path: Path) -> None:
 
 def test_what_killed_writers_left_incomplete_is_removed(engine: Engine, planned: Planned, tmp_path: Path) -> None:
     """When their part is begun again. Files of other parts stay: their writer may live."""
+    writer = dump_writer.DumpWriter(tmp_path, planned(), engine.fingerprint)
+    assert writer.head.create()
     for name in ("shard-00000.safetensors.77-ab.tmp", "part-00001.json.77-ab.tmp", "part-00002.parquet.tmp"):
         (tmp_path / name).write_bytes(b"half")
-    with dump_writer.DumpWriter(tmp_path, planned(), engine.fingerprint).writing((0, 2), resume=False):
+    with writer.writing((0, 2), resume=False):
         assert [path.name for path in tmp_path.glob("*.tmp")] == ["part-00001.json.77-ab.tmp"]
 
 

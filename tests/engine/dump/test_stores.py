@@ -99,6 +99,14 @@ def test_a_mistyped_bucket_is_not_created(engine: Engine, planned: Planned, buck
     assert code == 3 and said.startswith("DumpWriteFailed: ") and bucket.buckets == {"mine"}
 
 
+@pytest.mark.parametrize("command", ["inspect", "verify", "probe"])
+def test_a_mistyped_bucket_is_no_bad_dump(bucket: type[BucketFileSystem], command: str) -> None:
+    code, said = run(command, "bucket://mime/dump")
+    assert code == 3 and said.startswith("StoreFailed: ") and "there is no bucket 'mime'" in said
+    code, said = run(command, "bucket://mine/nothing")
+    assert code == 2 and "bucket://mine/nothing does not exist" in said
+
+
 FAILURES = [
     NoCredentials("Unable to locate credentials"),
     ConnectionRefusedError(111, "refused"),

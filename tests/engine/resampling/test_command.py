@@ -1,6 +1,8 @@
 """`replaylens resample`: one command from a chain to counts, rows and a dump that verifies."""
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -99,6 +101,23 @@ def test_choices_at_the_fork(tmp_path: Path) -> None:
 def test_bad_options(tmp_path: Path, words: tuple[str, ...], message: str) -> None:
     done = call(*words, "--out", str(tmp_path / "out"), "--quiet")
     assert done.exit_code == 2 and message in done.output and "Traceback" not in done.output
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of room is out of reach, as it is for a dump: once there is room, the same command goes on."""
+    words = ("--prompt", PROMPT, "--n", "2", "--max-new", "2", "--quiet", "--out", str(tmp_path / "out"))
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        done = call(*words)
+    assert done.exit_code == 3 and done.stderr.startswith("DumpWriteFailed: ") and "No space left" in done.stderr
+    assert call(*words).exit_code == 0
+    (tmp_path / "file").write_text("mine")
+    done = call(*words[:-1], str(tmp_path / "file"))
+    assert done.exit_code == 3 and done.stderr.startswith("DumpWriteFailed: ") and "File exists" in done.stderr
 
 
 def test_a_line_that_is_no_chain(tmp_path: Path) -> None:

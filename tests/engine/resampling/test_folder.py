@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from replaylens.engine.errors import BadRollouts, OtherPlan
+from replaylens.engine.errors import BadRollouts, DumpWriteFailed, OtherPlan, UnsealedRollouts
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.resampling import folder
 from replaylens.engine.resampling.answers import Answer
@@ -64,8 +65,11 @@ def test_resumed_in_the_middle(tmp_path: Path, reference: Rollouts) -> None:
     with pytest.raises(BadRollouts, match="1 unfinished waves"):
         Rollouts.load(tmp_path)
     before = {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
-    (tmp_path / "wave-00002.json.77.part").write_bytes(b"{")  # a process was killed while it wrote
+    left = [f"wave-00002.json.{7:032x}.part", f"plan.json.{8:032x}.part"]  # processes were killed while they wrote
+    for name in (*left, "mine.part"):
+        (tmp_path / name).write_bytes(b"{")
     assert drawn(path(), tmp_path, wave=2).digest == reference.digest, "the folder keeps its size of waves"
+    assert [file.name for file in tmp_path.glob("*.part")] == ["mine.part"], "only what is ours is removed"
     assert all(file.stat().st_mtime_ns == time for file, time in before.items())
 
 
@@ -127,7 +131,7 @@ def test_missing_rows(tmp_path: Path, reference: Rollouts) -> None:
     assert drawn(path(), tmp_path).digest == reference.digest
 
 
-@pytest.mark.parametrize("change", ["outcome", "tokens", "seed", "position", "order", "rows"])
+@pytest.mark.parametrize("change", ["outcome", "tokens", "seed", "position", "order", "rows", "plan", "fewer"])
 def test_changed_records(tmp_path: Path, change: str) -> None:
     """Whatever was changed in the file of a wave, it is refused, also if the digest was made anew for what the plan knows."""
     drawn(path(), tmp_path)
@@ -143,11 +147,16 @@ def test_changed_records(tmp_path: Path, change: str) -> None:
             raw["rollouts"].reverse()
         case "rows":
             raw["sha256"] = None
+        case "plan":
+            del raw["plan"]
+        case "fewer":
+            raw["rollouts"].pop()
+            raw["digest"] = folder._digest(raw["rollouts"], raw["sha256"], raw["plan"])
         case _:
             first[change] += 1
-            raw["digest"] = folder._digest(raw["rollouts"], raw["sha256"])
+            raw["digest"] = folder._digest(raw["rollouts"], raw["sha256"], raw["plan"])
     file.write_text(json.dumps(raw))
-    with pytest.raises(BadRollouts, match=r"was changed|other rollouts"):
+    with pytest.raises(BadRollouts, match=r"was changed|other rollouts|has 3 rollouts instead of 4"):
         Rollouts.load(tmp_path)
 
 
@@ -159,12 +168,13 @@ def test_other_folders(tmp_path: Path) -> None:
         drawn(engine().prompt([1, 2, 9]).force([4, 5, 6, 7]), tmp_path / "a")
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "mine.txt").write_text("x")
-    with pytest.raises(BadRollouts, match="not empty"):
+    with pytest.raises(BadRollouts, match=r"not empty, and holds no rollouts but mine\.txt"):
         drawn(path(), tmp_path / "b")
     for content in ("{", "[]", '{"wave": 0}', '{"wave": 2, "plan": {}}'):
         (tmp_path / "b" / "plan.json").write_text(content)
-        with pytest.raises((BadRollouts, ValueError)):
-            Rollouts.load(tmp_path / "b")
+        for look in (lambda: Rollouts.load(tmp_path / "b"), lambda: drawn(path(), tmp_path / "b")):
+            with pytest.raises(BadRollouts, match=r"plan\.json is (not JSON|invalid|damaged)"):
+                look()
     with pytest.raises(BadRollouts):
         Rollouts.load(tmp_path / "missing")
 
@@ -232,9 +242,106 @@ def test_a_file_that_cannot_be_written_leaves_no_part(tmp_path: Path, monkeypatc
         raise OSError("No space left on device")
 
     monkeypatch.setattr(folder.os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(DumpWriteFailed, match=r"a\.json: No space left.*Finished waves are kept"):
         folder._write(tmp_path / "a.json", b"{}")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_part_of_a_live_process_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process starts on the folder while a part is written."""
+    plan, _ = path().plan_rollouts(6, [4, 6], HOT, 6)
+    seen = list[list[Path]]()
+
+    def another(descriptor: int) -> None:
+        monkeypatch.undo()
+        folder._remove_parts(tmp_path)
+        seen.append(list(tmp_path.glob("*.part")))
+
+    monkeypatch.setattr(folder.os, "fsync", another)
+    folder.WaveFolder.create(tmp_path, plan, 3)
+    assert len(seen[0]) == 1 and [file.name for file in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_part_that_was_removed_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a shared disk whose locks do not reach other machines, one of them may take the part for a dead one's."""
+
+    def another(descriptor: int) -> None:
+        monkeypatch.undo()
+        next(tmp_path.glob("*.part")).unlink()
+
+    monkeypatch.setattr(folder.os, "fsync", another)
+    folder._write(tmp_path / "a.json", b"{}")
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("a.json", b"{}")]
+
+
+@pytest.mark.parametrize("kind", ["a file", "below a file", "a link to nothing"])
+def test_impossible_folders(tmp_path: Path, kind: str) -> None:
+    target = tmp_path / "a"
+    if kind == "a link to nothing":
+        target.symlink_to(tmp_path / "nothing")
+    else:
+        target.write_text("mine")
+    with pytest.raises(DumpWriteFailed, match="Cannot create the folder"):
+        drawn(path(), target / "b" if kind == "below a file" else target)
+
+
+def test_a_link_to_a_folder(tmp_path: Path, reference: Rollouts) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert drawn(path(), tmp_path / "link").digest == Rollouts.load(tmp_path / "real").digest == reference.digest
+
+
+@pytest.mark.parametrize("name", ["movie.part", ".hidden", "wave-00000.safetensors", "sub"])
+def test_a_folder_of_somebody_else(tmp_path: Path, name: str) -> None:
+    """Whatever the names are, nothing is written beside files that are not ours."""
+    (tmp_path / "sub").mkdir() if name == "sub" else (tmp_path / name).write_bytes(b"mine")
+    with pytest.raises(BadRollouts, match=name) as caught:
+        drawn(path(), tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == [name] and "elete" not in str(caught.value)
+
+
+def test_a_changed_plan(tmp_path: Path, reference: Rollouts) -> None:
+    """Two other tokens of the prompt: no rollout shows it, so the plan has its own hash."""
+    drawn(path(), tmp_path)
+    file = tmp_path / "plan.json"
+    raw = json.loads(file.read_text())
+    raw["plan"]["tokens"][:2] = [8, 9]
+    file.write_text(json.dumps(raw))
+    for look in (lambda: Rollouts.load(tmp_path), lambda: drawn(path(), tmp_path)):
+        with pytest.raises(BadRollouts, match=r"plan\.json was changed"):
+            look()
+    raw["wave"] += 1
+    del raw["sha256"]
+    file.write_text(json.dumps(raw))
+    with pytest.warns(UnsealedRollouts), pytest.raises(BadRollouts, match="drawn for another plan"):
+        Rollouts.load(tmp_path)  # who removes the hash meets that of the waves
+
+
+def test_a_plan_of_another_folder(tmp_path: Path) -> None:
+    """Its hash is right, and positions, numbers and seeds are those of the waves; the prompt is not."""
+    drawn(path(), tmp_path / "a")
+    drawn(engine().prompt([1, 2, 9]).force([4, 5, 6, 7]), tmp_path / "b")
+    (tmp_path / "a" / "plan.json").write_bytes((tmp_path / "b" / "plan.json").read_bytes())
+    with pytest.raises(BadRollouts, match="drawn for another plan"):
+        Rollouts.load(tmp_path / "a")
+
+
+def test_a_folder_of_an_older_version(tmp_path: Path, reference: Rollouts) -> None:
+    """It has no hash of the plan: reading it warns, and the call that made it adds the hash."""
+    drawn(path(), tmp_path)
+    for file in (tmp_path / "plan.json", *tmp_path.glob("wave-*.json")):
+        raw = json.loads(file.read_text())
+        if "rollouts" in raw:
+            raw["digest"] = folder._digest(raw["rollouts"], raw["sha256"], None)
+            del raw["plan"]
+        else:
+            del raw["sha256"]
+        file.write_text(json.dumps(raw))
+    with pytest.warns(UnsealedRollouts, match="no SHA-256.*Resume"):
+        assert Rollouts.load(tmp_path).digest == reference.digest
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnsealedRollouts)
+        assert drawn(path(), tmp_path).digest == Rollouts.load(tmp_path).digest == reference.digest
 
 
 def test_a_folder_that_another_worker_starts_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
