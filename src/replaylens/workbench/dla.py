@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
     name: str
     kind: str
-    """embedding, positions, attention, MLP, head, neuron, bias or rounding"""
+    """embedding, positions, attention, MLP, head, neuron, attention bias, MLP bias, final bias or rounding"""
     layer: int | None
     number: int | None
     """of a head or neuron"""
@@ -61,54 +61,56 @@ class DlaResult:
         return made.sort_values("value", ascending=False, key=abs, kind="stable", ignore_index=True)
 
     def plot(self) -> Figure:
-        """Layers: bars in the order of a pass. Heads: a heat map, layers by heads, beside the rest. Neurons: the largest."""
-        title = f"Direct logit attribution: {plain(self.metric)}, {self.total:.2f} in all"
-        if self.by == "layer":
-            return self._bars(title)
-        if self.by == "neuron":
+        """Layers: bars in the order of a pass. Heads: a heat map, layers by heads. Neurons: the largest parts."""
+        title = f"Direct logit attribution\n{plain(self.metric)}: {self.total:.2f}"
+        if self.by == "head":
+            made = figure([self._grid()], "part of the logit difference", "layer", "head")
+            title = f"{title}\n{self._rest()}"
+        elif self.by == "layer":
+            made = self._bars()
+        else:
             top = self.frame.head(MAX_BARS).rename(columns={"part": "what", "value": "accuracy"})
-            made = bars(top.assign(low=math.nan, high=math.nan), title)
+            made = bars(top.assign(low=math.nan, high=math.nan), "")
             made.axes[0].set_xlabel("part of the logit difference")
-            return made
-        made = figure(self._grids(), "part of the logit difference", "layer", "")
-        made.suptitle("\n".join([title, self._others()]), fontsize=9)
+        made.suptitle(title, fontsize=9)
         return made
 
-    def _bars(self, title: str) -> Figure:
-        names = list(dict.fromkeys(part.name if part.layer is None else str(part.layer) for part in self.parts))
+    def _bars(self) -> Figure:
+        """One place for each layer, and for each part of none."""
+        place = lambda part: part.name if part.layer is None else str(part.layer)  # noqa: E731
+        names = list(dict.fromkeys(map(place, self.parts)))
         made = Picture(figsize=(min(2.5 + 0.32 * len(names), 24), 3.6), layout="constrained")
         axis = made.subplots()
-        for kind, shift, colour in (("attention", -0.2, "tab:blue"), ("MLP", 0.2, "tab:orange"), (None, 0.0, "0.5")):
-            own = [part for part in self.parts if (part.kind == kind if kind else part.layer is None)]
-            at = [names.index(part.name if part.layer is None else str(part.layer)) + shift for part in own]
-            axis.bar(at, [part.value for part in own], 0.4, color=colour, label=kind or "not of a layer")
+        for kind, shift, colour in (("attention", -0.2, "tab:blue"), ("MLP", 0.2, "tab:orange"), ("others", 0.0, "0.5")):
+            own = [part for part in self.parts if (part.layer is None if kind == "others" else part.kind == kind)]
+            at = [names.index(place(part)) + shift for part in own]
+            axis.bar(at, [part.value for part in own], 0.4, color=colour, label=kind)
         axis.axhline(0, color="black", linewidth=0.5)
-        axis.set(title=title, ylabel="part of the logit difference", xlabel="layer", xticks=range(len(names)))
+        axis.set(ylabel="part of the logit difference", xlabel="layer", xticks=range(len(names)))
         axis.set_xticklabels(names, rotation=90, fontsize=7)
         axis.legend(fontsize=7)
         return made
 
-    def _grids(self) -> list[Grid]:
-        """Heads, and what else each layer adds."""
-        of_layers = [part for part in self.parts if part.layer is not None]
-        layers = sorted({part.layer for part in of_layers if part.layer is not None})
-        heads = 1 + max(part.number for part in of_layers if part.number is not None)
-        rest = list(dict.fromkeys(part.kind for part in of_layers if part.kind != "head"))
-        values = np.full((len(layers), heads), np.nan), np.full((len(layers), len(rest)), np.nan)
-        for part in of_layers:
-            number = rest.index(part.kind) if part.number is None else part.number
-            values[part.number is None][layers.index(part.layer), number] = part.value
-        rows = [str(layer) for layer in layers]
-        made = [Grid("attention heads", rows, [str(head) for head in range(heads)], values[0], around=0.0)]
-        return [*made, Grid("others", rows, rest, values[1], around=0.0)]
+    def _grid(self) -> Grid:
+        """The heads, layers by heads."""
+        found = [part for part in self.parts if part.kind == "head"]
+        layers = list(dict.fromkeys(str(part.layer) for part in found))
+        values = np.array([part.value for part in found]).reshape(len(layers), -1)
+        return Grid("attention heads", layers, [str(head) for head in range(values.shape[1])], values, around=0.0)
 
-    def _others(self) -> str:
-        return ", ".join(f"{part.name} {part.value:.2f}" for part in self.parts if part.layer is None)
+    def _rest(self) -> str:
+        """All parts but heads and neurons: those of no layer, and sums over layers of the others."""
+        sums: dict[str, float] = {}
+        for part in self.parts:
+            if part.number is None:
+                name = part.name if part.layer is None else f"{part.kind} of all layers"
+                sums[name] = sums.get(name, 0.0) + part.value
+        return ", ".join(f"{name} {value:.2f}" for name, value in sums.items())
 
     def _repr_html_(self) -> str:
-        lead = paragraph(f"{self.metric}: {self.total:.3f} in all. {self._others()}.")
+        lead = paragraph(f"{self.metric}: {self.total:.3f} in all. {self._rest()}.")
         if self.by == "head":
-            return view(self._grids(), lead)
+            return view([self._grid()], lead)
         top = self.frame.head(MAX_BARS)
         return view([Grid("Largest parts", [""], list(top["part"]), top["value"].to_numpy()[None], around=0.0)], lead)
 
@@ -196,7 +198,7 @@ class _Read:
             yield from self._mlp(rows, layer, block, stream)
         if model.unembed_bias is not None:
             constant += float(_wide(model.unembed_bias[right]) - _wide(model.unembed_bias[wrong])) * scale
-        yield Part("final bias", "bias", None, None, constant)
+        yield Part("final bias", "final bias", None, None, constant)
 
     def _attention(self, rows: dict[str, Tensor], layer: int, block: Block, stream: Tensor) -> Iterator[Part]:
         sites = list(self._attention_sites(block))
