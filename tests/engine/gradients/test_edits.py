@@ -17,6 +17,7 @@ EDITS = {
     "add": Edit("S", "add", WIDE[0], [2, 20], [1], factor=2.0),
     "set": Edit("T", "set", WIDE[:2], [3, 4], [0]),
     "zero": Edit("C", "zero", None, slice(5, None), [0]),
+    "scale": Edit("blocks.0.attn.hook_z", "scale", None, slice(3, None), factor=-0.7, heads=[1, 3]),
     "project_out": Edit("blocks.1.ln2.hook_in", "project_out", WIDE, None),
     "resample": Edit("embed.hook_out", "resample", WIDE, [1, 2, 3], seed=4),
     "queries": Edit("blocks.1.attn.hook_rot_q", "zero", None, -1),
