@@ -1,5 +1,6 @@
 """Edits of heads and of attention edges, by pattern, norm-preserving and conditional: TransformerLens' numbers, same bits."""
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -8,7 +9,9 @@ from torch import Tensor
 
 from replaylens.engine.errors import BadEdit, UnknownSite
 from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import place
+from replaylens.engine.request.records import EditRecord, PlacedEditRecord
 from tests.devices import DEVICES
 from tests.engine.request.test_edits import LENGTH, ROWS, TOKENS, VECTOR, bits, edited_logits, engine, lens_logits
 from tests.toy_model import engine as toy_engine
@@ -238,3 +241,9 @@ def test_a_pattern_of_names_selects_sites() -> None:
     assert len(place(Edit("blocks.*.attn.hook_z", "zero", layers=[0, 2]), table, LENGTH)) == 2
     with pytest.raises(UnknownSite, match="No site matches"):
         place(Edit("blocks.*.hook_nothing", "zero"), table, LENGTH)
+
+
+def test_files_know_every_field_of_an_edit() -> None:
+    """Records are read strictly: a field that they lack would make a plan or a trace with such an edit unreadable."""
+    names = lambda kind: {field.name for field in fields(kind)}  # noqa: E731
+    assert names(EditRecord) == names(Edit) and names(PlacedEditRecord) == names(PlacedEdit) - {"key"}
