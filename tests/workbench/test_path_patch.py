@@ -11,7 +11,7 @@ from replaylens.engine.errors import BadRequest
 from replaylens.engine.model import weights
 from tests.engine.replay.bridges import bridge
 from tests.families import hugging_face
-from tests.workbench.test_grids import CLEAN, COIN, CORRUPT, PAIR, difference
+from tests.workbench.test_grids import CLEAN, COIN, CORRUPT, LONGER, PAIR, difference
 
 CLEAN_TEXT, CORRUPT_TEXT = COIN.format("heads"), COIN.format("tails")
 
@@ -66,6 +66,27 @@ def test_a_path_has_the_bits_of_its_edits_alone() -> None:
     logits = alone.logits(corrupt, edits=edits, tokens=tokens)
     assert torch.equal(result.raw["heads"][0, 3], logits[0] - logits[1])
     assert not torch.equal(result.raw["heads"][0, 3], result.raw["heads"][0, 0]), "control: another sender, another value"
+
+
+def test_a_path_between_prompts_of_different_lengths() -> None:
+    """The sender takes the rows of its counterparts, and no others. Control: another alignment gives another number."""
+    served, tokens = Engine.load("coin-plain"), (" tails", " heads")
+    base = served.prompt(LONGER, sites=[z(l) for l in range(4)])
+    rows = served.prompt(CLEAN_TEXT, sites=[z(0)]).activations[z(0)]
+    short, long = len(rows), base.length
+    pairs = {"end": list(zip(range(short), range(long - short, long), strict=True)), "start": [(i, i) for i in range(short)]}
+    pairs["pairs"] = [(4, 4), (short - 1, long - 1)]
+    found = {}
+    for name, positions in pairs.items():
+        align = positions if name == "pairs" else name
+        result = path_patch(served, CLEAN_TEXT, LONGER, metric=tokens, align=align)  # type: ignore[arg-type]
+        here, there = [pair[0] for pair in positions], [pair[1] for pair in positions]
+        held = [Edit(z(l), "set", base.activations[z(l)], range(long)) for l in (1, 2, 3)]
+        edits = [Edit(z(0), "set", rows[here], there, heads=[3]), *held]
+        logits = served.logits(LONGER, edits=edits, tokens=tokens)
+        found[name] = result.raw["heads"][0, 3]
+        assert torch.equal(found[name], logits[0] - logits[1])
+    assert found["start"] != found["end"]
 
 
 def test_paths_that_do_not_exist_are_refused() -> None:

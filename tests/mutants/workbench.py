@@ -1,0 +1,121 @@
+"""Faults of the workbench and of attribution: numbers that are computed or drawn wrong."""
+
+from tests.mutants.mutant import Mutant
+
+DRAWN, DLA = "tests/workbench/test_drawn.py", "tests/workbench/test_dla.py"
+EDITS, MORE_EDITS = "tests/engine/gradients/test_edits.py", "tests/engine/request/test_more_edits.py"
+
+WORKBENCH = (
+    Mutant(
+        "path-patch-without-align",
+        "replaylens.workbench.path_patch",
+        'changed[outputs[layer]][two.there], positions=two.at, heads=[head])',
+        'changed[outputs[layer]][[min(i, len(two.source) - 1) for i in two.at]], positions=two.at, heads=[head])',
+        "a sender takes the rows of its counterparts",
+        ("tests/workbench/test_path_patch.py::test_a_path_between_prompts_of_different_lengths",),
+    ),
+    Mutant(
+        "bfloat16-condition-not-rounded",
+        "replaylens.engine.gradients.backward",
+        "return replace(edit, value=value, when=when)",
+        "return replace(edit, value=value)",
+        "a gradient stops only where the pass edited",
+        (f"{EDITS}::test_a_bfloat16_condition_holds_where_it_held_in_the_pass",),
+    ),
+    Mutant(
+        "bfloat16-direction-not-rounded",
+        "replaylens.engine.gradients.backward",
+        "return replace(edit, value=value, when=when)",
+        "return replace(edit, when=when)",
+        "a gradient is projected by the direction of the pass",
+        (f"{EDITS}::test_a_bfloat16_direction_is_projected_out_as_the_pass_rounds_it",),
+    ),
+    Mutant(
+        "heads-drawn-as-means",
+        "replaylens.engine.attribution.effects",
+        "grids = {what: grid.sum(1) for what, grid in grids.items()}",
+        "grids = {what: grid.mean(1) for what, grid in grids.items()}",
+        "a head's cell is the sum of its effects over positions",
+        (f"{DRAWN}::test_attributed_heads_are_sums_over_positions",),
+    ),
+    Mutant(
+        "weakest-features-in-the-lens",
+        "replaylens.workbench.lens",
+        "order = values.argsort(descending=True, stable=True)[:n]",
+        "order = values.argsort(stable=True)[:n]",
+        "the strongest features of a token are listed",
+        (f"{DRAWN}::test_the_strongest_features_come_first",),
+    ),
+    Mutant(
+        "weakest-features-in-the-view",
+        "replaylens.engine.features.rows",
+        "top = values.argsort(descending=True, stable=True)[:_SHOWN_FEATURES].tolist()",
+        "top = values.argsort(stable=True)[:_SHOWN_FEATURES].tolist()",
+        "the strongest features of a row are listed",
+        (f"{DRAWN}::test_the_strongest_features_come_first",),
+    ),
+    Mutant(
+        "colours-centred-on-zero",
+        "replaylens.workbench.patch_result",
+        'around = 0.0 if values == "effect" else self.base',
+        "around = 0.0",
+        "a patch that changes nothing has the colour of the middle",
+        (f"{DRAWN}::test_a_grid_of_patches",),
+    ),
+    Mutant(
+        "lowest-weight-named",
+        "replaylens.workbench.routing",
+        "order = self.weights.argsort(dim=-1, descending=True, stable=True)",
+        "order = self.weights.argsort(dim=-1, stable=True)",
+        "a cell names its heaviest expert",
+        (f"{DRAWN}::test_routing_shows_the_heaviest_expert",),
+    ),
+    Mutant(
+        "patterns-upside-down",
+        "replaylens.workbench.attention",
+        "self.tokens[::-1], self.tokens, hidden[::-1])",
+        "self.tokens[::-1], self.tokens, hidden)",
+        "queries go from top to bottom",
+        (f"{DRAWN}::test_attention_patterns_are_drawn_as_they_are",),
+    ),
+    Mutant(
+        "table-upside-down",
+        "replaylens.workbench.drawing",
+        "for j in range(columns)) for i in reversed(range(len(grid.rows))))",
+        "for j in range(columns)) for i in range(len(grid.rows)))",
+        "the first layer is at the bottom of a table",
+        (f"{DRAWN}::test_a_table_of_patches",),
+    ),
+    Mutant(
+        "attribution-without-the-final-weight",
+        "replaylens.workbench.dla",
+        "found = _wide(norm.weight) * direction /",
+        "found = direction /",
+        "the weights of norms are part of a direct attribution",
+        (f"{DLA}::test_parts_are_those_of_a_float64_reference",),
+    ),
+    Mutant(
+        "attribution-without-centring",
+        "replaylens.workbench.dla",
+        'return found - found.mean() if norm.kind == "layer" else found, constant',
+        "return found, constant",
+        "a LayerNorm subtracts the mean of each part",
+        (f"{DLA}::test_parts_are_those_of_a_float64_reference",),
+    ),
+    Mutant(
+        "embedding-of-a-chosen-cache-left-out",
+        "replaylens.engine.replay.cache_model",
+        "return super().__contains__(name) or self._other(name) is not None",
+        "return super().__contains__(name)",
+        "a cache that holds the embedding by its other name has it",
+        ("tests/engine/replay/test_habits.py::test_a_cache_of_chosen_names_is_decomposed",),
+    ),
+    Mutant(
+        "scaled-twice",
+        "replaylens.engine.request.placing",
+        "return torch.full(shape, edit.factor)",
+        "return torch.full(shape, edit.factor * edit.factor)",
+        "a scaled row is the product with the factor",
+        (f"{MORE_EDITS}::test_scaled_rows_are_the_product",),
+    ),
+)
