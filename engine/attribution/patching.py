@@ -1,7 +1,8 @@
 """`attribution_patching`: the effects of all patches to first order, from two forward passes and one backward pass."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,20 +14,23 @@ from replaylens.engine.gradients.metric import AnyMetric, LogitsFunction, value_
 from replaylens.engine.model import modes
 from replaylens.engine.pictures.readings import word
 from replaylens.engine.request.edits import Edit
-from replaylens.engine.request.values import flag
+from replaylens.engine.request.values import flag, integer
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.differentiable import differentiable, metric_of, tape_of
 from replaylens.engine.thinking.core import ThinkingCore
 
+T = TypeVar("T")
 Prompt = str | Sequence[int]
+Prompts = Prompt | Sequence[Prompt]
+"""one, or a list of them"""
 
 
 def attribution_patching(
     engine: Core,
-    clean: Prompt,
-    corrupt: Prompt,
-    metric: AnyMetric | Branch,
+    clean: Prompts,
+    corrupt: Prompts,
+    metric: AnyMetric | Branch | list[AnyMetric | Branch],
     sites: str | Sequence[str] | None = None,
     *,
     heads: bool = False,
@@ -38,8 +42,9 @@ def attribution_patching(
     The estimate is the gradient at the row, times the difference of the rows. It costs two forward passes and one backward
     pass for all sites and positions. To patch corrupt rows into the clean prompt, swap the two.
 
-    clean, corrupt  prompts with the same number of tokens
-    metric          as in `Branch.gradients`, of the last position
+    clean, corrupt  prompts with the same number of tokens; or lists of them, all with the same number: the result is the mean
+                    over pairs, with intervals in its frame
+    metric          as in `Branch.gradients`, of the last position; for lists also a list with one for each pair
     sites           S, T and C, or site names; default: "STC", or attn.hook_z of every layer with `heads`
     heads           one effect for each head of sites with heads, instead of one for all of a row together
     compare         also patch every row, as forks of the corrupt prompt, for `real`, `correlation` and `worst`
@@ -50,6 +55,10 @@ def attribution_patching(
     >>> found.estimate.shape, found.certified, found.words[int(found.real[0].argmax())]
     (torch.Size([13, 15]), True, ' tails')
     """
+    if (pairs := pairs_of(clean, corrupt)) is not None:
+        options = dict(heads=heads, compare=compare, progress=progress)
+        run = lambda pair, own: attribution_patching(engine, *pair, own, sites, **options)  # type: ignore[arg-type]  # noqa: E731
+        return Attribution.mean(each_pair(run, pairs, metric))
     paths, heads = paths_of(engine, clean, corrupt), flag("heads", heads)
     names = _sites(engine, sites, heads)
     function, promised = metric_of(engine, metric)
@@ -130,6 +139,38 @@ def paths_of(engine: Core, *prompts: Prompt) -> list[list[int]]:
         counts = " and ".join(str(len(path)) for path in paths)
         raise BadRequest(f"The prompts have {counts} tokens. Rows are exchanged position by position: give equal lengths.")
     return paths
+
+
+def pairs_of(clean: Any, corrupt: Any) -> list[tuple[Any, Any]] | None:
+    """The pairs of two lists of prompts; None for two single prompts. BadRequest if their numbers differ."""
+    listed = [
+        isinstance(given, list | tuple) and len(given) > 0 and all(isinstance(each, str | list | tuple) for each in given)
+        for given in (clean, corrupt)
+    ]
+    if not any(listed):
+        return None
+    counts = [len(given) if many else 1 for given, many in zip((clean, corrupt), listed, strict=True)]
+    if not all(listed) or counts[0] != counts[1]:
+        raise BadRequest(f"Got {counts[0]} clean prompts and {counts[1]} corrupt ones. Give two lists of the same length.")
+    return list(zip(clean, corrupt, strict=True))
+
+
+def each_pair(run: Callable[[tuple[Any, Any], Any], T], pairs: list[tuple[Any, Any]], metric: Any) -> list[T]:
+    """What `run` makes of each pair and its metric; BadRequest names the pair that is refused.
+
+    metric  one for all pairs, or a list with one for each. A list of two tokens is a pair of tokens, for all
+    """
+    single = isinstance(metric, str) or not isinstance(metric, list)
+    single = single or (len(metric) == 2 and all(isinstance(each, str) or integer(each) is not None for each in metric))
+    if not single and len(metric) != len(pairs):
+        raise BadRequest(f"Got {len(metric)} metrics for {len(pairs)} pairs. Give one for each, or one for all.")
+    found = []
+    for number, pair in enumerate(pairs):
+        try:
+            found.append(run(pair, metric if single else metric[number]))
+        except BadRequest as error:
+            raise type(error)(f"Pair {number} of {len(pairs)}: {error}") from None
+    return found
 
 
 def words_of(engine: Core, path: Sequence[int]) -> tuple[str, ...]:

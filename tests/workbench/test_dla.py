@@ -143,7 +143,9 @@ def test_mixtures_split_into_layers_and_heads(name: str) -> None:
     served = Engine(weights.load(hugging_face(name), torch.float32))
     for by in ("layer", "head"):
         result = dla(served, PATH, PAIR, by=by)  # type: ignore[arg-type]
-        assert abs(result.parts[-1].value) < CLOSE and sum(part.kind == "MLP" for part in result.parts) == served.config.num_layers
+        assert (
+            abs(result.parts[-1].value) < CLOSE and sum(part.kind == "MLP" for part in result.parts) == served.config.num_layers
+        )
     with pytest.raises(BadRequest, match="mixture of experts"):
         dla(served, PATH, PAIR, by="neuron")
 

@@ -68,25 +68,25 @@ def test_a_path_has_the_bits_of_its_edits_alone() -> None:
     assert not torch.equal(result.raw["heads"][0, 3], result.raw["heads"][0, 0]), "control: another sender, another value"
 
 
-def test_a_path_between_prompts_of_different_lengths() -> None:
-    """The sender takes the rows of its counterparts, and no others. Control: another alignment gives another number."""
-    served, tokens = Engine.load("coin-plain"), (" tails", " heads")
-    base = served.prompt(LONGER, sites=[z(l) for l in range(4)])
+@pytest.mark.parametrize("corrupt", [LONGER, CORRUPT_TEXT], ids=["longer", "as long"])
+def test_the_sender_takes_the_rows_of_its_counterparts(corrupt: str) -> None:
+    """Into the values of a later head, where every position counts. Control: each alignment gives another number."""
+    served, tokens, arrives = Engine.load("coin-plain"), (" tails", " heads"), "blocks.2.attn.v.hook_out"
+    base = served.prompt(corrupt, sites=[z(1)])
     rows = served.prompt(CLEAN_TEXT, sites=[z(0)]).activations[z(0)]
     short, long = len(rows), base.length
-    pairs = {"end": list(zip(range(short), range(long - short, long), strict=True)), "start": [(i, i) for i in range(short)]}
-    pairs["pairs"] = [(4, 4), (short - 1, long - 1)]
-    found = {}
-    for name, positions in pairs.items():
-        align = positions if name == "pairs" else name
-        result = path_patch(served, CLEAN_TEXT, LONGER, metric=tokens, align=align)  # type: ignore[arg-type]
-        here, there = [pair[0] for pair in positions], [pair[1] for pair in positions]
-        held = [Edit(z(l), "set", base.activations[z(l)], range(long)) for l in (1, 2, 3)]
-        edits = [Edit(z(0), "set", rows[here], there, heads=[3]), *held]
-        logits = served.logits(LONGER, edits=edits, tokens=tokens)
-        found[name] = result.raw["heads"][0, 3]
-        assert torch.equal(found[name], logits[0] - logits[1])
-    assert found["start"] != found["end"]
+    aligned: dict[Any, list[tuple[int, int]]] = {"end": [(i, i + long - short) for i in range(short)]}
+    aligned |= {"start": [(i, i) for i in range(short)]} if long > short else {}
+    found = []
+    for align, pairs in (*aligned.items(), ([(4, 6), (-1, -2)], [(4, 6), (short - 1, long - 2)])):
+        result = path_patch(served, CLEAN_TEXT, corrupt, metric=tokens, receivers=[(2, 0)], align=align)
+        here, there = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        sent = [Edit(z(0), "set", rows[here], there, heads=[3]), Edit(z(1), "set", base.activations[z(1)], range(long))]
+        values = served.prompt(corrupt, sites=[arrives], edits=sent).activations[arrives]
+        logits = served.logits(corrupt, edits=[Edit(arrives, "set", values, range(long), heads=[0])], tokens=tokens)
+        found.append(float(result.raw["heads"][0, 3]))
+        assert found[-1] == float(logits[0] - logits[1])
+    assert len(set(found)) == len(found)
 
 
 def test_paths_that_do_not_exist_are_refused() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from replaylens.engine.attribution.patching import Prompts, each_pair, pairs_of
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.values import instance
@@ -22,10 +23,10 @@ LayerCell = tuple[int, int]
 
 def patch(
     engine: Core,
-    clean: str | list[int],
-    corrupt: str | list[int],
+    clean: Prompts,
+    corrupt: Prompts,
     *,
-    metric: RowMetric,
+    metric: RowMetric | list[RowMetric],
     sites: str = "S",
     layers: Sequence[int] | None = None,
     positions: At = None,
@@ -36,9 +37,11 @@ def patch(
 ) -> PatchResult:
     """Copy activations of one prompt into the other, one cell of the grid at a time, and measure the next token.
 
-    clean, corrupt  prompts with the same number of tokens, or with `align`
+    clean, corrupt  prompts with the same number of tokens, or with `align`; or lists of them, all with the same number of
+                tokens unless heads are patched: the result is the mean over pairs, with intervals in its frame
     metric      a pair of tokens (their logit difference), one token (its log-probability), a branch (the KL divergence from
-                its distribution), or a function of logits [rows, vocab] that returns [rows]; of the last position
+                its distribution), or a function of logits [rows, vocab] that returns [rows]; of the last position. For lists of
+                prompts also a list with one for each pair
     sites       letters: S (residual stream), T (attention output), C (MLP output); a grid of layers x positions each
     layers      those to patch; None: all
     positions   those to patch, in the prompt that is patched; None: all
@@ -56,7 +59,11 @@ def patch(
     >>> round(float(result.effect["S"][0].max()), 3)  # the residual stream that enters block 0 at the changed word
     1.0
     """
-    two, measure = Aligned.of(engine, clean, corrupt, direction, align, positions), Metric.of(engine, metric)
+    if (pairs := pairs_of(clean, corrupt)) is not None:
+        options = dict(sites=sites, layers=layers, positions=positions, heads=heads, direction=direction, align=align)
+        run = lambda pair, own: patch(engine, *pair, metric=own, progress=progress, **options)  # type: ignore[arg-type]  # noqa: E731
+        return PatchResult.mean(each_pair(run, pairs, metric))
+    two, measure = Aligned.of(engine, clean, corrupt, direction, align, positions), Metric.of(engine, metric)  # type: ignore[arg-type]
     cells = _cells(engine, sites, layers, heads, two)
     names = {site: _names(engine, site) for site in cells}
     rows = activations(engine, two.source, [names[site][layer] for site in cells for layer in _first(cells[site])])
@@ -77,6 +84,7 @@ def patch(
         {site: tuple(str(n) if site == "heads" else text[n] for n in numbers) for site, (_, numbers, _) in grids.items()},
         {site: numbers for site, (_, numbers, _) in grids.items()},
         {site: layers for site, (layers, _, _) in grids.items()},
+        len(two.base),
     )
 
 

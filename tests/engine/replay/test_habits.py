@@ -278,7 +278,9 @@ def test_a_cache_of_chosen_names_is_decomposed(llama: Engine) -> None:
         _, cache = llama.run_with_cache(TOKENS, names_filter=lambda name, ends=ends: name.endswith(ends))
         assert torch.equal(cache.decompose_resid(apply_ln=True), wanted) and len(wanted) == 1 + 2 * 3
     _, cache = llama.run_with_cache(TOKENS, names_filter=lambda name: name.endswith(("embed", "attn_out")))
-    with pytest.raises(UnknownSite, match=r"blocks\.0\.hook_mlp_out is not in this cache, which holds hook_embed, .*names_filter"):
+    with pytest.raises(
+        UnknownSite, match=r"blocks\.0\.hook_mlp_out is not in this cache, which holds hook_embed, .*names_filter"
+    ):
         cache.decompose_resid()
     assert "hook_mlp_out" not in cache.cache_dict and cache.cache_dict.get("blocks.0.attn.hook_out") is not None
     with pytest.raises(KeyError, match="not in this cache"):
