@@ -89,7 +89,7 @@ class Attribution:
 
     @property
     def frame(self) -> "pd.DataFrame":
-        """One line per row, the largest estimate first; of a mean over pairs, with its 95 % interval (NaN for a single pair)."""
+        """One line per row, the largest estimate first; of a mean over pairs, with its 95 % interval (NaN for one pair)."""
         import pandas as pd
 
         lines = []
@@ -165,8 +165,8 @@ def require_one_length(counts: Sequence[int]) -> None:
     for number, count in enumerate(counts):
         if count != counts[0]:
             raise BadRequest(
-                f"Pair {number} of {len(counts)} has {count} tokens, and the first has {counts[0]}. Positions are averaged one by "
-                "one: give pairs with the same number of tokens."
+                f"Pair {number} of {len(counts)} has {count} tokens, and the first has {counts[0]}. Positions are averaged one "
+                "by one: give pairs with the same number of tokens."
             )
 
 

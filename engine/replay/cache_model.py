@@ -44,7 +44,7 @@ class Cached(dict[str, Tensor]):
         return super().__contains__(name) or self._other(name) is not None
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
+        return self[name] if name in self else default  # noqa: SIM401 (a dict's own `get` knows no other names)
 
     def __missing__(self, name: str) -> Tensor:
         other = self._other(name)

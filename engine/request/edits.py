@@ -34,10 +34,10 @@ class Edit:
     site       a site name; a letter: S (residual stream), T (attention output) or C (MLP output); or a pattern of names, such
                as blocks.*.hook_out
     op         add: add value * factor; set: replace by value; zero: replace by zeros; scale: multiply by factor, rounded to
-               the model's dtype; project_out: remove the directions in value; resample: replace by a row of value, drawn by seed and position. On an attention pattern, mask: hide
-               keys from the softmax; zero or set: change weights after it, without scaling the others. On the router of a
-               mixture of experts (blocks.N.mlp.gate.hook_out), force or forbid: experts are chosen, or not; reweight: the
-               weights of experts are multiplied by factor
+               the model's dtype; project_out: remove the directions in value; resample: replace by a row of value, drawn by
+               seed and position. On an attention pattern, mask: hide keys from the softmax; zero or set: change weights after
+               it, without scaling the others. On the router of a mixture of experts (blocks.N.mlp.gate.hook_out), force or
+               forbid: experts are chosen, or not; reweight: the weights of experts are multiplied by factor
     positions  None: all; a number, several, or a slice with step 1; negative ones count from the branch's tip. Numbers name
                tokens that the branch has; a slice may include tokens still to come
     value      a tensor, an array or a list: [*site shape] for all positions, or, for `set` and `add` at given positions,
