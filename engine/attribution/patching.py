@@ -156,21 +156,27 @@ def pairs_of(clean: Any, corrupt: Any) -> list[tuple[Any, Any]] | None:
 
 
 def each_pair(run: Callable[[tuple[Any, Any], Any], T], pairs: list[tuple[Any, Any]], metric: Any) -> list[T]:
-    """What `run` makes of each pair and its metric; BadRequest names the pair that is refused.
-
-    metric  one for all pairs, or a list with one for each. A list of two tokens is a pair of tokens, for all
-    """
-    single = isinstance(metric, str) or not isinstance(metric, list)
-    single = single or (len(metric) == 2 and all(isinstance(each, str) or integer(each) is not None for each in metric))
-    if not single and len(metric) != len(pairs):
-        raise BadRequest(f"Got {len(metric)} metrics for {len(pairs)} pairs. Give one for each, or one for all.")
+    """What `run` makes of each pair and its metric; BadRequest names the pair that is refused."""
     found = []
-    for number, pair in enumerate(pairs):
+    for number, (pair, own) in enumerate(zip(pairs, one_for_each(metric, len(pairs), "pairs"), strict=True)):
         try:
-            found.append(run(pair, metric if single else metric[number]))
+            found.append(run(pair, own))
         except BadRequest as error:
             raise type(error)(f"Pair {number} of {len(pairs)}: {error}") from None
     return found
+
+
+def one_for_each(metric: Any, count: int, what: str) -> list[Any]:
+    """A metric for each of several prompts or pairs, from one for all or from a list with one for each.
+
+    A list of two tokens is a pair of tokens, for all. In a list, a token may be a tuple of one.
+    """
+    is_token = lambda value: isinstance(value, str) or integer(value) is not None  # noqa: E731
+    if not isinstance(metric, list) or (len(metric) == 2 and all(map(is_token, metric))):
+        return [metric] * count
+    if len(metric) != count:
+        raise BadRequest(f"Got {len(metric)} metrics for {count} {what}. Give one for each, or one for all.")
+    return [each[0] if isinstance(each, tuple) and len(each) == 1 else each for each in metric]
 
 
 def words_of(engine: Core, path: Sequence[int]) -> tuple[str, ...]:

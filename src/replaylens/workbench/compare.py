@@ -98,7 +98,8 @@ class CompareResult:
         axes[0].legend(fontsize=7)
         for axis, (site, values) in zip(axes[1:], sites.items(), strict=True):
             image = axis.pcolormesh(values.numpy(), vmin=0.0, cmap="viridis")
-            axis.set(title=_NAMES[site], ylabel="layer")
+            shown = range(0, len(values), 1 + len(values) // 12)
+            axis.set(title=_NAMES[site], ylabel="layer", yticks=[layer + 0.5 for layer in shown], yticklabels=shown)
             made.colorbar(image, ax=axis, label="|b - a| / |a|")
         axes[-1].set_xticks(middles, [plain(token) for token in chosen.tokens], rotation=90, fontsize=7)
         made.suptitle(f"Text {text} of {len(self.texts)}", fontsize=9)

@@ -26,7 +26,7 @@ By = Literal["layer", "head", "neuron"]
 MAX_BARS = 40
 
 
-class Part(NamedTuple):
+class LogitPart(NamedTuple):
     """A part of the model, and what it adds to the logit difference."""
 
     name: str
@@ -46,7 +46,7 @@ class DlaResult:
     by: By
     total: float
     """the logit difference of the model"""
-    parts: tuple[Part, ...]
+    parts: tuple[LogitPart, ...]
     """all of them; the last is what float32 or bfloat16 rounded away on the way"""
 
     def __repr__(self) -> str:
@@ -152,7 +152,7 @@ def dla(engine: Core, prompt: str | list[int], metric: MetricTokens | LogitDiffe
         branch.release()
     total = float(measure(logits[None]))
     parts = list(read.parts(rows, engine._target(difference.right), engine._target(difference.wrong)))
-    parts.append(Part("rounding", "rounding", None, None, total - math.fsum(part.value for part in parts)))
+    parts.append(LogitPart("rounding", "rounding", None, None, total - math.fsum(part.value for part in parts)))
     name = measure.name + (", before the softcap" if engine.config.logit_softcap else "")
     return DlaResult(name, by, total, tuple(parts))
 
@@ -184,43 +184,43 @@ class _Read:
         return _sites(block.mlp_sites, block.ln2_post, inner)
 
     @torch.inference_mode()
-    def parts(self, rows: dict[str, Tensor], right: int, wrong: int) -> Iterator[Part]:
+    def parts(self, rows: dict[str, Tensor], right: int, wrong: int) -> Iterator[LogitPart]:
         """rows  by site, in float64"""
         model, table = self.model, self.model.unembedding.detach()
         scale = model.config.logit_scale
         towards = (_wide(table[right]) - _wide(table[wrong])) * scale  # [d_model]: of the normed stream
         stream, constant = _before(model.ln_final, rows[self.blocks[-1].out_site], towards)
-        yield Part("embedding", "embedding", None, None, float(rows["embed.hook_out"] @ stream))
+        yield LogitPart("embedding", "embedding", None, None, float(rows["embed.hook_out"] @ stream))
         if model.pos_embed is not None:
-            yield Part("positions", "positions", None, None, float(rows["pos_embed.hook_out"] @ stream))
+            yield LogitPart("positions", "positions", None, None, float(rows["pos_embed.hook_out"] @ stream))
         for layer, block in enumerate(self.blocks):
             yield from self._attention(rows, layer, block, stream)
             yield from self._mlp(rows, layer, block, stream)
         if model.unembed_bias is not None:
             constant += float(_wide(model.unembed_bias[right]) - _wide(model.unembed_bias[wrong])) * scale
-        yield Part("final bias", "final bias", None, None, constant)
+        yield LogitPart("final bias", "final bias", None, None, constant)
 
-    def _attention(self, rows: dict[str, Tensor], layer: int, block: Block, stream: Tensor) -> Iterator[Part]:
+    def _attention(self, rows: dict[str, Tensor], layer: int, block: Block, stream: Tensor) -> Iterator[LogitPart]:
         sites = list(self._attention_sites(block))
         if self.by != "head":
-            yield Part(f"L{layer} attention", "attention", layer, None, float(rows[sites[0]] @ stream))
+            yield LogitPart(f"L{layer} attention", "attention", layer, None, float(rows[sites[0]] @ stream))
             return
         own, constant = _within(block.attn.o, block.ln1_post, block.scale, rows[sites[-1]], stream)
         each = (rows[sites[0]].flatten() * own).view(block.attn.heads, -1).sum(1)
-        yield from (Part(f"L{layer}H{i}", "head", layer, i, value) for i, value in enumerate(each.tolist()))
+        yield from (LogitPart(f"L{layer}H{i}", "head", layer, i, value) for i, value in enumerate(each.tolist()))
         if block.attn.o.bias is not None or constant:
-            yield Part(f"L{layer} attention bias", "attention bias", layer, None, constant)
+            yield LogitPart(f"L{layer} attention bias", "attention bias", layer, None, constant)
 
-    def _mlp(self, rows: dict[str, Tensor], layer: int, block: Block, stream: Tensor) -> Iterator[Part]:
+    def _mlp(self, rows: dict[str, Tensor], layer: int, block: Block, stream: Tensor) -> Iterator[LogitPart]:
         sites = list(self._mlp_sites(block))
         if self.by != "neuron" or not isinstance(block.mlp, Mlp):
-            yield Part(f"L{layer} MLP", "MLP", layer, None, float(rows[sites[0]] @ stream))
+            yield LogitPart(f"L{layer} MLP", "MLP", layer, None, float(rows[sites[0]] @ stream))
             return
         own, constant = _within(block.mlp.down, block.ln2_post, block.scale, rows[sites[-1]], stream)
         each = (rows[sites[0]] * own).tolist()
-        yield from (Part(f"L{layer}N{i}", "neuron", layer, i, value) for i, value in enumerate(each))
+        yield from (LogitPart(f"L{layer}N{i}", "neuron", layer, i, value) for i, value in enumerate(each))
         if block.mlp.down.bias is not None or constant:
-            yield Part(f"L{layer} MLP bias", "MLP bias", layer, None, constant)
+            yield LogitPart(f"L{layer} MLP bias", "MLP bias", layer, None, constant)
 
 
 def _sites(sites: tuple[str, tuple[str, str, str]], post: Norm | None, inner: str | None) -> Iterator[str]:

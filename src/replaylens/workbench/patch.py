@@ -102,8 +102,8 @@ def _other(engine: Core, source: Any, names: Sequence[str]) -> Core:
         shapes = [each.sites.sites[name].shape if name in each.sites.sites else None for each in (engine, other)]
         if shapes[0] != shapes[1]:
             raise BadRequest(
-                f"{name} has rows of shape {shapes[0]}, and {shapes[1] or 'does not exist'} in the source model. Give layers and "
-                "sites that both have, with the same shapes."
+                f"{name} has rows of shape {shapes[0]}, and {shapes[1] or 'does not exist'} in the source model. Give layers "
+                "and sites that both have, with the same shapes."
             )
     return other
 
