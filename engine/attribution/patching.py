@@ -55,11 +55,17 @@ def attribution_patching(
     >>> found.estimate.shape, found.certified, found.words[int(found.real[0].argmax())]
     (torch.Size([13, 15]), True, ' tails')
     """
+    options: dict[str, Any] = dict(sites=sites, heads=flag("heads", heads), compare=compare, progress=progress)
     if (pairs := pairs_of(clean, corrupt)) is not None:
-        options = dict(heads=heads, compare=compare, progress=progress)
-        run = lambda pair, own: attribution_patching(engine, *pair, own, sites, **options)  # type: ignore[arg-type]  # noqa: E731
-        return Attribution.mean(each_pair(run, pairs, metric))
-    paths, heads = paths_of(engine, clean, corrupt), flag("heads", heads)
+        return Attribution.mean(each_pair(lambda pair, own: _attributed(engine, *pair, own, **options), pairs, metric))
+    return _attributed(engine, clean, corrupt, metric, **options)
+
+
+def _attributed(
+    engine: Core, clean: Any, corrupt: Any, metric: Any, *, sites: Any, heads: bool, compare: bool, progress: bool
+) -> Attribution:
+    """One pair of prompts."""
+    paths = paths_of(engine, clean, corrupt)
     names = _sites(engine, sites, heads)
     function, promised = metric_of(engine, metric)
     source = tape_of(engine, paths[0], (), names, backward=False)

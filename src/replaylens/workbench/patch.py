@@ -64,11 +64,11 @@ def patch(
     1.0
     """
     if (pairs := pairs_of(clean, corrupt)) is not None:
-        options = dict(sites=sites, layers=layers, positions=positions, heads=heads, direction=direction, align=align)
-        options |= dict(source=source)
-        run = lambda pair, own: patch(engine, *pair, metric=own, progress=progress, **options)  # type: ignore[arg-type]  # noqa: E731
-        return PatchResult.mean(each_pair(run, pairs, metric))
-    two, measure = Aligned.of(engine, clean, corrupt, direction, align, positions), Metric.of(engine, metric)  # type: ignore[arg-type]
+        options: dict[str, Any] = dict(sites=sites, layers=layers, positions=positions, heads=heads, direction=direction)
+        options |= dict(align=align, source=source, progress=progress)
+        return PatchResult.mean(each_pair(lambda pair, own: patch(engine, *pair, metric=own, **options), pairs, metric))
+    one: Any = metric
+    two, measure = Aligned.of(engine, clean, corrupt, direction, align, positions), Metric.of(engine, one)
     cells = _cells(engine, sites, layers, heads, two)
     names = {site: _names(engine, site) for site in cells}
     origin = engine if source is None else _other(engine, source, [names[site][at[0]] for site in cells for at in cells[site]])
