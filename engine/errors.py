@@ -157,6 +157,10 @@ class NothingEdited(UserWarning):
     """An edit is for tokens that none of the edited positions holds, so that it changes nothing so far."""
 
 
+class NotFolded(UserWarning):
+    """Attributions to logits leave out the weight of the final norm, so that they do not add up to logits."""
+
+
 class MixedExperts(UserWarning):
     """The columns of a matrix belong to another expert in each row, so that a probe of them reads a mix of experts."""
 

@@ -1,6 +1,8 @@
 """`Attribution`: estimated effects by site and position, with the real effects beside them."""
 
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
@@ -47,9 +49,30 @@ class Attribution:
     gap: float | None = None
     """of integrated gradients: after - before, minus the sum of the estimates. None of other attributions, which need not add
     up"""
+    pairs: "tuple[Attribution, ...]" = ()
+    """of a mean over pairs of prompts: that of each"""
+
+    @classmethod
+    def mean(cls, pairs: "Sequence[Attribution]") -> "Attribution":
+        """The mean over pairs of prompts; BadRequest if their numbers of tokens differ."""
+        require_one_length([len(pair.words) for pair in pairs])
+        middle = lambda values: torch.stack(list(values)).double().mean(0).float()  # noqa: E731
+        real = [pair.real for pair in pairs if pair.real is not None]
+        before, after = (sum(getattr(pair, side) for pair in pairs) / len(pairs) for side in ("before", "after"))
+        return cls(
+            before,
+            after,
+            pairs[0].sites,
+            common_words([pair.words for pair in pairs]),
+            middle(pair.estimate for pair in pairs),
+            middle(real) if real else None,
+            all(pair.certified for pair in pairs),
+            pairs=tuple(pairs),
+        )
 
     def __repr__(self) -> str:
-        size = f"{len(self.sites)} sites, {len(self.words)} positions{f', {self.heads} heads' if self.heads else ''}"
+        size = f"{len(self.pairs)} pairs, " if self.pairs else ""
+        size += f"{len(self.sites)} sites, {len(self.words)} positions{f', {self.heads} heads' if self.heads else ''}"
         compared = "" if self.real is None else f", correlation {self.correlation:.2f} with real effects"
         return f"Attribution({self.before:.4g} to {self.after:.4g}; {size}{compared})"
 
@@ -66,14 +89,16 @@ class Attribution:
 
     @property
     def frame(self) -> "pd.DataFrame":
-        """One line per row, the largest estimate first."""
+        """One line per row, the largest estimate first; of a mean over pairs, with its 95 % interval (NaN for one pair)."""
         import pandas as pd
 
         lines = []
+        ends = t_interval(torch.stack([pair.estimate for pair in self.pairs])) if self.pairs else None
         for at, estimate in zip(product(*map(range, self.estimate.shape)), self.estimate.flatten().tolist(), strict=True):
             line = {"site": self.sites[at[0]], "position": at[1], "token": self.words[at[1]]}
             line |= {"head": at[2]} if self.heads else {}
-            lines.append(line | {"estimate": estimate} | ({} if self.real is None else {"real": float(self.real[at])}))
+            line |= {"estimate": estimate} | ({} if self.real is None else {"real": float(self.real[at])})
+            lines.append(line if ends is None else line | {"low": float(ends[0][at]), "high": float(ends[1][at])})
         return pd.DataFrame(lines).sort_values("estimate", key=abs, ascending=False, kind="stable", ignore_index=True)
 
     def worst(self, n: int = 10) -> "pd.DataFrame":
@@ -133,3 +158,30 @@ class Attribution:
         if self.gap is not None:
             lead += f" The attributions miss the difference by {self.gap:.3f}."
         return lead + "</p>" + self.frame.head(12).to_html(index=False, float_format="{:.4f}".format)
+
+
+def require_one_length(counts: Sequence[int]) -> None:
+    """BadRequest if pairs of prompts have different numbers of tokens, since their positions do not correspond then."""
+    for number, count in enumerate(counts):
+        if count != counts[0]:
+            raise BadRequest(
+                f"Pair {number} of {len(counts)} has {count} tokens, and the first has {counts[0]}. Positions are averaged one "
+                "by one: give pairs with the same number of tokens."
+            )
+
+
+def common_words(paths: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """The text of each position of several paths; where they differ, the first two texts."""
+    distinct = [list(dict.fromkeys(words)) for words in zip(*paths, strict=True)]
+    return tuple("/".join(words[:2]) + ("/..." if len(words) > 2 else "") for words in distinct)
+
+
+def t_interval(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The ends of the 95 % t interval of the mean over pairs, [pairs, ...] -> [...] each; NaN for a single pair."""
+    from scipy.stats import t
+
+    values, count = values.double(), len(values)
+    if count < 2:
+        return values[0] * math.nan, values[0] * math.nan
+    middle, reach = values.mean(0), float(t.ppf(0.975, count - 1)) * values.std(0) / math.sqrt(count)
+    return middle - reach, middle + reach

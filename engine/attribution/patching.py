@@ -1,7 +1,8 @@
 """`attribution_patching`: the effects of all patches to first order, from two forward passes and one backward pass."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,20 +14,23 @@ from replaylens.engine.gradients.metric import AnyMetric, LogitsFunction, value_
 from replaylens.engine.model import modes
 from replaylens.engine.pictures.readings import word
 from replaylens.engine.request.edits import Edit
-from replaylens.engine.request.values import flag
+from replaylens.engine.request.values import flag, integer
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.differentiable import differentiable, metric_of, tape_of
 from replaylens.engine.thinking.core import ThinkingCore
 
+T = TypeVar("T")
 Prompt = str | Sequence[int]
+Prompts = Prompt | Sequence[Prompt]
+"""one, or a list of them"""
 
 
 def attribution_patching(
     engine: Core,
-    clean: Prompt,
-    corrupt: Prompt,
-    metric: AnyMetric | Branch,
+    clean: Prompts,
+    corrupt: Prompts,
+    metric: AnyMetric | Branch | list[AnyMetric | Branch],
     sites: str | Sequence[str] | None = None,
     *,
     heads: bool = False,
@@ -38,8 +42,9 @@ def attribution_patching(
     The estimate is the gradient at the row, times the difference of the rows. It costs two forward passes and one backward
     pass for all sites and positions. To patch corrupt rows into the clean prompt, swap the two.
 
-    clean, corrupt  prompts with the same number of tokens
-    metric          as in `Branch.gradients`, of the last position
+    clean, corrupt  prompts with the same number of tokens; or lists of them, all with the same number: the result is the mean
+                    over pairs, with intervals in its frame
+    metric          as in `Branch.gradients`, of the last position; for lists also a list with one for each pair
     sites           S, T and C, or site names; default: "STC", or attn.hook_z of every layer with `heads`
     heads           one effect for each head of sites with heads, instead of one for all of a row together
     compare         also patch every row, as forks of the corrupt prompt, for `real`, `correlation` and `worst`
@@ -50,7 +55,17 @@ def attribution_patching(
     >>> found.estimate.shape, found.certified, found.words[int(found.real[0].argmax())]
     (torch.Size([13, 15]), True, ' tails')
     """
-    paths, heads = paths_of(engine, clean, corrupt), flag("heads", heads)
+    options: dict[str, Any] = dict(sites=sites, heads=flag("heads", heads), compare=compare, progress=progress)
+    if (pairs := pairs_of(clean, corrupt)) is not None:
+        return Attribution.mean(each_pair(lambda pair, own: _attributed(engine, *pair, own, **options), pairs, metric))
+    return _attributed(engine, clean, corrupt, metric, **options)
+
+
+def _attributed(
+    engine: Core, clean: Any, corrupt: Any, metric: Any, *, sites: Any, heads: bool, compare: bool, progress: bool
+) -> Attribution:
+    """One pair of prompts."""
+    paths = paths_of(engine, clean, corrupt)
     names = _sites(engine, sites, heads)
     function, promised = metric_of(engine, metric)
     source = tape_of(engine, paths[0], (), names, backward=False)
@@ -130,6 +145,44 @@ def paths_of(engine: Core, *prompts: Prompt) -> list[list[int]]:
         counts = " and ".join(str(len(path)) for path in paths)
         raise BadRequest(f"The prompts have {counts} tokens. Rows are exchanged position by position: give equal lengths.")
     return paths
+
+
+def pairs_of(clean: Any, corrupt: Any) -> list[tuple[Any, Any]] | None:
+    """The pairs of two lists of prompts; None for two single prompts. BadRequest if their numbers differ."""
+    listed = [
+        isinstance(given, list | tuple) and len(given) > 0 and all(isinstance(each, str | list | tuple) for each in given)
+        for given in (clean, corrupt)
+    ]
+    if not any(listed):
+        return None
+    counts = [len(given) if many else 1 for given, many in zip((clean, corrupt), listed, strict=True)]
+    if not all(listed) or counts[0] != counts[1]:
+        raise BadRequest(f"Got {counts[0]} clean prompts and {counts[1]} corrupt ones. Give two lists of the same length.")
+    return list(zip(clean, corrupt, strict=True))
+
+
+def each_pair(run: Callable[[tuple[Any, Any], Any], T], pairs: list[tuple[Any, Any]], metric: Any) -> list[T]:
+    """What `run` makes of each pair and its metric; BadRequest names the pair that is refused."""
+    found = []
+    for number, (pair, own) in enumerate(zip(pairs, one_for_each(metric, len(pairs), "pairs"), strict=True)):
+        try:
+            found.append(run(pair, own))
+        except BadRequest as error:
+            raise type(error)(f"Pair {number} of {len(pairs)}: {error}") from None
+    return found
+
+
+def one_for_each(metric: Any, count: int, what: str) -> list[Any]:
+    """A metric for each of several prompts or pairs, from one for all or from a list with one for each.
+
+    A list of two tokens is a pair of tokens, for all. In a list, a token may be a tuple of one.
+    """
+    is_token = lambda value: isinstance(value, str) or integer(value) is not None  # noqa: E731
+    if not isinstance(metric, list) or (len(metric) == 2 and all(map(is_token, metric))):
+        return [metric] * count
+    if len(metric) != count:
+        raise BadRequest(f"Got {len(metric)} metrics for {count} {what}. Give one for each, or one for all.")
+    return [each[0] if isinstance(each, tuple) and len(each) == 1 else each for each in metric]
 
 
 def words_of(engine: Core, path: Sequence[int]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.replay import tokens as text
-from replaylens.engine.replay.cache_model import CacheModel, tl_config
+from replaylens.engine.replay.cache_model import Cached, CacheModel, tl_config
 from replaylens.engine.replay.names import HEADS_FIRST, NamesFilter, chosen, layer_number, residual_site, slice_of, sliced
 from replaylens.engine.replay.tokens import TokenInput
 from replaylens.engine.request.hooks import BatchHook, hook_at
@@ -94,7 +94,7 @@ class TransformerLensVerbs(Core):
             return out, {name: value[0] for name, value in cache.items()} if remove_batch_dim else cache
         from transformer_lens import ActivationCache
 
-        made = ActivationCache(cache, CacheModel(self))
+        made = ActivationCache(Cached(cache, self.sites), CacheModel(self))
         return out, made.remove_batch_dim() if remove_batch_dim else made
 
     @named_options

@@ -33,17 +33,17 @@ class Edit:
 
     site       a site name; a letter: S (residual stream), T (attention output) or C (MLP output); or a pattern of names, such
                as blocks.*.hook_out
-    op         add: add value * factor; set: replace by value; zero: replace by zeros; project_out: remove the directions
-               in value; resample: replace by a row of value, drawn by seed and position. On an attention pattern, mask: hide
-               keys from the softmax; zero or set: change weights after it, without scaling the others. On the router of a
-               mixture of experts (blocks.N.mlp.gate.hook_out), force or forbid: experts are chosen, or not; reweight: the
-               weights of experts are multiplied by factor
+    op         add: add value * factor; set: replace by value; zero: replace by zeros; scale: multiply by factor, rounded to
+               the model's dtype; project_out: remove the directions in value; resample: replace by a row of value, drawn by
+               seed and position. On an attention pattern, mask: hide keys from the softmax; zero or set: change weights after
+               it, without scaling the others. On the router of a mixture of experts (blocks.N.mlp.gate.hook_out), force or
+               forbid: experts are chosen, or not; reweight: the weights of experts are multiplied by factor
     positions  None: all; a number, several, or a slice with step 1; negative ones count from the branch's tip. Numbers name
                tokens that the branch has; a slice may include tokens still to come
     value      a tensor, an array or a list: [*site shape] for all positions, or, for `set` and `add` at given positions,
                [number of positions, *site shape]. With `heads`, the site shape of these heads or of all
     layers     of a letter or a pattern; without them all its layers are edited. They count from 0, never from the end
-    factor     for `add` and `reweight` only
+    factor     for `add`, `scale` and `reweight` only
     heads      of a site with heads, such as attn.hook_z; without them all are edited. Those of hook_k and hook_v are key heads
     keys       of attn.hook_pattern: the keys whose edges from the edited positions change. For `set`, value holds their
                weights: [keys], [heads, keys] or [number of positions, heads, keys]; without keys, rows from key 0 on, as long
@@ -100,10 +100,10 @@ class Edit:
         """The same edit in plain Python numbers and lists; BadEdit names the field that is invalid."""
         site = instance("site", self.site, str, "a site name, or S, T or C", BadEdit)
         factor = number("factor", self.factor, BadEdit)
-        if factor != 1.0 and self.op not in ("add", "reweight"):
+        if factor != 1.0 and self.op not in ("add", "scale", "reweight"):
             raise BadEdit(
-                f"factor={factor} was given for the op {self.op!r}. Only 'add' and 'reweight' take one: scale the value "
-                "instead."
+                f"factor={factor} was given for the op {self.op!r}. Only 'add', 'scale' and 'reweight' take one: scale the "
+                "value instead."
             )
         if self.experts is not None and self.op not in ("force", "forbid", "reweight"):
             raise BadEdit(f"experts was given for the op {self.op!r}. Only 'force', 'forbid' and 'reweight' take it.")

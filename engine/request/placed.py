@@ -12,9 +12,10 @@ from torch import Tensor
 
 from replaylens.engine.request.sampling import hash_bits
 
-Op = Literal["add", "set", "zero", "project_out", "resample", "mask", "force", "forbid", "reweight"]
+Op = Literal["add", "set", "zero", "scale", "project_out", "resample", "mask", "force", "forbid", "reweight"]
 PLACED_OPS: tuple[Op, ...] = ("add", "set", "zero", "project_out", "resample", "mask", "reweight")
-"""what is left once edits are placed: forcing and forbidding an expert replace its score in what experts are chosen by"""
+"""what is left once edits are placed: scaling is reweighting by the same factor everywhere; forcing and forbidding an expert
+replace its score in what experts are chosen by"""
 PATTERN = "attn.hook_pattern"
 
 

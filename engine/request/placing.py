@@ -106,14 +106,26 @@ def _on_rows(
     if when is not None and (tuple(when.shape) != shape or len(shape) != 1 or not bool(when.isfinite().all())):
         raise BadEdit(f"when for {name} has shape {tuple(when.shape)}. Give one finite direction, for a site with vectors.")
     value, op = edit.value, edit.op
+    if op == "scale":
+        value, op = _factors(edit, name, shape), "reweight"
     if heads and op == "zero" and value is None:
         value, op = torch.zeros(shape), "set"  # so that a GPU has a vector to take the heads from
-    if heads and value is not None:
+    if heads and value is not None and op != "reweight":
         value = _of_heads(value, name, shape, list(edit.heads or ()))
     count = len(picks) or (stop - start if stop is not None else None)
     value = _check_value(op, value, name, shape, count)
     more = dict(heads=heads, keep_norm=edit.keep_norm, when=when)
-    return PlacedEdit(name, op, value, start, stop, picks, edit.factor, edit.seed, **more)  # type: ignore[arg-type]
+    factor = 1.0 if op == "reweight" else edit.factor  # it is in the value
+    return PlacedEdit(name, op, value, start, stop, picks, factor, edit.seed, **more)  # type: ignore[arg-type]
+
+
+def _factors(edit: Edit, name: str, shape: tuple[int, ...]) -> Tensor:
+    """What the op 'scale' multiplies a row by."""
+    if edit.value is not None:
+        raise BadEdit(f"The op 'scale' of {name} takes no value. Give what to multiply by as factor, such as factor=0.5.")
+    if abs(edit.factor) > torch.finfo(torch.float32).max:
+        raise BadEdit(f"factor={edit.factor} for {name} is beyond float32. Give a smaller one.")
+    return torch.full(shape, edit.factor)
 
 
 def _names(edit: Edit, table: SiteTable) -> list[str]:

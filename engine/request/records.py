@@ -40,6 +40,7 @@ class EditRecord:
     keep_norm: bool | UnsetType = UNSET
     when: TensorRecord | UnsetType = UNSET
     tokens: tuple[str | Count, ...] | UnsetType = UNSET
+    experts: tuple[Count, ...] | UnsetType = UNSET
 
 
 @dataclass(frozen=True)

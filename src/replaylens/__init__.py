@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens.views.report import report as report
     from replaylens.workbench.ablate import ablate as ablate
     from replaylens.workbench.attention import attention as attention
+    from replaylens.workbench.compare import compare as compare
+    from replaylens.workbench.dla import dla as dla
     from replaylens.workbench.lens import lens as lens
     from replaylens.workbench.patch import patch as patch
     from replaylens.workbench.path_patch import path_patch as path_patch
@@ -47,6 +49,8 @@ _WHERE = {
     "ablate": "replaylens.workbench.ablate:ablate",
     "attention": "replaylens.workbench.attention:attention",
     "attribution_patching": "replaylens.engine.attribution.patching:attribution_patching",
+    "compare": "replaylens.workbench.compare:compare",
+    "dla": "replaylens.workbench.dla:dla",
     "errors": "replaylens.engine.errors",
     "integrated_gradients": "replaylens.engine.attribution.integrated:integrated_gradients",
     "lens": "replaylens.workbench.lens:lens",
@@ -74,6 +78,8 @@ __all__ = [
     "ablate",
     "attention",
     "attribution_patching",
+    "compare",
+    "dla",
     "errors",
     "integrated_gradients",
     "lens",

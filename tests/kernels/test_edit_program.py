@@ -20,6 +20,7 @@ def test_edits_of_heads(case, same):
         [Edit(Z, "zero")],
         [],
         [Edit(Z, "set", value[:2], heads=[0, 2]), Edit(Z, "set", value)],
+        [Edit(Z, "scale", factor=0.3, heads=[0, 3]), Edit(Z, "scale", factor=-2.0), Edit(Z, "add", value)],
         [Edit(Z, "resample", torch.stack([value, -value]), heads=[2, 1], seed=4)],
     ]
     placed = [place_all(edits, TABLE, 5) for edits in lists]
@@ -45,6 +46,7 @@ def test_lengths_and_conditions(case):
         [Edit(site, "add", draw[0], factor=3.0, keep_norm=True)],
         [Edit(site, "add", draw[0], when=draw[1]), Edit(site, "zero", when=draw[2], positions=slice(1, None))],
         [],
+        [Edit(site, "scale", factor=1.7, when=draw[0]), Edit(site, "scale", factor=0.6, positions=slice(2, None))],
         [Edit(site, "project_out", draw[2], when=-draw[1]), Edit(site, "add", draw[1], keep_norm=True, when=draw[0])],
     ]
     placed = [place_all(edits, TABLE, 5) for edits in lists]

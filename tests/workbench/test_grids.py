@@ -4,17 +4,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from replaylens import Edit, Engine, ablate, lens, patch
+from replaylens import Edit, Engine, ablate, attribution_patching, lens, patch
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.lens.readout import _ranks
 from replaylens.engine.lens.tuned import TunedLens, unembed_hash
 from replaylens.engine.model import weights
+from replaylens.probes.scoring.statistics import difference_over_groups
 from tests.engine.features.tiny import write
 from tests.engine.replay.bridges import bridge
 from tests.families import hugging_face
@@ -396,3 +398,80 @@ def test_a_tuned_lens_that_does_nothing_is_the_plain_one() -> None:
     plain, tuned = lens(served, COIN.format("heads")), lens(served, COIN.format("heads"), tuned=made)
     assert torch.equal(plain.top_ids, tuned.top_ids) and torch.equal(plain.rank.nan_to_num(), tuned.rank.nan_to_num())
     assert not torch.equal(lens(served, COIN.format("heads"), tuned=other).rank[:, :-1], plain.rank[:, :-1]), "control"
+
+
+# Several pairs
+
+
+FIRST, SECOND = (COIN.format("heads"), COIN.format("tails")), ("A coin's state is {}. Bob flips. What's the state? A:",) * 2
+PAIRS = [FIRST, tuple(text.format(state) for text, state in zip(SECOND, ("tails", "heads"), strict=True))]
+OWN = [(" tails", " heads"), (" heads", " tails")]
+
+
+def test_patches_of_several_pairs_are_means_with_intervals() -> None:
+    served = Engine.load("coin-plain")
+    pairs = [*PAIRS, FIRST[::-1]]
+    metrics = [*OWN, OWN[1]]
+    clean, corrupt = map(list, zip(*pairs, strict=True))
+    result = patch(served, clean, corrupt, metric=metrics, sites="ST", positions=[4, -1])
+    alone = [patch(served, *pair, metric=own, sites="ST", positions=[4, -1]) for pair, own in zip(pairs, metrics, strict=True)]
+    for site in "ST":
+        assert all(torch.equal(mine.raw[site], other.raw[site]) for mine, other in zip(result.pairs, alone, strict=True))
+        effects = torch.stack([each.effect[site] for each in alone]).double()
+        torch.testing.assert_close(result.effect[site].double(), effects.mean(0), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(result.raw[site], torch.stack([each.raw[site] for each in alone]).mean(0))
+    assert result.base == pytest.approx(sum(each.base for each in alone) / 3) and result.metric == "metric"
+    line = result.frame.query("site == 'S' and layer == 1 and position == 4").iloc[0]
+    values = torch.stack([each.effect["S"][1, 0] for each in alone]).double().numpy()
+    wanted = difference_over_groups(values, np.arange(3), bounded=False)
+    assert (line["low"], line["high"], line["pairs"]) == pytest.approx((wanted.low, wanted.high, 3)) and values.std() > 0
+    assert line["token"] == " tails/ heads" and "mean of 3 pairs" in repr(result) and "3 pairs" in result.plot().get_suptitle()
+    mesh: Any = result.plot().axes[0].collections[0]
+    assert np.array_equal(np.asarray(mesh.get_array()), result.effect["S"].numpy()) and "3 pairs" in result._repr_html_()
+
+
+def test_heads_of_pairs_with_different_lengths_are_averaged() -> None:
+    served, longer = Engine.load("coin-plain"), "A coin's state is {}. Bob flips. Alice flips. What's the state? A:"
+    pairs = [FIRST, (longer.format("heads"), longer.format("tails"))]
+    clean, corrupt = map(list, zip(*pairs, strict=True))
+    result = patch(served, clean, corrupt, metric=OWN, heads=[(1, 3)])
+    alone = [patch(served, *pair, metric=own, heads=[(1, 3)]).effect["heads"] for pair, own in zip(pairs, OWN, strict=True)]
+    assert float(result.effect["heads"]) == pytest.approx(float(sum(alone)) / 2)
+    with pytest.raises(BadRequest, match="Pair 1 of 2 has 18 tokens, and the first has 15"):
+        patch(served, clean, corrupt, metric=OWN)
+
+
+@pytest.mark.parametrize(
+    ("clean", "corrupt", "metric", "message"),
+    [
+        ([FIRST[0]], FIRST[1], OWN[0], "Got 1 clean prompts and 1 corrupt ones. Give two lists"),
+        ([FIRST[0]], [FIRST[1], FIRST[1]], OWN[0], "Got 1 clean prompts and 2 corrupt ones"),
+        ([FIRST[0]] * 2, [FIRST[1], "A coin's state is tails."], OWN[0], "Pair 1 of 2: The prompts have 15 .* and 6"),
+        ([FIRST[0]] * 2, [FIRST[1], FIRST[0]], OWN[0], "Pair 1 of 2: .*nothing to carry over"),
+        ([FIRST[0]] * 2, [FIRST[1]] * 2, [OWN[0]] * 3, "3 metrics for 2 pairs"),
+    ],
+)
+def test_pairs_that_cannot_be_patched_are_named(clean: Any, corrupt: Any, metric: Any, message: str) -> None:
+    with pytest.raises(BadRequest, match=message):
+        patch(Engine.load("coin-plain"), clean, corrupt, metric=metric)
+
+
+def test_attributions_of_several_pairs_are_means_with_intervals() -> None:
+    served = Engine.load("coin-plain")
+    clean, corrupt = map(list, zip(*PAIRS, strict=True))
+    result = attribution_patching(served, clean, corrupt, OWN, "S", compare=True)
+    alone = [attribution_patching(served, *pair, own, "S", compare=True) for pair, own in zip(PAIRS, OWN, strict=True)]
+    estimates = torch.stack([each.estimate for each in alone])
+    torch.testing.assert_close(result.estimate, estimates.mean(0))
+    assert result.real is not None and alone[0].real is not None and alone[1].real is not None
+    torch.testing.assert_close(result.real, (alone[0].real + alone[1].real) / 2)
+    assert result.before == pytest.approx((alone[0].before + alone[1].before) / 2) and result.certified
+    line = result.frame.query("site == 'blocks.1.hook_in' and position == 4").iloc[0]
+    at = result.sites.index("blocks.1.hook_in")
+    wanted = difference_over_groups(estimates[:, at, 4].double().numpy(), np.arange(2), bounded=False)
+    assert (line["low"], line["high"]) == pytest.approx((wanted.low, wanted.high))
+    assert "2 pairs" in repr(result) and isinstance(result.plot(), Figure) and "low" not in alone[0].frame
+    single = attribution_patching(served, clean[:1], corrupt[:1], OWN[0], "S")
+    assert single.frame["low"].isna().all() and torch.equal(single.estimate, alone[0].estimate)
+    with pytest.raises(BadRequest, match="Pair 1 of 2"):
+        attribution_patching(served, clean, [corrupt[0], "A coin's state is tails."], OWN[0])

@@ -11,7 +11,7 @@ from replaylens.engine.errors import BadRequest
 from replaylens.engine.model import weights
 from tests.engine.replay.bridges import bridge
 from tests.families import hugging_face
-from tests.workbench.test_grids import CLEAN, COIN, CORRUPT, PAIR, difference
+from tests.workbench.test_grids import CLEAN, COIN, CORRUPT, LONGER, PAIR, difference
 
 CLEAN_TEXT, CORRUPT_TEXT = COIN.format("heads"), COIN.format("tails")
 
@@ -66,6 +66,27 @@ def test_a_path_has_the_bits_of_its_edits_alone() -> None:
     logits = alone.logits(corrupt, edits=edits, tokens=tokens)
     assert torch.equal(result.raw["heads"][0, 3], logits[0] - logits[1])
     assert not torch.equal(result.raw["heads"][0, 3], result.raw["heads"][0, 0]), "control: another sender, another value"
+
+
+@pytest.mark.parametrize("corrupt", [LONGER, CORRUPT_TEXT], ids=["longer", "as long"])
+def test_the_sender_takes_the_rows_of_its_counterparts(corrupt: str) -> None:
+    """Into the values of a later head, where every position counts. Control: each alignment gives another number."""
+    served, tokens, arrives = Engine.load("coin-plain"), (" tails", " heads"), "blocks.2.attn.v.hook_out"
+    base = served.prompt(corrupt, sites=[z(1)])
+    rows = served.prompt(CLEAN_TEXT, sites=[z(0)]).activations[z(0)]
+    short, long = len(rows), base.length
+    aligned: dict[Any, list[tuple[int, int]]] = {"end": [(i, i + long - short) for i in range(short)]}
+    aligned |= {"start": [(i, i) for i in range(short)]} if long > short else {}
+    found = []
+    for align, pairs in (*aligned.items(), ([(4, 6), (-1, -2)], [(4, 6), (short - 1, long - 2)])):
+        result = path_patch(served, CLEAN_TEXT, corrupt, metric=tokens, receivers=[(2, 0)], align=align)
+        here, there = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        sent = [Edit(z(0), "set", rows[here], there, heads=[3]), Edit(z(1), "set", base.activations[z(1)], range(long))]
+        values = served.prompt(corrupt, sites=[arrives], edits=sent).activations[arrives]
+        logits = served.logits(corrupt, edits=[Edit(arrives, "set", values, range(long), heads=[0])], tokens=tokens)
+        found.append(float(result.raw["heads"][0, 3]))
+        assert found[-1] == float(logits[0] - logits[1])
+    assert len(set(found)) == len(found)
 
 
 def test_paths_that_do_not_exist_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -11,15 +10,16 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from replaylens.engine.attribution.patching import one_for_each
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.request.edits import Positions
-from replaylens.engine.request.values import integer, items, shown
+from replaylens.engine.request.values import items, shown
 from replaylens.engine.serving.core import Core
 from replaylens.probes.reports.figures import bars
 from replaylens.probes.scoring.statistics import difference_over_groups
 from replaylens.workbench.drawing import Grid, figure, paragraph, view
 from replaylens.workbench.heads import HeadChoice
-from replaylens.workbench.metric import FORMS, Metric, RowMetric
+from replaylens.workbench.metric import Metric, RowMetric
 from replaylens.workbench.units import How, units_of
 
 MAX_BARS = 40
@@ -135,7 +135,7 @@ def ablate(
     units = units_of(engine, heads, neurons, directions, experts)
     if how != "zero" and any(unit.kind == "expert" for unit in units):
         raise BadRequest(f"how={how!r} is not for experts, which a token may not go to at all. Ablate experts with how='zero'.")
-    measures = _metrics(engine, metric, len(paths))
+    measures = [Metric.of(engine, own) for own in one_for_each(metric, len(paths), "prompts")]
     if how == "resample" and len(paths) < 2:
         raise BadRequest("Resampling takes rows of other prompts. Give 2 prompts or more, or another how.")
     rows = {} if how == "zero" else _rows(engine, paths, sorted({unit.site for unit in units}))
@@ -150,20 +150,6 @@ def ablate(
     names, where = tuple(unit.name for unit in units), tuple((unit.kind, unit.layer, unit.number) for unit in units)
     title = measures[0].name if len({measure.name for measure in measures}) == 1 else "metric"
     return AblateResult(title, how, names, where, plain, ablated)
-
-
-def _metrics(engine: Core, metric: Any, prompts: int) -> list[Metric]:
-    """One metric for each prompt. A list of two tokens is a pair, for all prompts."""
-    if not isinstance(metric, list) or (len(metric) == 2 and all(_is_token(each) for each in metric)):
-        return [Metric.of(engine, metric)] * prompts
-    if len(metric) != prompts:
-        raise BadRequest(f"Got {len(metric)} metrics for {prompts} prompts. Give one for each, or {FORMS}.")
-    single = lambda each: each[0] if isinstance(each, tuple) and len(each) == 1 else each  # noqa: E731
-    return [Metric.of(engine, single(each)) for each in metric]
-
-
-def _is_token(value: Any) -> bool:
-    return isinstance(value, str) or integer(value) is not None
 
 
 def _rows(engine: Core, paths: list[list[int]], sites: list[str]) -> dict[str, list[Tensor]]:

@@ -91,3 +91,25 @@ def _named(engine: Core, clean: list[int], corrupt: list[int], name: str) -> lis
             "a text that occurs equally often in both, or pairs of positions."
         )
     return list(zip(*ends, strict=True))
+
+
+def require_one_vocabulary(first: Core, second: Core) -> None:
+    """BadRequest if two models do not have the same tokens: their logits and positions would not correspond."""
+    sizes = first.config.vocab_size, second.config.vocab_size
+    if sizes[0] != sizes[1]:
+        raise BadRequest(f"The models have vocabularies of {sizes[0]} and {sizes[1]} tokens. Give models with the same tokens.")
+    if first.text.tokenizer is None or second.text.tokenizer is None:
+        return  # prompts are token ids then
+    names = [_vocabulary(engine) for engine in (first, second)]
+    if names[0] != names[1]:
+        other = next((i for i, pair in enumerate(zip(*names, strict=False)) if pair[0] != pair[1]), min(map(len, names)))
+        raise BadRequest(f"The models' tokenizers differ, first in token {other}. Give models with the same tokenizer.")
+
+
+def _vocabulary(engine: Core) -> list[str]:
+    """The names of all tokens, in order."""
+    known = getattr(engine.text.tokenizer, "get_vocab", None)
+    if known is None:
+        return [engine.text.token(token) for token in range(engine.config.vocab_size)]
+    names: dict[str, int] = known()
+    return sorted(names, key=names.__getitem__)

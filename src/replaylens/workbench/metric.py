@@ -16,10 +16,6 @@ from replaylens.engine.serving.core import Core
 RowsFunction = Callable[[Tensor], Tensor]
 MetricTokens = str | int | Sequence[str | int]
 RowMetric = MetricTokens | RowsFunction | Named | Branch
-FORMS = (
-    "a pair of tokens (their logit difference), one token (its log-probability), a branch (the KL divergence from its "
-    "distribution), or a function of logits [rows, vocab]"
-)
 
 
 @dataclass(frozen=True, eq=False)

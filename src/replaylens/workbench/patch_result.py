@@ -1,12 +1,15 @@
 """`PatchResult`: the metric after each patch of a grid."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import pandas as pd
+import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from replaylens.engine.attribution.effects import common_words, require_one_length, t_interval
 from replaylens.engine.errors import BadRequest
 from replaylens.workbench.aligned import Direction
 from replaylens.workbench.drawing import Grid, figure, paragraph, plain, view
@@ -33,28 +36,68 @@ class PatchResult:
     """site -> the positions or heads of its columns"""
     layers: dict[str, tuple[int, ...]]
     """site -> the layers of its rows"""
+    length: int = 0
+    """tokens of the patched prompt"""
+    pairs: "tuple[PatchResult, ...]" = ()
+    """of a mean over pairs of prompts: the result of each"""
+
+    @classmethod
+    def mean(cls, pairs: "Sequence[PatchResult]") -> "PatchResult":
+        """The mean over pairs of prompts; BadRequest if their positions do not correspond."""
+        first = pairs[0]
+        for site in first.raw:
+            if site != "heads":
+                require_one_length([pair.length for pair in pairs])
+                if any(pair.numbers[site] != first.numbers[site] for pair in pairs):
+                    raise BadRequest("The pairs are patched at different positions. Give positions that all of them have.")
+        middle = lambda values: sum(values) / len(pairs)  # noqa: E731
+        names = {pair.metric for pair in pairs}
+        return cls(
+            first.metric if len(names) == 1 else "metric",
+            first.direction,
+            middle(pair.base for pair in pairs),
+            middle(pair.source for pair in pairs),
+            {site: torch.stack([pair.raw[site] for pair in pairs]).double().mean(0).float() for site in first.raw},
+            {site: common_words([pair.columns[site] for pair in pairs]) for site in first.raw},
+            first.numbers,
+            first.layers,
+            first.length,
+            tuple(pairs),
+        )
 
     def __repr__(self) -> str:
         grids = ", ".join(f"{site} {tuple(values.shape)}" for site, values in self.raw.items())
-        return f"PatchResult({self.metric}, {self.direction}: {self.base:.4g} to {self.source:.4g}; {grids})"
+        count = f"; mean of {len(self.pairs)} pairs" if self.pairs else ""
+        return f"PatchResult({self.metric}, {self.direction}: {self.base:.4g} to {self.source:.4g}; {grids}{count})"
 
     @property
     def effect(self) -> dict[str, Tensor]:
-        """(raw - base) / (source - base): 0 if a patch changes nothing, 1 if it carries the whole difference over."""
+        """(raw - base) / (source - base): 0 if a patch changes nothing, 1 if it carries the whole difference over. Of several
+        pairs, the mean of theirs."""
+        if self.pairs:
+            return {site: self._effects(site).double().mean(0).float() for site in self.raw}
         return {site: (values - self.base) / (self.source - self.base) for site, values in self.raw.items()}
+
+    def _effects(self, site: str) -> Tensor:
+        """[pairs, layers, positions or heads]"""
+        return torch.stack([pair.effect[site] for pair in self.pairs])
 
     @property
     def frame(self) -> pd.DataFrame:
-        """One line per patch, the strongest effect first."""
+        """One line per patch, the strongest effect first; of several pairs, with the 95 % interval of its mean effect over
+        pairs (NaN for a single one)."""
         lines = []
         for site, effect in self.effect.items():
+            low, high = t_interval(self._effects(site)) if self.pairs else (effect, effect)
             kind = "head" if site == "heads" else "position"
             for i, layer in enumerate(self.layers[site]):
                 for j, (name, number) in enumerate(zip(self.columns[site], self.numbers[site], strict=True)):
                     if effect[i, j].isnan():
                         continue
                     known = {"site": site, "layer": layer, kind: number, "token": None if kind == "head" else name}
-                    lines.append(known | {"raw": float(self.raw[site][i, j]), "effect": float(effect[i, j])})
+                    known |= {"raw": float(self.raw[site][i, j]), "effect": float(effect[i, j])}
+                    ends = {"low": float(low[i, j]), "high": float(high[i, j]), "pairs": len(self.pairs)}
+                    lines.append(known | ends if self.pairs else known)
         return pd.DataFrame(lines).sort_values("effect", ascending=False, key=abs, kind="stable", ignore_index=True)
 
     def grids(self, values: Values = "effect") -> list[Grid]:
@@ -71,9 +114,11 @@ class PatchResult:
         """A heat map per site: layers by positions, or layers by heads."""
         label = "effect of the patch" if values == "effect" else "metric under the patch"
         made = figure(self.grids(values), label, "layer", "head" if set(self.raw) == {"heads"} else "token")
-        made.suptitle(f"Patching ({self.direction}): {plain(self.metric)}", fontsize=9)
+        count = f", mean of {len(self.pairs)} pairs" if self.pairs else ""
+        made.suptitle(f"Patching ({self.direction}): {plain(self.metric)}{count}", fontsize=9)
         return made
 
     def _repr_html_(self) -> str:
         lead = f"{self.metric}: {self.base:.3f} unpatched, {self.source:.3f} in the source prompt."
+        lead += f" Means over {len(self.pairs)} pairs." if self.pairs else ""
         return view(self.grids(), paragraph(lead), note="0: the patch changes nothing; 1: it carries the difference over.")

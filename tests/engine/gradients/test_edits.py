@@ -17,6 +17,7 @@ EDITS = {
     "add": Edit("S", "add", WIDE[0], [2, 20], [1], factor=2.0),
     "set": Edit("T", "set", WIDE[:2], [3, 4], [0]),
     "zero": Edit("C", "zero", None, slice(5, None), [0]),
+    "scale": Edit("blocks.0.attn.hook_z", "scale", None, slice(3, None), factor=-0.7, heads=[1, 3]),
     "project_out": Edit("blocks.1.ln2.hook_in", "project_out", WIDE, None),
     "resample": Edit("embed.hook_out", "resample", WIDE, [1, 2, 3], seed=4),
     "queries": Edit("blocks.1.attn.hook_rot_q", "zero", None, -1),
@@ -103,3 +104,27 @@ def test_an_edit_after_clipping_does_not_open_what_was_cut_off(norm: bool) -> No
     ours = subject.prompt(TOKENS, edits=edits).gradients(metric, "S")
     truth = of_decoder(random_model(gain=4.0, **changes).double(), TOKENS, metric, place_all(edits, subject.sites, len(TOKENS)))
     assert max(difference(ours[name], truth[name]) for name in ours if truth[name].any()) < 1e-5
+
+
+def test_a_bfloat16_condition_holds_where_it_held_in_the_pass() -> None:
+    """Rounded to bfloat16, the direction is at a right angle to the row, so that the pass leaves the row alone and its gradient
+    passes. Control: in float32 the condition holds, the row is zeroed, and the gradient stops."""
+    site, g, x = "blocks.0.hook_in", torch.zeros(1, 32), torch.zeros(1, 32)
+    g[0, :2], x[0, 0], x[0, 1] = 1.0, 1.0, -1.0
+    direction = torch.zeros(32)
+    direction[0], direction[1] = 1.001, 1.0
+    (edit,) = place_all([Edit(site, "zero", when=direction)], engine().sites, 1)
+    for dtype, passes in ((torch.bfloat16, True), (torch.float32, False)):
+        row = x.to(dtype)
+        assert torch.equal(edit.apply(row, [0]), row) == passes, "what the pass does"
+        assert torch.equal(through_edits(g, row, [edit]), g) == passes
+        assert passes or not through_edits(g, row, [edit]).any()
+
+
+def test_a_bfloat16_direction_is_projected_out_as_the_pass_rounds_it() -> None:
+    draw = torch.randn(2, 1, 32, generator=torch.Generator().manual_seed(4))
+    (edit,) = place_all([Edit("blocks.0.hook_in", "project_out", WIDE[0])], engine().sites, 1)
+    rounded = edit.vectors[0].bfloat16().float()
+    found = through_edits(draw[0], draw[1].bfloat16(), [edit])
+    torch.testing.assert_close(found, draw[0] - (draw[0] @ rounded)[:, None] * rounded, rtol=1e-6, atol=1e-7)
+    assert not torch.allclose(found, draw[0] - (draw[0] @ edit.vectors[0])[:, None] * edit.vectors[0], rtol=1e-6, atol=1e-5)

@@ -1,5 +1,6 @@
 """What a TransformerLens user types, with TransformerLens' own answers beside it."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from replaylens import Edit, tasks
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadEdit, BadRequest, UnknownSite
+from replaylens.engine.errors import BadEdit, BadRequest, NotFolded, UnknownSite
 from replaylens.engine.model import weights
 from tests.engine.replay.bridges import bridge
 from tests.families import hugging_face
@@ -238,6 +239,7 @@ def test_texts(llama: Engine) -> None:
 
 @pytest.mark.parametrize("name", MORE)
 @torch.no_grad()
+@pytest.mark.filterwarnings("ignore::replaylens.engine.errors.NotFolded")
 def test_methods_of_the_cache(name: str) -> None:
     _, ours = engine(name).run_with_cache(TOKENS)
     _, theirs = bridge(name).run_with_cache(TOKENS)
@@ -266,6 +268,44 @@ def test_methods_of_the_cache(name: str) -> None:
         assert torch.allclose(call(ours), wanted, atol=2e-4), said
     stack = ours.accumulated_resid(apply_ln=True)
     assert torch.equal(stack[-1], ours["ln_final.hook_out"]), "the final norm has canonical bits"
+
+
+@torch.no_grad()
+def test_a_cache_of_chosen_names_is_decomposed(llama: Engine) -> None:
+    """By either name of a site; a name that was left out is named. Control: what was left out has no other name."""
+    wanted = llama.run_with_cache(TOKENS)[1].decompose_resid(apply_ln=True)
+    for ends in (("hook_embed", "_out", "hook_scale"), ("embed.hook_out", "attn.hook_out", "mlp.hook_out", "hook_scale")):
+        _, cache = llama.run_with_cache(TOKENS, names_filter=lambda name, ends=ends: name.endswith(ends))
+        assert torch.equal(cache.decompose_resid(apply_ln=True), wanted) and len(wanted) == 1 + 2 * 3
+    _, cache = llama.run_with_cache(TOKENS, names_filter=lambda name: name.endswith(("embed", "attn_out")))
+    with pytest.raises(
+        UnknownSite, match=r"blocks\.0\.hook_mlp_out is not in this cache, which holds hook_embed, .*names_filter"
+    ):
+        cache.decompose_resid()
+    assert "hook_mlp_out" not in cache.cache_dict and cache.cache_dict.get("blocks.0.attn.hook_out") is not None
+    with pytest.raises(KeyError, match="not in this cache"):
+        cache["blocks.9.hook_mlp_out"]
+
+
+def test_attributions_without_the_final_norm_are_warned_of(llama: Engine) -> None:
+    """With TransformerLens' way, which leaves the weight out. Control: a model whose weight is one."""
+    plain = weights.load(hugging_face("llama"))
+    with torch.no_grad():
+        plain.ln_final.weight.fill_(1.0)
+    folded = Engine(plain)
+    for served in (llama, folded):
+        _, cache = served.run_with_cache(TOKENS[:1])
+        stack, pair = cache.decompose_resid(), dict(tokens=5, incorrect_tokens=7)
+        logits = served(TOKENS[:1])[0, -1]
+        if served is llama:
+            with pytest.warns(NotFolded, match=r"rl\.dla"):
+                found = cache.logit_attrs(stack, **pair)
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                found = cache.logit_attrs(stack, **pair)
+        missed = abs(float(found[:, 0, -1].sum() - (logits[5] - logits[7])))
+        assert (missed > 0.01) == (served is llama)
 
 
 # Hooks

@@ -1,5 +1,6 @@
 """Edits of heads and of attention edges, by pattern, norm-preserving and conditional: TransformerLens' numbers, same bits."""
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -8,7 +9,9 @@ from torch import Tensor
 
 from replaylens.engine.errors import BadEdit, UnknownSite
 from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import place
+from replaylens.engine.request.records import EditRecord, PlacedEditRecord
 from tests.devices import DEVICES
 from tests.engine.request.test_edits import LENGTH, ROWS, TOKENS, VECTOR, bits, edited_logits, engine, lens_logits
 from tests.toy_model import engine as toy_engine
@@ -27,6 +30,12 @@ def head_zero(value: Tensor, hook: Any = None) -> Tensor:
 def head_add(value: Tensor, hook: Any = None) -> Tensor:
     value = value.clone()
     value[:, 4:, 1] += 2 * HEAD[: value.shape[-1]]
+    return value
+
+
+def head_scale(value: Tensor, hook: Any = None) -> Tensor:
+    value = value.clone()
+    value[:, 4:, [1, 3]] *= -0.4
     return value
 
 
@@ -57,6 +66,12 @@ CASES: dict[str, tuple[str, Any, Any]] = {
         head_add,
         lambda d: dict(op="add", value=2 * HEAD[None, :d], positions=slice(4, None), heads=[1]),
     ),
+    "scale heads": (
+        "blocks.1.attn.hook_z",
+        head_scale,
+        lambda d: dict(op="scale", factor=-0.4, positions=slice(4, None), heads=[3, 1]),
+    ),
+    "scale a site": ("blocks.1.hook_mlp_out", lambda value, hook: value * 2.5, lambda d: dict(op="scale", factor=2.5)),
     "zero edges": (
         "blocks.1.attn.hook_pattern",
         edge_zero,
@@ -86,6 +101,8 @@ def edits(d_head: int) -> list[Edit]:
     return [
         Edit("blocks.*.attn.hook_z", "zero", heads=[1], positions=slice(20, None)),
         Edit("blocks.0.attn.hook_v", "add", torch.ones(1, d_head), heads=[0], positions=[3, 21], factor=2.0),
+        Edit("blocks.0.attn.hook_z", "scale", factor=0.7, heads=[2], positions=slice(17, None)),
+        Edit("C", "scale", factor=-1.5, layers=[1], when=ROWS[1], positions=slice(21, None)),
         Edit("blocks.1.attn.hook_pattern", "mask", heads=[0, 2], positions=slice(18, None), keys=[1, 4]),
         Edit("blocks.2.attn.hook_pattern", "zero", positions=22, keys=slice(0, 30)),
         Edit("blocks.1.hook_out", "add", VECTOR, keep_norm=True, when=ROWS[0], positions=slice(19, None), factor=4.0),
@@ -119,6 +136,20 @@ def test_other_heads_keep_their_bits(device: str) -> None:
     assert torch.equal(edited[:, others], rows[:, others]) and not edited[:, 1].any() and rows[:, 1].any()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_scaled_rows_are_the_product(device: str) -> None:
+    """With the bits of the product, in the chosen heads and at the chosen positions alone. A factor of one changes no bit."""
+    served = engine(device=device)
+    rows = served.prompt(TOKENS, sites=[Z]).activations[Z]
+    edit = Edit(Z, "scale", factor=0.3, heads=[1], positions=[2, 5])
+    edited = served.prompt(TOKENS, sites=[Z], edits=[edit]).activations[Z]
+    wanted = rows.clone()
+    wanted[[2, 5], 1] = rows[[2, 5], 1] * torch.tensor(0.3, dtype=rows.dtype)
+    assert torch.equal(edited[:, 1], wanted[:, 1]) and not torch.equal(edited, rows) and torch.equal(edited[0], rows[0])
+    same = served.prompt(TOKENS, sites=[Z], edits=[Edit(Z, "scale")]).activations[Z]
+    assert torch.equal(same, rows)
+
+
 def test_a_value_of_all_heads_gives_the_chosen_ones() -> None:
     served = engine()
     source = served.prompt(TOKENS[::-1], sites=[Z]).activations[Z]
@@ -148,6 +179,9 @@ def test_new_fields_are_part_of_the_hash_and_survive_json() -> None:
         Edit("blocks.0.hook_in", "add", VECTOR, keep_norm=True),
         Edit("blocks.0.hook_in", "add", VECTOR, when=VECTOR),
         Edit("blocks.0.hook_in", "add", VECTOR, when=-VECTOR),
+        Edit("blocks.0.hook_in", "scale", factor=2.0),
+        Edit("blocks.0.hook_in", "scale", factor=0.5),
+        Edit(Z, "scale", factor=0.5, heads=[0]),
         Edit(Z, "zero", heads=[0]),
         Edit(Z, "zero", heads=[1]),
         Edit(Z, "zero"),
@@ -207,3 +241,9 @@ def test_a_pattern_of_names_selects_sites() -> None:
     assert len(place(Edit("blocks.*.attn.hook_z", "zero", layers=[0, 2]), table, LENGTH)) == 2
     with pytest.raises(UnknownSite, match="No site matches"):
         place(Edit("blocks.*.hook_nothing", "zero"), table, LENGTH)
+
+
+def test_files_know_every_field_of_an_edit() -> None:
+    """Records are read strictly: a field that they lack would make a plan or a trace with such an edit unreadable."""
+    names = lambda kind: {field.name for field in fields(kind)}  # noqa: E731
+    assert names(EditRecord) == names(Edit) and names(PlacedEditRecord) == names(PlacedEdit) - {"key"}

@@ -158,7 +158,7 @@ WRONG = {
     "too many forced": (dict(op="force", experts=[0, 1, 2]), "but a row goes to 2"),
     "too many forbidden": (dict(op="forbid", experts=[0, 1, 2, 3]), "but a row goes to 2"),
     "a value": (dict(op="force", experts=[1], value=torch.zeros(5)), "takes no value"),
-    "a factor": (dict(op="force", experts=[1], factor=2.0), "Only 'add' and 'reweight'"),
+    "a factor": (dict(op="force", experts=[1], factor=2.0), "Only 'add', 'scale' and 'reweight'"),
     "experts of another op": (dict(op="zero", experts=[1]), "Only 'force', 'forbid' and 'reweight'"),
     "another site": (dict(op="force", experts=[1], site="blocks.1.hook_out"), "is for the router"),
     "the chosen experts": (

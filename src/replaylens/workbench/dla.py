@@ -1,0 +1,260 @@
+"""`dla`: direct logit attribution. What does each part of the model write towards one token and away from another?"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from replaylens.engine.errors import BadMetric, BadRequest
+from replaylens.engine.gradients.metric import LogitDifference, named
+from replaylens.engine.model.decoder import Block, Mlp
+from replaylens.engine.model.layers import Linear, Norm
+from replaylens.engine.request.values import shown
+from replaylens.engine.serving.core import Core
+from replaylens.engine.thinking.core import ThinkingCore
+from replaylens.probes.reports.figures import Picture, bars
+from replaylens.workbench.drawing import Grid, figure, paragraph, plain, view
+from replaylens.workbench.metric import Metric, MetricTokens
+
+By = Literal["layer", "head", "neuron"]
+MAX_BARS = 40
+
+
+class LogitPart(NamedTuple):
+    """A part of the model, and what it adds to the logit difference."""
+
+    name: str
+    kind: str
+    """embedding, positions, attention, MLP, head, neuron, attention bias, MLP bias, final bias or rounding"""
+    layer: int | None
+    number: int | None
+    """of a head or neuron"""
+    value: float
+
+
+@dataclass(frozen=True, eq=False)
+class DlaResult:
+    """What each part adds to a logit difference, in the order of a pass. The parts sum to `total`."""
+
+    metric: str
+    by: By
+    total: float
+    """the logit difference of the model"""
+    parts: tuple[LogitPart, ...]
+    """all of them; the last is what float32 or bfloat16 rounded away on the way"""
+
+    def __repr__(self) -> str:
+        lost = self.parts[-1].value
+        return f"DlaResult({self.metric}: {self.total:.4g} in {len(self.parts)} parts, of which rounding {lost:.1e})"
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """One line per part, the largest first."""
+        made = pd.DataFrame(self.parts, columns=["part", "kind", "layer", "number", "value"])
+        made = made.astype({"layer": "Int64", "number": "Int64"})
+        return made.sort_values("value", ascending=False, key=abs, kind="stable", ignore_index=True)
+
+    def plot(self) -> Figure:
+        """Layers: bars in the order of a pass. Heads: a heat map, layers by heads. Neurons: the largest parts."""
+        title = f"Direct logit attribution\n{plain(self.metric)}: {self.total:.2f}"
+        if self.by == "head":
+            made = figure([self._grid()], "part of the logit difference", "layer", "head")
+            title = f"{title}\n{self._rest()}"
+        elif self.by == "layer":
+            made = self._bars()
+        else:
+            top = self.frame.head(MAX_BARS).rename(columns={"part": "what", "value": "accuracy"})
+            made = bars(top.assign(low=math.nan, high=math.nan), "")
+            made.axes[0].set_xlabel("part of the logit difference")
+        made.suptitle(title, fontsize=9)
+        return made
+
+    def _bars(self) -> Figure:
+        """One place for each layer, and for each part of none."""
+        place = lambda part: part.name if part.layer is None else str(part.layer)  # noqa: E731
+        names = list(dict.fromkeys(map(place, self.parts)))
+        made = Picture(figsize=(min(2.5 + 0.32 * len(names), 24), 3.6), layout="constrained")
+        axis = made.subplots()
+        for kind, shift, colour in (("attention", -0.2, "tab:blue"), ("MLP", 0.2, "tab:orange"), ("others", 0.0, "0.5")):
+            own = [part for part in self.parts if (part.layer is None if kind == "others" else part.kind == kind)]
+            at = [names.index(place(part)) + shift for part in own]
+            axis.bar(at, [part.value for part in own], 0.4, color=colour, label=kind)
+        axis.axhline(0, color="black", linewidth=0.5)
+        axis.set(ylabel="part of the logit difference", xlabel="layer", xticks=range(len(names)))
+        axis.set_xticklabels(names, rotation=90, fontsize=7)
+        axis.legend(fontsize=7)
+        return made
+
+    def _grid(self) -> Grid:
+        """The heads, layers by heads."""
+        found = [part for part in self.parts if part.kind == "head"]
+        layers = list(dict.fromkeys(str(part.layer) for part in found))
+        values = np.array([part.value for part in found]).reshape(len(layers), -1)
+        return Grid("attention heads", layers, [str(head) for head in range(values.shape[1])], values, around=0.0)
+
+    def _rest(self) -> str:
+        """All parts but heads and neurons: those of no layer, and sums over layers of the others."""
+        sums: dict[str, float] = {}
+        for part in self.parts:
+            if part.number is None:
+                name = part.name if part.layer is None else f"{part.kind} of all layers"
+                sums[name] = sums.get(name, 0.0) + part.value
+        return ", ".join(f"{name} {value:.2f}" for name, value in sums.items())
+
+    def _repr_html_(self) -> str:
+        lead = paragraph(f"{self.metric}: {self.total:.3f} in all. {self._rest()}.")
+        if self.by == "head":
+            return view([self._grid()], lead)
+        top = self.frame.head(MAX_BARS)
+        return view([Grid("Largest parts", [""], list(top["part"]), top["value"].to_numpy()[None], around=0.0)], lead)
+
+
+def dla(engine: Core, prompt: str | list[int], metric: MetricTokens | LogitDifference, *, by: By = "layer") -> DlaResult:
+    """Split the logit difference after a prompt into what each part of the model writes to the residual stream.
+
+    metric  a pair of tokens: the logit of the first minus that of the second
+    by      "layer": attention and MLP of each layer; "head": heads instead of attention; "neuron": neurons instead of MLPs
+
+    The embedding, biases and the rounding of the model's dtype are parts too, so that the parts sum to `total`. Norms are
+    linear here: the scale that they divide by is held at that of the row, and their weights and biases are included. Of a
+    model with a softcap on its logits, what is split is the difference before the softcap. Parts are computed in float64.
+
+    >>> from replaylens import Engine, dla
+    >>> engine = Engine.load("coin-plain")
+    >>> found = dla(engine, "A coin's state is heads. Alice flips. What's the state? A:", (" tails", " heads"), by="head")
+    >>> abs(sum(part.value for part in found.parts) - found.total) < 1e-9, abs(found.parts[-1].value) < 1e-4
+    (True, True)
+    """
+    if not isinstance(by, str) or by not in ("layer", "head", "neuron"):
+        raise BadRequest(f"Unknown by={shown(by)}. Known: layer, head, neuron.")
+    if isinstance(engine, ThinkingCore):
+        raise BadRequest("The logits of a model that thinks are not a sum over its layers. Use a plain model, or patch.")
+    if by == "neuron" and engine.config.mixture is not None:
+        raise BadRequest("by='neuron' was given for a mixture of experts, whose rows go to different neurons. Use by='layer'.")
+    difference = named(metric)
+    if not isinstance(difference, LogitDifference):
+        raise BadMetric(f"Invalid metric={shown(metric)}. Only logit differences are sums over parts: give a pair of tokens.")
+    measure, read = Metric.of(engine, difference), _Read(engine, by)
+    branch = engine.prompt(prompt, sites=list(read.sites), positions="last")
+    try:
+        row = lambda site: branch.activations[site][-1].double().cpu()  # noqa: E731
+        logits = branch.logits()
+        if engine.config.logit_softcap:
+            logits = row("unembed.hook_out").to(logits.dtype) * engine.config.logit_scale
+        rows = {site: row(site) for site in read.sites}
+    finally:
+        branch.release()
+    total = float(measure(logits[None]))
+    parts = list(read.parts(rows, engine._target(difference.right), engine._target(difference.wrong)))
+    parts.append(LogitPart("rounding", "rounding", None, None, total - math.fsum(part.value for part in parts)))
+    name = measure.name + (", before the softcap" if engine.config.logit_softcap else "")
+    return DlaResult(name, by, total, tuple(parts))
+
+
+class _Read:
+    """The sites to read, and the parts that their rows make."""
+
+    def __init__(self, engine: Core, by: By) -> None:
+        self.model, self.by = engine.model, by
+        self.blocks = [block for block in engine.model.blocks if isinstance(block, Block)]
+
+    @property
+    def sites(self) -> Iterator[str]:
+        yield "embed.hook_out"
+        if self.model.pos_embed is not None:
+            yield "pos_embed.hook_out"
+        for block in self.blocks:
+            yield from self._attention_sites(block)
+            yield from self._mlp_sites(block)
+        yield self.blocks[-1].out_site
+        if self.model.config.logit_softcap:
+            yield "unembed.hook_out"
+
+    def _attention_sites(self, block: Block) -> Iterator[str]:
+        return _sites(block.attn_sites, block.ln1_post, block.attn.z_site if self.by == "head" else None)
+
+    def _mlp_sites(self, block: Block) -> Iterator[str]:
+        inner = block.mlp.post_site if self.by == "neuron" and isinstance(block.mlp, Mlp) else None
+        return _sites(block.mlp_sites, block.ln2_post, inner)
+
+    @torch.inference_mode()
+    def parts(self, rows: dict[str, Tensor], right: int, wrong: int) -> Iterator[LogitPart]:
+        """rows  by site, in float64"""
+        model, table = self.model, self.model.unembedding.detach()
+        scale = model.config.logit_scale
+        towards = (_wide(table[right]) - _wide(table[wrong])) * scale  # [d_model]: of the normed stream
+        stream, constant = _before(model.ln_final, rows[self.blocks[-1].out_site], towards)
+        yield LogitPart("embedding", "embedding", None, None, float(rows["embed.hook_out"] @ stream))
+        if model.pos_embed is not None:
+            yield LogitPart("positions", "positions", None, None, float(rows["pos_embed.hook_out"] @ stream))
+        for layer, block in enumerate(self.blocks):
+            yield from self._attention(rows, layer, block, stream)
+            yield from self._mlp(rows, layer, block, stream)
+        if model.unembed_bias is not None:
+            constant += float(_wide(model.unembed_bias[right]) - _wide(model.unembed_bias[wrong])) * scale
+        yield LogitPart("final bias", "final bias", None, None, constant)
+
+    def _attention(self, rows: dict[str, Tensor], layer: int, block: Block, stream: Tensor) -> Iterator[LogitPart]:
+        sites = list(self._attention_sites(block))
+        if self.by != "head":
+            yield LogitPart(f"L{layer} attention", "attention", layer, None, float(rows[sites[0]] @ stream))
+            return
+        own, constant = _within(block.attn.o, block.ln1_post, block.scale, rows[sites[-1]], stream)
+        each = (rows[sites[0]].flatten() * own).view(block.attn.heads, -1).sum(1)
+        yield from (LogitPart(f"L{layer}H{i}", "head", layer, i, value) for i, value in enumerate(each.tolist()))
+        if block.attn.o.bias is not None or constant:
+            yield LogitPart(f"L{layer} attention bias", "attention bias", layer, None, constant)
+
+    def _mlp(self, rows: dict[str, Tensor], layer: int, block: Block, stream: Tensor) -> Iterator[LogitPart]:
+        sites = list(self._mlp_sites(block))
+        if self.by != "neuron" or not isinstance(block.mlp, Mlp):
+            yield LogitPart(f"L{layer} MLP", "MLP", layer, None, float(rows[sites[0]] @ stream))
+            return
+        own, constant = _within(block.mlp.down, block.ln2_post, block.scale, rows[sites[-1]], stream)
+        each = (rows[sites[0]] * own).tolist()
+        yield from (LogitPart(f"L{layer}N{i}", "neuron", layer, i, value) for i, value in enumerate(each))
+        if block.mlp.down.bias is not None or constant:
+            yield LogitPart(f"L{layer} MLP bias", "MLP bias", layer, None, constant)
+
+
+def _sites(sites: tuple[str, tuple[str, str, str]], post: Norm | None, inner: str | None) -> Iterator[str]:
+    """What is written to the stream; or the input of the product that writes, and what a norm after the product reads."""
+    out, (_, _, normed) = sites
+    if inner is None:
+        yield out if post is None else normed
+        return
+    yield inner
+    if post is not None:
+        yield out
+
+
+def _within(linear: Linear, post: Norm | None, scale: float, out: Tensor, stream: Tensor) -> tuple[Tensor, float]:
+    """A direction of the stream [d_model] as one of the input of a product that writes to it [inputs], and what biases add.
+
+    out  the product's row, if `post` norms it
+    """
+    constant = 0.0
+    if post is not None:
+        stream, constant = _before(post, out, stream)
+    stream = stream * scale
+    if linear.bias is not None:
+        constant += float(_wide(linear.bias) @ stream)
+    return _wide(linear.weight) @ stream, constant
+
+
+def _before(norm: Norm, row: Tensor, direction: Tensor) -> tuple[Tensor, float]:
+    """A direction after a norm [width] as one before it, with the norm's scale held at the row's; and what its bias adds."""
+    centred = row - row.mean() if norm.kind == "layer" else row
+    found = _wide(norm.weight) * direction / (centred.square().mean() + norm.eps).sqrt()
+    constant = 0.0 if norm.bias is None else float(_wide(norm.bias) @ direction)
+    return found - found.mean() if norm.kind == "layer" else found, constant
+
+
+def _wide(weight: Tensor) -> Tensor:
+    return weight.detach().cpu().double()
