@@ -3,11 +3,12 @@
 import torch
 
 from replaylens.engine.attribution.effects import Attribution
-from replaylens.engine.attribution.patching import Prompt, patch_effects, paths_of, words_of
+from replaylens.engine.attribution.patching import patch_effects, paths_of, words_of
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.gradients.gradients import row_sums
 from replaylens.engine.gradients.metric import AnyMetric
 from replaylens.engine.gradients.tape import Tape
+from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placing import place_all
 from replaylens.engine.request.values import flag, whole

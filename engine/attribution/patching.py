@@ -11,6 +11,7 @@ from replaylens.engine.errors import BadRequest, NoGradient
 from replaylens.engine.gradients.gradients import row_sums
 from replaylens.engine.gradients.metric import AnyMetric, LogitsFunction, value_of
 from replaylens.engine.model import modes
+from replaylens.engine.model.text import Prompt
 from replaylens.engine.pictures.readings import word
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.values import flag
@@ -18,8 +19,6 @@ from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.differentiable import differentiable, metric_of, tape_of
 from replaylens.engine.thinking.core import ThinkingCore
-
-Prompt = str | Sequence[int]
 
 
 def attribution_patching(

@@ -162,8 +162,8 @@ class TransformerLensVerbs(Core):
         return self.text.tokenizer
 
     @named_options
-    def to_tokens(self, input: str | Sequence[str], prepend_bos: bool | None = None) -> Tensor:
-        """Token ids [batch, positions] of a text or several; padded on the right with the tokenizer's padding token."""
+    def to_tokens(self, input: text.Texts, prepend_bos: bool | None = None) -> Tensor:
+        """Token ids [batch, positions] of a text or chat, or of several; padded on the right with the padding token."""
         return torch.tensor(text.encoded(self, input, prepend_bos))
 
     def to_string(self, tokens: TokenInput) -> str | list[str]:

@@ -16,7 +16,7 @@ from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.memory.tree import BranchStatus, BranchTree
 from replaylens.engine.model import sites
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.text import Text
+from replaylens.engine.model.text import Prompt, Text
 from replaylens.engine.passes.ferry import RING_BYTES, SMALLEST_RING
 from replaylens.engine.passes.runner import Keep, Runner
 from replaylens.engine.pictures.live import tree_of
@@ -141,7 +141,7 @@ class Core(Generation, Uncopied):
     @named_options
     def prompt(
         self,
-        text: str | Sequence[int] | Tensor,
+        text: Prompt,
         *,
         sites: str | Sequence[str] | None = None,
         keep_rejected: bool = False,
@@ -162,7 +162,7 @@ class Core(Generation, Uncopied):
     @named_options
     def prompts(
         self,
-        texts: Iterable[str | Sequence[int] | Tensor],
+        texts: Iterable[Prompt],
         *,
         sites: str | Sequence[str] | None = None,
         keep_rejected: bool = False,
@@ -216,7 +216,7 @@ class Core(Generation, Uncopied):
 
     def _planted(
         self,
-        texts: Iterable[str | Sequence[int] | Tensor],
+        texts: Iterable[Prompt],
         capture: CaptureSpec | None,
         edits: Sequence[Edit],
         hooks: Sequence[Hook],
@@ -248,7 +248,7 @@ class Core(Generation, Uncopied):
 
     def logits(
         self,
-        text: str | Sequence[int] | Tensor,
+        text: Prompt,
         *,
         edits: Sequence[Edit] = (),
         positions: At = -1,
@@ -263,7 +263,7 @@ class Core(Generation, Uncopied):
 
     def logits_under(
         self,
-        text: str | Sequence[int] | Tensor,
+        text: Prompt,
         variants: Sequence[Sequence[Edit]],
         *,
         edits: Sequence[Edit] = (),
@@ -286,7 +286,7 @@ class Core(Generation, Uncopied):
             found = base.read(variants, at, lambda logits: logits[..., columns], progress)
         return found[:, 0] if integer(positions) is not None else found
 
-    def variants(self, text: str | Sequence[int] | Tensor, edits: Sequence[Edit] = (), keep: Sequence[str] = ()) -> Variants:
+    def variants(self, text: Prompt, edits: Sequence[Edit] = (), keep: Sequence[str] = ()) -> Variants:
         """The text, to be computed under many lists of edits; see `Variants`."""
         return Variants(self.forest, self.sites, self.placed, self.tokens_of(text), edits, keep)
 

@@ -64,7 +64,7 @@ def test_options_of_steering() -> None:
     assert len(drawn.frame) == len(kept.frame) == 2 and torch.equal(drawn.vectors[2], vector)
     for bad, message in (
         (torch.zeros(3), "shape"),
-        (([], [HEADS]), "at least one"),
+        (([], [HEADS]), "one or more"),
         ("text", "Give a vector"),
         ((1, 2), "Give a vector"),
     ):

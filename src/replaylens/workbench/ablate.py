@@ -12,6 +12,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.edits import Positions
 from replaylens.engine.request.values import integer, items, shown
 from replaylens.engine.serving.core import Core
@@ -89,7 +90,7 @@ class AblateResult:
 
 def ablate(
     engine: Core,
-    prompts: Sequence[str | list[int]],
+    prompts: Sequence[Prompt],
     *,
     metric: RowMetric | Sequence[RowMetric],
     heads: HeadChoice = False,
@@ -129,7 +130,7 @@ def ablate(
     """
     if not isinstance(how, str) or how not in ("zero", "mean", "resample"):
         raise BadRequest(f"Unknown how={shown(how)}. Known: zero, mean, resample.")
-    paths = [engine.tokens_of(prompt) for prompt in items("prompts", prompts, "a list of prompts")]
+    paths = [engine.tokens_of(prompt) for prompt in items("prompts", prompts, "a list of prompts (texts, token ids or chats)")]
     if not paths:
         raise BadRequest("No prompts. Give at least one.")
     units = units_of(engine, heads, neurons, directions, experts)

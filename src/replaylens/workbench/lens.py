@@ -14,6 +14,7 @@ from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.features.rows import FeatureRows
 from replaylens.engine.lens.readout import read_ranked
 from replaylens.engine.lens.tuned import TunedLens
+from replaylens.engine.model.text import Prompt
 from replaylens.engine.pictures.readings import layer_name, word
 from replaylens.engine.request.values import instance, items
 from replaylens.engine.serving.core import Core
@@ -136,7 +137,7 @@ class LensResult:
 
 def lens(
     engine: Core,
-    text: str | list[int],
+    text: Prompt,
     *,
     token: str | int | None = None,
     tuned: TunedLens | None = None,

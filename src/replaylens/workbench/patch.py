@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.values import instance
 from replaylens.engine.serving.core import Core
@@ -22,8 +23,8 @@ LayerCell = tuple[int, int]
 
 def patch(
     engine: Core,
-    clean: str | list[int],
-    corrupt: str | list[int],
+    clean: Prompt,
+    corrupt: Prompt,
     *,
     metric: RowMetric,
     sites: str = "S",

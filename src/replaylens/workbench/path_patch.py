@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.values import items, whole
 from replaylens.engine.serving.core import Core
@@ -21,8 +22,8 @@ Into = Literal["q", "k", "v"]
 
 def path_patch(
     engine: Core,
-    clean: str | list[int],
-    corrupt: str | list[int],
+    clean: Prompt,
+    corrupt: Prompt,
     *,
     metric: RowMetric,
     receivers: Sequence[tuple[int, int]] | Literal["logits"] = "logits",

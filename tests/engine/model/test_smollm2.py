@@ -15,6 +15,7 @@ from replaylens.commands import fetch as fetch_command
 from replaylens.engine.model import smollm2
 from replaylens.engine.model.cache_folder import CACHE_VARIABLE
 from replaylens.engine.model.smollm2 import FetchFailed
+from replaylens.engine.model.text import Text
 from replaylens.engine.model.weights import load
 from tests.engine.passes.packed import alone, logits, worst
 
@@ -165,3 +166,16 @@ def test_real_model_knows_its_capitals(real: tuple[Any, Any]) -> None:
     _, tokenizer = real
     tokens = torch.tensor(tokenizer(TEXTS[0]).input_ids)
     assert tokenizer.decode(logits(load(smollm2.model_folder()), [tokens])[0][-1].argmax()) == " Paris"
+
+
+@pytest.mark.slow
+@fetched
+def test_chats_have_the_ids_of_transformers(real: tuple[Any, Any]) -> None:
+    """A question ends with the words that begin an answer, an answer is continued, and nothing is added twice."""
+    tokenizer = real[1]
+    asked = [{"role": "user", "content": "Is 7 a prime number?"}]
+    begun = [{"role": "system", "content": "Be brief."}, *asked, {"role": "assistant", "content": "Yes, 7 is"}]
+    for chat, option in ((asked, "add_generation_prompt"), (begun, "continue_final_message")):
+        wanted = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False, **{option: True})
+        assert Text(tokenizer).encode(chat) == list(wanted)
+    assert Text(tokenizer).encode(begun)[-4:] == Text(tokenizer).encode("Yes, 7 is", special=False)[-4:]
