@@ -107,8 +107,8 @@ def one_path(value: Any) -> list[Any]:
     several = "Give one prompt: text, a list of token ids, or a chat. For several, use prompts([...])."
     if isinstance(value, Mapping):
         raise BadRequest(
-            f"Invalid text={shown(value)}: not a prompt. A chat is a list of messages, also if it has only one; where several prompts go, "
-            "give a list of chats."
+            f"Invalid text={shown(value)}: not a prompt. A chat is a list of messages, also if it has only one; where several "
+            "prompts go, give a list of chats."
         )
     if isinstance(value, np.ndarray | Tensor) and value.ndim > 1:
         if value.ndim > 2 or len(value) != 1:
