@@ -41,6 +41,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("probes/fitting",),
     ("probes/sweeps", "probes/causal", "probes/forks"),
     ("probes/questions",),
+    ("errors",),
     ("views",),
     ("workbench",),
     ("commands",),

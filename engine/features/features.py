@@ -234,7 +234,7 @@ class SparseFeatures:
 
     def _measured(self, branch: Branch) -> tuple[list[int], FeatureRows]:
         """(positions, features) of a branch's tokens. The last generated one has no row yet: a twin computes it."""
-        if branch.states[-1] is not TokenState.PENDING:
+        if branch.record.states.last is not TokenState.PENDING:
             rows = branch.activations.peek(self._captured(branch)).cpu()
             key = hashlib.sha256(rows.contiguous().view(torch.uint8).numpy().tobytes()).digest()
             if self._last is None or self._last[0] != key:  # edits of many features are often made from the same rows

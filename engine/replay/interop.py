@@ -162,7 +162,7 @@ class TransformerLensVerbs(Core):
         return self.text.tokenizer
 
     @named_options
-    def to_tokens(self, input: text.Texts, prepend_bos: bool | None = None) -> Tensor:
+    def to_tokens(self, input: text.TextInput, prepend_bos: bool | None = None) -> Tensor:
         """Token ids [batch, positions] of a text or chat, or of several; padded on the right with the padding token."""
         return torch.tensor(text.encoded(self, input, prepend_bos))
 

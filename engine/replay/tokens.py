@@ -14,7 +14,7 @@ from replaylens.engine.serving.core import Core
 
 TokenInput = Prompt | Sequence[str] | Sequence[Sequence[int]] | Sequence[Chat]
 """one prompt, or several"""
-Texts = str | Chat | Sequence[str] | Sequence[Chat]
+TextInput = str | Chat | Sequence[str] | Sequence[Chat]
 INPUTS = ("embed.hook_in", "pos_embed.hook_in")
 """names of what goes in: token ids and positions. A cache has them; as sites of a branch, see `tokens`"""
 
@@ -50,7 +50,7 @@ def one(engine: Core, tokens: TokenInput, prepend_bos: bool | None = None) -> li
     return found
 
 
-def encoded(engine: Core, texts: Texts, prepend_bos: bool | None) -> list[list[int]]:
+def encoded(engine: Core, texts: TextInput, prepend_bos: bool | None) -> list[list[int]]:
     """The token ids of texts and chats, padded on the right to the longest: a row depends on no later token."""
     accepted = "a text or a chat, or a list of these"
     listed = [texts] if isinstance(texts, str) or is_chat(texts) else items("input", texts, accepted)

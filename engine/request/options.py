@@ -1,6 +1,7 @@
 """Calls whose options are checked by name, before Python reports them in terms of the code."""
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import wraps
@@ -18,6 +19,26 @@ _FIELDS: dict[str, frozenset[str]] = {}
 def named_options(method: Callable[P, R]) -> Callable[P, R]:
     """The method, which raises UnknownOption where Python would raise a TypeError about its signature."""
     return _checked(method, method.__name__)
+
+
+def renamed(**options: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator: the method also takes an option by its old name (old="new"), with a DeprecationWarning, for one version."""
+
+    def decorated(method: Callable[P, R]) -> Callable[P, R]:
+        @wraps(method)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            for old in options.keys() & kwargs.keys():
+                new = options[old]
+                if new in kwargs:
+                    raise UnknownOption(f"{method.__name__}() got {new} and {old}, its old name. Give {new} only.")
+                text = f"{old} of {method.__name__}() is now called {new}; the old name goes with the next version."
+                warnings.warn(text, DeprecationWarning, stacklevel=2)
+                kwargs[new] = kwargs.pop(old)
+            return method(*args, **kwargs)
+
+        return call
+
+    return decorated
 
 
 def named_fields(cls: type[T]) -> type[T]:

@@ -12,7 +12,7 @@ from replaylens.engine.errors import BadRequest, ClosedBranch
 from replaylens.engine.interrupts import held_interrupt
 from replaylens.engine.loop.lane import Lane, Statistics
 from replaylens.engine.loop.loop import Loop
-from replaylens.engine.memory.tree import BranchRecord, BranchStatus, BranchTree, TokenState
+from replaylens.engine.memory.tree import BranchRecord, BranchStatus, BranchTree
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.model.text import Text
 from replaylens.engine.pictures.live import tree_of
@@ -23,7 +23,7 @@ from replaylens.engine.pictures.timeline import Timeline
 from replaylens.engine.pictures.tree import Tree
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
-from replaylens.engine.request.options import named_options
+from replaylens.engine.request.options import named_options, renamed
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import warn_of_no_match
 from replaylens.engine.request.recording import Recording
@@ -151,8 +151,10 @@ class Branch(Differentiable, Resampled, Uncopied):
 
     @property
     @reading
-    def states(self) -> list[TokenState]:
-        return list(self.record.states)
+    def states(self) -> list[str]:
+        """What each token is: "prompt", "forced", "generated" (sampled, or drafted and then accepted), "pending" (generated,
+        its row not computed yet), "draft" (not verified yet) or "rejected"."""
+        return self.record.words()
 
     @property
     def status(self) -> BranchStatus:
@@ -210,7 +212,7 @@ class Branch(Differentiable, Resampled, Uncopied):
         """The rejected branches of this branch that keep rows or pages, in order.
 
         They keep rows if the branch was made with `prompt(..., sites=..., keep_rejected=True)`, and pages, to be forked, after
-        `generate(..., keep_rejected=True)`. Without either, the list is empty.
+        `generate(..., keep_pages=True)`. Without either, the list is empty.
         """
         return [type(self)(self.engine, lane) for lane in self._rejected_lanes()]
 
@@ -276,6 +278,7 @@ class Branch(Differentiable, Resampled, Uncopied):
         self.engine.force_all([self], [tokens])
         return self
 
+    @renamed(keep_rejected="keep_pages")
     @named_options
     def generate(
         self,
@@ -285,17 +288,18 @@ class Branch(Differentiable, Resampled, Uncopied):
         drafter: str = "self",
         window: int | None = None,
         deterministic: bool = True,
-        keep_rejected: bool = False,
+        keep_pages: bool = False,
         drafts: dict[int, list[list[int]]] | None = None,
         final: bool = False,
         progress: bool = False,
     ) -> Self:
         """Generate up to `n` tokens; options as in `Engine.generate`. Returns self."""
         greedy = Sampling() if sampling is None else sampling
-        request = Request(n, greedy, drafter, window, deterministic, keep_rejected, drafts, final)
+        request = Request(n, greedy, drafter, window, deterministic, keep_pages, drafts, final)
         self.engine.serve([self], [request], progress)
         return self
 
+    @renamed(keep_rejected="keep_pages")
     @named_options
     def stream(
         self,
@@ -305,7 +309,7 @@ class Branch(Differentiable, Resampled, Uncopied):
         drafter: str = "self",
         window: int | None = None,
         deterministic: bool = True,
-        keep_rejected: bool = False,
+        keep_pages: bool = False,
         drafts: dict[int, list[list[int]]] | None = None,
         final: bool = False,
     ) -> Stream:
@@ -316,7 +320,7 @@ class Branch(Differentiable, Resampled, Uncopied):
         generating just these. Until the stream has yielded all its tokens or is closed, the branch takes no other request.
         """
         greedy = Sampling() if sampling is None else sampling
-        request = Request(n, greedy, drafter, window, deterministic, keep_rejected, drafts, final)
+        request = Request(n, greedy, drafter, window, deterministic, keep_pages, drafts, final)
         return self.engine.open_stream(self, request)
 
     @changing

@@ -120,7 +120,7 @@ class Forest:
     @changing
     def force(self, lane: Lane, ids: list[int]) -> None:
         """Append tokens; `compute` computes their rows."""
-        self.tree.append(lane.branch, ids, TokenState.DRAFT)
+        self.tree.append(lane.branch, ids, TokenState.DRAFT, forced=True)
         self.note(lane, "force", tokens=ids)
 
     @changing
@@ -235,7 +235,7 @@ class Forest:
 
     def _submit(self, job: Job) -> None:
         if job.new_tokens and self.trace is not None:
-            options = {"deterministic": job.exact, "final": job.final, "keep_rejected": job.keep_rejected}
+            options = {"deterministic": job.exact, "final": job.final, "keep_rejected": job.keep_pages}
             details: dict[str, Any] = {"n": job.new_tokens, "sampling": job.sampling.to_json(), **options}
             self.note(job.lane, "generate", **details)
         self.loop.submit(job)

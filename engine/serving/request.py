@@ -20,7 +20,7 @@ class Request:
     drafter: str = "self"
     window: int | None = None
     deterministic: bool = True
-    keep_rejected: bool = False
+    keep_pages: bool = False
     drafts: dict[int, list[list[int]]] | None = None
     final: bool = False
 
@@ -38,7 +38,7 @@ class Request:
             "drafter": instance("drafter", self.drafter, str, "the name of a drafter"),
             "window": None if self.window is None else whole("window", self.window, 1),
             "deterministic": flag("deterministic", self.deterministic),
-            "keep_rejected": flag("keep_rejected", self.keep_rejected),
+            "keep_pages": flag("keep_pages", self.keep_pages),
             "drafts": None if self.drafts is None else _chains(self.drafts),
             "final": flag("final", self.final),
         }
@@ -56,7 +56,7 @@ class Request:
             window=self.window,
             exact=self.deterministic,
             final=self.final,
-            keep_rejected=self.keep_rejected,
+            keep_pages=self.keep_pages,
             forced_drafts=self.drafts or {} if self.drafter == "forced" else None,
         )
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import Any, Self
 
-from replaylens.engine.errors import BadConfig, BadEdit, BadRequest
+from replaylens.engine.errors import BadChunks, BadConfig, BadEdit, BadRequest
 from replaylens.engine.interrupts import held_interrupt
 from replaylens.engine.lens.tuned import TunedLens
 from replaylens.engine.loop.lane import Lane
@@ -47,10 +47,6 @@ from replaylens.engine.thinking.thoughts import FULL_SITE, LETTERS, ThinkingReco
 THOUGHTS = "a list of thoughts for each prompt, each a list of token ids that ends in <EOS>"
 Drafts = Sequence[Sequence[int]]
 """guessed thoughts of one prompt's chunks, each with its <EOS>"""
-
-
-class BadChunks(BadRequest):
-    """A prompt that does not consist of whole chunks."""
 
 
 class ThinkingCore(Core):

@@ -17,7 +17,7 @@ from replaylens.commands import train_recipe, train_thinking
 from replaylens.commands.completion import complete_task
 from replaylens.commands.reporting import reporting
 from replaylens.commands.train_thinking import CARD_FILE, Changes, scoring
-from replaylens.engine.errors import BadRequest, no_such
+from replaylens.engine.errors import BadRequest, RunExists, no_such
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.weights import CONFIG_FILE, weights_hash
 from replaylens.engine.training import thinking as thinking_train
@@ -25,7 +25,6 @@ from replaylens.engine.training import trainer
 from replaylens.engine.training.recipe import Recipe
 from replaylens.engine.training.recipe_file import SUFFIXES, recipe_text
 from replaylens.engine.training.thinking import Model, ThinkingRecipe
-from replaylens.engine.training.trainer import RunExists
 from replaylens.engine.zoo import coin as zoo
 from replaylens.engine.zoo import thinking as thinking_zoo
 
