@@ -10,6 +10,7 @@ from replaylens.engine.gradients.metric import AnyMetric
 from replaylens.engine.gradients.tape import Tape
 from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.options import verb
 from replaylens.engine.request.placing import place_all
 from replaylens.engine.request.values import flag, whole
 from replaylens.engine.serving.branch import Branch
@@ -17,6 +18,7 @@ from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.differentiable import differentiable, metric_of, tape_of
 
 
+@verb
 def integrated_gradients(
     engine: Core,
     text: Prompt,

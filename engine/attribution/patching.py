@@ -14,6 +14,7 @@ from replaylens.engine.model import modes
 from replaylens.engine.model.text import Prompt
 from replaylens.engine.pictures.readings import word
 from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.options import verb
 from replaylens.engine.request.values import flag
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
@@ -21,6 +22,7 @@ from replaylens.engine.serving.differentiable import differentiable, metric_of, 
 from replaylens.engine.thinking.core import ThinkingCore
 
 
+@verb
 def attribution_patching(
     engine: Core,
     clean: Prompt,

@@ -99,7 +99,9 @@ class Edit:
     def plain(self) -> "Edit":
         """The same edit in plain Python numbers and lists; BadEdit names the field that is invalid."""
         site = instance("site", self.site, str, "a site name, or S, T or C", BadEdit)
-        factor = number("factor", self.factor, BadEdit)
+        factor, largest = number("factor", self.factor, BadEdit), torch.finfo(torch.float32).max
+        if abs(factor) > largest:
+            raise BadEdit(f"factor={factor} is beyond float32, which edits are computed in. Give at most {largest:.3g}.")
         if factor != 1.0 and self.op not in ("add", "reweight"):
             raise BadEdit(
                 f"factor={factor} was given for the op {self.op!r}. Only 'add' and 'reweight' take one: scale the value "
@@ -190,6 +192,17 @@ def _plain_tensor(name: str, site: str, value: Any) -> Tensor | None:
             f"The {name} for {site} is a {given.layout} tensor of {given.dtype} on {given.device}. Give a dense real tensor."
         )
     return given
+
+
+def finite_float32(value: Tensor, site: str) -> Tensor:
+    """A copy on the CPU in float32; BadEdit for NaN, infinity and numbers that float32 does not have."""
+    found = value.to("cpu", torch.float32).clone()
+    if not bool(found.isfinite().all()):
+        if bool(value.isfinite().all()):
+            most, largest = float(value.double().abs().max()), torch.finfo(torch.float32).max
+            raise BadEdit(f"The value for {site} holds {most:.3g} (absolute), beyond float32. Give at most {largest:.3g}.")
+        raise BadEdit(f"The value for {site} holds NaN or infinity. Give finite numbers.")
+    return found
 
 
 def _plain_positions(name: str, positions: Any) -> Positions:

@@ -273,6 +273,7 @@ class Branch(Differentiable, Resampled, Uncopied):
             lanes += [forest.fork(self.lane, at, placed, resolved) for _ in range(n)]
         return [type(self)(self.engine, lane) for lane in lanes]
 
+    @named_options
     def force(self, tokens: str | Sequence[int]) -> Self:
         """Append given tokens, however unlikely, and compute their rows. Returns self."""
         self.engine.force_all([self], [tokens])
@@ -323,6 +324,7 @@ class Branch(Differentiable, Resampled, Uncopied):
         request = Request(n, greedy, drafter, window, deterministic, keep_pages, drafts, final)
         return self.engine.open_stream(self, request)
 
+    @named_options
     @changing
     def rollback(self, to: int) -> Self:
         """Cut the path back to its first `to` tokens, with KV, captured rows and finish state. Returns self."""

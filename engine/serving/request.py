@@ -6,7 +6,7 @@ from typing import Any
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.loop.lane import Job, Lane
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import flag, instance, items, token_ids, whole
+from replaylens.engine.request.values import flag, instance, integer, items, shown, token_ids, whole
 
 SAMPLING = "a Sampling, such as Sampling(temperature=0.7)"
 
@@ -66,6 +66,8 @@ def _chains(drafts: Any) -> dict[int, list[list[int]]]:
     accepted = "a dict: position -> list of chains of token ids, such as {9: [[5, 7], [6]]}"
     out: dict[int, list[list[int]]] = {}
     for at, chains in instance("drafts", drafts, dict, accepted).items():
+        if isinstance(chains, list | tuple) and any(integer(each) is not None for each in chains):
+            raise BadRequest(f"Invalid drafts[{at}]={shown(chains)}: one chain where a list of chains goes. Give {accepted}.")
         found = [token_ids(f"drafts[{at}]", chain) for chain in items(f"drafts[{at}]", chains, accepted)]
         if found:
             out[whole("position of drafts", at)] = found

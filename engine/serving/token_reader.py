@@ -50,7 +50,12 @@ class TokenReader:
         usual = set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.config.vocab_size
         wrong = lambda t: isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < self.config.vocab_size  # noqa: E731
         if bad := [] if usual else [t for t in ids if wrong(t)]:
-            raise BadRequest(f"Token {shown(bad[0])} is not in the vocabulary of {self.config.vocab_size} tokens.")
+            if isinstance(bad[0], bool) or not isinstance(bad[0], int):
+                raise BadRequest(
+                    f"{shown(bad[0])} is a {type(bad[0]).__name__}, not a token id. Give text, or ids as whole numbers."
+                )
+            last = self.config.vocab_size - 1
+            raise BadRequest(f"Token {bad[0]} is not in the vocabulary of {last + 1} tokens. Give ids from 0 to {last}.")
         if before + len(ids) > self.config.max_positions:
             raise BadRequest(f"{before + len(ids)} tokens exceed the model's {self.config.max_positions} positions.")
         return ids

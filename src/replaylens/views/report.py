@@ -21,6 +21,7 @@ from replaylens.engine.pictures.readings import Decode
 from replaylens.engine.pictures.rollout_tree import RolloutTree, rollout_style
 from replaylens.engine.pictures.summary import fact_list
 from replaylens.engine.pictures.timeline import Timeline
+from replaylens.engine.request.options import verb
 from replaylens.probes.reports.report import Report
 from replaylens.views import dumped, heatmap, lens_map, opening, page, probe_section, result_section
 from replaylens.views.dumped import DumpedExample
@@ -93,6 +94,7 @@ class ReportPage:
         return page.assemble(title, "; ".join(lead), sections, data, code=code, more_style=look)
 
 
+@verb
 def report(
     path: str | Path,
     *,

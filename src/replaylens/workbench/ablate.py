@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.edits import Positions
+from replaylens.engine.request.options import verb
 from replaylens.engine.request.values import integer, items, shown
 from replaylens.engine.serving.core import Core
 from replaylens.probes.reports.figures import bars
@@ -88,6 +89,7 @@ class AblateResult:
         return view([table], lead)
 
 
+@verb
 def ablate(
     engine: Core,
     prompts: Sequence[Prompt],

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.text import Prompt
+from replaylens.engine.request.options import verb
 from replaylens.engine.request.values import integer, shown, whole
 from replaylens.engine.serving.core import Core
 from replaylens.workbench.drawing import Grid, figure, view
@@ -102,6 +103,7 @@ class AttentionResult:
         return view(grids, note="Rows are queries or layers, columns are keys or heads.")
 
 
+@verb
 def attention(engine: Core, text: Prompt, *, layers: Sequence[int] | None = None) -> AttentionResult:
     """The attention patterns of a text. On a CPU only: the kernels of a GPU never store them.
 

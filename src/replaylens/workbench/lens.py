@@ -16,6 +16,7 @@ from replaylens.engine.lens.readout import read_ranked
 from replaylens.engine.lens.tuned import TunedLens
 from replaylens.engine.model.text import Prompt
 from replaylens.engine.pictures.readings import layer_name, word
+from replaylens.engine.request.options import verb
 from replaylens.engine.request.values import instance, items
 from replaylens.engine.serving.core import Core
 from replaylens.workbench.drawing import Grid, figure, view
@@ -135,6 +136,7 @@ class LensResult:
         return view([self.grid()], note=note) + view([self._feature_grid()], note=below)
 
 
+@verb
 def lens(
     engine: Core,
     text: Prompt,

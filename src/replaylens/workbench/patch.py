@@ -9,6 +9,7 @@ from torch import Tensor
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.options import verb
 from replaylens.engine.request.values import instance
 from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.logits import At
@@ -21,6 +22,7 @@ LayerCell = tuple[int, int]
 """layer, and position or head"""
 
 
+@verb
 def patch(
     engine: Core,
     clean: Prompt,

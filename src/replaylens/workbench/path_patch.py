@@ -9,6 +9,7 @@ from torch import Tensor
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.options import verb
 from replaylens.engine.request.values import items, whole
 from replaylens.engine.serving.core import Core
 from replaylens.workbench.aligned import Align, Aligned, Direction
@@ -20,6 +21,7 @@ from replaylens.workbench.patch_result import PatchResult
 Into = Literal["q", "k", "v"]
 
 
+@verb
 def path_patch(
     engine: Core,
     clean: Prompt,

@@ -12,6 +12,7 @@ from torch import Tensor
 from replaylens.engine.errors import BadRequest, NotCaptured
 from replaylens.engine.model.site_names import WEIGHTS_SITE
 from replaylens.engine.model.text import Prompt
+from replaylens.engine.request.options import verb
 from replaylens.engine.request.values import items, whole
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
@@ -138,6 +139,7 @@ def router_sites(engine: Core, layers: Sequence[int]) -> list[str]:
     return [f"blocks.{layer}.{site}" for layer in layers for site in (_INDICES_SITE, WEIGHTS_SITE)]
 
 
+@verb
 def routing(engine: Core, text: Prompt | Branch, *, layers: Sequence[int] | None = None) -> RoutingResult:
     """Which experts the tokens of a text go to.
 

@@ -15,6 +15,7 @@ from replaylens.engine.model.text import Prompt
 from replaylens.engine.pictures.html import fragment, tag
 from replaylens.engine.pictures.paths import visible
 from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.options import verb
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import items
 from replaylens.engine.request.values import number as finite
@@ -73,6 +74,7 @@ class SteerResult:
         return tag("figure", tag("figcaption", visible(prompt)), tag("div", table, class_="rl-scroll"), class_="rl-figure")
 
 
+@verb
 def steer(
     engine: Core,
     vector: Tensor | Contrast | LinearProbe,
