@@ -1,5 +1,7 @@
 """`integrated_gradients`: effects of rows from gradients along the way from a baseline to a prompt."""
 
+from __future__ import annotations
+
 import torch
 
 from replaylens.engine.attribution.effects import Attribution

@@ -1,5 +1,7 @@
 """`attribution_patching`: the effects of all patches to first order, from two forward passes and one backward pass."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from functools import partial
 

@@ -18,6 +18,7 @@ from replaylens.engine.dump.region import Region
 from replaylens.engine.dump.shard import ShardFile
 from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import BadDump, BadRequest, StoreFailed
+from replaylens.engine.progress import hidden
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -100,7 +101,7 @@ class DumpFiles:
                 return f"{name} was changed after it was written: its SHA-256 differs"
             return None
 
-        with hashing_threads() as pool, tqdm(total=len(entries), unit="file", desc="hashes", disable=not progress) as bar:
+        with hashing_threads() as pool, tqdm(total=len(entries), unit="file", desc="hashes", disable=hidden(progress)) as bar:
             found = []
             for each in pool.map(problem, entries):
                 bar.update()

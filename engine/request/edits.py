@@ -4,6 +4,8 @@ An edit is data, not code. It has a content hash, so branches with the same edit
 name it. Hook functions work too, but nothing is promised about what they compute.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -79,7 +81,7 @@ class Edit:
             raise BadEdit(f"Unknown op {shown(self.op)}. Known: {', '.join(_OPS)}.")
 
     @classmethod
-    def interchange(cls, site: str, source: Tensor, positions: Positions = None) -> "Edit":
+    def interchange(cls, site: str, source: Tensor, positions: Positions = None) -> Edit:
         """Replace rows by those captured elsewhere, such as another branch's `activations[site][positions]`."""
         return cls(site, "set", source, positions)
 
@@ -96,7 +98,7 @@ class Edit:
         tensors = {"value": plain.value, "when": plain.when}
         return out | {name: tensor_to_json(tensor) for name, tensor in tensors.items() if tensor is not None}
 
-    def plain(self) -> "Edit":
+    def plain(self) -> Edit:
         """The same edit in plain Python numbers and lists; BadEdit names the field that is invalid."""
         site = instance("site", self.site, str, "a site name, or S, T or C", BadEdit)
         factor, largest = number("factor", self.factor, BadEdit), torch.finfo(torch.float32).max
@@ -129,7 +131,7 @@ class Edit:
         )
 
     @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> "Edit":
+    def from_json(cls, raw: dict[str, Any]) -> Edit:
         """Inverse of `to_json`; BadEdit for other values."""
         raw = instance("edit", raw, dict, "the result of to_json", BadEdit)
         try:

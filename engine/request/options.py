@@ -26,6 +26,17 @@ def verb(function: Callable[P, R]) -> Callable[P, R]:
     return _checked(function, function.__name__, 0)
 
 
+def hides(*names: str) -> Callable[[type[T]], type[T]]:
+    """A class decorator: these attributes are for other modules of the package, so that completion does not list them."""
+
+    def decorated(cls: type[T]) -> type[T]:
+        own = cls.__dir__
+        setattr(cls, "__dir__", lambda self: [name for name in own(self) if name not in names])  # noqa: B010
+        return cls
+
+    return decorated
+
+
 def renamed(**options: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A decorator: the method also takes an option by its old name (old="new"), with a DeprecationWarning, for one version."""
 

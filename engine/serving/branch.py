@@ -1,5 +1,7 @@
 """`Branch`: the user's handle on one path in the tree."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -23,7 +25,7 @@ from replaylens.engine.pictures.timeline import Timeline
 from replaylens.engine.pictures.tree import Tree
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
-from replaylens.engine.request.options import named_options, renamed
+from replaylens.engine.request.options import hides, named_options, renamed
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import warn_of_no_match
 from replaylens.engine.request.recording import Recording
@@ -60,7 +62,7 @@ class Owner(Protocol):
         """The engine's recorded events; NotRecorded if it keeps none."""
         ...
 
-    def serve(self, branches: Sequence["Branch"], requests: Sequence[Request], progress: bool = False) -> list["Branch"]:
+    def serve(self, branches: Sequence[Branch], requests: Sequence[Request], progress: bool = False) -> list[Branch]:
         """Serve one request on each branch, all together."""
         ...
 
@@ -72,11 +74,11 @@ class Owner(Protocol):
         """The edits of a branch with `length` tokens."""
         ...
 
-    def open_stream(self, branch: "Branch", request: Request) -> Stream:
+    def open_stream(self, branch: Branch, request: Request) -> Stream:
         """Start a request on a branch and stream its tokens."""
         ...
 
-    def force_all(self, branches: Sequence["Branch"], tokens: Sequence[str | Sequence[int]]) -> list["Branch"]:
+    def force_all(self, branches: Sequence[Branch], tokens: Sequence[str | Sequence[int]]) -> list[Branch]:
         """Append given tokens to each branch."""
         ...
 
@@ -85,6 +87,7 @@ class Owner(Protocol):
         ...
 
 
+@hides("hold", "lane", "lock", "plan_rollouts", "record", "tape")
 class Branch(Differentiable, Resampled, Uncopied):
     """One token path with its KV. Forks share pages; a page is copied only when it is written.
 

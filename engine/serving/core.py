@@ -1,5 +1,7 @@
 """`Core`: a certified model and the branches it serves. `Engine` adds `load`, `replay` and `run_with_cache`."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -25,7 +27,7 @@ from replaylens.engine.proof import certificates, fingerprint
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.capture import CaptureSpec, LensSpec
 from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
-from replaylens.engine.request.options import named_options
+from replaylens.engine.request.options import hides, named_options
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import place_all, warn_of_no_match
 from replaylens.engine.request.positions import Where
@@ -47,6 +49,10 @@ SITES = "letters such as 'STCZ', a site name, or a list of these"
 """the accepted values of `sites`, for error messages"""
 
 
+@hides(
+    *("cancel", "forest", "guesses", "handle", "lenses", "lock", "loop", "open_stream", "placed", "planted", "prefix"),
+    *("runner", "serve", "token_ids_of", "tokenized", "tree", "variants"),
+)
 class Core(Generation, Uncopied):
     """A model, its KV cache and its tree of branches.
 

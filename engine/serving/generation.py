@@ -1,5 +1,7 @@
 """`Generation`: the verbs that add tokens to branches: generate, stream, force."""
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Sequence
 

@@ -1,5 +1,7 @@
 """`TokenReader`: texts and ids as checked token ids of a model."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -4,6 +4,8 @@ A thought's state is an `add` edit at the positions of the chunk that receives i
 captures and dumps work as on any engine.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from hashlib import sha256
@@ -139,7 +141,7 @@ class ThinkingCore(Core):
         lens: TunedLens | None = None,
         positions: str = "all",
         keep: Keep = "host",
-    ) -> "ThinkingBranch":
+    ) -> ThinkingBranch:
         """A new root branch that thinks on its prompt. Options as in `prompts`; `drafts` are those of this prompt."""
         capture = self._wanted(sites, keep_rejected, top_k, targets, full, lens, positions, keep)
         given = None if drafts is None else [drafts]
@@ -163,7 +165,7 @@ class ThinkingCore(Core):
         lens: TunedLens | None = None,
         positions: str = "all",
         keep: Keep = "host",
-    ) -> "Sequence[ThinkingBranch]":
+    ) -> Sequence[ThinkingBranch]:
         """Several root branches that think on their prompts, computed together. As `Core.prompts`, and:
 
         texts          text is padded to whole chunks; token ids must be whole chunks
@@ -184,7 +186,7 @@ class ThinkingCore(Core):
         hooks: Sequence[Hook],
         guess: Guess | None,
         drafts: Sequence[Drafts] | None,
-    ) -> "list[ThinkingBranch]":
+    ) -> list[ThinkingBranch]:
         guess = _known(self.guess if guess is None else guess)
         if drafts is not None and guess != "drafted":
             raise BadRequest(f"drafts were given with guess={guess!r}. Use guess='drafted'.")
@@ -215,7 +217,7 @@ class ThinkingCore(Core):
         self.forest.add(lane)
         return lane
 
-    def handle(self, lane: Lane) -> "ThinkingBranch":
+    def handle(self, lane: Lane) -> ThinkingBranch:
         return ThinkingBranch(self, lane)
 
     def thought_place(self, site: str, chunk: int, step: int = 0) -> int:

@@ -20,6 +20,7 @@ from replaylens.commands.train_thinking import CARD_FILE, Changes, scoring
 from replaylens.engine.errors import BadRequest, RunExists, no_such
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.weights import CONFIG_FILE, weights_hash
+from replaylens.engine.progress import hidden
 from replaylens.engine.training import thinking as thinking_train
 from replaylens.engine.training import trainer
 from replaylens.engine.training.recipe import Recipe
@@ -182,7 +183,7 @@ def run(
 ) -> tuple[M, str]:
     """Train with a progress bar. Returns the model and the time it took; for a resumed run, that of the rest."""
     start, rest = time.monotonic(), " for the rest of an interrupted run" if state.exists() else ""
-    with tqdm(total=recipe.steps, desc=name, unit="step", disable=quiet) as bar:
+    with tqdm(total=recipe.steps, desc=name, unit="step", disable=hidden(not quiet)) as bar:
 
         def show(done: int, loss: float) -> None:
             bar.update(done - bar.n)

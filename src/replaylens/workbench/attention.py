@@ -1,5 +1,7 @@
 """`attention`: the attention patterns of a text, head by head, and what kind of head each one is."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 

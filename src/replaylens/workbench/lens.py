@@ -1,5 +1,7 @@
 """`lens`: what each layer predicts at each position of a text, by the logit lens, plain or tuned."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

@@ -1,5 +1,7 @@
 """`patch`: activation patching. Which activations, copied from one prompt into another, carry a behaviour over?"""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 

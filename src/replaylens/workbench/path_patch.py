@@ -1,5 +1,7 @@
 """`path_patch`: which heads act on a receiving head, or on the output, directly rather than through other heads?"""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Literal
 

@@ -1,5 +1,7 @@
 """`routing`: which experts each token of a text goes to, layer by layer, and rejected drafts beside the accepted tokens."""
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """`steer`: generate with a vector added to the residual stream, at several layers and strengths, side by side."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
