@@ -130,6 +130,7 @@ class Branch(Differentiable, Resampled, Uncopied):
     @property
     @reading
     def length(self) -> int:
+        """The number of tokens, prompt included."""
         return len(self.record.tokens)
 
     @property
@@ -139,6 +140,7 @@ class Branch(Differentiable, Resampled, Uncopied):
 
     @property
     def text(self) -> str:
+        """The text of the whole path, prompt included."""
         return self.engine.text.decode(self.tokens)
 
     @property
@@ -161,6 +163,7 @@ class Branch(Differentiable, Resampled, Uncopied):
 
     @property
     def status(self) -> BranchStatus:
+        """Whether it can grow (open), has ended (finished), was cut off (rejected), or is closed (released)."""
         return self.record.status
 
     @property

@@ -406,6 +406,7 @@ def test_the_planner_takes_long_windows_where_drafts_are_cheap_and_right(clock: 
 # ---- progress --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("watched")
 def test_the_progress_bar_shows_tokens_and_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     subject = engine()
     branches = subject.prompts([[1, 2, 3], [4, 5]])

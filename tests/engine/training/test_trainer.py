@@ -341,6 +341,7 @@ def test_command_interrupted_before_the_first_step(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.usefixtures("small_command")
+@pytest.mark.usefixtures("watched")
 def test_command_killed_in_scoring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights exist but the card does not: --resume writes the card without another step."""
     asked = ["train", "coin-draft", "--out", str(tmp_path)]
