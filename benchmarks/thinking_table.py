@@ -78,7 +78,9 @@ def draw(body: dict[str, Any], path: Path) -> None:
             found = by_length(body["runs"], method, n)
             if not found:
                 continue
-            panel.plot(list(found), [mean(shares) for shares in found.values()], color=colour, label=NAMES[method].replace("`", ""))
+            panel.plot(
+                list(found), [mean(shares) for shares in found.values()], color=colour, label=NAMES[method].replace("`", "")
+            )
             dots = [(length, share) for length, shares in found.items() for share in shares]
             panel.scatter(*zip(*dots, strict=True), color=colour, s=6, alpha=0.5)
         panel.axvline(n, color="black", linewidth=0.6, linestyle=":")

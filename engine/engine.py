@@ -1,5 +1,7 @@
 """`Engine`: the public object. Loads a model and replays examples, texts and traces on it."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -70,7 +72,7 @@ class Engine(TransformerLensVerbs):
         capture_buffer: int = RING_BYTES,
         guess: Guess = "empty",
         check: bool | None = None,
-    ) -> "Engine":
+    ) -> Engine:
         """Load a name (embedded, or smollm2), a folder, a .gguf file, a transformers model, a TransformerBridge or a Decoder.
 
         device       "cpu" (float32) or "cuda" (default dtype: bfloat16)

@@ -273,3 +273,23 @@ class UnknownPromptWord(BadRequest, tasks.UnknownWord):
 
 class BadThought(BadRequest):
     """A thought that is longer than the config allows, or has words that the tokenizer does not know."""
+
+
+class FetchFailed(EngineError, RuntimeError):
+    """The model could not be fetched. The cache is unchanged."""
+
+
+class BadRecipe(EngineError, ValueError):
+    """A recipe that cannot be followed, or a saved run that belongs to another recipe."""
+
+
+class RunExists(EngineError, FileExistsError):
+    """The folder already holds a trained model, or an unfinished run, and `resume` was not given."""
+
+
+class UnknownModel(EngineError, ValueError):
+    """No embedded model has this name."""
+
+
+class BadChunks(BadRequest):
+    """A prompt that does not consist of whole chunks."""

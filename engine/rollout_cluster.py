@@ -14,6 +14,8 @@ from tqdm.auto import tqdm
 from replaylens.engine import cluster
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import OtherFingerprint
+from replaylens.engine.model.text import Prompt
+from replaylens.engine.progress import hidden
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.resampling.answers import Answer
 from replaylens.engine.resampling.folder import WaveFolder
@@ -53,16 +55,16 @@ class WaveWorker:
         return number
 
 
-def chain_of(engine: Engine, prompt: Any, chain: str | Sequence[int] = "") -> Branch:
+def chain_of(engine: Engine, prompt: Prompt, chain: str | Sequence[int] = "") -> Branch:
     """A branch with a prompt (text, token ids or a chat) and, after it, a chain to resample."""
-    branch = engine.prompt(engine.texts([prompt]).given[0].tokens)
+    branch = engine.prompt(prompt)
     return branch.force(chain) if chain else branch
 
 
 def resample_on_cluster(
     model: str,
     folder: str | Path,
-    prompt: Any,
+    prompt: Prompt,
     n: int,
     *,
     chain: str | Sequence[int] = "",
@@ -107,7 +109,7 @@ def resample_on_cluster(
         raw = json.loads(pool.call("plan", cluster.sendable({"prompt": prompt, "chain": chain}), sent))
         files = WaveFolder.create(folder, ResamplePlan.from_json(raw["plan"]), raw["wave"])
         missing = files.missing()
-        with tqdm(total=len(files.plan), unit="rollout", disable=not progress) as bar:
+        with tqdm(total=len(files.plan), unit="rollout", disable=hidden(progress)) as bar:
             bar.update(sum(len(files.indices(i)) for i in range(files.num_waves) if i not in set(missing)))
             for number in pool.write_all(missing, lambda actor, number: actor.write.remote(str(folder), number), "Wave"):
                 bar.update(len(files.indices(number)))

@@ -1,5 +1,7 @@
 """`Run`: task examples or texts replayed on an engine, with everything that was captured."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path

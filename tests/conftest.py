@@ -1,7 +1,9 @@
 """Fixtures for all tests."""
 
 import gc
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 import torch
@@ -21,3 +23,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook: progress bars are shown without a terminal."""
+    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "replaylens"
 ROOMS: tuple[tuple[str, ...], ...] = (
     ("tasks", "kernels"),
-    ("engine/errors", "engine/interrupts"),
+    ("engine/errors", "engine/interrupts", "engine/progress"),
     ("engine/records",),
     ("engine/model",),
     ("engine/request", "engine/memory"),
@@ -41,6 +41,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("probes/fitting",),
     ("probes/sweeps", "probes/causal", "probes/forks"),
     ("probes/questions",),
+    ("errors",),
     ("views",),
     ("workbench",),
     ("commands",),

@@ -3,6 +3,7 @@
 import ast
 import re
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,6 +72,35 @@ def test_version_is_told_once() -> None:
     import replaylens
 
     assert pyproject()["project"]["version"] == replaylens.__version__
+
+
+def test_all_errors_are_found_in_one_light_module() -> None:
+    """`import replaylens.errors` has the classes themselves, is `rl.errors`, and loads neither torch nor pandas."""
+    code = """
+import sys
+import replaylens.errors as errors
+import replaylens as rl
+assert rl.errors is errors and not {"torch", "numpy", "pandas"} & set(sys.modules)
+from replaylens.engine.errors import BadRequest, BadChunks
+from replaylens.probes.errors import OneClass, CutFeatures
+from replaylens.tasks.errors import UnknownTask
+for kind in (BadRequest, BadChunks, OneClass, CutFeatures, UnknownTask):
+    assert getattr(errors, kind.__name__) is kind and kind.__name__ in errors.__all__
+assert "Iterable" not in errors.__all__
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT / "src")
+
+
+def test_errors_are_defined_in_the_modules_of_errors() -> None:
+    """An error or warning that is defined elsewhere would be missing from `rl.errors`."""
+    from replaylens import errors
+
+    known, strange = set(errors.__all__) | {"Exception", "Warning", "UserWarning"}, []
+    for path in (p for room in ("engine", "probes", "tasks") for p in (ROOT / room).rglob("*.py") if p.name != "errors.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            bases = {base.id for base in node.bases if isinstance(base, ast.Name)} if isinstance(node, ast.ClassDef) else set()
+            strange += [f"{path.name}: {node.name}"] if bases & known else []  # type: ignore[attr-defined]
+    assert strange == ["plugins.py: PluginWarning"], "the one that a filter names by its module"
 
 
 # Make and CI

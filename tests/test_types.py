@@ -1,12 +1,22 @@
 """Type checkers and editors see the public names of `import replaylens as rl`, although they load on first use."""
 
 import ast
+import inspect
+import io
+import re
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import jedi
 import pytest
+from IPython.core.oinspect import _render_signature
 from mypy import api
+
+import replaylens as rl
+from replaylens.engine.progress import hidden
 
 ROOT = Path(__file__).parents[1]
 CONFIG = f"""
@@ -118,3 +128,80 @@ def test_checkers_and_python_find_the_same_names() -> None:
     top, probes = (ast.parse((ROOT / file).read_text()) for file in ("src/replaylens/__init__.py", "probes/__init__.py"))
     assert told(top) == {place if ":" in place else ":".join(place.rsplit(".", 1)) for place in loaded(top).values()}
     assert told(probes) == {f"replaylens.probes.{place}:{name}" for name, place in loaded(probes).items()}
+
+
+# Help and completion
+
+
+def public_calls() -> Iterator[tuple[str, Any]]:
+    """The verbs of `rl`, its classes, and their public methods."""
+    for name in rl.__all__:
+        found = getattr(rl, name)
+        if inspect.isclass(found):
+            yield name, found
+            methods = [each for each in dir(found) if not each.startswith("_") and callable(getattr(found, each))]
+            yield from ((f"{name}.{each}", getattr(found, each)) for each in methods)
+        elif inspect.isfunction(found):
+            yield name, found
+
+
+def unreadable(call: Any) -> list[str]:
+    """The annotations of a signature that a person does not want to read: long, or with the paths of modules."""
+    signature = inspect.signature(call)
+    given = [*(each.annotation for each in signature.parameters.values()), signature.return_annotation]
+    shown = [inspect.formatannotation(each) for each in given if each is not inspect.Signature.empty]
+    return [text for text in shown if len(text) > 48 or re.search(r"\b(replaylens|collections|typing|pathlib|numpy)\.", text)]
+
+
+def test_signatures_can_be_read() -> None:
+    assert {name: found for name, call in public_calls() if (found := unreadable(call))} == {}
+
+
+def test_signatures_control() -> None:
+    """Negative control: annotations that are no strings show the paths of modules. IPython prints signatures as they are."""
+
+    def long(given: Sequence[str | int] | rl.Engine) -> None: ...
+
+    assert unreadable(long) and len(list(public_calls())) > 60
+    shown = _render_signature(inspect.signature(rl.patch), "patch")
+    assert "clean: 'Prompt'" in shown and "metric: 'RowMetric'" in shown and "replaylens." not in shown
+
+
+def test_completion_shows_what_is_documented() -> None:
+    """Every name that completion offers has a docstring or is in the docs; what modules share among them is hidden."""
+    pages = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/examples/*.py"), ROOT / "README.md"]
+    text = "".join(page.read_text() for page in pages)
+    engine = rl.Engine.load("coin-plain")
+    branch = engine.prompt("A coin's state is heads.")
+    for one in (engine, branch, engine.replay(["A coin's state is heads."]), branch.resample(1, max_new=1)):
+        names = [name for name in dir(one) if not name.startswith("_")]
+        kinds = {name: inspect.getattr_static(type(one), name, None) for name in names}
+        bare = [name for name in names if not getattr(kinds[name], "__doc__", None) or kinds[name] is None]
+        assert {name for name in bare if not re.search(rf"[.`]{name}\b", text)} <= {"certificate", "options", "results"}, one
+    assert {"forest", "lock", "loop", "runner", "lenses", "planted", "serve"}.isdisjoint(dir(engine))
+    assert {"lane", "lock", "hold", "record"}.isdisjoint(dir(branch))
+    assert {"files", "filters"}.isdisjoint(dir(object.__new__(rl.Dump))) and {"prompt", "sites", "config"} < set(dir(engine))
+    assert engine.runner and branch.lane, "hidden, not gone"
+
+
+def test_bars_are_quiet_without_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Asked for or not, a log gets no bar. On a terminal it is shown, and a notebook draws its own."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    engine = rl.Engine.load("coin-plain")
+    prompts = ["A coin's state is heads.", "A coin's state is tails."]
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    for stream, shown in ((io.StringIO(), False), (Terminal(), True)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        engine.replay(prompts, progress=True)
+        engine.generate(engine.prompts(prompts), 2, progress=True)
+        engine.logits_under(prompts[0], [[]], progress=True)
+        assert bool(stream.getvalue()) is shown
+        assert hidden(True) is not shown and hidden(False)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    assert not hidden(True)
+    assert capsys.readouterr() == ("", "")

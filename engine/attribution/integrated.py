@@ -1,14 +1,18 @@
 """`integrated_gradients`: effects of rows from gradients along the way from a baseline to a prompt."""
 
+from __future__ import annotations
+
 import torch
 
 from replaylens.engine.attribution.effects import Attribution
-from replaylens.engine.attribution.patching import Prompt, patch_effects, paths_of, words_of
+from replaylens.engine.attribution.patching import patch_effects, paths_of, words_of
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.gradients.gradients import row_sums
 from replaylens.engine.gradients.metric import AnyMetric
 from replaylens.engine.gradients.tape import Tape
+from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.options import verb
 from replaylens.engine.request.placing import place_all
 from replaylens.engine.request.values import flag, whole
 from replaylens.engine.serving.branch import Branch
@@ -16,6 +20,7 @@ from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.differentiable import differentiable, metric_of, tape_of
 
 
+@verb
 def integrated_gradients(
     engine: Core,
     text: Prompt,

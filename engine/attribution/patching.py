@@ -1,5 +1,7 @@
 """`attribution_patching`: the effects of all patches to first order, from two forward passes and one backward pass."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -12,8 +14,10 @@ from replaylens.engine.errors import BadRequest, NoGradient
 from replaylens.engine.gradients.gradients import row_sums
 from replaylens.engine.gradients.metric import AnyMetric, LogitsFunction, value_of
 from replaylens.engine.model import modes
+from replaylens.engine.model.text import Prompt
 from replaylens.engine.pictures.readings import word
 from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.options import verb
 from replaylens.engine.request.values import flag, integer
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
@@ -21,11 +25,11 @@ from replaylens.engine.serving.differentiable import differentiable, metric_of, 
 from replaylens.engine.thinking.core import ThinkingCore
 
 T = TypeVar("T")
-Prompt = str | Sequence[int]
 Prompts = Prompt | Sequence[Prompt]
 """one, or a list of them"""
 
 
+@verb
 def attribution_patching(
     engine: Core,
     clean: Prompts,

@@ -13,6 +13,7 @@ from replaylens.engine.dump.described import index_problems, labels_differ, site
 from replaylens.engine.dump.difference import Difference, first_difference
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import BadDump
+from replaylens.engine.progress import hidden
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def diff(a: str | Path | Dump, b: str | Path | Dump, *, accepted: bool = False, 
     remarks += [f"plan: {line}" for line in mine.manifest.plan.differences(yours.manifest.plan)]
     every = sorted({*mine.manifest.plan.examples, *yours.manifest.plan.examples})
     step = mine.manifest.plan.examples_per_shard
-    for first in tqdm(range(0, len(every), step), unit="shard", desc="diff", disable=not progress):
+    for first in tqdm(range(0, len(every), step), unit="shard", desc="diff", disable=hidden(progress)):
         some = every[first : first + step]
         if _same_shard(mine, yours, some, accepted):
             continue

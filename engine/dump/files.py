@@ -19,6 +19,7 @@ from replaylens.engine.dump.region import Region
 from replaylens.engine.dump.shard import ShardFile
 from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import BadDump, BadRequest, StoreFailed
+from replaylens.engine.progress import hidden
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -101,7 +102,7 @@ class DumpFiles:
         there = self.store.sizes()
         found = self.wrong_sizes(there)
         whole = {name: entry for name, entry in self._entries.items() if there.get(name) == entry.bytes}
-        with hashing_threads() as pool, tqdm(total=len(whole), unit="file", desc="hashes", disable=not progress) as bar:
+        with hashing_threads() as pool, tqdm(total=len(whole), unit="file", desc="hashes", disable=hidden(progress)) as bar:
             for (name, entry), sha256 in zip(whole.items(), pool.map(self.store.sha256, whole), strict=True):
                 bar.update()
                 found += [f"{name} was changed after it was written: its SHA-256 differs"] * (sha256 != entry.sha256)

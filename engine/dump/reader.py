@@ -4,6 +4,8 @@ dump = Dump.open("dumps/coin")
 X, y, groups = dump.where(accepted=True).matrix("S", layer=2, label="face")
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,6 +31,7 @@ from replaylens.engine.features.rows import FeatureRows
 from replaylens.engine.model.site_names import BY_SLOT, same_value, warn_of_mixed_experts
 from replaylens.engine.model.sites import at_layer
 from replaylens.engine.request.capture import Rows
+from replaylens.engine.request.options import hides
 from replaylens.engine.request.values import flag, instance, items, shown, whole
 
 if TYPE_CHECKING:
@@ -60,6 +63,7 @@ class _Choice(NamedTuple):
     groups: np.ndarray
 
 
+@hides("files", "filters", "resolve", "resolve_all")
 class Dump:
     """A finished dump, or the rows of it selected by `where`. Immutable.
 
@@ -76,7 +80,7 @@ class Dump:
         self._chosen: dict[str | None, _Choice] = {}
 
     @classmethod
-    def open(cls, path: str | Path, check_files: bool = True, check: bool | None = None) -> "Dump":
+    def open(cls, path: str | Path, check_files: bool = True, check: bool | None = None) -> Dump:
         """Check the manifest and the size of every file. Raises BadDump or UnfinishedDump.
 
         check  hash every shard when it is first opened and raise DamagedShard if it was changed; the result is kept in the
@@ -153,7 +157,7 @@ class Dump:
             raise UnknownSite(f"{name} is at layer {sites[name].layer}, not {layer}. Use a letter to choose a layer.")
         return name, None
 
-    def resolve_all(self, sites: "str | Sequence[SiteName] | None") -> "dict[str, tuple[str, int | None]]":
+    def resolve_all(self, sites: str | Sequence[SiteName] | None) -> dict[str, tuple[str, int | None]]:
         """Several sites: key -> what `resolve` gives. A key is the stored name; of one layer of Z, the name and the layer."""
         given = [sites] if isinstance(sites, str) else list(self.sites if sites is None else items("sites", sites, _SITES))
         found: dict[str, tuple[str, int | None]] = {}
@@ -169,7 +173,7 @@ class Dump:
 
     # ---- selecting rows -----------------------------------------------------------------------------------------
 
-    def where(self, predicate: Predicate | None = None, /, **conditions: Any) -> "Dump":
+    def where(self, predicate: Predicate | None = None, /, **conditions: Any) -> Dump:
         """The rows that meet all conditions. Calls can be chained.
 
         conditions  column=value: equal; =None: missing; =a set or list: one of them; =a range or slice: in [start, stop).
@@ -183,7 +187,7 @@ class Dump:
         site: str,
         layer: int | None = None,
         *,
-        where: "Predicate | dict[str, Any] | None" = None,
+        where: Predicate | dict[str, Any] | None = None,
         label: str | None = None,
     ) -> Matrix:
         """Rows of one site with their labels and groups. Rows where the label is missing are left out.
@@ -210,7 +214,7 @@ class Dump:
         """Rows of one site as an array on disk: [rows, ...]. Indexing reads the rows asked for; `pieces()` maps the shards."""
         return SiteArray(self.files, *self.resolve(site, layer), self._selected())
 
-    def take(self, rows: RowNumbers, sites: "str | Sequence[SiteName] | None" = None) -> dict[str, Tensor]:
+    def take(self, rows: RowNumbers, sites: str | Sequence[SiteName] | None = None) -> dict[str, Tensor]:
         """Rows of the index by number, in the order asked for, at several sites: name -> [rows, ...].
 
         rows   row numbers of `index`, negative ones from the end; or one boolean per row; or a slice
@@ -234,7 +238,7 @@ class Dump:
         """Rows of one site. bfloat16, which numpy lacks, becomes float32 without loss."""
         return to_numpy(self.to_torch(site, layer))
 
-    def to_pandas(self) -> "pd.DataFrame":
+    def to_pandas(self) -> pd.DataFrame:
         """The index, with the column `depth`."""
         import pandas as pd
 
@@ -242,10 +246,10 @@ class Dump:
         return pd.concat(frames, ignore_index=True)
 
     @property
-    def index(self) -> "pd.DataFrame":
+    def index(self) -> pd.DataFrame:
         return self.to_pandas()
 
-    def stream(self, site: str, layer: int | None = None, batch_rows: int = 4096) -> Iterator[tuple[Tensor, "pd.DataFrame"]]:
+    def stream(self, site: str, layer: int | None = None, batch_rows: int = 4096) -> Iterator[tuple[Tensor, pd.DataFrame]]:
         """Rows of one site with their index, at most `batch_rows` at a time. Memory does not grow with the dump."""
         batch_rows = whole("batch_rows", batch_rows, 1)
         name, entry = self.resolve(site, layer)
@@ -258,7 +262,7 @@ class Dump:
 
     def feed(
         self,
-        sites: "str | Sequence[SiteName]",
+        sites: str | Sequence[SiteName],
         *,
         batch_size: int = 4096,
         seed: int = 0,
@@ -283,7 +287,7 @@ class Dump:
         """Mean, standard deviation and mean norm of a site's rows, in float64. The bits do not depend on shards or threads."""
         return statistics(self.array(site, layer))
 
-    def to_dataset(self, sites: "str | Sequence[SiteName] | None" = None) -> "Dataset":
+    def to_dataset(self, sites: str | Sequence[SiteName] | None = None) -> Dataset:
         """A Hugging Face `Dataset` of the index columns and the sites. The sites of a local dump are mapped, not copied, unless
         rows are filtered or bfloat16. Raises MissingPackage without the package `datasets`."""
         return to_dataset(self.files, self.resolve_all(sites), self._selected())
@@ -313,7 +317,7 @@ class Dump:
             mask &= each.mask(frame)
         return mask
 
-    def _choose(self, label: str | None) -> "_Choice":
+    def _choose(self, label: str | None) -> _Choice:
         """The selected rows that have the label; cached for the next site or layer."""
         if label not in self._chosen:
             wanted = list(dict.fromkeys([*columns_needed(self.filters, self.columns), "root", *([label] if label else [])]))

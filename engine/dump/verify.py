@@ -25,6 +25,7 @@ from replaylens.engine.dump.plan import CUSTOM, Selector
 from replaylens.engine.dump.planning import drafter_settings
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import BadDump, BadRequest
+from replaylens.engine.progress import hidden
 from replaylens.engine.replay.examples import RejectedPath, ReplayOptions, Result, prompt_examples
 from replaylens.engine.request.recording import Recording
 from replaylens.engine.serving.core import Core
@@ -134,7 +135,7 @@ class _Replay:
         rows = 0
         by_shard = self.dump.files.by_shard(examples)
         with (
-            tqdm(total=len(examples), unit="example", desc="replay", disable=not progress) as bar,
+            tqdm(total=len(examples), unit="example", desc="replay", disable=hidden(progress)) as bar,
             closing(self._stored(by_shard)) as contents,
         ):
             for (number, some), (content, intact) in zip(by_shard.items(), contents, strict=True):

@@ -36,6 +36,7 @@ from replaylens.engine.dump.salvage import Describe
 from replaylens.engine.dump.shard import write_shard
 from replaylens.engine.dump.store import TEMPORARY, Store
 from replaylens.engine.errors import BadDump, BadRequest, DumpExists, DumpLocked, ReplayMismatch, UnfinishedDump
+from replaylens.engine.progress import hidden
 from replaylens.engine.proof.fingerprint import Fingerprint
 
 WorkerPart = tuple[int, int]
@@ -141,7 +142,7 @@ class DumpWriter:
     def progress_bar(self, missing: list[int], part: WorkerPart, shown: bool) -> Any:
         total = sum(len(self.plan.indices(number)) for number in self.numbers(part))
         done = total - sum(len(self.plan.indices(number)) for number in missing)
-        return tqdm(total=total, initial=done, unit="example", desc="dump", disable=not shown)
+        return tqdm(total=total, initial=done, unit="example", desc="dump", disable=hidden(shown))
 
     def numbers(self, part: WorkerPart) -> range:
         """The shards of a part."""

@@ -4,6 +4,8 @@ Each row is encoded on its own, in canonical arithmetic, so its features are a f
 row itself is.
 """
 
+from __future__ import annotations
+
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
@@ -69,7 +71,7 @@ class SparseFeatures:
         """hash of the rows that edits were last made from, and their features"""
 
     @classmethod
-    def load(cls, folder: str | Path, device: str = "cpu") -> "SparseFeatures":
+    def load(cls, folder: str | Path, device: str = "cpu") -> SparseFeatures:
         """Read a folder with `cfg.json` and `sae_weights.safetensors`, as SAELens saves it.
 
         device  "cpu" or "cuda": where rows are encoded
@@ -94,7 +96,7 @@ class SparseFeatures:
         where = c.hook if not c.transcodes else f"{c.hook} to {c.hook_out}"
         return f"SparseFeatures({c.architecture}, {c.d_sae} features of {where}, {self.digest[:12]})"
 
-    def require(self, engine: Core) -> "SparseFeatures":
+    def require(self, engine: Core) -> SparseFeatures:
         """Return self. Raises UnknownSite or BadWeights if the model lacks its sites, or has them with other widths."""
         self._sites(engine.sites)
         return self
@@ -234,7 +236,7 @@ class SparseFeatures:
 
     def _measured(self, branch: Branch) -> tuple[list[int], FeatureRows]:
         """(positions, features) of a branch's tokens. The last generated one has no row yet: a twin computes it."""
-        if branch.states[-1] is not TokenState.PENDING:
+        if branch.record.states.last is not TokenState.PENDING:
             rows = branch.activations.peek(self._captured(branch)).cpu()
             key = hashlib.sha256(rows.contiguous().view(torch.uint8).numpy().tobytes()).digest()
             if self._last is None or self._last[0] != key:  # edits of many features are often made from the same rows

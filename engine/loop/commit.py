@@ -164,10 +164,10 @@ class Committer:
         if rows is not None and other.template is not None:
             other.recording = other.template.like(base=base)
             other.recording.add(rows)
-        if job.keep_rejected:
+        if job.keep_pages:
             other.computed = turn.end + len(chain)
             other.table = self.runner.pool.fork(turn.tables[index], other.computed)
             self._seal(other, turn.start)
-        if other.recording is not None or job.keep_rejected:
+        if other.recording is not None or job.keep_pages:
             self.lanes[kept] = other
             lane.rejected.append(kept)

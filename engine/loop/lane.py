@@ -129,7 +129,7 @@ class Job:
     exact: bool = True
     final: bool = False
     """also compute the last token's row, so that every token has KV and activations"""
-    keep_rejected: bool = False
+    keep_pages: bool = False
     """keep the pages of rejected drafts, so that they can be forked and continued"""
     forced_drafts: dict[int, list[list[int]]] | None = None
     """for the `forced` drafter: given or recorded chains by their start position"""

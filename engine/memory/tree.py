@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from replaylens.engine.errors import BadRange, BadRollback, BadTransition, ClosedBranch, IntegrityError, UnknownBranch
@@ -38,6 +39,14 @@ class BranchStatus(Enum):
     FINISHED = "finished"
     REJECTED = "rejected"
     RELEASED = "released"
+
+
+class Forced(NamedTuple):
+    """Positions [start, end) that were given, not generated, and the earlier ones below them. Forks share the chain."""
+
+    start: int
+    end: int
+    below: "Forced | None"
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -69,11 +78,23 @@ class BranchRecord:
     either, whatever computes them"""
     uncertified_why: str = ""
     """ORDINARY or HOOKED, in words for pictures"""
+    forced: Forced | None = None
+    """the last tokens after the prompt that were given, not generated"""
     past: Past = field(init=False)
     """what is known about the path, extended as it grows"""
 
     def __post_init__(self) -> None:
         self.past = Past(self.tokens)
+
+    def words(self) -> list[str]:
+        """What each token is: prompt, forced, generated, pending (generated, its row not computed yet), draft or rejected."""
+        found = ["generated" if state is ACCEPTED else state.value for state in self.states]
+        span = self.forced
+        while span is not None:
+            for at in range(span.start, min(span.end, self.states.num_committed)):
+                found[at] = "forced"
+            span = span.below
+        return found
 
     @property
     def children(self) -> "list[BranchRecord]":
@@ -125,8 +146,11 @@ class BranchTree:
         states.append(PROMPT, len(tokens))
         return self._add(None, 0, TokenPath(tokens), states, len(tokens))
 
-    def append(self, branch_id: int, tokens: Sequence[int], state: TokenState) -> None:
-        """Append tokens to an open branch, all or none. Raises BadTransition if `state` may not follow the last token."""
+    def append(self, branch_id: int, tokens: Sequence[int], state: TokenState, forced: bool = False) -> None:
+        """Append tokens to an open branch, all or none. Raises BadTransition if `state` may not follow the last token.
+
+        forced  a caller gave them; nothing has chosen them
+        """
         branch = self._changeable(branch_id, BranchStatus.OPEN)
         if not tokens:
             return
@@ -139,6 +163,8 @@ class BranchTree:
             )
         branch.tokens.extend(tokens)
         branch.states.append(state, len(tokens))
+        if forced:
+            branch.forced = Forced(len(branch.tokens) - len(tokens), len(branch.tokens), branch.forced)
         if state is PROMPT:
             branch.root_length = len(branch.tokens)
 
@@ -177,14 +203,16 @@ class BranchTree:
         if not 0 <= length <= len(parent.tokens):
             raise BadRange(f"Branch {branch_id} has {len(parent.tokens)} tokens. Cannot fork it at {length}.")
         root_length = min(parent.root_length, length)
-        states = parent.states.first(length)
+        states, forced = parent.states.first(length), _forced_before(parent.forced, length)
         if REJECTED in states:
+            forced = Forced(parent.fork_position, length, _forced_before(forced, parent.fork_position))
             states.truncate(cut := parent.fork_position)
             committed = states.num_committed == cut
             states.append(ACCEPTED if committed else DRAFT, length - cut)
         child = self._live[self._add(branch_id, length, parent.tokens.fork(length), states, root_length)]
         if parent.uncertified_from is not None:
             child.uncertified_from, child.uncertified_why = min(parent.uncertified_from, length), parent.uncertified_why
+        child.forced = forced
         parent.forks[child.id] = child
         child.above = (parent,)
         if parent.status is BranchStatus.REJECTED and parent.parent is not None:
@@ -210,6 +238,7 @@ class BranchTree:
         branch.states.truncate(length)
         if pending:
             branch.states.reopen_last()
+        branch.forced = _forced_before(branch.forced, length)
         branch.past.cut(length)
         if branch.uncertified_from is not None:
             branch.uncertified_from = min(branch.uncertified_from, length)
@@ -290,6 +319,7 @@ class BranchTree:
         states = branch.states.first(length)
         states.append(REJECTED, len(branch.tokens) - length)
         kept_id = self._add(branch.id, length, branch.tokens.fork(len(branch.tokens)), states, branch.root_length)
+        self._live[kept_id].forced = _forced_before(branch.forced, length)
         kept = self._live[kept_id]
         kept.uncertified_from, kept.uncertified_why = branch.uncertified_from, branch.uncertified_why
         kept.status, kept.seal = BranchStatus.REJECTED, _seal(kept)
@@ -305,6 +335,13 @@ class BranchTree:
             }.get(branch.status, "Use a live branch.")
             raise ClosedBranch(f"Branch {branch_id} is {branch.status.value}. {advice}")
         return branch
+
+
+def _forced_before(span: Forced | None, length: int) -> Forced | None:
+    """The forced ones of the first `length` tokens."""
+    while span is not None and span.start >= length:
+        span = span.below
+    return span if span is None or span.end <= length else span._replace(end=length)
 
 
 def _check_links(branch: BranchRecord, every: dict[int, BranchRecord]) -> None:

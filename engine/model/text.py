@@ -1,12 +1,27 @@
 """`Text`: the engine's interface to a tokenizer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from reprlib import repr as shown
+from typing import Any, TypeGuard
 
-from replaylens.engine.errors import BadRequest, UnknownPromptWord
+from torch import Tensor
+
+from replaylens.engine.errors import BadRequest, MissingPackage, NoChatTemplate, UnknownPromptWord
 from replaylens.tasks import errors as tasks
 from replaylens.tasks.tokenizer import WordTokenizer
+
+Chat = Sequence[Mapping[str, str]]
+"""messages, each {"role": ..., "content": ...}"""
+Prompt = str | Sequence[int] | Tensor | Chat
+"""whatever is turned into the tokens of one path: a text, token ids or a chat"""
+_KEYS = ("role", "content")
+_MESSAGES = "a list of messages {'role': ..., 'content': ...}, both texts"
+
+
+def is_chat(prompt: Any) -> TypeGuard[Chat]:
+    """Whether this is meant as one chat: a list in which some entry is a mapping, however malformed it may be."""
+    return isinstance(prompt, list | tuple) and any(isinstance(each, Mapping) for each in prompt)
 
 
 class Text:
@@ -38,8 +53,34 @@ class Text:
         found = None if self.tokenizer is None or self._ours else getattr(self.tokenizer, "pad_token_id", None)
         return self.eos_id if found is None else int(found)
 
-    def encode(self, text: str, special: bool = True) -> list[int]:
-        """The token ids of a text. `special` adds what the tokenizer puts before a prompt."""
+    def written(self, chat: Chat) -> str:
+        """A chat as the tokenizer's template writes it, special tokens included. If its last message is the assistant's, the
+        text ends within it, to be continued; else it ends with the words that begin an answer."""
+        messages = [_message(number, each) for number, each in enumerate(chat)]
+        if self.tokenizer is None:
+            raise BadRequest("This engine has no tokenizer. Give token ids instead of a chat, or load it with a tokenizer.")
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise NoChatTemplate(
+                f"A chat was given, but the tokenizer {type(self.tokenizer).__name__} has no chat template. Load a model that "
+                "was trained on chats, set the tokenizer's chat_template, or give the text as the model was trained to read it."
+            )
+        goes_on = messages[-1]["role"] == "assistant"
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=not goes_on, continue_final_message=goes_on
+                )
+            )
+        except ImportError as error:
+            raise MissingPackage(f"Chat templates need a package that is missing: {error}") from None
+        except Exception as error:  # templates are programs, and raise what they like
+            raise BadRequest(f"The chat template refused {shown(messages)}: {error}") from error
+
+    def encode(self, text: str | Chat, special: bool = True) -> list[int]:
+        """The token ids of a text or a chat. `special` adds what the tokenizer puts before a prompt; a chat's template has
+        written it already."""
+        if not isinstance(text, str):
+            text, special = self.written(text), False
         if self.tokenizer is None:
             raise BadRequest("This engine has no tokenizer. Give token ids instead of text, or load it with a tokenizer.")
         if self._ours:
@@ -73,6 +114,22 @@ class Text:
         """The tokenizer's own name of a token, such as "<0x0A>" for a byte; its text if it has no names."""
         names = None if self.tokenizer is None or self._ours else getattr(self.tokenizer, "convert_ids_to_tokens", None)
         return self.token(token_id) if names is None else str(names(token_id))
+
+
+def _message(number: int, given: Any) -> dict[str, str]:
+    """One message of a chat; BadRequest says what is wrong with it."""
+    if not isinstance(given, Mapping):
+        raise BadRequest(f"Message {number} of the chat is {shown(given)}. Give {_MESSAGES}.")
+    if missing := [key for key in _KEYS if key not in given]:
+        raise BadRequest(f"Message {number} of the chat, {shown(dict(given))}, has no {missing[0]!r}. Give {_MESSAGES}.")
+    if more := [key for key in given if key not in _KEYS]:
+        raise BadRequest(
+            f"Message {number} of the chat has the unknown key {more[0]!r}. Give {_MESSAGES}; for tools and other fields, give "
+            "the token ids that the tokenizer's apply_chat_template returns."
+        )
+    if wrong := [key for key in _KEYS if not isinstance(given[key], str)]:
+        raise BadRequest(f"The {wrong[0]} of message {number} of the chat is {shown(given[wrong[0]])}. Give a text.")
+    return {key: given[key] for key in _KEYS}
 
 
 def load_text(folder: Path) -> Text:

@@ -5,6 +5,8 @@ plant, fork, force, generate, draft, verdict, finish, rollback, release. The las
 hash of all bytes before it. Timings, batches and page numbers are not recorded: nothing depends on them.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 from collections.abc import Sequence
@@ -46,7 +48,7 @@ class Trace:
         Path(path).write_bytes(body + _line(_closing(len(self.events), body)).encode())
 
     @classmethod
-    def load(cls, path: str | Path) -> "Trace":
+    def load(cls, path: str | Path) -> Trace:
         """Read and check a trace. Raises BadTrace with the first bad line."""
         raw = Path(path).read_bytes()
         lines = raw.splitlines(keepends=True)

@@ -9,6 +9,7 @@ from replaylens.engine.errors import BadRequest, EngineError
 from replaylens.engine.loop.lane import Statistics
 from replaylens.engine.memory.tree import BranchRecord
 from replaylens.engine.model.sites import SiteTable
+from replaylens.engine.progress import hidden
 from replaylens.engine.request.edits import Edit, listed
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import require_fit
@@ -108,7 +109,7 @@ def replay_examples(
     for example in examples:
         instance("examples", example, Example, "examples of a task, such as tasks.get('coin')().examples(4)")
     o, results = options, list[Result]()
-    with tqdm(total=len(examples), unit="example", disable=not progress) as bar:
+    with tqdm(total=len(examples), unit="example", disable=hidden(progress)) as bar:
         for first in range(0, len(examples), batch):
             some = examples[first : first + batch]
             branches = prompt_examples(engine, some, o)

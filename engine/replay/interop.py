@@ -1,5 +1,7 @@
 """TransformerLens' verbs on an engine: `engine(tokens)`, `run_with_cache`, `run_with_hooks` and its tokens."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,7 +24,7 @@ from replaylens.engine.serving.core import Core
 
 ReturnType = Literal["logits", "loss", "both"] | None
 FwdHook = tuple[str | Callable[[str], bool], Callable[[Tensor, Any], Tensor | None]]
-_around: ContextVar[tuple[tuple["TransformerLensVerbs", FwdHook], ...]] = ContextVar("hooks", default=())
+_around: ContextVar[tuple[tuple[TransformerLensVerbs, FwdHook], ...]] = ContextVar("hooks", default=())
 """the hooks of the open `hooks` contexts"""
 
 
@@ -115,7 +117,7 @@ class TransformerLensVerbs(Core):
         return _run(self, tokens, (), fwd_hooks, return_type, loss_per_token, prepend_bos, stop_at_layer)[0]
 
     @contextmanager
-    def hooks(self, fwd_hooks: Sequence[FwdHook] = ()) -> "Iterator[TransformerLensVerbs]":
+    def hooks(self, fwd_hooks: Sequence[FwdHook] = ()) -> Iterator[TransformerLensVerbs]:
         """A context in which `engine(tokens)`, `run_with_cache` and `run_with_hooks` run with these hooks as well.
 
         Branches have their own: `prompt(..., hooks=...)`, `fork(hooks=...)`.
@@ -162,8 +164,8 @@ class TransformerLensVerbs(Core):
         return self.text.tokenizer
 
     @named_options
-    def to_tokens(self, input: str | Sequence[str], prepend_bos: bool | None = None) -> Tensor:
-        """Token ids [batch, positions] of a text or several; padded on the right with the tokenizer's padding token."""
+    def to_tokens(self, input: text.TextInput, prepend_bos: bool | None = None) -> Tensor:
+        """Token ids [batch, positions] of a text or chat, or of several; padded on the right with the padding token."""
         return torch.tensor(text.encoded(self, input, prepend_bos))
 
     def to_string(self, tokens: TokenInput) -> str | list[str]:

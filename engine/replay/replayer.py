@@ -135,7 +135,7 @@ class _Replayer:
             return
         drafts = {e["at"]: e["chains"] for e in mine if e["event"] == "draft"}
         sampling, keep, final = Sampling.from_json(event["sampling"]), event["keep_rejected"], event["final"]
-        request = Request(event["n"], sampling, "forced", keep_rejected=keep, drafts=drafts, final=final)
+        request = Request(event["n"], sampling, "forced", keep_pages=keep, drafts=drafts, final=final)
         self.waiting.append(_Waiting(branch, request, stop, mine, end))
 
     def _serve(self) -> None:

@@ -1,9 +1,10 @@
 """Texts of your own as a task: strings, token ids, chats, branches and tables become token paths with labels."""
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
-from replaylens.engine.errors import BadRequest, BadTexts, MissingPackage, NoChatTemplate, NotCertified
+from replaylens.engine.errors import BadRequest, BadTexts, NoChatTemplate, NotCertified
+from replaylens.engine.model.text import Chat, is_chat
 from replaylens.engine.replay.labelling import NamedLabels, label_columns, same_numbers, token_labels
 from replaylens.engine.replay.rollouts import texts_of_rollouts
 from replaylens.engine.replay.tables import TABLE, read_columns
@@ -75,7 +76,7 @@ class _Maker:
             return self._branch(subject, labels)
         if isinstance(subject, str):
             return self._string(subject, labels)
-        if _is_chat(subject):
+        if is_chat(subject):
             return self._chat(subject, labels)
         if subject is None or isinstance(subject, int | float | Mapping):
             raise BadTexts(f"Text {self.number} is {shown(subject)}. Give {SUBJECTS}.")
@@ -86,30 +87,16 @@ class _Maker:
         try:
             return self.engine.tokens_of(subject)
         except BadRequest as error:
-            raise BadTexts(f"Text {self.number}: {error}") from error
+            kind = NoChatTemplate if isinstance(error, NoChatTemplate) else BadTexts
+            raise kind(f"Text {self.number}: {error}") from error
 
     def _string(self, text: str, labels: Mapping[str, Any]) -> GivenText:
         tokens = self._tokens(text)
         return self._labelled(GivenText(tuple(tokens), len(tokens), text), labels, special=True)
 
-    def _chat(self, messages: Sequence[Mapping[str, Any]], labels: Mapping[str, Any]) -> GivenText:
-        """A chat as the tokenizer's template writes it. Unless its last message is the assistant's, it ends with the words
-        that begin an answer."""
-        tokenizer: Any = self.engine.text.tokenizer
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise NoChatTemplate(
-                f"Text {self.number} is a chat, but the tokenizer {type(tokenizer).__name__} has no chat template. Set its "
-                "chat_template, or give the text as the model was trained to read it."
-            )
-        answer = messages[-1].get("role") != "assistant"
-        try:
-            text = str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answer))
-        except ImportError as error:
-            raise MissingPackage(f"Chat templates need a package that is missing: {error}") from None
-        except Exception as error:  # templates are programs, and raise what they like
-            raise BadTexts(f"Text {self.number}: the chat template refused {shown(list(messages))}: {error}") from error
-        tokens = self.engine._check_tokens(self.engine.text.encode(text, special=False))
-        return self._labelled(GivenText(tuple(tokens), len(tokens), text), labels, special=False)
+    def _chat(self, messages: Chat, labels: Mapping[str, Any]) -> GivenText:
+        tokens = self._tokens(messages)
+        return self._labelled(GivenText(tuple(tokens), len(tokens), self.engine.text.written(messages)), labels, special=False)
 
     def _branch(self, branch: Branch, labels: Mapping[str, Any]) -> GivenText:
         """The path and the edits of a branch. Its rows follow from these, so that they need not be captured."""
@@ -163,8 +150,3 @@ def is_list(given: Any) -> bool:
     several = isinstance(given, Iterable) and not isinstance(given, str | bytes | Set | Mapping)
     several = several and getattr(given, "ndim", 1) > 0  # an array of no dimension says that it is iterable
     return several and not hasattr(given, "columns") and not hasattr(given, "column_names")
-
-
-def _is_chat(subject: Any) -> bool:
-    several = isinstance(subject, list | tuple) and bool(subject)
-    return several and all(isinstance(each, Mapping) and "role" in each and "content" in each for each in subject)

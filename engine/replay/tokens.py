@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.model.text import Chat, Prompt, is_chat
 from replaylens.engine.request.values import integer, items, token_ids
 from replaylens.engine.serving.core import Core
 
-TokenInput = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor
+TokenInput = Prompt | Sequence[str] | Sequence[Sequence[int]] | Sequence[Chat]
+"""one prompt, or several"""
+TextInput = str | Chat | Sequence[str] | Sequence[Chat]
 INPUTS = ("embed.hook_in", "pos_embed.hook_in")
 """names of what goes in: token ids and positions. A cache has them; as sites of a branch, see `tokens`"""
 
@@ -23,10 +26,10 @@ def inputs(name: str, paths: list[list[int]]) -> Tensor:
 
 def paths(engine: Core, tokens: TokenInput, prepend_bos: bool | None = None) -> list[list[int]]:
     """Checked token ids of sequences of one length."""
-    if isinstance(tokens, str):
+    if isinstance(tokens, str) or is_chat(tokens):
         return encoded(engine, tokens, prepend_bos)
-    rows = items("tokens", tokens, "text, several texts, token ids, or several lists of them of one length")
-    if rows and all(isinstance(row, str) for row in rows):
+    rows = items("tokens", tokens, "text, a chat, several of these, token ids, or several lists of them of one length")
+    if rows and all(isinstance(row, str) or is_chat(row) for row in rows):
         return encoded(engine, rows, prepend_bos)
     if prepend_bos is not None:
         raise BadRequest(f"prepend_bos={prepend_bos} was given with token ids. It is for text: leave it out.")
@@ -47,11 +50,12 @@ def one(engine: Core, tokens: TokenInput, prepend_bos: bool | None = None) -> li
     return found
 
 
-def encoded(engine: Core, texts: str | Sequence[str], prepend_bos: bool | None) -> list[list[int]]:
-    """The token ids of texts, padded on the right to the longest: a row depends on no later token."""
-    listed = [texts] if isinstance(texts, str) else items("input", texts, "a text, or a list of texts")
-    if not listed or not all(isinstance(each, str) for each in listed):
-        raise BadRequest(f"Invalid input={texts!r:.60}. Give a text, or a list of texts.")
+def encoded(engine: Core, texts: TextInput, prepend_bos: bool | None) -> list[list[int]]:
+    """The token ids of texts and chats, padded on the right to the longest: a row depends on no later token."""
+    accepted = "a text or a chat, or a list of these"
+    listed = [texts] if isinstance(texts, str) or is_chat(texts) else items("input", texts, accepted)
+    if not listed or not all(isinstance(each, str) or is_chat(each) for each in listed):
+        raise BadRequest(f"Invalid input={texts!r:.60}. Give {accepted}.")
     found = [engine.tokens_of(_with_bos(engine, each, prepend_bos)) for each in listed]
     longest = max(map(len, found))
     if len(set(map(len, found))) == 1:
@@ -72,10 +76,12 @@ def lengths(engine: Core, paths: Sequence[Sequence[int]]) -> list[int]:
     return found
 
 
-def _with_bos(engine: Core, text: str, prepend_bos: bool | None) -> Any:
+def _with_bos(engine: Core, text: str | Chat, prepend_bos: bool | None) -> Any:
     """What to prompt with: the text itself if its tokenizer decides, or token ids that begin as asked for."""
     if prepend_bos is None:
         return text
+    if not isinstance(text, str):
+        raise BadRequest(f"prepend_bos={prepend_bos} was given with a chat, whose template decides. Leave it out.")
     if not isinstance(prepend_bos, bool):
         raise BadRequest(f"Invalid prepend_bos={prepend_bos!r:.60}. Give True, False or None.")
     ids, bos = engine.text.encode(text), engine.text.bos_id

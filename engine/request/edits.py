@@ -4,6 +4,8 @@ An edit is data, not code. It has a content hash, so branches with the same edit
 name it. Hook functions work too, but nothing is promised about what they compute.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -79,7 +81,7 @@ class Edit:
             raise BadEdit(f"Unknown op {shown(self.op)}. Known: {', '.join(_OPS)}.")
 
     @classmethod
-    def interchange(cls, site: str, source: Tensor, positions: Positions = None) -> "Edit":
+    def interchange(cls, site: str, source: Tensor, positions: Positions = None) -> Edit:
         """Replace rows by those captured elsewhere, such as another branch's `activations[site][positions]`."""
         return cls(site, "set", source, positions)
 
@@ -96,10 +98,12 @@ class Edit:
         tensors = {"value": plain.value, "when": plain.when}
         return out | {name: tensor_to_json(tensor) for name, tensor in tensors.items() if tensor is not None}
 
-    def plain(self) -> "Edit":
+    def plain(self) -> Edit:
         """The same edit in plain Python numbers and lists; BadEdit names the field that is invalid."""
         site = instance("site", self.site, str, "a site name, or S, T or C", BadEdit)
-        factor = number("factor", self.factor, BadEdit)
+        factor, largest = number("factor", self.factor, BadEdit), torch.finfo(torch.float32).max
+        if abs(factor) > largest:
+            raise BadEdit(f"factor={factor} is beyond float32, which edits are computed in. Give at most {largest:.3g}.")
         if factor != 1.0 and self.op not in ("add", "scale", "reweight"):
             raise BadEdit(
                 f"factor={factor} was given for the op {self.op!r}. Only 'add', 'scale' and 'reweight' take one: scale the "
@@ -127,7 +131,7 @@ class Edit:
         )
 
     @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> "Edit":
+    def from_json(cls, raw: dict[str, Any]) -> Edit:
         """Inverse of `to_json`; BadEdit for other values."""
         raw = instance("edit", raw, dict, "the result of to_json", BadEdit)
         try:
@@ -190,6 +194,17 @@ def _plain_tensor(name: str, site: str, value: Any) -> Tensor | None:
             f"The {name} for {site} is a {given.layout} tensor of {given.dtype} on {given.device}. Give a dense real tensor."
         )
     return given
+
+
+def finite_float32(value: Tensor, site: str) -> Tensor:
+    """A copy on the CPU in float32; BadEdit for NaN, infinity and numbers that float32 does not have."""
+    found = value.to("cpu", torch.float32).clone()
+    if not bool(found.isfinite().all()):
+        if bool(value.isfinite().all()):
+            most, largest = float(value.double().abs().max()), torch.finfo(torch.float32).max
+            raise BadEdit(f"The value for {site} holds {most:.3g} (absolute), beyond float32. Give at most {largest:.3g}.")
+        raise BadEdit(f"The value for {site} holds NaN or infinity. Give finite numbers.")
+    return found
 
 
 def _plain_positions(name: str, positions: Any) -> Positions:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadEdit
-from replaylens.engine.request.edits import Edit, span
+from replaylens.engine.request.edits import Edit, finite_float32, span
 from replaylens.engine.request.placed import PlacedEdit
 
 _MAX_KEYS = 1 << 20
@@ -64,9 +64,7 @@ def _keys(edit: Edit, length: int) -> tuple[int, ...]:
 def _weights(edit: Edit, name: str) -> Tensor:
     if edit.value is None:
         raise BadEdit(f"The op 'set' needs a value: the attention weights of {name}.")
-    value = edit.value.to("cpu", torch.float32).clone()
-    if not bool(value.isfinite().all()):
-        raise BadEdit(f"The value for {name} holds NaN or infinity.")
+    value = finite_float32(edit.value, name)
     if value.dim() == 0 and edit.keys is not None:
         value = value[None]
     if not 1 <= value.dim() <= 3 or not value.numel():

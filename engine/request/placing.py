@@ -11,8 +11,8 @@ from torch import Tensor
 from replaylens.engine.errors import BadEdit, EngineBug, NothingEdited, UnknownSite
 from replaylens.engine.model import modes
 from replaylens.engine.model.site_names import BY_SLOT
-from replaylens.engine.model.sites import SiteTable, layer_of
-from replaylens.engine.request.edits import Edit, listed, span
+from replaylens.engine.model.sites import LETTERS, SiteTable, layer_of
+from replaylens.engine.request.edits import Edit, finite_float32, listed, span
 from replaylens.engine.request.pattern_edits import on_pattern
 from replaylens.engine.request.placed import PATTERN, PLACED_OPS, PlacedEdit
 from replaylens.engine.request.routing_edits import on_router, require_places
@@ -132,6 +132,13 @@ def _names(edit: Edit, table: SiteTable) -> list[str]:
     if edit.site not in ("S", "T", "C"):
         if "*" in edit.site:
             return _matching(edit, table)
+        if edit.site == "Z":
+            raise BadEdit(
+                "Z, the logit lens, is computed beside the pass, so that editing it would change nothing. Edit what it reads: "
+                "the residual stream, S, or its directions, such as Edit('S', 'project_out', vector)."
+            )
+        if edit.site and set(edit.site) <= set(LETTERS):
+            raise BadEdit(f"An edit is at one site, and {edit.site!r} names several. Give one Edit for each of its letters.")
         if edit.layers is not None:
             raise BadEdit(
                 f"layers was given, but {edit.site!r} is not S, T or C. Give one of these letters, a pattern such as "
@@ -224,9 +231,7 @@ def _check_value(op: str, value: Tensor | None, name: str, shape: tuple[int, ...
         return None
     if value is None:
         raise BadEdit(f"The op {op!r} needs a value.")
-    value = value.to("cpu", torch.float32).clone()
-    if not bool(torch.isfinite(value).all()):
-        raise BadEdit(f"The value for {name} holds NaN or infinity.")
+    value = finite_float32(value, name)
     if op == "project_out":
         return _orthonormal(value.reshape(-1, *shape) if value.shape[-1:] == shape[-1:] else value, shape)
     if op == "resample" and not len(value):

@@ -5,6 +5,8 @@ id) and nothing else. It is keyed by id, not by rank, so near-ties may swap rank
 same noise agrees more often; the output does not depend on the drafter.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -111,7 +113,7 @@ class Sampling:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> "Sampling":
+    def from_json(cls, raw: dict[str, Any]) -> Sampling:
         """Inverse of `to_json`, also after a JSON file has turned biased ids into text and tuples into lists."""
         try:
             plain = instance("sampling", raw, dict, "the result of to_json")

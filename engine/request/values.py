@@ -106,13 +106,18 @@ def token_ids(name: str, value: Any) -> list[Any]:
 
 def one_path(value: Any) -> list[Any]:
     """The token ids of one prompt: one list of them, or a batch of one, as a tokenizer returns."""
-    several = "Give one prompt: text, or a list of token ids. For several, use prompts([...])."
+    several = "Give one prompt: text, a list of token ids, or a chat. For several, use prompts([...])."
+    if isinstance(value, Mapping):
+        raise BadRequest(
+            f"Invalid text={shown(value)}: not a prompt. A chat is a list of messages, also if it has only one; where several "
+            "prompts go, give a list of chats."
+        )
     if isinstance(value, np.ndarray | Tensor) and value.ndim > 1:
         if value.ndim > 2 or len(value) != 1:
             raise BadRequest(f"Invalid text={type(value).__name__} of shape {tuple(value.shape)}. {several}")
         value = value[0]
     if isinstance(value, list | tuple) and value and all(isinstance(each, list | tuple | str) for each in value):
-        if len(value) != 1 or isinstance(value[0], str):
+        if len(value) != 1 or isinstance(value[0], str) or any(isinstance(each, Mapping) for each in value[0]):
             raise BadRequest(f"Invalid text={shown(value)}. {several}")
         value = value[0]
     return token_ids("text", value)

@@ -10,6 +10,8 @@ A rollout stops early once its answer is certain. A match that ends where the te
 so a rollout stops only when something follows the match. Its tokens up to there are the same as without the stop.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,7 +52,7 @@ class Answer:
     """whether a rollout stops once its answer is certain"""
 
     @classmethod
-    def regex(cls, pattern: str, *, stop: bool = True) -> "Answer":
+    def regex(cls, pattern: str, *, stop: bool = True) -> Answer:
         """The first match in the generated text: its first group that took part, or all of it, without outer white space."""
         try:
             re.compile(instance("pattern", pattern, str, "a regular expression"))
@@ -59,7 +61,7 @@ class Answer:
         return cls(pattern=pattern, stop=flag("stop", stop))
 
     @classmethod
-    def choices(cls, choices: Sequence[str | int], *, after: str = "") -> "Answer":
+    def choices(cls, choices: Sequence[str | int], *, after: str = "") -> Answer:
         """The probabilities of some tokens as the next one, read from the logits: exact, at temperature 1, without a sample.
 
         choices  two or more single tokens, as text (with its leading space, if it has one) or ids
@@ -73,7 +75,7 @@ class Answer:
         return cls(tokens=tokens, after=instance("after", after, str, "a text"), stop=False)
 
     @classmethod
-    def function(cls, reader: Callable[[str], str | None], *, stop: bool = False) -> "Answer":
+    def function(cls, reader: Callable[[str], str | None], *, stop: bool = False) -> Answer:
         """What a function makes of the generated text: the name of the outcome, or None.
 
         stop  also call it after every token, and stop the rollout at the first text for which it returns an outcome
@@ -110,7 +112,7 @@ class Answer:
         return {"choices": list(self.tokens), "after": self.after}
 
     @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> "Answer":
+    def from_json(cls, raw: dict[str, Any]) -> Answer:
         """Inverse of `to_json`; BadRequest for a function, which is not in the file."""
         if "regex" in raw:
             return cls.regex(raw["regex"], stop=raw["stop"])

@@ -124,6 +124,8 @@ def positions_of(at: ForkPositions, tokens: Sequence[int], num_prompt: int, text
     if integer(at) is not None:
         return (whole("at", at, 1, length),)
     if isinstance(at, str) or callable(at):
+        if isinstance(at, str) and at not in ("sentences", "tokens"):
+            raise BadRequest(f"Invalid at={shown(at)}. Give {AT}.")
         if first >= length:
             raise BadRequest(
                 f"at={shown(at)} looks at the tokens after the prompt, and there are none. Generate or force them first, or "
@@ -140,10 +142,8 @@ def positions_of(at: ForkPositions, tokens: Sequence[int], num_prompt: int, text
 def _chosen(at: str | Callable[[int, str], bool], tokens: Sequence[int], first: int, text: Text) -> list[int]:
     if at == "sentences":
         return [first + start for start in sentence_starts(*offsets_of(text, tokens[first:]))]
-    if at == "tokens":
-        return list(range(first, len(tokens)))
     if isinstance(at, str):
-        raise BadRequest(f"Invalid at={shown(at)}. Give {AT}.")
+        return list(range(first, len(tokens)))
     return [position for position in range(first, len(tokens)) if at(position, text.token(tokens[position]))]
 
 

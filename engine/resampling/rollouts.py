@@ -1,5 +1,7 @@
 """`Rollouts`: all rollouts of a plan, as a table, as counts of outcomes, and as rows of activations."""
 
+from __future__ import annotations
+
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -31,7 +33,7 @@ class Rollouts:
     rollouts: tuple[Rollout, ...]
 
     @classmethod
-    def load(cls, folder: str | Path) -> "Rollouts":
+    def load(cls, folder: str | Path) -> Rollouts:
         """The rollouts of a folder. Rows are read when they are looked at. BadRollouts if some are missing or damaged."""
         files = WaveFolder.open(folder)
         if missing := files.missing():
@@ -54,7 +56,7 @@ class Rollouts:
         return f"Rollouts({self.plan.n} at each of {len(self.plan.positions)} positions{kept})"
 
     @cached_property
-    def frame(self) -> "pd.DataFrame":
+    def frame(self) -> pd.DataFrame:
         """One line per rollout: position, number, seed, tokens, text, outcome, stopped; with choices, their probabilities."""
         import pandas as pd
 
@@ -66,7 +68,7 @@ class Rollouts:
         return made
 
     @cached_property
-    def index(self) -> "pd.DataFrame":
+    def index(self) -> pd.DataFrame:
         """One line per kept row: position and number of its rollout, place, and the position of its token on the path."""
         import pandas as pd
 
@@ -74,7 +76,7 @@ class Rollouts:
         return pd.DataFrame(lines, columns=["position", "number", "place", "token"])
 
     @property
-    def states(self) -> "States":
+    def states(self) -> States:
         """The kept rows by site: [rows, ...], in the order of `index`. Patterns have as many keys as the longest path needs."""
         return States(self.rollouts)
 

@@ -1,5 +1,7 @@
 """`Branch`: the user's handle on one path in the tree."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -12,7 +14,7 @@ from replaylens.engine.errors import BadRequest, ClosedBranch
 from replaylens.engine.interrupts import held_interrupt
 from replaylens.engine.loop.lane import Lane, Statistics
 from replaylens.engine.loop.loop import Loop
-from replaylens.engine.memory.tree import BranchRecord, BranchStatus, BranchTree, TokenState
+from replaylens.engine.memory.tree import BranchRecord, BranchStatus, BranchTree
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.model.text import Text
 from replaylens.engine.pictures.live import tree_of
@@ -23,7 +25,7 @@ from replaylens.engine.pictures.timeline import Timeline
 from replaylens.engine.pictures.tree import Tree
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
-from replaylens.engine.request.options import named_options
+from replaylens.engine.request.options import hides, named_options, renamed
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import warn_of_no_match
 from replaylens.engine.request.recording import Recording
@@ -60,7 +62,7 @@ class Owner(Protocol):
         """The engine's recorded events; NotRecorded if it keeps none."""
         ...
 
-    def serve(self, branches: Sequence["Branch"], requests: Sequence[Request], progress: bool = False) -> list["Branch"]:
+    def serve(self, branches: Sequence[Branch], requests: Sequence[Request], progress: bool = False) -> list[Branch]:
         """Serve one request on each branch, all together."""
         ...
 
@@ -72,11 +74,11 @@ class Owner(Protocol):
         """The edits of a branch with `length` tokens."""
         ...
 
-    def open_stream(self, branch: "Branch", request: Request) -> Stream:
+    def open_stream(self, branch: Branch, request: Request) -> Stream:
         """Start a request on a branch and stream its tokens."""
         ...
 
-    def force_all(self, branches: Sequence["Branch"], tokens: Sequence[str | Sequence[int]]) -> list["Branch"]:
+    def force_all(self, branches: Sequence[Branch], tokens: Sequence[str | Sequence[int]]) -> list[Branch]:
         """Append given tokens to each branch."""
         ...
 
@@ -85,6 +87,7 @@ class Owner(Protocol):
         ...
 
 
+@hides("hold", "lane", "lock", "plan_rollouts", "record", "tape")
 class Branch(Differentiable, Resampled, Uncopied):
     """One token path with its KV. Forks share pages; a page is copied only when it is written.
 
@@ -127,6 +130,7 @@ class Branch(Differentiable, Resampled, Uncopied):
     @property
     @reading
     def length(self) -> int:
+        """The number of tokens, prompt included."""
         return len(self.record.tokens)
 
     @property
@@ -136,6 +140,7 @@ class Branch(Differentiable, Resampled, Uncopied):
 
     @property
     def text(self) -> str:
+        """The text of the whole path, prompt included."""
         return self.engine.text.decode(self.tokens)
 
     @property
@@ -151,11 +156,14 @@ class Branch(Differentiable, Resampled, Uncopied):
 
     @property
     @reading
-    def states(self) -> list[TokenState]:
-        return list(self.record.states)
+    def states(self) -> list[str]:
+        """What each token is: "prompt", "forced", "generated" (sampled, or drafted and then accepted), "pending" (generated,
+        its row not computed yet), "draft" (not verified yet) or "rejected"."""
+        return self.record.words()
 
     @property
     def status(self) -> BranchStatus:
+        """Whether it can grow (open), has ended (finished), was cut off (rejected), or is closed (released)."""
         return self.record.status
 
     @property
@@ -210,7 +218,7 @@ class Branch(Differentiable, Resampled, Uncopied):
         """The rejected branches of this branch that keep rows or pages, in order.
 
         They keep rows if the branch was made with `prompt(..., sites=..., keep_rejected=True)`, and pages, to be forked, after
-        `generate(..., keep_rejected=True)`. Without either, the list is empty.
+        `generate(..., keep_pages=True)`. Without either, the list is empty.
         """
         return [type(self)(self.engine, lane) for lane in self._rejected_lanes()]
 
@@ -271,11 +279,13 @@ class Branch(Differentiable, Resampled, Uncopied):
             lanes += [forest.fork(self.lane, at, placed, resolved) for _ in range(n)]
         return [type(self)(self.engine, lane) for lane in lanes]
 
+    @named_options
     def force(self, tokens: str | Sequence[int]) -> Self:
         """Append given tokens, however unlikely, and compute their rows. Returns self."""
         self.engine.force_all([self], [tokens])
         return self
 
+    @renamed(keep_rejected="keep_pages")
     @named_options
     def generate(
         self,
@@ -285,17 +295,18 @@ class Branch(Differentiable, Resampled, Uncopied):
         drafter: str = "self",
         window: int | None = None,
         deterministic: bool = True,
-        keep_rejected: bool = False,
+        keep_pages: bool = False,
         drafts: dict[int, list[list[int]]] | None = None,
         final: bool = False,
         progress: bool = False,
     ) -> Self:
         """Generate up to `n` tokens; options as in `Engine.generate`. Returns self."""
         greedy = Sampling() if sampling is None else sampling
-        request = Request(n, greedy, drafter, window, deterministic, keep_rejected, drafts, final)
+        request = Request(n, greedy, drafter, window, deterministic, keep_pages, drafts, final)
         self.engine.serve([self], [request], progress)
         return self
 
+    @renamed(keep_rejected="keep_pages")
     @named_options
     def stream(
         self,
@@ -305,7 +316,7 @@ class Branch(Differentiable, Resampled, Uncopied):
         drafter: str = "self",
         window: int | None = None,
         deterministic: bool = True,
-        keep_rejected: bool = False,
+        keep_pages: bool = False,
         drafts: dict[int, list[list[int]]] | None = None,
         final: bool = False,
     ) -> Stream:
@@ -316,9 +327,10 @@ class Branch(Differentiable, Resampled, Uncopied):
         generating just these. Until the stream has yielded all its tokens or is closed, the branch takes no other request.
         """
         greedy = Sampling() if sampling is None else sampling
-        request = Request(n, greedy, drafter, window, deterministic, keep_rejected, drafts, final)
+        request = Request(n, greedy, drafter, window, deterministic, keep_pages, drafts, final)
         return self.engine.open_stream(self, request)
 
+    @named_options
     @changing
     def rollback(self, to: int) -> Self:
         """Cut the path back to its first `to` tokens, with KV, captured rows and finish state. Returns self."""

@@ -1,5 +1,7 @@
 """`Core`: a certified model and the branches it serves. `Engine` adds `load`, `replay` and `run_with_cache`."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -16,7 +18,7 @@ from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.memory.tree import BranchStatus, BranchTree
 from replaylens.engine.model import sites
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.text import Text
+from replaylens.engine.model.text import Prompt, Text
 from replaylens.engine.passes.ferry import RING_BYTES, SMALLEST_RING
 from replaylens.engine.passes.runner import Keep, Runner
 from replaylens.engine.pictures.live import tree_of
@@ -25,7 +27,7 @@ from replaylens.engine.proof import certificates, fingerprint
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.capture import CaptureSpec, LensSpec
 from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
-from replaylens.engine.request.options import named_options
+from replaylens.engine.request.options import hides, named_options
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import place_all, warn_of_no_match
 from replaylens.engine.request.positions import Where
@@ -47,6 +49,10 @@ SITES = "letters such as 'STCZ', a site name, or a list of these"
 """the accepted values of `sites`, for error messages"""
 
 
+@hides(
+    *("cancel", "forest", "guesses", "handle", "lenses", "lock", "loop", "open_stream", "placed", "planted", "prefix"),
+    *("runner", "serve", "token_ids_of", "tokenized", "tree", "variants"),
+)
 class Core(Generation, Uncopied):
     """A model, its KV cache and its tree of branches.
 
@@ -141,7 +147,7 @@ class Core(Generation, Uncopied):
     @named_options
     def prompt(
         self,
-        text: str | Sequence[int] | Tensor,
+        text: Prompt,
         *,
         sites: str | Sequence[str] | None = None,
         keep_rejected: bool = False,
@@ -162,7 +168,7 @@ class Core(Generation, Uncopied):
     @named_options
     def prompts(
         self,
-        texts: Iterable[str | Sequence[int] | Tensor],
+        texts: Iterable[Prompt],
         *,
         sites: str | Sequence[str] | None = None,
         keep_rejected: bool = False,
@@ -216,7 +222,7 @@ class Core(Generation, Uncopied):
 
     def _planted(
         self,
-        texts: Iterable[str | Sequence[int] | Tensor],
+        texts: Iterable[Prompt],
         capture: CaptureSpec | None,
         edits: Sequence[Edit],
         hooks: Sequence[Hook],
@@ -248,7 +254,7 @@ class Core(Generation, Uncopied):
 
     def logits(
         self,
-        text: str | Sequence[int] | Tensor,
+        text: Prompt,
         *,
         edits: Sequence[Edit] = (),
         positions: At = -1,
@@ -263,7 +269,7 @@ class Core(Generation, Uncopied):
 
     def logits_under(
         self,
-        text: str | Sequence[int] | Tensor,
+        text: Prompt,
         variants: Sequence[Sequence[Edit]],
         *,
         edits: Sequence[Edit] = (),
@@ -286,7 +292,7 @@ class Core(Generation, Uncopied):
             found = base.read(variants, at, lambda logits: logits[..., columns], progress)
         return found[:, 0] if integer(positions) is not None else found
 
-    def variants(self, text: str | Sequence[int] | Tensor, edits: Sequence[Edit] = (), keep: Sequence[str] = ()) -> Variants:
+    def variants(self, text: Prompt, edits: Sequence[Edit] = (), keep: Sequence[str] = ()) -> Variants:
         """The text, to be computed under many lists of edits; see `Variants`."""
         return Variants(self.forest, self.sites, self.placed, self.tokens_of(text), edits, keep)
 

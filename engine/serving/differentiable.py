@@ -1,5 +1,7 @@
 """`Differentiable`: the gradients of a branch."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
@@ -42,7 +44,7 @@ class Differentiable(ABC):
     lock: EngineLock
     record: BranchRecord
 
-    def gradients(self, metric: "AnyMetric | Differentiable", sites: str | Sequence[str] | None = None) -> Gradients:
+    def gradients(self, metric: AnyMetric | Differentiable, sites: str | Sequence[str] | None = None) -> Gradients:
         """The gradient of a metric of the next token's logits, at every position of the path.
 
         metric  a pair of tokens (their logit difference), one token (its log-probability), another branch (the KL divergence

@@ -20,6 +20,7 @@ from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.memory.tree import HOOKED, BranchTree, TokenState
 from replaylens.engine.model import sites
 from replaylens.engine.passes.runner import Runner
+from replaylens.engine.progress import hidden
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.capture import CaptureSpec
 from replaylens.engine.request.edits import Hook
@@ -120,7 +121,7 @@ class Forest:
     @changing
     def force(self, lane: Lane, ids: list[int]) -> None:
         """Append tokens; `compute` computes their rows."""
-        self.tree.append(lane.branch, ids, TokenState.DRAFT)
+        self.tree.append(lane.branch, ids, TokenState.DRAFT, forced=True)
         self.note(lane, "force", tokens=ids)
 
     @changing
@@ -235,14 +236,14 @@ class Forest:
 
     def _submit(self, job: Job) -> None:
         if job.new_tokens and self.trace is not None:
-            options = {"deterministic": job.exact, "final": job.final, "keep_rejected": job.keep_rejected}
+            options = {"deterministic": job.exact, "final": job.final, "keep_rejected": job.keep_pages}
             details: dict[str, Any] = {"n": job.new_tokens, "sampling": job.sampling.to_json(), **options}
             self.note(job.lane, "generate", **details)
         self.loop.submit(job)
 
     def wait(self, jobs: Sequence[Job], progress: bool = False) -> None:
         """Wait until submitted jobs are done, stepping the loop if no other thread does. Raises the first error among them."""
-        with tqdm(total=sum(job.new_tokens for job in jobs), unit="token", disable=not progress) as bar:
+        with tqdm(total=sum(job.new_tokens for job in jobs), unit="token", disable=hidden(progress)) as bar:
 
             def show() -> None:  # what a job that stopped early leaves out is no longer to come
                 bar.total = sum(job.generated if job.done else job.new_tokens for job in jobs)

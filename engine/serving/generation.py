@@ -1,12 +1,14 @@
 """`Generation`: the verbs that add tokens to branches: generate, stream, force."""
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Sequence
 
 from replaylens.engine.errors import BadRequest, ClosedBranch, EqualDraws, no_such
 from replaylens.engine.loop.lane import Job, Lane
 from replaylens.engine.loop.loop import Loop
-from replaylens.engine.request.options import named_options
+from replaylens.engine.request.options import named_options, renamed
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import flag, instance, items, token_ids
 from replaylens.engine.serving.branch import Branch
@@ -24,6 +26,7 @@ class Generation(TokenReader):
     forest: Forest
     lock: EngineLock
 
+    @renamed(keep_rejected="keep_pages")
     @named_options
     def generate(
         self,
@@ -34,7 +37,7 @@ class Generation(TokenReader):
         drafter: str = "self",
         window: int | None = None,
         deterministic: bool = True,
-        keep_rejected: bool = False,
+        keep_pages: bool = False,
         drafts: dict[int, list[list[int]]] | None = None,
         final: bool = False,
         progress: bool = False,
@@ -45,7 +48,7 @@ class Generation(TokenReader):
         drafter        which drafter guesses ahead; never changes the output
         window         rows per verification; 1 decodes directly; None lets the planner choose
         deterministic  False: take the fast path's tokens unverified; the branches are marked as not certified
-        keep_rejected  keep the pages of rejected drafts, so that they can be forked
+        keep_pages     keep the pages of rejected drafts, so that they can be forked
         drafts         for the `forced` drafter: chains of tokens by their start position
         final          also compute the last token's own row
         """
@@ -56,7 +59,7 @@ class Generation(TokenReader):
             own = items("sampling", sampling, f"{SAMPLING}, or one for each branch")
         if len(own) != len(branches):
             raise BadRequest(f"Got {len(own)} samplings for {len(branches)} branches. Give one for all, or one for each.")
-        how = (drafter, window, deterministic, keep_rejected, drafts, final)
+        how = (drafter, window, deterministic, keep_pages, drafts, final)
         return self.serve(branches, [Request(n, each, *how) for each in own], progress)
 
     def serve(self, branches: Sequence[Branch], requests: Sequence[Request], progress: bool = False) -> list[Branch]:
@@ -65,6 +68,7 @@ class Generation(TokenReader):
         self.forest.serve(lambda: [self._job(b, r) for b, r in zip(branches, requests, strict=True)], progress)
         return list(branches)
 
+    @renamed(keep_rejected="keep_pages")
     @named_options
     def stream(
         self,
@@ -75,13 +79,13 @@ class Generation(TokenReader):
         drafter: str = "self",
         window: int | None = None,
         deterministic: bool = True,
-        keep_rejected: bool = False,
+        keep_pages: bool = False,
         drafts: dict[int, list[list[int]]] | None = None,
         final: bool = False,
     ) -> Stream:
         """Stream the committed tokens of one branch, as `Branch.stream`. Other requests are served alongside."""
         greedy = Sampling() if sampling is None else sampling
-        request = Request(n, greedy, drafter, window, deterministic, keep_rejected, drafts, final)
+        request = Request(n, greedy, drafter, window, deterministic, keep_pages, drafts, final)
         return self.open_stream(branch, request)
 
     @changing

@@ -6,7 +6,7 @@ from typing import Any
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.loop.lane import Job, Lane
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import flag, instance, items, token_ids, whole
+from replaylens.engine.request.values import flag, instance, integer, items, shown, token_ids, whole
 
 SAMPLING = "a Sampling, such as Sampling(temperature=0.7)"
 
@@ -20,7 +20,7 @@ class Request:
     drafter: str = "self"
     window: int | None = None
     deterministic: bool = True
-    keep_rejected: bool = False
+    keep_pages: bool = False
     drafts: dict[int, list[list[int]]] | None = None
     final: bool = False
 
@@ -38,7 +38,7 @@ class Request:
             "drafter": instance("drafter", self.drafter, str, "the name of a drafter"),
             "window": None if self.window is None else whole("window", self.window, 1),
             "deterministic": flag("deterministic", self.deterministic),
-            "keep_rejected": flag("keep_rejected", self.keep_rejected),
+            "keep_pages": flag("keep_pages", self.keep_pages),
             "drafts": None if self.drafts is None else _chains(self.drafts),
             "final": flag("final", self.final),
         }
@@ -56,7 +56,7 @@ class Request:
             window=self.window,
             exact=self.deterministic,
             final=self.final,
-            keep_rejected=self.keep_rejected,
+            keep_pages=self.keep_pages,
             forced_drafts=self.drafts or {} if self.drafter == "forced" else None,
         )
 
@@ -66,6 +66,8 @@ def _chains(drafts: Any) -> dict[int, list[list[int]]]:
     accepted = "a dict: position -> list of chains of token ids, such as {9: [[5, 7], [6]]}"
     out: dict[int, list[list[int]]] = {}
     for at, chains in instance("drafts", drafts, dict, accepted).items():
+        if isinstance(chains, list | tuple) and any(integer(each) is not None for each in chains):
+            raise BadRequest(f"Invalid drafts[{at}]={shown(chains)}: one chain where a list of chains goes. Give {accepted}.")
         found = [token_ids(f"drafts[{at}]", chain) for chain in items(f"drafts[{at}]", chains, accepted)]
         if found:
             out[whole("position of drafts", at)] = found

@@ -1,5 +1,7 @@
 """`Resampled`: resampling as a verb of a branch. The rollouts themselves are drawn by `Waves`."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from pathlib import Path
@@ -11,6 +13,7 @@ from replaylens.engine.errors import BadRequest, NotCertified
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.memory.tree import BranchRecord
 from replaylens.engine.model.sites import SiteTable
+from replaylens.engine.progress import hidden
 from replaylens.engine.proof.fingerprint import Fingerprint
 from replaylens.engine.request.capture import CaptureSpec
 from replaylens.engine.request.options import named_options
@@ -214,7 +217,7 @@ class Resampled:
         files = None if folder is None else WaveFolder.create(folder, plan, wave)
         wave = wave if files is None else files.wave
         missing = set() if files is None else set(files.missing())
-        with tqdm(total=len(plan), unit="rollout", disable=not progress) as bar:
+        with tqdm(total=len(plan), unit="rollout", disable=hidden(progress)) as bar:
             for number in range(-(-len(plan) // wave)):
                 indices = range(number * wave, min((number + 1) * wave, len(plan)))
                 if files is None:

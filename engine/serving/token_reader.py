@@ -1,13 +1,14 @@
 """`TokenReader`: texts and ids as checked token ids of a model."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import replace
-
-from torch import Tensor
+from typing import Any
 
 from replaylens.engine.errors import BadEdit, BadRequest
 from replaylens.engine.model.config import ModelConfig
-from replaylens.engine.model.text import Text
+from replaylens.engine.model.text import Prompt, Text, is_chat
 from replaylens.engine.request.edits import Edit, listed
 from replaylens.engine.request.values import items, one_path, shown, token_ids
 
@@ -18,9 +19,15 @@ class TokenReader:
     text: Text
     config: ModelConfig
 
-    def tokens_of(self, text: str | Sequence[int] | Tensor) -> list[int]:
-        """The token ids of a prompt; BadRequest if it is empty, too long, or has ids outside the vocabulary."""
-        return self._check_tokens(self.text.encode(text) if isinstance(text, str) else one_path(text))
+    def tokens_of(self, text: Prompt) -> list[int]:
+        """The token ids of a prompt: a text, token ids, or a chat, which the tokenizer's own template writes.
+
+        BadRequest if it is empty, too long, or has ids outside the vocabulary; NoChatTemplate if there is no template."""
+        return self._check_tokens(self._ids(text))
+
+    def _ids(self, prompt: Prompt, special: bool = True) -> list[Any]:
+        """The one place where a prompt becomes token ids, which are not checked yet."""
+        return self.text.encode(prompt, special) if isinstance(prompt, str) or is_chat(prompt) else one_path(prompt)
 
     def token_ids_of(self, tokens: Sequence[str | int]) -> list[int]:
         """Ids of single tokens, given as text or ids; BadRequest names one that is several tokens."""
@@ -45,7 +52,12 @@ class TokenReader:
         usual = set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.config.vocab_size
         wrong = lambda t: isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < self.config.vocab_size  # noqa: E731
         if bad := [] if usual else [t for t in ids if wrong(t)]:
-            raise BadRequest(f"Token {shown(bad[0])} is not in the vocabulary of {self.config.vocab_size} tokens.")
+            if isinstance(bad[0], bool) or not isinstance(bad[0], int):
+                raise BadRequest(
+                    f"{shown(bad[0])} is a {type(bad[0]).__name__}, not a token id. Give text, or ids as whole numbers."
+                )
+            last = self.config.vocab_size - 1
+            raise BadRequest(f"Token {bad[0]} is not in the vocabulary of {last + 1} tokens. Give ids from 0 to {last}.")
         if before + len(ids) > self.config.max_positions:
             raise BadRequest(f"{before + len(ids)} tokens exceed the model's {self.config.max_positions} positions.")
         return ids

@@ -5,6 +5,8 @@ starts at the first edited layer: the rows that enter this layer are those of th
 again. Nothing of a variant is committed.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -20,6 +22,7 @@ from replaylens.engine.model.sites import SiteTable, layer_of
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.passes.finite import finite
 from replaylens.engine.passes.runner import LENS_ROWS
+from replaylens.engine.progress import hidden
 from replaylens.engine.request.capture import CaptureSpec, PassTap
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placed import PlacedEdit
@@ -62,7 +65,7 @@ class Variants:
         self.keep = tuple(sites.resolve(name) for name in keep)
         self._lane: Lane | None = None
 
-    def __enter__(self) -> "Variants":
+    def __enter__(self) -> Variants:
         spec = CaptureSpec(tuple(dict.fromkeys(self.streams + self.keep)), last=self.streams[-1])
         with self.forest.made() as lanes, self.forest.quiet():
             with held_interrupt():
@@ -100,7 +103,7 @@ class Variants:
         at = torch.tensor([position % len(self.path) for position in positions], dtype=torch.int64)
         last = self.stream(len(self.streams) - 1)[at]  # rows before the first edit are the base's
         final = last.repeat(len(placed), 1, 1)
-        with tqdm(total=len(placed), unit="variant", disable=not progress) as bar:
+        with tqdm(total=len(placed), unit="variant", disable=hidden(progress)) as bar:
             for chunk in self._chunks(placed):
                 rows = last.repeat(len(chunk), 1, 1)
                 self._compute(chunk, at, {self.streams[-1]: rows})
@@ -120,7 +123,7 @@ class Variants:
         at = torch.arange(len(self.path))
         base = {site: self.rows(site) for site in self.keep}
         kept = {site: rows.new_empty(len(variants), *rows.shape) for site, rows in base.items()}
-        with tqdm(total=len(variants), unit="variant", disable=not progress) as bar:
+        with tqdm(total=len(variants), unit="variant", disable=hidden(progress)) as bar:
             for chunk in self._chunks([self._variant(number, edits) for number, edits in enumerate(variants)]):
                 rows = {site: x.repeat(len(chunk), *(1 for _ in x.shape)) for site, x in base.items()}
                 self._compute(chunk, at, rows)

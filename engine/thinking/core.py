@@ -4,14 +4,14 @@ A thought's state is an `add` edit at the positions of the chunk that receives i
 captures and dumps work as on any engine.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any, Self
 
-from torch import Tensor
-
-from replaylens.engine.errors import BadConfig, BadEdit, BadRequest
+from replaylens.engine.errors import BadChunks, BadConfig, BadEdit, BadRequest
 from replaylens.engine.interrupts import held_interrupt
 from replaylens.engine.lens.tuned import TunedLens
 from replaylens.engine.loop.lane import Lane
@@ -19,6 +19,7 @@ from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.tree import HOOKED
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.sites import SiteTable
+from replaylens.engine.model.text import Prompt, is_chat
 from replaylens.engine.model.weights import weights_hash
 from replaylens.engine.passes.ferry import RING_BYTES
 from replaylens.engine.passes.runner import Keep
@@ -33,7 +34,7 @@ from replaylens.engine.request.edits import Edit, Hook, listed, resolve_hooks
 from replaylens.engine.request.options import named_options
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import place
-from replaylens.engine.request.values import items, one_path, shown, token_ids, whole
+from replaylens.engine.request.values import items, shown, token_ids, whole
 from replaylens.engine.serving.branch import MAX_FORKS, Branch
 from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.lock import changing, reading
@@ -48,10 +49,6 @@ from replaylens.engine.thinking.thoughts import FULL_SITE, LETTERS, ThinkingReco
 THOUGHTS = "a list of thoughts for each prompt, each a list of token ids that ends in <EOS>"
 Drafts = Sequence[Sequence[int]]
 """guessed thoughts of one prompt's chunks, each with its <EOS>"""
-
-
-class BadChunks(BadRequest):
-    """A prompt that does not consist of whole chunks."""
 
 
 class ThinkingCore(Core):
@@ -130,7 +127,7 @@ class ThinkingCore(Core):
     @named_options
     def prompt(
         self,
-        text: str | Sequence[int] | Tensor,
+        text: Prompt,
         *,
         sites: str | Sequence[str] | None = None,
         keep_rejected: bool = False,
@@ -144,7 +141,7 @@ class ThinkingCore(Core):
         lens: TunedLens | None = None,
         positions: str = "all",
         keep: Keep = "host",
-    ) -> "ThinkingBranch":
+    ) -> ThinkingBranch:
         """A new root branch that thinks on its prompt. Options as in `prompts`; `drafts` are those of this prompt."""
         capture = self._wanted(sites, keep_rejected, top_k, targets, full, lens, positions, keep)
         given = None if drafts is None else [drafts]
@@ -154,7 +151,7 @@ class ThinkingCore(Core):
     @named_options
     def prompts(
         self,
-        texts: Iterable[str | Sequence[int] | Tensor],
+        texts: Iterable[Prompt],
         *,
         sites: str | Sequence[str] | None = None,
         keep_rejected: bool = False,
@@ -168,7 +165,7 @@ class ThinkingCore(Core):
         lens: TunedLens | None = None,
         positions: str = "all",
         keep: Keep = "host",
-    ) -> "Sequence[ThinkingBranch]":
+    ) -> Sequence[ThinkingBranch]:
         """Several root branches that think on their prompts, computed together. As `Core.prompts`, and:
 
         texts          text is padded to whole chunks; token ids must be whole chunks
@@ -183,13 +180,13 @@ class ThinkingCore(Core):
 
     def _thought_along(
         self,
-        texts: Iterable[str | Sequence[int] | Tensor],
+        texts: Iterable[Prompt],
         capture: CaptureSpec | None,
         edits: Sequence[Edit],
         hooks: Sequence[Hook],
         guess: Guess | None,
         drafts: Sequence[Drafts] | None,
-    ) -> "list[ThinkingBranch]":
+    ) -> list[ThinkingBranch]:
         guess = _known(self.guess if guess is None else guess)
         if drafts is not None and guess != "drafted":
             raise BadRequest(f"drafts were given with guess={guess!r}. Use guess='drafted'.")
@@ -220,7 +217,7 @@ class ThinkingCore(Core):
         self.forest.add(lane)
         return lane
 
-    def handle(self, lane: Lane) -> "ThinkingBranch":
+    def handle(self, lane: Lane) -> ThinkingBranch:
         return ThinkingBranch(self, lane)
 
     def thought_place(self, site: str, chunk: int, step: int = 0) -> int:
@@ -240,23 +237,24 @@ class ThinkingCore(Core):
 
     # ---- internals ----------------------------------------------------------------------------------------------
 
-    def tokens_of(self, text: str | Sequence[int] | Tensor) -> list[int]:
+    def tokens_of(self, text: Prompt) -> list[int]:
         """As `Core.tokens_of`, but text is padded to whole chunks, and token ids must be whole chunks."""
         return self._chunks(text)
 
-    def _chunks(self, text: str | Sequence[int] | Tensor, before: int = 0) -> list[int]:
+    def _chunks(self, text: Prompt, before: int = 0) -> list[int]:
         """Whole chunks of tokens; BadChunks if token ids are not."""
         c = self.thinking.chunk
-        if isinstance(text, str):
-            return self._check_tokens(list(padded(self.text.encode(text, special=before == 0), self.thinking)), before)
-        if len(ids := one_path(text)) % c:
+        ids = self._ids(text, special=before == 0)
+        if isinstance(text, str) or is_chat(text):
+            return self._check_tokens(list(padded(ids, self.thinking)), before)
+        if len(ids) % c:
             raise BadChunks(
                 f"{len(ids)} tokens are not whole chunks of {c}. Pad the prompt with token {self.thinking.pad_token} "
                 "(replaylens.engine.thinking.model.padded), or give text."
             )
         return self._check_tokens(ids, before)
 
-    def variants(self, text: str | Sequence[int] | Tensor, edits: Sequence[Edit] = (), keep: Sequence[str] = ()) -> Variants:
+    def variants(self, text: Prompt, edits: Sequence[Edit] = (), keep: Sequence[str] = ()) -> Variants:
         """Not available: a prompt's thoughts depend on the edits before them."""
         raise BadRequest("Models that think have no variants. Use logits(text, edits=...), once per list of edits.")
 

@@ -8,14 +8,10 @@ from itertools import chain
 from typing import Any
 
 from replaylens import tasks
-from replaylens.engine.errors import EngineError
+from replaylens.engine.errors import BadRecipe
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.training.tokenizer import Tokenizer
 from replaylens.tasks import Task, TaskError, WordTokenizer
-
-
-class BadRecipe(EngineError, ValueError):
-    """A recipe that cannot be followed, or a saved run that belongs to another recipe."""
 
 
 @dataclass(frozen=True)

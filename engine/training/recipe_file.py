@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from replaylens.engine.errors import BadConfig
+from replaylens.engine.errors import BadConfig, BadRecipe
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.records import Natural, Positive, build, parse
 from replaylens.engine.thinking.model import ThinkingConfig
 from replaylens.engine.training.chunks import Method
-from replaylens.engine.training.recipe import BadRecipe, Part, Recipe, words_of
+from replaylens.engine.training.recipe import Part, Recipe, words_of
 from replaylens.engine.training.thinking import ThinkingRecipe, ThoughtLoss
 from replaylens.tasks import TaskError
 

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from replaylens.engine.errors import BadRecipe
 from replaylens.engine.model import weights
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.torch_ops import SequenceOps
@@ -26,7 +27,7 @@ from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder
 from replaylens.engine.training import plain, trainer
 from replaylens.engine.training.chunks import METHODS, ChunkBatch, ChunkedTexts, Method
 from replaylens.engine.training.graphs import GraphedSteps
-from replaylens.engine.training.recipe import BadRecipe, Recipe
+from replaylens.engine.training.recipe import Recipe
 from replaylens.engine.training.tokenizer import Tokenizer, backbone_folder, load_tokenizer
 
 Precision = Literal["fp32", "bf16"]

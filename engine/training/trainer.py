@@ -20,12 +20,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from replaylens.engine.errors import EngineError
+from replaylens.engine.errors import BadRecipe
 from replaylens.engine.interrupts import held_interrupt
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import AttentionSpec, Heads, Observer
 from replaylens.engine.model.torch_ops import SequenceOps, TorchOps
-from replaylens.engine.training.recipe import BadRecipe, Part, Recipe
+from replaylens.engine.training.recipe import Part, Recipe
 from replaylens.engine.training.tokenizer import Tokenizer
 from replaylens.tasks import Example, WordTokenizer
 from replaylens.tasks.kept import kept
@@ -42,10 +42,6 @@ M = TypeVar("M", bound=nn.Module)
 
 TrainingBatch = list[tuple[Tensor, Tensor]]
 """For each part of a recipe: tokens [sequences, width], and their weights in the loss; padding weighs 0."""
-
-
-class RunExists(EngineError, FileExistsError):
-    """The folder already holds a trained model, or an unfinished run, and `resume` was not given."""
 
 
 def is_held_out(example: Example) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from replaylens.engine.errors import EngineError, no_such
+from replaylens.engine.errors import UnknownModel, no_such
 from replaylens.engine.model import weights
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
@@ -20,10 +20,6 @@ CHECKPOINTS = Path(__file__).parent / "checkpoints"
 TOKENIZER_FILE = "tokenizer.json"
 TEST_SEED = 1_000_003
 """Test examples use this seed, which training never uses, and only held-out prompts."""
-
-
-class UnknownModel(EngineError, ValueError):
-    """No embedded model has this name."""
 
 
 def _coin(rendering: str, weight: float) -> Part:

@@ -4,12 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from replaylens import tasks
-from replaylens.engine.errors import no_such
+from replaylens.engine.errors import BadRecipe, no_such
 from replaylens.engine.model import weights
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.thinking import model as thinking
 from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder
-from replaylens.engine.training.recipe import BadRecipe, Part
+from replaylens.engine.training.recipe import Part
 from replaylens.engine.training.thinking import ThinkingRecipe
 from replaylens.engine.training.tokenizer import Tokenizer, backbone_folder, load_tokenizer
 from replaylens.engine.zoo import coin as zoo

@@ -8,6 +8,7 @@ from tqdm.auto import tqdm
 
 from replaylens.engine.dump.planning import plan_of_run
 from replaylens.engine.engine import Engine
+from replaylens.engine.progress import hidden
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.probes.data.rows import Cell, ProbeRows
@@ -77,7 +78,7 @@ def fit_streaming(
     """
     examples = sorted(examples, key=lambda example: example.index)
     collected = StreamedMoments(label, classes, sites, position)
-    for first in tqdm(range(0, len(examples), batch), unit="batch", disable=not progress):
+    for first in tqdm(range(0, len(examples), batch), unit="batch", disable=hidden(progress)):
         some = examples[first : first + batch]
         run = engine.replay(
             some,

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import no_such
+from replaylens.engine.progress import hidden
 from replaylens.engine.request.values import items, whole
 from replaylens.engine.run import Run
 from replaylens.probes.checks import folds_and_seed, layer_list, names, once
@@ -159,7 +160,7 @@ class _Sweep:
         probed = [place for place in places if place.goals]
         if not probed:
             raise BadRows(f"No label can be probed at any position. {' '.join(_notes(places))}")
-        with tqdm(total=len(probed) * len(cells), unit="cell", disable=not self.progress) as bar:
+        with tqdm(total=len(probed) * len(cells), unit="cell", disable=hidden(self.progress)) as bar:
             for place in probed:
                 self._fill(place, parts, bar)
         return tabulate(probed, self.rows, self.settings, _notes(places))

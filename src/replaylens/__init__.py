@@ -7,9 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # type checkers and editors see the names themselves
+    from replaylens import errors as errors
     from replaylens import probes as probes
     from replaylens import tasks as tasks
-    from replaylens.engine import errors as errors
     from replaylens.engine.attribution.integrated import integrated_gradients as integrated_gradients
     from replaylens.engine.attribution.patching import attribution_patching as attribution_patching
     from replaylens.engine.dump.reader import Dump as Dump
@@ -51,7 +51,7 @@ _WHERE = {
     "attribution_patching": "replaylens.engine.attribution.patching:attribution_patching",
     "compare": "replaylens.workbench.compare:compare",
     "dla": "replaylens.workbench.dla:dla",
-    "errors": "replaylens.engine.errors",
+    "errors": "replaylens.errors",
     "integrated_gradients": "replaylens.engine.attribution.integrated:integrated_gradients",
     "lens": "replaylens.workbench.lens:lens",
     "patch": "replaylens.workbench.patch:patch",

@@ -279,7 +279,7 @@ def meddle(draw: random.Random, branch: Branch, vocab: int) -> None:
     """Fork, force, generate and cancel at random from a branch that stays usable."""
     (child,) = branch.fork(at=draw.randrange(1, branch.length + 1))
     child.force([draw.randrange(vocab) for _ in range(draw.randrange(1, 7))])
-    stream = child.stream(9, drafter=draw.choice(DRAFTERS), window=draw.choice(WINDOWS), keep_rejected=True)
+    stream = child.stream(9, drafter=draw.choice(DRAFTERS), window=draw.choice(WINDOWS), keep_pages=True)
     for _ in range(draw.randrange(1, 5)):
         next(stream)
     stream.close()
@@ -324,7 +324,7 @@ def test_a_replayed_trace_reproduces_every_row(bookkept: Subject, tmp_path: Path
     engine, requests = bookkept.engine(record=True), mixed(bookkept)
     branches = run_together(engine, requests)
     (child,) = branches[0].fork(at=25)
-    child.force([1, 2, 3]).generate(5, drafter="tree", window=4, keep_rejected=True)
+    child.force([1, 2, 3]).generate(5, drafter="tree", window=4, keep_pages=True)
     branches[2].rollback(72).generate(4, drafter="self", window=3)
     branches[3].release()
     engine.trace.save(tmp_path / "trace.jsonl")

@@ -68,7 +68,7 @@ class How:
     drafter: str
     window: int | None
     final: bool
-    keep_rejected: bool
+    keep_pages: bool
 
     def options(self) -> dict[str, Any]:
         return {**vars(self), "sampling": SAMPLINGS[self.sampling]}
@@ -192,7 +192,7 @@ class Sessions(RuleBasedStateMachine):
         one = self.pick_open(pick)
         self.done(lambda: one.branch.force(new))
         one.path += new
-        assert one.branch.states[-1] in (TokenState.ACCEPTED, TokenState.PROMPT)
+        assert one.branch.record.states[-1] in (TokenState.ACCEPTED, TokenState.PROMPT)
         assert one.branch.lane.computed == len(one.path)
 
     @rule(pick=picks, n=st.integers(1, 9), how=hows)
@@ -363,7 +363,7 @@ class Sessions(RuleBasedStateMachine):
         one.path, one.ended = branch.tokens, branch.finish_reason is not None
         assert one.ended == (one.path[-1] in sampling.stop_tokens and len(one.path) > before)
         if how.final and not cancelled:
-            assert branch.states[-1] is TokenState.ACCEPTED
+            assert branch.record.states[-1] is TokenState.ACCEPTED
             assert branch.lane.recording is None or branch.activations.end == len(one.path)
         noted = {other.branch.id for other in self.rejected}
         for other in branch.rejected:

@@ -56,7 +56,7 @@ def test_rejected_drafts_stand_beside_the_accepted_tokens(engine: Engine) -> Non
 
 def test_drafts_without_rows_are_not_left_out_silently(engine: Engine) -> None:
     branch = engine.prompt(PROMPT, sites=SITES)
-    branch.generate(4, drafter="forced", drafts={9: [[1, 2]]}, final=True, keep_rejected=True)
+    branch.generate(4, drafter="forced", drafts={9: [[1, 2]]}, final=True, keep_pages=True)
     assert branch.rejected
     with pytest.warns(NotCaptured, match="1 rejected drafts .* keep_rejected=True"):
         assert routing(engine, branch).drafts == ()

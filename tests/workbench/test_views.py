@@ -64,7 +64,7 @@ def test_options_of_steering() -> None:
     assert len(drawn.frame) == len(kept.frame) == 2 and torch.equal(drawn.vectors[2], vector)
     for bad, message in (
         (torch.zeros(3), "shape"),
-        (([], [HEADS]), "at least one"),
+        (([], [HEADS]), "one or more"),
         ("text", "Give a vector"),
         ((1, 2), "Give a vector"),
     ):
@@ -75,7 +75,7 @@ def test_options_of_steering() -> None:
         (dict(layers=2), "Invalid layers"),
         (dict(strengths=[]), "nothing to steer"),
         (dict(prompts=[]), "nothing to steer"),
-        (dict(prompts=[3]), "Invalid prompts"),
+        (dict(prompts=[3]), "Invalid text=3"),
     ):
         with pytest.raises(BadRequest, match=message):
             steer(served, vector, **{"prompts": [HEADS], "layers": [2], "strengths": [1], **options})  # type: ignore[arg-type]

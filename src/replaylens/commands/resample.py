@@ -16,8 +16,10 @@ from replaylens.engine.dump.maker import write_dump
 from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.model.text import is_chat
 from replaylens.engine.records import parse
 from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.request.values import shown
 from replaylens.engine.resampling.answers import Answer
 from replaylens.engine.resampling.rollouts import Rollouts
 from replaylens.engine.rollout_cluster import chain_of, resample_on_cluster
@@ -29,6 +31,7 @@ CACHE = 8192
 def resample(
     out: Annotated[str, typer.Option("--out", help="Folder for the rollouts; with --file, it gets one for each chain.")],
     prompt: Annotated[str | None, typer.Option(help="The prompt.")] = None,
+    chat: Annotated[str | None, typer.Option(help='A JSON file instead: a list of messages {"role", "content"}.')] = None,
     chain: Annotated[str, typer.Option(help="What follows the prompt: the text to resample.")] = "",
     file: Annotated[
         str | None, typer.Option(help='A JSONL file instead: lines with "prompt" (text, token ids or a chat) and "chain".')
@@ -80,7 +83,7 @@ def resample(
         if dump is not None and not sites:
             raise BadRequest("--dump writes the rows of --sites, and none are captured. Give --sites, such as S.")
         chosen: dict[str, Any] = {"device": device, "cache_tokens": cache_tokens}
-        chains = list(_chains(prompt, chain, file))
+        chains = list(_chains(prompt, chat, chain, file))
         engine = None if ray or workers else Engine.load(model, **chosen)
         where: dict[str, Any] = {"address": ray or "local", "workers": workers, "engine_options": chosen}
         starts = engine is None and where["address"] == "local"  # one cluster for all chains
@@ -99,10 +102,16 @@ def resample(
             _write_dump(engine or Engine.load(model, **chosen), every if file is not None else every[0], dump, not quiet)
 
 
-def _chains(prompt: str | None, chain: str, file: str | None) -> Iterator[tuple[Any, str | list[int]]]:
+def _chains(prompt: str | None, chat: str | None, chain: str, file: str | None) -> Iterator[tuple[Any, str | list[int]]]:
     """Prompts with the chains that follow them."""
-    if (prompt is None) == (file is None) or (file is not None and chain):
-        raise BadRequest("Give --prompt, with --chain if one follows it; or --file.")
+    if sum(each is not None for each in (prompt, chat, file)) != 1 or (file is not None and chain):
+        raise BadRequest("Give one of --prompt and --chat, with --chain if one follows it; or --file.")
+    if chat is not None:
+        messages = parse(Path(chat).read_text(), chat, BadRequest)
+        if not is_chat(messages):
+            raise BadRequest(f'{chat} holds {shown(messages)}. Give a JSON list of messages {{"role": ..., "content": ...}}.')
+        yield messages, chain
+        return
     if file is None:
         yield prompt, chain
         return

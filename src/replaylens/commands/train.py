@@ -17,16 +17,16 @@ from replaylens.commands import train_recipe, train_thinking
 from replaylens.commands.completion import complete_task
 from replaylens.commands.reporting import reporting
 from replaylens.commands.train_thinking import CARD_FILE, Changes, scoring
-from replaylens.engine.errors import BadRequest, no_such
+from replaylens.engine.errors import BadRequest, RunExists, no_such
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.weights import CONFIG_FILE, weights_hash
+from replaylens.engine.progress import hidden
 from replaylens.engine.request.values import output_path
 from replaylens.engine.training import thinking as thinking_train
 from replaylens.engine.training import trainer
 from replaylens.engine.training.recipe import Recipe
 from replaylens.engine.training.recipe_file import SUFFIXES, recipe_text
 from replaylens.engine.training.thinking import Model, ThinkingRecipe
-from replaylens.engine.training.trainer import RunExists
 from replaylens.engine.zoo import coin as zoo
 from replaylens.engine.zoo import thinking as thinking_zoo
 
@@ -190,7 +190,7 @@ def run(
 ) -> tuple[M, str]:
     """Train with a progress bar. Returns the model and the time it took; for a resumed run, that of the rest."""
     start, rest = time.monotonic(), " for the rest of an interrupted run" if state.exists() else ""
-    with tqdm(total=recipe.steps, desc=name, unit="step", disable=quiet) as bar:
+    with tqdm(total=recipe.steps, desc=name, unit="step", disable=hidden(not quiet)) as bar:
 
         def show(done: int, loss: float) -> None:
             bar.update(done - bar.n)

@@ -10,6 +10,7 @@ from replaylens import tasks
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model import weights
 from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.progress import hidden
 from replaylens.engine.training.chunks import METHODS, Method
 from replaylens.engine.training.recipe import Part
 from replaylens.engine.training.score import score
@@ -76,7 +77,7 @@ def _method(name: str) -> Method:
 
 def scoring(lengths: Sequence[int], progress: bool) -> Iterable[int]:
     """Lengths for the card's accuracies, under a progress bar."""
-    return tqdm(lengths, desc="scoring held-out examples for the card", unit="length", disable=not progress)
+    return tqdm(lengths, desc="scoring held-out examples for the card", unit="length", disable=hidden(progress))
 
 
 def save(model: Model, recipe: ThinkingRecipe, folder: Path) -> None:

@@ -1,5 +1,7 @@
 """`ReportPage`: a dump, its probe reports and results of the workbench as one HTML file to share."""
 
+from __future__ import annotations
+
 import json
 import os
 import shlex
@@ -22,6 +24,8 @@ from replaylens.engine.pictures.readings import Decode
 from replaylens.engine.pictures.rollout_tree import RolloutTree, rollout_style
 from replaylens.engine.pictures.summary import fact_list
 from replaylens.engine.pictures.timeline import Timeline
+from replaylens.engine.progress import hidden
+from replaylens.engine.request.options import verb
 from replaylens.engine.request.values import output_path
 from replaylens.probes.reports.report import Report
 from replaylens.views import dumped, heatmap, lens_map, opening, page, probe_section, result_section
@@ -54,7 +58,7 @@ class ReportPage:
     check: str = ""
     layers: tuple[int, int] | None = None
 
-    def add(self, *results: Reportable) -> "ReportPage":
+    def add(self, *results: Reportable) -> ReportPage:
         """The same page with more results at its end."""
         return replace(self, results=(*self.results, *results))
 
@@ -99,6 +103,7 @@ class ReportPage:
         return page.assemble(title, "; ".join(lead), sections, data, code=code, more_style=look)
 
 
+@verb
 def report(
     path: str | Path,
     *,
@@ -139,7 +144,7 @@ def _about_dump(wanted: ReportPage, dump: Dump, progress: bool) -> tuple[list[pa
     plan, manifest = dump.manifest.plan, dump.manifest
     seen = _Seen()
     found = dumped.examples(dump, wanted.decode, layers=wanted.layers)
-    counted = tqdm(found, total=len(plan.examples), unit="example", desc="report", disable=not progress)
+    counted = tqdm(found, total=len(plan.examples), unit="example", desc="report", disable=hidden(progress))
     blocks = page.packed_blocks(seen.fragments(counted, wanted.trees))
     sections = [
         page.Section("found", "What was found", opening.draw(wanted.probes, seen.told(), seen.example)),
@@ -152,7 +157,7 @@ def _about_dump(wanted: ReportPage, dump: Dump, progress: bool) -> tuple[list[pa
     return sections, join([page.json_block("rl-rows", seen.rows), blocks]), lead
 
 
-def _overview(dump: Dump, seen: "_Seen") -> Markup:
+def _overview(dump: Dump, seen: _Seen) -> Markup:
     plan, manifest = dump.manifest.plan, dump.manifest
     scored = [row.right for row in seen.rows if row.right is not None]
     letters = [f"{letter}: {len(manifest.letter(letter))} tensors" for letter in "STCZ" if manifest.letter(letter)]
@@ -258,7 +263,7 @@ class _Seen:
         rejected = sum(row.rejected for row in self.rows)
         return f"{len(self.rows)} examples{right}, with {rejected} rejected branch{'es' if rejected != 1 else ''}."
 
-    def fragments(self, found: "Iterator[DumpedExample]", most: int) -> Iterator[str]:
+    def fragments(self, found: Iterator[DumpedExample], most: int) -> Iterator[str]:
         """Mutates: add table rows and averages; yields the pictures of the first `most` examples."""
         for example in found:
             self.averages.add(example)

@@ -1,5 +1,7 @@
 """`ablate`: what a behaviour loses without a head, a neuron or a direction, ranked, with intervals over prompts."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +14,10 @@ from tqdm.auto import tqdm
 
 from replaylens.engine.attribution.patching import one_for_each
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.model.text import Prompt
+from replaylens.engine.progress import hidden
 from replaylens.engine.request.edits import Positions
+from replaylens.engine.request.options import verb
 from replaylens.engine.request.values import items, shown
 from replaylens.engine.serving.core import Core
 from replaylens.probes.reports.figures import bars
@@ -87,9 +92,10 @@ class AblateResult:
         return view([table], lead)
 
 
+@verb
 def ablate(
     engine: Core,
-    prompts: Sequence[str | list[int]],
+    prompts: Sequence[Prompt],
     *,
     metric: RowMetric | Sequence[RowMetric],
     heads: HeadChoice = False,
@@ -129,7 +135,7 @@ def ablate(
     """
     if not isinstance(how, str) or how not in ("zero", "mean", "resample"):
         raise BadRequest(f"Unknown how={shown(how)}. Known: zero, mean, resample.")
-    paths = [engine.tokens_of(prompt) for prompt in items("prompts", prompts, "a list of prompts")]
+    paths = [engine.tokens_of(prompt) for prompt in items("prompts", prompts, "a list of prompts (texts, token ids or chats)")]
     if not paths:
         raise BadRequest("No prompts. Give at least one.")
     units = units_of(engine, heads, neurons, directions, experts)
@@ -140,7 +146,7 @@ def ablate(
         raise BadRequest("Resampling takes rows of other prompts. Give 2 prompts or more, or another how.")
     rows = {} if how == "zero" else _rows(engine, paths, sorted({unit.site for unit in units}))
     plain, ablated = torch.empty(len(paths)), torch.empty(len(units), len(paths))
-    for number, path in enumerate(tqdm(paths, unit="prompt", disable=not progress)):
+    for number, path in enumerate(tqdm(paths, unit="prompt", disable=hidden(progress))):
         kept = [i for i in range(len(paths)) if how == "mean" or i != number]
         others = {site: torch.cat([each[i] for i in kept]) for site, each in rows.items()}
         edits = [[], *(unit.edits(how, others, positions, len(path), seed) for unit in units)]

@@ -1,5 +1,7 @@
 """`attention`: the attention patterns of a text, head by head, and what kind of head each one is."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +12,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.model.text import Prompt
+from replaylens.engine.request.options import verb
 from replaylens.engine.request.values import integer, shown, whole
 from replaylens.engine.serving.core import Core
 from replaylens.workbench.drawing import Grid, figure, view
@@ -101,7 +105,8 @@ class AttentionResult:
         return view(grids, note="Rows are queries or layers, columns are keys or heads.")
 
 
-def attention(engine: Core, text: str | list[int], *, layers: Sequence[int] | None = None) -> AttentionResult:
+@verb
+def attention(engine: Core, text: Prompt, *, layers: Sequence[int] | None = None) -> AttentionResult:
     """The attention patterns of a text. On a CPU only: the kernels of a GPU never store them.
 
     layers  those to keep; None: all

@@ -1,5 +1,7 @@
 """`lens`: what each layer predicts at each position of a text, by the logit lens, plain or tuned."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +16,9 @@ from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.features.rows import FeatureRows
 from replaylens.engine.lens.readout import read_ranked
 from replaylens.engine.lens.tuned import TunedLens
+from replaylens.engine.model.text import Prompt
 from replaylens.engine.pictures.readings import layer_name, word
+from replaylens.engine.request.options import verb
 from replaylens.engine.request.values import instance, items
 from replaylens.engine.serving.core import Core
 from replaylens.workbench.drawing import Grid, figure, view
@@ -134,9 +138,10 @@ class LensResult:
         return view([self.grid()], note=note) + view([self._feature_grid()], note=below)
 
 
+@verb
 def lens(
     engine: Core,
-    text: str | list[int],
+    text: Prompt,
     *,
     token: str | int | None = None,
     tuned: TunedLens | None = None,

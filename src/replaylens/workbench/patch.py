@@ -1,5 +1,7 @@
 """`patch`: activation patching. Which activations, copied from one prompt into another, carry a behaviour over?"""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +12,7 @@ from torch import Tensor
 from replaylens.engine.attribution.patching import Prompts, each_pair, pairs_of
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.options import verb
 from replaylens.engine.request.values import instance
 from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.logits import At
@@ -22,6 +25,7 @@ LayerCell = tuple[int, int]
 """layer, and position or head"""
 
 
+@verb
 def patch(
     engine: Core,
     clean: Prompts,

@@ -1,5 +1,7 @@
 """`path_patch`: which heads act on a receiving head, or on the output, directly rather than through other heads?"""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Literal
 
@@ -7,7 +9,9 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.options import verb
 from replaylens.engine.request.values import items, whole
 from replaylens.engine.serving.core import Core
 from replaylens.workbench.aligned import Align, Aligned, Direction
@@ -19,10 +23,11 @@ from replaylens.workbench.patch_result import PatchResult
 Into = Literal["q", "k", "v"]
 
 
+@verb
 def path_patch(
     engine: Core,
-    clean: str | list[int],
-    corrupt: str | list[int],
+    clean: Prompt,
+    corrupt: Prompt,
     *,
     metric: RowMetric,
     receivers: Sequence[tuple[int, int]] | Literal["logits"] = "logits",

@@ -1,5 +1,7 @@
 """`routing`: which experts each token of a text goes to, layer by layer, and rejected drafts beside the accepted tokens."""
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +13,8 @@ from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, NotCaptured
 from replaylens.engine.model.site_names import WEIGHTS_SITE
+from replaylens.engine.model.text import Prompt
+from replaylens.engine.request.options import verb
 from replaylens.engine.request.values import items, whole
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
@@ -137,10 +141,11 @@ def router_sites(engine: Core, layers: Sequence[int]) -> list[str]:
     return [f"blocks.{layer}.{site}" for layer in layers for site in (_INDICES_SITE, WEIGHTS_SITE)]
 
 
-def routing(engine: Core, text: str | list[int] | Branch, *, layers: Sequence[int] | None = None) -> RoutingResult:
+@verb
+def routing(engine: Core, text: Prompt | Branch, *, layers: Sequence[int] | None = None) -> RoutingResult:
     """Which experts the tokens of a text go to.
 
-    text    a text, token ids, or a branch that captures the sites `hook_expert_indices` and `hook_expert_weights` of the
+    text    a prompt, or a branch that captures the sites `hook_expert_indices` and `hook_expert_weights` of the
             routers. A branch made with keep_rejected shows its rejected drafts as well
     layers  those to read, which must have a mixture of experts; None: all that have one
     """

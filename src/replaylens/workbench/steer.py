@@ -1,5 +1,7 @@
 """`steer`: generate with a vector added to the residual stream, at several layers and strengths, side by side."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +13,13 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.model.text import Prompt
 from replaylens.engine.pictures.html import fragment, tag
 from replaylens.engine.pictures.paths import visible
 from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.options import verb
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import instance, items
+from replaylens.engine.request.values import items
 from replaylens.engine.request.values import number as finite
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
@@ -23,7 +27,7 @@ from replaylens.probes.fitting.probe import LinearProbe
 from replaylens.probes.reports.figures import Picture
 from replaylens.workbench.heads import chosen_layers
 
-Contrast = tuple[Sequence[str], Sequence[str]]
+Contrast = tuple[Sequence[Prompt], Sequence[Prompt]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,10 +76,11 @@ class SteerResult:
         return tag("figure", tag("figcaption", visible(prompt)), tag("div", table, class_="rl-scroll"), class_="rl-figure")
 
 
+@verb
 def steer(
     engine: Core,
     vector: Tensor | Contrast | LinearProbe,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     *,
     layers: Sequence[int],
     strengths: Sequence[float],
@@ -87,8 +92,8 @@ def steer(
 ) -> SteerResult:
     """Generate `n` tokens after every prompt with strength * vector added to the residual stream.
 
-    vector     a tensor [d_model]; a contrast (positive texts, negative texts): the difference of the mean residual streams of
-               their last tokens, at each layer; or a probe with two classes: from the first class to the second, as far as
+    vector     a tensor [d_model]; a contrast (positive prompts, negative prompts): the difference of the mean residual streams
+               of their last tokens, at each layer; or a probe with two classes: from the first class to the second, as far as
                their means are apart
     layers     of the residual stream (S): it enters block `layer`
     keep_norm  keep the length of the residual stream and change only its direction
@@ -96,16 +101,18 @@ def steer(
 
     All continuations are generated together.
     """
-    texts = [instance("prompts", text, str, "a list of texts") for text in items("prompts", prompts, "a list of texts")]
+    prompts = items("prompts", prompts, "a list of prompts (texts, token ids or chats)")
+    paths = [engine.tokens_of(prompt) for prompt in prompts]
+    texts = [each if isinstance(each, str) else engine.text.decode(path) for each, path in zip(prompts, paths, strict=True)]
     streams = engine.sites.per_layer("S")
     chosen = chosen_layers(layers, len(streams))
     factors = [finite("strengths", each, BadRequest) for each in items("strengths", strengths, "a list of numbers")]
-    if not texts or not factors:
+    if not paths or not factors:
         raise BadRequest("There is nothing to steer. Give at least one prompt and one strength.")
     vectors = _vectors(engine, vector, chosen)
     made: list[Branch] = []
     try:
-        roots = list(engine.prompts(texts))
+        roots = list(engine.prompts(paths))
         made += roots
         asked: list[tuple[int, float, float, Branch]] = []
         for number, root in enumerate(roots):
@@ -140,17 +147,19 @@ def _vectors(engine: Core, given: Tensor | Contrast | LinearProbe, layers: list[
             raise BadRequest(f"The vector has shape {tuple(given.shape)}; expected ({width},).")
         return dict.fromkeys(layers, given.detach().float().cpu())
     if not isinstance(given, tuple) or len(given) != 2 or not all(_is_side(side) for side in given):
-        raise BadRequest("Give a vector, a probe, or a contrast: (positive texts, negative texts), both with at least one.")
+        raise BadRequest(
+            "Give a vector, a probe, or a contrast: (positive prompts, negative prompts), with one or more in each."
+        )
     positive, negative = (_last_rows(engine, list(side), layers) for side in given)
     return {layer: positive[layer].mean(0) - negative[layer].mean(0) for layer in layers}
 
 
 def _is_side(side: object) -> bool:
-    """Whether this is a list of texts, with at least one."""
-    return isinstance(side, list | tuple) and bool(side) and all(isinstance(text, str) for text in side)
+    """Whether this is a list of texts, chats or lists of token ids, with at least one. A single chat is not."""
+    return isinstance(side, list | tuple) and bool(side) and all(isinstance(each, str | list | tuple) for each in side)
 
 
-def _last_rows(engine: Core, texts: list[str], layers: list[int]) -> dict[int, Tensor]:
+def _last_rows(engine: Core, texts: list[Prompt], layers: list[int]) -> dict[int, Tensor]:
     """The residual streams of the texts' last tokens, by layer: [texts, d_model]."""
     streams = engine.sites.per_layer("S")
     branches = engine.prompts(texts, sites=[streams[layer] for layer in layers], positions="last")

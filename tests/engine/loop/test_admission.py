@@ -29,12 +29,12 @@ def test_drafts_behind_the_end_are_not_rejected(served: Engine) -> None:
     branch = served.prompt(PROMPT, sites="S", keep_rejected=True)
     ending = Sampling(ignore_eos=True, stop_tokens=(free[1],))
     first = free.index(free[1])
-    branch.generate(6, drafter="forced", drafts={branch.length: [free[:5]]}, sampling=ending, keep_rejected=True)
+    branch.generate(6, drafter="forced", drafts={branch.length: [free[:5]]}, sampling=ending, keep_pages=True)
     assert branch.generated == free[: first + 1] and branch.rejected == []
     assert branch.statistics.rejected == 0
     other = served.prompt(PROMPT, sites="S", keep_rejected=True)
     wrong = [*free[: first + 1], *((token + 1) % served.config.vocab_size for token in free[first + 1 : 5])]
-    other.generate(6, drafter="forced", drafts={other.length: [wrong]}, sampling=ending, keep_rejected=True)
+    other.generate(6, drafter="forced", drafts={other.length: [wrong]}, sampling=ending, keep_pages=True)
     assert other.generated == branch.generated and other.rejected == []
     replayed = fresh().replay_trace(served.trace)
     assert isinstance(replayed, dict) and replayed[branch.id].tokens == branch.tokens

@@ -352,7 +352,7 @@ def kept_rejected(branch: Branch) -> list[Branch]:
 def test_rejected_drafts_have_canonical_rows_and_pages(small: Decoder, drafter: str) -> None:
     sites = ("blocks.0.hook_in", "blocks.1.hook_out")
     branch = subject_with(small).prompt([1, 2, 3], sites=sites, keep_rejected=True)
-    branch.generate(12, drafter=drafter, window=4, keep_rejected=True)
+    branch.generate(12, drafter=drafter, window=4, keep_pages=True)
     assert len(kept_rejected(branch)) == len(branch.rejected) > 0
     for other in branch.rejected:
         truth = Reference(toy(), other.tokens, sites)

@@ -15,7 +15,7 @@ PROMPT = [1, 2, 3, 4, 5]
 
 def rejected_of(subject: Engine, rows: bool, **options: Any) -> tuple[Branch, list[Branch]]:
     branch = subject.prompt(PROMPT, keep_rejected=rows, **options)
-    branch.generate(10, drafter="tree", window=4, keep_rejected=True)
+    branch.generate(10, drafter="tree", window=4, keep_pages=True)
     assert len(branch.rejected) > 2
     return branch, branch.rejected
 

@@ -37,7 +37,7 @@ class Stage:
         self.beside = self.engine.prompt([2, 7, 1, 8, 2])
         self.ordinary = self.engine.prompt([8, 2, 8])
         given = {N + 1: drafts} if drafter == "forced" else None
-        self.job = Job(self.branch.lane, 8, drafter=drafter, window=4, forced_drafts=given, keep_rejected=keep_pages)
+        self.job = Job(self.branch.lane, 8, drafter=drafter, window=4, forced_drafts=given, keep_pages=keep_pages)
         self.jobs = [
             Job(self.beside.lane, 8, drafter="lens", window=4),
             self.job,
@@ -87,11 +87,11 @@ def assert_captured(branch: Branch, positions: range) -> None:
 
 def test_prefill_yields_t0_pending_and_the_cache_holds_the_prompt(t: list[int]) -> None:
     stage = Stage([t[1:4]])
-    assert stage.branch.states == [PROMPT] * N
+    assert stage.branch.record.states == [PROMPT] * N
     assert_canonical(stage.branch, N)
     stage.t0()
     assert stage.branch.tokens == [*P, t[0]]
-    assert stage.branch.states == [PROMPT] * N + [PENDING]
+    assert stage.branch.record.states == [PROMPT] * N + [PENDING]
     assert_canonical(stage.branch, N)
 
 
@@ -103,7 +103,7 @@ def test_drafts_stand_in_reserved_slots_and_nothing_is_promised_yet(t: list[int]
     assert len(set(stage.slots())) == N + 4
     stage.draft(turns)
     assert stage.branch.tokens == [*P, t[0], t[1], other(t[2]), t[3]]
-    assert stage.branch.states == [PROMPT] * N + [PENDING] + [DRAFT] * 3
+    assert stage.branch.record.states == [PROMPT] * N + [PENDING] + [DRAFT] * 3
     assert stage.branch.lane.computed == N
     assert torch.equal(stage.branch.kv(), Reference(toy(), P).kv)
 
@@ -114,7 +114,7 @@ def test_the_fast_path_drafts_into_the_slots_that_verification_overwrites(t: lis
         stage.engine.loop.step()
         assert stage.branch.tokens == [*P, t[0]] and stage.branch.lane.computed == N
     turns = stage.draft(stage.admit())
-    assert stage.branch.states == [PROMPT] * N + [PENDING] + [DRAFT] * 3
+    assert stage.branch.record.states == [PROMPT] * N + [PENDING] + [DRAFT] * 3
     drafted = stage.engine.runner.cache.rows(stage.slots()[N:])
     assert drafted[:-1].abs().amax((1, 2, 3, 4)).min() > 0, "yellow: the draft step wrote KV (but for its last token)"
     stage.verify(turns)
@@ -138,7 +138,7 @@ def test_all_match(t: list[int]) -> None:
     stage = Stage([t[1:4]])
     stage.to_the_verdict()
     assert stage.branch.tokens == P + t[:5]
-    assert stage.branch.states == [PROMPT] * N + [ACCEPTED] * 4 + [PENDING]
+    assert stage.branch.record.states == [PROMPT] * N + [ACCEPTED] * 4 + [PENDING]
     assert_canonical(stage.branch, N + 4)
     assert_captured(stage.branch, range(N + 4))
     assert stage.job.rejected == []
@@ -153,7 +153,7 @@ def test_a_mismatch_rolls_back_to_the_last_accepted_token(t: list[int], keep_pag
     stage = Stage([wrong], keep_pages)
     stage.to_the_verdict()
     assert stage.branch.tokens == P + t[:3]
-    assert stage.branch.states == [PROMPT] * N + [ACCEPTED] * 2 + [PENDING]
+    assert stage.branch.record.states == [PROMPT] * N + [ACCEPTED] * 2 + [PENDING]
     assert_canonical(stage.branch, N + 2)  # restored to the last accepted token, T1
     assert_captured(stage.branch, range(N + 2))
     statistics = stage.job.statistics
@@ -161,7 +161,7 @@ def test_a_mismatch_rolls_back_to_the_last_accepted_token(t: list[int], keep_pag
 
     (rejected,) = stage.branch.rejected
     assert rejected.tokens == [*P, t[0], *wrong]
-    assert rejected.states == [PROMPT] * N + [ACCEPTED] * 2 + [REJECTED] * 2
+    assert rejected.record.states == [PROMPT] * N + [ACCEPTED] * 2 + [REJECTED] * 2
     assert rejected.status is BranchStatus.REJECTED
     assert stage.engine.tree.branch(rejected.id).fork_position == N + 2
     assert_captured(rejected, range(N + 2, N + 4))  # with its own canonical rows
@@ -201,7 +201,7 @@ def test_siblings_are_verified_in_one_pass_and_the_right_one_is_followed(t: list
     stage = Stage(chains)
     stage.to_the_verdict()
     assert stage.branch.tokens == P + t[:4]
-    assert stage.branch.states == [PROMPT] * N + [ACCEPTED] * 3 + [PENDING]
+    assert stage.branch.record.states == [PROMPT] * N + [ACCEPTED] * 3 + [PENDING]
     assert_canonical(stage.branch, N + 3)
     assert_captured(stage.branch, range(N + 3))
     left = {tuple(r.tokens[N + 1 :]): r for r in stage.branch.rejected}
@@ -223,7 +223,7 @@ def test_the_others_are_untouched(t: list[int], draft: str) -> None:
     alone = engine().prompt([8, 2, 8]).generate(2, deterministic=False)
     assert stage.ordinary.tokens == alone.tokens
     assert torch.equal(stage.ordinary.kv(), alone.kv())
-    assert stage.ordinary.states == [PROMPT] * 3 + [ACCEPTED, PENDING]
+    assert stage.ordinary.record.states == [PROMPT] * 3 + [ACCEPTED, PENDING]
     assert not stage.ordinary.certified
 
 
@@ -261,7 +261,7 @@ def test_every_pass_gains_at_least_one_token(shared: Engine, t: list[int], data:
         steps += 1
         assert branch.length > before
         assert branch.tokens == (P + t)[: branch.length]
-        assert branch.states[-1] in (PENDING, ACCEPTED)
+        assert branch.record.states[-1] in (PENDING, ACCEPTED)
     assert steps <= 8 and branch.generated == t
     assert torch.equal(branch.kv(), Reference(toy(), branch.tokens).kv[: branch.lane.computed])
     shared.check_integrity()

@@ -26,7 +26,7 @@ def test_rows_after_the_fork_are_not_the_main_paths(stood: int, keeps_pages: boo
     wrong = [*truth[:stood], *((token + 1) % VOCAB for token in truth[stood : stood + 4])]
     subject = engine()
     branch = subject.prompt(PROMPT, sites=SITES, keep_rejected=True)
-    branch.generate(12, drafter="forced", drafts={len(PROMPT): [wrong]}, keep_rejected=keeps_pages, final=True)
+    branch.generate(12, drafter="forced", drafts={len(PROMPT): [wrong]}, keep_pages=keeps_pages, final=True)
     (rejected,) = branch.rejected
     assert rejected.tokens == [*PROMPT, *wrong] and branch.activations.end > rejected.length
     (child,) = rejected.fork()

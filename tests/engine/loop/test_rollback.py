@@ -58,7 +58,7 @@ def test_a_rolled_back_bonus_token_leaving_its_kv() -> None:
     branch = engine().prompt([1, 2, 3], sites=SITES)
     truth = continuation(toy(), [1, 2, 3], 6)
     branch.generate(5, drafter="forced", drafts={4: [truth[1:4]]}, final=True)
-    assert branch.states == [PROMPT] * 3 + [ACCEPTED] * 5
+    assert branch.record.states == [PROMPT] * 3 + [ACCEPTED] * 5
     branch.rollback(7)
     assert branch.lane.table.length == branch.lane.computed == 7
     assert len(branch.activations[SITES[0]]) == 7
@@ -97,3 +97,25 @@ def test_a_stop_string_in_forced_text_ending_the_generation() -> None:
     assert (branch.generated, branch.finish_reason) == ([20, 21, 22, 23, 24, 25, 26], None)
     across = subject.prompt([1, 2, 3]).force([20, 21]).generate(9, sampling=Sampling(stop=("21 22",)))
     assert (across.generated, across.finish_reason) == ([20, 21, 22], "stop")
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_every_token_is_called_what_it_is(window: int) -> None:
+    """Nobody verified a forced token, and nobody drafted a sampled one: none of them is "accepted". The words follow from the
+    path and the calls, not from drafts."""
+    branch = engine().prompt([1, 2]).generate(2, window=window).force([9, 9]).generate(2, window=window)
+    words = ["prompt"] * 2 + ["generated"] * 2 + ["forced"] * 2 + ["generated", "pending"]
+    assert branch.states == words
+    (early,), (late,) = branch.fork(at=5), branch.fork(at=7)
+    assert early.generate(2, window=window).states == [*words[:5], "generated", "pending"], "a forced span cut by a fork"
+    assert late.force([9]).states == [*words[:7], "forced"] and branch.states == words
+    assert branch.rollback(5).states == words[:5] and branch.generate(2).states == [*words[:5], "generated", "pending"]
+    assert branch.rollback(3).force([9]).rollback(3).generate(1).states == [*words[:3], "pending"], "nothing is left of a force"
+
+
+def test_a_fork_of_a_rejected_draft_was_asked_for() -> None:
+    subject = engine()
+    branch = subject.prompt([1, 2]).generate(4, drafter="forced", drafts={3: [[50, 51]]}, keep_pages=True)
+    (cut,) = branch.rejected
+    assert cut.states == ["prompt", "prompt", "generated", "rejected", "rejected"]
+    assert cut.fork()[0].states == ["prompt", "prompt", "generated", "forced", "forced"]

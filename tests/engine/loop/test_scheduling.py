@@ -269,7 +269,7 @@ def test_a_cancel_at_any_step_keeps_what_was_committed(drafter: str) -> None:
         for _ in range(k):
             subject.loop.step()
         subject.cancel(jobs[0])
-        assert jobs[0].done and DRAFT not in branch.states
+        assert jobs[0].done and DRAFT not in branch.record.states
         assert branch.generated == truth[: len(branch.generated)]
         assert torch.equal(branch.kv(), Reference(toy(), branch.tokens).kv[: branch.lane.computed])
         subject.check_integrity()
@@ -293,7 +293,7 @@ def test_a_stream_yields_committed_tokens_in_order(drafter: str) -> None:
     for token in branch.stream(20, drafter=drafter, window=6):
         seen.append(token)
         assert seen == truth[: len(seen)]
-        assert branch.tokens[3 : 3 + len(seen)] == seen and DRAFT not in branch.states
+        assert branch.tokens[3 : 3 + len(seen)] == seen and DRAFT not in branch.record.states
     assert seen == truth and branch.statistics.tokens == 20
     assert branch.statistics.rejected > 0 or drafter == "self", "control: there was something to take back"
 
@@ -344,7 +344,7 @@ def test_ordinary_requests_beside_deterministic_ones() -> None:
     subject.forest.wait(jobs)
     assert_right(exact, [1, 2, 3], 20)
     assert exact.certified and not ordinary.certified
-    assert len(ordinary.generated) == 20 and DRAFT not in ordinary.states
+    assert len(ordinary.generated) == 20 and DRAFT not in ordinary.record.states
     truth = Reference(toy(), ordinary.tokens).kv[: ordinary.lane.computed]
     assert not torch.equal(ordinary.kv(), truth), "control: the fast path has other bits"
     assert torch.allclose(ordinary.kv(), truth, atol=1e-3), "though it computes the same function"
@@ -406,6 +406,7 @@ def test_the_planner_takes_long_windows_where_drafts_are_cheap_and_right(clock: 
 # ---- progress --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("watched")
 def test_the_progress_bar_shows_tokens_and_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     subject = engine()
     branches = subject.prompts([[1, 2, 3], [4, 5]])

@@ -85,7 +85,7 @@ def test_between_steps_nobody_sees_a_draft() -> None:
     job, truth = submit(branch, 20, window=8), continuation(toy(), PROMPTS[0], 20)
     while not job.done:
         subject.loop.step()
-        assert DRAFT not in branch.states and branch.generated == truth[: len(branch.generated)]
+        assert DRAFT not in branch.record.states and branch.generated == truth[: len(branch.generated)]
         subject.check_integrity()
         assert torch.equal(branch.kv(), Reference(toy(), branch.tokens).kv[: branch.lane.computed])
 

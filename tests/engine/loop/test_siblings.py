@@ -43,7 +43,7 @@ def test_whichever_sibling_is_right_is_followed(right: int) -> None:
     wrong = [[(truth[0] + k) % VOCAB, truth[1], truth[2]] for k in (1, 2)]
     chains = [*wrong[:right], truth[:3], *wrong[right:]]
     branch = engine().prompt(prompt, sites="S", keep_rejected=True)
-    branch.generate(8, drafter="forced", drafts={len(prompt): chains}, keep_rejected=True, final=True)
+    branch.generate(8, drafter="forced", drafts={len(prompt): chains}, keep_pages=True, final=True)
     assert branch.generated == truth
     assert sorted(other.tokens[len(prompt) :] for other in branch.rejected) == sorted(wrong)
     sites = branch.activations.sites()

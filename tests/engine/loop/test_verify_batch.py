@@ -22,7 +22,7 @@ def test_off_by_one_lengths_of_requests_that_were_not_rolled_back() -> None:
         subject.loop.step()
         for branch, prompt, truth in zip(branches, prompts, truths, strict=True):
             assert branch.tokens == (prompt + truth)[: branch.length]
-            assert branch.states[-1] is PENDING
+            assert branch.record.states[-1] is PENDING
             assert branch.lane.computed == branch.lane.table.length == branch.length - 1
             assert_canonical(branch)
     assert [job.statistics.rejected for job in jobs] == [3, 0, 3, 0]
@@ -40,7 +40,7 @@ def test_cancelled_requests_still_in_a_verify_batch() -> None:
     assert_canonical(gone)  # committed tokens stay
     subject.loop.step()
     assert passes and all(segment.table is not table for segments in passes for segment in segments)
-    assert gone.tokens == tokens and DRAFT not in gone.states
+    assert gone.tokens == tokens and DRAFT not in gone.record.states
     gone.release()
     while not job.done:
         subject.loop.step()
@@ -78,7 +78,7 @@ def test_more_unverified_tokens_than_the_window(drafter: str) -> None:
     job = submit(branch, 7, drafter=drafter, window=4, forced_drafts=given)
     while not job.done:
         turns = subject.loop.draft(subject.loop.admit())
-        unverified = branch.states.count(DRAFT)
+        unverified = branch.record.states.count(DRAFT)
         assert unverified <= job.remaining - 1
         assert unverified <= 3 or drafter == "forced", "given chains are their own window"
         assert unverified <= turns[0].num_drafts == branch.lane.table.length - turns[0].end

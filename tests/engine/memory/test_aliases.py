@@ -71,7 +71,7 @@ def test_kv_changed_in_place_changes_no_branch() -> None:
 
 def test_rejected_paths_are_copies() -> None:
     subject = engine()
-    branch = captured(subject).generate(12, drafter="tree", window=4, keep_rejected=True)
+    branch = captured(subject).generate(12, drafter="tree", window=4, keep_pages=True)
     assert branch.rejected
     for other in branch.rejected:
         rows, kv = other.activations[SITE].clone(), other.kv().clone()

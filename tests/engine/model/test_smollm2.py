@@ -12,9 +12,9 @@ import typer
 from typer.testing import CliRunner
 
 from replaylens.commands import fetch as fetch_command
+from replaylens.engine.errors import FetchFailed
 from replaylens.engine.model import smollm2
 from replaylens.engine.model.cache_folder import CACHE_VARIABLE
-from replaylens.engine.model.smollm2 import FetchFailed
 from replaylens.engine.model.text import Text
 from replaylens.engine.model.weights import load
 from tests.engine.passes.packed import alone, logits, worst
@@ -169,6 +169,7 @@ def test_real_model_knows_its_capitals(real: tuple[Any, Any]) -> None:
 
 
 @pytest.mark.slow
+@fetched
 def test_chats_have_the_ids_of_transformers(real: tuple[Any, Any]) -> None:
     """A question ends with the words that begin an answer, an answer is continued, and nothing is added twice."""
     tokenizer = real[1]

@@ -32,7 +32,7 @@ def test_forced_tokens_that_overflow(poisoned: Engine, forced: list[int], sites:
     before = branch.kv()
     with pytest.raises(NonFinite, match="Nothing of this pass was committed"):
         branch.force(forced)
-    assert branch.tokens == [1, 2, 3] and TokenState.DRAFT not in branch.states
+    assert branch.tokens == [1, 2, 3] and TokenState.DRAFT not in branch.record.states
     assert branch.certified and torch.equal(branch.kv(), before)
     assert branch.activations.positions() == [0, 1, 2]
     assert branch.force([4]).generate(4).generated == [4, *continuation(poisoned.model, [1, 2, 3, 4], 4)]

@@ -87,7 +87,7 @@ def test_frames_agree_with_the_engine(engine: Engine) -> None:
 
     def listen(event: dict[str, Any]) -> None:
         if event["branch"] == first.id and event["event"] in ("draft", "verdict"):
-            noted.append((event["event"], first.tokens, first.states, first.lane.computed))
+            noted.append((event["event"], first.tokens, list(first.record.states), first.lane.computed))
 
     engine.loop.listeners.append(listen)
     engine.generate(branches, 24, drafter="lens", window=5)

@@ -66,7 +66,7 @@ def test_without_z_there_is_still_a_tree(engine: Engine) -> None:
     branch = engine.prompt("A coin's state is heads.")
     branch.generate(5, drafter="lens", window=4)
     (trunk, *_) = branch.tree().paths
-    assert [t.state for t in trunk.tokens] == branch.states
+    assert [t.state for t in trunk.tokens] == branch.record.states
     assert all(t.logprob is None and t.entropy is None and t.lens == () for t in trunk.tokens)
     assert Readings.of(None, str) is None
     branch.release()

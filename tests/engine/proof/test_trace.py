@@ -38,7 +38,7 @@ def digest(branch: Branch) -> str:
     lane, h = branch.lane, hashlib.sha256(repr((branch.tokens, branch.certified)).encode())
     if not branch.certified:
         return h.hexdigest()
-    h.update(repr(([s.value for s in branch.states], branch.status.value)).encode())
+    h.update(repr((branch.states, branch.status.value)).encode())
     h.update(branch.kv().numpy().tobytes())
     if lane.recording is not None:
         h.update(repr(lane.recording.positions()).encode())
@@ -65,7 +65,7 @@ def alive(subject: Engine) -> dict[int, Branch]:
 def story(subject: Engine) -> None:
     """A session with forks, forced tokens, rollbacks, a cancel, a continued rejected branch, draws and a release."""
     root, other = subject.prompts([[1, 2, 3, 4, 5], [6, 7, 8]], sites="STCZ", keep_rejected=True)
-    subject.generate([root, other], 9, drafter="lens", window=4, keep_rejected=True)
+    subject.generate([root, other], 9, drafter="lens", window=4, keep_pages=True)
     right, wrong, gone = root.fork(3, at=8)
     right.force([10, 11]).generate(6, sampling=HOT, drafter="tree", window=4)
     wrong.force([12]).generate(8, drafter="self", window=5, final=True)

@@ -290,6 +290,7 @@ def test_nothing_captured_is_said_so(model: Any, words: WordTokenizer, examples:
         _ = result.activations
 
 
+@pytest.mark.usefixtures("watched")
 def test_the_progress_bar_counts_examples(
     model: Any, words: WordTokenizer, examples: list[Example], capsys: pytest.CaptureFixture[str]
 ) -> None:

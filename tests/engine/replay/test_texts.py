@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import replaylens as rl
 from replaylens import Edit, Engine, Run, tasks
 from replaylens.engine.dump.verify import verify
 from replaylens.engine.errors import BadRequest, BadTexts, NoChatTemplate, NotCertified
@@ -105,23 +106,111 @@ def test_generated_text_leaves_out_the_end_of_the_sequence(of_bytes: Engine) -> 
     assert of_bytes.replay([branch])[0].generated_text == branch.generated_text and branch.rollback(1).generated_text == ""
 
 
-def test_chats_are_written_by_the_template(of_bytes: Engine, bytes_tokenizer: Any) -> None:
-    question = [{"role": "user", "content": "2+2?"}]
-    whole = [*question, {"role": "assistant", "content": "4"}]
-    task = of_bytes.texts([question, whole])
-    assert task.given[0].text == "<s>user:2+2?<e><s>assistant:" and task.given[1].text == "<s>user:2+2?<e><s>assistant:4<e>"
-    for given in task.given:
-        assert list(given.tokens) == bytes_tokenizer.encode(given.text, add_special_tokens=False) and given.tokens[0] == 0
-    at = task.given[0].text.index("2+2?")
-    found = labelled(of_bytes, [question], piece=[{"start": at, "end": at + 4, "value": "content"}])["piece"]
-    assert [bytes_tokenizer.decode([t]) for t, v in zip(task.given[0].tokens, found, strict=True) if v] == list("2+2?")
+QUESTION = [{"role": "user", "content": "2+2?"}]
+BEGUN = [*QUESTION, {"role": "assistant", "content": "4"}]
+WRITTEN = {
+    "a question": (QUESTION, "<s>user:2+2?<e><s>assistant:"),
+    "an answer begun": (BEGUN, "<s>user:2+2?<e><s>assistant:4"),
+}
+
+
+@pytest.mark.parametrize(("chat", "text"), WRITTEN.values(), ids=WRITTEN)
+def test_chats_are_written_by_the_template(of_bytes: Engine, bytes_tokenizer: Any, chat: Any, text: str) -> None:
+    """An open answer is continued, not closed. What the template wrote gets no special tokens once more."""
+    tokens = bytes_tokenizer.encode(text, add_special_tokens=False)
+    assert of_bytes.tokens_of(chat) == tokens == of_bytes.tokens_of(tuple(chat)) and tokens[:2] != [0, 0]
+    options = {"add_generation_prompt": chat is QUESTION, "continue_final_message": chat is BEGUN}
+    assert tokens == list(bytes_tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False, **options))
+    (given,) = of_bytes.texts([chat]).given
+    assert (given.text, list(given.tokens)) == (text, tokens)
+    at = text.index("2+2?")
+    found = labelled(of_bytes, [chat], piece=[{"start": at, "end": at + 4, "value": "content"}])["piece"]
+    assert [bytes_tokenizer.decode([t]) for t, v in zip(tokens, found, strict=True) if v] == list("2+2?")
+
+
+def test_a_chat_goes_wherever_a_prompt_goes(of_bytes: Engine) -> None:
+    """Every verb computes for a chat what it computes for the tokens of its template."""
+    chat, other = QUESTION, [{"role": "user", "content": "2+3?"}]
+    ids, others = of_bytes.tokens_of(chat), of_bytes.tokens_of(other)
+    with of_bytes.prompt(chat, sites="S") as branch:
+        assert branch.tokens == ids and branch.root_length == len(ids)
+        drawn = [list(r.tokens) for r in branch.resample(3, max_new=2)]
+    with of_bytes.prompt(ids) as same:
+        assert drawn == [list(r.tokens) for r in same.resample(3, max_new=2)]
+    assert [b.tokens for b in of_bytes.prompts([chat, "a", BEGUN])] == [ids, of_bytes.tokens_of("a"), of_bytes.tokens_of(BEGUN)]
+    assert [r.tokens for r in of_bytes.replay([chat, ids, other])] == [ids, ids, others]
+    assert torch.equal(of_bytes.logits(chat), of_bytes.logits(ids))
+    edits = [[Edit(SITE.replace("2", "1"), "zero", positions=[1])]]
+    assert torch.equal(of_bytes.logits_under(chat, edits), of_bytes.logits_under(ids, edits))
+    metric = (3, 4)
+    results = [
+        (
+            rl.lens(of_bytes, one).entropy,
+            rl.attention(of_bytes, one).pattern,
+            rl.patch(of_bytes, one, two, metric=metric).raw["S"],
+            rl.path_patch(of_bytes, one, two, metric=metric).raw["heads"],
+            rl.ablate(of_bytes, [one, two], metric=metric, heads=[0]).ablated,
+            rl.attribution_patching(of_bytes, one, two, metric).estimate,
+            rl.integrated_gradients(of_bytes, one, two, metric, steps=2).estimate,
+            of_bytes(one),
+            of_bytes([one, two]),
+            of_bytes.to_tokens([one, two]) if one is chat else torch.tensor([one, two]),
+            of_bytes.run_with_cache(one, "blocks.0.hook_in", return_cache_object=False)[1]["blocks.0.hook_in"],
+        )
+        for one, two in ((chat, other), (ids, others))
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    steered = [
+        rl.steer(of_bytes, ([one], [two]), [one], layers=[1], strengths=[2.0], n=2).frame
+        for one, two in ((chat, other), (ids, others))
+    ]
+    assert steered[0].equals(steered[1]) and steered[0]["prompt"][0] == of_bytes.text.written(chat)
+
+
+MALFORMED = {
+    "no role": ([{"content": "Hi"}], "Message 0 of the chat, .*, has no 'role'"),
+    "no content": ([*QUESTION, {"role": "user"}], "Message 1 of the chat, .*, has no 'content'"),
+    "an unknown key": ([{"role": "user", "content": "Hi", "nmae": "A"}], "Message 0 of the chat has the unknown key 'nmae'"),
+    "parts": ([{"role": "user", "content": [{"type": "text"}]}], "The content of message 0 of the chat is .* Give a text"),
+    "a number as role": ([{"role": 1, "content": "Hi"}], "The role of message 0 of the chat is 1"),
+    "a text among messages": ([*QUESTION, "Hi"], "Message 1 of the chat is 'Hi'"),
+    "one message": (QUESTION[0], "not a prompt. A chat is a list of messages"),
+    "several chats": ([QUESTION], r"Give one prompt: .* For several, use prompts"),
+}
+
+
+@pytest.mark.parametrize(("given", "message"), MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_chat_is_named(of_bytes: Engine, given: Any, message: str) -> None:
+    for call in (of_bytes.prompt, of_bytes.logits, of_bytes.tokens_of):
+        with pytest.raises(BadRequest, match=message):
+            call(given)
+
+
+def test_one_chat_is_not_several_prompts(of_bytes: Engine, tmp_path: Path) -> None:
+    """Its messages are no prompts, so that a forgotten pair of brackets is found. A batch of one chat is a batch."""
+    for call in (of_bytes.prompts, of_bytes.replay):
+        with pytest.raises(BadRequest, match="a list of"):
+            call(QUESTION)
+    with pytest.raises(BadRequest, match="where several prompts go, give a list of chats"):
+        rl.ablate(of_bytes, QUESTION, metric=(3, 4), heads=[0])
+    with pytest.raises(BadRequest, match="one or more in each"):
+        rl.steer(of_bytes, (QUESTION, [QUESTION]), ["a"], layers=[1], strengths=[1.0])
+    assert torch.equal(of_bytes([QUESTION]), of_bytes(QUESTION)) and len(of_bytes.prompts([QUESTION])) == 1
+    with pytest.raises(BadRequest, match="with a chat, whose template decides"):
+        of_bytes.to_tokens(QUESTION, prepend_bos=True)
 
 
 def test_a_chat_without_a_template_is_refused(coin: Engine, of_bytes: Engine) -> None:
-    with pytest.raises(NoChatTemplate, match="Text 1 is a chat, but the tokenizer WordTokenizer has no chat template"):
-        coin.texts([HEADS, [{"role": "user", "content": "Hi"}]])
+    with pytest.raises(
+        NoChatTemplate, match=r"Text 1: A chat was given, but the tokenizer WordTokenizer has no chat template\. Load"
+    ):
+        coin.texts([HEADS, QUESTION])
+    with pytest.raises(NoChatTemplate, match=r"^A chat was given, but the tokenizer WordTokenizer has no chat template"):
+        rl.lens(coin, QUESTION)
+    with pytest.raises(BadRequest, match=r"This engine has no tokenizer\. Give token ids instead of a chat"):
+        toy_engine().prompt(QUESTION)
     of_bytes.text.tokenizer.chat_template, kept = "{{ raise_exception('no such role') }}", of_bytes.text.tokenizer.chat_template
-    with pytest.raises(BadTexts, match=r"the chat template refused .* no such role"):
+    with pytest.raises(BadTexts, match=r"The chat template refused .* no such role"):
         of_bytes.texts([[{"role": "?", "content": "Hi"}]])
     of_bytes.text.tokenizer.chat_template = kept
 

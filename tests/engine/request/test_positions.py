@@ -5,7 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.replay.names import slice_of
 from replaylens.engine.request.positions import Where, before
+from replaylens.engine.serving.logits import chosen
 
 ENDS = st.one_of(st.none(), st.integers(-30, 30))
 
@@ -27,6 +29,24 @@ def test_a_slice_is_pythons_slice_of_the_part(part, start, stop, step, num_promp
     cut = data.draw(st.integers(0, length))
     assert [*where.kept(0, cut, num_prompt), *where.kept(cut, length, num_prompt)] == expected
     assert before(where.kept(0, length, num_prompt), cut) == sum(p < cut for p in expected)
+
+
+def test_a_start_before_the_text_is_its_first_position():
+    """As in Python. Explicit, so that it does not depend on what is drawn."""
+    for text, kept in (
+        ("prompt[-9:]", [0, 1, 2]),
+        ("prompt[-9:2]", [0, 1]),
+        ("prompt[-9:-1:2]", [0]),
+        ("prompt[-8::2]", [0, 2]),
+    ):
+        assert list(Where.parse(text).kept(0, 8, 3)) == kept, text
+    assert list(Where.parse("prompt[-8::2]").kept(1, 8, 3)) == [2] and not list(Where.parse("prompt[:-9]").kept(0, 8, 3))
+    assert chosen(slice(-9, None), 3) == chosen(slice(-9, 9), 3) == [0, 1, 2] and chosen(slice(-2, None), 3) == [1, 2]
+    assert slice_of(slice(-9, None), 3) == slice(0, 3, 1) and slice_of(slice(-9, -1), 3) == slice(0, 2, 1)
+    assert slice_of(-1, 3) == slice(-1, None) and slice_of(-3, 3) == slice(-3, -2)
+    for call in (lambda: chosen(-4, 3), lambda: chosen([0, 3], 3), lambda: chosen(slice(-9, -5), 3), lambda: slice_of(-4, 3)):
+        with pytest.raises(BadRequest):
+            call()
 
 
 def test_names():

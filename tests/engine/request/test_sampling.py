@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from replaylens.engine.errors import ClosedBranch
+from replaylens.engine.loop.lane import Job
 from replaylens.engine.memory.tree import BranchStatus
 from replaylens.engine.request import sampling as module
 from replaylens.engine.request.sampling import Sampling, gumbel, hash_bits
@@ -313,6 +314,52 @@ def test_eos_ends_a_branch_unless_it_is_ignored(window: int) -> None:
     assert (through.generated, through.finish_reason) == ([7, 8, 9, 10, 11, 12, 13, 14], None)
     own = subject.prompt([5, 6]).generate(8, window=window, sampling=Sampling(stop_tokens=(12,), ignore_eos=True))
     assert (own.generated, own.finish_reason) == ([7, 8, 9, 10, 11, 12], "eos")
+
+
+@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize("drafter", ["self", "ngram"])
+def test_an_end_on_exactly_the_last_token_counts(window: int, drafter: str) -> None:
+    """The n-th of n tokens ends the branch as any other does; one token less leaves it open."""
+    subject = engine(scripted_model({}), tokenizer=Pieces(b"a", b"b", b"c", b"d", b"e", b"f", b"g", b"h", b"i"))
+    ends = ((Sampling(), 3, "eos"), (Sampling(stop=("hi",)), 2, "stop"), (Sampling(stop_tokens=(8,)), 2, "eos"))
+    for sampling, n, reason in ends:
+        branch = subject.prompt([5, 6]).generate(n, sampling=sampling, window=window, drafter=drafter)
+        assert (branch.finish_reason, branch.status) == (reason, BranchStatus.FINISHED), sampling
+        with pytest.raises(ClosedBranch):
+            branch.generate(1)
+        short = subject.prompt([5, 6]).generate(n - 1, sampling=sampling, window=window, drafter=drafter)
+        assert (short.generated, short.finish_reason) == (branch.generated[:-1], None)
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_an_answer_is_looked_for_in_what_the_job_generated(window: int) -> None:
+    """`until` gets the job's own tokens: none of the prompt, of forced tokens or of an earlier job."""
+    subject = engine(scripted_model({}))
+    branch = subject.prompt([1, 2]).force([3]).generate(2)
+    for n, wanted, reason in ((4, [6, 7], "answer"), (2, [8, 9], "answer"), (2, [10, 11], "length")):
+        asked = list[list[int]]()
+
+        def until(tokens: Sequence[int], asked: list[list[int]] = asked, end: list[int] = wanted, why: str = reason) -> bool:
+            asked.append(list(tokens))
+            return why == "answer" and list(tokens) == end
+
+        job = Job(branch.lane, n, window=window, until=until)
+        subject.forest.serve(lambda job=job: [job])  # type: ignore[misc]
+        assert job.finish_reason == reason and branch.tokens[-len(wanted) :] == wanted
+        assert asked == [wanted[: i + 1] for i in range(len(wanted))] and branch.finish_reason is None
+
+
+@pytest.mark.parametrize("penalty", [{"presence_penalty": 100.0}, {"repetition_penalty": 1e6}])
+def test_penalties_forget_a_token_that_was_rolled_back(penalty: dict[str, float]) -> None:
+    """Token 30 is the favourite, once. After a rollback and other tokens in its place, it is the favourite again."""
+    sampling, subject = Sampling(logit_bias={30: 60.0}, **penalty), engine()  # type: ignore[arg-type]
+    for generated, forced in product(range(1, 5), range(1, 5)):
+        branch, others = subject.prompt([5, 6, 7]).generate(generated, sampling=sampling), [40, 41, 42, 43][:forced]
+        assert branch.generated[0] == 30 and 30 not in branch.generated[1:], "the control: the penalty holds"
+        (fork,) = branch.fork(at=3)
+        branch.rollback(3).force(others)
+        assert branch.generate(1, sampling=sampling).generated[-1] == 30, (generated, forced)
+        assert fork.force(others).generate(1, sampling=sampling).generated[-1] == 30, "and on a fork from before it"
 
 
 def test_generating_in_pieces_is_generating_at_once() -> None:

@@ -15,6 +15,7 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.resampling.answers import Answer
 from replaylens.engine.resampling.rollouts import Rollouts
+from replaylens.tasks.tokenizer import WordTokenizer
 
 PROMPT, CHAIN = "A coin's state is heads.", " Alice flips. Bob flips."
 DRAWN = ("--at", "sentences", "--n", "3", "--max-new", "8", "--seed", "4", "--answer", "heads|tails", "--quiet")
@@ -60,6 +61,23 @@ def test_a_file_of_chains(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "00001" / "plan.json").exists()
 
 
+def test_a_chat_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rollouts: Path) -> None:
+    """Drawn after what the template writes; a tokenizer without one is named, and so is a file with something else."""
+    file, out = tmp_path / "chat.json", tmp_path / "out"
+    file.write_text(json.dumps([{"role": "user", "content": PROMPT}]))
+    words = ("--chat", str(file), "--chain", CHAIN, *DRAWN, "--out", str(out))
+    done = call(*words)
+    assert done.exit_code == 2 and "WordTokenizer has no chat template" in done.output
+    monkeypatch.setattr(WordTokenizer, "chat_template", "a template", raising=False)
+    monkeypatch.setattr(WordTokenizer, "apply_chat_template", lambda _, chat, **__: chat[0]["content"], raising=False)
+    done = call(*words)
+    assert done.exit_code == 0 and Rollouts.load(out).digest == Rollouts.load(rollouts).digest, done.output
+    for content, message in (('{"role": "user"}', "JSON list of messages"), ("[", "is not JSON"), ('["a"]', "JSON list")):
+        file.write_text(content)
+        done = call(*words)
+        assert done.exit_code == 2 and message in " ".join(done.output.split()), done.output
+
+
 @pytest.mark.parametrize("words", [("report", "--out", "page.html"), ("inspect",), ("verify", "--all")])
 def test_a_folder_of_rollouts_is_no_dump(tmp_path: Path, words: tuple[str, ...], rollouts: Path) -> None:
     """Finished or not, rollouts are named as such; an unfinished dump still is one (test_resume.py)."""
@@ -87,14 +105,16 @@ def test_choices_at_the_fork(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words, message",
     [
-        ((), "Give --prompt"),
-        (("--prompt", "x", "--file", "y"), "Give --prompt"),
+        ((), "Give one of --prompt"),
+        (("--prompt", "x", "--file", "y"), "Give one of --prompt"),
         (("--prompt", PROMPT, "--at", "word"), "Invalid --at"),
         (("--prompt", PROMPT, "--answer", "a", "--choice", "b"), "two ways"),
         (("--prompt", PROMPT, "--after", "b"), "--after"),
         (("--prompt", PROMPT, "--dump", "d"), "--dump writes"),
         (("--prompt", PROMPT, "--at", "sentences"), "there are none"),
         (("--file", "nowhere.jsonl"), "nowhere"),
+        (("--chat", "nowhere.json"), "nowhere"),
+        (("--prompt", "x", "--chat", "y"), "Give one of --prompt"),
         (("--prompt", PROMPT, "--keep", "first"), "keep='first'"),
     ],
 )

@@ -17,7 +17,7 @@ S = "blocks.1.hook_in"
 
 
 def num_committed(branch: Branch) -> int:
-    return sum(state in (TokenState.PROMPT, TokenState.ACCEPTED) for state in branch.states)
+    return sum(state in (TokenState.PROMPT, TokenState.ACCEPTED) for state in branch.record.states)
 
 
 def assert_complete(branch: Branch) -> None:

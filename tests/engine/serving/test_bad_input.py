@@ -33,7 +33,7 @@ class Subject:
     def __init__(self, **options: Any) -> None:
         self.engine: Engine = engine(**options)
         self.branch = self.engine.prompt([1, 2, 3], sites="S", keep_rejected=True)
-        self.branch.generate(6, drafter="lens", window=4, keep_rejected=True)
+        self.branch.generate(6, drafter="lens", window=4, keep_pages=True)
         self.released = self.engine.prompt([4, 5])
         self.released.release()
         self.finished = self.engine.prompt([6, 7]).generate(3, sampling=Sampling(stop_tokens=tuple(range(VOCAB))))

@@ -1,5 +1,6 @@
 """Small misunderstandings: what can be meant is accepted, and every other error says what to give."""
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 import replaylens as rl
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadEdit, BadRequest, EngineError, UnknownSite, UnsupportedModel
+from replaylens.engine.errors import BadEdit, BadRequest, EngineError, UnknownOption, UnknownSite, UnsupportedModel
 from replaylens.engine.request.edits import Edit
 from replaylens.tasks.errors import BadIndex, TaskError
 from tests.engine.coin_engine import PROMPT as TEXT
@@ -29,8 +30,8 @@ EDITS: dict[str, tuple[Callable[[], Edit], str]] = {
     "rows without positions": (lambda: Edit(S, "set", torch.zeros(4, 32)), "one row per position.*Give positions"),
     "interchange without positions": (lambda: Edit.interchange(S, torch.zeros(4, 32)), "Give positions"),
     "a small letter": (lambda: Edit("s", "zero", layers=[1]), "'s' is not S, T or C"),
-    "two letters": (lambda: Edit("ST", "zero", layers=[1]), "'ST' is not S, T or C"),
-    "the lens": (lambda: Edit("Z", "zero", layers=[1]), "'Z' is not S, T or C"),
+    "two letters": (lambda: Edit("ST", "zero", layers=[1]), "'ST' names several"),
+    "the lens": (lambda: Edit("Z", "zero", layers=[1]), "Z, the logit lens"),
     "text as a value": (lambda: Edit(S, "add", ["a"]), "Give a tensor, an array or a list"),  # type: ignore[arg-type]
     "ragged lists": (lambda: Edit(S, "add", [[1.0], [1.0, 2.0]]), "Give a tensor, an array or a list"),  # type: ignore[arg-type]
 }
@@ -120,3 +121,78 @@ def test_models_that_are_not_the_whole_model() -> None:
 def test_a_name_of_the_hub(name: str) -> None:
     with pytest.raises(UnsupportedModel, match=r"[Dd]ownload it.*give the folder.*transformers model"):
         Engine.load(name)
+
+
+MESSAGES: dict[str, tuple[Callable[[Engine], object], type[Exception], str]] = {
+    "a float as a token": (lambda e: e.prompt([1.0]), BadRequest, r"1\.0 is a float, not a token id\. Give text, or ids"),
+    "a boolean as a token": (lambda e: e.prompt([True]), BadRequest, "True is a bool, not a token id"),
+    "None as a token": (lambda e: e.prompt([3, None]), BadRequest, "None is a NoneType, not a token id"),
+    "a token beyond": (
+        lambda e: e.prompt([999]),
+        BadRequest,
+        r"Token 999 is not in the vocabulary of 61 tokens\. Give ids from 0 to 60",
+    ),
+    "an edit of Z": (
+        lambda e: e.prompt(PROMPT, edits=[Edit("Z", "zero")]),
+        BadEdit,
+        "Z, the logit lens, .* Edit what it reads",
+    ),
+    "an edit of two letters": (lambda e: e.prompt(PROMPT, edits=[Edit("ST", "zero")]), BadEdit, "'ST' names several"),
+    "one chain for several": (
+        lambda e: e.prompt(PROMPT).generate(2, drafter="forced", drafts={9: [1, 2]}),  # type: ignore[dict-item]
+        BadRequest,
+        r"drafts\[9\]=\[1, 2\]: one chain where a list of chains goes\. Give .*\{9: \[\[5, 7\], \[6\]\]\}",
+    ),
+    "an unknown place": (
+        lambda e: e.prompt(PROMPT).resample(2, at="words"),
+        BadRequest,
+        r"at='words'\. Give 'sentences', 'tokens'",
+    ),
+    "a value beyond float32": (
+        lambda e: e.prompt(PROMPT, edits=[Edit("blocks.0.hook_in", "add", [1e300] * 32)]),
+        BadEdit,
+        r"holds 1e\+300 \(absolute\), beyond float32\. Give at most 3\.4e\+38",
+    ),
+    "a weight beyond float32": (
+        lambda e: e.prompt(PROMPT, edits=[Edit("blocks.0.attn.hook_pattern", "set", -1e300, keys=[0], positions=[2])]),
+        BadEdit,
+        r"holds 1e\+300 \(absolute\), beyond float32",
+    ),
+    "a factor beyond float32": (
+        lambda e: e.prompt(PROMPT, edits=[Edit("blocks.0.hook_in", "add", [1.0] * 32, factor=1e300)]),
+        BadEdit,
+        r"factor=1e\+300 is beyond float32",
+    ),
+    "NaN": (lambda e: e.prompt(PROMPT, edits=[Edit("blocks.0.hook_in", "add", [math.nan] * 32)]), BadEdit, "NaN or infinity"),
+    "patch without a metric": (lambda e: rl.patch(e, [1], [2]), UnknownOption, r"^patch\(\) needs metric\. Give a value"),
+    "patch with one prompt": (lambda e: rl.patch(e, [1]), UnknownOption, r"^patch\(\) needs corrupt and metric"),
+    "patch without anything": (
+        lambda _: rl.patch(),
+        UnknownOption,
+        r"^patch\(\) needs engine and clean and corrupt and metric",
+    ),
+    "patch with a slip": (
+        lambda e: rl.patch(e, [1], [2], metrik=3),
+        UnknownOption,
+        r"no option 'metrik' \(did you mean 'metric'\?\)",
+    ),
+    "steer without layers": (lambda e: rl.steer(e, [1.0], ["a"]), UnknownOption, r"^steer\(\) needs layers and strengths"),
+    "too many values": (lambda e: rl.lens(e, [1], 3), UnknownOption, r"lens\(\) takes only engine, text by position, .* Got 3"),
+    "rollback to nowhere": (lambda e: e.prompt(PROMPT).rollback(), UnknownOption, r"rollback\(\) needs to"),
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_message_says_what_was_given_and_what_to_do(name: str) -> None:
+    call, error, message = MESSAGES[name]
+    with pytest.raises(error, match=message):
+        call(engine())
+
+
+@pytest.mark.parametrize("name", [name for name in rl.__all__ if inspect.isfunction(getattr(rl, name))])
+def test_every_verb_names_its_options(name: str) -> None:
+    """A slip in the name of an option, and a call without values, get our error from all verbs, not Python's TypeError."""
+    function = getattr(rl, name)
+    for call in (lambda: function(), lambda: function(no_such_option=1)):
+        with pytest.raises(UnknownOption, match=rf"^{name}\(\)"):
+            call()

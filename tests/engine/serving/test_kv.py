@@ -47,7 +47,7 @@ def test_a_pending_token_stays_pending() -> None:
 
 def test_kv_of_a_preempted_rejected_draft() -> None:
     subject = engine(cache_tokens=64)
-    branch = subject.prompt(PROMPT).generate(8, drafter="tree", window=4, keep_rejected=True)
+    branch = subject.prompt(PROMPT).generate(8, drafter="tree", window=4, keep_pages=True)
     rejected = branch.rejected[0]
     truth, tokens = rejected.kv(), rejected.tokens
     crowd_out(subject, rejected)

@@ -38,7 +38,7 @@ def everything(subject: Engine, draw: random.Random) -> None:
     edit = Edit("blocks.0.hook_in", "add", torch.randn(200, 32), positions=range(200))
     root = subject.prompt(prompt_of(draw), sites="SZ", keep_rejected=True, edits=[edit])
     (fork,) = root.fork(at=3)
-    how = {"drafter": draw.choice(("tree", "lens", "model", "self")), "window": 3, "keep_rejected": True}
+    how = {"drafter": draw.choice(("tree", "lens", "model", "self")), "window": 3, "keep_pages": True}
     subject.generate([root, fork], 4, **how)
     root.rollback(5).force([1, 2])
     next(fork.stream(3))

@@ -122,7 +122,7 @@ def assert_unharmed(subject: Engine) -> None:
     assert subject.loop.lanes == {} and subject.check_integrity()
 
 
-OPTIONS = ("sampling", "window", "deterministic", "keep_rejected", "final", "drafter")
+OPTIONS = ("sampling", "window", "deterministic", "keep_pages", "final", "drafter")
 
 
 def engine_calls(e: Engine) -> dict[str, Call]:

@@ -23,6 +23,19 @@ def test_options_that_would_do_nothing_are_refused(served: Engine, options: dict
         served.prompt(PROMPT).generate(2, **options)
 
 
+def test_one_word_for_rows_and_another_for_pages(served: Engine) -> None:
+    """`keep_rejected` of prompt keeps rows, `keep_pages` of generate keeps pages. Its old name still works, with a warning."""
+    drafts: dict[str, Any] = {"drafter": "forced", "drafts": {10: [[1, 2]]}}
+    assert not served.prompt(PROMPT).generate(3, **drafts).rejected
+    assert served.prompt(PROMPT).generate(3, **drafts, keep_pages=True).rejected
+    with pytest.warns(DeprecationWarning, match=r"keep_rejected of generate\(\) is now called keep_pages"):
+        assert served.prompt(PROMPT).generate(3, **drafts, keep_rejected=True).rejected  # type: ignore[call-arg]
+    with pytest.warns(DeprecationWarning, match=r"keep_rejected of stream\(\)"):
+        list(served.stream(served.prompt(PROMPT), 2, keep_rejected=True))  # type: ignore[call-arg]
+    with pytest.raises(BadRequest, match="got keep_pages and keep_rejected, its old name"):
+        served.prompt(PROMPT).generate(3, keep_pages=True, keep_rejected=True)  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize("tokens", [("heads",), 3, (True,)])
 def test_stop_tokens_are_token_ids(tokens: Any) -> None:
     with pytest.raises(BadRequest, match="stop_tokens="):

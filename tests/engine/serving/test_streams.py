@@ -92,7 +92,7 @@ def test_a_pending_token_before_the_stream_is_pending_again() -> None:
         stream.forest.loop.step()
     assert branch.length == 14
     stream.close()
-    assert state(branch) == before and branch.states[-1] is TokenState.PENDING
+    assert state(branch) == before and branch.record.states[-1] is TokenState.PENDING
 
 
 def test_a_branch_with_unread_tokens_is_busy() -> None:

@@ -92,7 +92,7 @@ def story(subject: Engine, seed: int) -> Seen:
         first.rollback(len(prompt)).generate(3, **how)
         seen += [(f"{turn} {name}", value) for name, value in [
             ("first", first.tokens), ("fork", fork.tokens), ("streamed", streamed), ("kv", kv), ("fork kv", fork.kv()),
-            ("certified", first.certified and fork.certified), ("drafts", TokenState.DRAFT in first.states),
+            ("certified", first.certified and fork.certified), ("drafts", TokenState.DRAFT in first.record.states),
         ]]  # fmt: skip
         for branch in (first, fork):
             if branch.lane.capture is not None:
@@ -229,7 +229,7 @@ def test_nobody_sees_the_middle_of_a_step() -> None:
     branch.generate(9, drafter="forced", drafts={3: [[9, 9, 9]]}, window=4)
     reader.join(SECONDS)
     tokens, states = seen[0]
-    assert TokenState.DRAFT not in states and tokens == branch.tokens[: len(tokens)] and len(tokens) > 3
+    assert "draft" not in states and tokens == branch.tokens[: len(tokens)] and len(tokens) > 3
 
 
 # ---- a driver that fails ---------------------------------------------------------------------------------------------

@@ -97,6 +97,7 @@ def test_asking_for_z_drops_no_row(served: Engine) -> None:
     assert torch.equal(root.activations["blocks.2.hook_in"], served.prompt(PROMPT, sites="S").activations["blocks.2.hook_in"])
 
 
+@pytest.mark.usefixtures("watched")
 def test_a_progress_bar_ends_at_its_end(served: Engine) -> None:
     """Also where branches stop before all their tokens."""
     task = tasks.get("coin")(flips=2)

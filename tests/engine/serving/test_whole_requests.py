@@ -28,7 +28,7 @@ class Desk:
 
     def __post_init__(self) -> None:
         self.a, self.b, self.c = self.engine.prompts([[1, 2, 3], [4, 5], [6, 7, 8]], sites="S", keep_rejected=True)
-        self.rejecting = self.engine.prompt([9, 9]).generate(6, drafter="tree", window=4, keep_rejected=True)
+        self.rejecting = self.engine.prompt([9, 9]).generate(6, drafter="tree", window=4, keep_pages=True)
         self.rejected = self.rejecting.rejected[0]
         self.finished = self.engine.prompt([6, 7]).generate(3, sampling=Sampling(stop_tokens=tuple(range(VOCAB))))
         self.released = self.engine.prompt([5])

@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 from replaylens import tasks
 from replaylens.cli import app
 from replaylens.engine.engine import Engine, ThinkingEngine
-from replaylens.engine.errors import BadConfig, BadRequest
+from replaylens.engine.errors import BadConfig, BadRecipe, BadRequest
 from replaylens.engine.thinking.model import ThinkingDecoder
 from replaylens.engine.thinking.prefill import GUESSES
 from replaylens.engine.training import plain
 from replaylens.engine.training import thinking as trainer
 from replaylens.engine.training.chunks import METHODS, Method, chunked
-from replaylens.engine.training.recipe import BadRecipe, Part
+from replaylens.engine.training.recipe import Part
 from replaylens.engine.training.score import score
 from replaylens.engine.training.thinking import ThinkingRecipe
 from replaylens.engine.training.tokenizer import PretrainedTokenizer, backbone_folder, load_tokenizer

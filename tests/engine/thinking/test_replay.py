@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from replaylens.engine.engine import ThinkingEngine
-from replaylens.engine.errors import BadConfig, BadEdit, BadRequest, BadThought, NonFinite
+from replaylens.engine.errors import BadChunks, BadConfig, BadEdit, BadRequest, BadThought, NonFinite
 from replaylens.engine.memory.tree import BranchStatus
 from replaylens.engine.model.layers import Linear
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.edits import Edit
-from replaylens.engine.thinking.core import BadChunks, ThinkingBranch
+from replaylens.engine.thinking.core import ThinkingBranch
 from replaylens.engine.thinking.prefill import GUESSES, Guess, Prefiller
 from tests.devices import DEVICES, with_devices
 from tests.engine.reference import same_bits

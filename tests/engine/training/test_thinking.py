@@ -9,12 +9,13 @@ from torch import nn
 from typer.testing import CliRunner
 
 from replaylens.cli import app
+from replaylens.engine.errors import BadRecipe
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder
 from replaylens.engine.training import thinking as trainer
 from replaylens.engine.training.chunks import METHODS, ChunkBatch, Method
-from replaylens.engine.training.recipe import BadRecipe, Part
+from replaylens.engine.training.recipe import Part
 from replaylens.engine.training.score import generate, score
 from replaylens.engine.training.thinking import ThinkingRecipe
 from replaylens.engine.zoo import coin as zoo

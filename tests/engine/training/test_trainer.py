@@ -13,13 +13,14 @@ from typer.testing import CliRunner
 
 from replaylens.cli import app
 from replaylens.commands import train as command
+from replaylens.engine.errors import BadRecipe
 from replaylens.engine.interrupts import held_interrupt
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.torch_ops import SequenceOps
 from replaylens.engine.model.weights import weights_hash
 from replaylens.engine.training import trainer
-from replaylens.engine.training.recipe import BadRecipe, Part, Recipe
+from replaylens.engine.training.recipe import Part, Recipe
 from replaylens.engine.training.trainer import Texts
 from replaylens.engine.zoo import coin as zoo
 from tests.interrupted import Interrupted, interrupt_at
@@ -340,6 +341,7 @@ def test_command_interrupted_before_the_first_step(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.usefixtures("small_command")
+@pytest.mark.usefixtures("watched")
 def test_command_killed_in_scoring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights exist but the card does not: --resume writes the card without another step."""
     asked = ["train", "coin-draft", "--out", str(tmp_path)]
