@@ -1,5 +1,7 @@
 """`compare`: two models on the same texts. Where do their predictions and activations part?"""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +12,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.model.text import Prompt
+from replaylens.engine.request.options import verb
 from replaylens.engine.request.values import instance, items, whole
 from replaylens.engine.serving.core import Core
 from replaylens.probes.reports.figures import Picture
@@ -116,7 +120,8 @@ class CompareResult:
         return view(grids, paragraph(f"{len(self.texts)} texts: {self._summary()}."))
 
 
-def compare(engine_a: Core, engine_b: Core, texts: Sequence[str | list[int]], *, sites: str = "S") -> CompareResult:
+@verb
+def compare(engine_a: Core, engine_b: Core, texts: Sequence[Prompt], *, sites: str = "S") -> CompareResult:
     """Run two models with the same tokens over texts: losses, KL divergence, and how far their activations are apart.
 
     texts  with two tokens or more each

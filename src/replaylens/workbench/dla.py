@@ -1,5 +1,7 @@
 """`dla`: direct logit attribution. What does each part of the model write towards one token and away from another?"""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from replaylens.engine.errors import BadMetric, BadRequest
 from replaylens.engine.gradients.metric import LogitDifference, named
 from replaylens.engine.model.decoder import Block, Mlp
 from replaylens.engine.model.layers import Linear, Norm
+from replaylens.engine.model.text import Prompt
+from replaylens.engine.request.options import verb
 from replaylens.engine.request.values import shown
 from replaylens.engine.serving.core import Core
 from replaylens.engine.thinking.core import ThinkingCore
@@ -115,7 +119,8 @@ class DlaResult:
         return view([Grid("Largest parts", [""], list(top["part"]), top["value"].to_numpy()[None], around=0.0)], lead)
 
 
-def dla(engine: Core, prompt: str | list[int], metric: MetricTokens | LogitDifference, *, by: By = "layer") -> DlaResult:
+@verb
+def dla(engine: Core, prompt: Prompt, metric: MetricTokens | LogitDifference, *, by: By = "layer") -> DlaResult:
     """Split the logit difference after a prompt into what each part of the model writes to the residual stream.
 
     metric  a pair of tokens: the logit of the first minus that of the second
