@@ -12,7 +12,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ class ShardWorker:
         given["sampling"] = Sampling.from_json(given["sampling"])
         given["edits"] = [Edit.from_json(edit) for edit in given["edits"]]
         plan = make_plan(self.engine, made, json.loads(examples), **given)
-        return json.dumps({"plan": plan.to_json(), "fingerprint": asdict(self.engine.fingerprint)})
+        return json.dumps({"plan": plan.to_json(), "fingerprint": self.engine.fingerprint.parts()})
 
     def write(self, path: str, head: str, number: int, batch: int) -> int:
         """Make and write one shard. Returns its number."""

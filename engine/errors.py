@@ -26,6 +26,10 @@ class MissingTensor(BadWeights):
     """A checkpoint lacks a tensor."""
 
 
+class FetchFailed(EngineError, RuntimeError):
+    """A model could not be fetched: no network, no access, or a part of it is missing. What was complete before still is."""
+
+
 class OtherModel(EngineError, ValueError):
     """The loaded model computes something else than its source. `stage` names the first part that differs, `difference` is
     its largest relative error."""
@@ -250,11 +254,16 @@ class ClusterFailed(EngineError, RuntimeError):
     """The Ray cluster could not be reached, or its workers died repeatedly on the same shard."""
 
 
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that a misspelt one is nearest to; None: it is like none of them."""
+    return next(iter(get_close_matches(name, list(known), n=1, cutoff=0.7)), None)
+
+
 def no_such(kind: str, name: str, known: Iterable[str]) -> str:
     """The message for an unknown name: the nearest known name, then all of them."""
     known = list(known)
-    nearest = get_close_matches(name, known, n=1, cutoff=0.7)
-    hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+    near = nearest(name, known)
+    hint = f" (did you mean {near!r}?)" if near else ""
     return f"Unknown {kind} {name!r}{hint}. Known: {', '.join(known)}."
 
 

@@ -1,7 +1,10 @@
 """Fixtures for all tests."""
 
 import gc
+import os
 from collections.abc import Iterator
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub: no test asks the hub
 
 import pytest
 import torch

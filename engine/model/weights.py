@@ -17,7 +17,7 @@ from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.family import Tensors
 from replaylens.engine.model.filler import Filler
-from replaylens.engine.model.folders import CONFIG_FILE, load_path, located, require_unchecked, text_config
+from replaylens.engine.model.folders import CONFIG_FILE, exists, load_path, located, require_unchecked, text_config
 from replaylens.engine.model.shards import WEIGHTS_FILE
 from replaylens.engine.model.source import Source
 from replaylens.engine.model.translated import from_hugging_face
@@ -26,6 +26,7 @@ __all__ = [
     "CONFIG_FILE",
     "WEIGHTS_FILE",
     "build",
+    "exists",
     "from_hugging_face",
     "in_dtype",
     "is_live",
@@ -45,18 +46,20 @@ def load(
     check: bool = False,
     device: str = "cpu",
     adapter: str | Path | None = None,
+    revision: str = "",
 ) -> Decoder:
     """A decoder from any source: a path (folder or .gguf), a transformers model, a TransformerBridge, or a Decoder.
 
     check    compare it with transformers on a few tokens; OtherModel names the first part that differs. BadRequest if
              transformers has no such model: for a Decoder, or a checkpoint of our own
     adapter  of a path: the folder of a LoRA adapter in peft's format, which is merged into the weights
+    revision of a path: name@commit, if it is a snapshot of the hub
 
     The result owns its weights, in `dtype`, on `device`, without gradients. Weights in files go there one by one, so the
     host holds no second copy of them.
     """
     if isinstance(source, str | Path):
-        return load_path(Path(source), dtype, check, device, adapter)
+        return load_path(Path(source), dtype, check, device, adapter, revision)
     if adapter is not None:
         raise BadRequest(
             f"adapter= goes with the folder of a base model, not with {type(source).__name__}. Give the folder, or merge the "

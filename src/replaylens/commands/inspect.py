@@ -5,7 +5,6 @@ Exit codes: 0 done, 2 bad input, 3 the dump's store is out of reach.
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -28,7 +27,7 @@ def inspect(
     manifest = found.manifest
     facts = facts_of(found) | {
         "plan": manifest.plan.to_json(),
-        "fingerprint": asdict(manifest.fingerprint),
+        "fingerprint": manifest.fingerprint.parts(),
         "sites": {name: {"dtype": site.dtype, "shape": list(site.shape)} for name, site in manifest.sites.items()},
         "labels": manifest.labels,
     }

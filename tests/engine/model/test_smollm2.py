@@ -12,9 +12,9 @@ import typer
 from typer.testing import CliRunner
 
 from replaylens.commands import fetch as fetch_command
+from replaylens.engine.errors import FetchFailed
 from replaylens.engine.model import smollm2
 from replaylens.engine.model.cache_folder import CACHE_VARIABLE
-from replaylens.engine.model.smollm2 import FetchFailed
 from replaylens.engine.model.weights import load
 from tests.engine.passes.packed import alone, logits, worst
 
