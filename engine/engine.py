@@ -274,8 +274,8 @@ def _require_name(source: str | Path) -> None:
     if is_hub_name(source) and not nearest(str(source), known):
         return
     raise UnsupportedModel(
-        f"{source} does not exist. Give the path of a folder or a .gguf file, an embedded model, or a name on the Hugging Face "
-        f"hub, such as gpt2 or org/name. {no_such('model', str(source), known)}"
+        f"{source} does not exist. Give the path of a folder or a .gguf file, or a name: on the Hugging Face hub, such as gpt2 "
+        f"or org/name, or of an embedded model. {no_such('model', str(source), known)}"
     )
 
 

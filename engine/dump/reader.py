@@ -89,7 +89,9 @@ class Dump:
         if MANIFEST not in there:
             if HEAD in there:
                 raise without_manifest(store, str(path))
-            raise BadDump(f"{path} is not a dump: it has no {MANIFEST}.")
+            local = Path(store.root)
+            lack = "it does not exist" if store.local and not local.exists() else f"it has no {MANIFEST}"
+            raise BadDump(f"{path} is not a dump: {'it is a file, not a folder' if store.local and local.is_file() else lack}.")
         manifest = Manifest.from_bytes(store.read(MANIFEST, MAX_BYTES), str(path))
         if check_files:
             for name, size in [(INDEX, manifest.index.bytes), *((shard.name, shard.bytes) for shard in manifest.shards)]:

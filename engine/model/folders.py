@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from replaylens.engine.errors import BadConfig, BadRequest, UnsupportedModel
+from replaylens.engine.errors import BadConfig, BadRequest, EngineError, FetchFailed, UnsupportedModel
 from replaylens.engine.model.adapter import ADAPTER_FILE, Adapter
 from replaylens.engine.model.adapter_config import read_fields
 from replaylens.engine.model.config import ModelConfig
@@ -102,12 +102,17 @@ def _base_of(folder: Path, options: HubOptions) -> Located:
     named, revision = fields.get("base_model_name_or_path"), fields.get("revision")
     if isinstance(named, str) and Path(named).is_dir() and Path(named).resolve() != folder.resolve():
         return Located(Path(named), folder)
+    kind: type[EngineError] = UnsupportedModel
+    problem = "It is neither a folder here nor a name on the Hugging Face hub."
     if is_hub_name(named):
-        snapshot = fetch_snapshot(f"{named}@{revision}" if revision else named, options)
-        return Located(snapshot.folder, folder, snapshot.revision)
-    raise UnsupportedModel(
-        f"{folder} holds an adapter ({ADAPTER_FILE}) of the base model {named!r}, which is neither a folder here nor a name on "
-        f"the hub. Give both: Engine.load(base, adapter={str(folder)!r})."
+        try:
+            snapshot = fetch_snapshot(f"{named}@{revision}" if revision else str(named), options)
+            return Located(snapshot.folder, folder, snapshot.revision)
+        except (FetchFailed, UnsupportedModel) as e:
+            problem, kind = str(e), type(e)
+    raise kind(
+        f"{folder} holds an adapter ({ADAPTER_FILE}) of the base model {named!r}. {problem} Or give both: "
+        f"Engine.load(base, adapter={str(folder)!r})."
     )
 
 

@@ -167,7 +167,8 @@ class _Repository:
 
         asked = not (self.options.local_files_only or constants.HF_HUB_OFFLINE)
         reason = f"the hub cannot be reached ({problem})" if asked else "offline mode forbids asking the hub"
-        advice = "Check the network" if asked else "Leave out local_files_only and unset HF_HUB_OFFLINE"
+        offline = "Unset HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else "Leave out local_files_only"
+        advice = "Check the network" if asked else offline
         revision, cache = self.options.revision or "main", self._cache
         commits = sorted(each.name for each in (cache / "snapshots").glob("*"))
         refs = sorted(str(each.relative_to(cache / "refs")) for each in (cache / "refs").rglob("*") if each.is_file())

@@ -109,8 +109,13 @@ def test_manifest_of_absurd_size(tmp_path: Path) -> None:
 
 
 def test_no_dump_at_all(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "nowhere", "memory://nowhere"):
-        with pytest.raises(BadDump, match="is not a dump"):
+    (tmp_path / "file").touch()
+    lacks = {"": "has no manifest.json", "nowhere": "does not exist", "nowhere/deep": "does not exist", "file": "is a file"}
+    for path, lack in [
+        *((tmp_path / name, lack) for name, lack in lacks.items()),
+        ("memory://nowhere", "has no manifest.json"),
+    ]:
+        with pytest.raises(BadDump, match=f"is not a dump: it {lack}"):
             Dump.open(path)
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from replaylens import Engine
-from replaylens.engine.errors import BadConfig, BadRequest, BadWeights, UnsupportedModel
+from replaylens.engine.errors import BadConfig, BadRequest, BadWeights, FetchFailed, UnsupportedModel
 from replaylens.engine.model.adapter import ADAPTER_FILE, WEIGHTS_FILE, Adapter
 from replaylens.engine.model.weights import load, save, weights_hash
 from replaylens.engine.proof.fingerprint import take
@@ -119,7 +119,7 @@ def test_an_adapter_folder_loads_by_itself_if_its_base_is_here(folders: tuple[Pa
     base, adapter = folders
     assert weights_hash(load(adapter)) == weights_hash(load(base, adapter=adapter))
     edit_json(adapter / ADAPTER_FILE, base_model_name_or_path="someone/some-model")
-    with pytest.raises(UnsupportedModel, match=r"base model 'someone/some-model'.*Engine.load\(base, adapter="):
+    with pytest.raises(FetchFailed, match=r"base model 'someone/some-model'.*Engine.load\(base, adapter="):
         load(adapter)
     assert load(base, adapter=adapter).config.adapter
 

@@ -20,6 +20,7 @@ from replaylens.engine.model import hub
 from replaylens.engine.model.hub import HubOptions, fetch_snapshot
 from replaylens.engine.model.weights import load, save, weights_hash
 from replaylens.engine.proof.fingerprint import Fingerprint
+from tests.engine.dump.test_cli import run
 from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.model.test_adapter import KINDS, trained
 from tests.families import hugging_face
@@ -133,6 +134,21 @@ def test_adapters_and_their_bases_by_name(cache: Path, models: Path, tmp_path: P
     put(cache, "org/lora", COMMIT, tmp_path / "adapter", main=COMMIT)
     for both in (Engine.load("org/lora"), Engine.load(NAME, adapter="org/lora")):
         assert both.fingerprint == alone.fingerprint
+
+
+def test_commands_take_names(cache: Path, tmp_path: Path) -> None:
+    """A dump is made and verified by name, also without naming the model again; what is not in the cache is not fetched."""
+    (tmp_path / "texts.jsonl").write_text('{"tokens": [1, 2, 3]}\n{"tokens": [4, 5]}\n')
+    made = ["--texts", tmp_path / "texts.jsonl", "--text", "tokens", "--sites", "S", "--quiet"]
+    code, out, err = run("dump", "--model", f"{NAME}@old", "--out", tmp_path / "dump", *made)
+    assert code == 0, err
+    assert f"{NAME}@{OLDER}" in run("inspect", tmp_path / "dump")[1]
+    assert run("verify", tmp_path / "dump", "--all", "--quiet")[1].startswith("verified")
+    code, out, _ = run("verify", tmp_path / "dump", "--all", "--quiet", "--model", NAME)
+    assert code == 2 and "other fingerprint" in out
+    shutil.rmtree(cache)
+    code, out, _ = run("verify", tmp_path / "dump", "--all", "--quiet")
+    assert code == 2 and f"Fetch it with --model {NAME}@{OLDER}" in out
 
 
 # What is refused
