@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from replaylens.engine.errors import BadRequest, UnsupportedModel
+from replaylens.engine.model.adapter import Adapter, base_tensors, is_adapted
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.family import Tensors
@@ -128,9 +129,20 @@ def _load_live(model: nn.Module, dtype: torch.dtype, check: bool, device: str) -
             f"{type(model).__name__} has no language-modelling head. Give the whole model, as "
             "AutoModelForCausalLM.from_pretrained returns it."
         )
+    if is_adapted(model):
+        return _load_adapted(model, dtype, check, device)
     state = model.state_dict()
     source = Source(state, state.__getitem__)
     return from_hugging_face(text_config(model.config), source, dtype, (lambda: model) if check else None, device)
+
+
+def _load_adapted(model: Any, dtype: torch.dtype, check: bool, device: str) -> Decoder:
+    """A model that holds a LoRA adapter beside its weights, merged with the bits of `adapter=`."""
+    adapter = Adapter.of_model(model)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    state, raw = base_tensors(base), text_config(base.config)
+    source = adapter.merged(Source(state, state.__getitem__), raw)
+    return from_hugging_face(raw, source, dtype, (lambda: base) if check else None, device, adapter.digest)
 
 
 def _load_bridge(bridge: Any, dtype: torch.dtype, check: bool, device: str) -> Decoder:
