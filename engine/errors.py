@@ -154,7 +154,7 @@ class NotCaptured(UserWarning):
 
 
 class SlowCluster(UserWarning):
-    """A Ray cluster on this machine did not start in time and is started again, which takes a while."""
+    """A Ray cluster takes long: it says what it waits for, or that a start on this machine failed and is tried again."""
 
 
 class NothingEdited(UserWarning):
