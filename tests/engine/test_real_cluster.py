@@ -227,7 +227,7 @@ def test_a_start_that_takes_too_long(reference: Rollouts, tmp_path: Path, monkey
 
 @pytest.mark.usefixtures("nodes")
 def test_workers_that_start_late(reference: Rollouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--ray local` on a busy machine: each worker's process takes 70 s. Ray would end it after 60 and start it anew, forever."""
+    """`--ray local` on a busy machine: a worker's process takes 70 s. Ray would end it after 60 and start it anew, forever."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys, time\nif any('default_worker.py' in each for each in sys.orig_argv):\n    time.sleep(70)\n"
     )

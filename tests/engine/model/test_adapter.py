@@ -13,7 +13,7 @@ from torch import Tensor
 
 from replaylens import Engine
 from replaylens.engine.errors import BadConfig, BadRequest, BadWeights, FetchFailed, UnsupportedModel
-from replaylens.engine.model.adapter import ADAPTER_FILE, WEIGHTS_FILE, Adapter
+from replaylens.engine.model.adapter import ADAPTER_FILE, WEIGHTS_FILE, Adapter, Lora
 from replaylens.engine.model.weights import load, save, weights_hash
 from replaylens.engine.proof.fingerprint import take
 from tests.engine.examined_once import attention_examined_once  # noqa: F401
@@ -182,6 +182,29 @@ def test_an_adapter_folder_loads_by_itself_if_its_base_is_here(folders: tuple[Pa
     with pytest.raises(FetchFailed, match=r"base model 'someone/some-model'.*Engine.load\(base, adapter="):
         load(adapter)
     assert load(base, adapter=adapter).config.adapter
+
+
+def test_the_digest_covers_all_that_changes_weights() -> None:
+    """Each part alone: the fingerprint's weights would tell most of them apart, the digest must by itself."""
+
+    def digest(name: str = "q", embeds: bool = False, scale: float = 1.5, whole: str = "norm.weight", **changed: Tensor) -> str:
+        given = {"a": torch.ones(2, 3), "b": torch.ones(4, 2), "x": torch.ones(5), **changed}
+        lora = Lora(given["a"], given["b"], scale, embeds)
+        return Adapter(Path("a"), {name: lora}, {whole: given["x"]}, None).digest  # type: ignore[arg-type]
+
+    others = [
+        digest(scale=1.5000001),
+        digest(scale=-1.5),
+        digest(name="v"),
+        digest(embeds=True),
+        digest(whole="other.weight"),
+        digest(a=torch.tensor([[1.0, 1, 1], [1, 1, 2]])),
+        digest(b=torch.cat([torch.ones(3, 2), torch.tensor([[1.0, 2]])])),
+        digest(x=torch.tensor([1.0, 1, 1, 1, 2])),
+        digest(x=torch.ones(5, dtype=torch.bfloat16)),
+        digest(a=torch.ones(1, 6)),
+    ]
+    assert len({digest(), *others}) == 1 + len(others) and digest() == digest()
 
 
 def test_the_fingerprint_tells_adapters_apart(folders: tuple[Path, Path], tmp_path: Path) -> None:
