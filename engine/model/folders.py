@@ -53,7 +53,7 @@ def load_path(
 
 
 @dataclass(frozen=True)
-class Located:
+class LocatedModel:
     """Where a model is."""
 
     path: Path
@@ -62,7 +62,7 @@ class Located:
     """name@commit, if the path is a snapshot of the hub"""
 
 
-def located(source: str | Path, given: str | Path | None, options: HubOptions = HubOptions()) -> Located:  # noqa: B008 (frozen)
+def located(source: str | Path, given: str | Path | None, options: HubOptions = HubOptions()) -> LocatedModel:  # noqa: B008 (frozen)
     """The base and the adapter. A folder that holds an adapter is one, as for transformers; its config names the base.
 
     A path that exists comes before a name on the hub. `options` are for names.
@@ -76,7 +76,7 @@ def located(source: str | Path, given: str | Path | None, options: HubOptions = 
     else:
         options.require_unused(source)
     if given is None:
-        return _base_of(path, options) if exists(path / ADAPTER_FILE) else Located(path, None, revision)
+        return _base_of(path, options) if exists(path / ADAPTER_FILE) else LocatedModel(path, None, revision)
     adapter = Path(given)
     if not exists(adapter) and is_hub_name(given):
         adapter = fetch_snapshot(str(given), options).folder
@@ -85,7 +85,7 @@ def located(source: str | Path, given: str | Path | None, options: HubOptions = 
             f"{path} holds an adapter, and {adapter} is another. Only one can be merged: merge the first with peft "
             "(merge_and_unload), and give the result."
         )
-    return Located(path, adapter, revision)
+    return LocatedModel(path, adapter, revision)
 
 
 def exists(path: Path) -> bool:
@@ -96,18 +96,18 @@ def exists(path: Path) -> bool:
         return False
 
 
-def _base_of(folder: Path, options: HubOptions) -> Located:
+def _base_of(folder: Path, options: HubOptions) -> LocatedModel:
     """An adapter's base, if its config names a folder or a model of the hub, and the adapter."""
     fields = read_fields(folder)
     named, revision = fields.get("base_model_name_or_path"), fields.get("revision")
     if isinstance(named, str) and Path(named).is_dir() and Path(named).resolve() != folder.resolve():
-        return Located(Path(named), folder)
+        return LocatedModel(Path(named), folder)
     kind: type[EngineError] = UnsupportedModel
     problem = "It is neither a folder here nor a name on the Hugging Face hub."
     if is_hub_name(named):
         try:
             snapshot = fetch_snapshot(f"{named}@{revision}" if revision else str(named), options)
-            return Located(snapshot.folder, folder, snapshot.revision)
+            return LocatedModel(snapshot.folder, folder, snapshot.revision)
         except (FetchFailed, UnsupportedModel) as e:
             problem, kind = str(e), type(e)
     raise kind(

@@ -14,6 +14,7 @@ Exit codes of every command:
 
 import sys
 import traceback
+import warnings
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple
 
@@ -105,12 +106,21 @@ def top(
     """Replay reasoning tasks on a deterministic, branching engine; capture, dump and probe the model's activations."""
 
 
+def _show_warning(message: Warning | str, category: type[Warning], *where: Any) -> None:
+    """One line on stderr, as for errors, for warnings of our own; where they come from says nothing to the user."""
+    if category.__module__.startswith("replaylens."):
+        print(f"{category.__name__}: {message}", file=sys.stderr)
+    else:
+        sys.stderr.write(warnings.formatwarning(message, category, *where[:2]))
+
+
 def main() -> None:
     """Entry point of the `replaylens` script. Every error ends with an exit code of the list above, never with 1."""
     from replaylens.commands.reporting import exit_code
     from replaylens.engine.errors import EngineError
     from replaylens.tasks.errors import TaskError
 
+    warnings.showwarning = _show_warning
     try:
         app(prog_name="replaylens")
     except (EngineError, TaskError) as error:

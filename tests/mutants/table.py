@@ -7,10 +7,25 @@ from tests.mutants.engine import ENGINE
 from tests.mutants.gradients import GRADIENTS
 from tests.mutants.holes import HOLES
 from tests.mutants.memory import MEMORY
+from tests.mutants.models import MODELS
 from tests.mutants.modes import MODES
 from tests.mutants.probes import PROBES
 from tests.mutants.questions import QUESTIONS
 from tests.mutants.tasks import TASKS
 from tests.mutants.thinking import THINKING
 
-MUTANTS = (*ENGINE, *MEMORY, *MODES, *DUMPS, *PROBES, *ARRAYS, *QUESTIONS, *TASKS, *THINKING, *GRADIENTS, *DEVICE, *HOLES)
+MUTANTS = (
+    *ENGINE,
+    *MEMORY,
+    *MODES,
+    *MODELS,
+    *DUMPS,
+    *PROBES,
+    *ARRAYS,
+    *QUESTIONS,
+    *TASKS,
+    *THINKING,
+    *GRADIENTS,
+    *DEVICE,
+    *HOLES,
+)
