@@ -16,7 +16,7 @@ import sys
 import traceback
 import warnings
 from importlib import import_module
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TextIO
 
 import typer
 from rich.console import Console
@@ -106,12 +106,18 @@ def top(
     """Replay reasoning tasks on a deterministic, branching engine; capture, dump and probe the model's activations."""
 
 
-def _show_warning(message: Warning | str, category: type[Warning], *where: Any) -> None:
-    """One line on stderr, as for errors, for warnings of our own; where they come from says nothing to the user."""
-    if category.__module__.startswith("replaylens."):
-        print(f"{category.__name__}: {message}", file=sys.stderr)
-    else:
-        sys.stderr.write(warnings.formatwarning(message, category, *where[:2]))
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Warnings of our own as one line, like errors: the line of code that they come from says nothing to a user."""
+    ours = category.__module__.startswith("replaylens.")
+    text = f"{category.__name__}: {message}\n" if ours else warnings.formatwarning(message, category, filename, lineno, line)
+    (file or sys.stderr).write(text)
 
 
 def main() -> None:
