@@ -8,11 +8,12 @@ waves of rollouts.
 import json
 import signal
 import threading
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,31 @@ from replaylens.engine.request.sampling import Sampling
 
 ATTEMPTS = 3
 """how often a shard or wave is tried if its actors die, and the start of a cluster if it takes too long"""
+SAY_SECONDS, START_SECONDS, LOAD_SECONDS = 30, 300, 3600
+"""how long to wait in silence; for the process of a worker, which takes 8 s on a quiet machine; and for its engine"""
+WITHOUT_RAY = "Without Ray, the result is the same."
 
 
-class ShardWorker:
-    """The class of the actors: an engine that writes the shards it is given. Takes and returns JSON."""
+class Worker:
+    """The base class of actors: an engine that writes what it is given. Methods take and return JSON."""
 
     def __init__(self, model: str, engine_options: str) -> None:
-        self.engine = Engine.load(model, **json.loads(engine_options))
+        self._model, self._engine_options = model, engine_options
+
+    @cached_property
+    def engine(self) -> Engine:
+        return Engine.load(self._model, **json.loads(self._engine_options))
+
+    def started(self) -> None:
+        """Returns once the cluster has placed this worker and its process runs."""
 
     def ready(self) -> None:
-        """Returns once the cluster has placed this worker and its engine is loaded."""
+        """Returns once its engine is loaded."""
+        self.engine  # noqa: B018 (loads it)
+
+
+class ShardWorker(Worker):
+    """The class of the actors that write shards."""
 
     def plan(self, task: str, examples: str, options: str) -> str:
         """The plan for these options on this engine, and the engine's fingerprint."""
@@ -49,7 +65,7 @@ class ShardWorker:
         given["sampling"] = Sampling.from_json(given["sampling"])
         given["edits"] = [Edit.from_json(edit) for edit in given["edits"]]
         plan = make_plan(self.engine, made, json.loads(examples), **given)
-        return json.dumps({"plan": plan.to_json(), "fingerprint": asdict(self.engine.fingerprint)})
+        return json.dumps({"plan": plan.to_json(), "fingerprint": self.engine.fingerprint.parts()})
 
     def write(self, path: str, head: str, number: int, batch: int) -> int:
         """Make and write one shard. Returns its number."""
@@ -148,6 +164,7 @@ class Pool:
                 f"Invalid workers={self.size}. Give at least 1; the cluster has {known} {'GPUs' if gpus else 'CPUs'}."
             )
         self._first = self._start()
+        self._model, self._known = model, f"{known} {'GPUs' if gpus else 'CPUs'}"
 
     def __enter__(self) -> "Pool":
         return self
@@ -165,6 +182,12 @@ class Pool:
         """Call a method of the first actor."""
         with _own_errors(self.ray):
             try:
+                for step, what, seconds in (
+                    ("started", f"the process of the first worker, on a cluster with {self._known}", START_SECONDS),
+                    ("ready", f"the first worker to load {self._model}", LOAD_SECONDS),
+                ):
+                    self._await([call := getattr(self._first, step).remote()], what, seconds)
+                    self.ray.get(call)
                 return self.ray.get(getattr(self._first, method).remote(*given))
             except self.ray.exceptions.RayActorError as error:
                 raise ClusterFailed(f"The first worker died before it could plan: {error}") from error
@@ -185,7 +208,9 @@ class Pool:
             while waiting and idle:
                 actor, number = idle.pop(), waiting.pop()
                 calls[write(actor, number)] = actor, number
-            (done,), _ = self.ray.wait(list(calls), num_returns=1)
+            numbered = sorted(number for _, number in calls.values() if number is not None)
+            what = f"{unit.lower()} {', '.join(map(str, numbered))}" if numbered else "other workers, after some have died,"
+            done = self._await(list(calls), what, None if numbered else START_SECONDS + LOAD_SECONDS)
             actor, written = calls.pop(done)
             try:
                 with _own_errors(self.ray):
@@ -201,6 +226,21 @@ class Pool:
                 idle.append(actor)
                 if written is not None:
                     yield written
+
+    def _await(self, calls: list[Any], what: str, limit: float | None) -> Any:
+        """The first call that is done. Says every SAY_SECONDS what it waits for; ClusterFailed after `limit` seconds."""
+        waited = 0.0
+        while limit is None or waited < limit:
+            pause = SAY_SECONDS if limit is None else min(SAY_SECONDS, limit - waited)
+            done, _ = self.ray.wait(calls, num_returns=1, timeout=pause)
+            if done:
+                return done[0]
+            waited += pause
+            _say(what, waited, limit)
+        raise ClusterFailed(
+            f"Waited {limit:.0f} s for {what}, and gave up. The machines may be too busy, or have no room. Give fewer workers, "
+            f"or try again when they are quiet. {WITHOUT_RAY} What is finished stays, and can be resumed."
+        )
 
     def _greet(self) -> dict[Any, tuple[Any, None]]:
         """Start an actor: its `ready` call, and the actor."""
@@ -245,10 +285,11 @@ def _connect(ray: Any, address: str) -> None:
     happens on a machine with more work than cores. Ray has no option for that limit.
     """
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
-    own: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+    patient = {"worker_register_timeout_seconds": START_SECONDS}  # after 60 s, Ray would end processes and start them anew
+    own: dict[str, Any] = {"include_dashboard": False, "_system_config": patient} if address == "local" else {}
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            with _own_termination():
+            with _own_termination(), _saying("a Ray cluster to start" if own else f"the Ray cluster at {address}"):
                 ray.init(address=address, **quiet, **own)
             return
         except Exception as error:
@@ -260,7 +301,9 @@ def _connect(ray: Any, address: str) -> None:
             if not slow or attempt == ATTEMPTS:
                 times = f" in {attempt} attempts" if attempt > 1 else ""
                 advice = (
-                    " The machine may be too busy. Try again later, or give the address of a running cluster." if slow else ""
+                    f" The machine may be too busy. Try again later, or give the address of a running cluster. {WITHOUT_RAY}"
+                    if slow
+                    else ""
                 )
                 raise ClusterFailed(
                     f"The Ray cluster could not be started on this machine{times}: {type(error).__name__}: {error}{advice}"
@@ -270,6 +313,29 @@ def _connect(ray: Any, address: str) -> None:
                 SlowCluster,
                 stacklevel=2,
             )
+
+
+def _say(what: str, waited: float, limit: float | None = None) -> None:
+    bound = "" if limit is None else f" of at most {limit:.0f}"
+    warnings.warn(f"Waiting for {what}: {waited:.0f} s{bound} so far.", SlowCluster, stacklevel=3)
+
+
+@contextmanager
+def _saying(what: str) -> Iterator[None]:
+    """Within the block, say every SAY_SECONDS what it waits for."""
+    over, began = threading.Event(), time.monotonic()
+
+    def say() -> None:
+        while not over.wait(SAY_SECONDS):
+            _say(what, time.monotonic() - began)
+
+    thread = threading.Thread(target=say, name="waiting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 @contextmanager

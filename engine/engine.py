@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from replaylens.engine.errors import BadRequest, BadTexts, UnsupportedModel, no_such
+from replaylens.engine.errors import BadRequest, BadTexts, UnsupportedModel, nearest, no_such
 from replaylens.engine.model import smollm2, weights
 from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.hub import HubOptions, is_hub_name
 from replaylens.engine.model.text import Text, load_text
 from replaylens.engine.passes.ferry import RING_BYTES
 from replaylens.engine.proof.trace import Trace
@@ -61,6 +62,10 @@ class Engine(TransformerLensVerbs):
         dtype: torch.dtype | None = None,
         tokenizer: Any = None,
         adapter: str | Path | None = None,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
         draft_model: Any = None,
         cache_tokens: int = 8192,
         page_size: int = 16,
@@ -73,12 +78,17 @@ class Engine(TransformerLensVerbs):
         guess: Guess = "empty",
         check: bool | None = None,
     ) -> Engine:
-        """Load a name (embedded, or smollm2), a folder, a .gguf file, a transformers model, a TransformerBridge or a Decoder.
+        """Load a name (embedded, smollm2, or of the Hugging Face hub: gpt2, org/name, org/name@revision), a folder, a .gguf
+        file, a transformers or peft model, a TransformerBridge or a Decoder. A path of that name comes before the hub.
 
         device       "cpu" (float32) or "cuda" (default dtype: bfloat16)
         tokenizer    replaces the source's own
-        adapter      the folder of a LoRA adapter in peft's format, merged into the weights of a folder or .gguf file. The
-                     fingerprint names it. A folder that holds only an adapter loads by itself if its base is a folder here
+        adapter      a LoRA adapter in peft's format, a folder or a name on the hub, merged into the weights of a folder, a
+                     .gguf file or a name. The fingerprint names it. An adapter's own folder loads by itself if its config
+                     names the base
+        revision, token, cache_dir, local_files_only
+                     of a name on the hub: as in huggingface_hub, whose environment variables count (HF_TOKEN, HF_HOME,
+                     HF_HUB_OFFLINE). The fingerprint names the commit
         draft_model  a smaller model with the same tokenizer, for the `model` drafter; any source that `load` takes
         guess        for models that think: how a prompt's thoughts are guessed ahead (see `ThinkingCore`)
         check        compare with transformers on a few tokens, layer by layer; OtherModel if they differ. None: check only
@@ -89,11 +99,14 @@ class Engine(TransformerLensVerbs):
         dtype = default_dtype(device, dtype)
         if draft_model is None and isinstance(source, str) and source == "coin-plain":
             draft_model = "coin-draft"
-        draft = None if draft_model is None else load_model(draft_model, dtype, check=False, device=device)[0]
+        hub = HubOptions(revision, token, cache_dir, local_files_only)
+        beside = replace(hub, revision=None)  # the draft model may be on the hub, too
+        draft = None if draft_model is None else load_model(draft_model, dtype, check=False, device=device, hub=beside)[0]
         check = None if check is None else flag("check", check)
         if (found := _thinking_model(source)) is not None:
             weights.require_unchecked(bool(check), "a model that thinks")
             _require_no_adapter(adapter, "a model that thinks")
+            hub.require_unused(source)
             thinker, text = found
             return ThinkingEngine(
                 weights.in_dtype(thinker, dtype).to(device),
@@ -112,7 +125,7 @@ class Engine(TransformerLensVerbs):
         if not isinstance(guess, str) or guess not in GUESSES:
             raise BadRequest(f"Invalid guess={shown(guess)}. Give one of {', '.join(GUESSES)}, for models that think only.")
         check = weights.is_live(source) if check is None else check
-        model, text = load_model(source, dtype, check, device, adapter)
+        model, text = load_model(source, dtype, check, device, adapter, hub)
         return cls(
             model,
             text if tokenizer is None else tokenizer,
@@ -227,40 +240,50 @@ def default_dtype(device: str, dtype: torch.dtype | None = None) -> torch.dtype:
 
 
 def load_model(
-    source: Any, dtype: torch.dtype, check: bool, device: str = "cpu", adapter: str | Path | None = None
+    source: Any,
+    dtype: torch.dtype,
+    check: bool,
+    device: str = "cpu",
+    adapter: str | Path | None = None,
+    hub: HubOptions = HubOptions(),  # noqa: B008 (frozen)
 ) -> tuple[Decoder, Text]:
     """A decoder and its tokenizer, from any source of `Engine.load`; the options as in `weights.load`."""
     if isinstance(source, str) and source in zoo.names():
         weights.require_unchecked(check, source)
         _require_no_adapter(adapter, source)
+        hub.require_unused(source)
         plain, words = zoo.load_embedded(source)
         return weights.load(plain, dtype, device=device), Text(words)
     if isinstance(source, str) and source == smollm2.SHORT:
         source = smollm2.fetched_folder()
-    if isinstance(source, str | Path) and not _exists(Path(source)):
-        known = no_such("model", str(source), (*zoo.names(), *thinking_zoo.names(), smollm2.SHORT))
-        raise UnsupportedModel(
-            f"{source} is neither a folder nor a .gguf file. {known} For a model of the Hugging Face hub, download it "
-            "(hf download) and give the folder, or pass the loaded transformers model."
-        )
     if isinstance(source, str | Path):
-        path, adapter = weights.located(Path(source), adapter)
-        folders = [folder for folder in (adapter, path) if folder is not None and folder.is_dir()]
+        if not weights.exists(Path(source)):
+            _require_name(source)
+        found = weights.located(source, adapter, hub)
+        folders = [folder for folder in (found.adapter, found.path) if folder is not None and folder.is_dir()]
         text = next((found for found in map(load_text, folders) if found.tokenizer is not None), Text(None))
-        return weights.load(path, dtype, check, device, adapter), text
+        return weights.load(found.path, dtype, check, device, found.adapter, found.revision), text
+    hub.require_unused(source)
     return weights.load(source, dtype, check, device, adapter), Text(getattr(source, "tokenizer", None))
+
+
+def _require_name(source: str | Path) -> None:
+    """UnsupportedModel for a path that does not exist and is no name on the hub, or is nearly that of an embedded model.
+
+    The hub is not asked for words like those: all its models but a few of its first have an owner in their names.
+    """
+    known = (*zoo.names(), *thinking_zoo.names(), smollm2.SHORT)
+    if is_hub_name(source) and not nearest(str(source), known):
+        return
+    raise UnsupportedModel(
+        f"{source} does not exist. Give the path of a folder or a .gguf file, or a name: on the Hugging Face hub, such as gpt2 "
+        f"or org/name, or of an embedded model. {no_such('model', str(source), known)}"
+    )
 
 
 def _require_no_adapter(adapter: str | Path | None, what: str) -> None:
     if adapter is not None:
         raise BadRequest(f"adapter= goes with the folder of a base model, not with {what}. Leave adapter out.")
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # e.g. the name is too long
-        return False
 
 
 def _thinking_model(source: Any) -> tuple[ThinkingDecoder, Text] | None:
@@ -270,6 +293,6 @@ def _thinking_model(source: Any) -> tuple[ThinkingDecoder, Text] | None:
     if isinstance(source, str) and source in thinking_zoo.names():
         model, tokenizer = thinking_zoo.load_embedded(source)
         return model, Text(tokenizer)
-    if isinstance(source, str | Path) and _exists(Path(source) / thinking.CONFIG_FILE):
+    if isinstance(source, str | Path) and weights.exists(Path(source) / thinking.CONFIG_FILE):
         return thinking.load(Path(source)), load_text(Path(source))
     return None

@@ -26,6 +26,10 @@ class MissingTensor(BadWeights):
     """A checkpoint lacks a tensor."""
 
 
+class FetchFailed(EngineError, RuntimeError):
+    """A model could not be fetched: no network, no access, or a part of it is missing. What was complete before still is."""
+
+
 class OtherModel(EngineError, ValueError):
     """The loaded model computes something else than its source. `stage` names the first part that differs, `difference` is
     its largest relative error."""
@@ -150,7 +154,7 @@ class NotCaptured(UserWarning):
 
 
 class SlowCluster(UserWarning):
-    """A Ray cluster on this machine did not start in time and is started again, which takes a while."""
+    """A Ray cluster takes long: it says what it waits for, or that a start on this machine failed and is tried again."""
 
 
 class NothingEdited(UserWarning):
@@ -259,11 +263,16 @@ class ClusterFailed(EngineError, RuntimeError):
     """The Ray cluster could not be reached, or its workers died repeatedly on the same shard."""
 
 
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that a misspelt one is nearest to; None: it is like none of them."""
+    return next(iter(get_close_matches(name, list(known), n=1, cutoff=0.7)), None)
+
+
 def no_such(kind: str, name: str, known: Iterable[str]) -> str:
     """The message for an unknown name: the nearest known name, then all of them."""
     known = list(known)
-    nearest = get_close_matches(name, known, n=1, cutoff=0.7)
-    hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+    near = nearest(name, known)
+    hint = f" (did you mean {near!r}?)" if near else ""
     return f"Unknown {kind} {name!r}{hint}. Known: {', '.join(known)}."
 
 
@@ -273,10 +282,6 @@ class UnknownPromptWord(BadRequest, tasks.UnknownWord):
 
 class BadThought(BadRequest):
     """A thought that is longer than the config allows, or has words that the tokenizer does not know."""
-
-
-class FetchFailed(EngineError, RuntimeError):
-    """The model could not be fetched. The cache is unchanged."""
 
 
 class BadRecipe(EngineError, ValueError):

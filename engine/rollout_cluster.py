@@ -25,14 +25,8 @@ from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.resampling import Replacement, waves_of
 
 
-class WaveWorker:
-    """The class of the actors that draw rollouts: an engine that writes the waves it is given. Takes and returns JSON."""
-
-    def __init__(self, model: str, engine_options: str) -> None:
-        self.engine = Engine.load(model, **json.loads(engine_options))
-
-    def ready(self) -> None:
-        """Returns once the cluster has placed this worker and its engine is loaded."""
+class WaveWorker(cluster.Worker):
+    """The class of the actors that draw rollouts."""
 
     def plan(self, path: str, options: str) -> str:
         """The plan for these options on this engine, and the size of its waves."""

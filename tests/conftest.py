@@ -1,9 +1,12 @@
 """Fixtures for all tests."""
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from types import ModuleType
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub: no test asks the hub
 
 import pytest
 import torch

@@ -164,7 +164,7 @@ def test_signatures_control() -> None:
 
     assert unreadable(long) and len(list(public_calls())) > 60
     shown = _render_signature(inspect.signature(rl.patch), "patch")
-    assert "clean: 'Prompt'" in shown and "metric: 'RowMetric'" in shown and "replaylens." not in shown
+    assert "clean: 'Prompts'" in shown and "metric: 'RowMetric" in shown and "replaylens." not in shown
 
 
 def test_completion_shows_what_is_documented() -> None:

@@ -39,7 +39,8 @@ class Head:
         self.store.write(HEAD, self._bytes(digest, shards))
 
     def _bytes(self, digest: str | None = None, shards: dict[int, str] | None = None) -> bytes:
-        return json.dumps(asdict(_HeadRecord(self.fingerprint, self.plan.to_json(), digest, shards or {})), indent=1).encode()
+        record = asdict(_HeadRecord(self.fingerprint, self.plan.to_json(), digest, shards or {}))
+        return json.dumps(record | {"fingerprint": self.fingerprint.parts()}, indent=1).encode()
 
     def check(self) -> None:
         """Raise OtherPlan or OtherFingerprint if this writer cannot resume the folder's dump, BadDump if it is none."""

@@ -130,7 +130,7 @@ class Manifest:
             "accepted_digest": self.accepted_digest,
             "rows": self.rows,
             "accepted_rows": self.accepted_rows,
-            "fingerprint": asdict(self.fingerprint),
+            "fingerprint": self.fingerprint.parts(),
             "plan": self.plan.to_json(),
             "sites": {name: asdict(site) for name, site in self.sites.items()},
             "labels": self.labels,

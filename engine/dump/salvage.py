@@ -9,7 +9,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
@@ -37,7 +36,7 @@ class Salvage:
 
     def __init__(self, store: Store, raw: bytes, plan: DumpPlan, fingerprint: Fingerprint) -> None:
         self.store, self.raw, self.plan = store, raw, plan
-        for name, value in (("plan", plan.to_json()), ("fingerprint", asdict(fingerprint))):
+        for name, value in (("plan", plan.to_json()), ("fingerprint", fingerprint.parts())):
             if not self._states(name, value):
                 raise BadDump(
                     f"{store.url}: {MANIFEST} is damaged, and what is left of it does not name this {name}. Resume with the "

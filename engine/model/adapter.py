@@ -5,22 +5,24 @@ and rounded once to float32, so that the merged weights do not depend on the ord
 """
 
 import hashlib
+import json
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from replaylens.engine.errors import BadWeights, UnsupportedModel
 from replaylens.engine.model import modes
-from replaylens.engine.model.adapter_config import ADAPTER_FILE, AdapterConfig, read_fields
+from replaylens.engine.model.adapter_config import ADAPTER_FILE, AdapterConfig
 from replaylens.engine.model.base_modules import EXPERT, BaseModules
 from replaylens.engine.model.families import FAMILIES, family_of
 from replaylens.engine.model.shards import Shards
 from replaylens.engine.model.source import FLOATS, HEAD, Source
 
-__all__ = ["ADAPTER_FILE", "WEIGHTS_FILE", "Adapter", "Lora", "base_of"]
+__all__ = ["ADAPTER_FILE", "WEIGHTS_FILE", "Adapter", "Lora", "base_tensors", "is_adapted"]
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -73,21 +75,44 @@ class Adapter:
         shards = Shards(folder, [WEIGHTS_FILE])
         if not shards.names:
             raise BadWeights(f"{folder / WEIGHTS_FILE} holds no tensors. Copy it again, or save the adapter anew.")
+        return cls._of(folder, config, shards.names, shards.read)
+
+    @classmethod
+    def of_model(cls, model: Any) -> "Adapter":
+        """The active adapter of a model in memory, as peft would save it. UnsupportedModel: it computes something else."""
+        from peft import get_peft_model_state_dict
+
+        active = model.active_adapters() if callable(model.active_adapters) else model.active_adapters
+        if len(active) != 1:
+            raise _not_merged(model, f"has {len(active)} active adapters ({', '.join(active)}); one can be merged")
+        given = model.peft_config[active[0]]
+        where = Path(type(model).__name__)  # in the place of a folder, for errors
+        fields = json.loads(json.dumps(given.to_dict(), default=lambda x: sorted(x) if isinstance(x, set) else str(x)))
+        config = AdapterConfig.of(where, fields)
+        tables = not {"embed_tokens", "lm_head"}.isdisjoint(config.modules)  # what peft saves beside, too
+        state = get_peft_model_state_dict(model, adapter_name=active[0], save_embedding_layers=tables)
+        tensors = {name: x.detach().cpu() for name, x in state.items()}
+        adapter = cls._of(where, config, tensors, tensors.__getitem__)
+        adapter._require_as_saved(model, active[0])
+        return adapter
+
+    @classmethod
+    def _of(cls, folder: Path, config: AdapterConfig, tensors: Iterable[str], read: Callable[[str], Tensor]) -> "Adapter":
         parts: dict[str, dict[str, Tensor]] = {}
         whole, embeds = dict[str, Tensor](), set()
-        names = {name: _module_name(name) for name in shards.names}
+        names = {name: _module_name(name) for name in tensors}
         for name, ours in names.items():
             if _UNTRAINED in ours and ours.replace(_UNTRAINED, ".") in names.values():
                 continue  # the base's own tensor beside the trained one: peft does not compute with it
             if end := next((end for end in _PARTS if ours.endswith(end)), ""):
                 module = ours.removesuffix(end)
-                parts.setdefault(module, {})[_PARTS[end]] = shards.read(name)
+                parts.setdefault(module, {})[_PARTS[end]] = read(name)
                 if "embedding" in end:
                     embeds.add(module)
             elif "lora_" in ours:
                 raise UnsupportedModel(f"The adapter {folder} holds {name}, which is not supported.")
             else:
-                x = shards.read(name)
+                x = read(name)
                 if ours in whole and not torch.equal(whole[ours], x):
                     raise BadWeights(
                         f"{folder / WEIGHTS_FILE} holds {ours} twice, with different values. Save the adapter anew with peft."
@@ -138,6 +163,17 @@ class Adapter:
 
         return Source(reads, read)
 
+    def _require_as_saved(self, model: Any, name: str) -> None:
+        """UnsupportedModel if a layer of the model does not add what its config says."""
+        for path, layer in model.named_modules():
+            if getattr(layer, "merged", False):
+                raise _not_merged(model, f"has merged its adapter into {path} already (unmerge_adapter undoes it)")
+            if getattr(layer, "disable_adapters", False) is True:
+                raise _not_merged(model, f"has a disabled adapter at {path}, so that it computes its base")
+            lora = self.changes.get(path.removeprefix(_PREFIX))
+            if lora is not None and layer.scaling[name] != lora.scale:
+                raise _not_merged(model, f"scales {path} by {layer.scaling[name]}, but by {lora.scale} in its config")
+
     def _found(self, modules: BaseModules, name: str) -> str:
         """The base's name of a tensor that the adapter changes."""
         found = modules.find(name)
@@ -177,20 +213,28 @@ class Adapter:
             )
 
 
+def is_adapted(model: Any) -> bool:
+    """Whether a model in memory holds adapters beside its weights: peft's own, or a transformers model with adapters added."""
+    parts = model.modules() if isinstance(model, nn.Module) and getattr(model, "peft_config", None) else ()
+    return any(hasattr(part, "base_layer") or hasattr(part, "get_base_model") for part in parts)
+
+
+def base_tensors(model: Any) -> dict[str, Tensor]:
+    """The base's own tensors of an adapted model, by their names in transformers."""
+    own = {name: x for name, x in model.state_dict().items() if ".lora_" not in name and ".modules_to_save." not in name}
+    return {_module_name(name).replace(_UNTRAINED, "."): x for name, x in own.items()}
+
+
+def _not_merged(model: Any, why: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"This {type(model).__name__} {why}. Give the result of model.merge_and_unload(), or the base and the folder of the "
+        "saved adapter: Engine.load(base, adapter=folder)."
+    )
+
+
 def _module_name(name: str) -> str:
     """The base's name of a tensor in an adapter's file, without the parts that peft adds."""
     return name.removeprefix(_PREFIX).replace(".modules_to_save.", ".").replace(".base_layer.", ".")
-
-
-def base_of(folder: Path) -> Path:
-    """The folder of an adapter's base, if its config names one that exists."""
-    named = read_fields(folder).get("base_model_name_or_path")
-    if isinstance(named, str) and Path(named).is_dir() and Path(named).resolve() != folder.resolve():
-        return Path(named)
-    raise UnsupportedModel(
-        f"{folder} holds an adapter ({ADAPTER_FILE}) of the base model {named!r}, which is not a folder here. Give both: "
-        f"Engine.load(base, adapter={str(folder)!r})."
-    )
 
 
 def _lora(folder: Path, module: str, parts: dict[str, Tensor], config: AdapterConfig, embeds: bool) -> Lora:

@@ -76,7 +76,12 @@ class AdapterConfig:
     @classmethod
     def read(cls, folder: Path) -> "AdapterConfig":
         """UnsupportedModel names a field that is not supported, BadConfig one that cannot be read."""
-        fields = _Fields(folder / ADAPTER_FILE, read_fields(folder))
+        return cls.of(folder, read_fields(folder))
+
+    @classmethod
+    def of(cls, folder: Path, values: dict[str, Any]) -> "AdapterConfig":
+        """From the fields of a config in this folder."""
+        fields = _Fields(folder / ADAPTER_FILE, values)
         fields.require_supported()
         layers = fields.values.get("layers_to_transform")
         return cls(

@@ -157,6 +157,8 @@ class ModelConfig:
     """the mixtures of experts; None: every layer has an MLP"""
     sinks: bool = False
     """each head has a trained score that takes part in its softmax and belongs to no key (GPT-OSS)"""
+    revision: str = ""
+    """name@commit on the Hugging Face hub; empty: from elsewhere. Informative, as `family`"""
 
     def __post_init__(self) -> None:
         for name in (

@@ -1,19 +1,22 @@
 """Models on disk: folders of Hugging Face, checkpoints of our own, adapters, GGUF files."""
 
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from replaylens.engine.errors import BadConfig, BadRequest, UnsupportedModel
-from replaylens.engine.model.adapter import ADAPTER_FILE, Adapter, base_of
+from replaylens.engine.errors import BadConfig, BadRequest, EngineError, FetchFailed, UnsupportedModel
+from replaylens.engine.model.adapter import ADAPTER_FILE, Adapter
+from replaylens.engine.model.adapter_config import read_fields
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.families import family_of
 from replaylens.engine.model.filler import Filler
 from replaylens.engine.model.gguf import GgufFile
+from replaylens.engine.model.hub import HubOptions, fetch_snapshot, is_hub_name
 from replaylens.engine.model.quantised import dequantised
 from replaylens.engine.model.shards import Shards
 from replaylens.engine.model.source import Source
@@ -22,53 +25,117 @@ from replaylens.engine.model.translated import from_hugging_face
 CONFIG_FILE = "replaylens.json"
 
 
-def load_path(path: Path, dtype: torch.dtype, check: bool, device: str, adapter: str | Path | None) -> Decoder:
-    """A decoder from a folder or a .gguf file, with an adapter merged into its weights."""
-    path, adapter = located(path, adapter)
+def load_path(
+    path: Path, dtype: torch.dtype, check: bool, device: str, adapter: str | Path | None, revision: str = ""
+) -> Decoder:
+    """A decoder from a folder or a .gguf file, with an adapter merged into its weights.
+
+    revision  name@commit of a model from the hub
+    """
+    found = located(path, adapter)
+    path, adapter, revision = found.path, found.adapter, revision or found.revision
+    if not path.exists():
+        raise UnsupportedModel(f"{path} does not exist. Give the path of a folder or a .gguf file.")
     if path.suffix == ".gguf" and not path.is_dir():
         file = GgufFile(path)
         return _translated(path, file.config, file.source(), dtype, check, device, adapter)
     if not path.is_dir():
         raise UnsupportedModel(f"{path} is neither a folder nor a .gguf file.")
     if (path / CONFIG_FILE).exists():
-        return _own(path, dtype, check, device, adapter)
+        return _own(path, dtype, check, device, adapter, revision)
     if not (path / "config.json").exists():
         raise UnsupportedModel(f"{path} holds neither {CONFIG_FILE} nor config.json.")
     raw, shards = _read_config(path), Shards(path)
     source = Source(shards.names, shards.read)
     if quantisation := raw.pop("quantization_config", None):
         source = dequantised(source, quantisation)
-    return _translated(path, raw, source, dtype, check, device, adapter)
+    return _translated(path, raw, source, dtype, check, device, adapter, revision)
 
 
-def located(path: Path, given: str | Path | None) -> tuple[Path, Path | None]:
-    """The base and the adapter. A folder that holds an adapter is one, as for transformers; its config names the base."""
+@dataclass(frozen=True)
+class LocatedModel:
+    """Where a model is."""
+
+    path: Path
+    adapter: Path | None
+    revision: str = ""
+    """name@commit, if the path is a snapshot of the hub"""
+
+
+def located(source: str | Path, given: str | Path | None, options: HubOptions = HubOptions()) -> LocatedModel:  # noqa: B008 (frozen)
+    """The base and the adapter. A folder that holds an adapter is one, as for transformers; its config names the base.
+
+    A path that exists comes before a name on the hub. `options` are for names.
+    """
     if not isinstance(given, str | Path | None):
-        raise BadRequest(f"adapter must be the path of a folder, not {given!r:.120}.")
-    adapter = None if given is None else Path(given)
-    if adapter is None and (path / ADAPTER_FILE).exists():
-        return base_of(path), path
-    if adapter is not None and (path / ADAPTER_FILE).exists() and path.resolve() != adapter.resolve():
+        raise BadRequest(f"adapter must be the path of a folder, or a name on the hub, not {given!r:.120}.")
+    path, revision = Path(source), ""
+    if not exists(path) and is_hub_name(source):
+        snapshot = fetch_snapshot(str(source), options)
+        path, revision, options = snapshot.folder, snapshot.revision, replace(options, revision=None)
+    else:
+        options.require_unused(source)
+    if given is None:
+        return _base_of(path, options) if exists(path / ADAPTER_FILE) else LocatedModel(path, None, revision)
+    adapter = Path(given)
+    if not exists(adapter) and is_hub_name(given):
+        adapter = fetch_snapshot(str(given), options).folder
+    if exists(path / ADAPTER_FILE) and path.resolve() != adapter.resolve():
         raise UnsupportedModel(
             f"{path} holds an adapter, and {adapter} is another. Only one can be merged: merge the first with peft "
             "(merge_and_unload), and give the result."
         )
-    return path, adapter
+    return LocatedModel(path, adapter, revision)
+
+
+def exists(path: Path) -> bool:
+    """Whether the path exists. A name that no path can have does not."""
+    try:
+        return path.exists()
+    except OSError:  # e.g. the name is too long
+        return False
+
+
+def _base_of(folder: Path, options: HubOptions) -> LocatedModel:
+    """An adapter's base, if its config names a folder or a model of the hub, and the adapter."""
+    fields = read_fields(folder)
+    named, revision = fields.get("base_model_name_or_path"), fields.get("revision")
+    if isinstance(named, str) and Path(named).is_dir() and Path(named).resolve() != folder.resolve():
+        return LocatedModel(Path(named), folder)
+    kind: type[EngineError] = UnsupportedModel
+    problem = "It is neither a folder here nor a name on the Hugging Face hub."
+    if is_hub_name(named):
+        try:
+            snapshot = fetch_snapshot(f"{named}@{revision}" if revision else str(named), options)
+            return LocatedModel(snapshot.folder, folder, snapshot.revision)
+        except (FetchFailed, UnsupportedModel) as e:
+            problem, kind = str(e), type(e)
+    raise kind(
+        f"{folder} holds an adapter ({ADAPTER_FILE}) of the base model {named!r}. {problem} Or give both: "
+        f"Engine.load(base, adapter={str(folder)!r})."
+    )
 
 
 def _translated(
-    path: Path, raw: dict[str, Any], source: Source, dtype: torch.dtype, check: bool, device: str, folder: Path | None
+    path: Path,
+    raw: dict[str, Any],
+    source: Source,
+    dtype: torch.dtype,
+    check: bool,
+    device: str,
+    folder: Path | None,
+    revision: str = "",
 ) -> Decoder:
     reference = (lambda: _reference(path)) if check else None
     if folder is None:
-        return from_hugging_face(raw, source, dtype, reference, device)
+        return from_hugging_face(raw, source, dtype, reference, device, revision=revision)
     if reference is not None:  # transformers has the base, so the base is compared
         from_hugging_face(raw, source, dtype, reference)
     adapter = Adapter.read(folder)
-    return from_hugging_face(raw, adapter.merged(source, raw), dtype, None, device, adapter.digest)
+    return from_hugging_face(raw, adapter.merged(source, raw), dtype, None, device, adapter.digest, revision)
 
 
-def _own(path: Path, dtype: torch.dtype, check: bool, device: str, adapter: Path | None) -> Decoder:
+def _own(path: Path, dtype: torch.dtype, check: bool, device: str, adapter: Path | None, revision: str) -> Decoder:
     """A checkpoint of our own."""
     require_unchecked(check, f"the checkpoint {path}")
     if adapter is not None:
@@ -78,7 +145,8 @@ def _own(path: Path, dtype: torch.dtype, check: bool, device: str, adapter: Path
         )
     shards = Shards(path)
     source = Source(shards.names, shards.read)
-    filler = Filler(ModelConfig.from_json((path / CONFIG_FILE).read_text()), dtype, device)
+    config = ModelConfig.from_json((path / CONFIG_FILE).read_text())
+    filler = Filler(replace(config, revision=revision or config.revision), dtype, device)
     for name in sorted(source.names):
         filler[name] = source.get(name)
     return filler.finished()

@@ -147,7 +147,10 @@ def config_of(name: str, metadata: Metadata, vocab_size: int, tensors: Collectio
         fields |= _heads(name, metadata, fields, factors)
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(architecture.model_type, **fields)
+    try:
+        return AutoConfig.for_model(architecture.model_type, **fields)
+    except Exception as e:  # of the checks in transformers
+        raise BadWeights(f"The keys of the GGUF file of {name} do not fit together: {e}. Copy it again from its source.") from e
 
 
 def _heads(name: str, metadata: Metadata, fields: dict[str, Any], factors: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Shards:
         """tensor -> its file"""
         self._open: dict[str, Any] = {}
         self._mapped = 0
-        for file in _files(folder) if files is None else files:
+        for file in weight_files(folder) if files is None else files:
             for name in self._handle(file).keys():  # noqa: SIM118 (not a dict)
                 if name in self.names:
                     raise BadWeights(
@@ -52,7 +52,8 @@ class Shards:
         return self._open[file]
 
 
-def _files(folder: Path) -> list[str]:
+def weight_files(folder: Path) -> list[str]:
+    """The names of a folder's weight files, present or not."""
     index = folder / INDEX_FILE
     if not index.exists():
         return [WEIGHTS_FILE]

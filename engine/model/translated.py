@@ -25,11 +25,13 @@ def from_hugging_face(
     reference: Callable[[], nn.Module] | None = None,
     device: str = "cpu",
     adapter: str = "",
+    revision: str = "",
 ) -> Decoder:
     """Translate a Hugging Face config and its tensors. A tensor or field that is not used is an error, never dropped.
 
     reference  makes the transformers model to compare the result with
     adapter    digest of the adapter that the source merges
+    revision   name@commit of a source from the hub
     """
     name = family_of(raw)
     family = FAMILIES[name]
@@ -39,7 +41,7 @@ def from_hugging_face(
     except KeyError as e:
         raise UnsupportedModel(f"The {name} config lacks {e}.") from None
     require_described(raw, family, config)
-    config = replace(_with_its_head(config, family, source), adapter=adapter)
+    config = replace(_with_its_head(config, family, source), adapter=adapter, revision=revision)
     filler = Filler(config, dtype, device)
     _fill(family, config, source, filler)
     extra = family.unused(config.num_layers, source.unread())

@@ -13,11 +13,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from replaylens.engine.errors import BadRequest, UnsupportedModel
+from replaylens.engine.model.adapter import Adapter, base_tensors, is_adapted
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.family import Tensors
 from replaylens.engine.model.filler import Filler
-from replaylens.engine.model.folders import CONFIG_FILE, load_path, located, require_unchecked, text_config
+from replaylens.engine.model.folders import CONFIG_FILE, exists, load_path, located, require_unchecked, text_config
 from replaylens.engine.model.shards import WEIGHTS_FILE
 from replaylens.engine.model.source import Source
 from replaylens.engine.model.translated import from_hugging_face
@@ -26,6 +27,7 @@ __all__ = [
     "CONFIG_FILE",
     "WEIGHTS_FILE",
     "build",
+    "exists",
     "from_hugging_face",
     "in_dtype",
     "is_live",
@@ -45,18 +47,20 @@ def load(
     check: bool = False,
     device: str = "cpu",
     adapter: str | Path | None = None,
+    revision: str = "",
 ) -> Decoder:
     """A decoder from any source: a path (folder or .gguf), a transformers model, a TransformerBridge, or a Decoder.
 
     check    compare it with transformers on a few tokens; OtherModel names the first part that differs. BadRequest if
              transformers has no such model: for a Decoder, or a checkpoint of our own
     adapter  of a path: the folder of a LoRA adapter in peft's format, which is merged into the weights
+    revision of a path: name@commit, if it is a snapshot of the hub
 
     The result owns its weights, in `dtype`, on `device`, without gradients. Weights in files go there one by one, so the
     host holds no second copy of them.
     """
     if isinstance(source, str | Path):
-        return load_path(Path(source), dtype, check, device, adapter)
+        return load_path(Path(source), dtype, check, device, adapter, revision)
     if adapter is not None:
         raise BadRequest(
             f"adapter= goes with the folder of a base model, not with {type(source).__name__}. Give the folder, or merge the "
@@ -125,9 +129,20 @@ def _load_live(model: nn.Module, dtype: torch.dtype, check: bool, device: str) -
             f"{type(model).__name__} has no language-modelling head. Give the whole model, as "
             "AutoModelForCausalLM.from_pretrained returns it."
         )
+    if is_adapted(model):
+        return _load_adapted(model, dtype, check, device)
     state = model.state_dict()
     source = Source(state, state.__getitem__)
     return from_hugging_face(text_config(model.config), source, dtype, (lambda: model) if check else None, device)
+
+
+def _load_adapted(model: Any, dtype: torch.dtype, check: bool, device: str) -> Decoder:
+    """A model that holds a LoRA adapter beside its weights, merged with the bits of `adapter=`."""
+    adapter = Adapter.of_model(model)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    state, raw = base_tensors(base), text_config(base.config)
+    source = adapter.merged(Source(state, state.__getitem__), raw)
+    return from_hugging_face(raw, source, dtype, (lambda: base) if check else None, device, adapter.digest)
 
 
 def _load_bridge(bridge: Any, dtype: torch.dtype, check: bool, device: str) -> Decoder:

@@ -4,6 +4,7 @@ import hashlib
 import logging
 import os
 import platform
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -52,7 +53,7 @@ def _key(model: Decoder) -> str:
     """A hash of everything that the examination depends on: shapes, not weights."""
     parts = [
         _EXAMINATION,
-        model.config.to_json(),
+        replace(model.config, revision="").to_json(),
         str(model.embed.dtype),
         device_name(model.embed.device),
         str(modes.thread_counts()),

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -29,13 +29,19 @@ class Fingerprint:
     triton: str
     replaylens: str
     canonical: str
+    revision: str = ""
+    """name@commit of a model from the Hugging Face hub; empty: from elsewhere"""
 
     @property
     def digest(self) -> str:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
+        return json.dumps(self.parts(), sort_keys=True)
+
+    def parts(self) -> dict[str, str]:
+        """What is written: a revision only if there is one, so that other fingerprints keep their bytes."""
+        return {name: value for name, value in asdict(self).items() if name != "revision" or value}
 
     def differences(self, other: "Fingerprint") -> list[str]:
         """The parts that differ, one readable line each."""
@@ -48,13 +54,14 @@ def take(model: Decoder) -> Fingerprint:
     device = model.embed.device
     return Fingerprint(
         weights=weights_hash(model),
-        config=hashlib.sha256(model.config.to_json().encode()).hexdigest(),
+        config=hashlib.sha256(replace(model.config, revision="").to_json().encode()).hexdigest(),
         dtype=str(model.embed.dtype).removeprefix("torch."),
         device=device_name(device),
         torch=torch.__version__,
         triton=triton_version(device),
         replaylens=replaylens.__version__,
         canonical=canonical_version(device),
+        revision=model.config.revision,
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class Trace:
 
     def save(self, path: str | Path) -> None:
         """Write the trace. Equal traces give equal bytes."""
-        head = {"format": FORMAT, "fingerprint": asdict(self.fingerprint)}
+        head = {"format": FORMAT, "fingerprint": self.fingerprint.parts()}
         body = "".join(_line(x) for x in [head, *self.events]).encode()
         Path(path).write_bytes(body + _line(_closing(len(self.events), body)).encode())
 

@@ -14,8 +14,9 @@ Exit codes of every command:
 
 import sys
 import traceback
+import warnings
 from importlib import import_module
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TextIO
 
 import typer
 from rich.console import Console
@@ -105,12 +106,27 @@ def top(
     """Replay reasoning tasks on a deterministic, branching engine; capture, dump and probe the model's activations."""
 
 
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Warnings of our own as one line, like errors: the line of code that they come from says nothing to a user."""
+    ours = category.__module__.startswith("replaylens.")
+    text = f"{category.__name__}: {message}\n" if ours else warnings.formatwarning(message, category, filename, lineno, line)
+    (file or sys.stderr).write(text)
+
+
 def main() -> None:
     """Entry point of the `replaylens` script. Every error ends with an exit code of the list above, never with 1."""
     from replaylens.commands.reporting import exit_code
     from replaylens.engine.errors import EngineError
     from replaylens.tasks.errors import TaskError
 
+    warnings.showwarning = _show_warning
     try:
         app(prog_name="replaylens")
     except (EngineError, TaskError) as error:

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 import replaylens
+from replaylens import cli
 from replaylens.cli import COMMANDS, app, main
+from replaylens.engine.errors import SlowCluster
 from replaylens.engine.zoo import coin as zoo
 from tests.engine.dump.damage import edit_manifest
 
@@ -141,6 +144,7 @@ WRONG = {
     "knob": (["replay", "--knob", "flipz=2"], "did you mean 'flips'?"),
     "label": (["tasks", "show", "coin", "--labels", "faze"], "did you mean 'face'?"),
     "model": (["dump", "--out", "OUT", "--model", "coin-plian"], "did you mean 'coin-plain'?"),
+    "model that does not exist": (["dump", "--out", "OUT", "--model", "/nope/x.gguf"], "/nope/x.gguf does not exist"),
     "model to train": (["train", "coin-drafd"], "did you mean 'coin-draft'?"),
     "model to fetch": (["fetch", "smolm2"], "did you mean 'smollm2'?"),
     "model to examine": (["doctor", "smolm2"], "did you mean 'smollm2'?"),
@@ -170,6 +174,23 @@ def test_a_far_name_gets_no_suggestion(shell: Callable[..., Shell]) -> None:
     """Negative control: a name unlike any known one gets only the list."""
     done = shell("train", "gpt-5")
     assert done.code == 2 and "did you mean" not in done.err and "coin-plain" in done.err
+
+
+def test_warnings_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ours without the line of code, like errors; those of other libraries as Python shows them."""
+
+    def command(**_: object) -> None:
+        warnings.warn("Waiting for a worker: 30 s so far.", SlowCluster, stacklevel=1)
+        warnings.warn("something else", UserWarning, stacklevel=1)
+
+    monkeypatch.setattr(cli, "app", command)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        cli.main()
+    first, rest = capsys.readouterr().err.split("\n", 1)
+    assert (
+        first == "SlowCluster: Waiting for a worker: 30 s so far." and "UserWarning: something else" in rest and ".py:" in rest
+    )
 
 
 # Exit codes, quiet and JSON modes

@@ -225,12 +225,25 @@ def test_a_start_that_takes_too_long(reference: Rollouts, tmp_path: Path, monkey
     assert commanded(tmp_path / "rollouts", ["--ray", "local", "--workers", "2"]) == reference.digest and slept.exists()
 
 
-def commanded(folder: Path, where: list[str]) -> str:
-    """The digest that `replaylens resample` prints."""
+@pytest.mark.usefixtures("nodes")
+def test_workers_that_start_late(reference: Rollouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--ray local` on a busy machine: a worker's process takes 70 s. Ray would end it after 60 and start it anew, forever."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, time\nif any('default_worker.py' in each for each in sys.orig_argv):\n    time.sleep(70)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+    assert commanded(tmp_path / "rollouts", ["--ray", "local", "--workers", "2"], told := []) == reference.digest
+    assert "Waiting for the process of the first worker" in told[0]
+
+
+def commanded(folder: Path, where: list[str], told: list[str] | None = None) -> str:
+    """The digest that `replaylens resample` prints; what it says meanwhile goes to `told`."""
     command = [sys.executable, "-m", "replaylens", "resample", "--prompt", PROMPT, "--chain", CHAIN, "--at", "sentences"]
     options = ["--n", str(ROLLOUTS), "--max-new", "8", "--seed", "3", "--answer", "heads|tails", "--sites", "S"]
     output = ["--keep", "fork,last", "--out", str(folder), "--json", "--quiet"]
     done = subprocess.run([*command, *options, *output, *where], capture_output=True, text=True, timeout=2 * PATIENCE)
     assert done.returncode == 0, done.stderr
+    if told is not None:
+        told.append(done.stderr)
     digest: str = json.loads(done.stdout.splitlines()[-1])["digest"]
     return digest

@@ -7,6 +7,7 @@ from tests.mutants.engine import ENGINE
 from tests.mutants.gradients import GRADIENTS
 from tests.mutants.holes import HOLES
 from tests.mutants.memory import MEMORY
+from tests.mutants.models import MODELS
 from tests.mutants.modes import MODES
 from tests.mutants.probes import PROBES
 from tests.mutants.questions import QUESTIONS
@@ -15,6 +16,18 @@ from tests.mutants.thinking import THINKING
 from tests.mutants.workbench import WORKBENCH
 
 MUTANTS = (
-    *(*ENGINE, *MEMORY, *MODES, *DUMPS, *PROBES, *ARRAYS, *QUESTIONS, *TASKS, *THINKING, *GRADIENTS, *DEVICE, *HOLES),
+    *ENGINE,
+    *MEMORY,
+    *MODES,
+    *MODELS,
+    *DUMPS,
+    *PROBES,
+    *ARRAYS,
+    *QUESTIONS,
+    *TASKS,
+    *THINKING,
+    *GRADIENTS,
+    *DEVICE,
+    *HOLES,
     *WORKBENCH,
 )

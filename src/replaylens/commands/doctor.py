@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from replaylens.commands.engines import MODEL_HELP
 from replaylens.engine.engine import default_dtype, load_model
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes.certificate import Certificate
@@ -14,7 +15,7 @@ from replaylens.engine.proof import certificates
 
 
 def doctor(
-    model: Annotated[str, typer.Argument(help="An embedded model's name, `smollm2`, or a path.")] = "coin-plain",
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)] = "coin-plain",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
 ) -> None:

@@ -8,18 +8,20 @@ import typer
 from replaylens.commands.completion import DRAFTERS, complete_drafter, complete_model
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadRequest
+from replaylens.engine.errors import BadRequest, EngineError
 from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.zoo import coin as zoo
 from replaylens.engine.zoo import thinking as thinking_zoo
 
 MODEL = "coin-plain"
-MODEL_HELP = "An embedded model's name, smollm2, or a model folder."
+MODEL_HELP = "An embedded model's name, smollm2, a model folder, or a name on the Hugging Face hub (org/name@revision)."
 ModelOption = Annotated[str, typer.Option("--model", help=MODEL_HELP, autocompletion=complete_model)]
 MakerOption = Annotated[
     str | None,
     typer.Option(
-        "--model", help=f"{MODEL_HELP}  [default: the embedded model that made the dump]", autocompletion=complete_model
+        "--model",
+        help=f"{MODEL_HELP}  [default: the model that made the dump, if it is embedded or in the hub's cache]",
+        autocompletion=complete_model,
     ),
 ]
 DeviceOption = Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")]
@@ -70,10 +72,23 @@ def verify_command(
 
 
 def engine_that_made(dump: Dump, device: str) -> Engine | None:
-    """An engine with the embedded model that made a dump, found by its weights; None if there is none."""
+    """An engine with the model that made a dump: of the hub, by the revision that the dump names, if the cache has it; or the
+    embedded one with its weights. None if there is none. Nothing is downloaded because a dump asks for it."""
+    if revision := dump.manifest.fingerprint.revision:
+        try:
+            return Engine.load(revision, device=device, local_files_only=True)
+        except EngineError:
+            return None
     made_by = dump.manifest.fingerprint.weights
     loaded = (Engine.load(name, device=device) for name in (*zoo.names(), *thinking_zoo.names()))
     return next((engine for engine in loaded if engine.fingerprint.weights == made_by), None)
+
+
+def unknown_maker(dump: Dump) -> str:
+    """What to say if `engine_that_made` finds none."""
+    if revision := dump.manifest.fingerprint.revision:
+        return f"{revision} made this dump, and the cache of the hub does not hold it. Fetch it with --model {revision}"
+    return "No embedded model made this dump. Name its model with --model"
 
 
 def encoders(given: list[str] | None) -> dict[str, SparseFeatures]:

@@ -5,7 +5,6 @@ Exit codes: 0 done, 1 files are missing or have another size, 2 bad input or a d
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -30,7 +29,7 @@ def inspect(
     manifest = found.manifest
     facts = facts_of(found) | {
         "plan": manifest.plan.to_json(),
-        "fingerprint": asdict(manifest.fingerprint),
+        "fingerprint": manifest.fingerprint.parts(),
         "sites": {name: {"dtype": site.dtype, "shape": list(site.shape)} for name, site in manifest.sites.items()},
         "labels": manifest.labels,
         "problems": wrong,

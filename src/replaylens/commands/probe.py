@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from replaylens.commands.engines import DeviceOption, MakerOption, engine_that_made
+from replaylens.commands.engines import DeviceOption, MakerOption, engine_that_made, unknown_maker
 from replaylens.commands.replay_options import QuietOption
 from replaylens.commands.reporting import reporting
 from replaylens.commands.task_options import DumpTaskOption, know_task
@@ -149,7 +149,7 @@ def steer(
         found = _open(path, check, task)
         engine = engine_that_made(found, device) if model is None else Engine.load(model, device=device)
         if engine is None:
-            raise BadRequest("No embedded model made this dump. Name its model with --model.")
+            raise BadRequest(f"{unknown_maker(found)}.")
         if saved is not None:
             probe = LinearProbe.load(saved)
         else:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from replaylens.commands.engines import FeaturesOption, MakerOption, encoders, engine_that_made, verify_command
+from replaylens.commands.engines import FeaturesOption, MakerOption, encoders, engine_that_made, unknown_maker, verify_command
 from replaylens.commands.replay_options import QuietOption
 from replaylens.commands.reporting import reporting, size
 from replaylens.commands.task_options import DumpTaskOption, know_task
@@ -84,5 +84,5 @@ def _verify(dump: Dump, engine: Engine | None, share: float, features: list[str]
     if not share:
         return None
     if engine is None:
-        raise BadRequest("No embedded model made this dump. Name its model with --model, or skip the replay with --verify 0.")
+        raise BadRequest(f"{unknown_maker(dump)}, or skip the replay with --verify 0.")
     return verify_dump(dump.url, engine, sample=share, features=encoders(features), progress=not quiet)

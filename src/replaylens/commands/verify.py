@@ -16,6 +16,7 @@ from replaylens.commands.engines import (
     MakerOption,
     encoders,
     engine_that_made,
+    unknown_maker,
 )
 from replaylens.commands.replay_options import BatchOption, QuietOption
 from replaylens.commands.reporting import reporting
@@ -52,7 +53,7 @@ def verify(
         how: dict[str, Any] = {"sample": share, "seed": seed, "batch": batch, "features": encoders(features)}
         verdict = verify_dump(path, engine, progress=not quiet, **how)
         if verdict.status == OTHER and maker is None:
-            verdict = replace(verdict, notes=("No embedded model made this dump. Name its model with --model.",))
+            verdict = replace(verdict, notes=(f"{unknown_maker(Dump.open(path, check_files=False))}.",))
     typer.echo(json.dumps(asdict(verdict), indent=1) if as_json else str(verdict))
     raise typer.Exit({VERIFIED: 0, OTHER: 2}.get(verdict.status, 1))
 

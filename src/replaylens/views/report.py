@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 from uuid import uuid4
@@ -192,7 +192,7 @@ def _certificate(dump: Dump, wanted: ReportPage) -> Markup:
         "accepted rows": join([tag("code", manifest.accepted_digest), " (the same for every drafter)"]),
         "fingerprint": tag("code", manifest.fingerprint.digest),
     }
-    facts |= {f"· {name}": tag("code", value) for name, value in asdict(manifest.fingerprint).items()}
+    facts |= {f"· {name}": tag("code", value) for name, value in manifest.fingerprint.parts().items()}
     promise = (
         "Every row of this dump is a function of weights, token path and edits alone, bit for bit, under the fingerprint "
         "below. The digest names all of its content."

@@ -26,13 +26,20 @@ class FakeRay:
 
     dies   (actor number, method, arguments) -> whether the call kills its actor
     slots  the number of actors that can be placed; calls to later ones are never answered
+    slow   method -> how often a call of it is waited for in vain
     """
 
     exceptions = SimpleNamespace(RayActorError=ActorDied, RayTaskError=TaskFailed, RayError=RayError)
 
-    def __init__(self, cpus: int, dies: Callable[[int, str, tuple[Any, ...]], bool], slots: int = 1000) -> None:
+    def __init__(
+        self,
+        cpus: int,
+        dies: Callable[[int, str, tuple[Any, ...]], bool],
+        slots: int = 1000,
+        slow: dict[str, int] | None = None,
+    ) -> None:
         self.cpus, self.dies, self.slots, self.started, self.waits = cpus, dies, slots, 0, 0
-        self.killed = 0
+        self.killed, self.slow = 0, dict(slow or {})
 
     def cluster_resources(self) -> dict[str, float]:
         return {"CPU": float(self.cpus)} if self.cpus else {}
@@ -51,9 +58,12 @@ class FakeRay:
     def get(self, call: "_Call") -> Any:
         return call.result()
 
-    def wait(self, calls: list["_Call"], num_returns: int) -> tuple[list["_Call"], list["_Call"]]:
+    def wait(self, calls: list["_Call"], num_returns: int, timeout: float | None) -> tuple[list["_Call"], list["_Call"]]:
         """Not always the oldest: the order in which shards come back does not matter."""
         self.waits += 1
+        if any(self.slow.get(call.method, 0) for call in calls):
+            self.slow = {method: times - 1 for method, times in self.slow.items()}
+            return [], calls
         placed = [call for call in calls if call.actor.number <= self.slots]
         assert placed, "nobody will ever answer"
         chosen = placed[self.waits % len(placed)]

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -72,7 +73,7 @@ def test_more_workers_than_slots(fake: Any, model_folder: Path, reference: Dump,
 
 
 def test_workers_that_never_get_ready(fake: Any, model_folder: Path, tmp_path: Path) -> None:
-    fake(lambda actor, method, args: method == "ready" or (method == "write" and actor == 1))
+    fake(lambda actor, method, args: (method == "ready" and actor > 1) or (method == "write" and actor == 1))
     with pytest.raises(ClusterFailed, match=f"before it was ready, {cluster.ATTEMPTS} times"):
         dump_on_cluster(str(model_folder), tmp_path, "coin", EXAMPLES, workers=1, **OPTIONS)
     assert not list(tmp_path.glob("lock-*"))
@@ -117,6 +118,68 @@ def test_a_cluster_that_cannot_even_plan(fake: Any, model_folder: Path, tmp_path
     fake(lambda actor, method, args: True)
     with pytest.raises(ClusterFailed, match="before it could plan"):
         dump_on_cluster(str(model_folder), tmp_path, "coin", 2, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("step", "what", "limit"),
+    [
+        ("started", "the process of the first worker, on a cluster with 2 CPUs", cluster.START_SECONDS),
+        ("ready", "the first worker to load", cluster.LOAD_SECONDS),
+    ],
+)
+def test_a_wait_says_for_what_and_ends(
+    fake: Any, model_folder: Path, reference: Dump, tmp_path: Path, step: str, what: str, limit: int
+) -> None:
+    """A worker that starts slowly is announced and waited for; one that does not start in time is a named error."""
+    fake(slow={step: 2})
+    with pytest.warns(SlowCluster) as told:
+        dump = dump_on_cluster(str(model_folder), tmp_path / "slow", "coin", EXAMPLES, **OPTIONS)
+    assert dump is not None and same_bytes(tmp_path / "slow", reference)
+    said = [str(each.message) for each in told]
+    assert len(said) == 2 and all(text.startswith(f"Waiting for {what}") for text in said)
+    assert said[0].endswith(f": 30 s of at most {limit} so far.") and said[1].endswith(f": 60 s of at most {limit} so far.")
+    ray = fake(slow={step: 1000})
+    with pytest.warns(SlowCluster) as told, pytest.raises(ClusterFailed, match=rf"Waited {limit} s for {what}.*fewer workers"):
+        dump_on_cluster(str(model_folder), tmp_path / "never", "coin", EXAMPLES, **OPTIONS)
+    assert len(told) == ray.waits - (step == "ready") == limit / cluster.SAY_SECONDS
+    assert ray.killed == 1 and not (tmp_path / "never").exists(), "the worker is not left behind"
+
+
+def test_work_is_waited_for_without_a_limit(fake: Any, model_folder: Path, reference: Dump, tmp_path: Path) -> None:
+    """How long a shard takes depends on the model. Workers in the place of dead ones have the limit of the first."""
+    fake(slow={"write": 20})
+    with pytest.warns(SlowCluster, match=r"Waiting for shard 0: 600 s so far") as told:
+        assert dump_on_cluster(str(model_folder), tmp_path / "slow", "coin", EXAMPLES, workers=1, **OPTIONS) is not None
+    assert len(told) == 20 and same_bytes(tmp_path / "slow", reference)
+
+    def dies(actor: int, method: str, args: tuple[Any, ...]) -> bool:
+        if method == "write":
+            ray.slow["ready"] = 1000
+        return method == "write"
+
+    ray = fake(dies)
+    with pytest.warns(SlowCluster), pytest.raises(ClusterFailed, match="for other workers, after some have died"):
+        dump_on_cluster(str(model_folder), tmp_path / "died", "coin", EXAMPLES, workers=1, **OPTIONS)
+
+
+def test_a_start_says_that_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray does not say how far it is, so a thread does."""
+    ray, said = pytest.importorskip("ray"), threading.Event()
+    monkeypatch.setattr(ray, "init", lambda **options: said.wait(60))
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(cluster, "SAY_SECONDS", 0.001)
+    monkeypatch.setattr(cluster, "_say", lambda what, waited: said.set() if what == "a Ray cluster to start" else None)
+    with cluster.connected("local"):
+        assert said.is_set() and not any(thread.name == "waiting" for thread in threading.enumerate())
+
+
+def test_a_quick_cluster_says_nothing(fake: Any, model_folder: Path, tmp_path: Path) -> None:
+    """The control."""
+    fake()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SlowCluster)
+        assert dump_on_cluster(str(model_folder), tmp_path, "coin", EXAMPLES, **OPTIONS) is not None
 
 
 def test_errors_come_out_as_they_are(fake: Any, model_folder: Path, tmp_path: Path) -> None:

@@ -113,7 +113,9 @@ def test_manifest_of_absurd_size(tmp_path: Path) -> None:
 
 
 def test_no_dump_at_all(tmp_path: Path) -> None:
-    for path, what in ((tmp_path, "is not a dump"), (tmp_path / "no", "does not exist"), ("memory://no", "does not exist")):
+    (tmp_path / "file").touch()
+    lacks = {"": "is not a dump: it has no manifest.json", "no": "does not exist", "no/deep": "does not exist", "file": "file"}
+    for path, what in [*((tmp_path / name, lack) for name, lack in lacks.items()), ("memory://no", "does not exist")]:
         with pytest.raises(BadDump, match=what):
             Dump.open(path)
 

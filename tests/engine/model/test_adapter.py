@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from replaylens import Engine
-from replaylens.engine.errors import BadConfig, BadRequest, BadWeights, UnsupportedModel
-from replaylens.engine.model.adapter import ADAPTER_FILE, WEIGHTS_FILE, Adapter
+from replaylens.engine.errors import BadConfig, BadRequest, BadWeights, FetchFailed, UnsupportedModel
+from replaylens.engine.model.adapter import ADAPTER_FILE, WEIGHTS_FILE, Adapter, Lora
 from replaylens.engine.model.weights import load, save, weights_hash
 from replaylens.engine.proof.fingerprint import take
 from tests.engine.examined_once import attention_examined_once  # noqa: F401
@@ -110,18 +110,101 @@ def test_of_a_tied_pair_only_the_adapted_one_changes(target: str, changed: str, 
     model, base = load(tmp_path / "base", adapter=tmp_path / "adapter"), load(tmp_path / "base")
     assert base.config.tied_embeddings and not model.config.tied_embeddings
     kept = model.embed if changed != "embed" else model.unembedding
-    assert torch.equal(kept, base.embed)
+    assert torch.equal(kept, base.embed) and take(load(adapted, check=True)) == take(model)
     ours = Engine(model).prompt(tokens[0].tolist()).logits()
     torch.testing.assert_close(ours, adapted.eval()(tokens).logits[0, -1].detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_peft_model_loads_with_the_bits_of_its_folder(kind: str, tmp_path: Path) -> None:
+    """Weights, config and fingerprint, with peft's own forward pass as the check; the model stays as it is."""
+    name, options = KINDS[kind]
+    adapted = trained(name, {**options, "lora_dropout": 0.5}, tmp_path / "base", tmp_path / "adapter").train()
+    before = {key: x.clone() for key, x in adapted.state_dict().items()}
+    ours, folder = load(adapted, check=True), load(tmp_path / "base", adapter=tmp_path / "adapter")
+    assert take(ours) == take(folder) and ours.config.adapter
+    assert adapted.training and all(torch.equal(x, before[key]) for key, x in adapted.state_dict().items())
+
+
+def test_other_forms_of_an_adapted_model(tmp_path: Path) -> None:
+    """One of several adapters is active; and transformers' own `load_adapter`."""
+    adapted = trained(*KINDS["attention and MLP"], tmp_path / "base", tmp_path / "adapter")
+    trained(*KINDS["attention and MLP"], tmp_path / "base", tmp_path / "other", seed=1)
+    first, other = (load(tmp_path / "base", adapter=tmp_path / each) for each in ("adapter", "other"))
+    adapted.load_adapter(tmp_path / "other", "other")
+    assert take(load(adapted)) == take(first)
+    adapted.set_adapter("other")
+    assert take(load(adapted)) == take(other) != take(first)
+    plain = copy.deepcopy(hugging_face("llama"))
+    plain.load_adapter(str(tmp_path / "adapter"))
+    assert take(load(plain, check=True)) == take(first)
+    assert take(load(adapted.unload())).config == take(load(tmp_path / "base")).config, (
+        "without its adapter it is a plain model"
+    )
+
+
+def test_a_peft_model_that_cannot_be_merged_is_refused(tmp_path: Path) -> None:
+    """What its tensors and config do not describe: peft computes something else. The message says what to do."""
+    import peft
+
+    def refused(model: Any, text: str) -> None:
+        with pytest.raises(UnsupportedModel, match=rf"{text}.*merge_and_unload"):
+            Engine.load(model)
+
+    adapted = trained(*KINDS["attention and MLP"], tmp_path / "base", tmp_path / "adapter")
+    adapted.load_adapter(tmp_path / "adapter", "second")
+    adapted.base_model.set_adapter(["default", "second"])
+    refused(adapted, "has 2 active adapters")
+    adapted.set_adapter("default")
+    with adapted.disable_adapter():
+        refused(adapted, "has a disabled adapter at")
+    adapted.merge_adapter()
+    refused(adapted, "has merged its adapter into")
+    adapted.unmerge_adapter()
+    layer = next(each for each in adapted.modules() if hasattr(each, "scale_layer"))
+    layer.scale_layer(2.0)
+    refused(adapted, r"scales .*q_proj by 3\.0, but by 1\.5 in its config")
+    for config in (
+        peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], use_dora=True),
+        peft.IA3Config(task_type="CAUSAL_LM", target_modules=["q_proj"], feedforward_modules=[]),
+        peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+    ):
+        model = peft.get_peft_model(copy.deepcopy(hugging_face("llama")), config)
+        refused(model, "The adapter PeftModelForCausalLM has (use_dora|peft_type) = ")
+    with pytest.raises(BadRequest, match="adapter= goes with the folder"):
+        Engine.load(adapted, adapter=tmp_path / "adapter")
 
 
 def test_an_adapter_folder_loads_by_itself_if_its_base_is_here(folders: tuple[Path, Path]) -> None:
     base, adapter = folders
     assert weights_hash(load(adapter)) == weights_hash(load(base, adapter=adapter))
     edit_json(adapter / ADAPTER_FILE, base_model_name_or_path="someone/some-model")
-    with pytest.raises(UnsupportedModel, match=r"base model 'someone/some-model'.*Engine.load\(base, adapter="):
+    with pytest.raises(FetchFailed, match=r"base model 'someone/some-model'.*Engine.load\(base, adapter="):
         load(adapter)
     assert load(base, adapter=adapter).config.adapter
+
+
+def test_the_digest_covers_all_that_changes_weights() -> None:
+    """Each part alone: the fingerprint's weights would tell most of them apart, the digest must by itself."""
+
+    def digest(name: str = "q", embeds: bool = False, scale: float = 1.5, whole: str = "norm.weight", **changed: Tensor) -> str:
+        given = {"a": torch.ones(2, 3), "b": torch.ones(4, 2), "x": torch.ones(5), **changed}
+        lora = Lora(given["a"], given["b"], scale, embeds)
+        return Adapter(Path("a"), {name: lora}, {whole: given["x"]}, None).digest  # type: ignore[arg-type]
+
+    others = [
+        digest(scale=1.5000001),
+        digest(scale=-1.5),
+        digest(name="v"),
+        digest(embeds=True),
+        digest(whole="other.weight"),
+        digest(a=torch.tensor([[1.0, 1, 1], [1, 1, 2]])),
+        digest(b=torch.cat([torch.ones(3, 2), torch.tensor([[1.0, 2]])])),
+        digest(x=torch.tensor([1.0, 1, 1, 1, 2])),
+        digest(x=torch.ones(5, dtype=torch.bfloat16)),
+        digest(a=torch.ones(1, 6)),
+    ]
+    assert len({digest(), *others}) == 1 + len(others) and digest() == digest()
 
 
 def test_the_fingerprint_tells_adapters_apart(folders: tuple[Path, Path], tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from replaylens import Engine
 from replaylens.engine.errors import BadConfig, BadRequest, BadWeights, UnsupportedModel
 from replaylens.engine.model.adapter import ADAPTER_FILE, WEIGHTS_FILE
 from replaylens.engine.model.weights import load, weights_hash
+from replaylens.engine.proof.fingerprint import take
 from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.model.test_adapter import trained
 from tests.engine.model.test_weights import edit_json
@@ -60,6 +61,7 @@ def test_what_peft_writes_loads_to_what_peft_computes(kind: str, tmp_path: Path)
     theirs = adapted.eval()(tokens).logits[0, -1].detach()
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(ours, base, rtol=1e-3, atol=1e-3), "the control: the adapter changes the model"
+    assert take(load(adapted)) == engines[0].fingerprint, "the model in memory has the same bits"
 
 
 @pytest.mark.parametrize("name", ["llama", "llama3"])
@@ -275,6 +277,6 @@ def test_a_config_without_its_method_is_named(written: tuple[Path, Path], tmp_pa
 
 
 def test_an_adapter_that_is_no_folder_is_named(written: tuple[Path, Path]) -> None:
-    for take in (load, Engine.load):
-        with pytest.raises(BadRequest, match=r"adapter must be the path of a folder, not 3"):
-            take(written[0], adapter=3)  # type: ignore[operator]
+    for reader in (load, Engine.load):
+        with pytest.raises(BadRequest, match=r"adapter must be the path of a folder, or a name on the hub, not 3"):
+            reader(written[0], adapter=3)  # type: ignore[operator]

@@ -13,8 +13,10 @@ from gguf import GGMLQuantizationType as Kind
 
 from replaylens import Engine
 from replaylens.engine.errors import BadWeights, UnsupportedModel
+from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.families import FAMILIES
-from replaylens.engine.model.gguf_metadata import ARCHITECTURES
+from replaylens.engine.model.folders import text_config
+from replaylens.engine.model.gguf_metadata import ARCHITECTURES, config_of
 from replaylens.engine.model.weights import load, weights_hash
 from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.model.test_adapter import trained
@@ -216,6 +218,66 @@ def test_the_factors_of_llama_3_are_read(tmp_path: Path) -> None:
     path = [int(token) for token in torch.randint(0, 97, (60,), generator=torch.Generator().manual_seed(0))]
     logits = [Engine(each).prompt(path).logits() for each in (ours, theirs)]
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-5)
+
+
+SIZES = {
+    "context_length": 4096,
+    "embedding_length": 5376,
+    "block_count": 4,
+    "feed_forward_length": 64,
+    "attention.head_count": 32,
+    "attention.head_count_kv": 16,
+    "attention.key_length": 128,
+    "attention.value_length": 128,
+    "attention.layer_norm_rms_epsilon": 1e-6,
+    "attention.sliding_window": 512,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+"""keys of Gemma-3-27B"""
+
+
+def config(architecture: str, keys: dict[str, Any], **factors: list[float]) -> ModelConfig:
+    """Our config of a file with these keys, without its tensors."""
+    read = (*ARCHITECTURES[architecture].fields, *keys, "attention.key_length", "attention.value_length")
+    known = {key: value for key, value in {**SIZES, **keys}.items() if key in read}
+    raw = text_config(config_of(architecture, known, 97, ["token_embd.weight"], factors))
+    return FAMILIES[ARCHITECTURES[architecture].model_type].config(raw)
+
+
+@pytest.mark.parametrize(("architecture", "largest"), [("gemma2", 46), ("gemma3", 62)])
+def test_queries_of_the_models_with_27_billion_weights(architecture: str, largest: int) -> None:
+    """Files do not store the scale of queries: d_model / heads in the largest models, the width of a head in others."""
+    for layers, scale in ((largest, (5376 // 32) ** -0.5), (largest - 1, 128**-0.5), (26, 128**-0.5)):
+        assert config(architecture, {"block_count": layers}).attn_scale == pytest.approx(scale, rel=1e-12)
+
+
+def test_rotations_by_kind_of_layer() -> None:
+    """Gemma-3: bases of global and local layers, and a factor that only global ones have."""
+    found = config("gemma3", {"rope.freq_base": 1e6, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0})
+    assert (found.rope.theta, found.rope.scaling, found.rope.factor) == (1e6, "linear", 8.0)
+    assert found.local_rope is not None and (found.local_rope.theta, found.local_rope.scaling) == (10000.0, "none")
+    own = config("gemma3", {"rope.freq_base": 1e6, "rope.freq_base_swa": 5e3}).local_rope
+    assert own is not None and own.theta == 5e3
+
+
+def test_long_factors_of_phi_3() -> None:
+    """LongRoPE: the short factors divide frequencies, up to the original length; cos and sin have a factor of their own."""
+    keys = {
+        "context_length": 131072,
+        "embedding_length": 4096,
+        "rope.scaling.original_context_length": 4096,
+        "rope.scaling.attn_factor": 1.19,
+    }
+    short, long = [1.0 + i / 64 for i in range(64)], [2.0 + i for i in range(64)]
+    found = config("phi3", keys, rope_factors_short=short, rope_factors_long=long)
+    assert found.rope.divisors == tuple(short) and found.rope.attention_factor == 1.19 and found.max_positions == 4096
+    with pytest.raises(BadWeights, match=r"(?s)GGUF file of phi3 do not fit .*length 64, got 63"):
+        config("phi3", keys, rope_factors_short=short[1:], rope_factors_long=long)
+    part = config("phi3", {**keys, "rope.dimension_count": 96}, rope_factors_short=short[:48], rope_factors_long=long[:48])
+    assert part.rotary_dim == 96 and found.rotary_dim == 128
+    llama = config("llama", {"embedding_length": 4096, "rope.scaling.attn_factor": 1.19}, rope_freqs=long)
+    assert llama.rope.divisors == tuple(long) and llama.rope.attention_factor == 1.0 and llama.max_positions == 4096
 
 
 def test_an_adapter_is_merged_into_a_gguf_file(tmp_path: Path) -> None:

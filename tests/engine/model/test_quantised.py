@@ -279,6 +279,16 @@ DAMAGED: dict[str, tuple[str, Callable[[dict[str, Tensor]], object], str]] = {
         lambda t: t.update({f"{PROJECTION}.weight_zero_point": torch.ones(16, 1, dtype=torch.int8)}),
         "zero points of a symmetric scheme",
     ),
+    "a packed zero": (
+        "compressed int4",
+        lambda t: t.update({f"{PROJECTION}.weight_zero_point": torch.ones(2, 2, dtype=torch.int32)}),
+        "zero points of a symmetric scheme",
+    ),
+    "another packed scale": (
+        "compressed int4",
+        lambda t: t.update({f"{PROJECTION}.weight_scale": torch.ones(16, 9)}),
+        "the scale has another shape",
+    ),
 }
 
 
@@ -291,6 +301,15 @@ def test_damaged_weights_are_named(fault: str, tmp_path: Path) -> None:
     save_file(stored, tmp_path / WEIGHTS_FILE)
     with pytest.raises(BadWeights, match=text):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "zero"), [("compressed int8", torch.int8), ("compressed int4", torch.int32)])
+def test_zero_points_of_0_change_nothing(kind: str, zero: torch.dtype, tmp_path: Path) -> None:
+    """Some writers store them for symmetric weights, too."""
+    write(tmp_path, *FORMATS[kind])
+    before, stored = weights_hash(load(tmp_path)), load_file(tmp_path / WEIGHTS_FILE)
+    save_file({**stored, f"{PROJECTION}.weight_zero_point": torch.zeros(2, 2, dtype=zero)}, tmp_path / WEIGHTS_FILE)
+    assert weights_hash(load(tmp_path)) == before
 
 
 def test_words_of_all_bits_unpack() -> None:

@@ -500,7 +500,7 @@ def test_other_objects_are_refused(source: object) -> None:
 
 def test_paths_that_hold_no_model_are_refused(tmp_path: Path) -> None:
     """A missing folder, and a folder without a model."""
-    with pytest.raises(UnsupportedModel, match="neither a folder nor"):
+    with pytest.raises(UnsupportedModel, match="none does not exist"):
         load(tmp_path / "none")
     with pytest.raises(UnsupportedModel, match=r"holds neither replaylens\.json nor config\.json"):
         load(tmp_path)

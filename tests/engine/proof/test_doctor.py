@@ -392,7 +392,8 @@ def test_the_command_examines_the_embedded_model_by_default() -> None:
         (["--device", "cuda"], "BadRequest", "Use device='cpu'"),
         (["--device", "abacus"], "BadRequest", "Use 'cpu' or 'cuda'"),
         (["smollm2"], "BadRequest", "`replaylens fetch smollm2`"),
-        (["nowhere"], "UnsupportedModel", "nowhere is neither a folder nor"),
+        (["no/where/at-all"], "UnsupportedModel", "no/where/at-all does not exist"),
+        (["nowhere"], "FetchFailed", "nowhere is neither a path here nor in the cache"),
     ],
 )
 def test_the_command_refuses_what_is_not_there(

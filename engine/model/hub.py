@@ -1,0 +1,219 @@
+"""Models of the Hugging Face hub, by name: fetched into the hub's own cache, safetensors only.
+
+A snapshot is fetched in two steps. The small files come first: a model that cannot be read is refused before its weights are
+downloaded, and only the weights that its index names are downloaded.
+"""
+
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from replaylens.engine.errors import BadConfig, BadRequest, FetchFailed, UnsupportedModel
+from replaylens.engine.model import adapter
+from replaylens.engine.model.families import family_of
+from replaylens.engine.model.shards import weight_files
+
+_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?(@[\w./-]+)?", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SMALL = (
+    "replaylens.json",
+    "config.json",
+    adapter.ADAPTER_FILE,
+    "generation_config.json",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""configs and tokenizers"""
+
+
+@dataclass(frozen=True)
+class HubOptions:
+    """How a repository is found, in the words of huggingface_hub, whose defaults and environment variables count."""
+
+    revision: str | None = None
+    """a branch, a tag or a commit; None: main"""
+    token: str | bool | None = None
+    cache_dir: str | Path | None = None
+    local_files_only: bool = False
+
+    def __post_init__(self) -> None:
+        kinds = {"revision": str, "token": str | bool, "cache_dir": str | Path}
+        for name, kind in kinds.items():
+            if (value := getattr(self, name)) is not None and not isinstance(value, kind):
+                shown = type(value).__name__ if name == "token" else f"{value!r:.60}"
+                raise BadRequest(f"Invalid {name}={shown}. Give what huggingface_hub takes: {kind} or None.")
+        if not isinstance(self.local_files_only, bool):
+            raise BadRequest(f"Invalid local_files_only={self.local_files_only!r:.60}. Give True or False.")
+
+    def require_unused(self, source: Any) -> None:
+        """BadRequest if an option is given with a source that is not on the hub, where it would be ignored."""
+        given = [name for name, value in vars(self).items() if value not in (None, False)]
+        if given:
+            raise BadRequest(
+                f"{given[0]}= goes with the name of a model on the Hugging Face hub, not with {source!r:.120}, which is "
+                f"{'a path here' if isinstance(source, str | Path) else 'a model in memory'}. Leave {given[0]} out."
+            )
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The files of a repository at one commit."""
+
+    folder: Path
+    revision: str
+    """name@commit"""
+
+
+def is_hub_name(source: Any) -> bool:
+    """Whether the source can be a name on the hub: `gpt2`, `org/name`, each with `@revision` or without. Whether a path of
+    this name exists is for the caller to see: it comes first."""
+    return isinstance(source, str) and _NAME.fullmatch(source) is not None and not source.endswith(".gguf")
+
+
+def fetch_snapshot(source: str, options: HubOptions = HubOptions()) -> Snapshot:  # noqa: B008 (frozen)
+    """The snapshot of a name on the hub, downloaded as far as the cache lacks it.
+
+    A commit that is in the cache is used without asking the hub. UnsupportedModel: the hub does not know the name, or the
+    repository has no safetensors or a family that is not supported. BadRequest: it lacks the revision. FetchFailed: no
+    network, no access, or a part of the snapshot is missing and cannot be downloaded.
+    """
+    name, _, revision = source.partition("@")
+    if revision and options.revision is not None:
+        raise BadRequest(f"{source} names a revision, and revision={options.revision!r} another. Give one of them.")
+    repository = _Repository(name, replace(options, revision=revision or options.revision))
+    wanted = repository.options.revision
+    if wanted is not None and _COMMIT.fullmatch(wanted) and (cached := repository.cached()) is not None:
+        return cached
+    return repository.fetched()
+
+
+@dataclass(frozen=True)
+class _Repository:
+    name: str
+    options: HubOptions
+
+    def cached(self) -> Snapshot | None:
+        """The snapshot, if the cache has all of it; asks nobody."""
+        try:
+            folder = self._download(_SMALL, local=True)
+        except (FetchFailed, BadRequest):
+            return None
+        whole = all((folder / file).is_file() for file in _needed(folder))
+        return Snapshot(folder, f"{self.name}@{folder.name}") if whole else None
+
+    def fetched(self) -> Snapshot:
+        folder = self._download(_SMALL)
+        needed = _needed(folder)
+        pinned = _Repository(self.name, replace(self.options, revision=folder.name))
+        if not all((folder / file).is_file() for file in needed):
+            pinned._download(needed)
+        for file in needed:
+            if not (folder / file).is_file():
+                raise pinned._without(file, folder)
+        return Snapshot(folder, f"{self.name}@{folder.name}")
+
+    def _download(self, files: tuple[str, ...], local: bool = False) -> Path:
+        from huggingface_hub import errors, snapshot_download
+
+        given = {**vars(self.options), "local_files_only": local or self.options.local_files_only}
+        try:
+            return Path(snapshot_download(self.name, allow_patterns=list(files), **given))
+        except errors.HFValidationError as e:
+            raise UnsupportedModel(f"{self.name!r} is neither a path here nor a name on the Hugging Face hub: {e}") from None
+        except errors.GatedRepoError as e:
+            raise FetchFailed(
+                f"{self.name} is gated: its owners ask who uses it. Accept their terms at https://huggingface.co/{self.name}, "
+                "then give the token of your account (hf auth login, HF_TOKEN, or token=)."
+            ) from e
+        except errors.RepositoryNotFoundError as e:
+            raise UnsupportedModel(
+                f"{self.name} is neither a path here nor a model on the Hugging Face hub. Check the spelling; if it is "
+                "private, give a token that may read it (hf auth login, HF_TOKEN, or token=)."
+            ) from e
+        except errors.RevisionNotFoundError as e:
+            raise self._unknown_revision("on the Hugging Face hub") from e
+        except errors.LocalEntryNotFoundError as e:
+            raise self._out_of_reach(e.__cause__ or e) from e
+        except OSError as e:  # the connection, the disk
+            raise FetchFailed(f"{self.name} could not be fetched from the Hugging Face hub: {type(e).__name__}: {e}") from e
+
+    @property
+    def _cache(self) -> Path:
+        """The repository's folder in the cache."""
+        from huggingface_hub import constants
+
+        return Path(self.options.cache_dir or constants.HF_HUB_CACHE).expanduser() / f"models--{self.name.replace('/', '--')}"
+
+    def _unknown_revision(self, where: str) -> BadRequest:
+        return BadRequest(
+            f"{self.name} has no revision {self.options.revision!r} {where}. Give a branch, a tag or a whole commit hash."
+        )
+
+    def _out_of_reach(self, problem: object) -> FetchFailed:
+        """What the cache lacks, if the hub does not answer."""
+        from huggingface_hub import constants
+
+        asked = not (self.options.local_files_only or constants.HF_HUB_OFFLINE)
+        reason = f"the hub cannot be reached ({problem})" if asked else "offline mode forbids asking the hub"
+        offline = "Unset HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else "Leave out local_files_only"
+        advice = "Check the network" if asked else offline
+        revision, cache = self.options.revision or "main", self._cache
+        commits = sorted(each.name for each in (cache / "snapshots").glob("*"))
+        refs = sorted(str(each.relative_to(cache / "refs")) for each in (cache / "refs").rglob("*") if each.is_file())
+        if not commits:
+            what = f"{self.name} is neither a path here nor in the cache of the Hugging Face hub ({cache.parent})"
+        elif revision in (*commits, *refs):
+            what = f"The snapshot of {self.name} at {revision} in {cache} is incomplete"
+        else:
+            what = f"The cache has no revision {revision!r} of {self.name} (it has {', '.join([*refs, *commits])})"
+        return FetchFailed(f"{what}, and {reason}. {advice}, or copy the cache of a machine that has it.")
+
+    def _without(self, file: str, folder: Path) -> Exception:
+        """The error for a file that is missing although huggingface_hub is content: the repository lacks it, or the cache is
+        older than the lists of files that huggingface_hub keeps."""
+        from huggingface_hub import HfApi
+
+        try:
+            there = set(HfApi(token=self.options.token).list_repo_files(self.name, revision=folder.name))
+        except Exception as e:  # no network, or offline
+            there = {each.name for each in folder.iterdir()}
+            known = _others(there) or (self._cache / ".no_exist" / folder.name / file).exists()
+            if not known:
+                return self._out_of_reach(e)
+        held = ", ".join(_others(there)[:3]) or "no weights"
+        return UnsupportedModel(
+            f"{self.name}@{folder.name} has no {file}: it holds {held}. Only safetensors are read, never pickles. Convert it "
+            "(transformers: from_pretrained, then save_pretrained) and give the folder, or name a revision that has them."
+        )
+
+
+def _others(files: set[str]) -> list[str]:
+    """Weights that are not safetensors."""
+    return sorted(file for file in files if file.endswith((".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf")))
+
+
+def _needed(folder: Path) -> tuple[str, ...]:
+    """The weight files of a snapshot whose small files are there. UnsupportedModel: nothing would read them."""
+    if (folder / "replaylens.json").is_file():
+        return tuple(weight_files(folder))
+    if (file := folder / "config.json").is_file():
+        try:
+            written = json.loads(file.read_text())
+        except ValueError as e:
+            raise BadConfig(f"{file} is not valid JSON: {e}. Delete the snapshot, and fetch it again.") from None
+        if isinstance(written, dict) and "text_config" not in written:
+            family_of(written)
+        return tuple(weight_files(folder))
+    return (adapter.WEIGHTS_FILE,) if (folder / adapter.ADAPTER_FILE).is_file() else ("config.json",)
