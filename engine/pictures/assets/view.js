@@ -26,7 +26,9 @@
     return tip;
   };
   const place = (tip, target) => {
-    const box = target.getBoundingClientRect();
+    const own = target.getBoundingClientRect(), tree = target.closest(".rl-grid")?.getBoundingClientRect();
+    const clear = tree && tree.bottom - own.bottom < 120;  // below the branches, unless that is far from the token
+    const box = { left: own.left, top: own.top, bottom: clear ? tree.bottom : own.bottom };
     const below = box.bottom + 6 + tip.offsetHeight <= innerHeight || box.top < tip.offsetHeight + 6;
     const top = below ? box.bottom + 6 : box.top - tip.offsetHeight - 6;
     tip.style.top = Math.max(4, Math.min(top, innerHeight - tip.offsetHeight - 4)) + "px";
