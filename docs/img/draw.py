@@ -107,7 +107,7 @@ def _screenshots(pages: dict[str, Path], chromium: str) -> None:
             _sections(tab, pages["report"], theme)
             tab.goto(pages["rollouts"].as_uri())
             tab.locator(".rl-node").nth(1).click()
-            tab.locator(".rl-rollouts").screenshot(path=HERE / f"rollouts-{theme}.png")
+            tab.screenshot(path=HERE / f"rollouts-{theme}.png", full_page=True)  # with the page's padding
             _thoughts(tab, pages["thoughts"], HERE / f"thoughts-{theme}.png")
             tab.close()
         tab = browser.new_page(viewport={"width": 860, "height": 400})

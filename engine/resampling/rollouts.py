@@ -124,7 +124,9 @@ class Rollouts:
         for column, (name, fill) in enumerate(zip(counts.outcomes, colours(counts.outcomes), strict=True)):
             axis.barh(rows, counts.shares[:, column], left=below, label=plain(name), color=fill)
             below = below + counts.shares[:, column]
-        names = [f"{plain(short(text.strip(), _MAX_TEXT))} ({at})" for at, text in zip(counts.positions, counts.texts, strict=True)]
+        names = [
+            f"{plain(short(text.strip(), _MAX_TEXT))} ({at})" for at, text in zip(counts.positions, counts.texts, strict=True)
+        ]
         axis.set_yticks(rows, names, fontsize=8)
         axis.set(xlabel="share of rollouts", xlim=(0, 1), ylim=(len(rows) - 0.5, -0.5), ylabel="fork before (position)")
         figure.legend(loc="outside upper center", ncols=min(4, len(counts.outcomes)), fontsize=8)

@@ -107,7 +107,9 @@ def bars(table: pd.DataFrame, title: str) -> Figure:
     value = table["accuracy"].astype(float)
     error = [(value - table["low"].astype(float)).clip(lower=0), (table["high"].astype(float) - value).clip(lower=0)]
     axis.barh(range(len(table)), value, xerr=error, color="tab:blue", alpha=0.7, capsize=2)
-    axis.set(yticks=range(len(table)), yticklabels=[plain(short(what, 60)) for what in table["what"]], title=title, xlabel="score")
+    axis.set(
+        yticks=range(len(table)), yticklabels=[plain(short(what, 60)) for what in table["what"]], title=title, xlabel="score"
+    )
     axis.invert_yaxis()
     return figure
 

@@ -12,5 +12,20 @@ from tests.mutants.probes import PROBES
 from tests.mutants.questions import QUESTIONS
 from tests.mutants.tasks import TASKS
 from tests.mutants.thinking import THINKING
+from tests.mutants.views import VIEWS
 
-MUTANTS = (*ENGINE, *MEMORY, *MODES, *DUMPS, *PROBES, *ARRAYS, *QUESTIONS, *TASKS, *THINKING, *GRADIENTS, *DEVICE, *HOLES)
+MUTANTS = (
+    *ENGINE,
+    *MEMORY,
+    *MODES,
+    *DUMPS,
+    *PROBES,
+    *ARRAYS,
+    *QUESTIONS,
+    *TASKS,
+    *THINKING,
+    *GRADIENTS,
+    *DEVICE,
+    *HOLES,
+    *VIEWS,
+)

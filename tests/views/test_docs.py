@@ -3,7 +3,9 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+from matplotlib.image import imread
 
 from replaylens.engine.pictures.timeline import Timeline
 from replaylens.engine.pictures.tree import Tree
@@ -28,3 +30,13 @@ def test_pictures_are_there() -> None:
     text = (DOCS / "views.md").read_text()
     pictures = re.findall(r"!\[.*?\]\((.*?)\)", text)
     assert pictures and all((DOCS / picture).is_file() for picture in pictures)
+
+
+@pytest.mark.parametrize(
+    "picture", sorted((DOCS / "img").glob("*-dark.png")) + sorted((DOCS / "img").glob("*-light.png")), ids=str
+)
+def test_a_picture_has_the_colours_of_its_page_up_to_its_edges(picture: Path) -> None:
+    """A view on a page of the other theme would show a frame of it."""
+    pixels = imread(picture)[..., :3]
+    edge = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]]).mean(-1)
+    assert (edge.max() < 0.75) if "dark" in picture.name else (edge.min() > 0.25)
