@@ -45,7 +45,7 @@ def _bands(places: Sequence[Placement], stem: int) -> list[tuple[int, int]]:
     forks = {place.path.fork_position for place in places if place.path.parent is not None}
     end, bands, start = max(wide, default=stem) + 1, [], stem
     while start < end:
-        room, stop = MAX_WIDTH, start
+        room, stop = float(MAX_WIDTH), start
         while stop < end and (stop == start or room >= wide.get(stop, 0.0)):
             room, stop = room - wide.get(stop, 0.0), stop + 1
         last = stop

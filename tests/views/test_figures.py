@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
 from replaylens.engine.attribution.effects import Attribution
@@ -165,8 +166,8 @@ def sweep_table() -> pd.DataFrame:
 
 
 def curve_table() -> pd.DataFrame:
-    return pd.DataFrame({"C": [0.01, 1.0], "accuracy": [0.6, 0.8], "low": [0.5, 0.7], "high": [0.7, 0.9], "complexity": [0.2, 0.6],
-                         "train": [0.7, 0.9], "majority": [0.5, 0.5], "pareto": [True, True]})  # fmt: skip
+    scores = {"accuracy": [0.6, 0.8], "low": [0.5, 0.7], "high": [0.7, 0.9], "train": [0.7, 0.9], "majority": [0.5, 0.5]}
+    return pd.DataFrame({"C": [0.01, 1.0], "complexity": [0.2, 0.6], "pareto": [True, True], **scores})
 
 
 def bar_table() -> pd.DataFrame:
@@ -371,8 +372,8 @@ def test_rollouts() -> None:
         "heads": [0, 1, 0.667], "tails": [0.667, 0, 0], "no answer": [0.333, 0, 0.333]}  # fmt: skip
     assert [bar.get_x() for bar in bars["no answer"]] == pytest.approx([2 / 3, 1, 2 / 3])
     colour = {name: group[0].get_facecolor() for name, group in bars.items()}
-    assert colour["no answer"] == tuple(int(REST[i : i + 2], 16) / 255 for i in (1, 3, 5)) + (1.0,)
-    assert colour["heads"] == tuple(int(FILLS[0][i : i + 2], 16) / 255 for i in (1, 3, 5)) + (1.0,)
+    assert colour["no answer"] == to_rgba(REST)
+    assert colour["heads"] == to_rgba(FILLS[0])
     names = [label.get_text() for label in axis.get_yticklabels()]
     assert names[0].startswith("So the state of the coin") and names[0].endswith("… (4)") and names[1] == r"Bob \$waits\$. (9)"
     assert axis.get_ylim() == (2.5, -0.5), "from top to bottom"

@@ -105,7 +105,7 @@ class AttentionResult:
         return grids
 
     def _repr_html_(self) -> str:
-        """One view: a token under the mouse shows where a chosen head attends from there; below it, the summary of all heads."""
+        """One view: a token under the mouse shows where a chosen head attends from there. Below it, a summary of all heads."""
         parts = [] if self.pattern.numel() > _MAX_CELLS else [self._explorer()]
         tables = tag("div", *(draw(table(grid)) for grid in self._summary()), class_="rl-beside")
         note = paragraph("Mean attention by kind of key. Rows are layers, columns are heads.")

@@ -32,8 +32,8 @@ class SteerResult:
     """Continuations of every prompt at every layer and strength. Strength 0 is the unsteered model, once per prompt."""
 
     frame: pd.DataFrame
-    """prompt, layer (NaN without steering), strength, text; perplexity: of the text under the unsteered model; effect: how far the
-    steered model is from the unsteered one along that text, the mean KL divergence of the next token in nats"""
+    """prompt, layer (NaN without steering), strength, text; perplexity: of the text under the unsteered model; effect: how far
+    the steered model is from the unsteered one along that text, the mean KL divergence of the next token in nats"""
     vectors: dict[int, Tensor]
     """layer -> the vector that strength 1 adds"""
 

@@ -7,8 +7,8 @@ import pytest
 
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.pictures.outcomes import FILLS, REST, colours
-from replaylens.engine.resampling.answers import NO_ANSWER, OTHER
 from replaylens.engine.pictures.palette import CHECK, INK, KINDS, LOOKS, PAGES, css_variables, svg_style
+from replaylens.engine.resampling.answers import NO_ANSWER, OTHER
 
 # Machado, Oliveira and Fernandes (2009), severity 1: how linear RGB is perceived
 BLINDNESS = {
