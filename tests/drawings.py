@@ -1,4 +1,4 @@
-"""Results with made-up numbers, each drawn as users see it. Tests of figures read them, and outdated notebooks are found by them.
+"""Results with made-up numbers, drawn as users see them. Tests of figures read them; outdated notebooks are found by them.
 
 `digests` names each kind of drawing by what is drawn. It changes with a word, a number, a colour or a style, not with the code.
 """
