@@ -7,6 +7,7 @@ A notebook that stops with SystemExit, for want of a model that is not fetched, 
 
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,28 @@ def _tidy(outputs: list[Any]) -> Iterator[Any]:
         yield output
 
 
+@cache
+def digests() -> dict[str, str]:
+    """Kind of drawing -> digest of what it looks like now, on samples with made-up numbers."""
+    sys.path.insert(0, str(HERE.parent))
+    from tests import drawings
+
+    return drawings.digests()
+
+
+def drawn(notebook: Notebook) -> set[str]:
+    """The kinds of drawings among a notebook's outputs."""
+    shown = [output.get("data", {}) for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    pages = "".join("".join(data.get("text/html", "")) for data in shown)
+    return {kind for kind in digests() if f'class="{kind}' in pages or any(kind in data for data in shown)}
+
+
+def outdated(notebook: Notebook) -> list[str]:
+    """The kinds of drawings that look otherwise by now than when the notebook was built."""
+    known = notebook.metadata.get("replaylens", {}).get("drawings", {})
+    return sorted(kind for kind in drawn(notebook) if known.get(kind) != digests()[kind])
+
+
 def main(names: list[str]) -> None:
     known = {source.stem: source for source in sources()}
     if unknown := set(names) - set(known):
@@ -77,7 +100,9 @@ def main(names: list[str]) -> None:
         print(f"{name}: ", end="", flush=True)
         target = HERE / f"{name}.ipynb"
         try:
-            nbformat.write(execute(read(known[name])), target)
+            made = execute(read(known[name]))
+            made.metadata["replaylens"] = {"drawings": {kind: digests()[kind] for kind in sorted(drawn(made))}}
+            nbformat.write(made, target)
         except CellExecutionError as error:
             if error.ename != "SystemExit":
                 raise

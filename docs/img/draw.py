@@ -22,6 +22,8 @@ from replaylens.views.report import ReportPage
 
 HERE = Path(__file__).parent
 EXAMPLES = 64
+_BODY = "<style>body{margin:0;background:#fff}@media (prefers-color-scheme:dark){body{background:#14171a}}</style>"
+"""the page around a view: a card may reach beyond the view's edge"""
 
 
 def main() -> None:
@@ -76,7 +78,7 @@ def _pages(run: Run, told: Timeline, folder: Path) -> dict[str, Path]:
     pages = {}
     for name, view in views.items():
         pages[name] = folder / f"{name}.html"
-        pages[name].write_text(f"<!DOCTYPE html><meta charset='utf-8'>{view._repr_html_()}")
+        pages[name].write_text(f"<!DOCTYPE html><meta charset='utf-8'>{_BODY}{view._repr_html_()}")
     dump = run.save(folder / "coin")
     found = sweep(dump, ("face", "parity"), positions=("step", "step+1", "query"))
     verdict = verify(dump.url, run.engine, sample="all")
@@ -105,7 +107,7 @@ def _screenshots(pages: dict[str, Path], chromium: str) -> None:
             _sections(tab, pages["report"], theme)
             tab.goto(pages["rollouts"].as_uri())
             tab.locator(".rl-node").nth(1).click()
-            tab.locator(".rl-rollouts").screenshot(path=HERE / f"rollouts-{theme}.png")
+            tab.screenshot(path=HERE / f"rollouts-{theme}.png", full_page=True)  # with the page's padding
             _thoughts(tab, pages["thoughts"], HERE / f"thoughts-{theme}.png")
             tab.close()
         tab = browser.new_page(viewport={"width": 860, "height": 400})
@@ -118,10 +120,12 @@ def _screenshots(pages: dict[str, Path], chromium: str) -> None:
 
 
 def _tree(tab: Any, page: Path, out: Path) -> None:
-    """With a card open, over a rejected token."""
+    """With a card open, over the last rejected token: below it, no branch is hidden. All of the view, and no more."""
     tab.goto(page.as_uri())
-    tab.locator(".rl-grid .rl-rejected").first.hover()
-    tab.screenshot(path=out, clip={"x": 0, "y": 0, "width": 1180, "height": 420})
+    tab.locator(".rl-grid .rl-rejected").last.hover()
+    boxes = [tab.locator(name).bounding_box() for name in (".rl-view", ".rl-tip")]
+    bottom = max(box["y"] + box["height"] for box in boxes)
+    tab.screenshot(path=out, clip={"x": 0, "y": 0, "width": 1180, "height": bottom + 10})
 
 
 def _thoughts(tab: Any, page: Path, out: Path) -> None:

@@ -117,7 +117,7 @@ class Attribution:
     def plot(self) -> "Figure":
         """A heat map for each kind of site, layers by tokens, or by heads as sums over positions; the real effects below, on a
         scale of their own."""
-        from matplotlib.figure import Figure
+        from replaylens.engine.pictures.figure import picture, wrapped
 
         kinds, grids = self._kinds(), {"estimate": self.estimate}
         if self.real is not None:
@@ -125,8 +125,7 @@ class Attribution:
         if self.heads:
             grids = {what: grid.sum(1) for what, grid in grids.items()}
         labels = [str(head) for head in range(self.heads)] or self._labels()
-        size = (1 + len(kinds) * max(3.0, 0.28 * len(labels)), 0.8 + len(grids) * 3.0)
-        figure = Figure(figsize=size, layout="constrained")
+        figure = picture(1 + len(kinds) * max(3.0, 0.28 * len(labels)), 0.8 + len(grids) * 3.0)
         for line, (what, grid) in zip(figure.subplots(len(grids), len(kinds), squeeze=False), grids.items(), strict=True):
             most = float(grid.abs().max()) or 1.0
             colors = {"cmap": "RdBu_r", "vmin": -most, "vmax": most}
@@ -135,11 +134,13 @@ class Attribution:
                 axis.set(title=_TITLES.get(kind, kind), ylabel="layer")
                 axis.set_yticks([i + 0.5 for i in range(len(rows))], [str(i) for i in range(len(rows))], fontsize=6)
                 axis.set_xticks([i + 0.5 for i in range(len(labels))], labels, rotation=0 if self.heads else 90, fontsize=6)
-            figure.colorbar(shown, ax=line, label=f"change of the metric: {what}")
+            figure.colorbar(shown, ax=line, label=wrapped(f"change of the metric: {what}", 2.6))
         return figure
 
     def _labels(self) -> list[str]:
-        return [repr(word)[1:-1].replace("$", r"\$") for word in self.words]  # a dollar sign would start a formula
+        from replaylens.engine.pictures.figure import plain
+
+        return [plain(word) for word in self.words]
 
     def _kinds(self) -> dict[str, list[int]]:
         """Sites of one kind in layer order: their rows by the name within a block. The stream that leaves the last block

@@ -119,17 +119,17 @@ class FeatureRows:
 
     def plot(self, features: Ids | None = None) -> "Figure":
         """A heat map of features by rows; default: the 20 strongest features."""
-        from matplotlib.figure import Figure
+        from replaylens.engine.pictures.figure import picture, plain
 
         chosen = self.strongest(20) if features is None else feature_ids("features", features, self.width)
         if not chosen or not len(self):
             raise BadRequest("No feature is active, so there is nothing to plot. Give features, or other rows.")
-        figure = Figure(figsize=(2 + 0.3 * len(self), 1.5 + 0.22 * len(chosen)), layout="constrained")
+        figure = picture(2 + 0.3 * len(self), 1.5 + 0.22 * len(chosen))
         axis = figure.subplots()
         image = axis.imshow(self.columns(chosen).T.numpy(), aspect="auto", cmap="viridis", vmin=0.0)
         axis.set(ylabel="feature", yticks=range(len(chosen)), yticklabels=chosen, xlabel="token" if self.words else "row")
         if self.words is not None:
-            axis.set_xticks(range(len(self)), [visible(word) for word in self.words], rotation=90, fontsize=7)
+            axis.set_xticks(range(len(self)), [plain(word) for word in self.words], rotation=90, fontsize=7)
         figure.colorbar(image, ax=axis, label="activation")
         return figure
 

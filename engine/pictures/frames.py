@@ -113,6 +113,8 @@ class Frame:
     """other chains drafted at the same position"""
     others: int = 0
     """number of other running requests"""
+    ordinary: int = 0
+    """how many of them are ordinary: nothing is promised of their tokens"""
     ended: int = 0
     """other requests that have ended since the frame before"""
     waiting: int = 0
@@ -122,6 +124,7 @@ class Frame:
     def beside(self) -> str:
         """The other requests in words, with the reason if there are fewer than on the frame before; empty: there are none."""
         running = f"{self.others or 'no'} other request{'s' * (self.others != 1)} running"
+        running += f", {self.ordinary} of them ordinary" if self.ordinary else ""
         ended = f"{self.ended} ha{'s' if self.ended == 1 else 've'} ended" if self.ended else ""
         prompt = "has its prompt and waits" if self.waiting == 1 else "have their prompts and wait"
         waiting = f"{self.waiting} {prompt}" if self.waiting else ""

@@ -11,26 +11,29 @@ from replaylens.engine.pictures.paths import visible
 FILLS = ("#4f9ddb", "#f0a23b", "#a6dcee", "#ee3a70", "#a6b8a6", "#dcdc28", "#8270ee", "#ee5eb8")
 """the first five as far apart as token states, with every common kind of colour blindness; dark text is readable on all"""
 REST = "#85898d"
-"""of outcomes beyond the eighth"""
+"""of outcomes beyond the eighth, and of no outcome at all"""
+NEUTRAL = ("no answer", "other")
+"""names of what is no outcome: rollouts without an answer, and answers that were not asked for"""
 WIDTH, HEIGHT, LEFT, TOP = 1000, 150, 34, 8
 """size of the curve, and where its plot begins"""
 
 
-def colours(count: int) -> list[str]:
+def colours(outcomes: Sequence[str]) -> list[str]:
     """The fill of each outcome, in order."""
-    return [*FILLS[:count], *([REST] * (count - len(FILLS)))]
+    fills = iter(FILLS)
+    return [REST if name in NEUTRAL else next(fills, REST) for name in outcomes]
 
 
-def variables(count: int) -> str:
+def variables(outcomes: Sequence[str]) -> str:
     """The fills as CSS custom properties: `--o0`, `--o1`, ..."""
-    return "".join(f"--o{k}:{fill};" for k, fill in enumerate(colours(count)))
+    return "".join(f"--o{k}:{fill};" for k, fill in enumerate(colours(outcomes)))
 
 
 def legend(outcomes: Sequence[str], shown: Sequence[str]) -> Markup:
     """A chip per outcome with its colour and a fact, such as a count."""
     chips = [
         tag("span", tag("b", visible(name)), f" {fact}", class_="rl-outcome", style=f"background:{fill}")
-        for name, fact, fill in zip(outcomes, shown, colours(len(outcomes)), strict=True)
+        for name, fact, fill in zip(outcomes, shown, colours(outcomes), strict=True)
     ]
     return tag("span", *chips, class_="rl-legend")
 
@@ -51,7 +54,7 @@ def curve(texts: Sequence[str], outcomes: Sequence[str], value: np.ndarray, low:
     edges = columns(len(texts))
     centre = (edges[:-1] + edges[1:]) / 2
     parts = [_grid()]
-    for k, fill in enumerate(colours(len(outcomes))):
+    for k, fill in enumerate(colours(outcomes)):
         known = np.flatnonzero(~np.isnan(value[:, k]))
         x, (y, bottom, top) = centre[known], (_height(array[known, k]) for array in (value, low, high))
         if len(known) == 1:  # a band of one fork has no width

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from unicodedata import category
 
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.pictures.palette import KINDS, ORDINARY, kind_of
@@ -98,14 +99,15 @@ class Paths:
             stack += [(child, depth + 1) for child in sorted(self.children[path.branch], key=lambda p: -p.branch)]
 
 
-_VISIBLE = {"\n": "⏎", "\t": "⇥", "\r": "␍", "": "∅"}
+_VISIBLE = {"\n": "⏎", "\t": "⇥", "\r": "␍", "": "∅", "\u00a0": "⍽"}
 
 
 @lru_cache(1 << 16)
 def visible(text: str) -> str:
-    """The text with visible marks for line breaks, tabs, control characters and the empty string; spaces if nothing else."""
+    """The text with visible marks for line breaks, tabs, control characters, rare spaces and the empty string; for ordinary
+    spaces if there is nothing else."""
     if not text:
         return _VISIBLE[""]
     if not text.strip(" "):
         return "␣" * len(text)
-    return "".join(c if c.isprintable() else _VISIBLE.get(c, f"\\u{ord(c):04x}") for c in text)
+    return "".join(c if c.isprintable() else _VISIBLE.get(c, "␣" if category(c) == "Zs" else f"\\u{ord(c):04x}") for c in text)

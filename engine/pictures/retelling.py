@@ -157,7 +157,7 @@ class _Teller:
         said = [*followed[:accepted], *pending]
         checks = self._checks(line, followed, accepted, said, list(event.get("overruled", ())))
         frame = self._frame(line, Phase.VERIFY, caption + _unless_promised(line), chain, checks)
-        yield replace(frame, others=line.drafted_beside)
+        yield replace(frame, others=line.drafted_beside, ordinary=self._ordinary(line.drafted_beside))
         rejected = [c for i, c in enumerate(chains) if c and i != chain]
         rejected += [followed] if len(followed) > accepted else []
         for kept, path in zip(event["rejected"], rejected, strict=False):
@@ -221,7 +221,8 @@ class _Teller:
         """T0 in the frame of the prefill; in a frame of its own if other frames came in between."""
         if branch == self.branch and self.frames and self.frames[-1].phase is Phase.PREFILL:
             before = self.frames.pop()
-            yield replace(self._frame(line, Phase.PREFILL, f"{before.caption}; the last row gives T0"), others=before.others)
+            frame = self._frame(line, Phase.PREFILL, f"{before.caption}; the last row gives T0")
+            yield replace(frame, others=before.others, ordinary=before.ordinary)
         else:
             yield self._frame(line, Phase.DIRECT, "the prompt's last row, in a canonical pass, gives T0")
 
@@ -244,6 +245,7 @@ class _Teller:
         waiting = len(line.tokens) - line.computed if line.chains else 0
         certified = line.computed if line.uncertified_from is None else max(prompt, min(line.computed, line.uncertified_from))
         fill = Fill(prompt, certified - prompt, waiting + sum(map(len, line.chains)), line.computed - certified)
+        others = line.beside if line.prefilling else len(self.running - {self.branch})
         return Frame(
             phase,
             caption,
@@ -251,8 +253,13 @@ class _Teller:
             (*slots[line.num_prompt :], *(drafts[chain] if drafts else ())),
             checks,
             tuple(other for i, other in enumerate(drafts) if i != chain and other),
-            line.beside if line.prefilling else len(self.running - {self.branch}),
+            others,
+            self._ordinary(others),
         )
+
+    def _ordinary(self, most: int) -> int:
+        """How many of `most` other requests are ordinary."""
+        return min(most, sum(bool(self.lines[each].why) for each in self.running - {self.branch} if each in self.lines))
 
     def _state(self, line: _Line, position: int) -> TokenState:
         if position < line.num_prompt:

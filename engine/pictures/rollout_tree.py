@@ -109,7 +109,7 @@ class RolloutTree:
         )
         panels = [tag("div", class_=name, aria_live="polite") for name in ("rl-fork", "rl-list", "rl-one")]
         parts = [head, overview, tag("p", _CAPTION, class_="rl-quiet"), _text(self, table), *panels, *_data(self)]
-        look, names = variables(len(self.outcomes)), json.dumps(self.outcomes)
+        look, names = variables(self.outcomes), json.dumps(self.outcomes)
         return tag("div", *parts, class_="rl-rollouts", style=look, data_outcomes=names, data_first=_largest_change(table))
 
 

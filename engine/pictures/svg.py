@@ -213,11 +213,15 @@ def _checks(x: float, y: float, width: float, height: float, size: float = 5.0) 
 
 
 def _others(frame: Frame) -> Iterable[Markup]:
-    """Other running requests, as grey bars."""
-    for i in range(min(frame.others, 3)):
-        yield tag(
-            "rect", class_="other", x=LEFT + i * 5, y=HEIGHT - 34 + i * 5, width=150, height=10, rx=2, opacity=1 - i * 0.25
-        )
+    """Other running requests as bars: grey, and ordinary ones, the last, as ordinary tokens look."""
+    bars = min(frame.others, 3)
+    grey = min(frame.others - frame.ordinary, bars - bool(frame.ordinary))  # an ordinary one is seen, however many others run
+    for i in range(bars):
+        place: Attributes = {"x": LEFT + i * 5, "y": HEIGHT - 34 + i * 5, "width": 150, "height": 10, "rx": 2}
+        if i < grey:
+            yield tag("rect", class_="other", opacity=1 - i * 0.25, **place)
+        else:
+            yield tag("rect", class_="ordinary edge", stroke_dasharray="1 2", **place)
     if frame.beside:
         yield _text(LEFT + (176 if frame.others else 0), HEIGHT - 19, frame.beside, 12, "quiet")
 

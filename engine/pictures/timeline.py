@@ -41,10 +41,10 @@ class Timeline:
         return svg.document([frame], self.capacity)
 
     def board(self, frames: Sequence[Frame] | None = None) -> str:
-        """Several frames as one SVG file, two per row; default: prefill, decode, verify, and accept or rollback."""
-        ends = Phase.ROLLBACK if any(frame.phase is Phase.ROLLBACK for frame in self.frames) else Phase.ACCEPT
-        four = self.first(Phase.PREFILL, Phase.DECODE, Phase.VERIFY, ends)
-        return svg.document(list(frames or four), self.capacity)
+        """Several frames as one SVG file, two per row; default: one of each kind of step, but either accept or rollback."""
+        found = {frame.phase for frame in self.frames}
+        hidden = {Phase.ACCEPT} if Phase.ROLLBACK in found else set()
+        return svg.document(list(frames or self.first(*(phase for phase in Phase if phase not in hidden))), self.capacity)
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write every frame as an SVG file; returns the paths."""

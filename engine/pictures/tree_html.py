@@ -1,15 +1,20 @@
-"""A `Tree` as HTML: the shared prefix as flowing text, then a grid with one column per position."""
+"""A `Tree` as HTML: the shared prefix as flowing text, then grids with one column per position, as wide as a page."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from markupsafe import Markup
 
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.pictures.html import join, tag
-from replaylens.engine.pictures.layout import arrange
+from replaylens.engine.pictures.layout import Placement, arrange
 from replaylens.engine.pictures.palette import KINDS, NAMES
 from replaylens.engine.pictures.paths import DrawnPath, Paths, Token, visible
 from replaylens.engine.pictures.readings import LensLayer
+
+MAX_WIDTH = 1000
+"""pixels of a grid; a longer path goes on in a further one"""
+_CHARACTER, _EDGES = 7.3, 15
+"""width of a character, and of the edges of a token with the gap after it"""
 
 
 def draw(tree: Paths) -> Markup:
@@ -18,7 +23,9 @@ def draw(tree: Paths) -> Markup:
     parts = [tag("div", tag("b", tree.title), legend(tree.kinds), class_="rl-head")]
     if before := [chip(token, tree.trunk) for token in tree.trunk.tokens if token.position < stem]:
         parts.append(tag("div", *before, class_="rl-stem"))
-    parts.append(tag("div", tag("div", *_grid(tree, stem), class_="rl-grid"), class_="rl-scroll"))
+    places = arrange(tree)
+    grids = [tag("div", *_grid(places, *band), class_="rl-grid") for band in _bands(places, stem)]
+    parts += [tag("div", grid, class_="rl-scroll") for grid in grids]
     if tree.left_out:
         parts.append(tag("p", f"and {tree.left_out} more branches", class_="rl-quiet"))
     return tag("div", *parts, class_="rl-tree")
@@ -30,14 +37,39 @@ def _stem_length(tree: Paths) -> int:
     return max(0, min([prompt, *(path.fork_position for path in tree.paths[1:])]) - 1)
 
 
-def _grid(tree: Paths, stem: int) -> Iterator[Markup]:
-    for place in arrange(tree):
-        if place.path.parent is not None:
-            column = max(1, place.path.fork_position - stem)
-            yield tag("i", class_="rl-line", style=f"grid-row:{place.parent_row + 2}/{place.row + 2};grid-column:{column}")
+def _bands(places: Sequence[Placement], stem: int) -> list[tuple[int, int]]:
+    """Positions [stem, end) in pieces that fit on a page. A fork stays beside the token before it, where its line begins."""
+    wide: dict[int, float] = {}
+    for token in (token for place in places for token in place.path.tokens if token.position >= stem):
+        wide[token.position] = max(wide.get(token.position, 0.0), len(token.visible) * _CHARACTER + _EDGES)
+    forks = {place.path.fork_position for place in places if place.path.parent is not None}
+    end, bands, start = max(wide, default=stem) + 1, [], stem
+    while start < end:
+        room, stop = float(MAX_WIDTH), start
+        while stop < end and (stop == start or room >= wide.get(stop, 0.0)):
+            room, stop = room - wide.get(stop, 0.0), stop + 1
+        last = stop
+        while stop < end and stop in forks and stop - 1 > start:
+            stop -= 1
+        stop = last if stop in forks and stop < end else stop  # forks at every position: one is cut off from its line
+        bands.append((start, stop))
+        start = stop
+    return bands
+
+
+def _grid(places: Sequence[Placement], start: int, end: int) -> Iterator[Markup]:
+    """The tokens at positions [start, end). Rows without any are left out."""
+    here = {place.row for place in places if any(start <= token.position < end for token in place.path.tokens)}
+    here |= {place.row for place in places if not place.path.tokens and start <= place.path.fork_position <= end}
+    rows = {row: number for number, row in enumerate(sorted(here))}
+    for place in (place for place in places if place.row in rows):
+        column = place.path.fork_position - start
+        if place.path.parent is not None and 0 <= column < end - start + (not place.path.tokens) and place.parent_row in rows:
+            line = f"grid-row:{rows[place.parent_row] + 2}/{rows[place.row] + 2};grid-column:{max(1, column)}"
+            yield tag("i", class_="rl-line", style=line)
         for token in place.path.tokens:
-            if token.position >= stem or place.row:
-                yield chip(token, place.path, f"grid-row:{place.row + 1};grid-column:{token.position - stem + 1}")
+            if start <= token.position < end:
+                yield chip(token, place.path, f"grid-row:{rows[place.row] + 1};grid-column:{token.position - start + 1}")
 
 
 def chip(token: Token, path: DrawnPath, place: str | None = None) -> Markup:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
@@ -23,6 +23,10 @@ from replaylens.engine.resampling.rollout import Rollout, joined
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
+
+_MAX_TEXT = 48
+"""characters of a fork's text in a figure"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,21 +114,25 @@ class Rollouts:
         """SHA-256 of all rollouts with their rows. The same for any waves and any number of workers."""
         return hashlib.sha256("".join(each.digest for each in self.rollouts).encode()).hexdigest()
 
-    def plot(self, ax: Any = None) -> Any:
-        """Shares of the outcomes at each position, stacked. Returns the Axes."""
-        from matplotlib import pyplot as plt
+    def plot(self) -> Figure:
+        """Shares of the outcomes at each fork, one bar per fork from top to bottom, named by the text after it."""
+        from replaylens.engine.pictures.figure import picture, plain, short
+        from replaylens.engine.pictures.outcomes import colours
 
-        ax = plt.subplots(figsize=(8, 3))[1] if ax is None else ax
         counts = self.outcomes()
-        below = np.zeros(len(counts.positions))
-        for column, name in enumerate(counts.outcomes):
-            share = counts.shares[:, column]
-            ax.bar(range(len(below)), share, bottom=below, label=name)
-            below = below + share
-        ax.set_xticks(range(len(below)), [f"{at}" for at in counts.positions])
-        ax.set(xlabel="fork position", ylabel="share of rollouts")
-        ax.legend()
-        return ax
+        rows, below = range(len(counts.positions)), np.zeros(len(counts.positions))
+        figure = picture(8, min(0.26 * len(rows), 40) + 1.2)
+        axis = figure.subplots()
+        for column, (name, fill) in enumerate(zip(counts.outcomes, colours(counts.outcomes), strict=True)):
+            axis.barh(rows, counts.shares[:, column], left=below, label=plain(name), color=fill)
+            below = below + counts.shares[:, column]
+        names = [
+            f"{plain(short(text.strip(), _MAX_TEXT))} ({at})" for at, text in zip(counts.positions, counts.texts, strict=True)
+        ]
+        axis.set_yticks(rows, names, fontsize=8)
+        axis.set(xlabel="share of rollouts", xlim=(0, 1), ylim=(len(rows) - 0.5, -0.5), ylabel="fork before (position)")
+        figure.legend(loc="outside upper center", ncols=min(4, len(counts.outcomes)), fontsize=8)
+        return figure
 
     def _repr_html_(self) -> str:
         counts = self.outcomes()

@@ -22,7 +22,7 @@ from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.forks.multinomials import LEVEL, PRIOR, shares, variation, whole_counts
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _LEAST_MEANS = 20
 """rollouts a position that probabilities must stand for, or rounding them to counts would say more than they do"""
@@ -77,16 +77,17 @@ class ChangePoints:
         """One line per change point; `probability` is that of its place, given the number of changes."""
         return pd.DataFrame([vars(point) for point in self.points], columns=list(ChangePoint.__dataclass_fields__))
 
-    def plot(self) -> "Axes":
+    def plot(self) -> "Figure":
         """Posterior probability of a change before each fork, with the intervals of the change points."""
-        from replaylens.probes.reports.figures import Picture
+        from replaylens.engine.pictures.figure import picture
 
-        axes = Picture(figsize=(min(0.25 * len(self.positions), 18) + 4, 2.8), layout="constrained").subplots()
+        figure = picture(min(0.25 * len(self.positions), 18) + 4, 2.8)
+        axes = figure.subplots()
         axes.bar(np.arange(len(self.positions)), self.probability, color="#0b4f8f")
         for point in self.points:
             axes.axvspan(point.low - 0.5, point.high + 0.5, color="#f3d535", alpha=0.35, zorder=0)
         axes.set(xlabel="fork", ylabel="P(change before it)", ylim=(0, 1))
-        return axes
+        return figure
 
     def _repr_html_(self) -> str:
         table: str = self.frame.round(3).to_html(index=False)

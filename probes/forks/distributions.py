@@ -14,7 +14,7 @@ from replaylens.probes.errors import ProbeError
 from replaylens.probes.forks.multinomials import LEVEL, shares
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,17 +56,18 @@ class OutcomeCurve:
             }
         )
 
-    def plot(self) -> "Axes":
+    def plot(self) -> "Figure":
         """Probability of each outcome by position, with intervals."""
-        from replaylens.probes.reports.figures import Picture
+        from replaylens.engine.pictures.figure import picture, plain
 
-        axes = Picture(figsize=(min(0.25 * len(self.positions), 18) + 4, 3.2), layout="constrained").subplots()
-        for k, (name, colour) in enumerate(zip(self.outcomes, colours(len(self.outcomes)), strict=True)):
-            axes.plot(self.positions, self.value[:, k], marker="o", markersize=3, label=name, color=colour)
+        figure = picture(min(0.25 * len(self.positions), 18) + 4, 3.2)
+        axes = figure.subplots()
+        for k, (name, colour) in enumerate(zip(self.outcomes, colours(self.outcomes), strict=True)):
+            axes.plot(self.positions, self.value[:, k], marker="o", markersize=3, label=plain(name), color=colour)
             axes.fill_between(self.positions, self.low[:, k], self.high[:, k], alpha=0.25, color=colour, linewidth=0)
         axes.set(xlabel="position of the fork", ylabel="probability of the outcome", ylim=(0, 1))
-        axes.legend(loc="best", fontsize=8)
-        return axes
+        figure.legend(loc="outside right upper", fontsize=8)
+        return figure
 
     def _repr_html_(self) -> str:
         return fragment(curve_svg(self.texts, self.outcomes, self.value, self.low, self.high))

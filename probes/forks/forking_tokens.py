@@ -16,7 +16,7 @@ from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.forks.multinomials import LEVEL, RESAMPLES, distances
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 THRESHOLD = 0.3
 """total variation beyond which an alternative counts as another outcome"""
@@ -85,15 +85,16 @@ class ForkingTokens:
         columns = {name: getattr(self, name) for name in ("hazard", "hazard_high", "survival_low", "survival_high", "forks")}
         return pd.DataFrame({"position": self.positions, "token": self.tokens, **columns})
 
-    def plot(self) -> "Axes":
+    def plot(self) -> "Figure":
         """The survival curve between its bounds, with forking tokens as lines."""
-        from replaylens.probes.reports.figures import Picture
+        from replaylens.engine.pictures.figure import picture
 
-        axes = Picture(figsize=(min(0.12 * len(self.positions), 18) + 4, 3.0), layout="constrained").subplots()
+        figure = picture(min(0.12 * len(self.positions), 18) + 4, 3.0)
+        axes = figure.subplots()
         axes.fill_between(self.positions, self.survival_low, self.survival_high, step="post", alpha=0.35, color="#0b4f8f")
         axes.vlines(np.array(self.positions)[self.forks], 0, 1, color="#ee8a72", linewidth=1)
         axes.set(xlabel="position", ylabel="P(no other outcome so far)", ylim=(0, 1.02))
-        return axes
+        return figure
 
     def _repr_html_(self) -> str:
         table: str = self.frame[self.forks].round(3).to_html(index=False)

@@ -28,7 +28,7 @@ from replaylens.probes.forks.rollout_texts import RolloutTexts
 from replaylens.probes.forks.similarity import Similar, overlap
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,18 +76,19 @@ class Importance:
             }
         )
 
-    def plot(self) -> "Axes":
+    def plot(self) -> "Figure":
         """Importance by unit with intervals; filled marks are shown."""
-        from replaylens.probes.reports.figures import Picture
+        from replaylens.engine.pictures.figure import picture
 
-        axes = Picture(figsize=(min(0.3 * len(self.texts), 18) + 3, 3.2), layout="constrained").subplots()
+        figure = picture(min(0.3 * len(self.texts), 18) + 3, 3.2)
+        axes = figure.subplots()
         found, x = self.distances, np.arange(len(self.texts))
         axes.vlines(
             x, found.low, np.minimum(found.high, np.nanmax([*found.high[np.isfinite(found.high)], 0.0])), color="#8a949e"
         )
         axes.scatter(x, found.value, s=24, facecolors=np.where(self.shown, "#0b4f8f", "none"), edgecolors="#0b4f8f", zorder=3)
         axes.set(xlabel="unit", ylabel=f"{self.kind} importance\n({MEASURES[self.measure]})", xticks=x)
-        return axes
+        return figure
 
     def _repr_html_(self) -> str:
         table: str = self.frame.round(4).to_html(index=False)

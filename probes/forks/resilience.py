@@ -13,7 +13,7 @@ from replaylens.probes.forks.rollout_texts import RolloutTexts
 from replaylens.probes.forks.similarity import Similar, overlap
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,18 +46,19 @@ class Resilience:
         columns = {name: getattr(self, name) for name in names}
         return pd.DataFrame({"position": self.positions, "text": self.texts, **columns, "rounds": rounds})
 
-    def plot(self) -> "Axes":
+    def plot(self) -> "Figure":
         """Resilience by unit with intervals, and its control."""
-        from replaylens.probes.reports.figures import Picture
+        from replaylens.engine.pictures.figure import picture
 
-        axes = Picture(figsize=(min(0.3 * len(self.texts), 18) + 3, 3.2), layout="constrained").subplots()
+        figure = picture(min(0.3 * len(self.texts), 18) + 3, 3.2)
+        axes = figure.subplots()
         x = np.arange(len(self.texts))
         axes.vlines(x, self.ever_low, self.ever_high, color="#8a949e")
         axes.scatter(x, self.ever, s=24, color="#0b4f8f", zorder=3, label="comes back")
         axes.scatter(x, self.control, s=24, marker="_", color="#14171a", zorder=3, label="other units")
         axes.set(xlabel="unit", ylabel="share of rollouts", ylim=(-0.02, 1.02), xticks=x)
-        axes.legend(fontsize=8)
-        return axes
+        figure.legend(loc="outside right upper", fontsize=8)
+        return figure
 
     def _repr_html_(self) -> str:
         table: str = self.frame.round(3).to_html(index=False)

@@ -13,7 +13,7 @@ from replaylens.probes.scoring.permutations import PERMUTATIONS, Null, max_stati
 from replaylens.probes.scoring.statistics import LEVEL, Estimate, difference_over_groups
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,11 +55,12 @@ class SiblingDivergence:
     def _each(self) -> list[tuple[str, list[Estimate]]]:
         return [("distance", self.distance), ("gap", self.gap)]
 
-    def plot(self) -> "Axes":
+    def plot(self) -> "Figure":
         """Distance and gap by depth, with intervals."""
-        from replaylens.probes.reports.figures import Picture
+        from replaylens.engine.pictures.figure import picture
 
-        axes = Picture(figsize=(6, 3.4), layout="constrained").subplots()
+        figure = picture(6, 3.4)
+        axes = figure.subplots()
         for (name, found), colour in zip(self._each(), ("#59636e", "#0b4f8f"), strict=True):
             axes.plot(self.depths, [each.value for each in found], marker="o", markersize=3, color=colour, label=name)
             axes.fill_between(
@@ -67,8 +68,8 @@ class SiblingDivergence:
             )
         axes.axhline(0, color="#8a949e", linewidth=0.8)
         axes.set(xlabel="tokens after the fork", ylabel="relative distance of states")
-        axes.legend(fontsize=8)
-        return axes
+        figure.legend(loc="outside right upper", fontsize=8)
+        return figure
 
     def _repr_html_(self) -> str:
         table: str = self.frame.round(4).to_html(index=False)

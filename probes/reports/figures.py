@@ -1,33 +1,34 @@
 """Figures of a report: heatmaps, curves and bars, with matplotlib and without a display."""
 
-from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
+from replaylens.engine.pictures.figure import DPI, picture, plain, short, wrapped
 from replaylens.probes.errors import ProbeError
 
 _CONTROLS = {"majority": "0.5", "bag_of_tokens": "tab:brown", "untrained": "tab:red", "shuffled": "tab:pink"}
 
-_DPI = 120
-
-
-class Picture(Figure):
-    """A figure that displays itself in a notebook, whatever pyplot's backend."""
-
-    def _repr_png_(self) -> bytes:
-        buffer = BytesIO()
-        self.savefig(buffer, format="png", dpi=_DPI)
-        return buffer.getvalue()
+_DOT: dict[str, Any] = {
+    "marker": "o",
+    "color": "white",
+    "markeredgecolor": "black",
+    "markeredgewidth": 0.6,
+    "markersize": 4,
+    "linestyle": "",
+}
+"""seen on every colour of the scale"""
 
 
 def heatmap(table: pd.DataFrame, label: str | None = None, estimator: str | None = None) -> Figure:
-    """Score by layer and position, one panel per site. A dot marks p_family <= 0.05."""
+    """Score by layer and position, one panel per site. A dot marks p_family <= 0.05, as the legend says."""
     part, label = _narrow(table, label, estimator)
     sites, positions = list(dict.fromkeys(part["site"])), list(dict.fromkeys(part["position"]))
-    figure = Picture(figsize=(1.2 + 2.6 * len(sites), 1.4 + 0.45 * len(positions)), layout="constrained")
+    figure = picture(1.2 + 2.6 * len(sites), 1.4 + 0.45 * len(positions))
     axes = figure.subplots(1, len(sites), squeeze=False)[0]
     floor = float(part["majority"].min()) if "majority" in part and part["majority"].notna().any() else float(part["low"].min())
     for axis, site in zip(axes, sites, strict=True):
@@ -38,12 +39,14 @@ def heatmap(table: pd.DataFrame, label: str | None = None, estimator: str | None
             at = positions.index(line.position), layers.index(0 if pd.isna(line.layer) else int(line.layer))
             grid[at] = line.accuracy
             if line.p_family is not None and line.p_family <= 0.05:
-                axis.plot(at[1], at[0], ".", color="white", markersize=4)
+                axis.plot(at[1], at[0], **_DOT)
         image = axis.imshow(grid, vmin=min(floor, 0.99), vmax=1.0, cmap="viridis", aspect="auto")
         axis.set(title=site, xlabel="layer", xticks=range(len(layers)), xticklabels=layers)
         axis.set(yticks=range(len(positions)), yticklabels=positions if axis is axes[0] else [])
-    figure.colorbar(image, ax=list(axes), label=part["metric"].iloc[0])
-    figure.suptitle(f"{label} ({part['estimator'].iloc[0]})")
+    figure.colorbar(image, ax=list(axes), label=wrapped(part["metric"].iloc[0], figure.get_figheight() - 1))
+    figure.suptitle(wrapped(plain(f"{label} ({part['estimator'].iloc[0]})"), figure.get_figwidth(), 12))
+    dot = Line2D([], [], **_DOT, label="p ≤ 0.05 over the whole grid (p_family)")
+    figure.legend(handles=[dot], loc="outside lower center", fontsize=7, facecolor="0.85")
     return figure
 
 
@@ -51,7 +54,7 @@ def curves(table: pd.DataFrame, label: str | None = None, estimator: str | None 
     """Score by layer with its interval, one panel per position, one line per site; controls are those of the first site."""
     part, label = _narrow(table, label, estimator)
     positions = list(dict.fromkeys(part["position"]))
-    figure = Picture(figsize=(1.0 + 3.2 * len(positions), 3.2), layout="constrained")
+    figure = picture(1.0 + 3.2 * len(positions), 3.2)
     axes = figure.subplots(1, len(positions), squeeze=False, sharey=True)[0]
     for axis, position in zip(axes, positions, strict=True):
         here = part[part["position"] == position]
@@ -72,14 +75,14 @@ def curves(table: pd.DataFrame, label: str | None = None, estimator: str | None 
                 axis.plot(first["layer"].fillna(0), first[name], "--", color=colour, linewidth=1, label=name.replace("_", " "))
         axis.set(title=position, xlabel="layer")
     axes[0].set_ylabel(part["metric"].iloc[0])
-    axes[-1].legend(fontsize=7)
-    figure.suptitle(f"{label} ({part['estimator'].iloc[0]})")
+    figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
+    figure.suptitle(wrapped(plain(f"{label} ({part['estimator'].iloc[0]})"), figure.get_figwidth(), 12))
     return figure
 
 
 def complexity(table: pd.DataFrame, title: str) -> Figure:
     """A complexity curve: accuracy against the share of exchanged labels that the probe fits, and both against C."""
-    figure = Picture(figsize=(7.4, 3.2), layout="constrained")
+    figure = picture(7.4, 3.2)
     left, right = figure.subplots(1, 2, sharey=True)
     error = [(table["accuracy"] - table["low"]).clip(lower=0), (table["high"] - table["accuracy"]).clip(lower=0)]
     left.errorbar(table["complexity"], table["accuracy"], yerr=error, marker="o", markersize=3, capsize=2, linewidth=0.5)
@@ -99,12 +102,14 @@ def complexity(table: pd.DataFrame, title: str) -> Figure:
 
 def bars(table: pd.DataFrame, title: str) -> Figure:
     """A branch question's lines: one bar with its interval per line, named by its column `what`."""
-    figure = Picture(figsize=(6.4, 1.0 + 0.3 * len(table)), layout="constrained")
+    figure = picture(6.4, 1.0 + 0.3 * len(table))
     axis = figure.subplots()
     value = table["accuracy"].astype(float)
     error = [(value - table["low"].astype(float)).clip(lower=0), (table["high"].astype(float) - value).clip(lower=0)]
     axis.barh(range(len(table)), value, xerr=error, color="tab:blue", alpha=0.7, capsize=2)
-    axis.set(yticks=range(len(table)), yticklabels=table["what"], title=title, xlabel="score")
+    axis.set(
+        yticks=range(len(table)), yticklabels=[plain(short(what, 60)) for what in table["what"]], title=title, xlabel="score"
+    )
     axis.invert_yaxis()
     return figure
 
@@ -124,7 +129,7 @@ def save_all(kind: str, table: pd.DataFrame, folder: Path) -> list[Path]:
     paths = []
     for name, figure in made.items():
         paths.append(folder / f"{name}.png")
-        figure.savefig(paths[-1], dpi=_DPI, metadata={"Software": None})
+        figure.savefig(paths[-1], dpi=DPI, metadata={"Software": None})
     return paths
 
 

@@ -13,6 +13,7 @@ from tests.mutants.probes import PROBES
 from tests.mutants.questions import QUESTIONS
 from tests.mutants.tasks import TASKS
 from tests.mutants.thinking import THINKING
+from tests.mutants.views import VIEWS
 from tests.mutants.workbench import WORKBENCH
 
 MUTANTS = (
@@ -29,5 +30,6 @@ MUTANTS = (
     *GRADIENTS,
     *DEVICE,
     *HOLES,
+    *VIEWS,
     *WORKBENCH,
 )

@@ -72,6 +72,33 @@ def test_committed_notebook_is_its_source_run_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_committed_notebook_shows_what_is_drawn_today(name: str) -> None:
+    """Build it anew if this fails: OMP_NUM_THREADS=1 python notebooks/build.py NAME."""
+    assert build().outdated(committed(name)) == []
+
+
+def test_a_drawing_of_older_code_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: another mark for no-break spaces, a further tick label. Kinds that a notebook lacks do not matter."""
+    made = committed("1_quickstart")
+    assert build().drawn(made) == {"rl-tree", "image/png"}
+    now = build().digests()
+    monkeypatch.setattr(build(), "digests", lambda: {**now, "rl-tree": "other", "rl-thinking": "other"})
+    assert build().outdated(made) == ["rl-tree"]
+    del made.metadata["replaylens"]
+    assert build().outdated(made) == ["image/png", "rl-tree"]
+
+
+def test_a_digest_follows_what_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    from replaylens.workbench import lens
+    from tests import drawings
+
+    before = drawings.described(drawings.FIGURES["lens rank"]())
+    assert drawings.described(drawings.FIGURES["lens rank"]()) == before
+    monkeypatch.setitem(lens._LABELS, "rank", "place of the token")
+    assert drawings.described(drawings.FIGURES["lens rank"]()) != before
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_committed_notebook_names_no_path_of_the_machine(name: str) -> None:
     assert [found[0] for text in texts(committed(name)) if (found := LOCAL.search(text))] == []
 

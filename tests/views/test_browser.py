@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
@@ -17,6 +18,7 @@ from replaylens.engine.pictures.readings import LensGuess, LensLayer, word
 from replaylens.engine.pictures.tree import Tree
 from replaylens.engine.run import Run
 from replaylens.views.report import ReportPage
+from replaylens.workbench.attention import AttentionResult
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
@@ -242,3 +244,28 @@ def test_cards_stay_on_the_screen(browser: Any, tmp_path: Path, layers: int, hei
         assert tab.locator(".rl-tip tr").last.bounding_box()["y"] < height - 8, "its last line, too"
         tab.mouse.move(1090, height - 2)
     tab.close()
+
+
+def test_attention_is_read_token_by_token(tab: Any, tmp_path: Path) -> None:
+    """The token under the mouse shades what the chosen head attends to from there; the first token can be hidden."""
+    pattern = torch.tensor([[[[1.0, 0, 0], [0.8, 0.2, 0], [0.6, 0.3, 0.1]], [[1.0, 0, 0], [0.5, 0.5, 0], [0.2, 0.2, 0.6]]]])
+    view = AttentionResult((" a", " b", " c"), (4,), pattern, (1, 2, 3))._repr_html_()
+    (tmp_path / "a.html").write_text(f"<!DOCTYPE html><meta charset=utf-8>{view}")
+    tab.goto((tmp_path / "a.html").as_uri())
+    shades = lambda: tab.eval_on_selector_all(".rl-key", "all => all.map((e) => e.style.getPropertyValue('--v'))")  # noqa: E731
+    assert shades() == ["60%", "30%", "10%"], "the last token's, at first"
+    tab.select_option("select", label="L4H1")
+    assert shades() == ["20%", "20%", "60%"]
+    tab.locator(".rl-key").nth(1).hover()
+    assert shades() == ["50%", "50%", "0%"] and "0.50" in tab.inner_text(".rl-tip")
+    tab.locator(".rl-sink").check()
+    assert shades() == ["0%", "100%", "0%"]
+
+
+def test_a_long_tree_stays_on_the_page(tab: Any, tmp_path: Path) -> None:
+    tokens = tuple(Token(f" word{i}", i, TokenState.ACCEPTED) for i in range(150))
+    (tmp_path / "a.html").write_text(f"<!DOCTYPE html>{Tree((DrawnPath(0, None, 0, 'open', tokens),))._repr_html_()}")
+    tab.goto((tmp_path / "a.html").as_uri())
+    assert tab.locator(".rl-grid .rl-token").count() == 150
+    hidden = "all => all.filter((e) => e.scrollWidth > e.clientWidth).length"
+    assert tab.eval_on_selector_all(".rl-scroll", hidden) == 0

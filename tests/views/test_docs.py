@@ -3,7 +3,9 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+from matplotlib.image import imread, imsave
 
 from replaylens.engine.pictures.timeline import Timeline
 from replaylens.engine.pictures.tree import Tree
@@ -28,3 +30,20 @@ def test_pictures_are_there() -> None:
     text = (DOCS / "views.md").read_text()
     pictures = re.findall(r"!\[.*?\]\((.*?)\)", text)
     assert pictures and all((DOCS / picture).is_file() for picture in pictures)
+
+
+def themed(picture: Path) -> float:
+    """The share of a picture's edge that has the lightness of its theme."""
+    pixels = imread(picture)[..., :3]
+    edge = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]]).mean(-1)
+    return float(((edge < 0.5) if "dark" in picture.name else (edge > 0.5)).mean())
+
+
+@pytest.mark.parametrize("picture", sorted((DOCS / "img").glob("*-[dl]*[kt].png")), ids=lambda picture: picture.name)
+def test_a_picture_has_the_colours_of_its_page_up_to_its_edges(picture: Path, tmp_path: Path) -> None:
+    """A view on a page of the other theme would show that page at its edges, as the control does."""
+    assert themed(picture) > 0.95
+    pixels = imread(picture)[..., :3].copy()
+    pixels[len(pixels) // 2 :] = float("dark" in picture.name)
+    imsave(tmp_path / picture.name, pixels)
+    assert themed(tmp_path / picture.name) < 0.8

@@ -31,6 +31,10 @@ def test_steering_is_generating_under_an_edit() -> None:
     log_p = alone.logits(branch.tokens, positions=slice(length - 1, -1)).log_softmax(-1)
     surprise = -float(log_p[range(len(branch.generated)), branch.generated].double().mean())
     assert line["perplexity"] == pytest.approx(math.exp(surprise), rel=1e-5)
+    steered = branch.logits(slice(length - 1, -1)).double().log_softmax(-1)
+    apart = (steered.exp() * (steered - log_p.double())).sum(-1).mean()
+    assert line["effect"] == pytest.approx(float(apart), rel=1e-4) and line["effect"] > 0
+    assert result.frame.query("strength == 0")["effect"].tolist() == [0.0, 0.0]
     plain = result.frame.query("strength == 0")
     assert len(plain) == 2 and plain.iloc[1]["text"] == alone.text.decode(alone.prompt(TAILS).generate(3).generated)
     assert line["text"].split()[0] == "tails." or line["text"] != plain.iloc[1]["text"], "the vector of the other answer wins"

@@ -1,5 +1,5 @@
 (() => {
-  const PAGE = 12, SHOWN = 7, LEAST = 0.01, WIDE = 250, GAP = 90, LOW = 52, THICK = 48;
+  const PAGE = 12, SHOWN = 7, LEAST = 0.01, WIDE = 250, GAP = 90, LEAST_WIDE = 130, LEAST_GAP = 36, LOW = 52, THICK = 48;
   const SVG = "http://www.w3.org/2000/svg";
   const make = (name, look, text) => {
     const made = document.createElement(name);
@@ -105,10 +105,11 @@
     // The tree of one fork: leaves stand below each other, and a parent beside the first of its children.
     const layout = (node, depth, state) => {
       node.depth = depth;
-      node.x = depth * (WIDE + GAP);
-      state.wide = Math.max(state.wide, node.x + WIDE);
+      node.x = 4 + depth * (state.box + state.gap);
+      state.wide = Math.max(state.wide, node.x + state.box);
       const thick = Math.max(1.5, THICK * node.own.length / state.total);
       node.thick = thick;
+      node.box = state.box;
       const children = node.open ? node.children : [];
       if (!children.length) {
         node.high = Math.max(LOW, thick + 4);
@@ -135,7 +136,7 @@
       return [...kept, { units: [], own, mix, rest, end: parent.end, leaf: true }];
     };
     const ribbon = (svg, parent, child, from) => {
-      const x1 = parent.x + WIDE, x2 = child.x, middle = (x1 + x2) / 2;
+      const x1 = parent.x + parent.box, x2 = child.x, middle = (x1 + x2) / 2;
       let a = from, b = child.y + child.high / 2 - child.thick / 2;  // strokes, not areas: a steep ribbon keeps its width
       child.mix.forEach((count, k) => {
         if (!count) return;
@@ -150,8 +151,13 @@
       });
       return from + child.thick;
     };
+    const levels = (node) => 1 + (node.open ? Math.max(0, ...node.children.map(levels)) : 0);
     const paint = () => {
-      const state = { y: 0, wide: 0, total: open.own.length };
+      // All levels fit beside each other, as long as their text can be read.
+      const deep = levels(open), room = (forkPanel.clientWidth || Infinity) - 36;
+      const gap = Math.max(LEAST_GAP, Math.min(GAP, (room - deep * WIDE) / Math.max(1, deep - 1)));
+      const box = Math.max(LEAST_WIDE, Math.min(WIDE, (room - (deep - 1) * gap) / deep));
+      const state = { y: 0, wide: 0, total: open.own.length, box, gap };
       layout(open, 0, state);
       const canvas = make("div", "rl-canvas"), svg = document.createElementNS(SVG, "svg");
       svg.setAttribute("width", state.wide);
@@ -159,7 +165,7 @@
       canvas.style.height = Math.min(state.y + 16, 640) + "px";
       canvas.append(svg);
       const draw = (node) => {
-        canvas.append(box(node, node === open));
+        canvas.append(boxOf(node, node === open));
         if (!node.open) return;
         let from = node.y + node.high / 2 - node.thick / 2;
         for (const child of node.children) { from = ribbon(svg, node, child, from); draw(child); }
@@ -175,10 +181,10 @@
       if (node.rest) return `+ ${node.rest.length} more branches`;
       return node.units.length ? node.units.map((u) => data.texts[u]).join("").trim() : node === open ? node.name : "(ends here)";
     };
-    const box = (node, top) => {
+    const boxOf = (node, top) => {
       const made = make("button", "rl-node");
       made.type = "button";
-      Object.assign(made.style, { left: node.x + "px", top: node.y + "px", width: WIDE + "px", height: node.high + "px" });
+      Object.assign(made.style, { left: node.x + "px", top: node.y + "px", width: node.box + "px", height: node.high + "px" });
       const mix = made.appendChild(make("span", "rl-mix"));
       node.mix.forEach((count, k) => {
         if (!count) return;

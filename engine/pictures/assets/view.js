@@ -26,7 +26,9 @@
     return tip;
   };
   const place = (tip, target) => {
-    const box = target.getBoundingClientRect();
+    const own = target.getBoundingClientRect(), tree = target.closest(".rl-grid")?.getBoundingClientRect();
+    const clear = tree && tree.bottom - own.bottom < 120;  // below the branches, unless that is far from the token
+    const box = { left: own.left, top: own.top, bottom: clear ? tree.bottom : own.bottom };
     const below = box.bottom + 6 + tip.offsetHeight <= innerHeight || box.top < tip.offsetHeight + 6;
     const top = below ? box.bottom + 6 : box.top - tip.offsetHeight - 6;
     tip.style.top = Math.max(4, Math.min(top, innerHeight - tip.offsetHeight - 4)) + "px";
@@ -99,12 +101,46 @@
     timeline.querySelector(".rl-head").after(bar);
     go(0);
   };
+  // Attention: the token under the mouse shows where the chosen head attends from there. The last token, until there is one.
+  const addAttention = (view) => {
+    if (view.dataset.shown) return;
+    const keys = [...view.querySelectorAll(".rl-key")], n = keys.length, size = n * (n + 1) / 2;
+    const weights = Uint8Array.from(atob(view.dataset.weights), (c) => c.charCodeAt(0));
+    const choice = view.querySelector("select"), sink = view.querySelector(".rl-sink"), said = view.querySelector(".rl-count");
+    let query = n - 1;
+    const paint = () => {
+      const first = +choice.value * size + query * (query + 1) / 2;
+      const seen = (k) => k <= query && !(sink.checked && k === 0);
+      const most = Math.max(1, ...keys.map((_, k) => (seen(k) ? weights[first + k] : 0)));
+      keys.forEach((key, k) => {
+        const share = seen(k) ? weights[first + k] / 255 : 0;
+        const shade = sink.checked ? share * 255 / most : share;  // the rest gets the whole scale
+        key.style.setProperty("--v", `${(100 * shade).toFixed(0)}%`);
+        key.classList.toggle("rl-strong", shade > 0.55);
+        key.classList.toggle("rl-none", !seen(k));
+        key.classList.toggle("rl-marked", k === query);
+        key.title = "";
+        key.dataset.tip = k > query ? "later: not attended to" : `${(weights[first + k] / 255).toFixed(2)}\tfrom the framed token`;
+      });
+      said.textContent = `from token ${query}: ${keys[query].textContent}`;
+      view.dataset.shown = `${choice.value} ${query}`;
+    };
+    for (const kind of ["mouseover", "focusin"]) {
+      view.addEventListener(kind, (event) => {
+        const at = keys.indexOf(event.target);
+        if (at >= 0) { query = at; paint(); }
+      });
+    }
+    for (const input of [choice, sink]) input.addEventListener("change", paint);
+    if (n) paint();
+  };
   const prepare = (root) => {
     for (const view of root.querySelectorAll(".rl-view:not([data-ready])")) {
       view.dataset.ready = "1";
       addCards(view);
     }
     root.querySelectorAll(".rl-timeline").forEach(addSteps);
+    root.querySelectorAll(".rl-attention").forEach(addAttention);
   };
   window.replaylensPrepare = prepare;
   prepare(document);

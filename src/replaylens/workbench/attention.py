@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 import torch
+from markupsafe import Markup
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.text import Prompt
+from replaylens.engine.pictures.html import fragment, tag, void
+from replaylens.engine.pictures.paths import visible
 from replaylens.engine.request.options import verb
 from replaylens.engine.request.values import integer, shown, whole
 from replaylens.engine.serving.core import Core
-from replaylens.workbench.drawing import Grid, figure, view
+from replaylens.views.heatmap import draw
+from replaylens.workbench.drawing import Grid, figure, paragraph, table
 from replaylens.workbench.heads import chosen_layers
 from replaylens.workbench.metric import words
 
-_MAX_CELLS = 20_000
-"""of all patterns in a notebook; above, the summary is shown"""
+_MAX_CELLS = 400_000
+"""of all patterns in a notebook, one byte for about every second of them; above, the summary is shown"""
 _KINDS = {
     "previous": "previous token",
     "first": "first token",
@@ -71,23 +76,28 @@ class AttentionResult:
                 lines.append(line)
         return pd.DataFrame(lines)
 
-    def grid(self, layer: int, head: int) -> Grid:
-        """One pattern, queries from top to bottom."""
+    def grid(self, layer: int, head: int, first: bool = True) -> Grid:
+        """One pattern, queries from top to bottom. `first=False` hides the first token, on which much attention often rests."""
         if integer(layer) not in self.layers:
             raise BadRequest(f"Invalid layer={shown(layer)}. This result has layers {', '.join(map(str, self.layers))}.")
         at = self.layers.index(int(layer))
         p = self.pattern[at, whole("head", head, 0, self.pattern.shape[1] - 1)].numpy()
         hidden = np.where(np.tril(np.ones_like(p, dtype=bool)), p, np.nan)
+        if not first:
+            hidden[:, 0] = np.nan
         return Grid(f"L{layer}H{head}", self.tokens[::-1], self.tokens, hidden[::-1])
 
-    def plot(self, layer: int | None = None, head: int | None = None) -> Figure:
-        """One head's pattern; all heads of a layer; or, without a layer, the summary: layers by heads."""
+    def plot(self, layer: int | None = None, head: int | None = None, *, first: bool = True) -> Figure:
+        """One head's pattern; all heads of a layer; or, without a layer, the summary: layers by heads.
+
+        first  False: patterns without the first token, so that what else a head attends to has the whole colour scale
+        """
         if layer is None:
             if len(self.tokens) == 1:
                 raise BadRequest("A single token attends to itself only, so there is nothing to sum up. Give a longer text.")
             return figure(self._summary(), "mean attention", "layer", "head")
         heads = range(self.pattern.shape[1]) if head is None else [head]
-        return figure([self.grid(layer, h) for h in heads], "attention", "query", "key")
+        return figure([self.grid(layer, h, first) for h in heads], "attention", "query", "key")
 
     def _summary(self) -> list[Grid]:
         frame, heads = self.frame, self.pattern.shape[1]
@@ -99,10 +109,28 @@ class AttentionResult:
         return grids
 
     def _repr_html_(self) -> str:
-        grids = self._summary()
-        if self.pattern.numel() <= _MAX_CELLS:
-            grids += [self.grid(layer, head) for layer in self.layers for head in range(self.pattern.shape[1])]
-        return view(grids, note="Rows are queries or layers, columns are keys or heads.")
+        """One view: a token under the mouse shows where a chosen head attends from there. Below it, a summary of all heads."""
+        parts = [] if self.pattern.numel() > _MAX_CELLS else [self._explorer()]
+        tables = tag("div", *(draw(table(grid)) for grid in self._summary()), class_="rl-beside")
+        note = paragraph("Mean attention by kind of key. Rows are layers, columns are heads.")
+        return fragment(*parts, *([tables, note] if len(self.tokens) > 1 else []))
+
+    def _explorer(self) -> Markup:
+        """The text, with a byte per weight for the script. Without scripts: what the first head's last query attends to."""
+        heads = [f"L{layer}H{head}" for layer in self.layers for head in range(self.pattern.shape[1])]
+        lower = np.tril_indices(len(self.tokens))
+        weights = np.rint(self.pattern.flatten(0, 1).numpy()[:, lower[0], lower[1]] * 255).clip(0, 255).astype(np.uint8)
+        last = self.pattern[0, 0, -1].tolist()
+        words = [
+            tag("span", visible(text), class_="rl-key rl-cell", style=f"--v:{weight:.0%}", tabindex=0)
+            for text, weight in zip(self.tokens, last, strict=True)
+        ]
+        choice = tag("select", *(tag("option", name, value=i) for i, name in enumerate(heads)), aria_label="head")
+        sink = tag("label", void("input", type="checkbox", class_="rl-sink"), " hide the first token")
+        about = tag("span", "a stronger colour gets more attention from the framed token", class_="rl-quiet rl-count")
+        bar = tag("div", tag("b", "Attention"), choice, sink, about, class_="rl-head")
+        packed = base64.b64encode(weights.tobytes()).decode()
+        return tag("div", bar, tag("div", *words, class_="rl-keys rl-heat"), class_="rl-attention", data_weights=packed)
 
 
 @verb

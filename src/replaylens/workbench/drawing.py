@@ -5,17 +5,22 @@ from dataclasses import dataclass
 
 import numpy as np
 from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.colors import Normalize, SymLogNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import StrMethodFormatter
 
+from replaylens.engine.pictures.figure import picture, plain, short, wrapped
 from replaylens.engine.pictures.html import fragment, tag
 from replaylens.engine.pictures.paths import visible
-from replaylens.probes.reports.figures import Picture
 from replaylens.views.heatmap import Heatmap, HeatmapCell, draw, span
 
 MAX_COLUMNS = 64
 """of a table in a notebook; figures show all"""
 _MAX_WORDS = 600
 """cells of a figure up to which their words fit"""
+_MAX_WORD, _MAX_LABEL = 7, 24
+"""characters of a cell's word, and of a column's name"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +36,8 @@ class Grid:
     """[rows][columns]: text of the cells; None: the numbers"""
     around: float | None = None
     """the middle of a diverging colour scale; None: an ordinary scale from low to high"""
+    ranks: bool = False
+    """numbers from 0, the best, to tens of thousands: a logarithmic colour scale, strongest at 0"""
     facts: Callable[[int, int], tuple[str, ...]] | None = None
     """row, column -> the tooltip"""
 
@@ -45,50 +52,57 @@ class Grid:
 
 def figure(grids: Sequence[Grid], label: str, rows: str, columns: str) -> Figure:
     """One panel per grid, with a common colour scale."""
-    width = sum(max(2.0, 0.3 * len(grid.columns)) for grid in grids)
-    made = Picture(figsize=(min(width, 24) + 2.2, min(0.24 * len(grids[0].rows), 14) + 2.2), layout="constrained")
     widths = [max(2.0, 0.3 * len(grid.columns)) for grid in grids]
+    height = min(0.24 * len(grids[0].rows), 14) + 2.2
+    made = picture(min(sum(widths), 24) + 2.2, height)
     axes = made.subplots(1, len(grids), squeeze=False, width_ratios=widths)[0]
-    limits = [grid.limits() for grid in grids]
-    low, high = min(each[0] for each in limits), max(each[1] for each in limits)
+    scale, colours = _scale(grids)
     uneven = len({len(grid.rows) for grid in grids}) > 1
-    colours = "viridis" if grids[0].around is None else "RdBu_r"
-    for axis, grid in zip(axes, grids, strict=True):
-        image = axis.pcolormesh(grid.values, vmin=low, vmax=high, cmap=colours)  # shapes: a report page loads no images
-        axis.set(title=plain(grid.title), xlabel=columns, xticks=_middles(grid.columns), yticks=_middles(grid.rows))
-        axis.set_xticklabels([plain(name) for name in grid.columns], rotation=90, fontsize=7)
+    for axis, grid, width in zip(axes, grids, widths, strict=True):
+        image = axis.pcolormesh(grid.values, norm=scale, cmap=colours)  # shapes: a report page loads no images
+        title = wrapped(plain(grid.title), width + (1.5 if len(grids) == 1 else 0), 12)
+        axis.set(title=title, xlabel=columns, xticks=_middles(grid.columns), yticks=_middles(grid.rows))
+        axis.set_xticklabels([plain(short(name, _MAX_LABEL)) for name in grid.columns], rotation=90, fontsize=7)
         axis.set_yticklabels([plain(name) for name in grid.rows] if axis is axes[0] or uneven else [], fontsize=7)
         if grid.words is not None and grid.values.size <= _MAX_WORDS:
-            _write_words(axis, grid, low, high)
+            _write_words(axis, grid, lambda value: image.cmap(image.norm(value)))  # noqa: B023
     axes[0].set_ylabel(rows)
-    made.colorbar(image, ax=list(axes), label=label)
+    form = StrMethodFormatter("{x:.0f}") if grids[0].ranks else None
+    made.colorbar(image, ax=list(axes), label=wrapped(plain(label), height - 1), format=form)
     return made
+
+
+def _scale(grids: Sequence[Grid]) -> tuple[Normalize, str]:
+    """The common colour scale, and its colours."""
+    limits = [grid.limits() for grid in grids]
+    low, high = min(each[0] for each in limits), max(each[1] for each in limits)
+    if grids[0].ranks:  # linear up to 1, since 0 has no logarithm
+        return SymLogNorm(1, vmin=0, vmax=max(high, 10), base=10), "viridis_r"
+    return Normalize(low, high), "viridis" if grids[0].around is None else "RdBu_r"
 
 
 def _middles(names: Sequence[str]) -> list[float]:
     return [i + 0.5 for i in range(len(names))]
 
 
-def _write_words(axis, grid: Grid, low: float, high: float) -> None:  # type: ignore[no-untyped-def]
+def _write_words(axis: Axes, grid: Grid, colour: Callable[[float], tuple[float, ...]]) -> None:
+    """The words of the cells, white on dark colours, as many characters as fit."""
     assert grid.words is not None
     for i, line in enumerate(grid.words):
         for j, word in enumerate(line):
-            dark = high > low and (grid.values[i, j] - low) / (high - low) < 0.5
-            colour = "white" if dark and grid.around is None else "black"
-            axis.text(j + 0.5, i + 0.5, plain(word), ha="center", va="center", fontsize=6, color=colour)
-
-
-def plain(text: str) -> str:
-    """Text for matplotlib: a dollar sign would start a formula."""
-    return visible(text).replace("$", r"\$")
+            red, green, blue = colour(float(grid.values[i, j]))[:3]
+            ink = "white" if np.isfinite(grid.values[i, j]) and 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else "black"
+            text = plain(short(word.strip() or word, _MAX_WORD))
+            axis.text(j + 0.5, i + 0.5, text, ha="center", va="center", fontsize=6, color=ink)
 
 
 def view(grids: Sequence[Grid], *more: Markup, note: str = "") -> str:
     """The grids as tables for a notebook, the first row at the bottom as in the figures."""
-    return fragment(*(draw(_table(grid, note)) for grid in grids), *more)
+    return fragment(*(draw(table(grid, note)) for grid in grids), *more)
 
 
-def _table(grid: Grid, note: str) -> Heatmap:
+def table(grid: Grid, note: str = "") -> Heatmap:
+    """A grid as a table, its first row at the bottom."""
     columns = min(len(grid.columns), MAX_COLUMNS)
     cut = f" The first {columns} of {len(grid.columns)} columns." if columns < len(grid.columns) else ""
     cells = tuple(tuple(_cell(grid, i, j) for j in range(columns)) for i in reversed(range(len(grid.rows))))
@@ -96,6 +110,8 @@ def _table(grid: Grid, note: str) -> Heatmap:
     low, high = grid.limits()
     if grid.around is not None:  # a table shades by size; the sign is in the number
         low, high = 0.0, high - grid.around
+    if grid.ranks:
+        low, high = -float(np.log1p(high)), 0.0
     return Heatmap(grid.title, tuple(reversed([visible(row) for row in grid.rows])), names, cells, low, high, note + cut)
 
 
@@ -103,6 +119,7 @@ def _cell(grid: Grid, i: int, j: int) -> HeatmapCell:
     value = float(grid.values[i, j])
     word = f"{value:.2f}" if grid.words is None else visible(grid.words[i][j])
     shade = value if grid.around is None else abs(value - grid.around)
+    shade = -np.log1p(value) if grid.ranks else shade
     return HeatmapCell(shade, word, grid.facts(i, j) if grid.facts else (f"{value:.4g}",))
 
 

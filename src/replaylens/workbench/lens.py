@@ -94,8 +94,9 @@ class LensResult:
         frame = pd.DataFrame(facts, columns=["layer", "name", "position", "token", "top"]).assign(**columns)
         return frame.astype({"rank": "Int64"})  # whole numbers that may be missing
 
-    def grid(self, measure: Measure = "probability") -> Grid:
-        """The numbers of one measure, with the likeliest tokens as words."""
+    def grid(self, measure: Measure | None = None) -> Grid:
+        """The numbers of one measure, with the likeliest tokens as words. None: as `plot` chooses."""
+        measure = measure or self._measure
         if measure == "features":
             return self._feature_grid()
         if measure not in _LABELS:
@@ -103,7 +104,13 @@ class LensResult:
         best = [[self.top[i][j][0] for j in range(len(self.tokens))] for i in range(len(self.layers))]
         about = f" ({self.token!r})" if self.token is not None and measure in ("rank", "logprob") else ""
         title = f"Logit lens: {_LABELS[measure]}{about}"
-        return Grid(title, self.layers, self.tokens, getattr(self, measure).numpy(), best, facts=self._facts)
+        values, ranks = getattr(self, measure).numpy(), measure == "rank"
+        return Grid(title, self.layers, self.tokens, values, best, ranks=ranks, facts=self._facts)
+
+    @property
+    def _measure(self) -> Measure:
+        """What to show unless told: the likeliest token, or the token that was asked about."""
+        return "probability" if self.token is None else "logprob"
 
     def _feature_grid(self) -> Grid:
         """One row per set of features: the strongest feature of each token, and its activation."""
@@ -124,14 +131,21 @@ class LensResult:
     def _facts(self, layer: int, position: int) -> tuple[str, ...]:
         chances = self.top_logprobs[layer, position].exp().tolist()
         guesses = [f"{p:.3f}\t{token!r}" for p, token in zip(chances, self.top[layer][position], strict=True)]
-        return (f"{self.layers[layer]} after {self.tokens[position]!r}", *guesses)
+        rank, about = self.rank[layer, position], "the next token" if self.token is None else repr(self.token)
+        own = () if rank.isnan() else (f"rank {int(rank)}\t{about}, log-probability {self.logprob[layer, position]:.3f}",)
+        return (f"{self.layers[layer]} after {self.tokens[position]!r}", *guesses, *own)
 
-    def plot(self, measure: Measure = "probability") -> Figure:
-        """A heat map, layers by positions, with each layer's likeliest token in its cell."""
+    def plot(self, measure: Measure | None = None) -> Figure:
+        """A heat map, layers by positions, with each layer's likeliest token in its cell.
+
+        measure  None: the probability of the likeliest token; the log-probability of the token that `lens` was asked about
+        """
+        measure = measure or self._measure
         return figure([self.grid(measure)], _LABELS[measure], "features" if measure == "features" else "layer", "token")
 
     def _repr_html_(self) -> str:
-        note = "Each cell shows the layer's likeliest next token; a stronger colour is more likely."
+        likely = "it is more likely" if self.token is None else f"{self.token!r} is more likely"
+        note = f"Each cell shows the layer's likeliest next token; a stronger colour: {likely}."
         if not self.features:
             return view([self.grid()], note=note)
         below = "Each cell shows the number of the token's strongest feature; a stronger colour is more active."

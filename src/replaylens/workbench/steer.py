@@ -10,10 +10,12 @@ import pandas as pd
 import torch
 from markupsafe import Markup
 from matplotlib.figure import Figure
+from matplotlib.ticker import StrMethodFormatter
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.text import Prompt
+from replaylens.engine.pictures.figure import picture
 from replaylens.engine.pictures.html import fragment, tag
 from replaylens.engine.pictures.paths import visible
 from replaylens.engine.request.edits import Edit
@@ -24,7 +26,6 @@ from replaylens.engine.request.values import number as finite
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
 from replaylens.probes.fitting.probe import LinearProbe
-from replaylens.probes.reports.figures import Picture
 from replaylens.workbench.heads import chosen_layers
 
 Contrast = tuple[Sequence[Prompt], Sequence[Prompt]]
@@ -35,7 +36,8 @@ class SteerResult:
     """Continuations of every prompt at every layer and strength. Strength 0 is the unsteered model, once per prompt."""
 
     frame: pd.DataFrame
-    """prompt, layer (NaN without steering), strength, text, and perplexity: of the text under the unsteered model"""
+    """prompt, layer (NaN without steering), strength, text; perplexity: of the text under the unsteered model; effect: how far
+    the steered model is from the unsteered one along that text, the mean KL divergence of the next token in nats"""
     vectors: dict[int, Tensor]
     """layer -> the vector that strength 1 adds"""
 
@@ -44,16 +46,23 @@ class SteerResult:
         return f"SteerResult({prompts} prompts, layers {layers}, {len(self.frame)} continuations)"
 
     def plot(self) -> Figure:
-        """Perplexity under the unsteered model against strength, one line per layer: the mean of logarithms over prompts."""
-        made = Picture(figsize=(5.4, 3.4), layout="constrained")
-        axis = made.subplots()
-        plain = self.frame[self.frame["strength"] == 0]
+        """Against strength, one line per layer: the effect, and the perplexity under the unsteered model.
+
+        The effect is a mean over prompts; the perplexity a geometric one, the mean of logarithms.
+        """
+        made = picture(9.2, 3.4)
+        left, right = made.subplots(1, 2)
+        unsteered = self.frame[self.frame["strength"] == 0]
         for layer in self.vectors:
-            own = pd.concat([plain, self.frame[self.frame["layer"] == layer]])
-            means = own.assign(log=own["perplexity"].map(math.log)).groupby("strength")["log"].mean()
-            axis.plot(means.index, means.map(math.exp), marker="o", markersize=3, label=f"layer {layer}")
-        axis.set(xlabel="strength", ylabel="perplexity without steering", yscale="log")
-        axis.legend(fontsize=7)
+            own = pd.concat([unsteered, self.frame[self.frame["layer"] == layer]])
+            logs = own.assign(log=own["perplexity"].map(math.log)).groupby("strength")
+            for axis, means in ((left, logs["effect"].mean()), (right, logs["log"].mean().map(math.exp))):
+                axis.plot(means.index, means, marker="o", markersize=3, label=f"layer {layer}")
+        left.set(xlabel="strength", ylabel="effect: KL from the unsteered\nmodel, nats per token", ylim=(0, None))
+        right.set(xlabel="strength", ylabel="perplexity of the text\nwithout steering", yscale="log")
+        for ticks in (right.yaxis.set_major_formatter, right.yaxis.set_minor_formatter):
+            ticks(StrMethodFormatter("{x:.3g}"))
+        made.legend(*left.get_legend_handles_labels(), loc="outside right upper", fontsize=7)
         return made
 
     def _repr_html_(self) -> str:
@@ -61,12 +70,13 @@ class SteerResult:
 
     def _table(self, prompt: str) -> Markup:
         own = self.frame[self.frame["prompt"] == prompt]
-        head = tag("tr", *(tag("th", name) for name in ("layer", "strength", "perplexity", "continuation")))
+        head = tag("tr", *(tag("th", name) for name in ("layer", "strength", "effect", "perplexity", "continuation")))
         lines = [
             tag(
                 "tr",
                 tag("td", "" if math.isnan(line.layer) else int(line.layer)),
                 tag("td", f"{line.strength:g}"),
+                tag("td", f"{line.effect:.3f}"),
                 tag("td", f"{line.perplexity:.2f}"),
                 tag("td", visible(line.text), style="text-align:left"),
             )
@@ -126,11 +136,12 @@ def steer(
                     asked.append((number, float(layer), factor, steered[0]))
         engine.generate([branch for *_, branch in asked], n, sampling=sampling, progress=progress)
         lines = [(texts[i], at, factor, engine.text.decode(b.generated)) for i, at, factor, b in asked]
-        surprise = _perplexities(engine, roots, [(i, branch) for i, _, _, branch in asked])
+        read = _readings(engine, roots, [(i, branch) for i, _, _, branch in asked])
     finally:
         for branch in made:
             branch.release()
-    frame = pd.DataFrame(lines, columns=["prompt", "layer", "strength", "text"]).assign(perplexity=surprise)
+    frame = pd.DataFrame(lines, columns=["prompt", "layer", "strength", "text"])
+    frame["perplexity"], frame["effect"] = zip(*read, strict=True)
     return SteerResult(frame, vectors)
 
 
@@ -170,8 +181,9 @@ def _last_rows(engine: Core, texts: list[Prompt], layers: list[int]) -> dict[int
             branch.release()
 
 
-def _perplexities(engine: Core, roots: list[Branch], made: list[tuple[int, Branch]]) -> list[float]:
-    """Of each branch's generated tokens, under the model without edits: forced after its prompt, as a model that thinks needs.
+def _readings(engine: Core, roots: list[Branch], made: list[tuple[int, Branch]]) -> list[tuple[float, float]]:
+    """Of each branch's generated tokens: their perplexity under the model without edits, and the mean KL divergence of the
+    steered next-token distributions from those of that model. Tokens are forced after the prompt, as a model that thinks needs.
 
     made  (number of its prompt, branch)
     """
@@ -181,10 +193,12 @@ def _perplexities(engine: Core, roots: list[Branch], made: list[tuple[int, Branc
             forks += roots[number].fork()
         engine.force_all(forks, [branch.generated for _, branch in made])
         found = []
-        for fork in forks:
-            logits = fork.logits(slice(fork.root_length - 1, -1)).double()
-            own = logits.log_softmax(-1)[range(len(logits)), fork.generated]
-            found.append(math.exp(-float(own.mean())))
+        for fork, (_, branch) in zip(forks, made, strict=True):
+            rows = slice(fork.root_length - 1, -1)
+            plain, steered = (each.logits(rows).double().log_softmax(-1) for each in (fork, branch))
+            surprise = -float(plain[range(len(plain)), fork.generated].mean())
+            apart = (steered.exp() * (steered - plain)).sum(-1).mean()
+            found.append((math.exp(surprise), float(apart)))
         return found
     finally:
         for fork in forks:

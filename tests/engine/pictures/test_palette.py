@@ -8,6 +8,7 @@ import pytest
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.pictures.outcomes import FILLS, REST, colours
 from replaylens.engine.pictures.palette import CHECK, INK, KINDS, LOOKS, PAGES, css_variables, svg_style
+from replaylens.engine.resampling.answers import NO_ANSWER, OTHER
 
 # Machado, Oliveira and Fernandes (2009), severity 1: how linear RGB is perceived
 BLINDNESS = {
@@ -63,7 +64,8 @@ def test_outcomes_keep_apart(blindness: str) -> None:
     assert min(distance(a, b, blindness) for a, b in combinations(FILLS[:5], 2)) > APART
     assert min(distance(a, b, blindness) for a, b in combinations(FILLS, 2)) > 0.8 * APART
     assert all(contrast(INK, fill) > 4.5 for fill in (*FILLS, REST))
-    assert colours(2) == list(FILLS[:2]) and colours(10) == [*FILLS, REST, REST]
+    assert colours("ab") == list(FILLS[:2]) and colours("abcdefghij") == [*FILLS, REST, REST]
+    assert colours(["heads", NO_ANSWER, "tails"]) == [FILLS[0], REST, FILLS[1]] and colours([OTHER]) == [REST]
 
 
 def test_a_careless_palette_would_fail() -> None:

@@ -1,6 +1,7 @@
 """Trees of live branches: every value that a view shows is the engine's own."""
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -9,7 +10,8 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.memory.tree import BranchTree, TokenState
 from replaylens.engine.model.text import Text
 from replaylens.engine.pictures import live, tree_html
-from replaylens.engine.pictures.paths import visible
+from replaylens.engine.pictures.layout import arrange
+from replaylens.engine.pictures.paths import DrawnPath, Token, visible
 from replaylens.engine.pictures.readings import Readings, word
 from replaylens.engine.pictures.tree import Tree
 from replaylens.engine.run import Run
@@ -182,3 +184,44 @@ def test_runs_branches_and_engines_draw_themselves(run: Run, engine: Engine) -> 
 )
 def test_invisible_text_is_made_visible(text: str, seen: str) -> None:
     assert visible(text) == seen
+
+
+# ---- on a page ------------------------------------------------------------------------------------------------------------
+
+
+def long_tree(forks: tuple[int, ...]) -> Tree:
+    """120 tokens, and rejected branches of three."""
+    state = {True: TokenState.PROMPT, False: TokenState.ACCEPTED}
+    trunk = tuple(Token(f" token{i}", i, state[i < 4]) for i in range(120))
+    rejected = [
+        DrawnPath(n, 0, at, "rejected", tuple(Token(f" w{n}", at + i, TokenState.REJECTED) for i in range(3)))
+        for n, at in enumerate(forks, 1)
+    ]
+    return Tree((DrawnPath(0, None, 0, "open", trunk), *rejected))
+
+
+@pytest.mark.parametrize("forks", [(), (5, 30, 119), tuple(range(4, 119))])
+def test_a_long_path_goes_on_in_a_further_line(forks: tuple[int, ...]) -> None:
+    """Every token and every fork is drawn once, and no line is wider than a page."""
+    html = str(tree_html.draw(long_tree(forks)))
+    grids = html.split('class="rl-grid"')[1:]
+    assert len(grids) > 5
+    for grid in grids:
+        columns: dict[int, int] = {}
+        for column, text in re.findall(r'grid-column:(\d+)" title="[^"]*" tabindex="0">([^<]*)<', grid):
+            columns[int(column)] = max(columns.get(int(column), 0), len(text))
+        assert sum(7.3 * length + 15 for length in columns.values()) <= tree_html.MAX_WIDTH
+    shown = re.findall(r'tabindex="0">([^<]*)<', html)
+    assert sorted(shown) == sorted([f" token{i}" for i in range(120)] + [f" w{n}" for n in range(1, len(forks) + 1)] * 3)
+    assert html.count('class="rl-line"') == len(forks)
+
+
+def test_a_fork_stays_beside_the_token_that_it_follows() -> None:
+    """Where a line would end between a token and the fork after it, it ends one token earlier."""
+    plain = [end for _, end in tree_html._bands(arrange(long_tree(())), 3)]
+    moved = [end for _, end in tree_html._bands(arrange(long_tree((plain[0],))), 3)]
+    assert moved[0] == plain[0] - 1
+
+
+def test_spaces_of_other_kinds_are_seen() -> None:
+    assert visible("10\u00a0000") == "10⍽000" and visible("a\u2009b") == "a␣b" and visible("\u00ad") == "\\u00ad"

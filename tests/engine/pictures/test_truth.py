@@ -259,16 +259,39 @@ def test_a_rejected_draft_with_the_verifiers_text_is_not_accepted() -> None:
 
 
 def test_requests_beside_it_are_on_every_frame() -> None:
-    """A deterministic one beside two ordinary ones: grey bars from the prefill to the end, in words in a terminal."""
+    """A deterministic one beside two ordinary ones, which look ordinary from the prefill to the end; words in a terminal."""
     subject = recorded()
     branches = subject.prompts([P, [1, 2], [3, 4, 5]])
     streams = [branch.stream(30, deterministic=False) for branch in branches[1:]]
     told = branches[0].generate(9, window=4).timeline()
     assert {frame.others for frame in told.frames} == {2}
-    assert all('class="other"' in told.still(frame) and "2 other requests" in told.still(frame) for frame in told.frames)
+    assert [frame.ordinary for frame in told.frames[1:]] == [2] * (len(told.frames) - 1)
+    for frame in told.frames[1:]:
+        still = told.still(frame)
+        assert still.count('<rect class="ordinary edge"') == 2 and 'class="other"' not in still
+        assert "2 other requests running, 2 of them ordinary" in still
     assert str(told).count("2 other requests running") == len(told.frames)
     for stream in streams:
         stream.close()
+
+
+def test_deterministic_requests_beside_it_are_grey() -> None:
+    subject = recorded()
+    branches = subject.prompts([P, [1, 2], [3, 4, 5], [2, 2]])
+    streams = [branch.stream(30, deterministic=i == 0) for i, branch in enumerate(branches[1:])]
+    told = branches[0].generate(9, window=4).timeline()
+    assert {(frame.others, frame.ordinary) for frame in told.frames[1:]} == {(3, 2)}
+    still = told.still(told.frames[-1])
+    assert still.count('class="other"') == 1 and still.count('<rect class="ordinary edge"') == 2
+    for stream in streams:
+        stream.close()
+
+
+def test_a_board_shows_ordinary_steps() -> None:
+    told = ordinary(recorded()).timeline()
+    assert Phase.ORDINARY in {frame.phase for frame in told.frames}
+    headings = [e.text for e in ElementTree.fromstring(told.board()).iter() if e.get("font-size") == "17"]
+    assert headings == ["Prefill", "Ordinary"]
 
 
 def test_requests_that_end_or_wait_meanwhile_are_told_of() -> None:
@@ -284,7 +307,7 @@ def test_requests_that_end_or_wait_meanwhile_are_told_of() -> None:
     (drop,) = [i for i in range(2, len(told.frames)) if told.frames[i].others < told.frames[i - 1].others]
     frame = told.frames[drop]
     assert (frame.others, frame.ended, frame.waiting) == (1, 1, 0)
-    assert "1 other request running; 1 has ended" in told.still(frame)
+    assert "1 other request running, 1 of them ordinary; 1 has ended" in told.still(frame)
     assert str(told).count("; 1 has ended") == 1 and sum(frame.ended for frame in told.frames) == 1
     for stream in (short, long):
         stream.close()

@@ -65,7 +65,7 @@ def test_a_change_has_an_interval_and_a_size() -> None:
     assert point.size == pytest.approx(0.2) and found.probability[6] == found.probability.max()
     unclear = change_points(counts_of(table // 4)).points
     assert not unclear or unclear[0].high - unclear[0].low > point.high - point.low, "fewer rollouts give a wider interval"
-    assert len(found.frame) == 1 and "unit 5." in found._repr_html_() and found.plot().get_ylim() == (0, 1)
+    assert len(found.frame) == 1 and "unit 5." in found._repr_html_() and found.plot().axes[0].get_ylim() == (0, 1)
 
 
 def test_nothing_changes() -> None:
@@ -104,7 +104,7 @@ def test_forking_tokens_and_survival() -> None:
     assert (found.survival_low <= found.survival_high).all() and len(found.frame) == 20
     near = forking_tokens(token_forks(np.random.default_rng(0), 200, far=0.1), threshold=0.3)
     assert not near.forks.any() and near.survival_high[-1] == 1
-    assert found.plot().get_xlabel() == "position" and "taken" in found._repr_html_()
+    assert found.plot().axes[0].get_xlabel() == "position" and "taken" in found._repr_html_()
 
 
 def test_tokens_without_rollouts_may_lead_anywhere() -> None:

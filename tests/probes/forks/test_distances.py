@@ -33,7 +33,7 @@ def test_the_curve_knows_where_nothing_is_known() -> None:
     assert np.isnan(curve.value[1]).all() and np.isnan(curve.entropy[1])
     assert (curve.low[1].tolist(), curve.high[1].tolist()) == ([0, 0], [1, 1])
     assert curve.entropy[0] == pytest.approx(np.log(2)) and curve.entropy[2] == 0
-    assert len(curve.frame) == 6 and "<svg" in curve._repr_html_() and curve.plot().get_ylim() == (0, 1)
+    assert len(curve.frame) == 6 and "<svg" in curve._repr_html_() and curve.plot().axes[0].get_ylim() == (0, 1)
     with pytest.raises(ProbeError, match="level=1"):
         outcome_curve(counts_of(np.ones((1, 2))), level=1)
 
@@ -116,7 +116,7 @@ def test_importance_finds_the_unit_that_decides() -> None:
     found = importance(counts)
     assert found.shown.tolist() == [False, True, False] and len(found.frame) == 3
     assert found.distances.value[1] == pytest.approx(0.38, abs=0.02) and 0.38 > found.distances.low[1] > 0.2
-    assert "unit 1." in found._repr_html_() and len(found.plot().collections) == 2
+    assert "unit 1." in found._repr_html_() and len(found.plot().axes[0].collections) == 2
 
 
 def test_counterfactual_importance_leaves_out_what_says_the_same() -> None:

@@ -71,7 +71,7 @@ def test_resilience(rollouts: RolloutTexts) -> None:
     assert found.control.tolist() == [0, 0] and found.rollouts.tolist() == [3, 2]
     assert found.frame["rounds"].tolist() == pytest.approx([3, 2])
     assert (found.ever_low < found.ever).all() and (found.ever < found.ever_high).all()
-    assert found.plot().get_xlabel() == "unit" and "rounds" in found._repr_html_()
+    assert found.plot().axes[0].get_xlabel() == "unit" and "rounds" in found._repr_html_()
     with pytest.raises(BadRows, match="no rollouts"):
         resilience(rollouts.where(np.zeros(5, dtype=bool)))
 

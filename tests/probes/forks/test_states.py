@@ -102,7 +102,7 @@ def test_siblings_part_where_their_outcomes_do() -> None:
     assert found.shown.tolist() == [False, False, True] and found.gap[2].low > 0 and 0 in found.gap[0]
     assert found.pairs == [90, 90, 90] and list(found.frame)[2:5] == ["distance", "distance_low", "distance_high"]
     assert not sibling_divergence(**siblings(0.0)).shown.any()
-    assert found.plot().get_xlabel() == "tokens after the fork" and "gap_low" in found._repr_html_()
+    assert found.plot().axes[0].get_xlabel() == "tokens after the fork" and "gap_low" in found._repr_html_()
 
 
 def test_the_distance_is_that_of_the_formula() -> None:
