@@ -13,10 +13,10 @@ from torch import Tensor
 
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.text import Prompt
+from replaylens.engine.pictures.figure import picture
 from replaylens.engine.request.options import verb
 from replaylens.engine.request.values import instance, items, whole
 from replaylens.engine.serving.core import Core
-from replaylens.probes.reports.figures import Picture
 from replaylens.probes.scoring.statistics import Estimate, difference_over_groups
 from replaylens.workbench.aligned import require_one_vocabulary
 from replaylens.workbench.drawing import Grid, paragraph, plain, view
@@ -92,7 +92,7 @@ class CompareResult:
         chosen = self.texts[whole("text", text, 0, len(self.texts) - 1)]
         count, sites = len(chosen.tokens), chosen.difference
         heights = [1.6, *(0.6 + 0.16 * len(values) for values in sites.values())]
-        made = Picture(figsize=(min(2.6 + 0.3 * count, 24), sum(heights) + 1.4), layout="constrained")
+        made = picture(min(2.6 + 0.3 * count, 24), sum(heights) + 1.4)
         axes = made.subplots(len(heights), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
         middles = np.arange(count) + 0.5
         axes[0].bar(middles - 0.2, (chosen.loss_b - chosen.loss_a).numpy(), 0.4, label="loss of b - loss of a, next token")

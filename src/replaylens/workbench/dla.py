@@ -18,11 +18,12 @@ from replaylens.engine.gradients.metric import LogitDifference, named
 from replaylens.engine.model.decoder import Block, Mlp
 from replaylens.engine.model.layers import Linear, Norm
 from replaylens.engine.model.text import Prompt
+from replaylens.engine.pictures.figure import picture
 from replaylens.engine.request.options import verb
 from replaylens.engine.request.values import shown
 from replaylens.engine.serving.core import Core
 from replaylens.engine.thinking.core import ThinkingCore
-from replaylens.probes.reports.figures import Picture, bars
+from replaylens.probes.reports.figures import bars
 from replaylens.workbench.drawing import Grid, figure, paragraph, plain, view
 from replaylens.workbench.metric import Metric, MetricTokens
 
@@ -83,7 +84,7 @@ class DlaResult:
         """One place for each layer, and for each part of none."""
         place = lambda part: part.name if part.layer is None else str(part.layer)  # noqa: E731
         names = list(dict.fromkeys(map(place, self.parts)))
-        made = Picture(figsize=(min(2.5 + 0.32 * len(names), 24), 3.6), layout="constrained")
+        made = picture(min(2.5 + 0.32 * len(names), 24), 3.6)
         axis = made.subplots()
         for kind, shift, colour in (("attention", -0.2, "tab:blue"), ("MLP", 0.2, "tab:orange"), ("others", 0.0, "0.5")):
             own = [part for part in self.parts if (part.layer is None if kind == "others" else part.kind == kind)]
