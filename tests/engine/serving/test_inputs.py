@@ -118,8 +118,10 @@ TOKENS: dict[str, Any] = {
     "no values": torch.zeros(2, device="meta", dtype=torch.int64),
 }
 CASES: dict[str, Case] = {
-    **{f"prompt {k}": (lambda e, b, v=v: e.prompt(v), BadRequest, "text=|vocabulary") for k, v in TOKENS.items()},
-    **{f"force {k}": (lambda e, b, v=v: b.force(v), BadRequest, "tokens=|vocabulary") for k, v in TOKENS.items()},
+    **{f"prompt {k}": (lambda e, b, v=v: e.prompt(v), BadRequest, "text=|vocabulary|token id") for k, v in TOKENS.items()},
+    **{
+        f"force {k}": (lambda e, b, v=v: b.force(v), BadRequest, "tokens=|vocabulary|not a token id") for k, v in TOKENS.items()
+    },
     "generate words": (lambda e, b: b.generate("2"), BadRequest, "n='2'. Give a whole number of at least 1"),
     "generate yes": (lambda e, b: b.generate(True), BadRequest, "n=True. Give a whole number"),
     "sampling of nothing": (lambda e, b: b.generate(2, sampling={}), BadRequest, "sampling={}. Give a Sampling"),
@@ -133,7 +135,11 @@ CASES: dict[str, Case] = {
         BadRequest,
         r"drafts=\[\[1\]\]. Give a dict: position -> list of chains",
     ),
-    "a chain for chains": (lambda e, b: b.generate(3, drafter="forced", drafts={5: [1]}), BadRequest, r"drafts\[5\]=1. Give"),
+    "a chain for chains": (
+        lambda e, b: b.generate(3, drafter="forced", drafts={5: [1]}),
+        BadRequest,
+        r"drafts\[5\]=\[1\]: one chain",
+    ),
     "drafts at a word": (
         lambda e, b: b.generate(3, drafter="forced", drafts={"5": [[1]]}),
         BadRequest,

@@ -194,6 +194,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
     pytest.fail("it never came to this")
 
 
+@pytest.mark.usefixtures("watched")
 def test_progress_is_shown_by_the_thread_that_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bar of a waiting thread advances in its own thread, and to the end, whichever thread drives."""
     subject = engine()
