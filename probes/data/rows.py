@@ -104,7 +104,8 @@ class ProbeRows(FromArrays):
     def join(cls, **parts: "ProbeRows") -> "ProbeRows":
         """Rows of several dumps or runs of one engine as one; the column `part` names their origin.
 
-        Rows of different tasks keep the labels that all of them have, and no task: see `transfer_across`.
+        Rows of different tasks keep the labels that all of them have, and no task: see `transfer_across`. Group ids of rows
+        from arrays name the same group in every part.
         Raises OtherFingerprint for different engines: their difference would look like one between the parts.
         """
         if not parts:
@@ -124,6 +125,8 @@ class ProbeRows(FromArrays):
         _require_widths(parts)
         whole = {name: rows.whole for name, rows in parts.items()}
         frame = pd.concat([_part(name, rows) for name, rows in whole.items()], join=how, ignore_index=True)
+        if all(rows.about.task is None for rows in parts.values()):
+            frame = _one_vocabulary(frame)
         source = JoinedSource([Subset(rows.source, rows.numbers) for rows in whole.values()], [len(r) for r in whole.values()])
         joined = cls(frame, source, np.arange(len(frame)))
         kept = np.concatenate([np.isin(whole[name].numbers, rows.numbers) for name, rows in parts.items()])
@@ -300,6 +303,22 @@ def _part(name: str, rows: ProbeRows) -> pd.DataFrame:
     if rows.about.task == GivenTexts.name and SHUFFLED in frame and hashlib.blake2b(name.encode()).digest()[0] % 2:
         frame[SHUFFLED] = 1 - frame[SHUFFLED]
     return frame
+
+
+def _one_vocabulary(frame: pd.DataFrame) -> pd.DataFrame:
+    """Tokens that rows from arrays have as text, numbered over all parts: each part numbered its own. Raises BadRows if others
+    have ids."""
+    named = frame.groupby("part")["text"].agg(lambda text: bool(text.notna().all()))
+    known = frame.groupby("part")["token"].agg(lambda token: bool(token.notna().all()))
+    if not named.any():
+        return frame
+    if (known & ~named).any():
+        text, ids = named.idxmax(), (known & ~named).idxmax()
+        raise BadRows(f"Part {text!r} has its tokens as text, part {ids!r} as ids. Give both the same way.")
+    there = frame["text"].notna().to_numpy()
+    token = frame["token"].to_numpy(dtype=np.float64)
+    token[there] = np.unique(frame.loc[there, "text"].to_numpy(dtype=str), return_inverse=True)[1]
+    return frame.assign(token=token.astype(np.int64) if there.all() else token)
 
 
 def _require_widths(parts: "dict[str, ProbeRows]") -> None:
