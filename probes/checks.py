@@ -75,7 +75,7 @@ def mask_of(what: str, given: Any, rows: int) -> np.ndarray:
 
 def plain(values: Any) -> Any:
     """Tensors of any dtype and device, also with gradients, as NumPy arrays; lists of tensors or rows too. Anything else, such
-    as a DataFrame, is returned as it is. Types that NumPy lacks, such as bfloat16, become float32, which holds all their values."""
+    as a DataFrame, is returned as it is. Types that NumPy lacks, such as bfloat16, become float32, which holds all of them."""
     if isinstance(values, Tensor):
         found = values.detach().cpu()
         wide = found.is_floating_point() and found.dtype not in (torch.float32, torch.float64)

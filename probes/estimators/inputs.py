@@ -12,7 +12,7 @@ from replaylens.probes.checks import plain
 
 
 def _has(name: str) -> Callable[[Any], bool]:
-    """Whether the estimator behind the mixin has this method: scikit-learn looks for methods to learn what an estimator does."""
+    """Whether the estimator behind the mixin has this method: scikit-learn asks for methods to learn what it can do."""
     return lambda self: hasattr(super(TensorInput, self), name)
 
 
