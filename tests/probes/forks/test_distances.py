@@ -1,6 +1,5 @@
 """Distances of outcome distributions, the curve and importance agree with textbook formulas and with exact enumeration."""
 
-from itertools import product
 from math import comb
 
 import numpy as np
