@@ -34,7 +34,7 @@ from tests.calibrate import Rate, table
 RESULT = Path("benchmarks/results/calibration_forks.json")
 Draw = Callable[[np.random.Generator], float]
 """one simulation: 1 or 0 for a share, any number for a bias"""
-FAIR, SPLIT, RARE, FOUR = (0.5, 0.5), (0.8, 0.2), (0.98, 0.02), (0.4, 0.3, 0.2, 0.1)
+FAIR, SPLIT, TENTH, RARE, FOUR = (0.5, 0.5), (0.8, 0.2), (0.9, 0.1), (0.98, 0.02), (0.4, 0.3, 0.2, 0.1)
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ POWERS: tuple[tuple[str, Draw, float], ...] = (
     ("importance, kl, one of 10 units by .3, 100 rollouts", importance_found("kl", 100, (6, FAIR), (5, SPLIT), at=5), 1),
     (
         "importance, tv, one of 100 units by .4, 100 rollouts",
-        importance_found("tv", 100, (50, FAIR), (51, (0.9, 0.1)), at=49),
+        importance_found("tv", 100, (50, FAIR), (51, TENTH), at=49),
         2,
     ),
     ("counterfactual importance, one of 5 units by .5, 60 rollouts", counterfactual_found(0.5, 2), 1),
@@ -312,7 +312,7 @@ SETTINGS: tuple[Setting, ...] = (
         Setting("error", f"forking tokens, 40 of 3, {p} and {q} at the threshold, {n} rollouts", draw, ERROR, 1)
         for n, p, q in (
             (30, FAIR, SPLIT),
-            (30, (0.95, 0.05), (0.65, 0.35)),
+            (30, TENTH, (0.6, 0.4)),
             (100, FAIR, SPLIT),
             (50, FOUR, (0.7, 0.2, 0.1, 0.0)),
         )

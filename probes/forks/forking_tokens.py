@@ -130,10 +130,7 @@ def forking_tokens(
         }
     )
     at = np.repeat(np.arange(len(forks)), [len(fork.tokens) - 1 for fork in forks])
-    sure, maybe = (
-        np.bincount(at, table["weight"] * mask, len(forks))
-        for mask in (low > threshold, np.maximum(found.high, low) > threshold)
-    )
+    sure, maybe = (np.bincount(at, table["weight"] * (table[end] > threshold), len(forks)) for end in ("low", "high"))
     unseen = np.array([max(1 - fork.weights.sum(), 0.0) for fork in forks])
     names = [fork.position for fork in forks], [fork.tokens[0] for fork in forks]
     return ForkingTokens(*names, table, sure, np.minimum(maybe + unseen, 1.0), threshold, level)

@@ -159,7 +159,9 @@ class _Drawing:
         return p > 1 - level and (1 - level) * (1 + self.permutations) >= 1
 
     def variation(self, level: float) -> tuple[float, float, float, float, float, np.ndarray]:
-        """(value, plug-in, low, high, p, plug-ins of exchanged rollouts). The interval: a distance of the truth from the plug-in point of at most c moves
+        """(value, plug-in, low, high, p, plug-ins of exchanged rollouts).
+
+        The interval: a distance of the truth from the plug-in point of at most c moves
         total variation by at most c (triangle inequality), so it holds wherever the truth is, also at zero. Its low end is 0
         unless the test rejects that."""
         plug_in = float(variation(shares(self.a), shares(self.b)))
