@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import overload
+
+import numpy as np
 
 from replaylens.engine.dump.content import Content
 from replaylens.engine.dump.features import Encoders
@@ -14,7 +16,7 @@ from replaylens.engine.dump.maker import describe_sites
 from replaylens.engine.dump.plan import Selector
 from replaylens.engine.dump.planning import plan_of_run
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.rows import assemble
+from replaylens.engine.dump.rows import assemble, probabilities
 from replaylens.engine.dump.writer import DumpWriter
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.pictures.live import tree_of
@@ -83,6 +85,13 @@ class Run(Sequence[Result]):
         """The acceptance as text."""
         drafted = any(r.statistics.drafted for r in self.results)
         return f"{self.acceptance:.1%} of drafts accepted" if drafted else "nothing drafted"
+
+    @cached_property
+    def probabilities(self) -> tuple[np.ndarray, np.ndarray]:
+        """(log-probability of each token, entropy after it) [rows], in the order of a dump's rows; computed once, bit for bit
+        those of `save`."""
+        plan = plan_of_run(self.engine, self[0].example.maker, [r.example.index for r in self], self.options)
+        return probabilities(self.engine, plan, self.results)
 
     def tree(self, index: int) -> Tree:
         """The branch tree of one example: its path and rejected branches. Draws itself in a notebook; `print` it elsewhere."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens.probes.causal.interventions import interchange as interchange
     from replaylens.probes.causal.interventions import steer as steer
     from replaylens.probes.data.feature_columns import with_features as with_features
+    from replaylens.probes.data.groups import near_duplicates as near_duplicates
     from replaylens.probes.data.rows import ProbeRows as ProbeRows
     from replaylens.probes.data.sequence_rows import sequences as sequences
     from replaylens.probes.design.controls import untrained_rows as untrained_rows
@@ -128,6 +129,7 @@ _WHERE = {
     "judge": "questions.judge",
     "mean_over_groups": "scoring.statistics",
     "means_over_groups": "scoring.statistics",
+    "near_duplicates": "data.groups",
     "one_hot": "estimators.solvers",
     "online_codes": "fitting.online_code",
     "outcome_at_fork": "questions.outcome_at_fork",

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from replaylens.engine.request.values import items, shown, whole
 from replaylens.probes.errors import BadRows, ProbeError
@@ -69,6 +71,27 @@ def mask_of(what: str, given: Any, rows: int) -> np.ndarray:
             f"numbers, make a mask with np.isin(np.arange({rows}), numbers)."
         )
     return values
+
+
+def plain(values: Any) -> Any:
+    """Tensors of any dtype and device, also with gradients, as NumPy arrays; lists of tensors or rows too. Anything else, such
+    as a DataFrame, is returned as it is. Types that NumPy lacks, such as bfloat16, become float32, which holds all of them."""
+    if isinstance(values, Tensor):
+        found = values.detach().cpu()
+        wide = found.is_floating_point() and found.dtype not in (torch.float32, torch.float64)
+        return (found.float() if wide else found).resolve_conj().resolve_neg().numpy()
+    if isinstance(values, list | tuple) and any(isinstance(value, Tensor) for value in values):
+        return np.stack([np.asarray(plain(value)) for value in values])
+    return values
+
+
+def as_matrix(X: Any, width: int | None = None) -> np.ndarray:
+    """[rows, d] of numbers from anything that holds them: see `plain`. Raises BadRows for other shapes, or another width."""
+    found = np.asarray(plain(X))
+    if found.ndim != 2 or found.dtype.kind not in "fiub" or (width is not None and found.shape[1] != width):
+        wanted = "[rows, d]" if width is None else f"[rows, {width}]"
+        raise BadRows(f"The rows have shape {list(found.shape)} and type {found.dtype}. Give numbers {wanted}, a line per row.")
+    return found
 
 
 def same_length(**columns: Any) -> None:

@@ -34,7 +34,7 @@ from tests.calibrate import Rate, table
 RESULT = Path("benchmarks/results/calibration_forks.json")
 Draw = Callable[[np.random.Generator], float]
 """one simulation: 1 or 0 for a share, any number for a bias"""
-FAIR, SPLIT, RARE, FOUR = (0.5, 0.5), (0.8, 0.2), (0.98, 0.02), (0.4, 0.3, 0.2, 0.1)
+FAIR, SPLIT, TENTH, RARE, FOUR = (0.5, 0.5), (0.8, 0.2), (0.9, 0.1), (0.98, 0.02), (0.4, 0.3, 0.2, 0.1)
 
 
 @dataclass(frozen=True)
@@ -198,6 +198,18 @@ def token_found(rollouts: int, far: float, every: bool = False) -> Draw:
     return draw
 
 
+def boundary_found(rollouts: int, tokens: int, taken: tuple[float, ...], other: tuple[float, ...]) -> Draw:
+    """Two alternatives at each token, both just at the threshold of .3."""
+    weights = np.array([0.5, 0.3, 0.2])
+
+    def draw(generator: np.random.Generator) -> float:
+        tables = [np.stack([generator.multinomial(rollouts, side) for side in (taken, other, other)]) for _ in range(tokens)]
+        forks = [TokenFork(at, ["taken", "one", "two"], weights, table) for at, table in enumerate(tables)]
+        return float(forking_tokens(forks, threshold=0.3, resamples=99).forks.any())
+
+    return draw
+
+
 def survival_covers(rollouts: int, far: float) -> Draw:
     def draw(generator: np.random.Generator) -> float:
         found = forking_tokens(token_forks(generator, rollouts, far), threshold=0.3, resamples=499)
@@ -259,6 +271,11 @@ def drafts_found(share: float) -> Draw:
 POWERS: tuple[tuple[str, Draw, float], ...] = (
     ("importance, tv, one of 10 units by .3, 100 rollouts", importance_found("tv", 100, (6, FAIR), (5, SPLIT), at=5), 1),
     ("importance, kl, one of 10 units by .3, 100 rollouts", importance_found("kl", 100, (6, FAIR), (5, SPLIT), at=5), 1),
+    (
+        "importance, tv, one of 100 units by .4, 100 rollouts",
+        importance_found("tv", 100, (50, FAIR), (51, TENTH), at=49),
+        2,
+    ),
     ("counterfactual importance, one of 5 units by .5, 60 rollouts", counterfactual_found(0.5, 2), 1),
     ("change points, one change of .2, 100 rollouts", change_found(100, (8, FAIR), (12, (0.7, 0.3))), 1),
     ("two changes are two, by .3 and .2, 100 rollouts", change_number(100, (7, FAIR), (7, SPLIT), (7, (1.0, 0.0))), 1),
@@ -268,6 +285,14 @@ POWERS: tuple[tuple[str, Draw, float], ...] = (
     ("sibling divergence, effect 2.25 at the last depth", siblings_found(3.0), 1),
     ("draft agreement, half of the drafts", drafts_found(0.5), 1),
 )
+CERTAIN: tuple[tuple[tuple[float, ...], tuple[float, ...]], ...] = (
+    ((1.0, 0.0), FAIR),
+    ((1.0, 0.0), SPLIT),
+    ((1.0, 0.0), (0.95, 0.05)),
+    ((0.6, 0.4, 0.0), (0.3, 0.3, 0.4)),
+    ((0.4, 0.3, 0.3), (0.96, 0.02, 0.02)),
+)
+"""distributions one of which is certain, or nearly so, of some outcome"""
 ERROR, HOLDS, FAIR_HOLDS = (0.0, 0.05), (0.95, 1.0), (0.93, 0.97)
 SETTINGS: tuple[Setting, ...] = (
     *(
@@ -276,12 +301,23 @@ SETTINGS: tuple[Setting, ...] = (
         for n, p in ((30, FAIR), (100, FAIR), (100, RARE), (100, FOUR))
         if (draw := importance_found(measure, n, (11, p)))  # type: ignore[arg-type]
     ),
+    Setting("error", "importance, tv, 100 units, 100 rollouts", importance_found("tv", 100, (101, FAIR)), ERROR, 2),
     Setting("error", "counterfactual importance, 5 units, 60 rollouts", counterfactual_found(0.0), ERROR),
     Setting("error", "change points, 20 forks, 30 rollouts, 2 outcomes", change_found(30, (20, FAIR)), ERROR),
     Setting("error", "change points, 20 forks, 100 rollouts, 4 outcomes", change_found(100, (20, FOUR)), ERROR),
     Setting("error", "change points, 50 forks, 100 rollouts, rarest .02", change_found(100, (50, RARE)), ERROR, 2),
     Setting("error", "forking tokens, 20 of 3, all at the threshold, 50 rollouts", token_found(50, 0.3), ERROR, 2),
     Setting("error", "forking tokens, 20 of 3, all at the threshold, 200 rollouts", token_found(200, 0.3), ERROR, 2),
+    *(
+        Setting("error", f"forking tokens, 40 of 3, {p} and {q} at the threshold, {n} rollouts", draw, ERROR, 1)
+        for n, p, q in (
+            (30, FAIR, SPLIT),
+            (30, TENTH, (0.6, 0.4)),
+            (100, FAIR, SPLIT),
+            (50, FOUR, (0.7, 0.2, 0.1, 0.0)),
+        )
+        if (draw := boundary_found(n, 40, p, q))
+    ),
     Setting("error", "outcome probe, 2 outcomes, 2 empty cells, 60 roots of 2", probe_found(0.0, 2, True), ERROR, 4),
     Setting("error", "outcome probe, 3 outcomes, 2 empty cells, 60 roots of 2", probe_found(0.0, 3, True), ERROR, 4),
     Setting("error", "sibling divergence, 4 depths, 20 forks of 6", siblings_found(0.0), ERROR),
@@ -303,6 +339,11 @@ SETTINGS: tuple[Setting, ...] = (
             ("4 outcomes, near", FOUR, (0.3, 0.3, 0.3, 0.1)),
             ("4 outcomes, far", FOUR, (0.1, 0.1, 0.1, 0.7)),
         )
+        for n in (30, 100)
+    ),
+    *(
+        Setting("coverage", f"kl, {p} from {q}, {n} rollouts", distance_covers("kl", p, q, n), (0.93, 1.0), 0.5)
+        for p, q in CERTAIN
         for n in (30, 100)
     ),
     Setting("coverage", "resilience of .4, 50 rollouts", resilience_covers(0.4), FAIR_HOLDS),

@@ -5,7 +5,7 @@ position, then by tokens, so that the order does not depend on when the engine c
 """
 
 import re
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,15 +29,13 @@ from replaylens.tasks.reading import RESERVED
 
 _BLOCK = 4096
 """rows per lens readout"""
+_PATHS = 32
+"""paths that are recomputed together"""
 
 
 def assemble(engine: Core, plan: DumpPlan, results: Sequence[Result]) -> Content:
     """The rows of some examples, as a dump with this plan stores them. A pure function of plan, weights and paths."""
-    paths = [path for result in sorted(results, key=lambda r: r.example.index) for path in _paths(engine, result)]
-    kept = [_chosen(engine, plan, path) for path in paths]
-    starts = np.cumsum([0, *(len(path.tokens) - path.base for path in paths)])
-    rows = np.concatenate([[], *(start + np.array(k) - p.base for start, k, p in zip(starts, kept, paths, strict=False))])
-    rows = rows.astype(np.int64)
+    paths, kept, starts, rows = _layout(engine, plan, results)
     tensors = _tensors(engine, plan, paths, rows)
     logprob, entropy = _probabilities(engine, plan, paths, starts, rows, tensors)
     columns = _columns(engine, paths, kept)
@@ -45,6 +43,24 @@ def assemble(engine: Core, plan: DumpPlan, results: Sequence[Result]) -> Content
     columns["entropy"] = pa.array(entropy, pa.float32(), mask=np.full(len(rows), not plan.probabilities))
     labels = _labels(plan, paths, kept)
     return Content(tensors, pa.table({**{name: columns[name] for name in CORE.names}, **labels}))
+
+
+def probabilities(engine: Core, plan: DumpPlan, results: Sequence[Result]) -> tuple[np.ndarray, np.ndarray]:
+    """(log-probability, entropy) [rows] float32 of the rows that `assemble` gives, bit for bit; NaN where unknown."""
+    paths, _, starts, rows = _layout(engine, plan, results)
+    lens = _lens_rows(engine, plan.lens, paths, torch.from_numpy(rows)) if plan.lens is not None else {}
+    return _probabilities(engine, plan, paths, starts, rows, lens)
+
+
+def _layout(
+    engine: Core, plan: DumpPlan, results: Sequence[Result]
+) -> tuple[list[ExamplePath], list[list[int]], np.ndarray, np.ndarray]:
+    """(paths, kept positions of each, the number of each path's first row among all rows of the paths, numbers of the kept)."""
+    paths = [path for result in sorted(results, key=lambda r: r.example.index) for path in _paths(engine, result)]
+    kept = [_chosen(engine, plan, path) for path in paths]
+    starts = np.cumsum([0, *(len(path.tokens) - path.base for path in paths)])
+    rows = np.concatenate([[], *(start + np.array(k) - p.base for start, k, p in zip(starts, kept, paths, strict=False))])
+    return paths, kept, starts, rows.astype(np.int64)
 
 
 def _paths(engine: Core, result: Result) -> list[ExamplePath]:
@@ -171,7 +187,7 @@ def _label_array(name: str, values: list[Any]) -> pa.Array:
 
 
 def _probabilities(
-    engine: Core, plan: DumpPlan, paths: list[ExamplePath], starts: np.ndarray, rows: np.ndarray, tensors: Pieces
+    engine: Core, plan: DumpPlan, paths: list[ExamplePath], starts: np.ndarray, rows: np.ndarray, tensors: Mapping[str, Tensor]
 ) -> tuple[np.ndarray, np.ndarray]:
     """(log-probability of the token, entropy of the distribution over the next one) for each kept row; NaN where unknown.
 
@@ -210,7 +226,7 @@ def _read_final(
     if all(final in path.recording.sites() for path in paths):
         residual = _gather(paths, final, torch.from_numpy(rows))
     else:
-        residual = torch.cat([_final_rows(engine, path, final, bool(plan.edits)) for path in paths])[torch.from_numpy(rows)]
+        residual = torch.cat(_final_rows(engine, paths, final, bool(plan.edits)))[torch.from_numpy(rows)]
     read = [
         engine.lock.alone(readout.next_token, engine.runner, residual[i : i + _BLOCK], emitted[i : i + _BLOCK])
         for i in range(0, len(rows), _BLOCK)
@@ -218,19 +234,23 @@ def _read_final(
     return torch.cat([part[0] for part in read]).numpy(), torch.cat([part[1] for part in read]).numpy()
 
 
-def _final_rows(engine: Core, path: ExamplePath, final: str, edited: bool) -> Tensor:
-    """The final residual stream; recomputed, with the same bits, if it was not captured."""
-    if final in path.recording.sites():
-        return path.recording.peek(final)
-    if engine.guesses() or edited:  # the tokens alone do not determine states and edits
+def _final_rows(engine: Core, paths: list[ExamplePath], final: str, edited: bool) -> list[Tensor]:
+    """The final residual stream of each path; where it was not captured, recomputed with the same bits, many paths a pass."""
+    missing = [path for path in paths if final not in path.recording.sites()]
+    if missing and (engine.guesses() or edited):  # the tokens alone do not determine states and edits
         raise BadRequest(
             f"{final} was not captured, and edited paths and models that think need it for log-probabilities. Capture S, too."
         )
-    (branch,) = engine.planted([path.tokens], engine.capture_spec([final]), [own_edits(path.example, engine.sites)])
-    try:
-        return branch.activations.peek(final)[path.base :]
-    finally:
-        branch.release()
+    spec, found = engine.capture_spec([final]), {}
+    for i in range(0, len(missing), _PATHS):
+        some = missing[i : i + _PATHS]
+        branches = engine.planted([path.tokens for path in some], spec, [own_edits(path.example, engine.sites) for path in some])
+        try:
+            found |= {id(path): branch.activations.peek(final)[path.base :] for path, branch in zip(some, branches, strict=True)}
+        finally:
+            for branch in branches:
+                branch.release()
+    return [found[id(path)] if id(path) in found else path.recording.peek(final) for path in paths]
 
 
 def _tensors(engine: Core, plan: DumpPlan, paths: list[ExamplePath], rows: np.ndarray) -> Pieces:

@@ -51,6 +51,9 @@ class ArraySource:
             raise UnknownSite(f"Site {name!r} has no layers. Leave out the layer.")
         return _rows(self.arrays[name], numbers)
 
+    def later(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        return {}
+
 
 def read_arrays(X: Any, post_norms: bool = False) -> ArraySource:
     """Check one array [rows, d], or several by site: a name, or (site, layer).

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ def read_cache(
     line, column = np.nonzero(kept)
     place = kept.cumsum(1)[line, column] - 1  # from the first token that counts
     one_per_row = {name: _spread(name, each, kept) for name, each in _named(labels).items()}
-    group = line if groups is None else _of_prompts(groups, kept)
+    group = _by_tokens(ids, kept)[line] if groups is None else _of_prompts(groups, kept)
     known: dict[str, Any] = dict(prompts=line, positions=place, tokens=ids[kept], keys=None)
     return make_index(len(line), one_per_row, group, **known), read_arrays(arrays, post_norms)
 
@@ -107,6 +108,12 @@ def _of_prompts(groups: Any, kept: np.ndarray) -> np.ndarray:
             f"prompt are not independent."
         )
     return _spread("groups", given, kept)
+
+
+def _by_tokens(ids: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """[batch] str: the group of each prompt is named after its tokens, so that it is the same one in every batch and part."""
+    lines = (ids[i, kept[i]].astype(np.int64).tobytes() for i in range(len(ids)))
+    return np.array([blake2b(line, digest_size=8).hexdigest() for line in lines], dtype=object)
 
 
 def _grid(what: str, values: Any, lines: bool = True) -> np.ndarray:

@@ -123,7 +123,7 @@ class FromArrays(ABC):
 
         tokens  [batch, positions]
         labels  as in `of_arrays`; each [batch], the same at every position, or [batch, positions]
-        groups  [batch], if prompts belong together; default: every prompt is a group of its own
+        groups  [batch], if prompts belong together; default: every prompt is a group of its own, named after its tokens
         sites   letters or hook names; default: S, T and C as far as the cache has them. Heads are laid side by side
         mask    [batch, positions], False for padding, which gives no rows; positions count from the first token that counts
         """

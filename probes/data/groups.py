@@ -14,15 +14,18 @@ is tested on rows that it has seen.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import torch
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
+from replaylens.probes.checks import as_matrix
 from replaylens.probes.data.paths import row_paths
-from replaylens.probes.data.rows import ProbeRows
+from replaylens.probes.data.rows import Cell, ProbeRows
 from replaylens.probes.data.target import Target
+from replaylens.probes.errors import BadRows
 
 MIN_GROUPS = 20
 """groups that intervals need to hold what they promise; see docs/probes.md"""
@@ -59,14 +62,13 @@ def path_keys(rows: ProbeRows) -> np.ndarray:
 
     The bits of the deepest stored site are hashed along with the path, so that rows of one path with different edits count as
     different. Rows from arrays may bring keys of their own, in the column `key`; otherwise a known path is their key alone,
-    since elsewhere rows of one path may differ in their last bits from batch to batch.
+    in whichever part it is, since elsewhere rows of one path may differ in their last bits from batch to batch.
     """
     if "key" in rows.frame:
         return rows.frame["key"].to_numpy(dtype=str)
     paths = histories(rows)
     if paths is not None and rows.about.task is None:
-        part = rows.frame["part"] if "part" in rows.frame else [""] * len(rows)  # parts may come from different models
-        parts = (f"{name}:".encode() + path.tobytes() for name, path in zip(part, paths, strict=True))
+        parts = (path.tobytes() for path in paths)
     else:
         bits = _deepest(rows)
         parts = (bits[i].tobytes() + (b"" if paths is None else paths[i].tobytes()) for i in range(len(rows)))
@@ -74,12 +76,14 @@ def path_keys(rows: ProbeRows) -> np.ndarray:
 
 
 def _deepest(rows: ProbeRows) -> np.ndarray:
-    """[rows, bytes]: the deepest stored site of each letter, side by side; of rows from arrays, all sites."""
-    if rows.about.task is None:
-        cells = [(cell.site, cell.layer) for cell in rows.cells(rows.default_sites)]
-    else:
-        cells = [(letter, max(stored)) for letter in ("S", "C", "T") if (stored := rows.source.letters(letter))]
-    found = [rows.source.take(site, layer, rows.numbers).contiguous().view(torch.uint8).numpy() for site, layer in cells]
+    """[rows, bytes]: the deepest stored site of each letter, side by side. Of rows from arrays, the deepest of all letters
+    alone, since their sites may come from different passes; or else all sites."""
+    there = ((letter, rows.source.letters(letter)) for letter in ("C", "T", "S"))
+    cells = [Cell(letter, max(stored)) for letter, stored in there if stored]
+    if rows.about.task is None:  # of one layer, the first: the MLP comes after attention, and attention after the stream
+        cells = [max(cells, key=lambda cell: cell.layer or 0)] if cells else rows.cells(rows.default_sites)
+    taken = (rows.source.take(cell.site, cell.layer, rows.numbers) for cell in cells)
+    found = [x.contiguous().view(torch.uint8).numpy() for x in taken]
     return np.hstack([np.empty((len(rows), 0), dtype=np.uint8), *found])
 
 
@@ -102,9 +106,51 @@ def groups_of(rows: ProbeRows, keys: np.ndarray | None = None) -> np.ndarray:
     return np.asarray(names[first[component]][root])
 
 
+def near_duplicates(X: Any, tolerance: float = 1e-2) -> np.ndarray:
+    """[rows]: a number for each row [rows, d], the same for rows that are nearly equal, as `keys` of `ProbeRows.of_arrays`.
+
+    tolerance  distance up to which two rows count as one observation, as a share of the rows' median distance from their mean.
+               Rows are also one if a chain of such rows links them
+
+    Texts that come twice have the same rows up to rounding, which other batches, dtypes and devices change.
+
+    >>> import numpy as np
+    >>> X = np.random.default_rng(0).normal(size=(4, 16))
+    >>> near_duplicates(np.vstack([X, X + 1e-6])).tolist()
+    [0, 1, 2, 3, 0, 1, 2, 3]
+    """
+    rows = as_matrix(X).astype(np.float64)
+    if not 0 <= tolerance < 1:
+        raise BadRows(f"tolerance={tolerance} is no share of a distance. Give a number from 0 to below 1, such as 0.01.")
+    rows = rows - rows.mean(0)
+    reach = tolerance * float(np.median(np.linalg.norm(rows, axis=1)))
+    way = np.random.default_rng(0).normal(size=rows.shape[1])
+    line = rows @ (way / np.linalg.norm(way))  # rows within reach of each other are so along any direction
+    order = np.argsort(line, kind="stable")
+    ends = np.searchsorted(line[order], line[order] + reach, side="right")
+    pairs = [
+        np.stack([np.full(end - i - 1, order[i]), order[i + 1 : end]])[
+            :, np.linalg.norm(rows[order[i + 1 : end]] - rows[order[i]], axis=1) <= reach
+        ]
+        for i, end in enumerate(ends)
+        if end > i + 1
+    ]
+    one, two = np.hstack([np.empty((2, 0), dtype=int), *pairs])
+    links = coo_array((np.ones(len(one), dtype=bool), (one, two)), shape=(len(rows), len(rows)))
+    return np.asarray(connected_components(links, directed=False)[1])
+
+
 def distinct(rows: ProbeRows) -> ProbeRows:
     """One row of each observation: an accepted row if there is one, then the first."""
-    return rows.where(_first(rows, path_keys(rows)))
+    return rows.where(_first(rows, _observations(rows, path_keys(rows))))
+
+
+def _observations(rows: ProbeRows, keys: np.ndarray) -> np.ndarray:
+    """[rows] str: the observation of each row. Parts of rows from arrays may come from different models: there, rows of one
+    key are an observation in every part. They stay one group."""
+    if rows.about.task is not None or "part" not in rows.frame:
+        return keys
+    return np.char.add(np.char.add(rows.frame["part"].to_numpy(dtype=str), ":"), keys)
 
 
 def _first(rows: ProbeRows, keys: np.ndarray) -> np.ndarray:
@@ -170,9 +216,10 @@ def independent(given: ProbeRows, labels: Sequence[Target] = ()) -> Independent:
             groups = np.full(len(given), "", dtype=found.dtype)
             groups[later] = found
     named = replace(given, frame=given.frame.assign(key=keys, group=groups))
-    torn = _torn(keys, labels)
-    chosen = (_first(given, keys) | torn) & ~(position < begin)  # rows from arrays may have no position
-    _, place, copies = np.unique(keys, return_inverse=True, return_counts=True)
+    observed = _observations(given, keys)
+    torn = _torn(observed, labels)
+    chosen = (_first(given, observed) | torn) & ~(position < begin)  # rows from arrays may have no position
+    _, place, copies = np.unique(observed, return_inverse=True, return_counts=True)
     return Independent(named.where(chosen), np.where(torn, 1, copies[place])[chosen], begin, int((torn & chosen).sum()))
 
 

@@ -7,10 +7,11 @@ X, y, roots = here.matrix("S", 2), here.target("face").values, here.roots
 
 import hashlib
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -21,6 +22,7 @@ from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.planning import plan_of_run
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.rows import assemble
+from replaylens.engine.dump.rows import probabilities as token_probabilities
 from replaylens.engine.errors import OtherFingerprint, UnknownSite, no_such
 from replaylens.engine.model.site_names import warn_of_mixed_experts
 from replaylens.engine.replay.examples import Result
@@ -50,6 +52,29 @@ class Cell:
         return self.site if self.layer is None else f"{self.site}{self.layer}"
 
 
+LATER = ("logprob", "entropy")
+"""columns of the index of a run that are computed when they are asked for: they take the unembedding of every row"""
+
+
+class RunFrame(pd.DataFrame):
+    """The index of rows of a run, complete once `frame["logprob"]` or `frame["entropy"]` is read."""
+
+    _columns_later: Callable[[], dict[str, np.ndarray]]
+
+    @property
+    def _constructor(self) -> type[pd.DataFrame]:
+        return pd.DataFrame  # what is cut out of the index has other rows
+
+    def __contains__(self, key: Any) -> bool:
+        return super().__contains__(key) or (isinstance(key, str) and key in LATER)
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str) and key in LATER and not super().__contains__(key):
+            for name, column in self._columns_later().items():
+                self[name] = column
+        return super().__getitem__(key)
+
+
 @dataclass(frozen=True, eq=False)
 class ProbeRows(FromArrays):
     """Rows with their index. Immutable: `at`, `where` and the like return a narrower view."""
@@ -61,6 +86,12 @@ class ProbeRows(FromArrays):
     """row numbers in the source, ascending"""
     wider: "ProbeRows | None" = None
     """the rows that these were narrowed from, if any"""
+
+    def __post_init__(self) -> None:
+        if not all(name in self.frame.columns for name in LATER):
+            frame = RunFrame(self.frame)
+            object.__setattr__(frame, "_columns_later", partial(self.source.later, self.numbers))
+            object.__setattr__(self, "frame", frame)
 
     # ---- construction -------------------------------------------------------------------------------------------
 
@@ -79,16 +110,30 @@ class ProbeRows(FromArrays):
             positions = given.manifest.plan.positions
             return cls._placed(given.to_pandas(), DumpSource(given), positions in ("all", "steps"))
         plan = plan_of_run(given.engine, given[0].example.maker, [r.example.index for r in given], given.options)
-        return cls.of_results(given.engine, plan, given.results)
+        return cls.of_results(given.engine, plan, given.results, lambda: given.probabilities)
 
     @classmethod
-    def of_results(cls, engine: Core, plan: DumpPlan, results: Sequence[Result]) -> "ProbeRows":
-        """The rows that a dump with this plan would hold of these results, bit for bit."""
-        content = assemble(engine, plan, results)
+    def of_results(
+        cls,
+        engine: Core,
+        plan: DumpPlan,
+        results: Sequence[Result],
+        probabilities: Callable[[], tuple[np.ndarray, np.ndarray]] | None = None,
+    ) -> "ProbeRows":
+        """The rows that a dump with this plan would hold of these results, bit for bit.
+
+        probabilities  gives log-probability and entropy of the rows, when one of them is read from the frame; default: they
+                       are computed then, each time
+        """
+        content = assemble(engine, replace(plan, probabilities=False), results)
         frame = frame_of(content.index)
+        read = probabilities or partial(token_probabilities, engine, plan, results)
+        if plan.probabilities:
+            frame = frame.drop(columns=list(LATER))
         about = About(plan.task, plan.knobs, "", engine.fingerprint, maker=results[0].example.maker if results else None)
         letters = {letter: engine.sites.per_layer(letter) for letter in LETTERS}
-        return cls._placed(frame, MemorySource(dict(content.tensors), letters, about), plan.positions in ("all", "steps"))
+        source = MemorySource(dict(content.tensors), letters, about, lambda: dict(zip(LATER, read(), strict=True)))
+        return cls._placed(frame, source, plan.positions in ("all", "steps"))
 
     @classmethod
     def _from_arrays(cls, frame: pd.DataFrame, source: ArraySource) -> "ProbeRows":
@@ -104,7 +149,8 @@ class ProbeRows(FromArrays):
     def join(cls, **parts: "ProbeRows") -> "ProbeRows":
         """Rows of several dumps or runs of one engine as one; the column `part` names their origin.
 
-        Rows of different tasks keep the labels that all of them have, and no task: see `transfer_across`.
+        Rows of different tasks keep the labels that all of them have, and no task: see `transfer_across`. Group ids of rows
+        from arrays name the same group in every part.
         Raises OtherFingerprint for different engines: their difference would look like one between the parts.
         """
         if not parts:
@@ -123,7 +169,12 @@ class ProbeRows(FromArrays):
                 raise OtherFingerprint(f"{first!r} and {name!r} come from different engines ({lines}). Join one engine's rows.")
         _require_widths(parts)
         whole = {name: rows.whole for name, rows in parts.items()}
+        if len({isinstance(rows.frame, RunFrame) for rows in whole.values()}) > 1:
+            for rows in whole.values():
+                rows.frame[LATER[0]]  # a dump has these columns, so all parts get them
         frame = pd.concat([_part(name, rows) for name, rows in whole.items()], join=how, ignore_index=True)
+        if all(rows.about.task is None for rows in parts.values()):
+            frame = _one_vocabulary(frame)
         source = JoinedSource([Subset(rows.source, rows.numbers) for rows in whole.values()], [len(r) for r in whole.values()])
         joined = cls(frame, source, np.arange(len(frame)))
         kept = np.concatenate([np.isin(whole[name].numbers, rows.numbers) for name, rows in parts.items()])
@@ -300,6 +351,22 @@ def _part(name: str, rows: ProbeRows) -> pd.DataFrame:
     if rows.about.task == GivenTexts.name and SHUFFLED in frame and hashlib.blake2b(name.encode()).digest()[0] % 2:
         frame[SHUFFLED] = 1 - frame[SHUFFLED]
     return frame
+
+
+def _one_vocabulary(frame: pd.DataFrame) -> pd.DataFrame:
+    """Tokens that rows from arrays have as text, numbered over all parts: each part numbered its own. Raises BadRows if others
+    have ids."""
+    named = frame.groupby("part")["text"].agg(lambda text: bool(text.notna().all()))
+    known = frame.groupby("part")["token"].agg(lambda token: bool(token.notna().all()))
+    if not named.any():
+        return frame
+    if (known & ~named).any():
+        text, ids = named.idxmax(), (known & ~named).idxmax()
+        raise BadRows(f"Part {text!r} has its tokens as text, part {ids!r} as ids. Give both the same way.")
+    there = frame["text"].notna().to_numpy()
+    token = frame["token"].to_numpy(dtype=np.float64)
+    token[there] = np.unique(frame.loc[there, "text"].to_numpy(dtype=str), return_inverse=True)[1]
+    return frame.assign(token=token.astype(np.int64) if there.all() else token)
 
 
 def _require_widths(parts: "dict[str, ProbeRows]") -> None:

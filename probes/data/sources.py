@@ -1,6 +1,6 @@
 """Sources of rows: a dump on disk, tensors in memory, several sources joined, or a subset of one."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -79,6 +79,10 @@ class RowSource(Protocol):
         """Rows [n, d] by their numbers, ascending."""
         ...
 
+    def later(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        """Columns of the index that are computed when they are asked for, at these rows; empty if the index is complete."""
+        ...
+
 
 class DumpSource:
     """Rows on disk. Only the requested rows are read."""
@@ -97,12 +101,24 @@ class DumpSource:
     def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
         return _flat(self.dump.array(site, layer)[numbers])
 
+    def later(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        return {}
+
 
 class MemorySource:
-    """Rows in memory, by site name."""
+    """Rows in memory, by site name.
 
-    def __init__(self, tensors: dict[str, Tensor], letters: dict[str, list[str]], about: About) -> None:
-        self.tensors, self._letters, self.about = tensors, letters, about
+    later  gives the columns of the index that it lacks, for all rows
+    """
+
+    def __init__(
+        self,
+        tensors: dict[str, Tensor],
+        letters: dict[str, list[str]],
+        about: About,
+        later: Callable[[], dict[str, np.ndarray]] = dict,
+    ) -> None:
+        self.tensors, self._letters, self.about, self._later = tensors, letters, about, later
 
     def sites(self) -> list[str]:
         return _listed(self, self.tensors)
@@ -123,6 +139,9 @@ class MemorySource:
         if not -x.shape[1] <= layer < x.shape[1]:
             raise UnknownSite(f"{name} is stored at layers 0 to {x.shape[1] - 1}, not {layer}. Give one of these.")
         return _flat(x[:, layer])
+
+    def later(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        return {name: column[numbers] for name, column in self._later().items()}
 
 
 def _listed(source: RowSource, names: Iterable[str]) -> list[str]:
@@ -161,6 +180,11 @@ class JoinedSource:
                 pieces.append(source.take(site, layer, own))
         return torch.cat(pieces)
 
+    def later(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        owns = [numbers[(numbers >= a) & (numbers < b)] - a for a, b in zip(self.starts[:-1], self.starts[1:], strict=True)]
+        parts = [source.later(own) for source, own in zip(self.sources, owns, strict=True)]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
 
 class Subset:
     """Some rows of a source, numbered from 0."""
@@ -176,3 +200,6 @@ class Subset:
 
     def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
         return self.source.take(site, layer, self.numbers[numbers])
+
+    def later(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        return self.source.later(self.numbers[numbers])

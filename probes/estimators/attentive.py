@@ -14,10 +14,12 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
+from replaylens.probes.checks import plain
 from replaylens.probes.errors import BadRows, OneClass
+from replaylens.probes.estimators.inputs import TensorInput
 
 
-class AttentiveProbe(ClassifierMixin, BaseEstimator):
+class AttentiveProbe(TensorInput, ClassifierMixin, BaseEstimator):
     """Each row is one path: its positions side by side, [positions * d]. An all-zero position counts as absent.
 
     positions  number of positions per row
@@ -32,7 +34,7 @@ class AttentiveProbe(ClassifierMixin, BaseEstimator):
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any) -> "AttentiveProbe":
-        X, y = validate_data(self, X, y)
+        X, y = validate_data(self, plain(X), plain(y))
         check_classification_targets(y)
         self.classes_, places = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
@@ -84,12 +86,12 @@ class AttentiveProbe(ClassifierMixin, BaseEstimator):
     def attention(self, X: Any) -> np.ndarray:
         """Attention weights [rows, positions]."""
         check_is_fitted(self)
-        weights: np.ndarray = self._attention(self._shaped(validate_data(self, X, reset=False)))[1].numpy()
+        weights: np.ndarray = self._attention(self._shaped(validate_data(self, plain(X), reset=False)))[1].numpy()
         return weights
 
     def predict_proba(self, X: Any) -> np.ndarray:
         check_is_fitted(self)
-        probabilities: np.ndarray = self._scores(self._shaped(validate_data(self, X, reset=False))).softmax(1).numpy()
+        probabilities: np.ndarray = self._scores(self._shaped(validate_data(self, plain(X), reset=False))).softmax(1).numpy()
         return probabilities
 
     def predict(self, X: Any) -> np.ndarray:

@@ -15,10 +15,12 @@ from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
+from replaylens.probes.checks import plain
 from replaylens.probes.errors import BadRows, OneClass
+from replaylens.probes.estimators.inputs import TensorInput
 
 
-class CcsProbe(ClassifierMixin, BaseEstimator):
+class CcsProbe(TensorInput, ClassifierMixin, BaseEstimator):
     """Rows are pairs: the first half of the columns is the statement's row, the second half its negation's.
 
     Labels only set the sign of the direction; the direction itself is found without them.
@@ -33,7 +35,7 @@ class CcsProbe(ClassifierMixin, BaseEstimator):
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any) -> "CcsProbe":
-        X, y = validate_data(self, X, y)
+        X, y = validate_data(self, plain(X), plain(y))
         self.classes_ = np.unique(y)
         if len(self.classes_) != 2:
             raise OneClass(f"The labels have {len(self.classes_)} classes. Contrast pairs need exactly two.")
@@ -72,7 +74,7 @@ class CcsProbe(ClassifierMixin, BaseEstimator):
     def decision_function(self, X: Any) -> np.ndarray:
         """Positive if the statement holds."""
         check_is_fitted(self)
-        X = validate_data(self, X, reset=False)
+        X = validate_data(self, plain(X), reset=False)
         halves = torch.as_tensor(X, dtype=torch.float64).view(len(X), 2, -1).transpose(0, 1)
         p = torch.sigmoid(((halves - self.mean_) / self.scale_) @ self.weight_ + self.bias_)
         scores: np.ndarray = ((p[0] - p[1]) * self.sign_).numpy()

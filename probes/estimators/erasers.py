@@ -21,7 +21,9 @@ from sklearn.utils.class_weight import compute_sample_weight
 from sklearn.utils.validation import check_is_fitted, has_fit_parameter, validate_data
 from torch import Tensor
 
+from replaylens.probes.checks import plain
 from replaylens.probes.errors import BadRows, OneClass, ProbeError
+from replaylens.probes.estimators.inputs import TensorInput
 from replaylens.probes.estimators.moments import Moments, moments_of
 
 _RANK = 1e-10
@@ -30,14 +32,14 @@ _FOLDS = 5
 """to judge a classifier on rows that it was not fitted on"""
 
 
-class Leace(TransformerMixin, BaseEstimator):
+class Leace(TensorInput, TransformerMixin, BaseEstimator):
     """Closed-form concept erasure. After `transform`, no linear classifier beats the majority on the rows of `fit`.
 
     Scaling a column before `fit` and undoing it after `transform` changes nothing but rounding.
     """
 
     def fit(self, X: Any, y: Any) -> "Leace":
-        X, y = validate_data(self, X, y)
+        X, y = validate_data(self, plain(X), plain(y))
         return self._set(moments_of(X, _classes(y)))
 
     def fit_moments(self, moments: Moments) -> "Leace":
@@ -61,11 +63,11 @@ class Leace(TransformerMixin, BaseEstimator):
 
     def transform(self, X: Any) -> np.ndarray:
         check_is_fitted(self)
-        X = validate_data(self, X, reset=False)
+        X = validate_data(self, plain(X), reset=False)
         return X - (X - self.mean_) @ self.projection_.T
 
 
-class Inlp(TransformerMixin, BaseEstimator):
+class Inlp(TensorInput, TransformerMixin, BaseEstimator):
     """Iterative nullspace projection.
 
     Every class has the same weight in the fits and in the rule that stops them, so that rare classes are erased as well: a
@@ -82,12 +84,12 @@ class Inlp(TransformerMixin, BaseEstimator):
 
     def fit(self, X: Any, y: Any, groups: Any = None) -> "Inlp":
         """groups [n]: rows of one group, such as the branches of a root, share a fold; default: each row is its own group."""
-        X, y = validate_data(self, X, y)
+        X, y = validate_data(self, plain(X), plain(y))
         names = _classes(y)
         probe = RidgeClassifier() if self.estimator is None else self.estimator
         if not has_fit_parameter(probe, "sample_weight"):
             raise ProbeError(f"The fit of {type(probe).__name__} takes no sample_weight. Give a classifier whose fit does.")
-        folds = _folds(X, names, None if groups is None else np.asarray(groups))
+        folds = _folds(X, names, None if groups is None else np.asarray(plain(groups)))
         weight = compute_sample_weight("balanced", names)
         basis = np.zeros((0, X.shape[1]))
         self.n_iter_ = 0
@@ -103,7 +105,7 @@ class Inlp(TransformerMixin, BaseEstimator):
 
     def transform(self, X: Any) -> np.ndarray:
         check_is_fitted(self)
-        X = validate_data(self, X, reset=False)
+        X = validate_data(self, plain(X), reset=False)
         return X - X @ self.basis_.T @ self.basis_
 
 

@@ -6,14 +6,17 @@ import numpy as np
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from replaylens.probes.checks import plain
+from replaylens.probes.estimators.inputs import TensorInput
 
-class LinearReadout(ClassifierMixin, BaseEstimator):
+
+class LinearReadout(TensorInput, ClassifierMixin, BaseEstimator):
     """Scores and classes of rows. A subclass fits `classes_`, `coef_` [k, d] and `intercept_` [k]."""
 
     def decision_function(self, X: Any) -> np.ndarray:
         """[rows] for two classes, the second one's lead; otherwise [rows, classes]."""
         check_is_fitted(self)
-        X = validate_data(self, X, reset=False)
+        X = validate_data(self, plain(X), reset=False)
         scores: np.ndarray = X @ self.coef_.T + self.intercept_
         return scores[:, 0] if len(self.classes_) == 2 else scores
 

@@ -12,6 +12,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
 from torch import Tensor
 
+from replaylens.probes.checks import plain
 from replaylens.probes.errors import OneClass
 from replaylens.probes.estimators.linear import LinearReadout
 from replaylens.probes.estimators.moments import Moments, moments_of
@@ -30,7 +31,7 @@ class MassMeanProbe(LinearReadout):
         self.whiten = whiten
 
     def fit(self, X: Any, y: Any) -> "MassMeanProbe":
-        X, y = validate_data(self, X, y)
+        X, y = validate_data(self, plain(X), plain(y))
         check_classification_targets(y)
         self.classes_, places = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:

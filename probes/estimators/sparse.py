@@ -8,10 +8,12 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from replaylens.probes.checks import plain
 from replaylens.probes.errors import OneClass
+from replaylens.probes.estimators.inputs import TensorInput
 
 
-class SparseProbe(ClassifierMixin, BaseEstimator):
+class SparseProbe(TensorInput, ClassifierMixin, BaseEstimator):
     """Logistic regression on few coordinates.
 
     TransformerLens' `fit_sparse_probe` selects coordinates by the same score but splits the rows itself. Here the caller
@@ -26,7 +28,7 @@ class SparseProbe(ClassifierMixin, BaseEstimator):
         self.C = C
 
     def fit(self, X: Any, y: Any) -> "SparseProbe":
-        X, y = validate_data(self, X, y)
+        X, y = validate_data(self, plain(X), plain(y))
         check_classification_targets(y)
         self.classes_ = np.unique(y)
         if len(self.classes_) < 2:
@@ -43,7 +45,7 @@ class SparseProbe(ClassifierMixin, BaseEstimator):
 
     def _chosen(self, X: Any) -> np.ndarray:
         check_is_fitted(self)
-        chosen: np.ndarray = validate_data(self, X, reset=False)[:, self.selected_]
+        chosen: np.ndarray = validate_data(self, plain(X), reset=False)[:, self.selected_]
         return chosen
 
     def decision_function(self, X: Any) -> np.ndarray:

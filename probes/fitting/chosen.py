@@ -15,6 +15,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
 from torch import Tensor
 
+from replaylens.probes.checks import plain
 from replaylens.probes.design.splits import fold_of_groups
 from replaylens.probes.errors import OneClass, ProbeError, TooFewGroups
 from replaylens.probes.estimators.linear import LinearReadout
@@ -117,12 +118,12 @@ class ChosenProbe(LinearReadout):
         """groups [n]: rows of one group share an inner fold; default: each row is its own group."""
         if self.kind not in ("logistic", "ridge"):
             raise ProbeError(f"Unknown kind {self.kind!r}. Use logistic or ridge.")
-        X, y = validate_data(self, X, y)
+        X, y = validate_data(self, plain(X), plain(y))
         check_classification_targets(y)
         self.classes_, codes = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise OneClass(f"All {len(y)} rows have one class, {self.classes_[0]!r}. Give rows of at least two classes.")
-        units = np.arange(len(y)) if groups is None else np.asarray(groups)
+        units = np.arange(len(y)) if groups is None else np.asarray(plain(groups))
         x, train = torch.as_tensor(X, dtype=torch.float64)[None], np.ones((1, 1, len(y)), dtype=bool)
         found, chosen = solve_chosen(self.kind, x, one_hot(codes[None], len(self.classes_)), train, units)
         self.coef_, self.intercept_ = found.weight[0, 0, 0].numpy(), found.bias[0, 0, 0].numpy()

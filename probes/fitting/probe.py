@@ -14,7 +14,7 @@ from sklearn.pipeline import Pipeline
 
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.run import Run
-from replaylens.probes.checks import make_folder
+from replaylens.probes.checks import as_matrix, make_folder
 from replaylens.probes.data.groups import groups_of
 from replaylens.probes.data.rows import Cell, ProbeRows
 from replaylens.probes.design.goals import make_goal
@@ -59,12 +59,13 @@ class LinearProbe:
             f"{len(self.roots) or 'unknown'} roots, d = {self.weight.shape[1]})"
         )
 
-    def scores(self, X: np.ndarray) -> np.ndarray:
-        """[rows] for two classes, else [rows, classes]"""
-        found: np.ndarray = X @ self.weight.T + self.bias
+    def scores(self, X: Any) -> np.ndarray:
+        """[rows] for two classes, else [rows, classes], of rows [rows, d]: a tensor, array, list or DataFrame."""
+        found: np.ndarray = as_matrix(X, self.weight.shape[1]) @ self.weight.T + self.bias
         return found[:, 0] if len(self.classes) == 2 else found
 
-    def predict(self, X: np.ndarray) -> np.ndarray:
+    def predict(self, X: Any) -> np.ndarray:
+        """[rows]: the class of each row of X."""
         scores = self.scores(X)
         places = (scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(1)
         return np.array(self.classes)[places]

@@ -6,19 +6,19 @@ from typing import Any
 
 import numpy as np
 from sklearn.calibration import CalibratedClassifierCV
-from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.linear_model import LogisticRegression, RidgeClassifier
 from sklearn.neural_network import MLPClassifier
-from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from replaylens.engine.errors import no_such
 from replaylens.engine.request.values import shown
+from replaylens.probes.checks import plain
 from replaylens.probes.design.splits import fold_of_groups
 from replaylens.probes.errors import UnknownEstimator
 from replaylens.probes.estimators.attentive import AttentiveProbe
 from replaylens.probes.estimators.ccs import CcsProbe
 from replaylens.probes.estimators.erasers import Inlp, Leace
+from replaylens.probes.estimators.inputs import Chain, Discriminant
 from replaylens.probes.estimators.mass_mean import MassMeanProbe
 from replaylens.probes.estimators.sparse import SparseProbe
 from replaylens.probes.fitting.chosen import ChosenProbe
@@ -40,7 +40,7 @@ class Estimator:
 
 
 def _scaled(make: Callable[[], Any]) -> Callable[[], Any]:
-    return lambda: make_pipeline(StandardScaler(), make())
+    return lambda: Chain([("scale", StandardScaler()), ("probe", make())])
 
 
 ESTIMATORS = {
@@ -72,7 +72,7 @@ ESTIMATORS = {
         Estimator(
             "lda",
             "linear discriminant analysis, shrunk (Ledoit-Wolf)",
-            lambda: LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto"),
+            lambda: Discriminant(solver="lsqr", shrinkage="auto"),
             "apart",
         ),
         Estimator("sparse", "logistic regression on the 8 coordinates whose class means differ most", SparseProbe, "apart"),
@@ -102,8 +102,8 @@ def get(name: str) -> Estimator:
     return ESTIMATORS[name]
 
 
-def calibrated(name: str, X: np.ndarray, y: np.ndarray, roots: np.ndarray, folds: int = 5, seed: int = 0) -> Any:
+def calibrated(name: str, X: Any, y: Any, roots: Any, folds: int = 5, seed: int = 0) -> Any:
     """An estimator whose probabilities are calibrated (temperature scaling), on folds that keep roots together."""
-    fold = fold_of_groups(roots, folds, seed)
+    fold = fold_of_groups(np.asarray(plain(roots)), folds, seed)
     parts = [(np.flatnonzero(fold != f), np.flatnonzero(fold == f)) for f in range(folds)]
-    return CalibratedClassifierCV(get(name).make(), method="temperature", cv=parts, ensemble=False).fit(X, y)
+    return CalibratedClassifierCV(get(name).make(), method="temperature", cv=parts, ensemble=False).fit(plain(X), plain(y))

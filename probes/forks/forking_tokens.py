@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from replaylens.probes.errors import BadRows, ProbeError
-from replaylens.probes.forks.multinomials import LEVEL, RESAMPLES, distances
+from replaylens.probes.forks.multinomials import LEVEL, RESAMPLES, distances, variation_low
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -106,6 +106,8 @@ def forking_tokens(
 ) -> ForkingTokens:
     """Find the tokens where an alternative leads to another outcome distribution.
 
+    The low bounds come from an exact test (`multinomials.variation_low`), at a level for all alternatives of all tokens.
+
     threshold  total variation from the token taken beyond which an alternative counts as leading elsewhere
     """
     if not forks:
@@ -116,21 +118,20 @@ def forking_tokens(
     others = np.concatenate([fork.counts[1:] for fork in forks])
     joint = 1 - (1 - level) / max(len(others), 1)
     found = distances(taken, others, "tv", level=joint, permutations=_PERMUTATIONS, resamples=resamples, seed=seed)
+    low = np.array([variation_low(a, b, threshold, joint) for a, b in zip(taken, others, strict=True)])
     table = pd.DataFrame(
         {
             "position": np.repeat([fork.position for fork in forks], [len(fork.tokens) - 1 for fork in forks]),
             "token": [token for fork in forks for token in fork.tokens[1:]],
             "weight": np.concatenate([fork.weights[1:] for fork in forks]),
             "tv": found.value,
-            "low": found.low,
-            "high": found.high,
-            "forks": found.low > threshold,
+            "low": low,
+            "high": np.maximum(found.high, low),
+            "forks": low > threshold,
         }
     )
     at = np.repeat(np.arange(len(forks)), [len(fork.tokens) - 1 for fork in forks])
-    sure, maybe = (
-        np.bincount(at, table["weight"] * mask, len(forks)) for mask in (found.low > threshold, found.high > threshold)
-    )
+    sure, maybe = (np.bincount(at, table["weight"] * (table[end] > threshold), len(forks)) for end in ("low", "high"))
     unseen = np.array([max(1 - fork.weights.sum(), 0.0) for fork in forks])
     names = [fork.position for fork in forks], [fork.tokens[0] for fork in forks]
     return ForkingTokens(*names, table, sure, np.minimum(maybe + unseen, 1.0), threshold, level)

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from replaylens.engine.resampling.counts import OutcomeCounts
-from replaylens.probes.errors import BadRows
+from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.forks.multinomials import (
     LEVEL,
     MEASURES,
@@ -21,6 +21,7 @@ from replaylens.probes.forks.multinomials import (
     DistanceKind,
     Distances,
     distances,
+    plug_in,
     whole_counts,
     with_known_means,
 )
@@ -42,14 +43,18 @@ class Importance:
     texts: list[str]
     distances: Distances
     p_family: np.ndarray
-    """[units]: p adjusted for all units (Holm), whatever their dependence"""
+    """[units]: p adjusted for all units, by the largest distance among them (step-down; Westfall and Young)"""
+    possible: np.ndarray
+    """[units] bool: whether any counts of as many rollouts, with these outcomes, would be shown"""
     without: np.ndarray
     with_it: np.ndarray
     """int64 [units, outcomes]: the counts that are compared"""
     level: float
 
     def __repr__(self) -> str:
-        return f"Importance({self.kind}, {self.measure}, {len(self.texts)} units, {int(self.shown.sum())} shown)"
+        few = int((~self.possible).sum())
+        note = f"; {few} with too few rollouts or outcomes to be shown, whatever they say" if few else ""
+        return f"Importance({self.kind}, {self.measure}, {len(self.texts)} units, {int(self.shown.sum())} shown{note})"
 
     @property
     def shown(self) -> np.ndarray:
@@ -71,6 +76,7 @@ class Importance:
                 "p": found.p,
                 "p_family": self.p_family,
                 "shown": self.shown,
+                "possible": self.possible,
                 "without": self.without.sum(1),
                 "with": self.with_it.sum(1),
             }
@@ -119,7 +125,7 @@ def importance(
     if counts.probabilities is not None:
         found = with_known_means(found, counts.probabilities[:-1], counts.probabilities[1:], measure)
     names = counts.positions[:-1], counts.texts[:-1]
-    return Importance("resampling", measure, *names, found, holm(found.p), whole[:-1], whole[1:], level)
+    return Importance("resampling", measure, *names, found, *_family(found, whole[:-1], whole[1:], measure, level), level)
 
 
 def counterfactual_importance(
@@ -146,16 +152,56 @@ def counterfactual_importance(
     without, with_it = rollouts.where(other).counts().counts[:-1], rollouts.counts().counts[1:]
     found = distances(without, with_it, measure, level=level, permutations=permutations, resamples=resamples, seed=seed)
     names = rollouts.positions[:-1], rollouts.texts[:-1]
-    return Importance("counterfactual", measure, *names, found, holm(found.p), without, with_it, level)
+    return Importance("counterfactual", measure, *names, found, *_family(found, without, with_it, measure, level), level)
 
 
-def holm(p: np.ndarray) -> np.ndarray:
-    """Family-wise p-values by Holm's method, for any dependence."""
-    order = np.argsort(p, kind="stable")
-    steps = np.maximum.accumulate(p[order] * (len(p) - np.arange(len(p))))
-    out = np.empty(len(p))
-    out[order] = np.minimum(steps, 1.0)
+def _family(
+    found: Distances, without: np.ndarray, with_it: np.ndarray, measure: DistanceKind, level: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(p_family, possible, without, with_it). Raises ProbeError if the permutations are too few for any verdict."""
+    draws = found.under.shape[1]
+    if draws * (1 - level) < 1 - 1e-9:
+        raise ProbeError(
+            f"{draws - 1} permutations give no p below {1 / draws:.3f}, so nothing can be shown at level={level}. Give "
+            f"permutations={int(np.ceil(1 / (1 - level) - 1e-9)) - 1} or more."
+        )
+    size = np.sqrt((found.under[:, 1:] ** 2).mean(1, keepdims=True))
+    scaled = np.divide(found.under, size, out=np.zeros_like(found.under), where=size > 0)
+    apart = [_apart(*pair) for pair in zip(without, with_it, strict=True)]
+    far = np.array([plug_in(a, b, measure) if a.sum() and b.sum() else 0.0 for a, b in apart])
+    best = np.divide(far, size[:, 0], out=np.zeros(len(far)), where=size[:, 0] > 0)
+    among = scaled[:, 1:].max(0, initial=0.0)
+    possible = np.array([_share(among, value) <= 1 - level for value in best], dtype=bool)
+    return step_down(scaled), possible, without, with_it
+
+
+def step_down(scaled: np.ndarray) -> np.ndarray:
+    """[units]: family-wise p-values of statistics [units, 1 + permutations], the observed ones first (Westfall and Young).
+
+    A unit is compared with the largest of its own and all smaller statistics in each permutation. Rollouts are exchanged at
+    each unit by itself. Neighbours share rollouts, so that their statistics are dependent; for sizes of about normal
+    differences that only makes the largest one smaller (Sidak 1967).
+    """
+    order = np.argsort(-scaled[:, 0], kind="stable")
+    largest = np.maximum.accumulate(scaled[order[::-1], 1:], axis=0)[::-1]
+    steps = [_share(under, scaled[unit, 0]) for unit, under in zip(order, largest, strict=True)]
+    out = np.empty(len(scaled))
+    out[order] = np.maximum.accumulate(steps) if len(steps) else []
     return out
+
+
+def _share(under: np.ndarray, observed: float) -> float:
+    return float((1 + (under >= observed - 1e-9).sum()) / (1 + len(under)))
+
+
+def _apart(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same rollouts, as far apart as they go: the most frequent outcomes on the first side until it is full."""
+    pooled = a + b
+    order = np.argsort(-pooled, kind="stable")
+    filled = np.clip(a.sum() - (np.cumsum(pooled[order]) - pooled[order]), 0, pooled[order])
+    one = np.zeros_like(pooled)
+    one[order] = filled
+    return one, pooled - one
 
 
 def _each(rollouts: RolloutTexts) -> "zip[tuple[int, tuple[str, ...]]]":

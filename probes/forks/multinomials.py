@@ -4,11 +4,12 @@ The plug-in distance of two samples of one distribution is above zero: with 100 
 total variation is .056 on average. docs/forks.md has the formulas and their error rates. Equal input gives equal bits.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
-from scipy import stats
+from scipy import special, stats
 
 from replaylens.engine.resampling.counts import OutcomeCounts
 from replaylens.probes.errors import ProbeError
@@ -33,6 +34,9 @@ class Distances:
     """[pairs]: ends of the interval"""
     p: np.ndarray
     """[pairs]: of the permutation test that both sides have one distribution"""
+    under: np.ndarray
+    """[pairs, 1 + permutations]: the plug-in distance of the counts, then those with rollouts exchanged between the sides; 0
+    for pairs without rollouts"""
 
 
 def distances(
@@ -55,13 +59,21 @@ def distances(
         )
     most = 1.0 if measure == "tv" else np.inf
     columns = [np.full(len(first), fill) for fill in (np.nan, np.nan, 0.0, most, 1.0)]
+    under = np.zeros((len(first), 1 + permutations))
     for pair in np.flatnonzero((first.sum(1) > 0) & (second.sum(1) > 0)):
         sides = _seen(first[pair], second[pair])
         drawing = _Drawing(*sides, permutations, resamples, [seed, int(pair), 0xD157])
         found = drawing.variation(level) if measure == "tv" else drawing.divergence(level)
-        for column, number in zip(columns, found, strict=True):
+        for column, number in zip(columns, found[:5], strict=True):
             column[pair] = number
-    return Distances(*columns)
+        under[pair] = [found[1], *found[5]]
+    return Distances(*columns, under)
+
+
+def plug_in(a: np.ndarray, b: np.ndarray, measure: DistanceKind) -> float:
+    """The distance of two samples, by counts [outcomes]."""
+    one, two = _seen(a, b)
+    return float(variation(shares(one), shares(two)) if measure == "tv" else divergence(smoothed(one), smoothed(two)))
 
 
 def variation(p: np.ndarray, q: np.ndarray) -> np.ndarray:
@@ -102,7 +114,7 @@ def with_known_means(found: Distances, first: np.ndarray, second: np.ndarray, me
         np.where(known, np.minimum(found.low, value), found.low),
         np.where(known, np.maximum(found.high, value), found.high),
     )
-    return Distances(value, np.where(known, value, found.plug_in), low, high, found.p)
+    return replace(found, value=value, plug_in=np.where(known, value, found.plug_in), low=low, high=high)
 
 
 def whole_counts(counts: OutcomeCounts) -> np.ndarray:
@@ -133,7 +145,7 @@ class _Drawing:
     """One pair, redrawn: from its smoothed shares, for intervals, and with rollouts exchanged between its sides, for tests."""
 
     def __init__(self, a: np.ndarray, b: np.ndarray, permutations: int, resamples: int, seed: list[int]) -> None:
-        generator = np.random.default_rng(seed)
+        self.generator = generator = np.random.default_rng(seed)
         self.a, self.b, self.permutations = a, b, permutations
         self.again = [generator.multinomial(side.sum(), smoothed(side), size=resamples) for side in (a, b)]
         one = generator.multivariate_hypergeometric(a + b, a.sum(), size=permutations)
@@ -146,8 +158,10 @@ class _Drawing:
         """Whether the permutations are enough for a test at this level, and it does not reject that both sides are equal."""
         return p > 1 - level and (1 - level) * (1 + self.permutations) >= 1
 
-    def variation(self, level: float) -> tuple[float, float, float, float, float]:
-        """(value, plug-in, low, high, p). The interval: a distance of the truth from the plug-in point of at most c moves
+    def variation(self, level: float) -> tuple[float, float, float, float, float, np.ndarray]:
+        """(value, plug-in, low, high, p, plug-ins of exchanged rollouts).
+
+        The interval: a distance of the truth from the plug-in point of at most c moves
         total variation by at most c (triangle inequality), so it holds wherever the truth is, also at zero. Its low end is 0
         unless the test rejects that."""
         plug_in = float(variation(shares(self.a), shares(self.b)))
@@ -157,18 +171,29 @@ class _Drawing:
         away = variation(one - other, smoothed(self.a) - smoothed(self.b))
         reach, p = _quantile(away, level), self.p(plug_in, under)
         low = 0.0 if self._rejects_not(p, level) else max(plug_in - reach, 0.0)
-        return value, plug_in, low, min(plug_in + reach, 1.0), p
+        return value, plug_in, low, min(plug_in + reach, 1.0), p, under
 
-    def divergence(self, level: float) -> tuple[float, float, float, float, float]:
-        """(value, plug-in, low, high, p). The interval: from the lower of the percentiles of redrawn and of bias-corrected
-        divergences to the higher one; its low end is 0 unless the test rejects that."""
+    def divergence(self, level: float) -> tuple[float, float, float, float, float, np.ndarray]:
+        """(value, plug-in, low, high, p, plug-ins of exchanged rollouts). The interval: quantiles of the divergence when both
+        sides are drawn from their posterior (Jeffreys). That gives every outcome some weight, which makes a first side that
+        is certain less so, and the divergence smaller. So the high end is at least the one with no weight on outcomes that
+        the first side never has. The low end is 0 unless the test rejects that."""
         plug_in = float(divergence(smoothed(self.a), smoothed(self.b)))
         again, under = (divergence(*map(smoothed, sides)) for sides in (self.again, self.exchanged))
-        bias = float(again.mean()) - plug_in
-        low, high = (float(end) for end in np.quantile(again, [(1 - level) / 2, (1 + level) / 2]))
+        one, bare, other = self._posterior()
+        tail = (1 - level) / 2
+        low, high = (float(end) for end in np.quantile(divergence(one, other), [tail, 1 - tail]))
         p = self.p(plug_in, under)
-        low = 0.0 if self._rejects_not(p, level) else max(min(low, low - 2 * bias), 0.0)
-        return plug_in - bias, plug_in, low, max(high, high - 2 * bias), p
+        low = 0.0 if self._rejects_not(p, level) else low
+        high = max(high, float(np.quantile(divergence(bare, other), 1 - tail)))
+        return 2 * plug_in - float(again.mean()), plug_in, low, high, p, under
+
+    def _posterior(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Draws [resamples, outcomes] of the first side, of it without the outcomes that it never has, and of the second."""
+        one, other = (self.generator.dirichlet(side + PRIOR, size=len(self.again[0])) for side in (self.a, self.b))
+        bare, seen = np.zeros(one.shape), self.a > 0
+        bare[:, seen] = self.generator.dirichlet(self.a[seen], size=len(one))
+        return one, bare, other
 
 
 def _quantile(norms: np.ndarray, level: float) -> float:
@@ -177,3 +202,102 @@ def _quantile(norms: np.ndarray, level: float) -> float:
     if (1 - level) * len(norms) >= 5:
         return float(np.quantile(norms, level, method="higher"))
     return float(np.quantile(norms, LEVEL) * stats.norm.ppf((1 + level) / 2) / stats.norm.ppf((1 + LEVEL) / 2))
+
+
+# ---- farther than a threshold ------------------------------------------------------------------------------------------
+
+_EXACT = 10_000
+"""tables of two counts, up to which their probabilities are added up; beyond, the likelihood ratio is about normal"""
+_PLACES, _GRID = 24, 1 / 128
+"""compatible probabilities that are tried; distances between bounds that are tried"""
+
+
+def variation_low(a: np.ndarray, b: np.ndarray, threshold: float, level: float) -> float:
+    """Lower confidence bound of the total variation behind counts a and b [outcomes]. It is above the threshold just where the
+    test rejects that total variation is at most the threshold.
+
+    The test: total variation is the largest difference of probabilities over all ways to split the outcomes into two kinds.
+    The split that the counts suggest is tested exactly, by the likelihood ratio, at the least favourable probabilities with
+    that difference that are compatible with the counts (Berger and Boos 1994), and corrected for the number of splits.
+    """
+    there = (a + b) > 0
+    if not a.sum() or not b.sum() or there.sum() < 2:
+        return 0.0
+    one = (shares(a) > shares(b)) & there
+    alpha = (1 - level) / (2.0 ** (int(there.sum()) - 1) - 1)
+    return _difference_low(int(a[one].sum()), int(a.sum()), int(b[one].sum()), int(b.sum()), threshold, alpha)
+
+
+@lru_cache(4096)
+def _difference_low(x: int, n: int, y: int, m: int, threshold: float, alpha: float) -> float:
+    """The same for x of n and y of m, with x / n above y / m: on a grid, and on the right side of the threshold."""
+    low, step = 0.0, 0.5
+    while step >= _GRID:
+        low, step = (low + step if _at_most(x, n, y, m, low + step, alpha) <= alpha else low), step / 2
+    above = _at_most(x, n, y, m, threshold, alpha) <= alpha
+    return max(low, float(np.nextafter(threshold, 1.0))) if above else min(low, threshold)
+
+
+def _at_most(x: int, n: int, y: int, m: int, t: float, alpha: float) -> float:
+    """p of the test that x of n and y of m, with x / n above y / m, have probabilities whose difference is t at most."""
+    if x / n - y / m <= t:
+        return 1.0
+    if (n + 1) * (m + 1) > _EXACT:
+        found = float(_ratio(np.float64(x), n, np.float64(y), m, t))
+        far = x / n - y / m
+        return float(stats.norm.sf(found) + stats.norm.sf(found * (far + t) / (far - t)))  # of both signs of the difference
+    ratio = _ratios(n, m, t)
+    rejected = ratio >= ratio[x, y] - 1e-9
+    wide = alpha / 20  # the probability that the truth is not among those compatible, which adds to p
+    lows, highs = zip(*(_binomial_ends(k, total, wide / 2) for k, total in ((x, n), (y, m))), strict=True)
+    first, last = max(lows[0], lows[1] + t, t), min(highs[0], highs[1] + t, 1.0)
+    if first > last:
+        return wide
+    p = np.linspace(first, last, _PLACES)[:, None]
+    one, other = _binomial(n, p), _binomial(m, p - t)
+    return float(((one @ rejected) * other).sum(1).max()) + wide
+
+
+@lru_cache(128)
+def _ratios(n: int, m: int, t: float) -> np.ndarray:
+    """[n + 1, m + 1]: the ratio of every table, for a difference of either sign."""
+    ratio = _ratio(np.arange(n + 1.0)[:, None], n, np.arange(m + 1.0)[None], m, t)
+    return np.maximum(ratio, ratio[::-1, ::-1])
+
+
+def _binomial(total: int, p: np.ndarray) -> np.ndarray:
+    """[places, total + 1]: the probability of each count, for p [places, 1]."""
+    k = np.arange(total + 1)
+    ways = special.gammaln(total + 1) - special.gammaln(k + 1) - special.gammaln(total - k + 1)
+    found: np.ndarray = np.exp(ways + special.xlogy(k, p) + special.xlog1py(total - k, -p))
+    return found
+
+
+def _binomial_ends(k: int, total: int, alpha: float) -> tuple[float, float]:
+    """The exact interval of a probability (Clopper and Pearson)."""
+    low = 0.0 if k == 0 else float(special.betaincinv(k, total - k + 1, alpha / 2))
+    return low, 1.0 if k == total else float(special.betaincinv(k + 1, total - k, 1 - alpha / 2))
+
+
+def _ratio(x: np.ndarray, n: int, y: np.ndarray, m: int, t: float) -> np.ndarray:
+    """Signed root of the likelihood ratio of x of n and y of m against probabilities with the difference t.
+
+    The likeliest of these solve a cubic equation (Farrington and Manning 1990).
+    """
+    p, q, r = x / n, y / m, m / n
+    a, b, c, d = 1 + r, -(1 + r + p + r * q + t * (r + 2)), t * t + t * (2 * p + r + 1) + p + r * q, -p * t * (1 + t)
+    v = (b / (3 * a)) ** 3 - b * c / (6 * a * a) + d / (2 * a)
+    u = np.sign(v) * np.sqrt(np.maximum((b / (3 * a)) ** 2 - c / (3 * a), 1e-60))
+    turned = (np.pi + np.arccos(np.clip(v / np.where(u == 0, 1.0, u**3), -1, 1))) / 3
+    first = np.clip(2 * u * np.cos(turned) - b / (3 * a), t, 1)
+    with np.errstate(divide="ignore"):
+        excess = 2 * (_excess(x, n, first) + _excess(y, m, first - t))
+    root: np.ndarray = np.sqrt(np.clip(excess, 0, 1e9))
+    return np.where(p - q > t, root, -root)
+
+
+def _excess(k: np.ndarray, total: int, p: np.ndarray) -> np.ndarray:
+    """Log-likelihood of k of total at its own share, minus that at p."""
+    own = special.xlogy(k, k / total) + special.xlogy(total - k, 1 - k / total)
+    lost: np.ndarray = own - special.xlogy(k, p) - special.xlogy(total - k, 1 - p)
+    return lost

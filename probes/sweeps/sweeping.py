@@ -22,7 +22,7 @@ from replaylens.engine.run import Run
 from replaylens.probes.checks import folds_and_seed, layer_list, names, once
 from replaylens.probes.data.groups import histories, independent
 from replaylens.probes.data.positions import Position, PositionFunction
-from replaylens.probes.data.rows import Cell, ProbeRows
+from replaylens.probes.data.rows import LATER, Cell, ProbeRows
 from replaylens.probes.design.controls import require_same_rows, untrained_rows
 from replaylens.probes.design.goals import CONTROL, LABEL, Goal, goals_at
 from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, ProbeError, TooFewGroups, UnknownEstimator
@@ -303,6 +303,8 @@ def _positions(rows: ProbeRows, given: Any) -> list[Position]:
 def _numbers(rows: ProbeRows, names: Sequence[str]) -> np.ndarray:
     """Columns of the index [rows, names]. Raises MissingLabel for an unknown column, BadRows for a missing number."""
     frame = rows.frame
+    for name in set(names) & set(LATER):
+        frame[name]  # of a run, computed now
     known = [name for name in frame if pd.api.types.is_numeric_dtype(frame[name])]
     for name in names:
         if name not in known:

@@ -1,9 +1,12 @@
 """One suite over all our estimators: scikit-learn's own checks, and a few promises of ours."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
+import torch
 from sklearn.base import clone
 from sklearn.utils.estimator_checks import check_estimator
 
@@ -63,6 +66,36 @@ def test_reads_what_is_there(name: str, classes: int) -> None:
     assert set(fitted.classes_) == set(values)
 
 
+FORMS: dict[str, Callable[[np.ndarray], Any]] = {
+    "tensor": torch.from_numpy,
+    "with gradients": lambda x: torch.from_numpy(x).requires_grad_(x.dtype.kind == "f"),
+    "bfloat16": lambda x: torch.from_numpy(x).bfloat16() if x.dtype.kind == "f" else torch.from_numpy(x),
+    "half, on a stride": lambda x: torch.from_numpy(np.repeat(x, 2, 0)).to(torch.half if x.dtype.kind == "f" else torch.int8)[
+        ::2
+    ],
+    "list": lambda x: x.tolist(),
+    "list of tensors": lambda x: list(torch.from_numpy(x)),
+    "frame": lambda x: pd.DataFrame(x) if x.ndim == 2 else pd.Series(x),
+}
+ANSWERS = ("predict", "predict_proba", "decision_function", "transform", "attention")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+def test_takes_any_form_of_rows(name: str, form: str) -> None:
+    """Tensors of any dtype, with gradients or strides, lists and frames give what the array of the same numbers gives."""
+    x = torch.from_numpy(X[:80]).bfloat16().double().numpy()  # numbers that every dtype holds
+    given, labels = FORMS[form](x), FORMS[form](Y[:80])
+    usual, other = clone(get(name).make()).fit(x, Y[:80]), clone(get(name).make()).fit(given, labels)
+    asked = [answer for answer in ANSWERS if hasattr(usual, answer) and (name, answer) != ("lda", "transform")]
+    assert asked and all(hasattr(other, answer) == hasattr(usual, answer) for answer in ANSWERS)
+    for answer in asked:
+        assert np.allclose(getattr(other, answer)(given), getattr(usual, answer)(x), atol=1e-4), answer
+    if hasattr(usual, "score"):
+        assert other.score(given, labels) == usual.score(x, Y[:80])
+
+
 @pytest.mark.parametrize("estimator", [*OURS, CcsProbe()], ids=str)
 def test_one_class_is_refused(estimator: Any) -> None:
     with pytest.raises(OneClass):
@@ -106,7 +139,6 @@ def test_sparse_probe_chooses_as_transformer_lens_does() -> None:
 @pytest.mark.slow  # importing TransformerLens takes ten seconds
 def test_sparse_probe_against_transformer_lens() -> None:
     """On TransformerLens's training rows, both choose the same coordinates and give the same answers."""
-    import torch
     from transformer_lens.tools.analysis.sparse_probing import fit_sparse_probe
 
     theirs = fit_sparse_probe(torch.from_numpy(X), torch.from_numpy(Y), k=3, class_weight=None)

@@ -1,6 +1,5 @@
 """Distances of outcome distributions, the curve and importance agree with textbook formulas and with exact enumeration."""
 
-from itertools import product
 from math import comb
 
 import numpy as np
@@ -10,8 +9,8 @@ from scipy import stats
 from replaylens.engine.resampling.counts import OutcomeCounts
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.forks.distributions import entropy, interval, outcome_curve
-from replaylens.probes.forks.importance import counterfactual_importance, holm, importance
-from replaylens.probes.forks.multinomials import distances, divergence, smoothed, variation, whole_counts
+from replaylens.probes.forks.importance import counterfactual_importance, importance, step_down
+from replaylens.probes.forks.multinomials import distances, divergence, smoothed, variation, variation_low, whole_counts
 from replaylens.probes.forks.rollout_texts import RolloutTexts
 from tests.calibrate_forks import counts_of, rollouts_of
 
@@ -104,11 +103,67 @@ def test_equal_input_gives_equal_bits() -> None:
     assert one.value.tobytes() != other.value.tobytes()
 
 
-def test_holm() -> None:
-    assert holm(np.array([0.01, 0.04, 0.03])).tolist() == pytest.approx([0.03, 0.06, 0.06])
-    for p in product((0.01, 0.5, 1.0), repeat=3):  # never smaller than the p-value itself, and in the same order
-        found = holm(np.array(p))
-        assert (found >= p).all() and found.max() <= 1 and (np.diff(found[np.argsort(p)]) >= 0).all()
+def test_step_down_by_hand() -> None:
+    """The largest statistic is compared with the largest of all, the next with that of the others; never smaller than p."""
+    scaled = np.array([[3.0, 1, 4, 2, 1], [1.0, 0, 0, 2, 3], [2.0, 2, 1, 1, 1]])
+    assert step_down(scaled).tolist() == pytest.approx([3 / 5, 4 / 5, 4 / 5])  # 2 of 4; 3 of 4; 2 of 4, but not below 4 / 5
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        scaled = np.abs(generator.normal(size=(5, 40))).round(1)
+        alone = (1 + (scaled[:, 1:] >= scaled[:, :1]).sum(1)) / 40
+        found = step_down(scaled)
+        assert (found >= alone).all() and (np.diff(found[np.argsort(-scaled[:, 0], kind="stable")]) >= 0).all()
+
+
+def test_importance_among_many_units() -> None:
+    """999 permutations are enough for 200 units: the one that decides is shown. By Holm, no p is below 200 / 1000."""
+    generator = np.random.default_rng(1)
+    sides = ((90, (0.5, 0.5)), (111, (0.9, 0.1)))
+    table = np.concatenate([generator.multinomial(100, side, size=each) for each, side in sides])
+    found = importance(counts_of(table), resamples=99)
+    assert np.flatnonzero(found.shown).tolist() == [89] and found.possible[:90].all() and found.p_family[89] == 0.001
+
+
+def test_units_that_cannot_be_shown_are_named() -> None:
+    """Two rollouts on each side, or rollouts that all agree, are never evidence. Too few permutations are refused."""
+    found = importance(counts_of(np.array([[50, 50], [95, 5], [95, 5], [1, 1], [2, 0], [60, 0], [60, 0]])))
+    assert found.possible.tolist() == [True, True, True, False, False, False] and found.shown.tolist() == [True] + [False] * 5
+    assert "1 shown; 3 with too few rollouts or outcomes" in repr(found) and not found.frame["possible"][3]
+    with pytest.raises(ProbeError, match=r"29 permutations give no p below 0\.033.*permutations=99 or more"):
+        importance(counts_of(np.ones((3, 2))), permutations=29, level=0.99)
+
+
+# ---- farther than a threshold
+
+
+@pytest.mark.parametrize("pair", [(0.5, 0.8), (0.35, 0.65), (1.0, 0.7), (0.95, 0.65)])
+def test_few_rollouts_seldom_seem_far(pair: tuple[float, float]) -> None:
+    """The error of the bound at the threshold, by adding up the probabilities of all tables: below its level, and not far
+    below. The plain normal test has four times its level at (.5, .8)."""
+    n, level = 30, 0.99
+    chances = [stats.binom.pmf(np.arange(n + 1), n, p) for p in pair]
+    x, y = np.indices((n + 1, n + 1))
+    far = np.abs(x - y) / n > 0.3
+    found = np.zeros((n + 1, n + 1), dtype=bool)
+    for i, j in zip(*np.nonzero(far & (np.abs(x - y) < 20)), strict=True):  # beyond, all are: tried by hand
+        found[i, j] = variation_low(np.array([i, n - i]), np.array([j, n - j]), 0.3, level) > 0.3
+    found |= np.abs(x - y) >= 20
+    error = float((np.outer(*chances) * found).sum())
+    assert 0.002 < error <= 0.01
+    if pair == (0.5, 0.8):
+        spread = np.sqrt((x * (n - x) + y * (n - y)) / n**3)
+        assert float((np.outer(*chances) * (np.abs(x - y) / n - 0.3 > stats.norm.ppf(level) * spread)).sum()) > 0.015
+
+
+def test_a_bound_of_many_rollouts_is_that_of_the_normal_test() -> None:
+    """Beyond the exact tables, and across the border between them; more outcomes widen it."""
+    a, b = np.array([900, 100]), np.array([400, 600])
+    spread = np.sqrt(0.9 * 0.1 / 1000 + 0.4 * 0.6 / 1000)
+    assert variation_low(a, b, 0.3, 0.95) == pytest.approx(0.5 - 1.645 * spread, abs=0.004)
+    small, large = (variation_low(n * np.array([9, 1]), n * np.array([4, 6]), 0.0, 0.95) for n in (9, 10))
+    assert small == pytest.approx(large, abs=0.02) and 0.3 < small < large
+    assert variation_low(np.array([900, 100, 0]), np.array([400, 500, 100]), 0.3, 0.95) < 0.5 - 2 * spread
+    assert variation_low(a, a, 0.3, 0.95) == variation_low(a, np.zeros(2, int), 0.3, 0.95) == 0
 
 
 def test_importance_finds_the_unit_that_decides() -> None:
