@@ -73,8 +73,8 @@ def _recall_parts(right: np.ndarray, codes: np.ndarray) -> np.ndarray:
 def _area_parts(score: np.ndarray, positive: np.ndarray, fold: np.ndarray | None) -> np.ndarray | None:
     """[cells, rows] of one class against the others; None if no fold has both."""
     wins, rivals, pairs = np.zeros(score.shape), np.zeros(len(positive)), 0
-    for number in [0] if fold is None else np.unique(fold):
-        rows = np.flatnonzero(np.ones(len(positive), dtype=bool) if fold is None else fold == number)
+    for mask in _strata(fold, len(positive)):
+        rows = np.flatnonzero(mask)
         own, other = rows[positive[rows]], rows[~positive[rows]]
         pairs += len(own) * len(other)
         rivals[own], rivals[other] = len(other), len(own)
@@ -93,13 +93,19 @@ def _area_parts(score: np.ndarray, positive: np.ndarray, fold: np.ndarray | None
 def _area(score: np.ndarray, positive: np.ndarray, fold: np.ndarray | None) -> np.ndarray:
     """The Mann-Whitney statistic of score [cells, rows], divided by the number of pairs."""
     wins, pairs = np.zeros(len(score)), 0
-    for number in [0] if fold is None else np.unique(fold):
-        rows = np.ones(len(positive), dtype=bool) if fold is None else fold == number
+    for rows in _strata(fold, len(positive)):
         own, ones = positive[rows], int(positive[rows].sum())
         ranks = rankdata(score[:, rows].astype(np.float64), axis=1)
         wins += ranks[:, own].sum(1) - ones * (ones + 1) / 2
         pairs += ones * (len(own) - ones)
     return wins / pairs if pairs else np.full(len(score), np.nan)
+
+
+def _strata(fold: np.ndarray | None, count: int) -> list[np.ndarray]:
+    """Masks of the rows that are compared with each other."""
+    return [
+        np.ones(count, dtype=bool) if fold is None else fold == number for number in ([0] if fold is None else np.unique(fold))
+    ]
 
 
 def _f1_of(said: np.ndarray, true: np.ndarray) -> np.ndarray:

@@ -7,8 +7,8 @@ from scipy.stats import beta
 from replaylens.probes.data.target import make_target
 from replaylens.probes.design.goals import make_goal
 from replaylens.probes.errors import TooFewGroups
-from replaylens.probes.fitting.information import calibration_error, code_blocks, code_length, v_information
 from replaylens.probes.fitting.heldout import Said
+from replaylens.probes.fitting.information import calibration_error, code_blocks, code_length, v_information
 from replaylens.probes.fitting.refit import exchanged, permutation_test
 from replaylens.probes.scoring.permutations import Null, group_permutations, max_statistic
 from replaylens.probes.scoring.statistics import (
