@@ -16,7 +16,7 @@ from replaylens.engine.errors import no_such
 from replaylens.probes.errors import UnknownEstimator
 from replaylens.probes.estimators.grams import Grams
 from replaylens.probes.estimators.mass_mean import whitened
-from replaylens.probes.estimators.quasi_newton import QuasiNewton
+from replaylens.probes.estimators.quasi_newton import QuasiNewton, RowSpace, worth_a_gram, worth_the_row_space
 
 KINDS = ("logistic", "ridge", "regression", "mass-mean", "mass-mean-whitened")
 
@@ -114,10 +114,27 @@ def _different(masks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _logistic(grams: Grams, y: Tensor, where: Tensor, path: Sequence[float], tolerance: float) -> list[tuple[Tensor, Tensor]]:
-    solver, at, found = QuasiNewton(grams, y, where, tolerance), None, []
-    for C in path:
-        at = solver.run(1 / C, at)
-        found.append(solver.in_rows(at))
+    rows, columns, problems = int(grams.counts.max()), grams.x.shape[2], where.numel() * y.shape[-1]
+    if rows <= columns and worth_the_row_space(rows, columns, problems * len(path), len(grams.sets), tolerance):
+        return _few_rows(grams, y, where, path, tolerance)
+    gram = len(path) > 1 or path[0] > 1 or worth_a_gram(grams.x.shape[1], columns, problems, tolerance)
+    solver = QuasiNewton(grams, y, where, tolerance, gram=gram)
+    return [solver.in_rows(at) for at in solver.along(path)]
+
+
+def _few_rows(grams: Grams, y: Tensor, where: Tensor, path: Sequence[float], tolerance: float) -> list[tuple[Tensor, Tensor]]:
+    """The same in the space of the rows, set by set, where there are fewer of them than columns."""
+    shape = (len(grams.x), *where.shape, y.shape[-1])
+    found = [(grams.x.new_empty(*shape, grams.x.shape[2]), grams.x.new_empty(shape)) for _ in path]
+    for number in range(len(grams.sets)):
+        own, space = where == number, RowSpace(grams, number)
+        tasks = own.nonzero()[:, 0]
+        strict = tolerance / len(space.rows) ** 0.5  # no entry of the gradient is larger than its length
+        solver = QuasiNewton(space, y[tasks][:, space.rows], torch.zeros_like(tasks)[:, None], strict)
+        for (weight, bias), at in zip(found, solver.along(path), strict=True):
+            scaled = space.back(at.w)[:, :, 0] / grams.scales[:, number, None, None]  # [b, pairs, k, d]
+            weight[:, own] = scaled
+            bias[:, own] = at.c[:, :, 0] - torch.einsum("bpkd,bd->bpk", scaled, grams.means[:, number])
     return found
 
 
