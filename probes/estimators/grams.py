@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-
 _ROWS = 512
 """squared at a time"""
 

@@ -6,8 +6,9 @@ by the Hessian with its row weights replaced by their mean. That is a Gram matri
 to twenty gradients suffice. A gradient costs two products with the rows, shared by all tasks and folds of a cell. Newton's
 method with conjugate gradients needs three to five times as many products.
 
-A Gram matrix costs as much as tens of gradients, although single precision is enough for it. For few problems of many columns
-(`worth_a_gram`) its diagonal takes its place: that is scikit-learn's own method, with twice to five times as many gradients.
+A Gram matrix costs as much as tens of gradients, although single precision is enough for it. So the first steps take the
+diagonal in its place, as scikit-learn does, until they have cost as much as the matrix (`patience`): few easy problems never
+need it, many problems have it from the start, and none pays more than twice.
 """
 
 from collections import deque
@@ -78,17 +79,16 @@ class Move:
 class QuasiNewton:
     """`run` finds the minimiser. b cells, t tasks, f folds, n rows, k outputs (1 for two classes), d columns."""
 
-    def __init__(
-        self, grams: "Grams | RowSpace", y: Tensor, where: Tensor, tolerance: float, *, gram: bool = True
-    ) -> None:
-        """y [t, n, k]; where [t, f]: the set of `grams` that each fold trains on; gram: whether to precondition by it."""
+    def __init__(self, grams: "Grams | RowSpace", y: Tensor, where: Tensor, tolerance: float) -> None:
+        """y [t, n, k]; where [t, f]: the set of `grams` that each fold trains on."""
         self.x, self.y, self.tolerance = grams.x, y.mT[None, :, None], tolerance
         self.binary = y.shape[-1] == 1
         self.train = grams.sets[where].to(y.dtype)[None, :, :, None]  # [1, t, f, 1, n]
         self.counts = self.train.sum((3, 4))  # [1, t, f]
         self.scale, self.mean = grams.scales[:, where], grams.means[:, where]  # [b, t, f, d]
         self.set_of = where[:, 0].tolist()  # the folds of a task share a preconditioner: their rows are mostly the same
-        self.grams = {number: _correlation(grams, number) for number in set(self.set_of)} if gram else {}  # each [b, d, d]
+        self.patience = patience(*self.x.shape[1:], where.numel() * y.shape[-1])
+        self.rows, self.grams = grams, dict[int, Tensor]()
 
     def run(self, penalty: float, start: Pair | None = None) -> Pair:
         """The minimiser on standardised columns; `start`: that of another penalty, from which few steps are left.
@@ -137,6 +137,9 @@ class QuasiNewton:
             share = move.weight * move.way.dot(rest)
             rest = rest.plus(-share, move.bend)
             taken.append(share)
+        if not self.patience and not self.grams:
+            self.grams = {number: _correlation(self.rows, number) for number in set(self.set_of)}  # each [b, d, d]
+        self.patience -= self.patience > 0
         rest = self._preconditioner(here.q)(rest) if self.grams else self._diagonal(here.q, past)(rest)
         for move, share in zip(past, reversed(taken), strict=True):
             rest = rest.plus(share - move.weight * move.bend.dot(rest), move.way)
@@ -237,22 +240,19 @@ class QuasiNewton:
         return found
 
 
-def worth_a_gram(rows: int, columns: int, problems: int, tolerance: float) -> bool:
-    """Whether a Gram matrix costs less than the gradients that it saves.
+def patience(rows: int, columns: int, problems: int) -> int:
+    """How many steps cost as much as a Gram matrix with its factor. Sizes decide, never a clock.
 
-    A gradient reads the rows twice, which takes as long as some 50 operations of a product of matrices for each entry. Sizes
-    decide, never a clock: equal problems are solved in equal steps.
+    Counted in operations of a product of matrices. A gradient of few problems waits for memory, 25 of them for each entry, and
+    a step has an overhead of its own.
     """
-    return _saved(rows, columns, problems, tolerance) >= 2 * min(rows, _ROWS_PER_COLUMN * columns) * columns**2 + columns**3
+    gram = 2 * min(rows, _ROWS_PER_COLUMN * columns) * columns**2 + columns**3
+    return int(gram // (rows * columns * (10 + 15 * problems) + 2**24))
 
 
-def worth_the_row_space(rows: int, columns: int, problems: int, sets: int, tolerance: float) -> bool:
-    """Whether coordinates in the space of the rows (`RowSpace`), fewer than the columns, cost less than what they save."""
-    return _saved(rows, columns, problems, tolerance) >= sets * (2 * rows**2 * columns + 20 * rows**3)
-
-
-def _saved(rows: int, columns: int, problems: int, tolerance: float) -> float:
-    return (20 if tolerance >= 1e-5 else 40) * rows * columns * (50 + 10 * problems)
+def worth_the_row_space(rows: int, columns: int, problems: int, sets: int) -> bool:
+    """Whether the coordinates of `RowSpace`, fewer than the columns, cost less than some 40 gradients of each problem."""
+    return 40 * rows * columns * (10 + 15 * problems) >= sets * (2 * rows**2 * columns + 20 * rows**3)
 
 
 def _correlation(grams: "Grams | RowSpace", number: int) -> Tensor:
