@@ -87,7 +87,7 @@ class QuasiNewton:
         self.counts = self.train.sum((3, 4))  # [1, t, f]
         self.scale, self.mean = grams.scales[:, where], grams.means[:, where]  # [b, t, f, d]
         self.set_of = where[:, 0].tolist()  # the folds of a task share a preconditioner: their rows are mostly the same
-        self.patience = patience(*self.x.shape[1:], where.numel() * y.shape[-1])
+        self.patience = patience(self.x.shape[1], self.x.shape[2], where.numel() * y.shape[-1])
         self.rows, self.grams = grams, dict[int, Tensor]()
 
     def run(self, penalty: float, start: Pair | None = None) -> Pair:

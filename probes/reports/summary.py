@@ -26,24 +26,21 @@ def verdict_of(line: Mapping[str, Any]) -> tuple[str | None, str | None]:
     there is readable.
     """
     p, margin = line.get("p_family"), line.get("margin")
-    if not _there(p):
+    if p is None or p != p:
         return None, None
     if p > LEVEL:
         return NOT_SHOWN, "p_family"
-    if _there(line.get("majority")) and not line["accuracy"] > line["majority"]:
+    guess = line.get("majority")
+    if guess is not None and line["accuracy"] <= guess:
         return NOT_SHOWN, "majority"
-    if not _there(margin):
+    if margin is None or margin != margin:
         return SHOWN, "p_family"
     if margin > 0:
         return SHOWN, line.get("margin_over")
     rest = line.get("margin_without_task")
-    if line.get("margin_over") == "control_task" and (not _there(rest) or rest > 0):
+    if line.get("margin_over") == "control_task" and (rest is None or rest != rest or rest > 0):
         return READABLE, "control_task"
     return NOT_SHOWN, line.get("margin_over")
-
-
-def _there(value: Any) -> bool:
-    return value is not None and value == value
 
 
 def verdicts(table: pd.DataFrame) -> pd.Series:

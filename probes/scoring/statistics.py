@@ -104,9 +104,10 @@ def ratio_over_groups(
     above, below = group_sums(np.atleast_2d(top), groups), group_sums(np.atleast_2d(bottom), groups)
     value = above.sum(1) / below.sum(1)
     size, rows = effective_groups(below[0]), len(groups)
-    error = _errors(above, below, value, 1 if least == 0 else folds)
+    error = _errors(above, below, value, folds)
     if least == 0:
-        error = np.array([e * cross_validation(folds, _answers(v, e, size, rows)) for v, e in zip(value, error, strict=True)])
+        shown = error / cross_validation(folds)  # by the groups
+        error = np.array([e * cross_validation(folds, _answers(v, e, size, rows)) for v, e in zip(value, shown, strict=True)])
         return [_share(v, e, size, rows, level) for v, e in zip(value, error, strict=True)]
     reach = stats.t.ppf((1 + level) / 2, size - 1) * error
     return [Estimate(float(v), float(v - r), float(min(v + r, 1.0)), level) for v, r in zip(value, reach, strict=True)]

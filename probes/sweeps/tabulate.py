@@ -128,7 +128,8 @@ def _constant(block: SweepBlock) -> np.ndarray:
 
 def _lines(block: SweepBlock, shared: "Shared", error: float) -> Iterator[dict[str, Any]]:
     """One line per cell."""
-    place, goal, how = block.place, block.goal, dict(fold=block.place.fold, groups=block.groups, folds=block.folds)
+    place, goal = block.place, block.goal
+    how: dict[str, Any] = dict(fold=place.fold, groups=block.groups, folds=block.folds)
     scores, areas = estimates(block.said(), goal, block.tested, **how), areas_of(block.said(), goal, block.tested, **how)
     beyond = _controls(block, shared, error) if goal.role == LABEL else [{} for _ in scores]
     more = _metrics(block, areas)
@@ -173,7 +174,7 @@ def _test_name(block: SweepBlock, null: Null | None) -> str | None:
 def _metrics(block: SweepBlock, areas: list[Estimate | None]) -> dict[str, list[float | None]]:
     """Metrics of classes whatever the goal's own, one value per cell."""
     goal, none = block.goal, [None] * len(areas)
-    ends = {f"auroc{end}": [each and getattr(each, name) for each in areas] for end, name in _ENDS.items()}
+    ends: dict[str, Any] = {f"auroc{end}": [each and getattr(each, name) for each in areas] for end, name in _ENDS.items()}
     if goal.kind == "number":
         return ends | {"balanced_accuracy": none, "f1": none}
     codes, predicted = goal.codes[block.tested], block.said().predicted

@@ -22,7 +22,7 @@ PROBES = (
     Mutant(
         "interval-not-widened",
         "replaylens.probes.scoring.statistics",
-        "float(np.sqrt(1 + 0.5 * folds / (folds - 1))) if folds > 1 else 1.0",
+        "float(np.sqrt(1 + min(0.4 + 8 / answers, 1.5) * folds / (folds - 1))) if folds > 1 else 1.0",
         "1.0",
         "intervals of cross-validated scores are widened",
         ("tests/probes/scoring/test_widening.py::test_intervals_by_their_definition",),
