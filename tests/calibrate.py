@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sklearn.metrics import roc_auc_score
 
 from replaylens.probes.data.rows import ProbeRows
 from replaylens.probes.reports.summary import shown
@@ -368,14 +369,146 @@ EFFECTS = (
 )
 
 
+# ---- plain arrays: generators and a baseline that share no code with the probes --------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Arrays made by numpy alone, judged by a sweep over three cells and by a plain permutation test of the first."""
+
+    name: str
+    groups: int
+    rows: int = 1
+    """of each group; 0: lognormal sizes"""
+    width: int = 8
+    effect: float = 1.0
+    label: str = "row"
+    """of the row or of the group; of the row also classes:k, number, or rare (10 %)"""
+    estimator: str = "ridge"
+    tokens: int = 0
+    """different tokens, which the rows hold as well; 0: none"""
+    positions: bool = False
+    """whether rows are places of a prompt, which they hold as well"""
+
+    def arrays(self, seed: int, effect: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+        """(x [3, rows, d], labels, groups, further arguments of `of_arrays`); only the first cell holds the label."""
+        random = np.random.default_rng([seed, 77, int(effect > 0)])
+        sizes = np.full(self.groups, self.rows)
+        if not self.rows:
+            sizes = np.maximum(1, np.round(4 * np.exp(0.8 * random.normal(size=self.groups)))).astype(int)
+        group = np.repeat(np.arange(self.groups), sizes)
+        count = len(group)
+        x = random.normal(size=(3, count, self.width)) + 0.5 * random.normal(size=(3, self.groups, self.width))[:, group]
+        more: dict[str, Any] = {}
+        if self.positions:
+            more["positions"] = np.concatenate([np.arange(size) for size in sizes])
+            x[:, :, 1] += more["positions"]
+        if self.tokens:
+            more |= {"tokens": random.integers(self.tokens, size=count), "keys": np.arange(count).astype(str)}
+            x[:, :, 2:4] += random.normal(size=(self.tokens, 2))[more["tokens"]]
+        if self.label == "number":
+            y = effect * x[0, :, 0] + random.normal(size=count)
+            return x, y, group, more
+        if self.label.startswith("classes:"):
+            classes = int(self.label.removeprefix("classes:"))
+            y = random.integers(classes, size=count)
+            x[0, :, :classes] += effect * np.eye(classes)[y]
+            return x, y, group, more
+        if self.label == "group":
+            y = random.permutation(np.arange(self.groups) % 2)[group]
+        else:
+            y = (random.permutation(count) < (0.1 if self.label == "rare" else 0.5) * count).astype(int)
+        x[0, :, 0] += effect * y
+        return x, y, group, more
+
+    def sweep(self, seed: int, effect: float) -> Any:
+        x, y, group, more = self.arrays(seed, effect)
+        rows = ProbeRows.of_arrays({("S", layer): each for layer, each in enumerate(x)}, y, group, **more)
+        how: dict[str, Any] = dict(estimators=self.estimator, permutations=PLAIN_PERMUTATIONS, seed=seed)
+        return sweep(rows, "label", positions="all", **how)
+
+    def baseline(self, seed: int) -> bool:
+        """Whether a plain permutation test with the maximum over the three cells finds the first."""
+        x, y, group, _ = self.arrays(seed, self.effect)
+        random = np.random.default_rng([seed, 78])
+        fold = (random.permutation(self.groups) % 5)[group]
+        labels = [y] + [_exchanged(random, y, group, self.label) for _ in range(PLAIN_PERMUTATIONS)]
+        scores = np.stack([_ridge_scores(each, np.stack(labels, 1), fold) for each in x])  # [cells, 1 + permutations]
+        p = (1 + (scores[:, 1:].max(0) >= scores[0, 0]).sum()) / scores.shape[1]
+        return bool(p <= 0.05)
+
+    def rates(self, simulations: int) -> list[Rate]:
+        """Error on noise, coverage and power on the planted label, and the power of the baseline."""
+        error = np.mean([shown(self.sweep(seed, 0.0).table).any() for seed in range(simulations)])
+        lines = [self.sweep(seed, self.effect).lines[0] for seed in range(simulations)]
+        value, low, high = np.array([(line["accuracy"], line["low"], line["high"]) for line in lines]).T
+        power = np.mean([line["verdict"] == "shown" for line in lines])
+        plain = float(np.mean([self.baseline(seed) for seed in range(simulations)]))
+        name = f"plain arrays: {self.name} ({lines[0]['metric']} {value.mean():.2f})"
+        covered = ((low <= value.mean()) & (value.mean() <= high)).mean()
+        return [
+            Rate("error", name, float(error), simulations, (0.03, 0.065)),
+            Rate("coverage", name, float(covered), simulations, (0.93, 0.97)),
+            Rate("power", f"{name}; a plain permutation test: {plain:.2f}", float(power), simulations, (plain, 1.0)),
+        ]
+
+
+PLAIN_PERMUTATIONS = 39
+
+
+def _exchanged(random: np.random.Generator, y: np.ndarray, group: np.ndarray, label: str) -> np.ndarray:
+    """Labels exchanged between groups that have one each, otherwise between rows."""
+    if label != "group":
+        return random.permutation(y)
+    first = np.unique(group, return_index=True)[1]
+    return np.asarray(random.permutation(y[first])[group])
+
+
+def _ridge_scores(x: np.ndarray, labels: np.ndarray, fold: np.ndarray) -> np.ndarray:
+    """Cross-validated scores of labels [rows, permutations]: r2, accuracy, or AUROC if one of two classes is rare."""
+    kinds = np.unique(labels[:, 0])
+    number = len(kinds) > 10
+    targets = labels[:, None].astype(float) if number else (labels[:, None] == kinds[:, None]).astype(float)
+    said = np.empty(targets.shape)  # [rows, classes, permutations]
+    for each in np.unique(fold):
+        fit, held = fold != each, fold == each
+        centre, scale = x[fit].mean(0), x[fit].std(0) + 1e-12
+        a, b = (x[fit] - centre) / scale, (x[held] - centre) / scale
+        aim = targets[fit].reshape(fit.sum(), -1)
+        inner = np.linalg.solve(a.T @ a + np.eye(a.shape[1]), a.T @ (aim - aim.mean(0)))
+        said[held] = (b @ inner + aim.mean(0)).reshape(held.sum(), *targets.shape[1:])
+    if number:
+        return np.asarray(1 - ((said - targets) ** 2).sum((0, 1)) / ((targets - targets.mean(0)) ** 2).sum((0, 1)))
+    if len(kinds) == 2 and targets[:, 0, 0].mean() > 0.7:
+        return np.array([roc_auc_score(targets[:, 1, i], said[:, 1, i]) for i in range(labels.shape[1])])
+    return np.asarray((said.argmax(1) == targets.argmax(1)).mean(0))
+
+
+PLAINS = (
+    Plain("40 groups", 40, effect=1.2),
+    Plain("200 groups", 200, effect=0.7),
+    Plain("10 % of one class, 120 groups", 120, width=4, effect=1.8, label="rare", estimator="logistic"),
+    Plain("10 % of one class, unequal groups", 60, 0, 4, 1.4, "rare"),
+    Plain("12 groups of 5, label of the row", 12, 5, 4, 1.2),
+    Plain("12 groups of 5, label of the group", 12, 5, 4, 2.5, "group"),
+    Plain("40 unequal groups, label of the row", 40, 0, 8, 0.9),
+    Plain("40 unequal groups, label of the group", 40, 0, 8, 1.5, "group"),
+    Plain("40 rows of 200 columns", 40, width=200, effect=5.0),
+    Plain("3 classes, 80 groups", 80, effect=1.2, label="classes:3"),
+    Plain("numbers, 60 groups", 60, effect=0.8, label="number"),
+    Plain("tokens that the rows hold, 100 groups", 100, effect=1.6, tokens=20),
+    Plain("positions that the rows hold, 50 groups of 3", 50, 3, 8, 1.2, positions=True),
+)
+
+
 # ---- the table ------------------------------------------------------------------------------------------------------------
 
 
-SETTINGS: tuple[Noise | str | Crossed | Effect, ...] = (*NULLS, *INTERVALS, *CROSSED, *EFFECTS)
+SETTINGS: tuple[Noise | str | Crossed | Effect | Plain, ...] = (*NULLS, *INTERVALS, *CROSSED, *EFFECTS, *PLAINS)
 """in the order of the table; intervals by name"""
 
 
-def rates_of(setting: Noise | str | Crossed | Effect, simulations: int) -> list[Rate]:
+def rates_of(setting: Noise | str | Crossed | Effect | Plain, simulations: int) -> list[Rate]:
     """The lines of one setting."""
     torch.set_num_threads(1)
     match setting:
@@ -389,6 +522,8 @@ def rates_of(setting: Noise | str | Crossed | Effect, simulations: int) -> list[
             return [Rate("coverage", name, setting.coverage(simulations), simulations, (0.93, 0.97))]
         case Effect():
             return effect_rates(setting, simulations)
+        case Plain():
+            return setting.rates(simulations)
 
 
 def interval_rate(name: str, simulations: int) -> Rate:
@@ -424,15 +559,16 @@ def main() -> None:
     parser.add_argument("--simulations", type=int, default=200, help="of each setting (default: 200)")
     parser.add_argument("--jobs", type=int, default=2, help="processes side by side (default: 2)")
     parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--plain", action="store_true", help="only the settings of plain arrays")
     options = parser.parse_args()
     started, found = time.monotonic(), []
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        for lines in pool.map(rates_of, SETTINGS, repeat(options.simulations)):
+        for lines in pool.map(rates_of, PLAINS if options.plain else SETTINGS, repeat(options.simulations)):
             for each in lines:
                 found.append(each)
                 said = f"{each.rate:.3f} ({each.error:.3f}) {'' if each.held else 'missed'}"
                 print(f"{each.kind:9} {each.setting:70} {said}", flush=True)
-    about = {"seconds": round(time.monotonic() - started), "jobs": options.jobs}
+    about = {"seconds": round(time.monotonic() - started), "jobs": options.jobs, "simulations": options.simulations}
     lines = [asdict(each) | {"error": each.error, "held": each.held} for each in found]
     options.out.write_text(json.dumps(about | {"rates": lines}, indent=1) + "\n")
     print(table(found), f"\n{about['seconds']} seconds")

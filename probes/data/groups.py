@@ -17,10 +17,12 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
+from replaylens.engine.errors import no_such
 from replaylens.probes.checks import as_matrix
 from replaylens.probes.data.paths import row_paths
 from replaylens.probes.data.rows import Cell, ProbeRows
@@ -138,6 +140,40 @@ def near_duplicates(X: Any, tolerance: float = 1e-2) -> np.ndarray:
     one, two = np.hstack([np.empty((2, 0), dtype=int), *pairs])
     links = coo_array((np.ones(len(one), dtype=bool), (one, two)), shape=(len(rows), len(rows)))
     return np.asarray(connected_components(links, directed=False)[1])
+
+
+GIVEN = "given group"
+"""column of the index: groups that the caller gave"""
+
+
+def with_groups(rows: ProbeRows, given: Sequence[Any]) -> ProbeRows:
+    """The rows with the column `GIVEN`, from one value per row, or one per example in the order of the rows."""
+    frame = rows.frame
+    number = pd.factorize(frame["example"])[0]
+    values = pd.Series(list(given), dtype=object)
+    if len(values) not in (len(frame), number.max() + 1):
+        raise BadRows(
+            f"groups has {len(values)} values for {len(frame)} rows of {number.max() + 1} examples. Give one per example, one "
+            f"per row, or the name of a column."
+        )
+    return replace(rows, frame=frame.assign(**{GIVEN: values if len(values) == len(frame) else values.to_numpy()[number]}))
+
+
+def grouped(rows: ProbeRows, column: str) -> ProbeRows:
+    """The rows with larger roots: prompts that share a value of the column at these rows, also through others, become one.
+
+    A missing value shares nothing.
+    """
+    if column not in rows.frame:
+        raise BadRows(no_such("column of groups", column, rows.frame.columns))
+    values = rows.frame[column]
+    keys = np.where(values.notna(), "value:" + values.astype(str).to_numpy(dtype=object), "root:" + rows.roots.astype(object))
+    names = dict(zip(rows.roots, groups_of(rows, keys.astype(str)), strict=True))
+    return replace(_renamed(rows, names), wider=None if rows.wider is None else _renamed(rows.wider, names))
+
+
+def _renamed(rows: ProbeRows, names: dict[str, str]) -> ProbeRows:
+    return replace(rows, frame=rows.frame.assign(root=[names.get(root, root) for root in rows.roots]))
 
 
 def distinct(rows: ProbeRows) -> ProbeRows:

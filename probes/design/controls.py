@@ -2,6 +2,7 @@
 
 majority        always the most frequent class, of the training rows or of the test rows, whichever scores higher
 token identity  the most frequent class of the row's own token
+position only   the most frequent class of the row's place in its prompt
 bag of tokens   logistic regression on token counts of the path up to the row
 shuffled        the same probe, fitted and tested on labels exchanged between groups
 control task    the same probe on a random class per type of context (Hewitt & Liang, arXiv 1909.03368), drawn `DRAWS` times;
@@ -13,6 +14,7 @@ known zeros     labels of the task that the text does not determine
 from collections.abc import Sequence
 
 import numpy as np
+import pandas as pd
 import torch
 
 from replaylens.engine.engine import Engine
@@ -22,6 +24,8 @@ from replaylens.probes.data.rows import ProbeRows
 from replaylens.probes.data.sources import MemorySource
 from replaylens.probes.errors import BadRows, ProbeError
 
+POSITION_BINS = 20
+"""limit of the control by position alone"""
 DRAWS = 5
 """control tasks per label"""
 MIN_TYPES, MAX_CONTEXT = 10, 16
@@ -50,6 +54,31 @@ def token_identity(codes: np.ndarray, tokens: np.ndarray, train: np.ndarray, tes
         best = np.where(counts.sum(1) > 0, counts.argmax(1), counts.sum(0).argmax())
         out[held] = best[places[held]]
     return out
+
+
+def shares_of(codes: np.ndarray, values: np.ndarray, train: np.ndarray, test: np.ndarray, classes: int) -> np.ndarray:
+    """[rows, classes]: the share of each class among the training rows with the row's value, drawn towards that of all rows."""
+    places = np.unique(values, return_inverse=True)[1]
+    out = np.full((len(codes), classes), np.nan)
+    for fit, held in zip(train, test, strict=True):
+        counts = np.zeros((places.max() + 1, classes))
+        np.add.at(counts, (places[fit], codes[fit]), 1)
+        of_all = counts.sum(0) / max(counts.sum(), 1)
+        out[held] = ((counts + of_all) / (counts.sum(1, keepdims=True) + 1))[places[held]]
+    return out
+
+
+def position_bins(position: pd.Series, present: np.ndarray) -> np.ndarray | None:
+    """[rows]: the place of each row in its prompt, in at most `POSITION_BINS` bins with about equally many rows.
+
+    None if positions are unknown, or the same in all rows: then they tell nothing.
+    """
+    if position.isna().any() or position[present].nunique() < 2:
+        return None
+    values = position.to_numpy(dtype=np.float64)
+    if len(np.unique(values)) <= POSITION_BINS:
+        return values
+    return np.searchsorted(np.unique(np.quantile(values, np.linspace(0, 1, POSITION_BINS + 1)[1:-1])), values, side="right")
 
 
 def bags(paths: Sequence[np.ndarray]) -> np.ndarray:

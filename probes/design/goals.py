@@ -1,7 +1,7 @@
 """`Goal`: what a probe predicts at the rows of one position: a label, or a control of it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,6 +13,10 @@ from replaylens.probes.errors import BadRows, OneClass
 from replaylens.probes.scoring.permutations import exchanged_share, shuffled_order
 
 LABEL, SHUFFLED, CONTROL, ZERO = "label", "shuffled", "control", "zero"
+METRICS = ("auto", "accuracy", "balanced_accuracy", "auroc")
+"""of classes; numbers have r2"""
+UNEQUAL = 1.4
+"""share of the most frequent class, in units of an equal share, from which on classes are unequal: 70 % of two classes"""
 _SHUFFLED = 0.2
 """share of labels that a shuffled control must change, against a free exchange; it is no test: less than `EXCHANGED` will do"""
 
@@ -33,6 +37,8 @@ class Goal:
     """[rows] bool"""
     chance: float | None = None
     """for known zeros: the exact accuracy of guessing"""
+    metric: str = "accuracy"
+    """what its predictions are scored by: accuracy, balanced_accuracy or auroc; for numbers, r2"""
 
     @property
     def outputs(self) -> int:
@@ -50,15 +56,22 @@ class Goal:
                 )
 
 
-def make_goal(target: Target, role: str = LABEL, chance: float | None = None) -> Goal:
-    """A goal from a target. Raises BadRows if no row has a value."""
+def make_goal(target: Target, role: str = LABEL, chance: float | None = None, metric: str = "accuracy") -> Goal:
+    """A goal from a target. Raises BadRows if no row has a value.
+
+    metric  of classes, one of `METRICS`; auto: AUROC if the most frequent class has at least `UNEQUAL` times the rows that an
+            equal share would give it. Accuracy then hardly differs from a constant guess, whatever is readable
+    """
     if not target.present.any():
         raise BadRows(f"Label {target.name!r} has no value at any row there. Choose another label or position.")
     if target.kind == "number":
-        return Goal(target.name, role, "number", (), np.where(target.present, target.values, 0.0), target.present)
+        return Goal(target.name, role, "number", (), np.where(target.present, target.values, 0.0), target.present, metric="r2")
     classes = target.classes
     codes = np.where(target.present, np.searchsorted(classes, target.values), -1)
-    return Goal(target.name, role, "class", tuple(map(str, classes)), codes, target.present, chance)
+    if metric == "auto":
+        most = np.bincount(codes[target.present]).max() / target.present.sum()
+        metric = "auroc" if len(classes) > 1 and most * len(classes) >= UNEQUAL else "accuracy"
+    return Goal(target.name, role, "class", tuple(map(str, classes)), codes, target.present, chance, metric)
 
 
 def goals_at(
@@ -70,6 +83,7 @@ def goals_at(
     *,
     with_controls: bool,
     seed: int,
+    metric: str = "accuracy",
 ) -> tuple[list[Goal], list[tuple[str, str]]]:
     """(goals at one position, what is skipped there: name and reason). Empty if no label can be probed there.
 
@@ -87,7 +101,7 @@ def goals_at(
     for label in labels:
         target = here.target(label)
         try:
-            goal = make_goal(target)
+            goal = make_goal(target, metric=metric)
             goal.check(train)
         except (BadRows, OneClass) as error:
             skipped.append((f"label {label!r}", str(error)))
@@ -98,7 +112,7 @@ def goals_at(
             if context is not None and goal.kind == "class":
                 for draw in range(controls.DRAWS):
                     codes = controls.control_labels(context[0], goal.codes, seed + draw)
-                    goals.append(Goal(label, CONTROL, "class", goal.classes, codes, goal.present))
+                    goals.append(replace(goal, role=CONTROL, codes=codes))
     if not goals:
         return [], skipped
     if with_controls and here.about.task is None:
@@ -126,7 +140,7 @@ def _shuffled(goal: Goal, roots: np.ndarray, groups: np.ndarray, seed: int) -> l
         return []
     codes = goal.codes.copy()
     codes[rows] = goal.codes[rows][order]
-    return [Goal(goal.label, SHUFFLED, goal.kind, goal.classes, codes, goal.present)]
+    return [replace(goal, role=SHUFFLED, codes=codes)]
 
 
 def _solvable(goals: list[Goal], train: np.ndarray, skipped: list[tuple[str, str]]) -> list[Goal]:

@@ -10,6 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_ROWS = 512
+"""squared at a time"""
+
 
 class Grams:
     """Statistics of x [cells, rows, d] over sets [sets, rows] (bool): everything that closed-form probes need.
@@ -19,8 +22,7 @@ class Grams:
 
     def __init__(self, x: Tensor, sets: np.ndarray) -> None:
         self.sets = torch.as_tensor(sets, device=x.device)
-        constant = (x == x[:, :1]).all(1)  # their mean may round to another number; centred, they must be 0
-        self.shift = torch.where(constant, x[:, 0], x.mean(1))  # [cells, d]
+        self.shift = torch.where(_constant(x), x[:, 0], x.mean(1))  # [cells, d]; a constant's mean may round, but must be 0
         self.x = x - self.shift[:, None]
         self.counts = self.sets.sum(1).to(x.dtype)  # [sets]
         weights = self.sets.to(x.dtype)
@@ -41,7 +43,10 @@ class Grams:
     def deviations(self) -> Tensor:
         """[cells, sets, d]: standard deviation of each column in each set; 0 for a constant column."""
         weights = self.sets.to(self.x.dtype)
-        squares = torch.einsum("sn,bnd->bsd", weights, self.x.square()) / self.counts[:, None]
+        squares = self.x.new_zeros(len(self.x), *weights.shape[:1], self.x.shape[2])
+        for first in range(0, weights.shape[1], _ROWS):  # the squares of all rows at once would be a second copy of them
+            squares += weights[:, first : first + _ROWS] @ self.x[:, first : first + _ROWS].square()
+        squares /= self.counts[:, None]
         variance = (squares - self.means.square()).clamp_min(0)
         floor = torch.finfo(self.x.dtype).eps * 10 * squares
         return torch.where(variance > floor, variance.sqrt(), torch.zeros_like(variance))
@@ -50,6 +55,15 @@ class Grams:
     def scales(self) -> Tensor:
         """[cells, sets, d]: the same, with 1 for a constant column: what columns are divided by."""
         return torch.where(self.deviations > 0, self.deviations, torch.ones_like(self.deviations))
+
+
+def _constant(x: Tensor) -> Tensor:
+    """[cells, d]: whether all rows of a column are equal; most columns are ruled out by two rows."""
+    constant = x[:, 0] == x[:, -1]
+    maybe = constant.any(0)
+    if bool(maybe.any()):
+        constant[:, maybe] = (x[:, :, maybe] == x[:, :1, maybe]).all(1)
+    return constant
 
 
 def _atoms(sets: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -5,10 +5,14 @@ unpenalised: scikit-learn's LogisticRegression(C = 1 / penalty) after a Standard
 by the Hessian with its row weights replaced by their mean. That is a Gram matrix, known in advance, and close enough that ten
 to twenty gradients suffice. A gradient costs two products with the rows, shared by all tasks and folds of a cell. Newton's
 method with conjugate gradients needs three to five times as many products.
+
+A Gram matrix costs as much as tens of gradients, although single precision is enough for it. So the first steps take the
+diagonal in its place, as scikit-learn does, until they have cost as much as the matrix (`patience`): few easy problems never
+need it, many problems have it from the start, and none pays more than twice.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,7 +79,7 @@ class Move:
 class QuasiNewton:
     """`run` finds the minimiser. b cells, t tasks, f folds, n rows, k outputs (1 for two classes), d columns."""
 
-    def __init__(self, grams: Grams, y: Tensor, where: Tensor, tolerance: float) -> None:
+    def __init__(self, grams: "Grams | RowSpace", y: Tensor, where: Tensor, tolerance: float) -> None:
         """y [t, n, k]; where [t, f]: the set of `grams` that each fold trains on."""
         self.x, self.y, self.tolerance = grams.x, y.mT[None, :, None], tolerance
         self.binary = y.shape[-1] == 1
@@ -83,7 +87,8 @@ class QuasiNewton:
         self.counts = self.train.sum((3, 4))  # [1, t, f]
         self.scale, self.mean = grams.scales[:, where], grams.means[:, where]  # [b, t, f, d]
         self.set_of = where[:, 0].tolist()  # the folds of a task share a preconditioner: their rows are mostly the same
-        self.grams = {number: _correlation(grams, number) for number in set(self.set_of)}  # each [b, d, d]
+        self.patience = patience(self.x.shape[1], self.x.shape[2], where.numel() * y.shape[-1])
+        self.rows, self.grams = grams, dict[int, Tensor]()
 
     def run(self, penalty: float, start: Pair | None = None) -> Pair:
         """The minimiser on standardised columns; `start`: that of another penalty, from which few steps are left.
@@ -113,6 +118,13 @@ class QuasiNewton:
             here = there
         return here.at
 
+    def along(self, path: Sequence[float]) -> Iterator[Pair]:
+        """The minimisers for values of C, each from the one before."""
+        at = None
+        for C in path:
+            at = self.run(1 / C, at)
+            yield at
+
     def in_rows(self, at: Pair) -> tuple[Tensor, Tensor]:
         """(weight [b, t, f, k, d], bias [b, t, f, k]) in the Grams' coordinates."""
         weight = at.w / self.scale[:, :, :, None]
@@ -125,7 +137,10 @@ class QuasiNewton:
             share = move.weight * move.way.dot(rest)
             rest = rest.plus(-share, move.bend)
             taken.append(share)
-        rest = self._preconditioner(here.q)(rest)
+        if not self.patience and not self.grams:
+            self.grams = {number: _correlation(self.rows, number) for number in set(self.set_of)}  # each [b, d, d]
+        self.patience -= self.patience > 0
+        rest = self._preconditioner(here.q)(rest) if self.grams else self._diagonal(here.q, past)(rest)
         for move, share in zip(past, reversed(taken), strict=True):
             rest = rest.plus(share - move.weight * move.bend.dot(rest), move.way)
         return Pair(-rest.w, -rest.c)
@@ -172,6 +187,18 @@ class QuasiNewton:
             length = torch.where(far, torch.minimum(torch.maximum(aim, length / 8), 8 * length), length)
         return torch.where(active, length, 0.0)
 
+    def _diagonal(self, q: Tensor, past: "deque[Move]") -> Callable[[Pair], Pair]:
+        """Inverse of the Hessian's diagonal, scaled to the curvature along the last step."""
+        spread = (self.train * q * (1 - q)).sum((3, 4)) / q.shape[3]
+        across, down = (spread + self.penalty)[..., None, None], spread.clamp_min(1e-6)[..., None]
+        scale = torch.ones_like(spread)
+        if past:
+            bend = past[-1].bend
+            size = (bend.w * bend.w / across).sum((3, 4)) + (bend.c * bend.c / down).sum(3)
+            fine = (past[-1].weight > 0) & (size > 0)
+            scale = torch.where(fine, 1 / (past[-1].weight * size).clamp_min(torch.finfo(size.dtype).tiny), scale)
+        return lambda pair: Pair(scale[..., None, None] * pair.w / across, scale[..., None] * pair.c / down)
+
     def _preconditioner(self, q: Tensor) -> Callable[[Pair], Pair]:
         """Approximate inverse of the Hessian, factored again only when the mean row weight has fallen to a quarter.
 
@@ -190,7 +217,8 @@ class QuasiNewton:
             solved = torch.empty_like(pair.w)
             for tasks, factor in self.factors.values():
                 own = pair.w[:, tasks]
-                solved[:, tasks] = torch.cholesky_solve(own.flatten(1, 3).mT, factor).mT.reshape(own.shape)
+                aim = own.flatten(1, 3).mT.to(factor.dtype)
+                solved[:, tasks] = torch.cholesky_solve(aim, factor).mT.reshape(own.shape).to(own.dtype)
             return Pair(solved, pair.c / bias_weight)
 
         return apply
@@ -206,14 +234,55 @@ class QuasiNewton:
             else:
                 gram = self.grams[key[0]]
                 eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-                factor = torch.linalg.cholesky(weight[:, tasks[0], None, None] * gram + self.penalty * eye)
+                row = weight[:, tasks[0], None, None].to(gram.dtype)
+                factor = torch.linalg.cholesky(row * gram + max(self.penalty, 1e-6 * float(row.max())) * eye)
             found[key] = (tasks, factor)
         return found
 
 
-def _correlation(grams: Grams, number: int) -> Tensor:
+def patience(rows: int, columns: int, problems: int) -> int:
+    """How many steps cost as much as a Gram matrix with its factor. Sizes decide, never a clock.
+
+    Counted in operations of a product of matrices. A gradient of few problems waits for memory, 25 of them for each entry, and
+    a step has an overhead of its own.
+    """
+    gram = 2 * min(rows, _ROWS_PER_COLUMN * columns) * columns**2 + columns**3
+    return int(gram // (rows * columns * (10 + 15 * problems) + 2**24))
+
+
+def worth_the_row_space(rows: int, columns: int, problems: int, sets: int) -> bool:
+    """Whether the coordinates of `RowSpace`, fewer than the columns, cost less than some 40 gradients of each problem."""
+    return 40 * rows * columns * (10 + 15 * problems) >= sets * (2 * rows**2 * columns + 20 * rows**3)
+
+
+def _correlation(grams: "Grams | RowSpace", number: int) -> Tensor:
     """[b, d, d]: correlation of one set's columns, estimated from evenly spaced rows."""
     rows = grams.sets[number].nonzero()[:, 0]
     rows = rows[:: max(1, len(rows) // (_ROWS_PER_COLUMN * grams.x.shape[2]))]
-    standard = (grams.x[:, rows] - grams.means[:, number, None]) / grams.scales[:, number, None]
+    standard = ((grams.x[:, rows] - grams.means[:, number, None]) / grams.scales[:, number, None]).float()
     return standard.mT @ standard / len(rows)
+
+
+class RowSpace:
+    """One set of few rows in as many coordinates, which hold all that a penalised probe of many columns can use.
+
+    The minimiser is a combination of the (standardised) rows, so turning these by the eigenvectors of their products leaves
+    every loss and every penalty as it is. It has the attributes of `Grams` that `QuasiNewton` reads.
+    """
+
+    def __init__(self, grams: Grams, number: int) -> None:
+        self.rows = grams.sets[number].nonzero()[:, 0]
+        self.standard = (grams.x[:, self.rows] - grams.means[:, number, None]) / grams.scales[:, number, None]
+        b, n, _ = self.standard.shape
+        values, self.turn = torch.linalg.eigh(self.standard.double() @ self.standard.double().mT)  # [b, n], [b, n, n]
+        kept = values > n * torch.finfo(values.dtype).eps * values.amax(1, keepdim=True)
+        self.root = torch.where(kept, values.clamp_min(0).sqrt(), 0.0)
+        self.x = (self.turn * self.root[:, None]).to(grams.x.dtype)
+        self.sets = torch.ones(1, n, dtype=torch.bool, device=self.x.device)
+        self.means, self.scales = self.x.new_zeros(b, 1, n), self.x.new_ones(b, 1, n)
+
+    def back(self, w: Tensor) -> Tensor:
+        """w [b, t, f, k, n] -> weights on standardised columns [b, t, f, k, d]."""
+        shares = w.double() / torch.where(self.root > 0, self.root, torch.inf)[:, None, None, None]
+        mixed = torch.einsum("bnm,btfkm->btfkn", self.turn, shares).to(w.dtype)
+        return torch.einsum("btfkn,bnd->btfkd", mixed, self.standard)

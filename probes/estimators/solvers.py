@@ -6,17 +6,20 @@ w . (x - m) / s = x . (w / s) - m . (w / s).
 """
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from replaylens.engine.errors import no_such
+from replaylens.engine.model.modes import threads
 from replaylens.probes.errors import UnknownEstimator
 from replaylens.probes.estimators.grams import Grams
 from replaylens.probes.estimators.mass_mean import whitened
-from replaylens.probes.estimators.quasi_newton import QuasiNewton
+from replaylens.probes.estimators.quasi_newton import QuasiNewton, RowSpace, worth_the_row_space
 
 KINDS = ("logistic", "ridge", "regression", "mass-mean", "mass-mean-whitened")
 
@@ -32,7 +35,8 @@ class Solution:
 
     def scores(self, x: Tensor) -> Tensor:
         """x [cells, n, d] -> [cells, tasks, folds, n, k]"""
-        return torch.einsum("bnd,btfkd->btfnk", x, self.weight) + self.bias[:, :, :, None]
+        with threads(1):
+            return torch.einsum("bnd,btfkd->btfnk", x, self.weight) + self.bias[:, :, :, None]
 
 
 def one_hot(codes: np.ndarray, classes: int) -> np.ndarray:
@@ -80,9 +84,25 @@ def solve_path(
 
     path  values of C, best in ascending order: each logistic fit starts from the one before. For ridge, alpha = 1 / C
     """
-    if len(x) > 1 and not x.is_cuda:  # a CPU works on one cell at a time anyway; apart, no cell waits for another
-        parts = [solve_path(kind, x[i : i + 1], targets, train, path, tolerance=tolerance) for i in range(len(x))]
+    if not x.is_cuda:  # one thread works on one cell: sums have one order, so that their number changes no bit
+        solve_one = partial(_solve_cells, kind, targets=targets, train=train, path=path, tolerance=tolerance)
+        with ThreadPoolExecutor(min(len(x), torch.get_num_threads())) as pool:
+            parts = list(pool.map(solve_one, x.split(1)))
         return [_joined([part[step] for part in parts]) for step in range(len(path))]
+    return _solve_cells(kind, x, targets, train, path, tolerance)
+
+
+def _solve_cells(
+    kind: str, x: Tensor, targets: np.ndarray, train: np.ndarray, path: Sequence[float], tolerance: float | None
+) -> list[Solution]:
+    """As `solve_path`, for all cells together, in the calling thread alone."""
+    with threads(1):
+        return _solved(kind, x, targets, train, path, tolerance)
+
+
+def _solved(
+    kind: str, x: Tensor, targets: np.ndarray, train: np.ndarray, path: Sequence[float], tolerance: float | None
+) -> list[Solution]:
     tasks, folds, n = train.shape
     sets, which = _different(train.reshape(tasks * folds, n))
     grams = Grams(x, sets)
@@ -114,10 +134,26 @@ def _different(masks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _logistic(grams: Grams, y: Tensor, where: Tensor, path: Sequence[float], tolerance: float) -> list[tuple[Tensor, Tensor]]:
-    solver, at, found = QuasiNewton(grams, y, where, tolerance), None, []
-    for C in path:
-        at = solver.run(1 / C, at)
-        found.append(solver.in_rows(at))
+    rows, columns, problems = int(grams.counts.max()), grams.x.shape[2], where.numel() * y.shape[-1]
+    if rows <= columns and worth_the_row_space(rows, columns, problems * len(path), len(grams.sets)):
+        return _few_rows(grams, y, where, path, tolerance)
+    solver = QuasiNewton(grams, y, where, tolerance)
+    return [solver.in_rows(at) for at in solver.along(path)]
+
+
+def _few_rows(grams: Grams, y: Tensor, where: Tensor, path: Sequence[float], tolerance: float) -> list[tuple[Tensor, Tensor]]:
+    """The same in the space of the rows, set by set, where there are fewer of them than columns."""
+    shape = (len(grams.x), *where.shape, y.shape[-1])
+    found = [(grams.x.new_empty(*shape, grams.x.shape[2]), grams.x.new_empty(shape)) for _ in path]
+    for number in range(len(grams.sets)):
+        own, space = where == number, RowSpace(grams, number)
+        tasks = own.nonzero()[:, 0]
+        strict = tolerance / len(space.rows) ** 0.5  # no entry of the gradient is larger than its length
+        solver = QuasiNewton(space, y[tasks][:, space.rows], torch.zeros_like(tasks)[:, None], strict)
+        for (weight, bias), at in zip(found, solver.along(path), strict=True):
+            scaled = space.back(at.w)[:, :, 0] / grams.scales[:, number, None, None]  # [b, pairs, k, d]
+            weight[:, own] = scaled
+            bias[:, own] = at.c[:, :, 0] - torch.einsum("bpkd,bd->bpk", scaled, grams.means[:, number])
     return found
 
 

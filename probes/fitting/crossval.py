@@ -13,7 +13,8 @@ from replaylens.probes.data.rows import ProbeRows
 from replaylens.probes.design.goals import make_goal
 from replaylens.probes.design.splits import Split, by_root
 from replaylens.probes.fitting.heldout import held_out
-from replaylens.probes.scoring.statistics import Estimate, ratio_over_groups
+from replaylens.probes.fitting.refit import estimates, known_metric
+from replaylens.probes.scoring.statistics import Estimate
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,9 +28,9 @@ class CrossValidated:
     fold: np.ndarray
     """[n]: the fold that a row is tested in"""
     score: Estimate
-    """accuracy, or r2 of a number, over the rows that have a value, with its interval over groups"""
+    """over the rows that have a value, with its interval over groups"""
     metric: str
-    """accuracy or r2"""
+    """accuracy, balanced_accuracy, auroc, or r2 of a number"""
     split: Split
 
 
@@ -43,6 +44,7 @@ def cross_validate(
     kind: str = "auto",
     folds: int = 5,
     seed: int = 0,
+    metric: str = "accuracy",
 ) -> CrossValidated:
     """Fit on all groups but one fold of them, in turn, and predict that fold.
 
@@ -50,6 +52,7 @@ def cross_validate(
     which a score says little.
 
     X       [rows, d]; see `ProbeRows.of_arrays` for X, y, groups and keys
+    metric  of classes: see `sweep`
     kind    class, number (use the estimator ridge), or auto: text, booleans and few whole numbers are classes
 
     Raises BadRows and MissingGroups for arrays that do not fit, TooFewGroups for fewer groups than folds, OneClass if a fold
@@ -65,16 +68,13 @@ def cross_validate(
     given = ProbeRows.of_arrays({SITE: X}, {LABEL: y}, groups, keys=keys)
     here = independent(given, [given.target(LABEL, kind)])
     rows = here.rows
-    goal, split = make_goal(rows.target(LABEL, kind)), by_root(rows, folds, seed)
+    goal = make_goal(rows.target(LABEL, kind), metric=known_metric(metric))
+    split = by_root(rows, folds, seed)
     goal.check(split.train)
     x = torch.from_numpy(rows.matrix(SITE)).double()[None]
-    said = held_out(estimator, x, [goal], split.train, split.test, groups=here.groups).predicted[0, 0]
-    there, codes = goal.present, goal.codes[goal.present]
-    if goal.kind == "class":
-        metric, top, bottom, least = "accuracy", said[there] == codes, np.ones(len(codes)), 0.0
-        predicted = np.array(goal.classes)[said.astype(np.int64)]
-    else:
-        metric, bottom, least, predicted = "r2", (codes - codes.mean()) ** 2, -np.inf, said
-        top = bottom - (codes - said[there]) ** 2
-    (score,) = ratio_over_groups(top, bottom, here.groups[there], folds=folds, least=least)
-    return CrossValidated(rows.numbers, predicted, split.test.argmax(0), score, metric, split)
+    held, fold = held_out(estimator, x, [goal], split.train, split.test, groups=here.groups), split.test.argmax(0)
+    there, said = goal.present, held.predicted[0, 0]
+    how: dict[str, Any] = dict(fold=fold, groups=here.groups[there], folds=folds)
+    (score,) = estimates(held.of(0, goal, there), goal, there, **how)
+    predicted = np.array(goal.classes)[said.astype(np.int64)] if goal.kind == "class" else said
+    return CrossValidated(rows.numbers, predicted, fold, score, goal.metric, split)

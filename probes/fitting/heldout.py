@@ -19,6 +19,16 @@ from replaylens.probes.fitting.information import smoothed
 
 
 @dataclass(frozen=True, eq=False)
+class Said:
+    """What probes say of some rows about one goal."""
+
+    predicted: np.ndarray
+    """[cells, rows]: class numbers, or numbers"""
+    score: np.ndarray
+    """[cells, rows, outputs], as in `Held`"""
+
+
+@dataclass(frozen=True, eq=False)
 class Held:
     """Predictions on held-out rows. Entries of rows that no fold tests are undefined."""
 
@@ -37,6 +47,10 @@ class Held:
         shape = (cells, goals, rows)
         loss, confidence = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
         return cls(np.full(shape, -1.0), loss, confidence, np.full((*shape, outputs), np.nan, np.float32))
+
+    def of(self, number: int, goal: Goal, rows: np.ndarray) -> Said:
+        """What is said about the goal with this number, of the chosen rows."""
+        return Said(self.predicted[:, number, rows], self.score[:, number, rows, : goal.outputs])
 
     def cell(self, number: int) -> "Held":
         """The predictions of one cell; its axis stays."""

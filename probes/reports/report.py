@@ -12,7 +12,7 @@ from replaylens.engine.request.values import output_path
 from replaylens.probes.checks import make_folder
 from replaylens.probes.data.rows import Cell, ProbeRows
 from replaylens.probes.errors import BadProbeFile, ProbeError
-from replaylens.probes.reports.summary import summarise
+from replaylens.probes.reports.summary import best_of, summarise
 from replaylens.probes.scoring.statistics import Estimate
 
 if TYPE_CHECKING:
@@ -47,19 +47,25 @@ class Report:
         return "\n".join(self.summary())
 
     def summary(self) -> list[str]:
-        shown = self.findings or summarise(self.table)
+        shown = self.findings or summarise(self.table, self.settings)
         return [*shown, *self.notes]
 
     def __str__(self) -> str:
         return self.text()
 
     def best(self, label: str, **where: Any) -> dict[str, Any]:
-        """The line with the highest score for a label; `where` filters by other columns."""
+        """The best line for a label, by `summary.best_of`: the highest score among lines that are shown, if any is.
+
+        where  filters by other columns
+        """
         wanted = {"label": label, **where}
         fitting = [line for line in self.lines if all(line.get(name) == value for name, value in wanted.items())]
         if not fitting:
             raise ProbeError(f"No line with {wanted}. Labels: {sorted({line.get('label', '') for line in self.lines})}.")
-        return max(fitting, key=lambda line: line["accuracy"])
+        if "p_family" not in fitting[0]:
+            return max(fitting, key=lambda line: line["accuracy"])
+        table = pd.DataFrame(fitting)
+        return fitting[table.index.get_loc(best_of(table).name)]
 
     # ---- figures ------------------------------------------------------------------------------------------------
 

@@ -136,6 +136,30 @@ def area(
     return Estimate(found.value, *found.interval(reach), level)
 
 
+def area_of_classes(
+    score: np.ndarray, codes: np.ndarray, groups: np.ndarray, *, strata: np.ndarray | None = None, folds: int = 1
+) -> Estimate | None:
+    """The mean area of one class against the rest, as `metrics.auroc` has it, with its interval; None if none is defined.
+
+    score  [rows, outputs], as in `Held.score`
+    """
+    kinds = [(score[:, 0], codes == 1)] if score.shape[1] == 1 else [(score[:, k], codes == k) for k in range(score.shape[1])]
+    found = []
+    for column, good in kinds:
+        try:
+            found.append(area_of(column, good, groups, strata))
+        except OneClass:
+            continue
+    if not found:
+        return None
+    sizes = [float(1 / np.mean([1 / each.sizes[side] for each in found])) for side in (0, 1)]
+    mean = Area(
+        float(np.mean([each.value for each in found])), np.mean([each.parts for each in found], axis=0), (sizes[0], sizes[1])
+    )
+    reach = mean.quantile(LEVEL) * statistics.cross_validation(folds)
+    return Estimate(mean.value, *mean.interval(reach), LEVEL)
+
+
 def area_gains(
     scores: Sequence[np.ndarray],
     baseline: np.ndarray,

@@ -54,13 +54,16 @@ def group_weights(groups: int, resamples: int = RESAMPLES, seed: int = 0) -> np.
     return generator.multinomial(groups, np.full(groups, 1 / groups), size=resamples)
 
 
-def cross_validation(folds: int) -> float:
+def cross_validation(folds: int, answers: float = 80.0) -> float:
     """The factor between the standard error of a cross-validated score and the one that its groups show; 1 without folds.
 
     Nadeau and Bengio (Machine Learning 52, 2003) give sqrt(1 + folds / (folds - 1)) for resampled splits, which is too much for
-    disjoint folds: half of their term covers in simulations (docs/probes.md).
+    disjoint folds of many rows: half of their term covers in simulations (docs/probes.md). Of few independent answers, a dozen
+    groups that are right or wrong as a whole, all of it is needed: fits on so few vary more.
+
+    answers  how many independent answers the score is worth; the default gives one half
     """
-    return float(np.sqrt(1 + 0.5 * folds / (folds - 1))) if folds > 1 else 1.0
+    return float(np.sqrt(1 + min(0.4 + 8 / answers, 1.5) * folds / (folds - 1))) if folds > 1 else 1.0
 
 
 def effective_groups(sizes: np.ndarray) -> float:
@@ -100,12 +103,20 @@ def ratio_over_groups(
     same_length(top=top, bottom=bottom, groups=groups)
     above, below = group_sums(np.atleast_2d(top), groups), group_sums(np.atleast_2d(bottom), groups)
     value = above.sum(1) / below.sum(1)
-    error = _errors(above, below, value, folds)
     size, rows = effective_groups(below[0]), len(groups)
+    error = _errors(above, below, value, folds)
     if least == 0:
+        shown = error / cross_validation(folds)  # by the groups
+        error = np.array([e * cross_validation(folds, _answers(v, e, size, rows)) for v, e in zip(value, shown, strict=True)])
         return [_share(v, e, size, rows, level) for v, e in zip(value, error, strict=True)]
     reach = stats.t.ppf((1 + level) / 2, size - 1) * error
     return [Estimate(float(v), float(v - r), float(min(v + r, 1.0)), level) for v, r in zip(value, reach, strict=True)]
+
+
+def _answers(value: float, error: float, groups: float, rows: int) -> float:
+    """How many independent answers have this standard error of a share; if all agree, one for each group."""
+    spread = value * (1 - value)
+    return min(spread / error**2 if error > 0 and spread > 0 else float(groups), float(rows))
 
 
 def _share(value: float, error: float, groups: float, rows: int, level: float) -> Estimate:

@@ -10,6 +10,7 @@ import torch
 from replaylens.probes.data.positions import Position
 from replaylens.probes.errors import ProbeError
 from replaylens.probes.fitting import registry
+from replaylens.probes.fitting.refit import known_metric
 from replaylens.probes.scoring.permutations import PERMUTATIONS
 
 BRANCHES = ("accepted", "rejected", "all")
@@ -43,6 +44,11 @@ class SweepSettings:
     code_length: bool = False
     """also compute the online code of logistic probes"""
     seed: int = 0
+    groups: str | None = None
+    """what else keeps prompts together: a column of the index; values that were given are one too"""
+    metric: str = "auto"
+    """of classes, in score, interval, test and controls: accuracy, balanced_accuracy, auroc, or auto: AUROC where classes are
+    unequal (the most frequent of two has 70 % or more), otherwise accuracy. Numbers have r2"""
     permutations: int = PERMUTATIONS
     """of the labels, with a new fit for each; 0: a corrected t test instead, for large grids"""
     precision: str = "double"
@@ -50,6 +56,7 @@ class SweepSettings:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
+        known_metric(self.metric)
         checks = {
             f"Unknown branches {self.branches!r}. Use one of {', '.join(BRANCHES)}.": self.branches in BRANCHES,
             f"Unknown precision {self.precision!r}. Use one of {', '.join(PRECISIONS)}.": self.precision in PRECISIONS,

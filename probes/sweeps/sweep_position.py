@@ -11,7 +11,7 @@ from replaylens.probes.data.rows import Cell, ProbeRows
 from replaylens.probes.design import controls
 from replaylens.probes.design.goals import Goal
 from replaylens.probes.design.splits import Split
-from replaylens.probes.fitting.heldout import Held
+from replaylens.probes.fitting.heldout import Held, Said
 from replaylens.probes.fitting.online_code import OnlineCode
 from replaylens.probes.scoring.permutations import Null
 
@@ -74,15 +74,11 @@ class SweepPosition:
         """[rows] bool: tested, and with a value of the goal."""
         return self.split.test.any(0) & goal.present
 
-    def predicted(self, estimator: str, goal: int, *, untrained: bool = False) -> np.ndarray:
-        """Predictions [cells, rows] of one goal."""
-        held = self.untrained[estimator] if untrained else self.held[estimator]
-        return np.stack([held[cell].predicted[0, goal] for cell in self.cells])
-
-    def scores(self, estimator: str, goal: int) -> np.ndarray:
-        """Scores [cells, rows, outputs] of one goal, as `metrics.auroc` takes them."""
-        outputs = self.goals[goal].outputs
-        return np.stack([self.held[estimator][cell].score[0, goal, :, :outputs] for cell in self.cells])
+    def said(self, estimator: str, goal: int, *, untrained: bool = False) -> Said:
+        """What the probes of all cells say of the tested rows about one goal."""
+        held, own = self.untrained[estimator] if untrained else self.held[estimator], self.goals[goal]
+        parts = [held[cell].of(goal, own, self.tested(own)) for cell in self.cells]
+        return Said(np.concatenate([part.predicted for part in parts]), np.concatenate([part.score for part in parts]))
 
     def null(self, estimator: str, goal: Goal) -> Null | None:
         """The permutation test of all cells; None if the estimator is not refitted."""

@@ -17,10 +17,10 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import no_such
 from replaylens.engine.progress import hidden
-from replaylens.engine.request.values import items, whole
+from replaylens.engine.request.values import items, shown, whole
 from replaylens.engine.run import Run
 from replaylens.probes.checks import folds_and_seed, layer_list, names, once
-from replaylens.probes.data.groups import histories, independent
+from replaylens.probes.data.groups import GIVEN, grouped, histories, independent, with_groups
 from replaylens.probes.data.positions import Position, PositionFunction
 from replaylens.probes.data.rows import LATER, Cell, ProbeRows
 from replaylens.probes.design.controls import require_same_rows, untrained_rows
@@ -52,7 +52,8 @@ def sweep(
     estimators: str | Sequence[str] = ("logistic",),
     split: str | MakeSplit = "root",
     engine: Engine | None = None,
-    untrained: ProbeRows | None = None,
+    untrained: ProbeRows | bool | None = None,
+    groups: str | Sequence[Any] | None = None,
     resume: str | Path | None = None,
     jobs: int = 1,
     backend: str | None = None,
@@ -64,6 +65,7 @@ def sweep(
     residualise: Sequence[str] = (),
     code_length: bool = False,
     seed: int = 0,
+    metric: str = "auto",
     permutations: int = PERMUTATIONS,
     precision: str = "double",
     device: str = "cpu",
@@ -80,7 +82,11 @@ def sweep(
              a `Split`
     engine   the engine that computed the rows: adds an untrained model as a control. Raises OtherFingerprint for another one
     untrained
-             the same rows of a model with random weights, where no engine can make them; the same control
+             the same rows of a model with random weights, where no engine can make them; the same control. True: the engine
+             of the given run makes them
+    groups   what more than the prompt makes rows alike, such as the topic or the author of your own texts, or words to hold
+             out: a column of the index (a label, `text`), or one value per example or per row. Prompts that share a value are
+             one group: in one fold, exchanged together. Held-out words leave a control task nothing to memorise
     resume   a folder for finished parts, from which an interrupted sweep resumes
     jobs     number of processes for estimators that are fitted one by one; -1: one per core
     backend  of joblib; `ray` for a cluster
@@ -93,6 +99,7 @@ def sweep(
     >>> best["layer"], best["accuracy"] > max(best["majority"], best["bag_of_tokens"], best["shuffled"])
     (3, True)
     """
+    engine, untrained = _maker(given, engine, untrained)
     rows = _numbered(ProbeRows.of(given), engine, untrained)
     places = _positions(rows, rows.default_positions if positions is None else positions)
     folds, seed = folds_and_seed(folds, seed)
@@ -110,6 +117,8 @@ def sweep(
         residualise=names("residualise", residualise),
         code_length=code_length,
         seed=seed,
+        groups=groups if groups is None or isinstance(groups, str) else GIVEN,
+        metric=metric,
         permutations=whole("permutations", permutations, 0, error=ProbeError),
         precision=precision,
         device=device,
@@ -117,9 +126,27 @@ def sweep(
     if whole("jobs", jobs, error=ProbeError) == 0:
         raise ProbeError("jobs=0 runs nothing. Give a number of processes, or -1 for one per core.")
     blank = _blank(rows, settings, engine, untrained)
+    if groups is not None and not isinstance(groups, str):
+        rows = with_groups(rows, groups)
     make_split = splitter(settings) if isinstance(split, str) else partial(own_split, split)
     with joblib_backend(backend):
         return _Sweep(rows, settings, places, make_split, blank, resume, jobs, progress).run()
+
+
+def _maker(given: Any, engine: Engine | None, untrained: ProbeRows | bool | None) -> tuple[Engine | None, ProbeRows | None]:
+    """(engine, rows) of the untrained control, at most one of them. Raises ProbeError for True without a run."""
+    if isinstance(untrained, ProbeRows) or not untrained:
+        if untrained is not None and not isinstance(untrained, ProbeRows | bool):
+            raise ProbeError(f"Invalid untrained={shown(untrained)}. Give ProbeRows, or True for a run.")
+        return engine, untrained or None
+    if untrained is not True:
+        raise ProbeError(f"Invalid untrained={shown(untrained)}. Give ProbeRows, or True for a run.")
+    if engine is None and not isinstance(given, Run):
+        raise ProbeError(
+            f"untrained=True needs the engine, and a {type(given).__name__} does not hold one. Give engine=, the engine that "
+            f"computed the rows."
+        )
+    return engine or given.engine, None
 
 
 def _numbered(rows: ProbeRows, engine: Engine | None, untrained: ProbeRows | None) -> ProbeRows:
@@ -178,6 +205,8 @@ class _Sweep:
         settings, found, position = self.settings, chosen.at_position(at), at.spec
         if not len(found):
             return SweepPosition.nothing(position, found, "there is no row; give rows of that position, or choose another")
+        if settings.groups is not None:
+            found = grouped(found, settings.groups)
         labels = [found.target(label) for label in settings.labels] if settings.split == "root" else []
         here = independent(found, labels)  # another split could part rows of one observation
         try:
@@ -185,7 +214,7 @@ class _Sweep:
         except TooFewGroups as error:
             return SweepPosition.nothing(position, found, str(error))
         paths = histories(here.rows) if settings.controls else None
-        how: dict[str, Any] = dict(with_controls=settings.controls, seed=settings.seed)
+        how: dict[str, Any] = dict(with_controls=settings.controls, seed=settings.seed, metric=settings.metric)
         goals, skipped = goals_at(here.rows, here.groups, paths, settings.labels, split.train, **how)
         skipped += [("the beginning", here.note)] if here.note else []
         if here.num_torn:
@@ -224,7 +253,7 @@ class _Sweep:
         roots, groups = place.rows.roots, place.groups
         if len(place.split) == 1:  # the labels of the tested rows took no part in any fit
             how = (roots, groups, place.tested(goal), settings.permutations, settings.seed)
-            place.add_null(estimator, goal, batch, exchanged(held.predicted[:, number], goal, *how))
+            place.add_null(estimator, goal, batch, exchanged(held.of(number, goal, place.tested(goal)), goal, *how))
         elif (spec := registry.get(estimator)).swept == "together" and not spec.inner:
             orders = label_orders(goal, roots, groups, settings.permutations, settings.seed)
             labels = goal.codes[goal.present]

@@ -12,14 +12,17 @@ from replaylens.probes.design import controls
 from replaylens.probes.design.goals import CONTROL, LABEL, SHUFFLED, ZERO, Goal
 from replaylens.probes.design.splits import Split, fold_of_groups
 from replaylens.probes.fitting import information
-from replaylens.probes.fitting.heldout import held_out
-from replaylens.probes.fitting.refit import ratio, score
+from replaylens.probes.fitting.heldout import Said, held_out
+from replaylens.probes.fitting.refit import areas_of, constant_score, estimates, gains, score
 from replaylens.probes.reports.report import Report, about_rows
+from replaylens.probes.reports.summary import verdict_of
 from replaylens.probes.scoring import metrics, statistics
 from replaylens.probes.scoring.permutations import Null, max_statistic
+from replaylens.probes.scoring.statistics import Estimate
 from replaylens.probes.sweeps.settings import SweepSettings
 from replaylens.probes.sweeps.sweep_position import SweepPosition
 
+_ENDS = {"": "value", "_low": "low", "_high": "high"}
 ERROR = 0.05
 """share of sweeps without any signal that may still show one"""
 
@@ -49,15 +52,13 @@ class SweepBlock:
     def folds(self) -> int:
         return len(self.place.split)
 
-    def predicted(self, number: int | None = None, *, untrained: bool = False) -> np.ndarray:
-        """[cells, tested rows], of this goal or of the control with that number."""
-        number = self.number if number is None else number
-        return self.place.predicted(self.estimator, number, untrained=untrained)[:, self.tested]
+    def said(self, number: int | None = None, *, untrained: bool = False) -> Said:
+        """Of the tested rows, about this goal or the control with that number."""
+        return self.place.said(self.estimator, self.number if number is None else number, untrained=untrained)
 
-    def gains(self, predicted: np.ndarray, goal: Goal | None = None) -> np.ndarray:
-        """[cells, tested rows], whose means are the scores of predictions."""
-        top, bottom = ratio(predicted, goal or self.goal, self.tested)
-        return np.asarray(top / bottom.mean())
+    def gains(self, said: Said, goal: Goal | None = None, fold: np.ndarray | None = None) -> np.ndarray:
+        """[cells, tested rows], whose means are the scores."""
+        return gains(said, goal or self.goal, self.tested, self.place.fold if fold is None else fold)
 
     def controls(self, role: str) -> list[int]:
         """The numbers of this label's controls of a role."""
@@ -86,6 +87,8 @@ def tabulate(places: list[SweepPosition], rows: ProbeRows, settings: SweepSettin
             for line, p in zip(own, _corrected(block), strict=True):
                 line["p"] = float(p)
     lines = [line for _, own in made for line in own]
+    for line in lines:
+        line["verdict"], line["decided_by"] = verdict_of(line)
     return Report("sweep", lines, about_rows(rows), settings.to_json(), notes)
 
 
@@ -112,25 +115,24 @@ def _correct(made: list[tuple[SweepBlock, list[dict[str, Any]]]]) -> None:
 
 def _corrected(block: SweepBlock) -> np.ndarray:
     """[cells]: p-values of a t test that the score is above that of the most frequent class, or above r2 = 0."""
-    return statistics.corrected_p(block.gains(block.predicted()) - _constant(block), block.groups, block.folds)
+    return statistics.corrected_p(block.gains(block.said()) - _constant(block), block.groups, block.folds)
 
 
 def _constant(block: SweepBlock) -> np.ndarray:
     """[tested rows]: whether the most frequent class is right; for known zeros, the chance of a guess; for numbers, 0."""
     goal, codes = block.goal, block.goal.codes[block.tested]
-    if goal.kind == "number" or goal.chance is not None:
-        return np.full(len(codes), goal.chance or 0.0)
+    if goal.chance is not None or goal.metric != "accuracy":
+        return np.full(len(codes), constant_score(goal, block.tested) if goal.chance is None else goal.chance)
     return np.asarray(codes == np.bincount(codes).argmax(), dtype=float)
 
 
 def _lines(block: SweepBlock, shared: "Shared", error: float) -> Iterator[dict[str, Any]]:
     """One line per cell."""
-    place, goal, predicted = block.place, block.goal, block.predicted()
-    top, bottom = ratio(predicted, goal, block.tested)
-    least = 0.0 if goal.kind == "class" else -np.inf
-    scores = statistics.ratio_over_groups(top, bottom, block.groups, folds=block.folds, least=least)
+    place, goal = block.place, block.goal
+    how: dict[str, Any] = dict(fold=place.fold, groups=block.groups, folds=block.folds)
+    scores, areas = estimates(block.said(), goal, block.tested, **how), areas_of(block.said(), goal, block.tested, **how)
     beyond = _controls(block, shared, error) if goal.role == LABEL else [{} for _ in scores]
-    more = _metrics(block)
+    more = _metrics(block, areas)
     null = place.null(block.estimator, goal)
     for c, (cell, found) in enumerate(zip(place.cells, scores, strict=True)):
         yield {
@@ -139,7 +141,7 @@ def _lines(block: SweepBlock, shared: "Shared", error: float) -> Iterator[dict[s
             "position": place.position,
             "label": goal.label,
             "estimator": block.estimator,
-            "metric": "accuracy" if goal.kind == "class" else "r2",
+            "metric": goal.metric,
             "accuracy": found.value,
             "low": found.low,
             "high": found.high,
@@ -169,24 +171,30 @@ def _test_name(block: SweepBlock, null: Null | None) -> str | None:
     return "permutation" if block.folds == 1 else "refitted permutation"
 
 
-def _metrics(block: SweepBlock) -> dict[str, list[float | None]]:
-    """Metrics of classes beside accuracy, one value per cell."""
-    goal, tested, names = block.goal, block.tested, ("auroc", "balanced_accuracy", "f1")
+def _metrics(block: SweepBlock, areas: list[Estimate | None]) -> dict[str, list[float | None]]:
+    """Metrics of classes whatever the goal's own, one value per cell."""
+    goal, none = block.goal, [None] * len(areas)
+    ends: dict[str, Any] = {f"auroc{end}": [each and getattr(each, name) for each in areas] for end, name in _ENDS.items()}
     if goal.kind == "number":
-        return {name: [None] * len(block.place.cells) for name in names}
-    codes, predicted = goal.codes[tested], block.predicted()
-    found = (
-        metrics.auroc(block.place.scores(block.estimator, block.number)[:, tested], codes, block.place.fold[tested]),
-        metrics.balanced_accuracy(predicted, codes),
-        metrics.f1(predicted, codes, len(goal.classes)),
-    )
-    return {name: values.tolist() for name, values in zip(names, found, strict=True)}
+        return ends | {"balanced_accuracy": none, "f1": none}
+    codes, predicted = goal.codes[block.tested], block.said().predicted
+    found = (metrics.balanced_accuracy(predicted, codes), metrics.f1(predicted, codes, len(goal.classes)))
+    return ends | {name: values.tolist() for name, values in zip(("balanced_accuracy", "f1"), found, strict=True)}
 
 
 # ---- controls ---------------------------------------------------------------------------------------------------------
 
 _NO_CONTROLS = dict.fromkeys(
-    ("control_task", "selectivity", "selectivity_low", "selectivity_high", "untrained", "margin", "margin_over")
+    (
+        "control_task",
+        "selectivity",
+        "selectivity_low",
+        "selectivity_high",
+        "untrained",
+        "margin",
+        "margin_over",
+        "margin_without_task",
+    )
 )
 
 
@@ -205,25 +213,35 @@ Shared = dict[str, tuple[np.ndarray | None, float] | None]
 
 def _shared(block: SweepBlock, settings: SweepSettings) -> Shared:
     """Controls that do not depend on the model: the same for every cell."""
-    place, goal = block.place, block.goal
-    found: Shared = dict.fromkeys(("majority", "token_identity", "bag_of_tokens"))
+    place, goal, frame = block.place, block.goal, block.place.rows.frame
+    found: Shared = dict.fromkeys(("majority", "token_identity", "position_only", "bag_of_tokens"))
     if goal.role != LABEL or not settings.controls:
         return found
     repeats = _REPEATS if block.folds > 1 and len(place.rows) <= _FEW else 1
     again = [place.split, *(_refolded(place, settings.seed + n) for n in range(1, repeats))]
-    if goal.kind == "number":
-        found["majority"] = (None, 0.0)  # the mean explains nothing
-    else:
-        found["majority"] = (None, controls.majority(goal.codes, place.split.train & goal.present, place.split.test))
-        if place.rows.has_tokens:
-            tokens = place.rows.frame["token"].to_numpy()
-            said = [controls.token_identity(goal.codes, tokens, each.train & goal.present, each.test) for each in again]
-            found["token_identity"] = _scored(block, np.stack(said))
+    guess = constant_score(goal, block.tested)
+    if goal.metric == "accuracy":
+        guess = controls.majority(goal.codes, place.split.train & goal.present, place.split.test)
+    found["majority"] = (None, guess)
+    if goal.kind == "class" and place.rows.has_tokens:
+        found["token_identity"] = _by_value(block, frame["token"].to_numpy(), again)
+    if goal.kind == "class" and (bins := controls.position_bins(frame["position"], goal.present)) is not None:
+        found["position_only"] = _by_value(block, bins, again)
     if place.bags is not None:
         simple = "logistic" if goal.kind == "class" else "ridge"
-        said = [held_out(simple, place.bags, [goal], each.train, each.test).predicted[0, 0] for each in again]
-        found["bag_of_tokens"] = _scored(block, np.stack(said))
+        said = [held_out(simple, place.bags, [goal], each.train, each.test).of(0, goal, block.tested) for each in again]
+        found["bag_of_tokens"] = _scored(block, said, again)
     return found
+
+
+def _by_value(block: SweepBlock, values: np.ndarray, again: list[Split]) -> tuple[np.ndarray, float]:
+    """A control that knows one value of each row, such as its token."""
+    goal = block.goal
+    how = [(each.train & goal.present, each.test) for each in again]
+    shares = [controls.shares_of(goal.codes, values, *masks, len(goal.classes))[block.tested] for masks in how]
+    said = [controls.token_identity(goal.codes, values, *masks)[block.tested] for masks in how]
+    scores = [each[:, 1:] if goal.outputs == 1 else each for each in shares]
+    return _scored(block, [Said(one[None], own[None]) for one, own in zip(said, scores, strict=True)], again)
 
 
 def _refolded(place: SweepPosition, seed: int) -> Split:
@@ -233,10 +251,11 @@ def _refolded(place: SweepPosition, seed: int) -> Split:
     return Split(split.name, ~inside & split.train.any(0), inside & split.test.any(0), split.roots)
 
 
-def _scored(block: SweepBlock, predicted: np.ndarray) -> tuple[np.ndarray, float]:
-    """(gains [tested rows], score), as means over predictions [repeats, rows]."""
-    gains = block.gains(predicted[:, block.tested]).mean(0)
-    return gains, float(gains.mean())
+def _scored(block: SweepBlock, said: list[Said], again: list[Split]) -> tuple[np.ndarray, float]:
+    """(gains [tested rows], score), as means over repeated cross-validations."""
+    every = [block.gains(each, fold=split.test.argmax(0))[0] for each, split in zip(said, again, strict=True)]
+    mean = np.mean(every, axis=0)
+    return mean, float(mean.mean())
 
 
 def _controls(block: SweepBlock, shared: Shared, error: float) -> list[dict[str, Any]]:
@@ -244,7 +263,7 @@ def _controls(block: SweepBlock, shared: Shared, error: float) -> list[dict[str,
 
     error  that the lower bounds of all cells together may have
     """
-    own = block.gains(block.predicted())
+    own = block.gains(block.said())
     fits = statistics.variance_of_fits(own, block.groups, block.folds)  # of the probe; the control's own is small beside it
     how = _How(level=1 - error, extra=fits)
     found: list[dict[str, Any]] = [{} for _ in own]
@@ -256,7 +275,7 @@ def _controls(block: SweepBlock, shared: Shared, error: float) -> list[dict[str,
     if numbers := block.controls(CONTROL):
         bounds["control_task"] = _selectivity(block, own, numbers, found, error)
     if block.estimator in block.place.untrained:
-        blank = block.gains(block.predicted(untrained=True))
+        blank = block.gains(block.said(untrained=True))
         bounds["untrained"] = statistics.lower_bounds(own - blank, block.groups, **how)[1]
         for line, value in zip(found, blank.mean(1), strict=True):
             line["untrained"] = float(value)
@@ -264,6 +283,8 @@ def _controls(block: SweepBlock, shared: Shared, error: float) -> list[dict[str,
         if bounds:
             line["margin_over"] = min(bounds, key=lambda name: bounds[name][c])
             line["margin"] = float(bounds[line["margin_over"]][c])
+        if others := [bound[c] for name, bound in bounds.items() if name != "control_task"]:
+            line["margin_without_task"] = float(min(others))
     return found
 
 
@@ -275,7 +296,7 @@ def _selectivity(
     The control tasks are a sample of all random ones, so their spread counts as well.
     """
     goals = block.place.goals
-    drawn = np.stack([block.gains(block.predicted(number), goals[number]) for number in numbers])  # [draws, cells, rows]
+    drawn = np.stack([block.gains(block.said(number), goals[number]) for number in numbers])  # [draws, cells, rows]
     spread = drawn.mean(2).var(0, ddof=1) / len(numbers) if len(numbers) > 1 else np.zeros(len(own))
     how: dict[str, Any] = dict(folds=block.folds, extra=spread)
     value, bound = statistics.lower_bounds(own - drawn.mean(0), block.groups, level=1 - error, **how)
@@ -295,7 +316,7 @@ def _shuffled(block: SweepBlock, null: Null | None, c: int) -> float | None:
     numbers = block.controls(SHUFFLED)
     if not numbers:
         return None
-    return float(score(block.predicted(numbers[0]), block.place.goals[numbers[0]], block.tested)[c])
+    return float(score(block.said(numbers[0]), block.place.goals[numbers[0]], block.tested, block.place.fold)[c])
 
 
 # ---- information ------------------------------------------------------------------------------------------------------

@@ -55,14 +55,6 @@ WORKBENCH = (
         (f"{EDITS}::test_a_bfloat16_direction_is_projected_out_as_the_pass_rounds_it",),
     ),
     Mutant(
-        "heads-drawn-as-means",
-        "replaylens.engine.attribution.effects",
-        "grids = {what: grid.sum(1) for what, grid in grids.items()}",
-        "grids = {what: grid.mean(1) for what, grid in grids.items()}",
-        "a head's cell is the sum of its effects over positions",
-        (f"{DRAWN}::test_attributed_heads_are_sums_over_positions",),
-    ),
-    Mutant(
         "weakest-features-in-the-lens",
         "replaylens.workbench.lens",
         "order = values.argsort(descending=True, stable=True)[:n]",
@@ -77,14 +69,6 @@ WORKBENCH = (
         "top = values.argsort(stable=True)[:_SHOWN_FEATURES].tolist()",
         "the strongest features of a row are listed",
         (f"{DRAWN}::test_the_strongest_features_come_first",),
-    ),
-    Mutant(
-        "colours-centred-on-zero",
-        "replaylens.workbench.patch_result",
-        'around = 0.0 if values == "effect" else self.base',
-        "around = 0.0",
-        "a patch that changes nothing has the colour of the middle",
-        (f"{DRAWN}::test_a_grid_of_patches",),
     ),
     Mutant(
         "lowest-weight-named",

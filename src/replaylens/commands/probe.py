@@ -3,6 +3,7 @@
 import csv
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -55,6 +56,9 @@ def probe(
     permutations: Annotated[
         int, typer.Option(min=0, help="Permutations of the labels, with a new fit each; 0: a corrected t test.")
     ] = 99,
+    metric: Annotated[
+        str, typer.Option(help="Of classes: accuracy, balanced_accuracy, auroc, or auto: auroc where classes are unequal.")
+    ] = "auto",
     branches: Annotated[str, typer.Option(help="Branches to use: accepted, rejected or all.")] = "accepted",
     model: Annotated[str | None, typer.Option(help="The dump's model; adds an untrained model as a control.")] = None,
     task: DumpTaskOption = None,
@@ -91,6 +95,7 @@ def probe(
             "layers": None if layers is None else _numbers(layers),
             "folds": folds,
             "permutations": permutations,
+            "metric": metric,
             "branches": branches,
             "controls": controls,
             "residualise": _words(residualise),
@@ -203,8 +208,8 @@ def _save_best(dump: Dump, report: "Report", folder: Path) -> None:
     from replaylens.probes.fitting.registry import get
 
     linear = [line for line in report.lines if not line["known_zero"] and get(line["estimator"]).linear]
-    for label in dict.fromkeys(line["label"] for line in linear if line["metric"] == "accuracy"):
-        best = max((line for line in linear if line["label"] == label), key=lambda line: line["accuracy"])
+    for label in dict.fromkeys(line["label"] for line in linear if line["metric"] != "r2"):
+        best = replace(report, lines=[line for line in linear if line["label"] == label]).best(label)
         place = {name: best[name] for name in ("site", "layer", "position", "estimator")}
         made: LinearProbe = fit_probe(dump, label, **place)
         typer.echo(f"{made.save(folder / label)}: {label} at {best['site']}{best['layer']}, {best['position']}", err=True)

@@ -8,7 +8,7 @@ from markupsafe import Markup
 from replaylens.engine.pictures import tree_html
 from replaylens.engine.pictures.html import join, tag
 from replaylens.probes.reports.report import Report
-from replaylens.probes.reports.summary import CONTROLS, shown
+from replaylens.probes.reports.summary import CONTROLS, best_of, shown
 from replaylens.views.dumped import DumpedExample
 
 MAX_LINES = 12
@@ -49,7 +49,7 @@ def better(one: DumpedExample | None, other: DumpedExample) -> DumpedExample:
 def _headlines(report: Report) -> list[str]:
     """A report's first finding; of a sweep, one for each label."""
     lines = [line for line in report.summary() if not line.startswith(" ")]
-    told = [line for line in lines if line.startswith(("Shown:", "Not shown:"))]
+    told = [line for line in lines if line.startswith(("Shown:", "Readable, ", "Not shown:"))]
     by_label: dict[str, str] = {}
     for line in sorted(told, key=lambda line: not line.startswith("Shown:")):  # what is shown comes first
         by_label.setdefault(line.split(" at ")[0].partition(": ")[2], line)
@@ -65,7 +65,7 @@ def _best(report: Report) -> Iterable[dict[str, Any]]:
     main["shown"] = shown(main)
     for _, part in main.groupby(["label", "estimator", "position"], sort=False):
         if part["accuracy"].notna().any():
-            yield dict(part.loc[part["accuracy"].idxmax()])
+            yield dict(best_of(part))
 
 
 def _table(cells: Sequence[Mapping[str, Any]]) -> Markup:

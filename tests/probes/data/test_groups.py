@@ -156,8 +156,9 @@ def test_noise_is_shown_in_one_of_twenty(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found <= 8  # 5 % of 60 is 3; more than 8 in 0.4 % of cases
 
     def fixed(estimator: str, x: Tensor, goal: Goal, orders: np.ndarray, split: Split, *, nuisance: None = None) -> Null:
-        said = held_out(estimator, x, [goal], split.train, split.test).predicted[:, 0]
+        said = held_out(estimator, x, [goal], split.train, split.test)
         every = np.ones(len(goal.codes), dtype=bool)
+        said = said.of(0, goal, every)
         scores = [score(said, replace(goal, codes=goal.codes[order]), every) for order in [np.arange(len(every)), *orders]]
         return Null(scores[0], np.stack(scores[1:]))
 

@@ -7,9 +7,10 @@ from sklearn.linear_model import LogisticRegression, RidgeClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
+from replaylens.probes.estimators import quasi_newton, solvers
 from replaylens.probes.estimators.grams import Grams
 from replaylens.probes.estimators.mass_mean import MassMeanProbe
-from replaylens.probes.estimators.solvers import Solution, one_hot, solve
+from replaylens.probes.estimators.solvers import Solution, one_hot, solve, solve_path
 from replaylens.probes.fitting.probe import coefficients
 
 CELLS, ROWS, WIDTH, FOLDS = 2, 300, 12, 3
@@ -86,6 +87,58 @@ def test_same_call_same_bits() -> None:
     x, codes, train = problem(2)
     first, second = (solve("logistic", torch.from_numpy(x), one_hot(codes, 2), train) for _ in range(2))
     assert torch.equal(first.weight, second.weight) and torch.equal(first.bias, second.bias)
+
+
+@pytest.mark.parametrize("shape", [(3, 600, 40), (2, 60, 200)], ids=["tall", "wide"])
+def test_threads_change_no_bit(shape: tuple[int, int, int]) -> None:
+    """Logistic probes and their scores have the same bits with one thread and with several."""
+    generator = np.random.default_rng(0)
+    x, codes = torch.from_numpy(generator.normal(size=shape)), generator.integers(2, size=(2, shape[1]))
+    train, before, found = np.ones((2, 1, shape[1]), dtype=bool), torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            solution = solve("logistic", x, one_hot(codes, 2), train)
+            found.append((solution.weight, solution.scores(x)))
+            assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+def gradient(x: np.ndarray, codes: np.ndarray, C: float, solution: Solution) -> float:
+    """The largest entry of the gradient per row, on standardised columns: what scikit-learn's tolerance bounds."""
+    scaler = StandardScaler().fit(x)
+    weight, rows = solution.weight[0, 0, 0, 0].numpy() * scaler.scale_, scaler.transform(x)
+    score = x @ solution.weight[0, 0, 0, 0].numpy() + float(solution.bias[0, 0, 0, 0])
+    off = 1 / (1 + np.exp(-score)) - codes
+    return float(max(np.abs(rows.T @ off + weight / C).max(), abs(off.sum())) / len(x))
+
+
+@pytest.mark.parametrize("shape", [(40, 300), (30, 31), (200, 20)])
+def test_every_strength_converges(shape: tuple[int, int]) -> None:
+    """With fewer rows than columns, and weak regularisation of separable rows, the gradient still reaches the tolerance."""
+    generator = np.random.default_rng(0)
+    codes = generator.integers(2, size=shape[0])
+    x = generator.normal(size=shape) + 2 * codes[:, None] * np.eye(1, shape[1])
+    path, every = (0.01, 1.0, 10.0, 100.0), np.ones((1, 1, shape[0]), dtype=bool)
+    for C, found in zip(
+        path, solve_path("logistic", torch.from_numpy(x)[None], one_hot(codes, 2)[None], every, path), strict=True
+    ):
+        assert gradient(x, codes, C, found) < 1.1e-6
+
+
+def test_steps_without_a_gram_matrix_find_the_same_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Diagonal, Gram matrix and row space are three ways to one minimum; few problems of many columns take the first."""
+    assert quasi_newton.patience(5000, 2048, 1) > 50 and quasi_newton.patience(5000, 576, 500) == 0
+    generator = np.random.default_rng(0)
+    codes, x = generator.integers(3, size=(1, 90)), torch.from_numpy(generator.normal(size=(1, 90, 100)))
+    found = []
+    for wide, steps in ((True, 0), (False, 0), (False, 10**6)):
+        monkeypatch.setattr(solvers, "worth_the_row_space", lambda *_, wide=wide: wide)
+        monkeypatch.setattr(quasi_newton, "patience", lambda *_, steps=steps: steps)
+        found.append(solve("logistic", x, one_hot(codes, 3), np.ones((1, 1, 90), dtype=bool), tolerance=1e-9).weight)
+    assert torch.allclose(found[0], found[1], atol=1e-6) and torch.allclose(found[0], found[2], atol=1e-6)
 
 
 def test_atoms_add_up() -> None:

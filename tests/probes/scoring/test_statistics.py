@@ -7,6 +7,7 @@ from scipy.stats import beta
 from replaylens.probes.data.target import make_target
 from replaylens.probes.design.goals import make_goal
 from replaylens.probes.errors import TooFewGroups
+from replaylens.probes.fitting.heldout import Said
 from replaylens.probes.fitting.information import calibration_error, code_blocks, code_length, v_information
 from replaylens.probes.fitting.refit import exchanged, permutation_test
 from replaylens.probes.scoring.permutations import Null, group_permutations, max_statistic
@@ -161,7 +162,8 @@ def test_permutations_move_labels_between_roots() -> None:
 def permuted(predicted: np.ndarray, labels: np.ndarray, roots: np.ndarray, count: int, seed: int = 0) -> Null:
     """The test of predictions [cells, rows] that were made without these labels."""
     every = np.ones(len(labels), dtype=bool)
-    return exchanged(predicted, make_goal(make_target("label", labels)), roots, roots, every, count, seed)
+    said = Said(predicted, np.full((*predicted.shape, 1), np.nan))
+    return exchanged(said, make_goal(make_target("label", labels)), roots, roots, every, count, seed)
 
 
 def test_p_values_are_small_only_where_something_is() -> None:

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 
+from replaylens import tasks
 from replaylens.engine.cluster import connected
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
@@ -30,7 +31,7 @@ from replaylens.probes.errors import (
 from replaylens.probes.fitting.heldout import held_out, residualised
 from replaylens.probes.questions.outcome_at_fork import outcome_at_fork
 from replaylens.probes.reports.report import Report
-from replaylens.probes.reports.summary import summarise
+from replaylens.probes.reports.summary import summarise, verdict_of
 from replaylens.probes.sweeps import sweeping
 from replaylens.probes.sweeps.sweeping import MakeSplit, sweep
 from tests.probes.synthetic import rows_of
@@ -358,3 +359,115 @@ def test_a_verdict_names_the_controls_that_it_lacks() -> None:
     table = sweep(rows_of(roots=40), "face", sites="S", layers=[1], positions="all", permutations=0).table
     assert not any("without" in line for line in summarise(table))
     assert any("without bag of tokens" in line for line in summarise(table.assign(bag_of_tokens=np.nan)))
+
+
+# Metrics and verdicts
+
+
+def unequal(seed: int, effect: float = 1.8, count: int = 160, share: float = 0.1) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of two classes, of which one has a tenth; its AUROC is about .9 with an effect of 1.8. Plain numpy."""
+    generator = np.random.default_rng([seed, 9])
+    y = (generator.permutation(count) < share * count).astype(int)
+    return generator.normal(size=(count, 4)) + effect * np.eye(1, 4) * y[:, None], y
+
+
+def test_a_rare_class_is_shown_by_its_area() -> None:
+    """At 90 : 10 accuracy cannot tell an area of .9 from a constant guess. By default the area decides, in p and interval."""
+    found: dict[str, int] = {"auto": 0, "accuracy": 0}
+    for seed in range(6):
+        X, y = unequal(seed)
+        rows = ProbeRows.of_arrays(X, y, np.arange(len(y)))
+        for metric in found:
+            report = sweep(rows, "label", metric=metric, permutations=39)
+            found[metric] += report.lines[0]["verdict"] == "shown"
+    assert found["auto"] == 6 > found["accuracy"]
+    line = report.lines[0]
+    assert line["metric"] == "accuracy" and report.settings["metric"] == "accuracy"
+    line = sweep(rows, "label", permutations=19).lines[0]
+    assert line["metric"] == "auroc" and line["majority"] == 0.5 and line["low"] < line["accuracy"] == line["auroc"]
+    assert (line["auroc_low"], line["auroc_high"]) == (line["low"], line["high"])
+
+
+def test_equal_classes_are_scored_by_accuracy() -> None:
+    X, y = unequal(0, share=0.5)
+    rows = ProbeRows.of_arrays(X, y, np.arange(len(y)))
+    assert sweep(rows, "label", permutations=19).lines[0]["metric"] == "accuracy"
+    balanced = sweep(rows, "label", permutations=19, metric="balanced_accuracy").lines[0]
+    assert balanced["accuracy"] == pytest.approx(balanced["balanced_accuracy"]) and balanced["low"] < balanced["accuracy"]
+    with pytest.raises(ProbeError, match="metric"):
+        sweep(rows, "label", metric="precision")
+
+
+def words(seed: int = 1, effect: float = 3.0) -> tuple[ProbeRows, np.ndarray]:
+    """(rows that hold their word and, in a direction of its own, a label that is the same in all rows of a word; words)"""
+    generator = np.random.default_rng(seed)
+    word = np.arange(240) % 24
+    X = generator.normal(size=(24, 24))[word] + 0.2 * generator.normal(size=(240, 24))
+    X[:, 0] = effect * (word % 2) + generator.normal(size=240)
+    how: dict[str, Any] = dict(tokens=word, positions=np.zeros(240, dtype=int), keys=np.arange(240).astype(str))
+    return ProbeRows.of_arrays(X, {"label": word % 2, "own": generator.integers(2, size=240)}, np.arange(240), **how), word
+
+
+def test_a_label_that_the_control_task_reads_as_well_is_readable() -> None:
+    """The row's own coin is in the rows, but so are the words: a random class per word is read better still."""
+    rows, word = words()
+    own = rows.frame["own"].to_numpy()
+    X = rows.matrix("X").copy()
+    X[:, 1] = 2.7 * own + np.random.default_rng(2).normal(size=240)
+    how: dict[str, Any] = dict(tokens=word, positions=np.zeros(240, dtype=int), keys=np.arange(240).astype(str))
+    report = sweep(ProbeRows.of_arrays(X, {"own": own}, np.arange(240), **how), "own", permutations=19)
+    line = report.lines[0]
+    assert line["accuracy"] < line["control_task"] and line["margin_without_task"] > 0 and line["p_family"] <= 0.05
+    assert (line["verdict"], line["decided_by"]) == ("readable", "control_task")
+    assert "Readable, not separable from the control task: own" in report.text() and "sweep(groups=)" in report.text()
+    assert verdict_of(line | {"margin_without_task": -0.2}) == ("not shown", "control_task")
+    assert verdict_of(line | {"p_family": 0.2}) == ("not shown", "p_family")
+
+
+def test_held_out_words_leave_the_control_task_nothing() -> None:
+    """With words in one fold each, a random class per word cannot be learned; the label, a direction of its own, can."""
+    rows, word = words(effect=8.0)
+    free, held = (sweep(rows, "label", permutations=19, groups=groups).lines[0] for groups in (None, word))
+    assert free["control_task"] > 0.9 and free["verdict"] != "shown"
+    assert held["groups"] == 24 and held["control_task"] < 0.75 and held["accuracy"] > 0.8 and held["verdict"] == "shown"
+    with pytest.raises(BadRows, match="one per example"):
+        sweep(rows, "label", groups=[1, 2, 3])
+    with pytest.raises(BadRows, match="column of groups"):
+        sweep(rows, "label", groups="topic")
+
+
+def test_position_alone_is_a_control() -> None:
+    """A label that follows from the place in the prompt is not shown, whatever the rows hold of it."""
+    place = np.tile(np.arange(4), 50)
+    generator = np.random.default_rng(0)
+    X = np.eye(4)[place] + 0.1 * generator.normal(size=(200, 4))
+    rows = ProbeRows.of_arrays(X, place % 2, np.repeat(np.arange(50), 4), positions=place)
+    line = sweep(rows, "label", permutations=0).lines[0]
+    assert line["position_only"] == 1.0 and line["accuracy"] > 0.95 and line["verdict"] == "not shown"
+
+
+def test_untrained_model_of_a_run(engine: Engine) -> None:
+    """True takes the run's own engine; other values are refused before anything is computed."""
+    run = engine.replay(tasks.get("coin")(flips=(1, 3)).examples(30), sites="S")
+    how: dict[str, Any] = dict(sites="S", layers=[3], positions="query", estimators="ridge", permutations=19)
+    assert body(sweep(run, "face", untrained=True, **how)) == body(sweep(run, "face", engine=engine, **how))
+    with pytest.raises(ProbeError, match="untrained=True needs the engine"):
+        sweep(ProbeRows.of(run), "face", untrained=True, **how)
+    with pytest.raises(ProbeError, match="Invalid untrained"):
+        sweep(run, "face", untrained="yes", **how)  # type: ignore[arg-type]
+
+
+def test_a_report_says_how_it_decided(report: Report) -> None:
+    """The grid, the correction, the permutations with the smallest p, and what decided."""
+    text = report.text()
+    assert "Grid of 2 cells (1 site, 2 layers, 1 position, 1 label, 1 estimator)" in text and "maximum statistic" in text
+    assert "19 permutations: no p is below 0.050" in text and "  decided by the margin over" in text
+    assert "  AUROC there" in text and {"verdict", "decided_by"} <= set(report.table)
+
+
+def test_the_best_cell_is_one_that_is_shown(report: Report) -> None:
+    """A cell with a higher score that a control explains is not the best one."""
+    line = report.best("face")
+    higher = line | {"layer": 9, "accuracy": 1.1, "margin": -0.1, "margin_without_task": -0.1}
+    both = Report("sweep", [higher, line], {}, {})
+    assert both.best("face")["layer"] == line["layer"] and f"at S{line['layer']}" in both.text()
