@@ -164,7 +164,7 @@ def test_every_measure_of_the_lens(served: Engine) -> None:
         (axis,) = panels(result.plot(measure))  # type: ignore[arg-type]
         drawn, _ = mesh(axis)
         assert np.allclose(drawn, getattr(result, measure).double().numpy(), rtol=1e-6)
-        assert [text.get_text() for text in axis.texts] == [visible(cell[0]) for line in result.top for cell in line]
+        assert [text.get_text() for text in axis.texts] == [visible(cell[0]).strip() for line in result.top for cell in line]
     assert torch.equal(result.probability, result.top_logprobs[..., 0].exp())
 
 
