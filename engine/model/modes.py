@@ -8,9 +8,11 @@
 | autocast | the calling thread | off |
 | oneDNN | the process | on |
 | precision of oneDNN's float32 products | the process | IEEE |
+| inference mode, default device, modes that intercept ops (FakeTensorMode) | the calling thread | none |
 
 A user or a library may set any of them at any time. `canonical` sets them while a pass runs and then restores the user's
-settings. Other threads cannot change a thread's modes; the modes of the process are checked when the pass ends.
+settings; `plain` does so for the last row of the table, around every call of an engine. Other threads cannot change a thread's
+modes; the modes of the process are checked when the pass ends.
 """
 
 import ctypes
@@ -18,13 +20,19 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, wraps
+from typing import ParamSpec, TypeVar
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from replaylens.engine.errors import ModesChanged
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 ENVIRONMENT = (
     "MKL_CBWR",
@@ -60,7 +68,8 @@ def canonical(count: int = 1) -> Iterator[None]:
             if torch.get_num_threads() != count or _flushes() or _rounds_away() or torch.is_autocast_enabled("cpu"):
                 raise ModesChanged(
                     "A hook function changed the number of threads, the flushing of denormal numbers, the direction of "
-                    "rounding or autocast, and did not restore it. Nothing of this pass was committed. Restore it in the function."
+                    "rounding or autocast, and did not restore it. Nothing of this pass was committed. Restore it in the "
+                    "function."
                 )
             _PROCESS.check(entered)
         finally:
@@ -68,6 +77,44 @@ def canonical(count: int = 1) -> Iterator[None]:
             _set_threads(before)
             if autocast:
                 torch.set_autocast_enabled("cpu", True)
+
+
+def plain() -> AbstractContextManager[object]:
+    """Leave the caller's inference mode, default device, autocast, modes and transforms (vmap) that intercept ops.
+
+    Tensors that are made within are ordinary ones: they can be changed later, and autograd can save them.
+    """
+    c = torch._C
+    intercepted = c._len_torch_function_stack() or c._len_torch_dispatch_stack() or c._functorch.maybe_current_level()
+    if not (intercepted or torch.is_inference_mode_enabled() or torch.is_autocast_enabled("cpu")):
+        return _NOTHING
+    return _left()
+
+
+_NOTHING = nullcontext()
+
+
+@contextmanager
+def _left() -> Iterator[None]:
+    with (
+        temporarily_clear_interpreter_stack(),
+        _disable_current_modes(),
+        torch._C.DisableTorchFunction(),
+        torch.inference_mode(False),
+        torch.autocast("cpu", enabled=False),
+    ):
+        yield
+
+
+def plainly(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function that runs within `plain`."""
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        with plain():
+            return function(*args, **kwargs)
+
+    return called
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from functools import wraps
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from replaylens.engine.errors import UnknownOption
+from replaylens.engine.model import modes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -16,7 +17,8 @@ _FIELDS: dict[str, frozenset[str]] = {}
 
 
 def named_options(method: Callable[P, R]) -> Callable[P, R]:
-    """The method, which raises UnknownOption where Python would raise a TypeError about its signature."""
+    """The method, which raises UnknownOption where Python would raise a TypeError about its signature, and runs within
+    `modes.plain`."""
     return _checked(method, method.__name__)
 
 
@@ -40,7 +42,8 @@ def _checked(method: Callable[P, R], name: str) -> Callable[P, R]:
         if len(args) <= len(needed) and any(key not in kwargs for key in needed[len(args) - 1 :]):
             missing = [key for key in needed[len(args) - 1 :] if key not in kwargs]
             raise UnknownOption(f"{name}() needs {' and '.join(missing)}. Give a value.")
-        return method(*args, **kwargs)
+        with modes.plain():
+            return method(*args, **kwargs)
 
     return call
 

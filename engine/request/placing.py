@@ -107,7 +107,7 @@ def _on_rows(
         raise BadEdit(f"when for {name} has shape {tuple(when.shape)}. Give one finite direction, for a site with vectors.")
     value, op = edit.value, edit.op
     if heads and op == "zero" and value is None:
-        value, op = torch.zeros(shape), "set"  # so that a GPU has a vector to take the heads from
+        value, op = torch.zeros(shape, dtype=torch.float32), "set"  # so that a GPU has a vector to take the heads from
     if heads and value is not None:
         value = _of_heads(value, name, shape, list(edit.heads or ()))
     count = len(picks) or (stop - start if stop is not None else None)

@@ -14,7 +14,7 @@ from replaylens.engine.loop.loop import Loop
 from replaylens.engine.memory.cache import require_memory
 from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.memory.tree import BranchStatus, BranchTree
-from replaylens.engine.model import sites
+from replaylens.engine.model import modes, sites
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.text import Text
 from replaylens.engine.passes.ferry import RING_BYTES, SMALLEST_RING
@@ -65,6 +65,7 @@ class Core(Generation, Uncopied):
 
     _instead = "Load another engine from the same source. It commits the same bits."
 
+    @modes.plainly
     def __init__(
         self,
         model: Decoder,
