@@ -141,4 +141,28 @@ MODES = (
         "variables that choose other kernels are part of the fingerprint",
         (f"{_TESTS}::test_variables_that_choose_other_kernels_are_part_of_the_fingerprint",),
     ),
+    Mutant(
+        "calls-in-the-callers-modes",
+        "replaylens.engine.request.options",
+        "        with modes.plain():\n            return",
+        "        if True:\n            return",
+        "a call leaves the caller's modes of torch",
+        ("tests/engine/serving/test_callers_modes.py::test_no_verb_depends_on_the_mode",),
+    ),
+    Mutant(
+        "steps-in-the-callers-modes",
+        "replaylens.engine.serving.lock",
+        "                with modes.plain():\n                    step()",
+        "                if True:\n                    step()",
+        "another thread's step leaves that thread's modes",
+        ("tests/engine/serving/test_callers_modes.py::test_streams_are_stepped_in_no_callers_mode",),
+    ),
+    Mutant(
+        "engine-made-in-inference-mode",
+        "replaylens.engine.serving.core",
+        "    @modes.plainly\n    def __init__",
+        "    def __init__",
+        "the cache of an engine can be changed outside inference mode",
+        ("tests/engine/serving/test_callers_modes.py::test_an_engine_made_by_hand_in_inference_mode_is_an_ordinary_one",),
+    ),
 )

@@ -19,6 +19,7 @@ from torch._subclasses import FakeTensorMode
 from replaylens import Edit, Engine, tasks
 from replaylens.engine.errors import BadEdit
 from replaylens.engine.model import modes
+from tests.toy_model import random_model
 
 PROMPT = "A coin's state is heads. Alice flips. What's the state? A:"
 Mode = Callable[[], AbstractContextManager[Any]]
@@ -168,6 +169,24 @@ def test_new_tensors_of_floats_name_their_dtype() -> None:
             if ast.unparse(node.func) in {f"torch.{name}" for name in FACTORIES}:
                 unnamed.append(f"{path.relative_to(root)}:{node.lineno}")
     assert unnamed == []
+
+
+def test_an_engine_made_by_hand_in_inference_mode_is_an_ordinary_one() -> None:
+    model = random_model()
+    with torch.inference_mode():
+        engine = Engine(model)
+    assert not engine.runner.cache.data.is_inference()
+    assert torch.equal(engine.prompt([1, 2, 3]).fork(at=2)[0].force([5]).kv(), Engine(model).prompt([1, 2, 5]).kv())
+
+
+@pytest.mark.parametrize("mode", ["the meta device", "fake tensors", "autocast"])
+def test_streams_are_stepped_in_no_callers_mode(mode: str, usual: dict[str, Any]) -> None:
+    """A stream is opened outside the mode, and its tokens are asked for within it."""
+    branch = Engine.load("coin-plain").prompt(PROMPT)
+    stream = branch.stream(2, drafter="self", window=1)
+    with MODES[mode]():
+        assert len(list(stream)) == 2
+    assert different({"rollback": [branch.kv()]}, {"rollback": usual["rollback"]}) == []
 
 
 TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], Any]] = {
