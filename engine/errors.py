@@ -69,7 +69,7 @@ class BadCertificate(EngineError, ValueError):
 
 
 class ModesChanged(EngineError, RuntimeError):
-    """The number of threads, or another setting that changes bits, changed during a pass. Nothing of it was committed."""
+    """A setting that changes bits changed during a pass, or cannot be set for it. Nothing of the pass was committed."""
 
 
 class IntegrityError(EngineError, RuntimeError):

@@ -19,6 +19,7 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.rows import assemble, probabilities
 from replaylens.engine.dump.writer import DumpWriter
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.model import modes
 from replaylens.engine.pictures.live import tree_of
 from replaylens.engine.pictures.readings import word
 from replaylens.engine.pictures.retelling import timeline
@@ -139,6 +140,7 @@ class Run(Sequence[Result]):
         more = len(self) - len(shown)
         return folded_pictures(facts, shown, f"and {more} more: {verb} shows any of them" if more > 0 else "")
 
+    @modes.plainly
     def save(
         self,
         path: str | Path,

@@ -21,12 +21,14 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from replaylens.engine.engine import Engine
+from tests.engine import test_machine
 from tests.engine.reference import random_decoder
 from tests.engine.test_machine import CONFIG, Sessions
 from tests.engine.test_tree_machine import Trees
 
 ROOT = Path(__file__).parents[1]
 THREADS = (1, 2, 3, 8, 16, 4)
+COUNTS = ("operations", "preemptions")
 KEPT = 64
 """paths that a process hands to the next one with the same model"""
 
@@ -58,16 +60,32 @@ class Inputs14336(Sessions):
     sessions, steps = 6, 30
 
 
-MACHINES: dict[str, Any] = {cls.__name__: cls for cls in (Small, AsWideAsSmolLM2, Inputs4096, Inputs14336, Trees)}
-ORDER = ("Small", "AsWideAsSmolLM2", "Small", "Inputs4096", "Trees", "Small", "Inputs14336")
+class Experts(test_machine.Experts):
+    """A mixture of experts in a cache that three requests outgrow."""
+
+    sessions, steps = 30, 40
+
+
+class Latents(test_machine.Latents):
+    """Latent attention in the same."""
+
+    sessions, steps = 30, 40
+
+
+MACHINES: dict[str, Any] = {
+    cls.__name__: cls for cls in (Small, AsWideAsSmolLM2, Inputs4096, Inputs14336, Experts, Latents, Trees)
+}
+ORDER = ("Small", "Experts", "AsWideAsSmolLM2", "Latents", "Inputs4096", "Trees", "Inputs14336")
 """one more than `THREADS`, so that each machine meets every number of threads"""
+LEAST = 2
+"""preemptions per session: below, the cache no longer presses, and the soak shows less than it says"""
 
 
 # ---- one process -------------------------------------------------------------------------------------------------------
 
 
-def work(name: str, number: int, folder: Path) -> int:
-    """Check the paths of the last process with this model, then run sessions. Returns the number of operations."""
+def work(name: str, number: int, folder: Path) -> tuple[int, int]:
+    """Check the paths of the last process with this model, then run sessions. Returns (operations, preemptions)."""
     machine, ledger = MACHINES[name], folder / f"{name}.json"
     known: dict[str, str] = json.loads(ledger.read_text()) if ledger.exists() else {}
     check(machine, known)
@@ -75,6 +93,8 @@ def work(name: str, number: int, folder: Path) -> int:
 
     class Noted(machine):  # type: ignore[misc, valid-type]
         """Notes what branches hold when their session ends."""
+
+        operations = preemptions = 0
 
         def teardown(self) -> None:
             for one in self.known if len(left) < KEPT else ():
@@ -84,7 +104,11 @@ def work(name: str, number: int, folder: Path) -> int:
 
     run_state_machine_as_test(seed(number)(Noted), settings=how(machine))
     ledger.write_text(json.dumps(left))
-    return int(Noted.operations) + len(known)
+    if issubclass(machine, Sessions):
+        assert Noted.preemptions >= LEAST * machine.sessions, (
+            f"only {Noted.preemptions} preemptions in {machine.sessions} sessions"
+        )
+    return int(Noted.operations) + len(known), int(Noted.preemptions)
 
 
 def check(machine: Any, known: dict[str, str]) -> None:
@@ -120,9 +144,9 @@ def how(machine: Any) -> settings:
 def main(given: list[str] | None = None) -> int:
     options = arguments(given)
     if options.worker:
-        print(json.dumps({"operations": work(options.worker, options.seed, Path(options.folder))}))
+        print(json.dumps(dict(zip(COUNTS, work(options.worker, options.seed, Path(options.folder)), strict=True))))
         return 0
-    began, operations, number = time.monotonic(), 0, options.only or 0
+    began, operations, preemptions, number = time.monotonic(), 0, 0, options.only or 0
     with tempfile.TemporaryDirectory() as folder:
         while operations < options.operations:
             name, threads, own = ORDER[number % len(ORDER)], THREADS[number % len(THREADS)], options.seed + number
@@ -138,12 +162,14 @@ def main(given: list[str] | None = None) -> int:
                 print(done.stdout, done.stderr, sep="\n")
                 print(f"FAILED in process {number}: `python -m tests.soak --seed {options.seed} --only {number}` runs it again")
                 return 1
-            operations += json.loads(done.stdout.splitlines()[-1])["operations"]
-            print(f"  {operations} operations, 0 differences, {time.monotonic() - began:.0f} s", flush=True)
+            counts = json.loads(done.stdout.splitlines()[-1])
+            operations, preemptions = operations + counts["operations"], preemptions + counts["preemptions"]
+            seconds = time.monotonic() - began
+            print(f"  {operations} operations, {preemptions} preemptions, 0 differences, {seconds:.0f} s", flush=True)
             if options.only is not None:
                 break
             number += 1
-    print(f"{operations} operations from seed {options.seed} on: 0 differences")
+    print(f"{operations} operations from seed {options.seed} on, {preemptions} preemptions: 0 differences")
     return 0
 
 

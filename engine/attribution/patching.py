@@ -119,7 +119,7 @@ def patch_effects(
     -> [sites, positions], or [sites, positions, heads]
     """
     cells = [(i, site, at) for i, site in enumerate(rows) for at in changed[site].nonzero().tolist()]
-    effects = torch.zeros(len(rows), *next(iter(changed.values())).shape)
+    effects = torch.zeros(len(rows), *next(iter(changed.values())).shape, dtype=torch.float32)
     with engine.variants(path) as base:
         edits = [[_patch(site, rows[site], *at)] for _, site, at in cells]
         values = base.read(edits, [-1], partial(_measured, function), progress).tolist() if edits else []

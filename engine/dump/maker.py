@@ -12,6 +12,7 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.rows import assemble
 from replaylens.engine.dump.writer import DumpWriter, WorkerPart
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.model import modes
 from replaylens.engine.model.sites import layer_of
 from replaylens.engine.replay.examples import ReplayOptions, Result, replay_examples
 from replaylens.engine.request.edits import Edit
@@ -101,6 +102,7 @@ def describe_sites(engine: Core, content: Content) -> dict[str, SiteEntry]:
     return found
 
 
+@modes.plainly
 def write_dump(
     engine: Core,
     plan: DumpPlan,

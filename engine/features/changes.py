@@ -44,7 +44,7 @@ class FeatureChanges:
         """New activations minus those found: [rows, changed features]."""
         now, new = found.columns(self.features), []
         for i, (_, op, amount) in enumerate(self.ops):
-            new.append(now[:, i] * amount if op == "scale" else torch.full((len(now),), amount))
+            new.append(now[:, i] * amount if op == "scale" else torch.full((len(now),), amount, dtype=torch.float32))
         return torch.stack(new, 1) - now
 
     def __str__(self) -> str:

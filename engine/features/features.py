@@ -162,7 +162,7 @@ class SparseFeatures:
             raise BadRequest(f"These rows have {found.width} features, not {len(self)}. Decode with what encoded them.")
         with modes.canonical():
             sums = [(value[:, None] * self.decoder[index.long()]).sum(0) for index, value in map(found.row, range(len(found)))]
-            return torch.stack(sums) + self.weights.b_dec if sums else torch.empty(0, self.config.d_out)
+            return torch.stack(sums) + self.weights.b_dec if sums else torch.empty(0, self.config.d_out, dtype=torch.float32)
 
     def of(self, branch: Branch) -> FeatureRows:
         """The features of a branch's captured rows, with positions and tokens.
@@ -227,7 +227,7 @@ class SparseFeatures:
         rows = rows_at(positions, captured, branch.length)
         difference = changes.differences(found)[rows]
         moved = (difference != 0).any(1)
-        value = torch.zeros(int(moved.sum()), self.config.d_out)
+        value = torch.zeros(int(moved.sum()), self.config.d_out, dtype=torch.float32)
         for feature, amount in zip(changes.features, difference[moved].T, strict=True):
             value += amount[:, None] * self.decoder[feature]  # element by element: no row depends on another
         at = [captured[row] for row, moves in zip(rows, moved.tolist(), strict=True) if moves]

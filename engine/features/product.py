@@ -49,7 +49,7 @@ class RowProduct:
         self._certified = True
 
     def _random(self, n: int) -> Tensor:
-        return torch.randn(n, self.weight.shape[0], generator=torch.Generator().manual_seed(0))
+        return torch.randn(n, self.weight.shape[0], generator=torch.Generator().manual_seed(0), dtype=torch.float32)
 
 
 class KernelProduct:
@@ -73,7 +73,7 @@ class KernelProduct:
         from replaylens.kernels.matmul import matmul
 
         generator = torch.Generator(self.weight.device).manual_seed(0)
-        many = torch.randn(TILE + 1, self.weight.shape[0], generator=generator, device=self.weight.device)
+        many = torch.randn(TILE + 1, self.weight.shape[0], generator=generator, device=self.weight.device, dtype=torch.float32)
         together = matmul(many, self.weight)
         parts = (slice(0, 1), slice(3, 4), slice(1, 10))
         if not all(torch.equal(matmul(many[some], self.weight), together[some]) for some in parts):

@@ -51,7 +51,7 @@ class FeatureRows:
             values.append(piece[row, index].cpu())
             counts.append(torch.bincount(row.cpu(), minlength=len(piece)))
             indices.append(index.cpu().to(torch.int32))
-        empty = torch.empty(0)
+        empty = torch.empty(0, dtype=torch.float32)
         return cls(
             torch.cat(counts).cumsum(0), torch.cat([empty.to(torch.int32), *indices]), torch.cat([empty, *values]), width
         )
@@ -87,14 +87,14 @@ class FeatureRows:
         place = torch.full((self.width,), -1)
         place[chosen] = torch.arange(len(chosen))
         column = place[self.indices.long()]
-        out = torch.zeros(len(self), len(chosen))
+        out = torch.zeros(len(self), len(chosen), dtype=torch.float32)
         there = column >= 0
         out[self.rows_of_entries[there], column[there]] = self.values[there]
         return out
 
     def dense(self) -> Tensor:
         """[rows, width]"""
-        out = torch.zeros(len(self), self.width)
+        out = torch.zeros(len(self), self.width, dtype=torch.float32)
         out[self.rows_of_entries, self.indices.long()] = self.values
         return out
 

@@ -50,6 +50,6 @@ def _rounded_product(g: Tensor, weight: Tensor) -> Tensor:
 def _examined(weight: Tensor) -> bool:
     """Whether one row, and a few, have the bits that they have among more."""
     generator = torch.Generator(weight.device).manual_seed(2024)
-    rows = torch.randn(_EXAMINED_ROWS, len(weight), generator=generator, device=weight.device)
+    rows = torch.randn(_EXAMINED_ROWS, len(weight), generator=generator, device=weight.device, dtype=torch.float32)
     together = _rounded_product(rows, weight)
     return all(torch.equal(_rounded_product(rows[:n], weight), together[:n]) for n in (1, 17))

@@ -32,6 +32,7 @@ class Gradients(Mapping[str, Tensor]):
         promised = "certified" if self.certified else "not certified"
         return f"Gradients(of {self.value:.4g} at {len(self._found)} sites, {len(self.tokens)} positions, {promised})"
 
+    @modes.plainly
     def __getitem__(self, site: str) -> Tensor:
         """A copy of a site's gradient, by its name or a legacy name."""
         return self.peek(site).clone()

@@ -59,7 +59,7 @@ def next_token(runner: Runner, residual: Tensor, emitted: list[int]) -> tuple[Te
         z = read(LensSpec(("",), top_k=1), runner, {"": residual}, emitted)
         return z["Z.emitted"][:, 0], z["Z.entropy"][:, 0]
     tokens = torch.tensor(emitted, dtype=torch.int64)
-    logprob, entropy = torch.empty(len(residual)), torch.empty(len(residual))
+    logprob, entropy = torch.empty(len(residual), dtype=torch.float32), torch.empty(len(residual), dtype=torch.float32)
     with runner.canonical(len(residual)):
         for first in range(0, len(residual), LENS_ROWS):
             some = slice(first, first + LENS_ROWS)
@@ -70,7 +70,7 @@ def next_token(runner: Runner, residual: Tensor, emitted: list[int]) -> tuple[Te
 def _next_token(logits: Tensor, tokens: Tensor, logprob: Tensor, entropy: Tensor) -> None:
     """Fill `logprob` and `entropy`. Overwrites the logits."""
     if len(logits) == 1:  # as in `statistics`
-        two = torch.empty(2, 2)
+        two = torch.empty(2, 2, dtype=torch.float32)
         _next_token(logits.repeat(2, 1), tokens.repeat(2), two[0], two[1])
         logprob[0], entropy[0] = two[0, 0], two[1, 0]
         return

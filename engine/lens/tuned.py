@@ -108,8 +108,8 @@ def train(
     """
     n, layers, d = len(rows), rows.shape[1] - 1, rows.shape[2]
     generator, ops, device, dtype = torch.Generator().manual_seed(seed), SequenceOps([1]), model.embed.device, model.embed.dtype
-    weight = torch.zeros(layers, d, d, device=device, requires_grad=True)
-    bias = torch.zeros(layers, d, device=device, requires_grad=True)
+    weight = torch.zeros(layers, d, d, device=device, requires_grad=True, dtype=torch.float32)
+    bias = torch.zeros(layers, d, device=device, requires_grad=True, dtype=torch.float32)
     optimizer = torch.optim.Adam([weight, bias], lr=lr)
     for step in range(steps):
         some = rows[torch.randint(n, (min(batch, n),), generator=generator)].clone().to(device)

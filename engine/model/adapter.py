@@ -49,7 +49,7 @@ class Lora:
         left, right = (self.a.T, self.b.T) if transposed else (self.b, self.a)
         if tuple(weight.shape) != (left.shape[0], right.shape[1]):
             raise ValueError(f"it changes a weight {(left.shape[0], right.shape[1])}, the base has {tuple(weight.shape)}")
-        out = torch.empty(weight.shape)
+        out = torch.empty(weight.shape, dtype=torch.float32)
         left, right = left.double(), right.double() * self.scale
         with modes.threads(1):
             for first in range(0, len(out), _ROWS):

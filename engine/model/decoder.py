@@ -57,7 +57,7 @@ class Attention(nn.Module):
         self.k_norm = _qk_norm(config, kv_heads) if config.qk_norm else None
         self.norm_spans_heads, self.norm_is_last = config.qk_norm_span == "all", config.qk_norm_rotated
         self.clip = config.clip_qkv
-        self.sinks = nn.Parameter(torch.empty(heads)) if config.sinks else None
+        self.sinks = nn.Parameter(torch.empty(heads, dtype=torch.float32)) if config.sinks else None
 
     def forward(self, x: Tensor, rotary: Rotary | None, ops: Ops, tap: Tap | None) -> Tensor:
         """x [rows, d_model], normed -> the heads' outputs, [rows, heads * d_head]"""
@@ -230,12 +230,16 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
-        self.pos_embed = nn.Parameter(torch.empty(config.max_positions, config.d_model)) if config.learned_positions else None
+        self.embed = nn.Parameter(torch.empty(config.vocab_size, config.d_model, dtype=torch.float32))
+        self.pos_embed = (
+            nn.Parameter(torch.empty(config.max_positions, config.d_model, dtype=torch.float32))
+            if config.learned_positions
+            else None
+        )
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.ln_final = Norm(config.d_model, config.norm, config.norm_eps, config.norm_bias)
         self.unembed = None if config.tied_embeddings else Linear(config.d_model, config.vocab_size, bias=False)
-        self.unembed_bias = nn.Parameter(torch.empty(config.vocab_size)) if config.unembed_bias else None
+        self.unembed_bias = nn.Parameter(torch.empty(config.vocab_size, dtype=torch.float32)) if config.unembed_bias else None
         ropes = [config.rope_of(layer) if config.rotates(layer) else None for layer in range(config.num_layers)]
         self._ropes = sorted({rope for rope in ropes if rope is not None}, key=repr)
         self._rope_index = [None if rope is None else self._ropes.index(rope) for rope in ropes]
@@ -312,5 +316,5 @@ class Decoder(nn.Module):
                 parameter.fill_(1.0)
             else:
                 spread = 0.02 / math.sqrt(writes) if name.endswith(("attn.o.weight", "down.weight", "experts.down")) else 0.02
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * spread)
         return self

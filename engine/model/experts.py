@@ -20,10 +20,10 @@ class Experts(nn.Module):
         super().__init__()
         self.gated = gated
         wide = d_expert * (2 if gated else 1)
-        self.up = nn.Parameter(torch.empty(count, d_model, wide))
-        self.down = nn.Parameter(torch.empty(count, d_expert, d_model))
-        self.up_bias = nn.Parameter(torch.empty(count, wide)) if bias else None
-        self.down_bias = nn.Parameter(torch.empty(count, d_model)) if bias else None
+        self.up = nn.Parameter(torch.empty(count, d_model, wide, dtype=torch.float32))
+        self.down = nn.Parameter(torch.empty(count, d_expert, d_model, dtype=torch.float32))
+        self.up_bias = nn.Parameter(torch.empty(count, wide, dtype=torch.float32)) if bias else None
+        self.down_bias = nn.Parameter(torch.empty(count, d_model, dtype=torch.float32)) if bias else None
 
 
 def by_expert(chosen: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -205,7 +205,9 @@ class Family:
     def _norm(self, theirs: str, end: str, like: Tensor, get: Get) -> Tensor:
         """The weights or biases of a norm, of the shape of `like`."""
         if not theirs:
-            return torch.ones(like.shape) if end == "weight" else torch.zeros(like.shape)
+            return (
+                torch.ones(like.shape, dtype=torch.float32) if end == "weight" else torch.zeros(like.shape, dtype=torch.float32)
+            )
         each = [theirs.format(head) for head in range(len(like))] if "{}" in theirs else [theirs]
         x = get(f"{theirs}.{end}") if each == [theirs] else torch.stack([get(f"{name}.{end}") for name in each])
         return self.norm_offset + x.float() if self.norm_offset and end == "weight" else x

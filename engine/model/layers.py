@@ -13,8 +13,8 @@ class Linear(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(inputs, outputs))
-        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        self.weight = nn.Parameter(torch.empty(inputs, outputs, dtype=torch.float32))
+        self.bias = nn.Parameter(torch.empty(outputs, dtype=torch.float32)) if bias else None
 
 
 class HeadLinear(nn.Module):
@@ -22,7 +22,7 @@ class HeadLinear(nn.Module):
 
     def __init__(self, heads: int, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(heads, inputs, outputs))
+        self.weight = nn.Parameter(torch.empty(heads, inputs, outputs, dtype=torch.float32))
 
 
 class Norm(nn.Module):
@@ -36,8 +36,8 @@ class Norm(nn.Module):
         super().__init__()
         self.kind = kind
         self.eps = eps
-        self.weight = nn.Parameter(torch.empty(shape))
-        self.bias = nn.Parameter(torch.empty(shape)) if kind == "layer" and bias else None
+        self.weight = nn.Parameter(torch.empty(shape, dtype=torch.float32))
+        self.bias = nn.Parameter(torch.empty(shape, dtype=torch.float32)) if kind == "layer" and bias else None
 
     @property
     def by_head(self) -> bool:

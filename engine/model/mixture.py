@@ -42,7 +42,9 @@ class Mixture(nn.Module):
         self.experts_site = site + "experts.hook_out"
         self.shared_site, self.shared_gate_site = site + "shared_expert.hook_out", site + "shared_expert_gate.hook_out"
         self.router = Linear(config.d_model, mixture.num_experts, mixture.router_bias)
-        self.correction = nn.Parameter(torch.empty(mixture.num_experts)) if mixture.routing.correction else None
+        self.correction = (
+            nn.Parameter(torch.empty(mixture.num_experts, dtype=torch.float32)) if mixture.routing.correction else None
+        )
         self.experts = Experts(mixture.num_experts, config.d_model, mixture.d_expert, config.gated_mlp, mixture.bias)
         self.shared = SharedExpert(config, mixture.d_shared) if mixture.d_shared else None
         self.shared_gate = Linear(config.d_model, 1, bias=False) if mixture.shared_gate else None

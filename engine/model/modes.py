@@ -4,24 +4,35 @@
 |---|---|---|
 | number of threads | the calling thread | one, or a count certified as equal |
 | flushing of denormal numbers to zero | the calling thread and every worker it started | off |
+| direction of rounding (`fesetround`) | the calling thread and every worker it started | to nearest, ties to even |
 | autocast | the calling thread | off |
 | oneDNN | the process | on |
 | precision of oneDNN's float32 products | the process | IEEE |
+| inference mode, default device, modes that intercept ops (FakeTensorMode) | the calling thread | none |
 
 A user or a library may set any of them at any time. `canonical` sets them while a pass runs and then restores the user's
-settings. Other threads cannot change a thread's modes; the modes of the process are checked when the pass ends.
+settings; `plain` does so for the last row of the table, around every call of an engine. Other threads cannot change a thread's
+modes; the modes of the process are checked when the pass ends.
 """
 
+import ctypes
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, wraps
+from typing import ParamSpec, TypeVar
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from replaylens.engine.errors import ModesChanged
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 ENVIRONMENT = (
     "MKL_CBWR",
@@ -43,31 +54,101 @@ _PROCESS_MODES = (True, "ieee")
 @contextmanager
 def canonical(count: int = 1) -> Iterator[None]:
     """Hold the canonical modes, with at most `count` threads. ModesChanged if they changed meanwhile."""
-    before, autocast, flush = torch.get_num_threads(), torch.is_autocast_enabled("cpu"), _flushes()
-    if autocast:
-        torch.set_autocast_enabled("cpu", False)
-    if flush:
-        torch.set_flush_denormal(False)
-    _set_threads(count)
-    if count > 1 and _workers_flush(count):
-        count = 1
+    before, autocast = torch.get_num_threads(), torch.is_autocast_enabled("cpu")
+    with arithmetic():
+        if autocast:
+            torch.set_autocast_enabled("cpu", False)
         _set_threads(count)
-    entered = _PROCESS.enter()
+        if count > 1 and _workers_differ(count):
+            count = 1
+            _set_threads(count)
+        entered = _PROCESS.enter()
+        try:
+            yield
+            if torch.get_num_threads() != count or _flushes() or _rounds_away() or torch.is_autocast_enabled("cpu"):
+                raise ModesChanged(
+                    "A hook function changed the number of threads, the flushing of denormal numbers, the direction of "
+                    "rounding or autocast, and did not restore it. Nothing of this pass was committed. Restore it in the "
+                    "function."
+                )
+            _PROCESS.check(entered)
+        finally:
+            _PROCESS.leave()
+            _set_threads(before)
+            if autocast:
+                torch.set_autocast_enabled("cpu", True)
+
+
+def plain() -> AbstractContextManager[object]:
+    """Leave the caller's inference mode, default device, autocast, modes and transforms (vmap) that intercept ops.
+
+    Tensors that are made within are ordinary ones: they can be changed later, and autograd can save them.
+    """
+    c = torch._C
+    intercepted = c._len_torch_function_stack() or c._len_torch_dispatch_stack() or c._functorch.maybe_current_level()
+    if not (intercepted or torch.is_inference_mode_enabled() or torch.is_autocast_enabled("cpu")):
+        return _NOTHING
+    return _left()
+
+
+_NOTHING = nullcontext()
+
+
+@contextmanager
+def _left() -> Iterator[None]:
+    with (
+        temporarily_clear_interpreter_stack(),
+        _disable_current_modes(),
+        torch._C.DisableTorchFunction(),
+        torch.inference_mode(False),
+        torch.autocast("cpu", enabled=False),
+    ):
+        yield
+
+
+def plainly(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function that runs within `plain`."""
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        with plain():
+            return function(*args, **kwargs)
+
+    return called
+
+
+@contextmanager
+def arithmetic() -> Iterator[None]:
+    """Hold the processor's own modes in the calling thread: round to nearest, flush nothing. The user's are restored.
+
+    Raises ModesChanged if the processor rounds in another direction and the system has no `fesetround`.
+    """
+    if not (_flushes() or _rounds_away()):
+        try:
+            yield
+        finally:
+            if _flushes() or _rounds_away():  # a function within has changed them
+                _set_usual()
+        return
+    before = ctypes.create_string_buffer(_FENV_BYTES)
+    library, flush = _c_library(), _flushes()
+    if library is not None:
+        library.fegetenv(before)
+    _set_usual()
     try:
         yield
-        if torch.get_num_threads() != count or _flushes() or torch.is_autocast_enabled("cpu"):
-            raise ModesChanged(
-                "A hook function changed the number of threads, the flushing of denormal numbers or autocast, and did not "
-                "restore it. Nothing of this pass was committed. Restore it in the function."
-            )
-        _PROCESS.check(entered)
     finally:
-        _PROCESS.leave()
-        _set_threads(before)
-        if flush:
-            torch.set_flush_denormal(True)
-        if autocast:
-            torch.set_autocast_enabled("cpu", True)
+        if library is not None:
+            library.fesetenv(before)
+        torch.set_flush_denormal(flush)
+
+
+def rounds_to_nearest(count: int = 1) -> bool:
+    """Whether float32 is rounded to nearest even and keeps denormal numbers, in each of `count` threads."""
+    # Half of 3 and of 5 times the smallest number: 2 and 2 to nearest even, 2 and 3 up, 1 and 2 down, 0 and 0 flushed.
+    odd = torch.full((count * _GRAIN // 2,), 5 << 32 | 3, dtype=torch.int64, device="cpu").view(torch.float32)
+    halves = (odd * 0.5).view(torch.int32).view(count, _GRAIN)[:, :2]  # a pair of every worker's share
+    return bool((halves == 2).all())
 
 
 @contextmanager
@@ -114,14 +195,48 @@ def _flushes() -> bool:
     return sys.float_info.min * 0.5 * 2.0 == 0.0
 
 
-def _workers_flush(count: int) -> bool:
-    """Whether a worker of this thread does. Workers that started while the flag was set keep it."""
-    tiny = torch.full((count * _GRAIN,), 1e-40, dtype=torch.float32, device="cpu")
-    if bool((tiny * 0.5)[::_GRAIN].all()):  # an element of every worker's share
+def _rounds_away() -> bool:
+    """Whether the calling thread rounds in another direction than to nearest: up, or down and to zero."""
+    return 1.0 + _ULP * 0.25 != 1.0 or 1.0 + _ULP * 0.75 == 1.0
+
+
+_ULP = sys.float_info.epsilon
+
+
+def _set_usual() -> None:
+    """Mutates the modes of the calling thread. ModesChanged if it cannot."""
+    torch.set_flush_denormal(False)
+    if _rounds_away() and (library := _c_library()) is not None:
+        library.fesetround(0)  # FE_TONEAREST is 0 on every processor
+    if _rounds_away():
+        raise ModesChanged(
+            "The processor rounds in another direction than to nearest (fesetround was called in this thread), and the C "
+            "library of this system cannot change it. Nothing was computed. Call fesetround(FE_TONEAREST) before the engine."
+        )
+
+
+@cache
+def _c_library() -> ctypes.CDLL | None:
+    """The C library, with `fesetround`, `fegetenv` and `fesetenv`; None if the process has none."""
+    try:
+        library = ctypes.CDLL(None)
+        return library if library.fesetround and library.fegetenv and library.fesetenv else None
+    except (OSError, AttributeError, TypeError):
+        return None
+
+
+_FENV_BYTES = 256
+"""larger than the `fenv_t` of any system (glibc on x86-64: 32)"""
+
+
+def _workers_differ(count: int) -> bool:
+    """Whether a worker of this thread flushes or rounds otherwise. Workers keep the modes in which they started."""
+    if rounds_to_nearest(count):
         return False
     warnings.warn(
-        "Worker threads of this process flush denormal numbers to zero (torch.set_flush_denormal was on when they started), so "
-        "canonical passes run on one thread. Set it later, or not at all, to use more.",
+        "Worker threads of this process flush denormal numbers to zero or round in another direction than to nearest "
+        "(torch.set_flush_denormal or fesetround was called before they started), so canonical passes run on one thread. "
+        "Call it later, or not at all, to use more.",
         RuntimeWarning,
         stacklevel=4,
     )

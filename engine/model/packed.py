@@ -42,7 +42,7 @@ def from_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, groups: Tensor) ->
 
 def _scaled(numbers: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor) -> Tensor:
     """(numbers - zero of the group) * scale of the group, [inputs, outputs], transposed."""
-    out, scales = torch.empty(numbers.shape), scales.float()
+    out, scales = torch.empty(numbers.shape, dtype=torch.float32), scales.float()
     for first in range(0, len(out), 1024):
         rows = slice(first, first + 1024)
         group = groups[rows].long()

@@ -63,7 +63,7 @@ def cuts(batch: Batch, layer: int, heads: int) -> list[Cut]:
     most = max(group.num_keys for group in batch.groups)
     edges = {op: torch.zeros(batch.padded + 1, heads, most, dtype=torch.bool) for op in ("mask", "zero")}
     sets = any(edit.site == site and edit.op == "set" for segment in batch.segments for edit in segment.edits)
-    put = torch.full((batch.padded + 1, heads, most), math.nan) if sets else None
+    put = torch.full((batch.padded + 1, heads, most), math.nan, dtype=torch.float32) if sets else None
     for index, segment in enumerate(batch.segments):
         for edit in segment.edits:
             if edit.site == site:

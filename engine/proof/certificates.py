@@ -45,7 +45,7 @@ def examine(model: Decoder) -> Certificate:
     return doctor.examine(model)
 
 
-_EXAMINATION = "4"
+_EXAMINATION = "5"
 """raised if the doctor examines more than before: earlier certificates are then not read"""
 
 

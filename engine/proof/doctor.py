@@ -37,6 +37,7 @@ def examine(model: Decoder) -> Certificate:
     """Examine every op and shape of the model. Does not raise: the certificate lists the failures."""
     seen = Examination(modes.thread_counts())
     with modes.canonical(1):
+        seen.note("arithmetic", "float32", "rounded to nearest even, denormal numbers kept", modes.rounds_to_nearest())
         _examine_rowwise(model, seen)
         examine_lens(model.config.vocab_size, seen)
         query_rows = _examine_attention(model, seen)

@@ -158,7 +158,7 @@ def _attention(model: Decoder, random: Random, findings: list[Finding]) -> None:
     everything = torch.arange(length, device=device)
     whole = attend(everything, specialised=False)
     note = lambda check, equal, **more: findings.append(Finding("attention", shape, check, equal, **more))  # noqa: E731
-    singles = torch.linspace(0, length - 1, 9).long().to(device)
+    singles = torch.linspace(0, length - 1, 9, dtype=torch.float32).long().to(device)
     note("decode against prefill", all(torch.equal(attend(p[None]), whole[p[None]]) for p in singles))
     cut = torch.arange(length // 3 + 5, min(length, length // 3 + 70), device=device)
     note("window cut elsewhere", torch.equal(attend(cut), whole[cut]))

@@ -91,11 +91,11 @@ class CacheModel:
     def b_U(self) -> Tensor:
         """[vocab]"""
         bias = self._engine.model.unembed_bias
-        return torch.zeros(self._engine.config.vocab_size) if bias is None else bias.detach().cpu()
+        return torch.zeros(self._engine.config.vocab_size, dtype=torch.float32) if bias is None else bias.detach().cpu()
 
     def accumulated_bias(self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True) -> Tensor:
         """The sum of what the biases of the first `layer` blocks write to the residual stream: [d_model]."""
-        total = torch.zeros(self._engine.config.d_model)
+        total = torch.zeros(self._engine.config.d_model, dtype=torch.float32)
         for i, block in enumerate(self.blocks[: layer + mlp_input]):
             parts = [block.attn.b_O, block.mlp.b_out if include_mlp_biases and i < layer else None]
             for bias in parts:

@@ -13,6 +13,8 @@ from typing import Any, get_args
 import numpy as np
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses import FakeTensor
 
 from replaylens.engine.errors import BadEdit
 from replaylens.engine.model.sites import SiteTable
@@ -187,6 +189,11 @@ def _plain_tensor(name: str, site: str, value: Any) -> Tensor | None:
         given = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
     except (TypeError, ValueError):  # ragged lists, text
         raise BadEdit(f"Invalid {name} for {site}={shown(value)}. Give a tensor, an array or a list of numbers.") from None
+    if isinstance(given, FakeTensor) or is_functorch_wrapped_tensor(given):
+        raise BadEdit(
+            f"The {name} for {site} has no numbers of its own: it was made within FakeTensorMode, or is the argument of a "
+            "function under torch.func (vmap, grad). Make it outside."
+        )
     if given.requires_grad:
         raise BadEdit(f"The {name} for {site} requires a gradient, but none flows through an engine. Give {name}.detach().")
     if given.layout is not torch.strided or given.device.type == "meta" or given.is_complex() or given.is_quantized:

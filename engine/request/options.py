@@ -8,6 +8,7 @@ from functools import wraps
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from replaylens.engine.errors import UnknownOption
+from replaylens.engine.model import modes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -17,7 +18,8 @@ _FIELDS: dict[str, frozenset[str]] = {}
 
 
 def named_options(method: Callable[P, R]) -> Callable[P, R]:
-    """The method, which raises UnknownOption where Python would raise a TypeError about its signature."""
+    """The method, which raises UnknownOption where Python would raise a TypeError about its signature, and runs within
+    `modes.plain`."""
     return _checked(method, method.__name__)
 
 
@@ -78,7 +80,8 @@ def _checked(method: Callable[P, R], name: str, own: int = 1) -> Callable[P, R]:
         if len(args) - own < len(needed) and any(key not in kwargs for key in needed[len(args) - own :]):
             missing = [key for key in needed[len(args) - own :] if key not in kwargs]
             raise UnknownOption(f"{name}() needs {' and '.join(missing)}. Give a value.")
-        return method(*args, **kwargs)
+        with modes.plain():
+            return method(*args, **kwargs)
 
     return call
 

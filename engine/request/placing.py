@@ -109,7 +109,7 @@ def _on_rows(
     if op == "scale":
         value, op = _factors(edit, name, shape), "reweight"
     if heads and op == "zero" and value is None:
-        value, op = torch.zeros(shape), "set"  # so that a GPU has a vector to take the heads from
+        value, op = torch.zeros(shape, dtype=torch.float32), "set"  # so that a GPU has a vector to take the heads from
     if heads and value is not None and op != "reweight":
         value = _of_heads(value, name, shape, list(edit.heads or ()))
     count = len(picks) or (stop - start if stop is not None else None)

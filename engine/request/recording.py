@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.errors import IntegrityError, UnknownSite
+from replaylens.engine.model import modes
 from replaylens.engine.model.ops import MASKED
 from replaylens.engine.model.site_names import KEY_SITES, SCORES
 from replaylens.engine.request.positions import before
@@ -175,6 +176,7 @@ class Recording:
         """The positions that have rows, in order."""
         return [p for chunk in self.chunks for p in chunk.positions]
 
+    @modes.plainly
     def __getitem__(self, site: str) -> Tensor:
         """A copy of all rows of a site, in order of position: [rows, ...]. The rows themselves are shared with forks."""
         pieces = self.pieces(site)

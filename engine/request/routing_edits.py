@@ -43,11 +43,11 @@ def on_router(edit: Edit, name: str, table: SiteTable, where: tuple[int, int | N
     if edit.op == "forbid":
         _require_enough(experts, mixture)
     begin = f"blocks.{layer}."
-    kept = torch.ones(mixture.num_experts)
+    kept = torch.ones(mixture.num_experts, dtype=torch.float32)
     kept[experts] = edit.factor if edit.op == "reweight" else 0.0
     if edit.op == "reweight":
         return [PlacedEdit(begin + WEIGHTS_SITE, "reweight", kept, start, stop, picks, 1.0, 0)]
-    value = torch.zeros(mixture.num_experts)
+    value = torch.zeros(mixture.num_experts, dtype=torch.float32)
     value[experts] = _MOVED[edit.op]
     steps: tuple[tuple[Op, torch.Tensor], ...] = (("reweight", kept), ("add", value))
     return [PlacedEdit(begin + CHOICE_SITE, op, numbers, start, stop, picks, 1.0, 0) for op, numbers in steps]

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.model import modes
 from replaylens.engine.request.options import named_fields
 from replaylens.engine.request.values import flag, instance, items, number, whole
 
@@ -137,12 +138,14 @@ class Sampling:
     def choose(self, logits: NDArray[np.float32], path: Sequence[int], num_prompt: int) -> int:
         """The token after `path`, chosen from the `logits` [vocab] of its last row. A pure function of its arguments."""
         scores = logits.astype(np.float64)
-        if not self.plain_greedy:
-            scores = self._adjusted(scores, path, num_prompt)
-        if self.temperature == 0.0:
+        if self.plain_greedy:
             return int(scores.argmax())  # numpy returns the lowest id among equals
-        scores = self._filtered(scores / self.temperature)
-        return int((scores + gumbel(self.seed, len(path), len(scores))).argmax())
+        with modes.arithmetic():
+            scores = self._adjusted(scores, path, num_prompt)
+            if self.temperature == 0.0:
+                return int(scores.argmax())
+            scores = self._filtered(scores / self.temperature)
+            return int((scores + gumbel(self.seed, len(path), len(scores))).argmax())
 
     def _adjusted(self, scores: NDArray[np.float64], path: Sequence[int], num_prompt: int) -> NDArray[np.float64]:
         if self.repetition_penalty != 1.0:

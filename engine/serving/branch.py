@@ -15,6 +15,7 @@ from replaylens.engine.interrupts import held_interrupt
 from replaylens.engine.loop.lane import Lane, Statistics
 from replaylens.engine.loop.loop import Loop
 from replaylens.engine.memory.tree import BranchRecord, BranchStatus, BranchTree
+from replaylens.engine.model import modes
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.model.text import Text
 from replaylens.engine.pictures.live import tree_of
@@ -182,6 +183,7 @@ class Branch(Differentiable, Resampled, Uncopied):
         return self.lane.certified
 
     @property
+    @modes.plainly
     def activations(self) -> Recording:
         """Captured rows by site, in order of position: one for each committed token. A pending token has none yet.
 
@@ -196,6 +198,7 @@ class Branch(Differentiable, Resampled, Uncopied):
         Completer(self.engine.forest).complete_rows(self.lane)
         return self.lane.recording
 
+    @modes.plainly
     def logits(self, positions: At = -1, *, tokens: Sequence[str | int] | None = None) -> Tensor:
         """The logits after the tokens at `positions`: [vocab] for one position, else [positions, vocab].
 

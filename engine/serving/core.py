@@ -16,7 +16,7 @@ from replaylens.engine.loop.loop import Loop
 from replaylens.engine.memory.cache import require_memory
 from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.memory.tree import BranchStatus, BranchTree
-from replaylens.engine.model import sites
+from replaylens.engine.model import modes, sites
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.text import Prompt, Text
 from replaylens.engine.passes.ferry import RING_BYTES, SMALLEST_RING
@@ -71,6 +71,7 @@ class Core(Generation, Uncopied):
 
     _instead = "Load another engine from the same source. It commits the same bits."
 
+    @modes.plainly
     def __init__(
         self,
         model: Decoder,

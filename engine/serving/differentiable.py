@@ -14,6 +14,7 @@ from replaylens.engine.gradients.metric import AnyMetric, Divergence, LogitsFunc
 from replaylens.engine.gradients.tape import Tape
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.memory.tree import BranchRecord, BranchStatus
+from replaylens.engine.model import modes
 from replaylens.engine.model.site_names import CHOICE_SITE
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.request.placed import PlacedEdit
@@ -44,6 +45,7 @@ class Differentiable(ABC):
     lock: EngineLock
     record: BranchRecord
 
+    @modes.plainly
     def gradients(self, metric: AnyMetric | Differentiable, sites: str | Sequence[str] | None = None) -> Gradients:
         """The gradient of a metric of the next token's logits, at every position of the path.
 

@@ -12,11 +12,13 @@ So requests of several threads share passes, and another thread takes over from 
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.interrupts import held_interrupt
+from replaylens.engine.model import modes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -49,7 +51,8 @@ class EngineLock:
                 self.tidy()
             try:
                 self._depth = depth + 1
-                return work(*args, **kwargs)
+                with nullcontext() if depth else modes.plain():
+                    return work(*args, **kwargs)
             finally:
                 self._depth = depth
 
@@ -94,7 +97,8 @@ class EngineLock:
             depth = self._depth
             try:
                 self._stepping, self._depth = threading.get_ident(), depth + 1
-                step()
+                with modes.plain():
+                    step()
             finally:
                 self._stepping, self._depth = None, depth
 

@@ -138,10 +138,14 @@ class ThinkingDecoder(nn.Module):
         self.backbone = Decoder(config)
         self.think, self.compress = _alone(Block(config, last)), _alone(Block(config, 0))
         self.think_norm = Norm(config.d_model, config.norm, config.norm_eps, config.norm_bias)
-        self.think_unembed = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
+        self.think_unembed = nn.Parameter(torch.empty(config.vocab_size, config.d_model, dtype=torch.float32))
         for name, layer in (("think", last), ("compress", 0)):
             length = thinking.chunk + thinking.compressed
-            table = rotary_table(config.rope_of(layer), config.rotary_dim, length) if config.rotates(layer) else torch.empty(0)
+            table = (
+                rotary_table(config.rope_of(layer), config.rotary_dim, length)
+                if config.rotates(layer)
+                else torch.empty(0, dtype=torch.float32)
+            )
             self.register_buffer(f"{name}_rotary", table, persistent=False)
 
     @classmethod

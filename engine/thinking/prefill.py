@@ -173,7 +173,9 @@ class Prefiller:
     def _received(self, p: Prefill, chunk: int, state: Tensor | None) -> PlacedEdit | None:
         """The edit that adds a state [c, d_model] to a chunk, after the edits on S; None: it is zero."""
         first, width = chunk * self.config.chunk, self.blocks.model.config.d_model
-        rows = torch.zeros(self.config.chunk, width) if state is None else state.to(torch.float32, copy=True)
+        rows = (
+            torch.zeros(self.config.chunk, width, dtype=torch.float32) if state is None else state.to(torch.float32, copy=True)
+        )
         for edit in (edit for edit in p.inner if edit.site == STATE_SITE):
             if places := edit.positions(first, first + len(rows)):
                 picks = [place - first for place in places]

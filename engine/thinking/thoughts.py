@@ -134,7 +134,7 @@ class Thoughts:
         return rows
 
     def _states(self, start: int, end: int) -> Tensor:
-        rows = torch.zeros(end - start, self.blank.hidden.shape[1])
+        rows = torch.zeros(end - start, self.blank.hidden.shape[1], dtype=torch.float32)
         for edit in self.states.values():
             for position in edit.positions(start, end):
                 assert edit.value is not None
@@ -152,7 +152,7 @@ def _values(site: str, thought: Thought) -> Tensor:
     if site == TOKENS_SITE:
         return torch.tensor(thought.tokens, dtype=torch.int32)
     blocks = {THINK_SITE: thought.hidden, COMPRESS_SITE: thought.compressed}
-    return blocks[site] if site in blocks else thought.distribution.get(site, torch.empty(0))
+    return blocks[site] if site in blocks else thought.distribution.get(site, torch.empty(0, dtype=torch.float32))
 
 
 def _blank(thoughts: Thoughts, site: str, count: int) -> Tensor:

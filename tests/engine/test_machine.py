@@ -9,21 +9,22 @@ or another mode of the library, call from another Python thread, or restart on a
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 from threadpoolctl import ThreadpoolController
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.loop.lane import Statistics
 from replaylens.engine.loop.planner import Planner
 from replaylens.engine.memory.tree import TokenState
-from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.config import Latent, MixtureConfig, ModelConfig
+from replaylens.engine.model.routing import Routing
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
 from tests.engine.reference import Reference, differences, perturbed, random_decoder
@@ -84,6 +85,10 @@ hows = st.builds(
 )
 
 
+ENDS = (("warm", 3), ("greedy", None), ("penalised", 5), ("filtered to 7", 1))
+"""samplings and windows of the requests that end a session"""
+
+
 @dataclass
 class Known:
     """What the machine knows about a branch without asking the engine."""
@@ -112,7 +117,10 @@ class Sessions(RuleBasedStateMachine):
     device = "cpu"
     config = CONFIG
     reference: Reference | None = None
+    cache_tokens = 96
     operations = 0
+    preemptions = 0
+    """how often a request lost its pages to another"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,11 +137,15 @@ class Sessions(RuleBasedStateMachine):
 
     def new_engine(self, page_size: int, max_rows: int, seed: int) -> Engine:
         """An engine with a small cache, on any number of threads."""
-        sizes = {"cache_tokens": 96, "page_size": page_size, "max_rows": max_rows}
+        sizes = {"cache_tokens": self.cache_tokens, "page_size": page_size, "max_rows": max_rows}
         engine = Engine(self.model, draft_model=perturbed(self.model, 0.02), canary=True, record=True, **sizes)
         engine.loop.admission.planner = AnyWindow(seed)
         engine.runner.worth_threads = 0
+        engine.loop.listeners.append(self.count)
         return engine
+
+    def count(self, event: dict[str, Any]) -> None:
+        type(self).preemptions += event["event"] == "preempt"
 
     # ---- what users do --------------------------------------------------------------------------------------------
 
@@ -212,6 +224,29 @@ class Sessions(RuleBasedStateMachine):
                 pass
         for one, own in zip(some, how, strict=False):
             self.settle(one, n, own)
+
+    @rule(
+        lengths=st.lists(st.sampled_from([21, 29]), min_size=4, max_size=5),
+        n=st.sampled_from([8, 11]),
+        how=st.lists(hows, min_size=5, max_size=5),
+        kept=st.integers(0, 1),
+    )
+    def crowd(self, lengths: list[int], n: int, how: list[How], kept: int) -> None:
+        """Branches that share nothing outgrow the cache together: the younger ones lose their pages, drafts and all."""
+        paths = [[i, *LONG[i : i + length - 1]] for i, length in enumerate(lengths)]
+        made = [Known(self.engine.prompt(path, sites="STCZ"), path, len(path)) for path in paths]
+        streams = [one.branch.stream(n, **own.options()) for one, own in zip(made, how, strict=False)]
+        for stream in streams:
+            for _ in stream:
+                pass
+        for one, own in zip(made, how, strict=False):
+            self.settle(one, n, own)
+            assert not one.exact or differences(one.branch, self.truth) == []
+        for one in made[kept:]:
+            one.branch.release()
+            self.rejected = [other for other in self.rejected if other.branch.record.parent != one.branch.id]
+        for one in made[:kept]:
+            self.welcome(one)
 
     @rule(
         picked=st.lists(picks, min_size=2, max_size=4),
@@ -294,7 +329,9 @@ class Sessions(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         try:
-            if self.known:
+            if hasattr(self, "engine"):
+                how = [How(sampling, "self", window, final=True, keep_rejected=False) for sampling, window in ENDS]
+                self.crowd([21, 29, 29, 21], 9, how, kept=0)  # hypothesis leaves rules out of whole sessions
                 self.check_against_trace()
         finally:
             LIBRARIES.limit(limits=self.users_threads)
@@ -371,6 +408,20 @@ class Sessions(RuleBasedStateMachine):
                 self.rejected.append(Known(other, other.tokens, one.num_prompt, one.exact))
 
 
+class Experts(Sessions):
+    """A mixture of experts."""
+
+    config = replace(CONFIG, mixture=MixtureConfig(5, 20, Routing(2), d_shared=12))
+    reference = None
+
+
+class Latents(Sessions):
+    """Latent attention."""
+
+    config = replace(CONFIG, latent=Latent(rank=14, d_value=5), windows=(), num_kv_heads=4, d_head=14, rotary_dim=6)
+    reference = None
+
+
 class SessionsOnCuda(Sessions):
     """The same on a CUDA device, which draws tokens, compares drafts and replays steps from graphs."""
 
@@ -390,7 +441,15 @@ def some(sessions: int, steps: int) -> settings:
     )
 
 
-Sessions.TestCase.settings = some(sessions=10, steps=50)
+@pytest.mark.parametrize("machine", [Sessions, Experts, Latents], ids=lambda machine: machine.__name__)
+def test_random_sessions(machine: type[Sessions]) -> None:
+    class Counted(machine):  # type: ignore[misc, valid-type]
+        preemptions = 0
+
+    sessions, steps = (5, 40) if machine is Sessions else (2, 20)
+    run_state_machine_as_test(Counted, settings=some(sessions, steps))
+    assert Counted.preemptions >= 2 * sessions, "control: requests lost their pages to others, many times"
+
+
 SessionsOnCuda.TestCase.settings = some(sessions=24, steps=40)
-TestSessions = Sessions.TestCase
 TestSessionsOnCuda = pytest.mark.gpu(SessionsOnCuda.TestCase)

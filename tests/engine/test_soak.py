@@ -18,7 +18,9 @@ def processes(monkeypatch: pytest.MonkeyPatch, *codes: int) -> list[dict[str, st
 
     def run(command: list[str], env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
         environments.append(env)
-        return subprocess.CompletedProcess(command, next(ends), json.dumps({"operations": 500}), "KV of branch 3")
+        return subprocess.CompletedProcess(
+            command, next(ends), json.dumps({"operations": 500, "preemptions": 40}), "KV of branch 3"
+        )
 
     monkeypatch.setattr(subprocess, "run", run)
     return environments
@@ -29,7 +31,8 @@ def test_it_runs_until_there_are_enough_operations(monkeypatch: pytest.MonkeyPat
     assert soak.main(["--operations", "1200", "--seed", "7"]) == 0
     assert [env["OMP_NUM_THREADS"] for env in environments] == ["1", "2", "3"]
     said = capsys.readouterr().out
-    assert "process 2: Small, seed 9, 3 threads" in said and "1500 operations from seed 7 on: 0 differences" in said
+    assert "process 2: AsWideAsSmolLM2, seed 9, 3 threads" in said
+    assert "1500 operations from seed 7 on, 120 preemptions: 0 differences" in said
 
 
 def test_a_difference_ends_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,9 +51,19 @@ def test_other_bits_after_a_restart_are_found() -> None:
 
 
 def test_sessions_are_counted_and_left_to_the_next_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(soak.Small, "sessions", 8)
-    monkeypatch.setattr(soak.Small, "steps", 12)
-    assert soak.work("Small", 1, tmp_path) >= 8
+    monkeypatch.setattr(soak.Small, "sessions", 5)
+    monkeypatch.setattr(soak.Small, "steps", 8)
+    operations, preemptions = soak.work("Small", 1, tmp_path)
+    assert operations >= 5 and preemptions >= 10
     left = json.loads((tmp_path / "Small.json").read_text())
     assert left
-    assert soak.work("Small", 2, tmp_path) >= 8 + len(left)
+    assert soak.work("Small", 2, tmp_path)[0] >= 5 + len(left)
+
+
+def test_a_soak_without_preemptions_is_no_soak(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Negative control: with a large cache no request loses its pages, and the process fails."""
+    monkeypatch.setattr(soak.Small, "sessions", 1)
+    monkeypatch.setattr(soak.Small, "steps", 3)
+    monkeypatch.setattr(soak.Small, "cache_tokens", 4096)
+    with pytest.raises(AssertionError, match="only 0 preemptions in 1 sessions"):
+        soak.work("Small", 1, tmp_path)

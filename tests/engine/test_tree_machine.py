@@ -112,6 +112,7 @@ class Trees(RuleBasedStateMachine):
 
     config: ClassVar[ModelConfig] = CONFIG
     operations: ClassVar[int] = 0
+    preemptions: ClassVar[int] = 0
     sessions, steps = 40, 40
 
     def __init__(self) -> None:
@@ -125,10 +126,14 @@ class Trees(RuleBasedStateMachine):
         self.engine = Engine(self.truth.engine.runner.model, cache_tokens=tokens, page_size=page_size, max_rows=rows)
         self.engine.loop.admission.planner = AnyWindow(seed)
         self.engine.runner.cache.worth_sharing = 1
+        self.engine.loop.listeners.append(self.count)
         self.room = tokens - 2 * page_size
         path = list(LONG[: 70 + seed % 70])
         root = self.engine.prompt(path, sites=SITES)
         self.welcome([Known(branch, list(path), len(path)) for branch in (root, *root.fork(4))])
+
+    def count(self, event: dict[str, Any]) -> None:
+        type(self).preemptions += event["event"] == "preempt"
 
     # ---- what users do --------------------------------------------------------------------------------------------
 

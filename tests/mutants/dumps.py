@@ -299,4 +299,28 @@ DUMPS = (
         "plan.json goes last",
         ("tests/engine/dump/test_resume.py::test_a_clean_up_that_is_killed",),
     ),
+    Mutant(
+        "released-lock-counts-as-live",
+        "replaylens.engine.dump.lease",
+        "            return now is not None\n",
+        "            return True\n",
+        "a lock that is released while it is watched has no live owner",
+        ("tests/engine/dump/test_locks.py::test_what_becomes_of_a_lock_that_is_watched",),
+    ),
+    Mutant(
+        "statistics-without-the-shift",
+        "replaylens.engine.dump.statistics",
+        " + shift.square() * (done * here / total)",
+        "",
+        "the standard deviation covers the distances between blocks",
+        ("tests/engine/dump/test_array.py::test_statistics_of_rows_whose_blocks_differ",),
+    ),
+    Mutant(
+        "statistics-weigh-blocks-alike",
+        "replaylens.engine.dump.statistics",
+        "        mean = mean + shift * (here / total)\n",
+        "        mean = mean + shift * 0.5 if done else own\n",
+        "the mean weighs blocks by their rows",
+        ("tests/engine/dump/test_array.py::test_statistics_of_rows_whose_blocks_differ",),
+    ),
 )

@@ -131,4 +131,12 @@ MEMORY = (
         "a private copy of a page has its keys and its values",
         ("tests/engine/loop/test_faults.py::test_without_a_fault_nothing_is_found",),
     ),
+    Mutant(
+        "prefix-forgets-its-end",
+        "replaylens.engine.memory.prefix",
+        "            entry.parent.last_used = max(entry.parent.last_used, entry.last_used)\n",
+        "",
+        "a prefix whose end is evicted is as recent as that end was",
+        ("tests/engine/memory/test_prefix.py::test_a_prefix_is_as_recent_as_what_was_after_it",),
+    ),
 )

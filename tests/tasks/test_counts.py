@@ -39,6 +39,30 @@ def test_labels_at_every_word() -> None:
     assert [thought for _, thought in reading.thoughts] == [" Emma 15 - 4 = 11", " Emma 11 * 2 = 22"]
 
 
+@pytest.mark.parametrize(
+    ("told", "consistent"),
+    [
+        ("Emma loses 3 pens. Bob buys 2 more.", True),
+        ("Emma loses 9 pens. Bob buys 2 more.", False),
+        ("Bob loses 9 pens. Emma buys 2 more.", False),
+        ("Emma loses 9 pens. Bob loses 9 pens.", False),
+        ("Emma doubles that number. Bob buys 2 more.", False),
+        ("Emma loses 9 pens. Emma buys 9 more.", True),
+    ],
+)
+def test_one_count_out_of_bounds_is_enough(told: str, consistent: bool) -> None:
+    reading = Counts(people=2, most=30).read(f"Emma has 17 pens. Bob has 15 pens. {told} How many pens does Bob have? A: 10.")
+    assert reading.labels_after(len(reading.text))["consistent"] is consistent
+
+
+def test_an_action_is_open_only_if_everyone_could_do_anything() -> None:
+    """Before a person is named, all must be able to add, subtract and double; afterwards, the one named."""
+    begin = "Emma has 17 pens. Bob has 15 pens. Emma buys 2 more."  # 19 cannot be doubled within 30
+    task = Counts(people=2, most=30)
+    is_open = [task.read(begin + more).marks[-1].next_action_open for more in ("", " Bob", " Emma")]
+    assert is_open == [False, True, False]
+
+
 steps = st.lists(st.tuples(st.sampled_from(["Emma", "Bob"]), st.sampled_from(KINDS), st.integers(2, 9)), min_size=1, max_size=9)
 SENTENCES = {
     "add": ["buys {} more.", "finds {} more pens.", "gets {} pens as a gift."],

@@ -132,6 +132,14 @@ def test_impossible_moves_of_boxes() -> None:
     boxes = "Box 1 has the key. Box 2 is empty. Box 3 has the egg."
     moved = task.read(boxes + " Move the key from box 3 to box 2.")
     assert (last(moved)["state"], last(moved)["consistent"]) == ("nothing key egg", False)
+    full = task.read(boxes + " Move the key from box 1 to box 3.")
+    assert (last(full)["state"], last(full)["consistent"]) == ("nothing nothing key", False), "the right box, into a full one"
+    fine = task.read(boxes + " Move the key from box 1 to box 2.")
+    assert (last(fine)["state"], last(fine)["consistent"]) == ("nothing key egg", True)
+    twice = task.read(boxes + " Put the egg into box 2")
+    assert last(twice)["consistent"] is False, "it is in box 3"
+    elsewhere = task.read(boxes + " Remove the egg from box 1.")
+    assert last(elsewhere)["consistent"] is False
     put = task.read(boxes + " Put the rope into box 3")
     assert (last(put)["state"], last(put)["consistent"]) == ("key nothing rope", False)
     removed = task.read(boxes + " Remove the spoon from box 1.")

@@ -145,7 +145,7 @@ def ablate(
     if how == "resample" and len(paths) < 2:
         raise BadRequest("Resampling takes rows of other prompts. Give 2 prompts or more, or another how.")
     rows = {} if how == "zero" else _rows(engine, paths, sorted({unit.site for unit in units}))
-    plain, ablated = torch.empty(len(paths)), torch.empty(len(units), len(paths))
+    plain, ablated = torch.empty(len(paths), dtype=torch.float32), torch.empty(len(units), len(paths), dtype=torch.float32)
     for number, path in enumerate(tqdm(paths, unit="prompt", disable=hidden(progress))):
         kept = [i for i in range(len(paths)) if how == "mean" or i != number]
         others = {site: torch.cat([each[i] for i in kept]) for site, each in rows.items()}

@@ -165,7 +165,7 @@ def _edit(name: str, rows: dict[str, Tensor], number: int, two: Aligned, head: b
 def _grid(cells: list[LayerCell], found: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
     """(layers, numbers, values [layers, numbers]); NaN where there is no cell."""
     layers, numbers = (tuple(sorted({cell[i] for cell in cells})) for i in (0, 1))
-    values = torch.full((len(layers), len(numbers)), math.nan)
+    values = torch.full((len(layers), len(numbers)), math.nan, dtype=torch.float32)
     for (layer, number), value in zip(cells, found.tolist(), strict=True):
         values[layers.index(layer), numbers.index(number)] = value
     return layers, numbers, values

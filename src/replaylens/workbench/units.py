@@ -68,7 +68,7 @@ def units_of(engine: Core, heads: HeadChoice, neurons: Any, directions: Any, exp
         made.append(Unit("head", layer, head, f"L{layer}H{head}", resolve(f"blocks.{layer}.attn.hook_z")))
     for pair in items("neurons", neurons, "(layer, neuron) pairs"):
         layer, neuron = pair_of("neurons", pair, config.num_layers, config.d_mlp)
-        own = torch.zeros(config.d_mlp)
+        own = torch.zeros(config.d_mlp, dtype=torch.float32)
         own[neuron] = 1.0
         made.append(Unit("neuron", layer, neuron, f"L{layer}N{neuron}", resolve(f"blocks.{layer}.mlp.hook_post"), own))
     streams = engine.sites.per_layer("S")

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from replaylens.engine.dump import array, statistics
+from replaylens.engine.dump import array
+from replaylens.engine.dump import statistics as statistics_module
 from replaylens.engine.dump.maker import write_dump
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
@@ -166,7 +167,7 @@ def test_arrays_go_to_other_processes(reference: Dump) -> None:
 @pytest.mark.parametrize("block", [2048, 50, 1])
 def test_statistics(dump: Dump, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against NumPy, whether the rows are one block, some (of which the last is smaller), or one each."""
-    monkeypatch.setattr(statistics, "_BLOCK", block)
+    monkeypatch.setattr(statistics_module, "_BLOCK", block)
     found, x = dump.statistics("S", 1), dump.to_numpy("S", 1).astype(np.float64)
     assert found.rows == len(dump) and found.mean.dtype == torch.float64
     np.testing.assert_allclose(found.mean.numpy(), x.mean(0), rtol=1e-12, atol=1e-15)
@@ -177,11 +178,23 @@ def test_statistics(dump: Dump, block: int, monkeypatch: pytest.MonkeyPatch) -> 
         dump.where(example=10**6).statistics("S", 1)
 
 
+@pytest.mark.parametrize("block", [1, 3, 50, 10_000])
+def test_statistics_of_rows_whose_blocks_differ(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that drift: each block has its own mean, far from the others', so merging them decides the result."""
+    monkeypatch.setattr(statistics_module, "_BLOCK", block)
+    rows = torch.arange(150, dtype=torch.float64)[:, None] * torch.tensor([40.0, -3.0, 0.0]) + torch.tensor([0.0, 1e6, 7.0])
+    found = statistics_module.statistics(rows)  # type: ignore[arg-type]
+    np.testing.assert_allclose(found.mean.numpy(), rows.mean(0).numpy(), rtol=1e-13)
+    np.testing.assert_allclose(found.std.numpy(), rows.numpy().std(0), rtol=1e-9, atol=1e-9)
+    assert float(found.std[0]) == pytest.approx(40 * ((150**2 - 1) / 12) ** 0.5)
+    assert found.rows == 150 and found.mean_norm == pytest.approx(float(rows.norm(dim=1).mean()))
+
+
 def test_statistics_do_not_depend_on_shards(
     reference: Dump, engine: Engine, planned: Callable[..., DumpPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same bits from shards of 4 and of 3 examples, on one thread and on two; other rows give other bits."""
-    monkeypatch.setattr(statistics, "_BLOCK", 50)  # so that there are several blocks
+    monkeypatch.setattr(statistics_module, "_BLOCK", 50)  # so that there are several blocks
     other = write_dump(engine, planned(examples_per_shard=3), tmp_path)
     assert other is not None and len(other.manifest.shards) > len(reference.manifest.shards)
     mine, yours = reference.statistics("S", 1), other.statistics("S", 1)

@@ -113,6 +113,33 @@ def test_the_lock_of_another_host_holds_while_it_is_renewed(tmp_path: Path, monk
 
 
 @pytest.mark.usefixtures("short_lease")
+@pytest.mark.parametrize("then", ["released", "renewed", "taken over", "left alone"])
+def test_what_becomes_of_a_lock_that_is_watched(then: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a lock that is renewed or changes hands has a live owner; one that is released while it is watched has none."""
+    store = Store(f"memory://watched-{then.replace(' ', '-')}")
+    store.make()
+    owner = replace(LockOwner.this_process(), host="elsewhere")
+    store.write(NAME, owner.to_bytes())
+    looks, peek = list[int](), Store.peek
+
+    def changing(self: Store, name: str) -> bytes | None:
+        looks.append(1)
+        if len(looks) == 2 and then == "released":
+            store.remove(NAME)
+        elif len(looks) == 2 and then != "left alone":
+            now = replace(owner, renewals=1) if then == "renewed" else replace(owner, pid=owner.pid + 1)
+            store.write(NAME, now.to_bytes())
+        return peek(self, name)
+
+    monkeypatch.setattr(Store, "peek", changing)
+    assert dump_lease.is_renewed(store, NAME, owner) is (then in ("renewed", "taken over"))
+    looks.clear()
+    assert dump_lease.is_renewed(store, NAME, replace(owner, renewals=9)) is (then != "released"), (
+        "it changed before the first look"
+    )
+
+
+@pytest.mark.usefixtures("short_lease")
 def test_an_owner_that_slept_too_long_leaves_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Suspended beyond its lease, it wakes up while another holds the lock: it does not renew or remove it, and says so."""
     for store in stores(tmp_path, "asleep"):

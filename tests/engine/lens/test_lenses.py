@@ -1,17 +1,21 @@
 """Unregistered tuned lenses raise the same error on plain models and on models that think."""
 
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadRequest, BadTrace, OtherFingerprint
+from replaylens.engine.errors import BadRequest, BadTrace, BadWeights, OtherFingerprint
 from replaylens.engine.lens import readout, tuned
 from replaylens.engine.lens import tuned as tuned_lens
 from replaylens.engine.lens.tuned import TunedLens
 from replaylens.engine.model import weights
 from replaylens.engine.request.capture import LensSpec
 from tests.families import hugging_face
-from tests.toy_model import engine
+from tests.toy_model import engine, random_model
 
 TEXT = "A coin's state is heads. Alice flips. What's the state? A:"
 models = pytest.mark.parametrize("name", ["coin-plain", "coin-thinking"])
@@ -92,3 +96,43 @@ def test_a_tuned_lens_of_a_model_in_bfloat16() -> None:
     lens = tuned_lens.train(model, rows, steps=3)
     assert lens.weight.dtype == torch.float32 and lens.require(model) is lens
     assert lens.translate(rows).dtype == torch.bfloat16
+
+
+def test_the_digest_of_a_lens_covers_all_of_it() -> None:
+    subject = engine()
+    lens = lens_for(subject)
+    digests = [lens.digest]
+    for name in ("weight", "bias"):
+        changed = getattr(lens, name).clone()
+        changed.view(-1)[-1] += 1e-3
+        digests.append(replace(lens, **{name: changed}).digest)
+    digests.append(replace(lens, unembed="0" * 64).digest)
+    assert len(set(digests)) == 4
+
+
+def test_a_changed_bias_of_a_saved_lens_is_noticed(tmp_path: Path) -> None:
+    lens = lens_for(engine())
+    lens.save(tmp_path / "lens.safetensors")
+    about = (tmp_path / "lens.json").read_text()
+    assert TunedLens.load(tmp_path / "lens.safetensors").digest == lens.digest
+    replace(lens, bias=lens.bias + 1).save(tmp_path / "lens.safetensors")
+    (tmp_path / "lens.json").write_text(about)
+    with pytest.raises(BadWeights, match="do not match the digest"):
+        TunedLens.load(tmp_path / "lens.safetensors")
+
+
+@pytest.mark.parametrize("part", ["ln_final.weight", "ln_final.bias", "unembed.weight", "embed"])
+def test_a_lens_reads_through_the_final_norm_and_the_unembedding(part: str) -> None:
+    """A change of any tensor that it reads through is refused; a change elsewhere is not."""
+    model = random_model(norm="layer", tied_embeddings=part == "embed")
+    with torch.no_grad():
+        model.ln_final.bias.zero_()
+    subject = Engine(model)
+    lens, other = lens_for(subject), deepcopy(model)
+    assert lens.require(other) is lens
+    with torch.no_grad():
+        other.blocks[0].mlp.down.weight[0, 0] += 1
+        assert lens.require(other) is lens
+        other.get_parameter(part).view(-1)[-1] += 1e-3
+    with pytest.raises(OtherFingerprint, match="another unembedding"):
+        lens.require(other)

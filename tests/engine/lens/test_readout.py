@@ -44,6 +44,36 @@ def test_statistics_of_single_distributions() -> None:
             assert math.isnan(said) if emitted[row] < 0 else said == pytest.approx(log_p[emitted[row]], abs=1e-5)
 
 
+def test_ranks_count_likelier_tokens_and_ties_go_to_the_lowest_id() -> None:
+    """One row at a time against a stable sort; every token of every row, with ties of two, three and all."""
+    rows = torch.tensor([[3.0, 1.0, 3.0, 2.0, 1.0], [0.0, 0.0, 0.0, 0.0, 0.0], [5.0, 4.0, 3.0, 3.0, 3.0]])
+    for token in range(5):
+        ranks = readout._ranks(torch.stack([rows, rows.flip(-1)], dim=1), [token] * 3)
+        for row in range(3):
+            for layer, logits in enumerate((rows[row].tolist(), rows[row].flip(-1).tolist())):
+                order = sorted(range(5), key=lambda each: (-logits[each], each))
+                assert ranks[row, layer] == order.index(token), (row, layer, token)
+    assert readout._ranks(rows[:, None], [-1, 0, -1])[:, 0].isnan().tolist() == [True, False, True]
+
+
+def test_ranks_do_not_depend_on_how_many_rows_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row has its own token, in the first chunk and after it."""
+    served = toy_engine()
+    path = [(7 * i + i * i) % served.config.vocab_size for i in range(23)]
+    rows = {site: served.prompt(path, sites="S").activations[site] for site in served.sites.letter("S")}
+    tokens = [*path[1:-1], -1, 5]
+    logits = served.prompt(path, sites=["unembed.hook_out"]).activations["unembed.hook_out"]
+    spec = LensSpec(tuple(rows), top_k=1)
+    whole = readout.read_ranked(spec, served.runner, rows, tokens)
+    for i, token in enumerate(tokens):
+        expected = math.nan if token < 0 else float((logits[i] > logits[i, token]).sum())
+        assert math.isnan(whole["Z.rank"][i, -1]) if token < 0 else whole["Z.rank"][i, -1] == expected
+    for together in (1, 4, 9):
+        monkeypatch.setattr(readout, "_TOGETHER", together * len(rows))
+        some = readout.read_ranked(spec, served.runner, rows, tokens)
+        assert [name for name in whole if not torch.equal(some[name].nan_to_num(-1), whole[name].nan_to_num(-1))] == []
+
+
 def test_the_divergence_is_not_symmetric() -> None:
     """Final: half and half. Layer: nearly certain. One direction is several times the other, so swapping them shows."""
     layer, final = [0.99, 0.01], [0.5, 0.5]

@@ -261,6 +261,25 @@ def test_eviction_takes_the_least_recently_used_leaf_and_never_a_parent() -> Non
     assert pool.num_free == free + 5 == 10
 
 
+def test_a_prefix_is_as_recent_as_what_was_after_it() -> None:
+    """A long path was just used, and another one before it. Once its end is evicted, its beginning is not the oldest."""
+    pool = PagePool(10, 2)
+    index = PrefixIndex(pool, b"salt")
+    indexed(index, [1, 1, 2, 2, 3, 3])
+    indexed(index, [5, 5])
+    indexed(index, [6, 6])
+    busy = index.adopt([5, 5])
+    pool.release(index.adopt([1, 1, 2, 2, 3, 3]))  # now the most recent, after 6, 6
+    assert index.evict(1) == 1 and index.match([6, 6]) == []
+    indexed(index, [7, 7])
+    assert index.evict(1) == 1 and len(index.match([1, 1, 2, 2, 3, 3])) == 2
+    indexed(index, [8, 8])
+    pool.release(busy)
+    assert index.evict(1) == 1 and index.match([5, 5]) == []
+    assert len(index.match([1, 1, 2, 2])) == 2, "used after 5, 5, so evicted after it, end first"
+    assert index.evict(2) == 2 and index.match([1, 1]) == [] and index.match([7, 7]) and index.match([8, 8])
+
+
 def test_eviction_leaves_what_others_use_and_counts_only_what_it_freed() -> None:
     pool = PagePool(10, 2)
     index = PrefixIndex(pool, b"salt")

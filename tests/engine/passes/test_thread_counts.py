@@ -5,14 +5,16 @@ of a product of few rows when there are many threads. The last tests run the rea
 3, 8 and 16 threads and compare digests.
 """
 
+import ctypes
 import json
 import os
+import platform
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,13 +24,14 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import ModesChanged
+from replaylens.engine.errors import ModesChanged, NotCertified
 from replaylens.engine.lens import readout
 from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes import cpu, runner
 from replaylens.engine.passes.batched import by_torch
 from replaylens.engine.proof import certificates, doctor, fingerprint
+from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
 from tests.engine.passes.thread_digests import WIDE
 from tests.engine.reference import same_bits
@@ -303,8 +306,29 @@ def doubles() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
+ROUNDINGS = {"up": 1, "down": 2, "to zero": 3} if platform.machine() == "aarch64" else {"up": 2, "down": 1, "to zero": 3}
+"""the processor's numbers for the directions other than to nearest, which is 0"""
+
+
+def number_of(direction: str) -> int:
+    return ROUNDINGS[direction] << (22 if platform.machine() == "aarch64" else 10)
+
+
+@contextmanager
+def rounding(direction: str) -> Iterator[None]:
+    """fesetround of the C library, which also other libraries call."""
+    libm, mode = ctypes.CDLL(None), number_of(direction)
+    assert libm.fesetround(mode) == 0
+    try:
+        yield
+        assert libm.fegetround() == mode, "the user's direction is restored"
+    finally:
+        libm.fesetround(0)
+
+
 MODES: dict[str, Callable[[], Any]] = {
     "flushed denormals": flushing,
+    **{f"rounding {direction}": partial(rounding, direction) for direction in ROUNDINGS},
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "without oneDNN": lambda: torch.backends.mkldnn.flags(enabled=False),
     "medium precision": lambda: precision("medium"),
@@ -348,9 +372,79 @@ def test_without_the_hold_modes_do_move_bits(monkeypatch: pytest.MonkeyPatch) ->
     with flushing():
         branch = engine.prompt(PATH, sites=SITES)
     assert not same(branch.activations[PATTERN], truth.activations[PATTERN])
+    for direction in ROUNDINGS:
+        with rounding(direction):
+            assert not same(Engine(wide_enough()).prompt(PATH).kv(), truth.kv()), direction
     monkeypatch.setattr(runner, "batched_product", lambda *_: by_torch)  # NumPy's products know no autocast
     with MODES["autocast"](), pytest.raises(RuntimeError, match="BFloat16"):
         Engine(wide_enough()).prompt(PATH, sites=SITES)
+
+
+@pytest.mark.parametrize("mode", ["flushed denormals", *(f"rounding {direction}" for direction in ROUNDINGS)])
+def test_tokens_are_drawn_in_the_processors_usual_modes(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The penalised and divided scores of every token, to the last bit."""
+    logits = (torch.randn(4096, generator=torch.Generator().manual_seed(3)) * 0.01).numpy()
+    path, seen = list(range(0, 4096, 2)), dict[str, Any]()
+
+    def drawn(scores: Any) -> Any:
+        seen["scores"] = scores.copy()
+        return filtered(how, scores)
+
+    how, filtered = Sampling(temperature=0.7, top_p=0.9, presence_penalty=0.1, repetition_penalty=1.3), Sampling._filtered
+    monkeypatch.setattr(Sampling, "_filtered", lambda self, scores: drawn(scores))
+    token, scores = how.choose(logits, path, 0), seen["scores"]
+    with MODES[mode]():
+        assert how.choose(logits, path, 0) == token
+        assert seen["scores"].tobytes() == scores.tobytes()
+
+
+def test_a_direction_that_cannot_be_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(random_model())
+    before = engine.prompt(PATH[:9]).kv()
+    monkeypatch.setattr(modes, "_c_library", lambda: None)
+    with rounding("up"), pytest.raises(ModesChanged, match="rounds in another direction than to nearest"):
+        Engine(random_model()).prompt(PATH[:9])
+    assert torch.equal(Engine(random_model()).prompt(PATH[:9]).kv(), before), "nothing to set, nothing needed"
+
+
+def test_the_doctor_finds_a_direction_that_was_not_set_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The certificate is the same in every direction. Negative control: without the hold, the doctor names the arithmetic."""
+    model = random_model()
+    truth = doctor.examine(model)
+    for direction in ROUNDINGS:
+        with rounding(direction):
+            assert doctor.examine(model).to_json() == truth.to_json()
+            with monkeypatch.context() as patch:
+                patch.setattr(modes, "canonical", lambda count=1: nullcontext())
+                with pytest.raises(NotCertified, match="arithmetic float32: 'rounded to nearest even"):
+                    doctor.require(doctor.examine(model))
+
+
+@pytest.mark.parametrize("direction", ROUNDINGS)
+def test_a_hook_that_changes_the_direction_of_rounding_is_named(direction: str) -> None:
+    def change(value: Tensor, context: object) -> None:
+        ctypes.CDLL(None).fesetround(number_of(direction))
+
+    with pytest.raises(ModesChanged, match="direction of rounding"):
+        Engine(random_model()).prompt(PATH[:9], hooks=[("blocks.0.hook_in", change)])
+    assert ctypes.CDLL(None).fegetround() == 0
+
+
+@pytest.mark.parametrize("direction", ROUNDINGS)
+def test_workers_that_round_in_another_direction_are_not_used(direction: str) -> None:
+    found: list[tuple[int, bool]] = []
+
+    def work() -> None:
+        fractions = [torch.full((1 << 17,), 1 / n) for n in range(3, 9)]
+        torch.set_num_threads(3)
+        with rounding(direction):
+            _ = fractions[0] * fractions[1]  # starts workers
+        assert any(len((x * x).unique()) > 1 for x in fractions), "the control: they still do"
+        with pytest.warns(RuntimeWarning, match="canonical passes run on one thread"), modes.canonical(3):
+            found.append((torch.get_num_threads(), all(len((x * x).unique()) == 1 for x in fractions)))
+
+    elsewhere(work)
+    assert found == [(1, True)]
 
 
 def set_precision(value: str) -> None:
