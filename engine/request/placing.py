@@ -123,8 +123,6 @@ def _factors(edit: Edit, name: str, shape: tuple[int, ...]) -> Tensor:
     """What the op 'scale' multiplies a row by."""
     if edit.value is not None:
         raise BadEdit(f"The op 'scale' of {name} takes no value. Give what to multiply by as factor, such as factor=0.5.")
-    if abs(edit.factor) > torch.finfo(torch.float32).max:
-        raise BadEdit(f"factor={edit.factor} for {name} is beyond float32. Give a smaller one.")
     return torch.full(shape, edit.factor, dtype=torch.float32)
 
 
