@@ -241,7 +241,7 @@ def _final_rows(engine: Core, paths: list[ExamplePath], final: str, edited: bool
         raise BadRequest(
             f"{final} was not captured, and edited paths and models that think need it for log-probabilities. Capture S, too."
         )
-    spec, found = engine.capture_spec([final]), {}
+    spec, found = engine.capture_spec([final]), dict[int, Tensor]()
     for i in range(0, len(missing), _PATHS):
         some = missing[i : i + _PATHS]
         branches = engine.planted(

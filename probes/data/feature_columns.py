@@ -76,6 +76,9 @@ class WiderSource(ABC):
             raise UnknownSite(f"Site {site!r} has no layers. Leave out the layer.")
         return self.columns(numbers)
 
+    def later(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        return self.source.later(numbers)
+
     @abstractmethod
     def columns(self, numbers: np.ndarray) -> Tensor:
         """The values of the further site in these rows: [rows, columns]."""

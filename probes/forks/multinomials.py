@@ -67,7 +67,8 @@ def distances(
         for column, number in zip(columns, found[:5], strict=True):
             column[pair] = number
         under[pair] = [found[1], *found[5]]
-    return Distances(*columns, under)
+    value, plug_in, low, high, p = columns
+    return Distances(value, plug_in, low, high, p, under)
 
 
 def plug_in(a: np.ndarray, b: np.ndarray, measure: DistanceKind) -> float:
@@ -243,7 +244,7 @@ def _at_most(x: int, n: int, y: int, m: int, t: float, alpha: float) -> float:
     if x / n - y / m <= t:
         return 1.0
     if (n + 1) * (m + 1) > _EXACT:
-        found = float(_ratio(np.float64(x), n, np.float64(y), m, t))
+        found = float(_ratio(np.array(float(x)), n, np.array(float(y)), m, t))
         far = x / n - y / m
         return float(stats.norm.sf(found) + stats.norm.sf(found * (far + t) / (far - t)))  # of both signs of the difference
     ratio = _ratios(n, m, t)

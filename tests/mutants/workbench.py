@@ -121,7 +121,7 @@ WORKBENCH = (
     Mutant(
         "scaled-twice",
         "replaylens.engine.request.placing",
-        "return torch.full(shape, edit.factor)",
+        "return torch.full(shape, edit.factor, dtype=torch.float32)",
         "return torch.full(shape, edit.factor * edit.factor)",
         "a scaled row is the product with the factor",
         (f"{MORE_EDITS}::test_scaled_rows_are_the_product",),
