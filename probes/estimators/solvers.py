@@ -86,8 +86,11 @@ def solve_path(
     """
     if not x.is_cuda:  # one thread works on one cell: sums have one order, so that their number changes no bit
         solve_one = partial(_solve_cells, kind, targets=targets, train=train, path=path, tolerance=tolerance)
-        with ThreadPoolExecutor(min(len(x), torch.get_num_threads())) as pool:
-            parts = list(pool.map(solve_one, x.split(1)))
+        if (count := min(len(x), torch.get_num_threads())) > 1:
+            with ThreadPoolExecutor(count) as pool:
+                parts = list(pool.map(solve_one, x.split(1)))
+        else:
+            parts = [solve_one(cell) for cell in x.split(1)]
         return [_joined([part[step] for part in parts]) for step in range(len(path))]
     return _solve_cells(kind, x, targets, train, path, tolerance)
 

@@ -134,8 +134,8 @@ PROBES = (
     Mutant(
         "permuted-without-a-new-fit",
         "replaylens.probes.fitting.refit",
-        "score(said.of(i, each, tested), each, tested, fold)",
-        "score(said.of(0, each, tested), each, tested, fold)",
+        "_compared(said.of(i, each, tested), each, tested, fold)",
+        "_compared(said.of(0, each, tested), each, tested, fold)",
         "probes are fitted to permuted labels",
         ("tests/probes/scoring/test_statistics.py::test_refitted_permutations", "tests/probes/data/test_groups.py"),
     ),
