@@ -244,10 +244,11 @@ def patience(rows: int, columns: int, problems: int) -> int:
     """How many steps cost as much as a Gram matrix with its factor. Sizes decide, never a clock.
 
     Counted in operations of a product of matrices. A gradient of few problems waits for memory, 25 of them for each entry, and
-    a step has an overhead of its own.
+    a step has an overhead of its own. A matrix that costs less than a dozen steps is worth it at once.
     """
     gram = 2 * min(rows, _ROWS_PER_COLUMN * columns) * columns**2 + columns**3
-    return int(gram // (rows * columns * (10 + 15 * problems) + 2**24))
+    steps = int(gram // (rows * columns * (10 + 15 * problems) + 2**24))
+    return steps if steps >= 12 else 0
 
 
 def worth_the_row_space(rows: int, columns: int, problems: int, sets: int) -> bool:

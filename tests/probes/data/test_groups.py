@@ -22,7 +22,7 @@ from replaylens.probes.reports.summary import shown
 from replaylens.probes.scoring.permutations import Null, why_no_exchange
 from replaylens.probes.sweeps import sweeping
 from replaylens.probes.sweeps.sweeping import sweep
-from tests.calibrate import Effect, Noise
+from tests.calibrate import PLAINS, Effect, Noise, Plain
 from tests.probes.synthetic import labelled_rows, rows_of
 
 
@@ -164,6 +164,15 @@ def test_noise_is_shown_in_one_of_twenty(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(sweeping, "refitted", fixed)
     assert sum(noise.found(seed) for seed in range(60)) > max(found, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plain", [each for each in PLAINS if each.groups <= 60], ids=lambda plain: plain.name)
+def test_plain_arrays(plain: Plain) -> None:
+    """A small part of `make calibrate`: arrays and a baseline that share no code with the probes."""
+    error, coverage, power = (rate.rate for rate in plain.rates(40))
+    baseline = np.mean([plain.baseline(seed) for seed in range(40)])
+    assert error <= 0.15 and coverage >= 0.85 and power >= baseline - 0.2
 
 
 def test_power_with_controls() -> None:
