@@ -86,12 +86,13 @@ def plain() -> AbstractContextManager[object]:
     """
     c = torch._C
     intercepted = c._len_torch_function_stack() or c._len_torch_dispatch_stack() or c._functorch.maybe_current_level()
-    if not (intercepted or torch.is_inference_mode_enabled() or torch.is_autocast_enabled("cpu")):
+    if not (intercepted or torch.is_inference_mode_enabled() or any(map(torch.is_autocast_enabled, _AUTOCAST))):
         return _NOTHING
     return _left()
 
 
 _NOTHING = nullcontext()
+_AUTOCAST = ("cpu", "cuda")
 
 
 @contextmanager
@@ -101,9 +102,15 @@ def _left() -> Iterator[None]:
         _disable_current_modes(),
         torch._C.DisableTorchFunction(),
         torch.inference_mode(False),
-        torch.autocast("cpu", enabled=False),
     ):
-        yield
+        autocast = [device for device in _AUTOCAST if torch.is_autocast_enabled(device)]
+        for device in autocast:
+            torch.set_autocast_enabled(device, False)
+        try:
+            yield
+        finally:
+            for device in autocast:
+                torch.set_autocast_enabled(device, True)
 
 
 def plainly(function: Callable[P, R]) -> Callable[P, R]:

@@ -31,7 +31,7 @@ def test_it_runs_until_there_are_enough_operations(monkeypatch: pytest.MonkeyPat
     assert soak.main(["--operations", "1200", "--seed", "7"]) == 0
     assert [env["OMP_NUM_THREADS"] for env in environments] == ["1", "2", "3"]
     said = capsys.readouterr().out
-    assert "process 2: AsWideAsSmolLM2, seed 9, 3 threads" in said
+    assert "process 2: Thinkers, seed 9, 3 threads" in said
     assert "1500 operations from seed 7 on, 120 preemptions: 0 differences" in said
 
 

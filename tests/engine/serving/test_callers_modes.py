@@ -19,6 +19,7 @@ from torch._subclasses import FakeTensorMode
 from replaylens import Edit, Engine, tasks
 from replaylens.engine.errors import BadEdit
 from replaylens.engine.model import modes
+from tests.engine.reference import same_bits
 from tests.toy_model import random_model
 
 PROMPT = "A coin's state is heads. Alice flips. What's the state? A:"
@@ -144,6 +145,28 @@ def test_control_without_leaving_them_modes_stop_the_engine(mode: str, tmp_path:
     loaded, used = (MODES[mode], nullcontext) if mode == "inference mode" else (nullcontext, MODES[mode])
     with pytest.raises((RuntimeError, NotImplementedError, AssertionError)):
         outcome(loaded, used, tmp_path / "d")
+
+
+@pytest.mark.parametrize("mode", ["inference mode", "the meta device", "fake tensors"])
+def test_models_that_think_do_not_depend_on_the_mode(mode: str) -> None:
+    truth = Engine.load("coin-thinking").prompt(PROMPT, sites="S").generate(2)
+    with MODES[mode]():
+        engine = Engine.load("coin-thinking")
+        branch = engine.prompt(PROMPT, sites="S").generate(2)
+    assert branch.tokens == truth.tokens and same_bits(branch.kv(), truth.kv())
+    again = engine.prompt(PROMPT, sites="S").generate(2)
+    assert same_bits(again.kv(), truth.kv())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_autocast_is_left_on_every_device(device: str) -> None:
+    torch.set_autocast_enabled(device, True)
+    try:
+        with modes.plain():
+            assert not torch.is_autocast_enabled(device)
+        assert torch.is_autocast_enabled(device)
+    finally:
+        torch.set_autocast_enabled(device, False)
 
 
 @pytest.mark.parametrize("mode", ["inference mode", "the meta device", "fake tensors"])

@@ -8,10 +8,13 @@ import random
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from replaylens.engine.engine import ThinkingEngine
 from replaylens.engine.errors import BadChunks, BadConfig, BadEdit, BadRequest, BadThought, NonFinite
@@ -19,6 +22,7 @@ from replaylens.engine.memory.tree import BranchStatus
 from replaylens.engine.model.layers import Linear
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.thinking.core import ThinkingBranch
 from replaylens.engine.thinking.prefill import GUESSES, Guess, Prefiller
 from tests.devices import DEVICES, with_devices
@@ -241,6 +245,50 @@ def test_preemption_leaves_no_mark(plain: Subject) -> None:
             assert row_differences(branch, plain.truth(tuple(branch.tokens))) == []
             assert same_bits(branch.kv(), plain.truth(tuple(branch.tokens)).kv[: branch.lane.computed])
         engine.check_integrity()
+
+
+class Thinkers(RuleBasedStateMachine):
+    """Prompts that think and answer together in a cache that holds one or two of them; `make soak` runs it for hours."""
+
+    known: ClassVar[list[Any]] = []
+    operations = preemptions = 0
+    sessions, steps = 12, 8
+
+    @initialize(page_size=st.sampled_from([4, 1, 16]), guess=st.sampled_from(GUESSES), max_rows=st.sampled_from([32, 64]))
+    def begin(self, page_size: int, guess: Guess, max_rows: int) -> None:
+        self.subject = subject_of("rotary", "cpu")
+        self.engine = self.subject.engine(cache_tokens=80, page_size=page_size, guess=guess, max_rows=max_rows)
+        self.engine.loop.listeners.append(self.count)
+
+    def count(self, event: dict[str, Any]) -> None:
+        type(self).preemptions += event["event"] == "preempt"
+
+    @rule(
+        chunks=st.lists(st.sampled_from([4, 7, 10]), min_size=3, max_size=5),
+        first=st.integers(0, 3),
+        n=st.integers(3, 8),
+        window=st.sampled_from([1, None, 4]),
+    )
+    def crowd(self, chunks: list[int], first: int, n: int, window: int | None) -> None:
+        type(self).operations += 1
+        paths = [random_prompt(count, seed=first + i) for i, count in enumerate(chunks)]
+        branches = self.engine.prompts(paths, **KEPT)
+        for branch, path in zip(branches, paths, strict=True):
+            assert row_differences(branch, self.subject.truth(tuple(path))) == []
+        self.engine.generate(branches, n, sampling=Sampling(ignore_eos=True), window=window, final=True)
+        for branch in branches:
+            assert_as_fresh(self.subject, branch, [])
+            branch.release()
+        self.engine.check_integrity()
+
+
+def test_thinkers_that_outgrow_the_cache_together() -> None:
+    class Counted(Thinkers):
+        preemptions = 0
+
+    few = {"max_examples": 4, "stateful_step_count": 3, "derandomize": True, "database": None, "deadline": None}
+    run_state_machine_as_test(Counted, settings=settings(**few, suppress_health_check=list(HealthCheck)))
+    assert Counted.preemptions >= 8, "control: thinking and answering requests lost their pages to others"
 
 
 def test_a_replayed_trace_needs_no_thoughts(plain: Subject, tmp_path: Path) -> None:
