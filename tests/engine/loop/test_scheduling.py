@@ -54,6 +54,20 @@ def test_cached_prefixes_are_given_up_several_at_a_time(monkeypatch: pytest.Monk
     assert sum(searches) > 2 * len(searches) > 0, f"{len(searches)} searches for {sum(searches)} pages"
 
 
+def test_of_idle_branches_the_one_used_longest_ago_loses_its_pages() -> None:
+    subject = engine(cache_tokens=64, page_size=4)
+    old, recent, middle = (subject.prompt([step, *path(15, step)]) for step in (1, 2, 3))
+    middle.force([5])
+    recent.force([6])
+    subject.prefix.clear()
+    held = subject.prompt([4, *path(15, 4)])  # 16 + 17 + 17 + 16 of 64 positions
+    assert old.lane.computed < 16 and recent.lane.computed == 17 and middle.lane.computed == 17
+    subject.prompt([9, *path(19, 9)])
+    assert middle.lane.computed < 17 and recent.lane.computed == 17 and held.lane.computed == 16
+    for branch in (old, recent, middle, held):
+        assert torch.equal(branch.kv(), Reference(toy(), branch.tokens).kv)
+
+
 def test_a_window_is_opened_without_asking_every_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planning a step of n branches costs in proportion to n."""
     asked = 0
