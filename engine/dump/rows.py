@@ -244,9 +244,13 @@ def _final_rows(engine: Core, paths: list[ExamplePath], final: str, edited: bool
     spec, found = engine.capture_spec([final]), {}
     for i in range(0, len(missing), _PATHS):
         some = missing[i : i + _PATHS]
-        branches = engine.planted([path.tokens for path in some], spec, [own_edits(path.example, engine.sites) for path in some])
+        branches = engine.planted(
+            [path.tokens for path in some], spec, [own_edits(path.example, engine.sites) for path in some]
+        )
         try:
-            found |= {id(path): branch.activations.peek(final)[path.base :] for path, branch in zip(some, branches, strict=True)}
+            found |= {
+                id(path): branch.activations.peek(final)[path.base :] for path, branch in zip(some, branches, strict=True)
+            }
         finally:
             for branch in branches:
                 branch.release()
