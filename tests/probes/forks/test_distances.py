@@ -96,7 +96,7 @@ def test_rollouts_that_all_agree_leave_room(outcomes: int) -> None:
         assert found.low[0] == 0 and found.p[0] == 1 and 0.02 < found.high[0] < 0.2
 
 
-@pytest.mark.parametrize("count", [0, 1, 3, 5])
+@pytest.mark.parametrize("count", [1, 3, 5, 20])
 def test_a_certain_side(count: int) -> None:
     """Where 100 rollouts of the first side agree, the divergence is -log q, and its high end that of q's own interval."""
     found = distances(np.array([[100, 0]]), np.array([[100 - count, count]]), "kl", resamples=9999)
