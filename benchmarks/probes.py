@@ -9,7 +9,8 @@ CPU by processor time.
 import argparse
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +18,13 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
+import replaylens as rl
 from benchmarks.table import Table
+from replaylens.probes.data.rows import ProbeRows
 from replaylens.probes.design.goals import Goal
 from replaylens.probes.fitting.heldout import held_out
+from replaylens.probes.fitting.probe import fit_probe
+from replaylens.probes.sweeps.sweeping import sweep
 
 LAYERS, SITES, POSITIONS, ROWS, WIDTH, FOLDS = 30, 3, 8, 5000, 576, 5
 CELLS = LAYERS * SITES * POSITIONS
@@ -105,10 +110,47 @@ def main(sample: int = 24, batch: int = 6, device: str = "cpu") -> None:
     table.save()
 
 
+def of_run(model: str = "smollm2", texts: int = 200, turns: int = 5) -> None:
+    """`fit_probe` and `sweep` of a run against the same calls on its activations as arrays, in turns, in CPU seconds."""
+    engine, generator = rl.Engine.load(model), np.random.default_rng(0)
+    words = np.array("the a red blue big small cat dog house tree sat ran is was in on of Paris London".split())
+    given, label = [" ".join(generator.choice(words, size=24)) for _ in range(texts)], generator.integers(2, size=texts)
+    layer = len(engine.sites.per_layer("S")) // 2
+    site = engine.sites.per_layer("S")[layer]
+    run = engine.replay(given, labels={"coin": label.tolist()}, sites=[site])
+
+    def arrays() -> ProbeRows:
+        counts = [len(result.tokens) for result in run]
+        prompt, place = np.repeat(np.arange(texts), counts), np.concatenate([np.arange(count) for count in counts])
+        tokens = np.concatenate([result.tokens for result in run])
+        x = {("S", layer): torch.cat([result.activations[site] for result in run])}
+        return ProbeRows.of_arrays(x, {"coin": label[prompt]}, prompt, positions=place, tokens=tokens)
+
+    how: dict[str, Any] = dict(site="S", layer=layer, position="last")
+    calls: dict[str, Callable[[Any], object]] = {
+        "fit_probe": lambda rows: fit_probe(rows, "coin", **how),
+        "sweep": lambda rows: sweep(rows, "coin", sites="S", layers=[layer], positions="last", permutations=19),
+    }
+    table = Table("probes-run", f"{model}, {texts} texts, one site, last token; CPU seconds, median of {turns} turns")
+    for name, call in calls.items():
+        took = []
+        for _ in range(turns + 1):
+            begin = time.process_time()
+            call(run)
+            middle = time.process_time()
+            call(arrays())
+            took.append((middle - begin, time.process_time() - middle))
+        ours, plain = np.median(took[1:], axis=0)  # the first turn warms up
+        ratio = float(np.median([a / b for a, b in took[1:]]))
+        table.add(f"{name} of a run", ratio=ratio, aim="<= 1.2", met=ratio <= 1.2, run_s=float(ours), arrays_s=float(plain))
+    table.save()
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
+    parser.add_argument("--run", action="store_true", help="time probes of a run against probes of arrays")
     parser.add_argument("--sample", type=int, default=24)
     parser.add_argument("--batch", type=int, default=6)
     parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
-    main(given.sample, given.batch, given.device)
+    of_run() if given.run else main(given.sample, given.batch, given.device)

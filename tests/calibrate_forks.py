@@ -118,7 +118,8 @@ def importance_found(
     """Whether any unit is shown or, with `at`, whether that one is."""
 
     def draw(generator: np.random.Generator) -> float:
-        shown = importance(path(generator, rollouts, *stretches), measure=measure, permutations=499, resamples=99).shown
+        counts, seed = path(generator, rollouts, *stretches), int(generator.integers(2**31))  # else all share their exchanges
+        shown = importance(counts, measure=measure, permutations=499, resamples=99, seed=seed).shown
         return float(shown.any() if at is None else shown[at])
 
     return draw
@@ -137,7 +138,8 @@ def rollouts_of(generator: np.random.Generator, same: float, effect: float, fork
 
 def counterfactual_found(effect: float, at: int | None = None) -> Draw:
     def draw(generator: np.random.Generator) -> float:
-        shown = counterfactual_importance(rollouts_of(generator, 0.4, effect), permutations=499, resamples=99).shown
+        rollouts, seed = rollouts_of(generator, 0.4, effect), int(generator.integers(2**31))
+        shown = counterfactual_importance(rollouts, permutations=499, resamples=99, seed=seed).shown
         return float(shown.any() if at is None else shown[at])
 
     return draw

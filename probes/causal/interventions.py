@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import OtherFingerprint
 from replaylens.engine.request.values import whole
 from replaylens.probes.causal.effects import difference, line_of, line_of_placebos
 from replaylens.probes.causal.stage import Stage, Subject, Variant
@@ -57,7 +56,7 @@ def steer(
     factor     step in units of the distance between the class means, the same for every direction
     position   default: that of the probe
     """
-    _check(engine, probe)
+    probe.require(engine)
     stage = Stage(engine, examples, probe.site, probe.label, position or probe.position)
     return _compare("steer", stage, probe, untrained, placebos, seed, lambda p: _towards(p, probe, factor), {"factor": factor})
 
@@ -73,7 +72,7 @@ def interchange(
     seed: int = 0,
 ) -> Report:
     """Replace the component along the direction by that of a prompt of another class; the whole row serves as a ceiling."""
-    _check(engine, probe)
+    probe.require(engine)
     stage = Stage(engine, examples, probe.site, probe.label, position or probe.position)
     sources = _sources(stage, seed)
 
@@ -109,7 +108,7 @@ def ablate(
     The flip rate shows whether the answer depends on the direction. The `refit` lines show how well a new logistic probe,
     whatever the kind of the ablated one, reads the label. If the accuracy stays, other directions carry the label too.
     """
-    _check(engine, probe)
+    probe.require(engine)
     stage = Stage(engine, examples, probe.site, probe.label, position or probe.position)
     centre = probe.means.mean(0)
 
@@ -122,12 +121,6 @@ def ablate(
     return Report(
         "ablate", [*report.lines, *lines], report.source, report.settings, report.notes, [*report.findings, *findings]
     )
-
-
-def _check(engine: Engine, probe: LinearProbe) -> None:
-    made = probe.source.get("fingerprint")
-    if made is not None and made != engine.fingerprint.digest:
-        raise OtherFingerprint("This probe was fitted on rows of another engine. Load that engine, or fit the probe again.")
 
 
 def _towards(chosen: LinearProbe, probe: LinearProbe, factor: float) -> Variant:

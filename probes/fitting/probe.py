@@ -3,9 +3,10 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -13,7 +14,10 @@ from sklearn.base import clone
 from sklearn.pipeline import Pipeline
 
 from replaylens.engine.dump.reader import Dump
+from replaylens.engine.engine import Engine
+from replaylens.engine.errors import OtherFingerprint
 from replaylens.engine.run import Run
+from replaylens.engine.serving.core import Core
 from replaylens.probes.checks import as_matrix, make_folder
 from replaylens.probes.data.groups import groups_of
 from replaylens.probes.data.rows import Cell, ProbeRows
@@ -23,6 +27,9 @@ from replaylens.probes.estimators.erasers import row_space
 from replaylens.probes.fitting import registry
 from replaylens.probes.reports.report import about_rows
 from replaylens.probes.scoring.permutations import shuffled_order
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FORMAT, SCHEMA = "replaylens-probe", 1
 _TENSORS = ("weight", "bias", "means")
@@ -69,6 +76,33 @@ class LinearProbe:
         scores = self.scores(X)
         places = (scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(1)
         return np.array(self.classes)[places]
+
+    def apply(self, engine: Engine, texts: Any) -> "TokenScores":
+        """Scores of every token of texts that the engine computes, whichever position the probe was fitted at.
+
+        texts  a string, or what `Engine.replay` takes: strings, token lists, chats, branches, a task's examples
+
+        Raises OtherFingerprint if the probe was fitted on another engine's rows.
+
+        >>> from replaylens import Engine, tasks
+        >>> engine = Engine.load("coin-plain")
+        >>> run = engine.replay(tasks.get("coin")(flips=(1, 3)).examples(24), sites="S")
+        >>> probe = fit_probe(run, "face", layer=3, position="query", estimator="mass-mean")
+        >>> found = probe.apply(engine, "A coin's state is heads. Alice flips. What's the state? A:")
+        >>> found, found.table["predicted"].iloc[-1]
+        (TokenScores(face: 1 text, 15 tokens), 'tails')
+        """
+        self.require(engine)
+        run = engine.replay([texts] if isinstance(texts, str) else texts, sites=[self.site])
+        rows = [result.activations[self.site] for result in run]
+        scores = [self.scores(x.reshape(len(x), -1)) for x in rows]
+        return TokenScores(self.label, self.classes, [[engine.text.token(t) for t in r.tokens] for r in run], scores)
+
+    def require(self, engine: Core) -> None:
+        """Raise OtherFingerprint if the probe was fitted on another engine's rows. Those of arrays have no fingerprint."""
+        made = self.source.get("fingerprint")
+        if made is not None and made != engine.fingerprint.digest:
+            raise OtherFingerprint("This probe was fitted on rows of another engine. Load that engine, or fit the probe again.")
 
     def direction(self, origin: str, target: str) -> np.ndarray:
         """The unit vector [d] that leads from one class to another."""
@@ -144,6 +178,62 @@ class LinearProbe:
             if array.shape != shape or not np.isfinite(array).all():
                 raise BadProbeFile(f"{path}: {name} has shape {array.shape}. It must be finite and have shape {shape}.")
         return self
+
+
+@dataclass(frozen=True, eq=False)
+class TokenScores:
+    """What a probe says at each token of some texts."""
+
+    label: str
+    classes: tuple[str, ...]
+    tokens: list[list[str]]
+    """[texts][tokens]"""
+    scores: list[np.ndarray]
+    """[texts]: [tokens] for two classes (positive: the second), else [tokens, classes]"""
+
+    def __repr__(self) -> str:
+        count = len(self.tokens)
+        return f"TokenScores({self.label}: {count} text{'s' * (count != 1)}, {sum(map(len, self.tokens))} tokens)"
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """One line per token: text, position, token, `score` of the second of two classes or a column for each class, and
+        the class `predicted`."""
+        scores = np.concatenate(self.scores)
+        named = (
+            {"score": scores} if scores.ndim == 1 else {f"score {name}": scores[:, i] for i, name in enumerate(self.classes)}
+        )
+        places = (scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(1)
+        sizes = [len(tokens) for tokens in self.tokens]
+        return pd.DataFrame(
+            {
+                "text": np.repeat(np.arange(len(sizes)), sizes),
+                "position": np.concatenate([np.arange(size) for size in sizes]),
+                "token": [token for tokens in self.tokens for token in tokens],
+                **named,
+                "predicted": np.array(self.classes)[places],
+            }
+        )
+
+    def plot(self, text: int = 0) -> "Figure":
+        """The scores of one text by token, a line for each class, or one for two classes."""
+        from replaylens.probes.reports.figures import Picture
+
+        words, scores = self.tokens[text], self.scores[text]
+        figure = Picture(figsize=(min(0.3 * len(words), 18) + 2.5, 3.2), layout="constrained")
+        axes = figure.subplots()
+        names = [f"{self.classes[1]} (above 0), {self.classes[0]} (below)"] if scores.ndim == 1 else self.classes
+        for name, line in zip(names, scores.reshape(len(words), -1).T, strict=True):
+            axes.plot(np.arange(len(words)), line, marker="o", markersize=3, label=name)
+        axes.axhline(0, color="0.7", linewidth=1, zorder=0)
+        axes.set(ylabel=f"score of {self.label}", xticks=range(len(words)))
+        axes.set_xticklabels([word.replace("$", r"\$") for word in words], rotation=90, fontsize=8)
+        axes.legend(fontsize=8)
+        return figure
+
+    def _repr_html_(self) -> str:
+        found: str = self.table.round(3).to_html(index=False)
+        return found
 
 
 def fit_probe(

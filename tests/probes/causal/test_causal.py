@@ -3,6 +3,8 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +15,10 @@ from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, EngineError, OtherFingerprint, UnknownSite
+from replaylens.probes.causal.das import _probe
 from replaylens.probes.causal.interventions import ablate, interchange, steer
 from replaylens.probes.causal.stage import Stage, Subject
+from replaylens.probes.data.rows import Cell
 from replaylens.probes.errors import BadPosition, BadProbeFile, BadRows, MissingLabel, NotLinear, ProbeError
 from replaylens.probes.fitting.probe import LinearProbe, fit_probe, placebo_probes
 from replaylens.probes.questions.forced import forced_rows
@@ -235,6 +239,52 @@ def test_a_subspace_is_exchanged_as_a_whole(engine: Engine, probe: LinearProbe, 
     narrow = replace(probe, subspace=np.eye(probe.weight.shape[1])[:1])
     found = line(interchange(engine, narrow, fresh[:8], placebos=1), "interchange: probe")
     assert found["nats"] < 0.1 * whole["nats"], "one coordinate is not the row"
+
+
+def test_a_probe_reads_every_token(engine: Engine, coin_dump: Dump, probe: LinearProbe, fresh: list[Example]) -> None:
+    """Scores of texts are those of their captured rows, for tensors of any kind too; the last token's class is the answer."""
+    texts = [example.prompt for example in fresh[:6]]
+    run, found = engine.replay(texts, sites="S"), probe.apply(engine, texts)
+    for i, result in enumerate(run):
+        rows = result.activations[probe.site]
+        assert np.array_equal(found.scores[i], probe.scores(rows)) and len(found.tokens[i]) == len(result.tokens)
+        for given in (rows.requires_grad_(), rows.detach().tolist(), rows.detach().numpy(), list(rows)):
+            assert np.array_equal(probe.predict(given[-1:]), probe.predict(rows[-1:]))
+    table = found.table
+    assert list(table) == ["text", "position", "token", "score", "predicted"] and table["text"].nunique() == 6
+    assert "".join(table[table["text"] == 2]["token"]) == texts[2] and repr(found).startswith("TokenScores(face: 6 texts, ")
+    said = table.groupby("text")["predicted"].last()
+    assert np.mean([word == example.answer.strip() for word, example in zip(said, fresh, strict=False)]) > 0.8
+    axes = found.plot(2).axes[0]
+    assert np.array_equal(axes.lines[0].get_ydata(), found.scores[2]) and len(axes.get_xticklabels()) == len(found.tokens[2])
+    three = replace(probe, weight=np.eye(3, 128), bias=np.zeros(3), means=np.zeros((3, 128)), classes=("a", "b", "c"))
+    many = three.apply(engine, texts[0])
+    assert many.scores[0].shape == (len(found.tokens[0]), 3) and many.table["predicted"].tolist() == list(
+        np.array(["a", "b", "c"])[many.scores[0].argmax(1)]
+    )
+    with pytest.raises(BadRows, match=r"shape \[128\].*Give numbers \[rows, 128\]"):
+        probe.predict(run[0].activations[probe.site][-1])
+    with pytest.raises(OtherFingerprint):
+        replace(probe, source=probe.source | {"fingerprint": "other"}).apply(engine, texts)
+
+
+def test_a_subspace_reads_three_classes() -> None:
+    """Rows far from zero in which one direction of the subspace tells three classes apart, and another direction, outside of
+    it, is noise: all are read. A subspace of the noise reads a third of them."""
+    generator = np.random.default_rng(0)
+    names = np.repeat(["a", "b", "c"], 20)
+    rows = generator.normal(size=(60, 6)) * np.array([0.1, 8, 1, 1, 1, 1]) + 5
+    rows[:, 0] += np.repeat([0.0, 3, 9], 20)
+    subjects = [SimpleNamespace(classes=[name], rows=torch.from_numpy(x)[None]) for name, x in zip(names, rows, strict=True)]
+    stage: Any = SimpleNamespace(
+        subjects=subjects, roots=np.arange(60).astype(str), label="face", site="x", position=SimpleNamespace(spec="query")
+    )
+    found = _probe(stage, np.eye(6)[:1], Cell("S", 0), {})
+    assert (found.predict(rows) == names).all() and found.predict(found.means).tolist() == ["a", "b", "c"]
+    assert found.direction("a", "c") @ np.eye(6)[0] == pytest.approx(1) and found.basis.shape == (1, 6)
+    assert np.mean(_probe(stage, np.eye(6)[2:3], Cell("S", 0), {}).predict(rows) == names) < 0.6
+    two: Any = SimpleNamespace(**(vars(stage) | {"subjects": subjects[20:], "roots": stage.roots[20:]}))
+    assert (_probe(two, np.eye(6)[:1], Cell("S", 0), {}).predict(rows[20:]) == names[20:]).all()
 
 
 @pytest.mark.slow  # importing TransformerLens takes ten seconds

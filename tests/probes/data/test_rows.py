@@ -1,6 +1,7 @@
 """Rows from dumps equal rows from runs, positions are the documented ones, and each root stays on one side of a split."""
 
 import copy
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -10,6 +11,7 @@ from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import OtherFingerprint, UnknownSite
+from replaylens.engine.lens import readout
 from replaylens.probes.causal.stage import Stage
 from replaylens.probes.data import groups
 from replaylens.probes.data.positions import Position
@@ -18,6 +20,7 @@ from replaylens.probes.data.target import make_target
 from replaylens.probes.design import splits
 from replaylens.probes.design.goals import make_goal
 from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, OneClass, ProbeError, RootOnBothSides, TooFewGroups
+from replaylens.probes.fitting.probe import fit_probe
 from replaylens.probes.sweeps.sweeping import sweep
 from tests.probes.synthetic import rows_of
 from tests.toy_model import engine as toy_engine
@@ -35,7 +38,38 @@ def test_run_and_dump_give_the_same_rows(engine: Engine, rows: ProbeRows) -> Non
     some = rows.where(rows.frame["example"] < 20)
     for layer in range(5):
         assert np.array_equal(made.matrix("S", layer), some.matrix("S", layer))
-    pd.testing.assert_frame_equal(made.frame, some.frame.drop(columns=["shard", "row"])[made.frame.columns])
+    made.frame["logprob"]
+    pd.testing.assert_frame_equal(made.frame, some.frame.drop(columns=["shard", "row"])[made.frame.columns], check_like=True)
+    assert set(made.frame) == set(some.frame) - {"shard", "row"}
+
+
+def test_probabilities_are_computed_when_asked(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fitting a probe on a run unembeds nothing. Reading log-probability or entropy, also of some rows, through a position or
+    in a join, computes them once for the run, with the bits of a dump, and many texts a pass."""
+    run = engine.replay(tasks.get("coin")(flips=(2, 5)).examples(12), sites=["blocks.2.hook_in"], drafter="lens")
+    passes, unembedded = [], []
+    planted, read = type(engine).planted, readout.next_token
+    monkeypatch.setattr(type(engine), "planted", lambda self, *given: passes.append(given) or planted(self, *given))
+    monkeypatch.setattr(readout, "next_token", lambda *given: unembedded.append(given) or read(*given))
+    rows = ProbeRows.of(run)
+    fit_probe(run, "face", site="blocks.2.hook_in", position="step")
+    sweep(run, "face", sites=["blocks.2.hook_in"], positions="step", permutations=0, controls=False)
+    assert not passes and not unembedded and "entropy" in rows.frame and "entropy" not in rows.frame.columns
+    kept = ProbeRows.of(run.save(tmp_path / "dump"))
+    passes.clear(), unembedded.clear()
+    chosen = rows.at("step")
+    assert chosen.frame["entropy"].equals(kept.at("step").frame["entropy"]) and len(passes) == len(unembedded) == 1
+    assert rows.frame["logprob"].equals(kept.frame["logprob"]) and rows.frame["logprob"].notna().any()
+    sure = ProbeRows.of(run).at(lambda frame: frame["entropy"] < 0.1)
+    assert 0 < len(sure) == int((kept.frame["entropy"] < 0.1).sum())
+    joined = ProbeRows.join(a=ProbeRows.of(run), b=kept)
+    assert joined.frame["entropy"].notna().all() and joined.where(joined.frame["part"] == "a").frame["entropy"].equals(
+        kept.frame["entropy"]
+    )
+    both = ProbeRows.join(a=ProbeRows.of(run), b=ProbeRows.of(run)).where(np.arange(2 * len(rows)) >= len(rows))
+    assert both.frame["entropy"].equals(kept.frame["entropy"]) and len(passes) == 1, "once for the run"
+    clean = sweep(run, "face", sites=["blocks.2.hook_in"], positions="step", residualise=["entropy"], permutations=0)
+    assert clean.lines and len(passes) == 1
 
 
 def test_positions_of_a_text(rows: ProbeRows) -> None:

@@ -96,6 +96,14 @@ def test_rollouts_that_all_agree_leave_room(outcomes: int) -> None:
         assert found.low[0] == 0 and found.p[0] == 1 and 0.02 < found.high[0] < 0.2
 
 
+@pytest.mark.parametrize("count", [1, 3, 5, 20])
+def test_a_certain_side(count: int) -> None:
+    """Where 100 rollouts of the first side agree, the divergence is -log q, and its high end that of q's own interval."""
+    found = distances(np.array([[100, 0]]), np.array([[100 - count, count]]), "kl", resamples=9999)
+    wanted = -np.log(stats.beta.ppf(0.025, 100 - count + 0.5, count + 0.5))
+    assert found.high[0] == pytest.approx(wanted, rel=0.05, abs=0.005)
+
+
 def test_equal_input_gives_equal_bits() -> None:
     a, b = np.array([[30, 20]]), np.array([[20, 30]])
     one, again, other = (distances(a, b, seed=seed) for seed in (3, 3, 4))

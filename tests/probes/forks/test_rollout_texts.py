@@ -76,6 +76,22 @@ def test_resilience(rollouts: RolloutTexts) -> None:
         resilience(rollouts.where(np.zeros(5, dtype=bool)))
 
 
+def test_the_control_of_resilience_by_hand() -> None:
+    """Of three units, the control of each is the mean share of the other two, in rollouts from before it."""
+    texts = ["one.", "two.", "three."]
+    units = [("one.", "two."), ("two.",), ("three.", "two."), ("x.",), ("two.", "one."), ("three.",)]
+    found = resilience(
+        RolloutTexts([0, 4, 8], texts, ["a", "b"], np.array([0, 0, 0, 1, 1, 2]), units, ["a"] * 6), similar=exact
+    )
+    assert found.ever.tolist() == pytest.approx([1 / 3, 1 / 2, 1]) and found.at_once.tolist() == pytest.approx(
+        [1 / 3, 1 / 2, 1]
+    )
+    assert found.control.tolist() == pytest.approx([(3 / 3 + 1 / 3) / 2, (1 / 2 + 0) / 2, 0])
+    assert found.frame["rounds"].tolist() == pytest.approx([1.5, 2, np.inf])
+    alone = resilience(RolloutTexts([0], texts[:1], ["a", "b"], np.array([0]), units[:1], ["a"]), similar=exact)
+    assert np.isnan(alone.control[0]), "a path of one unit has no other"
+
+
 def test_a_slow_similarity_is_asked_once(rollouts: RolloutTexts) -> None:
     asked: list[tuple[str, str]] = []
     resilience(rollouts, similar=lambda a, b: asked.append((a, b)) is not None)

@@ -220,6 +220,29 @@ def test_majority_is_no_worse_than_a_constant() -> None:
     assert controls.majority(some, ~one, one) == 2 / 3
 
 
+def test_an_unseen_token_takes_the_most_frequent_class() -> None:
+    """By hand: token 5 was seen once with class 2, token 7 twice with 1 and once with 0, token 9 never: class 1 leads there."""
+    codes, tokens = np.array([1, 1, 0, 2, 1, 0, 0, 0]), np.array([7, 7, 7, 5, 3, 9, 5, 7])
+    fit = np.arange(8)[None] < 5
+    assert controls.token_identity(codes, tokens, fit, ~fit).tolist() == [-1, -1, -1, -1, -1, 1, 2, 1]
+    other = np.array([2, 2, 2, 0, 1, 0, 0, 0])
+    assert controls.token_identity(other, tokens, fit, ~fit).tolist()[5:] == [2, 0, 2], "whichever class leads"
+
+
+def test_control_labels_by_hand() -> None:
+    """Types get the class that most rows still lack, so that classes are as frequent as the real ones; -1 stays -1."""
+    types, codes = np.repeat(np.arange(6), 4), np.repeat([0, 1, 2], 8)
+    for seed in range(5):
+        labels = controls.control_labels(types, codes, seed)
+        assert np.bincount(labels).tolist() == [8, 8, 8]
+    missing = np.where(np.arange(24) % 4 == 0, -1, codes)
+    assert ((controls.control_labels(types, missing) == -1) == (missing == -1)).all()
+    paths = [np.array([1, 2, i % 4, i % 3]) for i in range(12)]
+    found = controls.contexts(paths)
+    assert found is not None and found[1] == 2 and found[0].max() + 1 == 12, "one token has 3 types, two have 12"
+    assert controls.contexts(paths[:3]) is None
+
+
 def test_bags_count_the_path(steps_dump: Dump) -> None:
     """The token counts of a row, rejected or not, cover exactly the tokens on its own path."""
     every = ProbeRows.of(steps_dump)
