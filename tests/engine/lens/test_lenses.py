@@ -136,3 +136,23 @@ def test_a_lens_reads_through_the_final_norm_and_the_unembedding(part: str) -> N
         other.get_parameter(part).view(-1)[-1] += 1e-3
     with pytest.raises(OtherFingerprint, match="another unembedding"):
         lens.require(other)
+
+
+@pytest.mark.parametrize("rows", [1, 31, 32, 33, 70])
+def test_translators_are_added_to_the_identity_with_their_bias(rows: int) -> None:
+    """Each layer by its own weight and bias against float64; the last entry, the model's own output, is not translated."""
+    generator = torch.Generator().manual_seed(rows)
+    weight, bias = torch.randn(2, 8, 8, generator=generator), torch.randn(2, 8, generator=generator)
+    stacked = torch.randn(rows, 3, 8, generator=generator)
+    found, x = TunedLens(weight, bias, "").translate(stacked), stacked.double()
+    for layer in range(2):
+        expected = x[:, layer] + x[:, layer] @ weight[layer].double().T + bias[layer].double()
+        assert torch.allclose(found[:, layer].double(), expected, atol=1e-5)
+    assert torch.equal(found[:, 2], stacked[:, 2])
+
+
+def test_only_lenses_of_the_engines_unembedding_are_made_known() -> None:
+    subject, other = engine(), Engine(random_model(seed=5))
+    with pytest.raises(OtherFingerprint, match="another unembedding"):
+        subject.lenses.add(lens_for(other))
+    assert subject.lenses.add(lens_for(subject)) == lens_for(subject).digest

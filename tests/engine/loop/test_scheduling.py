@@ -12,6 +12,7 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.loop.lane import Job, Statistics
 from replaylens.engine.loop.planner import FIXED_WINDOW, Planner
 from replaylens.engine.loop.window import Window
+from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.memory.tree import DRAFT
 from replaylens.engine.request.sampling import Sampling
@@ -66,6 +67,27 @@ def test_of_idle_branches_the_one_used_longest_ago_loses_its_pages() -> None:
     assert middle.lane.computed < 17 and recent.lane.computed == 17 and held.lane.computed == 16
     for branch in (old, recent, middle, held):
         assert torch.equal(branch.kv(), Reference(toy(), branch.tokens).kv)
+
+
+def test_the_youngest_request_loses_its_pages_first() -> None:
+    subject, lost = engine(cache_tokens=80, page_size=4), list[int]()
+    branches = subject.prompts([[step, *path(15, step)] for step in (1, 2, 3, 4)])
+    subject.prefix.clear()
+    subject.loop.listeners.append(lambda event: lost.append(event["branch"]) if event["event"] == "preempt" else None)
+    subject.generate(branches, 30, window=1)
+    assert lost[:2] == [branches[3].id, branches[2].id], "76 positions of 80 are in use after three tokens each"
+    assert branches[0].id not in lost, "the oldest one loses nothing"
+    for branch, step in zip(branches, (1, 2, 3, 4), strict=True):
+        assert_right(branch, [step, *path(15, step)], 30)
+
+
+def test_a_window_ends_with_a_stop_token() -> None:
+    """Nothing follows it, so no time goes into drafts after it."""
+    table, window = PageTable(), Window(at=5, count=4)
+    window.add(7, (3,), table, 4)
+    assert not window.full and window.num_missing == 3
+    window.add(3, (3,), table, 4)
+    assert window.full and window.num_missing == 0 and window.chain == [7, 3]
 
 
 def test_a_window_is_opened_without_asking_every_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,6 +425,26 @@ def measured(clock: Callable[[float], None], draft: float, verify: float) -> Pla
     with planner.timing("exact", 32):
         clock(verify)
     return planner
+
+
+def test_the_planner_believes_its_latest_measurement(clock: Callable[[float], None]) -> None:
+    """A window that was planned before does not outlive the costs that it was planned with."""
+    good = Statistics(drafted=1000, accepted=1000)
+    planner = measured(clock, draft=0.01, verify=1.0)
+    assert planner.window(False, 1, good) == 32
+    for _ in range(30):
+        with planner.timing("draft", 1):
+            clock(5.0)
+    assert planner.window(False, 1, good) == 1
+
+
+def test_the_planner_scales_the_cost_of_drafts_with_the_requests(clock: Callable[[float], None]) -> None:
+    planner = measured(clock, draft=0.02, verify=1.0)
+    assert planner._draft_cost(1) == pytest.approx(0.02) and planner._draft_cost(7) == pytest.approx(0.14)
+    with planner.timing("draft", 10, steps=4):
+        clock(2.0)
+    assert planner._draft_cost(10) == pytest.approx(0.5) and planner._draft_cost(20) == pytest.approx(1.0), "from the nearest"
+    assert planner._step_cost(4, 10) == pytest.approx(planner._pass_cost(40) + 3 * 0.5)
 
 
 def test_the_planner_takes_long_windows_where_drafts_are_cheap_and_right(clock: Callable[[float], None]) -> None:
