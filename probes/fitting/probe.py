@@ -217,17 +217,17 @@ class TokenScores:
 
     def plot(self, text: int = 0) -> "Figure":
         """The scores of one text by token, a line for each class, or one for two classes."""
-        from replaylens.probes.reports.figures import Picture
+        from replaylens.engine.pictures.figure import picture, plain
 
         words, scores = self.tokens[text], self.scores[text]
-        figure = Picture(figsize=(min(0.3 * len(words), 18) + 2.5, 3.2), layout="constrained")
+        figure = picture(min(0.3 * len(words), 18) + 2.5, 3.2)
         axes = figure.subplots()
         names = [f"{self.classes[1]} (above 0), {self.classes[0]} (below)"] if scores.ndim == 1 else self.classes
         for name, line in zip(names, scores.reshape(len(words), -1).T, strict=True):
             axes.plot(np.arange(len(words)), line, marker="o", markersize=3, label=name)
         axes.axhline(0, color="0.7", linewidth=1, zorder=0)
         axes.set(ylabel=f"score of {self.label}", xticks=range(len(words)))
-        axes.set_xticklabels([word.replace("$", r"\$") for word in words], rotation=90, fontsize=8)
+        axes.set_xticklabels([plain(word) for word in words], rotation=90, fontsize=8)
         axes.legend(fontsize=8)
         return figure
 
