@@ -50,6 +50,7 @@ class Gradients(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._found)
 
+    @modes.plainly
     def times_input(self) -> dict[str, Tensor]:
         """Gradient times input, summed over features: site -> [positions]. To first order, the effect of zeroing a row,
         with the opposite sign."""

@@ -80,13 +80,15 @@ def canonical(count: int = 1) -> Iterator[None]:
 
 
 def plain() -> AbstractContextManager[object]:
-    """Leave the caller's inference mode, default device, autocast, modes and transforms (vmap) that intercept ops.
+    """Leave the caller's inference mode, default device, autocast, direction of rounding, flushing, and modes and transforms
+    (vmap) that intercept ops.
 
     Tensors that are made within are ordinary ones: they can be changed later, and autograd can save them.
     """
     c = torch._C
     intercepted = c._len_torch_function_stack() or c._len_torch_dispatch_stack() or c._functorch.maybe_current_level()
-    if not (intercepted or torch.is_inference_mode_enabled() or any(map(torch.is_autocast_enabled, _AUTOCAST))):
+    entered = torch.is_inference_mode_enabled() or any(map(torch.is_autocast_enabled, _AUTOCAST))
+    if not (intercepted or entered or _flushes() or _rounds_away()):
         return _NOTHING
     return _left()
 
@@ -98,6 +100,7 @@ _AUTOCAST = ("cpu", "cuda")
 @contextmanager
 def _left() -> Iterator[None]:
     with (
+        arithmetic(),
         temporarily_clear_interpreter_stack(),
         _disable_current_modes(),
         torch._C.DisableTorchFunction(),

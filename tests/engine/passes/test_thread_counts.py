@@ -31,6 +31,7 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes import cpu, runner
 from replaylens.engine.passes.batched import by_torch
 from replaylens.engine.proof import certificates, doctor, fingerprint
+from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
 from tests.engine.passes.thread_digests import WIDE
@@ -369,6 +370,7 @@ def test_without_the_hold_modes_do_move_bits(monkeypatch: pytest.MonkeyPatch) ->
     """Negative control. Other modes depend on the CPU: oneDNN on aarch64, medium precision where there is bfloat16."""
     truth, engine = in_default_modes(), Engine(wide_enough())
     monkeypatch.setattr(runner.modes, "canonical", lambda count=1: nullcontext())
+    monkeypatch.setattr(modes, "plain", nullcontext)
     with flushing():
         branch = engine.prompt(PATH, sites=SITES)
     assert not same(branch.activations[PATTERN], truth.activations[PATTERN])
@@ -567,3 +569,30 @@ def test_digests_are_the_same_on_any_number_of_threads(tmp_path: Path, counts: t
     assert all(each["different"] == [] for each in found.values())
     for count in counts:
         assert found[count] == found[1], f"{count} threads"
+
+
+@pytest.mark.parametrize("direction", ROUNDINGS)
+def test_edits_gradients_and_answers_do_not_depend_on_the_direction_of_rounding(direction: str) -> None:
+    """What a call computes beside its passes: values of edits in float32, metrics, products with activations."""
+    engine, value = Engine(random_model(), cache_tokens=512), torch.linspace(-1, 1, 7, dtype=torch.float64) / 3
+    width = engine.config.d_model
+    edits = [
+        Edit("C", "scale", factor=0.1, layers=[0]),
+        Edit("S", "add", value.repeat(width)[:width], layers=[1]),
+        Edit("S", "project_out", value.repeat(width)[:width].float(), layers=[1]),
+    ]
+
+    def found() -> list[torch.Tensor]:
+        rows: list[torch.Tensor] = []
+        other = engine.prompt([5, 9, 2, 8])
+        for edit in edits:
+            branch = engine.prompt([5, 9, 2, 7], edits=[edit], sites="S")
+            rows += [branch.kv(), branch.logits()]
+        plain = engine.prompt([5, 9, 2, 7])
+        gradients = plain.gradients(other, sites="S")
+        return [*rows, torch.tensor(gradients.value, dtype=torch.float64), *gradients.times_input().values()]
+
+    usual = found()
+    with rounding(direction):
+        turned = found()
+    assert all(torch.equal(a, b) for a, b in zip(usual, turned, strict=True))
