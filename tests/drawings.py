@@ -151,7 +151,7 @@ def fork_result() -> ForkingTokens:
 
 
 def importance_result() -> Importance:
-    found = Distances(MIDDLE, MIDDLE, LOW, HIGH, np.array([0.001, 0.5, 0.001]))
+    found = Distances(MIDDLE, MIDDLE, LOW, HIGH, np.array([0.001, 0.5, 0.001]), np.zeros((3, 20)))
     counts = np.ones((3, 2), dtype=np.int64)
     return Importance("resampling", "tv", [4, 9, 15], TEXTS, found, np.array([0.001, 0.9, 0.001]), counts, counts, 0.95)
 

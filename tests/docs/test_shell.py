@@ -270,7 +270,7 @@ def test_json_modes(small: Path, tmp_path: Path) -> None:
     assert written["verdict"]["status"] == "verified" and written["bytes"] == (tmp_path / "page.html").stat().st_size
 
 
-def test_quiet_modes(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quiet_modes(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: None) -> None:
     """Progress goes to stderr, and --quiet silences it. Negative control: without --quiet, stderr is not empty."""
     assert "example" in run("verify", str(small), "--all")[2]
     assert run("verify", str(small), "--all", "--quiet")[2] == ""

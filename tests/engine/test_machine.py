@@ -330,7 +330,7 @@ class Sessions(RuleBasedStateMachine):
     def teardown(self) -> None:
         try:
             if hasattr(self, "engine"):
-                how = [How(sampling, "self", window, final=True, keep_rejected=False) for sampling, window in ENDS]
+                how = [How(sampling, "self", window, final=True, keep_pages=False) for sampling, window in ENDS]
                 self.crowd([21, 29, 29, 21], 9, how, kept=0)  # hypothesis leaves rules out of whole sessions
                 self.check_against_trace()
         finally:

@@ -81,7 +81,7 @@ def test_report(folder: Path) -> None:
 def test_a_damaged_dump_is_still_named_as_such(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{")
     code, out, said = run("verify", str(tmp_path), "--task", f"{folder}/own_coin.py:OwnCoin", "--quiet")
-    assert code == 1 and "manifest" in out + said
+    assert code == 2 and "manifest" in out + said
 
 
 def test_ray_finds_tasks_by_name_only(folder: Path, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def dump_words(model_folder: Path) -> list[str]:
     return ["dump", "--model", str(model_folder), *SAME]
 
 
-def test_dump(dump_words: list[str], reference: Dump, tmp_path: Path) -> None:
+def test_dump(dump_words: list[str], reference: Dump, tmp_path: Path, watched: None) -> None:
     code, out, err = run(*dump_words, "--out", tmp_path / "d", "--batch", 3)
     assert code == 0 and f"digest {reference.digest}" in out and f"{reference.manifest.rows} rows in 3 shards" in out
     assert "10/10" in err and "example/s" in err, "a progress bar with a rate"

@@ -414,7 +414,7 @@ def test_an_adapter_beside_the_weights_is_named(folder: Callable[[str], Path]) -
     """Transformers would apply the adapter silently."""
     at = folder("llama")
     (at / "adapter_config.json").write_text("{}")
-    with pytest.raises(UnsupportedModel, match=r"adapter.*Give both"):
+    with pytest.raises(UnsupportedModel, match=r"adapter.*give both"):
         load(at)
 
 

@@ -28,7 +28,7 @@ def test_a_hook_function_that_gives_something_else_is_refused(served: Engine, wr
         (lambda: Edit("blocks.1.hook_in", "zero", positions=1.5), "positions=1.5. Give whole numbers"),  # type: ignore[arg-type]
         (lambda: Edit("blocks.1.hook_in", "project_out", torch.zeros(128)), "are zero or linearly dependent"),
         (lambda: Edit("C", "scale", 0.5), "takes no value. Give what to multiply by as factor"),  # type: ignore[arg-type]
-        (lambda: Edit("C", "scale", factor=1e300), "factor=1e\\+300 for .* is beyond float32"),
+        (lambda: Edit("C", "scale", factor=1e300), "factor=1e\\+300 is beyond float32"),
         (lambda: Edit("C", "scale", factor=float("nan")), "Invalid factor=nan"),
         (lambda: Edit("C", "scale", factor=2.0, keep_norm=True), "Only 'add' takes it"),
         (lambda: Edit("blocks.1.attn.hook_pattern", "scale", factor=2.0, keys=[1]), "takes the ops 'mask'"),

@@ -117,12 +117,6 @@ def test_models_that_are_not_the_whole_model() -> None:
         Engine.load(torch.compile(model))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "HuggingFaceTB/SmolLM2-135M"])
-def test_a_name_of_the_hub(name: str) -> None:
-    with pytest.raises(UnsupportedModel, match=r"[Dd]ownload it.*give the folder.*transformers model"):
-        Engine.load(name)
-
-
 MESSAGES: dict[str, tuple[Callable[[Engine], object], type[Exception], str]] = {
     "a float as a token": (lambda e: e.prompt([1.0]), BadRequest, r"1\.0 is a float, not a token id\. Give text, or ids"),
     "a boolean as a token": (lambda e: e.prompt([True]), BadRequest, "True is a bool, not a token id"),
