@@ -150,10 +150,13 @@ def fork_result() -> ForkingTokens:
     )
 
 
+SURE = np.ones(3, dtype=bool)
+
+
 def importance_result() -> Importance:
     found = Distances(MIDDLE, MIDDLE, LOW, HIGH, np.array([0.001, 0.5, 0.001]), np.zeros((3, 20)))
     counts = np.ones((3, 2), dtype=np.int64)
-    return Importance("resampling", "tv", [4, 9, 15], TEXTS, found, np.array([0.001, 0.9, 0.001]), counts, counts, 0.95)
+    return Importance("resampling", "tv", [4, 9, 15], TEXTS, found, np.array([0.001, 0.9, 0.001]), SURE, counts, counts, 0.95)
 
 
 def resilience_result() -> Resilience:
