@@ -119,10 +119,13 @@ class GivenTexts(Task[TextsKnobs]):
 
     @property
     def state_label(self) -> str:  # type: ignore[override]
-        """The first label."""
-        if len(self.label_names) == 1:
+        """The label, if there is one."""
+        own = self.label_names[:-1]
+        if not own:
             raise NotForTexts("They have no labels, so no state. Give labels when you replay them, or name a column.")
-        return self.label_names[0]
+        if len(own) > 1:
+            raise NotForTexts(f"They have the labels {', '.join(own)}, and none of them is the state. Name one.")
+        return own[0]
 
     @property
     def claims(self) -> tuple[str, str]:  # type: ignore[override]

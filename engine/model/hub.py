@@ -92,8 +92,10 @@ def fetch_snapshot(source: str, options: HubOptions = HubOptions()) -> Snapshot:
     name, _, revision = source.partition("@")
     if revision and options.revision is not None:
         raise BadRequest(f"{source} names a revision, and revision={options.revision!r} another. Give one of them.")
-    repository = _Repository(name, replace(options, revision=revision or options.revision))
-    wanted = repository.options.revision
+    wanted = revision or options.revision
+    if wanted is not None and (wanted.startswith("/") or ".." in wanted.split("/")):
+        raise BadRequest(f"{wanted!r} is no revision of {name}. Give a branch, a tag or a whole commit hash.")
+    repository = _Repository(name, replace(options, revision=wanted))
     if wanted is not None and _COMMIT.fullmatch(wanted) and (cached := repository.cached()) is not None:
         return cached
     return repository.fetched()
@@ -129,7 +131,7 @@ class _Repository:
 
         given = {**vars(self.options), "local_files_only": local or self.options.local_files_only}
         try:
-            return Path(snapshot_download(self.name, allow_patterns=list(files), **given))
+            folder = Path(snapshot_download(self.name, allow_patterns=list(files), **given))
         except errors.HFValidationError as e:
             raise UnsupportedModel(f"{self.name!r} is neither a path here nor a name on the Hugging Face hub: {e}") from None
         except errors.GatedRepoError as e:
@@ -148,6 +150,17 @@ class _Repository:
             raise self._out_of_reach(e.__cause__ or e) from e
         except OSError as e:  # the connection, the disk
             raise FetchFailed(f"{self.name} could not be fetched from the Hugging Face hub: {type(e).__name__}: {e}") from e
+        except UnicodeDecodeError:
+            raise self._damaged("no text") from None
+        if not _COMMIT.fullmatch(folder.name):
+            raise self._damaged(repr(folder.name))
+        return folder
+
+    def _damaged(self, found: str) -> FetchFailed:
+        return FetchFailed(
+            f"The hub's cache of {self.name} is damaged: the revision {self.options.revision or 'main'!r} leads to {found}, which "
+            "is no commit. Give the commit as revision, or another cache_dir."
+        )
 
     @property
     def _cache(self) -> Path:

@@ -18,7 +18,7 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.errors import OtherFingerprint
 from replaylens.engine.run import Run
 from replaylens.engine.serving.core import Core
-from replaylens.probes.checks import as_matrix, make_folder
+from replaylens.probes.checks import as_matrix, make_folder, no_nan
 from replaylens.probes.data.groups import groups_of
 from replaylens.probes.data.rows import Cell, ProbeRows
 from replaylens.probes.design.goals import make_goal
@@ -68,7 +68,9 @@ class LinearProbe:
 
     def scores(self, X: Any) -> np.ndarray:
         """[rows] for two classes, else [rows, classes], of rows [rows, d]: a tensor, array, list or DataFrame."""
-        found: np.ndarray = as_matrix(X, self.weight.shape[1]) @ self.weight.T + self.bias
+        rows = as_matrix(X, self.weight.shape[1])
+        no_nan("matrix of rows", rows)
+        found: np.ndarray = rows @ self.weight.T + self.bias
         return found[:, 0] if len(self.classes) == 2 else found
 
     def predict(self, X: Any) -> np.ndarray:

@@ -40,7 +40,9 @@ def test_knobs_give_the_task_again() -> None:
     assert again == task and hash(again) == hash(task) and again.examples()[0] == task.example(0)
     assert again.example(0).digest == task.example(0).digest
     assert GivenTexts(texts=[RAW, FULL]) != task and GivenTexts(texts=[FULL, RAW], seed=1) != task
-    assert task.label_names == ("x", "y", "z", "shuffled") and task.state_label == "x"
+    assert task.label_names == ("x", "y", "z", "shuffled")
+    with pytest.raises(NotForTexts, match=r"labels x, y, z, .* Name one"):
+        _ = task.state_label
     example = task.example(0)
     assert (example.prompt, example.completion, example.text, example.answer) == ("a b c d", " d", "a b c d d", "")
     assert example.reading.labels_after(3) == {"x": 1, "y": None, "shuffled": task.shuffled(0)}

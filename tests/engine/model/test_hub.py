@@ -331,3 +331,20 @@ def test_no_network(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Engine.load(NAME).fingerprint.revision == f"{NAME}@{COMMIT}"
     with pytest.raises(FetchFailed, match=r"org/none .* the hub cannot be reached \(.*refused.*\). Check the network"):
         Engine.load("org/none")
+
+
+@pytest.mark.parametrize("ref", [b"\xff\xfe", b"../../outside", b"main"])
+def test_a_ref_that_is_no_commit(cache: Path, models: Path, ref: bytes) -> None:
+    """A damaged or forged ref leads to no folder, in the cache or outside of it."""
+    root = cache / "models--org--tiny"
+    (root / "refs" / "main").write_bytes(ref)
+    for place in (root / "snapshots" / "main", cache / "outside"):
+        shutil.copytree(models / "llama", place)
+    with pytest.raises(FetchFailed, match="The hub's cache of org/tiny is damaged"):
+        Engine.load(NAME)
+
+
+@pytest.mark.parametrize("revision", ["../snapshots/x", "/etc", "a/../b"])
+def test_revisions_stay_in_the_cache(cache: Path, revision: str) -> None:
+    with pytest.raises(BadRequest, match="is no revision of"):
+        Engine.load(NAME, revision=revision)

@@ -136,6 +136,8 @@ def test_fitted_probes_are_the_dumps(dumped: ProbeRows, tmp_path: Path) -> None:
     other.save(tmp_path / "face")
     again = LinearProbe.load(tmp_path / "face")
     assert again.source["task"] is None and np.array_equal(again.weight, other.weight)
+    with pytest.raises(BadRows, match="NaN"):
+        again.predict(np.full((2, again.weight.shape[1]), np.nan))
 
 
 def test_cross_validation_is_one_cell_of_a_sweep(dumped: ProbeRows) -> None:
