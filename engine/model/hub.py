@@ -158,8 +158,8 @@ class _Repository:
 
     def _damaged(self, found: str) -> FetchFailed:
         return FetchFailed(
-            f"The hub's cache of {self.name} is damaged: the revision {self.options.revision or 'main'!r} leads to {found}, which "
-            "is no commit. Give the commit as revision, or another cache_dir."
+            f"The hub's cache of {self.name} is damaged: the revision {self.options.revision or 'main'!r} leads to {found}, "
+            "which is no commit. Give the commit as revision, or another cache_dir."
         )
 
     @property
