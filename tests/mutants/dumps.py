@@ -118,8 +118,8 @@ DUMPS = (
     Mutant(
         "probabilities-without-edits",
         "replaylens.engine.dump.rows",
-        "[own_edits(path.example, engine.sites)]",
-        "[()]",
+        "[own_edits(path.example, engine.sites) for path in some]",
+        "[() for path in some]",
         "log-probabilities of an edited branch are those under its edits",
         ("tests/engine/replay/test_texts.py",),
     ),
