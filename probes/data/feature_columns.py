@@ -69,6 +69,9 @@ class WiderSource(ABC):
     def letters(self, letter: str) -> dict[int, str]:
         return {} if letter == self.name else self.source.letters(letter)
 
+    def later(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        return self.source.later(numbers)
+
     def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
         if site != self.name:
             return self.source.take(site, layer, numbers)
