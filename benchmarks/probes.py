@@ -113,29 +113,7 @@ def main(sample: int = 24, batch: int = 6, device: str = "cpu") -> None:
 def of_run(model: str = "smollm2", texts: int = 200, turns: int = 5) -> None:
     """`fit_probe` and `sweep` of a run against the same calls on its activations as arrays, in turns, in CPU seconds."""
     engine, generator = rl.Engine.load(model), np.random.default_rng(0)
-    words = np.array(
-        [
-            "the",
-            "a",
-            "red",
-            "blue",
-            "big",
-            "small",
-            "cat",
-            "dog",
-            "house",
-            "tree",
-            "sat",
-            "ran",
-            "is",
-            "was",
-            "in",
-            "on",
-            "of",
-            "Paris",
-            "London",
-        ]
-    )
+    words = ["the", "a", "red", "blue", "big", "cat", "dog", "house", "tree", "sat", "ran", "is", "in", "on", "Paris", "London"]
     given, label = [" ".join(generator.choice(words, size=24)) for _ in range(texts)], generator.integers(2, size=texts)
     layer = len(engine.sites.per_layer("S")) // 2
     site = engine.sites.per_layer("S")[layer]

@@ -241,16 +241,15 @@ def _final_rows(engine: Core, paths: list[ExamplePath], final: str, edited: bool
         raise BadRequest(
             f"{final} was not captured, and edited paths and models that think need it for log-probabilities. Capture S, too."
         )
-    spec, found = engine.capture_spec([final]), dict[int, Tensor]()
+    spec = engine.capture_spec([final])
+    found: dict[int, Tensor] = {}
     for i in range(0, len(missing), _PATHS):
         some = missing[i : i + _PATHS]
-        branches = engine.planted(
-            [path.tokens for path in some], spec, [own_edits(path.example, engine.sites) for path in some]
-        )
+        edits = [own_edits(path.example, engine.sites) for path in some]
+        branches = engine.planted([path.tokens for path in some], spec, edits)
         try:
-            found |= {
-                id(path): branch.activations.peek(final)[path.base :] for path, branch in zip(some, branches, strict=True)
-            }
+            for path, branch in zip(some, branches, strict=True):
+                found[id(path)] = branch.activations.peek(final)[path.base :]
         finally:
             for branch in branches:
                 branch.release()

@@ -69,15 +69,15 @@ class WiderSource(ABC):
     def letters(self, letter: str) -> dict[int, str]:
         return {} if letter == self.name else self.source.letters(letter)
 
+    def later(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        return self.source.later(numbers)
+
     def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
         if site != self.name:
             return self.source.take(site, layer, numbers)
         if layer is not None:
             raise UnknownSite(f"Site {site!r} has no layers. Leave out the layer.")
         return self.columns(numbers)
-
-    def later(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        return self.source.later(numbers)
 
     @abstractmethod
     def columns(self, numbers: np.ndarray) -> Tensor:

@@ -202,9 +202,7 @@ class TokenScores:
         """One line per token: text, position, token, `score` of the second of two classes or a column for each class, and
         the class `predicted`."""
         scores = np.concatenate(self.scores)
-        named = (
-            {"score": scores} if scores.ndim == 1 else {f"score {name}": scores[:, i] for i, name in enumerate(self.classes)}
-        )
+        each = {f"score {name}": scores[..., i] for i, name in enumerate(self.classes)} if scores.ndim == 2 else {}
         places = (scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(1)
         sizes = [len(tokens) for tokens in self.tokens]
         return pd.DataFrame(
@@ -212,7 +210,7 @@ class TokenScores:
                 "text": np.repeat(np.arange(len(sizes)), sizes),
                 "position": np.concatenate([np.arange(size) for size in sizes]),
                 "token": [token for tokens in self.tokens for token in tokens],
-                **named,
+                **(each or {"score": scores}),
                 "predicted": np.array(self.classes)[places],
             }
         )

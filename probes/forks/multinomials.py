@@ -67,8 +67,8 @@ def distances(
         for column, number in zip(columns, found[:5], strict=True):
             column[pair] = number
         under[pair] = [found[1], *found[5]]
-    value, plug_in, low, high, p = columns
-    return Distances(value, plug_in, low, high, p, under)
+    value, plain, low, high, p = columns
+    return Distances(value, plain, low, high, p, under)
 
 
 def plug_in(a: np.ndarray, b: np.ndarray, measure: DistanceKind) -> float:
@@ -175,19 +175,20 @@ class _Drawing:
         return value, plug_in, low, min(plug_in + reach, 1.0), p, under
 
     def divergence(self, level: float) -> tuple[float, float, float, float, float, np.ndarray]:
-        """(value, plug-in, low, high, p, plug-ins of exchanged rollouts). The interval: quantiles of the divergence when both
-        sides are drawn from their posterior (Jeffreys). That gives every outcome some weight, which makes a first side that
-        is certain less so, and the divergence smaller. So the high end is at least the one with no weight on outcomes that
-        the first side never has. The low end is 0 unless the test rejects that."""
+        """(value, plug-in, low, high, p, plug-ins of exchanged rollouts).
+
+        The low end is the lower of the percentiles of redrawn and of bias-corrected divergences, and 0 unless the test rejects
+        that. The high end is the percentile when both sides are drawn from their posterior (Jeffreys). That gives every
+        outcome some weight, which makes a first side that is certain less so, and the divergence smaller. So it is at least
+        the one with no weight on outcomes that the first side never has."""
         plug_in = float(divergence(smoothed(self.a), smoothed(self.b)))
         again, under = (divergence(*map(smoothed, sides)) for sides in (self.again, self.exchanged))
+        bias, tail, p = float(again.mean()) - plug_in, (1 - level) / 2, self.p(plug_in, under)
+        low = float(np.quantile(again, tail))
+        low = 0.0 if self._rejects_not(p, level) else max(min(low, low - 2 * bias), 0.0)
         one, bare, other = self._posterior()
-        tail = (1 - level) / 2
-        low, high = (float(end) for end in np.quantile(divergence(one, other), [tail, 1 - tail]))
-        p = self.p(plug_in, under)
-        low = 0.0 if self._rejects_not(p, level) else low
-        high = max(high, float(np.quantile(divergence(bare, other), 1 - tail)))
-        return 2 * plug_in - float(again.mean()), plug_in, low, high, p, under
+        high = max(float(np.quantile(divergence(side, other), 1 - tail)) for side in (one, bare))
+        return plug_in - bias, plug_in, low, high, p, under
 
     def _posterior(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Draws [resamples, outcomes] of the first side, of it without the outcomes that it never has, and of the second."""
@@ -244,7 +245,7 @@ def _at_most(x: int, n: int, y: int, m: int, t: float, alpha: float) -> float:
     if x / n - y / m <= t:
         return 1.0
     if (n + 1) * (m + 1) > _EXACT:
-        found = float(_ratio(np.array(float(x)), n, np.array(float(y)), m, t))
+        found = float(_ratio(np.array(x), n, np.array(y), m, t))
         far = x / n - y / m
         return float(stats.norm.sf(found) + stats.norm.sf(found * (far + t) / (far - t)))  # of both signs of the difference
     ratio = _ratios(n, m, t)
