@@ -160,7 +160,9 @@ def pairs_of(clean: Any, corrupt: Any) -> list[tuple[Any, Any]] | None:
     if not any(listed):
         return None
     counts = [len(given) if many else 1 for given, many in zip((clean, corrupt), listed, strict=True)]
-    if not all(listed) or counts[0] != counts[1]:
+    if not all(listed):
+        raise BadRequest("One side is a list of prompts and the other one prompt. Give two prompts, or two lists of them.")
+    if counts[0] != counts[1]:
         raise BadRequest(f"Got {counts[0]} clean prompts and {counts[1]} corrupt ones. Give two lists of the same length.")
     return list(zip(clean, corrupt, strict=True))
 

@@ -121,7 +121,7 @@ class Rollouts:
 
         counts = self.outcomes()
         rows, below = range(len(counts.positions)), np.zeros(len(counts.positions))
-        figure = picture(8, min(0.26 * len(rows), 40) + 1.2)
+        figure = picture(8, max(min(0.26 * len(rows), 40) + 1.2, 1.9))  # the label of the axis needs its height
         axis = figure.subplots()
         for column, (name, fill) in enumerate(zip(counts.outcomes, colours(counts.outcomes), strict=True)):
             axis.barh(rows, counts.shares[:, column], left=below, label=plain(name), color=fill)

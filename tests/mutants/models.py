@@ -119,8 +119,8 @@ MODELS = (
     Mutant(
         "hub-revision-ignored",
         "replaylens.engine.model.hub",
-        "replace(options, revision=revision or options.revision)",
-        "replace(options, revision=revision or None)",
+        "wanted = revision or options.revision",
+        "wanted = revision or None",
         "revision= chooses the commit",
         (f"{HUB}::test_a_revision_is_a_commit_or_a_branch",),
     ),

@@ -444,7 +444,7 @@ def test_heads_of_pairs_with_different_lengths_are_averaged() -> None:
 @pytest.mark.parametrize(
     ("clean", "corrupt", "metric", "message"),
     [
-        ([FIRST[0]], FIRST[1], OWN[0], "Got 1 clean prompts and 1 corrupt ones. Give two lists"),
+        ([FIRST[0]], FIRST[1], OWN[0], "One side is a list of prompts and the other one prompt"),
         ([FIRST[0]], [FIRST[1], FIRST[1]], OWN[0], "Got 1 clean prompts and 2 corrupt ones"),
         ([FIRST[0]] * 2, [FIRST[1], "A coin's state is tails."], OWN[0], "Pair 1 of 2: The prompts have 15 .* and 6"),
         ([FIRST[0]] * 2, [FIRST[1], FIRST[0]], OWN[0], "Pair 1 of 2: .*nothing to carry over"),

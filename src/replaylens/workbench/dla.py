@@ -18,7 +18,7 @@ from replaylens.engine.gradients.metric import LogitDifference, named
 from replaylens.engine.model.decoder import Block, Mlp
 from replaylens.engine.model.layers import Linear, Norm
 from replaylens.engine.model.text import Prompt
-from replaylens.engine.pictures.figure import picture
+from replaylens.engine.pictures.figure import picture, wrapped
 from replaylens.engine.request.options import verb
 from replaylens.engine.request.values import shown
 from replaylens.engine.serving.core import Core
@@ -70,7 +70,7 @@ class DlaResult:
         title = f"Direct logit attribution\n{plain(self.metric)}: {self.total:.2f}"
         if self.by == "head":
             made = figure([self._grid()], "part of the logit difference", "layer", "head")
-            title = f"{title}\n{self._rest()}"
+            title = f"{title}\n{wrapped(self._rest(), made.get_figwidth(), 9)}"
         elif self.by == "layer":
             made = self._bars()
         else:
