@@ -323,4 +323,20 @@ DUMPS = (
         "the mean weighs blocks by their rows",
         ("tests/engine/dump/test_array.py::test_statistics_of_rows_whose_blocks_differ",),
     ),
+    Mutant(
+        "overlapping-occurrences-missed",
+        "replaylens.engine.dump.places",
+        "text.find(substring, at + 1)",
+        "text.find(substring, at + len(substring))",
+        "every occurrence of a substring is a position",
+        ("tests/engine/dump/test_texts.py::test_every_occurrence_ends_at_a_token",),
+    ),
+    Mutant(
+        "diff-takes-null-for-zero",
+        "replaylens.engine.dump.difference",
+        "same = (pairs[0][0] == pairs[1][0]) & (pairs[0][1] == pairs[1][1])",
+        "same = pairs[0][0] == pairs[1][0]",
+        "a missing value differs from zero",
+        ("tests/engine/dump/test_content.py::test_a_missing_value_is_not_an_empty_one",),
+    ),
 )

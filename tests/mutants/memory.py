@@ -139,4 +139,20 @@ MEMORY = (
         "a prefix whose end is evicted is as recent as that end was",
         ("tests/engine/memory/test_prefix.py::test_a_prefix_is_as_recent_as_what_was_after_it",),
     ),
+    Mutant(
+        "removed-tokens-continued",
+        "replaylens.engine.memory.past",
+        "for facts in (self._distinct, self._ngrams):",
+        "for facts in (self._distinct,):",
+        "what was rolled back is not drafted from",
+        ("tests/engine/memory/test_past.py::test_what_was_removed_is_not_continued",),
+    ),
+    Mutant(
+        "canary-of-the-former-page",
+        "replaylens.engine.memory.cache",
+        "                    self.digest[target + i] = self.digest[source + i]\n",
+        "                    self.digest.setdefault(target + i, self.digest[source + i])\n",
+        "the canary of a copied page is that of its source",
+        ("tests/engine/memory/test_cache.py::test_the_canary_of_a_page_that_is_used_again_is_that_of_its_copy",),
+    ),
 )

@@ -63,6 +63,16 @@ def test_one_bit_changes_the_digest(content: Content) -> None:
         assert found.here != found.there, "as many digits as it takes"
 
 
+@pytest.mark.parametrize("kind", [pa.float32(), pa.int64(), pa.string(), pa.bool_()])
+def test_a_missing_value_is_not_an_empty_one(kind: pa.DataType) -> None:
+    empty = {pa.float32(): 0.0, pa.int64(): 0, pa.string(): "", pa.bool_(): False}[kind]
+    keys = {"accepted": [True] * 2, "example": [0] * 2, "branch": [0] * 2, "position": [0, 1]}
+    there, gone = (Content({}, pa.table({**keys, "label": pa.array([empty, value], kind)})) for value in (empty, None))
+    assert there.digests() != gone.digests()
+    found = first_difference(there, gone)
+    assert found is not None and (found.what, found.position, found.here, found.there) == ("label", 1, str(empty), "None")
+
+
 def test_minus_zero_is_not_zero() -> None:
     index = pa.table({"accepted": [True], "example": [0], "branch": [0], "position": [0]})
     plus, minus = (Content({"x": torch.tensor([[value]])}, index) for value in (0.0, -0.0))

@@ -11,6 +11,7 @@ import torch
 
 from replaylens import Dump, Edit, Engine
 from replaylens.engine.dump.maker import write_dump
+from replaylens.engine.dump.places import ends_of
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.verify import verify
@@ -174,3 +175,18 @@ def test_a_branch_that_ended_is_not_continued(coin: Engine) -> None:
     assert ended.finish_reason == "eos" and cut.finish_reason is None
     again, longer = coin.replay([ended, cut], max_new=3)
     assert again.tokens == ended.tokens and len(longer.tokens) > cut.length
+
+
+@pytest.mark.parametrize(
+    ("substring", "pieces", "ends"),
+    [
+        ("aa", ["a", "a", "a", "b"], [1, 2]),
+        ("aba", ["ab", "ab", "a"], [1, 2]),
+        ("Paris", [" Par", "is", " is", " Paris"], [1, 3]),
+        ("is", [" is is", " it is"], [0, 1]),
+        ("x", ["a", "b"], []),
+    ],
+)
+def test_every_occurrence_ends_at_a_token(substring: str, pieces: list[str], ends: list[int]) -> None:
+    """Also where occurrences overlap; a token that ends several of them is named once."""
+    assert ends_of(substring, pieces) == ends

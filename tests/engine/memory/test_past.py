@@ -78,3 +78,15 @@ def test_a_mark_of_another_branch_compares_tokens() -> None:
     mark = Past([1, 2, 3, 4]).mark(3)
     other = Past([1, 2, 9, 4])
     assert mark.common(other.path(4)) == 2 and mark.common(Past([1, 2, 3, 4]).path(4)) == 3
+
+
+def test_what_was_removed_is_not_continued() -> None:
+    """A branch was asked, rolled back, and grew as long as before, with other tokens."""
+    tree = BranchTree()
+    record = tree.branch(branch := tree.plant([1]))
+    tree.append(branch, [2, 3, 1, 5, 9], TokenState.DRAFT)
+    assert record.past.path(6).continuation(1, 2) is None and set(record.past.path(6).distinct().tolist()) == {1, 2, 3, 5, 9}
+    tree.rollback(branch, 1)
+    tree.append(branch, [4, 4, 4, 4, 1], TokenState.DRAFT)
+    assert record.past.path(6).continuation(1, 2) == [4, 4], "after the 1 that is there, not after the one that was"
+    assert set(record.past.path(6).distinct().tolist()) == {1, 4}
