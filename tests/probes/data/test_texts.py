@@ -41,10 +41,10 @@ def test_a_probe_reads_the_answer_at_the_last_token(run: Run, dump: Dump) -> Non
     assert line["position"] == "last" and line["accuracy"] > 0.9 > max(line["majority"], line["bag_of_tokens"])
     assert any(line["label"] == "shuffled" and line["known_zero"] for line in report.lines)
     assert report.source["knobs"]["texts"].startswith("60 texts, SHA-256") and run[0].example.prompt not in report.text()
-    again = probes.sweep(run, "state", **HOW)
-    assert [line["accuracy"] for line in again.lines] == [line["accuracy"] for line in report.lines], (
-        "the first label is the state"
-    )
+    again = probes.sweep(run, "answer", **HOW)
+    assert [line["accuracy"] for line in again.lines] == [line["accuracy"] for line in report.lines]
+    with pytest.raises(NotForTexts, match="labels answer, flips, start, and none of them is the state"):
+        probes.sweep(run, **HOW)
 
 
 def test_positions_by_name(run: Run, dump: Dump) -> None:
