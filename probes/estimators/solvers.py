@@ -138,7 +138,10 @@ def _different(masks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _logistic(grams: Grams, y: Tensor, where: Tensor, path: Sequence[float], tolerance: float) -> list[tuple[Tensor, Tensor]]:
     rows, columns, problems = int(grams.counts.max()), grams.x.shape[2], where.numel() * y.shape[-1]
-    if rows <= columns and worth_the_row_space(rows, columns, problems * len(path), len(grams.sets)):
+    weak = max(path) > 1  # then rows that can be separated take hundreds of steps in the space of the columns
+    if rows <= (columns if weak else columns // 4) and worth_the_row_space(
+        rows, columns, problems * len(path), len(grams.sets)
+    ):
         return _few_rows(grams, y, where, path, tolerance)
     solver = QuasiNewton(grams, y, where, tolerance)
     return [solver.in_rows(at) for at in solver.along(path)]

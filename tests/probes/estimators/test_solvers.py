@@ -132,7 +132,7 @@ def test_steps_without_a_gram_matrix_find_the_same_probe(monkeypatch: pytest.Mon
     """Diagonal, Gram matrix and row space are three ways to one minimum; few problems of many columns take the first."""
     assert quasi_newton.patience(5000, 2048, 1) > 50 and quasi_newton.patience(5000, 576, 500) == 0
     generator = np.random.default_rng(0)
-    codes, x = generator.integers(3, size=(1, 90)), torch.from_numpy(generator.normal(size=(1, 90, 100)))
+    codes, x = generator.integers(3, size=(1, 90)), torch.from_numpy(generator.normal(size=(1, 90, 400)))
     found = []
     for wide, steps in ((True, 0), (False, 0), (False, 10**6)):
         monkeypatch.setattr(solvers, "worth_the_row_space", lambda *_, wide=wide: wide)
