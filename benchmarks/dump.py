@@ -34,16 +34,14 @@ from benchmarks.llama import hugging_face
 from benchmarks.table import RESULTS, Table
 from replaylens import tasks
 from replaylens.engine.dump.content import Content
-from replaylens.engine.dump.maker import ShardMaker, write_dump
+from replaylens.engine.dump.maker import ShardMaker, assemble, make_plan, write_dump
 from replaylens.engine.dump.manifest import SiteEntry
-from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.rows import assemble
 from replaylens.engine.dump.writer import DumpWriter
 from replaylens.engine.engine import Engine
-from replaylens.engine.model import weights
+from replaylens.engine.model import loading
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.replay.examples import ReplayOptions, replay_examples
+from replaylens.engine.replay.replayer import ReplayOptions, replay_examples
 from replaylens.tasks import Example, WordTokenizer
 from replaylens.tasks.task import AnyTask
 
@@ -60,7 +58,7 @@ Way = Callable[[Path, int], int]
 def peer(model: Decoder) -> Any:
     """The model as a Hugging Face model; loading it again checks the mapping of the weights."""
     made = hugging_face(model)
-    ours, theirs = (dict(m.state_dict()) for m in (model, weights.load(made)))
+    ours, theirs = (dict(m.state_dict()) for m in (model, loading.load(made)))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours), "the mapping of the weights is wrong"
     return made
 
@@ -195,7 +193,7 @@ def large_engine(model: Any) -> Engine:
     """The model with the coin's words and as many others as it has tokens: any token it chooses has a text."""
     words, known = list(tasks.get("coin").vocabulary()), model.config.vocab_size
     words += [f" x{number}" for number in range(known - 2 - len(words))]
-    return Engine(weights.load(model), WordTokenizer(words), cache_tokens=4096)
+    return Engine(loading.load(model), WordTokenizer(words), cache_tokens=4096)
 
 
 @torch.inference_mode()

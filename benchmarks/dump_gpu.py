@@ -21,9 +21,8 @@ import torch
 from benchmarks.baselines.subject import SHAPE, TINY_SHAPE, random_decoder
 from benchmarks.table import RESULTS, Table
 from replaylens import tasks
-from replaylens.engine.dump.maker import write_dump
+from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.plan import DumpPlan
-from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import verify
 from replaylens.engine.engine import Engine

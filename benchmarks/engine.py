@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.table import Table, in_turns, seconds
 from replaylens.engine.engine import Engine
-from replaylens.engine.model import smollm2, weights
+from replaylens.engine.model import hub, loading
 from replaylens.engine.request.sampling import Sampling
 
 ENDLESS = Sampling(ignore_eos=True)
@@ -27,8 +27,8 @@ def subject() -> tuple[Any, str]:
     """A Hugging Face model and its description."""
     import transformers as tf
 
-    if smollm2.is_fetched():
-        return tf.AutoModelForCausalLM.from_pretrained(smollm2.model_folder()).float().eval(), "SmolLM2-135M"
+    if hub.is_fetched():
+        return tf.AutoModelForCausalLM.from_pretrained(hub.model_folder()).float().eval(), "SmolLM2-135M"
     torch.manual_seed(0)
     config = tf.LlamaConfig(
         vocab_size=49152,
@@ -165,8 +165,8 @@ def _bridge(model: Any) -> Any:
     folder = tempfile.mkdtemp()
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
-    if smollm2.is_fetched():
-        AutoTokenizer.from_pretrained(smollm2.model_folder()).save_pretrained(folder)
+    if hub.is_fetched():
+        AutoTokenizer.from_pretrained(hub.model_folder()).save_pretrained(folder)
     else:
         from tokenizers import Tokenizer, models
 
@@ -209,7 +209,7 @@ def main() -> None:
     model, name = subject()
     table = Table("engine-cpu" if only is None else "branches-cpu", f"{name}, float32, CPU")
     print(table.about, f"{torch.get_num_threads()} threads")
-    engine = Engine(weights.load(model), cache_tokens=16384)
+    engine = Engine(loading.load(model), cache_tokens=16384)
     if only is None:
         generation(table, engine, model)
         prefill(table, engine, model)

@@ -16,13 +16,11 @@ from torch import Tensor, nn
 
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.layers import Linear, Norm
-from replaylens.engine.model.ops import AttentionSpec, Heads, Observer
-from replaylens.engine.model.torch_ops import SequenceOps
+from replaylens.engine.model.ops import AttentionSpec, Heads, Observer, SequenceOps
 from replaylens.engine.thinking.model import ThinkingDecoder
-from replaylens.engine.training import plain
+from replaylens.engine.training import thinking
 from replaylens.engine.training import thinking as thinking_train
-from replaylens.engine.training.chunks import ChunkBatch
-from replaylens.engine.training.thinking import Model, ThinkingRecipe
+from replaylens.engine.training.thinking import ChunkBatch, Model, ThinkingRecipe
 
 
 class StackedOps(SequenceOps):
@@ -116,8 +114,8 @@ class Ensemble:
         rest = whole.rest(first)
         if isinstance(self.wired, Decoder):
             return self._token_losses(self._run(rest.tokens, None)[1], rest)
-        states = plain.states_of(self.wired, whole.thoughts, self.ops_of)
-        hidden, last = self._run(rest.tokens, plain.shifted(states, whole.continues)[:, first:])
+        states = thinking.states_of(self.wired, whole.thoughts, self.ops_of)
+        hidden, last = self._run(rest.tokens, thinking.shifted(states, whole.continues)[:, first:])
         return self._token_losses(last, rest) + self._thought_losses(self.wired, hidden, rest)
 
     def _run(self, tokens: Tensor, received: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -153,9 +151,9 @@ class Ensemble:
         return (found * weights).sum(1) / weights.sum(1)
 
     def _thought_losses(self, model: ThinkingDecoder, hidden: Tensor, batch: ChunkBatch) -> Tensor:
-        logits = plain.thought_logits(model, hidden, batch.thoughts, ops_of=self.ops_of)
+        logits = thinking.thought_logits(model, hidden, batch.thoughts, ops_of=self.ops_of)
         places = torch.arange(batch.thoughts.shape[-1], device=hidden.device)
-        counted = (places < plain.sizes(batch.thoughts, model.thinking.eos_token)[..., None]) & batch.thinks[..., None]
+        counted = (places < thinking.sizes(batch.thoughts, model.thinking.eos_token)[..., None]) & batch.thinks[..., None]
         found = F.cross_entropy(logits.flatten(0, -2), batch.thoughts.flatten(), reduction="none").view(counted.shape) * counted
         member = lambda x: x.unflatten(0, (len(self.recipes), -1)).flatten(1).sum(1)  # noqa: E731
         by_token = member(found) / member(counted).clamp(min=1)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.ensemble import COMPLETION, Ensemble
-from replaylens.engine.training.chunks import ChunkedTexts
-from replaylens.engine.training.thinking import left_out
+from replaylens.engine.training.thinking import ChunkedTexts, left_out
 from replaylens.engine.training.trainer import BETAS, GRADIENT_NORM, WEIGHT_DECAY, lr_at
 
 AHEAD = 128

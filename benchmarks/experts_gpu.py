@@ -22,16 +22,14 @@ from benchmarks.gpu import copy_bandwidth, in_turns
 from benchmarks.table import RESULTS, Table
 from replaylens.engine.engine import Engine
 from replaylens.engine.memory.pages import PageTable
-from replaylens.engine.model.config import MixtureConfig, ModelConfig, Rope
-from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.mixture import Mixture
-from replaylens.engine.model.rotary import rotary_table
-from replaylens.engine.model.routing import Routing
+from replaylens.engine.model.config import MixtureConfig, ModelConfig, Rope, Routing
+from replaylens.engine.model.decoder import Decoder, Mixture
+from replaylens.engine.model.layers import rotary_table
 from replaylens.engine.passes import bursts, cuda
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.passes.bursts import Place, Wanted
-from replaylens.engine.passes.cuda_experts import LibraryExpertOps
-from replaylens.engine.proof import fingerprint
+from replaylens.engine.passes.cuda import LibraryExpertOps
+from replaylens.engine.proof import trace
 from replaylens.engine.request.capture import CaptureSpec, PassTap
 from replaylens.engine.request.sampling import Sampling
 
@@ -252,7 +250,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "experts-gpu.json")
     parser.add_argument("sections", nargs="*", help=", ".join(SECTIONS))
     given = parser.parse_args()
-    fingerprint.weights_hash = kept_hash
+    trace.weights_hash = kept_hash
     shape = TINY if given.tiny else SHAPE
     name = "tiny shape" if given.tiny else "Qwen3-30B-A3B shape"
     table = Table("experts-gpu", f"{name}, random weights, bfloat16, {torch.cuda.get_device_name()}", out=given.out)

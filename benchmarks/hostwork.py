@@ -18,7 +18,7 @@ from benchmarks.table import Table
 from replaylens.engine.engine import Engine
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.tap import Tap
+from replaylens.engine.model.ops import Tap
 from replaylens.engine.passes.batch import Batch, Segment
 from replaylens.engine.passes.runner import PassResult
 from replaylens.engine.request.sampling import Sampling

@@ -108,7 +108,7 @@ def narrow(folder: Path) -> Numbers:
     """What the host needs for a model that goes to another device, if its weights were there."""
     from transformers import AutoConfig  # noqa: F401
 
-    from replaylens.engine.model import weights
+    from replaylens.engine.model import loading as weights
 
     return measured(lambda: weights.load(folder, torch.bfloat16))
 

@@ -32,7 +32,7 @@ def arm(where: str, folder: Path) -> dict[str, float]:
     import transformers.models.llama.configuration_llama  # noqa: F401  (counted as imports)
 
     from replaylens import Engine
-    from replaylens.engine.model import weights
+    from replaylens.engine.model import loading
 
     if where == "cuda":
         torch.zeros(1, device="cuda")
@@ -41,7 +41,7 @@ def arm(where: str, folder: Path) -> dict[str, float]:
         engine = Engine.load(folder, device="cuda", dtype=torch.bfloat16, cache_tokens=256)
         model: torch.nn.Module = engine.model
     else:  # an engine would examine the shapes of its products first, for minutes
-        model = weights.load(folder, torch.bfloat16)
+        model = loading.load(folder, torch.bfloat16)
     loaded, peak = time.perf_counter() - begin, status("VmHWM")
     held = sum(x.nbytes for x in model.state_dict().values()) / 1e6
     print(f"{where}: loaded in {loaded:.0f} s, peak {peak:.0f} MB", file=sys.stderr, flush=True)
@@ -70,7 +70,7 @@ def main(layers: int, arms: list[str], out: Path) -> None:
         for where in arms:
             found = run(where, folder)
             beside = found["peak_mb"] - found["imports_mb"] - (found["weights_mb"] if where == "host" else 0.0)
-            what = f"{size:.1f} GB {ARMS[where]}: host memory beside {'the weights' if where == 'host' else 'imports'}"
+            what = f"{size:.1f} GB {ARMS[where]}: host memory beside {'the loading' if where == 'host' else 'imports'}"
             table.add(what, aim="<= 2 GB", met=beside <= AIM_MB, beside_mb=beside, checkpoint_gb=size, **found)
 
 

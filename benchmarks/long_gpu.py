@@ -26,7 +26,7 @@ from benchmarks.llama import hugging_face
 from benchmarks.table import RESULTS, Table, in_turns
 from replaylens.engine.engine import Engine
 from replaylens.kernels import attention
-from replaylens.kernels.paged import PagedRows, plan_tiles, rows_per_tile
+from replaylens.kernels.shared import PagedRows, plan_tiles, rows_per_tile
 
 ROWS = (1024, 8192)
 """rows per pass: while others decode, and of a prompt alone"""

@@ -17,10 +17,8 @@ from typing import Any
 from benchmarks.natural_subject import released, tallied
 from benchmarks.table import RESULTS
 from replaylens.engine.engine import Engine
-from replaylens.engine.pictures.frames import Phase
-from replaylens.engine.pictures.readings import word
-from replaylens.engine.pictures.retelling import timeline
-from replaylens.engine.pictures.timeline import Timeline
+from replaylens.engine.pictures.data import Phase, word
+from replaylens.engine.pictures.pictures import Timeline, timeline
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.request import Request

@@ -131,9 +131,9 @@ def memory_of_ours() -> Times:
 def memory_of_hugging_face() -> Times:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from replaylens.engine.model import smollm2
+    from replaylens.engine.model import hub
 
-    folder = smollm2.fetched_folder()
+    folder = hub.fetched_folder()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     loaded = status("VmRSS")

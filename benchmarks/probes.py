@@ -20,11 +20,11 @@ from sklearn.preprocessing import StandardScaler
 
 import replaylens as rl
 from benchmarks.table import Table
-from replaylens.probes.data.rows import ProbeRows
-from replaylens.probes.design.goals import Goal
-from replaylens.probes.fitting.heldout import held_out
-from replaylens.probes.fitting.probe import fit_probe
-from replaylens.probes.sweeps.sweeping import sweep
+from replaylens.probes.controls import Goal
+from replaylens.probes.heldout import held_out
+from replaylens.probes.probe import fit_probe
+from replaylens.probes.rows import ProbeRows
+from replaylens.probes.sweeps import sweep
 
 LAYERS, SITES, POSITIONS, ROWS, WIDTH, FOLDS = 30, 3, 8, 5000, 576, 5
 CELLS = LAYERS * SITES * POSITIONS

@@ -24,14 +24,12 @@ import torch
 from benchmarks.baselines.subject import SHAPE, TINY_SHAPE, random_decoder
 from benchmarks.table import RESULTS, Table
 from benchmarks.trees_gpu import apart
-from replaylens.engine.dump.maker import write_dump
-from replaylens.engine.dump.planning import make_plan
+from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.verify import verify
 from replaylens.engine.engine import Engine
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.resampling.rollout import Rollout
-from replaylens.engine.resampling.rollouts import Rollouts
-from replaylens.engine.resampling.seeds import rollout_seed
+from replaylens.engine.resampling.plan import rollout_seed
+from replaylens.engine.resampling.rollouts import Rollout, Rollouts
 from replaylens.engine.serving.branch import Branch
 from replaylens.tasks import WordTokenizer
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from benchmarks import timed_training
 from benchmarks.timed_training import Clock
-from replaylens.engine.training.chunks import ChunkedTexts
-from replaylens.engine.training.thinking import ThinkingRecipe
+from replaylens.engine.training.thinking import ChunkedTexts, ThinkingRecipe
 
 WARM, TIMED = 15, 25
 """warm-up and timed steps, by which the runs agree on a number of steps"""

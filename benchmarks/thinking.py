@@ -25,16 +25,15 @@ from benchmarks.thinking_tasks import PARITY
 from replaylens.engine.engine import Engine, ThinkingEngine
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.ops import AttentionSpec, Heads, Observer
-from replaylens.engine.model.rotary import Rotary
-from replaylens.engine.model.torch_ops import SequenceOps, TorchOps, visible
+from replaylens.engine.model.layers import Rotary
+from replaylens.engine.model.ops import AttentionSpec, Heads, Observer, SequenceOps, TorchOps, visible
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.thinking.model import THINK_SITE, ThinkingConfig, ThinkingDecoder, padded
 from replaylens.engine.thinking.prefill import GUESSES, Guess
-from replaylens.engine.training import plain
+from replaylens.engine.training import thinking as plain
 from replaylens.engine.training import thinking as thinking_train
-from replaylens.engine.training.chunks import ChunkBatch
 from replaylens.engine.training.recipe import Part
+from replaylens.engine.training.thinking import ChunkBatch
 from replaylens.engine.zoo import coin as zoo
 
 EOS, WORD = 1, 7

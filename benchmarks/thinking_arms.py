@@ -10,9 +10,8 @@ from benchmarks.thinking_tasks import TableTask
 from replaylens import tasks
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.thinking.model import ThinkingConfig
-from replaylens.engine.training.chunks import METHODS, Method
 from replaylens.engine.training.recipe import Part
-from replaylens.engine.training.thinking import ThinkingRecipe, ThoughtLoss
+from replaylens.engine.training.thinking import METHODS, Method, ThinkingRecipe, ThoughtLoss
 from replaylens.tasks import WordTokenizer
 
 

@@ -32,14 +32,13 @@ from benchmarks.thinking_gpu import collect, curve_of
 from benchmarks.thinking_plan import Plan, Run
 from benchmarks.thinking_tasks import TASKS
 from benchmarks.timed_training import Clock
-from replaylens.engine.model import smollm2, weights
+from replaylens.engine.model import hub, loading
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.thinking.model import ThinkingConfig
 from replaylens.engine.training import thinking as thinking_train
-from replaylens.engine.training.chunks import METHODS, Method
-from replaylens.engine.training.thinking import ThinkingRecipe
-from replaylens.engine.training.tokenizer import backbone_folder, load_tokenizer
+from replaylens.engine.training.recipe import backbone_folder, load_tokenizer
+from replaylens.engine.training.thinking import METHODS, Method, ThinkingRecipe
 from replaylens.engine.zoo import coin as zoo
 
 NAME = "thinking-backbone"
@@ -92,7 +91,7 @@ class BackbonePlan(Plan):
 
 @lru_cache(1)
 def _config(backbone: str) -> ModelConfig:
-    return weights.load(backbone_folder(backbone)).config
+    return loading.load(backbone_folder(backbone)).config
 
 
 class Agreement:
@@ -180,7 +179,7 @@ def tiny_backbone(tokenizer_of: Path, folder: Path) -> Path:
         num_layers=3, d_model=64, num_heads=2, num_kv_heads=1, d_head=32, d_mlp=96, vocab_size=tokenizer.vocab_size,
         max_positions=1024, rotary_dim=32,
     )  # fmt: skip
-    weights.save(Decoder(config).initialize(0), folder)
+    loading.save(Decoder(config).initialize(0), folder)
     tokenizer.save(folder / zoo.TOKENIZER_FILE)
     return folder
 
@@ -193,7 +192,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1500.0, help="time for all runs together")
     parser.add_argument("--steps", type=int, help="maximum number of steps per run; fewer if time is short")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "benchmarks/results")))
-    parser.add_argument("--backbone", default=smollm2.SHORT, help="smollm2, a model folder, or a folder of --pack")
+    parser.add_argument("--backbone", default=hub.SHORT, help="smollm2, a model folder, or a folder of --pack")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--longest", nargs="+", type=int, help="N: maximum number of operations of a training text")
     parser.add_argument("--seeds", nargs="+", type=int)
@@ -204,12 +203,12 @@ def main() -> None:
     parser.add_argument("--pack", type=Path, metavar="FOLDER", help="write SmolLM2 there in pieces, and do nothing else")
     options = parser.parse_args()
     if options.pack is not None:
-        for piece in pack(smollm2.fetched_folder(), options.pack):
+        for piece in pack(hub.fetched_folder(), options.pack):
             print(f"{piece}  {piece.stat().st_size:,} bytes")
         return
     out, backbone = options.out / NAME, options.backbone
     out.mkdir(parents=True, exist_ok=True)
-    if backbone != smollm2.SHORT:
+    if backbone != hub.SHORT:
         unpack(backbone_folder(backbone))
     if options.tiny:
         backbone = str(tiny_backbone(backbone_folder(backbone), out / "backbone"))

@@ -30,14 +30,13 @@ from benchmarks.side_by_side import Job, Meeting, run_all
 from benchmarks.thinking_plan import TINY, Plan, Run
 from benchmarks.thinking_tasks import TASKS
 from benchmarks.timed_training import Clock
-from replaylens.commands.train_thinking import CARD_FILE, card
-from replaylens.engine.model import weights
+from replaylens.commands.train import CARD_FILE, thinking_card
+from replaylens.engine.model import loading
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.thinking import model as thinking
 from replaylens.engine.training import thinking as thinking_train
-from replaylens.engine.training.chunks import METHODS, Method
 from replaylens.engine.training.score import Score, score
-from replaylens.engine.training.thinking import Model, ThinkingRecipe
+from replaylens.engine.training.thinking import METHODS, Method, Model, ThinkingRecipe
 from replaylens.engine.zoo import coin as zoo
 from replaylens.engine.zoo import thinking as thinking_zoo
 
@@ -83,7 +82,7 @@ def _shares(scores: list[Score]) -> dict[str, float]:
 
 def _save(model: Model, recipe: ThinkingRecipe, folder: Path) -> None:
     model = model.cpu()
-    (weights.save if isinstance(model, Decoder) else thinking.save)(model, folder)  # type: ignore[arg-type]
+    (loading.save if isinstance(model, Decoder) else thinking.save)(model, folder)  # type: ignore[arg-type]
     recipe.tokenizer().save(folder / zoo.TOKENIZER_FILE)
 
 
@@ -102,7 +101,7 @@ def embedded(plan: Plan, clock: Clock, out: Path) -> None:
     command = f"replaylens train {EMBEDDED} --device {plan.device}"
     beside = f"{name} beside {len(plan.runs())} other runs, torch {torch.__version__}{cut}"
     made = f"`{command}`, {clock.now() - begin:.0f} s on {beside}"
-    (out / EMBEDDED / CARD_FILE).write_text(card(EMBEDDED, recipe, model.to(plan.device), made, plan.examples))
+    (out / EMBEDDED / CARD_FILE).write_text(thinking_card(EMBEDDED, recipe, model.to(plan.device), made, plan.examples))
     print(
         f"{clock.now():5.0f} s  {EMBEDDED} done: {len(losses)} steps\n" + (out / EMBEDDED / CARD_FILE).read_text(), flush=True
     )

@@ -25,13 +25,13 @@ import torch
 from benchmarks.table import Table
 from benchmarks.thinking_arms import TEXT_TASKS, TextTask
 from replaylens.engine.engine import Engine, ThinkingEngine
-from replaylens.engine.model import weights
+from replaylens.engine.model import loading
 from replaylens.engine.model.config import ModelConfig, Rope
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.thinking.core import ThinkingBranch
 from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder
 from replaylens.engine.thinking.prefill import GUESSES, Guess
-from replaylens.engine.training.chunks import ChunkedText, chunked
+from replaylens.engine.training.thinking import ChunkedText, chunked
 from replaylens.engine.zoo import coin as zoo
 from replaylens.tasks import WordTokenizer
 
@@ -283,7 +283,7 @@ def by_hand(config: ModelConfig, thinks: ThinkingConfig, sizes: Sequence[int], d
             table[word] = 2 * rows[before]
         table[EOS] += 2 * rows[chain[-1]]
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    return weights.in_dtype(model, dtype).to(device).requires_grad_(False).eval()  # the rotary tables are made on the CPU
+    return loading.in_dtype(model, dtype).to(device).requires_grad_(False).eval()  # the rotary tables are made on the CPU
 
 
 def triggered(config: ThinkingConfig, sizes: Sequence[int], thinks: ChunkedText, writes: ChunkedText) -> Load:

@@ -11,8 +11,7 @@ from typing import Any
 from benchmarks.thinking_tasks import TASKS, TableTask
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.thinking.model import ThinkingConfig
-from replaylens.engine.training.chunks import METHODS, Method
-from replaylens.engine.training.thinking import ThinkingRecipe
+from replaylens.engine.training.thinking import METHODS, Method, ThinkingRecipe
 from replaylens.tasks import WordTokenizer
 
 Run = tuple[Method, int, int]

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from replaylens import tasks
-from replaylens.engine.training.chunks import Method
 from replaylens.engine.training.recipe import Part
+from replaylens.engine.training.thinking import Method
 from replaylens.tasks import WordTokenizer
 
 Cell = tuple[Method, int]

@@ -36,7 +36,7 @@ from benchmarks.table import Table
 from benchmarks.thinking_arms import CHANGES, PUBLISHED, SMALL, TEXT_TASKS, TINY, Arm, Size, ablations, methods
 from benchmarks.thinking_latency import measure
 from benchmarks.timed_training import Clock
-from replaylens.commands.train_thinking import save
+from replaylens.commands.train import save
 from replaylens.engine.training import thinking as thinking_train
 from replaylens.engine.training.score import score
 from replaylens.engine.training.thinking import Model, ThinkingRecipe

@@ -6,8 +6,7 @@ from itertools import pairwise
 from statistics import median
 
 from replaylens.engine.training import thinking as thinking_train
-from replaylens.engine.training.chunks import ChunkedTexts
-from replaylens.engine.training.thinking import Model, ThinkingRecipe
+from replaylens.engine.training.thinking import ChunkedTexts, Model, ThinkingRecipe
 
 
 class Clock:

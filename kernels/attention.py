@@ -55,9 +55,8 @@ from replaylens.kernels.launch import (
     require_same,
     require_shape,
 )
-from replaylens.kernels.paged import PagedRows
 from replaylens.kernels.prefill import MAX_PAIRS, can_prefill, prefill
-from replaylens.kernels.shared import shared_states
+from replaylens.kernels.shared import PagedRows, shared_states
 from replaylens.kernels.softmax import (
     closed,
     empty,

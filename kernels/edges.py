@@ -26,7 +26,7 @@ from replaylens.kernels.launch import (
     require_same,
     require_shape,
 )
-from replaylens.kernels.paged import PagedRows
+from replaylens.kernels.shared import PagedRows
 
 _WIDE_BLOCK = 16
 """canonical: keys per step if heads are wider than 256: as many as registers hold"""

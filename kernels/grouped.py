@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from replaylens.kernels.activation import KINDS, PLAIN, activate, activate_gated
 from replaylens.kernels.launch import (
     EXACT,
     GemmTile,
@@ -29,7 +28,8 @@ from replaylens.kernels.launch import (
     require_same,
     require_shape,
 )
-from replaylens.kernels.plan import Plan
+from replaylens.kernels.norm import KINDS, PLAIN, activate, activate_gated
+from replaylens.kernels.route import Plan
 
 
 @triton.jit

@@ -17,13 +17,16 @@ from replaylens.kernels.launch import (
     PAGE_SIZE,
     ceil_div,
     next_power_of_2,
+    norm_shape,
     require,
     require_float,
     require_rows,
     require_same,
     require_shape,
 )
-from replaylens.kernels.paged import PagedRows
+from replaylens.kernels.shared import PagedRows
+
+# ---- rope ------------------------------------------------------------------------------------------------------------
 
 _HEADS = 8  # per program
 
@@ -160,3 +163,109 @@ def check_heads(
         require_rows(name, cache)
         assert caches is not None
         require(cache.stride() == caches[0].stride(), "k_cache and v_cache must have the same strides.")
+
+
+# ---- norm rope -------------------------------------------------------------------------------------------------------
+# Norm the heads of q and k, rotate them by their positions and write k and v to their pages, in one launch.
+#
+#     y = round(x / sqrt(mean(x^2) + eps) * weight)        (a, b) -> (a cos - b sin, b cos + a sin),  a, b: the halves of y
+#
+# To the bit, `norm` of both and `rotate_and_store` after it. The sum of a head's squares depends on the layout of threads,
+# so a program has the tile of `norm` (`launch.norm_shape`); the rotation is elementwise. Normed values are rounded to the
+# storage dtype before they are rotated, exactly as if they were written to memory.
+
+
+@triton.jit
+def _normed(X, WEIGHT, head, live, d, width, eps, stride_h, LAYER: tl.constexpr):
+    """The norm of the given heads, as `_norm_kernel` computes it: [heads, width], rounded."""
+    x = tl.load(X + head.to(tl.int64)[:, None] * stride_h + d[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+    if LAYER:
+        x = x - (tl.sum(x, 1) / width)[:, None]
+    spread = tl.rsqrt(tl.sum(x * x, 1) / width + eps)
+    y = x * spread[:, None] * tl.load(WEIGHT + d).to(tl.float32)[None, :]
+    return y.to(X.dtype.element_ty)
+
+
+@triton.jit
+def _store_turned(y, OUT, head, live, cos, sin, e, stride_h, HEADS: tl.constexpr, HALF: tl.constexpr):
+    """Rotate y [HEADS, 2 HALF] and store it."""
+    a, b = tl.split(tl.permute(tl.reshape(y, (HEADS, 2, HALF)), (0, 2, 1)))
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    to = OUT + head[:, None] * stride_h + e[None, :]
+    tl.store(to, (a * cos - b * sin).to(OUT.dtype.element_ty), mask=live[:, None])
+    tl.store(to + HALF, (b * cos + a * sin).to(OUT.dtype.element_ty), mask=live[:, None])
+
+
+@triton.jit(do_not_specialize=["stride_p"])
+def _norm_rope_kernel(
+    Q, K, V, Q_WEIGHT, K_WEIGHT, Q_OUT, K_CACHE, V_CACHE, TABLE, SEQUENCE, POSITION, PAGES, width, eps,
+    stride_q, stride_qh, stride_k, stride_kh, stride_v, stride_vh, kv_stride, head_stride, stride_p,
+    QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
+    LAYER: tl.constexpr,
+):  # fmt: skip
+    """Program (row, i) handles HEADS heads: query heads first, then key and value heads."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    position = tl.load(POSITION + row)
+    e, d = tl.arange(0, HALF), tl.arange(0, 2 * HALF)
+    angle = TABLE + position.to(tl.int64) * 2 * HALF + e
+    cos, sin = tl.load(angle).to(tl.float32)[None, :], tl.load(angle + HALF).to(tl.float32)[None, :]
+    query_parts = (QUERY_HEADS + HEADS - 1) // HEADS
+    if part < query_parts:
+        head = part * HEADS + tl.arange(0, HEADS)
+        live = head < QUERY_HEADS
+        y = _normed(Q + row * stride_q, Q_WEIGHT, head, live, d, width, eps, stride_qh, LAYER)
+        _store_turned(y, Q_OUT + row * QUERY_HEADS * 2 * HALF, head, live, cos, sin, e, 2 * HALF, HEADS, HALF)
+    else:
+        head = (part - query_parts) * HEADS + tl.arange(0, HEADS)
+        live = head < KV_HEADS
+        y = _normed(K + row * stride_k, K_WEIGHT, head, live, d, width, eps, stride_kh, LAYER)
+        page = tl.load(PAGES + tl.load(SEQUENCE + row).to(tl.int64) * stride_p + position // PAGE).to(tl.int64)
+        slot = (page * PAGE + position % PAGE) * kv_stride
+        stored = live & (page > 0)  # page 0 must stay zero
+        _store_turned(y, K_CACHE + slot, head, stored, cos, sin, e, head_stride, HEADS, HALF)
+        v = tl.load(V + row * stride_v + head[:, None] * stride_vh + d[None, :], mask=live[:, None], other=0.0)
+        tl.store(V_CACHE + slot + head[:, None] * head_stride + d[None, :], v, mask=stored[:, None])
+
+
+def can_fuse(d_head: int, table: Tensor) -> bool:
+    """Whether one launch can norm and rotate heads: all dimensions are rotated, and there are a power of two of them."""
+    return d_head == 2 * table.shape[2] and d_head == next_power_of_2(d_head)
+
+
+def norm_rotate_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: tuple[Tensor, Tensor],
+    eps: float,
+    kind: str,
+    table: Tensor,
+    rows: PagedRows,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_size: int = PAGE_SIZE,
+) -> Tensor:
+    """`norm` of q and k by head, and `rotate_and_store`. Precondition: `can_fuse`.
+
+    q [rows, heads, d_head], k and v [rows, kv_heads, d_head] may be views of one packed product. weights: of q and k, [d_head]
+    each. table [positions, 2, d_head / 2] float32.
+    """
+    num_rows, heads, d_head = q.shape
+    kv_heads = k.shape[1]
+    require(kind in ("rms", "layer"), "Unknown norm {!r}. Use rms or layer.", kind)
+    require(can_fuse(d_head, table), "{} dimensions with a table of {} cannot be fused.", d_head, table.shape)
+    check_heads(q, k, v, table, rows, (k_cache, v_cache))
+    for name, w in zip(("weight of q", "weight of k"), weights, strict=True):
+        require_shape(name, w, (d_head,))
+        require_same(name, w, q)
+    q_out = torch.empty(num_rows, heads, d_head, dtype=q.dtype, device=q.device)
+    if num_rows:
+        shape = norm_shape(d_head)
+        parts = ceil_div(heads, shape.rows) + ceil_div(kv_heads, shape.rows)
+        _norm_rope_kernel[(num_rows, parts)](
+            q, k, v, *weights, q_out, k_cache, v_cache, table, rows.sequence, rows.position, rows.page_table, d_head, eps,
+            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            k_cache.stride(0), k_cache.stride(1), rows.page_table.stride(0),
+            heads, kv_heads, d_head // 2, page_size, shape.rows, kind == "layer", num_warps=shape.warps, **EXACT,
+        )  # fmt: skip
+    return q_out

@@ -24,7 +24,7 @@ from replaylens.kernels.launch import (
     require,
     require_shape,
 )
-from replaylens.kernels.paged import PagedRows
+from replaylens.kernels.shared import PagedRows
 from replaylens.kernels.softmax import empty, load_partial, load_queries, merge, store_partial, walk, with_sink
 
 _PROGRAMS_EACH = 2

@@ -27,11 +27,11 @@ from IPython.display import display
 
 import replaylens as rl
 from replaylens.engine.dump.verify import verify
-from replaylens.engine.model import smollm2
+from replaylens.engine.model import hub
 
-if not smollm2.is_fetched():
+if not hub.is_fetched():
     raise SystemExit("SmolLM2-135M is not fetched yet. Run this once, then run the notebook again:  replaylens fetch smollm2")
-engine = rl.Engine.load(smollm2.model_folder())
+engine = rl.Engine.load(hub.model_folder())
 print(f"{engine.config.num_layers} layers, d_model {engine.config.d_model}, vocabulary {engine.config.vocab_size}")
 
 # %% [markdown]

@@ -27,9 +27,9 @@ import pandas as pd
 from IPython.display import display
 
 import replaylens as rl
-from replaylens.engine.model import smollm2
+from replaylens.engine.model import hub
 
-if not smollm2.is_fetched():
+if not hub.is_fetched():
     raise SystemExit("SmolLM2-135M is not fetched yet. Run this once, then run the notebook again:  replaylens fetch smollm2")
 engine = rl.Engine.load("smollm2")
 clean = "When Mary and John went to the store, John gave a drink to"

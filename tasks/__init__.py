@@ -2,13 +2,11 @@
 
 from replaylens.tasks.conformance import BrokenPromise, check
 from replaylens.tasks.errors import TaskError
-from replaylens.tasks.labels import label_tokens, offsets_of, path_offsets
-from replaylens.tasks.loading import load
 from replaylens.tasks.reading import Event, Reading, Span, Step
-from replaylens.tasks.registry import get, names, register
+from replaylens.tasks.registry import get, load, names, register
 from replaylens.tasks.splits import Side, TaskSplit
 from replaylens.tasks.task import Example, KnownZero, Task
-from replaylens.tasks.tokenizer import WordTokenizer
+from replaylens.tasks.tokenizer import WordTokenizer, label_tokens, offsets_of, path_offsets
 
 __all__ = [
     "BrokenPromise",

@@ -6,14 +6,20 @@ changed coins can be scored separately.
 
 from dataclasses import dataclass
 
-from replaylens.tasks.coin_scene import other
-from replaylens.tasks.coin_wording import FACES, FLIP, KEEP
-from replaylens.tasks.draws import Draws
-from replaylens.tasks.knobs import Knobs, as_range, check_choice, check_probability, check_range, check_whole, knob
-from replaylens.tasks.people import ALL, POOLS
-from replaylens.tasks.reading import Event, Label
-from replaylens.tasks.script import Scene, Script
-from replaylens.tasks.task import Story, Task
+from replaylens.tasks.coin import ALL, FACES, FLIP, KEEP, POOLS, other
+from replaylens.tasks.reading import Event, Label, Scene, Script
+from replaylens.tasks.task import (
+    Draws,
+    Knobs,
+    Story,
+    Task,
+    as_range,
+    check_choice,
+    check_probability,
+    check_range,
+    check_whole,
+    knob,
+)
 from replaylens.tasks.tokenizer import vocabulary_of
 
 COLOURS = ("red", "blue", "green", "white", "black", "yellow")

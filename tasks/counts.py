@@ -6,12 +6,9 @@ All counts have two digits and all changes one, so that a number is known once i
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from replaylens.tasks import people
-from replaylens.tasks.draws import Draws
-from replaylens.tasks.knobs import Knobs, as_range, check_range, check_whole, knob
-from replaylens.tasks.reading import Event, Label
-from replaylens.tasks.script import Scene, Script
-from replaylens.tasks.task import Story, Task
+from replaylens.tasks import coin as people
+from replaylens.tasks.reading import Event, Label, Scene, Script
+from replaylens.tasks.task import Draws, Knobs, Story, Task, as_range, check_range, check_whole, knob
 from replaylens.tasks.tokenizer import vocabulary_of
 
 ITEMS = ("apples", "books", "coins", "eggs", "pens", "shells")

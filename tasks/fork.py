@@ -8,11 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from replaylens.tasks.draws import Draws
-from replaylens.tasks.knobs import Knobs, as_range, check_range, knob
-from replaylens.tasks.reading import Event, Label
-from replaylens.tasks.script import Scene, Script
-from replaylens.tasks.task import Story, Task
+from replaylens.tasks.reading import Event, Label, Scene, Script
+from replaylens.tasks.task import Draws, Knobs, Story, Task, as_range, check_range, knob
 from replaylens.tasks.tokenizer import vocabulary_of
 
 # Syllables of two letters: none is a prefix of another or a word of the text.

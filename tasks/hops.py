@@ -6,12 +6,9 @@ With two hops, the default, the answer takes the person between: who is feared b
 from dataclasses import dataclass
 from itertools import count
 
-from replaylens.tasks import people
-from replaylens.tasks.draws import Draws
-from replaylens.tasks.knobs import Knobs, as_range, check_range, check_whole, knob
-from replaylens.tasks.reading import Event, Label
-from replaylens.tasks.script import Scene, Script
-from replaylens.tasks.task import Story, Task
+from replaylens.tasks import coin as people
+from replaylens.tasks.reading import Event, Label, Scene, Script
+from replaylens.tasks.task import Draws, Knobs, Story, Task, as_range, check_range, check_whole, knob
 from replaylens.tasks.tokenizer import vocabulary_of
 
 MIN_PEOPLE, MAX_PEOPLE = 4, 12  # among three, one lookup answers half of the questions

@@ -6,12 +6,9 @@ Touching moves nothing. Without touches, the parity of the permutation would equ
 from dataclasses import dataclass
 from itertools import combinations
 
-from replaylens.tasks.draws import Draws
 from replaylens.tasks.errors import BadKnob
-from replaylens.tasks.knobs import Knobs, as_range, check_choice, check_probability, check_range, knob
-from replaylens.tasks.reading import Event, Label
-from replaylens.tasks.script import Scene, Script
-from replaylens.tasks.task import Story, Task
+from replaylens.tasks.reading import Event, Label, Scene, Script
+from replaylens.tasks.task import Draws, Knobs, Story, Task, as_range, check_choice, check_probability, check_range, knob
 from replaylens.tasks.tokenizer import vocabulary_of
 
 COLOURS = ("red", "blue", "green", "white", "black")

@@ -3,17 +3,144 @@
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
-from replaylens.tasks.draws import Draws
-from replaylens.tasks.errors import BadIndex, UnknownKnob
-from replaylens.tasks.given import GivenText
-from replaylens.tasks.knobs import Knobs
-from replaylens.tasks.reading import NEXT_ACTION, SHUFFLED, Event, Label, Offset, Reading, Span, Step
-from replaylens.tasks.script import Scene, read_script
+from replaylens.tasks.errors import BadIndex, BadKnob, UnknownKnob
+from replaylens.tasks.reading import (
+    NEXT_ACTION,
+    SHUFFLED,
+    Event,
+    GivenText,
+    Label,
+    Offset,
+    Reading,
+    Scene,
+    Span,
+    Step,
+    read_script,
+)
+
+# ---- draws -----------------------------------------------------------------------------------------------------------
+# Stateless randomness: every draw is a hash of its purpose.
+#
+# A draw depends only on the key (task, knobs, seed), the example's index, the purpose in words and a running number, not
+# on earlier draws, the platform or the Python version. Adding a draw never shifts the others.
+
+T = TypeVar("T")
+
+_BITS = 64
+
+
+class Draws:
+    """All draws of one example. Immutable: the same purpose and place always give the same value."""
+
+    __slots__ = ("_base",)
+
+    def __init__(self, key: str, index: int) -> None:
+        self._base = hashlib.blake2b(f"{key}\n{index}".encode(), digest_size=_BITS // 8, person=b"replaylens.tasks")
+
+    def bits(self, purpose: str, place: int = 0) -> int:
+        """An integer, uniform on [0, 2**64)."""
+        drawn = self._base.copy()
+        drawn.update(f"\n{purpose}\n{place}".encode())
+        return int.from_bytes(drawn.digest(), "big")
+
+    def below(self, n: int, purpose: str, place: int = 0) -> int:
+        """An integer, uniform on [0, n) up to a bias of n / 2**64."""
+        return self.bits(purpose, place) * n >> _BITS
+
+    def between(self, bounds: tuple[int, int], purpose: str, place: int = 0) -> int:
+        """An integer, uniform on the closed interval `bounds`."""
+        low, high = bounds
+        return low + self.below(high - low + 1, purpose, place)
+
+    def chance(self, p: float, purpose: str, place: int = 0) -> bool:
+        """True with probability p: never for p = 0, always for p = 1."""
+        return (self.bits(purpose, place) >> 11) * 2.0**-53 < p  # 53 bits: the comparison is exact in a double
+
+    def pick(self, options: Sequence[T], purpose: str, place: int = 0) -> T:
+        """One of the options, each equally likely."""
+        return options[self.below(len(options), purpose, place)]
+
+    def order(self, items: Sequence[T], purpose: str) -> list[T]:
+        """The items in a uniformly random order; the first k of them are a random sample."""
+        left = list(items)
+        return [left.pop(self.below(len(left), purpose, place)) for place in range(len(items))]
+
+
+# ---- knobs -----------------------------------------------------------------------------------------------------------
+# Knobs: the fields of a task's frozen settings, with their help text, conversion and checks.
+#
+# A conversion runs before the settings are built (3 becomes the range (3, 3)); their `__post_init__` only checks. A knob
+# marked `wording` changes the words, never the events. It is not part of the key of the random draws, so an index has the
+# same events in every rendering.
+
+Convert = Callable[[str, Any], Any]
+
+
+def knob(default: Any, help: str, *, convert: Convert | None = None, wording: bool = False) -> Any:
+    """Declare one knob of a settings dataclass."""
+    return field(default=default, metadata={"help": help, "convert": convert, "wording": wording})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knobs:
+    """Settings that every task has."""
+
+    seed: int = knob(0, "seed of the random draws; each seed gives other examples")
+
+    def __post_init__(self) -> None:
+        check_whole("seed", self.seed, least=0)
+
+    def canonical(self, *, events_only: bool = False) -> str:
+        """The settings as one line of JSON, the same on every platform; `events_only` leaves out the wording."""
+        chosen = {
+            spec.name: getattr(self, spec.name) for spec in fields(self) if not (events_only and spec.metadata["wording"])
+        }
+        return json.dumps(chosen, sort_keys=True)
+
+
+def as_range(name: str, value: Any) -> tuple[int, int]:
+    """Convert 3 to (3, 3) and any pair of integers to a tuple."""
+    pair = (value, value) if isinstance(value, int) else value
+    if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
+        raise BadKnob(name, value, "Give one integer or a pair (min, max).")
+    return pair[0], pair[1]
+
+
+def check_range(name: str, value: tuple[int, int], *, least: int, most: int) -> None:
+    """Raise BadKnob unless both ends are integers in [least, most], in order."""
+    for end in value:
+        check_whole(name, end, least=least, most=most)
+    if value[0] > value[1]:
+        raise BadKnob(name, value, "The minimum exceeds the maximum. Swap them.")
+
+
+def check_whole(name: str, value: Any, *, least: int, most: int | None = None) -> None:
+    """Raise BadKnob unless the value is an integer (not a bool) in [least, most]."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise BadKnob(name, value, "Give an integer.")
+    if value < least or (most is not None and value > most):
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise BadKnob(name, value, f"Give an integer {bounds}.")
+
+
+def check_probability(name: str, value: Any) -> None:
+    """Raise BadKnob unless the value is a number in [0, 1]."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise BadKnob(name, value, "Give a probability, a number from 0 to 1.")
+
+
+def check_choice(name: str, value: Any, options: Sequence[str]) -> None:
+    """Raise BadKnob unless the value is one of the options."""
+    if value not in options:
+        raise BadKnob(name, value, f"Use one of {', '.join(options)}.")
+
+
+# ---- task ------------------------------------------------------------------------------------------------------------
 
 K = TypeVar("K", bound=Knobs)
 

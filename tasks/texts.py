@@ -10,13 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn
 
-from replaylens.tasks.draws import Draws
 from replaylens.tasks.errors import NoSuchText, NotForTexts
-from replaylens.tasks.given import GivenText, as_texts, label_names_of
-from replaylens.tasks.knobs import Knobs, knob
-from replaylens.tasks.reading import SHUFFLED, Reading, ReadingMark
-from replaylens.tasks.script import Scene
-from replaylens.tasks.task import Example, KnownZero, Story, Task
+from replaylens.tasks.reading import SHUFFLED, GivenText, Reading, ReadingMark, Scene, as_texts, label_names_of
+from replaylens.tasks.task import Draws, Example, Knobs, KnownZero, Story, Task, knob
 
 NAME = "texts"
 

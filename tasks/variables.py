@@ -5,11 +5,8 @@ The initial values are not operations: a text of length n has n operations after
 
 from dataclasses import dataclass
 
-from replaylens.tasks.draws import Draws
-from replaylens.tasks.knobs import Knobs, as_range, check_range, check_whole, knob
-from replaylens.tasks.reading import Event, Label
-from replaylens.tasks.script import Scene, Script
-from replaylens.tasks.task import Story, Task
+from replaylens.tasks.reading import Event, Label, Scene, Script
+from replaylens.tasks.task import Draws, Knobs, Story, Task, as_range, check_range, check_whole, knob
 from replaylens.tasks.tokenizer import vocabulary_of
 
 NAMES = ("a", "b", "c", "d", "e", "f", "g", "h")

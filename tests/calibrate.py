@@ -20,12 +20,11 @@ import numpy as np
 import torch
 from sklearn.metrics import roc_auc_score
 
-from replaylens.probes.data.rows import ProbeRows
-from replaylens.probes.reports.summary import shown
-from replaylens.probes.scoring.areas import area, area_gains
-from replaylens.probes.scoring.balanced import balanced_accuracy
-from replaylens.probes.scoring.statistics import mean_over_groups
-from replaylens.probes.sweeps.sweeping import sweep
+from replaylens.probes.areas import area, area_gains, balanced_accuracy
+from replaylens.probes.intervals import mean_over_groups
+from replaylens.probes.report import shown
+from replaylens.probes.rows import ProbeRows
+from replaylens.probes.sweeps import sweep
 from tests.probes.synthetic import labelled_rows
 
 RESULT = Path("benchmarks/results/calibration.json")

@@ -18,17 +18,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from replaylens.engine.resampling.counts import OutcomeCounts
+from replaylens.engine.resampling.rollouts import OutcomeCounts
 from replaylens.probes.forks.change_points import change_points
-from replaylens.probes.forks.distributions import outcome_curve
-from replaylens.probes.forks.drafts import draft_agreement
-from replaylens.probes.forks.forking_tokens import TokenFork, forking_tokens
-from replaylens.probes.forks.importance import counterfactual_importance, importance
-from replaylens.probes.forks.multinomials import DistanceKind, distances, divergence, variation
+from replaylens.probes.forks.distributions import DistanceKind, RolloutTexts, distances, divergence, outcome_curve, variation
+from replaylens.probes.forks.importance import counterfactual_importance, importance, resilience
 from replaylens.probes.forks.outcome_probe import outcome_probe
-from replaylens.probes.forks.resilience import resilience
-from replaylens.probes.forks.rollout_texts import RolloutTexts
-from replaylens.probes.forks.siblings import sibling_divergence
+from replaylens.probes.forks.tokens import TokenFork, draft_agreement, forking_tokens, sibling_divergence
 from tests.calibrate import Rate, table
 
 RESULT = Path("benchmarks/results/calibration_forks.json")

@@ -17,31 +17,24 @@ import torch
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from replaylens.engine.attribution.effects import Attribution
+from replaylens.engine.attribution import Attribution
 from replaylens.engine.features.rows import FeatureRows
 from replaylens.engine.memory.tree import TokenState
-from replaylens.engine.pictures.frames import Check, Fill, Frame, Phase, Slot
-from replaylens.engine.pictures.paths import DrawnPath, Token
-from replaylens.engine.pictures.readings import LensGuess, LensLayer
-from replaylens.engine.pictures.rollout_tree import RolloutTree
+from replaylens.engine.pictures.data import Check, DrawnPath, Fill, Frame, LensGuess, LensLayer, Phase, Slot, Token
+from replaylens.engine.pictures.pictures import Timeline, Tree
+from replaylens.engine.pictures.rollouts import RolloutTree
 from replaylens.engine.pictures.thoughts import DrawnChunk, DrawnRound, Thinking
-from replaylens.engine.pictures.timeline import Timeline
-from replaylens.engine.pictures.tree import Tree
-from replaylens.engine.resampling.rollout import Rollout
-from replaylens.engine.resampling.rollouts import Rollouts
+from replaylens.engine.resampling.rollouts import Rollout, Rollouts
+from replaylens.probes import report
 from replaylens.probes.forks.change_points import ChangePoint, ChangePoints
-from replaylens.probes.forks.distributions import OutcomeCurve
-from replaylens.probes.forks.forking_tokens import ForkingTokens
-from replaylens.probes.forks.importance import Importance
-from replaylens.probes.forks.multinomials import Distances
-from replaylens.probes.forks.resilience import Resilience
-from replaylens.probes.forks.siblings import SiblingDivergence
-from replaylens.probes.reports import figures
-from replaylens.probes.scoring.statistics import Estimate
+from replaylens.probes.forks.distributions import Distances, OutcomeCurve
+from replaylens.probes.forks.importance import Importance, Resilience
+from replaylens.probes.forks.tokens import ForkingTokens, SiblingDivergence
+from replaylens.probes.intervals import Estimate
 from replaylens.workbench.ablate import AblateResult
 from replaylens.workbench.attention import AttentionResult
 from replaylens.workbench.lens import FeatureLine, LensResult
-from replaylens.workbench.patch_result import PatchResult
+from replaylens.workbench.patch import PatchResult
 from replaylens.workbench.routing import RoutedTokens, RoutingResult
 from replaylens.workbench.steer import SteerResult
 
@@ -210,10 +203,10 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "importance": lambda: importance_result().plot(),
     "resilience": lambda: resilience_result().plot(),
     "siblings": lambda: sibling_result().plot(),
-    "sweep heatmap": lambda: figures.heatmap(sweep_table()),
-    "sweep curves": lambda: figures.curves(sweep_table()),
-    "complexity": lambda: figures.complexity(curve_table(), "complexity_curve"),
-    "bars": lambda: figures.bars(bar_table(), "bars"),
+    "sweep heatmap": lambda: report.heatmap(sweep_table()),
+    "sweep curves": lambda: report.curves(sweep_table()),
+    "complexity": lambda: report.complexity(curve_table(), "complexity_curve"),
+    "bars": lambda: report.bars(bar_table(), "bars"),
 }  # fmt: skip
 
 

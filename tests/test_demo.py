@@ -15,7 +15,7 @@ from replaylens.commands import demo
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import Verification, verify
 from replaylens.engine.engine import Engine
-from replaylens.probes.reports.report import Report
+from replaylens.probes.report import Report
 from tests.engine.dump.damage import flip_bit
 
 EXAMPLES = 20

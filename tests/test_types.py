@@ -16,7 +16,7 @@ from IPython.core.oinspect import _render_signature
 from mypy import api
 
 import replaylens as rl
-from replaylens.engine.progress import hidden
+from replaylens.engine.terminal import hidden
 
 ROOT = Path(__file__).parents[1]
 CONFIG = f"""

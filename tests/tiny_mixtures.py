@@ -2,9 +2,8 @@
 
 import torch
 
-from replaylens.engine.model.config import MixtureConfig, ModelConfig, Rope
+from replaylens.engine.model.config import MixtureConfig, ModelConfig, Rope, Routing
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.routing import Routing
 
 MIXTURES = {
     "softmax of the chosen": MixtureConfig(6, 24, Routing(2)),

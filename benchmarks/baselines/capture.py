@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.baselines.subject import ENDLESS, Subject
+from replaylens.engine.request.capture import Recording
 from replaylens.engine.request.edits import Edit
-from replaylens.engine.request.recording import Recording
 from replaylens.engine.serving.branch import Branch
 
 

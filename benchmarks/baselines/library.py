@@ -17,8 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.baselines.subject import Subject
 from replaylens.engine.model.config import ModelConfig
-from replaylens.engine.model.ops import AttentionSpec, Heads, Observer
-from replaylens.engine.model.torch_ops import TorchOps
+from replaylens.engine.model.ops import AttentionSpec, Heads, Observer, TorchOps
 
 PAGE = 16
 """slots by which the kernels count; page 0 means none, so that the cache begins behind it"""

@@ -3,11 +3,11 @@
 from torch import Tensor
 
 from benchmarks.baselines.library import PAGE, Attend, ContiguousCache, LibraryOps
+from replaylens.engine.model.layers import Rotary
 from replaylens.engine.model.ops import Heads
-from replaylens.engine.model.rotary import Rotary
 from replaylens.engine.passes.cuda import FastHeadOps
-from replaylens.kernels.paged import PagedRows
 from replaylens.kernels.rope import rotate, rotate_and_store
+from replaylens.kernels.shared import PagedRows
 
 
 class LibraryCudaOps(LibraryOps, FastHeadOps):

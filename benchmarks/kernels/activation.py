@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from benchmarks.kernels.harness import Report, compare, copies, error
 from replaylens.kernels import reference
-from replaylens.kernels.activation import activation
+from replaylens.kernels.norm import activation
 
 WIDTH = 14336
 

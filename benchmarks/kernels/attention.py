@@ -8,7 +8,7 @@ from benchmarks.kernels.harness import Report, compare, copies, error
 from replaylens.kernels import reference
 from replaylens.kernels.attention import Workspace, attention
 from replaylens.kernels.launch import KV_SPLIT, PAGE_SIZE
-from replaylens.kernels.paged import PagedRows, plan_tiles, rows_per_tile
+from replaylens.kernels.shared import PagedRows, plan_tiles, rows_per_tile
 
 HEADS, KV_HEADS, D_HEAD, SCALE = 32, 8, 128, 128**-0.5
 

@@ -17,7 +17,7 @@ from benchmarks.kernels.harness import compile_side_by_side, copies
 from replaylens.kernels.attention import Workspace, attention
 from replaylens.kernels.launch import PAGE_SIZE, AttentionTile, GemmTile, gemm_tile
 from replaylens.kernels.matmul import matmul
-from replaylens.kernels.paged import PagedRows
+from replaylens.kernels.shared import PagedRows
 
 SHAPES = {"queries, keys, values": (2048, 5120), "output of attention": (4096, 2048), "router": (2048, 128)}
 WIDE = [

@@ -17,12 +17,11 @@ import triton
 from torch import Tensor
 
 from benchmarks.kernels.harness import RESULTS, captured, compile_side_by_side, replay
-from replaylens.kernels.activation import activation
 from replaylens.kernels.grouped import combine, grouped_matmul
 from replaylens.kernels.launch import CANONICAL_VERSION, GemmTile, grouped_rows, grouped_tile
 from replaylens.kernels.matmul import matmul
-from replaylens.kernels.plan import Plan, plan, sorted_plan, worst_tiles
-from replaylens.kernels.route import RouteSpec, route
+from replaylens.kernels.norm import activation
+from replaylens.kernels.route import Plan, RouteSpec, plan, route, sorted_plan, worst_tiles
 
 EXPERTS, TOP, WIDTH, HIDDEN = 128, 8, 2048, 768
 ROWS = (1, 8, 64, 512, 2048)

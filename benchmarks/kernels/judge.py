@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from benchmarks.kernels.harness import Report
-from replaylens.engine.loop.verify import judge as judge_on_host
+from replaylens.engine.loop.commit import judge as judge_on_host
 from replaylens.kernels import reference
-from replaylens.kernels.judge import judge
+from replaylens.kernels.sample import judge
 
 CHAINS, DRAFTS = 64, 16
 

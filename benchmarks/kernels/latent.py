@@ -13,9 +13,9 @@ from torch import Tensor
 from benchmarks.kernels.harness import Report, compare, copies, error
 from replaylens.kernels import reference
 from replaylens.kernels.attention import attention
-from replaylens.kernels.heads import head_matmul, head_plan
 from replaylens.kernels.launch import PAGE_SIZE
-from replaylens.kernels.paged import PagedRows, plan_tiles, rows_per_tile
+from replaylens.kernels.matmul import head_matmul, head_plan
+from replaylens.kernels.shared import PagedRows, plan_tiles, rows_per_tile
 
 RANK, REST, PLAIN, SCALE = 512, 64, 128, 192**-0.5
 

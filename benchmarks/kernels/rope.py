@@ -6,8 +6,8 @@ from torch import Tensor
 from benchmarks.kernels.harness import Report, compare, error
 from replaylens.kernels import reference
 from replaylens.kernels.launch import PAGE_SIZE
-from replaylens.kernels.paged import PagedRows
 from replaylens.kernels.rope import rotate_and_store
+from replaylens.kernels.shared import PagedRows
 
 HEADS, KV_HEADS, D_HEAD = 32, 8, 128
 

@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 
 import replaylens as rl
-from replaylens.engine.dump.maker import write_dump
-from replaylens.engine.dump.planning import make_plan
+from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.reader import Dump
-from replaylens.probes.reports.report import Report
-from replaylens.probes.scoring.statistics import mean_over_groups
+from replaylens.probes.intervals import mean_over_groups
+from replaylens.probes.report import Report
 
 DUMPS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "coin": (1000, dict(flips=(1, 8)), dict(sites="STC")),

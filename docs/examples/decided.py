@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 import replaylens as rl
-from replaylens.engine.resampling.counts import OutcomeCounts
-from replaylens.engine.resampling.rollouts import Rollouts
-from replaylens.engine.resampling.sentences import sentence_spans
-from replaylens.probes.scoring.statistics import Estimate, mean_over_groups
+from replaylens.engine.resampling.plan import sentence_spans
+from replaylens.engine.resampling.rollouts import OutcomeCounts, Rollouts
+from replaylens.probes.intervals import Estimate, mean_over_groups
 from replaylens.tasks import Example
 
 OUT = Path(__file__).parents[2] / "benchmarks" / "results"

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import replaylens as rl
-from replaylens.engine.dump.maker import write_dump
-from replaylens.engine.dump.planning import make_plan
+from replaylens.engine.dump.maker import make_plan, write_dump
 
 
 def main(out: Path, examples: int = 300) -> None:

@@ -17,18 +17,17 @@ from typing import Any
 import numpy as np
 
 import replaylens as rl
-from replaylens.engine.dump.maker import write_dump
-from replaylens.engine.dump.planning import make_plan
+from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import verify
-from replaylens.engine.model import smollm2
-from replaylens.engine.pictures.readings import word
+from replaylens.engine.model import hub
+from replaylens.engine.pictures.data import word
 from replaylens.probes import ProbeRows, untrained_rows
-from replaylens.probes.design.splits import fold_of_groups
-from replaylens.probes.fitting.registry import get
+from replaylens.probes.intervals import ratio_over_groups
 from replaylens.probes.questions.forced import forced_rows
-from replaylens.probes.reports.report import Report, about_rows, percent
-from replaylens.probes.scoring.statistics import ratio_over_groups
+from replaylens.probes.registry import get
+from replaylens.probes.report import Report, about_rows, percent
+from replaylens.probes.splits import fold_of_groups
 from replaylens.tasks import Example
 from replaylens.views.report import ReportPage
 
@@ -44,9 +43,9 @@ Say = Callable[[str], None]
 
 
 def load() -> rl.Engine:
-    if not smollm2.is_fetched():
+    if not hub.is_fetched():
         raise SystemExit("SmolLM2-135M is not in the cache. Run `replaylens fetch smollm2` to download it.")
-    return rl.Engine.load(smollm2.model_folder(), cache_tokens=16384)
+    return rl.Engine.load(hub.model_folder(), cache_tokens=16384)
 
 
 def questions(verb: str, flips: Any, names: str = "train", seed: int = 0) -> Any:

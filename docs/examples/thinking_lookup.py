@@ -19,9 +19,9 @@ import torch
 
 from replaylens.engine.thinking import model as thinking
 from replaylens.engine.thinking.model import ThinkingDecoder
-from replaylens.engine.training import plain
-from replaylens.engine.training.chunks import ChunkTable, chunked
+from replaylens.engine.training import thinking as plain
 from replaylens.engine.training.recipe import Part
+from replaylens.engine.training.thinking import ChunkTable, chunked
 from replaylens.engine.zoo import coin as zoo
 from replaylens.tasks import WordTokenizer
 

@@ -16,13 +16,12 @@ import pandas as pd
 import torch
 
 import replaylens as rl
-from replaylens.engine.dump.maker import write_dump
-from replaylens.engine.dump.planning import make_plan
+from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import ThinkingEngine
 from replaylens.engine.thinking.core import ThinkingBranch
 from replaylens.probes import ProbeRows
-from replaylens.probes.reports.report import Report
+from replaylens.probes.report import Report
 from replaylens.tasks import Example
 
 FLIPS = (2, 8)

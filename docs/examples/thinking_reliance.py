@@ -22,12 +22,11 @@ import replaylens as rl
 from replaylens.engine.engine import ThinkingEngine
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder
-from replaylens.engine.training import plain
+from replaylens.engine.training import thinking
 from replaylens.engine.training import thinking as thinking_train
-from replaylens.engine.training.chunks import ChunkTable, chunked
 from replaylens.engine.training.recipe import Part
 from replaylens.engine.training.score import score
-from replaylens.engine.training.thinking import ThinkingRecipe
+from replaylens.engine.training.thinking import ChunkTable, ThinkingRecipe, chunked
 from replaylens.engine.zoo import coin as zoo
 from replaylens.engine.zoo import thinking as thinking_zoo
 from replaylens.tasks import WordTokenizer
@@ -83,8 +82,10 @@ def with_true_states(model: ThinkingDecoder, tokenizer: WordTokenizer) -> tuple[
         text = chunked(example, tokenizer, model.thinking, "thinking")
         table = ChunkTable([text], model.thinking, 1.0, torch.device("cpu"))
         batch = table.batch(table.row(np.array([0]), int(table.sizes[0]))[None])
-        hidden, _ = plain.run(model, batch.tokens, plain.shifted(plain.states_of(model, batch.thoughts), batch.continues))
-        found, before = plain.think(model, hidden[0], model.thinking.max_thought).tolist(), 0
+        hidden, _ = thinking.run(
+            model, batch.tokens, thinking.shifted(thinking.states_of(model, batch.thoughts), batch.continues)
+        )
+        found, before = thinking.think(model, hidden[0], model.thinking.max_thought).tolist(), 0
         for thought, said in zip(text.thoughts, found, strict=False):
             right[before > LONGEST].append(tuple(said[: len(thought)]) == thought)
             before += len(thought) - 1

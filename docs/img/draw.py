@@ -12,12 +12,10 @@ from typing import Any
 
 import replaylens as rl
 from replaylens.engine.dump.verify import verify
-from replaylens.engine.engine import Engine, ThinkingEngine
-from replaylens.engine.pictures.frames import Frame, Phase
-from replaylens.engine.pictures.readings import word
-from replaylens.engine.pictures.timeline import Timeline
-from replaylens.engine.run import Run
-from replaylens.probes.sweeps.sweeping import sweep
+from replaylens.engine.engine import Engine, Run, ThinkingEngine
+from replaylens.engine.pictures.data import Frame, Phase, word
+from replaylens.engine.pictures.pictures import Timeline
+from replaylens.probes.sweeps import sweep
 from replaylens.views.report import ReportPage
 
 HERE = Path(__file__).parent

@@ -1,28 +1,130 @@
 """`DumpFiles`: the files of a finished dump, opened on first use and checked against the manifest."""
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import torch
+from torch import Tensor
 from tqdm.auto import tqdm
 
-from replaylens.engine.dump.checked import CheckedShards, hashing_threads
 from replaylens.engine.dump.content import CORE, LOCATORS, Content
-from replaylens.engine.dump.filter import add_depth
 from replaylens.engine.dump.manifest import INDEX, IndexEntry, Manifest, ShardEntry
-from replaylens.engine.dump.region import Region
-from replaylens.engine.dump.shard import ShardFile
+from replaylens.engine.dump.shard import CheckedShards, Region, ShardFile, hashing_threads
 from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import BadDump, BadRequest, StoreFailed
-from replaylens.engine.progress import hidden
+from replaylens.engine.request.values import integer, shown
+from replaylens.engine.terminal import hidden
 
 if TYPE_CHECKING:
     import pandas as pd
+
+# ---- filter ----------------------------------------------------------------------------------------------------------
+# Filters on a dump's index: the conditions of `where`, evaluated on one shard's index at a time.
+
+Predicate = Callable[["pd.DataFrame"], Any]
+"""a shard's index -> one boolean per row"""
+DEPTH_NEEDS = ("branch", "fork_position", "position")
+
+
+@dataclass(frozen=True)
+class Filter:
+    """One condition: a column and its wanted value, or a function of the index."""
+
+    column: str | None
+    wanted: Any
+
+    def mask(self, frame: "pd.DataFrame") -> np.ndarray:
+        """One boolean per row of the frame."""
+        if self.column is None:
+            return self._called(frame)
+        values = frame[self.column]
+        wanted = self.wanted
+        if wanted is None:
+            return np.asarray(values.isna(), dtype=bool)
+        if isinstance(wanted, slice) or (isinstance(wanted, range) and wanted.step == 1):
+            found = self._within(values)
+        else:
+            found = self._equal(values)
+        return np.asarray(found.fillna(False), dtype=bool)
+
+    def _equal(self, values: "pd.Series") -> "pd.Series":
+        """Whether values are what is wanted, or one of several. BadRequest for what nothing compares with."""
+        try:
+            several = isinstance(self.wanted, Iterable) and not isinstance(self.wanted, str | bytes)
+            return values.isin(list(self.wanted)) if several else values == self.wanted
+        except (TypeError, ValueError, RuntimeError, OverflowError):  # unhashable, a dimension too many, or too large
+            raise BadRequest(f"where {self.column}={self.wanted!r:.60}: give a value, several, a range or a slice") from None
+
+    def _within(self, values: "pd.Series") -> "pd.Series":
+        """Whether each value lies in [start, stop) of the wanted range; BadRequest if they cannot be compared."""
+        start, stop = self.wanted.start, self.wanted.stop
+        if self.wanted.step not in (None, 1):
+            raise BadRequest(f"{self.column}={self.wanted} in `where` is a slice with a step. Use a range or a list.")
+        found = values.notna()
+        if not found.any():
+            return found
+        try:
+            found &= (values >= start) if start is not None else True
+            found &= (values < stop) if stop is not None else True
+        except TypeError:
+            some = values.dropna().iloc[0]
+            raise BadRequest(
+                f"{self.column}={self.wanted} in `where` cannot be compared with the column's values, such as {some!r}. "
+                f"Give bounds of their type."
+            ) from None
+        return found
+
+    def _called(self, frame: "pd.DataFrame") -> np.ndarray:
+        given = self.wanted(frame)
+        if hasattr(given, "fillna"):
+            given = given.fillna(False)  # a comparison with a missing label is missing, too
+        mask = np.asarray(given)
+        if mask.shape != (len(frame),) or mask.dtype != bool:
+            raise BadRequest(
+                f"The function given to `where` returned {mask.dtype}{list(mask.shape)}. Return one boolean per row."
+            )
+        return mask
+
+
+def make_filters(known: Iterable[str], predicate: Predicate | None, conditions: dict[str, Any]) -> tuple[Filter, ...]:
+    """The filters of a `where` call. BadRequest for an unknown column lists the known ones."""
+    names = [*known, "depth"]
+    for name in conditions:
+        if name not in names:
+            raise BadRequest(f"The index has no column {name!r}. It has {', '.join(names)}.")
+    if predicate is not None and not callable(predicate):
+        raise BadRequest(f"where({predicate!r:.60}): give a function of the index, or conditions as column=value")
+    own = (Filter(None, predicate),) if predicate is not None else ()
+    return own + tuple(Filter(name, value) for name, value in conditions.items())
+
+
+def columns_needed(filters: Iterable[Filter], known: list[str]) -> list[str]:
+    """Index columns that the filters use; a function may use all of them."""
+    needed: dict[str, None] = {}
+    for each in filters:
+        if each.column is None:
+            return known
+        needed |= dict.fromkeys(DEPTH_NEEDS if each.column == "depth" else (each.column,))
+    return list(needed)
+
+
+def add_depth(frame: "pd.DataFrame") -> "pd.DataFrame":
+    """Add the column `depth`: 0 on the accepted path, then the number of tokens since the fork, from 1."""
+    if not set(DEPTH_NEEDS) <= set(frame.columns):
+        return frame
+    left = frame["position"] - frame["fork_position"] + 1
+    return frame.assign(depth=left.where(frame["branch"] > 0, 0))
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
 
 _OPEN_SHARDS = 1024
 """mapped, which takes no file handle and no memory"""
@@ -191,3 +293,256 @@ class DumpFiles:
 
     def _bad_index(self, why: str) -> BadDump:
         return BadDump(f"{self.store.url}/{INDEX} is not the index of this dump: {why}.")
+
+
+# ---- array -----------------------------------------------------------------------------------------------------------
+# `SiteArray`: one site of a dump as an array on disk, read only where it is indexed.
+#
+# acts = dump.array("S", 2)   # nothing is read
+# acts.shape                  # (rows, d_model)
+# acts[[7, 3, 7]]             # these rows, in this order
+# acts.pieces()               # the shards' own bytes, mapped without a copy
+
+RowNumbers = Sequence[int] | np.ndarray | Tensor | slice
+"""rows of a dump: their numbers, a mask with one boolean per row, or a slice"""
+_RUN_ROWS = 64
+"""average length of a run from which on copying it whole is faster than picking its rows one by one"""
+_MAX_MAPPED = 30_000
+"""shards that are mapped at the same time; Linux allows 65,530 mappings in a process"""
+_GAP_BYTES = 1 << 20
+"""rows of a remote shard that lie closer than this are fetched with what is between them: a request costs more"""
+
+
+class AdjacentRows(NamedTuple):
+    """Adjacent rows of one shard, among the rows asked for."""
+
+    shard: int
+    first: int
+    """row within the shard"""
+    length: int
+    at: int
+    """place of the first one in the result"""
+
+
+@dataclass(frozen=True)
+class Located:
+    """Rows of a dump, in the order asked for. They are located once and read at several sites."""
+
+    shards: np.ndarray
+    rows: np.ndarray
+    """within the shards"""
+
+    @classmethod
+    def of(cls, starts: np.ndarray, numbers: np.ndarray) -> "Located":
+        """`starts`: as given by `shard_starts`; `numbers`: rows of the dump, all of them in range."""
+        shards = np.searchsorted(starts, numbers, side="right") - 1
+        return cls(shards, numbers - starts[shards])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def _begins(self) -> np.ndarray:
+        """Places at which a run of adjacent rows begins."""
+        cuts = np.flatnonzero((np.diff(self.rows) != 1) | (np.diff(self.shards) != 0)) + 1
+        return np.concatenate([[0], cuts]) if len(self.rows) else cuts
+
+    @property
+    def scattered(self) -> bool:
+        """Whether picking the rows one by one is faster than copying runs of adjacent rows."""
+        return len(self.rows) < _RUN_ROWS * len(self._begins)
+
+    def runs(self) -> list[AdjacentRows]:
+        """The rows as runs of adjacent ones."""
+        ats = self._begins
+        columns = self.shards[ats], self.rows[ats], np.diff(np.append(ats, len(self.rows))), ats
+        return [AdjacentRows(*each) for each in zip(*(column.tolist() for column in columns), strict=True)]
+
+
+def shard_starts(files: DumpFiles) -> np.ndarray:
+    """The number of each shard's first row, and of the end."""
+    return np.cumsum([0, *(shard.rows for shard in files.manifest.shards)], dtype=np.int64)
+
+
+def row_numbers(rows: Any, count: int) -> np.ndarray:
+    """Numbers from 0 to count - 1, in the order given; negative ones count from the end. BadRequest for anything else."""
+    if isinstance(rows, slice):
+        try:
+            return np.arange(*rows.indices(count), dtype=np.int64)
+        except TypeError:
+            raise BadRequest(f"Invalid rows={shown(rows)}. Give a slice of whole numbers.") from None
+    found = np.asarray(rows.cpu() if isinstance(rows, Tensor) else rows)
+    if found.dtype == bool and found.shape == (count,):
+        return np.flatnonzero(found)
+    if found.ndim != 1 or (found.dtype.kind not in "iu" and found.size):
+        what = f"{found.dtype}{list(found.shape)}"
+        raise BadRequest(f"Invalid rows={shown(rows)} ({what}). Give row numbers in one dimension, or {count} booleans.")
+    found = found.astype(np.int64)
+    wrong = found[(found < -count) | (found >= count)]
+    if len(wrong):
+        raise BadRequest(f"There is no row {wrong[0]}. The rows are numbered from 0 to {count - 1}.")
+    return np.where(found < 0, found + count, found)
+
+
+def mappable(files: DumpFiles) -> bool:
+    """Whether all shards can be mapped at once."""
+    return files.store.local and len(files.manifest.shards) <= _MAX_MAPPED
+
+
+def gather(files: DumpFiles, name: str, entry: int | None, located: Located) -> Tensor:
+    """The located rows of one site, in the order they were asked for: [rows, ...]. The caller owns the result."""
+    used = np.unique(located.shards).tolist()
+    files.check(used)
+    mapped = mappable(files)
+    if mapped and (located.scattered or entry is not None):
+        return files.region.take(name, entry, located.shards, located.rows)
+    site = files.manifest.sites[name]
+    out = torch.empty([len(located), *site.shape], dtype=getattr(torch, site.dtype))
+    if mapped:
+        for run in located.runs():
+            files.region.copy(name, run.shard, run.first, out[run.at : run.at + run.length])
+    else:
+        for number in used:
+            here = np.flatnonzero(located.shards == number)
+            out[torch.from_numpy(here)] = _fetch(files.shard(number), name, located.rows[here])
+    return _entry(out, entry)
+
+
+def _fetch(shard: ShardFile, name: str, rows: np.ndarray) -> Tensor:
+    """Rows of a shard that is not mapped, in a few requests: each covers rows that lie close together."""
+    gap = max(1, _GAP_BYTES // shard.sites[name].row_bytes)
+    wanted, back = np.unique(rows, return_inverse=True)
+    groups = np.split(wanted, np.flatnonzero(np.diff(wanted) > gap) + 1)
+    return torch.cat([shard.rows(name, group) for group in groups])[torch.from_numpy(back)]
+
+
+def _entry(x: Tensor, entry: int | None) -> Tensor:
+    return x if entry is None else x[:, entry]
+
+
+class SiteArray:
+    """Rows of one site, [rows, ...], in the stored dtype. Immutable; nothing is read before it is indexed."""
+
+    def __init__(self, files: DumpFiles, name: str, entry: int | None, chosen: np.ndarray | None) -> None:
+        """`entry`: the layer of Z to take, None: the site as it is stored; `chosen`: rows of the dump, None: all."""
+        self.files, self.name, self.entry, self.chosen = files, name, entry, chosen
+        self._starts = shard_starts(files)
+
+    def __repr__(self) -> str:
+        return f"SiteArray({self.name!r}, shape={self.shape}, dtype={self.dtype})"
+
+    def __len__(self) -> int:
+        return int(self._starts[-1]) if self.chosen is None else len(self.chosen)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = self.files.manifest.sites[self.name].shape
+        return (len(self), *(shape if self.entry is None else shape[1:]))
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.files.manifest.sites[self.name].dtype)
+        return dtype
+
+    def __getitem__(self, rows: "int | RowNumbers") -> Tensor:
+        """One row, or several in the order asked for. The caller owns the result."""
+        one = integer(rows)
+        numbers = row_numbers(rows if one is None else [one], len(self))
+        if self.chosen is not None:
+            numbers = self.chosen[numbers]
+        found = gather(self.files, self.name, self.entry, Located.of(self._starts, numbers))
+        return found if one is None else found[0]
+
+    def read(self) -> Tensor:
+        """All rows, in memory."""
+        if self.chosen is not None or self.entry is not None or not mappable(self.files):
+            return self[:]
+        self.files.check(range(len(self.files.manifest.shards)))
+        out = torch.empty(self.shape, dtype=self.dtype)
+        for number, (first, last) in enumerate(pairwise(self._starts.tolist())):
+            self.files.region.copy(self.name, number, 0, out[first:last])
+        return out
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError("A site of a dump becomes a NumPy array only by reading it. pieces() copies nothing.")
+        return np.asarray(to_numpy(self.read()), dtype=dtype)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        raise TypeError("Iterating over single rows is slow. Use array[first:last], dump.stream or dump.feed.")
+
+    def pieces(self) -> list[Tensor]:
+        """The rows of each shard as a tensor over the mapped file: nothing is copied, pages are read when touched.
+
+        Writing into a tensor changes neither the file nor what other calls return. Needs all rows of a local dump.
+        """
+        if not self.files.store.local:
+            raise BadRequest(f"{self.files.store.url} is not on a local disk, so it cannot be mapped. Read rows by indexing.")
+        if self.chosen is not None:
+            raise BadRequest("These rows are filtered, so they are not whole shards. Read them by indexing.")
+        manifest = self.files.manifest
+        self.files.check(range(len(manifest.shards)))
+        shards = (ShardFile(self.files.store, shard, manifest.sites) for shard in manifest.shards)
+        return [_entry(shard.mapped(self.name), self.entry) for shard in shards]
+
+
+def to_numpy(x: Tensor) -> np.ndarray:
+    """bfloat16, which NumPy lacks, becomes float32 without loss."""
+    return (x.float() if x.dtype is torch.bfloat16 else x).numpy()
+
+
+# ---- statistics ------------------------------------------------------------------------------------------------------
+# `SiteStatistics`: mean, standard deviation and mean norm of a site's rows, the same bits however the rows are stored.
+#
+# Sums are float64 and taken in a fixed order: rows in blocks from the first on, each block as a tree of additions. So shards,
+# threads and machines have no influence.
+
+_BLOCK = 2048
+
+
+@dataclass(frozen=True, eq=False)
+class SiteStatistics:
+    """Of all rows of a site. Each tensor is float64, in the shape of a row."""
+
+    rows: int
+    mean: Tensor
+    std: Tensor
+    """of each coordinate, over the rows (divided by their number)"""
+    mean_norm: float
+    """mean of the rows' Euclidean norms"""
+
+    @property
+    def unit_scale(self) -> float:
+        """The factor that gives the rows the mean norm sqrt(d), as sparse autoencoders are trained on."""
+        return float(self.mean.numel()) ** 0.5 / self.mean_norm
+
+
+def statistics(array: SiteArray) -> SiteStatistics:
+    """One pass over the rows. Blocks are merged as Chan, Golub and LeVeque do, which is stable."""
+    if not len(array):
+        raise BadRequest("No row of the dump is selected, so it has no statistics. Widen the conditions of `where`.")
+    mean = squares = torch.zeros(array.shape[1:], dtype=torch.float64)
+    norms, done = 0.0, 0
+    for first in range(0, len(array), _BLOCK):
+        x = array[first : first + _BLOCK].double()
+        here, total = len(x), done + len(x)
+        own = _sum(x) / here
+        shift = own - mean
+        squares = squares + _sum((x - own).square()) + shift.square() * (done * here / total)
+        mean = mean + shift * (here / total)
+        norms += float(_sum(_sum(x.flatten(1).square().t()).sqrt()))
+        done = total
+    return SiteStatistics(done, mean, (squares / done).sqrt(), norms / done)
+
+
+def _sum(x: Tensor) -> Tensor:
+    """The sum over the first dimension, as a tree: halves are added to each other until one is left."""
+    while len(x) > 1:
+        half = (len(x) + 1) // 2
+        added = x[: len(x) - half] + x[half:]
+        x = added if len(added) == half else torch.cat([added, x[half - 1 : half]])
+    return x[0]

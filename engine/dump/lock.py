@@ -1,7 +1,7 @@
 """`DumpLock`: at most one live process writes a given shard of a dump. The lock of a dead process is taken over.
 
 On a local disk the lock is the kernel's (`flock`), which ends with the process. Elsewhere it is a file that names its owner.
-For other hosts it is a lease (`replaylens.engine.dump.lease`), which expires unless its owner renews it.
+For other hosts it is a lease (`replaylens.engine.dump.lock`), which expires unless its owner renews it.
 
 An owner that was suspended for longer than that notices at its next renewal, and leaves the lock to the new owner. What both
 wrote meanwhile has the same bits.
@@ -10,20 +10,163 @@ wrote meanwhile has the same bits.
 import errno
 import fcntl
 import hashlib
+import json
 import math
 import os
 import re
+import socket
 import stat
+import threading
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 
-from replaylens.engine.dump import lease
-from replaylens.engine.dump.lease import Lease, is_live, is_renewed, owner_in, owner_of
-from replaylens.engine.dump.owner import LockOwner
 from replaylens.engine.dump.store import Store
-from replaylens.engine.errors import DumpLocked, DumpWriteFailed
+from replaylens.engine.errors import BadDump, DumpLocked, DumpWriteFailed
+from replaylens.engine.records import Natural, read
+
+# ---- owner -----------------------------------------------------------------------------------------------------------
+# `LockOwner`: the process that a lock file names, and whether it is alive.
+
+_SIZE = 512
+"""bytes of a lock file: a renewal replaces all of them in one write, so that no reader sees half of it"""
+
+
+@dataclass(frozen=True)
+class LockOwner:
+    """Host and process, and how often it has renewed the lock. Unknown if the file is damaged."""
+
+    host: str = "?"
+    pid: Natural = 0
+    started: str | None = None
+    """in kernel ticks; distinguishes the process from a later one with the same id"""
+    nonce: str = ""
+    renewals: Natural = 0
+
+    @classmethod
+    def this_process(cls) -> "LockOwner":
+        return cls(socket.gethostname(), os.getpid(), started(os.getpid()), uuid.uuid4().hex)
+
+    @classmethod
+    def parse(cls, raw: bytes) -> "LockOwner":
+        try:
+            return read(cls, raw.rstrip(b"\0"), "The lock", BadDump)
+        except BadDump:
+            return cls()
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode().ljust(_SIZE)
+
+    @property
+    def mark(self) -> str:
+        """A name for this hold of the lock, which no other has and renewals do not change."""
+        return hashlib.sha256(repr((self.host, self.pid, self.started, self.nonce)).encode()).hexdigest()[:32]
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is a process of this host, which is the only one whose processes can be looked at."""
+        return self.host == socket.gethostname()
+
+    @property
+    def is_alive(self) -> bool:
+        """Precondition: the process is of this host."""
+        if self.pid < 1:
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except (ProcessLookupError, OverflowError):
+            return False
+        except PermissionError:
+            pass
+        return self.started is None or self.started == started(self.pid)
+
+
+def started(pid: int) -> str | None:
+    """When the process started, in kernel ticks; None if there is no such process, or the system does not say."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rsplit(b")", 1)[1].split()[19].decode()
+    except (OSError, IndexError):
+        return None
+
+
+# ---- lease -----------------------------------------------------------------------------------------------------------
+# `Lease`: a lock that its owner renews, and whether the owner of a lock is alive.
+#
+# On its own host, a process can be looked at. For other hosts, who finds a lock unchanged for LEASE seconds of its own clock
+# takes its owner for dead. No clocks of two machines are compared.
+
+LEASE, RENEW = 60.0, 10.0
+"""seconds until the lock of another host expires; between two renewals"""
+_POLL = 0.5
+
+
+class Lease:
+    """Renews a lock from a thread until `end`. `lost`: another process has taken the lock over."""
+
+    def __init__(self, store: Store, name: str, owner: LockOwner, handle: int | None) -> None:
+        self.store, self.name, self.owner, self.handle = store, name, owner, handle
+        self.lost = False
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"lease of {name}", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Stop renewing."""
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        store = None
+        while not self._ended.wait(RENEW) and not self.lost:
+            with suppress(OSError):  # the store is out of reach for now; the next renewal finds out what became of the lock
+                store = store or self.store.apart()
+                self._renew(store)
+
+    def _renew(self, store: Store) -> None:
+        now = owner_of(store, self.name) if self.handle is None else owner_in(self.handle)
+        if now is None or now.mark != self.owner.mark:
+            self.lost = True
+            return
+        self.owner = replace(self.owner, renewals=self.owner.renewals + 1)
+        if self.handle is None:
+            store.write(self.name, self.owner.to_bytes())
+        else:
+            os.pwrite(self.handle, self.owner.to_bytes(), 0)
+
+
+def is_live(store: Store, name: str, owner: LockOwner) -> bool:
+    """Whether the owner of a lock is alive. For one of another host, this watches whether the lock is renewed."""
+    return owner.is_alive if owner.is_here else is_renewed(store, name, owner)
+
+
+def is_renewed(store: Store, name: str, owner: LockOwner) -> bool:
+    """Whether the lock changes hands or is renewed within LEASE seconds of this process's clock. False if it is released."""
+    deadline = time.monotonic() + LEASE
+    while time.monotonic() < deadline:
+        now = owner_of(store, name)
+        if now != owner:
+            return now is not None
+        time.sleep(min(_POLL, LEASE / 4))
+    return False
+
+
+def owner_in(handle: int) -> LockOwner | None:
+    """The owner that an open local lock file names; None if it names none yet."""
+    raw = os.pread(handle, 4096, 0)
+    return LockOwner.parse(raw) if raw.strip() else None
+
+
+def owner_of(store: Store, name: str) -> LockOwner | None:
+    """The owner that the lock file names; None if there is no file."""
+    raw = store.peek(name)
+    return None if raw is None else LockOwner.parse(raw)
+
+
+# ---- lock ------------------------------------------------------------------------------------------------------------
 
 FINISH = "lock-finish"
 PATIENCE = 60.0
@@ -84,7 +227,7 @@ class DumpLock:
         if lost and kind is None:
             raise DumpLocked(
                 f"{self.store.url}: another process took {self.name} over, because this one did not renew it for "
-                f"{lease.LEASE:.0f} seconds. Complete shards are kept. Resume once the other process has ended."
+                f"{LEASE:.0f} seconds. Complete shards are kept. Resume once the other process has ended."
             )
 
     def _take_local(self) -> None:
@@ -294,5 +437,5 @@ def _locked(store: Store, name: str) -> DumpLocked:
     owner = owner_of(store, name) or LockOwner()
     return DumpLocked(
         f"{store.url} is being written by process {owner.pid or '?'} on {owner.host} ({name}). Wait for it, or choose another "
-        f"folder. If that process has ended, its lock expires {lease.LEASE:.0f} seconds after its last renewal."
+        f"folder. If that process has ended, its lock expires {LEASE:.0f} seconds after its last renewal."
     )

@@ -2,17 +2,22 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 from msgspec import Meta
 
 from replaylens.engine.dump.content import combine
 from replaylens.engine.dump.plan import DumpPlan
-from replaylens.engine.errors import BadDump, EngineError
+from replaylens.engine.dump.store import Store
+from replaylens.engine.errors import BadDump, EngineError, OtherFingerprint, OtherPlan, ReplayMismatch, UnfinishedDump
 from replaylens.engine.model.sites import by_layer
-from replaylens.engine.proof.fingerprint import Fingerprint
-from replaylens.engine.records import Hash, build, one_of, parse
+from replaylens.engine.proof.trace import Fingerprint
+from replaylens.engine.records import Hash, build, one_of, parse, read
+
+# ---- manifest --------------------------------------------------------------------------------------------------------
 
 FORMAT = "replaylens-dump"
 SCHEMA = 1
@@ -227,3 +232,169 @@ class _Checks:
         self.need(manifest.index.rows == manifest.rows, "index and shards have different numbers of rows")
         for name in ("digest", "accepted_digest", "rows", "accepted_rows"):
             self.need(getattr(read, name) == getattr(manifest, name), f"its field {name!r} does not match its shards")
+
+
+# ---- head ------------------------------------------------------------------------------------------------------------
+# `Head`: plan.json, the first file of an unfinished dump. It holds plan and fingerprint, so that other writers can join.
+
+HEAD = "plan.json"
+_MAX_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class _HeadRecord:
+    """The content of plan.json."""
+
+    fingerprint: Fingerprint
+    plan: dict[str, Any]
+    digest: Hash | None = None
+    shards: dict[int, Hash] = field(default_factory=dict)
+
+
+class Head:
+    """Plan and fingerprint of one writer, and their comparison with those in the folder."""
+
+    def __init__(self, store: Store, plan: DumpPlan, fingerprint: Fingerprint) -> None:
+        self.store, self.plan, self.fingerprint = store, plan, fingerprint
+
+    def create(self) -> bool:
+        """Write plan.json if the folder has none. Returns whether it was written."""
+        return self.store.create(HEAD, self._bytes())
+
+    def rewrite(self, digest: str | None = None, shards: dict[int, str] | None = None) -> None:
+        """Mutates: record the digests of a damaged dump, of all of it and of its shards. Its repair must reproduce them."""
+        self.store.write(HEAD, self._bytes(digest, shards))
+
+    def _bytes(self, digest: str | None = None, shards: dict[int, str] | None = None) -> bytes:
+        record = asdict(_HeadRecord(self.fingerprint, self.plan.to_json(), digest, shards or {}))
+        return json.dumps(record | {"fingerprint": self.fingerprint.parts()}, indent=1).encode()
+
+    def check(self) -> None:
+        """Raise OtherPlan or OtherFingerprint if this writer cannot resume the folder's dump, BadDump if it is none."""
+        found = self.read()
+        try:
+            plan = DumpPlan.from_json(found.plan)
+        except EngineError as error:
+            raise self._damaged(error) from None
+        self.require(plan, found.fingerprint)
+
+    @property
+    def digest(self) -> str | None:
+        """The digest of a damaged dump before it was reopened; None for a new dump."""
+        return self.read().digest
+
+    def check_digest(self, number: int, digest: str) -> None:
+        """Raise ReplayMismatch if shard `number` had another digest before the dump was damaged."""
+        before = self.read().shards.get(number) if self.store.exists(HEAD) else None
+        if before not in (None, digest):
+            raise ReplayMismatch(
+                f"{self.store.url}: shard {number} has digest {digest} after its repair; before, it was {before}. It was not "
+                f"written. Run `replaylens doctor`, then resume."
+            )
+
+    def read(self) -> _HeadRecord:
+        """The content of plan.json; BadDump if it is damaged, or not that of a dump."""
+        try:
+            return read(_HeadRecord, self.store.read(HEAD, _MAX_BYTES), f"{self.store.url}/{HEAD}", BadDump)
+        except BadDump as error:
+            raise self._damaged(error) from None
+
+    def _damaged(self, error: EngineError) -> BadDump:
+        return BadDump(f"{self.store.url}/{HEAD} is damaged, or not that of a dump: {error} Choose another folder.")
+
+    def require(self, plan: DumpPlan, fingerprint: Fingerprint) -> None:
+        """Raise OtherPlan or OtherFingerprint if these differ from the writer's own."""
+        if differences := self.plan.differences(plan):
+            raise OtherPlan(
+                f"{self.store.url} was started with other options: {'; '.join(differences)}. Resume it with those options, "
+                f"or choose another folder."
+            )
+        if differences := self.fingerprint.differences(fingerprint):
+            raise OtherFingerprint(
+                f"{self.store.url} was started under another fingerprint: {'; '.join(differences)}. Resume it there, or choose "
+                f"another folder."
+            )
+
+
+def without_manifest(store: Store, path: str) -> BadDump:
+    """The error for a folder with plan.json and no manifest: an unfinished dump, or rollouts, whose plan has the same name."""
+    try:
+        raw = parse(store.read(HEAD, _MAX_BYTES), HEAD, BadDump)
+    except BadDump:  # a damaged plan: resuming says so
+        raw = None
+    if isinstance(raw, dict) and "wave" in raw:
+        return BadDump(
+            f"{path} holds rollouts, not a dump. To make a dump of their rows, draw them with `replaylens resample --sites S "
+            f"--dump FOLDER` and give that FOLDER; in Python, read rollouts with `Rollouts.load`."
+        )
+    return UnfinishedDump(f"{path} is not finished. Resume the dump.")
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+# `ShardParts`: the part files of an unfinished dump. A shard is complete once its entry, part-K.json, is written.
+
+COMPRESSION = "zstd"
+_MAX_ENTRY = 1 << 28
+
+
+@dataclass(frozen=True)
+class ShardPart:
+    """The entries of a finished shard in an unfinished dump."""
+
+    shard: ShardEntry
+    index: IndexEntry
+    sites: dict[str, SiteEntry]
+
+
+class ShardParts:
+    """Reads and writes the index and the entry of each shard."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def entry(self, number: int) -> ShardPart | None:
+        """The entries of a finished shard; None if part-K.json is missing or unreadable."""
+        try:
+            return read(
+                ShardPart, self.store.read(_entry_name(number), _MAX_ENTRY), f"{self.store.url}/{_entry_name(number)}", BadDump
+            )
+        except BadDump:
+            return None
+
+    def is_done(self, number: int) -> bool:
+        """Whether a shard and its index exist with their recorded sizes and hashes."""
+        part = self.entry(number)
+        return (
+            part is not None and self.is_whole(shard_name(number), part.shard) and self.is_whole(index_name(number), part.index)
+        )
+
+    def is_whole(self, name: str, entry: ShardEntry | IndexEntry) -> bool:
+        """Whether a file exists with its recorded size and hash."""
+        try:
+            return self.store.size(name) == entry.bytes and self.store.sha256(name) == entry.sha256
+        except FileNotFoundError:
+            return False
+
+    def write(self, number: int, entry: ShardEntry, table: pa.Table, sites: dict[str, SiteEntry]) -> None:
+        """Write the index of a shard, then its entry. Precondition: the shard itself is complete."""
+        with self.store.writing(index_name(number)) as file:
+            pq.write_table(table, file, compression=COMPRESSION)
+        part = ShardPart(entry, IndexEntry(len(table), file.num_bytes, file.sha256), sites)
+        self.store.write(_entry_name(number), json.dumps(asdict(part)).encode())
+
+    def index(self, number: int) -> pa.Table:
+        """The index of one shard."""
+        with self.store.open(index_name(number)) as file:
+            return pq.read_table(file)
+
+    def forget(self, number: int) -> None:
+        """Mutates: the shard no longer counts as complete."""
+        self.store.remove(_entry_name(number))
+
+
+def index_name(number: int) -> str:
+    return f"part-{number:05d}.parquet"
+
+
+def _entry_name(number: int) -> str:
+    return f"part-{number:05d}.json"

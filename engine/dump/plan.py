@@ -1,25 +1,249 @@
 """`DumpPlan`: everything that determines a dump's content. Batch size, workers and order of work are not part of it."""
 
-from collections.abc import Callable, Iterable
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from msgspec import UNSET, UnsetType
+from torch import Tensor
 
 from replaylens import tasks
-from replaylens.engine.dump.features import Encoders, StoredFeatures
-from replaylens.engine.dump.path import ExamplePath
-from replaylens.engine.dump.places import FORMS, NamedPlace
-from replaylens.engine.errors import BadRequest
-from replaylens.engine.records import Count, Positive, build
-from replaylens.engine.request.capture import LensSpec
-from replaylens.engine.request.edits import Edit
-from replaylens.engine.request.records import EditRecord
+from replaylens.engine.errors import BadDump, BadRequest, no_such
+from replaylens.engine.features.features import SparseFeatures
+from replaylens.engine.features.rows import FeatureRows
+from replaylens.engine.records import Count, Hash, Positive, build
+from replaylens.engine.request.capture import LensSpec, Recording
+from replaylens.engine.request.edits import Edit, EditRecord
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import integer, items, whole
+from replaylens.engine.request.values import instance, integer, items, shown, whole
+from replaylens.engine.serving.core import Core
+from replaylens.tasks import Example, Reading, path_offsets
+from replaylens.tasks.reading import SHUFFLED, Label
 from replaylens.tasks.task import AnyTask
-from replaylens.tasks.texts import cited
+from replaylens.tasks.texts import GivenTexts, cited
+
+# ---- places ----------------------------------------------------------------------------------------------------------
+# `NamedPlace`: positions of a path by name, which a plan can hold and a probe can ask for.
+#
+# | spec | tokens |
+# |---|---|
+# | `text:Paris` | the token that ends each occurrence of the substring; spaces count |
+# | `label:subject` | every token where the label has a value |
+# | `3:7`, `-2:`, `:4` | a span of tokens; negative numbers count from the end of the prompt |
+#
+# A substring is found in the texts of the tokens, one after the other, as the index shows them.
+
+FORMS = "text:SUBSTRING, label:NAME, or a span such as 3:7 or -2:"
+_NAMED = re.compile(r"(?P<kind>text|label):(?P<name>.+)", re.DOTALL)
+_SPAN = re.compile(r"\s*(?P<start>-?\d{1,9})?\s*:\s*(?P<stop>-?\d{1,9})?\s*")
+
+
+@dataclass(frozen=True)
+class NamedPlace:
+    """A parsed spec."""
+
+    kind: str
+    """text, label or span"""
+    name: str = ""
+    """the substring, or the label"""
+    start: int = 0
+    stop: int | None = None
+
+    @classmethod
+    def parse(cls, spec: str) -> "NamedPlace | None":
+        """The place of a spec; None if it is none of these forms."""
+        if found := _NAMED.fullmatch(spec):
+            return cls(found["kind"], found["name"])
+        if found := _SPAN.fullmatch(spec):
+            return cls("span", "", int(found["start"] or 0), int(found["stop"]) if found["stop"] else None)
+        return None
+
+    def span(self, num_prompt: int) -> tuple[int, float]:
+        """First and last position (exclusive) of a span, on a path with a prompt of this many tokens."""
+        start = self.start + num_prompt if self.start < 0 else self.start
+        if self.stop is None:
+            return start, float("inf")
+        return start, self.stop + num_prompt if self.stop < 0 else self.stop
+
+
+def ends_of(substring: str, pieces: Sequence[str]) -> list[int]:
+    """The numbers of the pieces that hold the last character of an occurrence of the substring in their joint text."""
+    text, ends = "".join(pieces), list(accumulate(map(len, pieces)))
+    found: dict[int, None] = {}
+    at = text.find(substring)
+    while at >= 0:
+        found[bisect_left(ends, at + len(substring))] = None
+        at = text.find(substring, at + 1)
+    return list(found)
+
+
+# ---- path ------------------------------------------------------------------------------------------------------------
+# `ExamplePath`: one token path of an example, with its captured rows.
+
+
+@dataclass(eq=False)
+class ExamplePath:
+    """One token path of an example, with the rows that it does not share with the accepted path: those from `base` on."""
+
+    example: Example
+    branch: int
+    """0: the accepted path"""
+    tokens: list[int]
+    num_prompt: int
+    base: int
+    """position of its first own token; 0 for the accepted path"""
+    correct: bool | None
+    recording: Recording
+    tokenizer: Any
+
+    accepted: "ExamplePath | None" = None
+    """the accepted path of the example, if this is a rejected one: up to `base` it has the same tokens"""
+
+    @cached_property
+    def _text(self) -> tuple[str, list[tuple[int, int]]]:
+        known = self.accepted.offsets[: self.base] if self.accepted is not None else ()
+        return path_offsets(self.tokenizer, self.tokens, known)
+
+    @property
+    def text(self) -> str:
+        return self._text[0]
+
+    @property
+    def offsets(self) -> list[tuple[int, int]]:
+        """Characters [start, end) of each token."""
+        return self._text[1]
+
+    @cached_property
+    def reading(self) -> Reading:
+        """The task's reading of the text."""
+        known = self.accepted.reading if self.accepted is not None else None
+        return self.example.maker.read(self.text, self.example.index, known)
+
+    def labels_at(self, positions: Sequence[int], names: Sequence[str]) -> dict[str, list[Label]]:
+        """Labels of some of its tokens: those of a given text are known by position, others are read from the text."""
+        given, maker = self.example.given, self.example.maker
+        if given is None or not isinstance(maker, GivenTexts):
+            return self.reading.labels_at([self.offsets[position] for position in positions], names)
+        drawn: list[Label] = [maker.shuffled(self.example.index)] * len(positions)
+        return {name: drawn if name == SHUFFLED else values for name, values in given.labels_at(positions, names).items()}
+
+
+# ---- features --------------------------------------------------------------------------------------------------------
+# `StoredFeatures`: sparse features in a dump, and the tensors that hold them.
+#
+# The features of a row are stored as the `keep` strongest: their numbers in ascending order, their activations, and how many
+# were active in all. A row with fewer is padded with the number -1 and the activation 0.
+
+PARTS = ("indices", "values", "counts")
+PREFIX = "features."
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,60}")
+KEEP = 64
+"""features per row, unless the caller or the k of a TopK SAE says otherwise"""
+
+
+@dataclass(frozen=True)
+class StoredFeatures:
+    """What a plan says about one set of features."""
+
+    name: str
+    """its name in the dump"""
+    site: str
+    """the site that is encoded"""
+    digest: Hash
+    """of their config and weights"""
+    width: Positive
+    """the number of features"""
+    keep: Positive
+    """the largest number of features stored per row"""
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise BadRequest(f"Invalid name of features {self.name!r:.60}. Use letters, digits, - and _.")
+        if self.keep > self.width:
+            raise BadRequest(f"Invalid keep={self.keep}: {self.name} has {self.width} features. Give at most that.")
+
+    @property
+    def tensors(self) -> tuple[str, str, str]:
+        """Names of the stored tensors: indices, values, counts."""
+        indices, values, counts = (f"{PREFIX}{self.name}.{part}" for part in PARTS)
+        return indices, values, counts
+
+
+Encoders = Mapping[str, SparseFeatures]
+"""name in the dump -> the features"""
+
+
+def planned(engine: Core, encoders: Encoders, keep: int | None) -> tuple[StoredFeatures, ...]:
+    """The plan's entries for these features. BadRequest, UnknownSite or BadWeights if they do not fit the model.
+
+    keep  features per row; None: k of a TopK SAE, else 64
+    """
+    if not isinstance(encoders, Mapping):
+        raise BadRequest(f"features={shown(encoders)}: give a dict from names to features, such as {{'sae': features}}.")
+    made = []
+    for name, features in encoders.items():
+        features = instance(f"features[{name!r}]", features, SparseFeatures, "the result of SparseFeatures.load")
+        site, most = features.site_in(engine), whole("keep", keep, 1) if keep is not None else features.config.k or KEEP
+        made.append(StoredFeatures(str(name), site, features.digest, len(features), min(most, len(features))))
+    return tuple(made)
+
+
+def matched(planned: Sequence[StoredFeatures], encoders: Encoders) -> Encoders:
+    """The encoders themselves. BadRequest names planned features that are missing, or that have other weights."""
+    for stored in planned:
+        if stored.name not in encoders:
+            raise BadRequest(
+                f"The features {stored.name!r} (digest {stored.digest[:12]}) of {stored.site} are planned, but a plan does not "
+                f"hold their weights. Pass them: features={{{stored.name!r}: SparseFeatures.load(...)}}."
+            )
+        if (found := encoders[stored.name].digest) != stored.digest:
+            raise BadRequest(
+                f"The features {stored.name!r} have the digest {found[:12]}, but {stored.digest[:12]} in the plan. Pass those "
+                "that the dump was made with."
+            )
+    return encoders
+
+
+def named(stored: Sequence[StoredFeatures], name: str) -> StoredFeatures:
+    """The features of this name; BadRequest if there are none."""
+    for each in stored:
+        if each.name == name:
+            return each
+    raise BadRequest(no_such("features", str(name)[:60], [each.name for each in stored]))
+
+
+def to_tensors(stored: StoredFeatures, found: FeatureRows) -> dict[str, Tensor]:
+    """The tensors of some rows: [rows, keep], [rows, keep] and [rows]. Of equal activations the first features are kept."""
+    rows, indices, values = found.rows_of_entries.numpy(), found.indices.numpy(), found.values.numpy()
+    order = np.lexsort((indices, -values, rows))
+    kept = np.sort(order[np.arange(len(order)) - found.offsets.numpy()[rows] < stored.keep])  # back in ascending order
+    place = np.arange(len(kept)) - np.searchsorted(rows[kept], rows[kept])
+    numbers = np.full((len(found), stored.keep), -1, dtype=np.int32)
+    amounts = np.zeros((len(found), stored.keep), dtype=np.float32)
+    numbers[rows[kept], place], amounts[rows[kept], place] = indices[kept], values[kept]
+    made = (torch.from_numpy(numbers), torch.from_numpy(amounts), found.counts.to(torch.int32))
+    return dict(zip(stored.tensors, made, strict=True))
+
+
+def to_rows(stored: StoredFeatures, indices: Tensor, values: Tensor) -> FeatureRows:
+    """Inverse of `to_tensors`, up to the features that were not kept. BadDump for numbers that no feature has."""
+    if len(wrong := indices[(indices < -1) | (indices >= stored.width)]):
+        raise BadDump(
+            f"The stored features {stored.name!r} include number {wrong[0].item()}, but there are {stored.width} features. The "
+            "dump was changed after it was made: copy it again from an intact one, or make it again."
+        )
+    there = indices >= 0
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), there.sum(1).cumsum(0)])
+    return FeatureRows(offsets, indices[there], values[there], stored.width)
+
+
+# ---- plan ------------------------------------------------------------------------------------------------------------
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 POSITIONS = ("all", "generated", "last", "steps")

@@ -14,25 +14,32 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from replaylens.engine.dump.array import Located, RowNumbers, SiteArray, gather, row_numbers, shard_starts, to_numpy
 from replaylens.engine.dump.content import CORE
-from replaylens.engine.dump.export import to_dataset
-from replaylens.engine.dump.features import named, to_rows
-from replaylens.engine.dump.feed import Feed
-from replaylens.engine.dump.files import DumpFiles
-from replaylens.engine.dump.filter import Filter, Predicate, columns_needed, make_filters
-from replaylens.engine.dump.head import HEAD, without_manifest
-from replaylens.engine.dump.manifest import MANIFEST, MAX_BYTES, Manifest, SiteEntry
-from replaylens.engine.dump.order import RowOrder
-from replaylens.engine.dump.statistics import SiteStatistics, statistics
+from replaylens.engine.dump.feed import Feed, RowOrder, to_dataset
+from replaylens.engine.dump.files import (
+    DumpFiles,
+    Filter,
+    Located,
+    Predicate,
+    RowNumbers,
+    SiteArray,
+    SiteStatistics,
+    columns_needed,
+    gather,
+    make_filters,
+    row_numbers,
+    shard_starts,
+    statistics,
+    to_numpy,
+)
+from replaylens.engine.dump.manifest import HEAD, MANIFEST, MAX_BYTES, Manifest, SiteEntry, without_manifest
+from replaylens.engine.dump.plan import named, to_rows
 from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import BadDump, BadRequest, UnknownSite, no_such
 from replaylens.engine.features.rows import FeatureRows
-from replaylens.engine.model.site_names import BY_SLOT, same_value, warn_of_mixed_experts
-from replaylens.engine.model.sites import at_layer
+from replaylens.engine.model.sites import BY_SLOT, at_layer, same_value, warn_of_mixed_experts
 from replaylens.engine.request.capture import Rows
-from replaylens.engine.request.options import hides
-from replaylens.engine.request.values import flag, instance, items, shown, whole
+from replaylens.engine.request.values import flag, hides, instance, items, shown, whole
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -6,30 +6,77 @@ content, then a replay of a sample. Under another fingerprint, bits are not comp
 
 import random
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 
+import numpy as np
+import torch
 from tqdm.auto import tqdm
 
-from replaylens.engine.dump.content import Content
-from replaylens.engine.dump.described import index_problems, sites_differ
-from replaylens.engine.dump.difference import Difference, first_difference
-from replaylens.engine.dump.features import Encoders, matched
-from replaylens.engine.dump.maker import ShardMaker
-from replaylens.engine.dump.manifest import Manifest
-from replaylens.engine.dump.plan import CUSTOM, Selector
-from replaylens.engine.dump.planning import drafter_settings
+from replaylens.engine.dump.content import LOCATORS, Content, Difference, concatenate, count_accepted, first_difference
+from replaylens.engine.dump.files import DumpFiles
+from replaylens.engine.dump.maker import ShardMaker, drafter_settings
+from replaylens.engine.dump.manifest import Manifest, SiteEntry
+from replaylens.engine.dump.plan import CUSTOM, Encoders, Selector, matched
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import BadDump, BadRequest
-from replaylens.engine.progress import hidden
-from replaylens.engine.replay.examples import RejectedPath, ReplayOptions, Result, prompt_examples
-from replaylens.engine.request.recording import Recording
+from replaylens.engine.replay.replayer import RejectedPath, ReplayOptions, Result, prompt_examples
+from replaylens.engine.request.capture import Recording
 from replaylens.engine.serving.core import Core
+from replaylens.engine.terminal import hidden
 from replaylens.tasks.task import AnyTask, Example
+
+# ---- described -------------------------------------------------------------------------------------------------------
+# What a dump says about its rows, compared with the rows: entries of sites, accepted rows, locators.
+#
+# No digest of the content covers these, and the seal of a manifest only shows that it was not changed by accident.
+
+
+def index_problems(files: DumpFiles) -> list[str]:
+    """One line for every shard whose accepted rows the index counts otherwise than the manifest. Needs no engine.
+
+    Raises BadDump if the index cannot be read, has columns of other types, or does not say where the rows are stored.
+    """
+    found = list[str]()
+    for number, shard in enumerate(files.manifest.shards):
+        lines = files.lines(number, ["accepted", *LOCATORS])  # which checks the locators
+        if (accepted := count_accepted(lines)) != shard.accepted_rows:
+            found.append(f"{shard.name} has {shard.accepted_rows} accepted rows in the manifest, and {accepted} in the index")
+    return found
+
+
+def sites_differ(here: Mapping[str, SiteEntry], there: Mapping[str, SiteEntry]) -> Difference | None:
+    """The first site that is described differently. Their order does not count."""
+    for name in sorted({*here, *there}):
+        mine, yours = here.get(name), there.get(name)
+        if mine is None or yours is None:
+            said = ("missing" if entry is None else "present" for entry in (mine, yours))
+            return Difference(None, None, None, f"site {name}", None, *said)
+        for field in fields(SiteEntry):
+            values = getattr(mine, field.name), getattr(yours, field.name)
+            if values[0] != values[1]:
+                return Difference(None, None, None, f"site {name}, {field.name}", None, *map(_shown, values))
+    return None
+
+
+def labels_differ(here: Mapping[str, str], there: Mapping[str, str], accepted: bool) -> Difference | None:
+    """The first label with another type. `accepted`: rejected rows, which may alone have values of a label, do not count."""
+    for name in sorted({*here, *there}):
+        types = here.get(name, "missing"), there.get(name, "missing")
+        if types[0] != types[1] and not (accepted and "null" in types):
+            return Difference(None, None, None, f"label {name}", None, *types)
+    return None
+
+
+def _shown(value: object) -> str:
+    return str(list(value) if isinstance(value, tuple) else value)
+
+
+# ---- verify ----------------------------------------------------------------------------------------------------------
 
 VERIFIED, MISMATCH, OTHER = "verified", "mismatch", "other fingerprint"
 
@@ -201,3 +248,72 @@ class _Replay:
             return recording
         finally:
             branch.release()
+
+
+# ---- diff ------------------------------------------------------------------------------------------------------------
+# `diff`: the first row in which two dumps differ; if there is none, the first site or label that they describe differently.
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result of `diff`."""
+
+    difference: Difference | None
+    """the first row, site or label that differs; None: the content is the same"""
+    remarks: tuple[str, ...]
+    """differences between fingerprints and plans; the content can still be the same"""
+
+    def __bool__(self) -> bool:
+        return self.difference is None
+
+    def __str__(self) -> str:
+        return "\n".join([str(self.difference) if self.difference else "the same content", *self.remarks])
+
+
+def diff(a: str | Path | Dump, b: str | Path | Dump, *, accepted: bool = False, progress: bool = False) -> Comparison:
+    """Compare two dumps row by row, whatever their shard sizes. `accepted`: ignore rejected branches.
+
+    Hashes all files first and raises BadDump, with their names, if any are damaged, or if index and manifest contradict each
+    other.
+    """
+    mine, yours = (given if isinstance(given, Dump) else Dump.open(given) for given in (a, b))
+    for dump in {mine.url: mine, yours.url: yours}.values():
+        if problems := dump.files.problems(progress):
+            raise BadDump(f"{dump.url} is damaged: {'; '.join(problems)}. Resume the dump to repair it.")
+        if problems := index_problems(dump.files):
+            raise BadDump(f"{dump.url} contradicts itself: {'; '.join(problems)}. Copy it again from an intact dump.")
+    remarks = [f"fingerprint: {line}" for line in mine.manifest.fingerprint.differences(yours.manifest.fingerprint)]
+    remarks += [f"plan: {line}" for line in mine.manifest.plan.differences(yours.manifest.plan)]
+    every = sorted({*mine.manifest.plan.examples, *yours.manifest.plan.examples})
+    step = mine.manifest.plan.examples_per_shard
+    for first in tqdm(range(0, len(every), step), unit="shard", desc="diff", disable=hidden(progress)):
+        some = every[first : first + step]
+        if _same_shard(mine, yours, some, accepted):
+            continue
+        here, there = _load(mine, some, accepted), _load(yours, some, accepted)
+        if found := first_difference(here, there):
+            return Comparison(found, tuple(remarks))
+    ours, others = mine.manifest, yours.manifest
+    described = sites_differ(ours.sites, others.sites) or labels_differ(ours.labels, others.labels, accepted)
+    return Comparison(described, tuple(remarks))
+
+
+def _same_shard(a: Dump, b: Dump, indices: Sequence[int], accepted: bool) -> bool:
+    """Whether both dumps store these examples as one shard with the same digest; if so, no row needs to be read."""
+    found = []
+    for dump in (a, b):
+        number = dump.files.shard_of(indices[0]) if indices[0] in dump.manifest.plan.examples else None
+        if number is None or list(dump.manifest.plan.indices(number)) != list(indices):
+            return False
+        found.append(dump.manifest.shards[number].digests[1 if accepted else 0])
+    return found[0] == found[1]
+
+
+def _load(dump: Dump, indices: Iterable[int], accepted: bool) -> Content:
+    """The rows of the given examples, from all shards that hold them. Examples that the dump lacks have no rows."""
+    there = [index for index in indices if index in dump.manifest.plan.examples]
+    pieces = [dump.files.content(number).of_examples(some) for number, some in dump.files.by_shard(there).items()]
+    pieces = pieces or [dump.files.content(0).select(np.zeros(0, dtype=np.int64))]
+    tensors = {name: torch.cat([piece.tensors[name] for piece in pieces]) for name in pieces[0].tensors}
+    content = Content(tensors, concatenate([piece.index for piece in pieces]))
+    return content.accepted() if accepted else content

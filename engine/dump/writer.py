@@ -11,33 +11,281 @@
 With one writing thread, at most two shards are in memory at a time: one is written while the next one is made.
 """
 
+import json
 import re
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import safetensors.torch
+from safetensors import SafetensorError
 from tqdm.auto import tqdm
 
-from replaylens.engine.dump.content import CORE, LOCATORS, Content, concatenate, count_accepted
-from replaylens.engine.dump.head import HEAD, Head
+from replaylens.engine.dump.content import CORE, LOCATORS, Content, combine, concatenate, count_accepted
 from replaylens.engine.dump.lock import FINISH, LOCK_OR_CLAIM, PATIENCE, DumpLock, lock_name, sweep
-from replaylens.engine.dump.manifest import INDEX, MANIFEST, MAX_BYTES, IndexEntry, Manifest, ShardEntry, SiteEntry, shard_name
-from replaylens.engine.dump.parts import COMPRESSION, ShardPart, ShardParts, index_name
+from replaylens.engine.dump.manifest import (
+    COMPRESSION,
+    HEAD,
+    INDEX,
+    MANIFEST,
+    MAX_BYTES,
+    Head,
+    IndexEntry,
+    Manifest,
+    ShardEntry,
+    ShardPart,
+    ShardParts,
+    SiteEntry,
+    index_name,
+    shard_name,
+)
 from replaylens.engine.dump.plan import DumpPlan
-from replaylens.engine.dump.queue import WriteQueue
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.reopening import Reopening
-from replaylens.engine.dump.salvage import Describe
 from replaylens.engine.dump.shard import write_shard
 from replaylens.engine.dump.store import TEMPORARY, Store
 from replaylens.engine.errors import BadDump, BadRequest, DumpExists, DumpLocked, ReplayMismatch, UnfinishedDump
-from replaylens.engine.progress import hidden
-from replaylens.engine.proof.fingerprint import Fingerprint
+from replaylens.engine.proof.trace import Fingerprint
+from replaylens.engine.terminal import hidden
+
+# ---- queue -----------------------------------------------------------------------------------------------------------
+# `WriteQueue`: writes that run in threads beside the computation, a bounded number of them at a time.
+
+
+class WriteQueue:
+    """At most `threads` writes are under way. The first error of any of them is raised in the caller, at its next call.
+
+    Leaving the block waits for the writes that have started, whether or not it failed: none is cut off in the middle.
+    """
+
+    def __init__(self, threads: int = 1) -> None:
+        self.threads = threads
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="dump-writer")
+        self._under_way: deque[Future[None]] = deque()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._pool.shutdown(wait=True)
+
+    def put(self, write: Callable[..., None], *arguments: Any) -> None:
+        """Start a write once fewer than `threads` are under way. What it holds is released when it ends."""
+        while len(self._under_way) >= self.threads:
+            self._under_way.popleft().result()
+        self.check()
+        self._under_way.append(self._pool.submit(write, *arguments))
+
+    def check(self) -> None:
+        """Raise the error of a write that failed. Does not wait."""
+        for write in self._under_way:
+            if write.done():
+                write.result()
+
+    def wait(self) -> None:
+        """Wait until every write is done. Raises the first error among them."""
+        while self._under_way:
+            self._under_way.popleft().result()
+
+
+# ---- salvage ---------------------------------------------------------------------------------------------------------
+# `Salvage`: what a damaged manifest still vouches for. Shards that it does not vouch for are made again.
+#
+# A manifest is text, and damage rarely reaches all of it. A file is intact if its own entry still contains its SHA-256. A
+# plan is the dump's if the manifest still contains it. The shards' entries are computed again from the shards and the
+# index. Digests that are still legible must come out again.
+
+Describe = Callable[[Content], dict[str, SiteEntry]]
+_LENS = ("Z.entropy", "Z.kl", "Z.emitted", "Z.top_ids", "Z.top_logprobs", "Z.targets", "Z.full")
+Salvaged = tuple[int, ShardEntry, pa.Table, dict[str, SiteEntry]]
+"""number, entry, index lines and sites of an intact shard"""
+
+
+class Salvage:
+    """A damaged manifest, compared with the plan and the fingerprint of a writer. BadDump if it does not show that they are
+    the dump's: shards of another plan must not be taken for this one's, nor be overwritten."""
+
+    def __init__(self, store: Store, raw: bytes, plan: DumpPlan, fingerprint: Fingerprint) -> None:
+        self.store, self.raw, self.plan = store, raw, plan
+        for name, value in (("plan", plan.to_json()), ("fingerprint", fingerprint.parts())):
+            if not self._states(name, value):
+                raise BadDump(
+                    f"{store.url}: {MANIFEST} is damaged, and what is left of it does not name this {name}. Resume with the "
+                    f"dump's own options and model. To compute all shards again, choose another folder."
+                )
+
+    def _states(self, name: str, value: Any) -> bool:
+        return json.dumps({name: value}, indent=1)[2:-2].encode() in self.raw
+
+    def _is_intact(self, name: str, entry: bytes) -> bool:
+        wanted = _legible("sha256", entry)
+        try:
+            return wanted is not None and self.store.sha256(name) == wanted
+        except FileNotFoundError:
+            return False
+
+    @cached_property
+    def _entries(self) -> dict[str, bytes]:
+        """What is left of the shards' entries, by name. A name that stands twice has none: one of them is another's."""
+        found: list[tuple[bytes, bytes]] = re.findall(rb'\{"name": "(shard-\d{5,9}\.safetensors)"([^{}]*)', self.raw)
+        times = Counter(name for name, _ in found)
+        return {name.decode(): entry for name, entry in found if times[name] == 1}
+
+    def _shard(self, number: int) -> bytes:
+        return self._entries.get(shard_name(number), b"")
+
+    def digests(self, intact: dict[int, str]) -> tuple[str | None, dict[int, str]]:
+        """The digests of the dump and of its shards, as far as they are known. `intact`: those of intact shards.
+
+        If the dump's contradicts those of its shards, theirs are kept: those of intact shards are computed from the files.
+        """
+        legible = {number: _legible("digest", self._shard(number)) for number in range(self.plan.num_shards)}
+        shards = {number: digest for number, digest in legible.items() if digest is not None} | intact
+        if len(shards) == self.plan.num_shards:
+            return combine(shards[number] for number in range(self.plan.num_shards)), shards
+        head = re.search(rb'^ "digest": [^\n]*', self.raw, re.MULTILINE)
+        return _legible("digest", head[0]) if head else None, shards
+
+    def shards(self, describe: Describe) -> Iterator[Salvaged]:
+        """The intact shards, one at a time. None if the index is not intact."""
+        entry = re.search(rb'^ "index": \{([^{}]*)', self.raw, re.MULTILINE)
+        if entry is None or not self._is_intact(INDEX, entry[1]):
+            return
+        with self.store.open(INDEX) as file:
+            index = pq.ParquetFile(file)
+            for group in range(index.num_row_groups):
+                lines = index.read_row_group(group)
+                number = lines.column("shard")[0].as_py()
+                if self._is_intact(shard_name(number), self._shard(number)):
+                    try:
+                        found = self._entry(number, lines, describe)
+                    except SafetensorError:  # an edited entry can name the hash of any file
+                        continue
+                    yield number, *found
+
+    def _entry(self, number: int, lines: pa.Table, describe: Describe) -> tuple[ShardEntry, pa.Table, dict[str, SiteEntry]]:
+        name, indices = shard_name(number), self.plan.indices(number)
+        with self.store.open(name) as file:
+            tensors = safetensors.torch.load(file.read())
+        sparse = [name for stored in self.plan.features for name in stored.tensors]
+        order = [*self.plan.sites, *_LENS, *sparse, *sorted(tensors)]  # as they were captured; the file has them by name
+        tensors = {site: tensors[site] for site in dict.fromkeys(order) if site in tensors}
+        content = Content(tensors, lines.drop_columns(list(LOCATORS)))
+        digest, accepted_digest = content.digests()
+        entry = ShardEntry(
+            name=name,
+            first_example=indices[0],
+            last_example=indices[-1],
+            rows=len(content),
+            accepted_rows=count_accepted(content.index),
+            bytes=self.store.size(name),
+            sha256=self.store.sha256(name),
+            digest=digest,
+            accepted_digest=accepted_digest,
+        )
+        return entry, lines, describe(content)
+
+
+def _legible(field: str, entry: bytes) -> str | None:
+    """A hash in what is left of an entry."""
+    found = re.search(rb'"%b": "([0-9a-f]{64})"' % field.encode(), entry)
+    return found[1].decode() if found else None
+
+
+# ---- reopening -------------------------------------------------------------------------------------------------------
+# `Reopening`: a finished dump with damaged files becomes an unfinished one again, which keeps its intact shards.
+
+
+class Reopening:
+    """Checks a finished dump against its manifest, and reopens it if files are damaged."""
+
+    def __init__(self, head: Head, parts: ShardParts) -> None:
+        self.head, self.parts, self.store = head, parts, parts.store
+
+    def reopen_if_damaged(self, describe: Describe | None) -> bool:
+        """Turn a finished dump with damaged files into an unfinished one that keeps its intact shards. Returns whether the
+        dump is unfinished now.
+
+        Damaged files are checked again under the lock, because another writer may have reopened or repaired the dump.
+        """
+        try:
+            seen = self._manifest()
+        except BadDump:
+            if describe is None:
+                raise
+            self._rebuild(describe)
+            return self.reopen_if_damaged(None) if self.store.exists(MANIFEST) else True
+        suspects = self._damaged(seen) if seen is not None else set()
+        if seen is not None and not suspects:
+            return False
+        with DumpLock(self.store, FINISH, PATIENCE):
+            manifest = self._manifest()
+            if manifest is None:
+                self.head.check()
+                return True
+            if damaged := self._damaged(manifest, suspects):
+                self._reopen(manifest, damaged)
+            return bool(damaged)
+
+    def _rebuild(self, describe: Describe) -> None:
+        """Mutates: if the manifest is damaged, write plan.json and the entries of the shards it still vouches for, then remove
+        the manifest."""
+        with DumpLock(self.store, FINISH, PATIENCE):
+            raw = self.store.peek(MANIFEST)
+            with suppress(BadDump):
+                if raw is None or Manifest.from_bytes(raw, self.store.url):
+                    return  # another writer has reopened or repaired the dump
+            salvage = Salvage(self.store, raw or b"", self.head.plan, self.head.fingerprint)
+            intact = {}
+            for number, entry, lines, sites in salvage.shards(describe):
+                self.parts.write(number, entry, lines, sites)
+                intact[number] = entry.digest
+            self.head.rewrite(*salvage.digests(intact))
+            self.store.remove(MANIFEST)
+            self.store.remove(INDEX)
+
+    def _manifest(self) -> Manifest | None:
+        """The manifest, None if there is none. Raises OtherPlan or OtherFingerprint if it is not this writer's."""
+        try:
+            raw = self.store.read(MANIFEST, MAX_BYTES)
+        except BadDump:
+            if self.store.exists(MANIFEST):
+                raise
+            return None
+        manifest = Manifest.from_bytes(raw, self.store.url)
+        self.head.require(manifest.plan, manifest.fingerprint)
+        return manifest
+
+    def _damaged(self, manifest: Manifest, among: set[str] | None = None) -> set[str]:
+        """Files, of all or of `among`, that are missing or do not match the manifest."""
+        entries: dict[str, ShardEntry | IndexEntry] = {
+            **{shard.name: shard for shard in manifest.shards},
+            INDEX: manifest.index,
+        }
+        return {name for name in entries if (among is None or name in among) and not self.parts.is_whole(name, entries[name])}
+
+    def _reopen(self, manifest: Manifest, damaged: set[str]) -> None:
+        """Mutates: write plan.json and the entries of intact shards, then remove the manifest."""
+        self.head.rewrite(manifest.digest, {i: entry.digest for i, entry in enumerate(manifest.shards)})
+        if INDEX not in damaged:
+            with self.store.open(INDEX) as file:
+                groups = pq.ParquetFile(file)
+                filled = [i for i, entry in enumerate(manifest.shards) if entry.rows]
+                for group, i in enumerate(filled):
+                    if manifest.shards[i].name not in damaged:
+                        self.parts.write(i, manifest.shards[i], groups.read_row_group(group), manifest.sites)
+        self.store.remove(MANIFEST)
+        self.store.remove(INDEX)
+
+
+# ---- writer ----------------------------------------------------------------------------------------------------------
 
 WorkerPart = tuple[int, int]
 """(i, n): write every n-th shard, from number i on"""

@@ -9,29 +9,104 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from replaylens.engine import records
 from replaylens.engine.errors import BadConfig, BadEdit, BadRequest, BadWeights, UnknownSite
-from replaylens.engine.features.changes import FeatureChanges, rows_at
-from replaylens.engine.features.config import FeatureConfig
-from replaylens.engine.features.product import KernelProduct, RowProduct
-from replaylens.engine.features.rows import FeatureRows, Ids
-from replaylens.engine.features.weights import FeatureWeights
+from replaylens.engine.features.rows import FeatureRows, Ids, KernelProduct, RowProduct, feature_ids
+from replaylens.engine.features.weights import FeatureConfig, FeatureWeights
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.model import modes
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.passes.batch import TILE
-from replaylens.engine.pictures.readings import word
+from replaylens.engine.pictures.data import word
 from replaylens.engine.request.edits import Edit, Positions
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import instance, shown, whole
+from replaylens.engine.request.values import instance, integer, items, number, shown, whole
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
+
+# ---- changes ---------------------------------------------------------------------------------------------------------
+# `FeatureChanges`: what becomes of some features, and the difference that this makes to rows.
+
+_MAX = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class FeatureChanges:
+    """The new activation of some features: a value, or a multiple of the present one."""
+
+    ops: tuple[tuple[int, Literal["set", "scale"], float], ...]
+    """(feature, op, amount), by ascending feature"""
+
+    @classmethod
+    def of(cls, width: int, ablate: Ids, values: Mapping[int, float], factors: Mapping[int, float]) -> FeatureChanges:
+        """From the arguments of `SparseFeatures.edits`. Raises BadRequest for an unknown feature, or one given twice."""
+        ops: list[tuple[int, Literal["set", "scale"], float]] = []
+        ops += [(feature, "set", 0.0) for feature in feature_ids("ablate", ablate, width)]
+        ops += [(feature, "set", amount) for feature, amount in _amounts("set", values, width)]
+        ops += [(feature, "scale", amount) for feature, amount in _amounts("scale", factors, width)]
+        features = [feature for feature, _, _ in ops]
+        if twice := [feature for feature in features if features.count(feature) > 1]:
+            raise BadRequest(f"Feature {twice[0]} is changed in two ways. Give it to one of ablate, set and scale.")
+        if not ops:
+            raise BadRequest("No feature to change. Give ablate=[7], set={7: 4.0} or scale={7: 2.0}.")
+        return cls(tuple(sorted(ops)))
+
+    @property
+    def features(self) -> list[int]:
+        return [feature for feature, _, _ in self.ops]
+
+    def differences(self, found: FeatureRows) -> Tensor:
+        """New activations minus those found: [rows, changed features]."""
+        now, new = found.columns(self.features), []
+        for i, (_, op, amount) in enumerate(self.ops):
+            new.append(now[:, i] * amount if op == "scale" else torch.full((len(now),), amount, dtype=torch.float32))
+        return torch.stack(new, 1) - now
+
+    def __str__(self) -> str:
+        return ", ".join(f"{op} {feature} {'by' if op == 'scale' else 'to'} {amount:g}" for feature, op, amount in self.ops)
+
+
+def _amounts(name: str, given: Mapping[int, float], width: int) -> list[tuple[int, float]]:
+    if not isinstance(given, Mapping):
+        raise BadRequest(f"Invalid {name}={shown(given)}. Give a dict from features to numbers, such as {{7: 2.0}}.")
+    ids = feature_ids(name, list(given), width)
+    found = [(feature, number(name, amount)) for feature, amount in zip(ids, given.values(), strict=True)]
+    if large := [amount for _, amount in found if abs(amount) > _MAX]:
+        raise BadRequest(f"Invalid {name}={shown(given)}. {large[0]:.3g} is beyond float32, which ends at {_MAX:.3g}.")
+    return found
+
+
+def rows_at(positions: Positions, captured: list[int], length: int) -> list[int]:
+    """The numbers of the captured rows at these positions of a branch of `length` tokens; BadEdit if one was not captured."""
+    if positions is None:
+        return list(range(len(captured)))
+    if isinstance(positions, slice):
+        wanted = list(range(*positions.indices(length)))
+    else:
+        single = integer(positions)
+        listed = [single] if single is not None else items("positions", positions, "whole numbers, or a slice", BadEdit)
+        numbers = [whole("positions", p, -length, error=BadEdit) for p in listed]
+        wanted = sorted({p + length if p < 0 else p for p in numbers})
+    place = {position: row for row, position in enumerate(captured)}
+    if missing := [p for p in wanted if p not in place]:
+        raise BadEdit(
+            f"Position {missing[0]} has no captured row on this branch of {length} tokens, so its features are not known. "
+            "Give other positions, or capture it."
+        )
+    if not wanted:
+        raise BadEdit(f"positions={shown(positions)} selects none of {length} tokens. Give at least one.")
+    return [place[p] for p in wanted]
+
+
+# ---- features --------------------------------------------------------------------------------------------------------
 
 _NUMBERS = 1 << 24
 """activations per step; bounds the memory, and changes no bit"""

@@ -1,15 +1,159 @@
 """The tensors of an SAE or transcoder: `sae_weights.safetensors`, checked against its config."""
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from replaylens.engine.errors import BadWeights
-from replaylens.engine.features.config import FeatureConfig
+from replaylens.engine.errors import BadConfig, BadWeights, UnsupportedModel
+from replaylens.engine.request.values import instance, shown, whole
+
+# ---- config ----------------------------------------------------------------------------------------------------------
+# `FeatureConfig`: the `cfg.json` of a sparse autoencoder or transcoder in SAELens' format, read strictly.
+#
+# SAELens has two layouts. From version 6 on, what the model is lies under `metadata`; before, all fields lie side by side.
+# Fields that change the arithmetic are checked and must be supported. All others are kept in `metadata` and not used.
+
+ARCHITECTURES = ("standard", "topk", "jumprelu", "transcoder", "jumprelu_transcoder")
+_PROCESSING = ("center_writing_weights", "fold_value_biases", "refactor_factored_attn_matrices")
+"""options of TransformerLens that change activations; the engine computes those of the original weights"""
+_OLDER = {"hook_point": "hook_name", "hook_point_head_index": "hook_head_index", "activation_fn_str": "activation_fn"}
+"""names of fields before SAELens 3 -> their later names"""
+
+
+@dataclass(frozen=True)
+class FeatureConfig:
+    """What the arithmetic of an SAE or transcoder depends on."""
+
+    architecture: str
+    """one of `ARCHITECTURES`"""
+    d_in: int
+    d_sae: int
+    """the number of features"""
+    d_out: int
+    """d_in, unless it is a transcoder"""
+    hook: str
+    """the site that is encoded, by the name that the file gives it"""
+    hook_out: str
+    """the site that is decoded to: `hook`, unless it is a transcoder"""
+    apply_b_dec_to_input: bool
+    k: int | None = None
+    """of topk: the largest number of active features"""
+    rescale_acts_by_decoder_norm: bool = False
+    """of topk: whether features are chosen, and given, in units of their decoder row's length"""
+    metadata: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def transcodes(self) -> bool:
+        return self.architecture.endswith("transcoder")
+
+    @property
+    def jumps(self) -> bool:
+        """Whether features have thresholds."""
+        return self.architecture.startswith("jumprelu")
+
+    @classmethod
+    def of_json(cls, raw: Any, what: str) -> "FeatureConfig":
+        """From the content of a `cfg.json`; `what` names the file in errors.
+
+        Raises BadConfig for a missing or invalid field, UnsupportedModel for arithmetic that is not supported.
+        """
+        given = instance(what, raw, dict, "a JSON object", BadConfig)
+        cfg: dict[str, Any] = {_OLDER.get(str(name), str(name)): value for name, value in given.items()}
+        metadata = instance(f"metadata of {what}", cfg.get("metadata", {}), dict, "a JSON object", BadConfig)
+        cfg = {**metadata, **cfg}  # in files before SAELens 6, the fields lie side by side
+        architecture, k = _architecture(cfg, what)
+        _require_supported(cfg, what)
+        sizes = {name: _size(cfg, name, what) for name in ("d_in", "d_sae")}
+        transcodes = architecture.endswith("transcoder")
+        hook, hooks = _hook(cfg, "hook_name", what), ("hook_name_out" if transcodes else "hook_name")
+        made = cls(
+            architecture,
+            **sizes,
+            d_out=_size(cfg, "d_out", what) if transcodes else sizes["d_in"],
+            hook=hook,
+            hook_out=_hook(cfg, hooks, what),
+            apply_b_dec_to_input=_flag(cfg, "apply_b_dec_to_input", True, what),
+            k=k,
+            rescale_acts_by_decoder_norm=architecture == "topk" and _flag(cfg, "rescale_acts_by_decoder_norm", False, what),
+            metadata={name: value for name, value in cfg.items() if name != "metadata"},
+        )
+        if transcodes and made.apply_b_dec_to_input:
+            raise BadConfig(
+                f"{what}: apply_b_dec_to_input is true for a {architecture}, whose b_dec belongs to another site than its "
+                "input. Set it to false if the transcoder was trained so."
+            )
+        if k is not None and k > made.d_sae:
+            raise BadConfig(f"{what}: k={k} is more than the {made.d_sae} features. Give a k of at most that.")
+        return made
+
+
+def _architecture(cfg: dict[str, Any], what: str) -> tuple[str, int | None]:
+    """(architecture, k of topk)"""
+    activation, more = cfg.get("activation_fn", "relu"), cfg.get("activation_fn_kwargs") or {}
+    name = cfg.get("architecture", "standard")  # files before SAELens 3 do not name it
+    if activation == "topk" and name == "standard":  # before SAELens 6, topk was an activation of a standard SAE
+        name = "topk"
+    elif activation != ("topk" if name == "topk" else "relu") and "activation_fn" in cfg:
+        raise UnsupportedModel(
+            f"{what}: activation_fn {shown(activation)} of the architecture {shown(name)} is not supported. Supported: 'relu', "
+            "and 'topk' of the architectures 'standard' and 'topk'."
+        )
+    if name not in ARCHITECTURES:
+        raise UnsupportedModel(f"{what}: architecture {shown(name)} is not supported. Supported: {', '.join(ARCHITECTURES)}.")
+    if name != "topk":
+        return name, None
+    if "k" in cfg:
+        return name, whole(f"k in {what}", cfg["k"], 1, error=BadConfig)
+    more = instance(f"activation_fn_kwargs in {what}", more, dict, "a JSON object with k", BadConfig)
+    return name, whole(f"k in {what}", more.get("k"), 1, error=BadConfig)
+
+
+def _require_supported(cfg: dict[str, Any], what: str) -> None:
+    """UnsupportedModel for arithmetic that `SparseFeatures` does not do."""
+    normalize = cfg.get("normalize_activations") or "none"
+    if normalize != "none":
+        fold = " Fold the factor into the weights first (fold_activation_norm_scaling_factor)."
+        hint = fold if normalize == "expected_average_only_in" else ""
+        raise UnsupportedModel(f"{what}: normalize_activations {shown(normalize)} is not supported, only 'none'.{hint}")
+    if (shape := cfg.get("reshape_activations") or "none") not in ("none", "hook_z"):
+        raise UnsupportedModel(f"{what}: reshape_activations {shown(shape)} is not supported, only 'none' and 'hook_z'.")
+    for name in ("hook_head_index", "hook_head_index_out"):
+        if cfg.get(name) is not None:
+            raise UnsupportedModel(f"{what}: {name} {shown(cfg[name])} is not supported: features of one head. Use all heads.")
+    if cfg.get("finetuning_scaling_factor"):
+        raise UnsupportedModel(f"{what}: finetuning_scaling_factor is not supported. Fold the factor into the weights.")
+    loaded = cfg.get("model_from_pretrained_kwargs") or {}
+    if processed := [name for name in _PROCESSING if isinstance(loaded, dict) and loaded.get(name)]:
+        raise UnsupportedModel(
+            f"{what}: it was trained on activations of a model with processed weights ({', '.join(processed)}), which are not "
+            "those of the original weights that the engine computes. Use one trained without processing."
+        )
+
+
+def _size(cfg: dict[str, Any], name: str, what: str) -> int:
+    if name not in cfg:
+        raise BadConfig(f"{what} has no {name}. Add it: the width of a site, or the number of features.")
+    return whole(f"{name} in {what}", cfg[name], 1, error=BadConfig)
+
+
+def _hook(cfg: dict[str, Any], name: str, what: str) -> str:
+    if not isinstance(hook := cfg.get(name), str) or not hook:
+        raise BadConfig(f"{what} has no {name} ({shown(hook)}). Add the name of the site, such as 'blocks.3.hook_resid_post'.")
+    return hook
+
+
+def _flag(cfg: dict[str, Any], name: str, default: bool, what: str) -> bool:
+    if not isinstance(value := cfg.get(name, default), bool):
+        raise BadConfig(f"{what}: invalid {name}={shown(value)}. Give true or false.")
+    return value
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,27 +5,38 @@ canonical kernels. So its gradients have the same bits in any company, after any
 float32, whatever the dtype of the weights.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from replaylens.engine.errors import NoGradient
-from replaylens.engine.gradients.attention import through_attention
-from replaylens.engine.gradients.latent import NEEDED, through_latent
-from replaylens.engine.gradients.mixture import NEEDED as NEEDED_MIXTURE
-from replaylens.engine.gradients.mixture import NEEDED_SHARED, through_mixture
-from replaylens.engine.gradients.products import BackwardProducts
-from replaylens.engine.gradients.rowwise import activated, through_activation, through_norm, through_rotary
+from replaylens.engine.gradients.derivatives import (
+    NEEDED_LATENT,
+    NEEDED_MIXTURE,
+    NEEDED_SHARED,
+    BackwardProducts,
+    HostProducts,
+    activated,
+    through_activation,
+    through_attention,
+    through_latent,
+    through_mixture,
+    through_norm,
+    through_rotary,
+)
+from replaylens.engine.gradients.gradients import Gradients, LogitsFunction, derivative, value_of
+from replaylens.engine.model import modes
 from replaylens.engine.model.config import ModelConfig
-from replaylens.engine.model.decoder import Attention, Block, Decoder, Mlp, NormSites
-from replaylens.engine.model.latent import LatentAttention
+from replaylens.engine.model.decoder import Attention, Block, Decoder, LatentAttention, Mixture, Mlp, NormSites
 from replaylens.engine.model.layers import Linear, Norm
-from replaylens.engine.model.mixture import Mixture
 from replaylens.engine.model.sites import layer_of
-from replaylens.engine.passes.runner import WholePass
+from replaylens.engine.passes.runner import Runner, WholePass, finite
+from replaylens.engine.request.capture import HEAD_SITES, PassTap
 from replaylens.engine.request.placed import PlacedEdit
+
+# ---- backward --------------------------------------------------------------------------------------------------------
 
 
 def needed_sites(config: ModelConfig) -> frozenset[str]:
@@ -42,7 +53,7 @@ def needed_sites(config: ModelConfig) -> frozenset[str]:
         heads = {site for layer in layers for site in _attended(config, layer)}
         heads |= {site for layer in layers for site in _normed(config, layer) if config.qk_norm}
     else:
-        names += [*NEEDED, *(["attn.q_a_layernorm.hook_in"] if config.latent.query_rank else [])]
+        names += [*NEEDED_LATENT, *(["attn.q_a_layernorm.hook_in"] if config.latent.query_rank else [])]
     own = ((layer, name) for layer in layers for name in (*names, *_of_mlp(config, layer)))
     return frozenset(f"blocks.{layer}.{name}" for layer, name in own) | heads
 
@@ -266,3 +277,86 @@ def _rounded(edit: PlacedEdit, dtype: torch.dtype) -> PlacedEdit:
         return edit
     value, when = (x if x is None else x.to(dtype).float() for x in (edit.value, edit.when))
     return replace(edit, value=value, when=when)
+
+
+# ---- tape ------------------------------------------------------------------------------------------------------------
+# `Tape`: the forward pass of one path, as its gradients need it.
+
+
+@dataclass(frozen=True, eq=False)
+class Tape:
+    """The values of one path's pass, to the bits of committed rows. Takes as much memory as a step of training."""
+
+    runner: Runner
+    tokens: tuple[int, ...]
+    edits: tuple[PlacedEdit, ...]
+    asked: tuple[str, ...]
+    """the sites whose gradients can be computed, in model order"""
+    forward: WholePass
+    """with the values of the asked sites, and of those that the backward pass reads"""
+
+    @property
+    def logits(self) -> Tensor:
+        """Of the last row: [vocab], on the host, where metrics are computed."""
+        return self.forward.logits.cpu()
+
+    def value(self, site: str) -> Tensor:
+        """A copy of the value at an asked site, to the bits of a capture: [rows, ...], on the host."""
+        return _in_order((site,), self.forward.values, len(self.tokens))[site]
+
+    @classmethod
+    @torch.inference_mode()
+    def of(
+        cls, runner: Runner, tokens: list[int], edits: tuple[PlacedEdit, ...], asked: tuple[str, ...], backward: bool = True
+    ) -> "Tape":
+        """Computes the path alone, in one pass. Precondition: no other thread computes on the runner.
+
+        backward  False: only values and metrics will be read, so nothing else is kept
+        """
+        if runner.kernels and (inside := [site for site in asked if site.endswith(("hook_pattern", "hook_attn_scores"))]):
+            raise NoGradient(f"No gradient at {inside[0]} on a GPU, whose kernels never store it. Use device='cpu'.")
+        if fixed := [edit.site for edit in edits if edit.site.endswith("attn.hook_pattern")]:
+            raise NoGradient(f"No gradient through an edit of {fixed[0]}. Edit attn.hook_z or attn.hook_v instead.")
+        edits = tuple(known for edit in edits if (known := edit.on_path(tokens)) is not None)
+        head = [site for site in asked if site in HEAD_SITES]
+        needed = needed_sites(runner.model.config) if backward else frozenset()
+        tap = PassTap(needed | (frozenset(asked) - frozenset(head)))
+        forward = runner.whole(tokens, edits, tap)
+        if head:
+            forward.values.update(runner.head(forward.residual, head))
+        return cls(runner, tuple(tokens), edits, asked, forward)
+
+    def measure(self, function: LogitsFunction) -> float:
+        """The metric alone, to the bits of `Gradients.value`."""
+        with modes.canonical(1):
+            return float(value_of(function, self.logits))
+
+    @torch.inference_mode()
+    def gradients(self, function: LogitsFunction, aliases: Mapping[str, str], certified: bool) -> Gradients:
+        """The gradients of a metric at the asked sites. On one thread, so that the number of threads changes no bit.
+
+        On a GPU, metric and edits are differentiated on the host, and everything else on the device. Results are on the host.
+        """
+        num_keys, asked, products = len(self.tokens), frozenset(self.asked), self._products()
+        with modes.canonical(1):
+            value, g = derivative(function, self.logits)
+            found = Backward(self.runner.model, self.forward, self.edits, asked, products).run(g.to(self.runner.device))
+            for site in self.asked:
+                finite(found[site], f"gradients at {site}")
+            kept = _in_order(self.asked, found, num_keys)
+        values = _in_order(self.asked, self.forward.values, num_keys)
+        return Gradients(value, self.tokens, certified and products.certified, values, kept, aliases)
+
+    def _products(self) -> BackwardProducts:
+        if not self.runner.kernels:
+            return HostProducts()
+        from replaylens.engine.gradients.cuda import KernelProducts  # needs triton
+
+        return KernelProducts()
+
+
+def _in_order(sites: tuple[str, ...], tensors: Mapping[str, Tensor], num_keys: int) -> dict[str, Tensor]:
+    """Copies on the host that autograd can use, sharing no memory. Patterns have room for whole blocks of keys, cut here."""
+    with torch.inference_mode(False):
+        cut = {site: tensors[site][..., :num_keys] if site.endswith("hook_pattern") else tensors[site] for site in sites}
+        return {site: x.to("cpu", copy=True, memory_format=torch.contiguous_format) for site, x in cut.items()}

@@ -1,12 +1,17 @@
 """`Gradients`: of a scalar of the logits, at the sites of one path."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from replaylens.engine.errors import UnknownSite
+from replaylens.engine.errors import BadMetric, UnknownSite
 from replaylens.engine.model import modes
+from replaylens.engine.request.values import integer, shown
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,3 +66,111 @@ def row_sums(x: Tensor) -> Tensor:
     """[rows, ...] -> [rows]"""
     with modes.canonical(1):
         return x.flatten(1).sum(1)
+
+
+# ---- metric ----------------------------------------------------------------------------------------------------------
+# Metrics: scalars of the logits that follow a path, and their derivative.
+
+LogitsFunction = Callable[[Tensor], Tensor]
+"""the last row's logits [vocab] -> a scalar. Those of named metrics take [..., vocab] and return [...] too"""
+TokenId = Callable[[str | int], int]
+"""a token, as text or id -> its id"""
+
+
+@dataclass(frozen=True)
+class LogitDifference:
+    """The logit of `right` minus that of `wrong`; tokens as text or ids."""
+
+    right: str | int
+    wrong: str | int
+
+    def function(self, target: TokenId) -> LogitsFunction:
+        """The metric as a function of the logits."""
+        right, wrong = target(self.right), target(self.wrong)
+        return lambda logits: logits[..., right] - logits[..., wrong]
+
+
+@dataclass(frozen=True)
+class LogProbability:
+    """The log-probability of a token, as text or id."""
+
+    token: str | int
+
+    def function(self, target: TokenId) -> LogitsFunction:
+        """The metric as a function of the logits."""
+        token = target(self.token)
+        return lambda logits: logits.log_softmax(-1)[..., token]
+
+
+@dataclass(frozen=True, eq=False)
+class Divergence:
+    """KL(other || this): how far the distribution of the next token is from another one.
+
+    other  a branch of the same engine, or logits [vocab]
+    """
+
+    other: Any
+
+    def function(self, target: TokenId) -> LogitsFunction:
+        """The metric as a function of the logits. Precondition: `other` is a tensor; `Branch.gradients` replaces branches."""
+        if not isinstance(self.other, Tensor) or self.other.dim() != 1:
+            raise BadMetric(f"Invalid Divergence({shown(self.other)}). Give a branch, or a tensor of logits [vocab].")
+        expected = self.other.detach().log_softmax(-1)
+
+        def divergence(logits: Tensor) -> Tensor:
+            if logits.shape[-1:] != expected.shape:
+                raise BadMetric(f"Divergence from {len(expected)} logits, but the model has {logits.shape[-1]}. Give as many.")
+            return (expected.exp() * (expected - logits.log_softmax(-1))).sum(-1)
+
+        return divergence
+
+
+Named = LogitDifference | LogProbability | Divergence
+AnyMetric = Named | str | int | Sequence[str | int] | LogitsFunction
+FORMS = (
+    "a pair of tokens (their logit difference), one token (its log-probability), another branch (the KL divergence from its "
+    "distribution), or a function of the last row's logits [vocab]"
+)
+
+
+def named(metric: Any) -> Named | LogitsFunction:
+    """A metric in any of its forms; BadMetric lists them."""
+    if isinstance(metric, Named):
+        return metric
+    if isinstance(metric, str) or integer(metric) is not None:
+        return LogProbability(metric)
+    if isinstance(metric, Sequence) and len(metric) == 2:
+        return LogitDifference(*metric)
+    if not callable(metric) or isinstance(metric, type):
+        raise BadMetric(f"Invalid metric={shown(metric)}. Give {FORMS}.")
+    function: LogitsFunction = metric
+    return function
+
+
+def function_of(metric: Named | LogitsFunction, target: TokenId) -> LogitsFunction:
+    """The metric as a function of the logits [vocab]."""
+    return metric.function(target) if isinstance(metric, Named) else metric
+
+
+def value_of(function: LogitsFunction, logits: Tensor) -> Tensor:
+    """The metric of logits [vocab], as a scalar tensor; BadMetric if it is none."""
+    value = function(logits)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else shown(value)
+        raise BadMetric(f"The metric returned {given}. Return a tensor with one number, computed from the logits.")
+    if not bool(torch.isfinite(value.detach())):
+        raise BadMetric(f"The metric is {float(value.detach())}. Return a finite number.")
+    return value.reshape(())
+
+
+def derivative(function: LogitsFunction, logits: Tensor) -> tuple[float, Tensor]:
+    """The metric of logits [vocab] and its derivative [vocab]. Logits are data here: their own history is ignored."""
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf = logits.clone().requires_grad_()
+        value = value_of(function, leaf)
+        if not value.requires_grad:
+            raise BadMetric("The metric does not depend on the logits, or detaches them. Compute it from them with torch.")
+        (found,) = torch.autograd.grad(value, leaf, allow_unused=True)
+    if found is None:
+        raise BadMetric("The metric does not depend on the logits. Compute it from them with torch.")
+    return float(value.detach()), found

@@ -7,17 +7,174 @@ every ordinary request. Once its window is full, its turn is the verification. S
 device decodes on its own, a step has several drafts of each window and as many tokens of every other request.
 """
 
-from collections.abc import Callable
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 
 from replaylens.engine.errors import OutOfPages
 from replaylens.engine.loop.drafters import REPEATED, Drafter, SelfDrafter
-from replaylens.engine.loop.lane import Job
-from replaylens.engine.loop.planner import Planner
-from replaylens.engine.loop.reservations import Reservations
-from replaylens.engine.loop.turn import Turn
-from replaylens.engine.loop.window import Window
+from replaylens.engine.loop.lane import Job, Lane, Statistics, Turn, Window
+from replaylens.engine.memory.pages import PageTable
+from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.memory.tree import BranchTree
+from replaylens.engine.passes.batch import TILE
 from replaylens.engine.passes.runner import Runner
+
+# ---- planner ---------------------------------------------------------------------------------------------------------
+# `Planner`: chooses the window (rows per verification) from measured costs. It changes how fast tokens come, never which.
+
+FIXED_WINDOW = 8
+"""the window of reproducible drafters: the set of rejected branches must not depend on timings"""
+_WINDOWS = (1, 4, 8, 16, 32)
+
+
+class Planner:
+    """Keeps running averages of the cost of draft steps and passes, and picks the window with the most tokens per second."""
+
+    def __init__(self) -> None:
+        self._cost: dict[str, dict[int, float]] = defaultdict(dict)
+        self._costs: dict[int, list[float]] = {}
+        """seconds of a step at each of `_WINDOWS`, by number of requests; forgotten at the next measurement"""
+
+    @contextmanager
+    def timing(self, kind: str, rows: int, steps: int = 1) -> Iterator[None]:
+        """Measure the block, which takes `steps` equal steps over `rows` rows each."""
+        begin = time.perf_counter()
+        yield
+        sample = (time.perf_counter() - begin) / steps
+        size = rows if kind == "draft" else _size(rows)
+        old = self._cost[kind].get(size)
+        self._cost[kind][size] = sample if old is None else 0.8 * old + 0.2 * sample
+        self._costs.clear()
+
+    def window(self, reproducible: bool, num_requests: int, statistics: Statistics) -> int:
+        """Rows per verification, including the last token's own; 1 means direct decoding."""
+        if reproducible:
+            return FIXED_WINDOW
+        acceptance = (statistics.accepted + 8) / (statistics.drafted + 8)  # optimistic until measured
+        if num_requests not in self._costs:
+            self._costs[num_requests] = [self._step_cost(window, num_requests) for window in _WINDOWS]
+        rates = [run / cost for run, cost in zip(_expected(acceptance), self._costs[num_requests], strict=True)]
+        return _WINDOWS[rates.index(max(rates))]  # the smallest of equals
+
+    def _step_cost(self, window: int, num_requests: int) -> float:
+        """Seconds of the drafts and the verification of all requests together."""
+        return self._pass_cost(window * num_requests) + (window - 1) * self._draft_cost(num_requests)
+
+    def _draft_cost(self, num_requests: int) -> float:
+        """Seconds of one draft step for all requests; before the first measurement, a third of the smallest pass each."""
+        known = self._cost["draft"]
+        if not known:
+            return num_requests * self._pass_cost(TILE) / 3
+        nearest = min(known, key=lambda k: abs(k - num_requests))
+        return known[nearest] * num_requests / nearest
+
+    def _pass_cost(self, rows: int) -> float:
+        """Seconds of one pass: measured, or scaled from the nearest measured size as a fixed part and a part per row."""
+        size = _size(rows)
+        known = self._cost["exact"]
+        if size in known:
+            return known[size]
+        if not known:
+            return 1.0 + 0.02 * size
+        nearest = min(known, key=lambda k: abs(k - size))
+        return known[nearest] * (TILE + size) / (TILE + nearest)
+
+
+@lru_cache(maxsize=1024)
+def _expected(acceptance: float) -> list[float]:
+    """The tokens that a verification is expected to yield, at each of `_WINDOWS`."""
+    return [1 + sum(acceptance**i for i in range(1, window)) for window in _WINDOWS]
+
+
+def _size(rows: int) -> int:
+    """The size class of a pass: whole tiles, except that fewer rows than a tile may cost much less than one."""
+    return rows if rows < TILE else -(-rows // TILE) * TILE
+
+
+# ---- reservations ----------------------------------------------------------------------------------------------------
+# `Reservations`: pages for turns, and who gives up theirs. What is given up is computed again, to the same bits.
+
+_AT_ONCE = 16
+"""one part in so many of the cached prefixes is given up together: finding the oldest takes a look at all of them"""
+
+
+class Reservations:
+    """Takes pages from cached prefixes first, then from idle branches, then from the youngest job."""
+
+    def __init__(self, runner: Runner, prefix: PrefixIndex, lanes: dict[int, Lane], preempted: Callable[[Job], None]) -> None:
+        self.runner, self.pool, self.prefix, self.lanes = runner, runner.pool, prefix, lanes
+        self.preempted = preempted
+
+    def reserve(self, turn: Turn, width: int, jobs: list[Job], victims: Callable[[], list[Job]]) -> bool:
+        """Give the turn `width` tables with room for its rows and drafts. False: the turn must wait, and holds nothing new.
+
+        jobs     all unfinished jobs
+        victims  returns those of them that may lose their pages; the last one loses them first
+        """
+        lane, end = turn.job.lane, turn.end + max(turn.num_drafts, turn.burst - 1)
+        turn.tables = [lane.table]
+        try:
+            for i in range(width):
+                if i:
+                    turn.tables.append(self.pool.fork(lane.table, turn.start))
+                self._reserve(turn.tables[i], turn.start, end, jobs, victims)
+        except OutOfPages:
+            for table in turn.tables[1:]:
+                self.pool.release(table)
+            lane.computed = min(lane.computed, turn.start)  # a page copied for the turn has no KV from there on
+            self.pool.truncate(lane.table, min(lane.table.length, lane.computed))
+            return False
+        return True
+
+    def drop_pages(self, lane: Lane) -> None:
+        """Mutates: drops the lane's KV. Its next job computes it again, to the same bits."""
+        self.pool.truncate(lane.table, 0)
+        lane.computed = 0
+
+    def _reserve(self, table: PageTable, start: int, end: int, jobs: list[Job], victims: Callable[[], list[Job]]) -> None:
+        while True:
+            try:
+                return self.runner.reserve(table, start, end)
+            except OutOfPages as full:  # rare, so jobs are looked at only now
+                if not self.reclaim(full.needed - full.free, {job.lane.branch for job in jobs}, victims()):
+                    raise
+
+    def _sharers(self, lane: Lane) -> int:
+        """How many tables, and prefix entries, use the lane's last page."""
+        return self.pool.sharers(lane.table, len(lane.table.pages) - 1)
+
+    def _drop_tail(self, lane: Lane) -> None:
+        """Mutates: drops the lane's last pages, as many as have no more sharers than the very last. Pages shared by more stay:
+        dropping them would free none, and later forks of the lane would compute them again."""
+        sharers, kept = self._sharers(lane), len(lane.table.pages) - 1
+        while kept and self.pool.sharers(lane.table, kept - 1) <= sharers:
+            kept -= 1
+        lane.computed = min(lane.computed, kept * self.pool.page_size)
+        self.pool.truncate(lane.table, lane.computed)
+
+    def reclaim(self, num_pages: int, busy: set[int], victims: list[Job]) -> bool:
+        """Mutates: frees some pages, of cached prefixes, of branches that are not `busy`, or of the last of the victims. False:
+        there are none left to take."""
+        if self.prefix.evict(max(num_pages, len(self.prefix) // _AT_ONCE)):
+            return True
+        idle = [lane for lane in self.lanes.values() if lane.table.pages and lane.branch not in busy]
+        if idle:
+            self._drop_tail(min(idle, key=lambda lane: (self._sharers(lane), lane.last_used, lane.branch)))
+            return True
+        if len(self.prefix):  # the index keeps all pages before one that a branch still uses, even if no branch uses those
+            self.prefix.clear()
+            return True
+        holding = [job for job in victims if job.lane.table.pages]
+        if holding:
+            self.drop_pages(holding[-1].lane)
+            self.preempted(holding[-1])
+        return bool(holding)
+
+
+# ---- admission -------------------------------------------------------------------------------------------------------
 
 MAX_BURST = 16
 """direct decode steps on the device between two looks by the host"""

@@ -1,20 +1,317 @@
-"""`Committer`: the transaction at the end of a turn. Tokens, KV and captured rows are committed together or not at all.
+"""Acceptance: which drafts are accepted, and which token follows them.
 
-Rejected drafts are rolled back in the same transaction: they become a rejected branch, which keeps its rows or pages on demand.
+The canonical pass runs over [last token, draft 1, draft 2, ...]. Its row i chooses the token after the first i drafts.
+A draft is accepted if it equals the token chosen from the row before it. At the first mismatch, the chosen token follows.
+So every pass gains at least one token, and the committed tokens do not depend on the drafts.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+import torch
 from torch import Tensor
 
-from replaylens.engine.loop.captured import PassRows
-from replaylens.engine.loop.lane import Lane
-from replaylens.engine.loop.turn import Turn
+from replaylens.engine.lens import lens as readout
+from replaylens.engine.lens.lens import KnownLenses
+from replaylens.engine.loop.lane import Lane, Turn
 from replaylens.engine.memory.pages import PageTable
+from replaylens.engine.memory.path import Path
 from replaylens.engine.memory.tree import ORDINARY, BranchTree, TokenState
-from replaylens.engine.passes.runner import Runner
-from replaylens.engine.request.recording import Chunk
+from replaylens.engine.model.text import Text
+from replaylens.engine.passes.runner import Keep, PassResult, Runner
+from replaylens.engine.request.capture import HEAD_SITES, Chunk, Joined, LensSpec, PassTap, RowSlice
+
+# ---- verify ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one verification says. How much of it is committed is an `Outcome`."""
+
+    chain: int
+    """which of the sibling chains is followed; 0 if all are rejected"""
+    num_accepted: int
+    """the number of its drafts that are accepted"""
+    token: int
+    """the token chosen after them; its KV is not computed yet"""
+
+
+def judge(chains: Sequence[Sequence[int]], choose: Callable[[int, int], int]) -> Verdict:
+    """Accept drafts up to the first mismatch. `choose(chain, row)` returns the token after the first `row` drafts of a chain.
+
+    Precondition: the chains' first drafts differ, so at most one can be accepted. `choose` is not called for rows after the
+    first mismatch.
+    """
+    token = choose(0, 0)
+    followed = next((i for i, chain in enumerate(chains) if chain and chain[0] == token), None)
+    if followed is None:
+        return Verdict(0, 0, token)
+    for accepted, draft in enumerate(chains[followed]):
+        if draft != token:
+            return Verdict(followed, accepted, token)
+        token = choose(followed, accepted + 1)
+    return Verdict(followed, len(chains[followed]), token)
+
+
+def judged(turns: list[Turn], result: PassResult, tree: BranchTree) -> dict[Turn, Verdict]:
+    """A verdict for every turn. Precondition: the pass computed logits for all drafts of the turns.
+
+    A choice that needs only the logits is made on the device, for all turns together; others are made on the host, row by row.
+    """
+    before = list(accumulate((segment.num_logits for segment in result.batch.segments), initial=0))
+    first = {turn: [before[s] for s in turn.segments] for turn in turns}  # the row of the last token of the path
+    verdicts: dict[Turn, Verdict] = {}
+    if result.logits.device.type != "cpu" and (bare := [turn for turn in turns if turn.job.sampling.bare]):
+        verdicts = _by_device(bare, result, first)
+    return verdicts | {turn: _by_host(turn, result, first[turn], tree) for turn in turns if turn not in verdicts}
+
+
+def overruled(turn: Turn, verdict: Verdict, result: PassResult, tree: BranchTree) -> list[int]:
+    """What the verifier chose in its rows after a rejected draft. They follow a token that is not part of the path, so they are
+    void; pictures of the verification show them."""
+    before = sum(segment.num_logits for segment in result.batch.segments[: turn.segments[verdict.chain]])
+    chain, record = turn.chains[verdict.chain], tree.branch(turn.job.lane.branch)
+    return [
+        result.choose(before + row, turn.job.sampling, record.past.path(turn.end, chain[:row]), record.root_length)
+        for row in range(verdict.num_accepted + 1, len(chain) + 1)
+    ]
+
+
+def drafted(turns: list[Turn], result: PassResult, tree: BranchTree) -> dict[Turn, int]:
+    """The next draft of every turn: what its sampling chooses from its row of the fast batch."""
+    before = list(accumulate((segment.num_logits for segment in result.batch.segments), initial=0))
+    row = {turn: before[turn.segments[0]] for turn in turns}
+    drawn = [turn for turn in turns if turn.job.sampling.bare and not turn.job.sampling.plain_greedy]
+    chosen = _drawn_together(drawn, result, row) if result.logits.device.type != "cpu" and drawn else {}
+    for turn in turns:
+        record, window = tree.branch(turn.job.lane.branch), turn.job.window_open
+        assert window is not None
+        if turn not in chosen:
+            path = record.past.path(turn.end, window.chain)
+            chosen[turn] = result.choose(row[turn], turn.job.sampling, path, record.root_length)
+    return chosen
+
+
+def _drawn_together(turns: list[Turn], result: PassResult, row: dict[Turn, int]) -> dict[Turn, int]:
+    """The drafts of turns whose draws need only the logits, in one launch: one by one, each waits for the device."""
+    from replaylens.engine.passes.cuda import draw  # needs triton, as everything on the device does
+
+    positions = [turn.end + len(turn.job.window_open.chain) for turn in turns if turn.job.window_open is not None]
+    logits = result.logits[[row[turn] for turn in turns]]
+    return dict(zip(turns, draw(logits, [turn.job.sampling for turn in turns], positions).tolist(), strict=True))
+
+
+def _by_host(turn: Turn, result: PassResult, first: list[int], tree: BranchTree) -> Verdict:
+    chains, sampling = turn.chains, turn.job.sampling
+    if sampling.plain_greedy:
+        return judge(chains, lambda chain, row: result.greedy[first[chain] + row])
+    record, end = tree.branch(turn.job.lane.branch), turn.end
+    path, num_prompt = record.past.path, record.root_length
+    return judge(
+        chains, lambda chain, row: result.choose(first[chain] + row, sampling, path(end, chains[chain][:row]), num_prompt)
+    )
+
+
+def _by_device(turns: list[Turn], result: PassResult, first: dict[Turn, list[int]]) -> dict[Turn, Verdict]:
+    """Sibling chains start with different drafts, so at most one is accepted; if none is, all yield the same token."""
+    from replaylens.engine.passes.cuda import (
+        Question,
+        answers,  # needs triton, as everything on the device does
+    )
+
+    questions = [
+        Question(row, chain, turn.job.sampling, turn.end)
+        for turn in turns
+        for row, chain in zip(first[turn], turn.chains, strict=True)
+    ]
+    answered = iter(answers(result.logits, questions))
+    verdicts = {}
+    for turn in turns:
+        siblings = [Verdict(i, *next(answered)) for i in range(len(turn.chains))]
+        verdicts[turn] = next((verdict for verdict in siblings if verdict.num_accepted), siblings[0])
+    return verdicts
+
+
+# ---- stops -----------------------------------------------------------------------------------------------------------
+# `Stops`: whether the last token completes a stop string. It decodes the end of the text only, however long the text is.
+
+_FIRST_TRY = 16
+_MARGIN = 4
+"""characters after the first token of an end that may differ from the whole text's: a dropped space, the marks of a word
+piece, the rest of a character that began before"""
+_HALF = "\ufffd"
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+class Stops:
+    """Finds stop strings in generated text.
+
+    A token is the start of an end of the text if the text from it on does not depend on earlier tokens, except for a few
+    characters. Two kinds of token are not: a piece of a character (it decodes to U+FFFD), and a byte of a byte fallback, whose
+    whole run decodes to characters only if all of it is valid. Tokenizers of unknown kind have no such tokens, so their text
+    is decoded from its beginning.
+    """
+
+    def __init__(self, text: Text) -> None:
+        self.text = text
+        self._pieces: dict[int, str] = {}
+
+    def completed(self, stops: Sequence[str], path: Path, first: int) -> bool:
+        """Whether the last token of `path` completes a stop string in the text of the tokens from `first` on.
+
+        A stop string that is already in earlier, forced text does not count.
+        """
+        longest, size, end = max(map(len, stops)), _FIRST_TRY, len(path)
+        while True:
+            start = self._start(path, first, end - size - longest)
+            tokens = path[start:]
+            # Half a character is no text yet.
+            text, before = self.text.decode(tokens), self.text.decode(tokens[:-1]).rstrip(_HALF)
+            if start == first or len(before) - longest + 1 >= len(self._pieces[path[start]]) + _MARGIN:
+                return any(stop in text[max(0, len(before) - len(stop) + 1) :] for stop in stops)
+            size *= 2
+
+    def _start(self, path: Path, first: int, latest: int) -> int:
+        """The last position up to `latest` whose token starts an end of the text; `first` if there is none."""
+        if not self.text.local:
+            return first
+        return next((at for at in range(latest, first, -1) if self._piece(path[at])), first)
+
+    def _piece(self, token: int) -> str:
+        """The text of a token that starts an end; empty for others."""
+        if token not in self._pieces:
+            piece = self.text.token(token)
+            apart = piece.startswith(_HALF) or _BYTE.fullmatch(self.text.name(token)) is not None
+            self._pieces[token] = "" if apart else piece
+        return self._pieces[token]
+
+
+# ---- captured --------------------------------------------------------------------------------------------------------
+# Captured rows on their way from a pass or a burst into the recordings of branches.
+
+SiteRows = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """Z of many rows of a pass."""
+
+    row_of: dict[int, int]
+    """packed row -> row of Z"""
+    emitted: list[int]
+    rows: SiteRows
+
+
+class PassRows:
+    """The captured rows of one pass. They are sent on and read through the lens for all turns together."""
+
+    def __init__(self, runner: Runner, tree: BranchTree, lenses: KnownLenses, tap: PassTap, result: PassResult) -> None:
+        self.runner, self.tree, self.lenses, self.tap, self.result = runner, tree, lenses, tap, result
+        self._ahead: dict[tuple[LensSpec, Keep], _Ahead] = {}
+
+    def send(self, turns: Sequence[Turn]) -> None:
+        """Start the way of all rows that turns may keep to where they are kept."""
+        batch = self.result.batch
+        for keep in ("host", "device"):
+            packed: list[int] = []
+            names: dict[str, None] = {}
+            for turn in turns:
+                spec = turn.job.lane.capture
+                if spec is not None and spec.keep == keep and turn.job.lane.recording is not None:
+                    segments = [(i, batch.segments[i]) for i in turn.segments]
+                    found = [row for i, s in segments for row in self._packed(turn.job.lane, i, s.start, s.end)]
+                    packed += found
+                    names |= dict.fromkeys(site for site in spec.sites if site not in HEAD_SITES and found)
+            self.runner.send(self.tap, tuple(names), packed, batch.num_rows, keep)
+
+    def read_ahead(self, turns: Sequence[Turn], verdicts: Mapping[Turn, Verdict]) -> None:
+        """Read the rows that turns will commit through the lens, all together."""
+        asked: dict[tuple[LensSpec, Keep], tuple[list[int], list[int]]] = {}
+        for turn in turns:
+            spec = turn.job.lane.capture
+            if spec is not None and spec.lens is not None and turn.job.lane.recording is not None:
+                packed, emitted = asked.setdefault((spec.lens, spec.keep), ([], []))
+                for chain in range(len(turn.segments)):
+                    rows, follows = self._following(turn, chain, verdicts.get(turn))
+                    packed += rows
+                    emitted += follows
+        for (lens, keep), (packed, emitted) in asked.items():
+            if packed:
+                z = self._read(lens, keep, packed, emitted)
+                self._ahead[lens, keep] = _Ahead({row: i for i, row in enumerate(packed)}, emitted, z)
+
+    def chunk(self, lane: Lane, segment: int, start: int, emitted: Sequence[int]) -> Chunk:
+        """Rows of a segment from position `start` on; emitted[i] is the token after the i-th of them, -1: none yet."""
+        spec, end = lane.capture, start + len(emitted)
+        assert spec is not None
+        positions = self._kept(lane, start, end)
+        if not positions:
+            return Chunk(start, end, positions, {})
+        packed = self._packed(lane, segment, start, end)
+        parts = [self.tap.take(tuple(site for site in spec.sites if site not in HEAD_SITES), packed, spec.keep)]
+        if head := [site for site in spec.sites if site in HEAD_SITES]:
+            parts.append(self.runner.kept(self.runner.head(self._values(spec.last, packed), head), spec.keep))
+        if spec.lens is not None:
+            parts.append(self._z(spec.lens, spec.keep, packed, [emitted[p - start] for p in positions]))
+        return Chunk(start, end, positions, parts[0] if len(parts) == 1 else Joined(parts))
+
+    def _z(self, lens: LensSpec, keep: Keep, packed: Sequence[int], emitted: list[int]) -> SiteRows:
+        """Z of some rows; read again if they do not end as foreseen, such as at a stop string."""
+        ahead = self._ahead.get((lens, keep))
+        first = ahead.row_of.get(packed[0], -1) if ahead is not None else -1
+        if ahead is None or first < 0 or ahead.emitted[first : first + len(packed)] != emitted:
+            return self._read(lens, keep, packed, emitted)
+        part = RowSlice(ahead.rows, first, first + len(packed))
+        if isinstance(ahead.rows, dict):  # a copy, so that a long-lived branch does not keep the whole pass alive
+            return {name: z.clone() for name, z in part.items()}
+        return part
+
+    def _read(self, lens: LensSpec, keep: Keep, packed: Sequence[int], emitted: list[int]) -> SiteRows:
+        residuals = {site: self._values(site, packed) for site in lens.sites}
+        return self.runner.kept(readout.read_there(lens, self.runner, residuals, emitted, self.lenses.of(lens)), keep)
+
+    def _values(self, site: str, packed: Sequence[int]) -> Tensor:
+        """Rows of a site, where the pass computed them."""
+        value = self.tap.values[site]
+        if packed[-1] - packed[0] == len(packed) - 1:
+            return value[packed[0] : packed[-1] + 1]
+        return value[torch.tensor(packed).to(value.device, non_blocking=True)]
+
+    def _kept(self, lane: Lane, start: int, end: int) -> Sequence[int]:
+        assert lane.capture is not None
+        return lane.capture.positions.kept(start, end, self.tree.branch(lane.branch).root_length)
+
+    def _packed(self, lane: Lane, segment: int, start: int, end: int) -> Sequence[int]:
+        """The packed rows of the positions of [start, end) that the lane keeps."""
+        shift = self.result.batch.row(segment, start) - start
+        kept = self._kept(lane, start, end)
+        return range(kept.start + shift, kept.stop + shift, kept.step) if isinstance(kept, range) else [p + shift for p in kept]
+
+    def _following(self, turn: Turn, chain: int, verdict: Verdict | None) -> tuple[Sequence[int], list[int]]:
+        """(packed rows of one chain that may be committed, the token after each)."""
+        lane, drafts = turn.job.lane, turn.chains[chain]
+        tokens, segment = [*turn.rows, *drafts], turn.segments[chain]
+        follows = [*tokens[1:], -1]
+        if not turn.complete:
+            follows[-1] = self.tree.branch(lane.branch).tokens[turn.end]
+        if verdict is not None and chain == verdict.chain:
+            follows[len(turn.rows) - 1 + verdict.num_accepted] = verdict.token
+        assert lane.recording is not None and lane.capture is not None
+        start = max(turn.start, lane.recording.end - lane.recording.open_end)
+        end = turn.start + len(tokens)
+        if not lane.capture.rejected and verdict is not None:
+            end = turn.end + verdict.num_accepted if chain == verdict.chain else start
+        kept = self._kept(lane, start, max(start, end))
+        return self._packed(lane, segment, start, max(start, end)), [follows[p - turn.start] for p in kept]
+
+
+# ---- commit ----------------------------------------------------------------------------------------------------------
+# `Committer`: the transaction at the end of a turn. Tokens, KV and captured rows are committed together or not at all.
+#
+# Rejected drafts are rolled back in the same transaction: they become a rejected branch, which keeps its rows or pages on
+# demand.
 
 
 @dataclass(frozen=True)
@@ -171,3 +468,50 @@ class Committer:
         if other.recording is not None or job.keep_pages:
             self.lanes[kept] = other
             lane.rejected.append(kept)
+
+
+# ---- endings ---------------------------------------------------------------------------------------------------------
+# `Endings`: where a turn's new tokens end its job, by a stop token, a stop string, an answer or the length.
+
+
+class Endings:
+    """Cuts verdicts at the token that ends the job."""
+
+    def __init__(self, tree: BranchTree, text: Text) -> None:
+        self.tree, self.stops = tree, Stops(text)
+
+    def cut(self, turn: Turn, verdict: Verdict, drafted: int | None = None) -> Outcome:
+        """The verdict up to the token that ends the job, if one does. Mutates the job: counts, finish reason."""
+        job, chain = turn.job, turn.chains[verdict.chain][: verdict.num_accepted]
+        new = [*chain, verdict.token]
+        for i, token in enumerate(new):
+            if job.sampling.stop_tokens and token in job.sampling.stop_tokens:
+                job.finish_reason = "eos"
+            elif job.sampling.stop and self._stops(turn, new[: i + 1]):
+                job.finish_reason = "stop"
+            elif job.until is not None and self._answered(turn, new[: i + 1]):
+                job.finish_reason = "answer"
+            elif job.generated + i + 1 == job.new_tokens:
+                job.finish_reason = "length"
+            if job.finish_reason:
+                new = new[: i + 1]
+                break
+        accepted = min(len(new), verdict.num_accepted)
+        if job.finish_reason and len(new) <= verdict.num_accepted:  # a draft ended it: later ones count as never drafted
+            turn.chains[verdict.chain] = chain[:accepted]
+        job.generated += len(new)
+        if drafted is None:
+            drafted = sum(map(len, turn.chains))
+        job.statistics.count(drafted, min(drafted, accepted), len(new))
+        return Outcome(verdict.chain, accepted, tuple(new[accepted:]))
+
+    def _stops(self, turn: Turn, new: list[int]) -> bool:
+        """Whether the last of the new tokens completes a stop string in the text after the prompt."""
+        record = self.tree.branch(turn.job.lane.branch)
+        return self.stops.completed(turn.job.sampling.stop, record.past.path(turn.end, new), record.root_length)
+
+    def _answered(self, turn: Turn, new: list[int]) -> bool:
+        """Whether the tokens that the job generated, ending with the new ones, are all that its caller wants."""
+        job, record = turn.job, self.tree.branch(turn.job.lane.branch)
+        assert job.until is not None
+        return job.until(record.past.path(turn.end, new)[turn.end - job.generated :])

@@ -11,8 +11,8 @@ import numpy as np
 
 from replaylens.engine.errors import BadRequest, EngineError, OutOfPages
 from replaylens.engine.memory.pages import PageTable
-from replaylens.engine.memory.past import Mark, Path
-from replaylens.engine.model.weights import weights_hash
+from replaylens.engine.memory.path import Mark, Path
+from replaylens.engine.model.loading import weights_hash
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.passes.runner import PassResult, Runner
 from replaylens.engine.request.edits import Hook

@@ -8,15 +8,65 @@ from dataclasses import dataclass, field
 from weakref import ReferenceType
 
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.loop.window import Window
 from replaylens.engine.memory.pages import PageTable
-from replaylens.engine.memory.past import Mark
+from replaylens.engine.memory.path import Mark, Path
 from replaylens.engine.memory.prefix import Trail
-from replaylens.engine.request.capture import CaptureSpec
+from replaylens.engine.request.capture import CaptureSpec, Recording
 from replaylens.engine.request.edits import Hook
 from replaylens.engine.request.placed import PlacedEdit
-from replaylens.engine.request.recording import Recording
 from replaylens.engine.request.sampling import Sampling
+
+# ---- window ----------------------------------------------------------------------------------------------------------
+# `Window`: drafts that a deterministic request collects from the fast path, one per step, until they are verified together.
+#
+# They are no tokens of the branch: nobody sees them before the verification, and dropping them costs only time.
+
+
+@dataclass(eq=False)
+class Window:
+    """Up to `count` drafts after position `at` - 1, the last token of the path."""
+
+    at: int
+    """the first draft's position"""
+    count: int
+    chain: list[int] = field(default_factory=list)
+    ended: bool = False
+    """whether nothing can follow the chain, or the fast path failed"""
+    _pages: list[int] | None = None
+    """the pages that hold the KV of the rows run so far; None: no row was run"""
+
+    @property
+    def full(self) -> bool:
+        """Whether the drafts wait for their verification."""
+        return self.ended or len(self.chain) >= self.count
+
+    @property
+    def num_missing(self) -> int:
+        """The steps until it is full."""
+        return 0 if self.full else self.count - len(self.chain)
+
+    def num_rows(self, table: PageTable, page_size: int) -> int:
+        """The rows that the next draft takes: one, or all again if the KV of earlier rows is gone."""
+        return 1 if self._kept(table, page_size) else 1 + len(self.chain)
+
+    def rows(self, path: Path, table: PageTable, page_size: int) -> tuple[int, list[int]]:
+        """(first position, tokens) of the rows that the next draft takes."""
+        if self._kept(table, page_size):
+            return self.at - 1 + len(self.chain), self.chain[-1:]
+        return self.at - 1, [path[-1], *self.chain]
+
+    def add(self, token: int, stop_tokens: tuple[int, ...], table: PageTable, page_size: int) -> None:
+        """Mutates: one more draft. Precondition: its rows were run into the pages of `table`."""
+        self.chain.append(token)
+        self.ended = token in stop_tokens
+        self._pages = table.pages[(self.at - 1) // page_size :]
+
+    def _kept(self, table: PageTable, page_size: int) -> bool:
+        """Whether the KV of earlier rows is where it was written. A page that was shared in the meantime is replaced."""
+        return self._pages is not None and self._pages == table.pages[(self.at - 1) // page_size :]
+
+
+# ---- lane ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -186,3 +236,43 @@ def raise_first(jobs: Sequence[Job]) -> None:
             raise errors[0]
         finally:
             errors.clear()
+
+
+# ---- turn ------------------------------------------------------------------------------------------------------------
+# `Turn`: what one job does in one step of the loop.
+
+
+@dataclass(eq=False)
+class Turn:
+    """Rows [start, end) of the job's branch, followed by sibling chains of drafts.
+
+    `tables[i]` has private room for the rows and chain i. tables[0] is the lane's own; the others belong to the turn and are
+    released when it ends.
+    """
+
+    job: Job
+    start: int
+    rows: list[int]
+    complete: bool
+    """whether the rows reach the branch's last token, so that the next one can be chosen"""
+    num_drafts: int = 0
+    drafting: bool = False
+    """whether it takes one row of the fast batch, for the next draft of the job's open window, and decides nothing"""
+    burst: int = 0
+    """direct decode steps that the device takes on its own; 0: an ordinary pass"""
+    tables: list[PageTable] = field(default_factory=list)
+    chains: list[list[int]] = field(default_factory=lambda: [[]])
+    segments: list[int] = field(default_factory=list)
+    """the index of each chain's segment in the packed pass"""
+    closed: bool = False
+    """whether the turn is committed or abandoned"""
+
+    @property
+    def end(self) -> int:
+        """The position after the last row; the first draft's position."""
+        return self.start + len(self.rows)
+
+    @property
+    def deciding(self) -> bool:
+        """Whether the pass decides what comes next."""
+        return self.complete and self.job.remaining > 0 and not self.drafting

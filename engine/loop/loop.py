@@ -3,34 +3,240 @@
 The package's docstring (`engine/loop/__init__.py`) walks through one turn.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from replaylens.engine.errors import EngineBug, EngineError
-from replaylens.engine.lens.known import KnownLenses
-from replaylens.engine.loop.admission import Admission
-from replaylens.engine.loop.captured import PassRows
-from replaylens.engine.loop.commit import Committer, Outcome
-from replaylens.engine.loop.drafters import Chains, Drafter
-from replaylens.engine.loop.endings import Endings
-from replaylens.engine.loop.lane import Job, Lane
-from replaylens.engine.loop.packer import Packer
-from replaylens.engine.loop.queue import JobQueue, Listener
-from replaylens.engine.loop.reservations import Reservations
-from replaylens.engine.loop.turn import Turn
-from replaylens.engine.loop.verify import Verdict, drafted, judged, overruled
-from replaylens.engine.memory.prefix import PrefixIndex
-from replaylens.engine.memory.tree import BranchTree, TokenState
+from replaylens.engine.errors import BadRequest, ClosedBranch, EngineBug, EngineError
+from replaylens.engine.lens.lens import KnownLenses
+from replaylens.engine.loop.admission import Admission, Reservations
+from replaylens.engine.loop.commit import Committer, Endings, Outcome, PassRows, Verdict, drafted, judged, overruled
+from replaylens.engine.loop.drafters import Chains, DraftCall, Drafter
+from replaylens.engine.loop.lane import Job, Lane, Turn
+from replaylens.engine.memory.prefix import PrefixIndex, Trail
+from replaylens.engine.memory.tree import BranchStatus, BranchTree, TokenState
 from replaylens.engine.model.text import Text
 from replaylens.engine.passes.batch import Segment
-from replaylens.engine.passes.finite import finite, not_finite
-from replaylens.engine.passes.runner import Runner
+from replaylens.engine.passes.runner import Runner, finite, not_finite
+from replaylens.engine.proof.trace import path_digest
 from replaylens.engine.request.capture import PassTap
+from replaylens.engine.request.placed import page_keys
 
 if TYPE_CHECKING:
-    from replaylens.engine.passes.bursts import Bursts
+    from replaylens.engine.passes.bursts import Bursts, Place, Wanted
+
+# ---- queue -----------------------------------------------------------------------------------------------------------
+# `JobQueue`: the unfinished jobs of a loop, from `submit` to their end, and the listeners that hear of them.
+
+Listener = Callable[[dict[str, Any]], None]
+"""is called with every event: submit, draft, draft_failed, verdict, preempt, finish"""
+
+
+class JobQueue:
+    """Accepts jobs, closes those that are done and ends those that fail. `jobs` has the unfinished ones, oldest first."""
+
+    def __init__(
+        self, runner: Runner, tree: BranchTree, prefix: PrefixIndex, drafters: dict[str, Drafter], max_rows: int
+    ) -> None:
+        self.runner, self.tree, self.prefix, self.drafters, self.max_rows = runner, tree, prefix, drafters, max_rows
+        self.jobs: list[Job] = []
+        self.listeners: list[Listener] = []
+
+    def submit(self, job: Job) -> None:
+        """Queue a job for `step`. A job that can never be served ends at once, with an error."""
+        self.notify("submit", job)
+        if refusal := self.refusal(job):
+            self.end(job, refusal)
+        else:
+            self.close_if_done(job)
+        self.jobs += [] if job.done else [job]
+
+    def refusal(self, job: Job) -> EngineError | None:
+        """Why a job cannot be served, regardless of other jobs' load; None: it can."""
+        record, vocab = self.tree.branch(job.lane.branch), self.runner.model.config.vocab_size
+        if job.lane.unread or any(other.lane is job.lane for other in self.jobs):
+            return BadRequest(f"Branch {record.id} is busy with another request. Finish it or close its stream first.")
+        if record.status is BranchStatus.REJECTED:
+            return ClosedBranch(f"Branch {record.id} is rejected. Fork it to continue from its tokens.")
+        if not record.tokens:
+            return BadRequest(f"Branch {record.id} has no tokens. Force at least one before generating.")
+        drafts = job.forced_drafts or {}
+        named = [
+            *job.sampling.logit_bias,
+            *job.sampling.stop_tokens,
+            *(t for chains in drafts.values() for chain in chains for t in chain),
+        ]
+        if bad := [t for t in named if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab]:
+            return BadRequest(
+                f"Token {bad[0]!r} in logit_bias, stop_tokens or drafts is not in the vocabulary of {vocab} tokens."
+            )
+        width = self.drafters[job.drafter].width if job.new_tokens else 1
+        rows = [min(job.window or 1, job.new_tokens) * width]
+        rows += [min(1 + max(map(len, chains)), job.new_tokens) * len(chains) for chains in drafts.values() if chains]
+        if max(rows) > self.max_rows:
+            return BadRequest(
+                f"A window of {max(rows)} rows does not fit into a pass of {self.max_rows}. Use a smaller window."
+            )
+        return None
+
+    def end(self, job: Job, error: Exception | None = None) -> None:
+        """Stop a job, cancelled or failed. Committed tokens stay; forced tokens without KV are removed."""
+        job.done, job.error = True, error
+        self._drop_window(job)
+        record = self.tree.branch(job.lane.branch)
+        if TokenState.DRAFT in record.states:
+            self.tree.rollback(record.id, record.states.index(TokenState.DRAFT))
+            job.lane.tokens_gone(len(record.tokens))
+        self._finish(job, "error" if error else "cancelled")
+
+    def _drop_window(self, job: Job) -> None:
+        """Mutates: forgets drafts that are not verified yet, with their pages."""
+        if job.window_open is not None:
+            job.window_open = None
+            self.runner.pool.truncate(job.lane.table, min(job.lane.computed, job.lane.table.length))
+
+    def preempted(self, job: Job) -> None:
+        """Mutates: forgets the drafts of a job that lost its pages."""
+        job.window_open = None
+        self.notify("preempt", job)
+
+    def close_if_done(self, job: Job) -> None:
+        """Mutates: a job with all its tokens and rows is done, and its whole pages are offered to the prefix index."""
+        allowed = 1 if job.new_tokens and not job.final else 0  # a generated token's own row may stay pending
+        if job.remaining == 0 and job.num_waiting(len(self.tree.branch(job.lane.branch).tokens)) <= allowed:
+            lane, job.done = job.lane, True
+            if lane.certified:
+                keys = page_keys(lane.edits, len(lane.table.pages), self.runner.pool.page_size) if lane.edits else None
+                self._offer(lane, keys)
+            self._finish(job, job.finish_reason)
+
+    def _offer(self, lane: Lane, keys: list[bytes] | None) -> None:
+        """Index the lane's whole pages; without edits, only those after the pages that it offered before."""
+        past, size = self.tree.branch(lane.branch).past, self.runner.pool.page_size
+        before, kept = lane.offered if lane.offered is not None else (None, past.mark(0))
+        if keys is not None or before is None or kept.length < before.num_pages * size:  # other edits, or rolled back
+            before = Trail()
+        self.prefix.offer(lane.table, past.tokens, lane.computed, keys, before)
+        lane.offered = (before, past.mark(before.num_pages * size)) if keys is None else None
+
+    def remove(self, job: Job) -> None:
+        """Mutates: stops a job that is not done and removes it from the queue; nothing happens if it is in no queue."""
+        if job in self.jobs and not job.done:
+            self.end(job)
+        self.jobs = [other for other in self.jobs if other is not job]
+
+    def forget_done(self) -> None:
+        """Mutates: removes the jobs that are done."""
+        self.jobs = [job for job in self.jobs if not job.done]
+
+    def end_all(self, error: Exception) -> None:
+        """Mutates: ends every job with the error."""
+        for job in self.jobs:
+            if not job.done:
+                self.end(job, error)
+        self.jobs = []
+
+    def _finish(self, job: Job, reason: str | None) -> None:
+        job.lane.statistics.add(job.statistics)
+        if self.listeners:  # the digest reads the whole path
+            tokens = self.tree.branch(job.lane.branch).tokens
+            self.notify("finish", job, reason=reason, generated=job.generated, length=len(tokens), path=path_digest(tokens))
+
+    def notify(self, event: str, job: Job, **details: Any) -> None:
+        """Calls every listener with the event."""
+        for listener in self.listeners:
+            listener({"event": event, "branch": job.lane.branch, **details})
+
+
+# ---- packer ----------------------------------------------------------------------------------------------------------
+# `Packer`: what a turn brings into a pass, a burst or a drafter's call. It changes nothing.
+
+
+class Packer:
+    """Reads turns: their rows, the sites to keep of them, their place in a burst."""
+
+    def __init__(self, runner: Runner, tree: BranchTree, committer: Committer) -> None:
+        self.runner, self.tree, self.committer = runner, tree, committer
+
+    def segments(self, turn: Turn) -> list[Segment]:
+        """The rows of a turn in a pass: those of its next draft, or its own followed by each of its chains."""
+        lane, window = turn.job.lane, turn.job.window_open
+        if turn.drafting and window is not None:
+            path = self.tree.branch(lane.branch).past.path(turn.end)
+            start, tokens = window.rows(path, lane.table, self.runner.pool.page_size)
+            return [Segment(lane.table, start, tokens, 1, lane.edits, lane.hooks)]
+        pairs = zip(turn.tables, turn.chains, strict=False)
+        return [
+            Segment(table, turn.start, turn.rows + chain, len(chain) + 1 if turn.deciding else 0, lane.edits, lane.hooks)
+            for table, chain in pairs
+        ]
+
+    def needed(self, turn: Turn) -> frozenset[str]:
+        """The sites that a pass must keep for a turn. Empty if it captures none of the turn's positions."""
+        lane = turn.job.lane
+        if lane.capture is None or lane.recording is None:
+            return frozenset()
+        longest = turn.end + max(map(len, turn.chains))
+        return lane.capture.needed() if self.committer.kept(lane, turn.start, longest) else frozenset()
+
+    def place(self, turn: Turn, steps: int) -> "Place":
+        """A turn's row in a burst: the last token of its path, or of its window's drafts."""
+        from replaylens.engine.passes.bursts import Place  # needs triton, as everything on the device does
+
+        job = turn.job
+        if not turn.drafting:
+            wanted = self._wanted(turn, steps)
+            return Place(turn.rows[-1], turn.start, turn.tables[0], job.sampling, job.lane.edits, wanted)
+        (row,) = self.segments(turn)
+        return Place(row.tokens[-1], row.start, row.table, job.sampling, job.lane.edits)
+
+    def _wanted(self, turn: Turn, steps: int) -> "Wanted | None":
+        """What a turn captures in a burst; None: nothing."""
+        from replaylens.engine.passes.bursts import Wanted
+
+        spec, lane = turn.job.lane.capture, turn.job.lane
+        if spec is None or lane.recording is None:
+            return None
+        kept = self.committer.kept(lane, self.committer.first_to_record(turn), turn.start + steps)
+        return Wanted(spec, [position - turn.start for position in kept])
+
+    def has_one_row(self, turn: Turn) -> bool:
+        """Whether the turn's pass would have a single row. A window whose pages were replaced runs all its rows again."""
+        window = turn.job.window_open
+        if not turn.drafting or window is None:
+            return True
+        return window.num_rows(turn.job.lane.table, self.runner.pool.page_size) == 1
+
+    def call(self, turn: Turn) -> DraftCall:
+        """What the turn's drafter is asked. Recorded chains, of a trace or of the job's window, are proposed as they are."""
+        job, record = turn.job, self.tree.branch(turn.job.lane.branch)
+        recorded = job.forced_drafts.get(turn.end) if job.forced_drafts is not None else None
+        if job.window_open is not None:
+            recorded = [job.window_open.chain]
+        return DraftCall(
+            path=record.past.path(len(record.tokens)),
+            num_prompt=record.root_length,
+            count=turn.num_drafts,
+            sampling=job.sampling,
+            tables=turn.tables,
+            branch=record.id,
+            recorded=recorded,
+            edits=job.lane.edits,
+            hooks=job.lane.hooks,
+        )
+
+    def check_canary(self, turn: Turn) -> None:
+        """In debug mode, check that the KV the pass will read is the branch's own."""
+        if self.runner.cache.chain is not None:
+            tokens = self.tree.branch(turn.job.lane.branch).tokens[: turn.start]
+            for table in turn.tables:
+                self.runner.cache.check(tokens, self.runner.pool.slots(table, 0, turn.start))
+            if turn.job.lane.recording is not None:
+                turn.job.lane.recording.check_integrity()
+
+
+# ---- loop ------------------------------------------------------------------------------------------------------------
 
 
 class Loop:

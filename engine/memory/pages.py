@@ -1,28 +1,220 @@
-"""`PagePool`: reference-counted KV pages. It only counts; `KVCache` owns the bytes and makes the copies.
+"""`PageTable`, and `PageRun`: pages that several tables begin with, counted once for all of them.
 
-| what                                    | who may write there              | who frees it                        |
-|-----------------------------------------|----------------------------------|-------------------------------------|
-| [0, length), page with one reference    | the table's owner, by `reserve`  | `truncate` / `release` of the table |
-| [0, length), page with more references  | nobody; `reserve` replaces it    | the `drop` of the last reference    |
-| [length, end of the last page)          | nobody before a `reserve`        | freed with its page                 |
-| page 0, the null page                   | nobody: it stays zero            | never owned, never free             |
+A fork takes hold of the run that its parent's pages end with, and a release lets go of it: one number changes, however many
+pages the run has. Runs lie on each other like the branches of a tree. Each has one reference to each of its pages, and drops
+them when nobody holds it any more.
 
-A table of `length` positions always has exactly ceil(length / page_size) pages. Its first ones may belong to a `PageRun` that
-other tables hold as well; the others have a reference of the table's own.
+    pages of a table:   [0, run.start) of the runs below | [run.start, run.end) of `run` | [run.end, ...) its own
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from replaylens.engine.errors import BadPage, BadPoolSize, BadRange, ClosedTable, OutOfPages
-from replaylens.engine.memory.page_runs import PageRun
-from replaylens.engine.memory.page_runs import PageTable as PageTable
-from replaylens.engine.memory.recount import NULL_PAGE as NULL_PAGE
-from replaylens.engine.memory.recount import PoolNumbers, recount
+from replaylens.engine.errors import BadPage, BadPoolSize, BadRange, ClosedTable, IntegrityError, OutOfPages
+
+# ---- page runs -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class PageRun:
+    """Pages [start, end) of every table that holds it. Only `PagePool` changes it."""
+
+    below: "PageRun | None"
+    """what it lies on: pages [0, start)"""
+    start: int
+    pages: list[int]
+    """at least one"""
+    holders: int = 1
+    """tables whose last run it is, and runs that lie on it"""
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.pages)
+
+    def chain(self) -> "Iterator[PageRun]":
+        """This run and those below it, downwards."""
+        run: PageRun | None = self
+        while run is not None:
+            yield run
+            run = run.below
+
+    def split(self, at: int) -> "PageRun":
+        """Mutates: this run keeps its pages from `at` on. The others become a run below it, which is returned. Nobody's pages
+        change. Precondition: start < at < end."""
+        count = at - self.start
+        lower = PageRun(self.below, self.start, self.pages[:count])
+        self.below, self.start, self.pages = lower, at, self.pages[count:]
+        return lower
+
+    def hold(self, end: int) -> "PageRun | None":
+        """Mutates: one more holder of the first `end` pages, for a table that ends there. None: nothing is left to hold.
+
+        Precondition: `end` is not beyond this run.
+        """
+        found: PageRun | None = self
+        while found is not None and found.start >= end:
+            found = found.below
+        if found is not None and found.end > end:
+            found = found.split(end)
+        if found is not None:
+            found.holders += 1
+        return found
+
+
+@dataclass(slots=True, eq=False)
+class PageTable:
+    """The pages of positions [0, length) of one branch. Only `PagePool` changes it; its owner releases it."""
+
+    pages: list[int] = field(default_factory=list)
+    """all of them, those of its runs included"""
+    length: int = 0
+    closed: bool = False
+    run: PageRun | None = None
+    """the last run that it holds"""
+
+    @property
+    def num_held(self) -> int:
+        """How many of its first pages belong to runs."""
+        return self.run.end if self.run is not None else 0
+
+
+# ---- recount ---------------------------------------------------------------------------------------------------------
+# `recount`: every reference to a page counted again, and the faults that this can find.
+
+NULL_PAGE = 0
+"""padding of page tables points here; it is never a real page, so that a zeroed entry is recognised as a fault"""
+
+
+class CountedPool(Protocol):
+    """What is counted again: a `PagePool`."""
+
+    num_pages: int
+    page_size: int
+    _refcounts: list[int]
+    _free: list[int]
+
+
+@dataclass(frozen=True)
+class PoolNumbers:
+    """The counts of `PagePool.check_integrity`."""
+
+    num_pages: int
+    page_size: int
+    num_free: int
+    num_shared: int
+    num_tables: int
+    num_positions: int
+    num_table_references: int
+    num_retained: int
+
+    def __str__(self) -> str:
+        return (
+            f"pool: {self.num_pages} pages of {self.page_size} = {self.num_free} free "
+            f"+ {self.num_pages - self.num_free} used ({self.num_shared} shared); "
+            f"references: {self.num_table_references} from {self.num_tables} tables of {self.num_positions} positions "
+            f"+ {self.num_retained} retained"
+        )
+
+
+def recount(pool: CountedPool, tables: Sequence[PageTable], retained: Sequence[int]) -> PoolNumbers:
+    """`PagePool.check_integrity`."""
+    users: Counter[int] = Counter(retained)
+    references: Counter[int] = Counter(retained)
+    for number, table in enumerate(tables):
+        _check_table(pool, number, table)
+        users.update(table.pages)
+        references.update(table.pages[table.num_held :])
+    for run in _check_runs(tables):
+        references.update(run.pages)
+    _check_free_list(pool)
+    if pool._refcounts[NULL_PAGE] or references[NULL_PAGE]:
+        owned = max(pool._refcounts[NULL_PAGE], references[NULL_PAGE])
+        raise IntegrityError(f"The null page {NULL_PAGE} has {owned} references. It must have none.")
+    for page in range(1, pool.num_pages + 1):
+        if pool._refcounts[page] != references[page]:
+            raise IntegrityError(
+                f"Page {page}: reference count {pool._refcounts[page]}, but {references[page]} references found."
+            )
+    return PoolNumbers(
+        num_pages=pool.num_pages,
+        page_size=pool.page_size,
+        num_free=len(pool._free),
+        num_shared=sum(count > 1 for count in users.values()),
+        num_tables=len(tables),
+        num_positions=sum(table.length for table in tables),
+        num_table_references=users.total() - len(retained),
+        num_retained=len(retained),
+    )
+
+
+def _check_table(pool: CountedPool, number: int, table: PageTable) -> None:
+    pages, length = table.pages, table.length
+    if table.closed and (pages or length):
+        raise IntegrityError(f"Table {number} is closed but has {len(pages)} pages and length {length}.")
+    if length < 0 or len(pages) != -(-length // pool.page_size):
+        raise IntegrityError(f"Table {number}: length {length} with {len(pages)} pages of {pool.page_size}.")
+    for index, page in enumerate(pages):
+        if not 1 <= page <= pool.num_pages:
+            raise IntegrityError(f"Table {number}: entry {index} is page {page}, outside 1..{pool.num_pages}.")
+    for page, count in Counter(pages).items():
+        if count > 1:
+            raise IntegrityError(f"Table {number}: page {page} occurs {count} times.")
+
+
+def _check_runs(tables: Sequence[PageTable]) -> list[PageRun]:
+    """All runs of the tables, each once, with the holders that they should have."""
+    found: dict[int, PageRun] = {}
+    holders: Counter[int] = Counter()
+    for number, table in enumerate(tables):
+        holders.update([id(table.run)] * (table.run is not None))
+        for run in [] if table.run is None else table.run.chain():
+            if table.pages[run.start : run.end] != run.pages or (run.below.end if run.below else 0) != run.start:
+                raise IntegrityError(
+                    f"Table {number}: its pages {run.start} to {run.end - 1} are not those of the run that it holds."
+                )
+            if id(run) not in found:
+                found[id(run)] = run
+                holders.update([id(run.below)] * (run.below is not None))
+    for run in found.values():
+        if run.holders != holders[id(run)]:
+            raise IntegrityError(
+                f"Run of pages {run.pages[0]} to {run.pages[-1]}: {run.holders} holders counted, {holders[id(run)]} found."
+            )
+    return list(found.values())
+
+
+def _check_free_list(pool: CountedPool) -> None:
+    for page, count in Counter(pool._free).items():
+        if not 1 <= page <= pool.num_pages:
+            raise IntegrityError(f"Free list: page {page} is outside 1..{pool.num_pages}.")
+        if count > 1:
+            raise IntegrityError(f"Free list: page {page} occurs {count} times.")
+        if pool._refcounts[page]:
+            raise IntegrityError(f"Free list: page {page} has reference count {pool._refcounts[page]}.")
+    lost = set(range(1, pool.num_pages + 1)) - set(pool._free)
+    for page in sorted(lost):
+        if pool._refcounts[page] == 0:
+            raise IntegrityError(f"Free list: page {page} has reference count 0 but is not listed (leaked).")
+
+
+# ---- pages -----------------------------------------------------------------------------------------------------------
+# `PagePool`: reference-counted KV pages. It only counts; `KVCache` owns the bytes and makes the copies.
+#
+# | what                                    | who may write there              | who frees it                        |
+# |-----------------------------------------|----------------------------------|-------------------------------------|
+# | [0, length), page with one reference    | the table's owner, by `reserve`  | `truncate` / `release` of the table |
+# | [0, length), page with more references  | nobody; `reserve` replaces it    | the `drop` of the last reference    |
+# | [length, end of the last page)          | nobody before a `reserve`        | freed with its page                 |
+# | page 0, the null page                   | nobody: it stays zero            | never owned, never free             |
+#
+# A table of `length` positions always has exactly ceil(length / page_size) pages. Its first ones may belong to a `PageRun`
+# that other tables hold as well; the others have a reference of the table's own.
 
 
 @dataclass(frozen=True, slots=True)

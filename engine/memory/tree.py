@@ -20,8 +20,7 @@ from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from replaylens.engine.errors import BadRange, BadRollback, BadTransition, ClosedBranch, IntegrityError, UnknownBranch
-from replaylens.engine.memory.past import Past
-from replaylens.engine.memory.path import PathStates, TokenPath
+from replaylens.engine.memory.path import Past, PathStates, TokenPath
 from replaylens.engine.memory.path import TokenState as TokenState
 
 PROMPT, ACCEPTED, PENDING, DRAFT, REJECTED = TokenState

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from replaylens.engine.errors import BadRequest, OtherModel
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder, scaled_logits
-from replaylens.engine.model.rotary import inverse_frequencies
-from replaylens.engine.model.torch_ops import SequenceOps
+from replaylens.engine.model.layers import inverse_frequencies
+from replaylens.engine.model.ops import SequenceOps
 
 NUM_TOKENS = 32
 USUAL, LARGEST = 1e-5, 1e-3

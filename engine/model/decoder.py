@@ -5,14 +5,174 @@ import math
 import torch
 from torch import Tensor, nn
 
-from replaylens.engine.model.config import ModelConfig
-from replaylens.engine.model.latent import LatentAttention
-from replaylens.engine.model.layers import Linear, Norm
-from replaylens.engine.model.mixture import Mixture
-from replaylens.engine.model.ops import AttentionSpec, Heads, Ops, RowOps
-from replaylens.engine.model.rotary import Rotary, rotary_table
-from replaylens.engine.model.tap import Tap, observer, tapped, wanted
-from replaylens.engine.model.torch_ops import softcap
+from replaylens.engine.model.config import ModelConfig, barred, sigmoid, without_barred
+from replaylens.engine.model.layers import Experts, HeadLinear, Linear, Norm, Rotary, rotary_table
+from replaylens.engine.model.ops import AttentionSpec, Heads, Ops, RowOps, Tap, observer, softcap, tapped, wanted
+
+# ---- latent ----------------------------------------------------------------------------------------------------------
+# `LatentAttention`: multi-head latent attention (DeepSeek-V2 and V3), whose cache holds one short vector per position.
+#
+# All heads' keys and values are products of one latent per position, l = norm(x W_a): k_h = [l K_h ; r] and v_h = l V_h, with
+# one rotated part r that all heads share. Only [l ; r] is kept. Since q_h . (l K_h) = (q_h K_h^T) . l, queries are multiplied
+# with K_h^T instead of keys with K_h ("absorbed"), and values are made after the weighted sum: sum_j p_j (l_j V_h) =
+# (sum_j p_j l_j) V_h. So the attention itself is that of many query heads over one key head [l ; r], which is also the value.
+
+NORM_EPS = 1e-6
+"""of the norms of latents, whatever the config says of the other norms"""
+
+
+class LatentAttention(nn.Module):
+    """Latent attention up to its output product."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        assert config.latent is not None
+        latent, heads, turned = config.latent, config.num_heads, config.rotary_dim
+        self.heads, self.width, self.rank, self.turned = heads, latent.d_value, latent.rank, turned
+        self.plain = config.d_head - turned
+        """dimensions of queries and keys that are not rotated"""
+        site = f"blocks.{layer}.attn."
+        self.q_a_site, self.kv_a_site = site + "q_a_layernorm.hook_in", site + "kv_a_layernorm.hook_in"
+        self.q_latent_site, self.latent_site = site + "hook_q_latent", site + "hook_kv_latent"
+        self.rotated_q_site, self.rotated_k_site = site + "hook_rot_q", site + "hook_rot_k"
+        self.q_site, self.k_site, self.v_site = (f"{site}hook_{part}" for part in "qkv")
+        self.pattern_site, self.scores_site = site + "hook_pattern", site + "hook_attn_scores"
+        self.z_site = site + "o.hook_in"
+        self.spec = AttentionSpec.of(config, layer)
+        rank = latent.query_rank
+        self.q_a = Linear(config.d_model, rank, config.qkv_bias) if rank else None
+        self.q_a_norm = Norm(rank, "rms", NORM_EPS) if rank else None
+        self.q = Linear(rank or config.d_model, heads * config.d_head, bias=False)
+        self.kv_a = Linear(config.d_model, latent.rank + turned, config.qkv_bias)
+        self.kv_a_norm = Norm(latent.rank, "rms", NORM_EPS)
+        self.k = HeadLinear(heads, latent.rank, self.plain)
+        self.v = HeadLinear(heads, latent.rank, latent.d_value)
+        self.o = Linear(heads * latent.d_value, config.d_model, config.out_bias)
+
+    def forward(self, x: Tensor, rotary: Rotary | None, ops: Ops, tap: Tap | None) -> Tensor:
+        """x [rows, d_model], normed -> the heads' outputs, [rows, heads * d_value]"""
+        assert rotary is not None
+        plain, turned = self._queries(x, ops, tap).split([self.plain, self.turned], dim=-1)
+        turned = tapped(tap, self.rotated_q_site, ops.rotate(turned, rotary))
+        latent, shared = ops.linear(x, self.kv_a).split([self.rank, self.turned], dim=-1)
+        latent = tapped(tap, self.latent_site, ops.norm(tapped(tap, self.kv_a_site, latent), self.kv_a_norm))
+        shared = tapped(tap, self.rotated_k_site, ops.rotate(shared[:, None], rotary))  # [rows, 1, turned]
+        if wanted(tap, self.q_site):
+            q = tapped(tap, self.q_site, torch.cat([plain, turned], dim=-1))
+            plain, turned = q.split([self.plain, self.turned], dim=-1)
+        self._show(latent, shared, ops, tap)
+        absorbed = torch.cat([ops.by_head(plain, self.k.weight.transpose(1, 2)), turned], dim=-1)
+        key = torch.cat([latent[:, None], shared], dim=-1)  # [rows, 1, rank + turned]
+        seen = ops.attend(Heads(absorbed, key, key), self.spec, observer(tap, self.pattern_site, self.scores_site))
+        z = ops.by_head(seen[..., : self.rank], self.v.weight)
+        return tapped(tap, self.z_site, z).reshape(x.shape[0], -1)
+
+    def _queries(self, x: Tensor, ops: Ops, tap: Tap | None) -> Tensor:
+        """[rows, heads, d_head], before the rotation"""
+        if self.q_a is not None and self.q_a_norm is not None:
+            x = tapped(tap, self.q_a_site, ops.linear(x, self.q_a))
+            x = tapped(tap, self.q_latent_site, ops.norm(x, self.q_a_norm))
+        return ops.linear(x, self.q).view(len(x), self.heads, -1)
+
+    def _show(self, latent: Tensor, shared: Tensor, ops: Ops, tap: Tap | None) -> None:
+        """Each head's keys and values, computed beside the pass, and only if the tap wants them."""
+        if not wanted(tap, self.k_site, self.v_site):
+            return
+        every = latent[:, None].expand(-1, self.heads, -1)
+        if wanted(tap, self.k_site):
+            keys = ops.by_head(every, self.k.weight)
+            tapped(tap, self.k_site, torch.cat([keys, shared.expand(-1, self.heads, -1)], dim=-1))
+        if wanted(tap, self.v_site):
+            tapped(tap, self.v_site, ops.by_head(every, self.v.weight))
+
+
+# ---- mixture ---------------------------------------------------------------------------------------------------------
+# `Mixture`: a mixture of experts in the place of an MLP, with its router and its shared expert.
+
+
+class SharedExpert(nn.Module):
+    """An MLP that every row goes to, beside its chosen experts."""
+
+    def __init__(self, config: ModelConfig, width: int) -> None:
+        super().__init__()
+        self.gated, self.kind = config.gated_mlp, config.activation
+        self.up = Linear(config.d_model, width * (2 if config.gated_mlp else 1), config.mlp_bias)
+        self.down = Linear(width, config.d_model, config.mlp_bias)
+
+    def forward(self, x: Tensor, ops: RowOps) -> Tensor:
+        """x [rows, d_model] -> [rows, d_model]"""
+        return ops.linear(ops.linear_activate(x, self.up, self.kind, self.gated), self.down)
+
+
+class Mixture(nn.Module):
+    """Router, experts and shared expert: each row goes to a few experts, whose weighted outputs are added."""
+
+    correction: Tensor | None
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        mixture = config.mixture
+        assert mixture is not None  # `config.sparse(layer)` holds
+        self.routing, self.kind, self.num_experts = mixture.routing, config.activation, mixture.num_experts
+        site = f"blocks.{layer}.mlp."
+        self.logits_site, self.choice_site = site + "gate.hook_out", site + "gate.hook_choice"
+        self.chosen_site, self.weights_site = site + "gate.hook_expert_indices", site + "gate.hook_expert_weights"
+        self.post_site, self.each_site = site + "experts.hook_expert_post", site + "experts.hook_expert_out"
+        self.experts_site = site + "experts.hook_out"
+        self.shared_site, self.shared_gate_site = site + "shared_expert.hook_out", site + "shared_expert_gate.hook_out"
+        self.router = Linear(config.d_model, mixture.num_experts, mixture.router_bias)
+        self.correction = (
+            nn.Parameter(torch.empty(mixture.num_experts, dtype=torch.float32)) if mixture.routing.correction else None
+        )
+        self.experts = Experts(mixture.num_experts, config.d_model, mixture.d_expert, config.gated_mlp, mixture.bias)
+        self.shared = SharedExpert(config, mixture.d_shared) if mixture.d_shared else None
+        self.shared_gate = Linear(config.d_model, 1, bias=False) if mixture.shared_gate else None
+
+    @property
+    def own_sites(self) -> tuple[str, ...]:
+        """All sites within it."""
+        router = (self.logits_site, self.choice_site, self.chosen_site, self.weights_site)
+        return (*router, self.post_site, self.each_site, self.experts_site, self.shared_site, self.shared_gate_site)
+
+    def adds(self, tap: Tap | None) -> bool:
+        """Whether `forward` can add the residual stream itself: nobody wants the sum of the experts without it."""
+        return self.shared is None and not wanted(tap, self.experts_site)
+
+    def forward(self, x: Tensor, ops: RowOps, tap: Tap | None, residual: Tensor | None = None) -> Tensor:
+        """x [rows, d_model], normed -> [rows, d_model]
+
+        residual  the residual stream, to add; only if `adds`
+        """
+        chosen, weights = self._route(x, ops, tap)
+        hidden = tapped(tap, self.post_site, ops.experts_hidden(x, chosen, self.experts, self.kind))
+        outs = tapped(tap, self.each_site, ops.experts_out(hidden, chosen, self.experts))
+        mixed = tapped(tap, self.experts_site, ops.combine(outs, weights, residual))
+        if self.shared is None:
+            return mixed
+        shared = tapped(tap, self.shared_site, self.shared(x, ops))
+        if self.shared_gate is not None:
+            shared = shared * sigmoid(tapped(tap, self.shared_gate_site, ops.linear(x, self.shared_gate)))
+        return mixed + shared
+
+    def _route(self, x: Tensor, ops: RowOps, tap: Tap | None) -> tuple[Tensor, Tensor]:
+        """The chosen experts and their weights: [rows, top] each."""
+        logits = tapped(tap, self.logits_site, ops.linear(x, self.router))
+        if not wanted(tap, self.choice_site):
+            chosen, weights = ops.route(logits, self.routing, self.correction)
+        else:
+            scores = tapped(tap, self.choice_site, ops.choice_scores(logits, self.routing, self.correction))
+            chosen = ops.choose(scores, self.routing)
+            weights = ops.weigh(without_barred(logits, scores, chosen), chosen, self.routing)
+            weights = weights.masked_fill(barred(scores, chosen), 0.0)  # a softmax over nothing else is not a number
+        tapped(tap, self.chosen_site, chosen)
+        if wanted(tap, self.weights_site):
+            spread = ops.spread(weights, chosen, self.num_experts)
+            edited = tapped(tap, self.weights_site, spread)
+            weights = weights if edited is spread else edited.gather(-1, chosen)
+        return chosen, weights
+
+
+# ---- decoder ---------------------------------------------------------------------------------------------------------
 
 NormSites = tuple[str, str, str]
 """the sites of a norm: what it divides by, its result before the weights, its result"""

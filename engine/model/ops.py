@@ -4,18 +4,29 @@ The decoder is wiring only. Its `Ops` decide how a product, a norm or an attenti
 sequences (`torch_ops.py`), canonically over pages, or fast.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from replaylens.engine.model.config import Activation, ModelConfig
-from replaylens.engine.model.experts import Experts
-from replaylens.engine.model.layers import Linear, Norm
-from replaylens.engine.model.rotary import Rotary
-from replaylens.engine.model.routing import Routing
+from replaylens.engine.model.config import (
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
+    Activation,
+    ModelConfig,
+    Routing,
+    choice_scores,
+    choose,
+    sigmoid,
+    weigh,
+)
+from replaylens.engine.model.layers import Experts, Linear, Norm, Rotary, expert_products
+
+# ---- ops -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -169,3 +180,231 @@ class Ops(RowOps, Protocol):
         Ops with a cache keep keys and values for later passes. `observe`, if given, is shown pattern and scores.
         """
         ...
+
+
+# ---- tap -------------------------------------------------------------------------------------------------------------
+# `Tap`: who sees, and may replace, the values at the sites of a pass.
+
+
+class Tap(Protocol):
+    """Sees, and may replace, the values at the named sites."""
+
+    def wants(self, site: str) -> bool:
+        """Whether to call `__call__` at this site; called once per site and pass."""
+        ...
+
+    def __call__(self, site: str, value: Tensor) -> Tensor:
+        """The value to continue with: [rows, ...]. Must not change `value` in place."""
+        ...
+
+
+def wanted(tap: Tap | None, *sites: str) -> bool:
+    """Whether the tap wants any of the sites."""
+    return tap is not None and any(tap.wants(site) for site in sites)
+
+
+def tapped(tap: Tap | None, site: str, value: Tensor) -> Tensor:
+    return tap(site, value) if tap is not None and tap.wants(site) else value
+
+
+def observer(tap: Tap | None, pattern_site: str, scores_site: str) -> Observer | None:
+    """Shows the inside of an attention to the tap. None: it wants neither pattern nor scores."""
+    pattern, scores = wanted(tap, pattern_site), wanted(tap, scores_site)
+    if tap is None or not (pattern or scores):
+        return None
+    return Observer(partial(tap, pattern_site) if pattern else None, partial(tap, scores_site) if scores else None)
+
+
+# ---- torch ops -------------------------------------------------------------------------------------------------------
+# `TorchOps` and `SequenceOps`: the arithmetic of a decoder in plain PyTorch, differentiable, over whole sequences.
+
+
+class TorchOps:
+    """Everything except attention, in plain PyTorch: any device, any dtype, differentiable."""
+
+    def linear(self, x: Tensor, linear: Linear) -> Tensor:
+        return x @ linear.weight if linear.bias is None else torch.addmm(linear.bias, x, linear.weight)
+
+    def unembed(self, x: Tensor, table: Tensor) -> Tensor:
+        return F.linear(x, table)
+
+    def norm_heads(self, q_norm: Norm, k_norm: Norm, rotary: Rotary) -> bool:
+        return False
+
+    def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        width, weight = (x.shape[-1],), None if norm.by_head else norm.weight
+        if norm.kind == "layer":
+            out = F.layer_norm(x, width, weight, None if norm.by_head else norm.bias, norm.eps)
+        else:
+            out = F.rms_norm(x, width, weight, norm.eps)
+        return weighted(out, norm) if norm.by_head else out
+
+    def norm_pair(self, q: Tensor, k: Tensor, q_norm: Norm, k_norm: Norm) -> tuple[Tensor, Tensor]:
+        return self.norm(q, q_norm), self.norm(k, k_norm)
+
+    def norm_parts(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        if norm.kind == "layer":
+            x = x - x.mean(-1, keepdim=True)
+        scale = (x.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+        return scale, x / scale
+
+    def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
+        angles, half = rotary.rows, rotary.table.shape[-1]
+        cos, sin = angles[:, None, 0].to(x.dtype), angles[:, None, 1].to(x.dtype)  # [rows, 1, half]
+        a, b = x[..., :half], x[..., half : 2 * half]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]], dim=-1)
+
+    def turned(self, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, with the pending rotation applied."""
+        if heads.rotary is None:
+            return heads.q, heads.k, heads.v
+        return self.rotate(heads.q, heads.rotary), self.rotate(heads.k, heads.rotary), heads.v
+
+    def activate(self, x: Tensor, kind: Activation, gated: bool) -> Tensor:
+        if not gated:
+            return _ACTIVATIONS[kind](x)
+        gate, up = x.chunk(2, dim=-1)
+        return clamped_swiglu(gate, up) if kind == "clamped_swiglu" else _ACTIVATIONS[kind](gate) * up
+
+    def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
+        return residual + self.linear(x, linear)
+
+    def linear_activate(self, x: Tensor, linear: Linear, kind: Activation, gated: bool) -> Tensor:
+        return self.activate(self.linear(x, linear), kind, gated)
+
+    def route(self, logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+        chosen = self.choose(self.choice_scores(logits, routing, correction), routing)
+        return chosen, self.weigh(logits, chosen, routing)
+
+    def choice_scores(self, logits: Tensor, routing: Routing, correction: Tensor | None) -> Tensor:
+        return choice_scores(logits.float(), routing, correction)
+
+    def choose(self, scores: Tensor, routing: Routing) -> Tensor:
+        return choose(scores, routing)
+
+    def weigh(self, logits: Tensor, chosen: Tensor, routing: Routing) -> Tensor:
+        return weigh(logits.float(), chosen, routing)
+
+    def spread(self, weights: Tensor, chosen: Tensor, experts: int) -> Tensor:
+        return weights.new_zeros(len(weights), experts).scatter(-1, chosen, weights)
+
+    def expert_product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The rows of one expert, any number of them [rows, inputs], times its weight [inputs, outputs]."""
+        return x @ weight
+
+    def real_rows(self, rows: int) -> int:
+        """How many of these rows are not padding, which needs no experts."""
+        return rows
+
+    def experts_hidden(self, x: Tensor, chosen: Tensor, experts: Experts, kind: Activation) -> Tensor:
+        pre = expert_products(x, chosen, experts.up, experts.up_bias, self.expert_product, self.real_rows(len(x)))
+        return self.activate(pre, kind, experts.gated)
+
+    def experts_out(self, hidden: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
+        real = self.real_rows(len(hidden))
+        return expert_products(hidden, chosen, experts.down, experts.down_bias, self.expert_product, real)
+
+    def combine(self, outs: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
+        total: Tensor | None = None
+        for out, weight in zip(outs.unbind(1), weights.unbind(1), strict=True):
+            part = (out * weight[:, None]).to(outs.dtype)  # in float32, then rounded
+            total = part if total is None else total + part
+        assert total is not None  # at least one expert is chosen
+        return total if residual is None else residual + total
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """GPT-OSS's gated activation, built like the other ones from exp."""
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return (up + 1) * (gate * sigmoid(gate * SWIGLU_ALPHA))
+
+
+def weighted(x: Tensor, norm: Norm) -> Tensor:
+    """x [..., heads, width], normed, times each head's weights, plus their biases. Elementwise, hence canonical anywhere."""
+    return x * norm.weight if norm.bias is None else x * norm.weight + norm.bias
+
+
+class SequenceOps(TorchOps):
+    """Whole sequences packed one after the other, without a cache: for training, and as the reference of the other ops."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = list(lengths)
+
+    def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
+        q, k, v = self.turned(heads)
+        if len(set(self.lengths)) == 1:
+            return self._attend_batch(q, k, v, spec, observe, self.lengths[0], heads.sinks)
+        if observe is not None:
+            raise ValueError("The attention pattern of ragged sequences is not one tensor. Give sequences of equal length.")
+        pieces = zip(q.split(self.lengths), k.split(self.lengths), v.split(self.lengths), strict=True)
+        return torch.cat([self._attend_batch(*piece, spec, None, len(piece[0]), heads.sinks) for piece in pieces])
+
+    def _attend_batch(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: AttentionSpec,
+        observe: Observer | None,
+        length: int,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        rows, heads, d_head = q.shape
+        fold = lambda x: x.view(rows // length, length, x.shape[1], d_head).transpose(1, 2)  # noqa: E731
+        q, k, v = fold(q), fold(k), fold(v)  # [sequences, heads, length, d_head]
+        group = heads // k.shape[1]
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        mask = visible(torch.arange(length, device=q.device), length, spec.window)
+        if spec.softcap or spec.slopes or sinks is not None or observe is not None:
+            scores = softcap(q @ k.transpose(-1, -2) * spec.scale, spec.softcap)
+            if spec.slopes:
+                scores = scores + position_bias(spec.slopes, length, scores)[:, None]
+            hidden = scores.masked_fill(~mask, float("-inf"))
+            if sinks is not None:
+                hidden = torch.cat([hidden, sinks.view(-1, 1, 1).expand(*hidden.shape[:-1], 1)], dim=-1)
+            pattern = hidden.softmax(-1)[..., :length]
+            shown = lambda x: x.transpose(1, 2).reshape(rows, heads, length)  # noqa: E731
+            if observe is not None and observe.scores is not None:
+                observe.scores(shown(scores.masked_fill(~mask, MASKED)))
+            if observe is not None and observe.pattern is not None:
+                observe.pattern(shown(pattern))
+            out = pattern @ v
+        elif spec.window:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale)
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.scale)
+        return out.transpose(1, 2).reshape(rows, heads, d_head)
+
+
+def visible(positions: Tensor, num_keys: int, window: int) -> Tensor:
+    """Which keys each row sees: [rows, num_keys], key j at position j."""
+    keys = torch.arange(num_keys, device=positions.device)
+    seen = keys[None, :] <= positions[:, None]
+    return seen & (keys[None, :] > positions[:, None] - window) if window else seen
+
+
+def position_bias(slopes: Sequence[float], num_keys: int, like: Tensor) -> Tensor:
+    """What ALiBi adds to the scores of keys 0, 1, ...: [heads, num_keys].
+
+    It depends on the key alone: a row's distance to it differs by a constant, which a softmax does not see. So the sums of a
+    row do not depend on which rows are computed with it.
+    """
+    keys = torch.arange(num_keys, device=like.device, dtype=like.dtype)
+    return torch.tensor(slopes, device=like.device, dtype=like.dtype)[:, None] * keys
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """Squash into (-cap, cap); 0: unchanged."""
+    return torch.tanh(x / cap) * cap if cap else x

@@ -1,12 +1,20 @@
 """`Source`: tensors by their Hugging Face names, from files or from a model in memory."""
 
+import json
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
-from replaylens.engine.errors import BadWeights, MissingTensor
+from replaylens.engine.errors import BadWeights, MissingTensor, NotEnoughMemory
+from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.decoder import Decoder
+
+# ---- source ----------------------------------------------------------------------------------------------------------
 
 HEAD = "lm_head.weight"
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -70,3 +78,158 @@ class Source:
         here = self.begins[1]
         mine = (name for name in self.names - set(self.shapes) if name.startswith((here, "lm_head.")))
         return sorted(name for name in mine if not _NO_WEIGHT.search(name.removeprefix(here)))
+
+
+# ---- shards ----------------------------------------------------------------------------------------------------------
+# `Shards`: the tensors of a folder of safetensors files, read one by one.
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAPPED_BYTES = 1 << 28
+"""how much is read before files are mapped anew, which returns the memory of what was read"""
+
+
+class Shards:
+    """All tensors of a folder, one file or sharded by an index. BadWeights names the file at fault.
+
+    Files are mapped into memory. The pages that were read of a mapping count as memory of the process until it ends. So files
+    are closed once much was read: only the mappings of tensors that are still in use remain.
+    """
+
+    def __init__(self, folder: Path, files: list[str] | None = None) -> None:
+        """files  their names; default: those of a model"""
+        self.folder = folder
+        self.names: dict[str, str] = {}
+        """tensor -> its file"""
+        self._open: dict[str, Any] = {}
+        self._mapped = 0
+        for file in weight_files(folder) if files is None else files:
+            for name in self._handle(file).keys():  # noqa: SIM118 (not a dict)
+                if name in self.names:
+                    raise BadWeights(
+                        f"Tensor {name} is both in {self.names[name]} and in {file}. Is one left from an earlier save?"
+                    )
+                self.names[name] = file
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, in a mapping of its file or a copy of it."""
+        x: Tensor = self._handle(self.names[name]).get_tensor(name)
+        self._mapped += x.nbytes
+        if self._mapped > MAPPED_BYTES:
+            self._open.clear()
+            self._mapped = 0
+        return x
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            self._open[file] = _opened(self.folder / file)
+        return self._open[file]
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The names of a folder's weight files, present or not."""
+    index = folder / INDEX_FILE
+    if not index.exists():
+        return [WEIGHTS_FILE]
+    try:
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        bad = [name for name in files if Path(name).name != name]
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise BadWeights(f"{index} is not an index of shards ({e!r}). Copy it again.") from None
+    if bad:
+        raise BadWeights(f"{index} points outside its folder: {bad}.")
+    if (folder / WEIGHTS_FILE).exists() and WEIGHTS_FILE not in files:  # transformers would read this one alone
+        raise BadWeights(f"{folder} holds both {WEIGHTS_FILE} and {index.name}, which may be two models. Remove one.")
+    return files
+
+
+def _opened(file: Path) -> Any:
+    if not file.exists():
+        raise BadWeights(f"{file} is missing. Only safetensors checkpoints are read (no pickle).")
+    try:
+        return safe_open(file, framework="pt")
+    except Exception as e:
+        raise BadWeights(f"{file} is not a readable safetensors file: {e}") from e
+
+
+# ---- filler ----------------------------------------------------------------------------------------------------------
+# `Filler`: a decoder that receives its weights one by one, so that they are in memory only once.
+
+_ROWS = 512
+"""rows of a source tensor that are transposed together: they fit into a cache"""
+
+
+class Filler:
+    """Copies each weight to its device, in its dtype, as it is set (`filler[name] = tensor`). The given one can be freed."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str = "cpu") -> None:
+        with torch.device("meta"):
+            self.model = Decoder(config)
+        self.dtype, self.device = dtype, device
+        self.wanted = {name: tuple(x.shape) for name, x in self.model.state_dict().items()}
+        self._held: dict[str, Tensor] = {}
+        self._seen: set[str] = set()
+        self._faults: list[str] = []
+
+    def __setitem__(self, name: str, x: Tensor) -> None:
+        """Mutates: takes a copy of one weight. A fault is noted, and `finished` names it."""
+        self._seen.add(name)
+        if name not in self.wanted:
+            self._faults.append(f"{name} is not part of this model")
+        elif tuple(x.shape) != self.wanted[name]:
+            self._faults.append(f"{name} has shape {tuple(x.shape)}, the config asks for {self.wanted[name]}")
+        elif not x.is_floating_point():
+            self._faults.append(f"{name} holds {x.dtype}, not floating-point numbers")
+        else:
+            copied = self._copied(name, x)
+            if not _finite(copied):
+                self._faults.append(f"{name} holds NaN or infinity as {self.dtype}")
+            self._held[name] = copied
+
+    def _copied(self, name: str, x: Tensor) -> Tensor:
+        try:
+            return _copied(x, self.dtype, self.device)
+        except (torch.OutOfMemoryError, RuntimeError) as e:  # a CPU's allocator has no error of its own
+            if not isinstance(e, torch.OutOfMemoryError) and "alloc" not in str(e):
+                raise
+            held = sum(x.nbytes for x in self._held.values())
+            raise NotEnoughMemory(
+                f"{self.device} has no memory for {name} in {self.dtype}, after {held / 1e9:.1f} GB of weights: {e}. "
+                "Use a smaller model, or free memory."
+            ) from e
+
+    def finished(self) -> Decoder:
+        """The model, without gradients; BadWeights names the tensors at fault."""
+        missing = [f"{name} is missing (shape {shape})" for name, shape in self.wanted.items() if name not in self._seen]
+        if faults := missing + self._faults:
+            shown = "; ".join(faults[:8]) + (f"; and {len(faults) - 8} more" if len(faults) > 8 else "")
+            raise BadWeights(f"The weights do not fit the config: {shown}. Check that config and weights belong together.")
+        self.model.load_state_dict(self._held, assign=True)
+        return self.model.requires_grad_(False).eval().to(self.device)
+
+
+def _copied(x: Tensor, dtype: torch.dtype, device: str) -> Tensor:
+    """A contiguous copy: the source may be a file or a model that changes later."""
+    x = x.detach()
+    out = torch.empty(x.shape, dtype=dtype, device=device)
+    if x.is_contiguous() or out.device.type != "cpu" or x.device.type != "cpu":
+        return out.copy_(x.to(out.device))  # transposed there, if need be
+    _transpose(x, out)
+    return out
+
+
+def _transpose(x: Tensor, out: Tensor) -> None:
+    """Mutates `out`. Converting and transposing in one step would be three times slower."""
+    if x.dim() > 2:
+        for source, target in zip(x, out, strict=True):
+            _transpose(source, target)
+    elif x.dim() < 2:
+        out.copy_(x)
+    else:
+        for first in range(0, x.shape[1], _ROWS):
+            out[:, first : first + _ROWS].copy_(x[:, first : first + _ROWS].contiguous())
+
+
+def _finite(x: Tensor) -> bool:
+    """Whether all numbers are finite, without a second copy of them: NaN and infinity are found among the extremes."""
+    return x.numel() == 0 or bool(torch.isfinite(torch.stack(torch.aminmax(x))).all())

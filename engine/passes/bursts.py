@@ -6,9 +6,11 @@ graph: after every step their rows leave for the host, while the next step runs.
 commits them like accepted drafts. A request that ends within the burst drops the tokens after its end.
 """
 
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -18,21 +20,189 @@ from torch import Tensor
 
 from replaylens.engine.errors import EngineBug
 from replaylens.engine.memory.pages import PageTable, page_matrix
-from replaylens.engine.passes.burst_rows import BurstRows, StepBlock, StepRows
-from replaylens.engine.passes.choice import seeds, temperatures
-from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps
-from replaylens.engine.passes.pile import Pile, piles
-from replaylens.engine.passes.program import EditProgram, EditShape, ProgramTap, rows_of
-from replaylens.engine.passes.recorded import kept, recorded
+from replaylens.engine.passes.cuda import (
+    CanonicalCudaOps,
+    FastCudaOps,
+    KeyLayout,
+    LevelShape,
+    Sharing,
+    find_sharing,
+    room,
+    seeds,
+    temperatures,
+)
+from replaylens.engine.passes.edits_cuda import EditProgram, EditShape, ProgramTap, rows_of
+from replaylens.engine.passes.graphs import kept, recorded
 from replaylens.engine.passes.runner import Keep, Runner
-from replaylens.engine.passes.sharing import KeyLayout, LevelShape, Sharing, find_sharing, room
-from replaylens.engine.passes.shipment import Shipment, SiteGroup
-from replaylens.engine.request.capture import CaptureSpec, LensSpec, PassTap, Rows
+from replaylens.engine.passes.transfer import Shipment, SiteGroup
+from replaylens.engine.request.capture import CaptureSpec, LensSpec, PassTap, PickableRows, Rows
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.kernels.launch import next_power_of_2
-from replaylens.kernels.paged import PagedRows
 from replaylens.kernels.sample import sample_logits
+from replaylens.kernels.shared import PagedRows
+
+# ---- burst rows ------------------------------------------------------------------------------------------------------
+# The captured rows of a burst: `BurstRows`, made of `StepBlock`s, and `StepRows` for one request.
+
+
+@dataclass(frozen=True)
+class StepBlock:
+    """The captured rows of some requests in consecutive steps."""
+
+    rows: Shipment
+    """[steps held, ...] of every site, step by step"""
+    held: Sequence[int]
+    """the requests"""
+    steps: int
+
+    def of(self, request: int) -> range:
+        """The rows of one request."""
+        if request not in self.held:
+            return range(0)
+        return range(self.held.index(request), self.steps * len(self.held), len(self.held))
+
+
+class BurstRows:
+    """The captured rows of a burst, in blocks of one step or several."""
+
+    def __init__(self, num_requests: int, sparse: Callable[["BurstRows"], object]) -> None:
+        self.blocks: dict[Keep, list[StepBlock]] = {"host": [], "device": []}
+        self._live = self._all = num_requests
+        self._views: weakref.WeakSet[StepRows] = weakref.WeakSet()
+        self._sparse = sparse
+
+    def view(self, request: int, keep: Keep, names: Mapping[str, str]) -> "StepRows":
+        """The rows of one request, one per step that keeps it. names: site -> name in the blocks"""
+        view = StepRows(self, request, keep, names)
+        self._views.add(view)
+        return view
+
+    def dropped(self) -> None:
+        """Mutates: one view is gone. If few are left, they move out, so that the rest can be freed."""
+        self._live -= 1
+        if self._live * 4 < self._all <= (self._live + 1) * 4 and self._live:
+            self._sparse(self)
+
+    def compact(self) -> None:
+        """Mutates: every view takes a copy of its rows and lets go of the burst. Lost rows stay for their readers to see."""
+        if not any(block.rows.lost for blocks in self.blocks.values() for block in blocks):
+            for view in list(self._views):
+                view.own()
+
+
+class StepRows(PickableRows):
+    """The rows of one request in a burst, stacked when somebody looks."""
+
+    def __init__(self, burst: BurstRows, request: int, keep: Keep, names: Mapping[str, str]) -> None:
+        self._burst: BurstRows | None = burst
+        self._request, self._keep, self._names = request, keep, names
+        self._rows: Rows = {}
+
+    def __getitem__(self, site: str) -> Tensor:
+        self.own()  # all sites together: one by one, picking rows out of every step takes longer than copying them
+        return self._rows[site]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def own(self) -> None:
+        """Mutates: copies the rows and lets go of the burst."""
+        burst = self._burst  # read once: another thread may be here, too, with the same result
+        if burst is None:
+            return
+        found = self._joined([(block, block.of(self._request)) for block in burst.blocks[self._keep]])
+        self._rows = found
+        self._burst = None
+        burst.dropped()
+
+    def picked(self, numbers: Sequence[int]) -> Rows:
+        """Some of the rows, by their number, without copying the others."""
+        burst = self._burst
+        if burst is None:
+            return {site: rows[list(numbers)] for site, rows in self._rows.items()}
+        blocks = burst.blocks[self._keep]
+        places = [(block, row) for block in blocks for row in block.of(self._request)]
+        chosen = groupby((places[number] for number in numbers), key=lambda place: id(place[0]))
+        found = [(some[0][0], [row for _, row in some]) for some in (list(them) for _, them in chosen)]
+        return self._joined(found or [(blocks[0], [])])
+
+    def _joined(self, places: Sequence[tuple[StepBlock, Sequence[int]]]) -> Rows:
+        """Copies of these rows, in this order, by site."""
+        wanted, found = set(self._names.values()), Rows()
+        places = [(block, rows) for block, rows in places if rows] or places[:1]
+        for number, (names, _) in enumerate(places[0][0].rows.groups()):
+            if picked := [place for place, name in enumerate(names) if name in wanted]:
+                chosen = slice(None) if len(picked) == len(names) else picked
+                joined = torch.cat([block.rows.groups()[number][1][chosen][:, _index(rows)] for block, rows in places], dim=1)
+                found |= {names[place]: x for place, x in zip(picked, joined, strict=True)}
+        return {site: found[name] for site, name in self._names.items()}
+
+    def __del__(self) -> None:
+        if self._burst is not None:
+            self._burst.dropped()
+
+
+def _index(rows: Sequence[int]) -> slice | list[int]:
+    return slice(rows.start, rows.stop, rows.step) if isinstance(rows, range) else list(rows)
+
+
+# ---- pile ------------------------------------------------------------------------------------------------------------
+# `Pile`: captured rows of consecutive decode steps, gathered on the device until they are worth a transfer.
+
+ENOUGH = 1 << 20
+"""bytes of a transfer: with fewer, events between the graphs of two steps cost more than copies"""
+
+
+@dataclass
+class Pile:
+    """The rows of some requests in consecutive steps: [sites, steps requests, ...], step by step."""
+
+    steps: range
+    held: Sequence[int]
+    """the requests; a range from 0 where these are the first ones"""
+    groups: list[SiteGroup] = field(default_factory=list)
+    _index: Tensor | None = None
+
+    def add(self, step: int, staged: list[SiteGroup]) -> bool:
+        """Mutates: takes the step's rows out of `staged` [sites, requests, ...]. Returns whether all steps are there."""
+        count = len(self.held)
+        if step == self.steps[0]:
+            room = count * len(self.steps)
+            self.groups = [(names, x.new_empty(len(x), room, *x.shape[2:])) for names, x in staged]
+            if staged and not isinstance(self.held, range):
+                self._index = torch.tensor(self.held).to(staged[0][1].device, non_blocking=True)
+        at = (step - self.steps[0]) * count
+        for (_, x), (_, target) in zip(staged, self.groups, strict=True):
+            target[:, at : at + count] = x[:, :count] if self._index is None else x.index_select(1, self._index)
+        return step == self.steps[-1]
+
+
+def piles(held: Sequence[Sequence[int]], row_bytes: int) -> list[Pile]:
+    """Piles for the requests whose rows are kept in each step: neighbours with the same ones, up to ENOUGH bytes together."""
+    found: list[Pile] = []
+    for step, some in enumerate(held):
+        if not some:
+            continue
+        last = found[-1] if found else None
+        most = max(1, ENOUGH // max(1, row_bytes * len(some)))
+        if last is not None and last.steps.stop == step and last.held == some and len(last.steps) < most:
+            last.steps = range(last.steps.start, step + 1)
+        else:
+            found.append(Pile(range(step, step + 1), some))
+    return found
+
+
+# ---- bursts ----------------------------------------------------------------------------------------------------------
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """numbers of requests that have their own graph; others are padded up"""

@@ -5,35 +5,414 @@ is canonical. The fast path uses the library's products and splits the keys of a
 differently at every size.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from replaylens.engine.errors import UnsupportedModel
+from replaylens.engine.errors import BadEdit, UnsupportedModel
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import page_matrix
-from replaylens.engine.model.config import Activation
-from replaylens.engine.model.layers import Linear, Norm
-from replaylens.engine.model.ops import AttentionSpec, Heads, Observer
-from replaylens.engine.model.rotary import Rotary
-from replaylens.engine.model.torch_ops import weighted
-from replaylens.engine.passes.batch import Batch
-from replaylens.engine.passes.cuda_experts import ExpertOps
-from replaylens.engine.passes.cut_pairs import cut_pairs
-from replaylens.engine.passes.sharing import KeyLayout, Sharing, find_sharing
-from replaylens.kernels.activation import activation
-from replaylens.kernels.attention import attention
-from replaylens.kernels.edges import cut_edges
-from replaylens.kernels.heads import head_matmul, head_plan
-from replaylens.kernels.matmul import matmul
+from replaylens.engine.model.config import Activation, ModelConfig, Routing
+from replaylens.engine.model.layers import Experts, Linear, Norm, Rotary
+from replaylens.engine.model.ops import AttentionSpec, Heads, Observer, weighted
+from replaylens.engine.passes.batch import Batch, SharedRun, shared_runs
+from replaylens.engine.request.placed import PATTERN, PlacedEdit
+from replaylens.engine.request.sampling import Sampling
+from replaylens.kernels import grouped, route
+from replaylens.kernels.attention import MAX_REST, MAX_VALUES, attention
+from replaylens.kernels.edges import HIDDEN, REPLACED, CutPairs, cut_edges
+from replaylens.kernels.launch import KV_BLOCK, attention_tile, grouped_rows, heads_together, next_power_of_2
+from replaylens.kernels.matmul import head_matmul, head_plan, matmul
+from replaylens.kernels.norm import activation, norm_pair, norm_scale
 from replaylens.kernels.norm import norm as norm_kernel
-from replaylens.kernels.norm import norm_pair, norm_scale
-from replaylens.kernels.norm_rope import can_fuse, norm_rotate_and_store
-from replaylens.kernels.paged import PagedRows, plan_tiles
-from replaylens.kernels.plan import Plan
-from replaylens.kernels.rope import rotate, rotate_and_store, store
+from replaylens.kernels.rope import can_fuse, norm_rotate_and_store, rotate, rotate_and_store, store
+from replaylens.kernels.route import Plan, plan, sorted_plan
+from replaylens.kernels.sample import judge, sample_logits
+from replaylens.kernels.shared import PagedRows, SharedKeys, SharedLevel, plan_tiles, rows_per_tile
 from replaylens.kernels.split import split_attention
+
+# ---- choice ----------------------------------------------------------------------------------------------------------
+# Sampling and draft verification on a CUDA device. Only two numbers per chain go to the host.
+
+
+@dataclass(frozen=True)
+class Question:
+    """Which drafts of a chain are accepted, and which token is next? Precondition: the sampling is `bare`."""
+
+    row: int
+    """row of logits that verifies the first draft; the rows of the drafts follow it"""
+    drafts: Sequence[int]
+    sampling: Sampling
+    position: int
+    """of the first draft"""
+
+
+def answers(logits: Tensor, questions: Sequence[Question]) -> list[tuple[int, int]]:
+    """(number of accepted drafts, next token) for each question. logits [rows, vocab]"""
+    chosen = draw(logits, *_rows(questions, len(logits)))
+    longest = max(len(q.drafts) for q in questions)
+    table = [[*q.drafts, *[-1] * (longest - len(q.drafts)), q.row, len(q.drafts)] for q in questions]
+    packed = torch.tensor(table, device=logits.device)  # [chains, longest + 2]
+    drafts, first, length = (x.contiguous() for x in (packed[:, :longest], packed[:, longest], packed[:, longest + 1]))
+    return [(accepted, token) for accepted, token in torch.stack(judge(chosen, drafts, first, length), 1).tolist()]
+
+
+def draw(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
+    """One token per row of logits [rows, vocab]: [rows] int64, on the device. `positions` are those of the drawn tokens."""
+    if not any(sampling.temperature for sampling in samplings):
+        return sample_logits(logits)[0]
+    position = torch.tensor(positions, device=logits.device)
+    return sample_logits(logits, seeds(samplings, logits.device), position, temperatures(samplings, logits.device))[0]
+
+
+def seeds(samplings: Sequence[Sampling], device: torch.device) -> Tensor:
+    """The unsigned seeds, reinterpreted as int64: [rows]."""
+    return torch.tensor([s.seed - 2**64 if s.seed >= 2**63 else s.seed for s in samplings], device=device)
+
+
+def temperatures(samplings: Sequence[Sampling], device: torch.device) -> Tensor:
+    """[rows] float64; 0 means greedy."""
+    return torch.tensor([float(s.temperature) for s in samplings], dtype=torch.float64, device=device)
+
+
+def _rows(questions: Sequence[Question], rows: int) -> tuple[list[Sampling], list[int]]:
+    """Sampling and position of every row. Rows without a question are greedy."""
+    samplings, positions = [Sampling()] * rows, [0] * rows
+    for q in questions:
+        for i in range(len(q.drafts) + 1):
+            samplings[q.row + i], positions[q.row + i] = q.sampling, q.position + i
+    return samplings, positions
+
+
+# ---- cuda experts ----------------------------------------------------------------------------------------------------
+# The arithmetic of mixtures of experts on a CUDA device: routing, and products of each row with its experts.
+#
+# Every kernel gives a row the same bits at any number of rows, whatever the other rows choose. The host never learns which
+# experts are chosen, so that passes with experts run inside CUDA graphs.
+
+
+def require_supported(config: ModelConfig) -> None:
+    """UnsupportedModel if the kernels cannot compute a model of this config."""
+    if config.slopes:
+        raise UnsupportedModel("ALiBi is not supported on CUDA: the kernel adds nothing to scores. Use device='cpu'.")
+    if config.latent is not None and (config.latent.rank > MAX_VALUES or config.rotary_dim > MAX_REST):
+        raise UnsupportedModel(
+            f"Latents of {config.latent.rank} and rotated keys of {config.rotary_dim} dimensions are not supported on CUDA: "
+            f"the kernel has room for {MAX_VALUES} and {MAX_REST}. Use device='cpu'."
+        )
+
+
+@lru_cache(maxsize=64)
+def _spec(routing: Routing) -> route.RouteSpec:
+    return route.RouteSpec(
+        routing.top,
+        routing.kind,
+        routing.normalised,
+        routing.scale,
+        routing.groups,
+        routing.chosen_groups,
+        routing.group_best,
+        routing.jitter,
+    )
+
+
+class ExpertOps:
+    """The part of `RowOps` that belongs to experts."""
+
+    _planned: tuple[Tensor, Plan] | None = None
+    """the last plan and what it was made for: both products of a layer use it"""
+
+    _routed: tuple[Tensor, Tensor] | None = None
+    """the last weights of chosen experts, and those of all: the kernel stores both"""
+
+    def route(self, logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+        chosen, weights, spread = route.route(logits, _spec(routing), correction)
+        self._routed = weights, spread
+        return chosen, weights
+
+    def spread(self, weights: Tensor, chosen: Tensor, experts: int) -> Tensor:
+        known = self._routed
+        if known is not None and known[0] is weights:
+            return known[1]
+        return weights.new_zeros(len(weights), experts).scatter(-1, chosen, weights)
+
+    def choice_scores(self, logits: Tensor, routing: Routing, correction: Tensor | None) -> Tensor:
+        return route.choice_scores(logits, _spec(routing), correction)
+
+    def choose(self, scores: Tensor, routing: Routing) -> Tensor:
+        return route.choose(scores.contiguous(), _spec(routing))
+
+    def weigh(self, logits: Tensor, chosen: Tensor, routing: Routing) -> Tensor:
+        return route.weigh(logits, chosen.contiguous(), _spec(routing))
+
+    def experts_hidden(self, x: Tensor, chosen: Tensor, experts: Experts, kind: Activation) -> Tensor:
+        made = self._plan(chosen, experts)
+        hidden = grouped.grouped_matmul(x, experts.up, experts.up_bias, made, chosen.shape[1], kind, experts.gated)
+        return hidden.unflatten(0, chosen.shape)
+
+    def experts_out(self, hidden: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
+        made = self._plan(chosen, experts)
+        pairs = hidden.flatten(0, 1)
+        return grouped.grouped_matmul(pairs, experts.down, experts.down_bias, made, 1).unflatten(0, chosen.shape)
+
+    def combine(self, outs: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
+        return grouped.combine(outs.contiguous(), weights.contiguous(), residual)
+
+    def _plan(self, chosen: Tensor, experts: Experts) -> Plan:
+        known = self._planned
+        if known is None or known[0] is not chosen:
+            count = len(experts.up)
+            made = plan(chosen.contiguous(), count, grouped_rows(chosen.numel(), count, experts.up.dtype))
+            known = self._planned = chosen, made
+        return known[1]
+
+
+class LibraryExpertOps(ExpertOps):
+    """The library's grouped product, over rows that are sorted by expert first. Slower than ours on an H200 at every size that
+    was measured, so the fast path does not use it: it is what benchmarks and the doctor's controls compare with."""
+
+    def experts_hidden(self, x: Tensor, chosen: Tensor, experts: Experts, kind: Activation) -> Tensor:
+        made = _sorted(chosen, experts)
+        rows = x[made.order // chosen.shape[1]]
+        wide = _library(rows, experts.up, experts.up_bias, made, chosen)
+        return _unsorted(activation(wide, kind, experts.gated), made, chosen)
+
+    def experts_out(self, hidden: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
+        made = _sorted(chosen, experts)
+        rows = hidden.flatten(0, 1)[made.order]
+        return _unsorted(_library(rows, experts.down, experts.down_bias, made, chosen), made, chosen)
+
+
+def _sorted(chosen: Tensor, experts: Experts) -> Plan:
+    return sorted_plan(chosen.contiguous(), len(experts.up), tile_rows=chosen.numel(), capacity=len(experts.up))
+
+
+def _library(rows: Tensor, weight: Tensor, bias: Tensor | None, made: Plan, chosen: Tensor) -> Tensor:
+    out: Tensor = torch._grouped_mm(rows, weight, offs=made.ends)
+    return out if bias is None else out + bias[chosen.flatten()[made.order]]
+
+
+def _unsorted(x: Tensor, made: Plan, chosen: Tensor) -> Tensor:
+    return torch.empty_like(x).index_copy_(0, made.order.long(), x).unflatten(0, chosen.shape)
+
+
+# ---- cut pairs -------------------------------------------------------------------------------------------------------
+# The (row, head) pairs of a pass whose edges edits cut or set, for the attention of the kernels. A CPU's is in `edges.py`.
+
+
+class _Pair:
+    """The edges of one row and head."""
+
+    def __init__(self, first: int, position: int, most: int) -> None:
+        self.seen = slice(first, position + 1)
+        self.edges = np.zeros(most, dtype=np.uint8)
+        self.weights = np.zeros(most, dtype=np.float32)
+
+    def change(self, edit: PlacedEdit, keys: list[int], weights: np.ndarray | None) -> None:
+        """Mutates: the later of two edits of an edge counts, except that a hidden edge stays hidden."""
+        self.edges[keys] |= HIDDEN if edit.op == "mask" else REPLACED
+        if edit.op != "mask":
+            self.weights[keys] = 0.0 if weights is None else weights
+
+
+def cut_pairs(batch: Batch, spec: AttentionSpec, heads: int) -> CutPairs | None:
+    """The pairs of a layer with a changed edge to a key they see, on the batch's device; None if there are none.
+
+    Raises BadEdit if a row sees no key.
+    """
+    site, most = f"blocks.{spec.layer}.{PATTERN}", max(s.end for s in batch.segments)
+    found: dict[tuple[int, int], _Pair] = {}
+    for index, segment in enumerate(batch.segments):
+        for edit in segment.edits:
+            if edit.site != site:
+                continue
+            for position in edit.edited(segment.start, segment.tokens):
+                first = max(0, position + 1 - spec.window) if spec.window else 0
+                columns = [i for i, key in enumerate(edit.keys) if first <= key <= position]
+                for head in (edit.heads or range(heads)) if columns else ():
+                    pair = found.setdefault((batch.row(index, position), head), _Pair(first, position, most))
+                    pair.change(edit, [edit.keys[i] for i in columns], _weights(edit, position, head, columns))
+    if any((pair.edges[pair.seen] & HIDDEN).all() for pair in found.values()):
+        raise BadEdit(
+            f"Edits of {site} hide every key that a position sees, within its sliding window if it has one. Leave at "
+            "least one, or use the op 'zero'."
+        )
+    return _there(found, str(batch.tokens.device)) if found else None
+
+
+def _weights(edit: PlacedEdit, position: int, head: int, columns: list[int]) -> np.ndarray | None:
+    """What a `set` sets these keys to; None for other ops."""
+    if edit.op != "set":
+        return None
+    rows = edit.vectors[edit.place(position)] if edit.vectors.dim() == 3 else edit.vectors
+    found: np.ndarray = rows[head, columns].numpy()
+    return found
+
+
+def _there(found: dict[tuple[int, int], _Pair], device: str) -> CutPairs:
+    there = lambda x: torch.from_numpy(np.ascontiguousarray(x)).to(device, non_blocking=True)  # noqa: E731
+    row, head = np.array(list(found), dtype=np.int32).T
+    pairs = list(found.values())
+    sets = any(pair.weights.any() for pair in pairs)
+    weights = there(np.stack([pair.weights for pair in pairs])) if sets else None
+    return CutPairs(there(row), there(head), there(np.stack([pair.edges for pair in pairs])), weights)
+
+
+# ---- sharing ---------------------------------------------------------------------------------------------------------
+# `Sharing`: which rows of a pass read the same keys, so that the device reads them once (`kernels/shared.py`).
+#
+# Whether a run of shared keys is worth a tile is a matter of cost; the bits of a row do not depend on it.
+
+MAX_LEVELS = 3
+"""each level is one more launch per layer"""
+_WORTH_RUN = 512
+"""keys that a run must save"""
+
+
+@dataclass(frozen=True)
+class KeyLayout:
+    """What the keys of a layer look like."""
+
+    page_size: int
+    heads: int
+    kv_heads: int
+    d_head: int
+    """of values"""
+    dtype: torch.dtype
+    rest: int = 0
+    """columns of a key beyond its value, if values are the first columns of keys; 0: they are stored beside them"""
+
+    @classmethod
+    def of(cls, cache: KVCache) -> "KeyLayout":
+        kv_heads, width = cache.data.shape[3:]
+        d_head = cache.value_width
+        return cls(cache.pool.page_size, cache.num_heads, kv_heads, d_head, cache.data.dtype, width - d_head)
+
+    @property
+    def unit(self) -> int:
+        """Keys that are shared together: a block, or a page if it is larger. 0: pages and blocks do not fit together."""
+        small, large = sorted((self.page_size, KV_BLOCK))
+        return large if large % small == 0 else 0
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of a key and its value."""
+        return self.kv_heads * (self.d_head + (self.rest or self.d_head)) * self.dtype.itemsize
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a program."""
+        return heads_together(self.heads // self.kv_heads, self.d_head, self.dtype)
+
+    @property
+    def full(self) -> bool:
+        """Whether the query heads of one row fill a tile, so that every row has tiles of its own with or without sharing. Wide
+        values in float32 leave no registers for states."""
+        return self.rows_per_tile(1 << 10) < 2 or (self.d_head > 256 and self.dtype == torch.float32)
+
+    def rows_per_tile(self, longest: int) -> int:
+        """How many rows of one sequence share a tile if no sequence has more than `longest` rows."""
+        return rows_per_tile(self.heads, self.kv_heads, self.d_head, self.dtype, longest)
+
+
+class LevelShape(NamedTuple):
+    """What the launch of a level depends on."""
+
+    tiles: int
+    pairs: int
+    max_keys: int
+
+
+class Sharing:
+    """The shared keys of packed rows, on the host."""
+
+    def __init__(self, runs: Sequence[SharedRun], counts: Sequence[int], layout: KeyLayout) -> None:
+        """counts  number of rows of each sequence"""
+        group = layout.group
+        offsets = np.cumsum([0, *counts])
+        self.begun = np.zeros((int(offsets[-1]), 2), dtype=np.int32)
+        self.tiles: list[NDArray[np.int32]] = []
+        self.order: list[NDArray[np.int32]] = []
+        self.shape: tuple[LevelShape, ...] = ()
+        for level in range(max(run.level for run in runs) + 1):
+            mine = [run for run in runs if run.level == level]
+            rows = [np.concatenate([np.arange(offsets[s], offsets[s + 1]) for s in run.sequences]) for run in mine]
+            height = attention_tile(max(map(len, rows)) * group, layout.d_head, layout.dtype, group, split=False).rows
+            self._add(level, mine, rows, height, group)
+
+    def _add(self, level: int, runs: list[SharedRun], rows: list[NDArray[np.int64]], height: int, group: int) -> None:
+        tiles, place, per_tile = [], 0, max(1, height // group)
+        for run, own in zip(runs, rows, strict=True):
+            self.begun[own] = run.end, level
+            for first in range(0, len(own), per_tile):
+                tiles.append((place + first, min(per_tile, len(own) - first), run.begin, run.end))
+            place += len(own)
+        self.tiles.append(np.array(tiles, dtype=np.int32))
+        self.order.append(np.concatenate(rows).astype(np.int32))
+        longest = max(run.end - run.begin for run in runs)
+        self.shape += (LevelShape(next_power_of_2(len(tiles)), height, next_power_of_2(longest)),)
+
+    def load(self, keys: SharedKeys) -> None:
+        """Mutates `keys`, which was made by `room` for this shape and at least as many rows."""
+        _fill(keys.begun, self.begun)
+        for level, tiles, order in zip(keys.levels, self.tiles, self.order, strict=True):
+            _fill(level.tiles, tiles)
+            _fill(level.order, order)
+
+    def keys(self, device: torch.device) -> SharedKeys:
+        """The same on a device."""
+        made = room(self.shape, len(self.begun), device)
+        self.load(made)
+        return made
+
+
+def room(shape: tuple[LevelShape, ...], rows: int, device: torch.device) -> SharedKeys:
+    """Tensors for any sharing of this shape: nothing is shared until it is loaded."""
+    zeros = lambda *size: torch.zeros(size, dtype=torch.int32, device=device)  # noqa: E731
+    levels = tuple(SharedLevel(zeros(tiles, 4), zeros(rows), pairs, keys) for tiles, pairs, keys in shape)
+    return SharedKeys(levels, zeros(rows, 2))
+
+
+def find_sharing(
+    pages: NDArray[np.int32], computed: Sequence[int], counts: Sequence[int], layout: KeyLayout, worth: int
+) -> Sharing | None:
+    """The sharing of a pass that saves most, or None if none is worth its launches.
+
+    pages     of each sequence: [sequences, pages]
+    computed  keys of each sequence that are in the cache before the pass
+    worth     bytes per layer that a level must save
+    """
+    unit = layout.unit
+    if not unit or layout.full:
+        return None
+    found = shared_runs(pages, computed, unit, layout.page_size, MAX_LEVELS)
+    runs = [run for run in found if run.saved >= min(_WORTH_RUN, worth)]
+    kept: list[SharedRun] = []
+    ends: dict[int, int] = {}
+    """sequence -> where what is kept of it ends"""
+    for level in range(MAX_LEVELS):
+        mine = [run for run in runs if run.level == level and all(ends.get(s, 0) == run.begin for s in run.sequences)]
+        if not mine or sum(run.saved for run in mine) * layout.key_bytes < worth:
+            break
+        kept += mine
+        ends.update((sequence, run.end) for run in mine for sequence in run.sequences)
+    return Sharing(kept, counts, layout) if kept else None
+
+
+def _fill(target: torch.Tensor, values: NDArray[np.int32]) -> None:
+    """Copies values into the first rows of the target; the rest is zero."""
+    padded = np.zeros(tuple(target.shape), dtype=np.int32)
+    padded[: len(values)] = values
+    target.copy_(torch.from_numpy(padded), non_blocking=True)
+
+
+# ---- cuda ------------------------------------------------------------------------------------------------------------
 
 
 class HeadOps(ExpertOps):

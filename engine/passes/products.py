@@ -12,16 +12,24 @@ runs on one thread. A product of few rows spends most of its time packing the we
 copy of the weights in memory.
 """
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
+from typing import Annotated, Any
 
+import numpy as np
 import torch
+from msgspec import Meta
 from torch import Tensor
 
+from replaylens.engine.errors import BadCertificate
 from replaylens.engine.model import modes
 from replaylens.engine.model.layers import Linear
-from replaylens.engine.passes.batch import TILE
+from replaylens.engine.passes.batch import KV_BLOCK, TILE
+from replaylens.engine.records import Positive, read
+
+# ---- products --------------------------------------------------------------------------------------------------------
 
 Shape = tuple[int, int]
 """(inputs, outputs) of a product"""
@@ -174,3 +182,191 @@ class Products:
 
 
 _NOTHING = Allowed({})
+
+
+# ---- batched ---------------------------------------------------------------------------------------------------------
+# Batched products of attention on a CPU: torch's, or NumPy's where they are faster and give the same bits.
+#
+# Without MKL, `torch.bmm` starts one product after another, and starting one takes longer than a small product itself (four
+# microseconds on the machine of the benchmarks). NumPy's loop over its own BLAS library takes a third of that. The two
+# libraries need not agree, so every process compares them on the shapes of its model before it uses NumPy's.
+
+BatchedProduct = Callable[[Tensor, Tensor], Tensor]
+"""[batch, m, k] times [batch, k, n] -> [batch, m, n]"""
+_MAX_SIZE = 3 << 16
+"""m * k * n up to which NumPy is used: below the size at which BLAS libraries start threads (OpenBLAS: 1 << 18)"""
+_MAX_KEYS = 4 * KV_BLOCK
+"""the most keys for which it is used: the comparison covers every number up to this one"""
+
+
+def by_torch(a: Tensor, b: Tensor) -> Tensor:
+    """Defines the bits."""
+    return torch.bmm(a, b)
+
+
+def small_by_numpy(a: Tensor, b: Tensor) -> Tensor:
+    """`by_torch`, with small products by NumPy."""
+    batch, m, k = a.shape
+    n = b.shape[2]
+    if not _is_small(m, k, n):
+        return by_torch(a, b)
+    out = a.new_empty(batch, m, n)
+    np.matmul(a.numpy(), b.numpy(), out=out.numpy())
+    return out
+
+
+def _is_small(m: int, k: int, n: int) -> bool:
+    """For a single row (m = 1), libraries have kernels that sum in another order."""
+    return m > 1 and n <= _MAX_KEYS and m * k * n <= _MAX_SIZE
+
+
+def batched_product(query_rows: tuple[int, ...], group: int, d_head: int) -> BatchedProduct:
+    """The fastest product with the bits of `by_torch`, for pieces of these sizes and `group` query heads per key head."""
+    if torch.backends.mkl.is_available():  # torch then has batched products of its own
+        return by_torch
+    return small_by_numpy if _all_agree(torch.bmm, np.matmul, query_rows, group, d_head) else by_torch
+
+
+@lru_cache(maxsize=64)
+def _all_agree(_torch: object, _numpy: object, query_rows: tuple[int, ...], group: int, d_head: int) -> bool:
+    """Compares once per pair of functions and shape."""
+    with modes.canonical(1), torch.inference_mode():
+        return all(_agree(rows * group, d_head) for rows in query_rows)
+
+
+def _agree(m: int, d_head: int) -> bool:
+    """Whether both give the same bits for m queries: scores of up to `_MAX_KEYS` keys, and sums over a block of values."""
+    generator = torch.Generator().manual_seed(m)
+    random = lambda *shape: torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32)  # noqa: E731
+    q, keys = random(3, m, d_head), random(3, _MAX_KEYS, d_head)
+    weights = random(3, m, _MAX_KEYS).exp_() * (random(3, m, _MAX_KEYS) > 0)  # hidden keys have weight 0
+    for n in range(KV_BLOCK, _MAX_KEYS + 1, KV_BLOCK):
+        turned = keys[:, :n].clone().transpose(1, 2)
+        block, values = weights[..., :n].clone()[..., n - KV_BLOCK :], keys[:, n - KV_BLOCK : n]
+        for a, b in ((q, turned), (block, values)):
+            if _is_small(m, a.shape[2], b.shape[2]) and not torch.equal(small_by_numpy(a, b), by_torch(a, b)):
+                return False
+    return True
+
+
+# ---- certificate -----------------------------------------------------------------------------------------------------
+# `Certificate`: the ops and shapes that were shown to give canonical bits on this device.
+
+ShapeText = Annotated[str, Meta(pattern=r"^[1-9][0-9]{0,8}x[1-9][0-9]{0,8}\Z")]
+"""inputs x outputs"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One comparison of bits."""
+
+    op: str
+    shape: str
+    check: str
+    equal: bool
+    control: bool = False
+    """a negative control: it must differ for at least one shape, or the comparison proves nothing"""
+    threads: int = 1
+    """variants that differ on more than one thread are not used, so they are no failure"""
+
+    @property
+    def passed(self) -> bool:
+        return self.control or self.equal or self.threads > 1
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The doctor's findings. The engine uses only what is listed here. Canonical bits are those of one thread."""
+
+    allowed: dict[int, Allowed]
+    """allowed products by number of threads, starting with one; all other ops have canonical bits on each of these numbers"""
+    query_rows: tuple[int, ...]
+    """query rows per attention piece that give the bits of the reference piece on all these threads, smallest first"""
+    findings: tuple[Finding, ...]
+
+    @property
+    def threads(self) -> tuple[int, ...]:
+        """The certified numbers of threads."""
+        return tuple(self.allowed)
+
+    @property
+    def row_counts(self) -> RowCounts:
+        """On one thread."""
+        return self.allowed[1].row_counts
+
+    @property
+    def packed(self) -> frozenset[Shape]:
+        """On one thread."""
+        return self.allowed[1].packed
+
+    def threads_for(self, limit: int) -> int:
+        """The fastest certified number of threads up to `limit`, taking a product's time as proportional to its weights."""
+        return min((n for n in self.allowed if n <= limit), key=lambda n: (self._cost(n), -n))
+
+    def _cost(self, threads: int) -> float:
+        """Relative time of a pass of few rows. Products that are not certified on `threads` threads run on one."""
+        some = self.allowed[threads]
+        return sum(k * n / (threads if some.serves((k, n)) else 1) for k, n in self.row_counts)
+
+    @property
+    def failures(self) -> list[Finding]:
+        return [f for f in self.findings if not f.passed]
+
+    @property
+    def has_teeth(self) -> bool:
+        """Whether at least one negative control differed, as it must."""
+        return any(f.control and not f.equal for f in self.findings)
+
+    @property
+    def certified(self) -> bool:
+        return not self.failures and self.has_teeth
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "certified": self.certified,
+                "threads": {str(count): _allowed_json(some) for count, some in self.allowed.items()},
+                "query_rows": list(self.query_rows),
+                "findings": [asdict(f) for f in self.findings],
+            },
+            indent=1,
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> "Certificate":
+        """The inverse of `to_json`; BadCertificate names the first field that is not of its type."""
+        record = read(_CertificateRecord, text, "The certificate", BadCertificate)
+        if 1 not in record.threads:
+            raise BadCertificate("The certificate is invalid: it does not cover one thread - at `$.threads`.")
+        allowed = {count: some.allowed() for count, some in record.threads.items()}
+        return cls({1: allowed[1]} | allowed, record.query_rows, record.findings)
+
+
+@dataclass(frozen=True)
+class _AllowedRecord:
+    row_counts: dict[ShapeText, tuple[Positive, ...]]
+    packed: tuple[ShapeText, ...]
+
+    def allowed(self) -> Allowed:
+        counts = {_shape(text): rows for text, rows in self.row_counts.items()}
+        return Allowed(counts, frozenset(map(_shape, self.packed)))
+
+
+@dataclass(frozen=True)
+class _CertificateRecord:
+    """What `Certificate.to_json` writes. Whether it is certified follows from the findings."""
+
+    certified: bool
+    threads: dict[Positive, _AllowedRecord]
+    query_rows: tuple[Positive, ...]
+    findings: tuple[Finding, ...]
+
+
+def _allowed_json(some: Allowed) -> dict[str, Any]:
+    counts = {f"{k}x{n}": list(c) for (k, n), c in sorted(some.row_counts.items())}
+    return {"row_counts": counts, "packed": [f"{k}x{n}" for k, n in sorted(some.packed)]}
+
+
+def _shape(text: str) -> Shape:
+    inputs, outputs = text.split("x")
+    return int(inputs), int(outputs)

@@ -4,34 +4,151 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from replaylens.engine.errors import BadEdit, NonFinite
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.model import modes, sites
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.ops import Ops, RowOps
-from replaylens.engine.model.tap import Tap, wanted
-from replaylens.engine.model.torch_ops import TorchOps
+from replaylens.engine.model.ops import Ops, RowOps, Tap, TorchOps, wanted
 from replaylens.engine.passes.batch import KV_BLOCK, Batch, Segment
-from replaylens.engine.passes.batched import batched_product
-from replaylens.engine.passes.certificate import Certificate
 from replaylens.engine.passes.cpu import CanonicalCpuOps, CanonicalRowOps, FastCpuOps
-from replaylens.engine.passes.ferry import RING_BYTES, Ferry
-from replaylens.engine.passes.finite import finite
-from replaylens.engine.passes.products import Products
-from replaylens.engine.passes.shipment import Shipment
-from replaylens.engine.passes.taps import EditTap, UneditedTap
+from replaylens.engine.passes.products import Certificate, Products, batched_product
+from replaylens.engine.passes.transfer import RING_BYTES, Ferry, Shipment
 from replaylens.engine.request.capture import PassTap, Rows
+from replaylens.engine.request.edits import BatchHook, NamedHook
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.sampling import Sampling
 
 if TYPE_CHECKING:
+    from replaylens.engine.passes.edits_cuda import EditProgram, Vectors
     from replaylens.engine.passes.graphs import PassGraphs
-    from replaylens.engine.passes.program import EditProgram, Vectors
+
+# ---- taps ------------------------------------------------------------------------------------------------------------
+# Taps that edit the sites of a pass, one segment after another. On a GPU, edits run as an `EditProgram`.
+
+
+class EditTap:
+    """Applies the hooks of a batch's segments, and before them the edits if asked to; then passes the value to `inner`."""
+
+    def __init__(self, batch: Batch, inner: Tap | None, edits: bool = True) -> None:
+        self.batch, self.inner, self.edits = batch, inner, edits
+        self.sites = {name for s in batch.segments for name, _ in s.hooks}
+        self.sites |= {edit.site for s in batch.segments for edit in s.edits if edits and not edit.on_pattern}
+
+    def wants(self, site: str) -> bool:
+        return site in self.sites or (self.inner is not None and self.inner.wants(site))
+
+    def __call__(self, site: str, value: Tensor) -> Tensor:
+        if site in self.sites:
+            value = value.clone()
+            for index, segment in enumerate(self.batch.segments):
+                first = self.batch.offsets[index]
+                for edit in segment.edits if self.edits else ():
+                    if edit.site == site:
+                        positions = edit.edited(segment.start, segment.tokens)
+                        rows = [first + p - segment.start for p in positions]
+                        if rows:
+                            value[rows] = edit.apply(value[rows], positions)
+                for name, hook in segment.hooks:
+                    if name == site and isinstance(hook, BatchHook):
+                        self._hook_batch(site, hook, index, value)
+                    elif name == site:
+                        rows_now = value[first : first + len(segment.tokens)][None]  # a batch of one, as hooks expect
+                        asked = hook.name if isinstance(hook, NamedHook) else site
+                        changed = hook(rows_now, HookContext(asked, segment.start))
+                        value[first : first + len(segment.tokens)] = _hooked(site, rows_now, changed)[0]
+        return self.inner(site, value) if self.inner is not None and self.inner.wants(site) else value
+
+    def _hook_batch(self, site: str, hook: BatchHook, index: int, value: Tensor) -> None:
+        """Mutates the value: applies a hook function to all segments that share it, once, at the first of them."""
+        owners = [i for i, s in enumerate(self.batch.segments) if any(own is hook for _, own in s.hooks)]
+        if owners[0] != index:
+            return
+        segments = [self.batch.segments[i] for i in owners]
+        if len({len(s.tokens) for s in segments}) > 1:  # one of them is computed in pieces
+            segments = segments[:1]
+        rows = [
+            slice(self.batch.offsets[i], self.batch.offsets[i] + len(s.tokens)) for i, s in zip(owners, segments, strict=False)
+        ]
+        together = torch.stack([value[each] for each in rows])
+        try:
+            changed = _hooked(site, together, hook(together, HookContext(hook.name, segments[0].start)))
+        except Exception as error:
+            hook.errors.append(error)  # the loop repeats a failed pass branch by branch, where this is no longer a batch
+            raise hook.errors[0] from None
+        for each, new in zip(rows, changed, strict=True):
+            value[each] = new
+
+
+class UneditedTap:
+    """Keeps the values that `inner` is about to edit at some sites."""
+
+    def __init__(self, sites: frozenset[str], inner: Tap) -> None:
+        self.sites, self.inner = sites, inner
+        self.values: dict[str, Tensor] = {}
+
+    def wants(self, site: str) -> bool:
+        return self.inner.wants(site)
+
+    def __call__(self, site: str, value: Tensor) -> Tensor:
+        if site in self.sites:
+            self.values[site] = value
+        return self.inner(site, value)
+
+
+def _hooked(site: str, value: Tensor, changed: Any) -> Tensor:
+    """The value after a hook function. None keeps `value`, which may be changed in place. BadEdit if the shape differs."""
+    if changed is None:
+        return value
+    if not isinstance(changed, Tensor) or changed.shape != value.shape:
+        given = f"a tensor of shape {tuple(changed.shape)}" if isinstance(changed, Tensor) else f"a {type(changed).__name__}"
+        raise BadEdit(f"The hook function on {site} returned {given}. Return a tensor of shape {tuple(value.shape)}, or None.")
+    return changed
+
+
+@dataclass(frozen=True)
+class HookContext:
+    """The second argument of a hook function."""
+
+    name: str
+    """as the hook was asked for"""
+    start: int
+    """position of the first row in the value"""
+
+    def layer(self) -> int:
+        """The block that the site belongs to."""
+        return int(self.name.split(".")[1])
+
+
+# ---- finite ----------------------------------------------------------------------------------------------------------
+# `finite`: rejects NaN and infinity before anything of a pass is committed.
+#
+# NaN in one row would spread to its neighbours in a block of the cache, and through the prefix index to other branches.
+
+
+def finite(x: Tensor, what: str) -> Tensor:
+    """`x` itself. Raises NonFinite if it holds NaN or infinity."""
+    if x.device.type == "cpu" and x.dtype == torch.float32:  # numpy takes a tenth of torch's time
+        fine = bool(np.isfinite(x.numpy(force=True)).all())
+    else:
+        fine = bool(torch.isfinite(x).all())
+    if not fine:
+        raise not_finite(what)
+    return x
+
+
+def not_finite(what: str) -> NonFinite:
+    """The error for a pass that computed non-finite logits, activations or thoughts."""
+    return NonFinite(f"The model gave NaN or infinite {what}. Nothing of this pass was committed. Check edits and weights.")
+
+
+# ---- runner ----------------------------------------------------------------------------------------------------------
 
 Keep = Literal["host", "device"]
 
@@ -65,7 +182,7 @@ class PassResult:
         if sampling.plain_greedy:
             return self.greedy[row]
         if sampling.bare and self.logits.device.type != "cpu":
-            from replaylens.engine.passes.choice import draw
+            from replaylens.engine.passes.cuda import draw
 
             return int(draw(self.logits[row : row + 1], [sampling], [len(path)]))
         return sampling.choose(self.logits[row].float().cpu().numpy(), path, num_prompt)
@@ -121,7 +238,7 @@ class Runner:
     @cached_property
     def vectors(self) -> "Vectors":
         """The vectors of edits on the device."""
-        from replaylens.engine.passes.program import Vectors  # its kernel needs triton
+        from replaylens.engine.passes.edits_cuda import Vectors  # its kernel needs triton
 
         return Vectors(self.model.embed.dtype, self.device)
 
@@ -132,7 +249,7 @@ class Runner:
         """
         if not any(edits for *_, edits, _ in rows):
             return None
-        from replaylens.engine.passes.program import EditedRows, EditProgram
+        from replaylens.engine.passes.edits_cuda import EditedRows, EditProgram
 
         made = EditProgram([EditedRows(*each) for each in rows], sites.table(self.model.config))
         return made if made.stages else None
@@ -298,7 +415,7 @@ class Runner:
         inner = EditTap(batch, tap, edits=False) if any(s.hooks for s in batch.segments) else tap
         if (program := self._program(batch)) is None:
             return inner
-        from replaylens.engine.passes.program import ProgramTap
+        from replaylens.engine.passes.edits_cuda import ProgramTap
 
         edited = ProgramTap(program.shape(), batch.padded, self.vectors, inner)
         edited.load(program, batch.padded)

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 
 from markupsafe import Markup
 
-from replaylens.engine.pictures import thoughts, tree_html
-from replaylens.engine.pictures.frames import Fill
+from replaylens.engine.pictures import draw, thoughts
+from replaylens.engine.pictures.data import Fill
+from replaylens.engine.pictures.draw import cylinder
 from replaylens.engine.pictures.html import fragment, tag
-from replaylens.engine.pictures.svg import cylinder
+from replaylens.engine.pictures.pictures import Tree
 from replaylens.engine.pictures.thoughts import Thinking
-from replaylens.engine.pictures.tree import Tree
 
 MAX_TREES = 12
 """limit per output"""
@@ -49,7 +49,7 @@ def _line(text: str) -> list[Markup]:
 
 
 def _drawn(picture: Tree | Thinking) -> Markup:
-    return thoughts.draw(picture) if isinstance(picture, Thinking) else tree_html.draw(picture)
+    return thoughts.draw(picture) if isinstance(picture, Thinking) else draw.draw_tree(picture)
 
 
 def _folded(picture: Tree | Thinking) -> Markup:

@@ -19,9 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from replaylens.engine.memory.tree import TokenState
-from replaylens.engine.pictures.html import fragment, join, tag
-from replaylens.engine.pictures.palette import LOOKS
-from replaylens.engine.pictures.paths import visible
+from replaylens.engine.pictures.data import visible
+from replaylens.engine.pictures.html import LOOKS, fragment, join, tag
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

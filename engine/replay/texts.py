@@ -1,22 +1,261 @@
 """Texts of your own as a task: strings, token ids, chats, branches and tables become token paths with labels."""
 
-from collections.abc import Iterable, Mapping, Set
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from pathlib import Path
 from typing import Any
 
-from replaylens.engine.errors import BadRequest, BadTexts, NoChatTemplate, NotCertified
-from replaylens.engine.model.text import Chat, is_chat
-from replaylens.engine.replay.labelling import NamedLabels, label_columns, same_numbers, token_labels
-from replaylens.engine.replay.rollouts import texts_of_rollouts
-from replaylens.engine.replay.tables import TABLE, read_columns
+import numpy as np
+from torch import Tensor
+
+from replaylens.engine.errors import BadRequest, BadTexts, NoChatTemplate, NotCertified, no_such
+from replaylens.engine.model.text import Chat, Text, is_chat
 from replaylens.engine.request.values import items, shown
-from replaylens.engine.resampling.rollouts import Rollouts
+from replaylens.engine.resampling.rollouts import Rollout, Rollouts
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
-from replaylens.tasks.given import NOT_LABELS, GivenText
-from replaylens.tasks.labels import offsets_of, path_offsets
-from replaylens.tasks.reading import Offset
+from replaylens.tasks.reading import NOT_LABELS, GivenText, Label, Offset, TokenSpan
 from replaylens.tasks.texts import GivenTexts
-from replaylens.tasks.tokenizer import WordTokenizer
+from replaylens.tasks.tokenizer import WordTokenizer, offsets_of, path_offsets
+
+# ---- labelling -------------------------------------------------------------------------------------------------------
+# Labels as users give them, per text, per token or per character span, turned into labels of texts and of tokens.
+
+NamedLabels = Mapping[str, Sequence[Any]] | Sequence[str] | str | None
+"""label -> one value for each text; of a table, the names of the label columns"""
+VALUES = "one value, a list with one value per token, or a list of spans {'start', 'end', 'value'} in characters"
+
+
+def label_columns(labels: NamedLabels, count: int) -> dict[str, list[Any]]:
+    """The labels of a list of texts, each with one value for each of them. BadTexts if some are missing."""
+    if labels is None:
+        return {}
+    if not isinstance(labels, Mapping):
+        raise BadTexts(f"Invalid labels={shown(labels)}. Give a dict from label to values, one for each text.")
+    found = {}
+    for name in labels:
+        values = items(f"labels[{name!r}]", labels[name], "a list with one value for each text", BadTexts)
+        if len(values) != count:
+            raise BadTexts(f"Label {str(name)!r} has {len(values)} values for {count} texts. Give one for each text.")
+        found[str(name)] = values
+    return found
+
+
+def same_numbers(values: list[Any]) -> list[Any]:
+    """Values of one label with whole numbers and fractions as one type. A column of whole numbers that became fractions
+    because some are missing has whole numbers again."""
+    found = [_number(value) for value in values]
+    known = [value for value in found if value is not None]
+    if len(known) + sum(_missing(value) for value in values) < len(values) or not any(isinstance(v, float) for v in known):
+        return values
+    whole = len(known) < len(values) and all(value == int(value) for value in known if math.isfinite(value))
+    return [None if value is None else int(value) if whole and math.isfinite(value) else float(value) for value in found]
+
+
+def _number(value: Any) -> int | float | None:
+    value = value.item() if isinstance(value, np.generic) else value
+    return value if isinstance(value, int | float) and not isinstance(value, bool) and value == value else None
+
+
+def _missing(value: Any) -> bool:
+    return value is None or type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and math.isnan(value))
+
+
+def token_labels(
+    labels: Mapping[str, Any], length: int, offsets: Callable[[], list[Offset]], where: str
+) -> tuple[dict[str, Label], dict[str, tuple[TokenSpan, ...]]]:
+    """(labels of the text, labels of its tokens), for a text of `length` tokens. `where` names the text in errors."""
+    whole: dict[str, Label] = {}
+    spans: dict[str, tuple[TokenSpan, ...]] = {}
+    for name, value in labels.items():
+        here = f"{where}, label {name!r}"
+        if isinstance(value, np.ndarray | Tensor) and value.ndim:
+            value = value.tolist()
+        if not isinstance(value, list | tuple):
+            whole[name] = _plain(value, here)
+        elif all(isinstance(each, Mapping) for each in value):
+            spans[name] = _runs(_at_tokens(value, offsets(), here) if value else [])
+        elif len(value) == length:
+            spans[name] = _runs([_plain(each, here) for each in value])
+        else:
+            raise BadTexts(f"{here} has {len(value)} values for {length} tokens. Give {VALUES}.")
+    return whole, spans
+
+
+def _plain(value: Any, here: str) -> Label:
+    """A label as text, a number, True, False or None. NaN and pandas' NA are missing values."""
+    value = value.item() if isinstance(value, np.generic | Tensor) and np.ndim(value) == 0 else value
+    if _missing(value):
+        return None
+    if not isinstance(value, str | int | float) or (isinstance(value, float) and math.isinf(value)):
+        raise BadTexts(f"{here} is {shown(value)}. Give {VALUES}; a value is text, a finite number, True, False or None.")
+    return value
+
+
+def _at_tokens(spans: Sequence[Mapping[str, Any]], offsets: Sequence[Offset], here: str) -> list[Label]:
+    """The value of each token. A token takes the span of its last character, else the last span that it overlaps."""
+    values: list[Label] = [None] * len(offsets)
+    ends = [False] * len(offsets)
+    """whether the value is that of the token's last character"""
+    for span in spans:
+        start, end, value = _span(span, here)
+        touched = [i for i, (a, b) in enumerate(offsets) if a < end and start < b]
+        if not touched:
+            raise BadTexts(f"{here}: the characters [{start}, {end}) are in no token. Give a span within the text.")
+        for i in touched:
+            ending = offsets[i][1] <= end
+            if ending and ends[i]:
+                raise BadTexts(
+                    f"{here}: two spans cover the token at characters {list(offsets[i])}. Give spans without overlaps."
+                )
+            if ending or not ends[i]:
+                values[i], ends[i] = value, ending
+    return values
+
+
+def _span(raw: Mapping[str, Any], here: str) -> tuple[int, int, Label]:
+    if set(raw) != {"start", "end", "value"}:
+        raise BadTexts(f"{here} has the span {shown(dict(raw))}. Give {{'start', 'end', 'value'}}, in characters.")
+    start, end, value = raw["start"], raw["end"], _plain(raw["value"], here)
+    if type(start) is not int or type(end) is not int or not 0 <= start < end or value is None:
+        raise BadTexts(f"{here} has the span {shown(dict(raw))}. Give whole numbers with 0 <= start < end, and a value.")
+    return start, end, value
+
+
+def _runs(values: Sequence[Label]) -> tuple[TokenSpan, ...]:
+    """Runs of equal values; tokens without a value are left out."""
+    runs: list[TokenSpan] = []
+    for i, value in enumerate(values):
+        if value is None:
+            continue
+        if runs and runs[-1][1] == i and runs[-1][2] == value and type(runs[-1][2]) is type(value):
+            runs[-1] = (runs[-1][0], i + 1, value)
+        else:
+            runs.append((i, i + 1, value))
+    return tuple(runs)
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+# Tables of texts: data frames, JSON lines, Hugging Face datasets and mappings of columns, read by the names of columns.
+
+Columns = dict[str, list[Any]]
+TABLE = "a pandas DataFrame, the path of a JSONL file, a Hugging Face dataset, a mapping of columns, or a list of records"
+"""what counts as a table, for error messages"""
+
+
+def read_columns(table: Any, names: Sequence[str]) -> Columns:
+    """The named columns of a table, each as a list. BadTexts names what is missing or malformed."""
+    if isinstance(table, str | Path):
+        return _of_records(_json_lines(Path(table)), names, str(table))
+    if _is_split_dataset(table):
+        raise BadTexts(f"The dataset has the splits {', '.join(map(str, table))}. Give one of them.")
+    if (known := _column_names(table)) is not None:
+        for name in names:
+            if name not in known:
+                raise BadTexts(no_such("column", name, known))
+        return {name: _listed(table[name]) for name in names}
+    if isinstance(table, Iterable) and not isinstance(table, str | bytes):  # also a dataset that is streamed
+        return _of_records(list(table), names, "The table")
+    raise BadTexts(f"Invalid texts={shown(table)}. Give {TABLE}.")
+
+
+def _is_split_dataset(table: Any) -> bool:
+    """Whether this is a dictionary of datasets by split, as `datasets.load_dataset` returns."""
+    return isinstance(table, Mapping) and bool(table) and all(hasattr(each, "column_names") for each in table.values())
+
+
+def _column_names(table: Any) -> list[str] | None:
+    """The columns of a data frame, a dataset or a mapping; None if it has none to ask for."""
+    if isinstance(table, Mapping):
+        return [str(name) for name in table]
+    found = getattr(table, "column_names", None)  # a dataset
+    if found is None or not hasattr(table, "__len__"):
+        found = getattr(table, "columns", None)  # a data frame
+    return [str(name) for name in found] if found is not None and hasattr(table, "__getitem__") else None
+
+
+def _listed(column: Any) -> list[Any]:
+    return column.to_list() if hasattr(column, "to_list") else list(column)
+
+
+def _of_records(records: Sequence[Any], names: Sequence[str], where: str) -> Columns:
+    """The columns of a list of records. A label may be missing in some of them, but not in all."""
+    for number, record in enumerate(records):
+        if not isinstance(record, Mapping):
+            raise BadTexts(
+                f"{where}: record {number} is {shown(record)}. Give records with named fields, such as {{'text': ...}}."
+            )
+    known = list(dict.fromkeys(name for record in records for name in record))
+    for name in names:
+        if name not in known:
+            raise BadTexts(f"{where}: {no_such('column', name, known)}")
+    return {name: [record.get(name) for record in records] for name in names}
+
+
+def _json_lines(path: Path) -> list[Any]:
+    """The records of a JSONL file; empty lines are skipped."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeError) as error:
+        raise BadTexts(f"Cannot read {path}: {error}. Give the path of a JSONL file, one JSON object per line.") from None
+    records = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                records.append(json.loads(line))
+            except ValueError as error:
+                raise BadTexts(f"{path}, line {number} is not JSON: {error}. Give one JSON object per line.") from None
+    if not records:
+        raise BadTexts(f"{path} has no lines. Give one JSON object per line.")
+    return records
+
+
+# ---- rollouts --------------------------------------------------------------------------------------------------------
+# Rollouts as texts: their paths with outcome, fork position, number and kept places as labels.
+
+OUTCOME, FORK, NUMBER, PLACE, CHAIN = "outcome", "fork", "rollout", "place", "chain"
+"""labels: the outcome, the fork position, the number of the rollout there, at the tokens whose rows are kept the place, and of
+rollouts of several chains the number of the chain"""
+
+
+def texts_of_rollouts(text: Text, given: Rollouts | Sequence[Rollouts]) -> GivenTexts:
+    """The task of the rollouts' paths. A dump of it with positions="label:place" has just the kept rows, and verifies from its
+    folder, like a dump of any texts."""
+    chains = [given] if isinstance(given, Rollouts) else list(given)
+    if empty := [number for number, rollouts in enumerate(chains) if not len(rollouts)]:
+        raise BadTexts("There are no rollouts." if len(chains) == 1 else f"Chain {empty[0]} has no rollouts. Leave it out.")
+    made = list[GivenText]()
+    for number, rollouts in enumerate(chains):
+        made += _texts(text, rollouts, {} if isinstance(given, Rollouts) else {CHAIN: number})
+    return GivenTexts.of(made)
+
+
+def _texts(text: Text, rollouts: Rollouts, more: dict[str, int]) -> list[GivenText]:
+    """The paths of one chain's rollouts, with these labels besides their own."""
+    plan, made = rollouts.plan, []
+    for index, rollout in enumerate(rollouts):
+        place, _ = plan.rollout(index)
+        prefix = plan.prefix(place)
+        tokens = (*prefix, *rollout.tokens)
+        prompt = min(plan.num_prompt, len(prefix))
+        rest = text.decode(tokens[prompt:]) if tokens[prompt:] else ""
+        labels = {OUTCOME: rollout.outcome, FORK: rollout.position, NUMBER: rollout.number, **more}
+        spans = {PLACE: _spans(rollout)} if rollout.rows else {}
+        edits = plan.edits[place] if plan.edits else ()
+        made.append(GivenText(tokens, prompt, text.decode(tokens[:prompt]), rest, labels, spans, edits))
+    return made
+
+
+def _spans(rollout: Rollout) -> tuple[TokenSpan, ...]:
+    """One span for each token with a kept row. A token that is several places has their names, joined by +."""
+    names: dict[int, list[str]] = {}
+    for place, at in rollout.rows:
+        names.setdefault(at, []).append(place)
+    return tuple((at, at + 1, "+".join(names[at])) for at in sorted(names))
+
+
+# ---- texts -----------------------------------------------------------------------------------------------------------
 
 SUBJECTS = "a list of strings, of token lists, of chats (lists of {'role', 'content'}) or of branches"
 """what counts as texts, for error messages"""

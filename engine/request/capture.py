@@ -1,13 +1,87 @@
-"""`CaptureSpec`: which sites are captured, of which rows; `PassTap`: their values in one pass."""
+"""`Where`: which positions of a branch are captured."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from abc import abstractmethod
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from replaylens.engine.request.positions import Where
+from replaylens.engine.errors import BadRequest, IntegrityError, UnknownSite
+from replaylens.engine.model import modes
+from replaylens.engine.model.ops import MASKED
+from replaylens.engine.model.sites import KEY_SITES, SCORES
+from replaylens.engine.request.values import instance
+
+# ---- positions -------------------------------------------------------------------------------------------------------
+
+FORMS = "'all', 'prompt', 'response', 'last', or a slice of one of them, such as 'response[:32]' or 'all[::4]'"
+_FORM = re.compile(r"(all|prompt|response)(?:\[(-?\d*)(?:(:)(-?\d*)(?::(\d*))?)?\])?")
+
+
+@dataclass(frozen=True)
+class Where:
+    """A slice of the positions of a path, of its prompt, or of its response."""
+
+    part: Literal["all", "prompt", "response"] = "all"
+    start: int = 0
+    """counted from the first position of the part; negative: from the prompt's end"""
+    stop: int | None = None
+    step: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> "Where":
+        """Inverse of `str`, and 'last' for the prompt's last position; BadRequest for anything else."""
+        text = instance("positions", text, str, FORMS)
+        if text == "last":
+            return cls("prompt", -1)
+        found = _FORM.fullmatch(text)
+        if found is None or (found[2] == "" and found[3] is None):
+            raise BadRequest(f"Unknown positions {text!r:.60}. Give {FORMS}.")
+        part, first, colon, stop, step = found.groups()
+        start = int(first) if first not in (None, "", "-") else 0
+        end = int(stop) if stop not in (None, "", "-") else None
+        if first == "-" or stop == "-" or step == "0" or (part != "prompt" and (start < 0 or (end is not None and end < 0))):
+            raise BadRequest(f"Invalid positions {text!r:.60}. Only a prompt has an end to count from; a step is at least 1.")
+        if first is not None and colon is None:  # a single position
+            end = start + 1 if start != -1 else None
+        return cls(part, start, end, int(step) if step else 1)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        stop = "" if self.stop is None else self.stop
+        cut = f"[{self.start or ''}:{stop}{f':{self.step}' if self.step > 1 else ''}]"
+        return self.part if cut == "[:]" else self.part + cut
+
+    @property
+    def everything(self) -> bool:
+        """Whether no position is left out."""
+        return self == Where()
+
+    def kept(self, first: int, end: int, num_prompt: int) -> Sequence[int]:
+        """The positions of [first, end) that are captured, on a path whose first `num_prompt` tokens are its prompt."""
+        low, high = (num_prompt, None) if self.part == "response" else (0, num_prompt if self.part == "prompt" else None)
+        start = low + self.start if self.start >= 0 else max(0, num_prompt + self.start)
+        if self.stop is not None:
+            stop = low + self.stop if self.stop >= 0 else num_prompt + self.stop
+            high = stop if high is None else min(high, stop)
+        last = end if high is None else min(end, high)
+        if start < first:  # the first position of the slice that is not before `first`
+            start += -(-(first - start) // self.step) * self.step
+        return range(start, max(start, last), self.step)
+
+
+def before(positions: Sequence[int], limit: int) -> int:
+    """How many of the sorted positions are below `limit`."""
+    if isinstance(positions, range):
+        return len(range(positions.start, max(positions.start, min(positions.stop, limit)), positions.step))
+    return bisect_left(positions, limit)
+
+
+# ---- capture ---------------------------------------------------------------------------------------------------------
+# `CaptureSpec`: which sites are captured, of which rows; `PassTap`: their values in one pass.
 
 HEAD_SITES = ("ln_final.hook_scale", "ln_final.hook_normalized", "ln_final.hook_out", "unembed.hook_out")
 """sites after the last block: computed for captured rows only, from the residual stream that leaves the block"""
@@ -135,3 +209,270 @@ class PassTap:
         for site in sites:
             groups.setdefault((self.values[site].shape, self.values[site].dtype), []).append(site)
         return [(tuple(names), torch.stack([self.values[site] for site in names])) for names in groups.values()]
+
+
+# ---- recording -------------------------------------------------------------------------------------------------------
+# `Recording`: the captured rows of one branch, committed together with its tokens and KV.
+
+
+class PickableRows(Mapping[str, Tensor]):
+    """Rows by site that lie in several places. Looking at a site copies them together."""
+
+    @abstractmethod
+    def picked(self, numbers: Sequence[int]) -> Mapping[str, Tensor]:
+        """The rows with these numbers, in this order, without copying the others."""
+
+
+@dataclass
+class Chunk:
+    """Captured rows of the positions [start, end), possibly not of all of them."""
+
+    start: int
+    end: int
+    positions: Sequence[int]
+    """those that have a row, in order"""
+    rows: Mapping[str, Tensor]
+    """may still be on their way to the host: looking at a tensor waits for it"""
+    first: int = 0
+    """the row of the first of the positions"""
+
+    def piece(self, site: str) -> Tensor:
+        """The rows of a site: [positions, ...]."""
+        rows, count = self.rows[site], len(self.positions)
+        return rows if rows.shape[0] == count else rows[self.first : self.first + count]
+
+    def picked(self, positions: Sequence[int]) -> Mapping[str, Tensor]:
+        """The rows of some of its positions, in their order, by site: a copy."""
+        numbers = [self.first + self.positions.index(position) for position in positions]
+        if isinstance(self.rows, PickableRows):
+            return self.rows.picked(numbers)
+        return {site: rows[numbers] for site, rows in self.rows.items()}
+
+    def upto(self, length: int) -> "Chunk":
+        """The part before position `length`."""
+        return replace(self, end=min(self.end, length), positions=self.positions[: before(self.positions, length)])
+
+    def since(self, length: int) -> "Chunk":
+        """The part from position `length` on."""
+        skipped = before(self.positions, length)
+        return replace(self, start=length, positions=self.positions[skipped:], first=self.first + skipped)
+
+
+class Recording:
+    """The captured rows of one branch, by position. Rolls back with the branch; forks share their common rows.
+
+    Reads like a dictionary from sites to tensors. It lists them by the names they were asked for, and finds them by any name.
+    """
+
+    aliases: Mapping[str, str] = {}
+    """other names of sites"""
+    twins: Mapping[str, str] = {}
+    """sites whose rows are those of another site"""
+    asked: Mapping[str, tuple[str, ...]] = {}
+    """site -> the names that it is listed by; others have their own"""
+
+    def __init__(self, base: int = 0, chunks: Iterable[Chunk] = (), open_end: bool = False) -> None:
+        self.base = base
+        """the first position to capture"""
+        self.chunks = list(chunks)
+        self.open_end = open_end
+        """whether the last row was read before its next token was known: Z.emitted is NaN, and once the token is known the row
+        is read again"""
+
+    @property
+    def end(self) -> int:
+        """Positions [base, end) are captured."""
+        return self.chunks[-1].end if self.chunks else self.base
+
+    def append(self, start: int, rows: Mapping[str, Tensor], open_end: bool = False) -> None:
+        """Mutates: rows of positions [start, ...) replace those already there. A recomputed row has the same bits."""
+        end = start + len(next(iter(rows.values())))
+        self.add(Chunk(start, end, range(start, end), rows), open_end)
+
+    def add(self, chunk: Chunk, open_end: bool = False) -> None:
+        """Mutates: as `append`, with rows of some of the positions."""
+        if chunk.end <= self.base:
+            return
+        if chunk.start < self.end:
+            self.chunks = _cut(self.chunks, chunk.start)
+        self.chunks.append(chunk if chunk.start >= self.base else chunk.since(self.base))
+        self.open_end = open_end
+
+    def take_over(self, other: "Recording") -> None:
+        """Mutates: holds the rows of `other`, which has all of these rows and more."""
+        self.chunks, self.open_end = list(other.chunks), other.open_end
+
+    def num_valid(self, num_tokens: int, lag: int) -> int:
+        """How many positions keep their rows on a path of which only the first `num_tokens` tokens stay. A row that knows its
+        next token goes with that token."""
+        return num_tokens if self.open_end and self.end <= num_tokens else num_tokens - lag
+
+    def truncate(self, length: int) -> None:
+        """Mutates: drops positions from `length` on."""
+        self.open_end = self.open_end and length >= self.end
+        self.chunks = _cut(self.chunks, length)
+
+    def fork(self, length: int) -> "Recording":
+        """A recording of the first `length` positions that shares their tensors. Of a suffix (base > 0), it is empty."""
+        if self.base:
+            return self.like()
+        return self.like(self.base, _cut(self.chunks, length), self.open_end and length >= self.end)
+
+    def like(self, base: int = 0, chunks: Iterable[Chunk] = (), open_end: bool = False) -> "Recording":
+        """A recording of the same kind, with these rows."""
+        made = self._empty(base)
+        made.chunks, made.open_end = list(chunks), open_end
+        made.aliases, made.twins, made.asked = self.aliases, self.twins, self.asked
+        return made
+
+    def _empty(self, base: int) -> "Recording":
+        return Recording(base)
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError naming the first captured row that is missing. Changes nothing."""
+        expected = self.base
+        for chunk in self.chunks:
+            if chunk.start != expected:
+                raise IntegrityError(f"Captured rows: position {chunk.start} follows {expected - 1}; expected {expected}.")
+            for site in chunk.rows:
+                if (count := len(chunk.piece(site))) != len(chunk.positions):
+                    raise IntegrityError(f"Captured rows of {site}: {count} rows for positions [{chunk.start}, {chunk.end}).")
+            expected = chunk.end
+
+    def sites(self) -> list[str]:
+        return next((list(chunk.rows) for chunk in self.chunks if chunk.rows), [])
+
+    def keys(self) -> list[str]:
+        """The names of the sites, as in a dictionary."""
+        return [name for site in self.sites() for name in self.asked.get(site, (site,))]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        """The number of names, as in a dictionary."""
+        return len(self.keys())
+
+    def __bool__(self) -> bool:
+        return True  # also before its first row
+
+    def __contains__(self, site: object) -> bool:
+        return isinstance(site, str) and self._found(site) is not None
+
+    def get(self, site: str) -> Tensor | None:
+        """A copy of all rows of a site; None if it was not captured."""
+        if site not in self:
+            return None
+        return self[site]
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """Sites with all their rows, as in a dictionary."""
+        return ((name, self[name]) for name in self.keys())
+
+    def __repr__(self) -> str:
+        return f"Recording(positions {self.base} to {self.end - 1}, {len(self.sites())} sites)"
+
+    def positions(self) -> list[int]:
+        """The positions that have rows, in order."""
+        return [p for chunk in self.chunks for p in chunk.positions]
+
+    @modes.plainly
+    def __getitem__(self, site: str) -> Tensor:
+        """A copy of all rows of a site, in order of position: [rows, ...]. The rows themselves are shared with forks."""
+        pieces = self.pieces(site)
+        return pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces)
+
+    def peek(self, site: str) -> Tensor:
+        """As `recording[site]`, but possibly without a copy. The caller must not change it."""
+        pieces = self.pieces(site)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def picked(self, positions: Sequence[int]) -> dict[str, Tensor]:
+        """The rows of some positions, in their order, by captured site: copies of these alone.
+
+        Precondition: every position has a row.
+        """
+        found: list[Mapping[str, Tensor]] = []
+        order: list[int] = []
+        for chunk in self.chunks:
+            own = [i for i, position in enumerate(positions) if chunk.start <= position < chunk.end]
+            if own:
+                found.append(chunk.picked([positions[i] for i in own]))
+                order += own
+        if not found:
+            return {}
+        whole = {site: torch.cat([with_keys(site, rows[site], self.end) for rows in found]) for site in self.sites()}
+        if order == list(range(len(order))):
+            return whole
+        back = torch.tensor(order).argsort()
+        return {site: rows[back] for site, rows in whole.items()}
+
+    def pieces(self, site: str) -> list[Tensor]:
+        """The rows of a site, chunk by chunk and without a copy. The caller must not change them."""
+        return self._pieces(self._named(site))
+
+    def _named(self, site: str) -> str:
+        """The captured site with the rows of that name; UnknownSite if it was not captured."""
+        found = self._found(site) if isinstance(site, str) else None
+        if found is None:
+            raise UnknownSite(f"Site {site!r:.60} was not captured. Captured: {', '.join(self.keys()) or 'nothing'}.")
+        return found
+
+    def _found(self, name: str) -> str | None:
+        """The captured site with the rows of that name."""
+        site, captured = self.aliases.get(name, name), self.sites()
+        if site not in captured:
+            site = self.twins.get(site, "")
+        return site if site in captured else None
+
+    def _pieces(self, site: str) -> list[Tensor]:
+        """The rows of a captured site, chunk by chunk."""
+        return [with_keys(site, chunk.piece(site), self.end) for chunk in self.chunks if chunk.rows]
+
+
+def with_keys(site: str, rows: Tensor, count: int) -> Tensor:
+    """Rows [rows, heads, keys] with `count` keys, if the site has keys: a pass leaves room for whole blocks of them, and later
+    rows have more. Keys that a row does not see are masked."""
+    if not site.endswith(KEY_SITES):
+        return rows
+    missing, rest = count - rows.shape[-1], MASKED if site.endswith(SCORES) else 0.0
+    return torch.nn.functional.pad(rows, (0, missing), value=rest) if missing > 0 else rows[..., :count]
+
+
+def _cut(chunks: list[Chunk], length: int) -> list[Chunk]:
+    kept = chunks[: bisect_left(chunks, length, key=lambda chunk: chunk.start)]
+    if kept and kept[-1].end > length:
+        kept[-1] = kept[-1].upto(length)
+    return kept
+
+
+class Joined(Mapping[str, Tensor]):
+    """Several mappings as one, read only when somebody looks."""
+
+    def __init__(self, parts: Iterable[Mapping[str, Tensor]]) -> None:
+        self._source = {site: part for part in parts for site in part}
+
+    def __getitem__(self, site: str) -> Tensor:
+        return self._source[site][site]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._source)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+
+class RowSlice(Mapping[str, Tensor]):
+    """Some consecutive rows of a mapping, read only when somebody looks."""
+
+    def __init__(self, rows: Mapping[str, Tensor], first: int, end: int) -> None:
+        self._rows, self._first, self._end = rows, first, end
+
+    def __getitem__(self, site: str) -> Tensor:
+        return self._rows[site][self._first : self._end]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)

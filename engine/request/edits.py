@@ -1,27 +1,164 @@
-"""`Edit`: an intervention on a branch, applied identically in every pass that touches the branch.
-
-An edit is data, not code. It has a content hash, so branches with the same edits can share edited KV, and traces and dumps can
-name it. Hook functions work too, but nothing is promised about what they compute.
-"""
+"""How edits are written in files: by `Edit.to_json` in dump plans, and by `PlacedEdit.to_json` in traces."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, get_args
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, get_args
 
 import numpy as np
 import torch
+from msgspec import UNSET, Meta, UnsetType
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses import FakeTensor
 
-from replaylens.engine.errors import BadEdit
-from replaylens.engine.model.sites import SiteTable
-from replaylens.engine.request.hooks import hook_at
-from replaylens.engine.request.options import named_fields
+from replaylens.engine.errors import BadEdit, BadRequest
+from replaylens.engine.model.sites import KEY_SITES, SiteTable
+from replaylens.engine.records import Count, Natural
+from replaylens.engine.request.capture import HEAD_SITES
 from replaylens.engine.request.placed import Op, tensor_from_json, tensor_to_json
-from replaylens.engine.request.values import flag, instance, integer, items, number, shown, whole
+from replaylens.engine.request.values import flag, instance, integer, items, named_fields, number, shown, whole
+
+# ---- records ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SliceRecord:
+    """Positions [start, stop)."""
+
+    start: int | None
+    stop: int | None
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """float32, in base64."""
+
+    shape: Annotated[tuple[Count, ...], Meta(max_length=8)]
+    data: str
+
+
+@dataclass(frozen=True)
+class EditRecord:
+    """An edit as it was asked for."""
+
+    site: str
+    op: str
+    positions: int | tuple[int, ...] | SliceRecord | None
+    layers: tuple[int, ...] | None
+    factor: float
+    seed: Natural
+    value: TensorRecord | UnsetType = UNSET
+    heads: tuple[Count, ...] | UnsetType = UNSET
+    keys: int | tuple[int, ...] | SliceRecord | UnsetType = UNSET
+    keep_norm: bool | UnsetType = UNSET
+    when: TensorRecord | UnsetType = UNSET
+    tokens: tuple[str | Count, ...] | UnsetType = UNSET
+    experts: tuple[Count, ...] | UnsetType = UNSET
+
+
+@dataclass(frozen=True)
+class PlacedEditRecord:
+    """An edit at one site, with positions counted from 0."""
+
+    site: str
+    op: str
+    start: Count
+    stop: Count | None
+    picks: tuple[Count, ...]
+    factor: float
+    seed: Natural
+    needs: Count = 0
+    value: TensorRecord | UnsetType = UNSET
+    heads: tuple[Count, ...] = ()
+    keys: tuple[Count, ...] = ()
+    keep_norm: bool = False
+    when: TensorRecord | UnsetType = UNSET
+    tokens: tuple[Count, ...] = ()
+
+
+# ---- hooks -----------------------------------------------------------------------------------------------------------
+# Hook functions: on whole batches, and at names that can be read but not changed.
+
+HookFunction = Callable[[Tensor, Any], Tensor | None]
+
+
+def hook_at(name: str, function: HookFunction, table: SiteTable) -> tuple[str, HookFunction]:
+    """(site, hook function) of a hook at a name; BadEdit if no pass reaches the site."""
+    site = table.resolve(name)
+    if site in HEAD_SITES:
+        raise BadEdit(
+            f"A hook function on {name} is never called: the head runs once the rows are committed. Capture {site} instead, "
+            f"or hook {table.per_layer('S')[-1]}."
+        )
+    if name in table.read_only or site.endswith(KEY_SITES):
+        if isinstance(function, BatchHook):
+            return site, replace(function, function=_reading(name, function.function))
+        return site, _reading(name, function)
+    return site, function if name == site or isinstance(function, BatchHook) else NamedHook(function, name)
+
+
+@dataclass(frozen=True, eq=False)
+class NamedHook:
+    """A hook function, and the name that it was asked for by: another name of its site."""
+
+    function: HookFunction
+    name: str
+
+    def __call__(self, value: Tensor, hook: Any) -> Tensor | None:
+        return self.function(value, hook)
+
+
+@dataclass(frozen=True, eq=False)
+class BatchHook:
+    """A hook function that sees all sequences of a batch at once, as in TransformerLens.
+
+    The batch must be computed in one pass: its sequences are segments that share this object.
+    """
+
+    function: HookFunction
+    name: str
+    count: int
+    """the number of sequences"""
+    length: int
+    """the tokens of each"""
+    heads_first: bool = False
+    """whether the function sees [batch, heads, positions, ...]; keys end with the sequence"""
+    errors: list[Exception] = field(default_factory=list)
+    """what it raised; the first one is for the caller"""
+
+    def __call__(self, value: Tensor, hook: Any) -> Tensor | None:
+        """value [batch, positions, ...] -> as the function says; BadRequest if this is not the whole batch."""
+        if tuple(value.shape[:2]) != (self.count, self.length):
+            raise BadRequest(
+                f"The hook function on {self.name} is for {self.count} sequences of {self.length} tokens, which take more than "
+                f"one pass. Give fewer at a time, or load the engine with max_rows={self.count * self.length} or more."
+            )
+        if not self.heads_first:
+            return self.function(value, hook)
+        value = value.transpose(1, 2)
+        changed = self.function(value[..., : self.length] if self.name.endswith(KEY_SITES) else value, hook)
+        return None if changed is None else changed.transpose(1, 2)
+
+
+def _reading(name: str, function: HookFunction) -> HookFunction:
+    """The function, shown a copy of the value; BadEdit if it changes it."""
+
+    def read(value: Tensor, hook: Any) -> None:
+        given = value.clone()
+        changed = function(given, hook)
+        if not torch.equal(given if changed is None else changed, value):
+            raise BadEdit(f"The hook function on {name} changed its value, which can be read but not changed. Return None.")
+
+    return read
+
+
+# ---- edits -----------------------------------------------------------------------------------------------------------
+# `Edit`: an intervention on a branch, applied identically in every pass that touches the branch.
+#
+# An edit is data, not code. It has a content hash, so branches with the same edits can share edited KV, and traces and
+# dumps can name it. Hook functions work too, but nothing is promised about what they compute.
 
 Positions = int | slice | Sequence[int] | None
 Hook = tuple[str, Callable[[Tensor, Any], Tensor | None]]

@@ -4,19 +4,253 @@ import re
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadEdit, EngineBug, NothingEdited, UnknownSite
 from replaylens.engine.model import modes
-from replaylens.engine.model.site_names import BY_SLOT
-from replaylens.engine.model.sites import LETTERS, SiteTable, layer_of
+from replaylens.engine.model.config import BARRED, MixtureConfig, ModelConfig
+from replaylens.engine.model.sites import BY_SLOT, CHOICE_SITE, LETTERS, WEIGHTS_SITE, SiteTable, layer_of
 from replaylens.engine.request.edits import Edit, finite_float32, listed, span
-from replaylens.engine.request.pattern_edits import on_pattern
-from replaylens.engine.request.placed import PATTERN, PLACED_OPS, PlacedEdit
-from replaylens.engine.request.routing_edits import on_router, require_places
+from replaylens.engine.request.placed import PATTERN, PLACED_OPS, Op, PlacedEdit
 from replaylens.engine.request.values import instance
+
+# ---- pattern edits ---------------------------------------------------------------------------------------------------
+# Placing edits of attention patterns: which edges change, and the weights that they are set to.
+
+_MAX_KEYS = 1 << 20
+PlacedSpan = tuple[int, int | None, tuple[int, ...]]
+"""start, stop, single positions instead"""
+
+
+def on_pattern(
+    edit: Edit, name: str, num_heads: int, window: int, heads: tuple[int, ...], where: PlacedSpan, length: int
+) -> PlacedEdit:
+    """The placed edit of an attention pattern; BadEdit if it changes no edge.
+
+    window  how many keys a position sees, its own included; 0: all
+    """
+    if edit.op not in ("mask", "zero", "set") or (edit.keys is None and edit.op != "set"):
+        raise BadEdit(
+            f"{name} takes the ops 'mask' (hide keys from the softmax), 'zero' (zero weights after it), both with keys, and "
+            "'set', with a value: Edit(site, 'mask', positions=queries, keys=keys, heads=heads)."
+        )
+    if edit.keep_norm or edit.when is not None or (edit.value is not None and edit.op != "set"):
+        raise BadEdit(f"Edits of {name} take neither keep_norm nor when, and only 'set' takes a value.")
+    start, stop, picks = where
+    value = _weights(edit, name) if edit.op == "set" else None
+    keys = tuple(range(value.shape[-1])) if value is not None and edit.keys is None else _keys(edit, length)
+    if picks and not any(_sees(query, key, window) for query in picks for key in keys):
+        raise BadEdit(
+            f"keys={edit.keys} changes nothing: they come after the edited positions, or before their sliding window, and are "
+            "not attended to."
+        )
+    query = picks[0] if picks else start
+    if edit.op == "mask" and set(range(query + 1)) <= set(keys):
+        raise BadEdit(f"keys={edit.keys} hides every key from position {query}. Leave at least one, or use the op 'zero'.")
+    if value is not None:
+        count = len(picks) or (None if stop is None else stop - start)
+        value = _placed_weights(value, name, num_heads, list(edit.heads or ()), len(keys), count)
+        places = list(picks) or ([] if stop is None else list(range(start, stop)))
+        if edit.keys is None:
+            _require_seen(name, value, places, window)
+    return PlacedEdit(name, edit.op, value, start, stop, picks, 1.0, edit.seed, heads=heads, keys=keys)
+
+
+def _keys(edit: Edit, length: int) -> tuple[int, ...]:
+    """The positions of the keys, in the order of the value's columns."""
+    first, stop, some = span(edit.keys, length)
+    if not some and stop is None:
+        raise BadEdit(f"keys={edit.keys} has no end. Name the keys, such as slice({first}, {max(length, first + 1)}).")
+    if not some and stop is not None and stop - first > _MAX_KEYS:
+        raise BadEdit(f"keys={edit.keys} names over {_MAX_KEYS} keys. Give a shorter range.")
+    if edit.op != "set" or not isinstance(edit.keys, list):
+        return some or tuple(range(first, stop or first))
+    places = [key + length if key < 0 else key for key in edit.keys]
+    if len(set(places)) < len(places):
+        raise BadEdit(f"keys={edit.keys} names a key twice, with a weight for each. Give each key once.")
+    return tuple(places)
+
+
+def _weights(edit: Edit, name: str) -> Tensor:
+    if edit.value is None:
+        raise BadEdit(f"The op 'set' needs a value: the attention weights of {name}.")
+    value = finite_float32(edit.value, name)
+    if value.dim() == 0 and edit.keys is not None:
+        value = value[None]
+    if not 1 <= value.dim() <= 3 or not value.numel():
+        raise BadEdit(
+            f"The value for {name} has shape {tuple(value.shape)}. Give [keys], [heads, keys] or [positions, heads, keys]."
+        )
+    return value
+
+
+def _placed_weights(value: Tensor, name: str, num_heads: int, heads: list[int], num_keys: int, count: int | None) -> Tensor:
+    """The weights as [all heads, keys], or [positions, all heads, keys], with zeros for heads that are not edited."""
+    given = tuple(value.shape)
+    chosen = heads or list(range(num_heads))
+    if value.shape[-1] == 1 and num_keys > 1:
+        value = value.expand(*value.shape[:-1], num_keys)
+    if value.dim() == 1:
+        value = value.expand(len(chosen), num_keys) if value.shape[-1] == num_keys else value[None]
+    if heads and value.shape[-2] == num_heads:
+        value = value[..., heads, :]
+    wanted = (len(chosen), num_keys)
+    if tuple(value.shape[-2:]) != wanted or (value.dim() == 3 and len(value) != count):
+        forms = [(num_keys,), wanted, *([(count, *wanted)] if count else [])]
+        hint = "" if count else " For a row per position, give positions, such as range(4)."
+        raise BadEdit(f"The value for {name} has shape {given}; expected {' or '.join(map(str, forms))}.{hint}")
+    full = value.new_zeros(*value.shape[:-2], num_heads, num_keys)
+    full[..., chosen, :] = value
+    return full
+
+
+def _sees(query: int, key: int, window: int) -> bool:
+    return key <= query and (not window or key > query - window)
+
+
+def _require_seen(name: str, value: Tensor, places: list[int], window: int) -> None:
+    """BadEdit if whole rows [(positions,) heads, keys] are too short, or give weight to keys that their position lacks."""
+    count = value.shape[-1]
+    if not places or max(places) >= count:
+        seen = f"position {max(places)} sees {max(places) + 1}" if places else "later positions see more"
+        raise BadEdit(
+            f"The value for {name} has {count} keys; {seen}. Give rows that are as long as what the edited positions see, or "
+            "name the keys."
+        )
+    unseen = torch.tensor([[not _sees(query, key, window) for key in range(count)] for query in places])
+    rows = value if value.dim() == 3 else value.expand(len(places), *value.shape)
+    if bool((rows.transpose(1, 2)[unseen] != 0).any()):
+        raise BadEdit(
+            f"The value for {name} gives weight to keys that come after their position, or before its sliding window. Set them "
+            "to 0."
+        )
+
+
+# ---- routing edits ---------------------------------------------------------------------------------------------------
+# Edits of routing: experts that are forced, forbidden or reweighted become edits of the sites of their router.
+#
+# Forcing and forbidding change what experts are chosen by, not the logits that their weights follow from. So a forced
+# expert has the weight that its own logit gives it, and the weights of a softmax over all experts stay as they are.
+
+_MOVED = {"force": -2 * BARRED, "forbid": 2 * BARRED}
+"""the scores for the choice of experts that are forced or forbidden: beyond any other score"""
+
+
+def on_router(edit: Edit, name: str, table: SiteTable, where: tuple[int, int | None, tuple[int, ...]]) -> list[PlacedEdit]:
+    """The op force, forbid or reweight on one router; BadEdit if it does not fit.
+
+    The scores of forced and forbidden experts are multiplied by 0 before the new ones are added, so that of several edits of
+    an expert the last one counts.
+    """
+    start, stop, picks = where
+    layer, mixture = layer_of(name), table.config.mixture
+    if mixture is None or layer is None or not table.config.sparse(layer) or ".mlp.gate." not in name:
+        raise BadEdit(
+            f"The op {edit.op!r} is for the router of a mixture of experts, not for {name}. Edit blocks.N.mlp.gate.hook_out "
+            "of a layer that has one."
+        )
+    given = {"value": edit.value, "heads": edit.heads, "keys": edit.keys, "when": edit.when}
+    if extra := [option for option, value in given.items() if value is not None]:
+        raise BadEdit(f"The op {edit.op!r} takes no {extra[0]}. Give experts, and a factor for 'reweight'.")
+    experts = _experts(edit, mixture.num_experts)
+    if edit.op == "force":
+        _require_places(experts, mixture)
+    if edit.op == "forbid":
+        _require_enough(experts, mixture)
+    begin = f"blocks.{layer}."
+    kept = torch.ones(mixture.num_experts, dtype=torch.float32)
+    kept[experts] = edit.factor if edit.op == "reweight" else 0.0
+    if edit.op == "reweight":
+        return [PlacedEdit(begin + WEIGHTS_SITE, "reweight", kept, start, stop, picks, 1.0, 0)]
+    value = torch.zeros(mixture.num_experts, dtype=torch.float32)
+    value[experts] = _MOVED[edit.op]
+    steps: tuple[tuple[Op, torch.Tensor], ...] = (("reweight", kept), ("add", value))
+    return [PlacedEdit(begin + CHOICE_SITE, op, numbers, start, stop, picks, 1.0, 0) for op, numbers in steps]
+
+
+def require_places(edits: Sequence[PlacedEdit], config: ModelConfig) -> None:
+    """Raise BadEdit if several edits of a branch together force more experts on a position than a row goes to."""
+    routers: dict[str, list[PlacedEdit]] = {}
+    for edit in edits:
+        if edit.site.endswith(CHOICE_SITE):
+            routers.setdefault(edit.site, []).append(edit)
+    for site, own in routers.items():
+        if config.mixture is None or sum(_forces(edit) for edit in own) < 2:
+            continue
+        ends = {end for edit in own for end in (edit.start, edit.stop) if end is not None}
+        ends |= {end for edit in own for pick in edit.picks for end in (pick, pick + 1)}
+        tokens = sorted({token for edit in own for token in edit.tokens})
+        for position, token in product(sorted(ends), [-1, *tokens]):  # -1: any other token
+            experts = _forced([edit for edit in own if edit.edited(position, [token])])
+            try:
+                _require_places(experts, config.mixture)
+            except BadEdit as error:
+                at = f"{site.removesuffix('.' + CHOICE_SITE)}, position {position}"
+                raise BadEdit(f"The edits together force the experts {experts} at {at}: {error}") from None
+
+
+def _forces(edit: PlacedEdit) -> bool:
+    return edit.op == "add" and edit.value is not None and bool((edit.value == _MOVED["force"]).any())
+
+
+def _forced(edits: Sequence[PlacedEdit]) -> list[int]:
+    """The experts that edits of one position leave forced. Of several edits of an expert, the last one counts."""
+    forced: set[int] = set()
+    for edit in edits:
+        if edit.value is None:
+            continue
+        if edit.op == "reweight":
+            forced -= set((edit.value == 0).nonzero().flatten().tolist())
+        elif edit.op == "add":
+            forced |= set((edit.value == _MOVED["force"]).nonzero().flatten().tolist())
+    return sorted(forced)
+
+
+def _require_places(experts: list[int], mixture: MixtureConfig) -> None:
+    """Raise BadEdit if a row cannot go to all of these experts."""
+    top, chosen_groups = mixture.routing.top, mixture.routing.chosen_groups
+    if len(experts) > top:
+        raise BadEdit(f"{len(experts)} experts are forced, but a row goes to {top}. Force at most {top}.")
+    groups = {expert // (mixture.num_experts // mixture.routing.groups) for expert in experts}
+    if len(groups) > chosen_groups:
+        raise BadEdit(
+            f"The forced experts {experts} are in {len(groups)} groups, but a row goes to {chosen_groups}. "
+            "Force those of fewer groups."
+        )
+
+
+def _require_enough(experts: list[int], mixture: MixtureConfig) -> None:
+    """Raise BadEdit if a row may have to go to one of these experts.
+
+    Groups without other experts are chosen last, so the fewest are left where the smallest of the others are chosen.
+    """
+    routing, width = mixture.routing, mixture.num_experts // mixture.routing.groups
+    if mixture.num_experts - len(experts) < routing.top:
+        raise BadEdit(
+            f"{len(experts)} of {mixture.num_experts} experts are forbidden, but a row goes to {routing.top}. Forbid fewer."
+        )
+    left = [width - sum(expert // width == group for expert in experts) for group in range(routing.groups)]
+    fewest = sum(sorted(count for count in left if count)[: routing.chosen_groups])
+    if fewest < routing.top:
+        raise BadEdit(
+            f"Without the experts {experts}, the chosen groups of a row ({routing.chosen_groups} of {routing.groups}) may "
+            f"leave {fewest} of the {routing.top} experts that a row goes to. Forbid fewer, or all experts of a group."
+        )
+
+
+def _experts(edit: Edit, count: int) -> list[int]:
+    experts = list(edit.experts or ())
+    if not experts or len(set(experts)) < len(experts):
+        raise BadEdit(f"The op {edit.op!r} needs experts, each only once. Given: {experts}.")
+    if bad := [expert for expert in experts if not 0 <= expert < count]:
+        raise BadEdit(f"No expert {bad[0]}. The router has experts 0 to {count - 1}.")
+    return experts
+
+
+# ---- placing ---------------------------------------------------------------------------------------------------------
 
 _ROUTING = ("force", "forbid", "reweight")
 _NOT_EDITABLE = ("ln_final.hook_out", "unembed.hook_out")

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model import modes
-from replaylens.engine.request.options import named_fields
-from replaylens.engine.request.values import flag, instance, items, number, whole
+from replaylens.engine.request.values import flag, instance, items, named_fields, number, whole
 
 COLDEST = 1e-6
 """the smallest temperature above 0; much smaller ones overflow the scaled logits"""

@@ -1,20 +1,239 @@
 """`ResamplePlan`: everything that determines the bits of rollouts. Waves, workers and order of work are not part of it."""
 
+from __future__ import annotations
+
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
+from struct import pack, unpack
 from typing import Any
 
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.text import Text
 from replaylens.engine.records import Count, Positive, build
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import integer, items, shown, whole
-from replaylens.engine.resampling.answers import Answer
-from replaylens.engine.resampling.seeds import rollout_seed
-from replaylens.engine.resampling.sentences import sentence_starts
-from replaylens.tasks.labels import path_offsets
+from replaylens.engine.request.values import flag, instance, integer, items, shown, whole
+from replaylens.tasks.reading import Offset
+from replaylens.tasks.tokenizer import path_offsets
+
+# ---- seeds -----------------------------------------------------------------------------------------------------------
+# The seed of each rollout. It depends on the sampling's seed, the fork position and the rollout's number, and on nothing
+# else.
+#
+#     seed = first 8 bytes, little-endian, of BLAKE2b("replaylens rollout" || seed || position || number)
+#
+# with the three numbers as unsigned little-endian integers of 8 bytes. So a rollout has the same tokens however many others
+# are drawn, in whatever waves and on whichever machine; rollouts with and without a replaced sentence have the same noise
+# in pairs.
+
+_DOMAIN = b"replaylens rollout"
+
+
+def rollout_seed(seed: int, position: int, number: int) -> int:
+    """The seed of rollout `number` at a fork position: a whole number below 2 ** 64.
+
+    >>> rollout_seed(0, 7, 0), rollout_seed(0, 7, 1)
+    (17589661133231612369, 4194808042954166979)
+    """
+    found: tuple[int] = unpack("<Q", blake2b(_DOMAIN + pack("<3Q", seed, position, number), digest_size=8).digest())
+    return found[0]
+
+
+# ---- sentences -------------------------------------------------------------------------------------------------------
+# Where sentences begin: a rule of our own, small enough to be read.
+#
+# A sentence ends
+#
+# 1. after `.`, `!`, `?` or `…` (any number of them, with the quotes and brackets that close right after them), if white space
+#    or the end of the text follows. Line breaks that follow belong to it; a space begins the next sentence, as in most
+#    tokenizers
+# 2. after a line break
+#
+# but not after the dot of
+#
+# * an abbreviation: e.g. i.e. cf. vs. Mr. Mrs. Ms. Dr. Prof. St. Fig. Eq. No. approx. etc.
+# * a single capital letter, as in J. Smith
+# * a number that begins a line, as in 1. or 12. of a list
+#
+# White space alone is no sentence: it belongs to the one before it. A dot within a number or a name has no space after it.
+
+_END = re.compile(r"[.!?…]+[\"'”’)\]}*_]*(?=\s|\Z)|\n")
+_BREAKS = re.compile(r"[ \t]*\n(?:[ \t]*\n)*")
+_KEEPS = re.compile(
+    r"(?:\b(?:e\.g|i\.e|cf|vs|Mr|Mrs|Ms|Dr|Prof|St|Fig|Eq|No|approx|etc)|\b[A-Z]|(?:^|\n)[ \t]*\d+)\.\Z", re.MULTILINE
+)
+_BEFORE = 32
+"""characters before a dot that decide whether it ends a sentence"""
+
+
+def sentence_spans(text: str) -> list[Offset]:
+    """Characters [start, end) of each sentence. Together they are the whole text.
+
+    >>> text = "Let x be 3.5. Dr. Lee says: no! So\\nwe stop."
+    >>> [text[start:end] for start, end in sentence_spans(text)]
+    ['Let x be 3.5.', ' Dr. Lee says: no!', ' So\\n', 'we stop.']
+    """
+    ends: list[int] = []
+    for found in _END.finditer(text):
+        if found[0] == "." and _KEEPS.search(text[max(0, found.end() - _BEFORE) : found.end()]):
+            continue
+        end = found.end()
+        if more := _BREAKS.match(text, end):
+            end = more.end()
+        if ends and not text[ends[-1] : end].strip():
+            ends[-1] = max(ends[-1], end)
+        elif text[:end].strip():
+            ends.append(end)
+    if ends and not text[ends[-1] :].strip():
+        ends[-1] = len(text)
+    elif not ends or ends[-1] < len(text):
+        ends.append(len(text))
+    return [span for span in zip([0, *ends[:-1]], ends, strict=True) if span[0] < span[1]]
+
+
+def sentence_starts(text: str, offsets: Sequence[Offset]) -> list[int]:
+    """The number of the first token of each sentence, of tokens with these characters. A token that holds the end of one
+    sentence and the start of the next belongs to the first."""
+    starts: list[int] = []
+    token = 0
+    for start, _ in sentence_spans(text):
+        while token < len(offsets) and (offsets[token][0] < start or (token and offsets[token][0] == offsets[token][1])):
+            token += 1
+        if token < len(offsets) and (not starts or starts[-1] < token):
+            starts.append(token)
+    return starts
+
+
+def sentence_ends(text: str, offsets: Sequence[Offset]) -> list[int]:
+    """The number of the last token of each sentence."""
+    starts = sentence_starts(text, offsets)
+    return [start - 1 for start in starts[1:]] + [len(offsets) - 1] if starts else []
+
+
+# ---- answers ---------------------------------------------------------------------------------------------------------
+# `Answer`: how the outcome of a rollout is read: by a regular expression, by choice tokens, or by a function.
+#
+# | kind     | outcome                                                                    | early stop |
+# |----------|----------------------------------------------------------------------------|------------|
+# | regex    | the first group of the first match in the generated text, or the match     | yes        |
+# | choices  | the likeliest of some tokens as the next one, with the probability of each | no         |
+# | function | what the function returns for the generated text                           | on request |
+#
+# A rollout stops early once its answer is certain. A match that ends where the text ends may still grow (a 4 may become a
+# 42), so a rollout stops only when something follows the match. Its tokens up to there are the same as without the stop.
+
+NO_ANSWER, OTHER = "no answer", "other"
+"""the outcome of rollouts without an answer; the probability of all tokens besides the choices"""
+_HALF = "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """An answer, and the number of characters of the text up to its end."""
+
+    outcome: str
+    end: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How to read the outcome of a rollout. Make one with `Answer.regex`, `Answer.choices` or `Answer.function`.
+
+    >>> Answer.regex(r"answer is (\\d+)").read("So the answer is 42.")
+    Found(outcome='42', end=19)
+    >>> Answer.regex(r"answer is (\\d+)").certain("So the answer is 4")
+    False
+    """
+
+    pattern: str | None = None
+    tokens: tuple[str | int, ...] = ()
+    after: str = ""
+    """of choices: text that is forced before the choice"""
+    reader: Callable[[str], str | None] | None = None
+    stop: bool = True
+    """whether a rollout stops once its answer is certain"""
+
+    @classmethod
+    def regex(cls, pattern: str, *, stop: bool = True) -> Answer:
+        """The first match in the generated text: its first group that took part, or all of it, without outer white space."""
+        try:
+            re.compile(instance("pattern", pattern, str, "a regular expression"))
+        except re.error as error:
+            raise BadRequest(f"Invalid regular expression {pattern!r:.60}: {error}.") from error
+        return cls(pattern=pattern, stop=flag("stop", stop))
+
+    @classmethod
+    def choices(cls, choices: Sequence[str | int], *, after: str = "") -> Answer:
+        """The probabilities of some tokens as the next one, read from the logits: exact, at temperature 1, without a sample.
+
+        choices  two or more single tokens, as text (with its leading space, if it has one) or ids
+        after    text that is forced at the end of the rollout before they are read, such as "\\nAnswer:"
+
+        With max_new=0, the answer is forced right at the fork, and one rollout is all there is to know.
+        """
+        tokens = tuple(items("choices", choices, "a list of tokens, as text or ids"))
+        if len(tokens) < 2 or len(set(tokens)) < len(tokens):
+            raise BadRequest(f"Invalid choices={list(tokens)}. Give at least two different tokens.")
+        return cls(tokens=tokens, after=instance("after", after, str, "a text"), stop=False)
+
+    @classmethod
+    def function(cls, reader: Callable[[str], str | None], *, stop: bool = False) -> Answer:
+        """What a function makes of the generated text: the name of the outcome, or None.
+
+        stop  also call it after every token, and stop the rollout at the first text for which it returns an outcome
+        """
+        if not callable(reader):
+            raise BadRequest(f"Invalid function={reader!r:.60}. Give a function from the text to the outcome, or to None.")
+        return cls(reader=reader, stop=flag("stop", stop))
+
+    def read(self, text: str) -> Found | None:
+        """The answer in a finished text; None: there is none."""
+        text = text.rstrip(_HALF)
+        if self.pattern is not None:
+            return _group(re.search(self.pattern, text))
+        found = None if self.reader is None else self.reader(text)
+        if found is None:
+            return None
+        return Found(instance("outcome", found, str, "the name of the outcome as text, or None"), len(text))
+
+    def certain(self, text: str) -> bool:
+        """Whether a text that may go on has an answer that will not grow."""
+        if self.pattern is None:
+            return self.read(text) is not None
+        text = text.rstrip(_HALF)
+        found = re.search(self.pattern, text)
+        return found is not None and found.end() < len(text)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values. A function is known by its name alone."""
+        if self.reader is not None:
+            name = f"{getattr(self.reader, '__module__', '')}.{getattr(self.reader, '__qualname__', 'function')}"
+            return {"function": name, "stop": self.stop}
+        if self.pattern is not None:
+            return {"regex": self.pattern, "stop": self.stop}
+        return {"choices": list(self.tokens), "after": self.after}
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> Answer:
+        """Inverse of `to_json`; BadRequest for a function, which is not in the file."""
+        if "regex" in raw:
+            return cls.regex(raw["regex"], stop=raw["stop"])
+        if "choices" in raw:
+            return cls.choices(raw["choices"], after=raw["after"])
+        raise BadRequest(f"The answer is read by a function ({raw.get('function')}), which no file holds. Give it again.")
+
+
+def _group(found: re.Match[str] | None) -> Found | None:
+    if found is None:
+        return None
+    number = next((i for i, text in enumerate(found.groups(), 1) if text is not None), 0)
+    return Found(found[number].strip(), found.end(number))
+
+
+# ---- plan ------------------------------------------------------------------------------------------------------------
 
 PLACES = ("fork", "sentences", "answer", "last", "all")
 AT = "'sentences', 'tokens', a position, several, or a function of position and token text"
@@ -80,7 +299,7 @@ class ResamplePlan:
         return plain
 
     @classmethod
-    def from_json(cls, raw: Any) -> "ResamplePlan":
+    def from_json(cls, raw: Any) -> ResamplePlan:
         """Inverse of `to_json`, but for an answer that is read by a function: the file does not hold it, so there is none."""
         read = build(ResamplePlanRecord, raw, "The plan of the rollouts", BadRequest)
         answer = None if read.answer is None or "function" in read.answer else Answer.from_json(read.answer)

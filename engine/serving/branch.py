@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
@@ -11,38 +12,68 @@ from typing import Protocol, Self
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, ClosedBranch
-from replaylens.engine.interrupts import held_interrupt
 from replaylens.engine.loop.lane import Lane, Statistics
 from replaylens.engine.loop.loop import Loop
 from replaylens.engine.memory.tree import BranchRecord, BranchStatus, BranchTree
 from replaylens.engine.model import modes
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.model.text import Text
-from replaylens.engine.pictures.live import tree_of
-from replaylens.engine.pictures.readings import word
-from replaylens.engine.pictures.retelling import timeline
+from replaylens.engine.pictures.data import word
+from replaylens.engine.pictures.pictures import Timeline, Tree, timeline, tree_of
 from replaylens.engine.pictures.summary import one_picture
-from replaylens.engine.pictures.timeline import Timeline
-from replaylens.engine.pictures.tree import Tree
 from replaylens.engine.proof.trace import Trace
+from replaylens.engine.request.capture import Recording
 from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
-from replaylens.engine.request.options import hides, named_options, renamed
 from replaylens.engine.request.placed import PlacedEdit
-from replaylens.engine.request.placing import warn_of_no_match
-from replaylens.engine.request.recording import Recording
-from replaylens.engine.request.routing_edits import require_places
+from replaylens.engine.request.placing import require_places, warn_of_no_match
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import integer, whole
-from replaylens.engine.serving.completer import Completer
+from replaylens.engine.request.values import hides, integer, named_options, renamed, whole
 from replaylens.engine.serving.differentiable import Differentiable
-from replaylens.engine.serving.forest import Forest
-from replaylens.engine.serving.hold import hold_of
+from replaylens.engine.serving.forest import Completer, Forest
 from replaylens.engine.serving.lock import EngineLock, changing, reading
-from replaylens.engine.serving.logits import At, chosen, logits_of
-from replaylens.engine.serving.request import Request
+from replaylens.engine.serving.request import At, Request, Stream, Uncopied, chosen, logits_of
 from replaylens.engine.serving.resampling import Resampled
-from replaylens.engine.serving.stream import Stream
-from replaylens.engine.serving.uncopied import Uncopied
+from replaylens.engine.terminal import held_interrupt
+
+# ---- hold ------------------------------------------------------------------------------------------------------------
+# `Hold`: what all handles on one branch share. When the last of them is gone, the branch is released.
+#
+# Python may run finalizers in any thread and within any allocation, also within a step of the engine. So a finalizer only
+# leaves a note; the engine reads it before its next call.
+
+
+class Hold:
+    """Keeps a branch open while something refers to it."""
+
+    __slots__ = ("__weakref__",)
+
+
+def hold_of(forest: Forest, lane: Lane) -> Hold | None:
+    """The hold on a lane, made at its first use. A rejected branch lives as long as the branch that it was cut from, so its
+    handles hold that one. None: nothing would be released."""
+    if lane.branch not in forest.loop.lanes:
+        return None
+    parent = forest.tree.branch(lane.branch).parent
+    main = None if parent is None else forest.loop.lanes.get(parent)
+    if main is not None and lane.branch in main.rejected:
+        lane = main
+    held = None if lane.hold is None else lane.hold()
+    if not isinstance(held, Hold):
+        held = Hold()
+        lane.hold = weakref.ref(held)
+        weakref.finalize(held, forest.lock.later, partial(_abandon, weakref.ref(forest), weakref.ref(lane))).atexit = False
+    return held
+
+
+def _abandon(forest: weakref.ref[Forest], lane: weakref.ref[Lane]) -> None:
+    """Release a lane. Only the engine's next call reads the note: one that held the engine, as the thoughts of a lane do, would
+    keep it from being freed."""
+    of, found = forest(), lane()
+    if of is not None and found is not None:
+        of.abandon(found)
+
+
+# ---- branch ----------------------------------------------------------------------------------------------------------
 
 MAX_FORKS = 1 << 16
 """per call: more is likely a mistake, and takes minutes"""

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from replaylens.engine.errors import BadEdit, BadRequest, NotRecorded
-from replaylens.engine.interrupts import held_interrupt
-from replaylens.engine.lens.known import KnownLenses
-from replaylens.engine.lens.tuned import TunedLens
+from replaylens.engine.lens.lens import KnownLenses, TunedLens
+from replaylens.engine.loop.drafters import (
+    Drafter,
+    ForcedDrafter,
+    LensDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    SelfDrafter,
+    TreeDrafter,
+)
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.loop.loop import Loop
 from replaylens.engine.memory.cache import require_memory
@@ -19,27 +27,64 @@ from replaylens.engine.memory.tree import BranchStatus, BranchTree
 from replaylens.engine.model import modes, sites
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.text import Prompt, Text
-from replaylens.engine.passes.ferry import RING_BYTES, SMALLEST_RING
 from replaylens.engine.passes.runner import Keep, Runner
-from replaylens.engine.pictures.live import tree_of
+from replaylens.engine.passes.transfer import RING_BYTES, SMALLEST_RING
+from replaylens.engine.pictures.pictures import tree_of
 from replaylens.engine.pictures.summary import MAX_TREES, cache_and_pictures, code
-from replaylens.engine.proof import certificates, fingerprint
+from replaylens.engine.proof import certificates
+from replaylens.engine.proof import trace as fingerprint
 from replaylens.engine.proof.trace import Trace
-from replaylens.engine.request.capture import CaptureSpec, LensSpec
+from replaylens.engine.request.capture import CaptureSpec, LensSpec, Where
 from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
-from replaylens.engine.request.options import hides, named_options
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import place_all, warn_of_no_match
-from replaylens.engine.request.positions import Where
-from replaylens.engine.request.values import flag, instance, integer, items, shown, whole
-from replaylens.engine.serving.assembly import decode_on_device, make_drafters
+from replaylens.engine.request.values import flag, hides, instance, integer, items, named_options, shown, whole
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.generation import Generation
 from replaylens.engine.serving.lock import EngineLock, reading
-from replaylens.engine.serving.logits import At, chosen
-from replaylens.engine.serving.uncopied import Uncopied
+from replaylens.engine.serving.request import At, Uncopied, chosen
 from replaylens.engine.serving.variants import Variants
+from replaylens.engine.terminal import held_interrupt
+
+# ---- assembly --------------------------------------------------------------------------------------------------------
+# The parts of an engine that its options choose: drafters, and the decode steps that a device takes on its own.
+
+
+def make_drafters(runner: Runner, draft_model: Decoder | None, layer: int | None, width: int) -> dict[str, Drafter]:
+    """All drafters of an engine by name; `model` only if there is a model to draft with.
+
+    layer  where the early-exit drafters leave the model; None: in the middle
+    width  sibling chains of the `tree` drafter
+    """
+    config = runner.model.config
+    layer = max(1, config.num_layers // 2) if layer is None else layer
+    drafters: dict[str, Drafter] = {
+        "self": SelfDrafter(),
+        "lens": LensDrafter(runner, layer),
+        "ngram": NgramDrafter(),
+        "tree": TreeDrafter(runner, layer, width),
+        "forced": ForcedDrafter(),
+    }
+    if draft_model is not None:
+        certificate = certificates.certificate_for(draft_model)
+        own = Runner(draft_model, certificate, runner.pool.num_pages, runner.pool.page_size)
+        drafters["model"] = ModelDrafter(own, config.vocab_size)
+    return drafters
+
+
+def decode_on_device(loop: Loop) -> None:
+    """Mutates: the loop decodes in bursts and its passes are CUDA graphs. Precondition: the model is on CUDA."""
+    from replaylens.engine.lens import cuda as cuda_lens
+    from replaylens.engine.passes.bursts import Bursts
+    from replaylens.engine.passes.graphs import PassGraphs
+
+    runner = loop.runner
+    loop.bursts = Bursts(runner, partial(cuda_lens.columns, runner.model))
+    runner.graphs = PassGraphs(runner.model, runner.cache, loop.bursts.spare.pages[0], runner.vectors)
+
+
+# ---- core ------------------------------------------------------------------------------------------------------------
 
 AnyBranch = TypeVar("AnyBranch", bound=Branch)
 _CPU_ROWS, _CUDA_ROWS, _CUDA_LONE_ROWS = 512, 1024, 8192

@@ -9,14 +9,12 @@ from typing import Protocol
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, ClosedBranch, NoGradient
-from replaylens.engine.gradients.gradients import Gradients
-from replaylens.engine.gradients.metric import AnyMetric, Divergence, LogitsFunction, Named, function_of, named
-from replaylens.engine.gradients.tape import Tape
+from replaylens.engine.gradients.backward import Tape
+from replaylens.engine.gradients.gradients import AnyMetric, Divergence, Gradients, LogitsFunction, Named, function_of, named
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.memory.tree import BranchRecord, BranchStatus
 from replaylens.engine.model import modes
-from replaylens.engine.model.site_names import CHOICE_SITE
-from replaylens.engine.model.sites import SiteTable
+from replaylens.engine.model.sites import CHOICE_SITE, SiteTable
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.values import items
 from replaylens.engine.serving.forest import Forest

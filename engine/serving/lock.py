@@ -17,8 +17,8 @@ from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.interrupts import held_interrupt
 from replaylens.engine.model import modes
+from replaylens.engine.terminal import held_interrupt
 
 P = ParamSpec("P")
 R = TypeVar("R")

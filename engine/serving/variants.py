@@ -16,19 +16,16 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from replaylens.engine.errors import BadRequest, OutOfPages
-from replaylens.engine.interrupts import held_interrupt
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.model.sites import SiteTable, layer_of
 from replaylens.engine.passes.batch import Segment
-from replaylens.engine.passes.finite import finite
-from replaylens.engine.passes.runner import LENS_ROWS
-from replaylens.engine.progress import hidden
+from replaylens.engine.passes.runner import LENS_ROWS, finite
 from replaylens.engine.request.capture import CaptureSpec, PassTap
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placed import PlacedEdit
-from replaylens.engine.request.placing import warn_of_no_match
-from replaylens.engine.request.routing_edits import require_places
+from replaylens.engine.request.placing import require_places, warn_of_no_match
 from replaylens.engine.serving.forest import Forest
+from replaylens.engine.terminal import held_interrupt, hidden
 
 Read = Callable[[Tensor], Tensor]
 """logits [variants, positions, vocab] -> what is kept of them [variants, ...]"""

@@ -15,17 +15,26 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadThought
-from replaylens.engine.lens import readout
+from replaylens.engine.lens import lens
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.passes.batch import Batch, Segment
-from replaylens.engine.passes.finite import finite
-from replaylens.engine.passes.runner import Runner
+from replaylens.engine.passes.runner import Runner, finite
 from replaylens.engine.request.capture import LensSpec, Rows
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.serving.lock import EngineLock, reading
-from replaylens.engine.thinking.model import COMPRESS_SITE, THINK_SITE, ThinkingDecoder
-from replaylens.engine.thinking.steps import ChunkStates, ThoughtSteps, all_ended, applied, edited, ended, largest
+from replaylens.engine.thinking.model import (
+    COMPRESS_SITE,
+    THINK_SITE,
+    ChunkStates,
+    ThinkingDecoder,
+    ThoughtSteps,
+    all_ended,
+    applied,
+    edited,
+    ended,
+    largest,
+)
 from replaylens.engine.thinking.thoughts import TOP_K, Thought
 
 if TYPE_CHECKING:
@@ -173,7 +182,7 @@ class ThinkingBlocks:
         with self.runner.canonical(len(rows)):
             logits = self._logits(rows).cpu()
             spec = LensSpec((), top_k=TOP_K, full=full)
-            read = readout.statistics(spec, logits.log_softmax(-1)[:, None], [0] * len(logits))
+            read = lens.statistics(spec, logits.log_softmax(-1)[:, None], [0] * len(logits))
         kept = ("entropy", "top_ids", "top_logprobs", "full")
         return {f"thinking.{name}": read[f"Z.{name}"][:, 0] for name in kept if f"Z.{name}" in read}
 

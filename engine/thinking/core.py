@@ -12,39 +12,35 @@ from hashlib import sha256
 from typing import Any, Self
 
 from replaylens.engine.errors import BadChunks, BadConfig, BadEdit, BadRequest
-from replaylens.engine.interrupts import held_interrupt
-from replaylens.engine.lens.tuned import TunedLens
+from replaylens.engine.lens.lens import TunedLens
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.tree import HOOKED
 from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.loading import weights_hash
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.model.text import Prompt, is_chat
-from replaylens.engine.model.weights import weights_hash
-from replaylens.engine.passes.ferry import RING_BYTES
 from replaylens.engine.passes.runner import Keep
-from replaylens.engine.pictures.live import tree_of
+from replaylens.engine.passes.transfer import RING_BYTES
+from replaylens.engine.pictures.pictures import Timeline, Tree, tree_of
 from replaylens.engine.pictures.summary import one_picture
 from replaylens.engine.pictures.thoughts import Thinking
-from replaylens.engine.pictures.timeline import Timeline
-from replaylens.engine.pictures.tree import Tree
-from replaylens.engine.proof.fingerprint import Fingerprint
+from replaylens.engine.proof.trace import Fingerprint
 from replaylens.engine.request.capture import CaptureSpec
 from replaylens.engine.request.edits import Edit, Hook, listed, resolve_hooks
-from replaylens.engine.request.options import named_options
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import place
-from replaylens.engine.request.values import items, shown, token_ids, whole
+from replaylens.engine.request.values import items, named_options, shown, token_ids, whole
 from replaylens.engine.serving.branch import MAX_FORKS, Branch
 from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.lock import changing, reading
 from replaylens.engine.serving.variants import Variants
+from replaylens.engine.terminal import held_interrupt
 from replaylens.engine.thinking.blocks import ThinkingBlocks, Tokens
 from replaylens.engine.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE, ThinkingDecoder, padded
 from replaylens.engine.thinking.picture import picture, thoughts_by_branch, with_rounds
 from replaylens.engine.thinking.prefill import GUESSES, Guess, Prefill, Prefiller, split
-from replaylens.engine.thinking.sites import ThinkingSites
-from replaylens.engine.thinking.thoughts import FULL_SITE, LETTERS, ThinkingRecording, Thoughts, thoughts_of
+from replaylens.engine.thinking.thoughts import FULL_SITE, LETTERS, ThinkingRecording, ThinkingSites, Thoughts, thoughts_of
 
 THOUGHTS = "a list of thoughts for each prompt, each a list of token ids that ends in <EOS>"
 Drafts = Sequence[Sequence[int]]

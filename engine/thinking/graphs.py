@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.memory.cache import KVCache
-from replaylens.engine.passes.cuda import CanonicalCudaOps, HeadOps
-from replaylens.engine.passes.recorded import recorded
-from replaylens.engine.passes.sharing import KeyLayout
-from replaylens.engine.thinking.model import ThinkingDecoder
-from replaylens.engine.thinking.steps import ThoughtSteps, largest
-from replaylens.kernels.paged import PagedRows, plan_tiles
+from replaylens.engine.passes.cuda import CanonicalCudaOps, HeadOps, KeyLayout
+from replaylens.engine.passes.graphs import recorded
+from replaylens.engine.thinking.model import ThinkingDecoder, ThoughtSteps, largest
+from replaylens.kernels.shared import PagedRows, plan_tiles
 
 SIZES = (8, 16, 32, 64, 128)
 """possible numbers of thoughts of a graph, which are decoded together"""

@@ -13,6 +13,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,13 +21,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from replaylens.engine.errors import BadConfig, BadWeights
-from replaylens.engine.model import weights
+from replaylens.engine.model import loading
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Block, Decoder
-from replaylens.engine.model.layers import Norm
-from replaylens.engine.model.ops import Ops, RowOps
-from replaylens.engine.model.rotary import Rotary, rotary_table
-from replaylens.engine.model.tap import Tap, tapped
+from replaylens.engine.model.layers import Norm, Rotary, rotary_table
+from replaylens.engine.model.ops import Ops, RowOps, Tap, tapped
+from replaylens.engine.passes.runner import not_finite
+from replaylens.engine.request.placed import PlacedEdit
+
+# ---- model -----------------------------------------------------------------------------------------------------------
 
 CONFIG_FILE = "thinking.json"
 WEIGHTS_FILE = "thinking.safetensors"
@@ -158,7 +161,7 @@ class ThinkingDecoder(nn.Module):
             model.compress.load_state_dict(backbone.blocks[0].state_dict())
             model.think_norm.load_state_dict(backbone.ln_final.state_dict())
             model.think_unembed.copy_(backbone.unembedding)
-        return weights.in_dtype(model, backbone.embed.dtype)
+        return loading.in_dtype(model, backbone.embed.dtype)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, states: Tensor, ops: Ops, tap: Tap | None = None
@@ -197,7 +200,7 @@ def _alone(block: Block) -> Block:
 
 def save(model: ThinkingDecoder, folder: Path) -> None:
     """Write backbone, T and C; `load(folder)` restores identical bits. The backbone is also a checkpoint of its own."""
-    weights.save(model.backbone, folder)
+    loading.save(model.backbone, folder)
     (folder / CONFIG_FILE).write_text(model.thinking.to_json() + "\n")
     save_file(_own(model), folder / WEIGHTS_FILE)
 
@@ -212,7 +215,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> ThinkingDecoder:
         raise BadConfig(
             f"{folder} has no {CONFIG_FILE}, so it is a plain decoder. Load it with Engine.load, or train one that thinks."
         )
-    backbone = weights.load(folder, dtype)
+    backbone = loading.load(folder, dtype)
     model = ThinkingDecoder.around(backbone, ThinkingConfig.from_json((folder / CONFIG_FILE).read_text()))
     wanted, found = _own(model), _read(folder / WEIGHTS_FILE)
     faults = [f"{name} is missing" for name in wanted if name not in found]
@@ -244,3 +247,75 @@ def _read(path: Path) -> dict[str, Tensor]:
 def padded(ids: Sequence[int], config: ThinkingConfig) -> tuple[int, ...]:
     """A prompt, padded to a multiple of the chunk size."""
     return (*ids, *[config.pad_token] * (-len(ids) % config.chunk))
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+# `ChunkStates`, `ThoughtSteps`: what T reads of a chunk, and the decode steps of several thoughts.
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkStates:
+    """The rows of one chunk that T reads."""
+
+    number: int
+    hidden: Tensor
+    """[c, d_model]"""
+    edits: tuple[PlacedEdit, ...] = ()
+    """on T and C, by chunk and step"""
+
+
+class ThoughtSteps(NamedTuple):
+    """Steps of several thoughts, on the device."""
+
+    said: Tensor
+    """the tokens: [steps, thoughts]"""
+    hidden: Tensor
+    """T's rows: [steps, thoughts, d_model]"""
+    fine: Tensor
+    """whether row and logits are finite: [steps, thoughts]"""
+
+    def cut(self, steps: int, thoughts: int) -> "ThoughtSteps":
+        """The first ones."""
+        return ThoughtSteps(*(x[:steps, :thoughts] for x in self))
+
+
+def all_ended(said: Tensor, eos: int) -> bool:
+    """Whether every thought has an <EOS>: tokens [steps, thoughts]."""
+    return bool((said == eos).any(0).all())
+
+
+def ended(steps: ThoughtSteps, eos: int) -> tuple[list[list[int]], list[Tensor]]:
+    """Tokens and T's rows [steps, d_model] of each thought up to <EOS>, on the CPU. NonFinite if one of these rows is not."""
+    tokens, fine = steps.said.t().tolist(), steps.fine.t().tolist()
+    hidden = steps.hidden.cpu()
+    sizes = [words.index(eos) + 1 if eos in words else len(words) for words in tokens]
+    if not all(all(each[:size]) for each, size in zip(fine, sizes, strict=True)):
+        raise not_finite("thoughts")
+    cut = [words[:size] for words, size in zip(tokens, sizes, strict=True)]
+    return cut, [hidden[:size, i].clone() for i, size in enumerate(sizes)]
+
+
+def largest(logits: Tensor) -> Tensor:
+    """The likeliest token of each row [rows, vocab], the lowest id among equals: [rows]."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(logits.numpy().argmax(-1))
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    return torch.where(logits == logits.amax(-1, keepdim=True), ids, logits.shape[-1] - 1).amin(-1)
+
+
+def edited(row: Tensor, chunk: ChunkStates, step: int, room: int) -> Tensor:
+    """One row of T [d_model] under the chunk's edits."""
+    rows = row[None]
+    for edit in (edit for edit in chunk.edits if edit.site == THINK_SITE):
+        rows = applied(edit, rows, chunk.number * room + step)
+    return rows[0]
+
+
+def applied(edit: PlacedEdit, rows: Tensor, first: int) -> Tensor:
+    """The edited rows [n, d_model], which are at places first, first + 1, ... of the edit's axis."""
+    places = edit.positions(first, first + len(rows))
+    if not places:
+        return rows
+    picks, out = [place - first for place in places], rows.clone()
+    out[picks] = edit.apply(rows[picks], places)
+    return out

@@ -20,20 +20,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from replaylens.engine.lens import readout
-from replaylens.engine.lens.known import KnownLenses
+from replaylens.engine.lens import lens
+from replaylens.engine.lens.lens import KnownLenses
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.proof.trace import path_digest
-from replaylens.engine.request.capture import CaptureSpec, Rows
+from replaylens.engine.request.capture import CaptureSpec, Recording, Rows
 from replaylens.engine.request.placed import PlacedEdit, added
-from replaylens.engine.request.recording import Recording
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.lock import changing
 from replaylens.engine.thinking.blocks import ThinkingBlocks, Tokens
-from replaylens.engine.thinking.model import STATE_SITE
-from replaylens.engine.thinking.steps import ChunkStates
+from replaylens.engine.thinking.model import STATE_SITE, ChunkStates
 from replaylens.engine.thinking.thoughts import (
     DISTRIBUTION_SITES,
     FULL_SITE,
@@ -275,7 +273,7 @@ class Prefiller:
         if spec.lens is not None:
             streams = {site: raw[site][first:stop] for site in spec.lens.sites}
             follows = [*tokens[start + 1 : end + 1], -1][: end - start]
-            rows |= readout.read(spec.lens, self.forest.runner, streams, follows, self.lenses.of(spec.lens))
+            rows |= lens.read(spec.lens, self.forest.runner, streams, follows, self.lenses.of(spec.lens))
         return rows
 
     def _trace(self, lane: Lane, capture: CaptureSpec | None, reason: str | None = None) -> None:

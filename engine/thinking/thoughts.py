@@ -1,15 +1,4 @@
-"""`Thought` and `Thoughts`: the thoughts of a model on a prompt, and their captured rows, by position like all others.
-
-| site | letter | row at token position p |
-|---|---|---|
-| thinking.state | S | the state added at p: [d_model]; zero if the thought before its chunk is empty |
-| thinking.hook_out | T | T's rows of the chunk that ends at p, by thought step: [max_thought, d_model] |
-| compress.hook_out | C | C's rows of the same thought, by place in the thought: [max(max_thought, c), d_model] |
-| thinking.tokens | Z | the thought's tokens: [max_thought], padded with -1 |
-| thinking.entropy, .top_ids, .top_logprobs, .full | Z | the distribution that each token was chosen from, by thought step |
-
-If no chunk ends at p, or the thought has no such step, rows are zero (ids -1).
-"""
+"""The sites of a model that thinks: those of its backbone and those of its thoughts."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,10 +8,24 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.loop.lane import Lane
-from replaylens.engine.request.capture import Rows
+from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.sites import Site, SiteTable
+from replaylens.engine.request.capture import Recording, Rows
 from replaylens.engine.request.placed import PlacedEdit
-from replaylens.engine.request.recording import Recording
 from replaylens.engine.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE, ThinkingConfig
+
+# ---- thoughts --------------------------------------------------------------------------------------------------------
+# `Thought` and `Thoughts`: the thoughts of a model on a prompt, and their captured rows, by position like all others.
+#
+# | site | letter | row at token position p |
+# |---|---|---|
+# | thinking.state | S | the state added at p: [d_model]; zero if the thought before its chunk is empty |
+# | thinking.hook_out | T | T's rows of the chunk that ends at p, by thought step: [max_thought, d_model] |
+# | compress.hook_out | C | C's rows of the same thought, by place in the thought: [max(max_thought, c), d_model] |
+# | thinking.tokens | Z | the thought's tokens: [max_thought], padded with -1 |
+# | thinking.entropy, .top_ids, .top_logprobs, .full | Z | the distribution that each token was chosen from, by thought step |
+#
+# If no chunk ends at p, or the thought has no such step, rows are zero (ids -1).
 
 TOP_K = 8
 """number of the likeliest tokens kept of each step's distribution"""
@@ -178,3 +181,22 @@ class ThinkingRecording(Recording):
 
     def pieces(self, site: str) -> list[Tensor]:
         return [self.thoughts.rows(site, self.base, self.end)] if site in self.wanted else super().pieces(site)
+
+
+# ---- sites -----------------------------------------------------------------------------------------------------------
+
+
+class ThinkingSites(SiteTable):
+    """S, T, C and Z also select the sites of thoughts, except whole distributions, which are selected by name."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        for name in LETTERS:
+            self.sites[name] = Site(name, None, (config.d_model,), ())
+
+    def letter(self, letter: str) -> list[str]:
+        thoughts = [name for name, own in LETTERS.items() if own == letter and name != FULL_SITE]
+        return [*super().letter(letter), *thoughts]
+
+    def in_order(self) -> list[str]:
+        return [*super().in_order(), *LETTERS]

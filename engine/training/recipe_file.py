@@ -10,9 +10,8 @@ from replaylens.engine.errors import BadConfig, BadRecipe
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.records import Natural, Positive, build, parse
 from replaylens.engine.thinking.model import ThinkingConfig
-from replaylens.engine.training.chunks import Method
 from replaylens.engine.training.recipe import Part, Recipe, words_of
-from replaylens.engine.training.thinking import ThinkingRecipe, ThoughtLoss
+from replaylens.engine.training.thinking import Method, ThinkingRecipe, ThoughtLoss
 from replaylens.tasks import TaskError
 
 SUFFIXES = (".toml", ".json")

@@ -10,13 +10,21 @@ from torch import Tensor
 
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.ops import AttentionSpec, Heads, Observer
-from replaylens.engine.model.torch_ops import TorchOps, visible
+from replaylens.engine.model.ops import AttentionSpec, Heads, Observer, TorchOps, visible
 from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder
-from replaylens.engine.training import plain
-from replaylens.engine.training.chunks import ChunkBatch, ChunkedText, ChunkTable, Method, chunked
-from replaylens.engine.training.thinking import Model, Precision, arithmetic, plain_pass
-from replaylens.engine.training.tokenizer import Tokenizer
+from replaylens.engine.training import thinking
+from replaylens.engine.training.recipe import Tokenizer
+from replaylens.engine.training.thinking import (
+    ChunkBatch,
+    ChunkedText,
+    ChunkTable,
+    Method,
+    Model,
+    Precision,
+    arithmetic,
+    chunked,
+    plain_pass,
+)
 from replaylens.tasks import Example
 
 PATIENCE = 64
@@ -102,10 +110,10 @@ def along(model: ThinkingDecoder, tokens: Tensor, thinks: Tensor) -> tuple[Tenso
     for i in range(chunks):
         ops.positions = torch.arange(i * c, (i + 1) * c, device=tokens.device).expand(texts, -1)
         hidden, last = model(tokens[:, i].flatten(), ops.positions.flatten(), state.flatten(0, 1), ops)
-        thought = plain.think(model, hidden.view(texts, c, -1), config.max_thought)
+        thought = thinking.think(model, hidden.view(texts, c, -1), config.max_thought)
         thoughts.append(torch.where(thinks[:, i, None], thought, config.eos_token))
         lasts.append(last.view(texts, c, -1))
-        state = plain.states_of(model, thoughts[-1])
+        state = thinking.states_of(model, thoughts[-1])
     return torch.stack(thoughts, 1), torch.stack(lasts, 1)
 
 

@@ -21,14 +21,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from replaylens.engine.errors import BadRecipe
-from replaylens.engine.interrupts import held_interrupt
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.ops import AttentionSpec, Heads, Observer
-from replaylens.engine.model.torch_ops import SequenceOps, TorchOps
-from replaylens.engine.training.recipe import Part, Recipe
-from replaylens.engine.training.tokenizer import Tokenizer
+from replaylens.engine.model.ops import AttentionSpec, Heads, Observer, SequenceOps, TorchOps
+from replaylens.engine.terminal import held_interrupt
+from replaylens.engine.training.recipe import Part, Recipe, Tokenizer
 from replaylens.tasks import Example, WordTokenizer
-from replaylens.tasks.kept import kept
+from replaylens.tasks.splits import kept
 from replaylens.tasks.task import AnyTask
 
 BETAS = (0.9, 0.95)

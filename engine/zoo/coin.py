@@ -7,12 +7,11 @@ from pathlib import Path
 import torch
 
 from replaylens.engine.errors import UnknownModel, no_such
-from replaylens.engine.model import weights
+from replaylens.engine.model import loading
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.torch_ops import SequenceOps
-from replaylens.engine.training.recipe import Part, Recipe
-from replaylens.engine.training.tokenizer import Tokenizer
+from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.training.recipe import Part, Recipe, Tokenizer
 from replaylens.engine.training.trainer import held_out_examples
 from replaylens.tasks import Example, WordTokenizer
 
@@ -97,12 +96,12 @@ def load_embedded(name: str) -> tuple[Decoder, WordTokenizer]:
 
 def load(folder: Path) -> tuple[Decoder, WordTokenizer]:
     """A model and its tokenizer from a folder written by `save`."""
-    return weights.load(folder), WordTokenizer.load(folder / TOKENIZER_FILE)
+    return loading.load(folder), WordTokenizer.load(folder / TOKENIZER_FILE)
 
 
 def save(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
     """Write a model and its tokenizer for `load`."""
-    weights.save(model, folder)
+    loading.save(model, folder)
     tokenizer.save(folder / TOKENIZER_FILE)
 
 

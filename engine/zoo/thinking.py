@@ -5,13 +5,12 @@ from pathlib import Path
 
 from replaylens import tasks
 from replaylens.engine.errors import BadRecipe, no_such
-from replaylens.engine.model import weights
+from replaylens.engine.model import loading
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.thinking import model as thinking
 from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder
-from replaylens.engine.training.recipe import Part
+from replaylens.engine.training.recipe import Part, Tokenizer, backbone_folder, load_tokenizer
 from replaylens.engine.training.thinking import ThinkingRecipe
-from replaylens.engine.training.tokenizer import Tokenizer, backbone_folder, load_tokenizer
 from replaylens.engine.zoo import coin as zoo
 from replaylens.tasks import WordTokenizer
 
@@ -76,7 +75,7 @@ def around(like: ThinkingRecipe, backbone: str, chunk: int, max_thought: int) ->
     curriculum, smaller batches, and in bfloat16.
     """
     folder = backbone_folder(backbone)
-    config, tokenizer = weights.load(folder).config, load_tokenizer(folder)
+    config, tokenizer = loading.load(folder).config, load_tokenizer(folder)
     thinks = ThinkingConfig.for_backbone(config, chunk, tokenizer.eos_id, tokenizer.pad_id, max_thought=max_thought)
     recipe = replace(like, config=config, thinking=thinks, backbone=backbone)
     if isinstance(tokenizer, WordTokenizer):

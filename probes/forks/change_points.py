@@ -17,9 +17,10 @@ import pandas as pd
 from scipy.special import gammaln, logsumexp
 
 from replaylens.engine.request.values import whole
-from replaylens.engine.resampling.counts import OutcomeCounts
+from replaylens.engine.resampling.rollouts import OutcomeCounts
 from replaylens.probes.errors import BadRows, ProbeError
-from replaylens.probes.forks.multinomials import LEVEL, PRIOR, shares, variation, whole_counts
+from replaylens.probes.forks.distributions import PRIOR, shares, variation, whole_counts
+from replaylens.probes.intervals import LEVEL
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -79,7 +80,7 @@ class ChangePoints:
 
     def plot(self) -> "Figure":
         """Posterior probability of a change before each fork, with the intervals of the change points."""
-        from replaylens.engine.pictures.figure import picture
+        from replaylens.engine.pictures.data import picture
 
         figure = picture(min(0.25 * len(self.positions), 18) + 4, 2.8)
         axes = figure.subplots()
@@ -103,7 +104,7 @@ def change_points(
     prior  of each outcome in the Dirichlet prior of a stretch: 0.5 is that of Jeffreys
 
     >>> import numpy as np
-    >>> from replaylens.engine.resampling.counts import OutcomeCounts
+    >>> from replaylens.engine.resampling.rollouts import OutcomeCounts
     >>> table = np.array([[51, 49], [47, 53], [52, 48], [96, 4], [97, 3]])
     >>> found = change_points(OutcomeCounts([0, 3, 6, 9, 12], ["a", "b"], table, ["One.", "Two.", "Three.", "Four.", "Five."]))
     >>> found.shown, [(point.text, point.low, point.high) for point in found.points]

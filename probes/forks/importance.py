@@ -5,31 +5,73 @@ it). Resampling importance counts all rollouts without the unit, counterfactual 
 something else (Thought Anchors, arXiv 2506.19143). Its divergence is KL(without || with), which is `measure="kl"` here.
 """
 
+import re
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
-from replaylens.engine.resampling.counts import OutcomeCounts
+from replaylens.engine.resampling.rollouts import OutcomeCounts
 from replaylens.probes.errors import BadRows, ProbeError
-from replaylens.probes.forks.multinomials import (
-    LEVEL,
+from replaylens.probes.forks.distributions import (
     MEASURES,
     PERMUTATIONS,
     RESAMPLES,
     DistanceKind,
     Distances,
+    RolloutTexts,
     distances,
+    interval,
     plug_in,
     whole_counts,
     with_known_means,
 )
-from replaylens.probes.forks.rollout_texts import RolloutTexts
-from replaylens.probes.forks.similarity import Similar, overlap
+from replaylens.probes.intervals import LEVEL
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+# ---- similarity ------------------------------------------------------------------------------------------------------
+# Whether two units of text say the same. Any function of two texts will do, such as one that compares embeddings.
+
+Similar = Callable[[str, str], bool]
+_WORD = re.compile(r"\w+")
+
+
+def exact(one: str, other: str) -> bool:
+    """The same words in the same order, whatever their case and the characters between them.
+
+    >>> exact("So x = 3.", " so X = 3 ")
+    True
+    """
+    return _words(one) == _words(other)
+
+
+def overlap(least: float = 0.6) -> Similar:
+    """A function: whether two units have at least this share of their words in common, by number (Dice coefficient).
+
+    >>> overlap()("the answer is four", "the answer is five"), overlap(0.8)("the answer is four", "the answer is five")
+    (True, False)
+    """
+    if not 0 < least <= 1:
+        raise ProbeError(f"least={least} is no share of words. Give a number above 0 and at most 1.")
+
+    def similar(one: str, other: str) -> bool:
+        a, b = Counter(_words(one)), Counter(_words(other))
+        total = a.total() + b.total()
+        return 2 * (a & b).total() >= least * total if total else True
+
+    return similar
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.casefold())
+
+
+# ---- importance ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +126,7 @@ class Importance:
 
     def plot(self) -> "Figure":
         """Importance by unit with intervals; filled marks are shown."""
-        from replaylens.engine.pictures.figure import picture
+        from replaylens.engine.pictures.data import picture
 
         figure = picture(min(0.3 * len(self.texts), 18) + 3, 3.2)
         axes = figure.subplots()
@@ -115,7 +157,7 @@ def importance(
     counts  one row per unit, in order, with no unit left out: the rollouts with a unit are those from before the next one
 
     >>> import numpy as np
-    >>> from replaylens.engine.resampling.counts import OutcomeCounts
+    >>> from replaylens.engine.resampling.rollouts import OutcomeCounts
     >>> counts = OutcomeCounts([0, 4, 8], ["a", "b"], np.array([[50, 50], [48, 52], [95, 5]]), ["One.", "Two.", "Three."])
     >>> importance(counts).frame[["text", "plug_in", "shown"]].round(3).values.tolist()
     [['One.', 0.02, False], ['Two.', 0.47, True]]
@@ -206,3 +248,85 @@ def _apart(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _each(rollouts: RolloutTexts) -> "zip[tuple[int, tuple[str, ...]]]":
     return zip(rollouts.fork.tolist(), rollouts.units, strict=True)
+
+
+# ---- resilience ------------------------------------------------------------------------------------------------------
+# `resilience`: how often the content of a unit comes back when it is resampled.
+
+
+@dataclass(frozen=True, eq=False)
+class Resilience:
+    """Shares of rollouts from before each unit, with intervals. NaN, with [0, 1], where there are no rollouts."""
+
+    positions: list[int]
+    texts: list[str]
+    rollouts: np.ndarray
+    """[units]: rollouts from before the unit"""
+    at_once: np.ndarray
+    """[units]: share of rollouts whose first unit says the same"""
+    ever: np.ndarray
+    ever_low: np.ndarray
+    ever_high: np.ndarray
+    """[units]: share of rollouts with a unit that says the same, anywhere; ends of its interval"""
+    control: np.ndarray
+    """[units]: the same share for the other units of the path, on average: what similarity finds without resilience.
+    NaN for a path of one unit"""
+
+    def __repr__(self) -> str:
+        return f"Resilience({len(self.texts)} units, {int(self.rollouts.sum())} rollouts)"
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """One line per unit. `rounds`: how many times it must be removed until it stays away, on average."""
+        with np.errstate(divide="ignore"):
+            rounds = 1 / (1 - self.ever)
+        names = ("rollouts", "at_once", "ever", "ever_low", "ever_high", "control")
+        columns = {name: getattr(self, name) for name in names}
+        return pd.DataFrame({"position": self.positions, "text": self.texts, **columns, "rounds": rounds})
+
+    def plot(self) -> "Figure":
+        """Resilience by unit with intervals, and its control."""
+        from replaylens.engine.pictures.data import picture
+
+        figure = picture(min(0.3 * len(self.texts), 18) + 3, 3.2)
+        axes = figure.subplots()
+        x = np.arange(len(self.texts))
+        axes.vlines(x, self.ever_low, self.ever_high, color="#8a949e")
+        axes.scatter(x, self.ever, s=24, color="#0b4f8f", zorder=3, label="comes back")
+        axes.scatter(x, self.control, s=24, marker="_", color="#14171a", zorder=3, label="other units")
+        axes.set(xlabel="unit", ylabel="share of rollouts", ylim=(-0.02, 1.02), xticks=x)
+        figure.legend(loc="outside right upper", fontsize=8)
+        return figure
+
+    def _repr_html_(self) -> str:
+        table: str = self.frame.round(3).to_html(index=False)
+        return table
+
+
+def resilience(rollouts: RolloutTexts, *, similar: Similar | None = None, level: float = LEVEL) -> Resilience:
+    """How often each unit's content comes back in rollouts from before it.
+
+    similar  whether two units say the same; default: `overlap()`, at least six of ten words in common
+    """
+    if not len(rollouts):
+        raise BadRows("There are no rollouts. Resample at the units whose resilience is asked for.")
+    same, texts, memory = similar or overlap(), rollouts.texts, {}
+
+    def says(unit: str, number: int) -> bool:
+        key = (unit, number)
+        if key not in memory:  # rollouts repeat each other, and `similar` may be slow
+            memory[key] = same(texts[number], unit)
+        return memory[key]
+
+    forks = len(texts)
+    total, first, found = np.zeros(forks, dtype=np.int64), np.zeros(forks), np.zeros((forks, forks))
+    for fork, units in zip(rollouts.fork.tolist(), rollouts.units, strict=True):
+        total[fork] += 1
+        first[fork] += bool(units) and says(units[0], fork)
+        found[fork] += [any(says(unit, number) for unit in units) for number in range(forks)]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        every = found / total[:, None]
+        at_once, ever = first / total, np.diag(every).copy()
+        control = (every.sum(1) - ever) / (forks - 1) if forks > 1 else np.full(forks, np.nan)
+    low, high = interval(ever, total, level)
+    return Resilience(rollouts.positions, texts, total, at_once, ever, low, high, control)

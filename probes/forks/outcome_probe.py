@@ -14,18 +14,16 @@ import numpy as np
 import torch
 
 from replaylens.probes.checks import folds_and_seed, same_length
-from replaylens.probes.data.rows import Cell
-from replaylens.probes.design.controls import bags
-from replaylens.probes.design.splits import Split, fold_of_groups
+from replaylens.probes.controls import bags
 from replaylens.probes.errors import BadRows, SharedRows, UnknownEstimator
-from replaylens.probes.estimators.solvers import solve
-from replaylens.probes.fitting.chosen import solve_chosen
-from replaylens.probes.fitting.information import smoothed
-from replaylens.probes.forks.distributions import entropy
-from replaylens.probes.forks.multinomials import shares
-from replaylens.probes.reports.report import Report, score_line
-from replaylens.probes.scoring.permutations import shuffled_order
-from replaylens.probes.scoring.statistics import Estimate, corrected_p, difference_over_groups, lower_bounds
+from replaylens.probes.forks.distributions import entropy, shares
+from replaylens.probes.intervals import Estimate, corrected_p, difference_over_groups, lower_bounds
+from replaylens.probes.permutations import shuffled_order
+from replaylens.probes.registry import smoothed, solve_chosen
+from replaylens.probes.report import Report, score_line
+from replaylens.probes.rows import Cell
+from replaylens.probes.solvers import solve
+from replaylens.probes.splits import Split, fold_of_groups
 
 LOSS, GAIN = "log-loss, nats", "gain, nats"
 FREQUENCIES, SHUFFLED, UNTRAINED = "outcome frequencies", "shuffled", "untrained"

@@ -8,21 +8,20 @@ import pandas as pd
 import torch
 
 from replaylens.engine.dump.reader import Dump
+from replaylens.engine.engine import Run
 from replaylens.engine.errors import UnknownSite
 from replaylens.engine.request.values import whole
-from replaylens.engine.run import Run
+from replaylens.probes.areas import area, area_gains
 from replaylens.probes.checks import folds_and_seed
-from replaylens.probes.data.groups import groups_of, independent
-from replaylens.probes.data.paths import row_paths
-from replaylens.probes.data.rows import ProbeRows
-from replaylens.probes.data.target import make_target
-from replaylens.probes.design.goals import Goal, make_goal
-from replaylens.probes.design.splits import Split, by_root
+from replaylens.probes.controls import Goal, make_goal
 from replaylens.probes.errors import BadRows, ProbeError
-from replaylens.probes.estimators.solvers import one_hot, solve
-from replaylens.probes.questions.sizes import sizes
-from replaylens.probes.reports.report import Report, about_rows, score_line
-from replaylens.probes.scoring.areas import area, area_gains
+from replaylens.probes.groups import groups_of, independent
+from replaylens.probes.positions import row_paths
+from replaylens.probes.questions.forced import sizes
+from replaylens.probes.report import Report, about_rows, score_line
+from replaylens.probes.rows import ProbeRows, make_target
+from replaylens.probes.solvers import one_hot, solve
+from replaylens.probes.splits import Split, by_root
 
 BASELINES = ("kl", "entropy", "logprob")
 MINUS = ", minus the three and the token"

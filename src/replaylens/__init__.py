@@ -7,20 +7,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # type checkers and editors see the names themselves
-    from replaylens import errors as errors
-    from replaylens import probes as probes
-    from replaylens import tasks as tasks
-    from replaylens.engine.attribution.integrated import integrated_gradients as integrated_gradients
-    from replaylens.engine.attribution.patching import attribution_patching as attribution_patching
+    from replaylens import errors, probes, tasks
+    from replaylens.engine.attribution import attribution_patching as attribution_patching
+    from replaylens.engine.attribution import integrated_gradients as integrated_gradients
     from replaylens.engine.dump.reader import Dump as Dump
     from replaylens.engine.engine import Engine as Engine
+    from replaylens.engine.engine import Run as Run
     from replaylens.engine.features.features import SparseFeatures as SparseFeatures
     from replaylens.engine.proof.trace import Trace as Trace
     from replaylens.engine.request.edits import Edit as Edit
     from replaylens.engine.request.sampling import Sampling as Sampling
-    from replaylens.engine.resampling.answers import Answer as Answer
+    from replaylens.engine.resampling.plan import Answer as Answer
     from replaylens.engine.resampling.rollouts import Rollouts as Rollouts
-    from replaylens.engine.run import Run as Run
     from replaylens.engine.serving.branch import Branch as Branch
     from replaylens.views.report import report as report
     from replaylens.workbench.ablate import ablate as ablate
@@ -29,33 +27,33 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens.workbench.dla import dla as dla
     from replaylens.workbench.lens import lens as lens
     from replaylens.workbench.patch import patch as patch
-    from replaylens.workbench.path_patch import path_patch as path_patch
+    from replaylens.workbench.patch import path_patch as path_patch
     from replaylens.workbench.routing import routing as routing
     from replaylens.workbench.steer import steer as steer
 
 __version__ = "0.1.0"
 
 _WHERE = {
-    "Answer": "replaylens.engine.resampling.answers:Answer",
+    "Answer": "replaylens.engine.resampling.plan:Answer",
     "Branch": "replaylens.engine.serving.branch:Branch",
     "Dump": "replaylens.engine.dump.reader:Dump",
     "Edit": "replaylens.engine.request.edits:Edit",
     "Engine": "replaylens.engine.engine:Engine",
     "Rollouts": "replaylens.engine.resampling.rollouts:Rollouts",
-    "Run": "replaylens.engine.run:Run",
+    "Run": "replaylens.engine.engine:Run",
     "Sampling": "replaylens.engine.request.sampling:Sampling",
     "SparseFeatures": "replaylens.engine.features.features:SparseFeatures",
     "Trace": "replaylens.engine.proof.trace:Trace",
     "ablate": "replaylens.workbench.ablate:ablate",
     "attention": "replaylens.workbench.attention:attention",
-    "attribution_patching": "replaylens.engine.attribution.patching:attribution_patching",
+    "attribution_patching": "replaylens.engine.attribution:attribution_patching",
     "compare": "replaylens.workbench.compare:compare",
     "dla": "replaylens.workbench.dla:dla",
     "errors": "replaylens.errors",
-    "integrated_gradients": "replaylens.engine.attribution.integrated:integrated_gradients",
+    "integrated_gradients": "replaylens.engine.attribution:integrated_gradients",
     "lens": "replaylens.workbench.lens:lens",
     "patch": "replaylens.workbench.patch:patch",
-    "path_patch": "replaylens.workbench.path_patch:path_patch",
+    "path_patch": "replaylens.workbench.patch:path_patch",
     "probes": "replaylens.probes",
     "report": "replaylens.views.report:report",
     "routing": "replaylens.workbench.routing:routing",

@@ -30,14 +30,14 @@ COMMANDS = {
     "replay": "replay",
     "dump": "dump",
     "inspect": "inspect",
-    "verify": "verify",
-    "diff": "verify",
+    "verify": "dump",
+    "diff": "dump",
     "resample": "resample",
     "report": "report",
     "probe": "probe",
     "steer": "probe",
     "train": "train",
-    "fetch": "fetch",
+    "fetch": "demo",
     "tasks": "tasks",
 }
 """command -> its module in `replaylens.commands`, in the order of --help"""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from replaylens.cli import main
-from replaylens.probes.sweeps.sweeping import sweep
+from replaylens.probes.sweeps import sweep
 from replaylens.tasks import registry
 from tests.docs.blocks import PAGES, ROOT, Block, anchors, blocks, links
 from tests.docs.pages import FEWEST_PERMUTATIONS, GIVEN, NOT_RUN, PROCESS, SMALLER

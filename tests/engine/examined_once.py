@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.passes.certificate import Finding
+from replaylens.engine.passes.products import Finding
 from replaylens.engine.proof import doctor
-from replaylens.engine.proof.examination import Examination
+from replaylens.engine.proof.doctor import Examination
 
 _KNOWN: dict[Any, tuple[tuple[int, ...], list[Finding], list[int]]] = {}
 

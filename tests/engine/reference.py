@@ -12,8 +12,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from replaylens.engine.lens import readout
-from replaylens.engine.model import sites, weights
+from replaylens.engine.lens import lens
+from replaylens.engine.model import loading, sites
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes.batch import Segment
@@ -87,7 +87,7 @@ class Reference:
     def _lens(self, path: Path, following: int) -> Rows:
         row = self.row(path)
         if (path, following) not in self._lenses:
-            self._lenses[path, following] = readout.read(self.lens, self.runner, row.sites, [following])
+            self._lenses[path, following] = lens.read(self.lens, self.runner, row.sites, [following])
         return row.sites | self._lenses[path, following]
 
     def continuation(
@@ -128,7 +128,7 @@ def differences(branch: Branch, reference: Reference) -> list[str]:
 @cache
 def decoder(family: str, device: str = "cpu") -> Decoder:
     """The tiny random model of a family, in float32: rounded to bfloat16, models this small show no differences."""
-    return weights.load(hugging_face(family), torch.float32).to(device)
+    return loading.load(hugging_face(family), torch.float32).to(device)
 
 
 @cache

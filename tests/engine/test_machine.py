@@ -20,11 +20,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from threadpoolctl import ThreadpoolController
 
 from replaylens.engine.engine import Engine
+from replaylens.engine.loop.admission import Planner
 from replaylens.engine.loop.lane import Statistics
-from replaylens.engine.loop.planner import Planner
 from replaylens.engine.memory.tree import TokenState
-from replaylens.engine.model.config import Latent, MixtureConfig, ModelConfig
-from replaylens.engine.model.routing import Routing
+from replaylens.engine.model.config import Latent, MixtureConfig, ModelConfig, Routing
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
 from tests.engine.reference import Reference, differences, perturbed, random_decoder

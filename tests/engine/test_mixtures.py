@@ -11,17 +11,15 @@ from torch import Tensor
 from replaylens import ablate, lens, patch, probes, tasks
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import verify
-from replaylens.engine.engine import Engine
+from replaylens.engine.engine import Engine, Run
 from replaylens.engine.errors import BadEdit, BadRequest, MixedExperts, NotCertified, UnsupportedModel
-from replaylens.engine.model.config import Latent, MixtureConfig, ModelConfig
+from replaylens.engine.model.config import Latent, MixtureConfig, ModelConfig, Routing
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.routing import Routing
-from replaylens.engine.model.torch_ops import TorchOps
+from replaylens.engine.model.ops import TorchOps
 from replaylens.engine.passes import cpu
 from replaylens.engine.passes.products import Products
 from replaylens.engine.proof import doctor
 from replaylens.engine.request.edits import Edit
-from replaylens.engine.run import Run
 from replaylens.tasks import WordTokenizer
 from tests.engine.reference import random_decoder
 from tests.toy_model import random_model
@@ -92,7 +90,7 @@ def test_a_routing_that_looks_at_its_neighbours_is_found(model: Decoder, monkeyp
 
 
 def test_sinks_and_latents_are_served_on_cuda_but_no_alibi() -> None:
-    from replaylens.engine.passes.cuda_experts import require_supported  # imports triton: see tests/kernels/conftest.py
+    from replaylens.engine.passes.cuda import require_supported  # imports triton: see tests/kernels/conftest.py
 
     require_supported(WIDE)
     require_supported(ModelConfig(2, 32, 4, 2, 8, 48, 61, 64, sinks=True))

@@ -16,12 +16,11 @@ from typing import Any
 
 import pytest
 
-from replaylens.engine.cluster import dump_on_cluster
+from replaylens.engine.cluster import dump_on_cluster, resample_on_cluster
 from replaylens.engine.engine import Engine
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.resampling.answers import Answer
+from replaylens.engine.resampling.plan import Answer
 from replaylens.engine.resampling.rollouts import Rollouts
-from replaylens.engine.rollout_cluster import resample_on_cluster
 from tests.own_certificates import own_certificates  # noqa: F401
 from tests.quick_ray import python_path
 

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.model.config import ModelConfig
-from replaylens.engine.passes import cpu, prefixes
-from replaylens.engine.passes.runs import SharedRun, shared_runs
+from replaylens.engine.passes import cpu
+from replaylens.engine.passes import cpu as prefixes
+from replaylens.engine.passes.batch import SharedRun, shared_runs
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.resampling.seeds import rollout_seed
+from replaylens.engine.resampling.plan import rollout_seed
 from replaylens.engine.serving.branch import Branch
 from tests.engine.reference import random_decoder, same_bits
 from tests.engine.test_machine import AnyWindow

@@ -9,7 +9,7 @@ import torch
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import UnsupportedModel
-from replaylens.engine.model import weights
+from replaylens.engine.model import loading
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
@@ -23,7 +23,7 @@ GREEDY = Sampling(ignore_eos=True)
 
 
 def engine(name: str, **options: Any) -> Engine:
-    return Engine(weights.load(hugging_face(name), torch.bfloat16).to("cuda"), cache_tokens=8192, **options)
+    return Engine(loading.load(hugging_face(name), torch.bfloat16).to("cuda"), cache_tokens=8192, **options)
 
 
 def launched(name: str) -> Engine:
@@ -130,8 +130,8 @@ def test_the_program_on_the_host_gives_the_same_edits() -> None:
     """Edits in launched CUDA passes give the same tokens as the CPU's own implementation, in float32."""
     model = hugging_face("llama")
     edits = [Edit("S", "add", torch.linspace(-2, 2, 32), layers=[1])]
-    there = Engine(weights.load(model, torch.float32).to("cuda"), cache_tokens=2048)
-    here = Engine(weights.load(model, torch.float32), cache_tokens=2048)
+    there = Engine(loading.load(model, torch.float32).to("cuda"), cache_tokens=2048)
+    here = Engine(loading.load(model, torch.float32), cache_tokens=2048)
     if here.config.d_model != 32:
         edits = [Edit("S", "add", torch.linspace(-2, 2, here.config.d_model), layers=[1])]
     both = [served.prompt(PROMPTS[4], edits=edits).generate(12, sampling=GREEDY).tokens for served in (there, here)]

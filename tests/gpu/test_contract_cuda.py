@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.model import weights
+from replaylens.engine.model import loading
 from replaylens.engine.request.sampling import Sampling
 from tests.families import NAMES, hugging_face
 
@@ -20,8 +20,8 @@ Outcome = tuple[list[int], torch.Tensor, dict[str, torch.Tensor]]
 
 
 def engine(name: str, dtype: torch.dtype, **options: Any) -> Engine:
-    model = weights.load(hugging_face(name), dtype).to("cuda")
-    draft = weights.load(hugging_face("llama"), dtype).to("cuda")
+    model = loading.load(hugging_face(name), dtype).to("cuda")
+    draft = loading.load(hugging_face("llama"), dtype).to("cuda")
     return Engine(model, draft_model=draft, cache_tokens=8192, **options)
 
 
@@ -68,7 +68,7 @@ def test_the_fast_path_would_fail_the_contract(monkeypatch: pytest.MonkeyPatch) 
     from replaylens.engine.passes.runner import Runner
 
     config = ModelConfig(2, 4096, 32, 8, 128, 14336, 97, 512, rotary_dim=128)
-    model = weights.build(config, dict(Decoder(config).initialize(0).state_dict()), torch.bfloat16).to("cuda")
+    model = loading.build(config, dict(Decoder(config).initialize(0).state_dict()), torch.bfloat16).to("cuda")
     served = Engine(model, cache_tokens=4096)
     honest = outcome(served, window=1)
     assert not differences(outcome(served, OTHERS, window=1), honest)

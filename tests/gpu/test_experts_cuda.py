@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.model import weights
-from replaylens.engine.model.mixture import Mixture
+from replaylens.engine.model import loading
+from replaylens.engine.model.decoder import Mixture
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from tests.families import BOTH_NAMES, hugging_face
@@ -26,7 +26,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=[
 def engine(name: str, dtype: torch.dtype, **options: Any) -> Engine:
     if name in TINY:
         return Engine(mixture_model(name, dtype, "cuda"), cache_tokens=8192, **options)
-    return Engine(weights.load(hugging_face(name), dtype).to("cuda"), cache_tokens=8192, **options)
+    return Engine(loading.load(hugging_face(name), dtype).to("cuda"), cache_tokens=8192, **options)
 
 
 def router_sites(served: Engine) -> list[str]:

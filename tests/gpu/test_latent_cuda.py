@@ -7,9 +7,9 @@ import torch
 
 from benchmarks.baselines.subject import random_decoder
 from replaylens.engine.engine import Engine
-from replaylens.engine.model import weights
+from replaylens.engine.model import loading
 from replaylens.engine.model.config import Latent, ModelConfig
-from replaylens.engine.model.torch_ops import SequenceOps
+from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.request.capture import PassTap
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
@@ -53,7 +53,7 @@ def test_values_are_those_of_float64(name: str, dtype: torch.dtype) -> None:
     served, sites = engine(name, dtype), ["blocks.0.attn.o.hook_in", "blocks.1.hook_out"]
     found = served.prompt(PROMPT, sites=sites).activations
     tap = PassTap(frozenset(sites))
-    model = weights.load(hugging_face(name), dtype)
+    model = loading.load(hugging_face(name), dtype)
     for parameter in model.parameters():
         parameter.data = parameter.data.double()
     model(torch.tensor(PROMPT), torch.arange(len(PROMPT)), SequenceOps([len(PROMPT)]), tap)
@@ -109,5 +109,5 @@ def test_edits_of_attention(name: str, kind: str, dtype: torch.dtype) -> None:
     plain = served.prompt(PROMPT, sites=[site])
     assert same(alone, beside) and not torch.equal(alone.activations[site], plain.activations[site])
     if dtype == torch.float32:
-        cpu = Engine(weights.load(hugging_face(name))).prompt(PROMPT, sites=[site], edits=edits)
+        cpu = Engine(loading.load(hugging_face(name))).prompt(PROMPT, sites=[site], edits=edits)
         torch.testing.assert_close(alone.activations[site], cpu.activations[site], rtol=1e-3, atol=1e-4)

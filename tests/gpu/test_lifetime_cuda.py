@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.model import weights
+from replaylens.engine.model import loading
 from replaylens.engine.request.sampling import Sampling
 from tests.families import hugging_face
 
@@ -19,7 +19,7 @@ def test_a_dropped_engine_leaves_no_memory() -> None:
     try:
         torch.zeros(1, device="cuda")
         before = torch.cuda.memory_allocated()
-        engine = Engine(weights.load(hugging_face("llama"), torch.bfloat16).to("cuda"), cache_tokens=1 << 16)
+        engine = Engine(loading.load(hugging_face("llama"), torch.bfloat16).to("cuda"), cache_tokens=1 << 16)
         engine.runner.graphs.worth = 1
         branches = engine.prompts([[1, 2, 3], [4, 5, 6, 7]], sites="STC")
         engine.generate(branches, 12, drafter="ngram", window=4)
@@ -35,7 +35,7 @@ def test_a_dropped_engine_leaves_no_memory() -> None:
 
 def test_a_graph_keeps_what_it_reads() -> None:
     """The targets of a lens are read at every replay, however many other lenses there were since."""
-    engine = Engine(weights.load(hugging_face("llama"), torch.bfloat16).to("cuda"), cache_tokens=1 << 12)
+    engine = Engine(loading.load(hugging_face("llama"), torch.bfloat16).to("cuda"), cache_tokens=1 << 12)
 
     def targets(wanted: list[int]) -> torch.Tensor:
         with engine.prompt([1, 2, 3], sites="Z", targets=wanted) as branch:
@@ -53,7 +53,7 @@ def test_decode_graphs_are_dropped_beyond_a_number(monkeypatch: pytest.MonkeyPat
     from replaylens.engine.passes import bursts  # imports triton, which must not happen before tests/kernels is collected
 
     monkeypatch.setattr(bursts, "MAX_GRAPHS", 2)
-    engine = Engine(weights.load(hugging_face("llama"), torch.bfloat16).to("cuda"), cache_tokens=1 << 12)
+    engine = Engine(loading.load(hugging_face("llama"), torch.bfloat16).to("cuda"), cache_tokens=1 << 12)
     truth: dict[int, list[int]] = {}
     for count in (1, 2, 4, 8, 1, 2):  # every number of requests has a graph of its own, and those of the first ones are gone
         branches = engine.prompts([[i + 1, 2, 3] for i in range(count)])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from replaylens import Engine
-from replaylens.engine.model import weights
+from replaylens.engine.model import loading
 from tests.families import hugging_face
 
 pytestmark = pytest.mark.gpu
@@ -32,8 +32,8 @@ print(peak() - before, sum(x.nbytes for x in model.state_dict().values()))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_streamed_weights_are_those_of_the_host(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     hugging_face(name).save_pretrained(tmp_path, max_shard_size="20KB")
-    there, here = weights.load(tmp_path, dtype, device="cuda"), weights.load(tmp_path, dtype)
-    assert there.config == here.config and weights.weights_hash(there) == weights.weights_hash(here)
+    there, here = loading.load(tmp_path, dtype, device="cuda"), loading.load(tmp_path, dtype)
+    assert there.config == here.config and loading.weights_hash(there) == loading.weights_hash(here)
     assert {x.device.type for x in (*there.parameters(), *there.buffers())} == {"cuda"}
     engine = Engine.load(tmp_path, device="cuda", dtype=dtype)
     moved = Engine(here.to("cuda"))

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.baselines.subject import TINY_SHAPE, random_decoder
 from replaylens.engine.engine import Engine
-from replaylens.engine.model import weights
+from replaylens.engine.model import loading
 from tests.families import hugging_face
 from tests.trees import grow
 
@@ -21,7 +21,7 @@ def engine(name: str, worth: int, **options: Any) -> Engine:
     if name == "long":
         model = random_decoder(replace(TINY_SHAPE, max_positions=4096), "cuda", torch.bfloat16)
     else:
-        model = weights.load(hugging_face(name), torch.bfloat16).to("cuda")
+        model = loading.load(hugging_face(name), torch.bfloat16).to("cuda")
     made = Engine(model, cache_tokens=1 << 15, **options)
     made.runner.cache.worth_sharing = worth
     return made

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from replaylens.engine.attribution.patching import attribution_patching
+from replaylens.engine.attribution import attribution_patching
 from replaylens.engine.engine import Engine
 from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.gradients.gradients import Gradients
-from replaylens.engine.model import weights
+from replaylens.engine.model import loading
 from replaylens.engine.model.layers import Linear
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
@@ -57,12 +57,12 @@ EDITS = {
 
 @cache
 def engine(name: str, device: str, dtype: torch.dtype) -> Engine:
-    return Engine(weights.load(hugging_face(name), dtype).to(device), cache_tokens=8192)
+    return Engine(loading.load(hugging_face(name), dtype).to(device), cache_tokens=8192)
 
 
 def launched(name: str, dtype: torch.dtype) -> Engine:
     """Without bursts and graphs: the host launches every pass."""
-    made = Engine(weights.load(hugging_face(name), dtype).to("cuda"), cache_tokens=8192)
+    made = Engine(loading.load(hugging_face(name), dtype).to("cuda"), cache_tokens=8192)
     made.loop.bursts = made.runner.graphs = None
     return made
 
@@ -154,7 +154,7 @@ def test_gradients_are_those_of_the_cpu(name: str) -> None:
 def test_gradients_in_bfloat16() -> None:
     """The same bits in company; the direction of the CPU's gradients for the same rounded weights."""
     served = engine("llama", "cuda", torch.bfloat16)
-    rounded = Engine(weights.load(hugging_face("llama"), torch.bfloat16).float(), cache_tokens=2048)
+    rounded = Engine(loading.load(hugging_face("llama"), torch.bfloat16).float(), cache_tokens=2048)
     edits = [Edit("S", "add", VECTOR, layers=[1], keep_norm=True), Edit("T", "zero", positions=slice(9, 12), layers=[0])]
     for own in ([], edits):
         mine, truth = gradients(served.prompt(PATH, edits=own)), gradients(rounded.prompt(PATH, edits=own))

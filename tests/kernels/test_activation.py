@@ -3,7 +3,7 @@ from itertools import product
 import pytest
 
 from replaylens.kernels import reference
-from replaylens.kernels.activation import PLAIN, activation
+from replaylens.kernels.norm import PLAIN, activation
 
 
 @pytest.mark.parametrize(("kind", "gated"), [*product(PLAIN, (False, True)), ("clamped_swiglu", True)])

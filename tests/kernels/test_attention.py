@@ -7,7 +7,7 @@ from torch import Tensor
 from replaylens.kernels import reference
 from replaylens.kernels.attention import Workspace, attention
 from replaylens.kernels.launch import KV_BLOCK, KV_SPLIT, AttentionTile
-from replaylens.kernels.paged import PagedRows, plan_tiles, rows_per_tile
+from replaylens.kernels.shared import PagedRows, plan_tiles, rows_per_tile
 
 PAGE = 16
 

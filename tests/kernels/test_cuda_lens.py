@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from replaylens.engine.lens import cuda as cuda_lens
-from replaylens.engine.lens import readout
+from replaylens.engine.lens import lens
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.torch_ops import SequenceOps
+from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.request.capture import LensSpec
 
 CONFIG = ModelConfig(2, 32, 2, 2, 16, 64, 97, 64, rotary_dim=16)
@@ -21,7 +21,7 @@ def test_z_is_that_of_whole_distributions(targets):
     emitted, spec = [4, 0, -1, 50, 96], LensSpec(("a", "b", "c"), top_k=4, targets=targets)
     found = cuda_lens.read(spec, model, stacked, emitted)
     logits = model.logits(stacked.reshape(15, 32), SequenceOps([15])).cpu()
-    want = readout.statistics(spec, logits.log_softmax(-1).view(5, 3, -1), emitted)
+    want = lens.statistics(spec, logits.log_softmax(-1).view(5, 3, -1), emitted)
     assert found.keys() == want.keys()
     for name, value in want.items():
         assert found[name].dtype == value.dtype and found[name].is_contiguous()

@@ -9,8 +9,7 @@ from torch import Tensor
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import NoGradient
 from replaylens.engine.gradients import cuda
-from replaylens.engine.model.config import MixtureConfig
-from replaylens.engine.model.routing import Routing
+from replaylens.engine.model.config import MixtureConfig, Routing
 from replaylens.engine.request.edits import Edit
 from tests.engine.reference import random_decoder
 from tests.kernels.interpreted import DEVICES, served

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.passes.certificate import Finding
+from replaylens.engine.passes.products import Finding
 from replaylens.engine.proof import doctor_cuda
 from replaylens.kernels import attention as paged
 from replaylens.kernels.attention import attention
-from replaylens.kernels.paged import PagedRows
+from replaylens.kernels.shared import PagedRows
 from tests.engine.reference import decoder
 
 CHECK = "specialised warpgroups against others"

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.model.layers import Norm
-from replaylens.engine.proof import comparison, doctor_cuda
+from replaylens.engine.proof import doctor_cuda
+from replaylens.engine.proof import doctor_cuda as comparison
 from tests.engine.reference import decoder
 
 CHECK = "rows of a wider product"

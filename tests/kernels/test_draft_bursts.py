@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.loop.turn import Turn
+from replaylens.engine.loop.lane import Turn
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.passes.bursts import Place

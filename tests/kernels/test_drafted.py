@@ -5,10 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from replaylens.engine.loop.lane import Job, Lane
-from replaylens.engine.loop.turn import Turn
-from replaylens.engine.loop.verify import _drawn_together
-from replaylens.engine.loop.window import Window
+from replaylens.engine.loop.commit import _drawn_together
+from replaylens.engine.loop.lane import Job, Lane, Turn, Window
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.request.sampling import Sampling
 

@@ -3,7 +3,7 @@ import torch
 
 from replaylens.kernels import reference
 from replaylens.kernels.edges import HIDDEN, REPLACED, CutPairs, cut_edges
-from replaylens.kernels.paged import PagedRows
+from replaylens.kernels.shared import PagedRows
 
 PAGE = 16
 OPTIONS = {"plain": {}, "softcap": {"softcap": 2.0}, "window": {"window": 9}, "both": {"softcap": 3.0, "window": 70}}

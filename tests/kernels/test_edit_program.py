@@ -4,7 +4,7 @@ import torch
 
 from replaylens.engine.model import sites
 from replaylens.engine.model.config import ModelConfig
-from replaylens.engine.passes.program import EditedRows, EditProgram, ProgramTap, Vectors
+from replaylens.engine.passes.edits_cuda import EditedRows, EditProgram, ProgramTap, Vectors
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placing import place_all
 

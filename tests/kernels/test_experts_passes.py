@@ -6,13 +6,12 @@ import torch
 from replaylens.engine.engine import Engine
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool, PageTable
-from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.mixture import Mixture
-from replaylens.engine.model.torch_ops import SequenceOps
+from replaylens.engine.model.decoder import Decoder, Mixture
+from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.passes.batch import Batch, Segment
-from replaylens.engine.passes.certificate import Finding
 from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, device_rows
-from replaylens.engine.proof import comparison, doctor_experts
+from replaylens.engine.passes.products import Finding
+from replaylens.engine.proof import doctor_cuda
 from replaylens.engine.request.capture import PassTap
 from replaylens.engine.request.edits import Edit
 from tests.kernels.interpreted import DEVICES, served
@@ -61,12 +60,12 @@ def test_a_path_alone_and_in_company(name: str) -> None:
 
 def test_the_doctor_examines_mixtures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every op of a mixture is compared, and products whose depth is split differ. A product that depends on the rows fails."""
-    for module in (comparison, doctor_experts):
+    for module in (doctor_cuda, doctor_cuda):
         monkeypatch.setattr(module, "ROWS", (1, 3))
     model = mixture_model("softmax of the chosen", device=DEVICE)
     random = lambda *shape: torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)  # noqa: E731
     found: list[Finding] = []
-    doctor_experts.examine_experts(model, random, found)
+    doctor_cuda.examine_experts(model, random, found)
     assert all(f.passed for f in found) and len({f.op for f in found}) == 5
     assert any(f.control and not f.equal for f in found), "the control has no teeth"
     honest = CanonicalCudaOps.experts_hidden
@@ -77,7 +76,7 @@ def test_the_doctor_examines_mixtures(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("replaylens.engine.passes.cuda.HeadOps.experts_hidden", split)
     found.clear()
-    doctor_experts.examine_experts(model, random, found)
+    doctor_cuda.examine_experts(model, random, found)
     assert any(not f.passed for f in found)
 
 

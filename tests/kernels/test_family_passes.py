@@ -6,7 +6,7 @@ import torch
 from replaylens.engine.errors import UnsupportedModel
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool, PageTable
-from replaylens.engine.model.weights import load
+from replaylens.engine.model.loading import load
 from replaylens.engine.passes.batch import Batch, Segment
 from replaylens.engine.passes.cuda import CanonicalCudaOps, device_rows
 from replaylens.engine.proof import doctor_cuda

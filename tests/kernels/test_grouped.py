@@ -2,11 +2,11 @@ import pytest
 import torch
 
 from replaylens.kernels import reference
-from replaylens.kernels.activation import activation
 from replaylens.kernels.grouped import combine, grouped_matmul
 from replaylens.kernels.launch import GemmTile, grouped_rows
 from replaylens.kernels.matmul import matmul
-from replaylens.kernels.plan import plan
+from replaylens.kernels.norm import activation
+from replaylens.kernels.route import plan
 
 CPU_TILES = [GemmTile(32, 16, 32, 4, 3), GemmTile(16, 32, 32, 4, 3, persistent=True)]
 FP32_TILES = [GemmTile(16, 32, 16, 4, 2), GemmTile(32, 64, 32, 4, 3), GemmTile(64, 64, 16, 4, 3)]

@@ -2,11 +2,11 @@ import numpy as np
 import pytest
 import torch
 
-from replaylens.engine.loop.verify import judge as judge_on_host
-from replaylens.engine.passes.choice import Question, answers
+from replaylens.engine.loop.commit import judge as judge_on_host
+from replaylens.engine.passes.cuda import Question, answers
 from replaylens.engine.request.sampling import Sampling
 from replaylens.kernels import reference
-from replaylens.kernels.judge import judge
+from replaylens.kernels.sample import judge
 
 
 def chains(case, seed=0):

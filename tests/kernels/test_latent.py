@@ -5,10 +5,9 @@ import torch
 
 from replaylens.kernels import reference
 from replaylens.kernels.attention import attention
-from replaylens.kernels.heads import head_matmul, head_plan
 from replaylens.kernels.launch import heads_together
-from replaylens.kernels.matmul import matmul
-from replaylens.kernels.paged import rows_per_tile
+from replaylens.kernels.matmul import head_matmul, head_plan, matmul
+from replaylens.kernels.shared import rows_per_tile
 from tests.kernels.test_attention import PAGE, lengths, setting, some
 
 WIDE = pytest.mark.gpu  # DeepSeek's own widths: too many numbers for the interpreter

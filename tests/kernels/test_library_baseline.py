@@ -5,7 +5,7 @@ import torch
 from benchmarks.baselines import library
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.torch_ops import SequenceOps
+from replaylens.engine.model.ops import SequenceOps
 
 CONFIG = ModelConfig(2, 32, 4, 2, 16, 48, 97, 64, rotary_dim=16, tied_embeddings=False)
 COUNT, LENGTH = 3, 21

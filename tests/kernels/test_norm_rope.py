@@ -5,9 +5,8 @@ import torch
 
 from replaylens.engine.passes import cuda
 from replaylens.kernels.norm import norm
-from replaylens.kernels.norm_rope import can_fuse, norm_rotate_and_store
-from replaylens.kernels.paged import PagedRows
-from replaylens.kernels.rope import rotate_and_store
+from replaylens.kernels.rope import can_fuse, norm_rotate_and_store, rotate_and_store
+from replaylens.kernels.shared import PagedRows
 from tests.kernels.interpreted import DEVICES, served
 from tests.toy_model import random_model
 

@@ -6,8 +6,8 @@ import torch
 from replaylens.kernels import attention as attention_module
 from replaylens.kernels import prefill as prefill_module
 from replaylens.kernels.attention import attention
-from replaylens.kernels.paged import PagedRows, plan_tiles
 from replaylens.kernels.prefill import MAX_PAIRS, prefill
+from replaylens.kernels.shared import PagedRows, plan_tiles
 
 PAGE = 16
 

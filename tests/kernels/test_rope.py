@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from replaylens.kernels import reference
-from replaylens.kernels.paged import PagedRows
 from replaylens.kernels.rope import rotate, rotate_and_store, store
+from replaylens.kernels.shared import PagedRows
 
 HEADS, KV_HEADS, D_HEAD, PAGE = 6, 2, 24, 16
 

@@ -3,12 +3,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from replaylens.engine.model.routing import BARRED, Routing
-from replaylens.engine.model.routing import choose as cpu_choose
+from replaylens.engine.model.config import BARRED, Routing
+from replaylens.engine.model.config import choose as cpu_choose
 from replaylens.kernels import reference
-from replaylens.kernels.plan import plan, sorted_plan, worst_tiles
 from replaylens.kernels.route import BARRED as kernel_barred
-from replaylens.kernels.route import RouteSpec, choice_scores, choose, route, weigh
+from replaylens.kernels.route import RouteSpec, choice_scores, choose, plan, route, sorted_plan, weigh, worst_tiles
 
 # experts, what is chosen and how: powers of two and other numbers, groups, every kind
 SPECS = [

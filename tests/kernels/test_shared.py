@@ -7,8 +7,7 @@ import torch
 
 from replaylens.kernels.attention import attention
 from replaylens.kernels.launch import KV_BLOCK, KV_SPLIT, AttentionTile, heads_together, next_power_of_2
-from replaylens.kernels.paged import PagedRows, plan_tiles
-from replaylens.kernels.shared import SharedKeys, SharedLevel
+from replaylens.kernels.shared import PagedRows, SharedKeys, SharedLevel, plan_tiles
 
 PAGE = 16
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from replaylens.engine.passes.sharing import MAX_LEVELS, KeyLayout, find_sharing
+from replaylens.engine.passes.cuda import MAX_LEVELS, KeyLayout, find_sharing
 
 LAYOUT = KeyLayout(16, 8, 2, 128, torch.bfloat16)
 UNIT = 64

@@ -9,13 +9,13 @@ import torch
 
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool, PageTable
-from replaylens.engine.model import weights
+from replaylens.engine.model import loading
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes.batch import Batch, Segment
 from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, device_rows
 from replaylens.kernels import reference
-from replaylens.kernels.paged import PagedRows, plan_tiles
+from replaylens.kernels.shared import PagedRows, plan_tiles
 from replaylens.kernels.split import split_attention, split_length
 from tests.kernels.test_attention import PAGE, Setting, lengths, setting, some
 
@@ -89,7 +89,7 @@ def test_a_split_is_a_multiple_of_the_block(case):
 def test_a_fast_pass_computes_the_same_function_and_leaves_canonical_bits_alone(case):
     """Same values within rounding. A canonical pass after a fast one has the bits of one before it."""
     config = ModelConfig(2, 32, 4, 2, 8, 48, 61, 256, rotary_dim=8)
-    model = weights.build(config, dict(Decoder(config).initialize(0).state_dict()), case.dtype).to(case.device)
+    model = loading.build(config, dict(Decoder(config).initialize(0).state_dict()), case.dtype).to(case.device)
     pool = PagePool(32, PAGE)
     cache = KVCache(config, pool, case.dtype, case.device, kernels=True)
     cache.data[:, :, PAGE:] = case.randn(*cache.data[:, :, PAGE:].shape)  # as if earlier passes had written it

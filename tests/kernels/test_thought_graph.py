@@ -10,7 +10,7 @@ from replaylens.engine.engine import ThinkingEngine
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.thinking.blocks import ThinkingBlocks
-from replaylens.engine.thinking.steps import ChunkStates
+from replaylens.engine.thinking.model import ChunkStates
 from tests.engine.thinking.reference import SHAPES, thinking_model
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs tests/gpu/test_thinking_cuda.py")

@@ -8,7 +8,7 @@ SAME = (f"{TESTS}test_rows_that_are_the_same_observation",)
 ARRAYS = (
     Mutant(
         "arrays-not-finite",
-        "replaylens.probes.data.arrays",
+        "replaylens.probes.sources",
         "bad = ~torch.isfinite(part).all(1)",
         "bad = ~torch.isfinite(part).any(1)",
         "a row with one NaN is refused",
@@ -16,7 +16,7 @@ ARRAYS = (
     ),
     Mutant(
         "arrays-digest-of-the-first-site",
-        "replaylens.probes.data.arrays",
+        "replaylens.probes.sources",
         "for name in sorted(arrays):",
         "for name in sorted(arrays)[:1]:",
         "every site is checked",
@@ -24,7 +24,7 @@ ARRAYS = (
     ),
     Mutant(
         "arrays-lose-bits",
-        "replaylens.probes.data.arrays",
+        "replaylens.probes.sources",
         "return x.to(torch.float32 if x.element_size() <= 2 else torch.float64)",
         "return x.to(torch.float16)",
         "integers keep their values",
@@ -32,7 +32,7 @@ ARRAYS = (
     ),
     Mutant(
         "arrays-key-by-bits",
-        "replaylens.probes.data.groups",
+        "replaylens.probes.groups",
         "if paths is not None and rows.about.task is None:",
         "if False:",
         "rows of one path are one observation, whatever their last bits",
@@ -40,7 +40,7 @@ ARRAYS = (
     ),
     Mutant(
         "arrays-without-a-key",
-        "replaylens.probes.data.groups",
+        "replaylens.probes.groups",
         "if cells else rows.cells(rows.default_sites)",
         "if cells else []",
         "rows without tokens are told apart by their bits",
@@ -48,7 +48,7 @@ ARRAYS = (
     ),
     Mutant(
         "arrays-joined-as-one-model",
-        "replaylens.probes.data.groups",
+        "replaylens.probes.groups",
         'if rows.about.task is not None or "part" not in rows.frame:',
         "if True:",
         "the same text through two models is two observations",
@@ -56,7 +56,7 @@ ARRAYS = (
     ),
     Mutant(
         "arrays-prompt-in-two-groups",
-        "replaylens.probes.data.columns",
+        "replaylens.probes.arrays",
         "wrong = np.flatnonzero(root != root[first][example])",
         "wrong = np.flatnonzero(root != root)",
         "rows of one prompt are in one group",
@@ -64,7 +64,7 @@ ARRAYS = (
     ),
     Mutant(
         "cache-positions-count-padding",
-        "replaylens.probes.data.caches",
+        "replaylens.probes.arrays",
         "place = kept.cumsum(1)[line, column] - 1",
         "place = column",
         "positions count from the first token that counts",
@@ -80,7 +80,7 @@ ARRAYS = (
     ),
     Mutant(
         "untrained-rows-of-others",
-        "replaylens.probes.design.controls",
+        "replaylens.probes.controls",
         "if not same or not rows.frame[columns].equals(blank.frame[columns]):",
         "if not same:",
         "rows of an untrained model are the same rows",
@@ -88,7 +88,7 @@ ARRAYS = (
     ),
     Mutant(
         "untrained-rows-not-in-the-key",
-        "replaylens.probes.sweeps.sweeping",
+        "replaylens.probes.sweeps",
         '(self.blank.about.digest if self.blank else "")',
         '""',
         "a sweep resumes only with the same untrained model",

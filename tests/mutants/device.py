@@ -17,7 +17,7 @@ DEVICE = (
     ),
     Mutant(
         "piles-of-other-requests",
-        "replaylens.engine.passes.pile",
+        "replaylens.engine.passes.bursts",
         "last.held == some and len(last.steps) < most",
         "len(last.held) == len(some) and len(last.steps) < most",
         "captured rows of several steps travel together if they are of the same requests",
@@ -25,7 +25,7 @@ DEVICE = (
     ),
     Mutant(
         "rows-of-the-first-step",
-        "replaylens.engine.passes.pile",
+        "replaylens.engine.passes.bursts",
         "at = (step - self.steps[0]) * count",
         "at = 0",
         "every step's rows have a place of their own in a pile",
@@ -33,7 +33,7 @@ DEVICE = (
     ),
     Mutant(
         "collector-on-for-the-second",
-        "replaylens.engine.passes.recorded",
+        "replaylens.engine.passes.graphs",
         "if not _holders and _was_on:",
         "if _was_on:",
         "nothing is collected while any thread records a graph",
@@ -41,7 +41,7 @@ DEVICE = (
     ),
     Mutant(
         "rows-left-behind",
-        "replaylens.engine.passes.ferry",
+        "replaylens.engine.passes.transfer",
         "thread.join(max(0.0, limit - time.monotonic()))",
         "thread.join(0.0)",
         "the end of the process waits for captured rows under way",
@@ -73,7 +73,7 @@ DEVICE = (
     ),
     Mutant(
         "draws-at-the-path's-end",
-        "replaylens.engine.loop.verify",
+        "replaylens.engine.loop.commit",
         "positions = [turn.end + len(turn.job.window_open.chain) for turn in turns",
         "positions = [turn.end for turn in turns",
         "a draft is drawn with the noise of its own position",
@@ -89,7 +89,7 @@ DEVICE = (
     ),
     Mutant(
         "condition-of-edited-rows",
-        "replaylens.engine.passes.program",
+        "replaylens.engine.passes.edits_cuda",
         "dots = matmul(x, self.conditions",
         "dots = matmul(edited, self.conditions",
         "`when` looks at a row before its edit",
@@ -97,7 +97,7 @@ DEVICE = (
     ),
     Mutant(
         "condition-of-another-edit",
-        "replaylens.engine.passes.program",
+        "replaylens.engine.passes.edits_cuda",
         "stage.when[rows] = 1 + (keys.index(edit.key) if edit.key in keys else len(keys))",
         "stage.when[rows] = 1",
         "every row has the condition of its own edit",
@@ -105,7 +105,7 @@ DEVICE = (
     ),
     Mutant(
         "one-length-for-all-heads",
-        "replaylens.engine.passes.program",
+        "replaylens.engine.passes.edits_cuda",
         "keep_lengths(x, edited, kept, self.shape.lengths)",
         "keep_lengths(x, edited, kept)",
         "with keep_norm, each head keeps its own length",
@@ -137,7 +137,7 @@ DEVICE = (
     ),
     Mutant(
         "encoder-product-not-examined",
-        "replaylens.engine.features.product",
+        "replaylens.engine.features.rows",
         "if not all(torch.equal(matmul(many[some], self.weight), together[some]) for some in parts):",
         "if False and parts:",
         "features by products that depend on their company are refused",
@@ -153,7 +153,7 @@ DEVICE = (
     ),
     Mutant(
         "last-tile-forgotten",
-        "replaylens.kernels.plan",
+        "replaylens.kernels.route",
         "end = tile + (mine + ROWS - 1) // ROWS",
         "end = tile + mine // ROWS",
         "every pair is in a tile",
@@ -169,7 +169,7 @@ DEVICE = (
     ),
     Mutant(
         "plan-of-another-choice",
-        "replaylens.engine.passes.cuda_experts",
+        "replaylens.engine.passes.cuda",
         "if known is None or known[0] is not chosen:",
         "if known is None:",
         "a layer's products follow its own choice",
@@ -177,7 +177,7 @@ DEVICE = (
     ),
     Mutant(
         "mixtures-not-examined",
-        "replaylens.engine.proof.doctor_experts",
+        "replaylens.engine.proof.doctor_cuda",
         "for part in (_routing, _hidden, _outputs, _mixed):",
         "for part in (_routing,):",
         "the doctor compares every op of a mixture",

@@ -21,7 +21,7 @@ DUMPS = (
     ),
     Mutant(
         "difference-by-value",
-        "replaylens.engine.dump.difference",
+        "replaylens.engine.dump.content",
         "(here.contiguous().view(bits) != there.contiguous().view(bits))",
         "(here != there)",
         "rows are compared by their bits: NaN equals itself, and the two zeros differ",
@@ -29,7 +29,7 @@ DUMPS = (
     ),
     Mutant(
         "reused-process-id",
-        "replaylens.engine.dump.owner",
+        "replaylens.engine.dump.lock",
         "return self.started is None or self.started == started(self.pid)",
         "return True",
         "a lock of a process that ended is void, whoever has its number now",
@@ -45,7 +45,7 @@ DUMPS = (
     ),
     Mutant(
         "order-of-arrival",
-        "replaylens.engine.dump.rows",
+        "replaylens.engine.dump.maker",
         "sorted(distinct.items(), key=lambda item: item[0])",
         "sorted(distinct.items(), key=lambda item: item[0][0])",
         "the order of rejected branches follows from their tokens",
@@ -61,7 +61,7 @@ DUMPS = (
     ),
     Mutant(
         "shard-repaired-to-another-digest",
-        "replaylens.engine.dump.head",
+        "replaylens.engine.dump.manifest",
         "if before not in (None, digest):",
         "if False:",
         "a shard that a repair gives other bits is not written",
@@ -69,7 +69,7 @@ DUMPS = (
     ),
     Mutant(
         "shard-whole-by-its-size",
-        "replaylens.engine.dump.parts",
+        "replaylens.engine.dump.manifest",
         "== entry.bytes and self.store.sha256(name) == entry.sha256",
         "== entry.bytes",
         "a shard with a flipped bit is written again",
@@ -77,7 +77,7 @@ DUMPS = (
     ),
     Mutant(
         "shard-done-without-its-index",
-        "replaylens.engine.dump.parts",
+        "replaylens.engine.dump.manifest",
         " and self.is_whole(index_name(number), part.index)",
         "",
         "a shard whose index is damaged is written again",
@@ -109,7 +109,7 @@ DUMPS = (
     ),
     Mutant(
         "edits-of-a-branch-forgotten",
-        "replaylens.engine.replay.examples",
+        "replaylens.engine.replay.replayer",
         "own_edits(example, engine.sites) + engine.placed(",
         "engine.placed(",
         "a branch that is replayed as a text keeps its edits",
@@ -117,7 +117,7 @@ DUMPS = (
     ),
     Mutant(
         "probabilities-without-edits",
-        "replaylens.engine.dump.rows",
+        "replaylens.engine.dump.maker",
         "[own_edits(path.example, engine.sites) for path in some]",
         "[() for path in some]",
         "log-probabilities of an edited branch are those under its edits",
@@ -125,7 +125,7 @@ DUMPS = (
     ),
     Mutant(
         "labels-of-the-wrong-token",
-        "replaylens.tasks.given",
+        "replaylens.tasks.reading",
         "dense[position] if position < len(dense)",
         "dense[position - 1] if position < len(dense)",
         "a label of a token sits on that token",
@@ -149,7 +149,7 @@ DUMPS = (
     ),
     Mutant(
         "lease-that-never-expires",
-        "replaylens.engine.dump.lease",
+        "replaylens.engine.dump.lock",
         "if now != owner:",
         "if True:",
         "a lock of another host that is not renewed is void",
@@ -181,7 +181,7 @@ DUMPS = (
     ),
     Mutant(
         "salvaged-without-a-hash",
-        "replaylens.engine.dump.salvage",
+        "replaylens.engine.dump.writer",
         "return wanted is not None and self.store.sha256(name) == wanted",
         "return wanted is not None and self.store.exists(name)",
         "a damaged manifest is rebuilt from shards that it still vouches for, and no others",
@@ -205,7 +205,7 @@ DUMPS = (
     ),
     Mutant(
         "salvage-of-a-name-that-stands-twice",
-        "replaylens.engine.dump.salvage",
+        "replaylens.engine.dump.writer",
         " if times[name] == 1",
         "",
         "of two entries with one name none is trusted",
@@ -213,7 +213,7 @@ DUMPS = (
     ),
     Mutant(
         "salvage-trusts-text-over-files",
-        "replaylens.engine.dump.salvage",
+        "replaylens.engine.dump.writer",
         "shards = {number: digest for number, digest in legible.items() if digest is not None} | intact",
         "shards = intact | {number: digest for number, digest in legible.items() if digest is not None}",
         "digests of intact shards are computed from the files",
@@ -221,7 +221,7 @@ DUMPS = (
     ),
     Mutant(
         "mean-of-blocks-unweighted",
-        "replaylens.engine.dump.statistics",
+        "replaylens.engine.dump.files",
         "mean = mean + shift * (here / total)",
         "mean = mean + shift * 0.5 if done else own",
         "blocks of rows count by their size",
@@ -229,7 +229,7 @@ DUMPS = (
     ),
     Mutant(
         "checked-for-another-manifest",
-        "replaylens.engine.dump.checked",
+        "replaylens.engine.dump.shard",
         'return f"{shard.name} {stamp} {shard.sha256}"',
         'return f"{shard.name} {stamp}"',
         "a shard that was intact for another manifest is hashed again",
@@ -237,7 +237,7 @@ DUMPS = (
     ),
     Mutant(
         "wave-of-any-length",
-        "replaylens.engine.resampling.folder",
+        "replaylens.engine.resampling.rollouts",
         "if len(record.rollouts) != len(self.indices(number)):",
         "if False:",
         "a wave with fewer rollouts than planned is named",
@@ -253,7 +253,7 @@ DUMPS = (
     ),
     Mutant(
         "plan-of-rollouts-not-hashed",
-        "replaylens.engine.resampling.folder",
+        "replaylens.engine.resampling.rollouts",
         "if found.sha256 not in (None, _sha256([found.plan, found.wave])):",
         "if False:",
         "a changed plan of rollouts is refused",
@@ -261,7 +261,7 @@ DUMPS = (
     ),
     Mutant(
         "wave-of-another-plan",
-        "replaylens.engine.resampling.folder",
+        "replaylens.engine.resampling.rollouts",
         "if record.plan not in (None, self._plan):",
         "if False:",
         "a wave belongs to its plan",
@@ -269,7 +269,7 @@ DUMPS = (
     ),
     Mutant(
         "part-of-a-live-process-removed",
-        "replaylens.engine.resampling.folder",
+        "replaylens.engine.resampling.rollouts",
         "fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "pass",
         "the part of a live process stays",
@@ -301,7 +301,7 @@ DUMPS = (
     ),
     Mutant(
         "released-lock-counts-as-live",
-        "replaylens.engine.dump.lease",
+        "replaylens.engine.dump.lock",
         "            return now is not None\n",
         "            return True\n",
         "a lock that is released while it is watched has no live owner",
@@ -309,7 +309,7 @@ DUMPS = (
     ),
     Mutant(
         "statistics-without-the-shift",
-        "replaylens.engine.dump.statistics",
+        "replaylens.engine.dump.files",
         " + shift.square() * (done * here / total)",
         "",
         "the standard deviation covers the distances between blocks",
@@ -317,7 +317,7 @@ DUMPS = (
     ),
     Mutant(
         "statistics-weigh-blocks-alike",
-        "replaylens.engine.dump.statistics",
+        "replaylens.engine.dump.files",
         "        mean = mean + shift * (here / total)\n",
         "        mean = mean + shift * 0.5 if done else own\n",
         "the mean weighs blocks by their rows",
@@ -325,7 +325,7 @@ DUMPS = (
     ),
     Mutant(
         "overlapping-occurrences-missed",
-        "replaylens.engine.dump.places",
+        "replaylens.engine.dump.plan",
         "text.find(substring, at + 1)",
         "text.find(substring, at + len(substring))",
         "every occurrence of a substring is a position",
@@ -333,7 +333,7 @@ DUMPS = (
     ),
     Mutant(
         "diff-takes-null-for-zero",
-        "replaylens.engine.dump.difference",
+        "replaylens.engine.dump.content",
         "same = (pairs[0][0] == pairs[1][0]) & (pairs[0][1] == pairs[1][1])",
         "same = pairs[0][0] == pairs[1][0]",
         "a missing value differs from zero",

@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant
 ENGINE = (
     Mutant(
         "fast-path-kv-shared",
-        "replaylens.engine.loop.queue",
+        "replaylens.engine.loop.loop",
         "            if lane.certified:\n                keys = page_keys(",
         "            if not lane.hooks:\n                keys = page_keys(",
         "KV of the fast path is never offered to the prefix index",
@@ -29,7 +29,7 @@ ENGINE = (
     ),
     Mutant(
         "ordinary-drawn-as-accepted",
-        "replaylens.engine.pictures.palette",
+        "replaylens.engine.pictures.html",
         "return ORDINARY if why and state in",
         "return ORDINARY if not why and state in",
         "no view draws an uncertified token as accepted",
@@ -37,7 +37,7 @@ ENGINE = (
     ),
     Mutant(
         "drafts-kv-trusted-after-a-copy",
-        "replaylens.engine.loop.window",
+        "replaylens.engine.loop.lane",
         "return self._pages is not None and self._pages == table.pages[(self.at - 1) // page_size :]",
         "return self._pages is not None",
         "drafts whose KV is gone are run again",
@@ -45,7 +45,7 @@ ENGINE = (
     ),
     Mutant(
         "sibling-judged-on-another-path",
-        "replaylens.engine.loop.verify",
+        "replaylens.engine.loop.commit",
         "path(end, chains[chain][:row]), num_prompt",
         "path(end, chains[0][:row]), num_prompt",
         "a sibling chain is judged on its own path",
@@ -53,7 +53,7 @@ ENGINE = (
     ),
     Mutant(
         "one-draft-too-many",
-        "replaylens.engine.loop.verify",
+        "replaylens.engine.loop.commit",
         "return Verdict(followed, accepted, token)",
         "return Verdict(followed, accepted + 1, token)",
         "a draft is accepted only if the row before it says it",
@@ -85,7 +85,7 @@ ENGINE = (
     ),
     Mutant(
         "lens-read-ahead-not-compared",
-        "replaylens.engine.loop.captured",
+        "replaylens.engine.loop.commit",
         "ahead.emitted[first : first + len(packed)] != emitted",
         "False",
         "Z.emitted is about the token that came next",
@@ -93,7 +93,7 @@ ENGINE = (
     ),
     Mutant(
         "place-in-the-ring-freed-early",
-        "replaylens.engine.passes.ring",
+        "replaylens.engine.passes.transfer",
         "while self._taken and self._taken[0].free:",
         "while self._taken:",
         "rows under way are not overwritten",
@@ -101,7 +101,7 @@ ENGINE = (
     ),
     Mutant(
         "slice-of-positions-starts-at-each-pass",
-        "replaylens.engine.request.positions",
+        "replaylens.engine.request.capture",
         "start += -(-(first - start) // self.step) * self.step",
         "start = first",
         "every k-th position is counted from the start of the path",
@@ -117,7 +117,7 @@ ENGINE = (
     ),
     Mutant(
         "stop-string-in-forced-text",
-        "replaylens.engine.loop.stops",
+        "replaylens.engine.loop.commit",
         "text[max(0, len(before) - len(stop) + 1) :]",
         "text[max(0, len(before) - len(stop)) :]",
         "only what the model says can stop it",
@@ -141,7 +141,7 @@ ENGINE = (
     ),
     Mutant(
         "shared-keys-of-the-pass-itself",
-        "replaylens.engine.passes.runs",
+        "replaylens.engine.passes.batch",
         "np.minimum(limit[1:], limit[:-1])",
         "np.maximum(limit[1:], limit[:-1])",
         "only keys that are in the cache before the pass are shared",
@@ -149,7 +149,7 @@ ENGINE = (
     ),
     Mutant(
         "own-keys-before-shared-ones",
-        "replaylens.engine.passes.prefixes",
+        "replaylens.engine.passes.cpu",
         "    for part in shared:\n        part.raise_top(sums)\n",
         "",
         "the maximum of a row is taken over shared keys, too",
@@ -197,7 +197,7 @@ ENGINE = (
     ),
     Mutant(
         "divergence-reversed",
-        "replaylens.engine.lens.readout",
+        "replaylens.engine.lens.lens",
         "(final.exp() * (final - log_p)).sum(-1)",
         "(p * (log_p - final)).sum(-1)",
         "Z.kl is the divergence of the final distribution from the layer's",
@@ -205,7 +205,7 @@ ENGINE = (
     ),
     Mutant(
         "divergence-from-the-first-layer",
-        "replaylens.engine.lens.readout",
+        "replaylens.engine.lens.lens",
         "final = log_p[:, -1:, :]",
         "final = log_p[:, :1, :]",
         "Z.kl compares with the model's own output",
@@ -213,7 +213,7 @@ ENGINE = (
     ),
     Mutant(
         "unknown-successor-taken-for-token-0",
-        "replaylens.engine.lens.readout",
+        "replaylens.engine.lens.lens",
         "missing = torch.tensor(emitted) < 0",
         "missing = torch.tensor(emitted) < -1",
         "where no token follows yet, Z.emitted is NaN",
@@ -277,7 +277,7 @@ ENGINE = (
     ),
     Mutant(
         "edge-cut-in-every-head",
-        "replaylens.engine.passes.edges",
+        "replaylens.engine.passes.cpu",
         "torch.tensor(list(edit.heads) or list(range(heads)))",
         "torch.tensor(list(range(heads)))",
         "an edge is cut in the given heads only",
@@ -285,7 +285,7 @@ ENGINE = (
     ),
     Mutant(
         "set-weights-scaled",
-        "replaylens.engine.passes.edges",
+        "replaylens.engine.passes.cpu",
         "total.masked_fill_(rows, 1.0)",
         "total.masked_fill_(rows, 2.0)",
         "attention weights that are set stay as they are",
@@ -293,7 +293,7 @@ ENGINE = (
     ),
     Mutant(
         "weights-of-later-keys-set",
-        "replaylens.engine.passes.edges",
+        "replaylens.engine.passes.cpu",
         "given = ~put.isnan() & seen",
         "given = ~put.isnan()",
         "a row gives no weight to keys outside its sliding window",
@@ -341,7 +341,7 @@ ENGINE = (
     ),
     Mutant(
         "rows-after-a-rollback",
-        "replaylens.engine.request.recording",
+        "replaylens.engine.request.capture",
         "return num_tokens if self.open_end and self.end <= num_tokens else num_tokens - lag",
         "return num_tokens",
         "captured rows roll back with their tokens and successors",
@@ -373,7 +373,7 @@ ENGINE = (
     ),
     Mutant(
         "end-token-on-the-last-token",
-        "replaylens.engine.loop.endings",
+        "replaylens.engine.loop.commit",
         "            if job.sampling.stop_tokens and token in job.sampling.stop_tokens:",
         "            if job.generated + i + 1 < job.new_tokens and token in job.sampling.stop_tokens:",
         "an end token that is the last of the request closes the branch",
@@ -381,7 +381,7 @@ ENGINE = (
     ),
     Mutant(
         "stop-string-on-the-last-token",
-        "replaylens.engine.loop.endings",
+        "replaylens.engine.loop.commit",
         "            elif job.sampling.stop and self._stops(turn, new[: i + 1]):",
         "            elif job.generated + i + 1 < job.new_tokens and job.sampling.stop and self._stops(turn, new[: i + 1]):",
         "a stop string that the last token completes closes the branch",
@@ -389,7 +389,7 @@ ENGINE = (
     ),
     Mutant(
         "answer-on-the-last-token",
-        "replaylens.engine.loop.endings",
+        "replaylens.engine.loop.commit",
         "            elif job.until is not None and",
         "            elif job.until is not None and job.generated + i + 1 < job.new_tokens and",
         "an answer that the last token completes is one",
@@ -397,7 +397,7 @@ ENGINE = (
     ),
     Mutant(
         "until-reads-the-prompt",
-        "replaylens.engine.loop.endings",
+        "replaylens.engine.loop.commit",
         "record.past.path(turn.end, new)[turn.end - job.generated :]",
         "record.past.path(turn.end, new)[:]",
         "an answer is looked for in what the job generated",
@@ -405,7 +405,7 @@ ENGINE = (
     ),
     Mutant(
         "until-reads-an-earlier-job",
-        "replaylens.engine.loop.endings",
+        "replaylens.engine.loop.commit",
         "record.past.path(turn.end, new)[turn.end - job.generated :]",
         "record.past.path(turn.end, new)[record.root_length :]",
         "an answer is looked for in what the job generated",
@@ -413,7 +413,7 @@ ENGINE = (
     ),
     Mutant(
         "penalty-remembers-one-token",
-        "replaylens.engine.memory.past",
+        "replaylens.engine.memory.path",
         "if fact.end > length]",
         "if fact.end > length + 1]",
         "penalties forget tokens that were rolled back",
@@ -421,7 +421,7 @@ ENGINE = (
     ),
     Mutant(
         "penalty-remembers-everything",
-        "replaylens.engine.memory.past",
+        "replaylens.engine.memory.path",
         "for facts in (self._distinct, self._ngrams):",
         "for facts in (self._ngrams,):",
         "penalties forget tokens that were rolled back",
@@ -437,7 +437,7 @@ ENGINE = (
     ),
     Mutant(
         "capture-starts-before-the-text",
-        "replaylens.engine.request.positions",
+        "replaylens.engine.request.capture",
         "max(0, num_prompt + self.start)",
         "num_prompt + self.start",
         "a slice of the prompt that starts before it starts with it",
@@ -445,7 +445,7 @@ ENGINE = (
     ),
     Mutant(
         "ranks-of-the-first-chunk",
-        "replaylens.engine.lens.readout",
+        "replaylens.engine.lens.lens",
         "_ranks(logits.view(log_p.shape), emitted[first : first + step])",
         "_ranks(logits.view(log_p.shape), emitted[: len(block)])",
         "a rank is that of the row's own token in every chunk",
@@ -453,7 +453,7 @@ ENGINE = (
     ),
     Mutant(
         "rank-ties-to-the-highest",
-        "replaylens.engine.lens.readout",
+        "replaylens.engine.lens.lens",
         "logits[i, layer, : int(wanted[i])]",
         "logits[i, layer, int(wanted[i]) + 1 :]",
         "ties in rank go to the lowest id",
@@ -461,7 +461,7 @@ ENGINE = (
     ),
     Mutant(
         "lens-digest-without-bias",
-        "replaylens.engine.lens.tuned",
+        "replaylens.engine.lens.lens",
         "_raw(self.weight) + _raw(self.bias)",
         "_raw(self.weight)",
         "the digest of a lens covers its bias",
@@ -469,7 +469,7 @@ ENGINE = (
     ),
     Mutant(
         "lens-hash-without-norm",
-        "replaylens.engine.lens.tuned",
+        "replaylens.engine.lens.lens",
         "tensors = [model.ln_final.weight, *(",
         "tensors = [*(",
         "a lens belongs to a final norm",
@@ -477,7 +477,7 @@ ENGINE = (
     ),
     Mutant(
         "lens-hash-without-norms-bias",
-        "replaylens.engine.lens.tuned",
+        "replaylens.engine.lens.lens",
         "*([model.ln_final.bias] if model.ln_final.bias is not None else [])",
         "",
         "a lens belongs to the bias of the final norm",
@@ -485,7 +485,7 @@ ENGINE = (
     ),
     Mutant(
         "drafts-after-an-end-counted",
-        "replaylens.engine.loop.endings",
+        "replaylens.engine.loop.commit",
         "            turn.chains[verdict.chain] = chain[:accepted]",
         "            pass",
         "drafts after an end are never counted or kept",
@@ -502,7 +502,7 @@ ENGINE = (
     ),
     Mutant(
         "latest-idle-branch-loses",
-        "replaylens.engine.loop.reservations",
+        "replaylens.engine.loop.admission",
         "(self._sharers(lane), lane.last_used, lane.branch)",
         "(self._sharers(lane), -lane.last_used, lane.branch)",
         "the idle branch that was used longest ago loses its pages",
@@ -510,7 +510,7 @@ ENGINE = (
     ),
     Mutant(
         "older-request-preempted",
-        "replaylens.engine.loop.reservations",
+        "replaylens.engine.loop.admission",
         "            self.drop_pages(holding[-1].lane)\n            self.preempted(holding[-1])",
         "            self.drop_pages(holding[0].lane)\n            self.preempted(holding[0])",
         "the youngest request loses its pages first",
@@ -518,7 +518,7 @@ ENGINE = (
     ),
     Mutant(
         "window-goes-past-a-stop",
-        "replaylens.engine.loop.window",
+        "replaylens.engine.loop.lane",
         "        self.ended = token in stop_tokens\n",
         "",
         "nothing is drafted after a stop token",
@@ -526,7 +526,7 @@ ENGINE = (
     ),
     Mutant(
         "planner-keeps-old-costs",
-        "replaylens.engine.loop.planner",
+        "replaylens.engine.loop.admission",
         "        self._costs.clear()\n",
         "",
         "windows follow the latest measurement",
@@ -534,7 +534,7 @@ ENGINE = (
     ),
     Mutant(
         "draft-cost-of-one-for-all",
-        "replaylens.engine.loop.planner",
+        "replaylens.engine.loop.admission",
         "return known[nearest] * num_requests / nearest",
         "return known[nearest]",
         "the cost of drafts grows with the requests",
@@ -542,7 +542,7 @@ ENGINE = (
     ),
     Mutant(
         "lens-translates-without-bias",
-        "replaylens.engine.lens.tuned",
+        "replaylens.engine.lens.lens",
         " + self.bias[layer]\n",
         "\n",
         "a tuned lens adds its bias",

@@ -7,7 +7,7 @@ AUTOGRAD = "tests/engine/gradients/test_autograd.py"
 GRADIENTS = (
     Mutant(
         "norm-without-its-scale",
-        "replaylens.engine.gradients.rowwise",
+        "replaylens.engine.gradients.derivatives",
         "dx = h - u * (h * u).mean(-1, keepdim=True)",
         "dx = h.clone()",
         "the gradient of a norm's input includes that of its scale",
@@ -55,7 +55,7 @@ GRADIENTS = (
     ),
     Mutant(
         "patches-counted-from-clean",
-        "replaylens.engine.attribution.patching",
+        "replaylens.engine.attribution",
         "rows[site] - found.activations[site]",
         "found.activations[site] - rows[site]",
         "an estimate has the sign of the real effect",
@@ -63,7 +63,7 @@ GRADIENTS = (
     ),
     Mutant(
         "left-endpoint-rule",
-        "replaylens.engine.attribution.integrated",
+        "replaylens.engine.attribution",
         "(step + 0.5) / steps",
         "step / steps",
         "integrated gradients add up to the difference of the metric",

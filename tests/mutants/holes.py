@@ -13,7 +13,7 @@ HOLES = (
     ),
     Mutant(
         "columns-cut-to-the-length",
-        "replaylens.engine.request.recording",
+        "replaylens.engine.request.capture",
         "    if not site.endswith(KEY_SITES):",
         "    if rows.ndim < 3:",
         "run_with_cache gives whole rows, however few tokens there are",
@@ -29,7 +29,7 @@ HOLES = (
     ),
     Mutant(
         "own-head-taken-for-the-embedding",
-        "replaylens.engine.model.translated",
+        "replaylens.engine.model.loading",
         "return a.shape == b.shape and torch.equal(a.to(wide), b.to(wide))",
         "return a.shape == b.shape",
         "a tied config with a head of its own is not tied",
@@ -37,7 +37,7 @@ HOLES = (
     ),
     Mutant(
         "rows-not-copied",
-        "replaylens.engine.request.recording",
+        "replaylens.engine.request.capture",
         "return pieces[0].clone() if len(pieces) == 1",
         "return pieces[0] if len(pieces) == 1",
         "changing captured rows in place changes no branch",
@@ -53,7 +53,7 @@ HOLES = (
     ),
     Mutant(
         "kv-of-a-preempted-branch",
-        "replaylens.engine.serving.completer",
+        "replaylens.engine.serving.forest",
         "(self.forest.held_kv(lane) if lane.computed >= committed else None)",
         "self.forest.held_kv(lane)",
         "KV of a preempted branch is computed again, not cut short",

@@ -37,7 +37,7 @@ MEMORY = (
     ),
     Mutant(
         "split-run-loses-a-holder",
-        "replaylens.engine.memory.page_runs",
+        "replaylens.engine.memory.pages",
         "if found is not None and found.end > end:",
         "if found is not None and found.end > end + 1:",
         "a fork holds only the pages that it begins with",
@@ -141,7 +141,7 @@ MEMORY = (
     ),
     Mutant(
         "removed-tokens-continued",
-        "replaylens.engine.memory.past",
+        "replaylens.engine.memory.path",
         "for facts in (self._distinct, self._ngrams):",
         "for facts in (self._distinct,):",
         "what was rolled back is not drafted from",

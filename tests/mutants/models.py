@@ -6,7 +6,7 @@ GGUF, ADAPTER, HUB = "tests/engine/model/test_gguf.py", "tests/engine/model/test
 MODELS = (
     Mutant(
         "gguf-longrope-attention-factor",
-        "replaylens.engine.model.gguf_metadata",
+        "replaylens.engine.model.gguf",
         '"original_max_position_embeddings": original, "attention_factor": attention}',
         '"original_max_position_embeddings": original, "attention_factor": 1.0}',
         "a GGUF file's factor on cos and sin is read",
@@ -14,7 +14,7 @@ MODELS = (
     ),
     Mutant(
         "gguf-longrope-original-length",
-        "replaylens.engine.model.gguf_metadata",
+        "replaylens.engine.model.gguf",
         '"original_max_position_embeddings": original, "attention_factor": attention}',
         '"original_max_position_embeddings": longest, "attention_factor": attention}',
         "LongRoPE is computed up to the length that its short factors are for",
@@ -22,7 +22,7 @@ MODELS = (
     ),
     Mutant(
         "gguf-long-factors-for-short",
-        "replaylens.engine.model.gguf_metadata",
+        "replaylens.engine.model.gguf",
         '"short_factor": factors["rope_factors_short"]',
         '"short_factor": factors["rope_factors_long"]',
         "LongRoPE's short factors divide the frequencies",
@@ -30,7 +30,7 @@ MODELS = (
     ),
     Mutant(
         "gguf-part-of-a-head",
-        "replaylens.engine.model.gguf_metadata",
+        "replaylens.engine.model.gguf",
         'rope["partial_rotary_factor"] = turned / width',
         'rope["partial_rotary_factor"] = 1.0',
         "a file that rotates a part of each head loads as such",
@@ -38,7 +38,7 @@ MODELS = (
     ),
     Mutant(
         "gguf-gemma-27b-query-scale",
-        "replaylens.engine.model.gguf_metadata",
+        "replaylens.engine.model.gguf",
         'split if fields["num_hidden_layers"] == _LARGEST[name] else width',
         "width",
         "queries of Gemma's largest models are scaled by d_model / heads",
@@ -46,7 +46,7 @@ MODELS = (
     ),
     Mutant(
         "gguf-base-of-local-layers",
-        "replaylens.engine.model.gguf_metadata",
+        "replaylens.engine.model.gguf",
         'metadata.get("rope.freq_base_swa", 10000.0)',
         'metadata.get("rope.freq_base", 10000.0)',
         "Gemma-3's local layers have a rotation of their own",
@@ -70,7 +70,7 @@ MODELS = (
     ),
     Mutant(
         "adapter-scale-outside-the-digest",
-        "replaylens.engine.model.adapter",
+        "replaylens.engine.model.lora",
         'f"{name} {lora.scale!r} {lora.embeds}\\n"',
         'f"{name} {lora.embeds}\\n"',
         "another scale is another fingerprint",
@@ -78,7 +78,7 @@ MODELS = (
     ),
     Mutant(
         "adapter-b-outside-the-digest",
-        "replaylens.engine.model.adapter",
+        "replaylens.engine.model.lora",
         "_update(digest, lora.a, lora.b)",
         "_update(digest, lora.a)",
         "another product is another fingerprint",
@@ -86,7 +86,7 @@ MODELS = (
     ),
     Mutant(
         "peft-scale-of-the-moment",
-        "replaylens.engine.model.adapter",
+        "replaylens.engine.model.lora",
         "if lora is not None and layer.scaling[name] != lora.scale:",
         "if lora is not None and layer.scaling[name] < 0:",
         "a peft model whose layers scale otherwise than its config is refused",
@@ -94,7 +94,7 @@ MODELS = (
     ),
     Mutant(
         "peft-merged-twice",
-        "replaylens.engine.model.adapter",
+        "replaylens.engine.model.lora",
         'if getattr(layer, "merged", False):',
         'if getattr(layer, "merged", False) is None:',
         "an adapter that is merged already is not merged again",
@@ -102,7 +102,7 @@ MODELS = (
     ),
     Mutant(
         "commit-outside-the-fingerprint",
-        "replaylens.engine.proof.fingerprint",
+        "replaylens.engine.proof.trace",
         "revision=model.config.revision,",
         'revision="",',
         "another commit of a model on the hub is another fingerprint",
@@ -110,7 +110,7 @@ MODELS = (
     ),
     Mutant(
         "empty-revision-written",
-        "replaylens.engine.proof.fingerprint",
+        "replaylens.engine.proof.trace",
         'if name != "revision" or value}',
         "}",
         "fingerprints of models from elsewhere keep their bytes",
@@ -134,7 +134,7 @@ MODELS = (
     ),
     Mutant(
         "hub-before-a-path",
-        "replaylens.engine.model.folders",
+        "replaylens.engine.model.loading",
         "if not exists(path) and is_hub_name(source):",
         "if is_hub_name(source):",
         "a path comes before a name on the hub",

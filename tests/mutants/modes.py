@@ -31,7 +31,7 @@ MODES = (
     ),
     Mutant(
         "lens-without-hold",
-        "replaylens.engine.lens.readout",
+        "replaylens.engine.lens.lens",
         "    with runner.canonical(stacked.shape[:2].numel()):\n        if tuned is not None:",
         "    if True:\n        if tuned is not None:",
         "the sums of a lens are taken in the canonical modes",
@@ -111,7 +111,7 @@ MODES = (
     ),
     Mutant(
         "threads-that-differ-certified",
-        "replaylens.engine.proof.examination",
+        "replaylens.engine.proof.doctor",
         "                self.more.remove(count)",
         "                continue",
         "numbers of threads on which an op gives other bits are not used",
@@ -119,7 +119,7 @@ MODES = (
     ),
     Mutant(
         "row-counts-of-one-thread-on-all",
-        "replaylens.engine.proof.doctor_products",
+        "replaylens.engine.proof.doctor",
         "        some = Allowed({shape: counts})\n",
         "        some = Allowed(dict(one.row_counts))\n        return True\n",
         "on more threads only the row counts are used that give the bits of one",
@@ -127,7 +127,7 @@ MODES = (
     ),
     Mutant(
         "more-threads-than-the-user-has",
-        "replaylens.engine.passes.certificate",
+        "replaylens.engine.passes.products",
         "(n for n in self.allowed if n <= limit)",
         "(n for n in self.allowed if limit)",
         "a pass uses no more threads than the user allows",
@@ -135,7 +135,7 @@ MODES = (
     ),
     Mutant(
         "fingerprint-without-kernel-choice",
-        "replaylens.engine.proof.fingerprint",
+        "replaylens.engine.proof.trace",
         "filter(None, [name, modes.environment()])",
         "filter(None, [name])",
         "variables that choose other kernels are part of the fingerprint",
@@ -143,7 +143,7 @@ MODES = (
     ),
     Mutant(
         "calls-in-the-callers-modes",
-        "replaylens.engine.request.options",
+        "replaylens.engine.request.values",
         "        with modes.plain():\n            return",
         "        if True:\n            return",
         "a call leaves the caller's modes of torch",

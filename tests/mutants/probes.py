@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant
 PROBES = (
     Mutant(
         "maximum-over-one-family",
-        "replaylens.probes.scoring.permutations",
+        "replaylens.probes.permutations",
         "most = np.max([drawn.max(1) for _, drawn in standard], axis=0)",
         "most = standard[0][1].max(1)",
         "family-wise p-values count all cells",
@@ -13,7 +13,7 @@ PROBES = (
     ),
     Mutant(
         "p-value-of-zero",
-        "replaylens.probes.scoring.permutations",
+        "replaylens.probes.permutations",
         "return (1 + (leads[1:] >= leads[0] - 1e-12).sum(0)) / len(leads)",
         "return (leads[1:] >= leads[0] - 1e-12).sum(0) / len(leads)",
         "no permutation test gives a p-value of zero",
@@ -21,7 +21,7 @@ PROBES = (
     ),
     Mutant(
         "interval-not-widened",
-        "replaylens.probes.scoring.statistics",
+        "replaylens.probes.intervals",
         "float(np.sqrt(1 + min(0.4 + 8 / answers, 1.5) * folds / (folds - 1))) if folds > 1 else 1.0",
         "1.0",
         "intervals of cross-validated scores are widened",
@@ -29,7 +29,7 @@ PROBES = (
     ),
     Mutant(
         "sweep-not-widened",
-        "replaylens.probes.sweeps.tabulate",
+        "replaylens.probes.tabulate",
         "groups=block.groups, folds=block.folds)",
         "groups=block.groups, folds=1)",
         "a sweep's intervals know its folds",
@@ -37,7 +37,7 @@ PROBES = (
     ),
     Mutant(
         "refit-not-widened",
-        "replaylens.probes.causal.interventions",
+        "replaylens.probes.causal",
         "np.ones(len(once)), groups, folds=_FOLDS)",
         "np.ones(len(once)), groups)",
         "an ablation's refits know their folds",
@@ -45,7 +45,7 @@ PROBES = (
     ),
     Mutant(
         "overlap-in-fold-0-only",
-        "replaylens.probes.design.splits",
+        "replaylens.probes.splits",
         "for number, (train, test) in enumerate(self):",
         "for number, (train, test) in [(0, (self.train[0], self.test[0]))]:",
         "no root is on both sides of any fold",
@@ -53,7 +53,7 @@ PROBES = (
     ),
     Mutant(
         "mixed-prompts-tested",
-        "replaylens.probes.design.splits",
+        "replaylens.probes.splits",
         "np.isin(rows.roots, list(some - others))",
         "np.isin(rows.roots, list(some))",
         "held-out names are tested on prompts that have no others",
@@ -61,7 +61,7 @@ PROBES = (
     ),
     Mutant(
         "word-on-a-rejected-branch-fitted",
-        "replaylens.probes.design.splits",
+        "replaylens.probes.splits",
         'for roots in (found["root"], accepted))',
         "for roots in (accepted, accepted))",
         "a held-out word is on no branch of a prompt that is fitted on",
@@ -69,7 +69,7 @@ PROBES = (
     ),
     Mutant(
         "folds-by-order",
-        "replaylens.probes.design.splits",
+        "replaylens.probes.splits",
         'rank[np.argsort(keys, kind="stable")] = np.arange(len(different))',
         "rank[:] = np.arange(len(different))",
         "a root's fold is drawn by the seed",
@@ -77,7 +77,7 @@ PROBES = (
     ),
     Mutant(
         "majority-of-the-training-rows",
-        "replaylens.probes.design.controls",
+        "replaylens.probes.controls",
         "return max(float((said == codes)[tested].mean()), float(best))",
         "return float((said == codes)[tested].mean())",
         "the majority control is no worse than a constant guess",
@@ -85,7 +85,7 @@ PROBES = (
     ),
     Mutant(
         "history-with-the-next-token",
-        "replaylens.probes.data.groups",
+        "replaylens.probes.groups",
         "found[place[number]] = tokens[: end + 1]",
         "found[place[number]] = tokens[: end + 2]",
         "a bag of tokens holds the path up to the row and nothing later",
@@ -93,7 +93,7 @@ PROBES = (
     ),
     Mutant(
         "control-label-of-the-row",
-        "replaylens.probes.design.controls",
+        "replaylens.probes.controls",
         "of_type[types], -1)",
         "of_type[np.arange(len(types)) % len(of_type)], -1)",
         "the control task is a function of the context",
@@ -101,7 +101,7 @@ PROBES = (
     ),
     Mutant(
         "groups-by-root-alone",
-        "replaylens.probes.design.splits",
+        "replaylens.probes.splits",
         "fold = fold_of_groups(groups_of(rows, keys), folds, seed)",
         "fold = fold_of_groups(rows.roots, folds, seed)",
         "rows with the same path are in one fold",
@@ -109,7 +109,7 @@ PROBES = (
     ),
     Mutant(
         "groups-of-distinct-rows",
-        "replaylens.probes.data.groups",
+        "replaylens.probes.groups",
         "named = replace(given, frame=given.frame.assign(key=keys, group=groups))",
         "named = replace(given, frame=given.frame.assign(key=keys, group=given.roots))",
         "roots that share a row stay one group after repeated rows are left out",
@@ -117,7 +117,7 @@ PROBES = (
     ),
     Mutant(
         "paths-are-not-compared",
-        "replaylens.probes.design.splits",
+        "replaylens.probes.splits",
         "both = np.intersect1d(keys[train], keys[test])",
         "both = keys[:0]",
         "a path on both sides of a split is refused",
@@ -125,7 +125,7 @@ PROBES = (
     ),
     Mutant(
         "roots-that-the-split-claims",
-        "replaylens.probes.design.splits",
+        "replaylens.probes.splits",
         "Split(self.name, self.train, self.test, rows.roots)",
         "Split(self.name, self.train, self.test, self.roots)",
         "a split is compared with the roots of its rows",
@@ -133,7 +133,7 @@ PROBES = (
     ),
     Mutant(
         "permuted-without-a-new-fit",
-        "replaylens.probes.fitting.refit",
+        "replaylens.probes.heldout",
         "_compared(said.of(i, each, tested), each, tested, fold)",
         "_compared(said.of(0, each, tested), each, tested, fold)",
         "probes are fitted to permuted labels",
@@ -141,7 +141,7 @@ PROBES = (
     ),
     Mutant(
         "observed-score-not-among-its-permutations",
-        "replaylens.probes.scoring.permutations",
+        "replaylens.probes.permutations",
         "every = np.vstack([self.observed, self.drawn])",
         "every = np.vstack([self.drawn[:1], self.drawn])",
         "the observed score is one of the permutations",
@@ -149,7 +149,7 @@ PROBES = (
     ),
     Mutant(
         "shown-without-selectivity",
-        "replaylens.probes.sweeps.tabulate",
+        "replaylens.probes.tabulate",
         'bounds["control_task"] = _selectivity(block, own, numbers, found, error)',
         "_selectivity(block, own, numbers, found, error)",
         "what a control task reads as well is not shown",
@@ -157,7 +157,7 @@ PROBES = (
     ),
     Mutant(
         "a-point-for-an-interval",
-        "replaylens.probes.scoring.statistics",
+        "replaylens.probes.intervals",
         "count = spread / error**2 if error > 0 and spread > 0 else float(groups)",
         "count = spread / error**2 if error > 0 and spread > 0 else 1e9",
         "equal answers of few groups do not make a share certain",
@@ -165,7 +165,7 @@ PROBES = (
     ),
     Mutant(
         "placebos-with-a-gap-of-their-own",
-        "replaylens.probes.causal.interventions",
+        "replaylens.probes.causal",
         "factor * probe.gap(own, other) * chosen.direction",
         "factor * chosen.gap(own, other) * chosen.direction",
         "placebos move rows as far as the probe does",
@@ -173,7 +173,7 @@ PROBES = (
     ),
     Mutant(
         "exchange-within-a-class",
-        "replaylens.probes.causal.interventions",
+        "replaylens.probes.causal",
         "if name != last[i]]",
         "if j != i]",
         "components are exchanged with prompts of another class",
@@ -181,7 +181,7 @@ PROBES = (
     ),
     Mutant(
         "fitted-on-the-tested-rows",
-        "replaylens.probes.fitting.heldout",
+        "replaylens.probes.heldout",
         "clone(estimator).fit(x[fit], codes[fit])",
         "clone(estimator).fit(x[fit | test], codes[fit | test])",
         "every row is read by a probe that has not seen it",
@@ -189,7 +189,7 @@ PROBES = (
     ),
     Mutant(
         "nuisance-of-the-tested-rows",
-        "replaylens.probes.fitting.heldout",
+        "replaylens.probes.heldout",
         "clean = residualised(x, nuisance, fit)",
         "clean = residualised(x, nuisance, fit | held)",
         "a nuisance is taken out by what the training rows tell",
@@ -197,7 +197,7 @@ PROBES = (
     ),
     Mutant(
         "choice-on-the-tested-rows",
-        "replaylens.probes.fitting.chosen",
+        "replaylens.probes.registry",
         "fold[fit] = fold_of_groups(groups[fit], count, _SEED)",
         "fold[:] = fold_of_groups(groups, count, _SEED)",
         "regularisation is chosen without the tested rows",
@@ -205,7 +205,7 @@ PROBES = (
     ),
     Mutant(
         "area-pooled-over-folds",
-        "replaylens.probes.scoring.metrics",
+        "replaylens.probes.intervals",
         "else fold == number",
         "else np.ones(count, dtype=bool)",
         "AUROC compares rows within a fold",
@@ -213,7 +213,7 @@ PROBES = (
     ),
     Mutant(
         "unseen-class-without-bound",
-        "replaylens.probes.fitting.information",
+        "replaylens.probes.registry",
         "np.log((counts + 0.5) / (rows + 0.5 * log_p.shape[-1]))",
         "np.log((counts + 1e-12) / rows)",
         "a class that the training rows lack costs at most log(2n + k)",
@@ -221,7 +221,7 @@ PROBES = (
     ),
     Mutant(
         "erasure-by-raw-columns",
-        "replaylens.probes.estimators.erasers",
+        "replaylens.probes.erasers",
         "scales = torch.where(moments.deviations > 0, moments.deviations, 1.0)",
         "scales = torch.ones_like(moments.deviations)",
         "LEACE erases columns of any scale",

@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant
 QUESTIONS = (
     Mutant(
         "chance-of-two-classes",
-        "replaylens.probes.questions.viable_branch",
+        "replaylens.probes.questions.forced",
         "chance=1 / len(np.unique(wanted[side]))",
         "chance=0.5",
         "a score is compared with chance of its classes",
@@ -13,7 +13,7 @@ QUESTIONS = (
     ),
     Mutant(
         "answers-token-forgotten",
-        "replaylens.probes.questions.viable_branch",
+        "replaylens.probes.questions.forced",
         'more = [read and (token is None or token["low"] > 0) for',
         "more = [read for",
         "the answer's own token is no evidence of the branch that is held",
@@ -29,7 +29,7 @@ QUESTIONS = (
     ),
     Mutant(
         "examples-of-parts-mixed",
-        "replaylens.probes.data.paths",
+        "replaylens.probes.positions",
         'part = frame["part"] if "part" in frame else [""] * len(frame)',
         'part = [""] * len(frame)',
         "examples of joined parts stay apart",
@@ -37,7 +37,7 @@ QUESTIONS = (
     ),
     Mutant(
         "area-of-one-is-certain",
-        "replaylens.probes.scoring.areas",
+        "replaylens.probes.areas",
         "inner = min(max(self.value, 1 - _EDGE), _EDGE)",
         "inner = self.value",
         "a perfect area has an interval of positive width",
@@ -45,7 +45,7 @@ QUESTIONS = (
     ),
     Mutant(
         "rows-of-other-folds-compared",
-        "replaylens.probes.scoring.areas",
+        "replaylens.probes.areas",
         "[strata == each for each in np.unique(strata)]",
         "[np.ones(len(good), bool)]",
         "scores of different folds are not compared",
@@ -53,7 +53,7 @@ QUESTIONS = (
     ),
     Mutant(
         "classes-of-two-rows-are-certain",
-        "replaylens.probes.scoring.balanced",
+        "replaylens.probes.areas",
         "likely = (self.size * self.share + _PRIOR * common) / (self.size + _PRIOR)",
         "likely = self.share",
         "balanced accuracy knows that small classes are uncertain",
@@ -61,7 +61,7 @@ QUESTIONS = (
     ),
     Mutant(
         "steering-fitted-on-its-own-rows",
-        "replaylens.probes.design.unseen",
+        "replaylens.probes.splits",
         "keep &= np.array([tuple(path.tolist()) not in begun for path in paths], dtype=bool)",
         "pass",
         "probes are fitted on rows that no changed prompt begins with",
@@ -69,7 +69,7 @@ QUESTIONS = (
     ),
     Mutant(
         "eraser-moves-the-mean",
-        "replaylens.probes.questions.amnesic",
+        "replaylens.probes.questions.erasure",
         "return lambda X: transform(X) - X - drift",
         "return lambda X: transform(X) - X",
         "an eraser keeps the mean of the rows",
@@ -77,7 +77,7 @@ QUESTIONS = (
     ),
     Mutant(
         "das-of-three-classes",
-        "replaylens.probes.causal.das",
+        "replaylens.probes.causal",
         "weight, bias = inside, -0.5 * (inside**2).sum(1)",
         "weight, bias = inside, 0.5 * (inside**2).sum(1)",
         "a subspace reads more than two classes by the nearest mean",
@@ -85,7 +85,7 @@ QUESTIONS = (
     ),
     Mutant(
         "unseen-token-is-class-0",
-        "replaylens.probes.design.controls",
+        "replaylens.probes.controls",
         "best = np.where(counts.sum(1) > 0, counts.argmax(1), counts.sum(0).argmax())",
         "best = counts.argmax(1)",
         "a token that was not fitted takes the most frequent class",
@@ -93,7 +93,7 @@ QUESTIONS = (
     ),
     Mutant(
         "resilience-control-halved",
-        "replaylens.probes.forks.resilience",
+        "replaylens.probes.forks.importance",
         "control = (every.sum(1) - ever) / (forks - 1) if",
         "control = (every.sum(1) - ever) / (2 * (forks - 1)) if",
         "the control of resilience is the mean over the other units",
@@ -101,7 +101,7 @@ QUESTIONS = (
     ),
     Mutant(
         "parts-tell-paths-apart",
-        "replaylens.probes.data.groups",
+        "replaylens.probes.groups",
         "parts = (path.tobytes() for path in paths)",
         "parts = (str(rows.frame.get('part', [0] * len(paths))[i]).encode() + path.tobytes() for i, path in enumerate(paths))",
         "a path is one group in all parts of rows from arrays",
@@ -109,7 +109,7 @@ QUESTIONS = (
     ),
     Mutant(
         "divergence-of-a-certain-side",
-        "replaylens.probes.forks.multinomials",
+        "replaylens.probes.forks.distributions",
         "for side in (one, bare))",
         "for side in (one,))",
         "the interval of a divergence holds when the first side is certain",
@@ -117,7 +117,7 @@ QUESTIONS = (
     ),
     Mutant(
         "far-by-the-normal-test",
-        "replaylens.probes.forks.multinomials",
+        "replaylens.probes.forks.distributions",
         "if (n + 1) * (m + 1) > _EXACT:",
         "if n + m > 2:",
         "few rollouts seem farther than a threshold as seldom as promised",
@@ -125,7 +125,7 @@ QUESTIONS = (
     ),
     Mutant(
         "token-control-ignored",
-        "replaylens.probes.questions.across",
+        "replaylens.probes.questions.transfer",
         "for cell in cells for name in CONTROLS]",
         "for cell in cells for name in CONTROLS[:1]]",
         "a transfer that the token explains is not shown",

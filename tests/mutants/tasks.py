@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant
 TASKS = (
     Mutant(
         "announced-after-a-stated-face",
-        "replaylens.tasks.coin_scene",
+        "replaylens.tasks.coin",
         "self.claim(piece[1:])\n                    self.announced = False",
         "self.claim(piece[1:])",
         "a stated face announces no further actor",
@@ -45,7 +45,7 @@ TASKS = (
     ),
     Mutant(
         "half-a-character-counted",
-        "replaylens.tasks.labels",
+        "replaylens.tasks.tokenizer",
         'return text.rstrip("\\N{REPLACEMENT CHARACTER}")',
         "return text",
         "a piece of a character adds nothing to the text",
@@ -69,7 +69,7 @@ TASKS = (
     ),
     Mutant(
         "same-name-same-task",
-        "replaylens.tasks.definition",
+        "replaylens.tasks.registry",
         "return a is b or _origin(a) == _origin(b)",
         "return a.name == b.name",
         "only a class that is defined again replaces a registered one",
@@ -77,7 +77,7 @@ TASKS = (
     ),
     Mutant(
         "first-plugin-wins",
-        "replaylens.tasks.plugins",
+        "replaylens.tasks.registry",
         "    if others:\n",
         "    if not entry:\n",
         "two distributions with one name are refused",
@@ -93,7 +93,7 @@ TASKS = (
     ),
     Mutant(
         "runs-forget-their-task",
-        "replaylens.probes.data.sources",
+        "replaylens.probes.sources",
         "if self.maker is None else self.maker",
         "if self.task else self.maker",
         "a run of an unregistered task can be probed",

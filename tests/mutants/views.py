@@ -7,7 +7,7 @@ _FIGURES = "tests/views/test_figures.py::test_"
 VIEWS = (
     Mutant(
         "interval-without-degree-of-freedom",
-        "replaylens.views.lens_map",
+        "replaylens.views.maps",
         "values[:, layer].std(ddof=1)",
         "values[:, layer].std()",
         "the interval of an average counts its degrees of freedom",
@@ -15,7 +15,7 @@ VIEWS = (
     ),
     Mutant(
         "mean-control-for-the-best",
-        "replaylens.views.probe_section",
+        "replaylens.views.sections",
         'best = own.groupby("position", sort=False)[name].max()',
         'best = own.groupby("position", sort=False)[name].mean()',
         "a score stands beside the best of its controls",
@@ -55,7 +55,7 @@ VIEWS = (
     ),
     Mutant(
         "heads-drawn-as-means",
-        "replaylens.engine.attribution.effects",
+        "replaylens.engine.attribution",
         "{what: grid.sum(1) for what, grid in grids.items()}",
         "{what: grid.mean(1) for what, grid in grids.items()}",
         "a head's attribution is the sum over positions",
@@ -63,7 +63,7 @@ VIEWS = (
     ),
     Mutant(
         "colours-centred-on-zero",
-        "replaylens.workbench.patch_result",
+        "replaylens.workbench.patch",
         'around = 0.0 if values == "effect" else self.base',
         "around = 0.0",
         "a patch that changes nothing has the middle colour",
@@ -95,7 +95,7 @@ VIEWS = (
     ),
     Mutant(
         "no-answer-has-a-colour",
-        "replaylens.engine.pictures.outcomes",
+        "replaylens.engine.pictures.rollouts",
         "[REST if name in NEUTRAL else next(fills, REST) for name in outcomes]",
         "[next(fills, REST) for name in outcomes]",
         "no answer is no outcome",
@@ -103,7 +103,7 @@ VIEWS = (
     ),
     Mutant(
         "dots-of-all-cells",
-        "replaylens.probes.reports.figures",
+        "replaylens.probes.report",
         "if line.p_family is not None and line.p_family <= 0.05:",
         "if line.p_family is not None:",
         "a dot marks what is significant over the whole grid",
@@ -111,7 +111,7 @@ VIEWS = (
     ),
     Mutant(
         "interval-of-bars-one-sided",
-        "replaylens.probes.reports.figures",
+        "replaylens.probes.report",
         'error = [(value - table["low"].astype(float)).clip(lower=0), (table["high"].astype(float) - value).clip(lower=0)]',
         'error = [(value - table["low"].astype(float)).clip(lower=0)] * 2',
         "a bar shows both ends of its interval",
@@ -119,7 +119,7 @@ VIEWS = (
     ),
     Mutant(
         "control-of-resilience-halved-in-the-figure",
-        "replaylens.probes.forks.resilience",
+        "replaylens.probes.forks.importance",
         "axes.scatter(x, self.control, s=24",
         "axes.scatter(x, self.control / 2, s=24",
         "resilience stands beside its control",
@@ -127,7 +127,7 @@ VIEWS = (
     ),
     Mutant(
         "ordinary-neighbours-look-certified",
-        "replaylens.engine.pictures.retelling",
+        "replaylens.engine.pictures.pictures",
         "return min(most, sum(bool(self.lines[each].why)",
         "return 0 * min(most, sum(bool(self.lines[each].why)",
         "requests of which nothing is promised look so",
@@ -135,7 +135,7 @@ VIEWS = (
     ),
     Mutant(
         "fork-cut-from-its-line",
-        "replaylens.engine.pictures.tree_html",
+        "replaylens.engine.pictures.draw",
         "while stop < end and stop in forks and stop - 1 > start:",
         "while False:",
         "a fork stays beside the token that it follows",

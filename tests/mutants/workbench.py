@@ -8,7 +8,7 @@ EDITS, MORE_EDITS = "tests/engine/gradients/test_edits.py", "tests/engine/reques
 WORKBENCH = (
     Mutant(
         "path-patch-without-align",
-        "replaylens.workbench.path_patch",
+        "replaylens.workbench.patch",
         "changed[outputs[layer]][two.there], positions=two.at, heads=[head])",
         "changed[outputs[layer]][[min(i, len(two.source) - 1) for i in two.at]], positions=two.at, heads=[head])",
         "a sender takes the rows of its counterparts",
@@ -16,7 +16,7 @@ WORKBENCH = (
     ),
     Mutant(
         "align-of-path-patch-ignored",
-        "replaylens.workbench.path_patch",
+        "replaylens.workbench.patch",
         "Aligned.of(engine, clean, corrupt, direction, align)",
         "Aligned.of(engine, clean, corrupt, direction, align if len(clean) != len(corrupt) else None)",
         "path_patch(align=) says which positions correspond",
@@ -24,7 +24,7 @@ WORKBENCH = (
     ),
     Mutant(
         "effects-of-pairs-from-mean-metrics",
-        "replaylens.workbench.patch_result",
+        "replaylens.workbench.patch",
         "        if self.pairs:\n            return {site: self._effects(site)",
         "        if False:\n            return {site: self._effects(site)",
         "the effect over pairs is the mean of theirs",
@@ -32,7 +32,7 @@ WORKBENCH = (
     ),
     Mutant(
         "interval-without-a-degree-of-freedom",
-        "replaylens.engine.attribution.effects",
+        "replaylens.engine.attribution",
         "values.std(0) / math.sqrt(count)",
         "values.std(0, correction=0) / math.sqrt(count)",
         "intervals over pairs are t intervals",
@@ -112,7 +112,7 @@ WORKBENCH = (
     ),
     Mutant(
         "embedding-of-a-chosen-cache-left-out",
-        "replaylens.engine.replay.cache_model",
+        "replaylens.engine.replay.transformer_lens",
         "return super().__contains__(name) or self._other(name) is not None",
         "return super().__contains__(name)",
         "a cache that holds the embedding by its other name has it",

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from replaylens.engine.model import smollm2
+from replaylens.engine.model import hub
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NAMES = [source.stem for source in sorted(FOLDER.glob("[0-9]_*.py"))]
 REAL = ("5_real_model", "8_five_things")
 """notebooks that need SmolLM2-135M"""
 MAX_BYTES = 600_000
-CACHE = smollm2.model_folder().parent
+CACHE = hub.model_folder().parent
 """the user's cache; other tests change its environment variable later"""
 LOCAL = re.compile(r"/(home|root|tmp|work|Users)/")
 
@@ -160,7 +160,7 @@ def test_notebook_runs(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not smollm2.is_fetched(), reason="SmolLM2-135M is not in the cache folder")
+@pytest.mark.skipif(not hub.is_fetched(), reason="SmolLM2-135M is not in the cache folder")
 @pytest.mark.parametrize("name", REAL)
 def test_real_model_runs(name: str) -> None:
     check(name, run(name, REPLAYLENS_CACHE=str(CACHE)))

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from replaylens import tasks
-from replaylens.engine.dump.maker import write_dump
-from replaylens.engine.dump.planning import make_plan
+from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 

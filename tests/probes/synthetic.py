@@ -7,9 +7,9 @@ import numpy as np
 import pandas as pd
 import torch
 
-from replaylens.probes.data.positions import add_places
-from replaylens.probes.data.rows import ProbeRows
-from replaylens.probes.data.sources import About, MemorySource
+from replaylens.probes.positions import add_places
+from replaylens.probes.rows import ProbeRows
+from replaylens.probes.sources import About, MemorySource
 
 WIDTH = 16
 

@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replaylens.tasks.coin import Coin, p_even
-from replaylens.tasks.coin_wording import Telling, tell
-from replaylens.tasks.people import ALL
+from replaylens.tasks.coin import ALL, Coin, Telling, p_even, tell
 from replaylens.tasks.reading import Event
 from replaylens.tasks.tokenizer import WordTokenizer
 

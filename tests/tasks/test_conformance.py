@@ -12,9 +12,8 @@ from replaylens import tasks
 from replaylens.cli import app
 from replaylens.tasks import Event
 from replaylens.tasks.conformance import PROMISES
-from replaylens.tasks.draws import Draws
 from replaylens.tasks.errors import BadTask
-from replaylens.tasks.task import AnyTask, Story
+from replaylens.tasks.task import AnyTask, Draws, Story
 from tests.tasks.square import file_of_page, own_registry, square_module
 from tests.time_limit import time_limit
 

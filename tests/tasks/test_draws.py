@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from replaylens.tasks.draws import Draws
+from replaylens.tasks.task import Draws
 
 PINNED_BITS = [6872651907919724493, 6787158988321881170, 14198632120367806709]
 PINNED_ORDER = list("cafebd")

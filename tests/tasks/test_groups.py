@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from replaylens.tasks.groups import NAMES, ORDER, Group, group
+from replaylens.tasks.words import NAMES, ORDER, Group, group
 
 
 def order_of(chosen: Group, a: int) -> int:

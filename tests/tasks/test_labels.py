@@ -7,8 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from replaylens import tasks
 from replaylens.tasks.errors import BadTokenizer, UnknownToken
-from replaylens.tasks.labels import label_tokens, offsets_of, path_offsets
-from replaylens.tasks.tokenizer import WordTokenizer
+from replaylens.tasks.tokenizer import WordTokenizer, label_tokens, offsets_of, path_offsets
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +135,7 @@ def test_byte_level_offsets_are_those_of_all_prefixes(bpe, monkeypatch) -> None:
     paths += [bpe("Ä" * 9 + " heads \N{ROCKET}\N{CJK UNIFIED IDEOGRAPH-4E00}x" * 5)["input_ids"]]
     paths += [[dice.randrange(len(bpe)) for _ in range(60)] for _ in range(20)]
     fast = [[path_offsets(bpe, ids, path_offsets(bpe, ids)[1][:known]) for known in (0, 1, 9, 23)] for ids in paths]
-    monkeypatch.setattr("replaylens.tasks.labels._is_byte_level", lambda tokenizer: False)
+    monkeypatch.setattr("replaylens.tasks.tokenizer._is_byte_level", lambda tokenizer: False)
     assert fast == [[path_offsets(bpe, ids)] * 4 for ids in paths]
     assert any(text.count("\N{REPLACEMENT CHARACTER}") for ((text, _), *_) in fast), "no bytes out of order"
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from replaylens import tasks
 from replaylens.cli import app
-from replaylens.commands.train_thinking import Changes, changed
+from replaylens.commands.train import Changes, changed_thinking
 from replaylens.engine.zoo import thinking as thinking_zoo
 from tests.tasks.square import own_registry, write_files
 
@@ -90,6 +90,6 @@ def test_ray_finds_tasks_by_name_only(folder: Path, tmp_path: Path) -> None:
 
 
 def test_models_that_think(folder: Path) -> None:
-    recipe = changed(thinking_zoo.recipe("coin-thinking"), Changes(task=f"{folder}/square.py:Square", longest=2))
+    recipe = changed_thinking(thinking_zoo.recipe("coin-thinking"), Changes(task=f"{folder}/square.py:Square", longest=2))
     assert [part.task for part in recipe.parts] == ["square"]
     assert recipe.config.vocab_size == 2 + len(tasks.get("square").vocabulary())

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from replaylens import tasks
 from replaylens.cli import app
-from replaylens.tasks import plugins
+from replaylens.tasks import registry as plugins
 from replaylens.tasks.coin import Coin
 from replaylens.tasks.errors import BadTask, BrokenPlugin, CannotImport, TaskNameTaken, UnknownTask
-from replaylens.tasks.knobs import Knobs
+from replaylens.tasks.task import Knobs
 from tests.tasks.square import file_of_page, own_registry, square_module
 
 BUILT_IN = ("coin", "coins", "coin-resets", "shell", "words", "fork", "boxes", "variables", "hops", "counts")

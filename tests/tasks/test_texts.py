@@ -7,7 +7,7 @@ import pytest
 
 from replaylens import tasks
 from replaylens.tasks.errors import BadIndex, BadKnob, MixedLabel, NoSuchText, NotForTexts, TaskNameTaken
-from replaylens.tasks.given import GivenText
+from replaylens.tasks.reading import GivenText
 from replaylens.tasks.registry import get, register, require_own_name
 from replaylens.tasks.texts import GivenTexts, cited
 

@@ -6,8 +6,7 @@ import pytest
 
 from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.engine import Engine
-from replaylens.engine.run import Run
+from replaylens.engine.engine import Engine, Run
 from replaylens.tasks import WordTokenizer
 from tests.own_certificates import own_certificates  # noqa: F401
 from tests.toy_model import random_model

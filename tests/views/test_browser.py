@@ -11,12 +11,10 @@ import torch
 
 from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.engine import Engine
+from replaylens.engine.engine import Engine, Run
 from replaylens.engine.memory.tree import TokenState
-from replaylens.engine.pictures.paths import DrawnPath, Token
-from replaylens.engine.pictures.readings import LensGuess, LensLayer, word
-from replaylens.engine.pictures.tree import Tree
-from replaylens.engine.run import Run
+from replaylens.engine.pictures.data import DrawnPath, LensGuess, LensLayer, Token, word
+from replaylens.engine.pictures.pictures import Tree
 from replaylens.views.report import ReportPage
 from replaylens.workbench.attention import AttentionResult
 

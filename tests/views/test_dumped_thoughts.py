@@ -10,18 +10,16 @@ from typer.testing import CliRunner
 
 from replaylens import tasks
 from replaylens.cli import app
-from replaylens.engine.dump.maker import write_dump
-from replaylens.engine.dump.planning import make_plan
+from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.engine import Engine, ThinkingEngine
+from replaylens.engine.engine import Engine, Run, ThinkingEngine
 from replaylens.engine.model.config import ModelConfig
-from replaylens.engine.pictures.readings import word
+from replaylens.engine.pictures.data import word
 from replaylens.engine.pictures.thoughts import DrawnRound, Thinking
-from replaylens.engine.run import Run
 from replaylens.engine.thinking.prefill import GUESSES, Guess
 from replaylens.engine.thinking.thoughts import ThinkingRecording
-from replaylens.views import dumped
-from replaylens.views.dumped_thoughts import DumpedThoughts
+from replaylens.views import examples
+from replaylens.views.examples import DumpedThoughts
 from replaylens.views.report import ReportPage
 from tests.engine.thinking.reference import thinking_model
 from tests.views.checks import assert_harmless
@@ -53,7 +51,7 @@ def thinking_dump(tmp_path_factory: pytest.TempPathFactory) -> Dump:
 
 
 def pictures(dump: Dump, engine: ThinkingEngine) -> list[Thinking]:
-    found = [example.thinking for example in dumped.examples(dump, lambda token: word(engine.text, token))]
+    found = [example.thinking for example in examples.examples(dump, lambda token: word(engine.text, token))]
     return [picture for picture in found if picture is not None]
 
 
@@ -90,7 +88,7 @@ def test_thoughts_of_other_rows_give_another_picture(thinking_dump: Dump) -> Non
     """Negative control: thought rows shifted by one give another picture."""
     frame = thinking_dump.files.frame(0)
     rows = frame[frame["example"] == 0]
-    example = next(dumped.examples(thinking_dump))
+    example = next(examples.examples(thinking_dump))
     thoughts = DumpedThoughts.of(thinking_dump, 0, str)
     assert thoughts is not None
     moved = replace(thoughts, tokens=np.roll(thoughts.tokens, 1, axis=0), plan=replace(thoughts.plan, rejected=False))
@@ -102,7 +100,7 @@ def test_the_page_shows_it(thinking_dump: Dump) -> None:
     html = ReportPage(thinking_dump).html()
     fragments = blocks_of(html)
     assert_harmless(html, 2 + html.count('class="rl-block"'))
-    for example, fragment in zip(dumped.examples(thinking_dump), fragments, strict=True):
+    for example, fragment in zip(examples.examples(thinking_dump), fragments, strict=True):
         picture = example.thinking
         assert picture is not None
         found = assert_harmless(fragment, scripts=0)
@@ -119,7 +117,7 @@ def test_the_page_shows_it(thinking_dump: Dump) -> None:
 
 
 def test_a_plain_model_has_none(dump: Dump) -> None:
-    assert all(example.thinking is None for example in dumped.examples(dump))
+    assert all(example.thinking is None for example in examples.examples(dump))
     assert not any("rl-thinking" in fragment for fragment in blocks_of(ReportPage(dump).html()))
 
 

@@ -9,9 +9,9 @@ import torch
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
-from replaylens.engine.pictures.outcomes import FILLS, REST
-from replaylens.probes.reports import figures
-from replaylens.views import lens_map, probe_section
+from replaylens.engine.pictures.rollouts import FILLS, REST
+from replaylens.probes import report
+from replaylens.views import maps, sections
 from tests.drawings import (
     FIGURES,
     HIGH,
@@ -248,13 +248,13 @@ def test_other_figures_of_forks() -> None:
 
 
 def test_sweeps() -> None:
-    made, table = figures.heatmap(sweep_table()), sweep_table()
+    made, table = report.heatmap(sweep_table()), sweep_table()
     for axis, site in zip(made.axes[:2], "ST", strict=True):
         own = table[table["site"] == site].pivot(index="position", columns="layer", values="accuracy")
         assert np.allclose(axis.images[0].get_array(), own.loc[["a long name of a position", "query"]])
         assert sorted((line.get_xdata()[0], line.get_ydata()[0]) for line in axis.lines) == [(2, 0), (2, 1)]
     assert ["p ≤ 0.05" in text.get_text() for text in made.legends[0].get_texts()] == [True], "the dots are explained"
-    curves = figures.curves(sweep_table()).axes[0]
+    curves = report.curves(sweep_table()).axes[0]
     assert curves.lines[0].get_ydata().tolist() == pytest.approx([0.55, 0.65, 0.75])
     controls = {line.get_label(): line.get_ydata().tolist() for line in curves.lines if line.get_linestyle() == "--"}
     assert controls == {"majority": [0.5] * 3, "bag of tokens": [0.3, 0.7, 0.35]}
@@ -263,12 +263,12 @@ def test_sweeps() -> None:
 
 
 def test_curves_of_complexity_and_bars() -> None:
-    left, right = figures.complexity(curve_table(), "complexity_curve").axes
+    left, right = report.complexity(curve_table(), "complexity_curve").axes
     assert left.lines[0].get_xydata().tolist() == [[0.2, 0.6], [0.6, 0.8]]
     drawn = {line.get_label(): list(line.get_ydata()) for line in right.lines}
     assert drawn["training rows"] == [0.7, 0.9] and drawn["exchanged labels, training rows"] == [0.2, 0.6]
     assert set(drawn["majority"]) == {0.5}
-    axis = figures.bars(bar_table(), "bars").axes[0]
+    axis = report.bars(bar_table(), "bars").axes[0]
     assert [bar.get_width() for bar in axis.patches] == [0.6, 0.8]
     assert np.allclose([segment[:, 0] for segment in axis.collections[0].get_segments()], [[0.5, 0.7], [0.7, 0.95]])
 
@@ -278,7 +278,7 @@ def test_curves_of_complexity_and_bars() -> None:
 
 def test_a_control_is_the_best_of_all_layers() -> None:
     table = sweep_table().assign(shown=False)
-    drawn = probe_section._map("S", table[table["site"] == "S"], 0.0, 1.0)
+    drawn = sections._map("S", table[table["site"] == "S"], 0.0, 1.0)
     assert drawn.rows == ("S2", "S1", "S0", "majority", "bag of tokens") and drawn.controls == 2
     assert [cell.shown for cell in drawn.cells[-1] if cell] == ["0.70", "0.70"], "not the mean, 0.45"
     assert [cell.shown for cell in drawn.cells[0] if cell] == ["0.75", "0.75"]
@@ -287,6 +287,6 @@ def test_a_control_is_the_best_of_all_layers() -> None:
 
 def test_the_interval_of_an_average_knows_how_few_roots_there_are() -> None:
     values = np.array([[1.0, 0.0], [3.0, 0.0], [8.0, 0.0]])
-    cell = lens_map._average(values, 0)
+    cell = maps._average(values, 0)
     half = 1.96 * math.sqrt(13) / math.sqrt(3)  # the variance of 1, 3 and 8 is 26 / 2
     assert cell.facts == ("mean\t4.0000", f"95 %\t{4 - half:.4f} to {4 + half:.4f}", "roots\t3")

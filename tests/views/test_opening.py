@@ -13,14 +13,13 @@ from typer.testing import CliRunner
 from replaylens import tasks
 from replaylens.cli import app
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.engine import Engine
+from replaylens.engine.engine import Engine, Run
 from replaylens.engine.memory.tree import TokenState
-from replaylens.engine.pictures.paths import Token
-from replaylens.engine.pictures.readings import LensGuess, LensLayer
-from replaylens.engine.run import Run
-from replaylens.probes.reports.report import Report
-from replaylens.probes.sweeps.sweeping import sweep as run_sweep
-from replaylens.views import lens_map, opening
+from replaylens.engine.pictures.data import LensGuess, LensLayer, Token
+from replaylens.probes.report import Report
+from replaylens.probes.sweeps import sweep as run_sweep
+from replaylens.views import maps
+from replaylens.views import sections as opening
 from replaylens.views.report import ReportPage
 from tests.views.checks import assert_harmless
 
@@ -147,25 +146,25 @@ def path(prompt: int, answer: int, layers: int = 3) -> tuple[Token, ...]:
 
 def test_the_grid_starts_where_the_answer_does() -> None:
     """At the row that predicts the answer's first token; the prompt's rows are folded."""
-    prompt, answer = lens_map.example_maps(path(5, 3))
+    prompt, answer = maps.example_maps(path(5, 3))
     assert prompt is not None and answer is not None
     assert (prompt.columns, answer.columns) == ((" 0", " 1", " 2", " 3"), (" 4", " 5", " 6", " 7"))
-    alone, text = lens_map.example_maps(path(4, 0))
+    alone, text = maps.example_maps(path(4, 0))
     assert alone is None and text is not None and len(text.columns) == 4, "a text without an answer is shown from its start"
 
 
 def test_averages_start_at_the_answer_too(coin: Dump) -> None:
-    from replaylens.views import dumped
+    from replaylens.views import examples as dumped
 
-    for each in lens_map.averages(dumped.examples(coin)).maps():
+    for each in maps.averages(dumped.examples(coin)).maps():
         assert each.columns[:3] == ("-1", "+0", "+1")
 
 
 def test_the_scale_shows_the_inner_layers(coin: Dump) -> None:
     """Before the first block the lens is far off, and the output is exact: neither decides what the others look like."""
-    from replaylens.views import dumped
+    from replaylens.views import examples as dumped
 
-    (emitted, _, kl) = lens_map.averages(dumped.examples(coin)).maps()
+    (emitted, _, kl) = maps.averages(dumped.examples(coin)).maps()
     first, inner = kl.cells[-1], [cell for line in kl.cells[1:-1] for cell in line]
     assert min(cell.value for cell in first if cell) > kl.high, "beyond the end of the scale"
     assert sum(kl.low <= cell.value <= kl.high for cell in inner if cell) >= 0.85 * len(inner)
@@ -174,6 +173,6 @@ def test_the_scale_shows_the_inner_layers(coin: Dump) -> None:
 
 def test_a_few_extreme_values_do_not_wash_out_the_others() -> None:
     values = [1.0 + i / 100 for i in range(100)] + [400.0, -400.0]
-    low, high = lens_map.clipped(values)
+    low, high = maps.clipped(values)
     assert 0.9 < low < 1.2 and 1.8 < high < 2.1
-    assert lens_map.clipped([2.0, 2.0]) == (2.0, 2.0) and lens_map.clipped([float("nan")]) == (0.0, 1.0)
+    assert maps.clipped([2.0, 2.0]) == (2.0, 2.0) and maps.clipped([float("nan")]) == (0.0, 1.0)

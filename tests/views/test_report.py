@@ -16,18 +16,16 @@ from typer.testing import CliRunner
 
 from replaylens import tasks
 from replaylens.cli import app
-from replaylens.engine.dump.maker import write_dump
-from replaylens.engine.dump.planning import make_plan
+from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import verify
-from replaylens.engine.engine import Engine
-from replaylens.engine.pictures.readings import word
-from replaylens.engine.run import Run
+from replaylens.engine.engine import Engine, Run
+from replaylens.engine.pictures.data import word
 from replaylens.engine.zoo import coin as zoo
-from replaylens.probes.reports.report import Report
-from replaylens.probes.sweeps.sweeping import sweep as sweep_rows
+from replaylens.probes.report import Report
+from replaylens.probes.sweeps import sweep as sweep_rows
 from replaylens.tasks import WordTokenizer
-from replaylens.views import dumped, lens_map
+from replaylens.views import examples, maps
 from replaylens.views.report import ReportPage
 from tests.engine.dump.damage import flip_bit, forge_index
 from tests.views.checks import assert_harmless, parsed
@@ -80,7 +78,7 @@ def test_the_table_says_what_the_run_said(html: str, run: Run) -> None:
 def test_a_dumped_tree_is_the_live_tree(run: Run, dump: Dump) -> None:
     """Log-probs, entropies and lens values read from the files equal the live ones. Labels are added."""
     decode = lambda token: word(run.engine.text, token)  # noqa: E731
-    for example, result in zip(dumped.examples(dump, decode), run, strict=True):
+    for example, result in zip(examples.examples(dump, decode), run, strict=True):
         (mine, *_), (live, *_) = example.tree.paths, run.tree(run.results.index(result)).paths
         for stored, token in zip(mine.tokens, live.tokens, strict=True):
             assert (stored.text, stored.position, stored.state) == (token.text, token.position, token.state)
@@ -124,7 +122,7 @@ def test_the_same_dump_gives_the_same_bytes(dump: Dump, tmp_path: Path) -> None:
 
 def test_lens_averages(run: Run, dump: Dump) -> None:
     """A cell is the mean over roots. Two examples with the same prompt count once."""
-    (emitted, entropy, kl) = lens_map.averages(dumped.examples(dump)).maps()
+    (emitted, entropy, kl) = maps.averages(examples.examples(dump)).maps()
     column = emitted.columns.index("+0")
     by_root: dict[str, list[float]] = {}
     for result in run:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.pictures.rollout_tree import RolloutTree
-from replaylens.probes.forks.rollout_texts import RolloutTexts
+from replaylens.engine.pictures.rollouts import RolloutTree
+from replaylens.probes.forks.distributions import RolloutTexts
 from replaylens.views.report import ReportPage
 from tests.views.checks import assert_harmless, parsed
 from tests.views.conftest import HOSTILE

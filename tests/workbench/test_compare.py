@@ -8,9 +8,9 @@ import torch
 
 from replaylens import Edit, Engine, compare, patch
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.model import weights
-from replaylens.engine.pictures.paths import visible
-from replaylens.probes.scoring.statistics import difference_over_groups
+from replaylens.engine.model import loading
+from replaylens.engine.pictures.data import visible
+from replaylens.probes.intervals import difference_over_groups
 from tests.engine.reference import perturbed
 from tests.families import hugging_face
 from tests.toy_model import random_model
@@ -101,7 +101,7 @@ def test_models_that_cannot_be_compared_are_refused(coins: tuple[Engine, Engine]
     coin, text = coins[0], TEXTS[0]
     ids = coin.tokens_of(text)
     wide = Engine(random_model(vocab_size=coin.config.vocab_size))
-    small, llama = Engine(random_model()), Engine(weights.load(hugging_face("llama"), torch.float32))
+    small, llama = Engine(random_model()), Engine(loading.load(hugging_face("llama"), torch.float32))
     words = Engine(coin.model, tokenizer=Other(coin.text.tokenizer))
     for calls, message in (
         (lambda: compare(coin, small, [ids]), r"vocabularies of \d+ and \d+ tokens"),

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from replaylens import Engine, dla
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.model import weights
+from replaylens.engine.model import loading
 from replaylens.engine.model.decoder import Decoder, Mlp
-from replaylens.engine.model.torch_ops import SequenceOps
+from replaylens.engine.model.ops import SequenceOps
 from replaylens.workbench.dla import DlaResult
 from tests.families import hugging_face
 
@@ -88,7 +88,7 @@ def close(found: float, wanted: float) -> bool:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_parts_are_those_of_a_float64_reference(name: str) -> None:
     theirs = hugging_face(name)
-    served, reference = Engine(weights.load(theirs, torch.float32), page_size=4), Reference(weights.load(theirs))
+    served, reference = Engine(loading.load(theirs, torch.float32), page_size=4), Reference(loading.load(theirs))
     found = {by: dla(served, PATH, PAIR, by=by) for by in ("layer", "head", "neuron")}  # type: ignore[arg-type]
     for result in found.values():
         assert close(result.total, reference.total) and abs(result.total) > 100 * CLOSE
@@ -120,9 +120,9 @@ def test_parts_are_those_of_a_float64_reference(name: str) -> None:
 def test_the_final_bias_is_that_of_norm_and_unembedding() -> None:
     """Control: without the norm's bias, the number is another."""
     theirs = hugging_face("phi-plain")
-    model = weights.load(theirs).double()
+    model = loading.load(theirs).double()
     assert model.unembed_bias is not None and model.ln_final.bias is not None
-    part = dla(Engine(weights.load(theirs, torch.float32)), PATH, PAIR).parts[-2]
+    part = dla(Engine(loading.load(theirs, torch.float32)), PATH, PAIR).parts[-2]
     logits = model.unembedding @ model.ln_final.bias
     own, other = logits[PAIR[0]] - logits[PAIR[1]], model.unembed_bias[PAIR[0]] - model.unembed_bias[PAIR[1]]
     assert part.name == "final bias" and close(part.value, float(own + other)) and not close(part.value, float(other))
@@ -130,17 +130,17 @@ def test_the_final_bias_is_that_of_norm_and_unembedding() -> None:
 
 def test_a_softcap_is_named() -> None:
     """What is split is the difference before it, which is another than the model's. Control: a model without one."""
-    served = Engine(weights.load(hugging_face("gemma2"), torch.float32))
+    served = Engine(loading.load(hugging_face("gemma2"), torch.float32))
     result, logits = dla(served, PATH, PAIR), served.logits(PATH, tokens=PAIR)
     assert "before the softcap" in result.metric and not close(result.total, float(logits[0] - logits[1]))
-    plain = Engine(weights.load(hugging_face("llama"), torch.float32))
+    plain = Engine(loading.load(hugging_face("llama"), torch.float32))
     logits = plain.logits(PATH, tokens=PAIR)
     assert dla(plain, PATH, PAIR).total == float(logits[0] - logits[1]) and "softcap" not in dla(plain, PATH, PAIR).metric
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "deepseek-v2-lite"])
 def test_mixtures_split_into_layers_and_heads(name: str) -> None:
-    served = Engine(weights.load(hugging_face(name), torch.float32))
+    served = Engine(loading.load(hugging_face(name), torch.float32))
     for by in ("layer", "head"):
         result = dla(served, PATH, PAIR, by=by)  # type: ignore[arg-type]
         assert (

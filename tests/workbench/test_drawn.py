@@ -13,11 +13,9 @@ from matplotlib.figure import Figure
 
 from replaylens import Engine, ablate, attention, attribution_patching, lens, patch, path_patch, routing, steer
 from replaylens.engine.features.features import SparseFeatures
-from replaylens.engine.model.config import MixtureConfig
-from replaylens.engine.model.routing import Routing
-from replaylens.engine.pictures.figure import short
-from replaylens.engine.pictures.paths import visible
-from replaylens.probes.scoring.statistics import difference_over_groups
+from replaylens.engine.model.config import MixtureConfig, Routing
+from replaylens.engine.pictures.data import short, visible
+from replaylens.probes.intervals import difference_over_groups
 from tests.engine.features.tiny import write
 from tests.toy_model import random_model
 

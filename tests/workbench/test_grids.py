@@ -13,10 +13,9 @@ from torch import Tensor
 from replaylens import Edit, Engine, ablate, attribution_patching, lens, patch
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.features.features import SparseFeatures
-from replaylens.engine.lens.readout import _ranks
-from replaylens.engine.lens.tuned import TunedLens, unembed_hash
-from replaylens.engine.model import weights
-from replaylens.probes.scoring.statistics import difference_over_groups
+from replaylens.engine.lens.lens import TunedLens, _ranks, unembed_hash
+from replaylens.engine.model import loading
+from replaylens.probes.intervals import difference_over_groups
 from tests.engine.features.tiny import write
 from tests.engine.replay.bridges import bridge
 from tests.families import hugging_face
@@ -30,7 +29,7 @@ COIN = "A coin's state is {}. Alice flips. What's the state? A:"
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
 def family(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Any]]:
     name = request.param
-    yield Engine(weights.load(hugging_face(name), torch.float32), page_size=4), bridge(name)
+    yield Engine(loading.load(hugging_face(name), torch.float32), page_size=4), bridge(name)
 
 
 def difference(logits: Tensor) -> float:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from replaylens import Edit, Engine, path_patch
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.model import weights
+from replaylens.engine.model import loading
 from tests.engine.replay.bridges import bridge
 from tests.families import hugging_face
 from tests.workbench.test_grids import CLEAN, COIN, CORRUPT, LONGER, PAIR, difference
@@ -32,7 +32,7 @@ def put(rows: Tensor, head: int | None = None) -> Any:
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("into", ["q", "v"])
 def test_paths_are_what_transformer_lens_hooks_do(name: str, into: Any) -> None:
-    served, model = Engine(weights.load(hugging_face(name), torch.float32), page_size=4), bridge(name)
+    served, model = Engine(loading.load(hugging_face(name), torch.float32), page_size=4), bridge(name)
     result = path_patch(served, CLEAN, CORRUPT, metric=PAIR, receivers=[(2, 3)], into=into)
     direct = path_patch(served, CLEAN, CORRUPT, metric=PAIR)
     assert result.raw["heads"].shape == (2, 4) and direct.raw["heads"].shape == (3, 4)

@@ -7,9 +7,8 @@ from matplotlib.figure import Figure
 
 from replaylens import Engine, routing
 from replaylens.engine.errors import BadRequest, NotCaptured
-from replaylens.engine.model.config import MixtureConfig
-from replaylens.engine.model.routing import Routing
-from replaylens.views.result_section import Reportable
+from replaylens.engine.model.config import MixtureConfig, Routing
+from replaylens.views.sections import Reportable
 from tests.toy_model import random_model
 
 matplotlib.use("Agg")

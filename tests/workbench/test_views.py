@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from replaylens import Edit, Engine, Sampling, attention, steer
 from replaylens.engine.errors import BadEdit, BadRequest
-from replaylens.engine.model import weights
+from replaylens.engine.model import loading
 from tests.engine.replay.bridges import bridge
 from tests.families import hugging_face
 
@@ -98,7 +98,7 @@ def test_refused_steering_leaves_no_branch() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_patterns_are_those_of_transformer_lens(name: str) -> None:
-    served = Engine(weights.load(hugging_face(name), torch.float32))
+    served = Engine(loading.load(hugging_face(name), torch.float32))
     path = torch.randint(3, 97, (9,), generator=torch.Generator().manual_seed(1)).tolist()
     with torch.no_grad():
         _, cache = bridge(name).run_with_cache(torch.tensor([path]))

@@ -7,28 +7,68 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import torch
 import typer
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 
 from replaylens import tasks
 from replaylens.commands.dump import QuietOption
-from replaylens.commands.engines import verify_command
-from replaylens.commands.lens import next_token_by_layer
-from replaylens.commands.reporting import reporting
+from replaylens.commands.options import verify_command
+from replaylens.commands.reporting import reporting, say_error
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import Verification, verify
-from replaylens.engine.engine import Engine
-from replaylens.engine.model import modes
-from replaylens.engine.pictures.readings import word
+from replaylens.engine.engine import Engine, Run
+from replaylens.engine.errors import BadRequest, EngineError, no_such
+from replaylens.engine.model import hub, modes, sites
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.pictures.data import LensGuess, LensLayer, word
 from replaylens.engine.request.values import output_path
-from replaylens.engine.run import Run
 from replaylens.engine.zoo import coin as zoo
 from replaylens.tasks import Example, WordTokenizer
 
 if TYPE_CHECKING:
-    from replaylens.probes.reports.report import Report
+    from replaylens.probes.report import Report
+
+# ---- lens ------------------------------------------------------------------------------------------------------------
+# The logit lens: the next token predicted from each layer's residual stream, without the blocks after it.
+
+
+@torch.no_grad()
+def next_token_by_layer(model: Decoder, tokenizer: WordTokenizer, prompt: str, k: int = 3) -> list[LensLayer]:
+    """The k most likely next tokens after the prompt, at every residual stream: before each block, and after the last.
+
+    The last entry is the model's prediction.
+    """
+    ids = tokenizer.encode(prompt)
+    ops, kept = SequenceOps([len(ids)]), _LastRows(sites.table(model.config).per_layer("S"))
+    model(torch.tensor(ids), torch.arange(len(ids)), ops, kept)
+    best = model.logits(torch.stack(list(kept.rows.values())), ops).softmax(-1).topk(k)
+    return [
+        LensLayer(site, tuple(LensGuess(tokenizer.token(i), p) for i, p in zip(tokens, shares, strict=True)))
+        for site, tokens, shares in zip(kept.rows, best.indices.tolist(), best.values.tolist(), strict=True)
+    ]
+
+
+class _LastRows:
+    """A tap that keeps the last row of each wanted site, in order of the pass."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = frozenset(names)
+        self.rows: dict[str, Tensor] = {}
+
+    def wants(self, site: str) -> bool:
+        return site in self.names
+
+    def __call__(self, site: str, value: Tensor) -> Tensor:
+        self.rows[site] = value[-1]
+        return value
+
+
+# ---- demo ------------------------------------------------------------------------------------------------------------
 
 MODEL, DRAFTER, WINDOW = "coin-plain", "model", 4
 KNOBS = {"flips": (1, 6), "rendering": "steps"}
@@ -134,7 +174,7 @@ def _dumped(dump: Dump, verdict: Verification) -> list[RenderableType]:
 def _probe(engine: Engine, dump: Dump, out: Path, progress: bool) -> "tuple[Report, ...]":
     """Where the coin's face can be read off, and whether probes of accepted branches work on rejected ones."""
     from replaylens.probes.questions.transfer import transfer
-    from replaylens.probes.sweeps.sweeping import sweep
+    from replaylens.probes.sweeps import sweep
 
     reports = (sweep(dump, "face", engine=engine, permutations=PERMUTATIONS, progress=progress), transfer(dump, "implied"))
     for report in reports:
@@ -176,3 +216,26 @@ def _what_to_look_at(page: Path, dump: Dump, out: Path) -> list[RenderableType]:
         "notebooks/1_quickstart.ipynb": "the same from Python",
     }
     return [Text.assemble((name, "bold"), f"  {what}" if what else "") for name, what in lines.items()]
+
+
+# ---- fetch -----------------------------------------------------------------------------------------------------------
+# `replaylens fetch`: downloads real models for tests and notebooks into a cache folder.
+
+MODELS = {"smollm2": hub.fetch}
+
+
+def fetch(
+    name: Annotated[str, typer.Argument(help=f"The model: {' or '.join(MODELS)}.")],
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print only the folder.")] = False,
+) -> None:
+    """Download a model to the cache folder and print its path. Does nothing if it is already there."""
+    with reporting():
+        if name not in MODELS:
+            raise BadRequest(no_such("model to fetch", name, MODELS))
+    try:
+        folder = MODELS[name]((lambda line: None) if quiet else typer.echo)
+    except EngineError as error:
+        say_error(error)
+        raise typer.Exit(1) from error
+    if quiet:
+        typer.echo(folder)

@@ -7,10 +7,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from replaylens.commands.engines import MODEL_HELP
+from replaylens.commands.options import MODEL_HELP
 from replaylens.engine.engine import default_dtype, load_model
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.passes.certificate import Certificate
+from replaylens.engine.passes.products import Certificate
 from replaylens.engine.proof import certificates
 
 

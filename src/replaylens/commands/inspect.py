@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from replaylens.commands.dump import facts_of
-from replaylens.commands.engines import verify_command
+from replaylens.commands.options import verify_command
 from replaylens.commands.reporting import reporting, size
 from replaylens.commands.tasks import JsonOption
 from replaylens.engine.dump.plan import DumpPlan

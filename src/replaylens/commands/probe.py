@@ -9,10 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from replaylens.commands.engines import DeviceOption, MakerOption, engine_that_made, unknown_maker
-from replaylens.commands.replay_options import QuietOption
+from replaylens.commands.options import (
+    DeviceOption,
+    DumpTaskOption,
+    MakerOption,
+    QuietOption,
+    engine_that_made,
+    know_task,
+    unknown_maker,
+)
 from replaylens.commands.reporting import reporting
-from replaylens.commands.task_options import DumpTaskOption, know_task
 from replaylens.commands.tasks import JsonOption
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
@@ -20,8 +26,8 @@ from replaylens.engine.errors import BadRequest
 from replaylens.engine.request.values import output_path
 
 if TYPE_CHECKING:
-    from replaylens.probes.fitting.probe import LinearProbe
-    from replaylens.probes.reports.report import Report
+    from replaylens.probes.probe import LinearProbe
+    from replaylens.probes.report import Report
     from replaylens.tasks import Example
 
 TESTS = ("steer", "ablate", "interchange")
@@ -87,7 +93,7 @@ def probe(
         _list(as_json)
         return
     with reporting(lambda: "the same command" if resume else None):
-        from replaylens.probes.sweeps.sweeping import sweep
+        from replaylens.probes.sweeps import sweep
 
         _check_outputs(out, save_probes)
         found = _open(path, check, task)
@@ -145,8 +151,8 @@ def steer(
 ) -> None:
     """Test a probe's direction causally: does the answer follow it more than random directions?"""
     with reporting():
-        from replaylens.probes.causal import interventions as causal
-        from replaylens.probes.fitting.probe import LinearProbe, fit_probe, placebo_probes
+        from replaylens.probes import causal
+        from replaylens.probes.probe import LinearProbe, fit_probe, placebo_probes
 
         _check_outputs(out)
         if test not in TESTS:
@@ -168,7 +174,7 @@ def steer(
 
 
 def _list(as_json: bool) -> None:
-    from replaylens.probes.fitting.registry import ESTIMATORS
+    from replaylens.probes.registry import ESTIMATORS
 
     if as_json:
         facts = [{"name": e.name, "about": e.about, "swept": e.swept, "linear": e.linear} for e in ESTIMATORS.values()]
@@ -204,8 +210,8 @@ def _unseen(dump: Dump, n: int) -> "list[Example]":
 
 def _save_best(dump: Dump, report: "Report", folder: Path) -> None:
     """Save the best linear probe of each label, fitted on all rows of its cell."""
-    from replaylens.probes.fitting.probe import fit_probe
-    from replaylens.probes.fitting.registry import get
+    from replaylens.probes.probe import fit_probe
+    from replaylens.probes.registry import get
 
     linear = [line for line in report.lines if not line["known_zero"] and get(line["estimator"]).linear]
     for label in dict.fromkeys(line["label"] for line in linear if line["metric"] != "r2"):
@@ -217,7 +223,7 @@ def _save_best(dump: Dump, report: "Report", folder: Path) -> None:
 
 def _check_outputs(report: str | None, probes: str | None = None) -> None:
     """Raise before the work if its result could not be written."""
-    from replaylens.probes.reports.report import report_folder
+    from replaylens.probes.report import report_folder
 
     if report is not None:
         report_folder(report)

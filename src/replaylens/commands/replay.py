@@ -10,25 +10,28 @@ from rich.console import Console
 from rich.text import Text
 
 from replaylens import tasks
-from replaylens.commands.engines import (
+from replaylens.commands.options import (
     MODEL,
+    BatchOption,
     DeviceOption,
     DrafterOption,
     DraftModelOption,
+    MaxNewOption,
     ModelOption,
+    QuietOption,
+    SeedOption,
+    TaskOption,
+    TemperatureOption,
     WindowOption,
     check_drafter,
 )
-from replaylens.commands.replay_options import BatchOption, MaxNewOption, QuietOption, SeedOption, TemperatureOption
 from replaylens.commands.reporting import reporting
-from replaylens.commands.task_options import TaskOption
 from replaylens.commands.tasks import JsonOption, KnobOption, settings
-from replaylens.engine.engine import Engine
+from replaylens.engine.engine import Engine, Run
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.replay.examples import Result
+from replaylens.engine.replay.replayer import Result
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import output_path
-from replaylens.engine.run import Run
 from replaylens.engine.thinking.thoughts import Thoughts
 
 

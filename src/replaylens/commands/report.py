@@ -11,21 +11,29 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from replaylens.commands.engines import FeaturesOption, MakerOption, encoders, engine_that_made, unknown_maker, verify_command
-from replaylens.commands.replay_options import QuietOption
+from replaylens.commands.options import (
+    DumpTaskOption,
+    FeaturesOption,
+    MakerOption,
+    QuietOption,
+    encoders,
+    engine_that_made,
+    know_task,
+    unknown_maker,
+    verify_command,
+)
 from replaylens.commands.reporting import reporting, size
-from replaylens.commands.task_options import DumpTaskOption, know_task
 from replaylens.commands.tasks import JsonOption
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import MISMATCH, Verification
 from replaylens.engine.dump.verify import verify as verify_dump
 from replaylens.engine.engine import Engine, ThinkingEngine
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.pictures.readings import word
+from replaylens.engine.pictures.data import word
 from replaylens.views.page import MAX_TREES
 
 if TYPE_CHECKING:
-    from replaylens.probes.reports.report import Report
+    from replaylens.probes.report import Report
 
 
 def report(
@@ -69,7 +77,7 @@ def report(
 
 def _open(sources: list[str]) -> "tuple[Dump | None, tuple[Report, ...]]":
     """Sort the sources: a file, or a folder with a report, is a probe report; anything else must be a dump."""
-    from replaylens.probes.reports.report import FILE, Report
+    from replaylens.probes.report import FILE, Report
 
     probes = [source for source in sources if Path(source).is_file() or (Path(source) / FILE).is_file()]
     dumps = [source for source in sources if source not in probes]

@@ -8,21 +8,20 @@ from typing import Annotated, Any
 
 import typer
 
-from replaylens.commands.engines import MODEL, DeviceOption, ModelOption
+from replaylens.commands.options import MODEL, DeviceOption, ModelOption
 from replaylens.commands.reporting import reporting
 from replaylens.commands.tasks import JsonOption
 from replaylens.engine import cluster
-from replaylens.engine.dump.maker import write_dump
-from replaylens.engine.dump.planning import make_plan
+from replaylens.engine.cluster import chain_of, resample_on_cluster
+from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.text import is_chat
 from replaylens.engine.records import parse
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import shown
-from replaylens.engine.resampling.answers import Answer
+from replaylens.engine.resampling.plan import Answer
 from replaylens.engine.resampling.rollouts import Rollouts
-from replaylens.engine.rollout_cluster import chain_of, resample_on_cluster
 
 CACHE = 8192
 """tokens of the KV cache by default"""

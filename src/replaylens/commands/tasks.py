@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from replaylens import tasks
-from replaylens.commands.completion import complete_task
+from replaylens.commands.options import complete_task
 from replaylens.commands.reporting import reporting
 from replaylens.tasks.errors import TaskError, UnknownLabel
 from replaylens.tasks.reading import NEXT_ACTION

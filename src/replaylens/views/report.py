@@ -17,20 +17,24 @@ from tqdm.auto import tqdm
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import MISMATCH, VERIFIED, Verification
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.pictures import svg, tree_html
+from replaylens.engine.pictures import draw
 from replaylens.engine.pictures import thoughts as thinking
+from replaylens.engine.pictures.data import Decode
 from replaylens.engine.pictures.html import asset, join, tag, void
-from replaylens.engine.pictures.readings import Decode
-from replaylens.engine.pictures.rollout_tree import RolloutTree, rollout_style
+from replaylens.engine.pictures.pictures import Timeline
+from replaylens.engine.pictures.rollouts import RolloutTree, rollout_style
 from replaylens.engine.pictures.summary import fact_list
-from replaylens.engine.pictures.timeline import Timeline
-from replaylens.engine.progress import hidden
-from replaylens.engine.request.options import verb
-from replaylens.engine.request.values import output_path
-from replaylens.probes.reports.report import Report
-from replaylens.views import dumped, heatmap, lens_map, opening, page, probe_section, result_section
-from replaylens.views.dumped import DumpedExample
-from replaylens.views.result_section import Reportable
+from replaylens.engine.request.values import output_path, verb
+from replaylens.engine.terminal import hidden
+from replaylens.probes.report import Report
+from replaylens.views import examples, page
+from replaylens.views import maps as heatmap
+from replaylens.views import maps as lens_map
+from replaylens.views import sections as opening
+from replaylens.views import sections as probe_section
+from replaylens.views import sections as result_section
+from replaylens.views.examples import DumpedExample
+from replaylens.views.sections import Reportable
 
 
 @dataclass(frozen=True)
@@ -80,15 +84,15 @@ class ReportPage:
         sections, data, lead = ([], Markup(), []) if self.dump is None else _about_dump(self, self.dump, progress)
         if self.probes:
             digest = None if self.dump is None else self.dump.digest
-            body = probe_section.draw_all(self.probes, digest)
+            body = probe_section.draw_probes(self.probes, digest)
             sections.insert(len(sections) - 1 if sections else 0, page.Section("probes", "Probes", body))
         if self.decoded:
             sections.append(page.Section("decoded", "How it was decoded", _decoded(self.decoded)))
         if self.dump is None and self.probes:
-            sections.append(page.Section("found", "What was found", opening.draw(self.probes)))
+            sections.append(page.Section("found", "What was found", opening.draw_opening(self.probes)))
         results = result_section.checked(self.results)
         if results:
-            sections.append(page.Section("results", "Results", result_section.draw_all(results)))
+            sections.append(page.Section("results", "Results", result_section.draw_results(results)))
         if self.rollouts:
             sections.append(page.Section("rollouts", "Rollouts", join(tree.draw() for tree in self.rollouts)))
         if not sections:
@@ -143,11 +147,11 @@ def _about_dump(wanted: ReportPage, dump: Dump, progress: bool) -> tuple[list[pa
     """(sections, data for the script, parts of the page's first line) for a dump."""
     plan, manifest = dump.manifest.plan, dump.manifest
     seen = _Seen()
-    found = dumped.examples(dump, wanted.decode, layers=wanted.layers)
+    found = examples.examples(dump, wanted.decode, layers=wanted.layers)
     counted = tqdm(found, total=len(plan.examples), unit="example", desc="report", disable=hidden(progress))
     blocks = page.packed_blocks(seen.fragments(counted, wanted.trees))
     sections = [
-        page.Section("found", "What was found", opening.draw(wanted.probes, seen.told(), seen.example)),
+        page.Section("found", "What was found", opening.draw_opening(wanted.probes, seen.told(), seen.example)),
         page.Section("overview", "Overview", _overview(dump, seen)),
         page.Section("certificate", "Determinism certificate", _certificate(dump, wanted)),
         page.Section("examples", "Examples", _explorer(len(seen.rows), min(wanted.trees, len(seen.rows)))),
@@ -181,7 +185,7 @@ def _decoded(timelines: tuple[Timeline, ...]) -> Markup:
         "A drafter proposes tokens (yellow). One canonical pass over them decides: what it agrees with is accepted (green), "
         "the rest is rolled back (red) with its KV. The verifier's own last token is pending (checkered). Grey: other requests."
     )
-    steps = (svg.stepper(told.frames, told.title) for told in timelines)
+    steps = (draw.stepper(told.frames, told.title) for told in timelines)
     return join([tag("p", about, class_="rl-quiet"), *steps])
 
 
@@ -281,4 +285,4 @@ def _example(example: DumpedExample) -> Markup:
     lens = [heatmap.draw(answer)] if answer else []
     if prompt:
         lens.append(tag("details", tag("summary", "Lens of the prompt"), heatmap.draw(prompt)))
-    return join([*thoughts, tree_html.draw(example.tree), *lens])
+    return join([*thoughts, draw.draw_tree(example.tree), *lens])

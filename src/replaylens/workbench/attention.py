@@ -15,15 +15,13 @@ from torch import Tensor
 
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.text import Prompt
+from replaylens.engine.pictures.data import visible
 from replaylens.engine.pictures.html import fragment, tag, void
-from replaylens.engine.pictures.paths import visible
-from replaylens.engine.request.options import verb
-from replaylens.engine.request.values import integer, shown, whole
+from replaylens.engine.request.values import integer, shown, verb, whole
 from replaylens.engine.serving.core import Core
-from replaylens.views.heatmap import draw
-from replaylens.workbench.drawing import Grid, figure, paragraph, table
-from replaylens.workbench.heads import chosen_layers
-from replaylens.workbench.metric import words
+from replaylens.views.maps import draw
+from replaylens.workbench.ablate import chosen_layers
+from replaylens.workbench.drawing import Grid, figure, paragraph, table, words
 
 _MAX_CELLS = 400_000
 """of all patterns in a notebook, one byte for about every second of them; above, the summary is shown"""

@@ -13,14 +13,12 @@ from torch import Tensor
 
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.text import Prompt
-from replaylens.engine.pictures.figure import picture
-from replaylens.engine.request.options import verb
-from replaylens.engine.request.values import instance, items, whole
+from replaylens.engine.pictures.data import picture
+from replaylens.engine.request.values import instance, items, verb, whole
 from replaylens.engine.serving.core import Core
-from replaylens.probes.scoring.statistics import Estimate, difference_over_groups
-from replaylens.workbench.aligned import require_one_vocabulary
-from replaylens.workbench.drawing import Grid, paragraph, plain, view
-from replaylens.workbench.metric import words
+from replaylens.probes.intervals import Estimate, difference_over_groups
+from replaylens.workbench.drawing import Grid, paragraph, plain, view, words
+from replaylens.workbench.patch import require_one_vocabulary
 
 _NAMES = {"S": "residual stream", "T": "attention output", "C": "MLP output"}
 

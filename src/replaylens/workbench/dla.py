@@ -14,18 +14,16 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from replaylens.engine.errors import BadMetric, BadRequest
-from replaylens.engine.gradients.metric import LogitDifference, named
+from replaylens.engine.gradients.gradients import LogitDifference, named
 from replaylens.engine.model.decoder import Block, Mlp
 from replaylens.engine.model.layers import Linear, Norm
 from replaylens.engine.model.text import Prompt
-from replaylens.engine.pictures.figure import picture, wrapped
-from replaylens.engine.request.options import verb
-from replaylens.engine.request.values import shown
+from replaylens.engine.pictures.data import picture, wrapped
+from replaylens.engine.request.values import shown, verb
 from replaylens.engine.serving.core import Core
 from replaylens.engine.thinking.core import ThinkingCore
-from replaylens.probes.reports.figures import bars
-from replaylens.workbench.drawing import Grid, figure, paragraph, plain, view
-from replaylens.workbench.metric import Metric, MetricTokens
+from replaylens.probes.report import bars
+from replaylens.workbench.drawing import Grid, Metric, MetricTokens, figure, paragraph, plain, view
 
 By = Literal["layer", "head", "neuron"]
 MAX_BARS = 40

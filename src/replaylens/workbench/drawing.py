@@ -2,18 +2,26 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize, SymLogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
+from torch import Tensor
 
-from replaylens.engine.pictures.figure import picture, plain, short, wrapped
+from replaylens.engine.errors import BadMetric
+from replaylens.engine.gradients.gradients import Divergence, LogitDifference, LogProbability, Named, named
+from replaylens.engine.pictures.data import picture, plain, short, visible, word, wrapped
 from replaylens.engine.pictures.html import fragment, tag
-from replaylens.engine.pictures.paths import visible
-from replaylens.views.heatmap import Heatmap, HeatmapCell, draw, span
+from replaylens.engine.serving.branch import Branch
+from replaylens.engine.serving.core import Core
+from replaylens.views.maps import Heatmap, HeatmapCell, draw, span
+
+# ---- drawing ---------------------------------------------------------------------------------------------------------
 
 MAX_COLUMNS = 64
 """of a table in a notebook; figures show all"""
@@ -89,10 +97,10 @@ def _write_words(axis: Axes, grid: Grid, colour: Callable[[float], tuple[float, 
     """The words of the cells, white on dark colours, as many characters as fit."""
     assert grid.words is not None
     for i, line in enumerate(grid.words):
-        for j, word in enumerate(line):
+        for j, cell in enumerate(line):
             red, green, blue = colour(float(grid.values[i, j]))[:3]
             ink = "white" if np.isfinite(grid.values[i, j]) and 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else "black"
-            text = plain(short(word.strip() or word, _MAX_WORD))
+            text = plain(short(cell.strip() or cell, _MAX_WORD))
             axis.text(j + 0.5, i + 0.5, text, ha="center", va="center", fontsize=6, color=ink)
 
 
@@ -125,3 +133,57 @@ def _cell(grid: Grid, i: int, j: int) -> HeatmapCell:
 
 def paragraph(text: str) -> Markup:
     return tag("p", text, class_="rl-quiet")
+
+
+# ---- metric ----------------------------------------------------------------------------------------------------------
+# `Metric`: one number per row of logits, from the metrics that gradients know, or from a function.
+
+RowsFunction = Callable[[Tensor], Tensor]
+MetricTokens = str | int | Sequence[str | int]
+RowMetric = MetricTokens | RowsFunction | Named | Branch
+
+
+@dataclass(frozen=True, eq=False)
+class Metric:
+    """A function of logits, with its name."""
+
+    name: str
+    function: RowsFunction
+
+    @classmethod
+    def of(cls, engine: Core, given: "RowMetric | Metric") -> "Metric":
+        """A metric in any of its forms; BadMetric for others."""
+        if isinstance(given, Metric):
+            return given
+        found = named(Divergence(given.logits()) if isinstance(given, Branch) else given)
+        if not isinstance(found, Named):
+            return cls(getattr(found, "__name__", "metric"), found)
+        function = found.function(engine._target)
+        exact = isinstance(found, LogitDifference)  # a difference needs no more digits than its logits have
+        return cls(_name(engine, found), function if exact else lambda logits: function(logits.float()))
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """logits [rows, vocab] -> [rows]; BadMetric if the function returns something else, or numbers that are not finite."""
+        found: Any = self.function(logits)
+        if not isinstance(found, Tensor) or found.shape != logits.shape[:1]:
+            got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise BadMetric(f"The metric {self.name} returned {got}. Return one number per row: shape ({len(logits)},).")
+        values = found.detach().to("cpu", torch.float32)
+        if bad := int((~values.isfinite()).sum()):
+            raise BadMetric(f"The metric {self.name} is NaN or infinite in {bad} of {len(values)} rows. Return finite numbers.")
+        return values
+
+
+def _name(engine: Core, metric: Named) -> str:
+    shown = lambda token: repr(word(engine.text, engine._target(token)))  # noqa: E731
+    match metric:
+        case LogitDifference():
+            return f"logit difference {shown(metric.right)} - {shown(metric.wrong)}"
+        case LogProbability():
+            return f"log p({shown(metric.token)})"
+    return "KL divergence"
+
+
+def words(engine: Core, path: Sequence[int]) -> tuple[str, ...]:
+    """The text of each token."""
+    return tuple(word(engine.text, token) for token in path)

@@ -14,15 +14,12 @@ from torch import Tensor
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.features.rows import FeatureRows
-from replaylens.engine.lens.readout import read_ranked
-from replaylens.engine.lens.tuned import TunedLens
+from replaylens.engine.lens.lens import TunedLens, read_ranked
 from replaylens.engine.model.text import Prompt
-from replaylens.engine.pictures.readings import layer_name, word
-from replaylens.engine.request.options import verb
-from replaylens.engine.request.values import instance, items
+from replaylens.engine.pictures.data import layer_name, word
+from replaylens.engine.request.values import instance, items, verb
 from replaylens.engine.serving.core import Core
-from replaylens.workbench.drawing import Grid, figure, view
-from replaylens.workbench.metric import words
+from replaylens.workbench.drawing import Grid, figure, view, words
 
 Measure = Literal["probability", "entropy", "kl", "rank", "logprob", "features"]
 _LABELS = {

@@ -12,14 +12,12 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, NotCaptured
-from replaylens.engine.model.site_names import WEIGHTS_SITE
+from replaylens.engine.model.sites import WEIGHTS_SITE
 from replaylens.engine.model.text import Prompt
-from replaylens.engine.request.options import verb
-from replaylens.engine.request.values import items, whole
+from replaylens.engine.request.values import items, verb, whole
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
-from replaylens.workbench.drawing import Grid, figure, view
-from replaylens.workbench.metric import words
+from replaylens.workbench.drawing import Grid, figure, view, words
 
 _INDICES_SITE = "mlp.gate.hook_expert_indices"
 _MAX_DRAFTS = 8

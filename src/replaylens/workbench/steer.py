@@ -15,18 +15,16 @@ from torch import Tensor
 
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.text import Prompt
-from replaylens.engine.pictures.figure import picture
+from replaylens.engine.pictures.data import picture, visible
 from replaylens.engine.pictures.html import fragment, tag
-from replaylens.engine.pictures.paths import visible
 from replaylens.engine.request.edits import Edit
-from replaylens.engine.request.options import verb
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import items
+from replaylens.engine.request.values import items, verb
 from replaylens.engine.request.values import number as finite
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
-from replaylens.probes.fitting.probe import LinearProbe
-from replaylens.workbench.heads import chosen_layers
+from replaylens.probes.probe import LinearProbe
+from replaylens.workbench.ablate import chosen_layers
 
 Contrast = tuple[Sequence[Prompt], Sequence[Prompt]]
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from replaylens import Engine, attribution_patching, errors, integrated_gradients
-from replaylens.engine.attribution.effects import Attribution
+from replaylens.engine.attribution import Attribution
 from replaylens.engine.request.edits import Edit
 from tests.toy_model import VOCAB, engine, random_model
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from replaylens import tasks
-from replaylens.engine.dump.maker import write_dump
+from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.plan import DumpPlan
-from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.model.decoder import Decoder

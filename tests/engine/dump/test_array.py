@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from replaylens.engine.dump import array
-from replaylens.engine.dump import statistics as statistics_module
+from replaylens.engine.dump import files
 from replaylens.engine.dump.maker import write_dump
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
@@ -27,7 +26,7 @@ def dump(request: pytest.FixtureRequest, reference: Dump, monkeypatch: pytest.Mo
             store.write(name, reference.files.store.read(name, 1 << 30))
         return Dump.open("memory://array")
     if request.param == "too many shards to map":
-        monkeypatch.setattr(array, "_MAX_MAPPED", 0)
+        monkeypatch.setattr(files, "_MAX_MAPPED", 0)
     return reference
 
 
@@ -167,7 +166,7 @@ def test_arrays_go_to_other_processes(reference: Dump) -> None:
 @pytest.mark.parametrize("block", [2048, 50, 1])
 def test_statistics(dump: Dump, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against NumPy, whether the rows are one block, some (of which the last is smaller), or one each."""
-    monkeypatch.setattr(statistics_module, "_BLOCK", block)
+    monkeypatch.setattr(files, "_BLOCK", block)
     found, x = dump.statistics("S", 1), dump.to_numpy("S", 1).astype(np.float64)
     assert found.rows == len(dump) and found.mean.dtype == torch.float64
     np.testing.assert_allclose(found.mean.numpy(), x.mean(0), rtol=1e-12, atol=1e-15)
@@ -181,9 +180,9 @@ def test_statistics(dump: Dump, block: int, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("block", [1, 3, 50, 10_000])
 def test_statistics_of_rows_whose_blocks_differ(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that drift: each block has its own mean, far from the others', so merging them decides the result."""
-    monkeypatch.setattr(statistics_module, "_BLOCK", block)
+    monkeypatch.setattr(files, "_BLOCK", block)
     rows = torch.arange(150, dtype=torch.float64)[:, None] * torch.tensor([40.0, -3.0, 0.0]) + torch.tensor([0.0, 1e6, 7.0])
-    found = statistics_module.statistics(rows)  # type: ignore[arg-type]
+    found = files.statistics(rows)  # type: ignore[arg-type]
     np.testing.assert_allclose(found.mean.numpy(), rows.mean(0).numpy(), rtol=1e-13)
     np.testing.assert_allclose(found.std.numpy(), rows.numpy().std(0), rtol=1e-9, atol=1e-9)
     assert float(found.std[0]) == pytest.approx(40 * ((150**2 - 1) / 12) ** 0.5)
@@ -194,7 +193,7 @@ def test_statistics_do_not_depend_on_shards(
     reference: Dump, engine: Engine, planned: Callable[..., DumpPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same bits from shards of 4 and of 3 examples, on one thread and on two; other rows give other bits."""
-    monkeypatch.setattr(statistics_module, "_BLOCK", 50)  # so that there are several blocks
+    monkeypatch.setattr(files, "_BLOCK", 50)  # so that there are several blocks
     other = write_dump(engine, planned(examples_per_shard=3), tmp_path)
     assert other is not None and len(other.manifest.shards) > len(reference.manifest.shards)
     mine, yours = reference.statistics("S", 1), other.statistics("S", 1)

@@ -8,12 +8,12 @@ import torch
 from typer.testing import CliRunner
 
 from replaylens.cli import app
-from replaylens.engine.dump import checked as dump_checked
+from replaylens.engine.dump import shard
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import BadDump, BadRequest, DamagedShard
-from replaylens.engine.model.cache_folder import CACHE_VARIABLE
-from replaylens.probes.data.rows import ProbeRows
+from replaylens.engine.model.hub import CACHE_VARIABLE
+from replaylens.probes.rows import ProbeRows
 from tests.engine.dump.damage import edit_manifest, flip_bit
 
 
@@ -35,7 +35,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if every file had been written an hour ago; the time of an inode's change cannot be set."""
-    monkeypatch.setattr(dump_checked, "_SETTLED_NS", -3600 * 10**9)
+    monkeypatch.setattr(shard, "_SETTLED_NS", -3600 * 10**9)
 
 
 READERS = {

@@ -14,12 +14,12 @@ import typer
 from typer.testing import CliRunner
 
 from replaylens.cli import app as whole_app
+from replaylens.commands.dump import diff as diff_command
 from replaylens.commands.dump import dump as dump_command
+from replaylens.commands.dump import verify as verify_command
 from replaylens.commands.inspect import inspect
 from replaylens.commands.replay import replay
 from replaylens.commands.reporting import size
-from replaylens.commands.verify import diff as diff_command
-from replaylens.commands.verify import verify as verify_command
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.training import trainer

@@ -16,8 +16,7 @@ import torch
 from replaylens.engine import cluster
 from replaylens.engine.cluster import dump_on_cluster
 from replaylens.engine.dump.lock import DumpLock
-from replaylens.engine.dump.maker import write_dump
-from replaylens.engine.dump.planning import make_plan
+from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.store import Store
 from replaylens.engine.engine import Engine

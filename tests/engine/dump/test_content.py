@@ -8,8 +8,7 @@ import pyarrow.compute as pc
 import pytest
 import torch
 
-from replaylens.engine.dump.content import Content, combine
-from replaylens.engine.dump.difference import first_difference
+from replaylens.engine.dump.content import Content, combine, first_difference
 from replaylens.engine.dump.reader import Dump
 
 

@@ -9,15 +9,13 @@ import pytest
 import torch
 
 from replaylens import tasks
-from replaylens.engine.dump.maker import write_dump
+from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.plan import DumpPlan
-from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.engine import Engine
+from replaylens.engine.engine import Engine, Run
 from replaylens.engine.errors import BadRequest, NotCertified
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.run import Run
 from replaylens.tasks import WordTokenizer
 from replaylens.tasks.task import AnyTask
 from tests.engine.dump.conftest import EXAMPLES, NEW, PER_SHARD

@@ -6,16 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from replaylens.engine.dump.diff import diff
 from replaylens.engine.dump.maker import write_dump
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.verify import VERIFIED, verify
-from replaylens.engine.engine import Engine
+from replaylens.engine.dump.verify import VERIFIED, diff, verify
+from replaylens.engine.engine import Engine, Run
 from replaylens.engine.errors import BadEdit, BadRequest
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.request.edits import Edit
-from replaylens.engine.run import Run
 from replaylens.tasks import WordTokenizer
 from replaylens.tasks.task import AnyTask
 from tests.engine.dump.conftest import EXAMPLES, NEW, PER_SHARD

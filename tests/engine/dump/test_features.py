@@ -11,9 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from replaylens.cli import app
-from replaylens.engine.dump.features import StoredFeatures, to_rows, to_tensors
 from replaylens.engine.dump.maker import ShardMaker, write_dump
-from replaylens.engine.dump.plan import DumpPlan
+from replaylens.engine.dump.plan import DumpPlan, StoredFeatures, to_rows, to_tensors
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import MISMATCH, verify
 from replaylens.engine.engine import Engine
@@ -21,8 +20,7 @@ from replaylens.engine.errors import BadDump, BadRequest, UnknownSite
 from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.features.rows import FeatureRows
 from replaylens.engine.request.edits import Edit
-from replaylens.probes.data.feature_columns import with_features
-from replaylens.probes.data.rows import ProbeRows
+from replaylens.probes.rows import ProbeRows, with_features
 from replaylens.tasks.task import AnyTask
 from tests.engine.dump.damage import edit_manifest, forge_digests, forge_shard
 from tests.engine.features.tiny import COUNT, HOOK, write

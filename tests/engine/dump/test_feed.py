@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from replaylens.engine.dump import feed as feeds
-from replaylens.engine.dump import order as orders
-from replaylens.engine.dump.order import RowOrder, permuted
+from replaylens.engine.dump import feed as orders
+from replaylens.engine.dump.feed import RowOrder, permuted
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import BadRequest

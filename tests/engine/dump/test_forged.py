@@ -12,10 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from replaylens.engine.dump.diff import diff
 from replaylens.engine.dump.maker import describe_sites
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.verify import MISMATCH, verify
+from replaylens.engine.dump.verify import MISMATCH, diff, verify
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadDump
 from tests.engine.dump.damage import edit_manifest

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.engine import Engine
+from replaylens.engine.engine import Engine, Run
 from replaylens.engine.errors import UnknownSite
-from replaylens.engine.run import Run
 from replaylens.probes import fit_probe
-from replaylens.probes.data.rows import ProbeRows
+from replaylens.probes.rows import ProbeRows
 from replaylens.tasks.task import AnyTask
 
 SOME = {("S", 1): "blocks.1.hook_in", ("S", 2): "blocks.1.hook_out", ("T", 1): "blocks.1.attn.hook_out"}

@@ -16,12 +16,10 @@ from typing import Any
 import pytest
 
 from replaylens.commands.reporting import OUT_OF_REACH, exit_code
-from replaylens.engine.dump import lease as dump_lease
+from replaylens.engine.dump import lock as dump_lease
 from replaylens.engine.dump import lock as dump_lock
-from replaylens.engine.dump import owner as dump_owner
-from replaylens.engine.dump.lease import Lease
-from replaylens.engine.dump.lock import DumpLock, lock_name
-from replaylens.engine.dump.owner import LockOwner
+from replaylens.engine.dump import lock as dump_owner
+from replaylens.engine.dump.lock import DumpLock, Lease, LockOwner, lock_name
 from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import DumpLocked, DumpWriteFailed, StoreFailed
 

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from replaylens.engine.dump.diff import diff
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.verify import MISMATCH, OTHER, VERIFIED, verify
+from replaylens.engine.dump.verify import MISMATCH, OTHER, VERIFIED, diff, verify
 from replaylens.engine.engine import Engine
 from tests.engine.dump.damage import flip_bit
 

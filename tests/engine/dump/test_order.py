@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from replaylens import Engine
-from replaylens.engine.dump.planning import make_plan
-from replaylens.engine.dump.rows import assemble
-from replaylens.engine.replay.examples import Result
-from replaylens.engine.run import Run
+from replaylens.engine.dump.maker import assemble, make_plan
+from replaylens.engine.engine import Run
+from replaylens.engine.replay.replayer import Result
 from replaylens.tasks.task import AnyTask
 from tests.engine.dump.conftest import NEW
 

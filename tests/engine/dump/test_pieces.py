@@ -7,14 +7,12 @@ import pytest
 import torch
 
 import replaylens as rl
-from replaylens.engine.dump import pieces as module
-from replaylens.engine.dump.content import Content
-from replaylens.engine.dump.difference import first_difference
-from replaylens.engine.dump.pieces import Pieces
+from replaylens.engine.dump import content as module
+from replaylens.engine.dump.content import Content, Pieces, first_difference
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.shard import write_shard
 from replaylens.engine.dump.store import HashingFile
-from replaylens.probes.data.rows import ProbeRows
+from replaylens.probes.rows import ProbeRows
 
 
 @pytest.fixture(params=["small", "large"])

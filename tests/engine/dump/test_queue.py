@@ -10,9 +10,8 @@ import pytest
 from replaylens.engine.dump.content import Content
 from replaylens.engine.dump.maker import ShardMaker, write_dump
 from replaylens.engine.dump.plan import DumpPlan
-from replaylens.engine.dump.queue import WriteQueue
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.writer import DumpWriter
+from replaylens.engine.dump.writer import DumpWriter, WriteQueue
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, DumpWriteFailed
 

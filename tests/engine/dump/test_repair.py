@@ -10,11 +10,11 @@ import torch
 
 from replaylens import Engine
 from replaylens.engine.dump.content import Content
-from replaylens.engine.dump.head import Head
 from replaylens.engine.dump.maker import ShardMaker, write_dump
+from replaylens.engine.dump.manifest import Head
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.salvage import Salvage
+from replaylens.engine.dump.writer import Salvage
 from replaylens.engine.errors import BadDump, ReplayMismatch, UnfinishedDump
 from tests.engine.dump.damage import flip_bit
 

@@ -17,10 +17,9 @@ import pytest
 
 from replaylens.engine.dump import store as dump_store
 from replaylens.engine.dump import writer as dump_writer
-from replaylens.engine.dump.lock import DumpLock, lock_name
+from replaylens.engine.dump.lock import DumpLock, LockOwner, lock_name
 from replaylens.engine.dump.maker import ShardMaker, write_dump
-from replaylens.engine.dump.owner import LockOwner
-from replaylens.engine.dump.parts import ShardParts
+from replaylens.engine.dump.manifest import ShardParts
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.store import HashingFile, Store

@@ -9,16 +9,14 @@ import pytest
 import torch
 
 from replaylens import tasks
-from replaylens.engine.dump.maker import ShardMaker, write_dump
+from replaylens.engine.dump.maker import ShardMaker, make_plan, write_dump
 from replaylens.engine.dump.plan import DumpPlan, compact
-from replaylens.engine.dump.planning import make_plan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import verify
-from replaylens.engine.engine import Engine
+from replaylens.engine.engine import Engine, Run
 from replaylens.engine.errors import BadRequest, UnknownSite
-from replaylens.engine.lens.tuned import TunedLens, unembed_hash
+from replaylens.engine.lens.lens import TunedLens, unembed_hash
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.run import Run
 from replaylens.tasks import WordTokenizer
 from replaylens.tasks.task import AnyTask
 from tests.engine.dump.conftest import EXAMPLES, NEW
@@ -168,7 +166,7 @@ def test_without_probabilities_the_unembedding_is_not_run(
     def refuse(*_: Any) -> None:
         raise AssertionError("next_token was called")
 
-    monkeypatch.setattr("replaylens.engine.lens.readout.next_token", refuse)
+    monkeypatch.setattr("replaylens.engine.lens.lens.next_token", refuse)
     maker = ShardMaker(engine, planned(probabilities=False, sites="T"))
     assert maker.wanted == list(engine.sites.per_layer("T"))
     assert len(maker.make(0)) and maker.make(0).index.column("entropy").null_count
@@ -233,7 +231,7 @@ def test_labels_follow_each_branch(tokenizer: WordTokenizer, tmp_path: Path) -> 
     right = [ids(" heads"), ids(".")]
     engine.generate([branch], 3, drafter="forced", drafts={branch.length: [right]}, window=4, final=True)
     assert engine.text.decode(branch.generated).startswith(" tails.")
-    from replaylens.engine.replay.examples import ReplayOptions, result_of
+    from replaylens.engine.replay.replayer import ReplayOptions, result_of
 
     run = Run(engine, [result_of(engine, task.example(0), branch)], ReplayOptions(sites="S", drafter="forced"))
     dump = run.save(tmp_path)

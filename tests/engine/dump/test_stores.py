@@ -26,7 +26,7 @@ from replaylens.engine.dump.store import Store
 from replaylens.engine.dump.verify import verify
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, DumpWriteFailed, EngineError, StoreFailed
-from replaylens.engine.interrupts import held_interrupt
+from replaylens.engine.terminal import held_interrupt
 from tests.engine.dump.bucket import BucketFileSystem, NoCredentials
 
 Planned = Callable[..., DumpPlan]

@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from replaylens import Dump, Edit, Engine
-from replaylens.engine.dump.maker import write_dump
-from replaylens.engine.dump.places import ends_of
-from replaylens.engine.dump.plan import DumpPlan
-from replaylens.engine.dump.planning import make_plan
+from replaylens.engine.dump.maker import make_plan, write_dump
+from replaylens.engine.dump.plan import DumpPlan, ends_of
 from replaylens.engine.dump.verify import verify
 from replaylens.engine.errors import BadDump, BadRequest, OtherPlan
 from replaylens.tasks.texts import GivenTexts
@@ -114,7 +112,7 @@ def test_positions_that_texts_do_not_have(coin: Engine, texts: GivenTexts) -> No
 
 
 def test_texts_too_large_for_a_plan(coin: Engine, texts: GivenTexts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replaylens.engine.dump.planning.MAX_TEXT_BYTES", 100)
+    monkeypatch.setattr("replaylens.engine.dump.maker.MAX_TEXT_BYTES", 100)
     with pytest.raises(BadRequest, match="Write several dumps"):
         make_plan(coin, texts, 3, sites="S")
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from replaylens.engine.dump import verify as dump_verify
-from replaylens.engine.dump.diff import diff
 from replaylens.engine.dump.maker import write_dump
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.verify import MISMATCH, OTHER, VERIFIED, verify
+from replaylens.engine.dump.verify import MISMATCH, OTHER, VERIFIED, diff, verify
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadDump, BadRequest, UnfinishedDump
 from replaylens.engine.model.decoder import Decoder

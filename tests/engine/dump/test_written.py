@@ -3,11 +3,10 @@
 import json
 from pathlib import Path
 
-from replaylens.engine.dump.head import Head
-from replaylens.engine.dump.manifest import Manifest
+from replaylens.engine.dump.manifest import Head, Manifest
 from replaylens.engine.dump.store import Store
 from replaylens.engine.dump.writer import DumpWriter
-from replaylens.engine.passes.certificate import Certificate
+from replaylens.engine.passes.products import Certificate
 from replaylens.engine.proof.trace import Trace
 
 DUMP = Path(__file__).parent / "written"

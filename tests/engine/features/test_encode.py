@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from replaylens.engine.errors import BadRange, BadRequest, NotCertified
-from replaylens.engine.features import product
+from replaylens.engine.features import rows as product
 from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.features.rows import FeatureRows
 from replaylens.engine.passes.products import tile_product

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replaylens.engine.gradients.metric import LogitsFunction
+from replaylens.engine.gradients.gradients import LogitsFunction
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.torch_ops import SequenceOps
+from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.request.placed import PlacedEdit
 
 

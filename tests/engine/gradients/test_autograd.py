@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.gradients import attention, backward
+from replaylens.engine.gradients import backward, derivatives
 from replaylens.engine.model.config import Activation
+from replaylens.engine.model.loading import load
 from replaylens.engine.model.ops import AttentionSpec
-from replaylens.engine.model.weights import load
 from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.gradients.reference import difference, of_decoder, of_hugging_face
 from tests.families import NAMES, hugging_face
@@ -93,7 +93,7 @@ def _unwindowed(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 WRONG = {
-    "no soft cap": ("gemma2", attention, "through_softcap", _uncapped),
+    "no soft cap": ("gemma2", derivatives, "through_softcap", _uncapped),
     "rotation not undone": ("llama", backward, "through_rotary", _unturned),
     "no window": ("mistral", backward, "through_attention", _unwindowed),
 }

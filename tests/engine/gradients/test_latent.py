@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.gradients import latent
-from replaylens.engine.model.weights import load
+from replaylens.engine.gradients import derivatives
+from replaylens.engine.model.loading import load
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placing import place_all
 from tests.engine.gradients.reference import difference, of_decoder
@@ -50,7 +50,7 @@ def _unchanged(g: Tensor, *_: Any) -> Tensor:
 def test_a_wrong_derivative_is_found(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control."""
     wrong: Callable[..., Tensor] = _unchanged
-    monkeypatch.setattr(latent, function, wrong)
+    monkeypatch.setattr(derivatives, function, wrong)
     assert max(errors_against_hugging_face(NAME).values()) > 1e-3
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from replaylens import Edit, Engine, errors
-from replaylens.engine.gradients.metric import Divergence, LogitDifference, LogProbability, derivative
+from replaylens.engine.gradients.gradients import Divergence, LogitDifference, LogProbability, derivative
 from tests.toy_model import VOCAB, engine
 
 PATH = list(range(1, 12))

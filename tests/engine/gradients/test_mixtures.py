@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.gradients import mixture
-from replaylens.engine.model.config import MixtureConfig
-from replaylens.engine.model.routing import Routing
+from replaylens.engine.gradients import derivatives as mixture
+from replaylens.engine.model.config import MixtureConfig, Routing
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placing import place_all
 from tests.engine.gradients.reference import difference, of_decoder

@@ -9,10 +9,11 @@ import torch
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, BadTrace, BadWeights, OtherFingerprint
-from replaylens.engine.lens import readout, tuned
-from replaylens.engine.lens import tuned as tuned_lens
-from replaylens.engine.lens.tuned import TunedLens
-from replaylens.engine.model import weights
+from replaylens.engine.lens import lens as readout
+from replaylens.engine.lens import lens as tuned
+from replaylens.engine.lens import lens as tuned_lens
+from replaylens.engine.lens.lens import TunedLens
+from replaylens.engine.model import loading
 from replaylens.engine.request.capture import LensSpec
 from tests.families import hugging_face
 from tests.toy_model import engine, random_model
@@ -91,7 +92,7 @@ def test_a_single_row_has_the_statistics_that_it_has_among_others() -> None:
 
 
 def test_a_tuned_lens_of_a_model_in_bfloat16() -> None:
-    model = weights.load(hugging_face("llama"), torch.bfloat16)
+    model = loading.load(hugging_face("llama"), torch.bfloat16)
     rows = torch.randn(40, 4, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     lens = tuned_lens.train(model, rows, steps=3)
     assert lens.weight.dtype == torch.float32 and lens.require(model) is lens

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from replaylens import Engine
-from replaylens.engine.lens import readout
-from replaylens.engine.model import weights
+from replaylens.engine.lens import lens
+from replaylens.engine.model import loading
 from replaylens.engine.request.capture import LensSpec
 from tests.families import hugging_face
 from tests.toy_model import engine as toy_engine
@@ -26,7 +26,7 @@ def test_statistics_of_single_distributions() -> None:
     """Each number follows its definition, one distribution at a time."""
     logits = torch.randn(5, 3, 11, generator=torch.Generator().manual_seed(0)) * 2
     emitted = [4, 0, 10, -1, 7]
-    read = readout.statistics(LensSpec((), top_k=3, targets=(2, 9), full=True), logits.log_softmax(-1), emitted)
+    read = lens.statistics(LensSpec((), top_k=3, targets=(2, 9), full=True), logits.log_softmax(-1), emitted)
     for row in range(5):
         final = log_softmax(logits[row, -1].tolist())
         for layer in range(3):
@@ -48,12 +48,12 @@ def test_ranks_count_likelier_tokens_and_ties_go_to_the_lowest_id() -> None:
     """One row at a time against a stable sort; every token of every row, with ties of two, three and all."""
     rows = torch.tensor([[3.0, 1.0, 3.0, 2.0, 1.0], [0.0, 0.0, 0.0, 0.0, 0.0], [5.0, 4.0, 3.0, 3.0, 3.0]])
     for token in range(5):
-        ranks = readout._ranks(torch.stack([rows, rows.flip(-1)], dim=1), [token] * 3)
+        ranks = lens._ranks(torch.stack([rows, rows.flip(-1)], dim=1), [token] * 3)
         for row in range(3):
             for layer, logits in enumerate((rows[row].tolist(), rows[row].flip(-1).tolist())):
                 order = sorted(range(5), key=lambda each: (-logits[each], each))
                 assert ranks[row, layer] == order.index(token), (row, layer, token)
-    assert readout._ranks(rows[:, None], [-1, 0, -1])[:, 0].isnan().tolist() == [True, False, True]
+    assert lens._ranks(rows[:, None], [-1, 0, -1])[:, 0].isnan().tolist() == [True, False, True]
 
 
 def test_ranks_do_not_depend_on_how_many_rows_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,20 +64,20 @@ def test_ranks_do_not_depend_on_how_many_rows_are_read_together(monkeypatch: pyt
     tokens = [*path[1:-1], -1, 5]
     logits = served.prompt(path, sites=["unembed.hook_out"]).activations["unembed.hook_out"]
     spec = LensSpec(tuple(rows), top_k=1)
-    whole = readout.read_ranked(spec, served.runner, rows, tokens)
+    whole = lens.read_ranked(spec, served.runner, rows, tokens)
     for i, token in enumerate(tokens):
         expected = math.nan if token < 0 else float((logits[i] > logits[i, token]).sum())
         assert math.isnan(whole["Z.rank"][i, -1]) if token < 0 else whole["Z.rank"][i, -1] == expected
     for together in (1, 4, 9):
-        monkeypatch.setattr(readout, "_TOGETHER", together * len(rows))
-        some = readout.read_ranked(spec, served.runner, rows, tokens)
+        monkeypatch.setattr(lens, "_TOGETHER", together * len(rows))
+        some = lens.read_ranked(spec, served.runner, rows, tokens)
         assert [name for name in whole if not torch.equal(some[name].nan_to_num(-1), whole[name].nan_to_num(-1))] == []
 
 
 def test_the_divergence_is_not_symmetric() -> None:
     """Final: half and half. Layer: nearly certain. One direction is several times the other, so swapping them shows."""
     layer, final = [0.99, 0.01], [0.5, 0.5]
-    read = readout.statistics(LensSpec((), top_k=1), torch.tensor([[layer, final]]).log(), [0])
+    read = lens.statistics(LensSpec((), top_k=1), torch.tensor([[layer, final]]).log(), [0])
     forward = 0.5 * math.log(0.5 / 0.99) + 0.5 * math.log(0.5 / 0.01)
     assert read["Z.kl"][0].tolist() == pytest.approx([forward, 0.0], abs=1e-6)
     assert forward > 2 * (0.99 * math.log(0.99 / 0.5) + 0.01 * math.log(0.01 / 0.5))
@@ -87,7 +87,7 @@ def test_the_divergence_is_not_symmetric() -> None:
 def test_every_layer_of_a_branch_against_hugging_face(name: str) -> None:
     """The residual streams through Hugging Face's own final norm and unembedding, in float64."""
     model = hugging_face(name)
-    served = Engine(weights.load(model, torch.float32))
+    served = Engine(loading.load(model, torch.float32))
     branch = served.prompt(TOKENS, sites="SZ", full=True, targets=[5, 6]).generate(6, final=True)
     rows, tokens = branch.activations, branch.tokens
     layers = served.sites.letter("S")
@@ -123,14 +123,14 @@ def test_next_token_has_the_bits_of_z(count: int) -> None:
     emitted = torch.randint(-1, runner.model.config.vocab_size, (count,), generator=generator).tolist()
     emitted[-1] = 3
     kept = residual.clone()
-    logprob, entropy = readout.next_token(runner, residual, emitted)
-    z = readout.read(LensSpec(("S",), top_k=1), runner, {"S": residual}, emitted)
+    logprob, entropy = lens.next_token(runner, residual, emitted)
+    z = lens.read(LensSpec(("S",), top_k=1), runner, {"S": residual}, emitted)
     assert torch.equal(residual, kept), "the rows themselves are left alone"
     assert torch.equal(logprob.nan_to_num(7), z["Z.emitted"][:, 0].nan_to_num(7)) and logprob.shape == (count,)
     assert torch.equal(entropy, z["Z.entropy"][:, 0]) and entropy.shape == (count,)
     assert logprob.isnan().tolist() == [token < 0 for token in emitted]
     residual[-1, 0] += 0.5
-    other = readout.next_token(runner, residual, emitted)
+    other = lens.next_token(runner, residual, emitted)
     assert torch.equal(other[1][:-1], entropy[:-1]) and not torch.equal(other[1], entropy)
     assert not torch.equal(other[0][-1:], logprob[-1:])
 

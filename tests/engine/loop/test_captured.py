@@ -3,7 +3,7 @@
 import torch
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.loop.captured import PassRows
+from replaylens.engine.loop.commit import PassRows
 from replaylens.engine.request.sampling import Sampling
 
 TEXT = "A coin's state is heads. Alice flips. What's the state? A:"

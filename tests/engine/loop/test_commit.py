@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.lens import readout
+from replaylens.engine.lens import lens
 from replaylens.engine.request.sampling import Sampling
 from tests.engine.coin_engine import PROMPT
 from tests.toy_model import engine, scripted_model
@@ -18,7 +18,7 @@ def test_where_captured_rows_cannot_be_read_nothing_is_committed(
     branch = served.prompt(PROMPT, sites="STCZ", keep_rejected=True)
     before = branch.tokens, branch.activations.positions()
     with monkeypatch.context() as patch:
-        patch.setattr(readout, "read_there", lambda *_, **__: (_ for _ in ()).throw(MemoryError("no room for Z")))
+        patch.setattr(lens, "read_there", lambda *_, **__: (_ for _ in ()).throw(MemoryError("no room for Z")))
         with pytest.raises(MemoryError):
             branch.generate(4, drafter=drafter, window=4)
     assert (branch.tokens, branch.activations.positions()) == before

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import NonFinite
+from replaylens.engine.loop.commit import Verdict, judge
 from replaylens.engine.loop.drafters import Chains, DraftCall, ModelDrafter, NgramDrafter
 from replaylens.engine.loop.lane import Job, Statistics
-from replaylens.engine.loop.verify import Verdict, judge
-from replaylens.engine.memory.past import Past
+from replaylens.engine.memory.path import Past
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes.runner import Runner
 from replaylens.engine.proof.certificates import certificate_for

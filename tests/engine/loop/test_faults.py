@@ -14,7 +14,7 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.errors import EngineError, IntegrityError, KVCorruption
 from replaylens.engine.loop.commit import Committer, Outcome
 from replaylens.engine.loop.drafters import Chains, DraftCall
-from replaylens.engine.loop.turn import Turn
+from replaylens.engine.loop.lane import Turn
 from replaylens.engine.memory.pages import PagePool
 from replaylens.engine.serving.branch import Branch
 from tests.engine.reference import decoder, differences, reference_of

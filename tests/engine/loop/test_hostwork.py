@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from benchmarks.hostwork import WAYS, branches, generate, host_engine
+from replaylens.engine.loop.admission import Planner
 from replaylens.engine.loop.commit import Committer, Outcome
-from replaylens.engine.loop.planner import Planner
-from replaylens.engine.loop.turn import Turn
+from replaylens.engine.loop.lane import Turn
 from replaylens.engine.memory.path import PathStates, TokenPath
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.loop.lane import Job
-from replaylens.engine.loop.turn import Turn
+from replaylens.engine.loop.lane import Job, Turn
 from replaylens.engine.memory.tree import ACCEPTED, DRAFT, PENDING, PROMPT, REJECTED, BranchStatus
 from replaylens.engine.serving.branch import Branch
 from tests.toy_model import VOCAB, Reference, continuation, engine, toy, watch_passes

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.loop.lane import Job, Statistics
-from replaylens.engine.loop.planner import FIXED_WINDOW, Planner
-from replaylens.engine.loop.window import Window
+from replaylens.engine.loop.admission import FIXED_WINDOW, Planner
+from replaylens.engine.loop.lane import Job, Statistics, Window
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.memory.tree import DRAFT
@@ -408,7 +407,7 @@ def test_the_planners_choice_never_changes_tokens(monkeypatch: pytest.MonkeyPatc
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """A clock that the test controls."""
     now = [0.0]
-    monkeypatch.setattr("replaylens.engine.loop.planner.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("replaylens.engine.loop.admission.time.perf_counter", lambda: now[0])
 
     def advance(seconds: float) -> None:
         now[0] += seconds

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from replaylens.engine.loop.stops import Stops
-from replaylens.engine.memory.past import Past
+from replaylens.engine.loop.commit import Stops
+from replaylens.engine.memory.path import Past
 from replaylens.engine.model.text import Text
 from replaylens.tasks.tokenizer import SPECIALS, WordTokenizer
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
-from replaylens.engine.request.recording import Recording
+from replaylens.engine.request.capture import Recording
 from replaylens.engine.serving.branch import Branch
 from replaylens.tasks import get
 from tests.engine.reference import same_bits

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replaylens.engine.memory.past import Past
+from replaylens.engine.memory.path import Past
 from replaylens.engine.memory.tree import BranchTree, TokenState
 from replaylens.engine.request.sampling import Sampling
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import torch
 
 from replaylens.engine.model.config import ModelConfig
-from replaylens.engine.model.families import FAMILIES
-from replaylens.engine.model.refusals import REFUSED
+from replaylens.engine.model.families import FAMILIES, REFUSED
+from replaylens.engine.model.loading import load
 from replaylens.engine.model.sites import table
-from replaylens.engine.model.weights import load
 from tests.engine.passes.packed import alone, logits, sequences, worst
 from tests.families import BOTH_NAMES, LATENT_NAMES, MORE, NAMES, NEW_WIRINGS, hugging_face
 from tests.mixtures import MIXTURES

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from replaylens import Engine
 from replaylens.engine.errors import BadConfig, BadRequest, BadWeights, FetchFailed, UnsupportedModel
-from replaylens.engine.model.adapter import ADAPTER_FILE, WEIGHTS_FILE, Adapter, Lora
-from replaylens.engine.model.weights import load, save, weights_hash
-from replaylens.engine.proof.fingerprint import take
+from replaylens.engine.model.loading import load, save, weights_hash
+from replaylens.engine.model.lora import ADAPTER_FILE, WEIGHTS_FILE, Adapter, Lora
+from replaylens.engine.proof.trace import take
 from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.model.test_weights import edit_json
 from tests.families import hugging_face

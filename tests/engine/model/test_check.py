@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from replaylens import Engine
 from replaylens.engine.errors import BadRequest, BadWeights, OtherModel, UnsupportedModel
-from replaylens.engine.model import translated
+from replaylens.engine.model import loading
 from replaylens.engine.model.config import ModelConfig, Rope
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.torch_ops import SequenceOps
-from replaylens.engine.model.weights import WEIGHTS_FILE, load, save, weights_hash
+from replaylens.engine.model.loading import WEIGHTS_FILE, load, save, weights_hash
+from replaylens.engine.model.ops import SequenceOps
 from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.model.test_weights import edit, edit_json, write_gguf
 from tests.engine.replay.bridges import bridge
@@ -212,12 +212,12 @@ def test_a_wrong_translation_of_a_config_is_found(
     plant: str, folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, changes, stage = TRANSLATIONS[plant]
-    right = translated._with_its_head
+    right = loading._with_its_head
 
     def wrong(config: ModelConfig, *rest: Any) -> ModelConfig:
         return replace(right(config, *rest), **changes)
 
-    monkeypatch.setattr(translated, "_with_its_head", wrong)
+    monkeypatch.setattr(loading, "_with_its_head", wrong)
     for each in (hugging_face(name), folder(name)):
         load(each)  # the control: no other check notices
         with pytest.raises(OtherModel, match=stage):
@@ -227,7 +227,7 @@ def test_a_wrong_translation_of_a_config_is_found(
 def test_a_head_that_is_taken_for_the_embedding_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     model = own("llama3")
     _replace_head(model)
-    monkeypatch.setattr(translated, "_with_its_head", lambda config, *_: config)
+    monkeypatch.setattr(loading, "_with_its_head", lambda config, *_: config)
     load(model)
     with pytest.raises(OtherModel, match="the final norm or the unembedding"):
         load(model, check=True)
@@ -461,7 +461,7 @@ def test_the_whole_says_whether_a_multimodal_head_is_tied(tmp_path: Path) -> Non
 
 def test_folders_are_compared_when_asked(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[Any] = []
-    monkeypatch.setattr(translated, "require_same", lambda *args: compared.append(args))
+    monkeypatch.setattr(loading, "require_same", lambda *args: compared.append(args))
     at = folder("llama")
     Engine.load(at)
     Engine.load(hugging_face("llama"), check=False)

@@ -10,8 +10,8 @@ import torch
 
 from replaylens.engine.model.config import ModelConfig, Rope
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.torch_ops import SequenceOps
-from replaylens.engine.model.weights import build, load
+from replaylens.engine.model.loading import build, load
+from replaylens.engine.model.ops import SequenceOps
 from tests.engine.passes.packed import RAGGED, alone, logits, pack, sequences, worst
 from tests.families import NAMES, hugging_face
 

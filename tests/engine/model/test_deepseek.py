@@ -12,12 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadWeights, UnsupportedModel
-from replaylens.engine.model.config import Latent, ModelConfig
+from replaylens.engine.model.config import BARRED, Latent, ModelConfig, Routing, choose
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.families import FAMILIES
-from replaylens.engine.model.fields import require_described, require_readable
-from replaylens.engine.model.routing import BARRED, Routing, choose
-from replaylens.engine.model.weights import load, weights_hash
+from replaylens.engine.model.loading import load, require_described, require_readable, weights_hash
 from replaylens.engine.request.edits import Edit
 from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.reference import decoder

@@ -15,11 +15,11 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadConfig, NoGradient, UnsupportedModel
 from replaylens.engine.model.config import Latent, ModelConfig, Rope
 from replaylens.engine.model.families import FAMILIES
-from replaylens.engine.model.refusals import REFUSED as REFUSALS
-from replaylens.engine.model.site_names import KEY_SITES
+from replaylens.engine.model.families import REFUSED as REFUSALS
+from replaylens.engine.model.loading import build, from_hugging_face, load, save, weights_hash
+from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.model.sites import KEY_SITES
 from replaylens.engine.model.source import Source
-from replaylens.engine.model.torch_ops import SequenceOps
-from replaylens.engine.model.weights import build, from_hugging_face, load, save, weights_hash
 from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.gradients.reference import difference, of_decoder
 from tests.engine.model.models_page import NO_BRIDGE, PAGE, by_family, oracle_error, page

@@ -15,9 +15,8 @@ from replaylens import Engine
 from replaylens.engine.errors import BadWeights, UnsupportedModel
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.families import FAMILIES
-from replaylens.engine.model.folders import text_config
-from replaylens.engine.model.gguf_metadata import ARCHITECTURES, config_of
-from replaylens.engine.model.weights import load, weights_hash
+from replaylens.engine.model.gguf import ARCHITECTURES, config_of
+from replaylens.engine.model.loading import load, text_config, weights_hash
 from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.model.test_adapter import trained
 from tests.families import hugging_face

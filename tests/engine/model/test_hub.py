@@ -18,8 +18,8 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import BadRequest, FetchFailed, UnsupportedModel
 from replaylens.engine.model import hub
 from replaylens.engine.model.hub import HubOptions, fetch_snapshot
-from replaylens.engine.model.weights import load, save, weights_hash
-from replaylens.engine.proof.fingerprint import Fingerprint
+from replaylens.engine.model.loading import load, save, weights_hash
+from replaylens.engine.proof.trace import Fingerprint
 from tests.engine.dump.test_cli import run
 from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.model.test_adapter import KINDS, trained

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from replaylens import Engine
 from replaylens.engine.errors import BadWeights, UnsupportedModel
-from replaylens.engine.model import packed
+from replaylens.engine.model import quantised
+from replaylens.engine.model.loading import WEIGHTS_FILE, load, weights_hash
 from replaylens.engine.model.quantised import dequantised
 from replaylens.engine.model.source import Source
-from replaylens.engine.model.weights import WEIGHTS_FILE, load, weights_hash
 from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.model.test_adapter import trained
 from tests.engine.model.test_weights import edit_json
@@ -314,5 +314,5 @@ def test_zero_points_of_0_change_nothing(kind: str, zero: torch.dtype, tmp_path:
 
 def test_words_of_all_bits_unpack() -> None:
     """The sign bit of a word belongs to its last number."""
-    assert packed.unpacked(torch.tensor([[-1]], dtype=torch.int32), 4, 1).tolist() == [[15] * 8]
-    assert packed.unpacked(torch.tensor([[-(1 << 31)]], dtype=torch.int32), 8, 0).tolist() == [[0], [0], [0], [128]]
+    assert quantised.unpacked(torch.tensor([[-1]], dtype=torch.int32), 4, 1).tolist() == [[15] * 8]
+    assert quantised.unpacked(torch.tensor([[-(1 << 31)]], dtype=torch.int32), 8, 0).tolist() == [[0], [0], [0], [128]]

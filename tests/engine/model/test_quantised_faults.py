@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from replaylens.engine.errors import BadConfig, BadWeights, EngineError, UnsupportedModel
+from replaylens.engine.model.loading import WEIGHTS_FILE, load
 from replaylens.engine.model.quantised import dequantised
 from replaylens.engine.model.source import Source
-from replaylens.engine.model.weights import WEIGHTS_FILE, load
 from tests.engine.model.test_quantised import AWQ, FORMATS, GPTQ, Packed, compressed, pack_awq, pack_fp8, pack_gptq, write
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16]}

@@ -11,8 +11,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from replaylens.engine.model.packed import from_mxfp4
-from replaylens.engine.model.weights import WEIGHTS_FILE, load, weights_hash
+from replaylens.engine.model.loading import WEIGHTS_FILE, load, weights_hash
+from replaylens.engine.model.quantised import from_mxfp4
 from tests.engine.model.test_quantised import pack_fp8
 
 SHAPE = dict(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)

@@ -9,11 +9,20 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadConfig
-from replaylens.engine.model.config import MixtureConfig, ModelConfig
-from replaylens.engine.model.experts import Experts, by_expert
-from replaylens.engine.model.routing import BARRED, Routing, choice_scores, choose, ordered_sum, weigh, without_barred
-from replaylens.engine.model.tables_moe import deepseek_v2_mixture, deepseek_v3_mixture
-from replaylens.engine.model.torch_ops import TorchOps
+from replaylens.engine.model.config import (
+    BARRED,
+    MixtureConfig,
+    ModelConfig,
+    Routing,
+    choice_scores,
+    choose,
+    ordered_sum,
+    weigh,
+    without_barred,
+)
+from replaylens.engine.model.families.moe import deepseek_v2_mixture, deepseek_v3_mixture
+from replaylens.engine.model.layers import Experts, by_expert
+from replaylens.engine.model.ops import TorchOps
 from replaylens.engine.passes.cpu import CpuOps
 
 OPS = TorchOps()

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from replaylens import Engine
 from replaylens.engine.errors import NotEnoughMemory
-from replaylens.engine.model import filler, shards
+from replaylens.engine.model import source as filler
+from replaylens.engine.model import source as shards
 from replaylens.engine.model.families import FAMILIES
-from replaylens.engine.model.filler import Filler
-from replaylens.engine.model.shards import Shards
-from replaylens.engine.model.source import Source
-from replaylens.engine.model.weights import WEIGHTS_FILE, load, weights_hash
+from replaylens.engine.model.loading import WEIGHTS_FILE, load, weights_hash
+from replaylens.engine.model.source import Filler, Shards, Source
 from tests.engine.model.test_weights import assert_same, edit
 from tests.families import hugging_face
 

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from replaylens.engine.errors import BadEdit, UnknownSite
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.site_names import KEY_SITES
-from replaylens.engine.model.sites import SiteTable, by_letter, table
-from replaylens.engine.model.weights import load
-from replaylens.engine.thinking.sites import ThinkingSites
+from replaylens.engine.model.loading import load
+from replaylens.engine.model.sites import KEY_SITES, SiteTable, by_letter, table
+from replaylens.engine.thinking.thoughts import ThinkingSites
 from tests.engine.passes.packed import logits, sequences
 from tests.engine.replay.bridges import bridge
 from tests.families import NAMES, hugging_face

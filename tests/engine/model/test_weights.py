@@ -20,7 +20,7 @@ from replaylens import Engine
 from replaylens.engine.errors import BadConfig, BadWeights, EngineError, UnsupportedModel
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.weights import CONFIG_FILE, WEIGHTS_FILE, build, load, save, weights_hash
+from replaylens.engine.model.loading import CONFIG_FILE, WEIGHTS_FILE, build, load, save, weights_hash
 from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.passes.packed import logits, sequences
 from tests.engine.replay.bridges import bridge

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.tap import Tap
-from replaylens.engine.model.torch_ops import SequenceOps
+from replaylens.engine.model.ops import SequenceOps, Tap
 
 RAGGED = (1, 23, 9, 2, 40)
 """one of a single token, one longer than every window, and others; no two equal"""

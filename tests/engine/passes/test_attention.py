@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from replaylens import Engine
-from replaylens.engine.model import weights
+from replaylens.engine.model import loading
 from replaylens.engine.passes.batch import KV_BLOCK, ceiling
 from replaylens.engine.passes.cpu import attend_blocks
 from tests.families import NAMES, hugging_face
@@ -84,7 +84,7 @@ def test_the_engine_against_hugging_face_at_150_tokens(name: str) -> None:
     tokens = torch.randint(3, 97, (LENGTH,), generator=torch.Generator().manual_seed(5)).tolist()
     with torch.no_grad():
         theirs = deepcopy(model).double()(torch.tensor([tokens])).logits[0]
-    served = Engine(weights.load(model, torch.float32), page_size=8)
+    served = Engine(loading.load(model, torch.float32), page_size=8)
     whole = served.prompt(tokens, sites=["unembed.hook_out"])
     pieces = served.prompt(tokens[:70], sites=["unembed.hook_out"])
     for start, end in ((70, 71), (71, 128), (128, 149), (149, 150)):
@@ -103,7 +103,7 @@ def _capped(logits: Tensor, cap: float) -> Tensor:
 @pytest.mark.parametrize("name", ["llama", "qwen3", "neox", "gpt2"])
 def test_looking_at_heads_changes_no_bit_and_shows_them_before_their_rotation(name: str) -> None:
     """Queries and keys nobody looks at are rotated in place, within the product that they come from."""
-    served = Engine(weights.load(hugging_face(name), torch.float32))
+    served = Engine(loading.load(hugging_face(name), torch.float32))
     tokens = torch.randint(3, 97, (90,), generator=torch.Generator().manual_seed(6)).tolist()
     plain = served.prompt(tokens, sites="S")
     for parts in (("q",), ("k",), ("v",), ("q", "k", "v")):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from replaylens.engine.passes import batched
-from replaylens.engine.passes.batched import batched_product, by_torch, small_by_numpy
+from replaylens.engine.passes import products
+from replaylens.engine.passes.products import batched_product, by_torch, small_by_numpy
 
 SIZES = (1, 2, 4, 16, 64, 128)
 
@@ -39,7 +39,7 @@ def test_other_bits_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         if a.shape[1] == 16 and b.shape[2] == 192:
             out[-1, -1, -1] = np.nextafter(out[-1, -1, -1], np.float32(np.inf))
 
-    monkeypatch.setattr(batched.np, "matmul", wrong)
+    monkeypatch.setattr(products.np, "matmul", wrong)
     assert batched_product((2, 4, 16), 1, 8) is by_torch
     assert batched_product((2, 4), 1, 8) is not by_torch or not numpy_agrees_here(), "control: without that size"
 
@@ -59,7 +59,7 @@ def test_large_products_and_single_rows_stay_with_torch(monkeypatch: pytest.Monk
     def refused(*_: Any, **__: Any) -> None:
         raise AssertionError("NumPy was asked")
 
-    monkeypatch.setattr(batched.np, "matmul", refused)
+    monkeypatch.setattr(products.np, "matmul", refused)
     for m, n in ((1, 64), (192, 64), (2, 320)):
         q, keys = torch.randn(2, m, 64), torch.randn(2, 64, n)
         assert torch.equal(small_by_numpy(q, keys), torch.bmm(q, keys))

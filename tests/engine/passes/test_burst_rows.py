@@ -5,11 +5,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from replaylens.engine.passes import pile
-from replaylens.engine.passes.burst_rows import BurstRows, StepBlock
-from replaylens.engine.passes.pile import ENOUGH, piles
-from replaylens.engine.passes.shipment import Shipment
-from replaylens.engine.request.recording import Chunk, Recording
+from replaylens.engine.passes import bursts
+from replaylens.engine.passes.bursts import ENOUGH, BurstRows, StepBlock, piles
+from replaylens.engine.passes.transfer import Shipment
+from replaylens.engine.request.capture import Chunk, Recording
 
 SITES = ("blocks.0.hook_out", "blocks.1.hook_out")
 STEPS = 5
@@ -24,7 +23,7 @@ def burst_of_three(enough: int) -> tuple[BurstRows, torch.Tensor]:
     values = torch.arange(2.0 * 3 * STEPS * 4).view(2, 3, STEPS, 4)
     burst = BurstRows(3, lambda rows: None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pile, "ENOUGH", enough)
+        patch.setattr(bursts, "ENOUGH", enough)
         found = piles(HELD, row_bytes=2 * 4 * 4)
     for each in found:
         for step in each.steps:

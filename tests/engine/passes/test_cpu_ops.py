@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from replaylens.engine.model.config import Rope
-from replaylens.engine.model.layers import Linear, Norm
-from replaylens.engine.model.rotary import Rotary, rotary_table
-from replaylens.engine.model.torch_ops import TorchOps
+from replaylens.engine.model.layers import Linear, Norm, Rotary, rotary_table
+from replaylens.engine.model.ops import TorchOps
 from replaylens.engine.passes.cpu import CpuOps
 
 ROWS = (1, 2, 3, 16, 17, 130)

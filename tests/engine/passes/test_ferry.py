@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from replaylens.engine.errors import EngineBug
-from replaylens.engine.passes import ferry as ferries
-from replaylens.engine.passes.ferry import SMALLEST_RING, Ferry
-from replaylens.engine.passes.ring import Memory, Ring
+from replaylens.engine.passes import transfer
+from replaylens.engine.passes.transfer import SMALLEST_RING, Ferry, Memory, Ring
 
 
 def groups(seed: int, rows: int = 5):
@@ -46,8 +45,8 @@ def test_rows_are_sent_inside_and_outside_inference_mode(made, used):
 def test_sending_waits_while_the_ring_is_full(monkeypatch):
     """Back-pressure: while the carriers are held up, at most one ring of rows is in flight, and nothing is lost."""
     go_on = threading.Event()
-    carry = ferries._carry
-    monkeypatch.setattr(ferries, "_carry", lambda *args: (go_on.wait(), carry(*args)))
+    carry = transfer._carry
+    monkeypatch.setattr(transfer, "_carry", lambda *args: (go_on.wait(), carry(*args)))
     ferry, sent = Ferry("cpu", SMALLEST_RING), []
     sender = threading.Thread(target=lambda: sent.extend(ferry.send(groups(seed)) for seed in range(20)))
     sender.start()
@@ -63,7 +62,7 @@ def test_what_goes_wrong_on_the_way_is_raised_where_rows_are_read(monkeypatch):
         raise MemoryError("no room for rows")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ferries, "_carry", broken)
+        patch.setattr(transfer, "_carry", broken)
         ferry = Ferry("cpu", SMALLEST_RING)
         block = ferry.send(groups(0))
         with pytest.raises(MemoryError, match="no room for rows"):
@@ -144,8 +143,8 @@ def test_a_ferry_that_was_made_in_inference_mode_serves_passes_outside_of_it():
 
 def test_its_end_carries_what_was_sent(monkeypatch):
     """As at the end of the process: rows under way arrive, and no thread is left within a call."""
-    carry = ferries._carry
-    monkeypatch.setattr(ferries, "_carry", lambda *args: (time.sleep(0.02), carry(*args)))
+    carry = transfer._carry
+    monkeypatch.setattr(transfer, "_carry", lambda *args: (time.sleep(0.02), carry(*args)))
     ferry = Ferry("cpu", SMALLEST_RING)
     sent = [ferry.send(groups(seed)) for seed in range(6)]
     ferry.end(30.0)
@@ -155,7 +154,7 @@ def test_its_end_carries_what_was_sent(monkeypatch):
 
 def test_its_end_does_not_wait_for_ever(monkeypatch):
     stuck = threading.Event()
-    monkeypatch.setattr(ferries, "_carry", lambda *args: stuck.wait())
+    monkeypatch.setattr(transfer, "_carry", lambda *args: stuck.wait())
     ferry = Ferry("cpu", SMALLEST_RING)
     ferry.send(groups(0))
     begin = time.monotonic()
@@ -179,7 +178,7 @@ def test_rows_that_are_lost_trouble_their_own_readers_only(monkeypatch):
 
     ferry = Ferry("cpu", 1 << 20)
     with monkeypatch.context() as patch:
-        patch.setattr(ferries, "_carry", broken)
+        patch.setattr(transfer, "_carry", broken)
         block = ferry.send(groups(0, rows=100))
         views = [block.view(("a",), i, i + 1) for i in range(100)]
         assert block.lost

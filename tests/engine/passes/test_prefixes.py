@@ -7,8 +7,9 @@ import torch
 
 from benchmarks.baselines.subject import TINY_SHAPE, random_decoder
 from replaylens.engine.engine import Engine
-from replaylens.engine.model import weights
-from replaylens.engine.passes import cpu, prefixes
+from replaylens.engine.model import loading
+from replaylens.engine.passes import cpu
+from replaylens.engine.passes import cpu as prefixes
 from replaylens.engine.request.sampling import Sampling
 from tests.families import hugging_face
 from tests.trees import grow
@@ -21,7 +22,7 @@ def engine(name: str, worth: int, page_size: int = 16) -> Engine:
     if name == "long":
         model = random_decoder(replace(TINY_SHAPE, max_positions=4096), "cpu", torch.float32)
     else:
-        model = weights.load(hugging_face(name))
+        model = loading.load(hugging_face(name))
     made = Engine(model, cache_tokens=1 << 15, page_size=page_size)
     made.runner.cache.worth_sharing = worth
     return made

@@ -12,7 +12,8 @@ from replaylens.engine.model.layers import Linear
 from replaylens.engine.passes import products
 from replaylens.engine.passes.batch import TILE
 from replaylens.engine.passes.products import Allowed, Products, tile_product
-from replaylens.engine.proof import certificates, doctor, doctor_products
+from replaylens.engine.proof import certificates, doctor
+from replaylens.engine.proof import doctor as doctor_products
 from tests.engine.reference import decoder
 
 needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this build of torch has no MKL to pack weights")

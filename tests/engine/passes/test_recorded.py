@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from replaylens.engine.passes import recorded as module
-from replaylens.engine.passes.recorded import held_collector, kept, recorded
+from replaylens.engine.passes import graphs as module
+from replaylens.engine.passes.graphs import held_collector, kept, recorded
 
 
 def test_the_collector_is_as_before_afterwards() -> None:

@@ -25,12 +25,12 @@ from torch import Tensor
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import ModesChanged, NotCertified
-from replaylens.engine.lens import readout
+from replaylens.engine.lens import lens
 from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes import cpu, runner
-from replaylens.engine.passes.batched import by_torch
-from replaylens.engine.proof import certificates, doctor, fingerprint
+from replaylens.engine.passes.products import by_torch
+from replaylens.engine.proof import certificates, doctor, trace
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
@@ -86,7 +86,7 @@ def plant(patch: pytest.MonkeyPatch, when: Callable[[int, int], bool]) -> None:
 
     patch.setattr(torch, "mm", mm)
     patch.setattr(torch, "bmm", right)
-    patch.setattr("replaylens.engine.proof.doctor_products.can_pack", lambda weight: False)
+    patch.setattr("replaylens.engine.proof.doctor.can_pack", lambda weight: False)
 
 
 def rows_of(engine: Engine, cuts: tuple[int, ...] = (150,)) -> dict[str, Tensor]:
@@ -146,7 +146,7 @@ def test_the_certificate_does_not_depend_on_the_users_threads(model: Decoder, mo
     found = []
     for count in (1, 8):
         torch.set_num_threads(count)
-        found.append((doctor.examine(model).to_json(), certificates._key(model), fingerprint.take(model).digest))
+        found.append((doctor.examine(model).to_json(), certificates._key(model), trace.take(model).digest))
         assert torch.get_num_threads() == count
     assert found[0] == found[1]
 
@@ -212,9 +212,9 @@ def test_every_pass_is_held_and_given_back(model: Decoder, monkeypatch: pytest.M
         note(torch.get_num_threads(), 0)
         return of_rows(*given)
 
-    of_rows = readout.statistics
+    of_rows = lens.statistics
     plant(monkeypatch, note)
-    monkeypatch.setattr(readout, "statistics", statistics)
+    monkeypatch.setattr(lens, "statistics", statistics)
     engine = Engine(model, draft_model=random_model(d_model=64, d_mlp=96, seed=1))
     seen.clear()
     for count in (3, 5, 64):
@@ -529,13 +529,13 @@ def test_variables_that_choose_other_kernels_are_part_of_the_fingerprint(name: s
     for other in modes.ENVIRONMENT:
         monkeypatch.delenv(other, raising=False)
     model = random_model()
-    plain, key = fingerprint.take(model), certificates._key(model)
+    plain, key = trace.take(model), certificates._key(model)
     monkeypatch.setenv(name, "AVX2,STRICT")
-    other_one = fingerprint.take(model)
+    other_one = trace.take(model)
     assert other_one.differences(plain) == [f"device: {plain.device} {name}=AVX2,STRICT here, {plain.device} there"]
     assert certificates._key(model) != key
     monkeypatch.delenv(name)
-    assert fingerprint.take(model) == plain
+    assert trace.take(model) == plain
 
 
 # ---- the library itself ------------------------------------------------------------------------------------------------

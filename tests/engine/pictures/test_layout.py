@@ -4,9 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replaylens.engine.memory.tree import TokenState
-from replaylens.engine.pictures.layout import Placement, arrange
-from replaylens.engine.pictures.paths import DrawnPath, Token
-from replaylens.engine.pictures.tree import Tree
+from replaylens.engine.pictures.data import DrawnPath, Token
+from replaylens.engine.pictures.draw import Placement, arrange
+from replaylens.engine.pictures.pictures import Tree
 
 
 def path(branch: int, parent: int | None, fork: int, count: int) -> DrawnPath:

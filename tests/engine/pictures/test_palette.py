@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from replaylens.engine.memory.tree import TokenState
-from replaylens.engine.pictures.outcomes import FILLS, REST, colours
-from replaylens.engine.pictures.palette import CHECK, INK, KINDS, LOOKS, PAGES, css_variables, svg_style
-from replaylens.engine.resampling.answers import NO_ANSWER, OTHER
+from replaylens.engine.pictures.html import CHECK, INK, KINDS, LOOKS, PAGES, css_variables, svg_style
+from replaylens.engine.pictures.rollouts import FILLS, REST, colours
+from replaylens.engine.resampling.plan import NO_ANSWER, OTHER
 
 # Machado, Oliveira and Fernandes (2009), severity 1: how linear RGB is perceived
 BLINDNESS = {

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from replaylens.engine.engine import Engine
+from replaylens.engine.engine import Engine, Run
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.memory.tree import TokenState
-from replaylens.engine.pictures import svg
-from replaylens.engine.pictures.frames import Fill, Frame, Phase
-from replaylens.engine.pictures.retelling import timeline
+from replaylens.engine.pictures import draw
+from replaylens.engine.pictures.data import Fill, Frame, Phase
+from replaylens.engine.pictures.pictures import timeline
 from replaylens.engine.proof.trace import Trace
-from replaylens.engine.run import Run
 from tests.toy_model import continuation, toy
 from tests.toy_model import engine as toy_engine
 from tests.views.checks import assert_harmless
@@ -165,7 +164,7 @@ def test_stills_are_files_of_their_own(run: Run, tmp_path: Path) -> None:
 def test_the_cylinder_shows_the_fill(t: list[int]) -> None:
     """The height of each section is the number of cached positions in that state."""
     decode = frames_of({len(P) + 1: [t[1:4]]}, 5)[1]
-    sections = [e for e in elements(svg.document([decode], 10)) if e.get("class", "") in ("prompt edge", "draft edge")]
+    sections = [e for e in elements(draw.document([decode], 10)) if e.get("class", "") in ("prompt edge", "draft edge")]
     heights = {}
     for section in sections:
         if section.tag.endswith("path"):

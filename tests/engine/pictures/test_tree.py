@@ -6,15 +6,13 @@ import re
 import pytest
 from rich.console import Console
 
-from replaylens.engine.engine import Engine
+from replaylens.engine.engine import Engine, Run
 from replaylens.engine.memory.tree import BranchTree, TokenState
 from replaylens.engine.model.text import Text
-from replaylens.engine.pictures import live, tree_html
-from replaylens.engine.pictures.layout import arrange
-from replaylens.engine.pictures.paths import DrawnPath, Token, visible
-from replaylens.engine.pictures.readings import Readings, word
-from replaylens.engine.pictures.tree import Tree
-from replaylens.engine.run import Run
+from replaylens.engine.pictures import draw, pictures
+from replaylens.engine.pictures.data import DrawnPath, Readings, Token, visible, word
+from replaylens.engine.pictures.draw import arrange
+from replaylens.engine.pictures.pictures import Tree
 from tests.toy_model import random_model
 from tests.views.checks import assert_harmless, parsed
 from tests.views.conftest import HOSTILE
@@ -97,25 +95,25 @@ def test_numbers_keep_apart_where_there_is_no_tokenizer() -> None:
 
 
 def test_too_many_branches_are_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "MAX_BRANCHES", 3)
+    monkeypatch.setattr(pictures, "MAX_BRANCHES", 3)
     root = engine.prompt("A coin's state is heads.")
     forks = root.fork(5)
     tree = root.tree()
     assert (len(tree.paths), tree.left_out) == (3, 3)
-    assert "and 3 more branches" in str(tree) and "and 3 more branches" in tree_html.draw(tree)
+    assert "and 3 more branches" in str(tree) and "and 3 more branches" in draw.draw_tree(tree)
     for branch in [*forks, root]:
         branch.release()
 
 
 def test_a_tree_may_be_deeper_than_the_stack_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "MAX_BRANCHES", 3000)
+    monkeypatch.setattr(pictures, "MAX_BRANCHES", 3000)
     branches = BranchTree()
     branch = root = branches.plant([1, 2])
     for _ in range(2000):
         branch = branches.fork(branch)
     branches.append(branch, [7, 8], TokenState.DRAFT)
     branches.finish(branch, "length")
-    lines = str(live.tree_of(branches.branch(root), {}, Text(None))).splitlines()
+    lines = str(pictures.tree_of(branches.branch(root), {}, Text(None))).splitlines()
     assert len(lines) == 2001 and lines[0] == "#0 open .2  1 2" and lines[-1].endswith("└─ #2000 @2 finished ?2  7 8")
 
 
@@ -152,7 +150,7 @@ def test_html_is_whole_and_harmless(run: Run) -> None:
 def test_hover_tells_position_logprob_entropy_and_layers(run: Run) -> None:
     tree = run.tree(0)
     token = tree.trunk.tokens[-2]
-    titles = [value or "" for name, value in parsed(tree_html.draw(tree)).attributes if name == "title"]
+    titles = [value or "" for name, value in parsed(draw.draw_tree(tree)).attributes if name == "title"]
     mine = next(t for t in titles if f"position\t{token.position}\n" in t and "accepted" in t)
     assert f"log-prob\t{token.logprob:.3f}" in mine and f"entropy\t{token.entropy:.3f} nats" in mine
     layers = run.engine.config.num_layers
@@ -203,14 +201,14 @@ def long_tree(forks: tuple[int, ...]) -> Tree:
 @pytest.mark.parametrize("forks", [(), (5, 30, 119), tuple(range(4, 119))])
 def test_a_long_path_goes_on_in_a_further_line(forks: tuple[int, ...]) -> None:
     """Every token and every fork is drawn once, and no line is wider than a page."""
-    html = str(tree_html.draw(long_tree(forks)))
+    html = str(draw.draw_tree(long_tree(forks)))
     grids = html.split('class="rl-grid"')[1:]
     assert len(grids) > 5
     for grid in grids:
         columns: dict[int, int] = {}
         for column, text in re.findall(r'grid-column:(\d+)" title="[^"]*" tabindex="0">([^<]*)<', grid):
             columns[int(column)] = max(columns.get(int(column), 0), len(text))
-        assert sum(7.3 * length + 15 for length in columns.values()) <= tree_html.MAX_WIDTH
+        assert sum(7.3 * length + 15 for length in columns.values()) <= draw.MAX_WIDTH
     shown = re.findall(r'tabindex="0">([^<]*)<', html)
     assert sorted(shown) == sorted([f" token{i}" for i in range(120)] + [f" w{n}" for n in range(1, len(forks) + 1)] * 3)
     assert html.count('class="rl-line"') == len(forks)
@@ -218,8 +216,8 @@ def test_a_long_path_goes_on_in_a_further_line(forks: tuple[int, ...]) -> None:
 
 def test_a_fork_stays_beside_the_token_that_it_follows() -> None:
     """Where a line would end between a token and the fork after it, it ends one token earlier."""
-    plain = [end for _, end in tree_html._bands(arrange(long_tree(())), 3)]
-    moved = [end for _, end in tree_html._bands(arrange(long_tree((plain[0],))), 3)]
+    plain = [end for _, end in draw._bands(arrange(long_tree(())), 3)]
+    moved = [end for _, end in draw._bands(arrange(long_tree((plain[0],))), 3)]
     assert moved[0] == plain[0] - 1
 
 

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.memory.tree import HOOKED, ORDINARY, TokenState
-from replaylens.engine.pictures import svg
-from replaylens.engine.pictures.frames import Check, Fill, Frame, Phase, Slot
-from replaylens.engine.pictures.palette import KINDS, kind_of
-from replaylens.engine.pictures.retelling import timeline
+from replaylens.engine.pictures import draw
+from replaylens.engine.pictures.data import Check, Fill, Frame, Phase, Slot
+from replaylens.engine.pictures.html import KINDS, kind_of
+from replaylens.engine.pictures.pictures import timeline
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.serving.branch import Branch
 from tests.toy_model import VOCAB, continuation, engine, toy
@@ -198,7 +198,7 @@ def test_the_verifiers_tokens_after_the_mismatch_are_crossed_out() -> None:
         ("✗", "T3", "rejected", f" {void[0]}"),
         ("✗", "T4", "rejected", f" {void[1]}"),
     ]
-    drawn = svg.document([verify], 12)
+    drawn = draw.document([verify], 12)
     assert sum(e.get("class") == "cross" for e in ElementTree.fromstring(drawn).iter()) == 4
     assert drawn.count("✗") == 2 and drawn.count("✓") == 2
 
@@ -208,14 +208,14 @@ def test_the_free_token_is_checkered() -> None:
     verify = next(frame for frame in frames_with(t[1:4]) if frame.phase is Phase.VERIFY)
     last = verify.checks[-1]
     assert (last.mark, last.draft) == ("✓ free", None) and last.verifier is not None and last.verifier.kind == "pending"
-    assert 'class="check"' in svg.document([verify], 12)
+    assert 'class="check"' in draw.document([verify], 12)
 
 
 @pytest.mark.parametrize("text", [".", ":", "-", " ,"])
 def test_a_crossed_out_token_can_be_read(text: str) -> None:
     """The cross comes from the corners and leaves the middle free: a line through it would make ÷ of a colon."""
     slot = Slot(text, TokenState.REJECTED, 0, drafted=True)
-    drawn = ElementTree.fromstring(svg.document([Frame(Phase.DECODE, "", Fill(1), (slot,))], 2))
+    drawn = ElementTree.fromstring(draw.document([Frame(Phase.DECODE, "", Fill(1), (slot,))], 2))
     (cross,) = [e for e in drawn.iter() if e.get("class") == "cross"]
     (box,) = [e for e in drawn.iter() if e.get("class") == "rejected edge"]
     x, y, wide, high = (float(box.get(name, 0)) for name in ("x", "y", "width", "height"))
@@ -223,18 +223,18 @@ def test_a_crossed_out_token_can_be_read(text: str) -> None:
     starts = {tuple(map(float, start.split())) for start, _ in strokes}
     assert starts == {(round(a, 1), b) for a in (x, x + wide) for b in (y, y + high)}, "the four corners"
     assert all(abs(float(along.split()[0])) <= 0.4 * wide for _, along in strokes), "the middle is free"
-    assert "line-through" not in svg.document([Frame(Phase.DECODE, "", Fill(1), (slot,))], 2)
+    assert "line-through" not in draw.document([Frame(Phase.DECODE, "", Fill(1), (slot,))], 2)
 
 
 @pytest.mark.parametrize("state", list(TokenState))
 def test_only_rejected_tokens_are_crossed_out(state: TokenState) -> None:
-    drawn = svg.document([Frame(Phase.DECODE, "", Fill(1), (Slot(" a", state, 0),))], 2)
+    drawn = draw.document([Frame(Phase.DECODE, "", Fill(1), (Slot(" a", state, 0),))], 2)
     assert ('class="cross"' in drawn) == (state is TokenState.REJECTED)
 
 
 def test_a_token_of_spaces_is_no_blank_tile() -> None:
     slots = (Slot(" ", TokenState.ACCEPTED, 0), Slot("  ", TokenState.DRAFT, 1, drafted=True))
-    texts = [e.text for e in ElementTree.fromstring(svg.document([Frame(Phase.DECODE, "", Fill(1), slots)], 3)).iter()]
+    texts = [e.text for e in ElementTree.fromstring(draw.document([Frame(Phase.DECODE, "", Fill(1), slots)], 3)).iter()]
     assert "␣" in texts and "␣␣" in texts
 
 
@@ -318,7 +318,7 @@ def test_requests_that_end_or_wait_meanwhile_are_told_of() -> None:
 
 @pytest.mark.parametrize("fill", [Fill(400, 2, 3), Fill(2, 1, 400), Fill(1, 1, 1, 1), Fill(300, 0, 1, 9), Fill(7)])
 def test_every_band_has_its_number_in_it_or_beside_it(fill: Fill) -> None:
-    drawn = ElementTree.fromstring(svg.document([Frame(Phase.DECODE, "", fill)], 410))
+    drawn = ElementTree.fromstring(draw.document([Frame(Phase.DECODE, "", fill)], 410))
     numbers = [e for e in drawn.iter() if e.tag.endswith("text") and (e.text or "").isdigit()]
     assert [int(e.text or 0) for e in numbers] == [count for _, count in fill.by_kind()]
     beside = [float(e.get("y", 0)) for e in numbers if e.get("text-anchor") is None]

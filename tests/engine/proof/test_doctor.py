@@ -14,15 +14,14 @@ from typer.testing import CliRunner, Result
 from replaylens import cli
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import NotCertified
-from replaylens.engine.lens import readout
-from replaylens.engine.model import weights
+from replaylens.engine.lens import lens
+from replaylens.engine.model import loading
 from replaylens.engine.model.config import Activation, ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.layers import Linear
 from replaylens.engine.passes import cpu
 from replaylens.engine.passes.batch import KV_BLOCK
-from replaylens.engine.passes.certificate import Certificate, Finding
-from replaylens.engine.passes.products import Allowed, Products
+from replaylens.engine.passes.products import Allowed, Certificate, Finding, Products
 from replaylens.engine.proof import certificates, doctor
 from replaylens.engine.request.capture import LensSpec, Rows
 from tests.engine.reference import decoder, random_decoder
@@ -71,7 +70,7 @@ def test_every_product_norm_and_activation_of_the_model_is_examined(examined: Ce
 
 
 def test_a_model_that_can_still_be_trained_is_examined_all_the_same() -> None:
-    model = weights.load(decoder(FAMILY), torch.float32).requires_grad_(True)
+    model = loading.load(decoder(FAMILY), torch.float32).requires_grad_(True)
     assert doctor.examine(model).certified
 
 
@@ -164,13 +163,13 @@ def norm_over_a_batch(patch: pytest.MonkeyPatch) -> str:
 
 
 def statistics_of_a_whole_batch(patch: pytest.MonkeyPatch) -> str:
-    right = readout.statistics
+    right = lens.statistics
 
     def wrong(spec: LensSpec, log_p: Tensor, emitted: list[int]) -> Rows:
         read = right(spec, log_p, emitted)
         return read | {"Z.entropy": read["Z.entropy"] + log_p.mean() * 1e-6}
 
-    patch.setattr(readout, "statistics", wrong)
+    patch.setattr(lens, "statistics", wrong)
     return r"lens statistics \[3, 97\]: 'row alone'"
 
 
@@ -347,7 +346,7 @@ def invoke(*arguments: str) -> Result:
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
     """A tiny model on disk."""
-    weights.save(decoder(FAMILY), tmp_path / "model")
+    loading.save(decoder(FAMILY), tmp_path / "model")
     return str(tmp_path / "model")
 
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadCertificate, BadTrace
-from replaylens.engine.passes.certificate import Certificate, Finding
-from replaylens.engine.passes.products import Allowed
+from replaylens.engine.passes.products import Allowed, Certificate, Finding
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling

@@ -5,7 +5,7 @@ import torch
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, BadTrace
-from replaylens.engine.lens import tuned as tuned_lens
+from replaylens.engine.lens import lens as tuned_lens
 from tests.engine.coin_engine import PROMPT, fresh
 
 

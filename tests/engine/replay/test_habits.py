@@ -11,7 +11,7 @@ from torch import Tensor
 from replaylens import Edit, tasks
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadRequest, NotFolded, UnknownSite
-from replaylens.engine.model import weights
+from replaylens.engine.model import loading
 from tests.engine.replay.bridges import bridge
 from tests.families import hugging_face
 
@@ -22,7 +22,7 @@ CLOSE = 1e-4
 
 
 def engine(name: str) -> Engine:
-    return Engine(weights.load(hugging_face(name)), tokenizer=bridge(name).tokenizer)
+    return Engine(loading.load(hugging_face(name)), tokenizer=bridge(name).tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +231,7 @@ def test_texts(llama: Engine) -> None:
     with pytest.raises(BadRequest, match="one token each"):
         llama.to_single_token("w7 w8")
     with pytest.raises(BadRequest, match="no tokenizer"):
-        Engine(weights.load(hugging_face("llama"))).to_tokens("w7")
+        Engine(loading.load(hugging_face("llama"))).to_tokens("w7")
 
 
 # The cache's own methods
@@ -289,7 +289,7 @@ def test_a_cache_of_chosen_names_is_decomposed(llama: Engine) -> None:
 
 def test_attributions_without_the_final_norm_are_warned_of(llama: Engine) -> None:
     """With TransformerLens' way, which leaves the weight out. Control: a model whose weight is one."""
-    plain = weights.load(hugging_face("llama"))
+    plain = loading.load(hugging_face("llama"))
     with torch.no_grad():
         plain.ln_final.weight.fill_(1.0)
     folded = Engine(plain)
@@ -409,7 +409,7 @@ def test_a_function_of_names_gets_the_names_it_accepts(llama: Engine) -> None:
 
 
 def test_hooks_that_do_not_fit(llama: Engine) -> None:
-    small = Engine(weights.load(hugging_face("llama")), max_rows=16)
+    small = Engine(loading.load(hugging_face("llama")), max_rows=16)
     with pytest.raises(BadRequest, match="max_rows=42 or more"):
         small.run_with_hooks(TOKENS, fwd_hooks=[("blocks.1.hook_in", lambda value, hook: value)])
     assert small(TOKENS).shape == (2, 21, 97), "without hooks a batch may take several passes"

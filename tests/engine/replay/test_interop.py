@@ -7,10 +7,10 @@ import torch
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, BadWeights, OtherFingerprint, UnknownSite
-from replaylens.engine.lens import tuned as tuned_lens
-from replaylens.engine.lens.tuned import TunedLens
-from replaylens.engine.model import weights
-from replaylens.engine.model.site_names import KEY_SITES
+from replaylens.engine.lens import lens as tuned_lens
+from replaylens.engine.lens.lens import TunedLens
+from replaylens.engine.model import loading
+from replaylens.engine.model.sites import KEY_SITES
 from tests.engine.replay.bridges import bridge
 from tests.families import hugging_face
 
@@ -19,12 +19,12 @@ TOKENS = torch.randint(3, 97, (2, 21), generator=torch.Generator().manual_seed(4
 
 @pytest.fixture(scope="module")
 def served() -> Engine:
-    return Engine(weights.load(hugging_face("llama")))
+    return Engine(loading.load(hugging_face("llama")))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
 def test_run_with_cache_gives_transformer_lens_values_and_names(name: str) -> None:
-    logits, cache = Engine(weights.load(hugging_face(name))).run_with_cache(TOKENS)
+    logits, cache = Engine(loading.load(hugging_face(name))).run_with_cache(TOKENS)
     with torch.no_grad():
         their_logits, their_cache = bridge(name).run_with_cache(TOKENS)
     assert torch.allclose(logits, their_logits, atol=2e-5)
@@ -50,7 +50,7 @@ def test_cached_decode_has_the_bits_of_a_full_forward_here_and_not_there() -> No
             logits, past = lens(token[None], return_type="logits_and_cache", use_cache=True, past_key_values=past)
             steps.append(logits)
     theirs = {sites[0]: (seen[0], torch.cat(seen[1:], dim=1)), sites[1]: (full, torch.cat(steps, dim=1))}
-    served = Engine(weights.load(hugging_face("llama")))
+    served = Engine(loading.load(hugging_face("llama")))
     whole, stepped = (served.prompt(tokens.tolist(), sites=sites) for tokens in (path[0], path[0, :1]))
     for token in path[0, 1:].tolist():
         stepped.force([token])
@@ -64,7 +64,7 @@ def test_cached_decode_has_the_bits_of_a_full_forward_here_and_not_there() -> No
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
 def test_every_site_has_the_shape_that_transformer_lens_gives_it(name: str) -> None:
     """Prompts of one token and more, shorter and longer than a head's width (8 or 16) and a block of keys."""
-    subject = Engine(weights.load(hugging_face(name)))
+    subject = Engine(loading.load(hugging_face(name)))
     for length in (1, 2, 3, 7, 8, 9, 15, 16, 17, 32, 40):
         tokens = torch.arange(length)[None] % 90 + 3
         _, cache = subject.run_with_cache(tokens)
@@ -148,7 +148,7 @@ def test_tuned_lens_is_saved_with_its_unembedding(
     loaded = TunedLens.load(tmp_path / "lens.safetensors")
     assert loaded.digest == trained[1].digest and loaded.require(served.model) is loaded
     with pytest.raises(OtherFingerprint, match="another unembedding"):
-        loaded.require(weights.load(hugging_face("qwen3")))
+        loaded.require(loading.load(hugging_face("qwen3")))
     about = tmp_path / "lens.json"
     about.write_text(about.read_text().replace(loaded.digest, "0" * 64))
     with pytest.raises(BadWeights, match="do not match"):

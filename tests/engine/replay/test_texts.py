@@ -12,7 +12,7 @@ import replaylens as rl
 from replaylens import Edit, Engine, Run, tasks
 from replaylens.engine.dump.verify import verify
 from replaylens.engine.errors import BadRequest, BadTexts, NoChatTemplate, NotCertified
-from replaylens.probes.data.rows import ProbeRows
+from replaylens.probes.rows import ProbeRows
 from replaylens.tasks.texts import GivenTexts
 from tests.toy_model import engine as toy_engine
 

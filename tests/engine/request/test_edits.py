@@ -9,7 +9,7 @@ from torch import Tensor
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadTrace, UnknownSite
-from replaylens.engine.model import weights
+from replaylens.engine.model import loading
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placed import page_keys
 from replaylens.engine.request.placing import place
@@ -25,7 +25,7 @@ ROWS = torch.randn(4, 32, generator=torch.Generator().manual_seed(3))
 
 
 def engine(name: str = "llama", device: str = "cpu", **options: Any) -> Engine:
-    return Engine(weights.load(hugging_face(name), torch.float32).to(device), canary=True, **options)
+    return Engine(loading.load(hugging_face(name), torch.float32).to(device), canary=True, **options)
 
 
 def bits(x: Tensor) -> bytes:

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadEdit, UnknownSite
-from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.edits import Edit, EditRecord, PlacedEditRecord
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import place
-from replaylens.engine.request.records import EditRecord, PlacedEditRecord
 from tests.devices import DEVICES
 from tests.engine.request.test_edits import LENGTH, ROWS, TOKENS, VECTOR, bits, edited_logits, engine, lens_logits
 from tests.toy_model import engine as toy_engine

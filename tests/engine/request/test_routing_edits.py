@@ -9,9 +9,8 @@ from torch import Tensor
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit
-from replaylens.engine.model.config import MixtureConfig
-from replaylens.engine.model.routing import Routing
-from replaylens.engine.model.weights import load
+from replaylens.engine.model.config import MixtureConfig, Routing
+from replaylens.engine.model.loading import load
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.serving.branch import Branch

@@ -9,9 +9,8 @@ import torch
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, NotCertified
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.resampling.answers import Answer, Found
-from replaylens.engine.resampling.counts import OutcomeCounts
-from replaylens.engine.resampling.seeds import rollout_seed
+from replaylens.engine.resampling.plan import Answer, Found, rollout_seed
+from replaylens.engine.resampling.rollouts import OutcomeCounts
 from replaylens.engine.serving.branch import Branch
 from tests.toy_model import engine
 

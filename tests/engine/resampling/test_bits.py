@@ -10,9 +10,8 @@ from torch import Tensor
 from replaylens.engine.engine import Engine
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.resampling.rollout import Rollout
-from replaylens.engine.resampling.rollouts import Rollouts
-from replaylens.engine.resampling.seeds import rollout_seed
+from replaylens.engine.resampling.plan import rollout_seed
+from replaylens.engine.resampling.rollouts import Rollout, Rollouts
 from replaylens.engine.serving import resampling
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.resampling import waves_of

@@ -11,13 +11,12 @@ from typer.testing import CliRunner
 
 from replaylens.cli import app
 from replaylens.engine import cluster
+from replaylens.engine.cluster import resample_on_cluster
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, ClusterFailed, OtherFingerprint
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.resampling.answers import Answer
-from replaylens.engine.resampling.folder import WaveFolder
-from replaylens.engine.resampling.rollouts import Rollouts
-from replaylens.engine.rollout_cluster import resample_on_cluster
+from replaylens.engine.resampling.plan import Answer
+from replaylens.engine.resampling.rollouts import Rollouts, WaveFolder
 from tests.engine.dump.fake_ray import FakeRay
 
 PROMPT, CHAIN = "A coin's state is heads.", " Alice flips. Bob flips."

@@ -13,7 +13,7 @@ from replaylens.cli import app
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.resampling.answers import Answer
+from replaylens.engine.resampling.plan import Answer
 from replaylens.engine.resampling.rollouts import Rollouts
 from replaylens.tasks.tokenizer import WordTokenizer
 

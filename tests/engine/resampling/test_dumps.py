@@ -5,13 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from replaylens.engine.dump.maker import write_dump
-from replaylens.engine.dump.planning import make_plan
+from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.verify import VERIFIED, verify
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadTexts
 from replaylens.engine.request.edits import Edit
-from replaylens.engine.resampling.answers import Answer
+from replaylens.engine.resampling.plan import Answer
 
 
 @pytest.mark.parametrize("edited", [False, True])

@@ -16,8 +16,8 @@ import torch
 
 from replaylens.engine.errors import BadRollouts, DumpWriteFailed, OtherPlan, UnsealedRollouts
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.resampling import folder
-from replaylens.engine.resampling.answers import Answer
+from replaylens.engine.resampling import rollouts as folder
+from replaylens.engine.resampling.plan import Answer
 from replaylens.engine.resampling.rollouts import Rollouts
 from replaylens.engine.serving.branch import Branch
 from tests.toy_model import engine
@@ -77,7 +77,7 @@ SCRIPT = """
 import sys
 from tests.engine.resampling.test_folder import drawn, path
 from pathlib import Path
-from replaylens.engine.resampling.folder import WaveFolder
+from replaylens.engine.resampling.rollouts import WaveFolder
 write = WaveFolder.write
 def slow(self, number, rollouts):
     write(self, number, rollouts)

@@ -7,7 +7,7 @@ import torch
 
 from replaylens.engine.model.ops import MASKED
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.resampling.answers import Answer
+from replaylens.engine.resampling.plan import Answer
 from replaylens.engine.resampling.rollouts import Rollouts
 from replaylens.engine.serving import resampling
 from replaylens.engine.serving.branch import Branch

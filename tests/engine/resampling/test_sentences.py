@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from replaylens.engine.resampling.sentences import sentence_ends, sentence_spans, sentence_starts
+from replaylens.engine.resampling.plan import sentence_ends, sentence_spans, sentence_starts
 
 CASES = {
     "": [],

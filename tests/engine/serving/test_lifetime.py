@@ -12,7 +12,7 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, OutOfPages
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.serving import hold
+from replaylens.engine.serving import branch as hold
 from replaylens.engine.serving.forest import Forest
 from tests.toy_model import engine
 

@@ -13,7 +13,7 @@ from replaylens.engine.memory.tree import BranchStatus, TokenState
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.serving.stream import Stream
+from replaylens.engine.serving.request import Stream
 from tests.toy_model import continuation, engine, toy
 
 PROMPT = [1, 2, 3]

@@ -14,7 +14,7 @@ from replaylens.engine.loop.lane import Job
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.forest import Forest
-from replaylens.engine.serving.stream import Stream
+from replaylens.engine.serving.request import Stream
 from tests.toy_model import VOCAB, continuation, engine, toy
 
 SITE = "blocks.1.hook_in"

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from replaylens import tasks
-from replaylens.engine.model import weights
+from replaylens.engine.model import loading
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.training.tokenizer import PretrainedTokenizer
+from replaylens.engine.training.recipe import PretrainedTokenizer
 
 SPECIALS = ["<|text|>", "<|begin|>", "<|end|>"]
 MERGES = 160
@@ -45,6 +45,6 @@ def write_backbone(folder: Path, **tokenizer: Any) -> Path:
     with torch.no_grad():
         for x in model.parameters():
             x.mul_(2 if x.ndim == 2 else 1)  # as in the trainer's own initialisation: learns within a hundred steps
-    weights.save(model, folder)
+    loading.save(model, folder)
     PretrainedTokenizer(own).save(folder / "tokenizer.json")
     return folder

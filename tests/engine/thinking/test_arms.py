@@ -11,7 +11,7 @@ from replaylens.engine.engine import ThinkingEngine
 from replaylens.engine.errors import NonFinite
 from replaylens.engine.thinking import blocks
 from replaylens.engine.thinking.model import ThinkingConfig
-from replaylens.engine.training.chunks import METHODS, ChunkedText, Method, chunked
+from replaylens.engine.training.thinking import METHODS, ChunkedText, Method, chunked
 from replaylens.engine.zoo import coin as zoo
 from replaylens.tasks import WordTokenizer
 from tests.engine.thinking.reference import SHAPES, random_prompt, thinking_model

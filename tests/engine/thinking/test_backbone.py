@@ -16,13 +16,11 @@ from replaylens.engine.engine import Engine, ThinkingEngine
 from replaylens.engine.errors import BadConfig, BadRecipe, BadRequest
 from replaylens.engine.thinking.model import ThinkingDecoder
 from replaylens.engine.thinking.prefill import GUESSES
-from replaylens.engine.training import plain
+from replaylens.engine.training import thinking
 from replaylens.engine.training import thinking as trainer
-from replaylens.engine.training.chunks import METHODS, Method, chunked
-from replaylens.engine.training.recipe import Part
+from replaylens.engine.training.recipe import Part, PretrainedTokenizer, backbone_folder, load_tokenizer
 from replaylens.engine.training.score import score
-from replaylens.engine.training.thinking import ThinkingRecipe
-from replaylens.engine.training.tokenizer import PretrainedTokenizer, backbone_folder, load_tokenizer
+from replaylens.engine.training.thinking import METHODS, Method, ThinkingRecipe, chunked
 from replaylens.engine.zoo import coin as zoo
 from replaylens.engine.zoo import thinking as thinking_zoo
 from tests.engine.thinking.pretrained import hugging_face_tokenizer, write_backbone
@@ -189,7 +187,7 @@ def test_it_is_replayed_with_its_own_tokenizer(
         engine = Engine.load(tmp_path, guess=guess)
         assert isinstance(engine, ThinkingEngine)
         branches.append(engine.prompt(example.prompt, sites="STCZ").generate(3))
-    plainly, _, _ = plain.sequential(model, torch.tensor(path).view(-1, recipe.thinking.chunk))
+    plainly, _, _ = thinking.sequential(model, torch.tensor(path).view(-1, recipe.thinking.chunk))
     said = [t.tokens for t in branches[0].thoughts.chunks]
     assert [tuple(t[: len(s)].tolist()) for t, s in zip(plainly, said, strict=True)] == said
     assert any(len(tokens) > 1 for tokens in said), "something is thought"
@@ -226,7 +224,7 @@ def test_a_foreign_tokenizer_is_refused(trained: dict[Method, trainer.Model]) ->
 def test_the_command(method: Method, backbone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(thinking_zoo.RECIPES, "coin-thinking", TINY)
     monkeypatch.setattr("replaylens.commands.train.CARD_EXAMPLES", 2)
-    monkeypatch.setattr("replaylens.commands.train_thinking.CARD_LENGTHS", (1,))
+    monkeypatch.setattr("replaylens.commands.train.CARD_LENGTHS", (1,))
     options = ["--steps", "2", "--method", method, "--backbone", backbone, "--out", str(tmp_path), "--quiet"]
     result = CliRunner().invoke(app, ["train", "coin-thinking", *options])
     assert result.exit_code == 0, result.output

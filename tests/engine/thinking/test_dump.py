@@ -10,16 +10,13 @@ from typer.testing import CliRunner
 
 from replaylens import tasks
 from replaylens.cli import app
-from replaylens.engine.dump.diff import diff
-from replaylens.engine.dump.maker import write_dump
-from replaylens.engine.dump.planning import make_plan
+from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.verify import verify
-from replaylens.engine.engine import Engine, ThinkingEngine
+from replaylens.engine.dump.verify import diff, verify
+from replaylens.engine.engine import Engine, Run, ThinkingEngine
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.pictures.thoughts import Thinking
-from replaylens.engine.run import Run
 from replaylens.engine.thinking.prefill import GUESSES
 from replaylens.engine.zoo import thinking as thinking_zoo
 from replaylens.tasks import WordTokenizer

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from replaylens.engine.errors import BadConfig, BadWeights
-from replaylens.engine.model.torch_ops import SequenceOps
+from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.thinking import model as thinking
 from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder
-from replaylens.engine.training import plain
+from replaylens.engine.training import thinking as plain
 from replaylens.engine.training.score import along
 from tests.engine.reference import random_decoder
 from tests.engine.thinking.reference import BASE, EOS, PAD, random_prompt, thinking_model

@@ -6,9 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from replaylens.cli import app
-from replaylens.engine.engine import Engine, ThinkingEngine
+from replaylens.engine.engine import Engine, Run, ThinkingEngine
 from replaylens.engine.request.edits import Edit
-from replaylens.engine.run import Run
 from replaylens.engine.thinking.prefill import GUESSES, Guess
 from replaylens.engine.training.recipe import Part
 from replaylens.engine.zoo import coin as zoo

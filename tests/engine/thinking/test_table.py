@@ -7,7 +7,7 @@ import pytest
 from benchmarks.thinking_plan import TINY, Plan
 from benchmarks.thinking_tasks import TASKS
 from replaylens.engine.training import thinking as thinking_train
-from replaylens.engine.training.chunks import METHODS, chunked
+from replaylens.engine.training.thinking import METHODS, chunked
 from replaylens.engine.zoo import coin as zoo
 
 pytestmark = pytest.mark.parametrize("task", TASKS)

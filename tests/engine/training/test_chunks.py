@@ -9,7 +9,7 @@ import torch
 from replaylens import tasks
 from replaylens.engine.errors import BadThought
 from replaylens.engine.thinking.model import ThinkingConfig, padded
-from replaylens.engine.training.chunks import METHODS, ChunkTable, Method, chunked
+from replaylens.engine.training.thinking import METHODS, ChunkTable, Method, chunked
 from replaylens.tasks import Example, WordTokenizer
 
 PICTURE = "A coin's state is heads. Alice flips, then Bob flips. What's the state? A:"

@@ -15,7 +15,7 @@ from replaylens.cli import app
 from replaylens.commands import train as command
 from replaylens.engine.engine import ThinkingEngine
 from replaylens.engine.errors import BadRecipe
-from replaylens.engine.model.weights import weights_hash
+from replaylens.engine.model.loading import weights_hash
 from replaylens.engine.training import thinking as thinking_train
 from replaylens.engine.training import trainer
 from replaylens.engine.training.recipe_file import (

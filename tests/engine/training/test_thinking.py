@@ -14,10 +14,9 @@ from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder
 from replaylens.engine.training import thinking as trainer
-from replaylens.engine.training.chunks import METHODS, ChunkBatch, Method
 from replaylens.engine.training.recipe import Part
 from replaylens.engine.training.score import generate, score
-from replaylens.engine.training.thinking import ThinkingRecipe
+from replaylens.engine.training.thinking import METHODS, ChunkBatch, Method, ThinkingRecipe
 from replaylens.engine.zoo import coin as zoo
 from replaylens.engine.zoo import thinking as thinking_zoo
 from tests.interrupted import Interrupted, interrupt_at
@@ -138,7 +137,7 @@ def test_scores_count_only_what_the_model_itself_says() -> None:
 def test_greedy_continuations_are_those_of_whole_passes() -> None:
     backbone, tokenizer = zoo.load_embedded("coin-draft")
     prompts = [tokenizer.encode(example.prompt) for n in (1, 4, 2) for example in zoo.held_out(PICTURE, n, 1)]
-    from replaylens.engine.model.torch_ops import SequenceOps
+    from replaylens.engine.model.ops import SequenceOps
 
     for prompt, new in zip(prompts, generate(backbone, prompts, 6), strict=True):
         path = list(prompt)
@@ -159,7 +158,7 @@ def test_a_recipe_for_another_task() -> None:
 def test_the_command(method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(thinking_zoo.RECIPES, "coin-thinking", TINY)
     monkeypatch.setattr("replaylens.commands.train.CARD_EXAMPLES", 2)
-    monkeypatch.setattr("replaylens.commands.train_thinking.CARD_LENGTHS", (1,))
+    monkeypatch.setattr("replaylens.commands.train.CARD_LENGTHS", (1,))
     arguments = ["train", "coin-thinking", "--steps", "3", "--method", method, "--out", str(tmp_path)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output

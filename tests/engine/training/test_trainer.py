@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 from replaylens.cli import app
 from replaylens.commands import train as command
 from replaylens.engine.errors import BadRecipe
-from replaylens.engine.interrupts import held_interrupt
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.torch_ops import SequenceOps
-from replaylens.engine.model.weights import weights_hash
+from replaylens.engine.model.loading import weights_hash
+from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.terminal import held_interrupt
 from replaylens.engine.training import trainer
 from replaylens.engine.training.recipe import Part, Recipe
 from replaylens.engine.training.trainer import Texts

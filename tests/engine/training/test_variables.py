@@ -11,9 +11,8 @@ from replaylens.cli import app
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.thinking.model import ThinkingConfig
 from replaylens.engine.training import thinking as trainer
-from replaylens.engine.training.chunks import METHODS, Method
 from replaylens.engine.training.recipe import Part
-from replaylens.engine.training.thinking import ThinkingRecipe
+from replaylens.engine.training.thinking import METHODS, Method, ThinkingRecipe
 from replaylens.engine.zoo import coin as zoo
 from replaylens.engine.zoo import thinking as thinking_zoo
 

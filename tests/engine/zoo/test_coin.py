@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from replaylens.commands.lens import next_token_by_layer
+from replaylens.commands.demo import next_token_by_layer
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.torch_ops import SequenceOps
-from replaylens.engine.model.weights import weights_hash
+from replaylens.engine.model.loading import weights_hash
+from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.zoo import coin as zoo
 from replaylens.tasks import Example, WordTokenizer
 

@@ -15,14 +15,12 @@ from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, EngineError, OtherFingerprint, UnknownSite
-from replaylens.probes.causal.das import _probe
-from replaylens.probes.causal.interventions import ablate, interchange, steer
-from replaylens.probes.causal.stage import Stage, Subject
-from replaylens.probes.data.rows import Cell
+from replaylens.probes.causal import Stage, Subject, _probe, ablate, interchange, steer
 from replaylens.probes.errors import BadPosition, BadProbeFile, BadRows, MissingLabel, NotLinear, ProbeError
-from replaylens.probes.fitting.probe import LinearProbe, fit_probe, placebo_probes
+from replaylens.probes.probe import LinearProbe, fit_probe, placebo_probes
 from replaylens.probes.questions.forced import forced_rows
-from replaylens.probes.reports.report import Report
+from replaylens.probes.report import Report
+from replaylens.probes.rows import Cell
 from replaylens.tasks import Example
 from tests.toy_model import engine as toy_engine
 
@@ -291,7 +289,7 @@ def test_a_subspace_reads_three_classes() -> None:
 def test_direction_found_by_transformer_lens(engine: Engine) -> None:
     """DAS on a bridge with the same weights finds a direction; exchanging along it flips our engine's answers."""
     from benchmarks.dump import bridge, hugging_face
-    from replaylens.probes.causal.das import find_direction
+    from replaylens.probes.causal import find_direction
 
     task = tasks.get("coin")(flips=3, p=1.0)
     examples = task.examples(64)
@@ -306,7 +304,7 @@ def test_direction_found_by_transformer_lens(engine: Engine) -> None:
 def test_subspaces_at_any_position_by_transformer_lens(engine: Engine) -> None:
     """DAS of rank 2 at the word of the first face: exchanging there flips the answer. A label may have several classes."""
     from benchmarks.dump import bridge, hugging_face
-    from replaylens.probes.causal.das import find_direction
+    from replaylens.probes.causal import find_direction
 
     task = tasks.get("coin")(flips=2, p=1.0)
     same, theirs = task.examples(84), bridge(hugging_face(engine.model))

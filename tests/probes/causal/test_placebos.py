@@ -7,9 +7,8 @@ import pytest
 
 from replaylens import Engine, tasks
 from replaylens.engine.dump.reader import Dump
-from replaylens.probes.causal.interventions import interchange, steer
-from replaylens.probes.causal.stage import Effect, Stage, Variant
-from replaylens.probes.fitting.probe import LinearProbe, fit_probe, placebo_probes
+from replaylens.probes.causal import Effect, Stage, Variant, interchange, steer
+from replaylens.probes.probe import LinearProbe, fit_probe, placebo_probes
 from replaylens.tasks import Example
 
 

@@ -15,11 +15,7 @@ import torch
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import EngineError, MissingPackage, UnknownSite
-from replaylens.probes.data.arrays import ArraySource
-from replaylens.probes.data.groups import independent, near_duplicates
-from replaylens.probes.data.rows import Cell, ProbeRows
-from replaylens.probes.data.sequence_rows import sequences
-from replaylens.probes.design import splits
+from replaylens.probes import splits
 from replaylens.probes.errors import (
     BadPosition,
     BadRows,
@@ -33,16 +29,16 @@ from replaylens.probes.errors import (
     TooFewGroups,
     UnknownEstimator,
 )
-from replaylens.probes.estimators.solvers import solve
-from replaylens.probes.fitting.crossval import cross_validate
-from replaylens.probes.fitting.probe import LinearProbe, fit_probe
-from replaylens.probes.questions.across import transfer_across
+from replaylens.probes.groups import independent, near_duplicates
+from replaylens.probes.probe import LinearProbe, cross_validate, fit_probe
+from replaylens.probes.questions.forced import outcome_at_fork, viable_branch
 from replaylens.probes.questions.judge import judge
-from replaylens.probes.questions.outcome_at_fork import outcome_at_fork
-from replaylens.probes.questions.transfer import transfer
-from replaylens.probes.questions.viable_branch import viable_branch
-from replaylens.probes.reports.report import Report
-from replaylens.probes.sweeps.sweeping import sweep
+from replaylens.probes.questions.transfer import transfer, transfer_across
+from replaylens.probes.report import Report
+from replaylens.probes.rows import Cell, ProbeRows, sequences
+from replaylens.probes.solvers import solve
+from replaylens.probes.sources import ArraySource
+from replaylens.probes.sweeps import sweep
 from replaylens.views.report import ReportPage
 
 QUICK: dict[str, Any] = dict(permutations=19)

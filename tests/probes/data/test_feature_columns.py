@@ -11,10 +11,9 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, UnknownSite
 from replaylens.engine.features.features import SparseFeatures
-from replaylens.probes.data.feature_columns import with_features
-from replaylens.probes.data.rows import ProbeRows
 from replaylens.probes.errors import BadRows
-from replaylens.probes.sweeps.sweeping import sweep
+from replaylens.probes.rows import ProbeRows, with_features
+from replaylens.probes.sweeps import sweep
 from tests.engine.features.tiny import COUNT, write
 
 D = 128

@@ -10,18 +10,15 @@ from torch import Tensor
 
 from replaylens import tasks
 from replaylens.engine.engine import Engine
-from replaylens.probes.data import groups
-from replaylens.probes.data.rows import ProbeRows
-from replaylens.probes.design import controls, splits
-from replaylens.probes.design.goals import Goal
-from replaylens.probes.design.splits import Split
+from replaylens.probes import controls, groups, splits, sweeps
+from replaylens.probes.controls import Goal
 from replaylens.probes.errors import BadRows, ProbeError, RootOnBothSides, SharedRows, TooFewGroups
-from replaylens.probes.fitting.heldout import held_out
-from replaylens.probes.fitting.refit import score
-from replaylens.probes.reports.summary import shown
-from replaylens.probes.scoring.permutations import Null, why_no_exchange
-from replaylens.probes.sweeps import sweeping
-from replaylens.probes.sweeps.sweeping import sweep
+from replaylens.probes.heldout import held_out, score
+from replaylens.probes.permutations import Null, why_no_exchange
+from replaylens.probes.report import shown
+from replaylens.probes.rows import ProbeRows
+from replaylens.probes.splits import Split
+from replaylens.probes.sweeps import sweep
 from tests.calibrate import PLAINS, Effect, Noise, Plain
 from tests.probes.synthetic import labelled_rows, rows_of
 
@@ -162,7 +159,7 @@ def test_noise_is_shown_in_one_of_twenty(monkeypatch: pytest.MonkeyPatch) -> Non
         scores = [score(said, replace(goal, codes=goal.codes[order]), every) for order in [np.arange(len(every)), *orders]]
         return Null(scores[0], np.stack(scores[1:]))
 
-    monkeypatch.setattr(sweeping, "refitted", fixed)
+    monkeypatch.setattr(sweeps, "refitted", fixed)
     assert sum(noise.found(seed) for seed in range(60)) > max(found, 3)
 
 

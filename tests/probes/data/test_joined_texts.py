@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from replaylens.engine.dump.maker import write_dump
-from replaylens.engine.dump.planning import make_plan
+from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.engine import Engine
-from replaylens.probes.data.rows import ProbeRows
+from replaylens.probes.rows import ProbeRows
 
 
 def test_coins_of_parts_are_independent(tmp_path: Path) -> None:

@@ -11,17 +11,15 @@ from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import OtherFingerprint, UnknownSite
-from replaylens.engine.lens import readout
-from replaylens.probes.causal.stage import Stage
-from replaylens.probes.data import groups
-from replaylens.probes.data.positions import Position
-from replaylens.probes.data.rows import ProbeRows
-from replaylens.probes.data.target import make_target
-from replaylens.probes.design import splits
-from replaylens.probes.design.goals import make_goal
+from replaylens.engine.lens import lens
+from replaylens.probes import groups, splits
+from replaylens.probes.causal import Stage
+from replaylens.probes.controls import make_goal
 from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, OneClass, ProbeError, RootOnBothSides, TooFewGroups
-from replaylens.probes.fitting.probe import fit_probe
-from replaylens.probes.sweeps.sweeping import sweep
+from replaylens.probes.positions import Position
+from replaylens.probes.probe import fit_probe
+from replaylens.probes.rows import ProbeRows, make_target
+from replaylens.probes.sweeps import sweep
 from tests.probes.synthetic import rows_of
 from tests.toy_model import engine as toy_engine
 
@@ -48,9 +46,9 @@ def test_probabilities_are_computed_when_asked(engine: Engine, tmp_path: Path, m
     in a join, computes them once for the run, with the bits of a dump, and many texts a pass."""
     run = engine.replay(tasks.get("coin")(flips=(2, 5)).examples(12), sites=["blocks.2.hook_in"], drafter="lens")
     passes, unembedded = [], []
-    planted, read = type(engine).planted, readout.next_token
+    planted, read = type(engine).planted, lens.next_token
     monkeypatch.setattr(type(engine), "planted", lambda self, *given: passes.append(given) or planted(self, *given))
-    monkeypatch.setattr(readout, "next_token", lambda *given: unembedded.append(given) or read(*given))
+    monkeypatch.setattr(lens, "next_token", lambda *given: unembedded.append(given) or read(*given))
     rows = ProbeRows.of(run)
     fit_probe(run, "face", site="blocks.2.hook_in", position="step")
     sweep(run, "face", sites=["blocks.2.hook_in"], positions="step", permutations=0, controls=False)

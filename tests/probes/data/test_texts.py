@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from replaylens import Dump, Engine, Run, cli, probes, tasks
-from replaylens.probes.data.rows import ProbeRows
 from replaylens.probes.errors import BadPosition, BadRows
-from replaylens.probes.questions.viable_branch import viable_branch
+from replaylens.probes.questions.forced import viable_branch
+from replaylens.probes.rows import ProbeRows
 from replaylens.tasks.errors import NotForTexts
 from replaylens.views.report import ReportPage
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from replaylens.probes.data.rows import ProbeRows
-from replaylens.probes.design import splits
-from replaylens.probes.design.splits import Split
+from replaylens.probes import splits
 from replaylens.probes.errors import ProbeError, RootOnBothSides, TooFewGroups
+from replaylens.probes.rows import ProbeRows
+from replaylens.probes.splits import Split
 from tests.probes.synthetic import rows_of
 
 FOLDS = 3

@@ -10,14 +10,10 @@ import torch
 from sklearn.base import clone
 from sklearn.utils.estimator_checks import check_estimator
 
+from replaylens.probes.erasers import Inlp, Leace
 from replaylens.probes.errors import BadRows, OneClass, UnknownEstimator
-from replaylens.probes.estimators.attentive import AttentiveProbe
-from replaylens.probes.estimators.ccs import CcsProbe
-from replaylens.probes.estimators.erasers import Inlp, Leace
-from replaylens.probes.estimators.mass_mean import MassMeanProbe
-from replaylens.probes.estimators.sparse import SparseProbe
-from replaylens.probes.fitting.chosen import ChosenProbe
-from replaylens.probes.fitting.registry import ESTIMATORS, calibrated, get
+from replaylens.probes.estimators import AttentiveProbe, CcsProbe, MassMeanProbe, SparseProbe
+from replaylens.probes.registry import ESTIMATORS, ChosenProbe, calibrated, get
 
 OURS = [
     MassMeanProbe(),

@@ -8,14 +8,12 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 from sklearn.preprocessing import StandardScaler
 
-from replaylens.probes.design.goals import Goal
+from replaylens.probes import registry
+from replaylens.probes.controls import Goal
+from replaylens.probes.erasers import Inlp, Leace, moments_of
 from replaylens.probes.errors import BadRows, ProbeError
-from replaylens.probes.estimators.ccs import CcsProbe
-from replaylens.probes.estimators.erasers import Inlp, Leace
-from replaylens.probes.estimators.mass_mean import MassMeanProbe
-from replaylens.probes.estimators.moments import moments_of
-from replaylens.probes.fitting import information
-from replaylens.probes.fitting.heldout import held_out
+from replaylens.probes.estimators import CcsProbe, MassMeanProbe
+from replaylens.probes.heldout import held_out
 
 ROWS, WIDTH = 2000, 16
 
@@ -172,10 +170,10 @@ def test_information_where_a_fold_lacks_a_class(name: str) -> None:
     x, goal, train = unseen()
     test = ~train[0]
     loss = held_out(name, x, [goal], train, ~train).log_loss[0, 0].astype(np.float64)
-    null = information.null_log_loss(goal.codes, train, ~train, 3)
+    null = registry.null_log_loss(goal.codes, train, ~train, 3)
     bound = np.log(2 * 100 + 3)
     assert loss[test].max() <= bound + 1e-6 and null[goal.codes == 2] == pytest.approx(bound)
-    assert information.v_information(loss[test], null[test]) > 0.5
+    assert registry.v_information(loss[test], null[test]) > 0.5
 
 
 def test_smoothing_is_alike_for_probe_and_frequencies() -> None:
@@ -183,10 +181,10 @@ def test_smoothing_is_alike_for_probe_and_frequencies() -> None:
     _, goal, train = unseen()
     shares = np.bincount(goal.codes[train[0]], minlength=3) / 100
     with np.errstate(divide="ignore"):
-        probe = -information.smoothed(np.log(shares), 100)[goal.codes]
-    null = information.null_log_loss(goal.codes, train, ~train, 3)
-    assert information.v_information(probe[~train[0]], null[~train[0]]) == pytest.approx(0, abs=1e-12)
-    assert np.exp(information.smoothed(np.log(np.full((2, 3), 1 / 3)), 5)) == pytest.approx(1 / 3)
+        probe = -registry.smoothed(np.log(shares), 100)[goal.codes]
+    null = registry.null_log_loss(goal.codes, train, ~train, 3)
+    assert registry.v_information(probe[~train[0]], null[~train[0]]) == pytest.approx(0, abs=1e-12)
+    assert np.exp(registry.smoothed(np.log(np.full((2, 3), 1 / 3)), 5)) == pytest.approx(1 / 3)
 
 
 def test_online_code_of_many_classes() -> None:
@@ -194,14 +192,14 @@ def test_online_code_of_many_classes() -> None:
     generator = np.random.default_rng(0)
     codes = generator.integers(10, size=400)
     x = torch.from_numpy(generator.normal(size=(400, 32)) + 4 * np.eye(10, 32)[codes])[None]
-    train, test = information.code_blocks(np.arange(400).astype(str))
+    train, test = registry.code_blocks(np.arange(400).astype(str))
     assert len(np.unique(codes[train[0]])) < 10, "the first probe has not seen every class"
     loss = held_out("logistic", x, [goal_of(codes, 10)], train, test).log_loss[0, 0] / np.log(2)
     for fit, block in zip(train, test, strict=True):
         new = block & ~np.isin(codes, codes[fit])
         assert (loss[new] <= np.log2(2 * fit.sum() + 10) + 1e-6).all()
     assert loss[test[0]].mean() < np.log2(10) + 0.5, "five of its twelve rows are of classes that the probe has not seen"
-    bits, compression = information.code_length(loss * np.log(2), test.any(0), 10)
+    bits, compression = registry.code_length(loss * np.log(2), test.any(0), 10)
     assert bits < 1.0 and compression > 3.5
 
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replaylens.probes.erasers import CHUNK, StreamingStatistics
 from replaylens.probes.errors import BadRows
-from replaylens.probes.estimators.moments import CHUNK, StreamingStatistics
 
 ROWS = torch.randn(3 * CHUNK + 17, 12, generator=torch.Generator().manual_seed(0)) + 2
 

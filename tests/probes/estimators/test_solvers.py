@@ -7,11 +7,11 @@ from sklearn.linear_model import LogisticRegression, RidgeClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from replaylens.probes.estimators import quasi_newton, solvers
-from replaylens.probes.estimators.grams import Grams
-from replaylens.probes.estimators.mass_mean import MassMeanProbe
-from replaylens.probes.estimators.solvers import Solution, one_hot, solve, solve_path
-from replaylens.probes.fitting.probe import coefficients
+from replaylens.probes import solvers
+from replaylens.probes import solvers as quasi_newton
+from replaylens.probes.estimators import MassMeanProbe
+from replaylens.probes.probe import coefficients
+from replaylens.probes.solvers import Grams, Solution, one_hot, solve, solve_path
 
 CELLS, ROWS, WIDTH, FOLDS = 2, 300, 12, 3
 SKLEARN = {

@@ -5,15 +5,15 @@ import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 
-from replaylens.probes.data.rows import ProbeRows
-from replaylens.probes.design.goals import make_goal
-from replaylens.probes.design.splits import by_root
-from replaylens.probes.estimators.erasers import Inlp, Leace
-from replaylens.probes.estimators.mass_mean import MassMeanProbe
-from replaylens.probes.fitting.heldout import held_out
-from replaylens.probes.fitting.probe import fit_probe
-from replaylens.probes.scoring.statistics import ratio_over_groups
-from replaylens.probes.sweeps.sweeping import sweep
+from replaylens.probes.controls import make_goal
+from replaylens.probes.erasers import Inlp, Leace
+from replaylens.probes.estimators import MassMeanProbe
+from replaylens.probes.heldout import held_out
+from replaylens.probes.intervals import ratio_over_groups
+from replaylens.probes.probe import fit_probe
+from replaylens.probes.rows import ProbeRows
+from replaylens.probes.splits import by_root
+from replaylens.probes.sweeps import sweep
 from tests.probes.synthetic import direction, rows_of
 
 

@@ -9,15 +9,14 @@ from sklearn.linear_model import LogisticRegression, RidgeClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from replaylens.probes.design.goals import Goal
+from replaylens.probes import registry
+from replaylens.probes.controls import Goal
 from replaylens.probes.errors import ProbeError, TooFewGroups
-from replaylens.probes.estimators.solvers import one_hot, solve, solve_path
-from replaylens.probes.fitting import chosen
-from replaylens.probes.fitting.chosen import GRID, ChosenProbe, inner_folds, solve_chosen
-from replaylens.probes.fitting.heldout import held_out
-from replaylens.probes.fitting.probe import fit_probe
-from replaylens.probes.fitting.refit import permutation_test
-from replaylens.probes.sweeps.sweeping import sweep
+from replaylens.probes.heldout import held_out, permutation_test
+from replaylens.probes.probe import fit_probe
+from replaylens.probes.registry import GRID, ChosenProbe, inner_folds, solve_chosen
+from replaylens.probes.solvers import one_hot, solve, solve_path
+from replaylens.probes.sweeps import sweep
 from tests.probes.synthetic import rows_of
 
 ROWS, WIDTH, FOLDS = 180, 10, 2
@@ -90,7 +89,7 @@ def looks_at_tested_rows(name: str) -> bool:
 def test_tested_rows_take_no_part_in_the_choice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a choice that is judged on the tested rows is found out."""
     assert not looks_at_tested_rows(name)
-    monkeypatch.setattr(chosen, "inner_folds", lambda groups, fit: inner_folds(groups, fit) | ~fit)
+    monkeypatch.setattr(registry, "inner_folds", lambda groups, fit: inner_folds(groups, fit) | ~fit)
     assert looks_at_tested_rows(name)
 
 

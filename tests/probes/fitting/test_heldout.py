@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from replaylens.probes.design.goals import Goal, make_goal
-from replaylens.probes.design.splits import by_root
-from replaylens.probes.fitting import registry
-from replaylens.probes.fitting.heldout import Held, held_out
+from replaylens.probes import registry
+from replaylens.probes.controls import Goal, make_goal
+from replaylens.probes.heldout import Held, held_out
+from replaylens.probes.splits import by_root
 from tests.probes.synthetic import rows_of
 
 ROWS = rows_of(roots=24, per_root=2, effect=1.0)

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from replaylens.probes.design.controls import control_labels
-from replaylens.probes.design.goals import CONTROL, LABEL, Goal
+from replaylens.probes.controls import CONTROL, LABEL, Goal, control_labels
 from replaylens.probes.errors import ProbeError
-from replaylens.probes.fitting.online_code import online_codes
+from replaylens.probes.heldout import online_codes
 
 ROWS = 600
 

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
-from replaylens.probes.data.rows import Cell, ProbeRows
+from replaylens.probes.erasers import Leace, Moments, MomentStream, moments_of
 from replaylens.probes.errors import OneClass, ProbeError
-from replaylens.probes.estimators.erasers import Leace
-from replaylens.probes.estimators.mass_mean import MassMeanProbe
-from replaylens.probes.estimators.moments import Moments, MomentStream, moments_of
-from replaylens.probes.fitting.streaming import fit_streaming
+from replaylens.probes.estimators import MassMeanProbe
+from replaylens.probes.probe import fit_streaming
+from replaylens.probes.rows import Cell, ProbeRows
 
 X = torch.randn(700, 6, generator=torch.Generator().manual_seed(0)).double()
 Y = np.where(np.random.default_rng(0).integers(2, size=700) == 1, "b", "a")

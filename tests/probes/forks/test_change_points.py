@@ -9,7 +9,7 @@ from scipy.special import gammaln
 
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.forks.change_points import change_points
-from replaylens.probes.forks.forking_tokens import TokenFork, forking_tokens
+from replaylens.probes.forks.tokens import TokenFork, forking_tokens
 from tests.calibrate_forks import counts_of, token_forks
 
 

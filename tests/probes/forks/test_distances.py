@@ -6,12 +6,21 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from replaylens.engine.resampling.counts import OutcomeCounts
+from replaylens.engine.resampling.rollouts import OutcomeCounts
 from replaylens.probes.errors import BadRows, ProbeError
-from replaylens.probes.forks.distributions import entropy, interval, outcome_curve
+from replaylens.probes.forks.distributions import (
+    RolloutTexts,
+    distances,
+    divergence,
+    entropy,
+    interval,
+    outcome_curve,
+    smoothed,
+    variation,
+    variation_low,
+    whole_counts,
+)
 from replaylens.probes.forks.importance import counterfactual_importance, importance, step_down
-from replaylens.probes.forks.multinomials import distances, divergence, smoothed, variation, variation_low, whole_counts
-from replaylens.probes.forks.rollout_texts import RolloutTexts
 from tests.calibrate_forks import counts_of, rollouts_of
 
 

@@ -13,14 +13,14 @@ import pytest
 
 from replaylens import tasks
 from replaylens.engine.engine import Engine
-from replaylens.engine.resampling.counts import OutcomeCounts
-from replaylens.probes.data.groups import histories, independent
-from replaylens.probes.data.rows import ProbeRows
+from replaylens.engine.resampling.rollouts import OutcomeCounts
 from replaylens.probes.forks.change_points import change_points
 from replaylens.probes.forks.distributions import outcome_curve
 from replaylens.probes.forks.importance import importance
 from replaylens.probes.forks.outcome_probe import Key, outcome_probe
-from replaylens.probes.questions.outcome_at_fork import outcome_target
+from replaylens.probes.groups import histories, independent
+from replaylens.probes.questions.forced import outcome_target
+from replaylens.probes.rows import ProbeRows
 
 FACES = ["heads", "tails"]
 EXAMPLES = 600

@@ -5,12 +5,11 @@ import pytest
 
 import replaylens as rl
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.resampling.counts import OutcomeCounts
+from replaylens.engine.resampling.rollouts import OutcomeCounts
 from replaylens.probes.errors import BadRows
 from replaylens.probes.forks.change_points import change_points
-from replaylens.probes.forks.distributions import outcome_curve
+from replaylens.probes.forks.distributions import RolloutTexts, outcome_curve
 from replaylens.probes.forks.importance import counterfactual_importance, importance
-from replaylens.probes.forks.rollout_texts import RolloutTexts
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,8 @@ import pandas as pd
 import pytest
 
 from replaylens.probes.errors import BadRows, ProbeError
-from replaylens.probes.forks.resilience import resilience
-from replaylens.probes.forks.rollout_texts import RolloutTexts
-from replaylens.probes.forks.similarity import exact, overlap
+from replaylens.probes.forks.distributions import RolloutTexts
+from replaylens.probes.forks.importance import exact, overlap, resilience
 
 TEXTS = ["We flip it.", "So it is heads."]
 

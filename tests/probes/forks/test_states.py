@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 from replaylens.probes.errors import BadRows, SharedRows, UnknownEstimator
-from replaylens.probes.forks.drafts import draft_agreement
 from replaylens.probes.forks.outcome_probe import GAIN, outcome_probe
-from replaylens.probes.forks.siblings import sibling_divergence
-from replaylens.probes.reports.report import Report
+from replaylens.probes.forks.tokens import draft_agreement, sibling_divergence
+from replaylens.probes.report import Report
 from replaylens.views.report import ReportPage
 
 ROOTS = 50

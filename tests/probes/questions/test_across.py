@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from replaylens.probes.data.positions import add_places
-from replaylens.probes.data.rows import ProbeRows
-from replaylens.probes.data.sequence_rows import sequences
-from replaylens.probes.data.sources import MemorySource
 from replaylens.probes.errors import BadRows, MissingLabel, ProbeError, SeveralTasks
-from replaylens.probes.questions.across import transfer_across
-from replaylens.probes.reports.report import Report
-from replaylens.probes.sweeps.sweeping import sweep
+from replaylens.probes.positions import add_places
+from replaylens.probes.questions.transfer import transfer_across
+from replaylens.probes.report import Report
+from replaylens.probes.rows import ProbeRows, sequences
+from replaylens.probes.sources import MemorySource
+from replaylens.probes.sweeps import sweep
 from tests.probes.synthetic import direction, rows_of
 
 

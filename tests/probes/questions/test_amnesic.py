@@ -8,11 +8,11 @@ from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import OtherFingerprint
-from replaylens.probes.data.rows import Cell, ProbeRows
-from replaylens.probes.data.sources import MemorySource
-from replaylens.probes.design.unseen import unseen
 from replaylens.probes.errors import BadRows, ProbeError
-from replaylens.probes.questions.amnesic import _Eraser, _say, amnesic
+from replaylens.probes.questions.erasure import _Eraser, _say_amnesic, amnesic
+from replaylens.probes.rows import Cell, ProbeRows
+from replaylens.probes.sources import MemorySource
+from replaylens.probes.splits import unseen
 from replaylens.tasks import Example
 from tests.probes.synthetic import rows_of
 from tests.toy_model import engine as toy_engine
@@ -56,7 +56,7 @@ def test_a_label_that_is_left_gives_no_verdict(left: float, verdict: str) -> Non
     """A model that does not suffer does without the label only if the label is gone."""
     rates = dict(accuracy=0.1, low=-0.1, high=0.3, nats=0.0, nats_low=-0.1, nats_high=0.1)
     after = dict(what="refit: site, after", accuracy=0.9, low=left, high=1.0, majority=0.5)
-    said = _say("S3 inlp", "face", 1, [*(dict(what=str(i), **rates) for i in range(4)), after])
+    said = _say_amnesic("S3 inlp", "face", 1, [*(dict(what=str(i), **rates) for i in range(4)), after])
     assert [each.split(":")[0] for each in said[1:]] == [verdict] * 2
 
 

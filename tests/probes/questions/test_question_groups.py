@@ -8,18 +8,16 @@ import pytest
 from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
-from replaylens.probes.data.groups import distinct, histories
-from replaylens.probes.data.rows import ProbeRows
-from replaylens.probes.design.unseen import apart
 from replaylens.probes.errors import BadRows, SharedRows
-from replaylens.probes.fitting.probe import fit_probe
-from replaylens.probes.questions.across import transfer_across
+from replaylens.probes.groups import distinct, histories
+from replaylens.probes.probe import fit_probe
+from replaylens.probes.questions.erasure import steering_reach
+from replaylens.probes.questions.forced import outcome_at_fork, viable_branch
 from replaylens.probes.questions.judge import judge
-from replaylens.probes.questions.outcome_at_fork import outcome_at_fork
-from replaylens.probes.questions.steering_reach import steering_reach
-from replaylens.probes.questions.transfer import transfer
-from replaylens.probes.questions.viable_branch import viable_branch
-from replaylens.probes.reports.report import Report
+from replaylens.probes.questions.transfer import transfer, transfer_across
+from replaylens.probes.report import Report
+from replaylens.probes.rows import ProbeRows
+from replaylens.probes.splits import apart
 from tests.probes.questions.test_viable_branch import answered
 
 ASKED: dict[str, Callable[[ProbeRows], Report]] = {
@@ -79,10 +77,10 @@ def _keys(rows: ProbeRows) -> np.ndarray:
 
 def test_steering_is_fitted_on_other_beginnings(engine: Engine, coin_dump: Dump, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of other prompts that begin as the steered ones do are left out of the fits, and the report says so."""
-    from replaylens.probes.questions import steering_reach as module
+    from replaylens.probes.questions import erasure
 
     seen: list[ProbeRows] = []
-    monkeypatch.setattr(module, "fit_probe", lambda rows, *args, **more: seen.append(rows) or fit_probe(rows, *args, **more))
+    monkeypatch.setattr(erasure, "fit_probe", lambda rows, *args, **more: seen.append(rows) or fit_probe(rows, *args, **more))
     examples = tasks.get("coin")(flips=3, seed=3).examples(6)
     report = steering_reach(engine, coin_dump, examples, "face", layers=[3], placebos=1)
     prompts = [engine.text.encode(example.prompt) for example in examples]

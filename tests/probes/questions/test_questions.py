@@ -8,17 +8,14 @@ import pytest
 from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
-from replaylens.probes.data.rows import ProbeRows
 from replaylens.probes.errors import BadRows, ProbeError
-from replaylens.probes.questions.forced import forced_rows
+from replaylens.probes.intervals import Estimate
+from replaylens.probes.questions.erasure import steering_reach
+from replaylens.probes.questions.forced import forced_rows, outcome_at_fork, outcome_target, text_or_truth, viable_branch
 from replaylens.probes.questions.judge import judge
-from replaylens.probes.questions.outcome_at_fork import outcome_at_fork, outcome_target
-from replaylens.probes.questions.steering_reach import steering_reach
-from replaylens.probes.questions.text_or_truth import text_or_truth
 from replaylens.probes.questions.transfer import transfer
-from replaylens.probes.questions.viable_branch import viable_branch
-from replaylens.probes.reports.report import Report
-from replaylens.probes.scoring.statistics import Estimate
+from replaylens.probes.report import Report
+from replaylens.probes.rows import ProbeRows
 from tests.probes.synthetic import rows_of
 
 coin = tasks.get("coin")

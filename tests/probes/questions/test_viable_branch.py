@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from replaylens.probes.data.rows import ProbeRows
-from replaylens.probes.data.sources import MemorySource
 from replaylens.probes.errors import BadRows
-from replaylens.probes.questions.viable_branch import viable_branch
-from replaylens.probes.reports.report import Report
+from replaylens.probes.questions.forced import viable_branch
+from replaylens.probes.report import Report
+from replaylens.probes.rows import ProbeRows
+from replaylens.probes.sources import MemorySource
 from tests.probes.synthetic import rows_of
 
 ROOTS, WIDTH = 160, 12

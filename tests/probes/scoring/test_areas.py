@@ -5,9 +5,8 @@ import pytest
 from scipy import stats
 from sklearn.metrics import balanced_accuracy_score, roc_auc_score
 
+from replaylens.probes.areas import area, area_gains, balanced_accuracy
 from replaylens.probes.errors import OneClass, TooFewGroups
-from replaylens.probes.scoring.areas import area, area_gains
-from replaylens.probes.scoring.balanced import balanced_accuracy
 
 
 def names(groups: int, rows: int = 1) -> np.ndarray:

@@ -8,11 +8,10 @@ import torch
 from sklearn.metrics import balanced_accuracy_score, f1_score, roc_auc_score
 from sklearn.pipeline import Pipeline
 
-from replaylens.probes.design.goals import Goal
-from replaylens.probes.fitting import registry
-from replaylens.probes.fitting.heldout import Held, held_out
-from replaylens.probes.fitting.parts import Parts
-from replaylens.probes.scoring import metrics
+from replaylens.probes import intervals, registry
+from replaylens.probes.controls import Goal
+from replaylens.probes.heldout import Held, held_out
+from replaylens.probes.sweeps import Parts
 
 SWEPT = [name for name, each in registry.ESTIMATORS.items() if each.swept != "no" and name != "mlp"]
 
@@ -77,10 +76,10 @@ def test_metrics_are_scikit_learns(classes: int, seed: int) -> None:
     score, said, codes = answers(classes, seed)
     average = "binary" if classes == 2 else "macro"
     areas = [np.mean([roc_auc_score(codes == k, each[:, i]) for i, k in columns(classes)]) for each in score]
-    assert metrics.auroc(score, codes) == pytest.approx(areas, abs=1e-12)
+    assert intervals.auroc(score, codes) == pytest.approx(areas, abs=1e-12)
     recalls = [balanced_accuracy_score(codes, each) for each in said]
-    assert metrics.balanced_accuracy(said, codes) == pytest.approx(recalls, abs=1e-12)
-    assert metrics.f1(said, codes, classes) == pytest.approx([f1_score(codes, each, average=average) for each in said])
+    assert intervals.balanced_accuracy(said, codes) == pytest.approx(recalls, abs=1e-12)
+    assert intervals.f1(said, codes, classes) == pytest.approx([f1_score(codes, each, average=average) for each in said])
 
 
 def columns(classes: int) -> list[tuple[int, int]]:
@@ -93,21 +92,23 @@ def test_macro_area_of_probabilities() -> None:
     score, _, codes = answers(4, 2)
     shares = np.exp(score) / np.exp(score).sum(-1, keepdims=True)
     theirs = [roc_auc_score(codes, each, multi_class="ovr") for each in shares]
-    assert metrics.auroc(np.log(shares), codes) == pytest.approx(theirs, abs=1e-12)
+    assert intervals.auroc(np.log(shares), codes) == pytest.approx(theirs, abs=1e-12)
 
 
 def test_what_is_undefined_is_nan() -> None:
     score, said, codes = answers(3, 0)
     one = np.zeros(90, dtype=int)
-    assert np.isnan(metrics.auroc(score[..., :1], one)).all() and np.isnan(metrics.auroc(score, one)).all()
-    assert np.isnan(metrics.balanced_accuracy(said, one)).all()
-    assert np.isnan(metrics.f1(np.zeros((2, 90)), one, 2)).all() and not np.isnan(metrics.f1(np.ones((2, 90)), one, 2)).any()
-    two = np.minimum(codes, 1)  # the third class does not occur: the mean is over the others
-    assert metrics.auroc(score, two) == pytest.approx(
-        metrics._mean([metrics._area(score[..., k], two == k, None) for k in (0, 1)])
+    assert np.isnan(intervals.auroc(score[..., :1], one)).all() and np.isnan(intervals.auroc(score, one)).all()
+    assert np.isnan(intervals.balanced_accuracy(said, one)).all()
+    assert (
+        np.isnan(intervals.f1(np.zeros((2, 90)), one, 2)).all() and not np.isnan(intervals.f1(np.ones((2, 90)), one, 2)).any()
     )
-    assert not np.isnan(metrics.auroc(score, two)).any()
-    assert np.isnan(metrics.auroc(score[..., :1], two, fold=two)).all(), "no fold has a pair of rows to compare"
+    two = np.minimum(codes, 1)  # the third class does not occur: the mean is over the others
+    assert intervals.auroc(score, two) == pytest.approx(
+        intervals._mean([intervals._area(score[..., k], two == k, None) for k in (0, 1)])
+    )
+    assert not np.isnan(intervals.auroc(score, two)).any()
+    assert np.isnan(intervals.auroc(score[..., :1], two, fold=two)).all(), "no fold has a pair of rows to compare"
 
 
 def test_pooling_folds_biases_the_area() -> None:
@@ -119,8 +120,8 @@ def test_pooling_folds_biases_the_area() -> None:
         goal = Goal("y", "label", "class", ("0", "1"), codes, np.ones(60, dtype=bool))
         test = np.arange(10)[:, None] == fold
         score = held_out("logistic", torch.from_numpy(generator.normal(size=(1, 60, 2))), [goal], ~test, test).score[:, 0]
-        within.append(metrics.auroc(score, codes, fold)[0])
-        pooled.append(metrics.auroc(score, codes)[0])
+        within.append(intervals.auroc(score, codes, fold)[0])
+        pooled.append(intervals.auroc(score, codes)[0])
     error = np.std(within) / np.sqrt(60)
     assert abs(np.mean(within) - 0.5) < 3 * error
     assert np.mean(pooled) < 0.5 - 3 * error

@@ -4,14 +4,10 @@ import numpy as np
 import pytest
 from scipy.stats import beta
 
-from replaylens.probes.data.target import make_target
-from replaylens.probes.design.goals import make_goal
+from replaylens.probes.controls import make_goal
 from replaylens.probes.errors import TooFewGroups
-from replaylens.probes.fitting.heldout import Said
-from replaylens.probes.fitting.information import calibration_error, code_blocks, code_length, v_information
-from replaylens.probes.fitting.refit import exchanged, permutation_test
-from replaylens.probes.scoring.permutations import Null, group_permutations, max_statistic
-from replaylens.probes.scoring.statistics import (
+from replaylens.probes.heldout import Said, exchanged, permutation_test
+from replaylens.probes.intervals import (
     corrected_p,
     difference_over_groups,
     effective_groups,
@@ -22,6 +18,9 @@ from replaylens.probes.scoring.statistics import (
     means_over_groups,
     ratio_over_groups,
 )
+from replaylens.probes.permutations import Null, group_permutations, max_statistic
+from replaylens.probes.registry import calibration_error, code_blocks, code_length, v_information
+from replaylens.probes.rows import make_target
 from tests.probes.synthetic import rows_of
 
 ROOTS, PER_ROOT = 60, 5

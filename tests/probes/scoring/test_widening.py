@@ -10,17 +10,16 @@ from scipy import stats
 
 from replaylens import Engine, tasks
 from replaylens.engine.dump.reader import Dump
-from replaylens.probes.causal.interventions import ablate
-from replaylens.probes.data.rows import ProbeRows
-from replaylens.probes.fitting.probe import fit_probe
+from replaylens.probes import intervals
+from replaylens.probes.causal import ablate
+from replaylens.probes.intervals import mean_over_groups, ratio_over_groups
+from replaylens.probes.probe import fit_probe
+from replaylens.probes.questions.forced import outcome_at_fork, viable_branch
 from replaylens.probes.questions.judge import judge
-from replaylens.probes.questions.outcome_at_fork import outcome_at_fork
 from replaylens.probes.questions.transfer import transfer
-from replaylens.probes.questions.viable_branch import viable_branch
-from replaylens.probes.reports.report import Report
-from replaylens.probes.scoring import statistics
-from replaylens.probes.scoring.statistics import mean_over_groups, ratio_over_groups
-from replaylens.probes.sweeps.sweeping import sweep
+from replaylens.probes.report import Report
+from replaylens.probes.rows import ProbeRows
+from replaylens.probes.sweeps import sweep
 from tests.probes.synthetic import rows_of
 
 
@@ -91,13 +90,13 @@ def test_reports_widen_what_was_cross_validated(
     engine: Engine, coin_dump: Dump, steps_dump: Dump, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: Counter[int] = Counter()
-    factor = statistics.cross_validation
+    factor = intervals.cross_validation
 
     def watched(folds: int, *answers: float) -> float:
         asked[folds] += 1
         return factor(folds, *answers)
 
-    monkeypatch.setattr(statistics, "cross_validation", watched)
+    monkeypatch.setattr(intervals, "cross_validation", watched)
     make, wanted = REPORTS[name]
     report = make(engine, coin_dump, steps_dump)
     if name == "ablate":  # flip rates involve no fitted predictions
@@ -107,13 +106,13 @@ def test_reports_widen_what_was_cross_validated(
 
 def test_the_line_of_a_sweep_is_widened(monkeypatch: pytest.MonkeyPatch) -> None:
     """By its own folds: the count above does not tell a line's interval from the variance of the fits."""
-    factor, widths = statistics.cross_validation, []
+    factor, widths = intervals.cross_validation, []
     for times in (1, 2):
 
         def wider(folds: int, answers: float | None = None, k: int = times) -> float:
             return factor(folds) if answers is None else factor(folds, answers) * (k if folds == 4 else 1)
 
-        monkeypatch.setattr(statistics, "cross_validation", wider)
+        monkeypatch.setattr(intervals, "cross_validation", wider)
         (line,) = sweep(
             rows_of(roots=40), "face", sites="S", layers=[0], positions="all", controls=False, folds=4, permutations=0
         ).lines

@@ -7,10 +7,10 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from replaylens.probes.design.splits import by_root
 from replaylens.probes.errors import ProbeError
-from replaylens.probes.reports.report import Report
-from replaylens.probes.sweeps.curve import complexity_curve
+from replaylens.probes.report import Report
+from replaylens.probes.splits import by_root
+from replaylens.probes.sweeps import complexity_curve
 from tests.probes.synthetic import rows_of
 
 ROWS = rows_of(roots=60, width=24)

@@ -16,16 +16,16 @@ from replaylens.cli import app
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.probes import area, balanced_accuracy, complexity_curve, fit_probe, steer, sweep, transfer_across
-from replaylens.probes.data.columns import OWN
-from replaylens.probes.data.rows import ProbeRows
-from replaylens.probes.design.splits import Split, by_mask, by_root
+from replaylens.probes.arrays import OWN
 from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, NoTask, ProbeError, UnknownEstimator
-from replaylens.probes.questions.amnesic import amnesic
+from replaylens.probes.intervals import ratio_over_groups
+from replaylens.probes.questions.erasure import amnesic
+from replaylens.probes.questions.forced import viable_branch
 from replaylens.probes.questions.judge import judge
 from replaylens.probes.questions.transfer import transfer
-from replaylens.probes.questions.viable_branch import viable_branch
-from replaylens.probes.reports.report import Report
-from replaylens.probes.scoring.statistics import ratio_over_groups
+from replaylens.probes.report import Report
+from replaylens.probes.rows import ProbeRows
+from replaylens.probes.splits import Split, by_mask, by_root
 from replaylens.tasks.reading import RESERVED
 from tests.probes.synthetic import rows_of
 

@@ -12,9 +12,9 @@ from replaylens.engine.dump.verify import verify
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.training import trainer
 from replaylens.engine.training.recipe import Part, Recipe, words_of
-from replaylens.probes.data.rows import ProbeRows
 from replaylens.probes.errors import ProbeError
-from replaylens.probes.reports.report import Report
+from replaylens.probes.report import Report
+from replaylens.probes.rows import ProbeRows
 from replaylens.tasks.errors import TaskNameTaken, UnknownTask
 from tests.tasks.square import own_registry, square_module
 

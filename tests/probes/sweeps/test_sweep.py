@@ -15,11 +15,8 @@ from replaylens.engine.cluster import connected
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import EngineError, OtherFingerprint
-from replaylens.probes.data import groups
-from replaylens.probes.data.rows import ProbeRows
-from replaylens.probes.design import controls
-from replaylens.probes.design.goals import make_goal
-from replaylens.probes.design.splits import by_length, by_root
+from replaylens.probes import controls, groups, sweeps
+from replaylens.probes.controls import make_goal
 from replaylens.probes.errors import (
     BadProbeFile,
     BadRows,
@@ -28,12 +25,12 @@ from replaylens.probes.errors import (
     ProbeError,
     UnknownEstimator,
 )
-from replaylens.probes.fitting.heldout import held_out, residualised
-from replaylens.probes.questions.outcome_at_fork import outcome_at_fork
-from replaylens.probes.reports.report import Report
-from replaylens.probes.reports.summary import summarise, verdict_of
-from replaylens.probes.sweeps import sweeping
-from replaylens.probes.sweeps.sweeping import MakeSplit, sweep
+from replaylens.probes.heldout import held_out, residualised
+from replaylens.probes.questions.forced import outcome_at_fork
+from replaylens.probes.report import Report, summarise, verdict_of
+from replaylens.probes.rows import ProbeRows
+from replaylens.probes.splits import by_length, by_root
+from replaylens.probes.sweeps import MakeSplit, sweep
 from tests.probes.synthetic import rows_of
 from tests.quick_ray import python_path
 from tests.toy_model import engine as toy_engine
@@ -79,7 +76,7 @@ def test_same_report_twice(coin_dump: Dump, report: Report, tmp_path: Path) -> N
 def test_resumed_sweep_is_the_same(coin_dump: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupted sweep resumes from its finished parts without recomputing them, and gives the same bytes."""
     whole = sweep(coin_dump, "face", **(TWO_LAYERS | {"positions": ["query", "query-1"]}))
-    real, calls = sweeping.held_out, [0]
+    real, calls = sweeps.held_out, [0]
 
     def limited(*args: Any, **options: Any) -> Any:
         calls[0] += 1
@@ -87,7 +84,7 @@ def test_resumed_sweep_is_the_same(coin_dump: Dump, tmp_path: Path, monkeypatch:
             raise KeyboardInterrupt
         return real(*args, **options)
 
-    monkeypatch.setattr(sweeping, "held_out", limited)
+    monkeypatch.setattr(sweeps, "held_out", limited)
     settings = TWO_LAYERS | {"positions": ["query", "query-1"], "resume": tmp_path}
     with pytest.raises(KeyboardInterrupt):
         sweep(coin_dump, "face", **settings)
@@ -111,7 +108,7 @@ def test_parts_of_another_split_are_not_used(tmp_path: Path) -> None:
 def test_batches_change_nothing_that_counts(coin_dump: Dump, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cells solved one at a time or all together give the same predictions, hence the same scores, intervals and tests."""
     together = sweep(coin_dump, "face", **TWO_LAYERS).table
-    monkeypatch.setattr(sweeping, "MEMORY_MB", 0)
+    monkeypatch.setattr(sweeps, "MEMORY_MB", 0)
     alone = sweep(coin_dump, "face", **TWO_LAYERS).table
     assert alone.equals(together)
 

@@ -1,1 +1,0 @@
-"""Effects of patches, estimated by gradients and measured."""

@@ -1,0 +1,549 @@
+"""Loads and saves decoders: our checkpoints, Hugging Face folders, models in memory, TransformerBridges, GGUF files.
+
+Config and tensors of every source are checked before anything runs: no unsupported field that changes the model, no tensor
+missing, right dtypes and shapes, finite values.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from replaylens.engine.errors import BadConfig, BadRequest, BadWeights, EngineError, FetchFailed, UnsupportedModel
+from replaylens.engine.model.check import require_same
+from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.families import FAMILIES, family_of
+from replaylens.engine.model.family import Family, Sink, Tensors
+from replaylens.engine.model.gguf import GgufFile
+from replaylens.engine.model.hub import HubOptions, fetch_snapshot, is_hub_name
+from replaylens.engine.model.lora import ADAPTER_FILE, Adapter, base_tensors, is_adapted, read_fields
+from replaylens.engine.model.quantised import dequantised
+from replaylens.engine.model.source import HEAD, WEIGHTS_FILE, Filler, Shards, Source
+
+# ---- fields ----------------------------------------------------------------------------------------------------------
+# Config fields that change what a model computes, and what becomes of one that a family does not read.
+#
+# Transformers silently ignores a field that a family does not read: a Llama config with a `sliding_window` is computed
+# without one. The config then describes another model than the one that would be served. So it is refused by the field's
+# name, unless the field has a value that changes nothing.
+
+_OFF: tuple[Any, ...] = (None, False, 0)
+_ONE: tuple[Any, ...] = (None, 1)
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # attention
+    "attention_bias": _OFF,
+    "attention_chunk_size": _OFF,
+    "attention_multiplier": _ONE,
+    "attention_out_bias": _OFF,
+    "attn_logit_softcapping": _OFF,
+    "attn_scale": _ONE,
+    "attn_temperature_tuning": _OFF,
+    "add_cross_attention": _OFF,
+    "alibi": _OFF,
+    "clip_qkv": _OFF,
+    "cross_attention_layers": (*_OFF, []),
+    "is_causal": (None, True),
+    "no_rope_layers": (*_OFF, []),
+    "num_kv_shared_layers": _OFF,
+    "qk_layernorm": _OFF,
+    "qk_norm": _OFF,
+    "qkv_bias": _OFF,
+    "query_pre_attn_scalar": _OFF,
+    "sliding_window": _OFF,
+    "use_bidirectional_attention": _OFF,
+    "use_qk_norm": _OFF,
+    # positions
+    "partial_rotary_factor": _ONE,
+    "rope_interleave": _OFF,
+    "rotary_dim": _OFF,
+    "rotary_pct": _ONE,
+    # MLP
+    "mlp_bias": _OFF,
+    "n_routed_experts": _OFF,
+    "num_experts": _OFF,
+    "num_local_experts": _OFF,
+    # residual stream and logits
+    "embedding_multiplier": _ONE,
+    "final_logit_softcapping": _OFF,
+    "is_encoder_decoder": _OFF,
+    "lm_head_multiplier": _ONE,
+    "logit_scale": _ONE,
+    "logits_scaling": _ONE,
+    "num_loops": _ONE,
+    "parallel_attn": _OFF,
+    "residual_multiplier": _ONE,
+    "residual_scale": _ONE,
+    "scale_depth": _ONE,
+    "scale_emb": _ONE,
+    "use_parallel_residual": _OFF,
+}
+"""the values of each field that change nothing"""
+
+_ROPE_READS = {
+    "default": frozenset[str](),
+    "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "longrope": frozenset({"factor", "short_factor", "long_factor", "attention_factor"}),
+    "yarn": frozenset({"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
+}
+_ROPE_NAMES = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"})
+"""entries of `rope_parameters` that are allowed with every kind of scaling"""
+
+
+def require_readable(raw: dict[str, Any], family: Family) -> None:
+    """Raise UnsupportedModel, naming the first field that is set but not used by `family`."""
+    used, name = family.used, str(raw.get("model_type"))
+    for field, neutral in NEUTRAL.items():
+        if field in used or field in family.only or raw.get(field) in neutral:
+            continue
+        if field == "sliding_window" and raw[field] >= raw.get("max_position_embeddings", 0):
+            continue  # the window covers all positions
+        _refuse(name, field, raw[field])
+    for field, values in family.only.items():
+        if raw.get(field) not in values:
+            raise UnsupportedModel(
+                f"{name} with {field} = {raw[field]!r} is not supported. Supported: {', '.join(map(repr, values))}."
+            )
+    for field, other in family.same.items():
+        if raw.get(field) not in (None, raw[other]):
+            raise UnsupportedModel(
+                f"{name} with {field} = {raw[field]!r} is not supported. It must equal {other}: {raw[other]!r}."
+            )
+    quantised = raw.get("quantization_config")  # of a model in memory: folders are dequantised before
+    if quantised and "gguf" not in str(quantised.get("quant_method")).lower():  # which transformers dequantises
+        raise UnsupportedModel(
+            f"The model in memory is quantised ({quantised!r:.120}). Give the folder of its checkpoint, or a model that is not."
+        )
+    ropes = raw.get("rope_parameters") or {}
+    nested = {kind: each for kind, each in ropes.items() if isinstance(each, dict)}
+    if nested and not family.nested_ropes:
+        _refuse(name, "rope_parameters", ropes)
+    for each in nested.values() if nested else (ropes,):
+        _require_rope(each, name, used)
+
+
+def require_described(raw: dict[str, Any], family: Family, config: ModelConfig) -> None:
+    """Raise UnsupportedModel if the config describes layers or heads that the family does not have."""
+    kinds = raw.get("layer_types")
+    if kinds and not family.layer_types:
+        has = ["sliding_attention" if config.window(layer) else "full_attention" for layer in range(config.num_layers)]
+        if list(kinds) != has:
+            _refuse(config.family, "layer_types", kinds)
+    width = config.d_head if config.latent is None else config.rotary_dim  # of latent attention, the rotated part of a head
+    if raw.get("head_dim") not in (None, 0, width):
+        _refuse(config.family, "head_dim", raw["head_dim"])
+
+
+def _require_rope(rope: dict[str, Any], family: str, used: frozenset[str]) -> None:
+    kind = rope.get("rope_type", "default")
+    if kind not in _ROPE_READS:
+        return  # `read_rope` refuses it and lists the known kinds
+    if "partial_rotary_factor" not in used and rope.get("partial_rotary_factor") not in _ONE:
+        _refuse(family, "partial_rotary_factor", rope["partial_rotary_factor"])
+    for name in rope.keys() - _ROPE_READS[kind] - _ROPE_NAMES - used:
+        if rope[name] not in (*_ONE, *_OFF):
+            _refuse(f"{family} with rope_type {kind!r}", name, rope[name])
+
+
+def _refuse(family: str, name: str, value: Any) -> None:
+    raise UnsupportedModel(
+        f"The config sets {name} to {value!r}, but {family} does not compute with it. Transformers ignores the field, so "
+        f"this is not the model that the config describes. Remove {name} from the config if that is intended."
+    )
+
+
+# ---- translated ------------------------------------------------------------------------------------------------------
+# Translates a Hugging Face config and its tensors into a decoder.
+
+
+def from_hugging_face(
+    raw: dict[str, Any],
+    source: Source,
+    dtype: torch.dtype,
+    reference: Callable[[], nn.Module] | None = None,
+    device: str = "cpu",
+    adapter: str = "",
+    revision: str = "",
+) -> Decoder:
+    """Translate a Hugging Face config and its tensors. A tensor or field that is not used is an error, never dropped.
+
+    reference  makes the transformers model to compare the result with
+    adapter    digest of the adapter that the source merges
+    revision   name@commit of a source from the hub
+    """
+    name = family_of(raw)
+    family = FAMILIES[name]
+    require_readable(raw, family)
+    try:
+        config = family.config(raw)
+    except KeyError as e:
+        raise UnsupportedModel(f"The {name} config lacks {e}.") from None
+    require_described(raw, family, config)
+    config = replace(_with_its_head(config, family, source), adapter=adapter, revision=revision)
+    filler = Filler(config, dtype, device)
+    _fill(family, config, source, filler)
+    extra = family.unused(config.num_layers, source.unread())
+    if extra := [name for name in extra if source.read(name).numel()]:  # a shared expert of width 0 holds nothing
+        raise BadWeights(
+            f"The checkpoint holds {len(extra)} tensors that a {config.family} model does not have, such as "
+            f"{', '.join(extra[:4])}. Leaving them out would change what it computes. Is the config the right one?"
+        )
+    model = filler.finished()
+    if reference is not None:
+        tensors: Tensors = {}
+        _fill(family, config, source, tensors)
+        require_same(config, tensors, reference())
+    return model
+
+
+def _fill(family: Family, config: ModelConfig, source: Source, out: Sink) -> None:
+    """Mutates: set all tensors of the source in `out`."""
+    try:
+        family.fill(config, source.get, out)
+    except RuntimeError as e:  # q, k and v, or gate and up, cannot be joined
+        near = ", ".join(f"{name} {shape}" for name, shape in list(source.shapes.items())[-3:])
+        raise BadWeights(f"These shapes do not fit: {near} ({e}). Check that config and weights belong together.") from e
+    if f"{family.names.head}.weight" != HEAD and source.find(HEAD) is not None and not config.tied_embeddings:
+        out["unembed.weight"] = source.get(HEAD).T  # the table was read in its place (BLOOM)
+
+
+def _with_its_head(config: ModelConfig, family: Family, source: Source) -> ModelConfig:
+    """The config, untied if the source has a head that differs from the embedding, as transformers does."""
+    if not config.tied_embeddings or source.find(HEAD) is None:
+        return config
+    if _same(source.get(HEAD), source.get(f"{family.names.embed}.weight")):
+        return config
+    return replace(config, tied_embeddings=False)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same numbers, also in two dtypes."""
+    wide = torch.promote_types(a.dtype, b.dtype)
+    return a.shape == b.shape and torch.equal(a.to(wide), b.to(wide))
+
+
+# ---- folders ---------------------------------------------------------------------------------------------------------
+# Models on disk: folders of Hugging Face, checkpoints of our own, adapters, GGUF files.
+
+CONFIG_FILE = "replaylens.json"
+
+
+def load_path(
+    path: Path, dtype: torch.dtype, check: bool, device: str, adapter: str | Path | None, revision: str = ""
+) -> Decoder:
+    """A decoder from a folder or a .gguf file, with an adapter merged into its weights.
+
+    revision  name@commit of a model from the hub
+    """
+    found = located(path, adapter)
+    path, adapter, revision = found.path, found.adapter, revision or found.revision
+    if not path.exists():
+        raise UnsupportedModel(f"{path} does not exist. Give the path of a folder or a .gguf file.")
+    if path.suffix == ".gguf" and not path.is_dir():
+        file = GgufFile(path)
+        return _translated(path, file.config, file.source(), dtype, check, device, adapter)
+    if not path.is_dir():
+        raise UnsupportedModel(f"{path} is neither a folder nor a .gguf file.")
+    if (path / CONFIG_FILE).exists():
+        return _own(path, dtype, check, device, adapter, revision)
+    if not (path / "config.json").exists():
+        raise UnsupportedModel(f"{path} holds neither {CONFIG_FILE} nor config.json.")
+    raw, shards = _read_config(path), Shards(path)
+    source = Source(shards.names, shards.read)
+    if quantisation := raw.pop("quantization_config", None):
+        source = dequantised(source, quantisation)
+    return _translated(path, raw, source, dtype, check, device, adapter, revision)
+
+
+@dataclass(frozen=True)
+class LocatedModel:
+    """Where a model is."""
+
+    path: Path
+    adapter: Path | None
+    revision: str = ""
+    """name@commit, if the path is a snapshot of the hub"""
+
+
+def located(source: str | Path, given: str | Path | None, options: HubOptions = HubOptions()) -> LocatedModel:  # noqa: B008 (frozen)
+    """The base and the adapter. A folder that holds an adapter is one, as for transformers; its config names the base.
+
+    A path that exists comes before a name on the hub. `options` are for names.
+    """
+    if not isinstance(given, str | Path | None):
+        raise BadRequest(f"adapter must be the path of a folder, or a name on the hub, not {given!r:.120}.")
+    path, revision = Path(source), ""
+    if not exists(path) and is_hub_name(source):
+        snapshot = fetch_snapshot(str(source), options)
+        path, revision, options = snapshot.folder, snapshot.revision, replace(options, revision=None)
+    else:
+        options.require_unused(source)
+    if given is None:
+        return _base_of(path, options) if exists(path / ADAPTER_FILE) else LocatedModel(path, None, revision)
+    adapter = Path(given)
+    if not exists(adapter) and is_hub_name(given):
+        adapter = fetch_snapshot(str(given), options).folder
+    if exists(path / ADAPTER_FILE) and path.resolve() != adapter.resolve():
+        raise UnsupportedModel(
+            f"{path} holds an adapter, and {adapter} is another. Only one can be merged: merge the first with peft "
+            "(merge_and_unload), and give the result."
+        )
+    return LocatedModel(path, adapter, revision)
+
+
+def exists(path: Path) -> bool:
+    """Whether the path exists. A name that no path can have does not."""
+    try:
+        return path.exists()
+    except OSError:  # e.g. the name is too long
+        return False
+
+
+def _base_of(folder: Path, options: HubOptions) -> LocatedModel:
+    """An adapter's base, if its config names a folder or a model of the hub, and the adapter."""
+    fields = read_fields(folder)
+    named, revision = fields.get("base_model_name_or_path"), fields.get("revision")
+    if isinstance(named, str) and Path(named).is_dir() and Path(named).resolve() != folder.resolve():
+        return LocatedModel(Path(named), folder)
+    kind: type[EngineError] = UnsupportedModel
+    problem = "It is neither a folder here nor a name on the Hugging Face hub."
+    if is_hub_name(named):
+        try:
+            snapshot = fetch_snapshot(f"{named}@{revision}" if revision else str(named), options)
+            return LocatedModel(snapshot.folder, folder, snapshot.revision)
+        except (FetchFailed, UnsupportedModel) as e:
+            problem, kind = str(e), type(e)
+    raise kind(
+        f"{folder} holds an adapter ({ADAPTER_FILE}) of the base model {named!r}. {problem} Or give both: "
+        f"Engine.load(base, adapter={str(folder)!r})."
+    )
+
+
+def _translated(
+    path: Path,
+    raw: dict[str, Any],
+    source: Source,
+    dtype: torch.dtype,
+    check: bool,
+    device: str,
+    folder: Path | None,
+    revision: str = "",
+) -> Decoder:
+    reference = (lambda: _reference(path)) if check else None
+    if folder is None:
+        return from_hugging_face(raw, source, dtype, reference, device, revision=revision)
+    if reference is not None:  # transformers has the base, so the base is compared
+        from_hugging_face(raw, source, dtype, reference)
+    adapter = Adapter.read(folder)
+    return from_hugging_face(raw, adapter.merged(source, raw), dtype, None, device, adapter.digest, revision)
+
+
+def _own(path: Path, dtype: torch.dtype, check: bool, device: str, adapter: Path | None, revision: str) -> Decoder:
+    """A checkpoint of our own."""
+    require_unchecked(check, f"the checkpoint {path}")
+    if adapter is not None:
+        raise UnsupportedModel(
+            f"{path} is a checkpoint of replaylens, whose weights have other names than those of the adapter {adapter}. "
+            "Give the Hugging Face folder of the base model."
+        )
+    shards = Shards(path)
+    source = Source(shards.names, shards.read)
+    config = ModelConfig.from_json((path / CONFIG_FILE).read_text())
+    filler = Filler(replace(config, revision=revision or config.revision), dtype, device)
+    for name in sorted(source.names):
+        filler[name] = source.get(name)
+    return filler.finished()
+
+
+def require_unchecked(check: bool, what: str) -> None:
+    """BadRequest if a check is asked for a source that transformers does not have."""
+    if check:
+        raise BadRequest(f"check=True compares with transformers, which has no counterpart of {what}. Leave check out.")
+
+
+def _reference(path: Path) -> nn.Module:
+    """The path's model in transformers, in its stored dtypes."""
+    from transformers import AutoModelForCausalLM
+
+    folder, file, dtype = (path, None, "auto") if path.is_dir() else (path.parent, path.name, torch.float32)
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=file, dtype=dtype, use_safetensors=True, local_files_only=True
+        )
+    except Exception as e:
+        raise BadRequest(f"transformers cannot load {path} to check it: {type(e).__name__}: {e}. Use check=False.") from e
+    return model
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """A folder's config.json, normalised to current field names."""
+    file = folder / "config.json"
+    try:
+        written = json.loads(file.read_text())
+    except ValueError as e:
+        raise BadConfig(f"{file} is not valid JSON: {e}. Copy it again from the model's source.") from None
+    if not isinstance(written, dict):
+        raise BadConfig(f"{file} is not a JSON object. Copy it again from the model's source.")
+    if "text_config" not in written:
+        family_of(written)  # an unknown family fails with our list, not with that of transformers
+    from transformers import AutoConfig  # normalises the field names of older configs
+
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except Exception as e:
+        raise BadConfig(f"transformers cannot read {file}: {e}") from e
+    return text_config(config)
+
+
+def text_config(config: Any) -> dict[str, Any]:
+    """The config of a model, or of the text part of a multimodal one. Fields about the head come from the whole."""
+    whole: dict[str, Any] = config.to_dict()
+    if not hasattr(config, "text_config"):
+        return whole
+    shared = {name: whole[name] for name in ("tie_word_embeddings", "quantization_config") if name in whole}
+    return {**config.text_config.to_dict(), **shared}
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+__all__ = [
+    "CONFIG_FILE",
+    "WEIGHTS_FILE",
+    "build",
+    "exists",
+    "from_hugging_face",
+    "in_dtype",
+    "is_live",
+    "load",
+    "located",
+    "require_unchecked",
+    "save",
+    "weights_hash",
+]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def load(
+    source: Any,
+    dtype: torch.dtype = torch.float32,
+    check: bool = False,
+    device: str = "cpu",
+    adapter: str | Path | None = None,
+    revision: str = "",
+) -> Decoder:
+    """A decoder from any source: a path (folder or .gguf), a transformers model, a TransformerBridge, or a Decoder.
+
+    check    compare it with transformers on a few tokens; OtherModel names the first part that differs. BadRequest if
+             transformers has no such model: for a Decoder, or a checkpoint of our own
+    adapter  of a path: the folder of a LoRA adapter in peft's format, which is merged into the weights
+    revision of a path: name@commit, if it is a snapshot of the hub
+
+    The result owns its weights, in `dtype`, on `device`, without gradients. Weights in files go there one by one, so the
+    host holds no second copy of them.
+    """
+    if isinstance(source, str | Path):
+        return load_path(Path(source), dtype, check, device, adapter, revision)
+    if adapter is not None:
+        raise BadRequest(
+            f"adapter= goes with the folder of a base model, not with {type(source).__name__}. Give the folder, or merge the "
+            "adapter first (peft: model.merge_and_unload())."
+        )
+    if isinstance(source, Decoder):
+        require_unchecked(check, "a Decoder")
+        return build(source.config, dict(source.state_dict()), dtype, device)
+    if hasattr(source, "original_model"):  # a TransformerBridge keeps the Hugging Face model it wraps
+        return _load_bridge(source, dtype, check, device)
+    if is_live(source):
+        return _load_live(source, dtype, check, device)
+    raise UnsupportedModel(
+        f"Cannot load a model from {type(source).__name__}. Give a folder, a .gguf file, a transformers model, "
+        "a TransformerBridge or a replaylens Decoder."
+    )
+
+
+def is_live(source: Any) -> bool:
+    """Whether the source is a transformers model or a TransformerBridge in memory."""
+    if isinstance(source, Decoder):
+        return False
+    if isinstance(source, nn.Module) and hasattr(source, "_orig_mod"):
+        raise UnsupportedModel("This model is wrapped by torch.compile. Give the model within: model._orig_mod.")
+    return hasattr(source, "original_model") or (isinstance(source, nn.Module) and hasattr(source, "config"))
+
+
+def save(model: Decoder, folder: Path) -> None:
+    """Write config and weights as our own checkpoint; `load(folder)` restores identical bits."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG_FILE).write_text(model.config.to_json() + "\n")
+    save_file({name: x.contiguous() for name, x in model.state_dict().items()}, folder / WEIGHTS_FILE)
+
+
+def weights_hash(model: nn.Module) -> str:
+    """SHA-256 over names, shapes, dtypes and bytes of all weights. The same weights have the same hash on any device."""
+    digest = hashlib.sha256()
+    for name, x in sorted(model.state_dict().items()):
+        digest.update(f"{name} {x.dtype} {tuple(x.shape)}\n".encode())
+        digest.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def build(config: ModelConfig, tensors: Tensors, dtype: torch.dtype, device: str = "cpu") -> Decoder:
+    """A decoder with these tensors (our names), checked; BadWeights names the tensors at fault.
+
+    Mutates: takes each tensor out of `tensors` as it is copied, so that the weights are in memory only once.
+    """
+    filler = Filler(config, dtype, device)
+    for name in list(tensors):
+        filler[name] = tensors.pop(name)
+    return filler.finished()
+
+
+def in_dtype(model: M, dtype: torch.dtype) -> M:
+    """Mutates: converts the weights, but not the rotary tables, which stay in float32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def _load_live(model: nn.Module, dtype: torch.dtype, check: bool, device: str) -> Decoder:
+    headless = getattr(model, "get_output_embeddings", lambda: model)() is None
+    if headless and not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
+        raise UnsupportedModel(
+            f"{type(model).__name__} has no language-modelling head. Give the whole model, as "
+            "AutoModelForCausalLM.from_pretrained returns it."
+        )
+    if is_adapted(model):
+        return _load_adapted(model, dtype, check, device)
+    state = model.state_dict()
+    source = Source(state, state.__getitem__)
+    return from_hugging_face(text_config(model.config), source, dtype, (lambda: model) if check else None, device)
+
+
+def _load_adapted(model: Any, dtype: torch.dtype, check: bool, device: str) -> Decoder:
+    """A model that holds a LoRA adapter beside its weights, merged with the bits of `adapter=`."""
+    adapter = Adapter.of_model(model)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    state, raw = base_tensors(base), text_config(base.config)
+    source = adapter.merged(Source(state, state.__getitem__), raw)
+    return from_hugging_face(raw, source, dtype, (lambda: base) if check else None, device, adapter.digest)
+
+
+def _load_bridge(bridge: Any, dtype: torch.dtype, check: bool, device: str) -> Decoder:
+    """A bridge nests the modules of its model under `_original_component` and keeps further copies of them."""
+    if getattr(bridge, "_weights_processed", False):  # norms folded into products, weights centred
+        raise UnsupportedModel(
+            "This TransformerBridge has processed its weights (enable_compatibility_mode), so they are no longer the "
+            "model's. Load the model before that, or call enable_compatibility_mode(no_processing=True)."
+        )
+    model = bridge.original_model
+    state = {name.replace("._original_component", ""): x for name, x in model.state_dict().items()}
+    source = Source(state, state.__getitem__, holds_copies=True)
+    return from_hugging_face(text_config(model.config), source, dtype, (lambda: model) if check else None, device)

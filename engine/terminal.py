@@ -1,0 +1,47 @@
+"""Ctrl-C, held back while something must happen as a whole."""
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+# ---- interrupts ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def held_interrupt() -> Iterator[Callable[[], bool]]:
+    """Hold back Ctrl-C until the block ends. The yielded function returns whether it was pressed.
+
+    A second Ctrl-C is not held back. Does nothing outside the main thread, which alone receives signals.
+    """
+    before = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+    if not callable(before):
+        yield lambda: False
+        return
+    pressed = False
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if pressed:
+            before(signal.SIGINT, None)  # the handler that was set before, by default KeyboardInterrupt
+
+
+# ---- progress --------------------------------------------------------------------------------------------------------
+# Whether a progress bar is shown: if it is asked for, and somebody looks at it.
+
+
+def hidden(progress: bool) -> bool:
+    """The `disable` of a tqdm bar. In a log file or a pipe, each of its updates would be a line of its own; a notebook has no
+    terminal either, but draws the bar."""
+    watched = "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
+    return not (progress and watched)

@@ -1,1 +1,0 @@
-"""Tests of use: directions that are moved, removed or exchanged."""

@@ -1,1 +1,0 @@
-"""Rows: where they come from, their labels and positions, and which of them are independent."""

@@ -1,1 +1,0 @@
-"""What is predicted, against which controls, on which split."""

@@ -1,1 +1,0 @@
-"""Linear probes and what else is fitted to rows."""

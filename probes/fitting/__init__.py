@@ -1,1 +1,0 @@
-"""Fits with held-out predictions."""

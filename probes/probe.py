@@ -1,0 +1,479 @@
+"""`LinearProbe`: a fitted direction with its provenance, saved as safetensors and JSON. Loading executes no code."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from sklearn.base import clone
+from sklearn.pipeline import Pipeline
+from tqdm.auto import tqdm
+
+from replaylens.engine.dump.maker import plan_of_run
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.engine import Engine, Run
+from replaylens.engine.errors import OtherFingerprint
+from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.serving.core import Core
+from replaylens.engine.terminal import hidden
+from replaylens.probes import registry
+from replaylens.probes.arrays import LABEL
+from replaylens.probes.checks import as_matrix, make_folder, no_nan
+from replaylens.probes.controls import make_goal
+from replaylens.probes.erasers import Leace, Moments, MomentStream, row_space
+from replaylens.probes.errors import BadProbeFile, NotLinear, ProbeError
+from replaylens.probes.estimators import MassMeanProbe
+from replaylens.probes.groups import groups_of, independent
+from replaylens.probes.heldout import estimates, held_out, known_metric
+from replaylens.probes.intervals import Estimate
+from replaylens.probes.permutations import shuffled_order
+from replaylens.probes.report import about_rows
+from replaylens.probes.rows import Cell, ProbeRows
+from replaylens.probes.sources import SITE
+from replaylens.probes.splits import Split, by_root
+from replaylens.tasks import Example
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# ---- probe -----------------------------------------------------------------------------------------------------------
+
+FORMAT, SCHEMA = "replaylens-probe", 1
+_TENSORS = ("weight", "bias", "means")
+
+
+@dataclass(frozen=True, eq=False)
+class LinearProbe:
+    """Scores are x @ weight.T + bias: one line for two classes (positive: the second), else one line per class."""
+
+    weight: np.ndarray
+    """[k, d], in the coordinates of the rows"""
+    bias: np.ndarray
+    """[k]"""
+    means: np.ndarray
+    """[classes, d]: mean of each class over the rows it was fitted on"""
+    classes: tuple[str, ...]
+    label: str
+    site: str
+    """the stored site, by its TransformerLens name"""
+    cell: Cell
+    position: str
+    estimator: str
+    source: dict[str, Any]
+    """task, digest and fingerprint of the rows it was fitted on"""
+    roots: tuple[str, ...] = ()
+    """the root prompts it was fitted on, sorted; empty if unknown"""
+    subspace: np.ndarray | None = None
+    """[rank, d]: orthonormal directions to exchange, where they are more than the scores depend on (DAS)"""
+
+    def __repr__(self) -> str:
+        where = str(self.cell) if str(self.cell) == self.site else f"{self.cell} ({self.site})"
+        return (
+            f"LinearProbe({self.label} at {where}, {self.position}: {', '.join(self.classes)}; {self.estimator} on "
+            f"{len(self.roots) or 'unknown'} roots, d = {self.weight.shape[1]})"
+        )
+
+    def scores(self, X: Any) -> np.ndarray:
+        """[rows] for two classes, else [rows, classes], of rows [rows, d]: a tensor, array, list or DataFrame."""
+        rows = as_matrix(X, self.weight.shape[1])
+        no_nan("matrix of rows", rows)
+        found: np.ndarray = rows @ self.weight.T + self.bias
+        return found[:, 0] if len(self.classes) == 2 else found
+
+    def predict(self, X: Any) -> np.ndarray:
+        """[rows]: the class of each row of X."""
+        scores = self.scores(X)
+        places = (scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(1)
+        return np.array(self.classes)[places]
+
+    def apply(self, engine: Engine, texts: Any) -> "TokenScores":
+        """Scores of every token of texts that the engine computes, whichever position the probe was fitted at.
+
+        texts  a string, or what `Engine.replay` takes: strings, token lists, chats, branches, a task's examples
+
+        Raises OtherFingerprint if the probe was fitted on another engine's rows.
+
+        >>> from replaylens import Engine, tasks
+        >>> engine = Engine.load("coin-plain")
+        >>> run = engine.replay(tasks.get("coin")(flips=(1, 3)).examples(24), sites="S")
+        >>> probe = fit_probe(run, "face", layer=3, position="query", estimator="mass-mean")
+        >>> found = probe.apply(engine, "A coin's state is heads. Alice flips. What's the state? A:")
+        >>> found, found.table["predicted"].iloc[-1]
+        (TokenScores(face: 1 text, 15 tokens), 'tails')
+        """
+        self.require(engine)
+        run = engine.replay([texts] if isinstance(texts, str) else texts, sites=[self.site])
+        rows = [result.activations[self.site] for result in run]
+        scores = [self.scores(x.reshape(len(x), -1)) for x in rows]
+        return TokenScores(self.label, self.classes, [[engine.text.token(t) for t in r.tokens] for r in run], scores)
+
+    def require(self, engine: Core) -> None:
+        """Raise OtherFingerprint if the probe was fitted on another engine's rows. Those of arrays have no fingerprint."""
+        made = self.source.get("fingerprint")
+        if made is not None and made != engine.fingerprint.digest:
+            raise OtherFingerprint("This probe was fitted on rows of another engine. Load that engine, or fit the probe again.")
+
+    def direction(self, origin: str, target: str) -> np.ndarray:
+        """The unit vector [d] that leads from one class to another."""
+        a, b = self._place(origin), self._place(target)
+        if len(self.classes) == 2:
+            way = self.weight[0] if b > a else -self.weight[0]
+        else:
+            way = self.weight[b] - self.weight[a]
+        return way / max(float(np.linalg.norm(way)), 1e-300)
+
+    def gap(self, origin: str, target: str) -> float:
+        """The distance between the class means: the unit of steering, whatever the estimator."""
+        return float(np.linalg.norm(self.means[self._place(target)] - self.means[self._place(origin)]))
+
+    @property
+    def basis(self) -> np.ndarray:
+        """Orthonormal directions [m, d] that the scores depend on, or the probe's own subspace."""
+        if self.subspace is not None:
+            return self.subspace
+        return row_space(self.weight - self.weight.mean(0) * (len(self.weight) > 1))
+
+    def _place(self, name: str) -> int:
+        if name not in self.classes:
+            raise ProbeError(f"Unknown class {name!r}. The probe has {', '.join(self.classes)}.")
+        return self.classes.index(name)
+
+    # ---- on disk ------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> Path:
+        """Write PATH.safetensors and PATH.json. Returns the path without a suffix."""
+        path = _stem(path)
+        make_folder(path.parent)
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(getattr(self, name))) for name in _TENSORS}
+        if self.subspace is not None:
+            tensors["subspace"] = torch.from_numpy(np.ascontiguousarray(self.subspace))
+        save_file(tensors, path.with_suffix(".safetensors"))
+        about = {
+            "format": FORMAT,
+            "schema": SCHEMA,
+            "classes": list(self.classes),
+            "cell": [self.cell.site, self.cell.layer],
+            "roots": list(self.roots),
+            **{name: getattr(self, name) for name in ("label", "site", "position", "estimator", "source")},
+        }
+        path.with_suffix(".json").write_text(json.dumps(about, indent=1, sort_keys=True) + "\n")
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> "LinearProbe":
+        """Read and check a saved probe. Raises BadProbeFile, which says what is wrong."""
+        path = _stem(path)
+        try:
+            tensors = load_file(path.with_suffix(".safetensors"))
+            raw = json.loads(path.with_suffix(".json").read_text())
+            if raw["format"] != FORMAT or raw["schema"] != SCHEMA:
+                raise BadProbeFile(f"format {raw['format']} {raw['schema']} instead of {FORMAT} {SCHEMA}")
+            arrays = {name: tensors[name].numpy() for name in _TENSORS}
+            text = {name: raw[name] for name in ("label", "site", "position", "estimator", "source")}
+            roots = tuple(map(str, raw.get("roots", ())))  # older files have none
+            more = {"subspace": tensors["subspace"].numpy()} if "subspace" in tensors else {}
+            probe = cls(**arrays, **more, classes=tuple(raw["classes"]), cell=Cell(*raw["cell"]), roots=roots, **text)
+        except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
+            raise BadProbeFile(f"{path} is not a saved probe ({error}). Give the path of a saved probe.") from error
+        return probe._checked(path)
+
+    def _checked(self, path: Path) -> "LinearProbe":
+        k, d = (1 if len(self.classes) == 2 else len(self.classes)), self.weight.shape[-1]
+        shapes = {"weight": (k, d), "bias": (k,), "means": (len(self.classes), d)}
+        if self.subspace is not None:
+            shapes["subspace"] = (len(self.subspace), d)
+        for name, shape in shapes.items():
+            array = getattr(self, name)
+            if array.shape != shape or not np.isfinite(array).all():
+                raise BadProbeFile(f"{path}: {name} has shape {array.shape}. It must be finite and have shape {shape}.")
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class TokenScores:
+    """What a probe says at each token of some texts."""
+
+    label: str
+    classes: tuple[str, ...]
+    tokens: list[list[str]]
+    """[texts][tokens]"""
+    scores: list[np.ndarray]
+    """[texts]: [tokens] for two classes (positive: the second), else [tokens, classes]"""
+
+    def __repr__(self) -> str:
+        count = len(self.tokens)
+        return f"TokenScores({self.label}: {count} text{'s' * (count != 1)}, {sum(map(len, self.tokens))} tokens)"
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """One line per token: text, position, token, `score` of the second of two classes or a column for each class, and
+        the class `predicted`."""
+        scores = np.concatenate(self.scores)
+        each = {f"score {name}": scores[..., i] for i, name in enumerate(self.classes)} if scores.ndim == 2 else {}
+        places = (scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(1)
+        sizes = [len(tokens) for tokens in self.tokens]
+        return pd.DataFrame(
+            {
+                "text": np.repeat(np.arange(len(sizes)), sizes),
+                "position": np.concatenate([np.arange(size) for size in sizes]),
+                "token": [token for tokens in self.tokens for token in tokens],
+                **(each or {"score": scores}),
+                "predicted": np.array(self.classes)[places],
+            }
+        )
+
+    def plot(self, text: int = 0) -> "Figure":
+        """The scores of one text by token, a line for each class, or one for two classes."""
+        from replaylens.engine.pictures.data import picture, plain
+
+        words, scores = self.tokens[text], self.scores[text]
+        figure = picture(min(0.3 * len(words), 18) + 2.5, 3.2)
+        axes = figure.subplots()
+        names = [f"{self.classes[1]} (above 0), {self.classes[0]} (below)"] if scores.ndim == 1 else self.classes
+        for name, line in zip(names, scores.reshape(len(words), -1).T, strict=True):
+            axes.plot(np.arange(len(words)), line, marker="o", markersize=3, label=name)
+        axes.axhline(0, color="0.7", linewidth=1, zorder=0)
+        axes.set(ylabel=f"score of {self.label}", xticks=range(len(words)))
+        axes.set_xticklabels([plain(word) for word in words], rotation=90, fontsize=8)
+        axes.legend(fontsize=8)
+        return figure
+
+    def _repr_html_(self) -> str:
+        found: str = self.table.round(3).to_html(index=False)
+        return found
+
+
+def fit_probe(
+    given: Dump | Run | ProbeRows,
+    label: str = "state",
+    *,
+    site: str = "S",
+    layer: int | None = None,
+    position: str = "query",
+    estimator: str = "logistic",
+    shuffled: bool = False,
+    seed: int = 0,
+) -> LinearProbe:
+    """Fit one linear probe on all accepted rows at a position. Nothing is held out: test it on other roots.
+
+    shuffled  exchange labels between roots first: an untrained probe, as a placebo for causal tests
+
+    >>> from replaylens import Engine, tasks
+    >>> run = Engine.load("coin-plain").replay(tasks.get("coin")(flips=(1, 3)).examples(24), sites="S")
+    >>> probe = fit_probe(run, "face", layer=3, position="query", estimator="mass-mean")
+    >>> probe.classes, probe.weight.shape
+    (('heads', 'tails'), (1, 128))
+    """
+    spec = registry.get(estimator)
+    if not spec.linear:
+        raise NotLinear(f"{estimator} has no direction. Use logistic, ridge, lda, mass-mean, mass-mean-whitened or sparse.")
+    rows = ProbeRows.of(given)
+    cell = rows.cell(site, layer)
+    rows = rows.accepted().at(position)
+    target = rows.target(label)
+    rows, target = rows.where(target.present), target[target.present]
+    goal = make_goal(target)
+    goal.check(np.ones((1, len(rows)), dtype=bool))
+    if goal.kind != "class":
+        raise NotLinear(f"Label {label!r} is a number. Use a label with classes.")
+    values = target.values
+    if shuffled:
+        values = values[shuffled_order(goal.codes, rows.roots, seed)]
+    X = rows.matrix(site, layer).astype(np.float64)
+    groups: dict[str, Any] = {"groups": groups_of(rows)} if spec.inner else {}
+    weight, bias = coefficients(clone(spec.make()).fit(X, values, **groups))
+    means = np.stack([X[values == name].mean(0) for name in goal.classes])
+    stored = site if layer is None else rows.source.letters(site).get(layer, site)
+    return LinearProbe(
+        weight,
+        bias,
+        means,
+        goal.classes,
+        label,
+        stored,
+        cell,
+        str(position),
+        estimator,
+        about_rows(rows),
+        tuple(np.unique(rows.roots).tolist()),
+    )
+
+
+def placebo_probes(given: Dump | Run | ProbeRows, like: LinearProbe, count: int = 8, seed: int = 0) -> list[LinearProbe]:
+    """Probes of the same kind, site and position as `like`, each fitted on labels exchanged between roots."""
+    rows, cell = ProbeRows.of(given), like.cell
+    how: dict[str, Any] = dict(site=cell.site, layer=cell.layer, position=like.position, estimator=like.estimator)
+    return [fit_probe(rows, like.label, **how, shuffled=True, seed=seed + i) for i in range(count)]
+
+
+def coefficients(fitted: Any) -> tuple[np.ndarray, np.ndarray]:
+    """(weight [k, d], bias [k]) of a fitted linear estimator in the coordinates of its input, with any scaler undone."""
+    scaler, last = (fitted[0], fitted[-1]) if isinstance(fitted, Pipeline) else (None, fitted)
+    if not hasattr(last, "coef_"):
+        raise NotLinear(f"{type(last).__name__} has no coefficients. Use a linear estimator.")
+    weight, bias = np.atleast_2d(last.coef_).astype(np.float64), np.atleast_1d(last.intercept_).astype(np.float64)
+    if scaler is not None:
+        weight = weight / scaler.scale_
+        bias = bias - weight @ scaler.mean_
+    return weight, bias
+
+
+def _stem(path: str | Path) -> Path:
+    path = Path(path)
+    return path.with_suffix("") if path.suffix in (".json", ".safetensors") else path
+
+
+# ---- crossval --------------------------------------------------------------------------------------------------------
+# `cross_validate`: one probe on plain arrays, held out by group, with its interval: one cell of a sweep, without controls.
+
+
+@dataclass(frozen=True, eq=False)
+class CrossValidated:
+    """Held-out predictions of one probe."""
+
+    rows: np.ndarray
+    """[n]: numbers of the rows that count. Of rows that are the same observation, one does"""
+    predicted: np.ndarray
+    """[n]: classes as text, or numbers; each from a probe that saw no row of the row's group"""
+    fold: np.ndarray
+    """[n]: the fold that a row is tested in"""
+    score: Estimate
+    """over the rows that have a value, with its interval over groups"""
+    metric: str
+    """accuracy, balanced_accuracy, auroc, or r2 of a number"""
+    split: Split
+
+
+def cross_validate(
+    X: np.ndarray | torch.Tensor,
+    y: Any,
+    groups: Any,
+    *,
+    keys: Any = None,
+    estimator: str = "logistic",
+    kind: str = "auto",
+    folds: int = 5,
+    seed: int = 0,
+    metric: str = "accuracy",
+) -> CrossValidated:
+    """Fit on all groups but one fold of them, in turn, and predict that fold.
+
+    The predictions are those of `sweep` with the same folds and seed, bit for bit. It adds the controls and the tests, without
+    which a score says little.
+
+    X       [rows, d]; see `ProbeRows.of_arrays` for X, y, groups and keys
+    metric  of classes: see `sweep`
+    kind    class, number (use the estimator ridge), or auto: text, booleans and few whole numbers are classes
+
+    Raises BadRows and MissingGroups for arrays that do not fit, TooFewGroups for fewer groups than folds, OneClass if a fold
+    leaves one class to fit on.
+
+    >>> import numpy as np
+    >>> y = np.arange(60) % 3
+    >>> X = np.random.default_rng(0).normal(size=(60, 8)) + 6 * np.eye(8)[y]
+    >>> found = cross_validate(X, y, groups=np.arange(60) // 3, estimator="mass-mean")
+    >>> found.metric, found.score.value, found.predicted[:3].tolist(), len(found.split)
+    ('accuracy', 1.0, ['0', '1', '2'], 5)
+    """
+    given = ProbeRows.of_arrays({SITE: X}, {LABEL: y}, groups, keys=keys)
+    here = independent(given, [given.target(LABEL, kind)])
+    rows = here.rows
+    goal = make_goal(rows.target(LABEL, kind), metric=known_metric(metric))
+    split = by_root(rows, folds, seed)
+    goal.check(split.train)
+    x = torch.from_numpy(rows.matrix(SITE)).double()[None]
+    held, fold = held_out(estimator, x, [goal], split.train, split.test, groups=here.groups), split.test.argmax(0)
+    there, said = goal.present, held.predicted[0, 0]
+    how: dict[str, Any] = dict(fold=fold, groups=here.groups[there], folds=folds)
+    (score,) = estimates(held.of(0, goal, there), goal, there, **how)
+    predicted = np.array(goal.classes)[said.astype(np.int64)] if goal.kind == "class" else said
+    return CrossValidated(rows.numbers, predicted, fold, score, goal.metric, split)
+
+
+# ---- streaming -------------------------------------------------------------------------------------------------------
+# Fitting while capturing: rows are added to moments and dropped; the probe is that of a fit on the dump.
+
+FROM_MOMENTS: dict[str, Callable[[], Any]] = {
+    "mass-mean": MassMeanProbe,
+    "mass-mean-whitened": lambda: MassMeanProbe(whiten=True),
+    "leace": Leace,
+}
+"""estimators that need nothing but moments"""
+
+
+class StreamedMoments:
+    """One `MomentStream` per cell; rows arrive in the order of their examples."""
+
+    def __init__(self, label: str, classes: Sequence[str], sites: str | Sequence[str] = "S", position: str = "step") -> None:
+        self.label, self.classes, self.sites, self.position = label, tuple(classes), sites, position
+        self.streams: dict[Cell, MomentStream] = {}
+
+    def add(self, rows: ProbeRows) -> None:
+        """Mutates: adds the accepted rows at the position that have the label. Pieces of any size give the same bits."""
+        rows = rows.accepted().at(self.position)
+        target = rows.target(self.label, "class")
+        rows, target = rows.where(target.present), target[target.present]
+        for cell in rows.cells(self.sites):
+            x = torch.from_numpy(rows.matrix(cell.site, cell.layer))
+            if cell not in self.streams:
+                self.streams[cell] = MomentStream(x.shape[1], self.classes)
+            self.streams[cell].add(x, target.values)
+
+    def moments(self) -> dict[Cell, Moments]:
+        return {cell: stream.moments() for cell, stream in self.streams.items()}
+
+    def fit(self, estimator: str) -> dict[Cell, Any]:
+        """One probe or eraser per cell, bit for bit the one that `fit` gives on the dumped rows."""
+        if estimator not in FROM_MOMENTS:
+            raise ProbeError(f"{estimator} cannot be fitted from moments alone. Use one of {', '.join(FROM_MOMENTS)}.")
+        return {cell: FROM_MOMENTS[estimator]().fit_moments(moments) for cell, moments in self.moments().items()}
+
+
+def fit_streaming(
+    engine: Engine,
+    examples: Sequence[Example],
+    label: str,
+    classes: Sequence[str],
+    *,
+    sites: str | Sequence[str] = "S",
+    position: str = "step",
+    batch: int = 32,
+    drafter: str = "lens",
+    window: int | None = None,
+    seed: int = 0,
+    sampling: Sampling | None = None,
+    edits: Sequence[Edit] = (),
+    max_new: int | None = None,
+    rejected: bool = False,
+    progress: bool = False,
+) -> StreamedMoments:
+    """Replay examples and keep only moments: memory does not grow with their number. Options as in `Engine.replay`.
+
+    Examples are replayed in the order of their index, as in a dump; the order in which they are given changes no bit.
+    """
+    examples = sorted(examples, key=lambda example: example.index)
+    collected = StreamedMoments(label, classes, sites, position)
+    for first in tqdm(range(0, len(examples), batch), unit="batch", disable=hidden(progress)):
+        some = examples[first : first + batch]
+        run = engine.replay(
+            some,
+            sites=sites,
+            drafter=drafter,
+            window=window,
+            seed=seed,
+            sampling=sampling,
+            edits=edits,
+            max_new=max_new,
+            rejected=rejected,
+            batch=batch,
+        )
+        plan = plan_of_run(engine, some[0].maker, [e.index for e in some], run.options)
+        collected.add(ProbeRows.of_results(engine, plan, run.results))
+    return collected

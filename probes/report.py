@@ -1,0 +1,461 @@
+"""`Report`: scores with their controls, as a table, text, figures and JSON."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from replaylens.engine.pictures.data import DPI, picture, plain, short, wrapped
+from replaylens.engine.request.values import output_path
+from replaylens.probes.checks import make_folder
+from replaylens.probes.errors import BadProbeFile, ProbeError
+from replaylens.probes.intervals import Estimate
+from replaylens.probes.rows import Cell, ProbeRows
+
+# ---- summary ---------------------------------------------------------------------------------------------------------
+# A sweep's table in words: what is shown, what is not, and known zeros.
+
+CONTROLS = ("majority", "token_identity", "position_only", "bag_of_tokens", "shuffled", "control_task", "untrained")
+OF_TEXT = ("token_identity", "bag_of_tokens", "control_task")
+"""controls that need the tokens of the paths; where they are missing, a verdict says so"""
+LEVEL = 0.05
+
+
+SHOWN, READABLE, NOT_SHOWN = "shown", "readable", "not shown"
+"""verdicts; readable: more than chance and every other control, but not separable from the control task"""
+_HEADS = {SHOWN: "Shown", READABLE: "Readable, not separable from the control task", NOT_SHOWN: "Not shown"}
+
+
+def verdict_of(line: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """(verdict on one line of a sweep, what decided); None for known zeros.
+
+    A label is shown if it scores more than chance over the whole grid, and more than every control that was run. Chance is
+    tested by permutation (`p_family`), which keeps the frequencies of the classes, so that the majority needs no further test.
+    Other controls are tested as paired differences: `margin` is the smallest lower bound over them, at an error that holds
+    for the whole grid. The control task alone asks another question, how much the probe can memorise: a label that fails only
+    there is readable.
+    """
+    p, margin = line.get("p_family"), line.get("margin")
+    if p is None or p != p:
+        return None, None
+    if p > LEVEL:
+        return NOT_SHOWN, "p_family"
+    guess = line.get("majority")
+    if guess is not None and line["accuracy"] <= guess:
+        return NOT_SHOWN, "majority"
+    if margin is None or margin != margin:
+        return SHOWN, "p_family"
+    if margin > 0:
+        return SHOWN, line.get("margin_over")
+    rest = line.get("margin_without_task")
+    if line.get("margin_over") == "control_task" and (rest is None or rest != rest or rest > 0):
+        return READABLE, "control_task"
+    return NOT_SHOWN, line.get("margin_over")
+
+
+def verdicts(table: pd.DataFrame) -> pd.Series:
+    """The verdict on each line; see `verdict_of`."""
+    return pd.Series([verdict_of(line)[0] for line in table.to_dict("records")], index=table.index, dtype=object)
+
+
+def shown(table: pd.DataFrame) -> pd.Series:
+    """Which lines count as shown; see `verdict_of`."""
+    return verdicts(table) == SHOWN
+
+
+def best_of(table: pd.DataFrame) -> pd.Series:
+    """The line with the highest score among those that are shown; if none is, among the readable ones, then among all."""
+    said = verdicts(table)
+    for kind in (SHOWN, READABLE):
+        if (said == kind).any():
+            table = table[said == kind]
+            break
+    return table.loc[table["accuracy"].astype(float).idxmax()]
+
+
+def summarise(table: pd.DataFrame, settings: Mapping[str, Any] | None = None) -> list[str]:
+    """Lines of text for a sweep's table."""
+    if table.empty or "p_family" not in table:
+        return ["No lines."]
+    main, zeros = table[~table["known_zero"].astype(bool)], table[table["known_zero"].astype(bool)]
+    lines = list(_labels(main))
+    lines += list(_zeros(zeros))
+    missing = [name for name in CONTROLS if name not in main or main[name].isna().all()]
+    if missing:
+        lines.append(f"Controls not run: {', '.join(missing)}.")
+    lines.append(_method(main, settings or {}))
+    lines.append("A probe shows that a label can be read off, not that the model uses it. Test the direction causally.")
+    return lines
+
+
+def _labels(main: pd.DataFrame) -> Iterator[str]:
+    """Per label, estimator and position: the best cell, how many cells are shown, and what decided."""
+    for (label, estimator, position), part in main.groupby(["label", "estimator", "position"], sort=False):
+        best = best_of(part)
+        verdict, decided = verdict_of(best)
+        same = int((verdicts(part) == verdict).sum())
+        where = f"{best['site']}{'' if pd.isna(best['layer']) else int(best['layer'])}"
+        controls = [(float(best[name]), name.replace("_", " ")) for name in CONTROLS if pd.notna(best.get(name))]
+        against = "best control {:.3f} ({})".format(*max(controls)) if controls else "no controls"
+        without = [name.replace("_", " ") for name in OF_TEXT if pd.isna(best.get(name))]
+        if without and pd.notna(best.get("majority")):
+            against += f", without {' and '.join(without)}"
+        score = f"{best['metric'].replace('auroc', 'AUROC').replace('_', ' ')} {best['accuracy']:.3f}"
+        score += f" [{best['low']:.3f}, {best['high']:.3f}] at {where}, {against}"
+        count = f"none of {len(part)}" if verdict == NOT_SHOWN else f"{same} of {len(part)}"
+        head = f"{_HEADS[str(verdict)]}: {label} at {position} ({estimator})"
+        yield f"{head}: {count} cells; best {score}, {_p(best)}."
+        yield f"  decided by {_decision(best, str(decided))}."
+        if pd.notna(best.get("selectivity")):
+            interval = f"[{best['selectivity_low']:.3f}, {best['selectivity_high']:.3f}]"
+            yield f"  selectivity there {best['selectivity']:.3f} {interval} (control task {best['control_task']:.3f})."
+        if best["metric"] == "accuracy" and pd.notna(best.get("auroc_low")):
+            yield f"  AUROC there {best['auroc']:.3f} [{best['auroc_low']:.3f}, {best['auroc_high']:.3f}]."
+        if verdict == READABLE:
+            yield "  The probe learns a random class per context as well. Hold out contexts to tell them apart: sweep(groups=)."
+
+
+def _decision(line: pd.Series, decided: str) -> str:
+    if decided == "p_family":
+        side = ">" if float(line["p_family"]) > LEVEL else "<="
+        return f"p over the grid {side} {LEVEL}"
+    if decided == "majority":
+        return "the majority, which scores as well"
+    side = "above" if float(line["margin"]) > 0 else "not above"
+    return f"the margin over {decided.replace('_', ' ')}: lower bound {float(line['margin']):+.3f}, {side} 0"
+
+
+def _method(main: pd.DataFrame, settings: Mapping[str, Any]) -> str:
+    """The grid, the tests and their correction, and the smallest p that they can give."""
+    axes = (("site", "sites"), ("layer", "layers"), ("position", "positions"), ("label", "labels"), ("estimator", "estimators"))
+    sizes = ", ".join(f"{count} {names if count > 1 else name}" for name, names in axes if (count := main[name].nunique()))
+    tests = list(dict.fromkeys(main["test"].dropna()))
+    count = settings.get("permutations")
+    said = []
+    if any("permutation" in test for test in tests):
+        floor = f" ({count} permutations: no p is below {1 / (count + 1):.3f})" if count else ""
+        said.append(f"permutation{floor}, corrected by the maximum statistic over the grid")
+    if "corrected t" in tests:
+        said.append("corrected t, with Bonferroni's correction over the grid")
+    margin = "; margins over controls: one-sided, 5 % over the grid" if main.get("margin", pd.Series()).notna().any() else ""
+    return f"Grid of {len(main)} cells ({sizes}). Tests: {'; '.join(said) or 'none'}{margin}."
+
+
+def _p(line: pd.Series) -> str:
+    p = float(line["p_family"])
+    return f"p {'< 0.001' if p < 0.001 else f'= {p:.3f}'} over the grid ({line['test']}; {_sizes(line)})"
+
+
+def _sizes(line: pd.Series) -> str:
+    """How many rows, different ones, and independent groups a line rests on."""
+    same = "" if line["rows"] == line["distinct"] else f", {line['distinct']} distinct"
+    return f"{line['rows']} rows{same} of {line['groups']} groups"
+
+
+def _zeros(zeros: pd.DataFrame) -> Iterator[str]:
+    """Known zeros: how many intervals contain the exact chance."""
+    for (label, position), part in zeros.groupby(["label", "position"], sort=False):
+        inside = ((part["low"] <= part["chance"]) & (part["chance"] <= part["high"])).sum()
+        worst = part.loc[(part["accuracy"] - part["chance"]).abs().idxmax()]
+        yield (
+            f"Known zero {label} at {position}: chance {worst['chance']:.3f} inside {inside} of {len(part)} intervals "
+            f"(at 95 %, about one in twenty falls outside); farthest {worst['accuracy']:.3f}."
+        )
+
+
+# ---- report ----------------------------------------------------------------------------------------------------------
+
+FORMAT, SCHEMA = "replaylens-report", 2
+FILE, SUMMARY, TABLE = "report.json", "summary.txt", "table.csv"
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """The lines of one table, with their source. Equal input gives equal bytes on disk."""
+
+    kind: str
+    """sweep, or the name of a branch question or causal test"""
+    lines: list[dict[str, Any]]
+    source: dict[str, Any]
+    """task, knobs, digest and fingerprint of the rows"""
+    settings: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+    """what was skipped, and why"""
+    findings: list[str] = field(default_factory=list)
+    """findings of a question or causal test, in words; those of a sweep are made from its lines"""
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """One line per cell, tidy."""
+        return pd.DataFrame(self.lines)
+
+    def text(self) -> str:
+        """The findings, then the notes."""
+        return "\n".join(self.summary())
+
+    def summary(self) -> list[str]:
+        shown = self.findings or summarise(self.table, self.settings)
+        return [*shown, *self.notes]
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def best(self, label: str, **where: Any) -> dict[str, Any]:
+        """The best line for a label, by `summary.best_of`: the highest score among lines that are shown, if any is.
+
+        where  filters by other columns
+        """
+        wanted = {"label": label, **where}
+        fitting = [line for line in self.lines if all(line.get(name) == value for name, value in wanted.items())]
+        if not fitting:
+            raise ProbeError(f"No line with {wanted}. Labels: {sorted({line.get('label', '') for line in self.lines})}.")
+        if "p_family" not in fitting[0]:
+            return max(fitting, key=lambda line: line["accuracy"])
+        table = pd.DataFrame(fitting)
+        return fitting[table.index.get_loc(best_of(table).name)]
+
+    # ---- figures ------------------------------------------------------------------------------------------------
+
+    def heatmap(self, label: str | None = None, *, estimator: str | None = None) -> "Figure":
+        """Score by layer and position, one panel per site; see `figures.heatmap`."""
+
+        return heatmap(self.table, label, estimator)
+
+    def curves(self, label: str | None = None, *, estimator: str | None = None) -> "Figure":
+        """Score by layer with its interval and controls, one panel per position; see `figures.curves`."""
+
+        return curves(self.table, label, estimator)
+
+    def complexity(self) -> "Figure":
+        """Accuracy against complexity and C, of a `complexity_curve`; see `figures.complexity`."""
+
+        return complexity(self.table, self.settings["label"])
+
+    # ---- on disk ------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; NaN becomes null. docs/probes.md describes the fields."""
+        return {
+            "format": FORMAT,
+            "schema": SCHEMA,
+            "kind": self.kind,
+            "source": self.source,
+            "settings": self.settings,
+            "summary": self.summary(),
+            "notes": self.notes,
+            "findings": self.findings,
+            "rows": [{name: _plain(value) for name, value in line.items()} for line in self.lines],
+        }
+
+    def save(self, folder: str | Path, figures: bool = True) -> Path:
+        """Write report.json, summary.txt, table.csv and PNG figures, over an older report. Returns the folder."""
+        folder = report_folder(make_folder(folder))
+        (folder / FILE).write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
+        (folder / SUMMARY).write_text(self.text() + "\n")
+        self.table.to_csv(folder / TABLE, index=False)
+        if figures:
+            save_all(self.kind, self.table, folder)
+        return folder
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Report":
+        """Load a report from its folder or JSON file. Raises BadProbeFile, which says what is wrong."""
+        path = Path(path)
+        path = path / FILE if path.is_dir() else path
+        try:
+            raw = json.loads(path.read_text())
+            if raw["format"] != FORMAT or raw["schema"] != SCHEMA:
+                raise BadProbeFile(f"{path} has format {raw['format']} {raw['schema']} instead of {FORMAT} {SCHEMA}.")
+            fields = {name: raw[name] for name in ("kind", "source", "settings", "notes", "findings")}
+            return cls(lines=raw["rows"], **fields)
+        except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+            raise BadProbeFile(f"{path} is not a report ({error}).") from error
+
+
+def report_folder(given: str | Path) -> Path:
+    """The folder for a report, which may hold an older one. Makes nothing. BadRequest if it cannot be written, ProbeError if
+    it has files of a report's names and no report."""
+    folder = output_path(given, folder=True)
+    taken = [name for name in (FILE, SUMMARY, TABLE) if (folder / name).exists()]
+    try:
+        ours = not taken or json.loads((folder / FILE).read_bytes())["format"] == FORMAT
+    except (OSError, ValueError, TypeError, KeyError):
+        ours = False
+    if not ours:
+        raise ProbeError(f"{folder} has a {taken[0]} that is not of a report, and would be overwritten. Give another folder.")
+    return folder
+
+
+def about_rows(rows: ProbeRows) -> dict[str, Any]:
+    """The source of rows, as a report cites it."""
+    about = rows.about
+    return {
+        "task": about.task,
+        "knobs": about.cited_knobs,
+        "digest": about.digest,
+        "fingerprint": about.fingerprint.digest if about.fingerprint else None,
+        "rows": len(rows),
+        "roots": int(rows.frame["root"].nunique()),
+    }
+
+
+def score_line(what: str, metric: str, score: Estimate, rows: int, cell: Cell | None = None, **more: Any) -> dict[str, Any]:
+    """One line of a branch question or a causal test; docs/probes.md describes the fields."""
+    place = {} if cell is None else {"site": cell.site, "layer": cell.layer}
+    numbers = {"accuracy": score.value, "low": score.low, "high": score.high, "rows": rows}
+    return {"what": what, **place, "metric": metric, **numbers, **more}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value.item() if hasattr(value, "item") else value
+
+
+def percent(value: float, low: float, high: float) -> str:
+    """A score with its interval, as written in findings."""
+    return f"{100 * value:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------
+# Figures of a report: heatmaps, curves and bars, with matplotlib and without a display.
+
+_CONTROLS = {"majority": "0.5", "bag_of_tokens": "tab:brown", "untrained": "tab:red", "shuffled": "tab:pink"}
+
+_DOT: dict[str, Any] = {
+    "marker": "o",
+    "color": "white",
+    "markeredgecolor": "black",
+    "markeredgewidth": 0.6,
+    "markersize": 4,
+    "linestyle": "",
+}
+"""seen on every colour of the scale"""
+
+
+def heatmap(table: pd.DataFrame, label: str | None = None, estimator: str | None = None) -> Figure:
+    """Score by layer and position, one panel per site. A dot marks p_family <= 0.05, as the legend says."""
+    part, label = _narrow(table, label, estimator)
+    sites, positions = list(dict.fromkeys(part["site"])), list(dict.fromkeys(part["position"]))
+    figure = picture(1.2 + 2.6 * len(sites), 1.4 + 0.45 * len(positions))
+    axes = figure.subplots(1, len(sites), squeeze=False)[0]
+    floor = float(part["majority"].min()) if "majority" in part and part["majority"].notna().any() else float(part["low"].min())
+    for axis, site in zip(axes, sites, strict=True):
+        own = part[part["site"] == site]
+        layers = sorted({0 if pd.isna(layer) else int(layer) for layer in own["layer"]})
+        grid = np.full((len(positions), len(layers)), np.nan)
+        for line in own.itertuples():
+            at = positions.index(line.position), layers.index(0 if pd.isna(line.layer) else int(line.layer))
+            grid[at] = line.accuracy
+            if line.p_family is not None and line.p_family <= 0.05:
+                axis.plot(at[1], at[0], **_DOT)
+        image = axis.imshow(grid, vmin=min(floor, 0.99), vmax=1.0, cmap="viridis", aspect="auto")
+        axis.set(title=site, xlabel="layer", xticks=range(len(layers)), xticklabels=layers)
+        axis.set(yticks=range(len(positions)), yticklabels=positions if axis is axes[0] else [])
+    figure.colorbar(image, ax=list(axes), label=wrapped(part["metric"].iloc[0], figure.get_figheight() - 1))
+    figure.suptitle(wrapped(plain(f"{label} ({part['estimator'].iloc[0]})"), figure.get_figwidth(), 12))
+    dot = Line2D([], [], **_DOT, label="p ≤ 0.05 over the whole grid (p_family)")
+    figure.legend(handles=[dot], loc="outside lower center", fontsize=7, facecolor="0.85")
+    return figure
+
+
+def curves(table: pd.DataFrame, label: str | None = None, estimator: str | None = None) -> Figure:
+    """Score by layer with its interval, one panel per position, one line per site; controls are those of the first site."""
+    part, label = _narrow(table, label, estimator)
+    positions = list(dict.fromkeys(part["position"]))
+    figure = picture(1.0 + 3.2 * len(positions), 3.2)
+    axes = figure.subplots(1, len(positions), squeeze=False, sharey=True)[0]
+    for axis, position in zip(axes, positions, strict=True):
+        here = part[part["position"] == position]
+        for site, own in here.groupby("site", sort=False):
+            layer = own["layer"].fillna(0)
+            axis.errorbar(
+                layer,
+                own["accuracy"],
+                yerr=[own["accuracy"] - own["low"], own["high"] - own["accuracy"]],
+                marker="o",
+                markersize=3,
+                capsize=2,
+                label=str(site),
+            )
+        first = here[here["site"] == here["site"].iloc[0]]
+        for name, colour in _CONTROLS.items():
+            if name in first and first[name].notna().all():
+                axis.plot(first["layer"].fillna(0), first[name], "--", color=colour, linewidth=1, label=name.replace("_", " "))
+        axis.set(title=position, xlabel="layer")
+    axes[0].set_ylabel(part["metric"].iloc[0])
+    figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
+    figure.suptitle(wrapped(plain(f"{label} ({part['estimator'].iloc[0]})"), figure.get_figwidth(), 12))
+    return figure
+
+
+def complexity(table: pd.DataFrame, title: str) -> Figure:
+    """A complexity curve: accuracy against the share of exchanged labels that the probe fits, and both against C."""
+    figure = picture(7.4, 3.2)
+    left, right = figure.subplots(1, 2, sharey=True)
+    error = [(table["accuracy"] - table["low"]).clip(lower=0), (table["high"] - table["accuracy"]).clip(lower=0)]
+    left.errorbar(table["complexity"], table["accuracy"], yerr=error, marker="o", markersize=3, capsize=2, linewidth=0.5)
+    front = table[table["pareto"].astype(bool)].sort_values("complexity")
+    left.step(front["complexity"], front["accuracy"], where="post", color="tab:red", linewidth=1, label="Pareto front")
+    right.errorbar(table["C"], table["accuracy"], yerr=error, marker="o", markersize=3, capsize=2, label="held out")
+    right.plot(table["C"], table["train"], "--", color="tab:brown", linewidth=1, label="training rows")
+    right.plot(table["C"], table["complexity"], "--", color="tab:pink", linewidth=1, label="exchanged labels, training rows")
+    for axis in (left, right):
+        axis.axhline(float(table["majority"].iloc[0]), color="0.5", linestyle=":", linewidth=1, label="majority")
+        axis.legend(fontsize=7)
+    left.set(xlabel="complexity", ylabel="accuracy")
+    right.set(xlabel="C", xscale="log")
+    figure.suptitle(title)
+    return figure
+
+
+def bars(table: pd.DataFrame, title: str) -> Figure:
+    """A branch question's lines: one bar with its interval per line, named by its column `what`."""
+    figure = picture(6.4, 1.0 + 0.3 * len(table))
+    axis = figure.subplots()
+    value = table["accuracy"].astype(float)
+    error = [(value - table["low"].astype(float)).clip(lower=0), (table["high"].astype(float) - value).clip(lower=0)]
+    axis.barh(range(len(table)), value, xerr=error, color="tab:blue", alpha=0.7, capsize=2)
+    axis.set(
+        yticks=range(len(table)), yticklabels=[plain(short(what, 60)) for what in table["what"]], title=title, xlabel="score"
+    )
+    axis.invert_yaxis()
+    return figure
+
+
+def save_all(kind: str, table: pd.DataFrame, folder: Path) -> list[Path]:
+    """Save every figure of a report of this kind as PNG. The files contain no timestamps."""
+    made = {}
+    if kind == "sweep":
+        main = table[~table["known_zero"].astype(bool)]
+        for (label, estimator), _ in main.groupby(["label", "estimator"], sort=False):
+            made[f"heatmap-{label}-{estimator}"] = heatmap(table, label, estimator)
+            made[f"curves-{label}-{estimator}"] = curves(table, label, estimator)
+    elif kind == "complexity_curve":
+        made[kind] = complexity(table, kind)
+    elif "what" in table and table["accuracy"].notna().any():
+        made[kind] = bars(table[table["accuracy"].notna()].head(40), kind)
+    paths = []
+    for name, figure in made.items():
+        paths.append(folder / f"{name}.png")
+        figure.savefig(paths[-1], dpi=DPI, metadata={"Software": None})
+    return paths
+
+
+def _narrow(table: pd.DataFrame, label: str | None, estimator: str | None) -> tuple[pd.DataFrame, str]:
+    """The lines of one label and one estimator."""
+    if "p_family" not in table:
+        raise ProbeError("Only sweeps have layers and positions to draw. Give the report of a sweep.")
+    label = label or str(table["label"].iloc[0])
+    estimator = estimator or str(table["estimator"].iloc[0])
+    part = table[(table["label"] == label) & (table["estimator"] == estimator)]
+    if part.empty:
+        raise ProbeError(f"No lines for label {label!r} with {estimator}. Labels: {', '.join(sorted(set(table['label'])))}.")
+    return part, label

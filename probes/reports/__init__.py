@@ -1,1 +1,0 @@
-"""Reports, their figures and their summary."""

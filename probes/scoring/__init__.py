@@ -1,1 +1,0 @@
-"""Scores of predictions, their intervals and tests."""

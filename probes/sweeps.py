@@ -1,0 +1,556 @@
+"""`sweep`: probes over sites x layers x positions x labels x estimators, with controls and statistics, in one call."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.engine import Engine, Run
+from replaylens.engine.errors import MissingPackage, no_such
+from replaylens.engine.request.values import items, shown, whole
+from replaylens.engine.terminal import hidden
+from replaylens.probes import intervals, registry
+from replaylens.probes.checks import folds_and_seed, layer_list, make_folder, names, once
+from replaylens.probes.controls import CONTROL, LABEL, Goal, goals_at, majority, make_goal, require_same_rows, untrained_rows
+from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, OtherSweep, ProbeError, TooFewGroups, UnknownEstimator
+from replaylens.probes.groups import GIVEN, grouped, histories, independent, with_groups
+from replaylens.probes.heldout import Held, OnlineCode, exchanged, held_out, label_orders, online_codes, refitted
+from replaylens.probes.intervals import LEVEL, corrected_p, mean_over_groups
+from replaylens.probes.permutations import EXCHANGED, PERMUTATIONS, Null, exchanged_share, why_no_exchange
+from replaylens.probes.positions import Position, PositionFunction
+from replaylens.probes.report import Report, about_rows, percent, score_line
+from replaylens.probes.rows import LATER, Cell, ProbeRows
+from replaylens.probes.settings import NEEDS_BOTH, MakeSplit, SweepSettings, own_split, splitter
+from replaylens.probes.solvers import Solution, one_hot, solve_path
+from replaylens.probes.splits import Split, by_root
+from replaylens.probes.tabulate import SweepPosition, tabulate
+
+# ---- backend ---------------------------------------------------------------------------------------------------------
+# The joblib backend on which a sweep runs its processes.
+
+
+@contextmanager
+def joblib_backend(name: str | None) -> Iterator[None]:
+    """Use this joblib backend during the sweep. Raises ProbeError for an unknown one, MissingPackage without Ray."""
+    if name is None:
+        yield
+        return
+    import joblib
+
+    if name == "ray":
+        try:
+            from ray.util.joblib import register_ray
+        except ImportError:
+            raise MissingPackage("backend='ray' needs the package ray. Install it: pip install 'ray[default]'.") from None
+
+        register_ray()
+    try:
+        config = joblib.parallel_config(backend=name)
+    except (ValueError, TypeError) as error:
+        raise ProbeError(f"Unknown backend {shown(name)}. Use loky, multiprocessing, threading or ray. ({error})") from None
+    with config:
+        yield
+
+
+# ---- curve -----------------------------------------------------------------------------------------------------------
+# `complexity_curve`: how complex a probe has to be to read a label, after Pareto probing (Pimentel et al., arXiv 2010.02180).
+#
+# One cell is probed at many strengths of regularisation. Each probe has an accuracy on held-out rows and a complexity: the
+# share of labels that it fits on its own training rows once they are exchanged between groups, where there is nothing to
+# learn. A probe that reads a property is accurate while it can memorise little; one that needs to memorise is accurate only
+# late on the curve. All strengths, folds and draws are solved together, on folds that keep groups apart.
+
+PATH = tuple(10.0**power for power in range(-6, 3))
+"""values of C"""
+DRAWS = 5
+"""exchanged labels that the complexity is a mean of"""
+KIND = "complexity_curve"
+
+
+def complexity_curve(
+    given: Dump | Run | ProbeRows,
+    label: str = "state",
+    *,
+    site: str = "S",
+    layer: int | None = None,
+    position: str = "step",
+    estimator: str = "logistic",
+    C: Sequence[float] = PATH,
+    folds: int = 5,
+    seed: int = 0,
+) -> Report:
+    """Accuracy against complexity for one cell: one line per C, from the strongest regularisation to the weakest.
+
+    estimator  logistic or ridge (alpha = 1 / C)
+
+    Each accuracy has its interval over groups, and these columns beside it: `complexity`; `train`, the accuracy on the training
+    rows; `auroc`, which needs no threshold (at the strong end a probe may rank the rows well and yet call them all by the
+    majority class); `norm` of the weights on standardised columns; `p_worse` of a paired test against the best C; and `pareto`,
+    whether no other C is both simpler and more accurate.
+    """
+    if estimator not in ("logistic", "ridge"):
+        raise ProbeError(f"{estimator} has no regularisation to vary. Use logistic or ridge.")
+    path = sorted(set(map(float, C)))
+    if not path or path[0] <= 0:
+        raise ProbeError(f"C is {list(C)}. Give at least one value, all above 0.")
+    folds, seed = folds_and_seed(folds, seed)
+    rows = ProbeRows.of(given)
+    cell = rows.cell(site, layer)
+    here = independent(rows.accepted().at(position))
+    if here.rows.target(label).kind != "class":
+        raise BadRows(f"Label {label!r} is a number, and the curve needs classes. Give another label, or cut it into classes.")
+    target = here.rows.target(label, "class")
+    chosen, groups = here.rows.where(target.present), here.groups[target.present]
+    goal, split = make_goal(target[target.present]), by_root(chosen, folds, seed)
+    goal.check(split.train)
+    x = torch.from_numpy(chosen.matrix(site, layer)).double()[None]
+    orders = label_orders(goal, chosen.roots, groups, DRAWS, seed)
+    codes = np.stack([goal.codes, *(goal.codes[order] for order in orders)])
+    targets = one_hot(codes, len(goal.classes))
+    probes = solve_path(estimator, x, targets, np.repeat(split.train[None], len(codes), 0), path)
+    lines, right = [], []
+    for value, probe in zip(path, probes, strict=True):
+        line, correct = _point(probe, x, codes, split)
+        accuracy = mean_over_groups(correct, groups, folds=folds)
+        lines.append(score_line(f"C = {value:g}", "accuracy", accuracy, len(correct), cell, C=value, **line))
+        right.append(correct)
+    shared = dict(
+        position=str(position), majority=majority(goal.codes, split.train, split.test), roots=len(np.unique(chosen.roots))
+    )
+    lines = [line | shared for line in lines]
+    _compare(lines, np.stack(right), groups, folds)
+    settings = dict(label=label, position=str(position), estimator=estimator, C=path, folds=folds, seed=seed)
+    notes = [here.note] if here.note else []
+    return Report(KIND, lines, about_rows(chosen), settings, notes, _say(lines, f"{label} at {cell}, {position} ({estimator})"))
+
+
+def _point(probe: Solution, x: torch.Tensor, codes: np.ndarray, split: Split) -> tuple[dict[str, Any], np.ndarray]:
+    """(columns of one C, whether each row is read correctly by the probe that was not fitted on it)"""
+    scores = probe.scores(x)[0].numpy()  # [1 + draws, folds, rows, k]
+    said = (scores[..., 0] > 0).astype(int) if scores.shape[-1] == 1 else scores.argmax(-1)
+    fold = split.test.argmax(0)
+    rows = np.arange(codes.shape[1])
+    fitted = [[(said[t, f] == codes[t])[train].mean() for f, train in enumerate(split.train)] for t in range(len(codes))]
+    spread = torch.stack([x[0, torch.from_numpy(train)].std(0, correction=0) for train in split.train])  # [folds, d]
+    found = {
+        "complexity": float(np.mean(fitted[1:])),
+        "train": float(np.mean(fitted[0])),
+        "auroc": float(intervals.auroc(scores[None, 0, fold, rows], codes[0], fold)[0]),
+        "norm": float((probe.weight[0, 0] * spread[:, None]).norm(dim=(1, 2)).mean()),
+    }
+    return found, said[0, fold, rows] == codes[0]
+
+
+def _compare(lines: list[dict[str, Any]], right: np.ndarray, groups: np.ndarray, folds: int) -> None:
+    """Mutates `lines`: adds how each C compares with the best one, and whether it is on the Pareto front."""
+    best = max(range(len(lines)), key=lambda i: (lines[i]["accuracy"], -i))
+    worse = corrected_p(right[best].astype(float) - right, groups, folds)
+    for line, p in zip(lines, worse, strict=True):
+        line["p_worse"] = float(p)
+        line["pareto"] = not any(_dominates(other, line) for other in lines)
+
+
+def _dominates(other: dict[str, Any], line: dict[str, Any]) -> bool:
+    at_least = other["accuracy"] >= line["accuracy"] and other["complexity"] <= line["complexity"]
+    return bool(at_least and (other["accuracy"] > line["accuracy"] or other["complexity"] < line["complexity"]))
+
+
+def _say(lines: list[dict[str, Any]], what: str) -> list[str]:
+    best = max(lines, key=lambda line: line["accuracy"])
+    simple = next(line for line in lines if line["p_worse"] > 1 - LEVEL)
+    first = f"{what}: best accuracy {percent(best['accuracy'], best['low'], best['high'])} at {best['what']}"
+    second = (
+        f"The strongest regularisation that is not worse (p > {1 - LEVEL:.2f}) is {simple['what']}: accuracy "
+        f"{percent(simple['accuracy'], simple['low'], simple['high'])}, complexity {100 * simple['complexity']:.1f} % "
+        f"(share of exchanged labels that it fits; the majority class is {100 * simple['majority']:.1f} %)."
+    )
+    return [f"{first}, complexity {100 * best['complexity']:.1f} %.", second]
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+# `Parts`: finished parts of a sweep on disk, so that an interrupted sweep can resume.
+
+_KEY = "sweep.key"
+_ARRAYS = tuple(field.name for field in fields(Held))
+
+
+class Parts:
+    """Parts by name. Without a folder nothing is stored. Raises OtherSweep if the folder belongs to other settings or rows."""
+
+    def __init__(self, folder: str | Path | None, key: str) -> None:
+        self.folder = None if folder is None else make_folder(folder)
+        if self.folder is None:
+            return
+        noted = self.folder / _KEY
+        if noted.exists() and noted.read_text() != key:
+            raise OtherSweep(f"{folder} holds parts of another sweep. Give its settings and rows, or another folder.")
+        noted.write_text(key)
+
+    def get(self, name: str, make: Callable[[], Held]) -> Held:
+        """The stored predictions of this name, or else newly computed ones.
+
+        What was not fully written, or written by an earlier version without scores, is computed again.
+        """
+        return Held(**self.arrays(name, lambda: {each: getattr(made, each) for made in [make()] for each in _ARRAYS}, _ARRAYS))
+
+    def arrays(self, name: str, make: Callable[[], dict[str, np.ndarray]], expected: Sequence[str]) -> dict[str, np.ndarray]:
+        """The stored arrays of this name, or else newly computed ones, stored before they are returned."""
+        if self.folder is None:
+            return make()
+        path = self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:24]}.npz"
+        if path.exists():
+            with np.load(path, allow_pickle=False) as kept:
+                if all(each in kept for each in expected):
+                    return {each: kept[each] for each in expected}
+        made = make()
+        temporary = path.with_suffix(".tmp")
+        with temporary.open("wb") as file:
+            np.savez(file, allow_pickle=False, **{each: made[each] for each in expected})
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+        return made
+
+
+# ---- sweeping --------------------------------------------------------------------------------------------------------
+
+MEMORY_MB = 1024
+"""of rows loaded together; on a CPU its value changes no bit"""
+
+
+def sweep(
+    given: Dump | Run | ProbeRows,
+    label: str | Sequence[str] = "state",
+    *,
+    sites: str | Sequence[str] | None = None,
+    positions: str | PositionFunction | Sequence[str | int | PositionFunction] | None = None,
+    estimators: str | Sequence[str] = ("logistic",),
+    split: str | MakeSplit = "root",
+    engine: Engine | None = None,
+    untrained: ProbeRows | bool | None = None,
+    groups: str | Sequence[Any] | None = None,
+    resume: str | Path | None = None,
+    jobs: int = 1,
+    backend: str | None = None,
+    progress: bool = False,
+    layers: Sequence[int] | None = None,
+    folds: int = 5,
+    branches: str = "accepted",
+    controls: bool = True,
+    residualise: Sequence[str] = (),
+    code_length: bool = False,
+    seed: int = 0,
+    metric: str = "auto",
+    permutations: int = PERMUTATIONS,
+    precision: str = "double",
+    device: str = "cpu",
+) -> Report:
+    """Fit and test every combination. Equal rows and settings give equal reports, bit for bit.
+
+    Rows with the same path are one observation and count once; roots that share one are one group (see `groups`). A label or
+    position without usable rows is skipped, and the report's notes say so; an error is raised only if nothing is left.
+
+    sites, positions
+             default: S, T and C, as far as they are stored, at steps and query; of given texts, at their last token; of rows
+             from arrays, every site at every row
+    split    root (cross-validation over groups of roots), another value of `SweepSettings.split`, or a function from rows to
+             a `Split`
+    engine   the engine that computed the rows: adds an untrained model as a control. Raises OtherFingerprint for another one
+    untrained
+             the same rows of a model with random weights, where no engine can make them; the same control. True: the engine
+             of the given run makes them
+    groups   what more than the prompt makes rows alike, such as the topic or the author of your own texts, or words to hold
+             out: a column of the index (a label, `text`), or one value per example or per row. Prompts that share a value are
+             one group: in one fold, exchanged together. Held-out words leave a control task nothing to memorise
+    resume   a folder for finished parts, from which an interrupted sweep resumes
+    jobs     number of processes for estimators that are fitted one by one; -1: one per core
+    backend  of joblib; `ray` for a cluster
+    others   see the fields of `SweepSettings`
+
+    >>> from replaylens import Engine, tasks
+    >>> run = Engine.load("coin-plain").replay(tasks.get("coin")(flips=(1, 3)).examples(40), sites="S")
+    >>> report = sweep(run, "face", sites="S", layers=[0, 3], positions="query", estimators="ridge")
+    >>> best = report.best("face")
+    >>> best["layer"], best["accuracy"] > max(best["majority"], best["bag_of_tokens"], best["shuffled"])
+    (3, True)
+    """
+    engine, untrained = _maker(given, engine, untrained)
+    rows = _numbered(ProbeRows.of(given), engine, untrained)
+    places = _positions(rows, rows.default_positions if positions is None else positions)
+    folds, seed = folds_and_seed(folds, seed)
+    settings = SweepSettings(
+        labels=names("label", label),
+        sites=names("sites", rows.default_sites if sites is None else sites),
+        positions=once("positions", [place.spec for place in places]),
+        estimators=names("estimators", estimators, UnknownEstimator),
+        split=split if isinstance(split, str) else getattr(split, "__name__", "own"),
+        untrained=engine is not None or untrained is not None,
+        layers=None if layers is None else layer_list(layers),
+        folds=folds,
+        branches=branches,
+        controls=controls,
+        residualise=names("residualise", residualise),
+        code_length=code_length,
+        seed=seed,
+        groups=groups if groups is None or isinstance(groups, str) else GIVEN,
+        metric=metric,
+        permutations=whole("permutations", permutations, 0, error=ProbeError),
+        precision=precision,
+        device=device,
+    )
+    if whole("jobs", jobs, error=ProbeError) == 0:
+        raise ProbeError("jobs=0 runs nothing. Give a number of processes, or -1 for one per core.")
+    blank = _blank(rows, settings, engine, untrained)
+    if groups is not None and not isinstance(groups, str):
+        rows = with_groups(rows, groups)
+    make_split = splitter(settings) if isinstance(split, str) else partial(own_split, split)
+    with joblib_backend(backend):
+        return _Sweep(rows, settings, places, make_split, blank, resume, jobs, progress).run()
+
+
+def _maker(given: Any, engine: Engine | None, untrained: ProbeRows | bool | None) -> tuple[Engine | None, ProbeRows | None]:
+    """(engine, rows) of the untrained control, at most one of them. Raises ProbeError for True without a run."""
+    if isinstance(untrained, ProbeRows) or not untrained:
+        if untrained is not None and not isinstance(untrained, ProbeRows | bool):
+            raise ProbeError(f"Invalid untrained={shown(untrained)}. Give ProbeRows, or True for a run.")
+        return engine, untrained or None
+    if untrained is not True:
+        raise ProbeError(f"Invalid untrained={shown(untrained)}. Give ProbeRows, or True for a run.")
+    if engine is None and not isinstance(given, Run):
+        raise ProbeError(
+            f"untrained=True needs the engine, and a {type(given).__name__} does not hold one. Give engine=, the engine that "
+            f"computed the rows."
+        )
+    return engine or given.engine, None
+
+
+def _numbered(rows: ProbeRows, engine: Engine | None, untrained: ProbeRows | None) -> ProbeRows:
+    """The rows, checked against the engine and numbered like those of its untrained model, from 0 on."""
+    if engine is not None and untrained is not None:
+        raise ProbeError("Both an engine and rows of an untrained model are given. Give one of them.")
+    if engine is None:
+        return rows
+    rows.require(engine)
+    return rows.renumbered()
+
+
+def _blank(rows: ProbeRows, settings: SweepSettings, engine: Engine | None, untrained: ProbeRows | None) -> ProbeRows | None:
+    """The same rows of an untrained model, made by the engine or given; None: without this control."""
+    if untrained is not None:
+        require_same_rows(rows, untrained)
+    return untrained if engine is None else untrained_rows(rows, engine, _stored(rows, settings), settings.seed)
+
+
+@dataclass
+class _Sweep:
+    """One call of `sweep`."""
+
+    rows: ProbeRows
+    settings: SweepSettings
+    positions: Sequence[Position]
+    make_split: MakeSplit
+    blank: ProbeRows | None
+    resume: str | Path | None
+    jobs: int
+    progress: bool
+
+    def run(self) -> Report:
+        chosen = self._branches(self.rows)
+        cells = chosen.cells(self.settings.sites, self.settings.layers)
+        parts = Parts(self.resume, self.settings.key(_digest(self.rows) + (self.blank.about.digest if self.blank else "")))
+        places = [self._place(chosen, cells, position) for position in self.positions]
+        probed = [place for place in places if place.goals]
+        if not probed:
+            raise BadRows(f"No label can be probed at any position. {' '.join(_notes(places))}")
+        with tqdm(total=len(probed) * len(cells), unit="cell", disable=hidden(self.progress)) as bar:
+            for place in probed:
+                self._fill(place, parts, bar)
+        return tabulate(probed, self.rows, self.settings, _notes(places))
+
+    def _branches(self, rows: ProbeRows) -> ProbeRows:
+        match self.settings.branches:
+            case "accepted":
+                return rows if self.settings.split.partition(":")[0] in NEEDS_BOTH else rows.accepted()
+            case "rejected":
+                return rows.rejected()
+        return rows
+
+    def _place(self, chosen: ProbeRows, cells: list[Cell], at: Position) -> SweepPosition:
+        """The rows, groups, split and goals of one position; without goals if none can be probed there."""
+        settings, found, position = self.settings, chosen.at_position(at), at.spec
+        if not len(found):
+            return SweepPosition.nothing(position, found, "there is no row; give rows of that position, or choose another")
+        if settings.groups is not None:
+            found = grouped(found, settings.groups)
+        labels = [found.target(label) for label in settings.labels] if settings.split == "root" else []
+        here = independent(found, labels)  # another split could part rows of one observation
+        try:
+            split = self.make_split(here.rows).check(here.rows, here.keys)
+        except TooFewGroups as error:
+            return SweepPosition.nothing(position, found, str(error))
+        paths = histories(here.rows) if settings.controls else None
+        how: dict[str, Any] = dict(with_controls=settings.controls, seed=settings.seed, metric=settings.metric)
+        goals, skipped = goals_at(here.rows, here.groups, paths, settings.labels, split.train, **how)
+        skipped += [("the beginning", here.note)] if here.note else []
+        if here.num_torn:
+            why = f"{here.num_torn} rows share their path with a row of another label, and no probe can read both"
+            skipped.append(("counting equal rows once", why))
+        return SweepPosition(position, here.rows, here.groups, split, goals, cells, skipped, paths, here.copies)
+
+    def _fill(self, place: SweepPosition, parts: Parts, bar: Any) -> None:
+        """Mutates `place`: predictions and permutation tests, one part per batch of cells."""
+        part = f"{place.position}/{place.split.digest}"  # a custom split is identified by its masks alone
+        for batch in _batches(place.rows, place.cells):
+            for estimator in self.settings.estimators:
+                name = f"{part}/{estimator}/{batch[0]}"
+                held = parts.get(name, partial(self._fit, place, place.rows, batch, estimator))
+                place.add(estimator, batch, held)
+                for number, goal in enumerate(place.goals):
+                    if goal.role == LABEL and self.settings.permutations:
+                        self._test(place, batch, estimator, number, held, parts, f"{name}/{goal.label}/permuted")
+            self._extras(place, place.rows, batch, parts, part)
+            bar.update(len(batch))
+
+    def _fit(self, place: SweepPosition, rows: ProbeRows, batch: list[Cell], estimator: str) -> Held:
+        masks = (place.split.train, place.split.test)
+        x = self._load(rows, batch)
+        how: dict[str, Any] = dict(nuisance=self._nuisance(place), groups=place.groups, jobs=self.jobs)
+        return held_out(estimator, x, place.goals, *masks, **how)
+
+    def _nuisance(self, place: SweepPosition) -> np.ndarray | None:
+        return _numbers(place.rows, self.settings.residualise) if self.settings.residualise else None
+
+    def _test(
+        self, place: SweepPosition, batch: list[Cell], estimator: str, number: int, held: Held, parts: Parts, name: str
+    ) -> None:
+        """Mutates `place`: adds the scores on permuted labels, where the estimator can be fitted often enough."""
+        goal, settings = place.goals[number], self.settings
+        roots, groups = place.rows.roots, place.groups
+        if len(place.split) == 1:  # the labels of the tested rows took no part in any fit
+            how = (roots, groups, place.tested(goal), settings.permutations, settings.seed)
+            place.add_null(estimator, goal, batch, exchanged(held.of(number, goal, place.tested(goal)), goal, *how))
+        elif (spec := registry.get(estimator)).swept == "together" and not spec.inner:
+            orders = label_orders(goal, roots, groups, settings.permutations, settings.seed)
+            labels = goal.codes[goal.present]
+            if (share := exchanged_share(labels, _within(orders, goal.present))) < EXCHANGED:
+                why = f"{why_no_exchange(labels, groups[goal.present], share)}. A t test is made instead"
+                place.skipped.append((f"the permutation test of {goal.label!r}", why))
+                return
+
+            def make() -> dict[str, np.ndarray]:
+                x = _single(self._load(place.rows, batch))
+                null = refitted(estimator, x, goal, orders, place.split, nuisance=self._nuisance(place))
+                return {"observed": null.observed, "drawn": null.drawn, "constant": _constant(null)}
+
+            place.add_null(estimator, goal, batch, Null(**parts.arrays(name, make, ("observed", "drawn", "constant"))))
+
+    def _extras(self, place: SweepPosition, here: ProbeRows, batch: list[Cell], parts: Parts, part: str) -> None:
+        """The untrained model, and the online code."""
+        settings = self.settings
+        if self.blank is not None:
+            blank = replace(here, source=self.blank.source)
+            for estimator in settings.estimators:
+                name = f"{part}/untrained/{estimator}/{batch[0]}"
+                made = parts.get(name, partial(self._fit, place, blank, batch, estimator))
+                place.add_untrained(estimator, batch, made)
+        if settings.code_length and "logistic" in settings.estimators:
+            for goal in place.goals:
+                if goal.role == LABEL and goal.kind == "class":
+                    make = partial(self._code, place, here, batch, goal)
+                    kept = parts.arrays(f"{part}/code/{goal.label}/{batch[0]}", make, OnlineCode.FIELDS)
+                    place.add_code(goal, batch, kept)
+
+    def _code(self, place: SweepPosition, rows: ProbeRows, batch: list[Cell], goal: Goal) -> dict[str, np.ndarray]:
+        """The online codes of a label and its control task, as arrays over cells."""
+        drawn = [other for other in place.goals if other.role == CONTROL and other.label == goal.label]
+        how: dict[str, Any] = dict(seed=self.settings.seed, nuisance=self._nuisance(place))
+        codes = online_codes(self._load(rows, batch), goal, drawn, place.groups, **how)
+        return {name: np.array([getattr(code, name) for code in codes]) for name in OnlineCode.FIELDS}
+
+    def _load(self, rows: ProbeRows, batch: list[Cell]) -> Tensor:
+        """[cells, rows, d]"""
+        dtype = torch.float64 if self.settings.precision == "double" else torch.float32
+        stacked = torch.stack([torch.from_numpy(rows.matrix(cell.site, cell.layer)).to(dtype) for cell in batch])
+        return stacked.to(self.settings.device)
+
+
+def _notes(places: Sequence[SweepPosition]) -> list[str]:
+    """What was skipped, and why."""
+    found = [(what, place.position, why.removesuffix(".")) for place in places for what, why in place.skipped]
+    return list(dict.fromkeys(f"Skipped {what} at position {position!r}: {why}." for what, position, why in found))
+
+
+def _constant(null: Null) -> np.ndarray:
+    return np.zeros(1 + len(null.drawn)) if null.constant is None else null.constant
+
+
+def _within(orders: np.ndarray, present: np.ndarray) -> np.ndarray:
+    """Orders of all rows as orders of the rows that are present, which exchange labels among themselves."""
+    place = np.cumsum(present) - 1
+    return np.asarray(place[orders[:, present]])
+
+
+def _single(x: Tensor) -> Tensor:
+    """Rows in single precision: a test is as exact in it, and twice as fast. Centre and scale are taken out before."""
+    centred = x - x.mean(1, keepdim=True)
+    scale = centred.abs().amax((1, 2), keepdim=True)
+    return (centred / torch.where(scale > 0, scale, torch.ones_like(scale))).float()
+
+
+def _positions(rows: ProbeRows, given: Any) -> list[Position]:
+    """The positions, parsed."""
+    single = isinstance(given, str | int | float | np.number) or callable(given)
+    found = [given] if single else items("positions", given, "a position, or a list of them", BadPosition)
+    return [rows.position(each) for each in found]
+
+
+def _numbers(rows: ProbeRows, names: Sequence[str]) -> np.ndarray:
+    """Columns of the index [rows, names]. Raises MissingLabel for an unknown column, BadRows for a missing number."""
+    frame = rows.frame
+    for name in set(names) & set(LATER):
+        frame[name]  # of a run, computed now
+    known = [name for name in frame if pd.api.types.is_numeric_dtype(frame[name])]
+    for name in names:
+        if name not in known:
+            telling = [each for each in known if frame[each].nunique() > 1]  # the others have nothing to remove
+            raise MissingLabel(no_such("column of numbers to residualise by", name, telling))
+        if missing := int(frame[name].isna().sum()):
+            raise BadRows(
+                f"Cannot residualise {name!r}: {missing} of {len(frame)} rows have no value. "
+                f"Leave out the column, or give rows that have it."
+            )
+    return frame[list(names)].to_numpy(dtype=np.float64)
+
+
+def _batches(rows: ProbeRows, cells: list[Cell]) -> Iterator[list[Cell]]:
+    """Batches of cells of one width that fit into memory: a function of the grid, not of the parts already done."""
+    one = rows.where(np.arange(len(rows)) == 0)
+    widths = [one.matrix(cell.site, cell.layer).shape[1] for cell in cells]
+    for width in sorted(set(widths)):
+        same = [cell for cell, own in zip(cells, widths, strict=True) if own == width]
+        size = max(1, int(MEMORY_MB * 2**20 // (16 * width * (len(rows) + 8 * width))))
+        yield from (same[first : first + size] for first in range(0, len(same), size))
+
+
+def _stored(rows: ProbeRows, settings: SweepSettings) -> list[str]:
+    """Sites to capture in the untrained model."""
+    return sorted({cell.site for cell in rows.cells(settings.sites, settings.layers)})
+
+
+def _digest(rows: ProbeRows) -> str:
+    """Identifies the rows: digest of the dump, fingerprint of the engine, hash of the index."""
+    made = rows.about.fingerprint
+    frames = [rows.frame] if rows.wider is None else [rows.frame, rows.wider.frame]
+    index = hashlib.sha256("".join(frame.to_csv(index=False) for frame in frames).encode()).hexdigest()
+    return f"{rows.about.digest}:{made.digest if made else ''}:{index}"

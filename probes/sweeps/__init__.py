@@ -1,1 +1,0 @@
-"""Grids of probes over sites, layers and positions."""

@@ -1,0 +1,165 @@
+"""Options that choose an engine: model, device and drafter; and the engine that made a dump."""
+
+import shlex
+from typing import Annotated
+
+import typer
+
+from replaylens import tasks
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.engine import Engine
+from replaylens.engine.errors import BadDump, BadRequest, EngineError
+from replaylens.engine.features.features import SparseFeatures
+from replaylens.engine.zoo import coin as zoo
+from replaylens.engine.zoo import thinking as thinking_zoo
+
+# ---- replay options --------------------------------------------------------------------------------------------------
+# Command-line options of the commands that replay examples.
+
+TemperatureOption = Annotated[float, typer.Option(min=0, help="0: greedy.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Seed of the sampling; for the task's seed use --knob seed=...")]
+BatchOption = Annotated[int, typer.Option(min=1, help="Examples replayed together; changes no bit.")]
+MaxNewOption = Annotated[int | None, typer.Option(min=0, help="Maximum tokens per answer.  [default: by task; 0 for texts]")]
+QuietOption = Annotated[bool, typer.Option("--quiet", help="Hide progress bars.")]
+
+
+# ---- completion ------------------------------------------------------------------------------------------------------
+# Shell completion of values: names of tasks, models and drafters.
+
+DRAFTERS = ("lens", "tree", "ngram", "model", "self")
+"""drafters available to commands; `forced` needs tokens, so it is available from Python only"""
+
+
+def complete_task(incomplete: str) -> list[str]:
+    return [name for name in tasks.names() if name.startswith(incomplete)]
+
+
+def complete_drafter(incomplete: str) -> list[str]:
+    return [name for name in DRAFTERS if name.startswith(incomplete)]
+
+
+def complete_model(incomplete: str) -> list[str]:
+    from replaylens.engine.model import hub
+    from replaylens.engine.zoo import coin as zoo
+    from replaylens.engine.zoo import thinking as thinking_zoo
+
+    known = (*zoo.names(), *thinking_zoo.names(), hub.SHORT)
+    return [name for name in known if name.startswith(incomplete)]
+
+
+# ---- engines ---------------------------------------------------------------------------------------------------------
+
+MODEL = "coin-plain"
+MODEL_HELP = "An embedded model's name, smollm2, a model folder, or a name on the Hugging Face hub (org/name@revision)."
+ModelOption = Annotated[str, typer.Option("--model", help=MODEL_HELP, autocompletion=complete_model)]
+MakerOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help=f"{MODEL_HELP}  [default: the model that made the dump, if it is embedded or in the hub's cache]",
+        autocompletion=complete_model,
+    ),
+]
+DeviceOption = Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")]
+DrafterOption = Annotated[
+    str, typer.Option(help=f"The drafter: {', '.join(DRAFTERS)}. For none, use --window 1.", autocompletion=complete_drafter)
+]
+DraftModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-model",
+        help="The model of --drafter model.  [default: coin-draft for coin-plain]",
+        autocompletion=complete_model,
+    ),
+]
+WindowOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Rows per verification; 1: no drafts, tokens are decoded directly.  [default: 8]"),
+]
+
+FeaturesOption = Annotated[
+    list[str] | None,
+    typer.Option(help="NAME=FOLDER of sparse features in SAELens' format; can be given several times.  [default: none]"),
+]
+
+
+def check_drafter(model: str, drafter: str, draft_model: str | None) -> None:
+    """Raise BadRequest for drafters that the command cannot use, in terms of its options."""
+    if drafter == "none":
+        raise BadRequest("Unknown drafter 'none'. To decode without drafts, give --window 1.")
+    if drafter == "model" and draft_model is None and model != MODEL:
+        raise BadRequest(f"--drafter model needs a draft model for {model}. Name it with --draft-model, such as coin-draft.")
+    if draft_model is not None and drafter != "model":
+        raise BadRequest(f"--draft-model {draft_model} would not be used with --drafter {drafter}. Give --drafter model.")
+
+
+def verify_command(
+    dump: str,
+    model: str | None = None,
+    task: str | None = None,
+    device: str = "cpu",
+    features: list[str] | None = None,
+) -> str:
+    """The command that verifies a dump, to paste into a shell."""
+    options = {"--model": model, "--task": task, "--device": None if device == "cpu" else device}
+    given = [part for name, value in options.items() if value is not None for part in (name, value)]
+    given += [part for each in features or () for part in ("--features", each)]
+    return shlex.join(["replaylens", "verify", dump, "--all", *given])
+
+
+def engine_that_made(dump: Dump, device: str) -> Engine | None:
+    """An engine with the model that made a dump: of the hub, by the revision that the dump names, if the cache has it; or the
+    embedded one with its weights. None if there is none. Nothing is downloaded because a dump asks for it."""
+    if revision := dump.manifest.fingerprint.revision:
+        try:
+            return Engine.load(revision, device=device, local_files_only=True)
+        except EngineError:
+            return None
+    made_by = dump.manifest.fingerprint.weights
+    loaded = (Engine.load(name, device=device) for name in (*zoo.names(), *thinking_zoo.names()))
+    return next((engine for engine in loaded if engine.fingerprint.weights == made_by), None)
+
+
+def unknown_maker(dump: Dump) -> str:
+    """What to say if `engine_that_made` finds none."""
+    if revision := dump.manifest.fingerprint.revision:
+        return f"{revision} made this dump, and the cache of the hub does not hold it. Fetch it with --model {revision}"
+    return "No embedded model made this dump. Name its model with --model"
+
+
+def encoders(given: list[str] | None) -> dict[str, SparseFeatures]:
+    """The sparse features of --features NAME=FOLDER, by name."""
+    found: dict[str, SparseFeatures] = {}
+    for each in given or ():
+        name, equals, folder = each.partition("=")
+        if not equals or name in found:
+            raise BadRequest(f"Invalid --features {each}. Give NAME=FOLDER, each name once, such as sae=saes/block1.")
+        found[name] = SparseFeatures.load(folder)
+    return found
+
+
+# ---- task options ----------------------------------------------------------------------------------------------------
+# Options that choose a task: by its name, or by its code.
+
+TASK_HELP = "A task's name (see `replaylens tasks list`), module:Class or file.py:Class."
+TaskOption = Annotated[str, typer.Option("--task", help=TASK_HELP, autocompletion=complete_task)]
+OwnTaskOption = Annotated[
+    str | None, typer.Option("--task", help=f"{TASK_HELP}  [default: coin]", autocompletion=complete_task)
+]
+DumpTaskOption = Annotated[
+    str | None,
+    typer.Option("--task", help="The code of the dump's task, if it is not installed: module:Class or file.py:Class."),
+]
+
+
+def know_task(reference: str | None, path: str | Dump) -> None:
+    """Register the task of a dump by its code, so that the dump finds it by its name. BadRequest if it is another task's."""
+    if reference is None:
+        return
+    loaded = tasks.load(reference)
+    try:
+        dump = path if isinstance(path, Dump) else Dump.open(path, check_files=False)
+    except BadDump:
+        return  # the command itself says what is wrong with the dump
+    if (used := dump.manifest.plan.task) != loaded.name:
+        raise BadRequest(f"--task {reference} is the task {loaded.name!r}, but the dump is of {used!r}. Give that task's code.")
