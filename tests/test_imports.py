@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "replaylens"
 ROOMS: tuple[tuple[str, ...], ...] = (
     ("tasks", "kernels"),
-    ("engine/errors", "engine/interrupts", "engine/progress"),
+    ("engine/errors", "engine/terminal"),
     ("engine/records",),
     ("engine/model",),
     ("engine/request", "engine/memory"),
@@ -30,18 +30,10 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("engine/thinking", "engine/features"),
     ("engine/replay", "engine/attribution"),
     ("engine/dump", "engine/training"),
-    ("engine/run", "engine/zoo"),
+    ("engine/zoo",),
     ("engine/engine",),
     ("engine/cluster",),
-    ("engine/rollout_cluster",),
-    ("probes/errors",),
-    ("probes/checks",),
-    ("probes/scoring", "probes/estimators"),
-    ("probes/data",),
-    ("probes/design", "probes/reports"),
-    ("probes/fitting",),
-    ("probes/sweeps", "probes/causal", "probes/forks"),
-    ("probes/questions",),
+    ("probes",),
     ("errors",),
     ("views",),
     ("workbench",),
@@ -104,9 +96,9 @@ def at_top(tree: ast.Module) -> Iterator[ast.stmt]:
 
 
 def room_of(module: str) -> str:
-    """The room of a dotted name below `replaylens`: a sub-package or file of the engine or the probes, or another part."""
+    """The room of a dotted name below `replaylens`: a sub-package or file of the engine, or another part."""
     words = module.split(".")[1:]
-    return "/".join(words[: 2 if words[0] in ("engine", "probes") else 1])
+    return "/".join(words[: 2 if words[0] == "engine" else 1])
 
 
 @dataclass(frozen=True)
@@ -231,33 +223,28 @@ PLANTED: dict[str, tuple[str | None, str, str]] = {
         "engine/dump imports engine/engine",
     ),
     "engine above itself": (
-        "engine/run",
-        "def f():\n    from replaylens.probes.data import rows",
-        "engine/run imports probes/data",
+        "engine/engine",
+        "def f():\n    from replaylens.probes import rows",
+        "engine/engine imports probes",
     ),
-    "probes above themselves": ("probes/data", "from replaylens.commands import fetch", "probes/data imports commands"),
-    "a room of probes above itself": (
-        "probes/data",
-        "from replaylens.probes.splits import Split",
-        "probes/data imports probes/design",
-    ),
+    "probes above themselves": ("probes", "from replaylens.commands import fetch", "probes imports commands"),
     "views above themselves": ("views", "def f():\n    from replaylens.commands import fetch", "views imports commands"),
     "commands above themselves": ("commands", "import replaylens.cli", "commands imports cli"),
-    "through an attribute": ("engine/run", "import replaylens\nreplaylens.commands.fetch()", "engine/run imports commands"),
-    "by a string": ("tasks", "importlib.import_module('replaylens.engine.engine')", "tasks imports engine/run"),
-    "for types only": ("tasks", "if TYPE_CHECKING:\n    from replaylens.engine.engine import x", "tasks imports engine/run"),
-    "a public name": ("engine/run", "from replaylens import Probe", "replaylens.Probe: import it from the file"),
-    "a new room": ("engine/run", "from replaylens.engine.attic import x", "replaylens.engine.attic.x: import it from the file"),
-    "bare": ("engine/run", "import tasks.coin", "bare tasks"),
-    "bare, from": ("probes/data", "from engine import model", "bare engine"),
+    "through an attribute": ("engine/engine", "import replaylens\nreplaylens.commands.fetch()", "engine/engine imports commands"),
+    "by a string": ("tasks", "importlib.import_module('replaylens.engine.engine')", "tasks imports engine/engine"),
+    "for types only": ("tasks", "if TYPE_CHECKING:\n    from replaylens.engine.engine import x", "tasks imports engine/engine"),
+    "a public name": ("engine/engine", "from replaylens import Probe", "replaylens.Probe: import it from the file"),
+    "a new room": ("engine/engine", "from replaylens.engine.attic import x", "replaylens.engine.attic.x: import it from the file"),
+    "bare": ("engine/engine", "import tasks.coin", "bare tasks"),
+    "bare, from": ("probes", "from engine import model", "bare engine"),
     "bare, in a test": (None, "from kernels import matmul", "bare kernels"),
-    "relative": ("engine/run", "from . import model", "relative import"),
-    "relative, upwards": ("engine/run", "from ..tasks import coin", "relative import"),
+    "relative": ("engine/engine", "from . import model", "relative import"),
+    "relative, upwards": ("engine/engine", "from ..tasks import coin", "relative import"),
     "heavy": ("engine/model", "import transformers", "transformers at the top"),
     "heavy, from": ("tasks", "from sklearn.linear_model import Ridge", "sklearn at the top"),
     "heavy, in try": ("engine/model", "try:\n    import gguf\nexcept ImportError:\n    pass", "gguf at the top"),
-    "heavy, in except": ("engine/run", "try:\n    x\nexcept ImportError:\n    import ray", "ray at the top"),
-    "heavy, in a class": ("engine/run", "class A:\n    import pandas as pd", "pandas at the top"),
+    "heavy, in except": ("engine/engine", "try:\n    x\nexcept ImportError:\n    import ray", "ray at the top"),
+    "heavy, in a class": ("engine/engine", "class A:\n    import pandas as pd", "pandas at the top"),
     "heavy, in if": ("__init__", "if True:\n    import transformer_lens", "transformer_lens at the top"),
     "heavy, in kernels": ("kernels", "import matplotlib.pyplot as plt", "matplotlib at the top"),
 }
@@ -277,10 +264,10 @@ def test_checker_finds_what_is_planted(plant: str) -> None:
         ("engine/model", "from replaylens.tasks import get\nfrom replaylens.kernels import matmul\nimport torch"),
         ("engine/model", "def f():\n    import transformers"),
         ("engine/model", "if TYPE_CHECKING:\n    import transformers"),
-        ("engine/run", "import replaylens\nprint(replaylens.__version__)"),
+        ("engine/engine", "import replaylens\nprint(replaylens.__version__)"),
         ("engine/loop", "from replaylens.engine.loop.lane import Turn"),
         ("engine/serving", "from replaylens.engine.pictures.pictures import Tree"),
-        ("views", "from replaylens.engine.dump.reader import Dump\nfrom replaylens.probes.data import rows"),
+        ("views", "from replaylens.engine.dump.reader import Dump\nfrom replaylens.probes import rows"),
         ("__init__", "if TYPE_CHECKING:\n    from replaylens.engine.engine import Engine"),
         ("kernels", "import triton.language as tl"),
         ("tasks", "from replaylens.tasks.coin import Coin"),

@@ -55,8 +55,8 @@ MODELS = (
     Mutant(
         "packed-zero-point-accepted",
         "replaylens.engine.model.quantised",
-        "        _require_no_zero(parts)\n        return packed.from_packed",
-        "        return packed.from_packed",
+        "        _require_no_zero(parts)\n        return from_packed",
+        "        return from_packed",
         "zero points that would be ignored are refused",
         ("tests/engine/model/test_quantised.py::test_damaged_weights_are_named",),
     ),
