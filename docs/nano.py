@@ -1,0 +1,445 @@
+"""replaylens in one file: decode, verify, roll back and capture, with the same bits whatever else happens.
+
+    python docs/nano.py
+
+A small Llama-like decoder serves several branches together: prompts, forks, edits, rollbacks, speculative drafts. It captures
+the residual stream (S), attention output (T) and MLP output (C) of every layer and token, and the logit lens (Z).
+
+The promise: every committed token, KV entry and activation is bit for bit a function of weights, token path and edits alone;
+a sampled token also of temperature and seed. Three rules keep it:
+
+1. Only the canonical pass commits. The order of each of its sums depends on shapes of weights and the row's own position, not
+   on the batch, the chunks of a prompt or the layout of pages (`rowwise`, `attend`).
+2. A draft is a guess. It is accepted if the canonical pass chooses the same token; otherwise it is rolled back, with its KV
+   and its activations (`Engine.commit`).
+3. A page of the KV cache with several owners is never written. Whoever writes gets a copy (`PagePool.reserve`).
+
+The engine keeps these rules at full speed (docs/architecture.md). tests/engine/test_contract.py holds both to one contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+torch.set_num_threads(1)  # on several threads, a library may split a sum between them
+
+# ---- the model: functions of single rows -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Config:
+    num_layers: int = 4
+    d_model: int = 128
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    d_head: int = 32
+    d_mlp: int = 384
+    vocab_size: int = 97
+    max_positions: int = 256
+
+
+def random_weights(config: Config, seed: int = 0) -> dict[str, Tensor]:
+    """Weights [inputs, outputs], a function of the seed. Names are the engine's."""
+    c, generator = config, torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(shape, generator=generator) * shape[0] ** -0.5  # noqa: E731
+    weights = {"embed": draw(c.vocab_size, c.d_model) * c.vocab_size**0.5, "unembed.weight": draw(c.d_model, c.vocab_size)}
+    for block in (f"blocks.{layer}." for layer in range(c.num_layers)):
+        weights[block + "attn.qkv.weight"] = draw(c.d_model, (c.num_heads + 2 * c.num_kv_heads) * c.d_head)  # [q | k | v]
+        weights[block + "attn.o.weight"] = draw(c.num_heads * c.d_head, c.d_model) / 2
+        weights[block + "mlp.up.weight"] = draw(c.d_model, 2 * c.d_mlp)  # [gate | up]
+        weights[block + "mlp.down.weight"] = draw(c.d_mlp, c.d_model) / 2
+        weights |= {block + "ln1.weight": torch.ones(c.d_model), block + "ln2.weight": torch.ones(c.d_model)}
+    return weights | {"ln_final.weight": torch.ones(c.d_model)}
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    """RMSNorm over the last dimension."""
+    return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions: x [rows, heads, d_head]; cos and sin [rows, 1, d_head / 2]."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+class Block:
+    """One layer without its attention, which is the only place where rows meet."""
+
+    def __init__(self, weights: dict[str, Tensor], layer: int) -> None:
+        names = ("ln1", "attn.qkv", "attn.o", "ln2", "mlp.up", "mlp.down")
+        self.ln1, self.qkv, self.o, self.ln2, self.up, self.down = (weights[f"blocks.{layer}.{n}.weight"] for n in names)
+
+    def heads(self, x: Tensor) -> Tensor:
+        """[rows, d_model] -> queries, keys, values [rows, (heads + 2 kv_heads) * d_head]"""
+        return norm(x, self.ln1) @ self.qkv
+
+    def attn_out(self, z: Tensor) -> Tensor:
+        """[rows, heads * d_head] -> T [rows, d_model]"""
+        return z @ self.o
+
+    def mlp_out(self, x: Tensor) -> Tensor:
+        """SwiGLU: [rows, d_model] -> C [rows, d_model]"""
+        gate, up = (norm(x, self.ln2) @ self.up).chunk(2, dim=-1)
+        return (gate / (1 + (-gate).exp()) * up) @ self.down
+
+
+class Model:
+    def __init__(self, config: Config, weights: dict[str, Tensor]) -> None:
+        self.config, self.embed = config, weights["embed"]
+        self.blocks = [Block(weights, layer) for layer in range(config.num_layers)]
+        self.ln_final, self.unembed = weights["ln_final.weight"], weights["unembed.weight"]
+        frequency = 1 / 1e4 ** (torch.arange(0, config.d_head, 2) / config.d_head)
+        angle = torch.arange(config.max_positions)[:, None] * frequency  # [positions, d_head / 2]
+        self.cos, self.sin = angle.double().cos().float(), angle.double().sin().float()
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Residual stream [rows, d_model] -> [rows, vocab]. On the stream of an earlier layer, this is the logit lens."""
+        return norm(x, self.ln_final) @ self.unembed
+
+
+# ---- canonical arithmetic: one order for every sum -------------------------------------------------------------------
+
+TILE = 16  # rows of every canonical product
+KEY_BLOCK = 32  # keys of every canonical step of attention
+
+
+def rowwise(function: Callable[[Tensor], Tensor], x: Tensor, canonical: bool) -> Tensor:
+    """`function` of every row of x [rows, inputs] -> [rows, outputs].
+
+    An entry of x @ w is a sum over the inputs, rounded after each addition. The library picks its order by the number of rows:
+    one row takes a matrix-vector kernel, many take a blocked one, and the last bits differ. So a token decoded alone would have
+    other activations than the same token in a batch. Canonical: always TILE rows, of which the last may be zeros.
+    """
+    if not canonical:
+        return function(x)
+    tiles = pad(x, (0, 0, 0, -len(x) % TILE)).split(TILE)
+    return torch.cat([function(tile) for tile in tiles])[: len(x)]
+
+
+def check_tiles(model: Model) -> None:
+    """A row must have the same bits at every index of a tile. Tested on this machine, because no library promises it."""
+    for weight in (model.unembed, *(w for block in model.blocks for w in (block.qkv, block.o, block.up, block.down))):
+        x = torch.randn(TILE, len(weight), generator=torch.Generator().manual_seed(0))
+        if not all(torch.equal((x.roll(i, 0) @ weight).roll(-i, 0), x @ weight) for i in range(TILE)):
+            raise RuntimeError(f"A product {list(weight.shape)} depends on a row's index in its tile. Try another TILE.")
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, canonical: bool) -> Tensor:
+    """Softmax attention of one row: q [heads, d_head] over k and v [keys, kv_heads, d_head] -> [heads * d_head].
+
+    Canonical: keys are summed in blocks of KEY_BLOCK from position 0 on, whatever the pages, and whether they come from one
+    pass or from ten. The maximum is exact in any order.
+    """
+    num_keys, kv_heads, d_head = k.shape
+    block = KEY_BLOCK if canonical else num_keys
+    padding = -num_keys % block
+    k, v = (pad(x, (0, 0, 0, 0, 0, padding)).transpose(0, 1) for x in (k, v))  # [kv_heads, keys, d_head]
+    q = q.view(kv_heads, -1, d_head) * d_head**-0.5  # [kv_heads, group, d_head]: a group of queries shares its keys
+    scores = [q @ some.transpose(1, 2) for some in k.split(block, dim=1)]  # [kv_heads, group, block] each
+    scores[-1][..., block - padding :] = -torch.inf
+    top = torch.cat(scores, dim=-1).amax(-1, keepdim=True)
+    total, out = torch.zeros_like(top), torch.zeros_like(q)
+    for some, values in zip(scores, v.split(block, dim=1), strict=True):  # this order defines the bits
+        weights = (some - top).exp()
+        total += weights.sum(-1, keepdim=True)
+        out += weights @ values
+    return (out / total).flatten()
+
+
+# ---- the KV cache: pages that branches share -------------------------------------------------------------------------
+
+
+class PagePool:
+    """KV pages and the number of owners of each. A branch has a list of pages: position p is in the one at p // page_size."""
+
+    def __init__(self, config: Config, num_pages: int, page_size: int) -> None:
+        self.kv = torch.zeros(config.num_layers, 2, num_pages, page_size, config.num_kv_heads, config.d_head)
+        self.by_slot = self.kv.flatten(2, 3)  # a view [layers, 2, slots, kv_heads, d_head]; slot = page * page_size + offset
+        self.owners, self.page_size = [0] * num_pages, page_size
+
+    def num_pages(self, length: int) -> int:
+        return -(-length // self.page_size)
+
+    def slots(self, pages: list[int], positions: Iterable[int]) -> list[int]:
+        return [pages[p // self.page_size] * self.page_size + p % self.page_size for p in positions]
+
+    def take(self) -> int:
+        if 0 not in self.owners:
+            raise RuntimeError(f"All {len(self.owners)} pages are in use. Release branches, or give the engine more pages.")
+        page = self.owners.index(0)
+        self.owners[page] = 1
+        return page
+
+    def share(self, pages: list[int]) -> list[int]:
+        """The same pages with one more owner: all that a fork costs."""
+        for page in pages:
+            self.owners[page] += 1
+        return pages.copy()
+
+    def drop(self, pages: list[int], keep: int = 0) -> None:
+        """Give up the pages after the first `keep`. Mutates `pages`."""
+        for page in pages[keep:]:
+            self.owners[page] -= 1
+        del pages[keep:]
+
+    def reserve(self, pages: list[int], start: int, end: int) -> None:
+        """Make positions [start, end) writable. Mutates `pages`: missing ones are added, shared ones replaced by copies."""
+        for index in range(start // self.page_size, self.num_pages(end)):
+            if index == len(pages):
+                pages.append(self.take())
+            elif self.owners[pages[index]] > 1:  # copy on write
+                old, pages[index] = pages[index], self.take()
+                self.kv[:, :, pages[index]] = self.kv[:, :, old]
+                self.owners[old] -= 1
+
+
+# ---- branches: token paths that are forked, edited and rolled back ---------------------------------------------------
+
+Captured = dict[str, Tensor]
+"""of one token: S [layers + 1, d_model], T and C [layers, d_model], Z [layers + 1, vocab]; the last Z is the model's output"""
+
+
+@dataclass(frozen=True, eq=False)
+class Edit:
+    """Adds a vector at one layer and position, or sets it. An edit is data: every pass over the position applies it again."""
+
+    site: str  # S (layer l: what enters block l), T or C
+    layer: int
+    position: int
+    vector: Tensor  # [d_model]
+    op: str = "add"
+
+    def __post_init__(self) -> None:
+        if self.site not in ("S", "T", "C") or self.op not in ("add", "set") or self.position < 0:
+            raise ValueError(f"Bad edit: {self}. site is S, T or C; op is add or set; position counts from 0.")
+
+
+class Branch:
+    """A token path. Its first len(rows) tokens have KV and activations; the others are pending until the next pass."""
+
+    def __init__(self, engine: Engine, tokens: Sequence[int], edits: Sequence[Edit] = ()) -> None:
+        self.engine, self.tokens, self.edits = engine, list(tokens), tuple(edits)
+        self.rows, self.pages, self.rejected = list[Captured](), list[int](), list[Branch]()
+        self.num_accepted = self.num_rejected = 0  # drafts
+
+    def fork(self, at: int | None = None, edits: Sequence[Edit] = ()) -> Branch:
+        """A branch of the first `at` tokens (default: all). It shares pages and rows up to its first new edit."""
+        child = Branch(self.engine, self.tokens, (*self.edits, *edits)).rollback(len(self.tokens) if at is None else at)
+        child.rows = self.rows[: min([len(child.tokens), *(edit.position for edit in edits)])]
+        child.pages = self.engine.pool.share(self.pages[: self.engine.pool.num_pages(len(child.rows))])
+        return child
+
+    def force(self, tokens: Sequence[int]) -> Branch:
+        self.tokens += tokens
+        return self
+
+    def generate(self, n: int, **options: Any) -> Branch:
+        """`n` more tokens; options are those of `Request`. Several branches together: `Engine.serve`."""
+        self.engine.serve([Request(self, len(self.tokens) + n, **options)])
+        return self
+
+    def rollback(self, to: int) -> Branch:
+        """Removes the tokens from position `to` on, with their KV and activations."""
+        if not 1 <= to <= len(self.tokens):
+            raise ValueError(f"No position {to} in a branch of {len(self.tokens)} tokens. Give 1 to {len(self.tokens)}.")
+        del self.tokens[to:], self.rows[to:]
+        self.engine.pool.drop(self.pages, keep=self.engine.pool.num_pages(len(self.rows)))
+        return self
+
+    def release(self) -> None:
+        """Gives up KV and activations. The tokens are pending again: computed anew, they get the same bits."""
+        self.rows.clear()
+        self.engine.pool.drop(self.pages)
+
+    def kv(self) -> Tensor:
+        """[tokens, layers, 2, kv_heads, d_head]"""
+        pool = self.generate(0).engine.pool
+        return pool.by_slot[:, :, pool.slots(self.pages, range(len(self.rows)))].movedim(2, 0).contiguous()
+
+    def activations(self, site: str) -> Tensor:
+        """S, T, C or Z: [tokens, layers (+ 1), d_model or vocab]"""
+        return torch.stack([row[site] for row in self.generate(0).rows])
+
+
+# ---- the engine: draft, verify, accept, roll back --------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """One token of a pass. A pass takes rows of any branches together."""
+
+    branch: Branch
+    position: int
+    token: int
+
+
+@dataclass(eq=False)
+class Request:
+    """Generate on a branch until it has `end` tokens."""
+
+    branch: Branch
+    end: int
+    window: int = 4  # drafts per pass
+    drafter: Callable[[Request, int], list[int]] | None = None  # proposes up to so many tokens; None: `Engine.early_exit`
+    temperature: float = 0.0
+    seed: int = 0
+    keep_rejected: bool = False  # as branches
+
+    def choose(self, before: Captured, position: int) -> int:
+        """The token at `position`, from the row before it. The noise is a function of seed and position: no state."""
+        scores = before["Z"][-1].double()  # [vocab]
+        if self.temperature > 0:  # Gumbel-max samples from the softmax
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + position)
+            noise = torch.rand(len(scores), generator=generator, dtype=torch.float64)
+            scores = scores / self.temperature - (-noise.log()).log()
+        return int(scores.argmax())
+
+
+@dataclass(eq=False)
+class Engine:
+    model: Model
+    num_pages: int = 256
+    page_size: int = 16
+    chunk: int = 64  # most pending tokens of a branch per pass: a longer prompt takes several
+    draft_layers: int = 3  # of the default drafter
+    canonical: bool = True  # False: the negative control, which commits what plain products compute
+
+    def __post_init__(self) -> None:
+        check_tiles(self.model)
+        self.pool = PagePool(self.model.config, self.num_pages, self.page_size)
+
+    def prompt(self, tokens: Sequence[int], edits: Sequence[Edit] = ()) -> Branch:
+        """A new branch, computed when the first request on it is served."""
+        return Branch(self, tokens, edits)
+
+    def serve(self, requests: Sequence[Request]) -> None:
+        """All requests together. Afterwards the branches have their new tokens, and every token has its row."""
+        while active := [request for request in requests if len(request.branch.rows) < request.end]:
+            self.step(active)
+
+    def step(self, requests: Sequence[Request]) -> None:
+        # tokens    ... A B C              C is pending: it has no KV yet
+        # draft     ... A B C d1 d2 d3     the fast path guesses; its KV is provisional
+        # verify            C d1 d2 d3     one canonical pass for all requests, which overwrites that KV
+        # chosen            d1 x           row C chooses d1, which is accepted; row d1 chooses x, so d2 and d3 are rolled back
+        # tokens    ... A B C d1 x         x is pending in the next step
+        drafts = {request: self.draft(request) for request in requests}
+        batch = list[Row]()
+        for request in requests:
+            branch, start = request.branch, len(request.branch.rows)
+            tokens = branch.tokens[start : start + self.chunk] + drafts[request]
+            batch += [Row(branch, position, token) for position, token in enumerate(tokens, start)]
+        rows = self.forward(batch, self.canonical)
+        for request in requests:
+            own = [captured for row, captured in zip(batch, rows, strict=True) if row.branch is request.branch]
+            self.commit(request, drafts[request], own)
+
+    def draft(self, request: Request) -> list[int]:
+        """Guesses what follows the pending tokens. Mutates the branch: it has a pending token, and pages for all of them."""
+        branch, start = request.branch, len(request.branch.rows)
+        if start == len(branch.tokens):
+            branch.tokens.append(request.choose(branch.rows[-1], start))
+        pending = len(branch.tokens) - start
+        count = min(request.window, request.end - len(branch.tokens)) if pending <= self.chunk else 0
+        self.pool.reserve(branch.pages, start, start + min(pending, self.chunk) + count)
+        return (request.drafter or self.early_exit)(request, count)[:count] if count else []
+
+    def early_exit(self, request: Request, count: int) -> list[int]:
+        """The fast path: plain products and the first layers only, one token at a time. May be wrong; never commits."""
+        branch, start, drafts = request.branch, len(request.branch.rows), list[int]()
+        while len(drafts) < count:
+            path = branch.tokens + drafts
+            rows = [Row(branch, position, path[position]) for position in range(start, len(path))]
+            captured = self.forward(rows, canonical=False, num_layers=self.draft_layers)
+            drafts.append(request.choose(captured[-1], len(path)))
+            start = len(path)
+        return drafts
+
+    def commit(self, request: Request, drafts: list[int], rows: list[Captured]) -> None:
+        """Takes all drafts, then rolls back from the first one that the row before it did not choose."""
+        branch, first = request.branch, len(request.branch.tokens)
+        branch.tokens += drafts
+        branch.rows += rows
+        for position in range(first, len(branch.tokens)):
+            if request.choose(branch.rows[position - 1], position) != branch.tokens[position]:
+                branch.num_rejected += len(branch.tokens) - position
+                branch.rejected += [branch.fork()] if request.keep_rejected else []
+                branch.rollback(position)
+                break
+        branch.num_accepted += len(branch.tokens) - first
+
+    def forward(self, batch: Sequence[Row], canonical: bool, num_layers: int | None = None) -> list[Captured]:
+        """One pass over rows of any branches. Writes their KV; returns what is captured of each row."""
+        model, pool, c = self.model, self.pool, self.model.config
+        slots = [pool.slots(row.branch.pages, range(row.position + 1)) for row in batch]  # of the keys that a row sees
+        own = [seen[-1] for seen in slots]
+        cos, sin = (table[[row.position for row in batch]][:, None] for table in (model.cos, model.sin))
+        stream, attn, mlp = list[Tensor](), list[Tensor](), list[Tensor]()  # S, T, C: [rows, d_model] per layer
+        x = model.embed[[row.token for row in batch]]
+        for layer, block in enumerate(model.blocks[:num_layers]):
+            stream.append(edited(x, "S", layer, batch))
+            heads = rowwise(block.heads, x, canonical).view(len(batch), -1, c.d_head)
+            q, k, v = heads.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)  # [rows, heads, d_head]
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            pool.by_slot[layer, :, own] = torch.stack([k, v])
+            z = torch.stack([attend(q[i], *pool.by_slot[layer][:, seen], canonical) for i, seen in enumerate(slots)])
+            attn.append(edited(rowwise(block.attn_out, z, canonical), "T", layer, batch))
+            x = x + attn[-1]
+            mlp.append(edited(rowwise(block.mlp_out, x, canonical), "C", layer, batch))
+            x = x + mlp[-1]
+        stream.append(edited(x, "S", len(stream), batch))
+        lens = [rowwise(model.logits, x, canonical).log_softmax(-1) for x in stream]  # Z: [rows, vocab] per layer
+        sites = [torch.stack(each, dim=1) for each in (stream, attn, mlp, lens)]  # [rows, layers (+ 1), ...]
+        return [dict(zip("STCZ", row, strict=True)) for row in zip(*sites, strict=True)]
+
+
+def edited(x: Tensor, site: str, layer: int, batch: Sequence[Row]) -> Tensor:
+    """Mutates and returns x [rows, d_model]: each row with the edits of its branch at this site, in their order."""
+    for i, row in enumerate(batch):
+        for edit in row.branch.edits:
+            if (edit.site, edit.layer, edit.position) == (site, layer, row.position):
+                x[i] = edit.vector if edit.op == "set" else x[i] + edit.vector
+    return x
+
+
+# ---- what it shows ---------------------------------------------------------------------------------------------------
+
+
+def differing_bits(one: Branch, other: Branch) -> int:
+    """Over KV and activations of two branches with the same tokens."""
+    values = [[branch.kv(), *map(branch.activations, "STCZ")] for branch in (one, other)]
+    flipped = torch.cat([(a.view(torch.uint8) ^ b.view(torch.uint8)).flatten() for a, b in zip(*values, strict=True)])
+    return sum(int((flipped >> bit & 1).sum()) for bit in range(8))
+
+
+def main() -> None:
+    model = Model(Config(), random_weights(Config()))
+    engine = Engine(model, page_size=4)
+    root = engine.prompt(range(1, 22)).generate(0)
+    edit = Edit("S", layer=1, position=12, vector=torch.ones(model.config.d_model))
+    plain, warm, steered = root.fork(), root.fork(), root.fork(edits=[edit])
+    print(f"Three forks of {len(root.tokens)} tokens: {sum(n > 1 for n in engine.pool.owners)} pages shared, none copied.")
+
+    engine.serve([Request(plain, 37, keep_rejected=True), Request(warm, 37, 2, temperature=0.8), Request(steered, 37, 8)])
+    for name, branch in {"plain": plain, "warm": warm, "steered": steered}.items():
+        drafts = f"{branch.num_accepted:2} drafts accepted, {branch.num_rejected:2} rejected"
+        print(f"{name:8}{drafts}: {branch.tokens[len(root.tokens) :]}")
+
+    # Every path again in an engine of its own: forced instead of generated, one token per pass, other pages.
+    branches = [plain, warm, steered, *plain.rejected]
+    alone = [Engine(model, page_size=7, chunk=1).prompt(branch.tokens, branch.edits) for branch in branches]
+    bits = sum(map(differing_bits, branches, alone))
+    print(f"These branches and {len(plain.rejected)} rejected ones against each path alone: {bits} differing bits.")
+
+    whole, by_token = (Engine(model, canonical=False, chunk=chunk).prompt(plain.tokens) for chunk in (64, 1))
+    print(f"Control: plain products, one pass against one token per pass: {differing_bits(whole, by_token)} differing bits.")
+
+
+if __name__ == "__main__":
+    main()
