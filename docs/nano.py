@@ -5,14 +5,13 @@
 A small Llama-like decoder serves several branches together: prompts, forks, edits, rollbacks, speculative drafts. It captures
 the residual stream (S), attention output (T) and MLP output (C) of every layer and token, and the logit lens (Z).
 
-The promise: every committed token, KV entry and activation is bit for bit a function of weights, token path and edits alone;
-a sampled token also of temperature and seed. Three rules keep it:
+The promise: every committed token, KV entry and activation is bit for bit a function of weights, token path and edits alone
+(a sampled token also of temperature and seed). Three rules keep it:
 
-1. Only the canonical pass commits. The order of each of its sums depends on shapes of weights and the row's own position, not
-   on the batch, the chunks of a prompt or the layout of pages (`rowwise`, `attend`).
-2. A draft is a guess. It is accepted if the canonical pass chooses the same token; otherwise it is rolled back, with its KV
-   and its activations (`Engine.commit`).
-3. A page of the KV cache with several owners is never written. Whoever writes gets a copy (`PagePool.reserve`).
+1. Only the canonical pass commits. The order of its sums depends on shapes of weights and on the row's own position, never on
+   the batch, the chunks of a prompt or the layout of pages (`rowwise`, `attend`).
+2. A draft is a guess. It is accepted if the canonical pass chooses the same token, otherwise rolled back (`Engine.commit`).
+3. A KV page with several owners is never written. Whoever writes gets a copy (`PagePool.reserve`).
 
 The engine keeps these rules at full speed (docs/architecture.md). tests/engine/test_contract.py holds both to one contract.
 """
@@ -21,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +28,8 @@ from torch.nn.functional import pad
 
 torch.set_num_threads(1)  # on several threads, a library may split a sum between them
 
+
 # ---- the model: functions of single rows -----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Config:
     num_layers: int = 4
@@ -59,49 +57,39 @@ def random_weights(config: Config, seed: int = 0) -> dict[str, Tensor]:
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
-    """RMSNorm over the last dimension."""
-    return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+    return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight  # RMSNorm
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions: x [rows, heads, d_head]; cos and sin [rows, 1, d_head / 2]."""
-    a, b = x.chunk(2, dim=-1)
+    a, b = x.chunk(2, dim=-1)  # rotary positions: x [rows, heads, d_head]; cos and sin [rows, 1, d_head / 2]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
-class Block:
-    """One layer without its attention, which is the only place where rows meet."""
-
-    def __init__(self, weights: dict[str, Tensor], layer: int) -> None:
-        names = ("ln1", "attn.qkv", "attn.o", "ln2", "mlp.up", "mlp.down")
-        self.ln1, self.qkv, self.o, self.ln2, self.up, self.down = (weights[f"blocks.{layer}.{n}.weight"] for n in names)
-
-    def heads(self, x: Tensor) -> Tensor:
-        """[rows, d_model] -> queries, keys, values [rows, (heads + 2 kv_heads) * d_head]"""
-        return norm(x, self.ln1) @ self.qkv
-
-    def attn_out(self, z: Tensor) -> Tensor:
-        """[rows, heads * d_head] -> T [rows, d_model]"""
-        return z @ self.o
-
-    def mlp_out(self, x: Tensor) -> Tensor:
-        """SwiGLU: [rows, d_model] -> C [rows, d_model]"""
-        gate, up = (norm(x, self.ln2) @ self.up).chunk(2, dim=-1)
-        return (gate / (1 + (-gate).exp()) * up) @ self.down
-
-
 class Model:
+    """The parts of a decoder that are functions of single rows. Attention, where rows meet, is below."""
+
     def __init__(self, config: Config, weights: dict[str, Tensor]) -> None:
-        self.config, self.embed = config, weights["embed"]
-        self.blocks = [Block(weights, layer) for layer in range(config.num_layers)]
-        self.ln_final, self.unembed = weights["ln_final.weight"], weights["unembed.weight"]
+        self.config, self.weights = config, weights
         frequency = 1 / 1e4 ** (torch.arange(0, config.d_head, 2) / config.d_head)
         angle = torch.arange(config.max_positions)[:, None] * frequency  # [positions, d_head / 2]
         self.cos, self.sin = angle.double().cos().float(), angle.double().sin().float()
 
+    def heads(self, x: Tensor, layer: int) -> Tensor:  # [rows, d_model] -> [rows, (heads + 2 kv_heads) * d_head]
+        return norm(x, self.of(layer, "ln1")) @ self.of(layer, "attn.qkv")
+
+    def attn_out(self, z: Tensor, layer: int) -> Tensor:  # [rows, heads * d_head] -> T [rows, d_model]
+        return z @ self.of(layer, "attn.o")
+
+    def mlp_out(self, x: Tensor, layer: int) -> Tensor:  # [rows, d_model] -> C [rows, d_model]
+        gate, up = (norm(x, self.of(layer, "ln2")) @ self.of(layer, "mlp.up")).chunk(2, dim=-1)
+        return (gate / (1 + (-gate).exp()) * up) @ self.of(layer, "mlp.down")  # SwiGLU
+
     def logits(self, x: Tensor) -> Tensor:
         """Residual stream [rows, d_model] -> [rows, vocab]. On the stream of an earlier layer, this is the logit lens."""
-        return norm(x, self.ln_final) @ self.unembed
+        return norm(x, self.weights["ln_final.weight"]) @ self.weights["unembed.weight"]
+
+    def of(self, layer: int, name: str) -> Tensor:
+        return self.weights[f"blocks.{layer}.{name}.weight"]
 
 
 # ---- canonical arithmetic: one order for every sum -------------------------------------------------------------------
@@ -110,7 +98,7 @@ TILE = 16  # rows of every canonical product
 KEY_BLOCK = 32  # keys of every canonical step of attention
 
 
-def rowwise(function: Callable[[Tensor], Tensor], x: Tensor, canonical: bool) -> Tensor:
+def rowwise(canonical: bool, function: Callable[..., Tensor], x: Tensor, *layer: int) -> Tensor:
     """`function` of every row of x [rows, inputs] -> [rows, outputs].
 
     An entry of x @ w is a sum over the inputs, rounded after each addition. The library picks its order by the number of rows:
@@ -118,20 +106,20 @@ def rowwise(function: Callable[[Tensor], Tensor], x: Tensor, canonical: bool) ->
     other activations than the same token in a batch. Canonical: always TILE rows, of which the last may be zeros.
     """
     if not canonical:
-        return function(x)
+        return function(x, *layer)
     tiles = pad(x, (0, 0, 0, -len(x) % TILE)).split(TILE)
-    return torch.cat([function(tile) for tile in tiles])[: len(x)]
+    return torch.cat([function(tile, *layer) for tile in tiles])[: len(x)]
 
 
 def check_tiles(model: Model) -> None:
     """A row must have the same bits at every index of a tile. Tested on this machine, because no library promises it."""
-    for weight in (model.unembed, *(w for block in model.blocks for w in (block.qkv, block.o, block.up, block.down))):
+    for weight in (w for name, w in model.weights.items() if w.dim() == 2 and name != "embed"):
         x = torch.randn(TILE, len(weight), generator=torch.Generator().manual_seed(0))
         if not all(torch.equal((x.roll(i, 0) @ weight).roll(-i, 0), x @ weight) for i in range(TILE)):
             raise RuntimeError(f"A product {list(weight.shape)} depends on a row's index in its tile. Try another TILE.")
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, canonical: bool) -> Tensor:
+def attend(canonical: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Softmax attention of one row: q [heads, d_head] over k and v [keys, kv_heads, d_head] -> [heads * d_head].
 
     Canonical: keys are summed in blocks of KEY_BLOCK from position 0 on, whatever the pages, and whether they come from one
@@ -154,8 +142,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, canonical: bool) -> Tensor:
 
 
 # ---- the KV cache: pages that branches share -------------------------------------------------------------------------
-
-
 class PagePool:
     """KV pages and the number of owners of each. A branch has a list of pages: position p is in the one at p // page_size."""
 
@@ -163,9 +149,6 @@ class PagePool:
         self.kv = torch.zeros(config.num_layers, 2, num_pages, page_size, config.num_kv_heads, config.d_head)
         self.by_slot = self.kv.flatten(2, 3)  # a view [layers, 2, slots, kv_heads, d_head]; slot = page * page_size + offset
         self.owners, self.page_size = [0] * num_pages, page_size
-
-    def num_pages(self, length: int) -> int:
-        return -(-length // self.page_size)
 
     def slots(self, pages: list[int], positions: Iterable[int]) -> list[int]:
         return [pages[p // self.page_size] * self.page_size + p % self.page_size for p in positions]
@@ -177,21 +160,22 @@ class PagePool:
         self.owners[page] = 1
         return page
 
-    def share(self, pages: list[int]) -> list[int]:
-        """The same pages with one more owner: all that a fork costs."""
-        for page in pages:
+    def share(self, pages: list[int], length: int) -> list[int]:
+        """The pages of the first `length` positions, with one more owner: all that a fork costs."""
+        shared = pages[: -(-length // self.page_size)]
+        for page in shared:
             self.owners[page] += 1
-        return pages.copy()
+        return shared
 
-    def drop(self, pages: list[int], keep: int = 0) -> None:
-        """Give up the pages after the first `keep`. Mutates `pages`."""
-        for page in pages[keep:]:
+    def drop(self, pages: list[int], length: int = 0) -> None:
+        """Give up the pages beyond the first `length` positions. Mutates `pages`."""
+        for page in pages[-(-length // self.page_size) :]:
             self.owners[page] -= 1
-        del pages[keep:]
+        del pages[-(-length // self.page_size) :]
 
     def reserve(self, pages: list[int], start: int, end: int) -> None:
         """Make positions [start, end) writable. Mutates `pages`: missing ones are added, shared ones replaced by copies."""
-        for index in range(start // self.page_size, self.num_pages(end)):
+        for index in range(start // self.page_size, -(-end // self.page_size)):
             if index == len(pages):
                 pages.append(self.take())
             elif self.owners[pages[index]] > 1:  # copy on write
@@ -208,17 +192,13 @@ Captured = dict[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Edit:
-    """Adds a vector at one layer and position, or sets it. An edit is data: every pass over the position applies it again."""
+    """A vector [d_model], added at one layer and position or put in place. Data, not code: each pass over it does the same."""
 
-    site: str  # S (layer l: what enters block l), T or C
+    site: str  # S (of layer l: what enters block l), T or C
     layer: int
     position: int
-    vector: Tensor  # [d_model]
-    op: str = "add"
-
-    def __post_init__(self) -> None:
-        if self.site not in ("S", "T", "C") or self.op not in ("add", "set") or self.position < 0:
-            raise ValueError(f"Bad edit: {self}. site is S, T or C; op is add or set; position counts from 0.")
+    vector: Tensor
+    replace: bool = False
 
 
 class Branch:
@@ -233,7 +213,7 @@ class Branch:
         """A branch of the first `at` tokens (default: all). It shares pages and rows up to its first new edit."""
         child = Branch(self.engine, self.tokens, (*self.edits, *edits)).rollback(len(self.tokens) if at is None else at)
         child.rows = self.rows[: min([len(child.tokens), *(edit.position for edit in edits)])]
-        child.pages = self.engine.pool.share(self.pages[: self.engine.pool.num_pages(len(child.rows))])
+        child.pages = self.engine.pool.share(self.pages, len(child.rows))
         return child
 
     def force(self, tokens: Sequence[int]) -> Branch:
@@ -250,7 +230,7 @@ class Branch:
         if not 1 <= to <= len(self.tokens):
             raise ValueError(f"No position {to} in a branch of {len(self.tokens)} tokens. Give 1 to {len(self.tokens)}.")
         del self.tokens[to:], self.rows[to:]
-        self.engine.pool.drop(self.pages, keep=self.engine.pool.num_pages(len(self.rows)))
+        self.engine.pool.drop(self.pages, len(self.rows))
         return self
 
     def release(self) -> None:
@@ -269,14 +249,8 @@ class Branch:
 
 
 # ---- the engine: draft, verify, accept, roll back --------------------------------------------------------------------
-
-
-class Row(NamedTuple):
-    """One token of a pass. A pass takes rows of any branches together."""
-
-    branch: Branch
-    position: int
-    token: int
+Row = tuple[Branch, int, int]
+"""branch, position, token. A pass takes rows of any branches together"""
 
 
 @dataclass(eq=False)
@@ -320,6 +294,7 @@ class Engine:
 
     def serve(self, requests: Sequence[Request]) -> None:
         """All requests together. Afterwards the branches have their new tokens, and every token has its row."""
+        assert len({request.branch for request in requests}) == len(requests), "one request per branch at a time"
         while active := [request for request in requests if len(request.branch.rows) < request.end]:
             self.step(active)
 
@@ -329,43 +304,38 @@ class Engine:
         # verify            C d1 d2 d3     one canonical pass for all requests, which overwrites that KV
         # chosen            d1 x           row C chooses d1, which is accepted; row d1 chooses x, so d2 and d3 are rolled back
         # tokens    ... A B C d1 x         x is pending in the next step
-        drafts = {request: self.draft(request) for request in requests}
-        batch = list[Row]()
+        batch = [row for request in requests for row in self.draft(request)]
+        seen = list(zip(batch, self.forward(batch, self.canonical), strict=True))
         for request in requests:
-            branch, start = request.branch, len(request.branch.rows)
-            tokens = branch.tokens[start : start + self.chunk] + drafts[request]
-            batch += [Row(branch, position, token) for position, token in enumerate(tokens, start)]
-        rows = self.forward(batch, self.canonical)
-        for request in requests:
-            own = [captured for row, captured in zip(batch, rows, strict=True) if row.branch is request.branch]
-            self.commit(request, drafts[request], own)
+            self.commit(request, [(token, row) for (branch, _, token), row in seen if branch is request.branch])
 
-    def draft(self, request: Request) -> list[int]:
-        """Guesses what follows the pending tokens. Mutates the branch: it has a pending token, and pages for all of them."""
+    def draft(self, request: Request) -> list[Row]:
+        """Pending tokens and guesses of what follows. Mutates the branch: it has a pending token, and pages for all."""
         branch, start = request.branch, len(request.branch.rows)
         if start == len(branch.tokens):
             branch.tokens.append(request.choose(branch.rows[-1], start))
-        pending = len(branch.tokens) - start
-        count = min(request.window, request.end - len(branch.tokens)) if pending <= self.chunk else 0
-        self.pool.reserve(branch.pages, start, start + min(pending, self.chunk) + count)
-        return (request.drafter or self.early_exit)(request, count)[:count] if count else []
+        tokens = branch.tokens[start : start + self.chunk]
+        count = min(request.window, request.end - len(branch.tokens)) if start + len(tokens) == len(branch.tokens) else 0
+        self.pool.reserve(branch.pages, start, start + len(tokens) + count)
+        tokens += (request.drafter or self.early_exit)(request, count)[:count] if count else []
+        return [(branch, position, token) for position, token in enumerate(tokens, start)]
 
     def early_exit(self, request: Request, count: int) -> list[int]:
         """The fast path: plain products and the first layers only, one token at a time. May be wrong; never commits."""
         branch, start, drafts = request.branch, len(request.branch.rows), list[int]()
         while len(drafts) < count:
             path = branch.tokens + drafts
-            rows = [Row(branch, position, path[position]) for position in range(start, len(path))]
+            rows = [(branch, position, path[position]) for position in range(start, len(path))]
             captured = self.forward(rows, canonical=False, num_layers=self.draft_layers)
             drafts.append(request.choose(captured[-1], len(path)))
             start = len(path)
         return drafts
 
-    def commit(self, request: Request, drafts: list[int], rows: list[Captured]) -> None:
-        """Takes all drafts, then rolls back from the first one that the row before it did not choose."""
+    def commit(self, request: Request, computed: list[tuple[int, Captured]]) -> None:
+        """Takes all tokens and rows, then rolls back from the first draft that the row before it did not choose."""
         branch, first = request.branch, len(request.branch.tokens)
-        branch.tokens += drafts
-        branch.rows += rows
+        branch.tokens += [token for token, _ in computed[first - len(branch.rows) :]]
+        branch.rows += [row for _, row in computed]
         for position in range(first, len(branch.tokens)):
             if request.choose(branch.rows[position - 1], position) != branch.tokens[position]:
                 branch.num_rejected += len(branch.tokens) - position
@@ -376,46 +346,42 @@ class Engine:
 
     def forward(self, batch: Sequence[Row], canonical: bool, num_layers: int | None = None) -> list[Captured]:
         """One pass over rows of any branches. Writes their KV; returns what is captured of each row."""
-        model, pool, c = self.model, self.pool, self.model.config
-        slots = [pool.slots(row.branch.pages, range(row.position + 1)) for row in batch]  # of the keys that a row sees
-        own = [seen[-1] for seen in slots]
-        cos, sin = (table[[row.position for row in batch]][:, None] for table in (model.cos, model.sin))
-        stream, attn, mlp = list[Tensor](), list[Tensor](), list[Tensor]()  # S, T, C: [rows, d_model] per layer
-        x = model.embed[[row.token for row in batch]]
-        for layer, block in enumerate(model.blocks[:num_layers]):
-            stream.append(edited(x, "S", layer, batch))
-            heads = rowwise(block.heads, x, canonical).view(len(batch), -1, c.d_head)
+        model, c, by_slot = self.model, self.model.config, self.pool.by_slot
+        captured: dict[str, list[Tensor]] = {site: [] for site in "STCZ"}  # [rows, ...] per layer
+
+        def tap(site: str, x: Tensor) -> Tensor:
+            """Mutates x [rows, d_model] by the edits at this place, and captures it."""
+            for i, (branch, position, _) in enumerate(batch):
+                for edit in branch.edits:
+                    if (edit.site, edit.layer, edit.position) == (site, len(captured[site]), position):
+                        x[i] = edit.vector if edit.replace else x[i] + edit.vector
+            captured[site].append(x)
+            return x
+
+        slots = [self.pool.slots(branch.pages, range(position + 1)) for branch, position, _ in batch]  # of all keys of a row
+        cos, sin = (table[[position for _, position, _ in batch]][:, None] for table in (model.cos, model.sin))
+        x = model.weights["embed"][[token for _, _, token in batch]]
+        for layer in range(num_layers or c.num_layers):
+            x = tap("S", x)
+            heads = rowwise(canonical, model.heads, x, layer).view(len(batch), -1, c.d_head)
             q, k, v = heads.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)  # [rows, heads, d_head]
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-            pool.by_slot[layer, :, own] = torch.stack([k, v])
-            z = torch.stack([attend(q[i], *pool.by_slot[layer][:, seen], canonical) for i, seen in enumerate(slots)])
-            attn.append(edited(rowwise(block.attn_out, z, canonical), "T", layer, batch))
-            x = x + attn[-1]
-            mlp.append(edited(rowwise(block.mlp_out, x, canonical), "C", layer, batch))
-            x = x + mlp[-1]
-        stream.append(edited(x, "S", len(stream), batch))
-        lens = [rowwise(model.logits, x, canonical).log_softmax(-1) for x in stream]  # Z: [rows, vocab] per layer
-        sites = [torch.stack(each, dim=1) for each in (stream, attn, mlp, lens)]  # [rows, layers (+ 1), ...]
-        return [dict(zip("STCZ", row, strict=True)) for row in zip(*sites, strict=True)]
-
-
-def edited(x: Tensor, site: str, layer: int, batch: Sequence[Row]) -> Tensor:
-    """Mutates and returns x [rows, d_model]: each row with the edits of its branch at this site, in their order."""
-    for i, row in enumerate(batch):
-        for edit in row.branch.edits:
-            if (edit.site, edit.layer, edit.position) == (site, layer, row.position):
-                x[i] = edit.vector if edit.op == "set" else x[i] + edit.vector
-    return x
+            by_slot[layer][:, [seen[-1] for seen in slots]] = torch.stack([k, v])
+            z = torch.stack([attend(canonical, q[i], *by_slot[layer][:, seen]) for i, seen in enumerate(slots)])
+            x = x + tap("T", rowwise(canonical, model.attn_out, z, layer))
+            x = x + tap("C", rowwise(canonical, model.mlp_out, x, layer))
+        tap("S", x)
+        captured["Z"] = [rowwise(canonical, model.logits, x).log_softmax(-1) for x in captured["S"]]
+        stacked = [torch.stack(values, dim=1) for values in captured.values()]  # [rows, layers (+ 1), ...]
+        return [dict(zip(captured, row, strict=True)) for row in zip(*stacked, strict=True)]
 
 
 # ---- what it shows ---------------------------------------------------------------------------------------------------
-
-
 def differing_bits(one: Branch, other: Branch) -> int:
     """Over KV and activations of two branches with the same tokens."""
     values = [[branch.kv(), *map(branch.activations, "STCZ")] for branch in (one, other)]
     flipped = torch.cat([(a.view(torch.uint8) ^ b.view(torch.uint8)).flatten() for a, b in zip(*values, strict=True)])
-    return sum(int((flipped >> bit & 1).sum()) for bit in range(8))
+    return sum(byte.bit_count() for byte in flipped.tolist())
 
 
 def main() -> None:
@@ -427,9 +393,8 @@ def main() -> None:
     print(f"Three forks of {len(root.tokens)} tokens: {sum(n > 1 for n in engine.pool.owners)} pages shared, none copied.")
 
     engine.serve([Request(plain, 37, keep_rejected=True), Request(warm, 37, 2, temperature=0.8), Request(steered, 37, 8)])
-    for name, branch in {"plain": plain, "warm": warm, "steered": steered}.items():
-        drafts = f"{branch.num_accepted:2} drafts accepted, {branch.num_rejected:2} rejected"
-        print(f"{name:8}{drafts}: {branch.tokens[len(root.tokens) :]}")
+    for branch in (plain, warm, steered):
+        print(f"{branch.num_accepted:2} drafts accepted, {branch.num_rejected:2} rejected: {branch.tokens[len(root.tokens) :]}")
 
     # Every path again in an engine of its own: forced instead of generated, one token per pass, other pages.
     branches = [plain, warm, steered, *plain.rejected]
