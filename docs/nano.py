@@ -32,7 +32,7 @@ torch.set_num_threads(1)  # on several threads, a library may split a sum betwee
 # ---- the model: functions of single rows -----------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Config:
-    num_layers: int = 4
+    num_layers: int = 3
     d_model: int = 128
     num_heads: int = 4
     num_kv_heads: int = 2
@@ -84,16 +84,14 @@ class Model:
         gate, up = (norm(x, self.of(layer, "ln2")) @ self.of(layer, "mlp.up")).chunk(2, dim=-1)
         return (gate / (1 + (-gate).exp()) * up) @ self.of(layer, "mlp.down")  # SwiGLU
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Residual stream [rows, d_model] -> [rows, vocab]. On the stream of an earlier layer, this is the logit lens."""
-        return norm(x, self.weights["ln_final.weight"]) @ self.weights["unembed.weight"]
+    def lens(self, x: Tensor) -> Tensor:  # [rows, d_model] -> log-probabilities [rows, vocab]
+        return (norm(x, self.weights["ln_final.weight"]) @ self.weights["unembed.weight"]).log_softmax(-1)
 
     def of(self, layer: int, name: str) -> Tensor:
         return self.weights[f"blocks.{layer}.{name}.weight"]
 
 
 # ---- canonical arithmetic: one order for every sum -------------------------------------------------------------------
-
 TILE = 16  # rows of every canonical product
 KEY_BLOCK = 32  # keys of every canonical step of attention
 
@@ -101,9 +99,9 @@ KEY_BLOCK = 32  # keys of every canonical step of attention
 def rowwise(canonical: bool, function: Callable[..., Tensor], x: Tensor, *layer: int) -> Tensor:
     """`function` of every row of x [rows, inputs] -> [rows, outputs].
 
-    An entry of x @ w is a sum over the inputs, rounded after each addition. The library picks its order by the number of rows:
-    one row takes a matrix-vector kernel, many take a blocked one, and the last bits differ. So a token decoded alone would have
-    other activations than the same token in a batch. Canonical: always TILE rows, of which the last may be zeros.
+    A plain x @ w breaks the promise: its entries are sums, rounded after each addition, in an order that the library picks by
+    the number of rows. A token decoded alone then differs in its last bits from the same token in a batch or a prompt.
+    Canonical: always TILE rows, padded with zeros.
     """
     if not canonical:
         return function(x, *layer)
@@ -122,8 +120,8 @@ def check_tiles(model: Model) -> None:
 def attend(canonical: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Softmax attention of one row: q [heads, d_head] over k and v [keys, kv_heads, d_head] -> [heads * d_head].
 
-    Canonical: keys are summed in blocks of KEY_BLOCK from position 0 on, whatever the pages, and whether they come from one
-    pass or from ten. The maximum is exact in any order.
+    Canonical: sums run over blocks of KEY_BLOCK keys, from position 0 on, whatever their pages and whether one pass computed
+    them or ten. A maximum is exact in any order.
     """
     num_keys, kv_heads, d_head = k.shape
     block = KEY_BLOCK if canonical else num_keys
@@ -153,17 +151,9 @@ class PagePool:
     def slots(self, pages: list[int], positions: Iterable[int]) -> list[int]:
         return [pages[p // self.page_size] * self.page_size + p % self.page_size for p in positions]
 
-    def take(self) -> int:
-        if 0 not in self.owners:
-            raise RuntimeError(f"All {len(self.owners)} pages are in use. Release branches, or give the engine more pages.")
-        page = self.owners.index(0)
-        self.owners[page] = 1
-        return page
-
     def share(self, pages: list[int], length: int) -> list[int]:
         """The pages of the first `length` positions, with one more owner: all that a fork costs."""
-        shared = pages[: -(-length // self.page_size)]
-        for page in shared:
+        for page in (shared := pages[: -(-length // self.page_size)]):
             self.owners[page] += 1
         return shared
 
@@ -176,16 +166,20 @@ class PagePool:
     def reserve(self, pages: list[int], start: int, end: int) -> None:
         """Make positions [start, end) writable. Mutates `pages`: missing ones are added, shared ones replaced by copies."""
         for index in range(start // self.page_size, -(-end // self.page_size)):
-            if index == len(pages):
-                pages.append(self.take())
-            elif self.owners[pages[index]] > 1:  # copy on write
-                old, pages[index] = pages[index], self.take()
-                self.kv[:, :, pages[index]] = self.kv[:, :, old]
-                self.owners[old] -= 1
+            shared = index < len(pages)
+            if shared and self.owners[pages[index]] == 1:
+                continue
+            if 0 not in self.owners:
+                raise RuntimeError(f"All {len(self.owners)} pages are in use. Release branches, or give the engine more.")
+            free = self.owners.index(0)
+            if shared:  # copy on write
+                self.kv[:, :, free] = self.kv[:, :, pages[index]]
+                self.owners[pages[index]] -= 1
+            pages[index : index + 1] = [free]
+            self.owners[free] = 1
 
 
 # ---- branches: token paths that are forked, edited and rolled back ---------------------------------------------------
-
 Captured = dict[str, Tensor]
 """of one token: S [layers + 1, d_model], T and C [layers, d_model], Z [layers + 1, vocab]; the last Z is the model's output"""
 
@@ -202,12 +196,14 @@ class Edit:
 
 
 class Branch:
-    """A token path. Its first len(rows) tokens have KV and activations; the others are pending until the next pass."""
+    """A token path. Its first len(rows) tokens have KV and activations. Others are pending: to force tokens, add them."""
 
     def __init__(self, engine: Engine, tokens: Sequence[int], edits: Sequence[Edit] = ()) -> None:
         self.engine, self.tokens, self.edits = engine, list(tokens), tuple(edits)
         self.rows, self.pages, self.rejected = list[Captured](), list[int](), list[Branch]()
         self.num_accepted = self.num_rejected = 0  # drafts
+        if any(edit.site not in ("S", "T", "C") or edit.position < 0 for edit in edits):
+            raise ValueError(f"Bad edits: {edits}. A site is S, T or C, and positions count from 0.")
 
     def fork(self, at: int | None = None, edits: Sequence[Edit] = ()) -> Branch:
         """A branch of the first `at` tokens (default: all). It shares pages and rows up to its first new edit."""
@@ -215,10 +211,6 @@ class Branch:
         child.rows = self.rows[: min([len(child.tokens), *(edit.position for edit in edits)])]
         child.pages = self.engine.pool.share(self.pages, len(child.rows))
         return child
-
-    def force(self, tokens: Sequence[int]) -> Branch:
-        self.tokens += tokens
-        return self
 
     def generate(self, n: int, **options: Any) -> Branch:
         """`n` more tokens; options are those of `Request`. Several branches together: `Engine.serve`."""
@@ -249,8 +241,7 @@ class Branch:
 
 
 # ---- the engine: draft, verify, accept, roll back --------------------------------------------------------------------
-Row = tuple[Branch, int, int]
-"""branch, position, token. A pass takes rows of any branches together"""
+Row = tuple[Branch, int, int]  # branch, position, token; a pass takes rows of any branches together
 
 
 @dataclass(eq=False)
@@ -281,7 +272,7 @@ class Engine:
     num_pages: int = 256
     page_size: int = 16
     chunk: int = 64  # most pending tokens of a branch per pass: a longer prompt takes several
-    draft_layers: int = 3  # of the default drafter
+    skipped: int = 1  # last layers that the default drafter leaves out
     canonical: bool = True  # False: the negative control, which commits what plain products compute
 
     def __post_init__(self) -> None:
@@ -321,12 +312,12 @@ class Engine:
         return [(branch, position, token) for position, token in enumerate(tokens, start)]
 
     def early_exit(self, request: Request, count: int) -> list[int]:
-        """The fast path: plain products and the first layers only, one token at a time. May be wrong; never commits."""
+        """The fast path: plain products, without the last layers, one token at a time. May be wrong; never commits."""
         branch, start, drafts = request.branch, len(request.branch.rows), list[int]()
         while len(drafts) < count:
             path = branch.tokens + drafts
             rows = [(branch, position, path[position]) for position in range(start, len(path))]
-            captured = self.forward(rows, canonical=False, num_layers=self.draft_layers)
+            captured = self.forward(rows, canonical=False, skipped=self.skipped)
             drafts.append(request.choose(captured[-1], len(path)))
             start = len(path)
         return drafts
@@ -344,13 +335,12 @@ class Engine:
                 break
         branch.num_accepted += len(branch.tokens) - first
 
-    def forward(self, batch: Sequence[Row], canonical: bool, num_layers: int | None = None) -> list[Captured]:
+    def forward(self, batch: Sequence[Row], canonical: bool, skipped: int = 0) -> list[Captured]:
         """One pass over rows of any branches. Writes their KV; returns what is captured of each row."""
         model, c, by_slot = self.model, self.model.config, self.pool.by_slot
         captured: dict[str, list[Tensor]] = {site: [] for site in "STCZ"}  # [rows, ...] per layer
 
-        def tap(site: str, x: Tensor) -> Tensor:
-            """Mutates x [rows, d_model] by the edits at this place, and captures it."""
+        def tap(site: str, x: Tensor) -> Tensor:  # edits x [rows, d_model] in place, and captures it
             for i, (branch, position, _) in enumerate(batch):
                 for edit in branch.edits:
                     if (edit.site, edit.layer, edit.position) == (site, len(captured[site]), position):
@@ -361,7 +351,7 @@ class Engine:
         slots = [self.pool.slots(branch.pages, range(position + 1)) for branch, position, _ in batch]  # of all keys of a row
         cos, sin = (table[[position for _, position, _ in batch]][:, None] for table in (model.cos, model.sin))
         x = model.weights["embed"][[token for _, _, token in batch]]
-        for layer in range(num_layers or c.num_layers):
+        for layer in range(c.num_layers - skipped):
             x = tap("S", x)
             heads = rowwise(canonical, model.heads, x, layer).view(len(batch), -1, c.d_head)
             q, k, v = heads.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)  # [rows, heads, d_head]
@@ -371,7 +361,7 @@ class Engine:
             x = x + tap("T", rowwise(canonical, model.attn_out, z, layer))
             x = x + tap("C", rowwise(canonical, model.mlp_out, x, layer))
         tap("S", x)
-        captured["Z"] = [rowwise(canonical, model.logits, x).log_softmax(-1) for x in captured["S"]]
+        captured["Z"] = [rowwise(canonical, model.lens, x) for x in captured["S"]]
         stacked = [torch.stack(values, dim=1) for values in captured.values()]  # [rows, layers (+ 1), ...]
         return [dict(zip(captured, row, strict=True)) for row in zip(*stacked, strict=True)]
 
@@ -388,20 +378,17 @@ def main() -> None:
     model = Model(Config(), random_weights(Config()))
     engine = Engine(model, page_size=4)
     root = engine.prompt(range(1, 22)).generate(0)
-    edit = Edit("S", layer=1, position=12, vector=torch.ones(model.config.d_model))
+    edit = Edit("S", layer=1, position=20, vector=torch.ones(model.config.d_model))
     plain, warm, steered = root.fork(), root.fork(), root.fork(edits=[edit])
     print(f"Three forks of {len(root.tokens)} tokens: {sum(n > 1 for n in engine.pool.owners)} pages shared, none copied.")
-
-    engine.serve([Request(plain, 37, keep_rejected=True), Request(warm, 37, 2, temperature=0.8), Request(steered, 37, 8)])
+    engine.serve([Request(plain, 33, keep_rejected=True), Request(warm, 33, 2, temperature=0.8), Request(steered, 33, 8)])
     for branch in (plain, warm, steered):
         print(f"{branch.num_accepted:2} drafts accepted, {branch.num_rejected:2} rejected: {branch.tokens[len(root.tokens) :]}")
-
     # Every path again in an engine of its own: forced instead of generated, one token per pass, other pages.
     branches = [plain, warm, steered, *plain.rejected]
     alone = [Engine(model, page_size=7, chunk=1).prompt(branch.tokens, branch.edits) for branch in branches]
     bits = sum(map(differing_bits, branches, alone))
     print(f"These branches and {len(plain.rejected)} rejected ones against each path alone: {bits} differing bits.")
-
     whole, by_token = (Engine(model, canonical=False, chunk=chunk).prompt(plain.tokens) for chunk in (64, 1))
     print(f"Control: plain products, one pass against one token per pass: {differing_bits(whole, by_token)} differing bits.")
 

@@ -18,9 +18,9 @@ SITES = ("S", "T", "C", "Z")
 def all_layers(request: nano.Request, count: int) -> list[int]:
     """The drafter `self`: plain products through all layers."""
     engine = request.branch.engine
-    before, engine.draft_layers = engine.draft_layers, CONFIG.num_layers
+    engine.skipped = 0
     drafts = engine.early_exit(request, count)
-    engine.draft_layers = before
+    engine.skipped = 1
     return drafts
 
 
@@ -75,7 +75,8 @@ class NanoBranch:
         return [self._like(child)]
 
     def force(self, tokens: Sequence[int]) -> NanoBranch:
-        self.branch.force(tokens).generate(0)
+        self.branch.tokens += tokens
+        self.branch.generate(0)
         return self
 
     def rollback(self, to: int) -> NanoBranch:
@@ -126,7 +127,7 @@ class NanoEngine:
     """An engine of nano that knows its branches, so that their pages can be counted."""
 
     def __init__(self, page_size: int = 16, max_rows: int = 64, canonical: bool = True) -> None:
-        self.engine = nano.Engine(MODEL, 1024, page_size, max_rows, draft_layers=1, canonical=canonical)
+        self.engine = nano.Engine(MODEL, 1024, page_size, max_rows, canonical=canonical)
         self.live, self.jobs = list[nano.Branch](), list[nano.Request]()
 
     def prompt(
@@ -158,8 +159,9 @@ class NanoReference:
         for end in range(1, len(path) + 1):
             if path[:end] not in self._known:
                 before = self._known.get(path[: end - 1])
-                new = self.engine.prompt(path[:1]) if before is None else before.fork().force(path[end - 1 : end])
-                self._known[path[:end]] = new.generate(0)
+                branch = self.engine.prompt(path[:1]) if before is None else before.fork()
+                branch.tokens[end - 1 :] = path[end - 1 : end]
+                self._known[path[:end]] = branch.generate(0)
         return self._known[path]
 
     def continuation(self, path: Sequence[int], n: int, sampling: Sampling = GREEDY) -> list[int]:
