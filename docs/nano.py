@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import torch
@@ -153,30 +154,30 @@ class PagePool:
 
     def share(self, pages: list[int], length: int) -> list[int]:
         """The pages of the first `length` positions, with one more owner: all that a fork costs."""
-        for page in (shared := pages[: -(-length // self.page_size)]):
+        for page in (shared := pages[: ceil(length / self.page_size)]):
             self.owners[page] += 1
         return shared
 
     def drop(self, pages: list[int], length: int = 0) -> None:
         """Give up the pages beyond the first `length` positions. Mutates `pages`."""
-        for page in pages[-(-length // self.page_size) :]:
+        for page in pages[ceil(length / self.page_size) :]:
             self.owners[page] -= 1
-        del pages[-(-length // self.page_size) :]
+        del pages[ceil(length / self.page_size) :]
 
     def reserve(self, pages: list[int], start: int, end: int) -> None:
         """Make positions [start, end) writable. Mutates `pages`: missing ones are added, shared ones replaced by copies."""
-        for index in range(start // self.page_size, -(-end // self.page_size)):
-            shared = index < len(pages)
-            if shared and self.owners[pages[index]] == 1:
+        for index in range(start // self.page_size, ceil(end / self.page_size)):
+            old = pages[index] if index < len(pages) else None
+            if old is not None and self.owners[old] == 1:
                 continue
             if 0 not in self.owners:
                 raise RuntimeError(f"All {len(self.owners)} pages are in use. Release branches, or give the engine more.")
-            free = self.owners.index(0)
-            if shared:  # copy on write
-                self.kv[:, :, free] = self.kv[:, :, pages[index]]
-                self.owners[pages[index]] -= 1
-            pages[index : index + 1] = [free]
-            self.owners[free] = 1
+            new = self.owners.index(0)
+            self.owners[new] = 1
+            pages[index : index + 1] = [new]
+            if old is not None:  # copy on write
+                self.kv[:, :, new] = self.kv[:, :, old]
+                self.owners[old] -= 1
 
 
 # ---- branches: token paths that are forked, edited and rolled back ---------------------------------------------------
@@ -186,12 +187,12 @@ Captured = dict[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Edit:
-    """A vector [d_model], added at one layer and position or put in place. Data, not code: each pass over it does the same."""
+    """Adds a vector at one layer and position, or replaces what is there. It is data, so every pass can apply it again."""
 
     site: str  # S (of layer l: what enters block l), T or C
     layer: int
     position: int
-    vector: Tensor
+    vector: Tensor  # [d_model]
     replace: bool = False
 
 

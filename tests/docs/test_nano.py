@@ -96,6 +96,9 @@ def test_a_full_pool_is_an_error_and_leaves_branches_usable() -> None:
 
 def test_bad_calls_are_refused() -> None:
     branch = nano.Engine(MODEL).prompt(PATH[:5])
+    for edit in (nano.Edit("Z", 0, 1, torch.ones(CONFIG.d_model)), nano.Edit("S", 0, -1, torch.ones(CONFIG.d_model))):
+        with pytest.raises(ValueError, match="A site is S, T or C"):
+            branch.fork(edits=[edit])
     for bad in (0, 6):
         with pytest.raises(ValueError, match="Give 1 to 5"):
             branch.rollback(bad)
@@ -124,4 +127,4 @@ def test_it_stays_one_short_file_on_torch_alone() -> None:
     source = (ROOT / "docs" / "nano.py").read_text(encoding="utf-8")
     assert len(source.splitlines()) <= 400
     imported = [line.split()[1].split(".")[0] for line in source.splitlines() if line.startswith(("import ", "from "))]
-    assert set(imported) == {"__future__", "collections", "dataclasses", "typing", "torch"}
+    assert set(imported) == {"__future__", "collections", "dataclasses", "math", "typing", "torch"}

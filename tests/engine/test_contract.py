@@ -196,7 +196,7 @@ def subject(request: pytest.FixtureRequest) -> Subject:
 
 
 @pytest.fixture(scope="module", params=BOOKKEPT)
-def bookkept_family(request: pytest.FixtureRequest) -> Subject:
+def few(request: pytest.FixtureRequest) -> Subject:
     """The same families, most of them slow."""
     return subject_of(*request.param)
 
@@ -344,22 +344,20 @@ def meddle(draw: random.Random, branch: Branch, vocab: int) -> None:
         child.release()
 
 
-def test_preemption_leaves_no_mark(bookkept_family: Subject) -> None:
+def test_preemption_leaves_no_mark(few: Subject) -> None:
     """Twelve requests in a cache for two: pages are taken, and rows are recomputed to the same bits."""
-    requests = [*mixed(bookkept_family), *mixed(bookkept_family)]
-    engine = bookkept_family.engine(cache_tokens=192, page_size=8)
+    requests = [*mixed(few), *mixed(few)]
+    engine = few.engine(cache_tokens=192, page_size=8)
     preempted: list[int] = []
     engine.loop.listeners.append(lambda event: preempted.append(event["branch"]) if event["event"] == "preempt" else None)
     branches = run_together(engine, requests)
     assert preempted
-    plenty = run_together(bookkept_family.engine(), requests)
+    plenty = run_together(few.engine(), requests)
     for branch, other, request in zip(branches, plenty, requests, strict=True):
-        assert branch.generated == bookkept_family.answer(request)
-        assert bookkept_family.rejected(branch) == bookkept_family.rejected(other) or request.drafter not in REPRODUCIBLE, (
-            request
-        )
+        assert branch.generated == few.answer(request)
+        assert few.rejected(branch) == few.rejected(other) or request.drafter not in REPRODUCIBLE, request
         for one in (branch, *branch.rejected):
-            assert differences(one, bookkept_family.reference) == []
+            assert differences(one, few.reference) == []
 
 
 def test_a_shared_prefix_is_the_same_as_none(family: Subject) -> None:
@@ -376,23 +374,23 @@ def test_a_shared_prefix_is_the_same_as_none(family: Subject) -> None:
         assert broken(family, run_together(engine, requests, sites), requests) == []
 
 
-def test_a_replayed_trace_reproduces_every_row(bookkept_family: Subject, tmp_path: Path) -> None:
+def test_a_replayed_trace_reproduces_every_row(few: Subject, tmp_path: Path) -> None:
     """Committed and rejected rows, of forks and after rollbacks, on a fresh engine with other page and pass sizes."""
-    engine, requests = bookkept_family.engine(record=True), mixed(bookkept_family)
+    engine, requests = few.engine(record=True), mixed(few)
     branches = run_together(engine, requests)
     (child,) = branches[0].fork(at=25)
     child.force([1, 2, 3]).generate(5, drafter="tree", window=4, keep_pages=True)
     branches[2].rollback(72).generate(4, drafter="self", window=3)
     branches[3].release()
     engine.trace.save(tmp_path / "trace.jsonl")
-    replayed = bookkept_family.engine(page_size=8, max_rows=100).replay_trace(Trace.load(tmp_path / "trace.jsonl"))
+    replayed = few.engine(page_size=8, max_rows=100).replay_trace(Trace.load(tmp_path / "trace.jsonl"))
     assert isinstance(replayed, dict)
     for old in (child, *branches[:3], *branches[4:]):
         for one in (old, *old.rejected):
             new = replayed[one.id]
             assert new.tokens == one.tokens and new.states == one.states
             assert new.activations.positions() == one.activations.positions()
-            assert differences(new, bookkept_family.reference) == []
+            assert differences(new, few.reference) == []
 
 
 # ---- captured rows ---------------------------------------------------------------------------------------------------
