@@ -94,7 +94,6 @@ class Model:
 
 # ---- canonical arithmetic: one order for every sum -------------------------------------------------------------------
 TILE = 16  # rows of every canonical product
-KEY_BLOCK = 32  # keys of every canonical step of attention
 
 
 def rowwise(canonical: bool, function: Callable[..., Tensor], x: Tensor, *layer: int) -> Tensor:
@@ -118,26 +117,15 @@ def check_tiles(model: Model) -> None:
             raise RuntimeError(f"A product {list(weight.shape)} depends on a row's index in its tile. Try another TILE.")
 
 
-def attend(canonical: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Softmax attention of one row: q [heads, d_head] over k and v [keys, kv_heads, d_head] -> [heads * d_head].
 
-    Canonical: sums run over blocks of KEY_BLOCK keys, from position 0 on, whatever their pages and whether one pass computed
-    them or ten. A maximum is exact in any order.
+    One row at a time over its keys in order, whatever their pages: the shapes, and with them the sums, depend on the row's
+    position alone. The engine takes many rows at once, and so has to sum over fixed blocks of keys.
     """
-    num_keys, kv_heads, d_head = k.shape
-    block = KEY_BLOCK if canonical else num_keys
-    padding = -num_keys % block
-    k, v = (pad(x, (0, 0, 0, 0, 0, padding)).transpose(0, 1) for x in (k, v))  # [kv_heads, keys, d_head]
-    q = q.view(kv_heads, -1, d_head) * d_head**-0.5  # [kv_heads, group, d_head]: a group of queries shares its keys
-    scores = [q @ some.transpose(1, 2) for some in k.split(block, dim=1)]  # [kv_heads, group, block] each
-    scores[-1][..., block - padding :] = -torch.inf
-    top = torch.cat(scores, dim=-1).amax(-1, keepdim=True)
-    total, out = torch.zeros_like(top), torch.zeros_like(q)
-    for some, values in zip(scores, v.split(block, dim=1), strict=True):  # this order defines the bits
-        weights = (some - top).exp()
-        total += weights.sum(-1, keepdim=True)
-        out += weights @ values
-    return (out / total).flatten()
+    q = q.view(k.shape[1], -1, q.shape[1]) * q.shape[1] ** -0.5  # [kv_heads, group, d_head]: a group shares its keys
+    pattern = (q @ k.permute(1, 2, 0)).softmax(-1)  # [kv_heads, group, keys]
+    return (pattern @ v.transpose(0, 1)).flatten()
 
 
 # ---- the KV cache: pages that branches share -------------------------------------------------------------------------
@@ -358,7 +346,7 @@ class Engine:
             q, k, v = heads.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)  # [rows, heads, d_head]
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             by_slot[layer][:, [seen[-1] for seen in slots]] = torch.stack([k, v])
-            z = torch.stack([attend(canonical, q[i], *by_slot[layer][:, seen]) for i, seen in enumerate(slots)])
+            z = torch.stack([attend(q[i], *by_slot[layer][:, seen]) for i, seen in enumerate(slots)])
             x = x + tap("T", rowwise(canonical, model.attn_out, z, layer))
             x = x + tap("C", rowwise(canonical, model.mlp_out, x, layer))
         tap("S", x)

@@ -15,7 +15,6 @@ from tests.engine.reference import random_decoder, same_bits
 from tests.nano import CONFIG, MODEL
 
 PATH = torch.randint(97, (75,), generator=torch.Generator().manual_seed(2)).tolist()
-"""exceeds two blocks of keys"""
 
 
 def reference(model: nano.Model, path: list[int]) -> Tensor:
