@@ -460,6 +460,7 @@ def test_an_edited_fork_has_the_bits_of_its_edited_path_alone(llama_or_nano: Sub
     edits = [subject.edit(1, 17, torch.linspace(-1, 1, subject.model.config.d_model))]
     engine = subject.engine(page_size=4)
     root = engine.prompt(path, sites="STCZ")
+    assert len(root.kv()) == len(path)  # computed, so that there is something to share
     (fork,) = root.fork(edits=edits)
     go_on(engine, [root, fork], [Request(path, "lens", 3), Request(path, "ngram", 2)])
     alone = subject.engine(page_size=16, max_rows=32).prompt(fork.tokens, sites="STCZ", edits=edits)
