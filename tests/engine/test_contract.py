@@ -1,8 +1,10 @@
 """The contract: what a request commits is a function of its token path, whatever else the engine does.
 
 Each theorem runs the same requests under other conditions and compares every token, KV entry and captured row (S, T, C, Z,
-also of rejected drafts) with the slow reference, byte by byte. The last theorem is the negative control: with the fast path
-instead of the canonical pass, the comparison fails.
+also of rejected drafts) with the slow reference, byte by byte. The last theorems are the negative controls: with the fast
+path instead of the canonical pass, the comparison fails.
+
+Subjects are engines with models of all families, and docs/nano.py, which explains the engine in one file.
 """
 
 import random
@@ -14,18 +16,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from docs import nano
 from replaylens.engine.engine import Engine
 from replaylens.engine.memory.tree import BranchStatus
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.proof.trace import Trace
+from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.zoo import coin as zoo
 from tests.devices import DEVICES, with_devices
 from tests.engine.reference import GREEDY, Reference, decoder, differences, perturbed, random_decoder, reference_of, same_bits
 from tests.families import MORE, NAMES, NEW_WIRINGS
+from tests.nano import MODEL, NanoBranch, NanoEngine, NanoReference
 
 NEW = 10
 LONGEST = 75
@@ -88,9 +95,32 @@ class Subject:
     model: Decoder
     draft_model: Decoder
     reference: Reference
+    reproducible: tuple[str, ...] = REPRODUCIBLE
+    """drafters whose drafts do not depend on the batch either"""
 
-    def engine(self, **options: Any) -> Engine:
+    def engine(self, **options: Any) -> Any:
         return Engine(self.model, draft_model=self.draft_model, **options)
+
+    def differences(self, branch: Any) -> list[str]:
+        """What differs on a branch from the rows of its path."""
+        return differences(branch, self.reference)
+
+    def gaps(self, branch: Any) -> list[str]:
+        """Rows and rejected branches that are missing once a request is done."""
+        found = ["computed positions"] * (branch.lane.computed != branch.length)
+        if branch.lane.recording is not None:
+            found += ["captured positions"] * (branch.activations.positions() != [*range(branch.length)])
+            found += ["rejected branches"] * (len(branch.rejected) != len(self.rejected(branch)))
+        return found
+
+    def rejected(self, branch: Any) -> list[tuple[int, list[int]]]:
+        """Positions and tokens of rejected drafts, in order."""
+        cuts = branch.record.cut
+        return [(cut.fork_position, cut.tokens) for cut in cuts if cut.status is BranchStatus.REJECTED]
+
+    def edit(self, layer: int, position: int, vector: Tensor) -> Any:
+        """Adds a vector to the residual stream that enters a block."""
+        return Edit(f"blocks.{layer}.hook_in", "add", vector, positions=position)
 
     def prompt(self, length: int, seed: int = 0) -> tuple[int, ...]:
         """Tokens with some repetition, so that the n-gram drafter makes proposals."""
@@ -113,8 +143,29 @@ class Subject:
         return Request(prompt, "forced", None, sampling, drafts=drafts)
 
 
+class Nano(Subject):
+    """docs/nano.py: the drafters `tree` and `model` are its early exit, and samplings their temperature and seed."""
+
+    def engine(self, **options: Any) -> NanoEngine:
+        return NanoEngine(**options)
+
+    def differences(self, branch: NanoBranch) -> list[str]:
+        return self.reference.differences(branch)
+
+    def gaps(self, branch: NanoBranch) -> list[str]:
+        return ["rows"] * (len(branch.branch.rows) != branch.length)
+
+    def rejected(self, branch: NanoBranch) -> list[tuple[int, list[int]]]:
+        return [(draft.length, draft.tokens) for draft in branch.rejected]
+
+    def edit(self, layer: int, position: int, vector: Tensor) -> nano.Edit:
+        return nano.Edit("S", layer, position, vector)
+
+
 @cache
 def subject_of(family: str, device: str) -> Subject:
+    if family == "nano":
+        return Nano(family, MODEL, MODEL, NanoReference(), ("ngram", "forced"))  # type: ignore[arg-type]
     if family != "coin-plain":
         model = decoder(family, device)
         return Subject(family, model, perturbed(model), reference_of(family, device))
@@ -126,30 +177,43 @@ EVERY_FAMILY = (*NAMES, "coin-plain", *MORE)
 ON_CPU_ONLY = tuple(name for name in MORE if name not in NEW_WIRINGS)
 
 
-@pytest.fixture(scope="module", params=with_devices(EVERY_FAMILY, slow=(*WIRED_ALIKE, *MORE), cpu_only=ON_CPU_ONLY))
-def subject(request: pytest.FixtureRequest) -> Subject:
+FAMILIES = with_devices(EVERY_FAMILY, slow=(*WIRED_ALIKE, *MORE), cpu_only=ON_CPU_ONLY)
+NOT_BOOKKEPT = tuple(name for name in EVERY_FAMILY if name not in BOOKKEEPING)
+BOOKKEPT = with_devices(EVERY_FAMILY, slow=NOT_BOOKKEPT, cpu_only=ON_CPU_ONLY)
+NANO = pytest.param(("nano", "cpu"), id="nano")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> Subject:
     """Every family with random weights, and a trained model."""
     return subject_of(*request.param)
 
 
-@pytest.fixture(
-    scope="module",
-    params=with_devices(
-        EVERY_FAMILY, slow=tuple(name for name in EVERY_FAMILY if name not in BOOKKEEPING), cpu_only=ON_CPU_ONLY
-    ),
-)
+@pytest.fixture(scope="module", params=[*FAMILIES, NANO])
+def subject(request: pytest.FixtureRequest) -> Subject:
+    """Every family, and docs/nano.py."""
+    return subject_of(*request.param)
+
+
+@pytest.fixture(scope="module", params=BOOKKEPT)
+def few(request: pytest.FixtureRequest) -> Subject:
+    """The same families, most of them slow."""
+    return subject_of(*request.param)
+
+
+@pytest.fixture(scope="module", params=[*BOOKKEPT, NANO])
 def bookkept(request: pytest.FixtureRequest) -> Subject:
     """The same subjects, most of them slow."""
     return subject_of(*request.param)
 
 
-def run_together(engine: Engine, requests: Sequence[Request], sites: str | None = "STCZ") -> list[Branch]:
+def run_together(engine: Any, requests: Sequence[Request], sites: str | None = "STCZ") -> list[Any]:
     """All requests at once, each with its own options. The row of every token is computed."""
     branches = [engine.prompt(r.prompt, sites=sites, keep_rejected=bool(sites)) for r in requests]
     return go_on(engine, branches, requests)
 
 
-def go_on(engine: Engine, branches: list[Branch], requests: Sequence[Request]) -> list[Branch]:
+def go_on(engine: Any, branches: list[Any], requests: Sequence[Request]) -> list[Any]:
     pairs = zip(branches, requests, strict=True)
     for stream in [branch.stream(r.n, final=True, **r.options()) for branch, r in pairs]:
         for _ in stream:
@@ -158,22 +222,14 @@ def go_on(engine: Engine, branches: list[Branch], requests: Sequence[Request]) -
     return branches
 
 
-def rejected(branch: Branch) -> list[tuple[int, list[int]]]:
-    """Positions and tokens of rejected drafts, in order."""
-    return [(cut.fork_position, cut.tokens) for cut in branch.record.cut if cut.status is BranchStatus.REJECTED]
-
-
-def broken(subject: Subject, branches: list[Branch], requests: Sequence[Request]) -> list[str]:
+def broken(subject: Subject, branches: list[Any], requests: Sequence[Request]) -> list[str]:
     """The broken promises: tokens, KV, captured rows, and rows of rejected drafts."""
     found = []
     for branch, request in zip(branches, requests, strict=True):
         found += [f"tokens of {request}"] * (branch.generated != subject.answer(request))
-        found += [f"computed positions of {request}"] * (branch.lane.computed != branch.length)
+        found += [f"{what} of {request}" for what in subject.gaps(branch)]
         for one in (branch, *branch.rejected):
-            found += [f"{what}: {request}" for what in differences(one, subject.reference)]
-        if branch.lane.recording is not None:
-            found += [f"captured positions of {request}"] * (branch.activations.positions() != [*range(branch.length)])
-            found += [f"rejected branches of {request}"] * (len(branch.rejected) != len(rejected(branch)))
+            found += [f"{what}: {request}" for what in subject.differences(one)]
     return found
 
 
@@ -196,8 +252,7 @@ def mixed(subject: Subject) -> list[Request]:
 def test_a_prompt_computed_at_once_has_the_rows_of_one_row_at_a_time(subject: Subject) -> None:
     path = subject.prompt(LONGEST)
     branch = subject.engine().prompt(path, sites="STCZ")
-    assert branch.lane.computed == len(path) and branch.activations.end == len(path)
-    assert differences(branch, subject.reference) == []
+    assert subject.differences(branch) == [] and subject.gaps(branch) == []
 
 
 PAIRS = [(drafter, window) for drafter in DRAFTERS for window in (*WINDOWS, None)]
@@ -226,8 +281,8 @@ def draft_together(subject: Subject, pairs: list[tuple[str, int | None]], forced
     assert broken(subject, branches, requests) == []
     again = run_together(subject.engine(page_size=4, max_rows=65), requests[::-1], sites=None)[::-1]
     for one, other, request in zip(branches, again, requests, strict=True):
-        if request.drafter in REPRODUCIBLE:
-            assert rejected(one) == rejected(other), request
+        if request.drafter in subject.reproducible:
+            assert subject.rejected(one) == subject.rejected(other), request
     assert any(branch.statistics.rejected for branch in branches) and any(branch.statistics.accepted for branch in branches)
 
 
@@ -246,7 +301,7 @@ def test_alone_and_together_reject_the_same_drafts(bookkept: Subject) -> None:
         (alone,) = run_together(bookkept.engine(), [request])
         assert broken(bookkept, [alone], [request]) == []
         assert alone.tokens == other.tokens
-        assert rejected(alone) == rejected(other) or request.drafter not in REPRODUCIBLE
+        assert bookkept.rejected(alone) == bookkept.rejected(other) or request.drafter not in bookkept.reproducible
 
 
 def test_a_rejected_draft_has_the_rows_of_the_same_tokens_forced(subject: Subject) -> None:
@@ -289,25 +344,25 @@ def meddle(draw: random.Random, branch: Branch, vocab: int) -> None:
         child.release()
 
 
-def test_preemption_leaves_no_mark(bookkept: Subject) -> None:
+def test_preemption_leaves_no_mark(few: Subject) -> None:
     """Twelve requests in a cache for two: pages are taken, and rows are recomputed to the same bits."""
-    requests = [*mixed(bookkept), *mixed(bookkept)]
-    engine = bookkept.engine(cache_tokens=192, page_size=8)
+    requests = [*mixed(few), *mixed(few)]
+    engine = few.engine(cache_tokens=192, page_size=8)
     preempted: list[int] = []
     engine.loop.listeners.append(lambda event: preempted.append(event["branch"]) if event["event"] == "preempt" else None)
     branches = run_together(engine, requests)
     assert preempted
-    plenty = run_together(bookkept.engine(), requests)
+    plenty = run_together(few.engine(), requests)
     for branch, other, request in zip(branches, plenty, requests, strict=True):
-        assert branch.generated == bookkept.answer(request)
-        assert rejected(branch) == rejected(other) or request.drafter not in REPRODUCIBLE, request
+        assert branch.generated == few.answer(request)
+        assert few.rejected(branch) == few.rejected(other) or request.drafter not in REPRODUCIBLE, request
         for one in (branch, *branch.rejected):
-            assert differences(one, bookkept.reference) == []
+            assert differences(one, few.reference) == []
 
 
-def test_a_shared_prefix_is_the_same_as_none(subject: Subject) -> None:
-    engine, prompt = subject.engine(page_size=4), subject.prompt(40)
-    vocab = subject.model.config.vocab_size
+def test_a_shared_prefix_is_the_same_as_none(family: Subject) -> None:
+    engine, prompt = family.engine(page_size=4), family.prompt(40)
+    vocab = family.model.config.vocab_size
     other = [(token + 1) % vocab for token in (*prompt, 0)]
     requests = [Request((*prompt[:end], *other[end : end + 1])) for end in (40, 40, 39, 17, 4, 3)]
     run_together(engine, requests[:1], sites=None)
@@ -316,29 +371,34 @@ def test_a_shared_prefix_is_the_same_as_none(subject: Subject) -> None:
     for table in adopted:
         engine.runner.pool.release(table)
     for sites in (None, "STCZ"):
-        assert broken(subject, run_together(engine, requests, sites), requests) == []
+        assert broken(family, run_together(engine, requests, sites), requests) == []
 
 
-def test_a_replayed_trace_reproduces_every_row(bookkept: Subject, tmp_path: Path) -> None:
+def test_a_replayed_trace_reproduces_every_row(few: Subject, tmp_path: Path) -> None:
     """Committed and rejected rows, of forks and after rollbacks, on a fresh engine with other page and pass sizes."""
-    engine, requests = bookkept.engine(record=True), mixed(bookkept)
+    engine, requests = few.engine(record=True), mixed(few)
     branches = run_together(engine, requests)
     (child,) = branches[0].fork(at=25)
     child.force([1, 2, 3]).generate(5, drafter="tree", window=4, keep_pages=True)
     branches[2].rollback(72).generate(4, drafter="self", window=3)
     branches[3].release()
     engine.trace.save(tmp_path / "trace.jsonl")
-    replayed = bookkept.engine(page_size=8, max_rows=100).replay_trace(Trace.load(tmp_path / "trace.jsonl"))
+    replayed = few.engine(page_size=8, max_rows=100).replay_trace(Trace.load(tmp_path / "trace.jsonl"))
     assert isinstance(replayed, dict)
     for old in (child, *branches[:3], *branches[4:]):
         for one in (old, *old.rejected):
             new = replayed[one.id]
             assert new.tokens == one.tokens and new.states == one.states
             assert new.activations.positions() == one.activations.positions()
-            assert differences(new, bookkept.reference) == []
+            assert differences(new, few.reference) == []
 
 
 # ---- captured rows ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[*with_devices(("llama",)), NANO])
+def llama_or_nano(request: pytest.FixtureRequest) -> Subject:
+    return subject_of(*request.param)
 
 
 @pytest.fixture(params=DEVICES)
@@ -378,20 +438,37 @@ def test_a_branch_as_long_as_the_cache_fits_into_it(llama: Subject) -> None:
     assert differences(branch, llama.reference) == [] and branch.lane.computed == 64
 
 
-def test_a_fork_of_a_rejected_draft_has_the_rows_of_its_own_path(llama: Subject) -> None:
-    (branch,) = run_together(llama.engine(), [Request(llama.prompt(9), "lens", 4)])
+def test_a_fork_of_a_rejected_draft_has_the_rows_of_its_own_path(llama_or_nano: Subject) -> None:
+    (branch,) = run_together(llama_or_nano.engine(), [Request(llama_or_nano.prompt(9), "lens", 4)])
     (child,) = branch.rejected[0].fork()
     child.generate(2)
-    assert differences(child, llama.reference) == []
+    assert llama_or_nano.differences(child) == []
 
 
-def test_a_fork_of_a_rejected_draft_does_not_follow_the_branch_it_was_cut_from(llama: Subject) -> None:
-    (branch,) = run_together(llama.engine(), [Request(llama.prompt(9), "lens", 4)])
+def test_a_fork_of_a_rejected_draft_does_not_follow_the_branch_it_was_cut_from(llama_or_nano: Subject) -> None:
+    (branch,) = run_together(llama_or_nano.engine(), [Request(llama_or_nano.prompt(9), "lens", 4)])
     draft = branch.rejected[-1]
     branch.rollback(9).force([1] * 12)
     (child,) = draft.fork()
     child.generate(2)
-    assert differences(child, llama.reference) == []
+    assert llama_or_nano.differences(child) == []
+
+
+def test_an_edited_fork_has_the_bits_of_its_edited_path_alone(llama_or_nano: Subject) -> None:
+    """The fork shares what lies before its edit, and decodes beside its parent. The edit changes what follows it."""
+    subject, path = llama_or_nano, llama_or_nano.prompt(40)
+    edits = [subject.edit(1, 17, torch.linspace(-1, 1, subject.model.config.d_model))]
+    engine = subject.engine(page_size=4)
+    root = engine.prompt(path, sites="STCZ")
+    assert len(root.kv()) == len(path)  # computed, so that there is something to share
+    (fork,) = root.fork(edits=edits)
+    go_on(engine, [root, fork], [Request(path, "lens", 3), Request(path, "ngram", 2)])
+    alone = subject.engine(page_size=16, max_rows=32).prompt(fork.tokens, sites="STCZ", edits=edits)
+    assert same_bits(fork.kv(), alone.kv()) and all(
+        same_bits(rows, alone.activations[s]) for s, rows in fork.activations.items()
+    )
+    assert subject.differences(root) == [] and not same_bits(fork.kv()[17:40], root.kv()[17:40])
+    assert same_bits(fork.kv()[:17], root.kv()[:17])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -446,3 +523,12 @@ def test_with_the_fast_path_in_its_place_the_contract_fails() -> None:
     (alone,) = run_together(engine, requests)
     together, *_ = run_together(engine, [*requests, *requests])
     assert alone.tokens == together.tokens and not same_bits(alone.kv(), together.kv())
+
+
+def test_nano_without_canonical_arithmetic_breaks_the_contract() -> None:
+    subject = subject_of("nano", "cpu")
+    requests = [Request(subject.prompt(48), "lens", window=1)]
+    assert broken(subject, run_together(subject.engine(), requests), requests) == []
+    found = "\n".join(broken(subject, run_together(subject.engine(canonical=False), requests), requests))
+    for what in ("KV", "S", "T", "C", "Z"):
+        assert f"{what}: Request" in found
