@@ -24,6 +24,8 @@ class Outcome:
     chain: int = 0
     accepted: int = 0
     pending: tuple[int, ...] = ()
+    by_draft: bool = False
+    """whether the pending token is an accepted draft, too: one that ends the request"""
 
 
 class Committer:

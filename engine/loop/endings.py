@@ -30,14 +30,18 @@ class Endings:
             if job.finish_reason:
                 new = new[: i + 1]
                 break
-        accepted = min(len(new), verdict.num_accepted)
-        if job.finish_reason and len(new) <= verdict.num_accepted:  # a draft ended it: later ones count as never drafted
-            turn.chains[verdict.chain] = chain[:accepted]
+        agreed = min(len(new), verdict.num_accepted)
+        by_draft = job.finish_reason is not None and len(new) <= verdict.num_accepted
+        if by_draft:  # later drafts count as never drafted
+            turn.chains[verdict.chain] = chain[:agreed]
         job.generated += len(new)
         if drafted is None:
             drafted = sum(map(len, turn.chains))
-        job.statistics.count(drafted, min(drafted, accepted), len(new))
-        return Outcome(verdict.chain, accepted, tuple(new[accepted:]))
+        job.statistics.count(drafted, min(drafted, agreed), len(new))
+        if by_draft and not job.final:  # its row is dropped: whether there is one would depend on drafter and window
+            turn.chains[verdict.chain] = chain[: agreed - 1]
+            return Outcome(verdict.chain, agreed - 1, (new[-1],), by_draft=True)
+        return Outcome(verdict.chain, agreed, tuple(new[agreed:]))
 
     def _stops(self, turn: Turn, new: list[int]) -> bool:
         """Whether the last of the new tokens completes a stop string in the text after the prompt."""
