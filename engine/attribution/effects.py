@@ -161,13 +161,13 @@ class Attribution:
         return lead + "</p>" + self.frame.head(12).to_html(index=False, float_format="{:.4f}".format)
 
 
-def require_one_length(counts: Sequence[int]) -> None:
+def require_one_length(counts: Sequence[int], otherwise: str = "") -> None:
     """BadRequest if pairs of prompts have different numbers of tokens, since their positions do not correspond then."""
     for number, count in enumerate(counts):
         if count != counts[0]:
             raise BadRequest(
                 f"Pair {number} of {len(counts)} has {count} tokens, and the first has {counts[0]}. Positions are averaged one "
-                "by one: give pairs with the same number of tokens."
+                f"by one: give pairs with the same number of tokens{otherwise}."
             )
 
 

@@ -158,6 +158,8 @@ def pairs_of(clean: Any, corrupt: Any) -> list[tuple[Any, Any]] | None:
         for given in (clean, corrupt)
     ]
     if not any(listed):
+        if all(isinstance(given, list | tuple) and not given for given in (clean, corrupt)):
+            raise BadRequest("No prompts: clean and corrupt are empty. Give at least one pair.")
         return None
     counts = [len(given) if many else 1 for given, many in zip((clean, corrupt), listed, strict=True)]
     if not all(listed):
@@ -174,7 +176,8 @@ def each_pair(run: Callable[[tuple[Any, Any], Any], T], pairs: list[tuple[Any, A
         try:
             found.append(run(pair, own))
         except BadRequest as error:
-            raise type(error)(f"Pair {number} of {len(pairs)}: {error}") from None
+            error.args = (f"Pair {number} of {len(pairs)}: {error}",)
+            raise
     return found
 
 

@@ -44,7 +44,8 @@ def patch(
     """Copy activations of one prompt into the other, one cell of the grid at a time, and measure the next token.
 
     clean, corrupt  prompts with the same number of tokens, or with `align`; or lists of them, all with the same number of
-                tokens unless heads are patched: the result is the mean over pairs, with intervals in its frame
+                tokens unless heads are patched or align="end", which counts positions from the end: the result is the mean
+                over pairs, with intervals in its frame
     metric      a pair of tokens (their logit difference), one token (its log-probability), a branch (the KL divergence from
                 its distribution), or a function of logits [rows, vocab] that returns [rows]; of the last position. For lists of
                 prompts also a list with one for each pair
@@ -70,7 +71,8 @@ def patch(
     if (pairs := pairs_of(clean, corrupt)) is not None:
         options: dict[str, Any] = dict(sites=sites, layers=layers, positions=positions, heads=heads, direction=direction)
         options |= dict(align=align, source=source, progress=progress)
-        return PatchResult.mean(each_pair(lambda pair, own: patch(engine, *pair, metric=own, **options), pairs, metric))
+        each = each_pair(lambda pair, own: patch(engine, *pair, metric=own, **options), pairs, metric)
+        return PatchResult.mean(each, from_end=align == "end")
     one: Any = metric
     two, measure = Aligned.of(engine, clean, corrupt, direction, align, positions), Metric.of(engine, one)
     cells = _cells(engine, sites, layers, heads, two)

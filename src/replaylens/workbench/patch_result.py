@@ -1,7 +1,7 @@
 """`PatchResult`: the metric after each patch of a grid."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import pandas as pd
@@ -33,7 +33,7 @@ class PatchResult:
     columns: dict[str, tuple[str, ...]]
     """site -> names of its columns: tokens of the patched prompt, or heads"""
     numbers: dict[str, tuple[int, ...]]
-    """site -> the positions or heads of its columns"""
+    """site -> the positions or heads of its columns; positions are negative where pairs have different lengths"""
     layers: dict[str, tuple[int, ...]]
     """site -> the layers of its rows"""
     length: int = 0
@@ -42,12 +42,17 @@ class PatchResult:
     """of a mean over pairs of prompts: the result of each"""
 
     @classmethod
-    def mean(cls, pairs: "Sequence[PatchResult]") -> "PatchResult":
-        """The mean over pairs of prompts; BadRequest if their positions do not correspond."""
+    def mean(cls, pairs: "Sequence[PatchResult]", from_end: bool = False) -> "PatchResult":
+        """The mean over pairs of prompts; BadRequest if their positions do not correspond.
+
+        from_end  positions of prompts with different lengths correspond if they are equally far from the end
+        """
+        if from_end and len({pair.length for pair in pairs}) > 1:
+            pairs = [pair._at_end(pairs) for pair in pairs]
         first = pairs[0]
         for site in first.raw:
             if site != "heads":
-                require_one_length([pair.length for pair in pairs])
+                require_one_length([pair.length for pair in pairs], ", or align='end'")
                 if any(pair.numbers[site] != first.numbers[site] for pair in pairs):
                     raise BadRequest("The pairs are patched at different positions. Give positions that all of them have.")
         middle = lambda values: sum(values) / len(pairs)  # noqa: E731
@@ -64,6 +69,19 @@ class PatchResult:
             first.length,
             tuple(pairs),
         )
+
+    def _at_end(self, pairs: "Sequence[PatchResult]") -> "PatchResult":
+        """This pair, with the columns that all pairs have, counted from the end: -1 is the last position."""
+        raw, columns, numbers = dict(self.raw), dict(self.columns), dict(self.numbers)
+        for site in self.raw.keys() - {"heads"}:
+            known = set.intersection(*({number - pair.length for number in pair.numbers[site]} for pair in pairs))
+            kept = [i for i, number in enumerate(self.numbers[site]) if number - self.length in known]
+            if not kept:
+                raise BadRequest("The pairs have no patched position in common, counted from the end. Give other positions.")
+            raw[site] = self.raw[site][:, kept]
+            columns[site] = tuple(self.columns[site][i] for i in kept)
+            numbers[site] = tuple(self.numbers[site][i] - self.length for i in kept)
+        return replace(self, raw=raw, columns=columns, numbers=numbers, length=0)
 
     def __repr__(self) -> str:
         grids = ", ".join(f"{site} {tuple(values.shape)}" for site, values in self.raw.items())
