@@ -32,14 +32,14 @@ class Endings:
                 break
         agreed = min(len(new), verdict.num_accepted)
         by_draft = job.finish_reason is not None and len(new) <= verdict.num_accepted
-        if by_draft:  # later drafts count as never drafted
+        if by_draft:  # later drafts count as never drafted; so they do in the event that told of them, which has this list
             turn.chains[verdict.chain] = chain[:agreed]
         job.generated += len(new)
         if drafted is None:
             drafted = sum(map(len, turn.chains))
         job.statistics.count(drafted, min(drafted, agreed), len(new))
         if by_draft and not job.final:  # its row is dropped: whether there is one would depend on drafter and window
-            turn.chains[verdict.chain] = chain[: agreed - 1]
+            turn.chains = [chain[: agreed - 1] if i == verdict.chain else each for i, each in enumerate(turn.chains)]
             return Outcome(verdict.chain, agreed - 1, (new[-1],), by_draft=True)
         return Outcome(verdict.chain, agreed, tuple(new[agreed:]))
 

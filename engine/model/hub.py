@@ -65,8 +65,8 @@ class HubOptions:
             if isinstance(source, str | Path):
                 what = "a path here" if Path(source).exists() else "a model of replaylens"
             raise BadRequest(
-                f"{given[0]}= goes with the name of a model on the Hugging Face hub, not with {source!r:.120}, which is {what}. "
-                f"Leave {given[0]} out."
+                f"{given[0]}= goes with the name of a model on the Hugging Face hub, not with {source!r:.120}, which is "
+                f"{what}. Leave {given[0]} out."
             )
 
 
