@@ -12,6 +12,7 @@ With one writing thread, at most two shards are in memory at a time: one is writ
 """
 
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ from replaylens.engine.dump.reopening import Reopening
 from replaylens.engine.dump.salvage import Describe
 from replaylens.engine.dump.shard import write_shard
 from replaylens.engine.dump.store import TEMPORARY, Store
-from replaylens.engine.errors import BadDump, BadRequest, DumpExists, DumpLocked, ReplayMismatch, UnfinishedDump
+from replaylens.engine.errors import BadDump, BadRequest, DumpExists, DumpLocked, NotCaptured, ReplayMismatch, UnfinishedDump
 from replaylens.engine.progress import hidden
 from replaylens.engine.proof.fingerprint import Fingerprint
 
@@ -264,6 +265,13 @@ class DumpWriter:
                 if len(table):
                     merged.write_table(table, row_group_size=len(table))
         index = IndexEntry(sum(part.shard.rows for part in parts), file.num_bytes, file.sha256)
+        if not index.rows:
+            warnings.warn(
+                f"{self.store.url} has no rows: positions={self.plan.positions!r} chooses none of {len(self.plan.examples)} "
+                "examples. Give other positions, and mind the leading space of words.",
+                NotCaptured,
+                stacklevel=2,
+            )
         shards = tuple(part.shard for part in parts)
         manifest = Manifest(self.plan, self.fingerprint, parts[0].sites, labels, index, shards)
         before = self.head.digest
