@@ -80,7 +80,9 @@ def test_what_is_imported_is_required() -> None:
     """Otherwise it is installed only as long as another package requires it."""
     project = pyproject()["project"]
     wanted = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
-    sources = [file.read_text() for room in ("engine", "kernels", "probes", "tasks", "src") for file in (ROOT / room).rglob("*.py")]
+    sources = [
+        file.read_text() for room in ("engine", "kernels", "probes", "tasks", "src") for file in (ROOT / room).rglob("*.py")
+    ]
     assert undeclared(iter(sources), wanted) <= {"replaylens", "datasets"}, "datasets: whoever gives one has it"
     without = [text for text in wanted if not text.startswith("huggingface-hub")]
     assert "huggingface_hub" in undeclared(iter(sources), without), "the control"

@@ -131,7 +131,9 @@ def test_missing_rows(tmp_path: Path, reference: Rollouts) -> None:
     assert drawn(path(), tmp_path).digest == reference.digest
 
 
-@pytest.mark.parametrize("change", ["outcome", "tokens", "seed", "position", "order", "rows", "plan", "fewer", "none", "longer"])
+@pytest.mark.parametrize(
+    "change", ["outcome", "tokens", "seed", "position", "order", "rows", "plan", "fewer", "none", "longer"]
+)
 def test_changed_records(tmp_path: Path, change: str) -> None:
     """Whatever was changed in the file of a wave, it is refused, also if the digest was made anew for what the plan knows."""
     drawn(path(), tmp_path)
@@ -320,7 +322,9 @@ def test_a_changed_plan(tmp_path: Path, reference: Rollouts) -> None:
         Rollouts.load(tmp_path)  # who removes the hash meets that of the waves
 
 
-@pytest.mark.parametrize("answer", [{}, {"regex": "("}, {"regex": "(", "stop": True}, {"regex": 3, "stop": True}, {"choices": [1]}])
+@pytest.mark.parametrize(
+    "answer", [{}, {"regex": "("}, {"regex": "(", "stop": True}, {"regex": 3, "stop": True}, {"choices": [1]}]
+)
 def test_a_damaged_answer(tmp_path: Path, answer: object) -> None:
     """Its hash is made anew, so that only what it says is wrong."""
     drawn(path(), tmp_path)
