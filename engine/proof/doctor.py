@@ -34,7 +34,7 @@ _ROWS = (64, 63, 17)
 
 @torch.inference_mode()
 def examine(model: Decoder) -> Certificate:
-    """Examine every op and shape of the model: the certificate lists the failures. BadRequest for another dtype than float32."""
+    """Examine every op and shape of the model: the certificate lists the failures. BadRequest unless it is float32."""
     if model.embed.dtype is not torch.float32:
         raise BadRequest(
             f"The model holds {model.embed.dtype}, and the CPU engine computes in torch.float32. Give model.float(), or use "

@@ -117,7 +117,7 @@ class Answer:
         match raw:
             case {"regex": str(pattern), "stop": bool(stop), **rest} if not rest:
                 return cls.regex(pattern, stop=stop)
-            case {"choices": [*tokens], "after": str() | None as after, **rest} if not rest:
+            case {"choices": [*tokens], "after": str(after), **rest} if not rest:
                 return cls.choices(tokens, after=after)
             case {"function": name}:
                 raise BadRequest(f"The answer is read by a function ({name}), which no file holds. Give it again.")

@@ -69,8 +69,8 @@ def make_goal(target: Target, role: str = LABEL, chance: float | None = None, me
     if target.kind == "number":
         if metric in CLASS_METRICS:
             raise ProbeError(
-                f"metric={metric!r} is for classes, and label {target.name!r} holds numbers, which have r2. Leave metric out, or "
-                "make classes of the numbers."
+                f"metric={metric!r} is for classes, and label {target.name!r} holds numbers, which have r2. Leave metric out, "
+                "or make classes of the numbers."
             )
         return Goal(target.name, role, "number", (), np.where(target.present, target.values, 0.0), target.present, metric="r2")
     classes = target.classes

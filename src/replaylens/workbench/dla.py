@@ -143,8 +143,7 @@ def dla(engine: Core, prompt: Prompt, metric: MetricTokens | LogitDifference, *,
         raise BadRequest("The logits of a model that thinks are not a sum over its layers. Use a plain model, or patch.")
     if by == "neuron" and engine.config.mixture is not None:
         raise BadRequest("by='neuron' was given for a mixture of experts, whose rows go to different neurons. Use by='layer'.")
-    is_pair = isinstance(metric, list | tuple) and len(metric) == 2
-    difference = LogitDifference(*metric) if is_pair else metric
+    difference = LogitDifference(*metric) if isinstance(metric, list | tuple) and len(metric) == 2 else metric
     if not isinstance(difference, LogitDifference):
         raise BadMetric(f"Invalid metric={shown(metric)}. Only logit differences are sums over parts: give a pair of tokens.")
     if isinstance(prompt, list | tuple) and prompt and all(isinstance(each, str | list | tuple) for each in prompt):
