@@ -176,13 +176,13 @@ class Attribution:
         return lead + "</p>" + self.frame.head(12).to_html(index=False, float_format="{:.4f}".format)
 
 
-def require_one_length(counts: Sequence[int]) -> None:
+def require_one_length(counts: Sequence[int], otherwise: str = "") -> None:
     """BadRequest if pairs of prompts have different numbers of tokens, since their positions do not correspond then."""
     for number, count in enumerate(counts):
         if count != counts[0]:
             raise BadRequest(
                 f"Pair {number} of {len(counts)} has {count} tokens, and the first has {counts[0]}. Positions are averaged one "
-                "by one: give pairs with the same number of tokens."
+                f"by one: give pairs with the same number of tokens{otherwise}."
             )
 
 
@@ -340,6 +340,8 @@ def pairs_of(clean: Any, corrupt: Any) -> list[tuple[Any, Any]] | None:
         for given in (clean, corrupt)
     ]
     if not any(listed):
+        if all(isinstance(given, list | tuple) and not given for given in (clean, corrupt)):
+            raise BadRequest("No prompts: clean and corrupt are empty. Give at least one pair.")
         return None
     counts = [len(given) if many else 1 for given, many in zip((clean, corrupt), listed, strict=True)]
     if not all(listed):
@@ -356,7 +358,8 @@ def each_pair(run: Callable[[tuple[Any, Any], Any], T], pairs: list[tuple[Any, A
         try:
             found.append(run(pair, own))
         except BadRequest as error:
-            raise type(error)(f"Pair {number} of {len(pairs)}: {error}") from None
+            error.args = (f"Pair {number} of {len(pairs)}: {error}",)
+            raise
     return found
 
 

@@ -17,7 +17,7 @@ from replaylens.engine.dump.maker import assemble, describe_sites, plan_of_run, 
 from replaylens.engine.dump.plan import Encoders, Selector
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.writer import DumpWriter
-from replaylens.engine.errors import BadRequest, BadTexts, UnsupportedModel, nearest, no_such
+from replaylens.engine.errors import BadRequest, BadTexts, FetchFailed, UnsupportedModel, nearest, no_such
 from replaylens.engine.model import hub as smollm2
 from replaylens.engine.model import loading, modes
 from replaylens.engine.model.decoder import Decoder
@@ -422,11 +422,17 @@ def load_model(
         plain, words = zoo.load_embedded(source)
         return loading.load(plain, dtype, device=device), Text(words)
     if isinstance(source, str) and source == smollm2.SHORT:
+        hub.require_unused(source)
         source = smollm2.fetched_folder()
     if isinstance(source, str | Path):
-        if not loading.exists(Path(source)):
+        if not str(source) or not loading.exists(Path(source)):
             _require_name(source)
-        found = loading.located(source, adapter, hub)
+        try:
+            found = loading.located(source, adapter, hub)
+        except FetchFailed as error:
+            if "/" not in str(source):
+                error.args = (f"{error} Models of replaylens: {', '.join(_own_names())}.",)
+            raise
         folders = [folder for folder in (found.adapter, found.path) if folder is not None and folder.is_dir()]
         text = next((found for found in map(load_text, folders) if found.tokenizer is not None), Text(None))
         return loading.load(found.path, dtype, check, device, found.adapter, found.revision), text
@@ -439,13 +445,17 @@ def _require_name(source: str | Path) -> None:
 
     The hub is not asked for words like those: all its models but a few of its first have an owner in their names.
     """
-    known = (*zoo.names(), *thinking_zoo.names(), smollm2.SHORT)
-    if is_hub_name(source) and not nearest(str(source), known):
+    known, name = _own_names(), str(source).lower()
+    if is_hub_name(source) and not nearest(name, known):
         return
     raise UnsupportedModel(
-        f"{source} does not exist. Give the path of a folder or a .gguf file, or a name: on the Hugging Face hub, such as gpt2 "
-        f"or org/name, or of an embedded model. {no_such('model', str(source), known)}"
+        f"{str(source) or repr('')} does not exist. Give the path of a folder or a .gguf file, or a name: on the Hugging Face "
+        f"hub, such as gpt2 or org/name, or of an embedded model. {no_such('model', name, known)}"
     )
+
+
+def _own_names() -> tuple[str, ...]:
+    return (*zoo.names(), *thinking_zoo.names(), smollm2.SHORT)
 
 
 def _require_no_adapter(adapter: str | Path | None, what: str) -> None:

@@ -150,7 +150,7 @@ class EqualDraws(UserWarning):
 
 
 class NotCaptured(UserWarning):
-    """Rows that a view would show were not captured, so that it shows less than it could."""
+    """Rows that a view would show were not captured, so that it shows less than it could; or a dump has no rows at all."""
 
 
 class SlowCluster(UserWarning):

@@ -161,6 +161,8 @@ def untrained_rows(rows: ProbeRows, engine: Engine, sites: Sequence[str], seed: 
 
 LABEL, SHUFFLED, CONTROL, ZERO = "label", "shuffled", "control", "zero"
 METRICS = ("auto", "accuracy", "balanced_accuracy", "auroc")
+CLASS_METRICS = METRICS[2:]
+"""those that are never a default, so that they are refused for numbers"""
 """of classes; numbers have r2"""
 UNEQUAL = 1.4
 """share of the most frequent class, in units of an equal share, from which on classes are unequal: 70 % of two classes"""
@@ -212,6 +214,11 @@ def make_goal(target: Target, role: str = LABEL, chance: float | None = None, me
     if not target.present.any():
         raise BadRows(f"Label {target.name!r} has no value at any row there. Choose another label or position.")
     if target.kind == "number":
+        if metric in CLASS_METRICS:
+            raise ProbeError(
+                f"metric={metric!r} is for classes, and label {target.name!r} holds numbers, which have r2. Leave metric out, "
+                "or make classes of the numbers."
+            )
         return Goal(target.name, role, "number", (), np.where(target.present, target.values, 0.0), target.present, metric="r2")
     classes = target.classes
     codes = np.where(target.present, np.searchsorted(classes, target.values), -1)
@@ -248,7 +255,9 @@ def goals_at(
     for label in labels:
         target = here.target(label)
         try:
-            goal = make_goal(target, metric=metric)
+            if target.kind == "number" and metric in CLASS_METRICS and target.present.any():
+                skipped.append((f"metric {metric} of {label!r}", "the label holds numbers, which have r2"))
+            goal = make_goal(target, metric="auto" if target.kind == "number" else metric)
             goal.check(train)
         except (BadRows, OneClass) as error:
             skipped.append((f"label {label!r}", str(error)))

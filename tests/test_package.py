@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,34 @@ def test_pins_control() -> None:
     for line in ("a>=2", "a==1\nA==2", "a==1.*"):
         with pytest.raises(AssertionError):
             pins(line)
+
+
+def undeclared(sources: Iterator[str], requirements: list[str]) -> set[str]:
+    """The imported packages that no requirement names; what nobody has installed is not known."""
+    names = {each for source in sources for each in _imported(ast.parse(source))} - set(sys.stdlib_module_names)
+    declared, known = {canonicalize_name(Requirement(text).name) for text in requirements}, packages_distributions()
+    return {name for name in names if name in known and not declared & set(map(canonicalize_name, known[name]))}
+
+
+def _imported(tree: ast.AST) -> Iterator[str]:
+    """The top-level packages of all imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module.partition(".")[0]
+
+
+def test_what_is_imported_is_required() -> None:
+    """Otherwise it is installed only as long as another package requires it."""
+    project = pyproject()["project"]
+    wanted = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
+    sources = [
+        file.read_text() for room in ("engine", "kernels", "probes", "tasks", "src") for file in (ROOT / room).rglob("*.py")
+    ]
+    assert undeclared(iter(sources), wanted) <= {"replaylens", "datasets"}, "datasets: whoever gives one has it"
+    without = [text for text in wanted if not text.startswith("huggingface-hub")]
+    assert "huggingface_hub" in undeclared(iter(sources), without), "the control"
 
 
 def test_torch_and_its_triton_are_pinned() -> None:

@@ -101,8 +101,9 @@ def make_plan(
     edits, drafter = engine.tokenized(edits), instance("drafter", drafter, str, "the name of a drafter")
     if not isinstance(positions, str) and (not callable(positions) or isinstance(positions, type)):
         raise BadRequest(f"positions={shown(positions)}: give one of {', '.join(POSITIONS)}, {FORMS}, or a function of a path")
+    indices = compact(examples)
     if isinstance(task, GivenTexts):
-        _check_texts(task, positions)
+        _check_texts(task, positions, indices)
     spec = engine.capture_spec(sites, rejected=rejected, top_k=top_k, targets=targets, full=full, lens=lens)
     stored = planned(engine, features, keep)
     if not spec.sites and not spec.thoughts and spec.lens is None and not stored:
@@ -116,7 +117,7 @@ def make_plan(
     return DumpPlan(
         task=task.name,
         knobs=plain({name: value for name, value in vars(task.knobs).items()}),
-        examples=compact(examples),
+        examples=indices,
         sites=spec.sites + spec.thoughts,
         lens=spec.lens,
         drafter=drafter,
@@ -136,8 +137,10 @@ def make_plan(
     )
 
 
-def _check_texts(task: GivenTexts, positions: str | Selector) -> None:
-    """Raise BadRequest if a dump cannot hold the texts, or if they lack the positions."""
+def _check_texts(task: GivenTexts, positions: str | Selector, indices: Sequence[int]) -> None:
+    """Raise BadRequest if a dump cannot hold the texts, or if they lack the positions or indices."""
+    if indices and indices[-1] >= len(task):
+        raise BadRequest(f"Text {indices[-1]} was asked for, but there are only {len(task)}, from 0 on. Give fewer examples.")
     if positions == "steps":
         raise BadRequest("Given texts have no steps. Use positions such as 'all', 'last' or 'text:SUBSTRING'.")
     place = NamedPlace.parse(positions) if isinstance(positions, str) else None

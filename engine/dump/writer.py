@@ -13,6 +13,7 @@ With one writing thread, at most two shards are in memory at a time: one is writ
 
 import json
 import re
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -51,7 +52,7 @@ from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.shard import write_shard
 from replaylens.engine.dump.store import TEMPORARY, Store
-from replaylens.engine.errors import BadDump, BadRequest, DumpExists, DumpLocked, ReplayMismatch, UnfinishedDump
+from replaylens.engine.errors import BadDump, BadRequest, DumpExists, DumpLocked, NotCaptured, ReplayMismatch, UnfinishedDump
 from replaylens.engine.proof.trace import Fingerprint
 from replaylens.engine.terminal import hidden
 
@@ -512,6 +513,13 @@ class DumpWriter:
                 if len(table):
                     merged.write_table(table, row_group_size=len(table))
         index = IndexEntry(sum(part.shard.rows for part in parts), file.num_bytes, file.sha256)
+        if not index.rows:
+            warnings.warn(
+                f"{self.store.url} has no rows: positions={self.plan.positions!r} chooses none of {len(self.plan.examples)} "
+                "examples. Give other positions, and mind the leading space of words.",
+                NotCaptured,
+                stacklevel=2,
+            )
         shards = tuple(part.shard for part in parts)
         manifest = Manifest(self.plan, self.fingerprint, parts[0].sites, labels, index, shards)
         before = self.head.digest

@@ -129,12 +129,15 @@ Named = LogitDifference | LogProbability | Divergence
 AnyMetric = Named | str | int | Sequence[str | int] | LogitsFunction
 FORMS = (
     "a pair of tokens (their logit difference), one token (its log-probability), another branch (the KL divergence from its "
-    "distribution), or a function of the last row's logits [vocab]"
+    "distribution), or a function of "
 )
 
 
-def named(metric: Any) -> Named | LogitsFunction:
-    """A metric in any of its forms; BadMetric lists them."""
+def named(metric: Any, function: str = "the last row's logits [vocab]") -> Named | LogitsFunction:
+    """A metric in any of its forms; BadMetric lists them.
+
+    function  what functions take and return, for the message
+    """
     if isinstance(metric, Named):
         return metric
     if isinstance(metric, str) or integer(metric) is not None:
@@ -142,9 +145,9 @@ def named(metric: Any) -> Named | LogitsFunction:
     if isinstance(metric, Sequence) and len(metric) == 2:
         return LogitDifference(*metric)
     if not callable(metric) or isinstance(metric, type):
-        raise BadMetric(f"Invalid metric={shown(metric)}. Give {FORMS}.")
-    function: LogitsFunction = metric
-    return function
+        raise BadMetric(f"Invalid metric={shown(metric)}. Give {FORMS}{function}.")
+    found: LogitsFunction = metric
+    return found
 
 
 def function_of(metric: Named | LogitsFunction, target: TokenId) -> LogitsFunction:

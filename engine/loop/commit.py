@@ -321,6 +321,8 @@ class Outcome:
     chain: int = 0
     accepted: int = 0
     pending: tuple[int, ...] = ()
+    by_draft: bool = False
+    """whether the pending token is an accepted draft, too: one that ends the request"""
 
 
 class Committer:
@@ -496,14 +498,18 @@ class Endings:
             if job.finish_reason:
                 new = new[: i + 1]
                 break
-        accepted = min(len(new), verdict.num_accepted)
-        if job.finish_reason and len(new) <= verdict.num_accepted:  # a draft ended it: later ones count as never drafted
-            turn.chains[verdict.chain] = chain[:accepted]
+        agreed = min(len(new), verdict.num_accepted)
+        by_draft = job.finish_reason is not None and len(new) <= verdict.num_accepted
+        if by_draft:  # later drafts count as never drafted; so they do in the event that told of them, which has this list
+            turn.chains[verdict.chain] = chain[:agreed]
         job.generated += len(new)
         if drafted is None:
             drafted = sum(map(len, turn.chains))
-        job.statistics.count(drafted, min(drafted, accepted), len(new))
-        return Outcome(verdict.chain, accepted, tuple(new[accepted:]))
+        job.statistics.count(drafted, min(drafted, agreed), len(new))
+        if by_draft and not job.final:  # its row is dropped: whether there is one would depend on drafter and window
+            turn.chains = [chain[: agreed - 1] if i == verdict.chain else each for i, each in enumerate(turn.chains)]
+            return Outcome(verdict.chain, agreed - 1, (new[-1],), by_draft=True)
+        return Outcome(verdict.chain, agreed, tuple(new[agreed:]))
 
     def _stops(self, turn: Turn, new: list[int]) -> bool:
         """Whether the last of the new tokens completes a stop string in the text after the prompt."""

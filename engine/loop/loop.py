@@ -443,16 +443,17 @@ class Loop:
 
     def _commit(self, turn: Turn, rows: PassRows, verdict: Verdict | None) -> None:
         """Commit a turn and report the verdict of its drafts."""
-        job, outcome, void = turn.job, Outcome(), list[int]()
+        job, outcome, void, drafted = turn.job, Outcome(), list[int](), any(turn.chains)
         if verdict is not None:
-            if self.listeners and any(turn.chains):
+            if self.listeners and drafted:
                 void = overruled(turn, verdict, rows.result, self.tree)
             outcome = self.endings.cut(turn, verdict)
         rejected_before = len(job.rejected)
         self.committer.commit(turn, outcome, rows)
-        if any(turn.chains):
-            rejected = job.rejected[rejected_before:]
-            said: dict[str, Any] = {"chain": outcome.chain, "accepted": outcome.accepted, "pending": outcome.pending}
+        if drafted:
+            rejected, ended = job.rejected[rejected_before:], outcome.by_draft
+            said: dict[str, Any] = {"chain": outcome.chain, "accepted": outcome.accepted + ended}
+            said["pending"] = () if ended else outcome.pending
             if void and rejected:
                 said["overruled"] = void
             self.queue.notify("verdict", job, **said, rejected=rejected)

@@ -71,9 +71,12 @@ class HubOptions:
         """BadRequest if an option is given with a source that is not on the hub, where it would be ignored."""
         given = [name for name, value in vars(self).items() if value not in (None, False)]
         if given:
+            what = "a model in memory"
+            if isinstance(source, str | Path):
+                what = "a path here" if Path(source).exists() else "a model of replaylens"
             raise BadRequest(
                 f"{given[0]}= goes with the name of a model on the Hugging Face hub, not with {source!r:.120}, which is "
-                f"{'a path here' if isinstance(source, str | Path) else 'a model in memory'}. Leave {given[0]} out."
+                f"{what}. Leave {given[0]} out."
             )
 
 

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any, TypeVar
 
 import torch
@@ -465,8 +466,8 @@ def load(
     if is_live(source):
         return _load_live(source, dtype, check, device)
     raise UnsupportedModel(
-        f"Cannot load a model from {type(source).__name__}. Give a folder, a .gguf file, a transformers model, "
-        "a TransformerBridge or a replaylens Decoder."
+        f"Cannot load a model from {shown(source)} ({type(source).__name__}). Give a name such as 'smollm2' or 'gpt2', a "
+        "folder, a .gguf file, a transformers model, a TransformerBridge or a replaylens Decoder."
     )
 
 

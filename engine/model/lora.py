@@ -495,7 +495,10 @@ class Adapter:
             if getattr(layer, "merged", False):
                 raise _not_merged(model, f"has merged its adapter into {path} already (unmerge_adapter undoes it)")
             if getattr(layer, "disable_adapters", False) is True:
-                raise _not_merged(model, f"has a disabled adapter at {path}, so that it computes its base")
+                raise UnsupportedModel(
+                    f"This {type(model).__name__} has a disabled adapter at {path}, so that it computes its base. Load it "
+                    "after disable_adapter(), or call model.enable_adapter_layers(); for the base alone, give model.unload()."
+                )
             lora = self.changes.get(path.removeprefix(_PREFIX))
             if lora is not None and layer.scaling[name] != lora.scale:
                 raise _not_merged(model, f"scales {path} by {layer.scaling[name]}, but by {lora.scale} in its config")

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import NotCertified
+from replaylens.engine.errors import BadRequest, NotCertified
 from replaylens.engine.lens import lens as readout
 from replaylens.engine.model import modes
 from replaylens.engine.model.config import MixtureConfig
@@ -221,7 +221,12 @@ _ROWS = (64, 63, 17)
 
 @torch.inference_mode()
 def examine(model: Decoder) -> Certificate:
-    """Examine every op and shape of the model. Does not raise: the certificate lists the failures."""
+    """Examine every op and shape of the model: the certificate lists the failures. BadRequest unless it is float32."""
+    if model.embed.dtype is not torch.float32:
+        raise BadRequest(
+            f"The model holds {model.embed.dtype}, and the CPU engine computes in torch.float32. Give model.float(), or use "
+            "Engine.load(model), which converts it."
+        )
     seen = Examination(modes.thread_counts())
     with modes.canonical(1):
         seen.note("arithmetic", "float32", "rounded to nearest even, denormal numbers kept", modes.rounds_to_nearest())

@@ -127,6 +127,8 @@ def one_path(value: Any) -> list[Any]:
         if len(value) != 1 or isinstance(value[0], str) or any(isinstance(each, Mapping) for each in value[0]):
             raise BadRequest(f"Invalid text={shown(value)}. {several}")
         value = value[0]
+    if hasattr(value, "record") and hasattr(value, "tokens"):  # a Branch, which this room does not know
+        raise BadRequest(f"Invalid text={shown(value)}: a branch, not a prompt. Give branch.tokens.")
     return token_ids("text", value)
 
 

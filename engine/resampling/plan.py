@@ -218,12 +218,15 @@ class Answer:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Answer:
-        """Inverse of `to_json`; BadRequest for a function, which is not in the file."""
-        if "regex" in raw:
-            return cls.regex(raw["regex"], stop=raw["stop"])
-        if "choices" in raw:
-            return cls.choices(raw["choices"], after=raw["after"])
-        raise BadRequest(f"The answer is read by a function ({raw.get('function')}), which no file holds. Give it again.")
+        """Inverse of `to_json`; BadRequest for a function, which is not in the file, and for other values."""
+        match raw:
+            case {"regex": str(pattern), "stop": bool(stop), **rest} if not rest:
+                return cls.regex(pattern, stop=stop)
+            case {"choices": [*tokens], "after": str(after), **rest} if not rest:
+                return cls.choices(tokens, after=after)
+            case {"function": name}:
+                raise BadRequest(f"The answer is read by a function ({name}), which no file holds. Give it again.")
+        raise BadRequest(f"Invalid answer={raw!r:.60}: neither a regular expression nor choices.")
 
 
 def _group(found: re.Match[str] | None) -> Found | None:

@@ -284,6 +284,11 @@ class WaveFolder:
             planned = (self.plan.positions[place], own, self.plan.sampling_of(index).seed)
             if (each.position, each.number, each.seed) != planned:
                 raise BadRollouts(f"{file} holds other rollouts than the plan. Delete it, and resume.")
+            if not min(1, self.plan.max_new) <= len(each.tokens) <= self.plan.max_new:
+                raise BadRollouts(
+                    f"{file} has a rollout of {len(each.tokens)} tokens, and the plan has at most {self.plan.max_new}, at "
+                    "least one. Delete it, and resume."
+                )
         return self._with_rows(number, [Rollout(**vars(each)) for each in record.rollouts])
 
     def _with_rows(self, number: int, rollouts: Sequence[Rollout]) -> list[Rollout]:

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from docs import nano
 from replaylens.engine.engine import Engine
+from replaylens.engine.loop.commit import Endings, Outcome, Verdict
+from replaylens.engine.loop.lane import Job, Turn
 from replaylens.engine.memory.tree import BranchStatus
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
@@ -28,6 +30,7 @@ from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
+from replaylens.engine.serving.request import Request as ServedRequest
 from replaylens.engine.zoo import coin as zoo
 from tests.devices import DEVICES, with_devices
 from tests.engine.reference import GREEDY, Reference, decoder, differences, perturbed, random_decoder, reference_of, same_bits
@@ -38,6 +41,10 @@ NEW = 10
 LONGEST = 75
 """longest prompt: exceeds the first block of keys"""
 WINDOWS = (1, 2, 3, 8, 16)
+END_AT = 6
+"""where a request ends that is stopped"""
+REASONS = {"end token": "eos", "stop string": "stop", "answer": "answer", "length": "length"}
+"""what ends a request -> its finish reason"""
 DRAFTERS = ("self", "model", "lens", "ngram", "tree")
 REPRODUCIBLE = ("model", "lens", "ngram", "tree", "forced")
 WIRED_ALIKE = ("mistral", "qwen2", "qwen3", "llama3", "gemma2", "neox", "neox-sequential")
@@ -393,6 +400,67 @@ def test_a_replayed_trace_reproduces_every_row(few: Subject, tmp_path: Path) -> 
             assert differences(new, few.reference) == []
 
 
+def finished(engine: Engine, prompt: Sequence[int], sampling: Sampling, until: str, **how: Any) -> tuple[Branch, Job]:
+    """A branch after one request, which ends with the text `until` at the latest, and the request."""
+    branch = engine.prompt(prompt, sites="SZ")
+    request = engine._job(branch, ServedRequest(END_AT + 3, sampling, **how))
+    request.until = (lambda tokens: engine.text.decode(tokens).endswith(until)) if until else None
+    engine.forest.serve(lambda: [request])
+    return branch, request
+
+
+def readable(branch: Branch) -> dict[str, Any]:
+    """All that a user reads off a finished branch: what it is, then tensors."""
+    rows = branch.activations
+    words = {"tokens": branch.tokens, "states": branch.states, "why": branch.finish_reason, "rows": rows.positions()}
+    return words | {"KV": branch.kv()} | {site: rows[site] for site in rows}
+
+
+def unlike(branch: Branch, wanted: Branch) -> list[str]:
+    """What reads differently off two finished branches."""
+    a, b = readable(branch), readable(wanted)
+    same = {key: same_bits(a[key], b[key]) if isinstance(b[key], Tensor) else a[key] == b[key] for key in b}
+    return [key for key, equal in same.items() if not equal]
+
+
+def ended_by(kind: str) -> list[str]:
+    """What reads differently off branches whose requests end alike, over drafters, windows and caches. Some requests end with a
+    draft that was accepted."""
+    subject = subject_of("coin-plain", "cpu")
+    tokenizer = zoo.load_embedded("coin-plain")[1]
+    prompt = tokenizer.encode("A coin's state is heads. Alice flips")
+    answer, ends = subject.reference.continuation(prompt, 2 * END_AT, GREEDY), 0
+    last = answer.index(answer[END_AT])  # the first time that this token comes
+    text = tokenizer.decode(answer[: last + 1])[-4:]
+    stops = {"end token": {"stop_tokens": (answer[last],)}, "stop string": {"stop": (text,)}}
+    sampling, until = Sampling(ignore_eos=True, **stops.get(kind, {})), text if kind == "answer" else ""  # type: ignore[arg-type]
+    found, reasons = [], set()
+    for options in ({}, {"cache_tokens": 48, "page_size": 4}):
+        engine = Engine(subject.model, tokenizer, draft_model=subject.draft_model, **options)  # type: ignore[arg-type]
+        direct, _ = finished(engine, prompt, sampling, until, window=1)
+        chain = {"drafter": "forced", "drafts": {len(prompt) + i: [answer[i:][:8]] for i in range(END_AT)}}
+        ways: list[dict[str, Any]] = [{"drafter": d, "window": w} for d, w in product(DRAFTERS, (1, 3, None))]
+        for how in (*ways, chain):
+            branch, job = finished(engine, prompt, sampling, until, **how)
+            if options:
+                engine.prompt(subject.prompt(40))  # takes its pages
+            found += [f"{what} by {how}" for what in unlike(branch, direct)]
+            reasons.add(job.finish_reason)
+            ends += job.statistics.accepted == job.generated
+        assert direct.lane.computed == direct.length - 1 and direct.states[-1] == "pending"
+        assert unlike(engine.prompt(prompt, sites="SZ").generate(branch.length - len(prompt), final=True), direct), (
+            "the control"
+        )
+    assert reasons == {REASONS[kind]} and (ends > 0) == (kind != "length"), "drafts end requests, but never by their length"
+    return found
+
+
+@pytest.mark.parametrize("kind", REASONS)
+def test_the_last_token_of_a_request_is_pending_however_it_came(kind: str) -> None:
+    """A draft that ends a request was accepted, so its row is there; without drafts it is not. No branch keeps it."""
+    assert ended_by(kind) == []
+
+
 # ---- captured rows ---------------------------------------------------------------------------------------------------
 
 
@@ -532,3 +600,17 @@ def test_nano_without_canonical_arithmetic_breaks_the_contract() -> None:
     found = "\n".join(broken(subject, run_together(subject.engine(canonical=False), requests), requests))
     for what in ("KV", "S", "T", "C", "Z"):
         assert f"{what}: Request" in found
+
+
+def test_where_an_accepted_end_keeps_its_row_the_comparison_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = Endings.cut
+
+    def kept(self: Endings, turn: Turn, verdict: Verdict, drafted: int | None = None) -> Outcome:
+        final, turn.job.final = turn.job.final, True
+        outcome, turn.job.final = cut(self, turn, verdict, drafted), final
+        return outcome
+
+    monkeypatch.setattr(Endings, "cut", kept)
+    found = "\n".join(ended_by("end token"))
+    for what in ("states", "rows", "KV", "blocks.1.hook_in", "Z.entropy"):
+        assert what in found

@@ -484,9 +484,17 @@ ENGINE = (
         ("tests/engine/lens/test_lenses.py::test_a_lens_reads_through_the_final_norm_and_the_unembedding",),
     ),
     Mutant(
+        "accepted-end-keeps-its-row",
+        "replaylens.engine.loop.commit",
+        "        if by_draft and not job.final:",
+        "        if by_draft and job.final:",
+        "what is read off a finished branch does not depend on drafter or window",
+        ("tests/engine/test_contract.py::test_the_last_token_of_a_request_is_pending_however_it_came",),
+    ),
+    Mutant(
         "drafts-after-an-end-counted",
         "replaylens.engine.loop.commit",
-        "            turn.chains[verdict.chain] = chain[:accepted]",
+        "            turn.chains[verdict.chain] = chain[:agreed]",
         "            pass",
         "drafts after an end are never counted or kept",
         ("tests/engine/loop/test_commit.py::test_drafts_after_the_end_were_never_made",),

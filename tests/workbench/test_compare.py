@@ -97,6 +97,13 @@ def test_activations_of_another_model_are_patched_in(coins: tuple[Engine, Engine
         patch(b, text, text, metric=PAIR, source=b)
 
 
+def test_colours_start_at_zero_where_nothing_differs(coins: tuple[Engine, Engine]) -> None:
+    found = compare(coins[0], coins[0], TEXTS[:1], sites="ST")
+    meshes = [each for axis in found.plot().axes for each in axis.collections if each.get_array() is not None]
+    drawn = [mesh for mesh in meshes if mesh.get_array().size == found.texts[0].difference["S"].numel()]
+    assert drawn and all(mesh.get_clim()[0] == 0 < mesh.get_clim()[1] for mesh in drawn)
+
+
 def test_models_that_cannot_be_compared_are_refused(coins: tuple[Engine, Engine]) -> None:
     coin, text = coins[0], TEXTS[0]
     ids = coin.tokens_of(text)

@@ -155,10 +155,17 @@ def test_what_cannot_be_split_is_refused() -> None:
     for metric, by, message in (
         (" tails", "layer", "give a pair of tokens"),
         (lambda logits: logits[0], "layer", "give a pair of tokens"),
+        ((" tails", " heads", " flips"), "layer", r"Only logit differences are sums over parts.*give a pair of tokens"),
         ((" tails", " heads"), "expert", "Known: layer, head, neuron"),
     ):
         with pytest.raises(BadRequest, match=message):
             dla(served, COIN, metric, by=by)  # type: ignore[arg-type]
+    for prompt, message in (
+        ([COIN, COIN], "2 prompts.*dla takes one at a time"),
+        (served.prompt(COIN), r"Give branch\.tokens"),
+    ):
+        with pytest.raises(BadRequest, match=message):
+            dla(served, prompt, (" tails", " heads"))  # type: ignore[arg-type]
     with pytest.raises(BadRequest, match="thinks"):
         dla(Engine.load("coin-thinking"), COIN, (" tails", " heads"))
 

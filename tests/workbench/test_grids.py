@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from replaylens import Edit, Engine, ablate, attribution_patching, lens, patch
-from replaylens.engine.errors import BadRequest
+from replaylens.engine.errors import BadRequest, UnknownPromptWord
 from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.lens.lens import TunedLens, _ranks, unembed_hash
 from replaylens.engine.model import loading
@@ -214,8 +214,11 @@ def test_patches_that_mean_nothing_are_refused() -> None:
     ):
         with pytest.raises(BadRequest, match=message):
             patch(served, clean, **{"metric": (" tails", " heads"), **options})  # type: ignore[arg-type]
-    with pytest.raises(BadRequest, match="Invalid metric"):
+    with pytest.raises(BadRequest, match=r"Invalid metric=3\.5.* function of logits \[rows, vocab\] that returns \[rows\]"):
         patch(served, clean, COIN.format("tails"), metric=3.5)  # type: ignore[arg-type]
+    for call in (patch, attribution_patching):
+        with pytest.raises(BadRequest, match=r"No prompts.*Give at least one pair"):
+            call(served, [], [], metric=(" tails", " heads"))
     served.check_integrity()
 
 
@@ -427,6 +430,27 @@ def test_patches_of_several_pairs_are_means_with_intervals() -> None:
     assert line["token"] == " tails/ heads" and "mean of 3 pairs" in repr(result) and "3 pairs" in result.plot().get_suptitle()
     mesh: Any = result.plot().axes[0].collections[0]
     assert np.array_equal(np.asarray(mesh.get_array()), result.effect["S"].numpy()) and "3 pairs" in result._repr_html_()
+
+
+def test_pairs_with_different_lengths_are_averaged_from_their_ends() -> None:
+    """Columns are the positions that all pairs have, counted from the end, and each is that of its pair alone."""
+    served, longer = Engine.load("coin-plain"), COIN.replace(". What", ". Bob flips. What")
+    pairs = [FIRST, (longer.format("heads"), longer.format("tails"))]
+    clean, corrupt = map(list, zip(*pairs, strict=True))
+    for positions, columns in ((None, range(-15, 0)), ([-4, -1], (-4, -1))):
+        options: dict[str, Any] = dict(sites="ST", align="end", positions=positions, layers=[0, 2])
+        result = patch(served, clean, corrupt, metric=OWN, **options)
+        alone = [patch(served, *pair, metric=own, **options) for pair, own in zip(pairs, OWN, strict=True)]
+        for site in "ST":
+            each = [one.effect[site][:, -len(columns) :] for one in alone]
+            assert torch.equal(result.effect[site], torch.stack(each).double().mean(0).float())
+            assert result.numbers[site] == tuple(columns) and len(result.columns[site]) == len(columns)
+        assert set(result.frame["position"]) == set(columns) and result.frame["pairs"].eq(2).all()
+    for align in (None, "start"):
+        with pytest.raises(BadRequest, match=r"the same number of tokens, or align='end'"):
+            patch(served, clean, corrupt, metric=OWN, align=align)
+    with pytest.raises(UnknownPromptWord, match="Pair 1 of 2: Word 'Zork'"):
+        patch(served, [FIRST[0], "Zork"], [FIRST[1], "Zork"], metric=OWN)
 
 
 def test_heads_of_pairs_with_different_lengths_are_averaged() -> None:

@@ -99,7 +99,10 @@ class CompareResult:
         axes[0].set_ylabel("nats")
         axes[0].legend(fontsize=7)
         for axis, (site, values) in zip(axes[1:], sites.items(), strict=True):
-            image = axis.pcolormesh(values.numpy(), vmin=0.0, cmap="viridis")
+            most = (
+                float(values.nan_to_num(0, 0, 0).max()) or 1.0
+            )  # where nothing differs, matplotlib would put 0 into the middle
+            image = axis.pcolormesh(values.numpy(), vmin=0.0, vmax=most, cmap="viridis")
             shown = range(0, len(values), 1 + len(values) // 12)
             axis.set(title=_NAMES[site], ylabel="layer", yticks=[layer + 0.5 for layer in shown], yticklabels=shown)
             made.colorbar(image, ax=axis, label="|b - a| / |a|")

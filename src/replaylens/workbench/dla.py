@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from replaylens.engine.errors import BadMetric, BadRequest
-from replaylens.engine.gradients.gradients import LogitDifference, named
+from replaylens.engine.gradients.gradients import LogitDifference
 from replaylens.engine.model.decoder import Block, Mlp
 from replaylens.engine.model.layers import Linear, Norm
 from replaylens.engine.model.text import Prompt
@@ -141,9 +141,11 @@ def dla(engine: Core, prompt: Prompt, metric: MetricTokens | LogitDifference, *,
         raise BadRequest("The logits of a model that thinks are not a sum over its layers. Use a plain model, or patch.")
     if by == "neuron" and engine.config.mixture is not None:
         raise BadRequest("by='neuron' was given for a mixture of experts, whose rows go to different neurons. Use by='layer'.")
-    difference = named(metric)
+    difference = LogitDifference(*metric) if isinstance(metric, list | tuple) and len(metric) == 2 else metric
     if not isinstance(difference, LogitDifference):
         raise BadMetric(f"Invalid metric={shown(metric)}. Only logit differences are sums over parts: give a pair of tokens.")
+    if isinstance(prompt, list | tuple) and prompt and all(isinstance(each, str | list | tuple) for each in prompt):
+        raise BadRequest(f"{len(prompt)} prompts were given, but dla takes one at a time. Call it for each of them.")
     measure, read = Metric.of(engine, difference), _Read(engine, by)
     branch = engine.prompt(prompt, sites=list(read.sites), positions="last")
     try:

@@ -155,7 +155,8 @@ class Metric:
         """A metric in any of its forms; BadMetric for others."""
         if isinstance(given, Metric):
             return given
-        found = named(Divergence(given.logits()) if isinstance(given, Branch) else given)
+        forms = "logits [rows, vocab] that returns [rows]"
+        found = named(Divergence(given.logits()) if isinstance(given, Branch) else given, forms)
         if not isinstance(found, Named):
             return cls(getattr(found, "__name__", "metric"), found)
         function = found.function(engine._target)

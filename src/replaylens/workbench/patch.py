@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import pandas as pd
@@ -152,7 +152,7 @@ class PatchResult:
     columns: dict[str, tuple[str, ...]]
     """site -> names of its columns: tokens of the patched prompt, or heads"""
     numbers: dict[str, tuple[int, ...]]
-    """site -> the positions or heads of its columns"""
+    """site -> the positions or heads of its columns; positions are negative where pairs have different lengths"""
     layers: dict[str, tuple[int, ...]]
     """site -> the layers of its rows"""
     length: int = 0
@@ -161,12 +161,17 @@ class PatchResult:
     """of a mean over pairs of prompts: the result of each"""
 
     @classmethod
-    def mean(cls, pairs: Sequence[PatchResult]) -> PatchResult:
-        """The mean over pairs of prompts; BadRequest if their positions do not correspond."""
+    def mean(cls, pairs: Sequence[PatchResult], from_end: bool = False) -> PatchResult:
+        """The mean over pairs of prompts; BadRequest if their positions do not correspond.
+
+        from_end  positions of prompts with different lengths correspond if they are equally far from the end
+        """
+        if from_end and len({pair.length for pair in pairs}) > 1:
+            pairs = [pair._at_end(pairs) for pair in pairs]
         first = pairs[0]
         for site in first.raw:
             if site != "heads":
-                require_one_length([pair.length for pair in pairs])
+                require_one_length([pair.length for pair in pairs], ", or align='end'")
                 if any(pair.numbers[site] != first.numbers[site] for pair in pairs):
                     raise BadRequest("The pairs are patched at different positions. Give positions that all of them have.")
         middle = lambda values: sum(values) / len(pairs)  # noqa: E731
@@ -183,6 +188,19 @@ class PatchResult:
             first.length,
             tuple(pairs),
         )
+
+    def _at_end(self, pairs: Sequence[PatchResult]) -> PatchResult:
+        """This pair, with the columns that all pairs have, counted from the end: -1 is the last position."""
+        raw, columns, numbers = dict(self.raw), dict(self.columns), dict(self.numbers)
+        for site in self.raw.keys() - {"heads"}:
+            known = set.intersection(*({number - pair.length for number in pair.numbers[site]} for pair in pairs))
+            kept = [i for i, number in enumerate(self.numbers[site]) if number - self.length in known]
+            if not kept:
+                raise BadRequest("The pairs have no patched position in common, counted from the end. Give other positions.")
+            raw[site] = self.raw[site][:, kept]
+            columns[site] = tuple(self.columns[site][i] for i in kept)
+            numbers[site] = tuple(self.numbers[site][i] - self.length for i in kept)
+        return replace(self, raw=raw, columns=columns, numbers=numbers, length=0)
 
     def __repr__(self) -> str:
         grids = ", ".join(f"{site} {tuple(values.shape)}" for site, values in self.raw.items())
@@ -268,7 +286,8 @@ def patch(
     """Copy activations of one prompt into the other, one cell of the grid at a time, and measure the next token.
 
     clean, corrupt  prompts with the same number of tokens, or with `align`; or lists of them, all with the same number of
-                tokens unless heads are patched: the result is the mean over pairs, with intervals in its frame
+                tokens unless heads are patched or align="end", which counts positions from the end: the result is the mean
+                over pairs, with intervals in its frame
     metric      a pair of tokens (their logit difference), one token (its log-probability), a branch (the KL divergence from
                 its distribution), or a function of logits [rows, vocab] that returns [rows]; of the last position. For lists of
                 prompts also a list with one for each pair
@@ -294,7 +313,8 @@ def patch(
     if (pairs := pairs_of(clean, corrupt)) is not None:
         options: dict[str, Any] = dict(sites=sites, layers=layers, positions=positions, heads=heads, direction=direction)
         options |= dict(align=align, source=source, progress=progress)
-        return PatchResult.mean(each_pair(lambda pair, own: patch(engine, *pair, metric=own, **options), pairs, metric))
+        each = each_pair(lambda pair, own: patch(engine, *pair, metric=own, **options), pairs, metric)
+        return PatchResult.mean(each, from_end=align == "end")
     one: Any = metric
     two, measure = Aligned.of(engine, clean, corrupt, direction, align, positions), Metric.of(engine, one)
     cells = _cells(engine, sites, layers, heads, two)

@@ -13,7 +13,7 @@ from replaylens import Dump, Edit, Engine
 from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.plan import DumpPlan, ends_of
 from replaylens.engine.dump.verify import verify
-from replaylens.engine.errors import BadDump, BadRequest, OtherPlan
+from replaylens.engine.errors import BadDump, BadRequest, NotCaptured, OtherPlan
 from replaylens.tasks.texts import GivenTexts
 from tests.engine.dump.test_cli import run as command
 
@@ -83,7 +83,6 @@ def test_other_texts_are_another_dump(coin: Engine, dump: Dump, tmp_path: Path) 
         ("text: flips", [(0, 7), (2, 1), (2, 4)]),
         ("text:Alice flips", [(0, 7), (2, 1), (2, 4)]),
         ("text:s. A", [(0, 6), (2, 3)]),
-        ("text:nowhere", []),
         ("label:word", [(1, position) for position in range(1, 6)]),
         ("label:up", [(0, p) for p in range(8)] + [(1, p) for p in range(6)]),
         ("-2:", [(0, 6), (0, 7), (1, 4), (1, 5), (2, 3), (2, 4)]),
@@ -101,6 +100,13 @@ def test_positions_by_name(
     assert verify(tmp_path / "d", coin, sample="all"), "without being told the positions again"
 
 
+def test_a_dump_without_rows_says_so(coin: Engine, texts: GivenTexts, tmp_path: Path) -> None:
+    plan = make_plan(coin, texts, len(texts), sites=[SITE], positions="text:nowhere")
+    with pytest.warns(NotCaptured, match=r"has no rows: positions='text:nowhere' chooses none of 3 examples"):
+        made = write_dump(coin, plan, tmp_path / "d")
+    assert made is not None and len(made.index["example"]) == 0 and verify(tmp_path / "d", coin, sample="all")
+
+
 def test_positions_that_texts_do_not_have(coin: Engine, texts: GivenTexts) -> None:
     for positions, saying in (
         ("steps", "have no steps"),
@@ -109,6 +115,9 @@ def test_positions_that_texts_do_not_have(coin: Engine, texts: GivenTexts) -> No
     ):
         with pytest.raises(BadRequest, match=saying):
             make_plan(coin, texts, 3, sites="S", positions=positions)
+    for examples in (len(texts) + 1, [0, len(texts)]):
+        with pytest.raises(BadRequest, match=f"Text {len(texts)} was asked for, but there are only {len(texts)}"):
+            make_plan(coin, texts, examples, sites="S")
 
 
 def test_texts_too_large_for_a_plan(coin: Engine, texts: GivenTexts, monkeypatch: pytest.MonkeyPatch) -> None:

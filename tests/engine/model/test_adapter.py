@@ -156,8 +156,9 @@ def test_a_peft_model_that_cannot_be_merged_is_refused(tmp_path: Path) -> None:
     adapted.base_model.set_adapter(["default", "second"])
     refused(adapted, "has 2 active adapters")
     adapted.set_adapter("default")
-    with adapted.disable_adapter():
-        refused(adapted, "has a disabled adapter at")
+    with adapted.disable_adapter(), pytest.raises(UnsupportedModel, match="has a disabled adapter at") as found:
+        Engine.load(adapted)
+    assert "enable_adapter_layers" in str(found.value) and "merge_and_unload" not in str(found.value)
     adapted.merge_adapter()
     refused(adapted, "has merged its adapter into")
     adapted.unmerge_adapter()

@@ -170,6 +170,13 @@ def test_commands_take_names(cache: Path, tmp_path: Path) -> None:
         ("./gpt2", {}, UnsupportedModel, "gpt2 does not exist"),
         (Path("gpt2"), {}, UnsupportedModel, "gpt2 does not exist"),
         ("coin-plian", {}, UnsupportedModel, "did you mean 'coin-plain'"),
+        ("SmolLM2", {}, UnsupportedModel, "did you mean 'smollm2'"),
+        ("banana", {}, FetchFailed, r"banana is neither a path here.*Models of replaylens: coin-plain, .*smollm2\."),
+        ("", {}, UnsupportedModel, r"'' does not exist.*Known: coin-plain"),
+        (None, {}, UnsupportedModel, r"None \(NoneType\).*a name such as 'smollm2' or 'gpt2', a folder"),
+        ("coin-plain", {"revision": "x"}, BadRequest, "not with 'coin-plain', which is a model of replaylens"),
+        ("coin-thinking", {"revision": "x"}, BadRequest, "which is a model of replaylens"),
+        ("smollm2", {"revision": "x"}, BadRequest, "not with 'smollm2', which is a model of replaylens"),
     ],
 )
 def test_what_is_not_there_is_named(cache: Path, source: str, options: dict[str, object], error: type, text: str) -> None:

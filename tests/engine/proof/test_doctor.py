@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from replaylens import cli
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import NotCertified
+from replaylens.engine.errors import BadRequest, NotCertified
 from replaylens.engine.lens import lens
 from replaylens.engine.model import loading
 from replaylens.engine.model.config import Activation, ModelConfig
@@ -67,6 +67,13 @@ def test_every_product_norm_and_activation_of_the_model_is_examined(examined: Ce
     ops = {finding.op for finding in examined.findings}
     assert {"attention", "activation silu", "log-softmax", "lens statistics", "rotary", "unembed"} <= ops
     assert any(op.startswith("rms norm") for op in ops)
+
+
+def test_a_model_in_another_dtype_is_refused() -> None:
+    model = random_decoder(decoder("llama").config).to(torch.bfloat16)
+    with pytest.raises(BadRequest, match=r"holds torch\.bfloat16, and the CPU engine computes in torch\.float32"):
+        Engine(model)
+    assert Engine.load(model).model.embed.dtype is torch.float32
 
 
 def test_a_model_that_can_still_be_trained_is_examined_all_the_same() -> None:

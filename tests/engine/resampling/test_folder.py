@@ -131,7 +131,9 @@ def test_missing_rows(tmp_path: Path, reference: Rollouts) -> None:
     assert drawn(path(), tmp_path).digest == reference.digest
 
 
-@pytest.mark.parametrize("change", ["outcome", "tokens", "seed", "position", "order", "rows", "plan", "fewer"])
+@pytest.mark.parametrize(
+    "change", ["outcome", "tokens", "seed", "position", "order", "rows", "plan", "fewer", "none", "longer"]
+)
 def test_changed_records(tmp_path: Path, change: str) -> None:
     """Whatever was changed in the file of a wave, it is refused, also if the digest was made anew for what the plan knows."""
     drawn(path(), tmp_path)
@@ -149,6 +151,9 @@ def test_changed_records(tmp_path: Path, change: str) -> None:
             raw["sha256"] = None
         case "plan":
             del raw["plan"]
+        case "none" | "longer":
+            first["tokens"] = [] if change == "none" else [9] * 7
+            raw["digest"] = folder._digest(raw["rollouts"], raw["sha256"], raw["plan"])
         case "fewer":
             raw["rollouts"].pop()
             raw["digest"] = folder._digest(raw["rollouts"], raw["sha256"], raw["plan"])
@@ -156,7 +161,7 @@ def test_changed_records(tmp_path: Path, change: str) -> None:
             first[change] += 1
             raw["digest"] = folder._digest(raw["rollouts"], raw["sha256"], raw["plan"])
     file.write_text(json.dumps(raw))
-    with pytest.raises(BadRollouts, match=r"was changed|other rollouts|has 3 rollouts instead of 4"):
+    with pytest.raises(BadRollouts, match=r"was changed|other rollouts|has 3 rollouts instead of 4|a rollout of [07] tokens"):
         Rollouts.load(tmp_path)
 
 
@@ -315,6 +320,21 @@ def test_a_changed_plan(tmp_path: Path, reference: Rollouts) -> None:
     file.write_text(json.dumps(raw))
     with pytest.warns(UnsealedRollouts), pytest.raises(BadRollouts, match="drawn for another plan"):
         Rollouts.load(tmp_path)  # who removes the hash meets that of the waves
+
+
+@pytest.mark.parametrize(
+    "answer", [{}, {"regex": "("}, {"regex": "(", "stop": True}, {"regex": 3, "stop": True}, {"choices": [1]}]
+)
+def test_a_damaged_answer(tmp_path: Path, answer: object) -> None:
+    """Its hash is made anew, so that only what it says is wrong."""
+    drawn(path(), tmp_path)
+    file = tmp_path / "plan.json"
+    raw = json.loads(file.read_text())
+    raw["plan"]["answer"] = answer
+    file.write_bytes(folder._plan_file(raw["plan"], raw["wave"]))
+    for look in (lambda: Rollouts.load(tmp_path), lambda: drawn(path(), tmp_path)):
+        with pytest.raises(BadRollouts, match=r"plan\.json is damaged: Invalid (answer|regular expression)"):
+            look()
 
 
 def test_a_plan_of_another_folder(tmp_path: Path) -> None:

@@ -260,7 +260,8 @@ def test_an_interrupted_driver_is_followed_by_another() -> None:
     assert not waiting.is_alive() and count > 3
     assert other.generated == continuation(toy(), [4, 5, 6], 9)
     truth, done = continuation(toy(), [1, 2, 3], 9), len(mine.generated)
-    assert 2 <= done <= 3 and mine.generated == truth[:done], "at most one more, should the other be the quicker one"
+    assert mine.generated == truth[:done]
+    assert 2 <= done < count, "none by the pass that failed; one by each that the other makes before the request is cancelled"
     assert mine.generate(9 - done).generated == truth and subject.loop.jobs == []
     subject.check_integrity()
 

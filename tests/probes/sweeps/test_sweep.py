@@ -26,6 +26,7 @@ from replaylens.probes.errors import (
     UnknownEstimator,
 )
 from replaylens.probes.heldout import held_out, residualised
+from replaylens.probes.probe import cross_validate
 from replaylens.probes.questions.forced import outcome_at_fork
 from replaylens.probes.report import Report, summarise, verdict_of
 from replaylens.probes.rows import ProbeRows
@@ -143,6 +144,10 @@ def test_numbers_are_regressed_on() -> None:
     assert table.set_index("layer").loc[1, "p_family"] == 0.05
     with pytest.raises(ProbeError, match="Use ridge"):
         sweep(rows, "height", **(QUICK | {"positions": "all"}))
+    noted = sweep(rows, "height", estimators="ridge", metric="auroc", **(QUICK | {"positions": "all"}))
+    assert any("auroc of 'height'" in str(note) and "r2" in str(note) for note in noted.notes)
+    with pytest.raises(ProbeError, match=r"metric='auroc' is for classes, and label .* holds numbers, which have r2"):
+        cross_validate(rows.matrix("S", 1), value, rows.roots, estimator="ridge", metric="auroc")
 
 
 def test_length_generalisation(coin_dump: Dump) -> None:
