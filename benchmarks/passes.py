@@ -1,28 +1,18 @@
-"""Prompts and decoding with capture on one CPU thread, and memory: ours, TransformerLens and Hugging Face, in CPU seconds.
-
-    python -m benchmarks.passes_cpu coin            # or: smollm2, memory
-    python -m benchmarks.passes_cpu coin --before FOLDER   # also an older checkout of this repository
+"""Prompts and decoding with capture on one CPU thread, and memory: ours, TransformerLens and Hugging Face.
 
 Every arm is a process of its own. Processes take turns, and the best of all rounds counts, so that other work on the machine
 affects all alike. TransformerLens captures S, T and C (of SmolLM2: S) with `run_with_cache`, Hugging Face S with
-`output_hidden_states`.
+`output_hidden_states`. `--set before=FOLDER` adds an older checkout of this repository.
 """
 
-import argparse
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.table import Table
+from benchmarks.harness import Line, Lines, case, in_process, memory_mb, random_tokens
 
-HERE = Path(__file__).parent.parent
 OURS, BEFORE, LENS, HUGGING_FACE = "replaylens", "before", "TransformerLens", "Hugging Face"
 SIZES = {"coin": ((32, 60), (16, 20, 30), "STC"), "smollm2": ((8, 64), (8, 16, 4), "S")}
 """model -> prompts and their length; branches, their prompts' length and new tokens; captured sites"""
@@ -40,7 +30,7 @@ def best(work: Callable[[], Any], repeats: int) -> float:
 
 
 def tokens(count: int, length: int, vocab: int) -> torch.Tensor:
-    return torch.randint(5, vocab, (count, length), generator=torch.Generator().manual_seed(0))
+    return torch.tensor(random_tokens(count, length, vocab, first=5))
 
 
 def ours(name: str, repeats: int) -> Times:
@@ -69,15 +59,14 @@ def ours(name: str, repeats: int) -> Times:
 
 
 def model_of(name: str) -> Any:
-    """The model in transformers, in float32."""
+    """The model in transformers, in float32. Imported here: the memory of Hugging Face's process is measured without ours."""
+    from benchmarks.subjects import peer, smollm2_or_shape
+
     if name == "coin":
-        from benchmarks.dump import peer
         from replaylens import Engine
 
         return peer(Engine.load("coin-plain").model)
-    from benchmarks.engine import subject
-
-    return subject()[0]
+    return smollm2_or_shape()[0]
 
 
 @torch.inference_mode()
@@ -87,8 +76,8 @@ def hugging_face(name: str, repeats: int) -> Times:
     vocab = min(model.config.vocab_size, 40000)
     whole, short = tokens(*prompts, vocab), tokens(count, length, vocab)
     options = dict(
-        max_new_tokens=new, min_new_tokens=new, do_sample=False, attention_mask=torch.ones_like(short), pad_token_id=0
-    )
+        max_new_tokens=new, min_new_tokens=new, do_sample=False, attention_mask=torch.ones_like(short), pad_token_id=0,
+    )  # fmt: skip
     captured = dict(output_hidden_states=True, return_dict_in_generate=True)
     return {
         "prompts": best(lambda: model(whole, logits_to_keep=1), repeats),
@@ -100,7 +89,7 @@ def hugging_face(name: str, repeats: int) -> Times:
 
 @torch.inference_mode()
 def transformer_lens(name: str, repeats: int) -> Times:
-    from benchmarks.dump import bridge
+    from benchmarks.subjects import bridge
 
     prompts, _, letters = SIZES[name]
     model = model_of(name)
@@ -119,12 +108,12 @@ def memory_of_ours() -> Times:
     from replaylens import Engine
 
     engine = Engine.load("smollm2")
-    loaded = status("VmRSS")
+    loaded = memory_mb("VmRSS")
     engine.prompt([1]).release()
-    first = status("VmRSS")
+    first = memory_mb("VmRSS")
     branches = engine.prompts(tokens(32, 64, 40000).tolist(), sites="S")
     assert len(branches) == 32
-    return {"loaded": loaded, "after one token": first, "peak of capturing S of 32 x 64 tokens": status("VmHWM")}
+    return {"loaded": loaded, "after one token": first, "peak of capturing S of 32 x 64 tokens": memory_mb("VmHWM")}
 
 
 @torch.inference_mode()
@@ -136,70 +125,56 @@ def memory_of_hugging_face() -> Times:
     folder = smollm2.fetched_folder()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    loaded = status("VmRSS")
+    loaded = memory_mb("VmRSS")
     model(torch.tensor([[1]]))
-    first = status("VmRSS")
+    first = memory_mb("VmRSS")
     kept = model(tokens(32, 64, 40000), logits_to_keep=1, output_hidden_states=True)
     assert len(kept.hidden_states) and tokenizer is not None
-    return {"loaded": loaded, "after one token": first, "peak of capturing S of 32 x 64 tokens": status("VmHWM")}
-
-
-def status(field: str) -> float:
-    """A line of the kernel's account of this process, in MB."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines[field].split()[0]) * 1024 / 1e6
+    return {"loaded": loaded, "after one token": first, "peak of capturing S of 32 x 64 tokens": memory_mb("VmHWM")}
 
 
 ARMS: dict[str, Callable[[str, int], Times]] = {
-    OURS: lambda name, repeats: memory_of_ours() if name == "memory" else ours(name, repeats),
-    HUGGING_FACE: lambda name, repeats: memory_of_hugging_face() if name == "memory" else hugging_face(name, repeats),
+    OURS: ours,
+    HUGGING_FACE: hugging_face,
     LENS: transformer_lens,
 }
 
 
-def measured(arm: str, name: str, repeats: int, before: Path | None) -> Times:
-    """The numbers of one arm, from a process of its own. `before` runs the arm `replaylens` on another checkout."""
-    source = before if arm == BEFORE else HERE
-    environment = {**os.environ, "PYTHONPATH": f"{source}/src{os.pathsep}{HERE}", "OMP_NUM_THREADS": "1"}
-    shown = OURS if arm == BEFORE else arm
-    command = [sys.executable, "-m", "benchmarks.passes_cpu", name, "--arm", shown, "--repeats", str(repeats)]
-    done = subprocess.run(command, env=environment, cwd=HERE, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{arm} failed on {name}: {done.stderr[-2000:]}")
-    found: Times = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def main(name: str, rounds: int, repeats: int, before: Path | None) -> None:
-    arms = [OURS, *([BEFORE] if before else []), HUGGING_FACE, *([LENS] if name != "memory" else [])]
-    least: dict[str, Times] = {arm: {} for arm in arms}
+def compared(name: str, rounds: int, repeats: int, before: str | None) -> Lines:
+    """The best of the processes' best times, in turns."""
+    times: dict[str, dict[str, list[float]]] = {}
     for _ in range(rounds):
-        for arm in arms:
-            for what, value in measured(arm, name, repeats, before).items():
-                least[arm][what] = min(value, least[arm].get(what, value))
-    table = Table("passes-cpu", "One thread. Times in CPU seconds; memory in MB, in float32. Ratios: theirs over ours")
-    for what, mine in least[OURS].items():
-        others = {arm: least[arm][what] for arm in arms[1:] if what in least[arm]}
-        numbers = {f"{arm.lower().replace(' ', '_')}_over_ours": value / mine for arm, value in others.items()}
-        unit = "mb" if name == "memory" else "cpu_s"
-        values = {f"{arm.lower().replace(' ', '_')}_{unit}": value for arm, value in {OURS: mine, **others}.items()}
-        if name == "memory":
-            ratio = mine / others[HUGGING_FACE]
-            table.add(f"memory: {what}", ratio=ratio, aim="<= 1.4", met=ratio <= 1.4, **values)
-        else:
-            table.add(f"{name}: {what}", ratio=others.get(LENS, others[HUGGING_FACE]) / mine, **numbers, **values)
-    table.save(beside=True)
+        for arm in (*ARMS, *([BEFORE] if before else [])):
+            work = ARMS.get(arm, ours)
+            for what, value in in_process(work, name, repeats, source=before if arm == BEFORE else None).items():
+                times.setdefault(what, {}).setdefault(arm, []).append(value)
+    for what, own in times.items():
+        found = yield Line(f"{name}: {what}", times=own)
+        mine = found.values[OURS]
+        others = {arm: value / mine for arm, value in found.values.items() if arm != OURS}
+        found.note(**{f"{arm.lower().replace(' ', '_')}_over_ours": ratio for arm, ratio in others.items()})
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("name", choices=[*SIZES, "memory"])
-    parser.add_argument("--before", type=Path)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=4)
-    parser.add_argument("--arm", choices=list(ARMS))
-    given = parser.parse_args()
-    if given.arm:
-        print(json.dumps(ARMS[given.arm](given.name, given.repeats)))
-    else:
-        main(given.name, given.rounds, given.repeats, given.before)
+DECLARED: dict[str, Any] = dict(ours=OURS, baseline=HUGGING_FACE, others=(LENS, BEFORE), best=True, unit="s", threads=1)
+
+
+@case("passes-cpu.coin", **DECLARED, quick={"rounds": 1, "repeats": 1})
+def coin(rounds: int = 2, repeats: int = 4, before: str | None = None) -> Lines:
+    """Prompts and decoding of coin-plain with and without capture of S, T, C, one thread, CPU seconds."""
+    yield from compared("coin", rounds, repeats, before)
+
+
+@case("passes-cpu.smollm2", **DECLARED, needs="smollm2", quick={"rounds": 1, "repeats": 1})
+def of_smollm2(rounds: int = 2, repeats: int = 4, before: str | None = None) -> Lines:
+    """Prompts and decoding of SmolLM2-135M with and without capture of S, one thread, CPU seconds."""
+    yield from compared("smollm2", rounds, repeats, before)
+
+
+@case("passes-cpu.memory", needs="smollm2", threads=1)
+def memory(before: str | None = None) -> Lines:
+    """Memory of SmolLM2-135M in float32, in MB: ours over Hugging Face, each in a process of its own."""
+    mine, theirs = in_process(memory_of_ours), in_process(memory_of_hugging_face)
+    old = in_process(memory_of_ours, source=before) if before else {}
+    for what, value in mine.items():
+        numbers = {"replaylens_mb": value, "hugging_face_mb": theirs[what]} | ({"before_mb": old[what]} if old else {})
+        yield Line(f"memory: {what}", ratio=value / theirs[what], aim="<= 1.4", numbers=numbers)
