@@ -27,6 +27,7 @@ import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -154,10 +155,10 @@ def case(name: str, **declared: Any) -> Callable[[Callable[..., Lines]], Callabl
 
 
 def chosen(names: Iterable[str]) -> list[Case]:
-    """Cases by name, or all parts of a file. SystemExit lists the known names."""
+    """Cases by name or pattern (`kernels-*`), or all parts of a file. SystemExit lists the known names."""
     found = []
     for name in names:
-        mine = [each for each in CASES.values() if name in (each.name, each.file)]
+        mine = [each for each in CASES.values() if name == each.file or fnmatchcase(each.name, name)]
         if not mine:
             raise SystemExit(f"no case {name!r}; the cases are {', '.join(CASES)}")
         found += mine
@@ -366,7 +367,11 @@ def run(made: Case, quick: bool = False, out: Path | None = None, given: Mapping
     try:
         line = next(lines)
         while True:
-            found = measure(made, line, quick)
+            try:
+                found = measure(made, line, quick)
+            except Exception as error:
+                line = lines.throw(error)  # the case cleans up; it may also go on with another line
+                continue
             good &= found.row.get("check", True)
             line = lines.send(found)  # it may note more numbers of this line first
             report.add(found.row)

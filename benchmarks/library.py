@@ -7,7 +7,7 @@ keep. It promises nothing about bits.
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,9 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.baselines.subject import Subject
+from benchmarks.harness import seconds
 from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import AttentionSpec, Heads, Observer
+from replaylens.engine.model.rotary import Rotary
 from replaylens.engine.model.torch_ops import TorchOps
 
 PAGE = 16
@@ -75,16 +77,44 @@ def library_ops(cache: ContiguousCache, rows: int, length: int, attend: Attend) 
     """The ops for the cache's device."""
     if cache.data.device.type == "cpu":
         return LibraryCpuOps(cache, rows, length, attend)
-    from benchmarks.baselines.library_cuda import LibraryCudaOps
+    return library_cuda_ops()(cache, rows, length, attend)
 
-    return LibraryCudaOps(cache, rows, length, attend)
+
+@cache
+def library_cuda_ops() -> Any:
+    """The class of the library's products and attention beside our elementwise kernels; made here, since it needs triton."""
+    from replaylens.engine.passes.cuda import FastHeadOps
+    from replaylens.kernels.paged import PagedRows
+    from replaylens.kernels.rope import rotate, rotate_and_store
+
+    class LibraryCudaOps(LibraryOps, FastHeadOps):
+        """One pass on the device."""
+
+        def __init__(self, cache: ContiguousCache, rows: int, length: int, attend: Attend) -> None:
+            super().__init__(cache, rows, length, attend)
+            self.rows = PagedRows(self.sequence, self.positions.int(), cache.pages, max_keys=length)
+
+        def unembed(self, x: Tensor, table: Tensor) -> Tensor:
+            """In 16 bits: to choose a token, the library needs no more."""
+            return x @ table.t()
+
+        def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
+            return rotate(x, rotary.table, self.rows)
+
+        def _store(self, heads: Heads, layer: int) -> Tensor:
+            assert heads.rotary is not None
+            keys, values = self.cache.data[layer]
+            table = heads.rotary.table
+            return rotate_and_store(heads.q, heads.k, heads.v, table, self.rows, keys, values, page_size=PAGE)
+
+    return LibraryCudaOps
 
 
 class LibraryDecoder:
     """The decoder over its own contiguous cache, for a fixed number of sequences."""
 
-    def __init__(self, subject: Subject, sequences: int, longest: int) -> None:
-        self.subject, self.model = subject, subject.engine.model
+    def __init__(self, model: Decoder, sequences: int, longest: int) -> None:
+        self.model, self.device = model, model.embed.device.type
         self.cache = ContiguousCache(self.model.config, sequences, longest, self.model.embed)
         self.chosen: dict[str, str] = {}
         """which of SDPA's backends was the fastest, for a pass and for a step"""
@@ -121,12 +151,12 @@ class LibraryDecoder:
         q = torch.randn(count, rows, c.num_heads, c.d_head, device=self.cache.data.device).to(self.cache.data.dtype)
         k, v = self.cache.keys_and_values(0, length)
         found: dict[str, tuple[float, Attend]] = {}
-        for name, attend in ways(rows, self.subject.device).items():
+        for name, attend in ways(rows, self.device).items():
             try:
-                work = graphed(lambda attend=attend: attend(q, k, v, c.scale), self.subject.device)
+                work = graphed(lambda attend=attend: attend(q, k, v, c.scale), self.device)
             except RuntimeError:  # this backend does not do this shape
                 continue
-            found[name] = self.subject.in_turns(work, rounds=3)[0], attend
+            found[name] = min(seconds(work, "wall")[0] for _ in range(5)), attend
         self.chosen[kind] = min(found, key=lambda name: found[name][0])
         return found[self.chosen[kind]][1]
 
