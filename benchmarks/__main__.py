@@ -13,7 +13,7 @@ from benchmarks.harness import CASES, chosen, run
 
 TOPICS = (
     "generation", "passes", "hostwork", "loading", "dump", "feed", "workbench", "gradients", "probes", "engine_gpu", "baselines",
-    "long", "resampling", "kernels", "kernels_attention", "kernels_experts", "natural", "thinking", "thinking_latency",
+    "long", "resampling", "kernels", "kernels_attention", "kernels_experts", "natural", "natural_pages", "thinking", "thinking_latency",
     "thinking_tables",
 )  # fmt: skip
 """modules that declare cases"""

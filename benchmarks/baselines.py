@@ -485,5 +485,6 @@ def _generation(subject: Subject, model: Any, count: int, how: str, **options: A
     our_step, their_step = (
         (found.values[arm] - found.values[f"{arm}, few"]) / (many - few) for arm in ("ours", "hugging face")
     )
-    found.note(ratio=their_step / our_step, hugging_face_ms=1e3 * their_step, ours_ms=1e3 * our_step)
+    found.judge(their_step / our_step)
+    found.note(hugging_face_ms=1e3 * their_step, ours_ms=1e3 * our_step)
     found.note(hugging_face_tokens_per_s=count / their_step, ours_tokens_per_s=count / our_step)

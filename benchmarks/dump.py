@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.harness import Found, Line, Lines, case, in_process, meets, memory_mb, seconds
+from benchmarks.harness import Found, Line, Lines, case, in_process, memory_mb, seconds
 from benchmarks.subjects import bridge, peer, random_decoder, smollm2_or_shape, where
 from replaylens import tasks
 from replaylens.engine.dump.content import Content
@@ -101,7 +101,7 @@ def words_of(vocab_size: int) -> WordTokenizer:
 
 
 @contextmanager
-def in_folders(ways: dict[str, Way], what: str) -> Iterator[tuple[Line, Callable[[Found, str, str, str], None]]]:
+def in_folders(ways: dict[str, Way], what: str) -> Iterator[tuple[Line, Callable[[Found, str, str], None]]]:
     """(a line whose arms write to a folder each, which a sync to disk ends; what notes its rows per CPU second)."""
     with tempfile.TemporaryDirectory() as name:
         folder, rows, sizes = Path(name) / "out", dict[str, int](), dict[str, int]()
@@ -114,11 +114,11 @@ def in_folders(ways: dict[str, Way], what: str) -> Iterator[tuple[Line, Callable
             sizes[arm] = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
             shutil.rmtree(folder)
 
-        def note(found: Found, best: str, baseline: str, aim: str) -> None:
+        def note(found: Found, best: str, baseline: str) -> None:
             """Mutates: the ratio is that of rows, since not all write as many."""
             rates = {arm: rows[arm] / taken for arm, taken in found.values.items()}
-            ratio = rates[best] / rates[baseline]
-            found.note(ratio=ratio, aim=aim, met=meets(ratio, aim), rows_per_cpu_s=rates, rows=dict(rows), bytes=dict(sizes))
+            found.judge(rates[best] / rates[baseline])
+            found.note(rows_per_cpu_s=rates, rows=dict(rows), bytes=dict(sizes))
 
         arms = {arm: partial(work, arm) for arm in ways}
         yield Line(what, arms, before=lambda arm: folder.mkdir(), after=after), note
@@ -160,7 +160,7 @@ def coin(n: int = 256) -> Lines:
     with in_folders(ways, "coin-plain: a dump against TransformerLens generate + run_with_cache + torch.save") as (line, note):
         found = yield line
         best = min((OURS, NGRAM), key=found.values.__getitem__)
-        note(found, best, LENS, ">= 1.5")
+        note(found, best, LENS)
         rates = found.row["rows_per_cpu_s"]
         what = "coin-plain: a dump against Hugging Face generate with hidden states (S only) + safetensors"
         yield Line(what, ratio=rates[best] / rates[HUGGING_FACE], aim=">= 0.8")
@@ -183,7 +183,7 @@ def large(n: int = 16) -> Lines:
         LENS: lambda folder: with_given_paths(lens, engine, task.examples(n), folder),
     }
     with in_folders(ways, f"{name}: a dump against TransformerLens run_with_cache + torch.save, paths given") as (line, note):
-        note((yield line), OURS, LENS, ">= 1.0")
+        note((yield line), OURS, LENS)
 
 
 @case("dump-cpu.parts", threads=1, quick={"n": 4, "rounds": 1})

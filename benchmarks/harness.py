@@ -81,6 +81,11 @@ class Found:
         """Mutates: more numbers of this line."""
         self.row.update(numbers)
 
+    def judge(self, ratio: float) -> None:
+        """Mutates: a ratio that is computed from the values in another way; it has no spread."""
+        self.row = {key: value for key, value in self.row.items() if key not in ("lowest", "highest")}
+        self.note(ratio=ratio, met=meets(ratio, self.row["aim"]))
+
 
 Lines = Generator[Line, Found, None]
 Clock = Literal["cpu", "wall", "device"]
