@@ -232,8 +232,8 @@ ARMS = {
 
 
 @case(
-    "baselines-gpu.capture", ours="S, on the host", baseline=BARE, others=tuple(arm for arm in ARMS if arm not in (BARE, "S, on the host")), cost=True,
-    **{**DECLARED, "rounds": 4, "warm": 0, "patience": None},
+    "baselines-gpu.capture", ours="S, on the host", baseline=BARE, others=tuple(set(ARMS) - {BARE, "S, on the host"}),
+    **{**DECLARED, "cost": True, "rounds": 4, "warm": 0, "patience": None},
 )  # fmt: skip
 def capture_prices(tiny: bool = False) -> Lines:
     """What capture, steering and the lens add to decoding and to prompts, through the public API. Rows on the host are what
@@ -335,9 +335,10 @@ Requests = list[tuple[list[int], int, float]]
 )  # fmt: skip
 def mixed_load(tiny: bool = False) -> Lines:
     """Requests of which some ask for deterministic tokens, against the same requests without that promise: tokens per second
-    over those at 0 %. Two kinds of arrival, both counted in steps of the engine, so that every round has the same schedule: all
-    at once, and spread over the first steps. Every share keeps the graphs of its own passes: if they shared one store of graphs,
-    the shares with shapes in common would drop those of the others, who would pay for making them again in every round."""
+    over those at 0 %. Two kinds of arrival, both counted in steps of the engine, so that every round has the same schedule:
+    all at once, and spread over the first steps. Every share keeps the graphs of its own passes: if they shared one store of
+    graphs, the shares with shapes in common would drop those of the others, who would pay for making them again in every
+    round."""
     subject = make_subject(tiny)
     engine, requests, graphs = subject.engine, _requests(subject), {share: _graphs(subject) for share in SHARES}
     kept, tokens = engine.runner.graphs, subject.sizes.requests * subject.sizes.request_tokens
@@ -422,8 +423,9 @@ def _ended(subject: Subject, served: list[Any]) -> tuple[int, dict[int, list[int
     **{**DECLARED, "rounds": 3},
 )  # fmt: skip
 def hugging_face_numbers(tiny: bool = False) -> Lines:
-    """Hugging Face's `generate` and forward on the same weights and device, beside our engine through its public API. A step is
-    what the longer of two generations takes more. Eager first; the compiled one last, because compiling takes a minute or two."""
+    """Hugging Face's `generate` and forward on the same weights and device, beside our engine through its public API. A step
+    is what the longer of two generations takes more. Eager first; the compiled one last, because compiling takes a minute or
+    two."""
     subject = make_subject(tiny)
     model = hugging_face(subject.engine.model)
     _check_peer(subject, model)
@@ -439,7 +441,6 @@ def hugging_face_numbers(tiny: bool = False) -> Lines:
         yield Line(f"Hugging Face, eager, prompts, {count} x {length} tokens", arms)
     if subject.device == "cuda":
         yield from _generation(subject, model, 1, "compiled, static cache", cache_implementation="static")
-    del model
     subject.clear()
 
 

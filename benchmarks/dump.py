@@ -188,7 +188,8 @@ def large(n: int = 16) -> Lines:
 
 @case("dump-cpu.parts", threads=1, quick={"n": 4, "rounds": 1})
 def parts(n: int = 256, rounds: int = 3) -> Lines:
-    """Where the CPU seconds of a dump go, each part on its own: replay, rows, digests, files. coin-plain, best of the rounds."""
+    """Where the CPU seconds of a dump go, each part on its own: replay, rows, digests, files. coin-plain, best of the
+    rounds."""
     engine, task = Engine.load("coin-plain"), tasks.get("coin")()
     plan = make_plan(engine, task, n, sites="STC", max_new=NEW, examples_per_shard=n)
     maker = ShardMaker(engine, plan, BATCH)
@@ -324,6 +325,8 @@ def dump_gpu(tiny: bool = False, examples: int = 160) -> Lines:
             write_raw(sizes, raw)
             sync(raw)
 
-        line = yield Line(f"dump of S, T, C, {examples} examples, {WRITERS} writers", {"dump": dump, "raw": plain}, before=before)
+        line = yield Line(
+            f"dump of S, T, C, {examples} examples, {WRITERS} writers", {"dump": dump, "raw": plain}, before=before
+        )
         rates = {f"{arm}_gb_per_s": sum(sizes) / time / 1e9 for arm, time in line.values.items()}
         line.note(gb=sum(sizes) / 1e9, **rates)

@@ -142,7 +142,9 @@ def decode(batches: tuple[int, ...] = (1, 8, 64)) -> Lines:
         for sampling, what, aim in ((ENDLESS, "", ">= 0.97"), (DRAWN, ", drawn at temperature 0.8", "")):
             branches = checked(engine, count, sampling)
             given = places(engine, branches, sampling)
-            arms = {name: lambda exact=name == "exact": engine.loop.bursts.run(given, STEPS, exact) for name in ("exact", "fast")}
+            arms = {
+                name: lambda exact=name == "exact": engine.loop.bursts.run(given, STEPS, exact) for name in ("exact", "fast")
+            }
             found = yield Line(f"deterministic decode{what}, batch {count}", dict(arms), per=STEPS, aim=aim)
             released(engine, branches)
             if count == 1 and sampling is ENDLESS:

@@ -25,7 +25,8 @@ from replaylens.engine.engine import Engine
 
 SITES = ("blocks.0.hook_in", "blocks.1.hook_in")
 SHAPES = {
-    "6 shards, rows of 4 KB": (6, 16384, 1024), "300 shards, rows of 1 KB": (300, 1024, 256), "2 shards, rows of 1 KB": (2, 64, 256),
+    "6 shards, rows of 4 KB": (6, 16384, 1024), "300 shards, rows of 1 KB": (300, 1024, 256),
+    "2 shards, rows of 1 KB": (2, 64, 256),
 }  # fmt: skip
 """name -> shards, rows of each, width of a row"""
 BATCH = 4096
@@ -92,11 +93,22 @@ def summed(dump: Dump) -> int:
     return len(dump) * dump.sites[SITES[0]].row_bytes
 
 
-@case("feed-cpu", ours=FIRST, baseline=PEER, others=tuple(AIMS)[1:], best=True, rounds=3, warm=0, threads=1, quick={"shapes": ("2 shards, rows of 1 KB",)})
+@case(
+    "feed-cpu",
+    ours=FIRST,
+    baseline=PEER,
+    others=tuple(AIMS)[1:],
+    best=True,
+    rounds=3,
+    warm=0,
+    threads=1,
+    quick={"shapes": ("2 shards, rows of 1 KB",)},
+)
 def feed(shapes: tuple[str, ...] = tuple(SHAPES)[:2]) -> Lines:
     """Reading random float32 rows of a dump in GB per CPU second, on one thread, from the page cache. The peer is safetensors
-    itself, which maps a shard's tensor; `torch.cat` then makes one tensor of them. Each work runs twice in a row, and the second
-    run counts: on some machines, taking memory that was not used for a while costs up to ten times what the copy does."""
+    itself, which maps a shard's tensor; `torch.cat` then makes one tensor of them. Each work runs twice in a row, and the
+    second run counts: on some machines, taking memory that was not used for a while costs up to ten times what the copy
+    does."""
     for what in shapes:
         num_shards, rows, width = SHAPES[what]
         with tempfile.TemporaryDirectory() as name:

@@ -1,4 +1,5 @@
-"""Gradients and attribution patching on one CPU thread: ours, TransformerLens with hooks, and autograd in Hugging Face's model."""
+"""Gradients and attribution patching on one CPU thread: ours, TransformerLens with hooks, and autograd in Hugging Face's
+model."""
 
 from typing import Any
 

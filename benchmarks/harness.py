@@ -227,12 +227,15 @@ def in_process(work: Callable[..., Any], *given: Any, source: Path | str | None 
     source  another checkout of this repository, whose `src` takes the place of ours
     """
     here = RESULTS.parent.parent
-    code = f"import json; from {work.__module__} import {work.__name__} as f; print(json.dumps(f(*json.loads({json.dumps(given)!r}))))"
+    code = f"import json; from {work.__module__} import {work.__name__} as work; "
+    code += f"print(json.dumps(work(*json.loads({json.dumps(given)!r}))))"
     paths = os.pathsep.join([f"{source or here}/src", str(here)])
     settings = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=settings, cwd=here, stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        raise RuntimeError(f"{work.__name__} of {source or 'this checkout'} failed with status {done.returncode}; see its errors above")
+        raise RuntimeError(
+            f"{work.__name__} of {source or 'this checkout'} failed with status {done.returncode}; see its errors above"
+        )
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -290,7 +293,10 @@ def slug(arm: str) -> str:
 
 def provenance() -> dict[str, Any]:
     """Commit, date and machine of a run."""
-    git = lambda *words: subprocess.run(["git", *words], cwd=RESULTS, capture_output=True, text=True).stdout.strip()  # noqa: E731
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=RESULTS, capture_output=True, text=True).stdout.strip()
+
     changed = git("status", "--porcelain", "--untracked-files=no")
     return {
         "commit": git("rev-parse", "HEAD") + ("+changes" if changed else "") or "unknown",
@@ -361,7 +367,9 @@ def run(made: Case, quick: bool = False, out: Path | None = None, given: Mapping
     """Measure a case. Returns whether it ran to its end with all checks passed; a failure is printed, not raised."""
     parameters = {**made.parameters(quick), **(given or {})}
     if unknown := set(given or {}) - set(made.parameters(quick)):
-        raise SystemExit(f"{made.name} has no parameter {', '.join(sorted(unknown))}; it has {', '.join(made.parameters(quick))}")
+        raise SystemExit(
+            f"{made.name} has no parameter {', '.join(sorted(unknown))}; it has {', '.join(made.parameters(quick))}"
+        )
     refuse_missing(made, parameters)
     if made.threads is not None:
         torch.set_num_threads(made.threads)

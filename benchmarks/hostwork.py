@@ -113,8 +113,8 @@ def at(length: int) -> str:
 
 
 @case(
-    "hostwork-cpu", ours=at(LENGTHS[-1]), baseline=at(LENGTHS[0]), others=tuple(map(at, LENGTHS[1:-1])), aim="<= 1.2", cost=True,
-    best=True, unit="us", warm=0, threads=1, quick={"ways": ("greedy",), "count": 2},
+    "hostwork-cpu", ours=at(LENGTHS[-1]), baseline=at(LENGTHS[0]), others=tuple(map(at, LENGTHS[1:-1])), aim="<= 1.2",
+    cost=True, best=True, unit="us", warm=0, threads=1, quick={"ways": ("greedy",), "count": 2},
 )  # fmt: skip
 def hostwork(ways: tuple[str, ...] = tuple(WAYS), count: int = BRANCHES) -> Lines:
     """CPU time of the host per token of 64 branches of one prompt, without the model's arithmetic, at 1,000 to 64,000
@@ -201,8 +201,8 @@ FORK_WAYS: dict[str, tuple[Callable[[Branch], int], str | None]] = {
 
 
 @case(
-    "forks-cpu", ours=at(FORK_LENGTHS[-1]), baseline=at(FORK_LENGTHS[0]), others=(at(FORK_LENGTHS[1]),), aim="<= 1.5", cost=True,
-    best=True, unit="us", rounds=7, threads=1, quick={"ways": ("fork and release",)},
+    "forks-cpu", ours=at(FORK_LENGTHS[-1]), baseline=at(FORK_LENGTHS[0]), others=(at(FORK_LENGTHS[1]),), aim="<= 1.5",
+    cost=True, best=True, unit="us", rounds=7, threads=1, quick={"ways": ("fork and release",)},
 )  # fmt: skip
 def forks(ways: tuple[str, ...] = tuple(FORK_WAYS)) -> Lines:
     """CPU time of a fork with its release off prefixes of 1,000 to 32,000 tokens, without the model's arithmetic. Ratio: the

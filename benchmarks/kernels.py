@@ -1,5 +1,5 @@
-"""Kernels one by one on a GPU against the library, Llama-3.1-8B shapes in bfloat16: matmul, norm, rope, activation, sample, judge,
-lens. Every line is checked before it is timed; calls are replayed as CUDA graphs, ours and theirs in turns.
+"""Kernels one by one on a GPU against the library, Llama-3.1-8B shapes in bfloat16: matmul, norm, rope, activation, sample,
+judge, lens. Every line is checked before it is timed; calls are replayed as CUDA graphs, ours and theirs in turns.
 
 `against` makes a line of any kernel; a new kernel is a generator that yields such lines.
 """
@@ -49,7 +49,12 @@ class Replay:
 
 
 def against(
-    what: str, check: bool, ours: Callable[..., Any], theirs: Callable[..., Any], sets: Sets = ((),), their_sets: Sets | None = None
+    what: str,
+    check: bool,
+    ours: Callable[..., Any],
+    theirs: Callable[..., Any],
+    sets: Sets = ((),),
+    their_sets: Sets | None = None,
 ) -> Line:
     """A line of two kernels, after a common warm-up. A failed check is not timed."""
     if not check:
@@ -85,7 +90,8 @@ def copy_speed(size: int = 2**31) -> float:
 # Products
 
 WEIGHTS = {
-    "qkv": (4096, 6144), "attention out": (4096, 4096), "gate+up": (4096, 28672), "down": (14336, 4096), "unembed": (4096, 128256),
+    "qkv": (4096, 6144), "attention out": (4096, 4096), "gate+up": (4096, 28672), "down": (14336, 4096),
+    "unembed": (4096, 128256),
 }  # fmt: skip
 
 
@@ -230,15 +236,13 @@ def sample_(rows: tuple[int, ...] = (1, 8, 16, 64, 256), vocab: int = 128256) ->
         want = reference.sample(logits[some], *(y[some] for y in noise))
         check = torch.equal(sample_logits(logits, *noise)[0][some], want)
         theirs = lambda: torch.multinomial(logits.softmax(-1), 1)  # noqa: E731
-        yield against(
-            f"from logits rows {count} (library: multinomial)", check, lambda: sample_logits(logits, *noise), theirs
-        )
+        yield against(f"from logits rows {count} (library: multinomial)", check, lambda: sample_logits(logits, *noise), theirs)
 
 
 @case("kernels-judge", **{**KERNEL, "clock": "wall", "rounds": 50})
 def judge_(chains: int = 64, drafts: int = 16) -> Lines:
-    """Which of 64 chains' 16 drafts stand, on the device, against copying all chosen tokens to the host and comparing there. The
-    host has to wait for the answer either way."""
+    """Which of 64 chains' 16 drafts stand, on the device, against copying all chosen tokens to the host and comparing there.
+    The host has to wait for the answer either way."""
     from replaylens.engine.loop.verify import judge as judge_on_host
     from replaylens.kernels import reference
     from replaylens.kernels.judge import judge

@@ -1,5 +1,7 @@
 """Canonical paged attention on a GPU against torch on contiguous keys, plain and latent, bfloat16."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -40,7 +42,7 @@ def contiguous(x: Tensor, table: Tensor, keys: int) -> Tensor:
     return x.view(-1, PAGE_SIZE, *x.shape[1:])[table.long()].flatten(1, 2)[:, :keys].transpose(1, 2).contiguous()
 
 
-def prompt_rows(sequences: int, length: int, table: Tensor, heads: tuple[int, int], width: int):  # type: ignore[no-untyped-def]
+def prompt_rows(sequences: int, length: int, table: Tensor, heads: tuple[int, int], width: int) -> Any:
     """`PagedRows` of whole prompts, with the tiles of the engine."""
     from replaylens.kernels.paged import PagedRows, plan_tiles, rows_per_tile
 
@@ -51,7 +53,7 @@ def prompt_rows(sequences: int, length: int, table: Tensor, heads: tuple[int, in
     return PagedRows(owner, position, table, plan_tiles(numbers, per_tile).cuda(), length, per_tile)
 
 
-def last_rows(sequences: int, keys: int, table: Tensor):  # type: ignore[no-untyped-def]
+def last_rows(sequences: int, keys: int, table: Tensor) -> Any:
     """`PagedRows` of one new row of every sequence."""
     from replaylens.kernels.paged import PagedRows
 
@@ -59,7 +61,7 @@ def last_rows(sequences: int, keys: int, table: Tensor):  # type: ignore[no-unty
     return PagedRows(number, torch.full_like(number, keys - 1), table, max_keys=keys)
 
 
-def right(q: Tensor, k: Tensor, v: Tensor, rows, scale: float, out: Tensor, chosen: list[int]) -> bool:  # type: ignore[no-untyped-def]
+def right(q: Tensor, k: Tensor, v: Tensor, rows: Any, scale: float, out: Tensor, chosen: list[int]) -> bool:
     """Some rows against float64, and each alone against the batch."""
     from replaylens.kernels import reference
     from replaylens.kernels.attention import attention

@@ -223,8 +223,8 @@ def compile_few_rows(first: int, step: int) -> None:
 
 @case("kernels-few-rows", needs="gpu", clock="device", unit="us")
 def few_rows(rows: tuple[int, ...] = (1, 8), keys: tuple[int, ...] = (140, 1000)) -> Lines:
-    """Dense products of few rows, every tile against one read of the weights at the speed of a copy (ratio), with the bits of the
-    tile that the launch table chooses; then attention of one row over few keys, by tile and schedule."""
+    """Dense products of few rows, every tile against one read of the weights at the speed of a copy (ratio), with the bits of
+    the tile that the launch table chooses; then attention of one row over few keys, by tile and schedule."""
     from replaylens.kernels.launch import gemm_tile
     from replaylens.kernels.matmul import matmul
 

@@ -120,11 +120,10 @@ def probes_cuda(sample: int = 90, batch: int = 90) -> Lines:
     yield from grid(sample, batch, "cuda", ">= 50")
 
 
-@case(
-    "probes-run", ours="run", baseline="arrays", aim="<= 1.2", needs="smollm2", cost=True, unit="s", quick={"texts": 10}
-)
+@case("probes-run", ours="run", baseline="arrays", aim="<= 1.2", needs="smollm2", cost=True, unit="s", quick={"texts": 10})
 def probes_run(texts: int = 200) -> Lines:
-    """`fit_probe` and `sweep` of a run against the same calls on its activations as arrays: one site, last token, CPU seconds."""
+    """`fit_probe` and `sweep` of a run against the same calls on its activations as arrays: one site, last token, CPU
+    seconds."""
     engine, generator = rl.Engine.load("smollm2"), np.random.default_rng(0)
     words = ["the", "a", "red", "blue", "big", "cat", "dog", "house", "tree", "sat", "ran", "is", "in", "on", "Paris", "London"]
     given, label = [" ".join(generator.choice(words, size=24)) for _ in range(texts)], generator.integers(2, size=texts)

@@ -92,8 +92,8 @@ def grown(engine: Engine, root: Branch, sizes: TreeSizes, what: str, arm: str, t
 
 
 @case(
-    "trees-gpu", ours="shared", baseline="apart", others=("captured",), needs="gpu", clock="wall", unit="us", best=True, rounds=2,
-    quick={"tiny": True},
+    "trees-gpu", ours="shared", baseline="apart", others=("captured",), needs="gpu", clock="wall", unit="us", best=True,
+    rounds=2, quick={"tiny": True},
 )  # fmt: skip
 def trees(tiny: bool = False, parts: tuple[str, ...] = ("prefixes", "captured")) -> Lines:
     """Reading the shared prefix of 1,024 forks of one prompt once against reading it for every branch. They generate 64 tokens
@@ -124,7 +124,9 @@ def trees(tiny: bool = False, parts: tuple[str, ...] = ("prefixes", "captured"))
         if "prefixes" in parts:
             yield Line(f"prefix {prefix} against {short}", ratio=rates[prefix] / rates[short], aim=aim)
     sites = [f"blocks.{layer}.hook_out" for layer in sizes.layers]
-    asked = {f"S at {len(sites)} layers": sites, f"S at {len(sites)} layers and Z": [*sites, "Z"]} if "captured" in parts else {}
+    asked = (
+        {f"S at {len(sites)} layers": sites, f"S at {len(sites)} layers and Z": [*sites, "Z"]} if "captured" in parts else {}
+    )
     for what, names in asked.items():
         path = random_tokens(1, middle, engine.config.vocab_size, seed=middle)[0]
         root = engine.prompt(path, sites=names, positions="response")
@@ -217,10 +219,10 @@ def differing(engine: Engine, chain: Branch, sizes: Sizes, found: Sequence[Rollo
 @case("rollouts-gpu", needs="gpu", clock="wall", quick={"tiny": True, "sentences": 5, "n": 4})
 def rollouts(tiny: bool = False, sentences: int = 100, n: int = 100) -> Lines:
     """100 sentences x 100 rollouts x 64 tokens with states at sentence ends, by one call of `branch.stream_rollouts`. The
-    vocabulary is made up: a token in eight ends a sentence. S of four layers is kept at the fork and at the end of every sentence
-    of every rollout; finished waves go to a folder on local disk, so that memory does not grow with the number of rollouts. Some
-    rollouts are generated again, each alone and with sharing off, and compared bit for bit. Last, a few are written as a dump,
-    which computes their paths once more, and the dump is verified."""
+    vocabulary is made up: a token in eight ends a sentence. S of four layers is kept at the fork and at the end of every
+    sentence of every rollout; finished waves go to a folder on local disk, so that memory does not grow with the number of
+    rollouts. Some rollouts are generated again, each alone and with sharing off, and compared bit for bit. Last, a few are
+    written as a dump, which computes their paths once more, and the dump is verified."""
     sizes = replace(TINY if tiny else Sizes(), sentences=sentences, n=n)
     engine = make_engine(tiny, sizes)
     cuda, chain = engine.runner.device == "cuda", make_chain(engine, sizes)

@@ -109,16 +109,16 @@ class Jobs:
 
 
 @case(
-    "workbench-cpu", ours="ours", baseline="hooks", others=("batched",), needs="smollm2", best=True, rounds=2, warm=0, threads=1,
-    quick={"jobs": ("lens",), "count": 1},
+    "workbench-cpu", ours="ours", baseline="hooks", others=("batched",), needs="smollm2", best=True, rounds=2, warm=0,
+    threads=1, quick={"jobs": ("lens",), "count": 1},
 )  # fmt: skip
 def workbench_cpu(jobs: tuple[str, ...] = ("lens", "patch", "steer", "resample", "ablate"), count: int = 4) -> Lines:
     """Five jobs on SmolLM2-135M by the workbench and by TransformerLens, CPU milliseconds per cell of a grid or per
-    continuation. A round of ours is the whole verb, with all its cells. Where TransformerLens computes one hooked pass per cell,
-    it runs an evenly spread sample of the same cells. The grid of ablations is 100 prompts x 30 layers x 9 heads; both sides run
-    `count` of the prompts, which are computed one after the other on either side. `batched` is TransformerLens with 16 prompts
-    in one batch, which a user can do if all prompts have the same length, and in the grid of patches with all positions of a
-    layer in one batch."""
+    continuation. A round of ours is the whole verb, with all its cells. Where TransformerLens computes one hooked pass per
+    cell, it runs an evenly spread sample of the same cells. The grid of ablations is 100 prompts x 30 layers x 9 heads; both
+    sides run `count` of the prompts, which are computed one after the other on either side. `batched` is TransformerLens with
+    16 prompts in one batch, which a user can do if all prompts have the same length, and in the grid of patches with all
+    positions of a layer in one batch."""
     made = Jobs(count)
     for job in jobs:
         yield from getattr(made, job)()
@@ -160,13 +160,14 @@ def differing(engine: Engine, clean: list[int], corrupt: list[int], found: Tenso
 
 
 @case(
-    "workbench-gpu", ours="gradients", baseline="forward", others=("attribution",), needs="gpu", clock="wall", cost=True, rounds=3,
-    quick={"tiny": True, "positions": 6, "rounds": 1},
+    "workbench-gpu", ours="gradients", baseline="forward", others=("attribution",), needs="gpu", clock="wall", cost=True,
+    rounds=3, quick={"tiny": True, "positions": 6, "rounds": 1},
 )  # fmt: skip
 def workbench_gpu(tiny: bool = False, positions: int = 64, rounds: int = 3, max_rows: int = 2112) -> Lines:
     """`patch` on a GPU: a grid of 32 layers x 64 positions of the Llama-3.1-8B shape, every cell a fork of one edited prompt;
-    both prompts, all cells, the metric. The best round counts; the first two compile. Some cells are computed again, alone, and
-    must have the same bits. Then gradients and attribution at all S, T and C of the same prompt, in units of its forward pass."""
+    both prompts, all cells, the metric. The best round counts; the first two compile. Some cells are computed again, alone,
+    and must have the same bits. Then gradients and attribution at all S, T and C of the same prompt, in units of its forward
+    pass."""
     engine = Engine(random_decoder(*where(tiny)), cache_tokens=64 * 256, max_rows=max_rows)  # a layer's cells have 2,080 rows
     clean, corrupt = differing_prompts(engine, positions)
     best = host = float("inf")
