@@ -83,7 +83,7 @@ def prefill(chunks: int = 32, chunk: int = 8, shares: tuple[float, ...] = (0.0, 
         assert sum(len(t) > 1 for t in thoughts) == round(share * chunks)
         first, rounds = found.kv(), {}
         modes: dict[str, dict[str, Any]] = {guess: {"guess": guess} for guess in GUESSES}
-        modes["drafted right"] = {"guess": "drafted", "drafts": [thoughts]}
+        modes["drafted right"] = {"guess": "drafted", "drafts": thoughts}
         for name, options in modes.items():
             branch = engine.prompt(tokens, edits=edits, **options)
             assert torch.equal(branch.kv(), first)

@@ -1,4 +1,4 @@
-"""The benchmark harness: every case is declared, arms take turns, ratios and aims are right, results say where they are from."""
+"""The benchmark harness: cases are declared, arms take turns, ratios and aims are right, results say where they are from."""
 
 import json
 import subprocess
