@@ -28,7 +28,8 @@ type: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks.run
+	$(BIN)/python -m benchmarks run engine-cpu branches-cpu generate-cpu hostwork-cpu dump-cpu feed-cpu probes-cpu thinking-cpu \
+	  gradients-cpu
 
 notebooks: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python notebooks/build.py

@@ -1,26 +1,17 @@
-"""Dumping S, T, C against TransformerLens and Hugging Face: one thread, CPU seconds, all tools in turns within one run.
+"""Writing dumps of S, T, C: against TransformerLens and Hugging Face on one CPU thread, against the bytes alone on a GPU.
 
-    python -m benchmarks.dump                  # everything
-    python -m benchmarks.dump --part large     # one part; the lines of the others stay in the file
-
-coin    coin examples with coin-plain. All tools generate the answers and write every layer's rows of every token. The others
-        get batches sorted by length, so they never pad, and write bare tensors; replaylens also writes rejected branches,
-        labels, probabilities and hashes. Rows count tokens on accepted paths only, which all of them have.
-large   SmolLM2-135M's shape, prompts of one length and one new token. TransformerLens is given the whole paths.
-parts   where the CPU seconds of a dump go
-capture replay with and without capture, and a dump
-memory  peak memory by number of examples
-
-Ratios are rows per CPU second, ours over theirs, from the best of several rounds: the machine is shared.
+On the CPU, all tools run in turns within one run, and the ratios are rows per CPU second. The others get batches sorted by
+length, so they never pad, and write bare tensors; replaylens also writes rejected branches, labels, probabilities and hashes.
+Rows count tokens on accepted paths only, which all of them have. A round ends with a sync to disk.
 """
 
-import argparse
 import os
-import subprocess
-import sys
+import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,59 +20,27 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.engine import subject
-from benchmarks.llama import hugging_face
-from benchmarks.table import RESULTS, Table
+from benchmarks.harness import Found, Line, Lines, case, in_process, memory_mb, seconds
+from benchmarks.subjects import bridge, peer, random_decoder, smollm2_or_shape, where
 from replaylens import tasks
 from replaylens.engine.dump.content import Content
 from replaylens.engine.dump.maker import ShardMaker, assemble, make_plan, write_dump
 from replaylens.engine.dump.manifest import SiteEntry
+from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.verify import verify
 from replaylens.engine.dump.writer import DumpWriter
 from replaylens.engine.engine import Engine
 from replaylens.engine.model import loading
-from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.replay.replayer import ReplayOptions, replay_examples
 from replaylens.tasks import Example, WordTokenizer
 from replaylens.tasks.task import AnyTask
 
-BATCH, NEW, ROUNDS = 32, 4, 3
-LARGE = 16
-"""examples for the large model"""
-TRANSFORMER_LENS = "TransformerLens generate + run_with_cache + torch.save"
-HUGGING_FACE = "Hugging Face generate with hidden states (S only) + safetensors"
-GIVEN_PATHS = "TransformerLens run_with_cache + torch.save, paths given"
-Way = Callable[[Path, int], int]
-"""(folder, number of examples) -> number of rows written"""
-
-
-def peer(model: Decoder) -> Any:
-    """The model as a Hugging Face model; loading it again checks the mapping of the weights."""
-    made = hugging_face(model)
-    ours, theirs = (dict(m.state_dict()) for m in (model, loading.load(made)))
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours), "the mapping of the weights is wrong"
-    return made
-
-
-def bridge(model: Any) -> Any:
-    """TransformerLens around a copy of the model."""
-    import copy
-
-    from tokenizers import Tokenizer, models
-    from transformer_lens.model_bridge import TransformerBridge
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    model = copy.deepcopy(model)
-    with tempfile.TemporaryDirectory() as folder:
-        model.config.architectures = [type(model).__name__]
-        model.config.save_pretrained(folder)
-        words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
-        named = dict(eos_token="<eos>", bos_token="<pad>", pad_token="<pad>", unk_token="<pad>")
-        PreTrainedTokenizerFast(tokenizer_object=words, **named).save_pretrained(folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        return TransformerBridge.boot_transformers(
-            folder, hf_model=model, tokenizer=tokenizer, device="cpu", dtype=torch.float32
-        )
+BATCH, NEW = 32, 4
+OURS, NGRAM, BARE = "replaylens", "replaylens, drafter ngram", "replaylens, no probabilities"
+LENS, HUGGING_FACE = "TransformerLens", "Hugging Face"
+Way = Callable[[Path], int]
+"""folder -> number of rows written"""
 
 
 def batches(engine: Engine, examples: list[Example]) -> Iterator[Tensor]:
@@ -133,67 +92,34 @@ def ours(engine: Engine, task: AnyTask, n: int, folder: Path, **options: Any) ->
     return dump
 
 
-def timed(work: Callable[[Path], Any]) -> tuple[float, float, Any, int]:
-    """Wall time, CPU time of all threads, result, and bytes written, after a sync to disk."""
+def words_of(vocab_size: int) -> WordTokenizer:
+    """The coin's words and as many others as the model has tokens, so that any token it chooses has a text."""
+    words = list(tasks.get("coin").vocabulary())
+    return WordTokenizer([*words, *(f" x{number}" for number in range(vocab_size - 2 - len(words)))])
+
+
+@contextmanager
+def in_folders(ways: dict[str, Way], what: str) -> Iterator[tuple[Line, Callable[[Found, str, str], None]]]:
+    """(a line whose arms write to a folder each, which a sync to disk ends; what notes its rows per CPU second)."""
     with tempfile.TemporaryDirectory() as name:
-        begin, begin_cpu = time.perf_counter(), time.process_time()
-        result = work(Path(name))
-        files = [path for path in Path(name).rglob("*") if path.is_file()]
-        for path in files:
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        elapsed, cpu = time.perf_counter() - begin, time.process_time() - begin_cpu
-        return elapsed, cpu, result, sum(path.stat().st_size for path in files)
+        folder, rows, sizes = Path(name) / "out", dict[str, int](), dict[str, int]()
 
+        def work(arm: str) -> None:
+            rows[arm] = ways[arm](folder)
+            sync(folder)
 
-def in_turns(table: Table, ways: dict[str, Way], n: int, warm: int, prefix: str) -> dict[str, float]:
-    """Rows per CPU second of each way, from its best round; the first round, of `warm` examples, does not count."""
-    runs: dict[str, list[tuple[float, float, int, int]]] = {label: [] for label in ways}
-    for count in (warm, *[n] * ROUNDS):
-        for label, work in ways.items():
-            runs[label].append(timed(lambda folder, work=work, count=count: work(folder, count)))
-    rates = {}
-    for label, (_, *counted) in runs.items():
-        seconds, cpu, rows, size = min(counted, key=lambda run: run[1])
-        rates[label] = rows / cpu
-        table.add(f"{prefix}: {label}", rows_per_cpu_s=rates[label], cpu_seconds=cpu, rows=rows, mb=size / 1e6, seconds=seconds)
-    return rates
+        def after(arm: str, result: Any) -> None:
+            sizes[arm] = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+            shutil.rmtree(folder)
 
+        def note(found: Found, best: str, baseline: str) -> None:
+            """Mutates: the ratio is that of rows, since not all write as many."""
+            rates = {arm: rows[arm] / taken for arm, taken in found.values.items()}
+            found.judge(rates[best] / rates[baseline])
+            found.note(rows_per_cpu_s=rates, rows=dict(rows), bytes=dict(sizes))
 
-def mine(engine: Engine, task: AnyTask, folder: Path, count: int, **options: Any) -> int:
-    return ours(engine, task, count, folder, **options).manifest.accepted_rows
-
-
-def coin(table: Table, n: int) -> None:
-    """coin-plain, the three tools in turns."""
-    engine, task = Engine.load("coin-plain"), tasks.get("coin")()
-    model = peer(engine.model)
-    lens = bridge(model)
-    dump = partial(mine, engine, task)
-    rates = in_turns(
-        table,
-        {
-            "replaylens dump, drafter lens": partial(dump, drafter="lens"),
-            "replaylens dump, drafter ngram": partial(dump, drafter="ngram"),
-            "replaylens dump, drafter ngram, no probabilities": partial(dump, drafter="ngram", probabilities=False),
-            TRANSFORMER_LENS: lambda folder, count: with_transformer_lens(model, lens, engine, task.examples(count), folder),
-            HUGGING_FACE: lambda folder, count: with_hugging_face(model, engine, task.examples(count), folder),
-        },
-        n,
-        BATCH,
-        "coin-plain",
-    )
-    best = max(rates["replaylens dump, drafter lens"], rates["replaylens dump, drafter ngram"])
-    for label, aim in ((TRANSFORMER_LENS, 1.5), (HUGGING_FACE, 0.8)):
-        ratio = best / rates[label]
-        table.add(f"coin-plain: a dump against {label}", ratio=ratio, aim=f">= {aim}", met=ratio >= aim)
-
-
-def large_engine(model: Any) -> Engine:
-    """The model with the coin's words and as many others as it has tokens: any token it chooses has a text."""
-    words, known = list(tasks.get("coin").vocabulary()), model.config.vocab_size
-    words += [f" x{number}" for number in range(known - 2 - len(words))]
-    return Engine(loading.load(model), WordTokenizer(words), cache_tokens=4096)
+        arms = {arm: partial(work, arm) for arm in ways}
+        yield Line(what, arms, before=lambda arm: folder.mkdir(), after=after), note
 
 
 @torch.inference_mode()
@@ -208,29 +134,60 @@ def with_given_paths(lens: Any, engine: Engine, examples: list[Example], folder:
     return rows
 
 
-def large(table: Table, n: int) -> None:
-    """SmolLM2-135M's shape: a dump, with and without probabilities, against run_with_cache on paths that are known."""
-    model, name = subject()
-    engine, lens = large_engine(model), bridge(model)
-    task = tasks.get("coin")(flips=6, p=1.0)  # prompts of one length: TransformerLens gets a single batch
-    dump = partial(mine, engine, task, max_new=1, drafter="ngram")
-    rates = in_turns(
-        table,
-        {
-            "replaylens dump": dump,
-            "replaylens dump, no probabilities": partial(dump, probabilities=False),
-            GIVEN_PATHS: lambda folder, count: with_given_paths(lens, engine, task.examples(count), folder),
-        },
-        n,
-        2,
-        name,
-    )
-    ratio = rates["replaylens dump"] / rates[GIVEN_PATHS]
-    table.add(f"{name}: a dump against {GIVEN_PATHS}", ratio=ratio, aim=">= 1.0", met=ratio >= 1.0)
+def dumped(engine: Engine, task: AnyTask, count: int, folder: Path, **options: Any) -> int:
+    return ours(engine, task, count, folder / "dump", **options).manifest.accepted_rows
 
 
-def parts(table: Table, n: int) -> None:
-    """CPU seconds of the parts of a dump, each on its own: replay, rows, digests, files."""
+@case(
+    "dump-cpu.coin", ours=OURS, baseline=LENS, others=(NGRAM, BARE, HUGGING_FACE), aim=">= 1.5", unit="s", best=True,
+    rounds=3, threads=1, quick={"n": 4},
+)  # fmt: skip
+def coin(n: int = 256) -> Lines:
+    """A dump of coin examples with coin-plain, drafter lens, against tools that generate the answers and write every layer's
+    rows of every token. One thread, CPU seconds of the same rows."""
+    engine, task = Engine.load("coin-plain"), tasks.get("coin")()
+    model = peer(engine.model)
+    lens, dump, examples = bridge(model), partial(dumped, engine, task, n), task.examples(n)
+    ways: dict[str, Way] = {
+        OURS: partial(dump, drafter="lens"),
+        NGRAM: partial(dump, drafter="ngram"),
+        BARE: partial(dump, drafter="ngram", probabilities=False),
+        LENS: lambda folder: with_transformer_lens(model, lens, engine, examples, folder),
+        HUGGING_FACE: lambda folder: with_hugging_face(model, engine, examples, folder),
+    }
+    with in_folders(ways, "coin-plain: a dump against TransformerLens generate + run_with_cache + torch.save") as (line, note):
+        found = yield line
+        best = min((OURS, NGRAM), key=found.values.__getitem__)
+        note(found, best, LENS)
+        rates = found.row["rows_per_cpu_s"]
+        what = "coin-plain: a dump against Hugging Face generate with hidden states (S only) + safetensors"
+        yield Line(what, ratio=rates[best] / rates[HUGGING_FACE], aim=">= 0.8")
+
+
+@case(
+    "dump-cpu.large", ours=OURS, baseline=LENS, others=(BARE,), aim=">= 1.0", unit="s", best=True, rounds=3, threads=1,
+    quick={"n": 2},
+)  # fmt: skip
+def large(n: int = 16) -> Lines:
+    """A dump of one new token with SmolLM2-135M's shape against run_with_cache on paths that are known, prompts of one length:
+    TransformerLens gets a single batch. One thread, CPU seconds."""
+    model, name = smollm2_or_shape()
+    engine = Engine(loading.load(model), words_of(model.config.vocab_size), cache_tokens=4096)
+    lens, task = bridge(model), tasks.get("coin")(flips=6, p=1.0)
+    dump = partial(dumped, engine, task, n, max_new=1, drafter="ngram")
+    ways: dict[str, Way] = {
+        OURS: dump,
+        BARE: partial(dump, probabilities=False),
+        LENS: lambda folder: with_given_paths(lens, engine, task.examples(n), folder),
+    }
+    with in_folders(ways, f"{name}: a dump against TransformerLens run_with_cache + torch.save, paths given") as (line, note):
+        note((yield line), OURS, LENS)
+
+
+@case("dump-cpu.parts", threads=1, quick={"n": 4, "rounds": 1})
+def parts(n: int = 256, rounds: int = 3) -> Lines:
+    """Where the CPU seconds of a dump go, each part on its own: replay, rows, digests, files. coin-plain, best of the
+    rounds."""
     engine, task = Engine.load("coin-plain"), tasks.get("coin")()
     plan = make_plan(engine, task, n, sites="STC", max_new=NEW, examples_per_shard=n)
     maker = ShardMaker(engine, plan, BATCH)
@@ -238,12 +195,11 @@ def parts(table: Table, n: int) -> None:
     best: dict[str, float] = {}
 
     def spent(what: str, work: Callable[[], Any]) -> Any:
-        begin = time.process_time()
-        result = work()
-        best[what] = min(best.get(what, float("inf")), time.process_time() - begin)
+        taken, result = seconds(work, "cpu")
+        best[what] = min(best.get(what, float("inf")), taken)
         return result
 
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         results = spent("replay with capture", lambda: replay_examples(engine, task.examples(n), options, BATCH))
         content: Content = spent("rows, labels, probabilities", lambda results=results: assemble(engine, plan, results))
         digests = spent("digests of the content", content.digests)
@@ -255,73 +211,120 @@ def parts(table: Table, n: int) -> None:
         assert digests == content.digests()
     whole = best["replay with capture"] + best["rows, labels, probabilities"] + best["files, hashes and digests"]
     for what, cpu in best.items():
-        table.add(f"part of a dump: {what}", share=cpu / whole, cpu_seconds=cpu)
+        yield Line(f"part of a dump: {what}", numbers={"share": cpu / whole, "cpu_seconds": cpu})
 
 
-def capture(table: Table, n: int) -> None:
-    """The cost of capture relative to replay, and of writing relative to capture, in CPU seconds."""
+@case(
+    "dump-cpu.capture", ours="captured", baseline="bare", others=("dump",), aim="<= 1.10", cost=True, unit="s", best=True,
+    rounds=3, threads=1, quick={"n": 4},
+)  # fmt: skip
+def capture(n: int = 256) -> Lines:
+    """The cost of capturing S, T, C relative to replay alone, and of a dump relative to capture: coin-plain, CPU seconds."""
     engine, task = Engine.load("coin-plain"), tasks.get("coin")()
     examples = task.examples(n)
-
-    def replay(sites: str | None) -> float:
-        engine.prefix.clear()  # without capture, cached prompts would not be computed at all
-        begin = time.process_time()
-        engine.replay(examples, sites=sites, drafter="lens", max_new=NEW, batch=BATCH)
-        return time.process_time() - begin
-
-    replay(None)
-    rounds = [(replay(None), replay("STC"), timed(lambda folder: ours(engine, task, n, folder))[1]) for _ in range(3)]
-    bare, captured, written = (min(each[i] for each in rounds) for i in range(3))
-    table.add("capture of S, T, C over none", ratio=captured / bare, aim="<= 1.10", met=captured / bare <= 1.1, bare_s=bare)
-    table.add("dump over capture", ratio=written / captured, captured_s=captured, dump_s=written)
-
-
-def memory(table: Table, sizes: list[int]) -> None:
-    """Peak memory of a process by number of examples dumped."""
-    peaks = {}
-    for n in sizes:
-        command = [sys.executable, "-m", "benchmarks.dump", "--peak", str(n)]
-        peaks[n] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]) / 1e6
-    grows = peaks[sizes[-1]] / peaks[sizes[0]]
-    shown = {f"mb_at_{n}": peak for n, peak in peaks.items()}
-    table.add(f"peak memory, {sizes[-1]} examples over {sizes[0]}", ratio=grows, aim="<= 1.1", met=grows <= 1.1, **shown)
-
-
-def peak(n: int) -> None:
-    """Dump n examples and print the peak memory in bytes; getrusage would include the parent's."""
-    engine = Engine.load("coin-plain")
-    torch.set_num_threads(1)
+    replay = partial(engine.replay, examples, drafter="lens", max_new=NEW, batch=BATCH)
     with tempfile.TemporaryDirectory() as name:
-        ours(engine, tasks.get("coin")(), n, Path(name))
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    print(int(lines["VmHWM"].split()[0]) * 1024)
+        folder = Path(name) / "dump"
+
+        def before(arm: str) -> None:
+            engine.prefix.clear()  # without capture, cached prompts would not be computed at all
+            shutil.rmtree(folder, ignore_errors=True)
+
+        arms: dict[str, Callable[[], Any]] = {
+            "captured": lambda: replay(sites="STC"),
+            "bare": lambda: replay(sites=None),
+            "dump": lambda: ours(engine, task, n, folder),
+        }
+        found = yield Line("capture of S, T, C over none", arms, before=before)
+        yield Line("dump over capture", ratio=found.values["dump"] / found.values["captured"])
 
 
-PARTS: dict[str, Callable[[Table, int], None]] = {"coin": coin, "large": large, "parts": parts, "capture": capture}
+def peak(n: int) -> float:
+    """MB of this process after a dump of n examples."""
+    with tempfile.TemporaryDirectory() as name:
+        ours(Engine.load("coin-plain"), tasks.get("coin")(), n, Path(name))
+    return memory_mb("VmHWM")
 
 
-def main(n: int, chosen: list[str], out: Path) -> None:
-    torch.set_num_threads(1)
-    about = f"coin-plain, {n} coin examples, {NEW} new tokens each, batches of {BATCH}; CPU seconds on one thread"
-    table = Table("dump-cpu", about)
-    print(table.about)
-    for part in chosen:
-        if part == "memory":
-            memory(table, [256, 512, 1024])
-        else:
-            PARTS[part](table, LARGE if part == "large" else n)
-    table.out = out
-    table.save(beside=True)
+@case("dump-cpu.memory", quick={"sizes": (4, 8)})
+def memory(sizes: tuple[int, ...] = (256, 512, 1024)) -> Lines:
+    """Peak memory of a process by number of examples dumped."""
+    peaks = {n: in_process(peak, n) for n in sizes}
+    numbers, ratio = {f"mb_at_{n}": mb for n, mb in peaks.items()}, peaks[sizes[-1]] / peaks[sizes[0]]
+    yield Line(f"peak memory, {sizes[-1]} examples over {sizes[0]}", ratio=ratio, aim="<= 1.1", numbers=numbers)
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--n", type=int, default=256)
-    parser.add_argument("--part", action="append", choices=[*PARTS, "memory"], help="this part; may be repeated")
-    parser.add_argument("--out", type=Path, default=RESULTS / "dump-cpu.json")
-    parser.add_argument("--peak", type=int)
-    given = parser.parse_args()
-    if given.peak:
-        peak(given.peak)
-    else:
-        main(given.n, given.part or [*PARTS, "memory"], given.out)
+# On a GPU
+
+WRITERS, BLOCK = 8, 1 << 24
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync(folder: Path) -> None:
+    """Waits until all files are on the disk."""
+    with ThreadPoolExecutor(WRITERS) as pool:
+        list(pool.map(_sync, [path for path in folder.rglob("*") if path.is_file()]))
+
+
+def write_raw(sizes: list[int], folder: Path) -> None:
+    """Files of these sizes from one block of memory, by as many threads as the dump has."""
+    folder.mkdir()
+    block = memoryview(torch.randint(256, (BLOCK,), dtype=torch.uint8).numpy())
+
+    def one(number: int) -> None:
+        with (folder / str(number)).open("wb", buffering=0) as file:
+            for first in range(0, sizes[number], BLOCK):
+                file.write(block[: min(BLOCK, sizes[number] - first)])
+
+    with ThreadPoolExecutor(WRITERS) as pool:
+        list(pool.map(one, range(len(sizes))))
+
+
+def write_ours(engine: Engine, plan: DumpPlan, folder: Path) -> Dump:
+    engine.prefix.clear()
+    dump = write_dump(engine, plan, folder, batch=64, writers=WRITERS)
+    assert dump is not None
+    return dump
+
+
+@case(
+    "dump-gpu", ours="dump", baseline="raw", aim=">= 0.8", needs="gpu", clock="wall", unit="s", best=True, rounds=3,
+    quick={"tiny": True, "examples": 4},
+)  # fmt: skip
+def dump_gpu(tiny: bool = False, examples: int = 160) -> Lines:
+    """A dump of S, T, C of coin prompts of 75 tokens to local disk against writing the same bytes with as many threads, both
+    with a sync of all files: Llama-3.1-8B shape, random weights, bfloat16. The dump is then verified: its files are hashed, and
+    a tenth of its examples is computed again and compared bit for bit."""
+    shape, device, dtype = where(tiny)
+    shape = replace(shape, vocab_size=len(tasks.get("coin").vocabulary()) + 2) if tiny else shape
+    engine = Engine(random_decoder(shape, device, dtype), words_of(shape.vocab_size), cache_tokens=64 * 256)
+    task = tasks.get("coin")(flips=16, p=1.0)
+    plan = make_plan(engine, task, examples, sites="STC", drafter="ngram", max_new=4, examples_per_shard=max(1, examples // 16))
+    with tempfile.TemporaryDirectory() as name:
+        folder, raw = Path(name) / "dump", Path(name) / "raw"
+        write_ours(engine, plan, folder)
+        sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+        taken, found = seconds(lambda: verify(folder, engine, sample=0.1), "wall")
+        yield Line("verified, a tenth by replay", met=bool(found), numbers={"rows": found.rows, "seconds": taken})
+
+        def before(arm: str) -> None:
+            for each in (folder, raw):
+                shutil.rmtree(each, ignore_errors=True)
+
+        def dump() -> None:
+            write_ours(engine, plan, folder)
+            sync(folder)
+
+        def plain() -> None:
+            write_raw(sizes, raw)
+            sync(raw)
+
+        line = yield Line(
+            f"dump of S, T, C, {examples} examples, {WRITERS} writers", {"dump": dump, "raw": plain}, before=before
+        )
+        rates = {f"{arm}_gb_per_s": sum(sizes) / time / 1e9 for arm, time in line.values.items()}
+        line.note(gb=sum(sizes) / 1e9, **rates)

@@ -1,16 +1,9 @@
-"""Reading a local dump: whole sites, shuffled batches, hashing. CPU seconds on one core, from the page cache, arms in turns.
+"""Reading a local dump: whole sites, shuffled batches, hashing. CPU seconds on one thread, from the page cache."""
 
-    python -m benchmarks.feed
-
-Two dumps of made-up rows: large shards of 4 KB rows, and many small shards of 1 KB rows. The peer is safetensors itself, which
-maps a shard's tensor; `torch.cat` then makes one tensor of them.
-"""
-
-import argparse
 import hashlib
 import tempfile
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from benchmarks.table import RESULTS, Table
+from benchmarks.harness import Line, Lines, case
 from replaylens import tasks
 from replaylens.engine.dump.content import combine
 from replaylens.engine.dump.manifest import INDEX, IndexEntry, Manifest, ShardEntry, SiteEntry, shard_name
@@ -31,8 +24,18 @@ from replaylens.engine.dump.store import Store
 from replaylens.engine.engine import Engine
 
 SITES = ("blocks.0.hook_in", "blocks.1.hook_in")
-SHAPES = {"6 shards, rows of 4 KB": (6, 16384, 1024), "300 shards, rows of 1 KB": (300, 1024, 256)}
-ROUNDS, BATCH = 3, 4096
+SHAPES = {
+    "6 shards, rows of 4 KB": (6, 16384, 1024), "300 shards, rows of 1 KB": (300, 1024, 256),
+    "2 shards, rows of 1 KB": (2, 64, 256),
+}  # fmt: skip
+"""name -> shards, rows of each, width of a row"""
+BATCH = 4096
+FIRST, AGAIN, PEER = "whole site, dump just opened", "whole site, read before", "safetensors"
+AIMS = {
+    FIRST: 5.0, AGAIN: 5.0, "shuffled rows": 1.0, "shuffled rows, two sites": 1.0, "shuffled blocks": 1.0,
+    "whole site, each shard copied first": None, "rows as stored": None, "statistics": None, "SHA-256, once per shard": None,
+}  # fmt: skip
+"""arm -> least GB per CPU second"""
 
 
 def made_up(folder: Path, num_shards: int, rows: int, width: int) -> Path:
@@ -58,22 +61,6 @@ def made_up(folder: Path, num_shards: int, rows: int, width: int) -> Path:
     whole = Manifest(plan, manifest.fingerprint, sites, dict(manifest.labels), index, tuple(shards))
     (folder / "manifest.json").write_bytes(whole.to_bytes())
     return folder
-
-
-def rates(works: dict[str, Callable[[], int]]) -> dict[str, float]:
-    """GB per CPU second of each, the best of several rounds in turns. A work returns the number of bytes.
-
-    Each runs twice in a row, and the second run counts: on some machines, taking memory that was not used for a while costs
-    up to ten times what the copy does.
-    """
-    best = dict.fromkeys(works, 0.0)
-    for _ in range(ROUNDS):
-        for name, work in works.items():
-            work()
-            begin = time.process_time()
-            size = work()
-            best[name] = max(best[name], size / (time.process_time() - begin) / 1e9)
-    return best
 
 
 def size(x: Tensor) -> int:
@@ -106,44 +93,43 @@ def summed(dump: Dump) -> int:
     return len(dump) * dump.sites[SITES[0]].row_bytes
 
 
-def measure(table: Table, what: str, folder: Path, num_shards: int) -> None:
-    kept = Dump.open(folder, check=False)
-    found = rates(
-        {
-            "safetensors": lambda: with_safetensors(folder, num_shards),
-            "copies": lambda: with_safetensors(folder, num_shards, copies=True),
-            "first": lambda: size(Dump.open(folder, check=False).to_torch(SITES[0])),
-            "again": lambda: size(kept.to_torch(SITES[0])),
-            "rows": lambda: fed(kept, [SITES[0]], "rows"),
-            "two sites": lambda: fed(kept, list(SITES), "rows"),
-            "blocks": lambda: fed(kept, [SITES[0]], "blocks"),
-            "stored": lambda: fed(kept, [SITES[0]], None),
-            "statistics": lambda: summed(kept),
-            "sha256": lambda: hashed(folder, num_shards),
-        }
-    )
-    peer = found["safetensors"]
-    for name, text in (("first", "whole site, dump just opened"), ("again", "whole site, read before")):
-        ratio, aim = found[name] / peer, found[name] >= 5
-        table.add(f"{text}: {what}", ratio=ratio, aim=">= 5 GB/s", met=aim, gb_per_cpu_s=found[name], safetensors=peer)
-    shuffled = {"rows": "shuffled rows", "two sites": "shuffled rows, two sites", "blocks": "shuffled blocks"}
-    for name, text in shuffled.items():
-        table.add(f"{text}: {what}", aim=">= 1 GB/s", met=found[name] >= 1, gb_per_cpu_s=found[name])
-    table.add(f"whole site, each shard copied first: {what}", ratio=found["copies"] / peer, gb_per_cpu_s=found["copies"])
-    for name, text in {"stored": "rows as stored", "statistics": "statistics", "sha256": "SHA-256, once per shard"}.items():
-        table.add(f"{text}: {what}", gb_per_cpu_s=found[name])
-
-
-def main(out: Path) -> None:
-    torch.set_num_threads(1)
-    table = Table("feed-cpu", f"random float32 rows, batches of {BATCH}, one thread, from the page cache", out=out)
-    print(table.about)
-    for what, (num_shards, rows, width) in SHAPES.items():
-        with tempfile.TemporaryDirectory() as folder:
-            measure(table, what, made_up(Path(folder), num_shards, rows, width), num_shards)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, default=RESULTS / "feed-cpu.json")
-    main(parser.parse_args().out)
+@case(
+    "feed-cpu",
+    ours=FIRST,
+    baseline=PEER,
+    others=tuple(AIMS)[1:],
+    best=True,
+    rounds=3,
+    warm=0,
+    threads=1,
+    quick={"shapes": ("2 shards, rows of 1 KB",)},
+)
+def feed(shapes: tuple[str, ...] = tuple(SHAPES)[:2]) -> Lines:
+    """Reading random float32 rows of a dump in GB per CPU second, on one thread, from the page cache. The peer is safetensors
+    itself, which maps a shard's tensor; `torch.cat` then makes one tensor of them. Each work runs twice in a row, and the
+    second run counts: on some machines, taking memory that was not used for a while costs up to ten times what the copy
+    does."""
+    for what in shapes:
+        num_shards, rows, width = SHAPES[what]
+        with tempfile.TemporaryDirectory() as name:
+            folder = made_up(Path(name), num_shards, rows, width)
+            kept = Dump.open(folder, check=False)
+            arms: dict[str, Callable[[], int]] = {
+                FIRST: lambda: size(Dump.open(folder, check=False).to_torch(SITES[0])),
+                PEER: partial(with_safetensors, folder, num_shards),
+                AGAIN: lambda: size(kept.to_torch(SITES[0])),
+                "shuffled rows": partial(fed, kept, [SITES[0]], "rows"),
+                "shuffled rows, two sites": partial(fed, kept, list(SITES), "rows"),
+                "shuffled blocks": partial(fed, kept, [SITES[0]], "blocks"),
+                "whole site, each shard copied first": partial(with_safetensors, folder, num_shards, copies=True),
+                "rows as stored": partial(fed, kept, [SITES[0]], None),
+                "statistics": partial(summed, kept),
+                "SHA-256, once per shard": partial(hashed, folder, num_shards),
+            }
+            found = yield Line(f"{PEER} over ours: {what}", dict(arms), before=lambda arm: arms[arm]() and None)
+            rates = {arm: found.results[arm] / taken / 1e9 for arm, taken in found.values.items()}
+            for arm, aim in AIMS.items():
+                numbers = {"gb_per_cpu_s": rates[arm], "safetensors": rates[PEER]}
+                met = None if aim is None else rates[arm] >= aim
+                ratio = rates[arm] / rates[PEER] if arm.startswith("whole") else None
+                yield Line(f"{arm}: {what}", ratio=ratio, aim=f">= {aim:g} GB/s" if aim else "", met=met, numbers=numbers)

@@ -1,40 +1,18 @@
-"""Gradients and attribution patching on one CPU thread: ours, TransformerLens with hooks, and autograd in Hugging Face's model.
+"""Gradients and attribution patching on one CPU thread: ours, TransformerLens with hooks, and autograd in Hugging Face's
+model."""
 
-    python -m benchmarks.gradients          # or: 14 64, lengths of prompts
-
-Uses SmolLM2-135M if it is fetched, and a random model of the same shape otherwise. Arms take turns; the best CPU seconds count.
-TransformerLens runs as its tutorial on attribution patching does: a cached forward pass of the clean prompt, then a forward and
-a backward pass of the corrupt one, with hooks that keep activations and gradients of S, T and C. The arm of Hugging Face is
-what autograd costs at best: weights are frozen, and only the last row has logits.
-"""
-
-import argparse
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from benchmarks.dump import bridge
-from benchmarks.engine import prompts, subject
-from benchmarks.table import Table
+from benchmarks.generation import prompts
+from benchmarks.harness import Line, Lines, case
+from benchmarks.subjects import bridge, smollm2_or_shape
 from replaylens import Engine, attribution_patching
 from replaylens.engine.request.capture import PassTap
 
 TOKENS = (1000, 2000)
 """the metric is the difference of these tokens' logits"""
-
-
-def best(works: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """CPU seconds of the fastest run of each, in turns, after a warm-up."""
-    least = dict.fromkeys(works, float("inf"))
-    for turn in range(rounds + 1):
-        for name, work in works.items():
-            begin = time.process_time()
-            work()
-            if turn:
-                least[name] = min(least[name], time.process_time() - begin)
-    return least
 
 
 def transformer_lens(lens: Any, names: set[str], clean: torch.Tensor, corrupt: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -66,13 +44,18 @@ def hugging_face(model: Any, clean: torch.Tensor, corrupt: torch.Tensor) -> None
     torch.autograd.grad(out.logits[0, -1, TOKENS[0]] - out.logits[0, -1, TOKENS[1]], out.hidden_states)
 
 
-def main(lengths: list[int], rounds: int) -> None:
-    torch.set_num_threads(1)
-    model, about = subject()
-    lens, engine = bridge(model), Engine.load(model, check=False)
-    model.requires_grad_(False)
+@case(
+    "gradients-cpu", ours="attribution", baseline="transformer lens", others=("forward", "gradients", "hugging face"),
+    aim=">= 1.5", unit="s", best=True, rounds=3, threads=1, quick={"lengths": (6,)},
+)  # fmt: skip
+def gradients_cpu(lengths: tuple[int, ...] = (14, 64, 256)) -> Lines:
+    """Gradients and attribution at S, T and C of SmolLM2-135M (or a random model of its shape), CPU seconds on one thread.
+    TransformerLens runs as its tutorial on attribution patching does: a cached forward pass of the clean prompt, then a forward
+    and a backward pass of the corrupt one, with hooks that keep activations and gradients. The arm of Hugging Face is what
+    autograd costs at best: weights are frozen, and only the last row has logits."""
+    model, _ = smollm2_or_shape()
+    lens, engine = bridge(model).requires_grad_(True), Engine.load(model, check=False)
     names = set(engine.sites.select("STC")[0])
-    table = Table("gradients-cpu", f"{about}. One thread, best CPU seconds of {rounds} rounds in turns")
     for length in lengths:
         (clean,) = prompts(1, length)
         corrupt = [*clean[:3], clean[3] + 1, *clean[4:]]
@@ -81,32 +64,19 @@ def main(lengths: list[int], rounds: int) -> None:
         ours = attribution_patching(engine, clean, corrupt, TOKENS)
         theirs = transformer_lens(lens, names, a, b)
         expected = torch.stack([theirs[site] for site in ours.sites])
-        error = float((ours.estimate - expected).norm() / expected.norm())
-        took = best(
-            {
-                "forward": lambda c=corrupt: engine.runner.whole(c, (), PassTap(frozenset())),
-                "gradients": lambda branch=branch: branch.gradients(TOKENS, "STC"),
-                "attribution": lambda c=clean, d=corrupt: attribution_patching(engine, c, d, TOKENS),
-                "transformer_lens": lambda a=a, b=b: transformer_lens(lens, names, a, b),
-                "hugging_face": lambda a=a, b=b: hugging_face(model, a, b),
-            },
-            rounds,
-        )
+        arms = {
+            "attribution": lambda: attribution_patching(engine, clean, corrupt, TOKENS),
+            "transformer lens": lambda: transformer_lens(lens, names, a, b),
+            "forward": lambda: engine.runner.whole(corrupt, (), PassTap(frozenset())),
+            "gradients": lambda: branch.gradients(TOKENS, "STC"),
+            "hugging face": lambda: hugging_face(model, a, b),
+        }
+        found = yield Line(f"{length} tokens: TransformerLens over ours", arms)
+        found.note(difference=float((ours.estimate - expected).norm() / expected.norm()))
+        took = found.values
+        yield Line(f"{length} tokens: gradients at S, T, C, in forward passes", ratio=took["gradients"] / took["forward"])
+        passes = took["attribution"] / took["forward"]
+        yield Line(f"{length} tokens: attribution of S, T, C, in forward passes", ratio=passes, aim="<= 3.5")
+        autograd = took["hugging face"] / took["attribution"]
+        yield Line(f"{length} tokens: Hugging Face's autograd over ours", ratio=autograd)
         branch.release()
-        passes, numbers = took["attribution"] / took["forward"], {f"{name}_cpu_s": value for name, value in took.items()}
-        table.add(
-            f"{length} tokens: gradients at S, T, C, in forward passes", ratio=took["gradients"] / took["forward"], **numbers
-        )
-        table.add(f"{length} tokens: attribution of S, T, C, in forward passes", ratio=passes, aim="<= 3.5", met=passes <= 3.5)
-        speed = took["transformer_lens"] / took["attribution"]
-        table.add(f"{length} tokens: TransformerLens over ours", ratio=speed, aim=">= 1.5", met=speed >= 1.5, difference=error)
-        table.add(f"{length} tokens: Hugging Face's autograd over ours", ratio=took["hugging_face"] / took["attribution"])
-    table.save(beside=True)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("lengths", type=int, nargs="*", default=[14, 64, 256])
-    parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args()
-    main(given.lengths, given.rounds)

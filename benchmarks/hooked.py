@@ -7,20 +7,8 @@ import torch
 from torch import Tensor
 
 from replaylens import Engine
-from replaylens.engine.model import hub
 
 Cell = tuple[int, int]
-
-
-def bridge_of_smollm2() -> Any:
-    """A bridge around the same weights."""
-    from transformer_lens.model_bridge import TransformerBridge
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder = str(hub.model_folder())
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    return TransformerBridge.boot_transformers(folder, hf_model=model, tokenizer=tokenizer, device="cpu", dtype=torch.float32)
 
 
 class Hooked:

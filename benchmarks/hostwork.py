@@ -1,32 +1,28 @@
-"""The host's work per committed token of 64 branches, at 1,000 to 64,000 positions: it must not grow with the path.
-
-    python -m benchmarks.hostwork
+"""The host's work: per committed token of 64 branches, and of a fork with its release. Neither may grow with the path.
 
 A stand-in for the runner skips the model's arithmetic, which reads all keys and so grows on any engine, and keeps every other
-step: admission, page tables, batches, sampling, commits, captures, streams. The branches fork from one prompt. CPU seconds
-(`time.process_time`), the best of several rounds, the lengths in turns.
+step: admission, page tables, batches, sampling, commits, captures, streams.
 """
 
-import argparse
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from benchmarks.table import Table
+from benchmarks.harness import Line, Lines, case
 from replaylens.engine.engine import Engine
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import Tap
 from replaylens.engine.passes.batch import Batch, Segment
 from replaylens.engine.passes.runner import PassResult
+from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
 
 LENGTHS = (1_000, 8_000, 32_000, 64_000)
-BRANCHES, STEPS, VOCAB = 64, 16, 61
-MAX_GROWTH = 1.2
+FORK_LENGTHS = LENGTHS[:3]
+BRANCHES, STEPS, VOCAB, FORKS = 64, 16, 61, 32
 
 
 class Letters:
@@ -44,16 +40,9 @@ class Letters:
 def host_engine(max_positions: int, cache_tokens: int) -> Engine:
     """An engine without arithmetic: the token at position p is a function of p, and every captured row is zero."""
     config = ModelConfig(
-        num_layers=1,
-        d_model=8,
-        num_heads=1,
-        num_kv_heads=1,
-        d_head=8,
-        d_mlp=8,
-        vocab_size=VOCAB,
-        max_positions=max_positions,
-        rotary_dim=8,
-    )
+        num_layers=1, d_model=8, num_heads=1, num_kv_heads=1, d_head=8, d_mlp=8, vocab_size=VOCAB,
+        max_positions=max_positions, rotary_dim=8,
+    )  # fmt: skip
     engine = Engine(Decoder(config).initialize(0).requires_grad_(False), Letters(), cache_tokens=cache_tokens, max_rows=4096)
     runner = engine.runner
 
@@ -73,10 +62,14 @@ def host_engine(max_positions: int, cache_tokens: int) -> Engine:
     return engine
 
 
+def planted(engine: Engine, length: int, sites: str | None) -> Branch:
+    path = [(i * i) % VOCAB for i in range(length)]
+    return engine.prompt(path[:8], sites=sites).force(path[8:])
+
+
 def branches(engine: Engine, length: int, count: int, sites: str | None = None) -> list[Branch]:
     """Forks of one path of `length` tokens, of which all but the first eight count as generated."""
-    path = [(i * i) % VOCAB for i in range(length)]
-    root = engine.prompt(path[:8], sites=sites).force(path[8:])
+    root = planted(engine, length, sites)
     forks = root.fork(count)
     root.release()
     return forks
@@ -114,60 +107,111 @@ WAYS: dict[str, tuple[Callable[[Engine, list[Branch]], int], str | None]] = {
 """name -> what to do with the branches, and the sites captured on them"""
 
 
-def microseconds(name: str, lengths: tuple[int, ...], count: int, rounds: int) -> dict[int, float]:
-    """CPU time of the host per token, by length."""
-    work, sites = WAYS[name]
-    best = dict.fromkeys(lengths, float("inf"))
-    engine = host_engine(max(lengths) + 4096, 2 * max(lengths) + 64 * count)
-    for _ in range(rounds):
-        for length in lengths:
-            given = branches(engine, length, count, sites)
-            generate(engine, given)  # the first step copies shared pages and makes what later steps extend
-            work(engine, given)
-            begin = time.process_time()
-            tokens = work(engine, given)
-            best[length] = min(best[length], 1e6 * (time.process_time() - begin) / tokens)
-            for branch in given:
-                branch.release()
-            engine.prefix.clear()
-    return best
+def at(length: int) -> str:
+    """The name of an arm."""
+    return f"at {length}"
 
 
-def key_slots(lengths: tuple[int, ...], count: int) -> dict[int, float]:
-    """The index of the attention's keys on a CPU: one entry per key, part of the gather that the arithmetic needs."""
-    engine, best = host_engine(max(lengths) + 4096, 2 * max(lengths) + 64 * count), {}
-    for length in lengths:
-        given = branches(engine, length, count)
-        times = []
-        for _ in range(3):
-            batch = Batch([Segment(b.lane.table, length - 1, [0]) for b in given], engine.runner.pool, (1,))
-            begin = time.process_time()
-            _ = batch.groups
-            times.append(time.process_time() - begin)
-        best[length] = 1e6 * min(times) / count
+@case(
+    "hostwork-cpu", ours=at(LENGTHS[-1]), baseline=at(LENGTHS[0]), others=tuple(map(at, LENGTHS[1:-1])), aim="<= 1.2",
+    cost=True, best=True, unit="us", warm=0, threads=1, quick={"ways": ("greedy",), "count": 2},
+)  # fmt: skip
+def hostwork(ways: tuple[str, ...] = tuple(WAYS), count: int = BRANCHES) -> Lines:
+    """CPU time of the host per token of 64 branches of one prompt, without the model's arithmetic, at 1,000 to 64,000
+    positions. Ratio: the time at 64,000 over that at 1,000."""
+    engine = host_engine(max(LENGTHS) + 4096, 2 * max(LENGTHS) + 64 * count)
+    given: list[Branch] = []
+
+    def after(arm: str, result: Any) -> None:
         for branch in given:
             branch.release()
-    return best
+        engine.prefix.clear()
+
+    for name in ways:
+        work, sites = WAYS[name]
+
+        def before(arm: str) -> None:
+            given[:] = branches(engine, int(arm.split()[1]), count, sites)
+            generate(engine, given)  # the first step copies shared pages and makes what later steps extend
+            work(engine, given)
+
+        arms = {at(length): lambda: work(engine, given) for length in LENGTHS}
+        yield Line(name, dict(arms), per=STEPS * count, before=before, after=after)
+    batches: list[Batch] = []
+
+    def index(arm: str) -> None:
+        length = int(arm.split()[1])
+        given[:] = branches(engine, length, count)
+        batches[:] = [Batch([Segment(b.lane.table, length - 1, [0]) for b in given], engine.runner.pool, (1,))]
+
+    keys: dict[str, Callable[[], Any]] = {at(length): lambda: batches[0].groups for length in LENGTHS}
+    what = "the attention's index of keys (part of the arithmetic)"
+    yield Line(what, keys, per=count, before=index, after=after, rounds=3, aim="")
 
 
-def main(rounds: int, only: str) -> None:
-    torch.set_num_threads(1)
-    table = Table("hostwork-cpu", f"host work per token of {BRANCHES} branches, without the model's arithmetic, CPU time")
-    for name in [name for name in WAYS if only in name]:
-        best = microseconds(name, LENGTHS, BRANCHES, rounds)
-        growth = best[LENGTHS[-1]] / best[LENGTHS[0]]
-        shown = {f"us_at_{length}": us for length, us in best.items()}
-        table.add(name, ratio=growth, aim=f"<= {MAX_GROWTH}", met=growth <= MAX_GROWTH, **shown)
-        table.save(beside=True)
-    if not only:
-        shown = {f"us_at_{length}": us for length, us in key_slots(LENGTHS, BRANCHES).items()}
-        table.add("the attention's index of keys (part of the arithmetic)", **shown)
-        table.save(beside=True)
+def fork_by_fork(root: Branch) -> int:
+    """A fork that is released before the next one."""
+    for _ in range(FORKS):
+        root.fork()[0].release()
+    return FORKS
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="", help="a part of a line's name")
-    given = parser.parse_args()
-    main(given.rounds, given.only)
+def together(root: Branch) -> int:
+    """Many forks by one call, then released."""
+    for fork in root.fork(FORKS):
+        fork.release()
+    return FORKS
+
+
+def within(root: Branch) -> int:
+    """Forks within the path, half a page further left each."""
+    for number in range(FORKS):
+        root.fork(at=root.length - 8 * number)[0].release()
+    return FORKS
+
+
+def of_forks(root: Branch) -> int:
+    """A fork of a fork of a fork, each a token longer."""
+    made = [root]
+    for number in range(FORKS):
+        (fork,) = made[-1].fork()
+        made.append(fork.force([number % VOCAB]))
+    for fork in made[1:]:
+        fork.release()
+    return FORKS
+
+
+def edited(root: Branch) -> int:
+    """Forks with an edit of the last position."""
+    edit = Edit("blocks.0.hook_in", "zero", positions=root.length - 1)
+    for fork in root.fork(FORKS, edits=[edit]):
+        fork.release()
+    return FORKS
+
+
+FORK_WAYS: dict[str, tuple[Callable[[Branch], int], str | None]] = {
+    "fork and release": (fork_by_fork, None),
+    "32 forks by one call, and their releases": (together, None),
+    "forks within the path": (within, None),
+    "forks of forks, a token each": (of_forks, None),
+    "forks with an edit": (edited, None),
+    "forks of a path with S captured": (fork_by_fork, "S"),
+}
+"""name -> what to do with a branch, and the sites captured on it"""
+
+
+@case(
+    "forks-cpu", ours=at(FORK_LENGTHS[-1]), baseline=at(FORK_LENGTHS[0]), others=(at(FORK_LENGTHS[1]),), aim="<= 1.5",
+    cost=True, best=True, unit="us", rounds=7, threads=1, quick={"ways": ("fork and release",)},
+)  # fmt: skip
+def forks(ways: tuple[str, ...] = tuple(FORK_WAYS)) -> Lines:
+    """CPU time of a fork with its release off prefixes of 1,000 to 32,000 tokens, without the model's arithmetic. Ratio: the
+    time at 32,000 over that at 1,000. The first round makes what later forks share."""
+    engine = host_engine(max(FORK_LENGTHS) + 4096, 8 * max(FORK_LENGTHS))
+    for name in ways:
+        work, sites = FORK_WAYS[name]
+        roots = {at(length): planted(engine, length, sites) for length in FORK_LENGTHS}
+        yield Line(name, {arm: lambda root=root: work(root) for arm, root in roots.items()}, per=FORKS)
+        for root in roots.values():
+            root.release()
+        engine.prefix.clear()

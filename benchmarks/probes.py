@@ -1,14 +1,11 @@
-"""`python -m benchmarks.probes`: a grid of logistic probes solved together, against a loop over scikit-learn.
+"""Probes: a grid of logistic probes solved together against a loop over scikit-learn, and probes of a run against arrays.
 
 The grid: 30 layers x 3 sites x 8 positions, 5,000 rows each, d = 576, five folds by root. The rows of a position share their
 labels, as in a sweep. Data is made batch by batch, so that memory does not grow with the grid; it has the spectrum of a
-residual stream and a label that is stronger in deeper layers. Both sides are timed on a sample of the cells and scaled; on a
-CPU by processor time.
+residual stream and a label that is stronger in deeper layers. Both sides are timed on a sample of the cells and scaled.
 """
 
-import argparse
 import resource
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +16,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 import replaylens as rl
-from benchmarks.table import Table
+from benchmarks.harness import Clock, Line, Lines, case, meets, seconds
 from replaylens.probes.controls import Goal
 from replaylens.probes.heldout import held_out
 from replaylens.probes.probe import fit_probe
@@ -78,41 +75,56 @@ def batches(sample: int, size: int) -> Iterator[tuple[int, np.ndarray]]:
         yield position, np.stack([rows(position, int(layer), number % SITES) for layer in layers])
 
 
-def main(sample: int = 24, batch: int = 6, device: str = "cpu") -> None:
-    about = f"{LAYERS} layers x {SITES} sites x {POSITIONS} positions, {ROWS} rows, d = {WIDTH}, {FOLDS} folds"
-    table = Table(f"probes-{device}", f"{about}; {sample} cells timed, {batch} together, scaled to {CELLS}")
-    print(table.about, f"{torch.get_num_threads()} threads")
+def grid(sample: int, batch: int, device: str, aim: str) -> Lines:
+    """Ours, ours with four control labels besides, and scikit-learn's loop, batch by batch."""
+    clock: Clock = "cpu" if device == "cpu" else "wall"  # so that other processes on a shared machine do not count
     warm = rows(0, 1, 0)[None]
     with_replaylens(warm, [labels(0)], device), with_scikit_learn(warm, labels(0))
-    clock = (
-        time.process_time if device == "cpu" else time.perf_counter
-    )  # so that other processes on a shared machine do not count
-    ours = theirs = five = gap = 0.0
+    times: dict[str, list[float]] = {"ours": [], "scikit-learn": [], "five labels": []}
+    gap = 0.0
     for position, x in batches(sample, batch):
         y = labels(position)
         others = [np.random.default_rng([position, i]).permutation(y) for i in range(4)]
-        begin = clock()
-        scores = with_replaylens(x, [y], device)
-        ours, begin = ours + clock() - begin, clock()
-        with_replaylens(x, [y, *others], device)
-        five, begin = five + clock() - begin, clock()
-        reference = with_scikit_learn(x, y)
-        theirs += clock() - begin
-        gap = max(gap, *(abs(a - b) for a, b in zip(scores, reference, strict=True)))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    aim, scale, ratio = 3 if device == "cpu" else 50, CELLS / sample, theirs / ours
-    numbers = dict(ours_s=ours * scale, scikit_learn_s=theirs * scale, largest_accuracy_gap=gap, peak_mb=peak)
+        works: dict[str, Callable[[], list[float]]] = {
+            "ours": lambda: with_replaylens(x, [y], device),
+            "five labels": lambda: with_replaylens(x, [y, *others], device),
+            "scikit-learn": lambda: with_scikit_learn(x, y),
+        }
+        scores = {}
+        for arm, work in works.items():
+            taken, scores[arm] = seconds(work, clock)
+            times[arm].append(taken)
+        gap = max(gap, *(abs(a - b) for a, b in zip(scores["ours"], scores["scikit-learn"], strict=True)))
+    ours, theirs, five = (sum(times[arm]) for arm in ("ours", "scikit-learn", "five labels"))
+    scale, ratio = CELLS / sample, theirs / ours
+    numbers: dict[str, Any] = dict(ours_s=ours * scale, scikit_learn_s=theirs * scale, largest_accuracy_gap=gap, times_s=times)
+    numbers["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if device != "cpu":
         numbers["peak_device_mb"] = torch.cuda.max_memory_allocated() / 2**20
-    table.add("grid of logistic probes", ratio=ratio, aim=f">= {aim}", met=ratio >= aim and gap <= 0.005, **numbers)
+    met = bool(meets(ratio, aim)) and gap <= 0.005
+    yield Line("grid of logistic probes", ratio=ratio, aim=aim, met=met, numbers=numbers)
     loop = 5 * theirs  # a loop over five labels takes five times as long
-    table.add("with four control labels besides", ratio=loop / five, ours_s=five * scale, scikit_learn_s=loop * scale)
-    table.save()
+    numbers = {"ours_s": five * scale, "scikit_learn_s": loop * scale}
+    yield Line("with four control labels besides", ratio=loop / five, numbers=numbers)
 
 
-def of_run(model: str = "smollm2", texts: int = 200, turns: int = 5) -> None:
-    """`fit_probe` and `sweep` of a run against the same calls on its activations as arrays, in turns, in CPU seconds."""
-    engine, generator = rl.Engine.load(model), np.random.default_rng(0)
+@case("probes-cpu", quick={"sample": 1, "batch": 1})
+def probes_cpu(sample: int = 24, batch: int = 6) -> Lines:
+    """The grid of logistic probes, `batch` cells together, against a loop of scikit-learn's LogisticRegression: CPU time."""
+    yield from grid(sample, batch, "cpu", ">= 3")
+
+
+@case("probes-cuda", needs="gpu", clock="wall")
+def probes_cuda(sample: int = 90, batch: int = 90) -> Lines:
+    """The grid of logistic probes on a GPU, transfers included, against scikit-learn's loop on the host's threads."""
+    yield from grid(sample, batch, "cuda", ">= 50")
+
+
+@case("probes-run", ours="run", baseline="arrays", aim="<= 1.2", needs="smollm2", cost=True, unit="s", quick={"texts": 10})
+def probes_run(texts: int = 200) -> Lines:
+    """`fit_probe` and `sweep` of a run against the same calls on its activations as arrays: one site, last token, CPU
+    seconds."""
+    engine, generator = rl.Engine.load("smollm2"), np.random.default_rng(0)
     words = ["the", "a", "red", "blue", "big", "cat", "dog", "house", "tree", "sat", "ran", "is", "in", "on", "Paris", "London"]
     given, label = [" ".join(generator.choice(words, size=24)) for _ in range(texts)], generator.integers(2, size=texts)
     layer = len(engine.sites.per_layer("S")) // 2
@@ -131,26 +143,5 @@ def of_run(model: str = "smollm2", texts: int = 200, turns: int = 5) -> None:
         "fit_probe": lambda rows: fit_probe(rows, "coin", **how),
         "sweep": lambda rows: sweep(rows, "coin", sites="S", layers=[layer], positions="last", permutations=19),
     }
-    table = Table("probes-run", f"{model}, {texts} texts, one site, last token; CPU seconds, median of {turns} turns")
     for name, call in calls.items():
-        took = []
-        for _ in range(turns + 1):
-            begin = time.process_time()
-            call(run)
-            middle = time.process_time()
-            call(arrays())
-            took.append((middle - begin, time.process_time() - middle))
-        ours, plain = np.median(took[1:], axis=0)  # the first turn warms up
-        ratio = float(np.median([a / b for a, b in took[1:]]))
-        table.add(f"{name} of a run", ratio=ratio, aim="<= 1.2", met=ratio <= 1.2, run_s=float(ours), arrays_s=float(plain))
-    table.save()
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--run", action="store_true", help="time probes of a run against probes of arrays")
-    parser.add_argument("--sample", type=int, default=24)
-    parser.add_argument("--batch", type=int, default=6)
-    parser.add_argument("--device", default="cpu")
-    given = parser.parse_args()
-    of_run() if given.run else main(given.sample, given.batch, given.device)
+        yield Line(f"{name} of a run", {"run": lambda: call(run), "arrays": lambda: call(arrays())})

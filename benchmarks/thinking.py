@@ -1,27 +1,20 @@
 """Thinking States on a CPU: speculative against sequential prefill, answers against chain of thought, training against
-back-propagation through time.
+back-propagation through time. Processor times on one thread, which other work on the machine hardly affects.
 
-    PYTHONPATH=src:. python -m benchmarks.thinking                         # the first and the last
-    PYTHONPATH=src:. python -m benchmarks.thinking --models FOLDER         # and answers, with model-thinking-N and model-cot-N
-    PYTHONPATH=src:. python -m benchmarks.thinking --rounds                # only the rounds of coin-thinking's prefill
-
-The contract tests check the bits; here the KV of all prefill modes is compared once more before they are timed. Times are
-processor times on one thread, which other work on the machine hardly affects.
+The contract tests check the bits; here the KV of all prefill modes is compared once more before they are timed.
 """
 
-import argparse
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.table import Table
-from benchmarks.thinking_tasks import PARITY
+from benchmarks.harness import Line, Lines, case, random_tokens
+from benchmarks.thinking_plans import TASKS
 from replaylens.engine.engine import Engine, ThinkingEngine
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
@@ -49,14 +42,7 @@ TRAINED = ModelConfig(
 """the shape of the parity table"""
 
 
-def seconds(work: Callable[[], Any], repeats: int = 3) -> float:
-    """Median processor time of `work`, after one warm-up run."""
-    times = []
-    for _ in range(1 + repeats):
-        begin = time.process_time()
-        work()
-        times.append(time.process_time() - begin)
-    return statistics.median(times[1:])
+# Prefill
 
 
 def random_thinker(config: ModelConfig, chunk: int) -> ThinkingDecoder:
@@ -77,35 +63,45 @@ def forced_thoughts(engine: ThinkingEngine, chunks: int, share: float) -> list[E
     return edits + ([Edit(THINK_SITE, "set", said[WORD], positions=words)] if words else [])
 
 
-def prefill(table: Table, chunks: int = 32, chunk: int = 8) -> None:
+DECLARED: dict[str, Any] = dict(rounds=3, threads=1)
+
+
+@case(
+    "thinking-cpu.prefill", ours="drafted", baseline="sequential", others=("empty", "drafted right"), **DECLARED,
+    quick={"chunks": 4, "shares": (0.5,)},
+)  # fmt: skip
+def prefill(chunks: int = 32, chunk: int = 8, shares: tuple[float, ...] = (0.0, 0.1, 0.5, 1.0)) -> Lines:
+    """Prefill of 32 chunks with random blocks of SmolLM2-135M's shape, of which a share thinks: every mode against sequential
+    chunks. Thoughts do not depend on states here."""
     engine = ThinkingEngine(random_thinker(PREFILL, chunk).requires_grad_(False))
-    tokens = torch.randint(8, 2000, (chunks * chunk,), generator=torch.Generator().manual_seed(0)).tolist()
-    for share in (0.0, 0.1, 0.5, 1.0):
+    (tokens,) = random_tokens(1, chunks * chunk, 2000, first=8)
+    for share in shares:
         edits = forced_thoughts(engine, chunks, share)
         found = engine.prompt(tokens, edits=edits)
         thoughts = [thought.tokens for thought in found.thoughts.chunks]
         assert sum(len(t) > 1 for t in thoughts) == round(share * chunks)
-        first, times, rounds = found.kv(), {}, {}
+        first, rounds = found.kv(), {}
         modes: dict[str, dict[str, Any]] = {guess: {"guess": guess} for guess in GUESSES}
-        modes["drafted right"] = {"guess": "drafted", "drafts": [thoughts]}
+        modes["drafted right"] = {"guess": "drafted", "drafts": thoughts}
         for name, options in modes.items():
             branch = engine.prompt(tokens, edits=edits, **options)
             assert torch.equal(branch.kv(), first)
             rounds[name] = len(branch.thoughts.rounds)
             branch.release()
-            times[name] = seconds(lambda o=options: engine.prompt(tokens, edits=edits, **o).release())  # type: ignore[misc]
         found.release()
-        for name in list(modes)[1:]:
-            numbers = {"rounds": rounds[name], "ms": 1000 * times[name], "sequential_rounds": rounds["sequential"]}
-            numbers["sequential_ms"] = 1000 * times["sequential"]
-            ratio = times["sequential"] / times[name]
-            table.add(f"prefill, {share:.0%} of {chunks} chunks think: {name} against sequential", ratio=ratio, **numbers)
+        arms = {name: lambda o=o: engine.prompt(tokens, edits=edits, **o).release() for name, o in modes.items()}
+        what = f"prefill, {share:.0%} of {chunks} chunks think"
+        line = yield Line(
+            what, dict(arms), numbers={f"{name.replace(' ', '_')}_rounds": count for name, count in rounds.items()}
+        )
+        for name in set(modes) - {"sequential", "drafted"}:
+            yield Line(f"{what}: {name} against sequential", ratio=line.values["sequential"] / line.values[name])
 
 
-def rounds(count: int = 16, flips: int = 8) -> None:
-    """How many rounds the prefill of coin-thinking takes with each guess; a count, so the same on every machine."""
-    about = f"rounds of prefill, mean of {count} held-out prompts of {flips} actors, coin-thinking"
-    table = Table("thinking-rounds-cpu", about)
+@case("thinking-rounds-cpu", quick={"count": 1})
+def rounds(count: int = 16, flips: int = 8) -> Iterator[Line]:
+    """How many rounds the prefill of coin-thinking takes with each guess, mean over held-out prompts of 8 actors; a count, so
+    the same on every machine."""
     engine = Engine.load("coin-thinking")
     assert isinstance(engine, ThinkingEngine)
     examples = zoo.held_out(Part("coin", 1.0, (("rendering", "picture"),)), flips, count)
@@ -115,40 +111,55 @@ def rounds(count: int = 16, flips: int = 8) -> None:
             branch = engine.prompt(example.prompt, guess=guess)
             taken.append(len(branch.thoughts.rounds))
             branch.release()
-        table.add(f"{guess} guess", rounds=statistics.mean(taken), by_prompt=taken)
-    table.save()
+        yield Line(f"{guess} guess", numbers={"rounds": mean(taken), "by_prompt": taken})
 
 
-# ---- answers ----------------------------------------------------------------------------------------------------------
+# Answers
+
+PUBLISHED = "2.66 (GSM8K)"
+ANSWERS: dict[str, Any] = dict(ours="drafted", baseline="chain of thought", others=("sequential", "empty"), **DECLARED)
 
 
-def answers(table: Table, folder: Path, n: int, lengths: tuple[int, ...], count: int = 8) -> None:
-    """Time from a prompt to its answer, one example at a time, on lengths that both models were trained on."""
-    thinker, writer = Engine.load(folder / f"model-thinking-{n}"), Engine.load(folder / f"model-cot-{n}")
+def answered(
+    what: str, thinks: Callable[[Any, Guess], str], writes: Callable[[Any], str], asked: list[Any], told: list[Any]
+) -> Lines:
+    """Time from a prompt to its answer, one example at a time, of every guess against a chain of thought."""
+    arms: dict[str, Callable[[], list[str]]] = {g: lambda g=g: [thinks(e, g) for e in asked] for g in GUESSES}
+    arms["chain of thought"] = lambda: [writes(e) for e in told]
+    line = yield Line(what, dict(arms), per=len(asked), aim=PUBLISHED)
+    ends = lambda text, example: text.strip(" .").endswith(example.answer.strip())  # noqa: E731
+    line.note(right={arm: mean(map(ends, said, asked)) for arm, said in line.results.items()})
+    for guess in GUESSES:
+        ratio = line.values["chain of thought"] / line.values[guess]
+        yield Line(f"{what}: {guess} guess against a chain of thought", ratio=ratio, aim=PUBLISHED)
+
+
+@case("thinking-cpu.answers", **ANSWERS)
+def answers(models: str = "", n: int = 10, lengths: tuple[int, ...] = (4, 8), count: int = 8) -> Lines:
+    """Time to the answer on lengths that both models were trained on: `--set models=FOLDER` has model-thinking-N-0 and
+    model-cot-N-0, as `thinking-parity-gpu` keeps them."""
+    if not models:
+        print("not measured: give `--set models=FOLDER`, a folder that thinking-parity-gpu kept", flush=True)
+        return
+    thinker, writer = (Engine.load(Path(models) / f"model-{method}-{n}-0") for method in ("thinking", "cot"))
     assert isinstance(thinker, ThinkingEngine)
     for length in lengths:
-        examples = zoo.held_out(PARITY.part, length, count)
-        for guess in GUESSES:
-            ours, right = _answered(lambda e, g=guess: _thought(thinker, e.prompt, g), examples)  # type: ignore[misc]
-            theirs, wrote = _answered(lambda e: _written(writer, thinker.thinking, e.prompt, length), examples)
-            table.add(
-                f"answer after {length} steps (N = {n}): {guess} guess against chain of thought", ratio=theirs / ours,
-                aim="2.66 (GSM8K)", ms=1000 * ours, cot_ms=1000 * theirs, right=right, cot_right=wrote,
-            )  # fmt: skip
+        examples = zoo.held_out(TASKS["parity"].part, length, count)
+        yield from answered(
+            f"answer after {length} steps (N = {n})", lambda e, guess: _thought(thinker, e.prompt, guess),
+            lambda e: _written(writer, thinker.thinking, e.prompt, length), examples, examples,
+        )  # fmt: skip
 
 
-def sentences(table: Table, flips: int = 8, count: int = 8) -> None:
-    """The same against a chain of thought in whole sentences, as written by `coin-plain`, a model of another width."""
+@case("thinking-cpu.sentences", **ANSWERS, quick={"flips": 2, "count": 1})
+def sentences(flips: int = 8, count: int = 8) -> Lines:
+    """Time to the answer of coin-thinking against a chain of thought in whole sentences, as written by `coin-plain`, a model of
+    another width."""
     thinker, writer = Engine.load("coin-thinking"), Engine.load("coin-plain")
     assert isinstance(thinker, ThinkingEngine)
     asked, told = (zoo.held_out(Part("coin", 1.0, (("rendering", form),)), flips, count) for form in ("picture", "steps"))
-    theirs, wrote = _answered(lambda e: _steps(writer, e), told)
-    for guess in GUESSES:
-        ours, right = _answered(lambda e, g=guess: _thought(thinker, e.prompt, g), asked)  # type: ignore[misc]
-        table.add(
-            f"answer after {flips} steps (coin-thinking): {guess} guess against sentences", ratio=theirs / ours,
-            aim="2.66 (GSM8K)", ms=1000 * ours, cot_ms=1000 * theirs, right=right, cot_right=wrote,
-        )  # fmt: skip
+    what = f"answer after {flips} steps (coin-thinking), against sentences"
+    yield from answered(what, lambda e, guess: _thought(thinker, e.prompt, guess), lambda e: _steps(writer, e), asked, told)
 
 
 def _steps(engine: Engine, example: Any) -> str:
@@ -157,13 +168,6 @@ def _steps(engine: Engine, example: Any) -> str:
     said = engine.text.decode(branch.generated)
     branch.release()
     return said
-
-
-def _answered(answer: Callable[[Any], str], examples: list[Any]) -> tuple[float, float]:
-    """Median seconds per example, and the share of right answers."""
-    said = [answer(example) for example in examples]
-    right = sum(text.strip(" .").endswith(e.answer.strip()) for text, e in zip(said, examples, strict=True))
-    return seconds(lambda: [answer(example) for example in examples]) / len(examples), right / len(examples)
 
 
 def _thought(engine: ThinkingEngine, prompt: str, guess: Guess) -> str:
@@ -187,7 +191,7 @@ def _written(engine: Engine, thinking: ThinkingConfig, prompt: str, length: int)
     return said
 
 
-# ---- training ---------------------------------------------------------------------------------------------------------
+# Training
 
 
 class GrowingSequenceOps(TorchOps):
@@ -230,46 +234,22 @@ def recurrent_loss(model: ThinkingDecoder, batch: ChunkBatch) -> Tensor:
     return tokens + thinking_train.thought_loss(model, torch.cat(hidden, dim=1), batch)
 
 
-def training(table: Table, texts: int = 8, chunk: int = 6) -> None:
+@case("thinking-cpu.training", ours="parallel", baseline="through time", **DECLARED, quick={"lengths": (2, 4), "texts": 2})
+def training(lengths: tuple[int, ...] = (8, 16, 32, 64), texts: int = 8, chunk: int = 6) -> Lines:
+    """A training step with all chunks in parallel against back-propagation through time on the same model, the parity table's
+    shape; and how both grow per chunk."""
     model = random_thinker(TRAINED, chunk)
-    generator, first = torch.Generator().manual_seed(0), {}
-    for chunks in (8, 16, 32, 64):
+    generator, first = torch.Generator().manual_seed(0), dict[str, float]()
+    for chunks in lengths:
         tokens = torch.randint(2, 100, (texts, chunks, chunk), generator=generator)
         thoughts = torch.randint(2, 100, (texts, chunks, 2), generator=generator)
         thoughts[..., -1] = EOS
         flags = torch.ones(texts, chunks, dtype=torch.bool)
-        batch = ChunkBatch(
-            tokens, torch.ones(tokens.shape), thoughts, flags, flags.clone().index_fill_(1, torch.tensor([0]), False)
-        )
-        times = {
-            name: seconds(lambda f=loss: f(model, batch).backward())  # type: ignore[misc]
-            for name, loss in (("parallel", thinking_train.loss), ("through time", recurrent_loss))
-        }
-        first = first or {name: each / chunks for name, each in times.items()}
-        grown = {f"{name.replace(' ', '_')}_per_chunk": each / chunks / first[name] for name, each in times.items()}
-        ms = {f"{name.replace(' ', '_')}_ms": 1000 * each for name, each in times.items()}
-        table.add(f"training step, {chunks} chunks", ratio=times["through time"] / times["parallel"], **ms, **grown)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--models", type=Path, help="folder with model-thinking-N and model-cot-N, as thinking_gpu leaves them")
-    parser.add_argument("--rounds", action="store_true", help="only count the rounds of coin-thinking's prefill")
-    options = parser.parse_args()
-    if options.rounds:
-        rounds()
-        return
-    table = Table(
-        "thinking-cpu", "one thread; random blocks of SmolLM2-135M's shape (prefill), the parity table's models (others)"
-    )
-    torch.set_num_threads(1)
-    prefill(table)
-    training(table)
-    if options.models is not None:
-        answers(table, options.models, 10, (4, 8))
-    sentences(table)
-    table.save()
-
-
-if __name__ == "__main__":
-    main()
+        continues = flags.clone().index_fill_(1, torch.tensor([0]), False)
+        batch = ChunkBatch(tokens, torch.ones(tokens.shape), thoughts, flags, continues)
+        losses = {"parallel": thinking_train.loss, "through time": recurrent_loss}
+        arms = {name: lambda loss=loss: loss(model, batch).backward() for name, loss in losses.items()}
+        found = yield Line(f"training step, {chunks} chunks", dict(arms))
+        first = first or {name: each / chunks for name, each in found.values.items()}
+        grown = {f"{name.replace(' ', '_')}_per_chunk": each / chunks / first[name] for name, each in found.values.items()}
+        found.note(**grown)

@@ -1,17 +1,9 @@
 """Time from a prompt to its answer: a model that thinks against the same backbone that writes a chain of thought.
 
-    PYTHONPATH=src:. python -m benchmarks.thinking_latency [--models FOLDER] [--device cpu --tiny]
-
-Through the public API, one request at a time, deterministic, the arms in turns: `prompt` and `generate` up to the answer. Both
-arms say the same words: thoughts beside the prompt, or written after it.
-
-trained  the models of `benchmarks.thinking_texts`, with their share of right answers
-made     larger shapes. Time does not depend on the values of weights, so these are made by hand: attention and MLP write
-         nothing, and T's tables continue a trigger at the end of a chunk to a thought of the wanted length. So the model thinks
-         at the chunks, and as many tokens, as the gold thoughts of the task's texts; the chain of thought has the same tokens
+Through the public API, one request at a time, deterministic: `prompt` and `generate` up to the answer. Both arms say the same
+words: thoughts beside the prompt, or written after it.
 """
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,21 +14,20 @@ from typing import Any
 
 import torch
 
-from benchmarks.table import Table
-from benchmarks.thinking_arms import TEXT_TASKS, TextTask
+from benchmarks.harness import Line, Lines, case
+from benchmarks.subjects import ENDLESS
+from benchmarks.thinking_plans import TEXT_TASKS, TextTask
 from replaylens.engine.engine import Engine, ThinkingEngine
 from replaylens.engine.model import loading
 from replaylens.engine.model.config import ModelConfig, Rope
-from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.thinking.core import ThinkingBranch
 from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder
-from replaylens.engine.thinking.prefill import GUESSES, Guess
+from replaylens.engine.thinking.prefill import Guess
 from replaylens.engine.training.thinking import ChunkedText, chunked
 from replaylens.engine.zoo import coin as zoo
 from replaylens.tasks import WordTokenizer
 
 PUBLISHED = "2.66 (GSM8K)"
-ENDLESS = Sampling(ignore_eos=True)
 SHAPES = {
     "Qwen2.5-0.5B shape": ModelConfig(
         num_layers=24, d_model=896, num_heads=14, num_kv_heads=2, d_head=64, d_mlp=4864, vocab_size=151936,
@@ -59,10 +50,9 @@ LOADS = {
     "tiny shape": (("counts", 8, (4,)), ("hops", 4, (2,))),
 }
 """task, chunk, and numbers of steps of the texts, for the larger shapes"""
-WARM = 6
-"""rounds before the clock counts: kernels are compiled, and passes of a shape that recurs become graphs"""
 VARIANTS = 8
 """thoughts of one length, so that a text does not think the same again and again: C is not computed twice for a thought"""
+COT = "chain of thought"
 PAD, EOS, FILLER = WordTokenizer.pad_id, WordTokenizer.eos_id, 2
 
 
@@ -80,9 +70,6 @@ class Load:
     """tokens that a model that thinks writes"""
     right: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     """the completions (thinking, chain of thought) up to the answer; None: any"""
-
-
-# ---- the clock --------------------------------------------------------------------------------------------------------
 
 
 class Parts:
@@ -116,80 +103,73 @@ class Parts:
         return found
 
 
-def timed(engine: Engine, load: Load, tokens: int, options: dict[str, Any]) -> tuple[float, list[int], int]:
-    """Seconds of one answer, its tokens, and the rounds of its prefill. Leaves no pages behind."""
+def answered(engine: Engine, load: Load, tokens: int, options: dict[str, Any]) -> tuple[list[int], int]:
+    """The tokens of one answer, and the rounds of its prefill. Leaves no pages behind."""
     if isinstance(engine, ThinkingEngine):
         engine.prefiller.blocks.forget()  # texts repeat here, but not in use
-    begin = time.perf_counter()
     branch = engine.prompt(load.prompt, **options)
     branch.generate(tokens, sampling=ENDLESS)
-    seconds = time.perf_counter() - begin
     rounds = len(branch.thoughts.rounds) if isinstance(branch, ThinkingBranch) else 1
     said = list(branch.generated)
     branch.release()
     engine.prefix.clear()
-    return seconds, said, rounds
+    return said, rounds
 
 
-def compare(
-    table: Table,
-    what: str,
-    thinker: ThinkingEngine,
-    writer: Engine,
-    loads: Sequence[Load],
-    repeats: int,
-    guesses: Sequence[Guess] = GUESSES,
-) -> None:
-    """One line per way of guessing thoughts: the median over repeats of the mean over prompts."""
-    arms: dict[Guess | None, list[float]] = {guess: [] for guess in (*guesses, None)}
-    right: dict[Guess | None, float] = {}
-    rounds: dict[Guess | None, float] = {}
+def compared(what: str, thinker: ThinkingEngine, writer: Engine, loads: Sequence[Load], guesses: Sequence[Guess]) -> Lines:
+    """One line of all arms, one per way of guessing thoughts; times are means over the prompts."""
     parts, spent = Parts(thinker), {guess: dict[str, list[float]]() for guess in guesses}
-    for repeat in range(-WARM, repeats):
-        for guess, times in arms.items():
-            engine: Engine = writer if guess is None else thinker
-            options: dict[str, Any] = {} if guess is None else {"guess": guess}
-            found = [timed(engine, load, load.written if guess is None else load.said, options) for load in loads]
-            if repeat >= 0:
-                times.append(mean(seconds for seconds, *_ in found))
-            for part, seconds in parts.reset().items():
-                if guess is not None and repeat >= 0:
-                    spent[guess].setdefault(part, []).append(1e3 * seconds / len(loads))
-            rounds[guess] = mean(rounds for *_, rounds in found)
-            right[guess] = mean(_right(load, said, guess is None) for load, (_, said, _) in zip(loads, found, strict=True))
-    theirs = median(arms[None])
+
+    def after(arm: str, result: Any) -> None:
+        for part, seconds in parts.reset().items():
+            if arm in spent:
+                spent[arm].setdefault(part, []).append(1e3 * seconds / len(loads))
+
+    arms: dict[str, Callable[[], Any]] = {
+        guess: lambda guess=guess: [answered(thinker, load, load.said, {"guess": guess}) for load in loads] for guess in guesses
+    }
+    arms[COT] = lambda: [answered(writer, load, load.written, {}) for load in loads]
+    told = dict(
+        chunks=mean(len(load.thoughts) for load in loads),
+        thoughts=mean(sum(len(t) > 1 for t in load.thoughts) for load in loads),
+        prompt_tokens=mean(len(load.prompt) for load in loads),
+        written=mean(load.written for load in loads),
+    )
+    found = yield Line(f"{what}: all guesses", arms, per=len(loads), after=after, numbers=told)
+    right = {
+        arm: mean(_right(load, said, arm == COT) for load, (said, _) in zip(loads, answers, strict=True))
+        for arm, answers in found.results.items()
+    }
     for guess in guesses:
-        ours = median(arms[guess])
-        table.add(
-            f"{what}: {guess} guess against a chain of thought", ratio=theirs / ours, aim=PUBLISHED, ms=1e3 * ours,
-            cot_ms=1e3 * theirs, rounds=rounds[guess], chunks=mean(len(load.thoughts) for load in loads),
-            thoughts=mean(sum(len(t) > 1 for t in load.thoughts) for load in loads),
-            prompt_tokens=mean(len(load.prompt) for load in loads), written=mean(load.written for load in loads),
-            parts_ms={part: median(each) for part, each in spent[guess].items()}, right=right[guess], cot_right=right[None],
-            all_ms=[1e3 * x for x in arms[guess]],
-            all_cot_ms=[1e3 * x for x in arms[None]],
-        )  # fmt: skip
+        numbers = dict(
+            ms=1e3 * found.values[guess], cot_ms=1e3 * found.values[COT], right=right[guess], cot_right=right[COT], **told
+        )
+        numbers |= {"rounds": mean(rounds for _, rounds in found.results[guess])}
+        numbers |= {"parts_ms": {part: median(each) for part, each in spent[guess].items()}}
+        ratio = found.values[COT] / found.values[guess]
+        yield Line(f"{what}: {guess} guess against a chain of thought", ratio=ratio, aim=PUBLISHED, numbers=numbers)
 
 
 def _right(load: Load, said: list[int], written: bool) -> float:
     return 1.0 if load.right is None else float(tuple(said) == load.right[written])
 
 
-# ---- trained models ---------------------------------------------------------------------------------------------------
+DECLARED: dict[str, Any] = dict(
+    ours="drafted", baseline=COT, others=("empty", "sequential"), needs="gpu", clock="wall", rounds=5, warm=6
+)  # kernels are compiled in the rounds that do not count, and passes of a shape that recurs become graphs
 
 
-def trained(table: Table, models: Path, device: str, count: int, repeats: int) -> None:
-    """The models in `models`: model-TASK-thinking and model-TASK-cot."""
+@case("thinking-latency-gpu.trained", **DECLARED)
+def trained(models: str = "", device: str = "cuda", count: int = 4) -> Lines:
+    """The models that `thinking-texts-gpu` kept (`--set models=FOLDER`), with their share of right answers."""
     for name, task in TEXT_TASKS.items():
-        folders = [models / f"model-{name}-{method}" for method in ("thinking", "cot")]
-        if not all(folder.exists() for folder in folders):
-            print(f"no models of {name}", flush=True)
-            continue
-        thinker, writer = (Engine.load(folder, device=device) for folder in folders)
+        thinker, writer = (
+            Engine.load(Path(models) / f"model-{name}-{method}", device=device) for method in ("thinking", "cot")
+        )
         assert isinstance(thinker, ThinkingEngine)
         for steps in (2, task.longest):
             loads = [_own(*texts) for texts in _texts(task, thinker.thinking, steps, count)]
-            compare(table, f"trained, {name}, {steps} steps", thinker, writer, loads, repeats)
+            yield from compared(f"trained, {name}, {steps} steps", thinker, writer, loads, ("sequential", "empty", "drafted"))
 
 
 def _texts(task: TextTask, config: ThinkingConfig, steps: int, count: int) -> list[tuple[ChunkedText, ChunkedText]]:
@@ -204,44 +184,29 @@ def _own(thinks: ChunkedText, writes: ChunkedText) -> Load:
     return Load(list(thinks.prompt), thinks.thoughts, writes.answer, thinks.answer, right)
 
 
-# ---- larger shapes ----------------------------------------------------------------------------------------------------
-
-
-def made(table: Table, shapes: dict[str, ModelConfig], device: str, count: int, repeats: int) -> None:
-    """Shapes with weights made by hand."""
-    for shape, config in shapes.items():
-        for name, chunk, steps in LOADS[shape]:
-            _made(table, shape, config, name, chunk, steps, device, count, repeats)
-
-
-def _made(
-    table: Table,
-    shape: str,
-    config: ModelConfig,
-    name: str,
-    chunk: int,
-    numbers: Sequence[int],
-    device: str,
-    count: int,
-    repeats: int,
-) -> None:
-    begin, task = time.time(), TEXT_TASKS[name]
-    thinks = ThinkingConfig.for_backbone(config, chunk, EOS, PAD, max_thought=task.max_thought(chunk))
-    texts = {steps: _texts(task, thinks, steps, count) for steps in numbers}
-    sizes = sorted({len(t) - 1 for pairs in texts.values() for text, _ in pairs for t in text.thoughts if len(t) > 1})
-    model = by_hand(config, thinks, sizes, device)
-    thinker, writer = ThinkingEngine(model), Engine(model.backbone)
-    print(f"{shape}, chunks of {chunk}: made in {time.time() - begin:.1f} s", flush=True)
-    for steps, pairs in texts.items():
-        loads = [triggered(thinks, sizes, *pair) for pair in pairs]
-        first = _thoughts(thinker, loads[0])
-        found = [len(tokens) for tokens, _ in first]
-        assert found == [len(thought) for thought in loads[0].thoughts], "the model made by hand thinks otherwise"
-        compare(
-            table, f"{shape}, {name}, {steps} steps, chunks of {chunk}", thinker, writer, loads, repeats, ("empty", "drafted")
-        )
-        for (tokens, rows), (others, its) in zip(first, _thoughts(thinker, loads[0]), strict=True):
-            assert tokens == others and torch.equal(rows, its), "steps as graphs have other bits than launched ones"
+@case("thinking-latency-gpu.made", **DECLARED, quick={"tiny": True, "count": 2})
+def made(tiny: bool = False, count: int = 4) -> Lines:
+    """Larger shapes. Time does not depend on the values of weights, so these are made by hand: attention and MLP write
+    nothing, and T's tables continue a trigger at the end of a chunk to a thought of the wanted length. So the model thinks at
+    the chunks, and as many tokens, as the gold thoughts of the task's texts; the chain of thought has the same tokens."""
+    device = "cpu" if tiny else "cuda"
+    for shape, config in (TINY_SHAPES if tiny else SHAPES).items():
+        for name, chunk, numbers in LOADS[shape]:
+            task = TEXT_TASKS[name]
+            thinks = ThinkingConfig.for_backbone(config, chunk, EOS, PAD, max_thought=task.max_thought(chunk))
+            texts = {steps: _texts(task, thinks, steps, count) for steps in numbers}
+            sizes = sorted({len(t) - 1 for pairs in texts.values() for text, _ in pairs for t in text.thoughts if len(t) > 1})
+            model = by_hand(config, thinks, sizes, device)
+            thinker, writer = ThinkingEngine(model), Engine(model.backbone)
+            for steps, pairs in texts.items():
+                loads = [triggered(thinks, sizes, *pair) for pair in pairs]
+                first = _thoughts(thinker, loads[0])
+                found = [len(tokens) for tokens, _ in first]
+                assert found == [len(thought) for thought in loads[0].thoughts], "the model made by hand thinks otherwise"
+                what = f"{shape}, {name}, {steps} steps, chunks of {chunk}"
+                yield from compared(what, thinker, writer, loads, ("empty", "drafted"))
+                for (tokens, rows), (others, its) in zip(first, _thoughts(thinker, loads[0]), strict=True):
+                    assert tokens == others and torch.equal(rows, its), "steps as graphs have other bits than launched ones"
 
 
 def _thoughts(engine: ThinkingEngine, load: Load) -> list[tuple[tuple[int, ...], torch.Tensor]]:
@@ -293,38 +258,3 @@ def triggered(config: ThinkingConfig, sizes: Sequence[int], thinks: ChunkedText,
     for count, (number, size) in enumerate(said):
         prompt[(number + 1) * config.chunk - 1] = words[size][count % VARIANTS][0]
     return Load(prompt, thinks.thoughts, writes.answer, thinks.answer)
-
-
-# ---- the job ----------------------------------------------------------------------------------------------------------
-
-
-def measure(models: Path | None, device: str, out: Path, tiny: bool = False) -> None:
-    """Time all arms and write `out` after each line."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    on = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    table = Table(out.stem, f"milliseconds to the answer, batch 1, deterministic; {on}", out=out)
-    count, repeats = (2, 1) if tiny else (4, 5)
-    sections: list[tuple[str, Callable[[], None]]] = []
-    if models is not None:
-        sections.append(("trained", lambda: trained(table, models, device, count, repeats)))
-    shapes = TINY_SHAPES if tiny else SHAPES
-    sections.append(("made", lambda: made(table, shapes, device, count, repeats)))
-    for name, section in sections:
-        begin = time.time()
-        section()
-        print(f"{name}: {time.time() - begin:.0f} s", flush=True)
-
-
-def main() -> None:
-    """Parse and measure."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--models", type=Path, help="folder with model-TASK-thinking and model-TASK-cot")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/thinking-latency-gpu.json"))
-    parser.add_argument("--tiny", action="store_true", help="small shapes, as a smoke test")
-    options = parser.parse_args()
-    measure(options.models, options.device, options.out, options.tiny)
-
-
-if __name__ == "__main__":
-    main()

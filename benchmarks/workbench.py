@@ -1,27 +1,16 @@
-"""Five jobs of every week on SmolLM2-135M, by the workbench and by TransformerLens: CPU seconds.
+"""The workbench: five jobs of every week against TransformerLens on a CPU, and the grid of `patch` and gradients on a GPU."""
 
-    python -m benchmarks.workbench [--rounds 2] [--prompts 4] [--only ablate]
-
-Both sides run on one thread and take turns in one run; the best round of each counts. A round of ours is the whole verb, with
-all its cells. Where TransformerLens computes one hooked pass per cell, it runs an evenly spread sample of the same cells, and
-both are given per cell. The largest difference between the two results is reported as well.
-
-The grid of ablations is 100 prompts x 30 layers x 9 heads. Both sides run `--prompts` of the 100, and the time is per prompt
-and head: prompts are computed one after the other on either side, so it does not depend on their number. TransformerLens is
-also measured with 16 prompts in one batch, which a user can do if all prompts have the same length, and in the grid of patches
-with all positions of a layer in one batch (`batched_ms`).
-"""
-
-import argparse
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from benchmarks.hooked import Hooked, bridge_of_smollm2
-from benchmarks.table import Table
-from replaylens import Engine, Sampling, ablate, lens, patch, steer
+from benchmarks.harness import Line, Lines, case, finish, random_tokens, seconds
+from benchmarks.hooked import Hooked
+from benchmarks.subjects import bridge, random_decoder, smollm2_or_shape, where
+from replaylens import Edit, Engine, Sampling, ablate, attribution_patching, lens, patch, steer
+from replaylens.engine.request.capture import PassTap
 
 NAMES = ("Mary", "John", "James", "Robert", "David", "Sarah", "Karen", "Daniel", "Mark", "Paul", "Kevin")
 PAIRS = [(a, b) for a in NAMES for b in NAMES if a != b][:100]
@@ -49,45 +38,46 @@ def answers(count: int) -> list[tuple[str, str]]:
 
 
 class Jobs:
-    """The five jobs on both sides, each as (ours, theirs, cells of ours, cells of theirs, largest difference)."""
+    """The five jobs on both sides."""
 
-    def __init__(self, engine: Engine, bridge: Any, count: int) -> None:
-        self.engine, self.count = engine, count
-        self.many, self.batch = (Hooked(bridge, engine, prompts(n), answers(n)) for n in (count, BATCH))
+    def __init__(self, count: int) -> None:
+        """count  prompts of the grid of ablations"""
+        self.engine, self.count = Engine.load("smollm2"), count
+        theirs = bridge(smollm2_or_shape()[0])
+        self.many, self.batch = (Hooked(theirs, self.engine, prompts(n), answers(n)) for n in (count, BATCH))
         first, second = PAIRS[0]
         self.pair = TEXT.format(first, second, second), TEXT.format(first, second, first)
-        self.two = Hooked(bridge, engine, self.pair, answers(1) * 2)
+        self.two = Hooked(theirs, self.engine, self.pair, answers(1) * 2)
 
-    def lens(self, table: Table, rounds: int) -> None:
+    def lens(self) -> Lines:
         (token, _), *_ = answers(1)
-        ours, theirs = (lambda: lens(self.engine, self.pair[0], token=token).logprob), self.two.lens
-        (mine, other), (a, b) = best(rounds, ours, theirs)
-        what = "lens: 31 layers x 14 positions, top 5, entropy, KL, one token"
-        add(table, what, mine, other, "", apart=float((a - b).abs().max()))
+        arms = {"ours": lambda: lens(self.engine, self.pair[0], token=token).logprob, "hooks": self.two.lens}
+        found = yield Line("lens: 31 layers x 14 positions, top 5, entropy, KL, one token", arms)
+        found.note(largest_difference=float((found.results["ours"] - found.results["hooks"]).abs().max()))
 
-    def patch(self, table: Table, rounds: int) -> None:
-        ours = lambda: patch(self.engine, *self.pair, metric=answers(1)[0]).raw["S"]  # noqa: E731
-        (mine, other, batched), (grid, values, rows) = best(
-            rounds, ours, lambda: self.two.patched(PATCHED), lambda: self.two.patched_together(LAYERS)
-        )
+    def patch(self) -> Lines:
+        arms = {
+            "ours": lambda: patch(self.engine, *self.pair, metric=answers(1)[0]).raw["S"],
+            "hooks": lambda: self.two.patched(PATCHED),
+            "batched": lambda: self.two.patched_together(LAYERS),
+        }
+        positions = self.two.tokens.shape[1]
+        per = {"ours": 31 * positions, "hooks": len(PATCHED), "batched": len(LAYERS) * positions}
+        found = yield Line("patch: 31 layers x 14 positions", arms, per=per, aim=">= 8x")
+        grid, values, rows = (found.results[arm] for arm in arms)
         apart = max(abs(float(grid[cell]) - value) for cell, value in zip(PATCHED, values, strict=True))
-        apart = max(apart, float((grid[list(LAYERS)] - torch.tensor(rows)).abs().max()))
-        together = 1e3 * batched / (len(LAYERS) * len(rows[0]))
-        what = "patch: 31 layers x 14 positions"
-        add(table, what, mine / grid.numel(), other / len(PATCHED), ">= 8x", apart, batched_ms=together)
+        found.note(largest_difference=max(apart, float((grid[list(LAYERS)] - torch.tensor(rows)).abs().max())))
 
-    def steer(self, table: Table, rounds: int) -> None:
+    def steer(self) -> Lines:
         text, layer = self.pair[0], STEERED
         ours = lambda: steer(self.engine, CONTRAST, [text], layers=[layer], strengths=STRENGTHS, n=NEW)  # noqa: E731
-        vector = ours().vectors[layer]
-        theirs = lambda: self.two.steered(layer, vector, (0.0, *STRENGTHS), NEW)  # noqa: E731
-        (mine, other), (result, values) = best(rounds, ours, theirs)
-        sums = [-NEW * float(torch.tensor(x).log()) for x in result.frame["perplexity"]]
-        apart = max(abs(a - b) for a, b in zip(sums, values, strict=True))
-        what = f"steer: {len(STRENGTHS) + 1} strengths, {NEW} tokens each"
-        add(table, what, mine / len(values), other / len(values), "", apart)
+        vector, strengths = ours().vectors[layer], (0.0, *STRENGTHS)
+        arms = {"ours": ours, "hooks": lambda: self.two.steered(layer, vector, strengths, NEW)}
+        found = yield Line(f"steer: {len(strengths)} strengths, {NEW} tokens each", arms, per=len(strengths))
+        sums = [-NEW * float(torch.tensor(x).log()) for x in found.results["ours"].frame["perplexity"]]
+        found.note(largest_difference=max(abs(a - b) for a, b in zip(sums, found.results["hooks"], strict=True)))
 
-    def resample(self, table: Table, rounds: int) -> None:
+    def resample(self) -> Lines:
         def ours() -> None:
             root = self.engine.prompt(self.pair[0])
             forks = root.fork(COUNT)
@@ -95,60 +85,112 @@ class Jobs:
             for branch in (*self.engine.generate(forks, NEW, sampling=seeds), root):
                 branch.release()
 
-        (mine, other), _ = best(rounds, ours, lambda: self.two.resampled(COUNT, NEW))
-        add(table, f"resample: {COUNT} continuations of {NEW} tokens", mine / COUNT, other / COUNT, "", None)
+        arms = {"ours": ours, "hooks": lambda: self.two.resampled(COUNT, NEW)}
+        yield Line(f"resample: {COUNT} continuations of {NEW} tokens", arms, per=COUNT)
 
-    def ablate(self, table: Table, rounds: int) -> None:
+    def ablate(self) -> Lines:
         count, heads = self.count, self.engine.config.num_heads
         asked, pairs = prompts(count), answers(count)
-        ours = lambda: ablate(self.engine, asked, metric=pairs, heads=True).ablated  # noqa: E731
-        theirs = lambda: self.many.ablated(ABLATED)  # noqa: E731
-        (mine, other, batched), (grid, values, _) = best(
-            rounds, ours, theirs, lambda: self.batch.ablated(ABLATED[::2], together=True)
-        )
-        apart = max(
+        arms = {
+            "ours": lambda: ablate(self.engine, asked, metric=pairs, heads=True).ablated,
+            "hooks": lambda: self.many.ablated(ABLATED),
+            "batched": lambda: self.batch.ablated(ABLATED[::2], together=True),
+        }
+        per = {"ours": count * 30 * heads, "hooks": count * len(ABLATED), "batched": BATCH * len(ABLATED[::2])}
+        what = f"ablate: 100 prompts x 30 layers x 9 heads, measured on {count} prompts"
+        found = yield Line(what, arms, per=per, aim=">= 8x")
+        grid, values = found.results["ours"], found.results["hooks"]
+        assert grid.numel() == per["ours"]
+        apart = [
             float((grid[layer * heads + head] - torch.tensor(value)).abs().max())
             for (layer, head), value in zip(ABLATED, values, strict=True)
-        )
-        cells, in_batches = count * len(ABLATED), BATCH * len(ABLATED[::2])
-        what = f"ablate: 100 prompts x 30 layers x 9 heads, measured on {count} prompts"
-        add(table, what, mine / grid.numel(), other / cells, ">= 8x", apart, batched_ms=1e3 * batched / in_batches)
+        ]
+        found.note(largest_difference=max(apart))
 
 
-def best(rounds: int, *works: Callable[[], Any]) -> tuple[list[float], list[Any]]:
-    """(the least CPU seconds of each, its last result), measured in turns."""
-    seconds, results = [float("inf")] * len(works), [None] * len(works)
-    for _ in range(rounds):
-        for i, work in enumerate(works):
-            begin = time.process_time()
-            results[i] = work()
-            seconds[i] = min(seconds[i], time.process_time() - begin)
-    return seconds, results
+@case(
+    "workbench-cpu", ours="ours", baseline="hooks", others=("batched",), needs="smollm2", best=True, rounds=2, warm=0,
+    threads=1, quick={"jobs": ("lens",), "count": 1},
+)  # fmt: skip
+def workbench_cpu(jobs: tuple[str, ...] = ("lens", "patch", "steer", "resample", "ablate"), count: int = 4) -> Lines:
+    """Five jobs on SmolLM2-135M by the workbench and by TransformerLens, CPU milliseconds per cell of a grid or per
+    continuation. A round of ours is the whole verb, with all its cells. Where TransformerLens computes one hooked pass per
+    cell, it runs an evenly spread sample of the same cells. The grid of ablations is 100 prompts x 30 layers x 9 heads; both
+    sides run `count` of the prompts, which are computed one after the other on either side. `batched` is TransformerLens with
+    16 prompts in one batch, which a user can do if all prompts have the same length, and in the grid of patches with all
+    positions of a layer in one batch."""
+    made = Jobs(count)
+    for job in jobs:
+        yield from getattr(made, job)()
 
 
-def add(table: Table, what: str, mine: float, other: float, aim: str, apart: float | None, **more: float) -> None:
-    """Mutates the table: adds one job. Times are seconds per cell, or of the whole job."""
-    met = other / mine >= 8 if aim else None
-    numbers = {"ours_ms": 1e3 * mine, "hooks_ms": 1e3 * other, **more}
-    if apart is not None:
-        numbers["largest_difference"] = apart
-    table.add(what, ratio=other / mine, aim=aim, met=met, **numbers)
+# On a GPU
+
+METRIC = (5, 7)
+"""tokens whose logit difference is measured"""
+CHECKED = 8
+"""cells that are computed again, alone"""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    known = ("lens", "patch", "steer", "resample", "ablate")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--only", choices=known, action="append")
-    given = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    jobs = Jobs(Engine.load("smollm2"), bridge_of_smollm2(), given.prompts)
-    table = Table("workbench-cpu", "CPU seconds of TransformerLens / ours, per cell of a grid or per continuation")
-    for name in given.only or known:
-        getattr(jobs, name)(table, given.rounds)
-    table.save(beside=given.only is not None)
+def differing_prompts(engine: Engine, positions: int) -> tuple[list[int], list[int]]:
+    """Two prompts that differ in one token, at a third of their length."""
+    (clean,) = random_tokens(1, positions, engine.config.vocab_size, seed=1, first=8)
+    at = positions // 3
+    return clean, [*clean[:at], (clean[at] + 1) % engine.config.vocab_size, *clean[at + 1 :]]
 
 
-if __name__ == "__main__":
-    main()
+def grid(engine: Engine, clean: list[int], corrupt: list[int]) -> Tensor:
+    """[layers, positions]: the streams that enter the blocks, and the one that leaves the last."""
+    engine.prefix.clear()  # otherwise a later round would find the prompts' KV
+    return patch(engine, clean, corrupt, metric=METRIC).raw["S"]
+
+
+def differing(engine: Engine, clean: list[int], corrupt: list[int], found: Tensor) -> int:
+    """The number of checked cells whose bits differ from the same edit made alone."""
+    names = engine.sites.per_layer("S")
+    branch = engine.prompt(clean, sites=names)
+    cells = torch.randperm(found.numel(), generator=torch.Generator().manual_seed(2))[:CHECKED].tolist()
+    count = 0
+    for layer, position in (divmod(cell, found.shape[1]) for cell in cells):
+        edit = Edit(names[layer], "set", branch.activations[names[layer]][position], positions=position)
+        logits = engine.logits(corrupt, edits=[edit])
+        count += not torch.equal((logits[METRIC[0]] - logits[METRIC[1]]).float(), found[layer, position])
+    branch.release()
+    return count
+
+
+@case(
+    "workbench-gpu", ours="gradients", baseline="forward", others=("attribution",), needs="gpu", clock="wall", cost=True,
+    rounds=3, quick={"tiny": True, "positions": 6, "rounds": 1},
+)  # fmt: skip
+def workbench_gpu(tiny: bool = False, positions: int = 64, rounds: int = 3, max_rows: int = 2112) -> Lines:
+    """`patch` on a GPU: a grid of 32 layers x 64 positions of the Llama-3.1-8B shape, every cell a fork of one edited prompt;
+    both prompts, all cells, the metric. The best round counts; the first two compile. Some cells are computed again, alone,
+    and must have the same bits. Then gradients and attribution at all S, T and C of the same prompt, in units of its forward
+    pass."""
+    engine = Engine(random_decoder(*where(tiny)), cache_tokens=64 * 256, max_rows=max_rows)  # a layer's cells have 2,080 rows
+    clean, corrupt = differing_prompts(engine, positions)
+    best = host = float("inf")
+    for number in range(rounds + 2):
+        (busy, (taken, found)) = seconds(lambda: seconds(lambda: grid(engine, clean, corrupt), "wall"), "cpu")
+        print(f"round {number}: {taken:.2f} s, of which the host computes {busy:.2f} s", flush=True)
+        if number >= 2:
+            best, host = min(best, taken), min(host, busy)
+    numbers: dict[str, Any] = dict(seconds=best, host_seconds=host, cells=found.numel(), cells_per_s=found.numel() / best)
+    what = f"patch: {engine.config.num_layers} layers x {positions} positions, and the stream that leaves the last layer"
+    yield Line(what, aim="< 3 s", met=best < 3, numbers={**numbers, "rows_per_pass": engine.loop.max_rows})
+    apart = differing(engine, clean, corrupt, found)
+    aim = f"{CHECKED} of {CHECKED}"
+    yield Line("cells with the bits of the same edit made alone", aim=aim, met=not apart, numbers={"apart": apart})
+    branch = engine.prompt(corrupt)
+    arms: dict[str, Callable[[], Any]] = {
+        "gradients": lambda: branch.gradients(METRIC, "STC"),
+        "forward": lambda: engine.runner.whole(corrupt, (), PassTap(frozenset())),
+        "attribution": lambda: attribution_patching(engine, clean, corrupt, METRIC),
+    }
+    passes = f"{positions} tokens, S, T, C, in forward passes"
+    line = yield Line(f"gradients: {passes}", arms, rounds=rounds)
+    line.note(certified=branch.gradients(METRIC, "STC").certified)
+    branch.release()
+    finish()
+    yield Line(f"attribution: {passes}", ratio=line.values["attribution"] / line.values["forward"])

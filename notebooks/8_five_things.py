@@ -114,8 +114,8 @@ ablated.frame.head(6).round(3)
 # ## What it costs
 #
 # The same jobs by TransformerLens: caches, hook functions and its `generate`, on the same weights, one thread, in turns
-# (`python -m benchmarks.workbench`). CPU milliseconds per cell of a grid, or per continuation; a ratio above 1 means that
-# replaylens takes less time.
+# (`python -m benchmarks run workbench-cpu`). CPU milliseconds per cell of a grid, or per continuation; a ratio above 1 means
+# that replaylens takes less time.
 
 # %%
 measured = json.loads(Path("../benchmarks/results/workbench-cpu.json").read_text())

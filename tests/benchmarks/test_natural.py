@@ -2,16 +2,27 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import natural_boards, natural_gpu, natural_table
-from benchmarks.natural_gpu import alone, coin_prompts, divergence, flips, windows
-from benchmarks.natural_load import load
-from benchmarks.natural_subject import TINY, Subject, first_difference, generated, samplings, story_prompts, tallied
-from benchmarks.table import RESULTS, Table
+from benchmarks import natural, natural_pages
+from benchmarks.harness import RESULTS
+from benchmarks.natural import (
+    TINY,
+    Subject,
+    alone,
+    coin_prompts,
+    divergence,
+    first_difference,
+    flips,
+    generated,
+    load,
+    samplings,
+    story_prompts,
+    tallied,
+    windows,
+)
 from replaylens.engine.engine import Engine
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.passes.runner import PassResult, Runner
@@ -48,22 +59,20 @@ def test_the_tally_is_that_of_the_trace(wrong_drafts: None) -> None:
     assert tally not in engine.loop.listeners
 
 
-def test_no_wrong_draft_reaches_a_committed_token(wrong_drafts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_wrong_draft_reaches_a_committed_token(wrong_drafts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """All sections on a CPU: ordinary requests diverge, drafts flip, and deterministic tokens differ nowhere."""
-    monkeypatch.setattr(natural_gpu, "TEMPERATURES", (1.0,))
+    monkeypatch.setattr(natural, "TEMPERATURES", (1.0,))
     sizes = replace(TINY, batches=(4,), windows=(8,), groups=(4,), load_tokens=4)
     subject = Subject(Engine.load("coin-plain"), "coin-plain", PROMPTS, sizes, float("inf"), sizes.length)
-    table = Table("natural-gpu", "test", out=tmp_path / "table.json")
-    for section in (divergence, flips, load, windows, alone):
-        section(table, subject)
-    rows = {row["what"]: row for row in json.loads((tmp_path / "table.json").read_text())["rows"]}
+    lines = [line for part in (divergence, flips, load, windows, alone) for line in part(subject)]
+    rows = {line.what: {**line.numbers, "ratio": line.ratio, "met": line.met} for line in lines}
     assert subject.compared > 100 and not subject.differing
     assert rows["coin-plain, deterministic tokens in any company: differing"]["met"]
     assert all(row["never"] < 1 for what, row in rows.items() if "against deterministic" in what)
     assert all(row["flips"] > 0 for what, row in rows.items() if "flipped" in what or "recomputed" in what)
     assert rows["coin-plain, load, draft and verify, W=4, 50 % deterministic"]["ordinary_token_ms"] > 0
-    named = {what.replace("coin-plain", natural_table.STORY): row for what, row in rows.items()}
-    made = {name: make(named) for name, make in natural_table.TABLES.items()}
+    named = {what.replace("coin-plain", natural_pages.STORY): row for what, row in rows.items()}
+    made = {name: make(named) for name, make in natural_pages.TABLES.items()}
     assert [len(table) for table in made.values()] == [4, 4, 4, 7, 3]
     assert all(len(line) == len(table[0]) for table in made.values() for line in table)
 
@@ -80,17 +89,17 @@ def test_a_missed_rollback_would_be_counted(wrong_drafts: None, monkeypatch: pyt
 def test_boards_are_drawn_from_records(wrong_drafts: None) -> None:
     """Records go through JSON. The second draft's mismatch: one accepted, the verifier's in its place, two void."""
     engine = Engine.load("coin-plain", record=True)
-    found, looked = natural_boards.record(engine, PROMPTS, 1.0, 5.0)
+    found, looked = natural_pages.record(engine, PROMPTS, 1.0, 5.0)
     found = json.loads(json.dumps(found))
-    assert set(found) == set(natural_boards.KINDS.values()) and looked >= 6
+    assert set(found) == set(natural_pages.KINDS.values()) and looked >= 6
     for kind, kept in found.items():
-        told = natural_boards.told(kept, kind)
+        told = natural_pages.told(kept, kind)
         checks = next(frame.checks for frame in told.frames if frame.checks)
-        accepted = next(n for n, name in natural_boards.KINDS.items() if name == kind)
+        accepted = next(n for n, name in natural_pages.KINDS.items() if name == kind)
         assert [check.accepted for check in checks] == [i < accepted for i in range(4)]
         assert [check.void for check in checks] == [i > accepted for i in range(4)]
-        board = natural_boards.first_round(told)
-        assert ("Rollback" in board) is (kind != natural_boards.ACCEPT) and "7 other requests" in board
+        board = natural_pages.first_round(told)
+        assert ("Rollback" in board) is (kind != natural_pages.ACCEPT) and "7 other requests" in board
 
 
 def test_prompts_differ_and_differences_are_found():
@@ -100,17 +109,17 @@ def test_prompts_differ_and_differences_are_found():
 
 def test_the_page_shows_the_numbers_on_file():
     """docs/natural.md is made from benchmarks/results/natural-gpu.json."""
-    rows, page = natural_table.read(RESULTS / "natural-gpu.json"), (ROOT / "docs" / "natural.md").read_text()
-    assert natural_table.rewritten(page, rows) == page and page.count("<!-- end -->") == len(natural_table.TABLES)
+    rows, page = natural_pages.read(RESULTS / "natural-gpu.json"), (ROOT / "docs" / "natural.md").read_text()
+    assert natural_pages.rewritten(page, rows) == page and page.count("<!-- end -->") == len(natural_pages.TABLES)
     changed = {what: {**row, "per_1000": 99.0} if "per_1000" in row else row for what, row in rows.items()}
-    assert natural_table.rewritten(page, changed) != page
+    assert natural_pages.rewritten(page, changed) != page
 
 
 def test_boards_in_the_docs_are_those_on_file():
     """Natural rollbacks of a trained model. Requests that finish in the pass of a verification were verified beside it."""
     records = json.loads((RESULTS / "natural-boards.json").read_text())
-    assert set(records) == set(natural_boards.KINDS.values())
+    assert set(records) == set(natural_pages.KINDS.values())
     for kind, kept in records.items():
-        told = natural_boards.told(kept, kind)
+        told = natural_pages.told(kept, kind)
         assert next(frame.others for frame in told.frames if frame.checks) == 7
-        assert (ROOT / "docs" / "img" / f"natural-{kind}.svg").read_text() == natural_boards.first_round(told)
+        assert (ROOT / "docs" / "img" / f"natural-{kind}.svg").read_text() == natural_pages.first_round(told)

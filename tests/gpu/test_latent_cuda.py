@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.baselines.subject import random_decoder
+from benchmarks.subjects import random_decoder
 from replaylens.engine.engine import Engine
 from replaylens.engine.model import loading
 from replaylens.engine.model.config import Latent, ModelConfig

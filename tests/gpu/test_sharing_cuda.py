@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.baselines.subject import TINY_SHAPE, random_decoder
+from benchmarks.subjects import TINY_SHAPE, random_decoder
 from replaylens.engine.engine import Engine
 from replaylens.engine.model import loading
 from tests.families import hugging_face

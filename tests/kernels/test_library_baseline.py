@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks.baselines import library
+from benchmarks import library
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
@@ -12,8 +12,6 @@ COUNT, LENGTH = 3, 21
 
 
 def test_passes_and_steps(case):
-    from benchmarks.baselines.library_cuda import LibraryCudaOps
-
     meant = Decoder(CONFIG).initialize(0).requires_grad_(False).double()
     model = Decoder(CONFIG).initialize(0).requires_grad_(False).to(case.device, case.dtype)
     for table, own in zip(model.buffers(), Decoder(CONFIG).buffers(), strict=True):
@@ -25,7 +23,7 @@ def test_passes_and_steps(case):
     cache = library.ContiguousCache(CONFIG, COUNT, LENGTH, model.embed)
 
     def rows(first: int, end: int) -> torch.Tensor:
-        ops = LibraryCudaOps(cache, end - first, end, attend[end - first])
+        ops = library.library_cuda_ops()(cache, end - first, end, attend[end - first])
         return model(tokens[:, first:end].flatten(), ops.positions, ops).unflatten(0, (COUNT, end - first)).cpu()
 
     case.close(rows(0, LENGTH), want, slack=4)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.baselines.subject import TINY_SHAPE, random_decoder
+from benchmarks.subjects import TINY_SHAPE, random_decoder
 from replaylens.engine.engine import Engine
 from replaylens.engine.model import loading
 from replaylens.engine.passes import cpu

@@ -1,12 +1,12 @@
-"""The arms of `benchmarks.thinking_texts`: every recipe is sound, tested texts fit, and models made by hand think as told."""
+"""The arms of the case `thinking-texts-gpu`: every recipe is sound, tested texts fit, and models made by hand think as told."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks.thinking_arms import CHANGES, TEXT_TASKS, TINY, Arm, ablations, methods
 from benchmarks.thinking_latency import EOS, PAD, TINY_SHAPES, by_hand, triggered
+from benchmarks.thinking_plans import CHANGES, TEXT_TASKS, TINY_SIZE, Arm, ablations, methods
 from replaylens.engine.engine import ThinkingEngine
 from replaylens.engine.errors import NonFinite
 from replaylens.engine.thinking import blocks
@@ -23,9 +23,9 @@ def texts(task: str, steps: int, config: ThinkingConfig, method: Method) -> list
 
 
 def test_arms_have_names_and_recipes_of_their_own() -> None:
-    arms = [*methods(tuple(TEXT_TASKS), (0, 1)), *ablations(tuple(TEXT_TASKS), CHANGES, TINY.layers, (0,))]
+    arms = [*methods(tuple(TEXT_TASKS), (0, 1)), *ablations(tuple(TEXT_TASKS), CHANGES, TINY_SIZE.layers, (0,))]
     different = dict.fromkeys(arms)
-    assert len({arm.name for arm in different}) == len({TINY.recipe(arm).to_json() for arm in different}) == len(different)
+    assert len({arm.name for arm in different}) == len({TINY_SIZE.recipe(arm).to_json() for arm in different}) == len(different)
     assert {arm.method for arm in arms} == set(METHODS)
     assert replace(arms[0], seed=1).kind == arms[0].kind and Arm("hops", chunk=2).kind != Arm("hops").kind
 
@@ -35,7 +35,7 @@ def test_tested_texts_fit_at_trained_positions(task: str) -> None:
     """With every chunk size of the ablation; a chain of thought is the longest. No thought is longer than its limit."""
     given = TEXT_TASKS[task]
     for chunk in (given.table.chunk, *given.chunks):
-        config = TINY.recipe(Arm(task, chunk=chunk)).thinking
+        config = TINY_SIZE.recipe(Arm(task, chunk=chunk)).thinking
         for text in texts(task, max(given.tested), config, "cot"):
             assert len(text.prompt) + len(text.completion) <= given.width and given.width % chunk == 0
         sizes = {len(thought) for text in texts(task, max(given.tested), config, "thinking") for thought in text.thoughts}

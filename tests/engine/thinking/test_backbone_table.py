@@ -1,74 +1,44 @@
-"""The table around a pretrained backbone: the backbone is transferred in pieces without loss, and the job writes its files."""
+"""The job behind the tables of Thinking States: it trains and tests every run around a backbone, and says which are missing."""
 
 import json
-import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
-from benchmarks.packed_backbone import BLOCK, OTHERS, WEIGHTS_FILE, pack, unpack
-from benchmarks.thinking_backbone import TINY, BackbonePlan, work
-from benchmarks.thinking_gpu import Clock, collect
-from replaylens.engine.errors import BadWeights
+from benchmarks.harness import RESULTS
+from benchmarks.thinking_jobs import Limits
+from benchmarks.thinking_plans import TINY_PLAN
+from benchmarks.thinking_tables import lines_of, merged, paper_table, rows_of, text_tables
 from tests.engine.thinking.pretrained import write_backbone
 
-
-def quantised(folder: Path) -> dict[str, torch.Tensor]:
-    """A folder with matrices as stored in 4-bit and 8-bit files, including a block of zeros and a constant block."""
-    random, shape = torch.Generator().manual_seed(0), (6, 4, BLOCK)
-    scale, low = (torch.randn(6, 4, 1, generator=random).half().float() for _ in range(2))
-    nibbles, bytes_ = torch.randint(16, shape, generator=random), torch.randint(-127, 128, shape, generator=random)
-    nibbles[..., 0], nibbles[..., 1], bytes_[..., 0] = 0, 15, 127
-    four, eight = nibbles * scale.abs() + low, bytes_ * scale.abs()
-    four[0, 0], four[1, 1], eight[0, 0] = 0.0, 0.5, 0.0
-    held = {"four": four.flatten(1), "eight": eight.flatten(1), "norm": torch.randn(7, generator=random)}
-    folder.mkdir()
-    save_file(held, folder / WEIGHTS_FILE)
-    for name in OTHERS:
-        (folder / name).write_text(name)
-    return held
-
-
-def test_packing_loses_no_bit(tmp_path: Path) -> None:
-    held = quantised(tmp_path / "whole")
-    pieces = pack(tmp_path / "whole", tmp_path / "packed", largest=700)
-    assert len(pieces) > 1 and all(piece.stat().st_size <= 700 for piece in pieces)
-    found = load_file(unpack(tmp_path / "packed") / WEIGHTS_FILE)
-    assert found.keys() == held.keys()
-    assert all(torch.equal(found[name].view(torch.int32), held[name].view(torch.int32)) for name in held)
-    assert all((tmp_path / "packed" / name).read_text() == name for name in OTHERS)
-
-
-def test_what_cannot_be_packed_or_unpacked(tmp_path: Path) -> None:
-    held = quantised(tmp_path / "whole")
-    pieces = pack(tmp_path / "whole", tmp_path / "packed", largest=700)
-    content = pieces[1].read_bytes()
-    pieces[1].write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(BadWeights, match="are not those"):
-        unpack(tmp_path / "packed")
-    pieces[1].unlink()
-    with pytest.raises(BadWeights, match=r"lacks packed\.1"):
-        unpack(tmp_path / "packed")
-    held["four"][2, 5] += 1e-3
-    save_file(held, tmp_path / "whole" / WEIGHTS_FILE)
-    with pytest.raises(BadWeights, match="four does not hold the values"):
-        pack(tmp_path / "whole", tmp_path / "other")
+ROOT = RESULTS.parent.parent
 
 
 @pytest.mark.slow
 def test_the_job(tmp_path: Path) -> None:
-    backbone, out = str(write_backbone(tmp_path / "backbone")), tmp_path / "out"
-    out.mkdir()
-    size = {**TINY, "longest": (2,), "width": 160, "most_steps": 2}
-    plan = BackbonePlan(seconds=60.0, device="cpu", backbone=backbone, embedded=False, **size)
-    clock = Clock(time.time())
-    work(plan, 1, clock, out)
-    collect(plan, out, clock)
-    body = json.loads((out / "thinking-backbone.json").read_text())
-    assert {(run["method"], run["N"], run["seed"]) for run in body["runs"]} == set(plan.runs())
-    for run in body["runs"]:
+    backbone = str(write_backbone(tmp_path / "backbone"))
+    plan = replace(TINY_PLAN, longest=(2,), width=160, steps=2, methods=("none", "thinking"), cut=True, backbone=backbone)
+    lines = list(lines_of(plan.runs(), Limits(120.0, "cpu", at_once=1), None))
+    assert [line.what for line in lines] == ["none-2", "thinking-cut-2"]
+    for line in lines:
+        (run,) = line.numbers["runs"]
         assert run["recipe"]["backbone"] == backbone and run["recipe"]["precision"] == "bf16"
-        assert list(map(int, run["curve"])) == plan.lengths(2)
-        assert run["steps"] == run["planned"] == 2
+        assert list(map(int, run["curve"])) == plan.lengths(2) and run["steps"] == run["planned"] == 2
+    file = tmp_path / "out.json"
+    file.write_text(json.dumps({"rows": [{"what": line.what, **line.numbers} for line in lines]}))
+    assert [row["method"] for row in merged([file])] == ["none", "thinking-cut"] and len(paper_table(merged([file]))) == 9
+
+
+def test_runs_that_do_not_end_are_said(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="1 of 1 runs failed or did not end in time"):
+        list(lines_of(replace(TINY_PLAN, longest=(2,), methods=("none",)).runs(), Limits(0.0, "cpu", at_once=1), None))
+
+
+def test_the_tables_of_the_docs_are_those_of_the_files() -> None:
+    """Every line of the parity table in docs/results.md; the word problems' numbers are on file, too."""
+    page = (ROOT / "docs" / "results.md").read_text().splitlines()
+    parity = paper_table(merged([RESULTS / "thinking-parity-gpu.json", RESULTS / "thinking-parity-cut-gpu.json"]))
+    assert len(parity) > 20 and [line for line in parity if line and line not in page] == []
+    rows = rows_of(RESULTS / "thinking-texts-gpu.json")
+    assert any("**99.8** (99.5, 100.0)" in line for line in text_tables(rows))

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.thinking_plan import TINY, Plan
-from benchmarks.thinking_tasks import TASKS
+from benchmarks.thinking_plans import TASKS, TINY_PLAN, Plan
 from replaylens.engine.training import thinking as thinking_train
 from replaylens.engine.training.thinking import METHODS, chunked
 from replaylens.engine.zoo import coin as zoo
@@ -15,26 +14,26 @@ pytestmark = pytest.mark.parametrize("task", TASKS)
 
 def test_a_hundred_operations_fit_at_trained_positions(task: str) -> None:
     """They fit also for the chain of thought, which is the longest."""
-    plan = Plan(1.0, "cpu", task)
+    plan = Plan(task)
     recipe = plan.recipe("cot", 10, 0)
-    examples = zoo.held_out(plan.table_task.part, max(plan.beyond), 20)
+    examples = zoo.held_out(TASKS[task].part, max(plan.beyond), 20)
     texts = [chunked(example, recipe.tokenizer(), recipe.thinking, "cot") for example in examples]
     assert all(len(text.prompt) + len(text.completion) <= plan.width for text in texts)
 
 
 def test_most_chunks_have_a_thought(task: str) -> None:
-    plan = Plan(1.0, "cpu", task)
+    plan = Plan(task)
     recipe = plan.recipe("thinking", 10, 0)
-    examples = zoo.held_out(plan.table_task.part, 40, 20)
+    examples = zoo.held_out(TASKS[task].part, 40, 20)
     texts = [chunked(example, recipe.tokenizer(), recipe.thinking, "thinking") for example in examples]
     sizes = [len(thought) for text in texts for thought in text.thoughts]
-    assert max(sizes) <= plan.table_task.max_thought
+    assert max(sizes) <= TASKS[task].max_thought
     assert sum(size > 1 for size in sizes) > 0.7 * len(sizes)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_step_has_the_same_shapes(task: str, method: str) -> None:
-    recipe = Plan(1.0, "cpu", task, **TINY).recipe(method, 3, 0)  # type: ignore[arg-type]
+    recipe = replace(TINY_PLAN, task=task).recipe(method, 3, 0)  # type: ignore[arg-type]
     texts = thinking_train.texts_of(recipe, "cpu")
     shapes = {tuple(tuple(x.shape) for x in vars(texts.batch(step)).values()) for step in (0, 7, recipe.steps - 1)}
     assert len(shapes) == 1
@@ -43,6 +42,6 @@ def test_every_step_has_the_same_shapes(task: str, method: str) -> None:
 
 
 def test_published_numbers_are_there_for_every_cell(task: str) -> None:
-    plan = Plan(1.0, "cuda", task)
-    assert set(TASKS[task].published) == {(method, n) for method, n, _ in plan.runs()}
-    assert plan.result_file == f"thinking-{task}-gpu.json"
+    plan = Plan(task)
+    assert set(TASKS[task].published) == {(run.arm["method"], run.arm["N"]) for run in plan.runs()}
+    assert None not in {run.published for run in plan.runs()} and len({run.name for run in plan.runs()}) == 27

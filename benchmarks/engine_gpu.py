@@ -1,0 +1,313 @@
+"""The engine on a CUDA device against its own fast path, which promises nothing about bits: random weights, bfloat16.
+
+`engine-gpu` has the Llama-3.1-8B shape: the fast path has the library's products in the same graphs. `experts-gpu` has the
+Qwen3-30B-A3B shape: the fast path has our products of experts, or the library's grouped product, and the faster of the two
+counts. The bits are checked before every timing: a request alone and among others.
+"""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import Line, Lines, case, random_tokens, seconds
+from benchmarks.subjects import ENDLESS, SHAPE, random_decoder
+from replaylens.engine.engine import Engine
+from replaylens.engine.memory.pages import PageTable
+from replaylens.engine.model.config import MixtureConfig, ModelConfig, Rope, Routing
+from replaylens.engine.model.decoder import Decoder, Mixture
+from replaylens.engine.model.layers import rotary_table
+from replaylens.engine.passes.batch import Segment
+from replaylens.engine.proof import trace
+from replaylens.engine.request.capture import CaptureSpec, LensSpec, PassTap
+from replaylens.engine.request.sampling import Sampling
+
+EXPERTS = ModelConfig(
+    num_layers=48, d_model=2048, num_heads=32, num_kv_heads=4, d_head=128, d_mlp=6144, vocab_size=151936, max_positions=8192,
+    norm_eps=1e-6, rotary_dim=128, rope=Rope(theta=1e6), qk_norm=True, tied_embeddings=False,
+    mixture=MixtureConfig(num_experts=128, d_expert=768, routing=Routing(top=8)),
+)  # fmt: skip
+STEPS = 16
+"""decode steps that are timed together"""
+DRAWN = Sampling(ignore_eos=True, temperature=0.8, seed=3)
+DECLARED: dict[str, Any] = dict(ours="exact", baseline="fast", needs="gpu", clock="device")
+
+
+@cache
+def llama() -> Engine:
+    return certified(Engine(random_decoder(SHAPE, "cuda", torch.bfloat16), cache_tokens=64 * 512))
+
+
+@cache
+def experts() -> Engine:
+    trace.weights_hash = kept_hash
+    return certified(Engine(random_mixture(EXPERTS), cache_tokens=64 * 512))
+
+
+def certified(engine: Engine) -> Engine:
+    print(f"certified: {engine.certificate.certified}; controls that differed: {engine.certificate.has_teeth}", flush=True)
+    return engine
+
+
+def kept_hash(model: torch.nn.Module) -> str:
+    """Of a few numbers per tensor: hashing 61 GB would take longer than everything that is measured."""
+    ends: list[Tensor] = [x.flatten()[:: max(1, x.numel() // 8)].float().sum() for x in model.state_dict().values()]
+    return f"{float(torch.stack(ends).sum()):.8e}"
+
+
+def random_mixture(shape: ModelConfig) -> Decoder:
+    """Weights made on the device in bfloat16: they do not fit there twice."""
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = Decoder(shape)
+    for name, parameter in list(model.named_parameters()):
+        module = model.get_submodule(name.rpartition(".")[0])
+        new = torch.empty(parameter.shape, dtype=torch.bfloat16, device="cuda")
+        is_norm = ".ln" in name or "_norm" in name or name.startswith("ln")
+        new = new.fill_(1.0) if is_norm else new.normal_(std=0.02 if "router" not in name else 0.1)
+        setattr(module, name.rpartition(".")[2], torch.nn.Parameter(new, requires_grad=False))
+    for number, rope in enumerate(model._ropes):
+        table = rotary_table(rope, shape.rotary_dim, shape.max_positions).cuda()
+        model.register_buffer(f"rotary_{number}", table, persistent=False)
+    return model.eval()
+
+
+def prompts(engine: Engine, count: int, length: int) -> list[list[int]]:
+    return random_tokens(count, length, engine.config.vocab_size, seed=count, first=100)
+
+
+def router_sites(model: Decoder) -> tuple[str, ...]:
+    """Logits, chosen experts and weights of every layer."""
+    mixtures = [block.mlp for block in model.blocks if isinstance(block.mlp, Mixture)]
+    return tuple(site for m in mixtures for site in (m.logits_site, m.chosen_site, m.weights_site))
+
+
+def one_read(model: Decoder) -> tuple[float, float]:
+    """(seconds of one read of the weights that a token's step needs, of the experts the chosen ones; bytes per second)."""
+    mixture, total = model.config.mixture, 0.0
+    for name, parameter in model.named_parameters():
+        chosen = mixture.routing.top / mixture.num_experts if mixture and ".experts." in name else 1.0
+        total += 0 if name == "embed" else parameter.numel() * parameter.element_size() * chosen
+    x = torch.empty(2**32, dtype=torch.uint8, device="cuda")
+    y = torch.empty_like(x)
+    speed = 2 * x.numel() / sorted(seconds(lambda: y.copy_(x), "device")[0] for _ in range(11))[5]
+    return total / speed, speed
+
+
+# Decoding
+
+
+def checked(engine: Engine, count: int, sampling: Sampling) -> list[Any]:
+    """Branches after some steps in company. The first one has the bits that it has alone."""
+    given = prompts(engine, count, 128)
+    single = engine.prompt(given[0])
+    engine.generate([single], 24, window=1, sampling=sampling)
+    branches = engine.prompts(given)
+    engine.generate(branches, 24, sampling=sampling)
+    assert branches[0].tokens == single.tokens and torch.equal(branches[0].kv(), single.kv()), "company moved bits"
+    single.release()
+    return branches
+
+
+def places(engine: Engine, branches: list[Any], sampling: Sampling, spec: CaptureSpec | None = None) -> list[Any]:
+    from replaylens.engine.passes.bursts import Place, Wanted
+
+    found = []
+    for branch in branches:
+        lane = branch.lane
+        engine.runner.reserve(lane.table, lane.computed, lane.computed + 2 * STEPS)
+        wanted = None if spec is None else Wanted(spec, range(STEPS))
+        found.append(Place(branch.tokens[-1], lane.computed, lane.table, sampling, wanted=wanted))
+    return found
+
+
+def released(engine: Engine, branches: list[Any]) -> None:
+    for branch in branches:
+        branch.release()
+    engine.prefix.clear()
+
+
+@case("engine-gpu.decode", **DECLARED)
+def decode(batches: tuple[int, ...] = (1, 8, 64)) -> Lines:
+    """Deterministic decode steps against the fast path, greedy and drawn; the batch-1 step against one read of the weights."""
+    engine = llama()
+    floor, speed = one_read(engine.model)
+    for count in batches:
+        for sampling, what, aim in ((ENDLESS, "", ">= 0.97"), (DRAWN, ", drawn at temperature 0.8", "")):
+            branches = checked(engine, count, sampling)
+            given = places(engine, branches, sampling)
+            arms = {
+                name: lambda exact=name == "exact": engine.loop.bursts.run(given, STEPS, exact) for name in ("exact", "fast")
+            }
+            found = yield Line(f"deterministic decode{what}, batch {count}", dict(arms), per=STEPS, aim=aim)
+            released(engine, branches)
+            if count == 1 and sampling is ENDLESS:
+                numbers = {"floor_ms": 1e3 * floor, "copy_TB_s": speed * 1e-12}
+                ratio = floor / found.values["exact"]
+                yield Line("batch-1 step against one read of the weights", ratio=ratio, aim=">= 0.75", numbers=numbers)
+
+
+@case("experts-gpu.decode", **DECLARED, others=("captured", "library experts"))
+def experts_decode(batches: tuple[int, ...] = (1, 8, 64)) -> Lines:
+    """Deterministic decode steps of a mixture of experts against the faster own path without the promise; the cost of capturing
+    the routers' sites; the batch-1 step against one read of the active weights."""
+    engine = experts()
+    (floor, speed), spec = one_read(engine.model), CaptureSpec(router_sites(engine.model))
+    for count in batches:
+        branches = checked(engine, count, ENDLESS)
+        plain, wanted = places(engine, branches, ENDLESS), places(engine, branches, ENDLESS, spec)
+        run = lambda given, exact: engine.loop.bursts.run(given, STEPS, exact)  # noqa: E731
+        library = float("inf")
+        try:
+            with library_experts(engine):
+                found = yield Line(
+                    f"fast decode with the library's grouped product, batch {count}",
+                    {"library experts": lambda: run(plain, False)},
+                    per=STEPS,
+                )
+                library = found.values["library experts"]
+        except Exception:
+            print(f"the library's grouped product failed\n{traceback.format_exc()}", flush=True)
+        arms = {"exact": lambda: run(plain, True), "fast": lambda: run(plain, False), "captured": lambda: run(wanted, True)}
+        what = f"deterministic decode, batch {count}, of the faster own path without the promise"
+        found = yield Line(what, arms, per=STEPS, aim=">= 0.95")
+        exact = found.values["exact"]
+        found.judge(min(found.values["fast"], library) / exact)
+        found.note(library_experts_ms=1e3 * library)
+        extra = found.values["captured"] / exact - 1
+        yield Line(f"capture of router sites, batch {count}", aim="<= 3 %", met=extra <= 0.03, numbers={"extra": extra})
+        if count == 1:
+            numbers = {"floor_ms": 1e3 * floor, "copy_TB_s": speed * 1e-12}
+            yield Line(
+                "batch-1 step against one read of the active weights", ratio=floor / exact, aim=">= 0.5", numbers=numbers
+            )
+        released(engine, branches)
+
+
+@contextmanager
+def library_experts(engine: Engine) -> Iterator[None]:
+    """The fast path uses the library's grouped product."""
+    from replaylens.engine.passes import bursts, cuda
+    from replaylens.engine.passes.cuda import LibraryExpertOps
+
+    class LibraryCudaOps(LibraryExpertOps, cuda.FastCudaOps):
+        """The fast path with the library's grouped product."""
+
+    before = bursts.FastCudaOps
+    engine.loop.bursts._graphs.clear()
+    bursts.FastCudaOps = cuda.FastCudaOps = LibraryCudaOps  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        bursts.FastCudaOps = cuda.FastCudaOps = before  # type: ignore[misc]
+        engine.loop.bursts._graphs.clear()
+
+
+# Passes, captured rows, the whole engine
+
+
+def passes(engine: Engine, names: frozenset[str], sites: str, most: float) -> Lines:
+    """Canonical passes against the fast path, and the price of capture, which may be `most`."""
+    from replaylens.engine.passes.graphs import WORTH
+
+    engine.runner.graphs.worth = 1
+    for rows in (512, 2048):
+        table = PageTable()
+        engine.runner.reserve(table, 0, rows)
+        segment = [Segment(table, 0, prompts(engine, 1, rows)[0], 1)]
+        arms = {
+            "exact": lambda: engine.runner.exact(segment),
+            "fast": lambda: engine.runner.fast(segment),
+            "captured": lambda: engine.runner.exact(segment, PassTap(names)),
+        }
+        found = yield Line(f"canonical pass of {rows} rows", arms, aim=">= 0.95")
+        extra = found.values["captured"] / found.values["exact"] - 1
+        aim = f"<= {100 * most:.0f} %"
+        yield Line(f"capture of {sites}, {rows} rows", aim=aim, met=extra <= most, numbers={"extra": extra})
+        engine.runner.pool.release(table)
+    engine.runner.graphs.worth = WORTH
+
+
+@case("engine-gpu.passes", **DECLARED, others=("captured",))
+def llama_passes() -> Lines:
+    """Canonical passes of 512 and 2,048 rows against the library's; the cost of capturing S, T, C, kept on the device."""
+    engine = llama()
+    yield from passes(engine, frozenset(engine.sites.select("STC")[0]), "S, T, C", 0.08)
+
+
+@case("experts-gpu.passes", **DECLARED, others=("captured",))
+def experts_passes() -> Lines:
+    """Canonical passes of a mixture of experts against the fast path; the cost of capturing the routers' sites."""
+    engine = experts()
+    yield from passes(engine, frozenset(router_sites(engine.model)), "router sites", 0.03)
+
+
+def contract(engine: Engine, sites: Any, window: int) -> Lines:
+    """Tokens, KV and captured rows of a request alone, in company, and verified from drafts."""
+    mine, others = prompts(engine, 1, 100)[0], [prompts(engine, n, n)[0] for n in (3, 40, 130, 77)]
+    found = []
+    for beside, options in (([], {"window": 1}), (others, {"window": 1}), (others[:2], {"drafter": "lens", "window": window})):
+        branches = engine.prompts([*beside, mine], sites=sites)
+        engine.generate(branches, 8, sampling=ENDLESS, final=True, **options)
+        last = branches[-1]
+        found.append((last.tokens, last.kv().cpu(), {site: last.activations[site] for site in last.activations.sites()}))
+        released(engine, branches)
+    (tokens, kv, rows), *rest = found
+    bits = lambda x: x.contiguous().view(torch.uint8)  # noqa: E731 (NaN marks a row without successor)
+    wrong = sum(t != tokens or not torch.equal(k, kv) for t, k, _ in rest)
+    wrong += sum(not torch.equal(bits(other[site]), bits(rows[site])) for *_, other in rest for site in rows)
+    numbers = {"differences": wrong, "sites": len(rows)}
+    yield Line("contract at this shape: tokens, KV, captured rows", aim="0 differences", met=wrong == 0, numbers=numbers)
+
+
+@case("engine-gpu.contract", needs="gpu")
+def llama_contract() -> Lines:
+    """A short contract test at the 8B shape: tokens, KV, S, T, C, Z."""
+    yield from contract(llama(), "STCZ", 6)
+
+
+@case("experts-gpu.contract", needs="gpu")
+def experts_contract() -> Lines:
+    """A short contract test of a mixture of experts: tokens, KV, S, T, C and the routers' sites."""
+    engine = experts()
+    yield from contract(engine, [*engine.sites.select("STC")[0], *router_sites(engine.model)], 4)
+
+
+@case("engine-gpu.lens", ours="lens", baseline="bare", aim="<= 1.15", needs="gpu", clock="device", cost=True)
+def lens(rows: int = 512) -> Lines:
+    """Z at all layers of 512 rows over bare products with the unembedding; first checks that rows ignore the batch."""
+    from replaylens.engine.lens import cuda as cuda_lens
+
+    engine, spec = llama(), LensSpec(())
+    stacked = torch.randn(rows, SHAPE.num_layers, SHAPE.d_model, dtype=torch.bfloat16, device="cuda")
+    whole = cuda_lens.read(spec, engine.model, stacked, [7] * rows)
+    alone = cuda_lens.read(spec, engine.model, stacked[100:101], [7])
+    assert all(torch.equal(alone[name], whole[name][100:101]) for name in alone), "company moved bits of Z"
+    weight, by_layer = engine.model.unembed.weight, stacked.transpose(0, 1).contiguous()
+    out = torch.empty(rows, SHAPE.vocab_size, dtype=torch.bfloat16, device="cuda")
+    arms = {
+        "lens": lambda: cuda_lens.read(spec, engine.model, stacked, [7] * rows),
+        "bare": lambda: [torch.mm(x, weight, out=out) for x in by_layer],
+    }
+    yield Line(f"Z at {SHAPE.num_layers} layers, {rows} rows, over bare products", arms)
+
+
+@case("engine-gpu.load", **{**DECLARED, "clock": "wall"}, aim=">= 0.97", rounds=1, warm=0)
+def load(requests: int = 64, tokens: int = 64) -> Lines:
+    """64 concurrent requests through the whole engine, including scheduler and host, deterministic or not."""
+    engine, made = llama(), list[Any]()
+
+    def before(arm: str) -> None:
+        made[:] = engine.prompts(prompts(engine, requests, 128))
+        engine.generate(made, 16, sampling=ENDLESS, deterministic=arm == "exact")
+
+    arms = {
+        arm: lambda exact=arm == "exact": engine.generate(made, tokens, sampling=ENDLESS, deterministic=exact)
+        for arm in ("exact", "fast")
+    }
+    found = yield Line("engine, 64 requests, tokens/s", dict(arms), before=before, after=lambda arm, _: released(engine, made))
+    found.note(**{f"{arm}_tokens_per_s": requests * tokens / taken for arm, taken in found.values.items()})
