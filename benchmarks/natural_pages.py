@@ -17,8 +17,9 @@ from typing import Any
 
 from benchmarks.harness import RESULTS, Line, case
 from benchmarks.natural import DECLARED, DRAFTING, released, stories, tallied
+from replaylens.engine.display import word
 from replaylens.engine.engine import Engine
-from replaylens.engine.pictures.data import Phase, word
+from replaylens.engine.pictures.data import Phase
 from replaylens.engine.pictures.pictures import Timeline, timeline
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.sampling import Sampling

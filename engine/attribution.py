@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from replaylens.engine.display import word
 from replaylens.engine.errors import BadRequest, NoGradient
 from replaylens.engine.gradients.backward import Tape
 from replaylens.engine.gradients.gradients import AnyMetric, LogitsFunction, row_sums, value_of
 from replaylens.engine.model import modes
 from replaylens.engine.model.text import Prompt
-from replaylens.engine.pictures.data import word
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placing import place_all
 from replaylens.engine.request.values import flag, integer, verb, whole
@@ -132,7 +132,7 @@ class Attribution:
     def plot(self) -> Figure:
         """A heat map for each kind of site, layers by tokens, or by heads as sums over positions; the real effects below, on a
         scale of their own."""
-        from replaylens.engine.pictures.data import picture, wrapped
+        from replaylens.engine.display import picture, wrapped
 
         kinds, grids = self._kinds(), {"estimate": self.estimate}
         if self.real is not None:
@@ -153,7 +153,7 @@ class Attribution:
         return figure
 
     def _labels(self) -> list[str]:
-        from replaylens.engine.pictures.data import plain
+        from replaylens.engine.display import plain
 
         return [plain(word) for word in self.words]
 

@@ -12,6 +12,7 @@ from typing import Any, overload
 import numpy as np
 import torch
 
+from replaylens.engine.display import word
 from replaylens.engine.dump.content import Content
 from replaylens.engine.dump.maker import assemble, describe_sites, plan_of_run, probabilities
 from replaylens.engine.dump.plan import Encoders, Selector
@@ -24,7 +25,6 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.hub import HubOptions, is_hub_name
 from replaylens.engine.model.text import Text, load_text
 from replaylens.engine.passes.transfer import RING_BYTES
-from replaylens.engine.pictures.data import word
 from replaylens.engine.pictures.pictures import Timeline, Tree, timeline, tree_of
 from replaylens.engine.pictures.summary import MAX_TREES, folded_pictures
 from replaylens.engine.pictures.thoughts import Thinking

@@ -1,5 +1,6 @@
-"""Ctrl-C, held back while something must happen as a whole."""
+"""What the process around an engine does: Ctrl-C and the collector, held back for a while, and progress bars."""
 
+import gc
 import signal
 import sys
 import threading
@@ -34,6 +35,37 @@ def held_interrupt() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
         if pressed:
             before(signal.SIGINT, None)  # the handler that was set before, by default KeyboardInterrupt
+
+
+# ---- garbage ---------------------------------------------------------------------------------------------------------
+# The collector of cycles, held back while a CUDA graph is recorded.
+
+_lock = threading.Lock()
+_holders = 0
+_was_on = False
+
+
+@contextmanager
+def held_collector() -> Iterator[None]:
+    """No cycles are collected within, in any thread. Afterwards the collector is as it was.
+
+    Tensors, graphs and pinned memory of an engine that is gone may wait in a cycle. The driver refuses to free them while
+    this thread records, and drops the recording.
+    """
+    global _holders, _was_on
+    with held_interrupt():  # half of this would leave the collector off for good
+        with _lock:
+            if not _holders:
+                _was_on = gc.isenabled()
+                gc.disable()
+            _holders += 1
+        try:
+            yield
+        finally:
+            with _lock:
+                _holders -= 1
+                if not _holders and _was_on:
+                    gc.enable()
 
 
 # ---- progress --------------------------------------------------------------------------------------------------------

@@ -231,7 +231,7 @@ class TokenScores:
 
     def plot(self, text: int = 0) -> "Figure":
         """The scores of one text by token, a line for each class, or one for two classes."""
-        from replaylens.engine.pictures.data import picture, plain
+        from replaylens.engine.display import picture, plain
 
         words, scores = self.tokens[text], self.scores[text]
         figure = picture(min(0.3 * len(words), 18) + 2.5, 3.2)

@@ -12,7 +12,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from replaylens.engine.pictures.data import DPI, picture, plain, short, wrapped
+from replaylens.engine.display import DPI, picture, plain, short, wrapped
 from replaylens.engine.request.values import output_path
 from replaylens.probes.checks import make_folder
 from replaylens.probes.errors import BadProbeFile, ProbeError

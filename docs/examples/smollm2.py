@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 import replaylens as rl
+from replaylens.engine.display import word
 from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import verify
 from replaylens.engine.model import hub
-from replaylens.engine.pictures.data import word
 from replaylens.probes import ProbeRows, untrained_rows
 from replaylens.probes.intervals import ratio_over_groups
 from replaylens.probes.questions.forced import forced_rows

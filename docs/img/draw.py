@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import replaylens as rl
+from replaylens.engine.display import word
 from replaylens.engine.dump.verify import verify
 from replaylens.engine.engine import Engine, Run, ThinkingEngine
-from replaylens.engine.pictures.data import Frame, Phase, word
+from replaylens.engine.pictures.data import Frame, Phase
 from replaylens.engine.pictures.pictures import Timeline
 from replaylens.probes.sweeps import sweep
 from replaylens.views.report import ReportPage

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine import records
+from replaylens.engine.display import word
 from replaylens.engine.errors import BadConfig, BadEdit, BadRequest, BadWeights, UnknownSite
 from replaylens.engine.features.rows import FeatureRows, Ids, KernelProduct, RowProduct, feature_ids
 from replaylens.engine.features.weights import FeatureConfig, FeatureWeights
@@ -25,7 +26,6 @@ from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.model import modes
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.passes.batch import TILE
-from replaylens.engine.pictures.data import word
 from replaylens.engine.request.edits import Edit, Positions
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import instance, integer, items, number, shown, whole

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from replaylens.engine.display import visible
 from replaylens.engine.errors import BadRange, BadRequest, NotCertified
 from replaylens.engine.passes.batch import TILE
 from replaylens.engine.passes.products import tile_product
-from replaylens.engine.pictures.data import visible
 from replaylens.engine.pictures.html import fragment, tag
 from replaylens.engine.request.values import integer, items, whole
 
@@ -123,7 +123,7 @@ class FeatureRows:
 
     def plot(self, features: Ids | None = None) -> "Figure":
         """A heat map of features by rows; default: the 20 strongest features."""
-        from replaylens.engine.pictures.data import picture, plain
+        from replaylens.engine.display import picture, plain
 
         chosen = self.strongest(20) if features is None else feature_ids("features", features, self.width)
         if not chosen or not len(self):

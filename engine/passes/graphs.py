@@ -6,12 +6,9 @@ kernel gives a row the same bits at any number of rows, so replayed and launched
 (`passes/program.py`); passes with hook functions or with edits of attention patterns are always launched.
 """
 
-import gc
 import math
-import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -28,7 +25,7 @@ from replaylens.engine.passes.batch import Batch
 from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, KeyLayout, LevelShape, Sharing, room, sharing_of
 from replaylens.engine.passes.edits_cuda import EditProgram, EditShape, ProgramTap, Vectors
 from replaylens.engine.request.capture import PassTap
-from replaylens.engine.terminal import held_interrupt
+from replaylens.engine.terminal import held_collector
 from replaylens.kernels import launch
 from replaylens.kernels.shared import PagedRows, plan_tiles
 
@@ -38,33 +35,6 @@ from replaylens.kernels.shared import PagedRows, plan_tiles
 T = TypeVar("T")
 K = TypeVar("K")
 G = TypeVar("G", bound="Holder")
-
-_lock = threading.Lock()
-_holders = 0
-_was_on = False
-
-
-@contextmanager
-def held_collector() -> Iterator[None]:
-    """No cycles are collected within, in any thread. Afterwards the collector is as it was.
-
-    Tensors, graphs and pinned memory of an engine that is gone may wait in a cycle. The driver refuses to free them while
-    this thread records, and drops the recording.
-    """
-    global _holders, _was_on
-    with held_interrupt():  # half of this would leave the collector off for good
-        with _lock:
-            if not _holders:
-                _was_on = gc.isenabled()
-                gc.disable()
-            _holders += 1
-        try:
-            yield
-        finally:
-            with _lock:
-                _holders -= 1
-                if not _holders and _was_on:
-                    gc.enable()
 
 
 class Holder(Protocol):

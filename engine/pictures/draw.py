@@ -7,8 +7,9 @@ from itertools import groupby
 from markupsafe import Markup
 from rich.text import Text
 
+from replaylens.engine.display import visible
 from replaylens.engine.memory.tree import TokenState
-from replaylens.engine.pictures.data import Check, DrawnPath, Fill, Frame, LensLayer, Paths, Phase, Slot, Token, visible
+from replaylens.engine.pictures.data import Check, DrawnPath, Fill, Frame, LensLayer, Paths, Phase, Slot, Token
 from replaylens.engine.pictures.data import capacity as most_positions
 from replaylens.engine.pictures.html import KINDS, NAMES, ORDINARY, Attributes, join, svg_style, tag
 

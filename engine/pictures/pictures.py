@@ -6,24 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from replaylens.engine.display import visible, word
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.memory.tree import HOOKED, ORDINARY, BranchRecord, TokenState
 from replaylens.engine.model.text import Text
 from replaylens.engine.pictures import draw, html
-from replaylens.engine.pictures.data import (
-    Check,
-    DrawnPath,
-    Fill,
-    Frame,
-    Paths,
-    Phase,
-    Readings,
-    Slot,
-    Token,
-    capacity,
-    visible,
-    word,
-)
+from replaylens.engine.pictures.data import Check, DrawnPath, Fill, Frame, Paths, Phase, Readings, Slot, Token, capacity
 from replaylens.engine.proof.trace import Trace, path_digest
 from replaylens.engine.request.capture import Recording
 

@@ -20,8 +20,8 @@ import numpy as np
 from markupsafe import Markup
 from scipy import stats
 
+from replaylens.engine.display import visible
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.pictures.data import visible
 from replaylens.engine.pictures.html import asset, join, script, style, tag, void
 
 # ---- outcomes --------------------------------------------------------------------------------------------------------

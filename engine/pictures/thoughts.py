@@ -18,8 +18,8 @@ from markupsafe import Markup
 from rich.table import Table
 from rich.text import Text
 
+from replaylens.engine.display import visible
 from replaylens.engine.memory.tree import TokenState
-from replaylens.engine.pictures.data import visible
 from replaylens.engine.pictures.html import LOOKS, fragment, join, tag
 
 if TYPE_CHECKING:

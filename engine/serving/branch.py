@@ -11,6 +11,7 @@ from typing import Protocol, Self
 
 from torch import Tensor
 
+from replaylens.engine.display import word
 from replaylens.engine.errors import BadRequest, ClosedBranch
 from replaylens.engine.loop.lane import Lane, Statistics
 from replaylens.engine.loop.loop import Loop
@@ -18,7 +19,6 @@ from replaylens.engine.memory.tree import BranchRecord, BranchStatus, BranchTree
 from replaylens.engine.model import modes
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.model.text import Text
-from replaylens.engine.pictures.data import word
 from replaylens.engine.pictures.pictures import Timeline, Tree, timeline, tree_of
 from replaylens.engine.pictures.summary import one_picture
 from replaylens.engine.proof.trace import Trace

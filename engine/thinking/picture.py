@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from replaylens.engine.display import word
 from replaylens.engine.memory.tree import BranchRecord, TokenState
 from replaylens.engine.model.text import Text
-from replaylens.engine.pictures.data import Fill, Frame, Phase, Slot, word
+from replaylens.engine.pictures.data import Fill, Frame, Phase, Slot
 from replaylens.engine.pictures.pictures import Timeline
 from replaylens.engine.pictures.thoughts import END, DrawnChunk, DrawnRound, Thinking, step_facts
 from replaylens.engine.thinking.thoughts import Round, Thoughts

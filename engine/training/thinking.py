@@ -24,7 +24,7 @@ from replaylens.engine.errors import BadRecipe, BadRequest, BadThought
 from replaylens.engine.model import loading as weights
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
-from replaylens.engine.passes.graphs import held_collector
+from replaylens.engine.terminal import held_collector
 from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder, padded
 from replaylens.engine.training import trainer
 from replaylens.engine.training.recipe import Recipe, Tokenizer, backbone_folder, load_tokenizer

@@ -80,7 +80,7 @@ class ChangePoints:
 
     def plot(self) -> "Figure":
         """Posterior probability of a change before each fork, with the intervals of the change points."""
-        from replaylens.engine.pictures.data import picture
+        from replaylens.engine.display import picture
 
         figure = picture(min(0.25 * len(self.positions), 18) + 4, 2.8)
         axes = figure.subplots()

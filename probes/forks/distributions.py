@@ -362,7 +362,7 @@ class OutcomeCurve:
 
     def plot(self) -> "Figure":
         """Probability of each outcome by position, with intervals."""
-        from replaylens.engine.pictures.data import picture, plain
+        from replaylens.engine.display import picture, plain
 
         figure = picture(min(0.25 * len(self.positions), 18) + 4, 3.2)
         axes = figure.subplots()

@@ -126,7 +126,7 @@ class Importance:
 
     def plot(self) -> "Figure":
         """Importance by unit with intervals; filled marks are shown."""
-        from replaylens.engine.pictures.data import picture
+        from replaylens.engine.display import picture
 
         figure = picture(min(0.3 * len(self.texts), 18) + 3, 3.2)
         axes = figure.subplots()
@@ -286,7 +286,7 @@ class Resilience:
 
     def plot(self) -> "Figure":
         """Resilience by unit with intervals, and its control."""
-        from replaylens.engine.pictures.data import picture
+        from replaylens.engine.display import picture
 
         figure = picture(min(0.3 * len(self.texts), 18) + 3, 3.2)
         axes = figure.subplots()

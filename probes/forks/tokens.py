@@ -93,7 +93,7 @@ class ForkingTokens:
 
     def plot(self) -> "Figure":
         """The survival curve between its bounds, with forking tokens as lines."""
-        from replaylens.engine.pictures.data import picture
+        from replaylens.engine.display import picture
 
         figure = picture(min(0.12 * len(self.positions), 18) + 4, 3.0)
         axes = figure.subplots()
@@ -188,7 +188,7 @@ class SiblingDivergence:
 
     def plot(self) -> "Figure":
         """Distance and gap by depth, with intervals."""
-        from replaylens.engine.pictures.data import picture
+        from replaylens.engine.display import picture
 
         figure = picture(6, 3.4)
         axes = figure.subplots()

@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 from replaylens import tasks
 from replaylens.cli import app
+from replaylens.engine.display import word
 from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine, Run, ThinkingEngine
 from replaylens.engine.model.config import ModelConfig
-from replaylens.engine.pictures.data import word
 from replaylens.engine.pictures.thoughts import DrawnRound, Thinking
 from replaylens.engine.thinking.prefill import GUESSES, Guess
 from replaylens.engine.thinking.thoughts import ThinkingRecording

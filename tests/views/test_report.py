@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 from replaylens import tasks
 from replaylens.cli import app
+from replaylens.engine.display import word
 from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import verify
 from replaylens.engine.engine import Engine, Run
-from replaylens.engine.pictures.data import word
 from replaylens.engine.zoo import coin as zoo
 from replaylens.probes.report import Report
 from replaylens.probes.sweeps import sweep as sweep_rows

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from replaylens import Edit, Engine, compare, patch
+from replaylens.engine.display import visible
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model import loading
-from replaylens.engine.pictures.data import visible
 from replaylens.probes.intervals import difference_over_groups
 from tests.engine.reference import perturbed
 from tests.families import hugging_face

@@ -12,9 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from replaylens import Engine, ablate, attention, attribution_patching, lens, patch, path_patch, routing, steer
+from replaylens.engine.display import short, visible
 from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.model.config import MixtureConfig, Routing
-from replaylens.engine.pictures.data import short, visible
 from replaylens.probes.intervals import difference_over_groups
 from tests.engine.features.tiny import write
 from tests.toy_model import random_model

@@ -18,6 +18,7 @@ from replaylens import tasks
 from replaylens.commands.dump import QuietOption
 from replaylens.commands.options import verify_command
 from replaylens.commands.reporting import reporting, say_error
+from replaylens.engine.display import word
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import Verification, verify
 from replaylens.engine.engine import Engine, Run
@@ -25,7 +26,7 @@ from replaylens.engine.errors import BadRequest, EngineError, no_such
 from replaylens.engine.model import hub, modes, sites
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
-from replaylens.engine.pictures.data import LensGuess, LensLayer, word
+from replaylens.engine.pictures.data import LensGuess, LensLayer
 from replaylens.engine.request.values import output_path
 from replaylens.engine.zoo import coin as zoo
 from replaylens.tasks import Example, WordTokenizer

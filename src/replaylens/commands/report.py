@@ -24,12 +24,12 @@ from replaylens.commands.options import (
 )
 from replaylens.commands.reporting import reporting, size
 from replaylens.commands.tasks import JsonOption
+from replaylens.engine.display import word
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import MISMATCH, Verification
 from replaylens.engine.dump.verify import verify as verify_dump
 from replaylens.engine.engine import Engine, ThinkingEngine
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.pictures.data import word
 from replaylens.views.page import MAX_TREES
 
 if TYPE_CHECKING:

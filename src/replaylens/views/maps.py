@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from markupsafe import Markup
 
+from replaylens.engine.display import visible
 from replaylens.engine.memory.tree import TokenState
-from replaylens.engine.pictures.data import Token, layer_name, visible
+from replaylens.engine.pictures.data import Token, layer_name
 from replaylens.engine.pictures.html import tag
 from replaylens.views.examples import DumpedExample
 

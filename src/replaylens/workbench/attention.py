@@ -13,9 +13,9 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from replaylens.engine.display import visible
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.text import Prompt
-from replaylens.engine.pictures.data import visible
 from replaylens.engine.pictures.html import fragment, tag, void
 from replaylens.engine.request.values import integer, shown, verb, whole
 from replaylens.engine.serving.core import Core

@@ -11,9 +11,9 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from replaylens.engine.display import picture
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.text import Prompt
-from replaylens.engine.pictures.data import picture
 from replaylens.engine.request.values import instance, items, verb, whole
 from replaylens.engine.serving.core import Core
 from replaylens.probes.intervals import Estimate, difference_over_groups

@@ -13,12 +13,12 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from replaylens.engine.display import picture, wrapped
 from replaylens.engine.errors import BadMetric, BadRequest
 from replaylens.engine.gradients.gradients import LogitDifference
 from replaylens.engine.model.decoder import Block, Mlp
 from replaylens.engine.model.layers import Linear, Norm
 from replaylens.engine.model.text import Prompt
-from replaylens.engine.pictures.data import picture, wrapped
 from replaylens.engine.request.values import shown, verb
 from replaylens.engine.serving.core import Core
 from replaylens.engine.thinking.core import ThinkingCore

@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 from torch import Tensor
 
+from replaylens.engine.display import picture, plain, short, visible, word, wrapped
 from replaylens.engine.errors import BadMetric
 from replaylens.engine.gradients.gradients import Divergence, LogitDifference, LogProbability, Named, named
-from replaylens.engine.pictures.data import picture, plain, short, visible, word, wrapped
 from replaylens.engine.pictures.html import fragment, tag
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core

@@ -11,12 +11,13 @@ import pandas as pd
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from replaylens.engine.display import word
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.features.rows import FeatureRows
 from replaylens.engine.lens.lens import TunedLens, read_ranked
 from replaylens.engine.model.text import Prompt
-from replaylens.engine.pictures.data import layer_name, word
+from replaylens.engine.pictures.data import layer_name
 from replaylens.engine.request.values import instance, items, verb
 from replaylens.engine.serving.core import Core
 from replaylens.workbench.drawing import Grid, figure, view, words

@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 from torch import Tensor
 
+from replaylens.engine.display import picture, visible
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.text import Prompt
-from replaylens.engine.pictures.data import picture, visible
 from replaylens.engine.pictures.html import fragment, tag
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling

@@ -6,11 +6,12 @@ import re
 import pytest
 from rich.console import Console
 
+from replaylens.engine.display import visible, word
 from replaylens.engine.engine import Engine, Run
 from replaylens.engine.memory.tree import BranchTree, TokenState
 from replaylens.engine.model.text import Text
 from replaylens.engine.pictures import draw, pictures
-from replaylens.engine.pictures.data import DrawnPath, Readings, Token, visible, word
+from replaylens.engine.pictures.data import DrawnPath, Readings, Token
 from replaylens.engine.pictures.draw import arrange
 from replaylens.engine.pictures.pictures import Tree
 from tests.toy_model import random_model
