@@ -19,11 +19,11 @@ from benchmarks.harness import RESULTS, Line, case
 from benchmarks.natural import DECLARED, DRAFTING, released, stories, tallied
 from replaylens.engine.display import word
 from replaylens.engine.engine import Engine
-from replaylens.engine.pictures.data import Phase
-from replaylens.engine.pictures.pictures import Timeline, timeline
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.request import Request
+from replaylens.views.data import Phase
+from replaylens.views.pictures import Timeline, timeline
 
 DOCS = RESULTS.parent.parent / "docs"
 STORY = "SmolLM2-135M"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import torch
@@ -25,9 +25,6 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.hub import HubOptions, is_hub_name
 from replaylens.engine.model.text import Text, load_text
 from replaylens.engine.passes.transfer import RING_BYTES
-from replaylens.engine.pictures.pictures import Timeline, Tree, timeline, tree_of
-from replaylens.engine.pictures.summary import MAX_TREES, folded_pictures
-from replaylens.engine.pictures.thoughts import Thinking
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.replay import replayer
 from replaylens.engine.replay.replayer import ReplayOptions, Result, replay_examples
@@ -43,12 +40,15 @@ from replaylens.engine.serving.request import SAMPLING
 from replaylens.engine.thinking import model as thinking
 from replaylens.engine.thinking.core import ThinkingCore
 from replaylens.engine.thinking.model import ThinkingDecoder
-from replaylens.engine.thinking.picture import picture, thoughts_by_branch, with_rounds
 from replaylens.engine.thinking.prefill import GUESSES, Guess
 from replaylens.engine.zoo import coin as zoo
 from replaylens.engine.zoo import thinking as thinking_zoo
 from replaylens.tasks import Example
 from replaylens.tasks.texts import GivenTexts
+
+if TYPE_CHECKING:
+    from replaylens.views.pictures import Timeline, Tree
+    from replaylens.views.thoughts import Thinking
 
 # ---- run -------------------------------------------------------------------------------------------------------------
 # `Run`: task examples or texts replayed on an engine, with everything that was captured.
@@ -117,6 +117,9 @@ class Run(Sequence[Result]):
 
     def tree(self, index: int) -> Tree:
         """The branch tree of one example: its path and rejected branches. Draws itself in a notebook; `print` it elsewhere."""
+        from replaylens.views.pictures import tree_of
+        from replaylens.views.thoughts import thoughts_by_branch
+
         result = self._result(index)
         recordings = {result.branch: result.recording} | {path.branch: path.activations for path in result.rejected}
         title = f"example {result.example.index}" + {True: ", right", False: ", wrong", None: ""}[result.correct]
@@ -129,6 +132,8 @@ class Run(Sequence[Result]):
 
         BadRequest if the model does not think.
         """
+        from replaylens.views.thoughts import picture
+
         result = self._result(index)
         if result.thoughts is None:
             raise BadRequest("This model does not think, so there is no picture of its thoughts. Use run.tree(i).")
@@ -136,6 +141,9 @@ class Run(Sequence[Result]):
 
     def timeline(self, index: int) -> Timeline:
         """One example step by step: prefill, decode, verify, rollback, and the contents of the KV cache."""
+        from replaylens.views.pictures import timeline
+        from replaylens.views.thoughts import with_rounds
+
         result = self._result(index)
         decode, known = partial(word, self.engine.text), {result.branch: result.tokens}
         told = timeline(self.engine.trace, result.branch, decode, known, f"example {result.example.index}")
@@ -150,6 +158,8 @@ class Run(Sequence[Result]):
         return self.results[whole("index", index, -len(self), len(self) - 1)]
 
     def _repr_html_(self) -> str:
+        from replaylens.views.summary import MAX_TREES, folded_pictures
+
         facts: dict[str, str | int | float] = {
             "examples": len(self),
             "right answers": f"{self.accuracy:.1%}" if self._scored else "none",

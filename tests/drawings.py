@@ -20,10 +20,6 @@ from matplotlib.figure import Figure
 from replaylens.engine.attribution import Attribution
 from replaylens.engine.features.rows import FeatureRows
 from replaylens.engine.memory.tree import TokenState
-from replaylens.engine.pictures.data import Check, DrawnPath, Fill, Frame, LensGuess, LensLayer, Phase, Slot, Token
-from replaylens.engine.pictures.pictures import Timeline, Tree
-from replaylens.engine.pictures.rollouts import RolloutTree
-from replaylens.engine.pictures.thoughts import DrawnChunk, DrawnRound, Thinking
 from replaylens.engine.resampling.rollouts import Rollout, Rollouts
 from replaylens.probes import report
 from replaylens.probes.forks.change_points import ChangePoint, ChangePoints
@@ -31,6 +27,10 @@ from replaylens.probes.forks.distributions import Distances, OutcomeCurve
 from replaylens.probes.forks.importance import Importance, Resilience
 from replaylens.probes.forks.tokens import ForkingTokens, SiblingDivergence
 from replaylens.probes.intervals import Estimate
+from replaylens.views.data import Check, DrawnPath, Fill, Frame, LensGuess, LensLayer, Phase, Slot, Token
+from replaylens.views.pictures import Timeline, Tree
+from replaylens.views.rollouts import RolloutTree
+from replaylens.views.thoughts import DrawnChunk, DrawnRound, Thinking
 from replaylens.workbench.ablate import AblateResult
 from replaylens.workbench.attention import AttentionResult
 from replaylens.workbench.lens import FeatureLine, LensResult

@@ -214,7 +214,7 @@ PLANTED: dict[str, tuple[str | None, str, str]] = {
     ),
     "neighbours": (
         "engine/loop",
-        "from replaylens.engine.pictures.pictures import Tree",
+        "from replaylens.views.pictures import Tree",
         "engine/loop imports engine/pictures",
     ),
     "the engine from within": (
@@ -274,7 +274,7 @@ def test_checker_finds_what_is_planted(plant: str) -> None:
         ("engine/model", "if TYPE_CHECKING:\n    import transformers"),
         ("engine/engine", "import replaylens\nprint(replaylens.__version__)"),
         ("engine/loop", "from replaylens.engine.loop.lane import Turn"),
-        ("engine/serving", "from replaylens.engine.pictures.pictures import Tree"),
+        ("engine/serving", "from replaylens.views.pictures import Tree"),
         ("views", "from replaylens.engine.dump.reader import Dump\nfrom replaylens.probes import rows"),
         ("__init__", "if TYPE_CHECKING:\n    from replaylens.engine.engine import Engine"),
         ("kernels", "import triton.language as tl"),

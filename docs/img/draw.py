@@ -14,9 +14,9 @@ import replaylens as rl
 from replaylens.engine.display import word
 from replaylens.engine.dump.verify import verify
 from replaylens.engine.engine import Engine, Run, ThinkingEngine
-from replaylens.engine.pictures.data import Frame, Phase
-from replaylens.engine.pictures.pictures import Timeline
 from replaylens.probes.sweeps import sweep
+from replaylens.views.data import Frame, Phase
+from replaylens.views.pictures import Timeline
 from replaylens.views.report import ReportPage
 
 HERE = Path(__file__).parent

@@ -13,7 +13,6 @@ from replaylens.engine.display import visible
 from replaylens.engine.errors import BadRange, BadRequest, NotCertified
 from replaylens.engine.passes.batch import TILE
 from replaylens.engine.passes.products import tile_product
-from replaylens.engine.pictures.html import fragment, tag
 from replaylens.engine.request.values import integer, items, whole
 
 if TYPE_CHECKING:
@@ -138,6 +137,8 @@ class FeatureRows:
         return figure
 
     def _repr_html_(self) -> str:
+        from replaylens.views.html import fragment, tag
+
         lines = []
         for i in range(min(len(self), _SHOWN_ROWS)):
             indices, values = self.row(i)

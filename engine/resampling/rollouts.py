@@ -520,7 +520,7 @@ class Rollouts:
     def plot(self) -> Figure:
         """Shares of the outcomes at each fork, one bar per fork from top to bottom, named by the text after it."""
         from replaylens.engine.display import picture, plain, short
-        from replaylens.engine.pictures.rollouts import colours
+        from replaylens.views.rollouts import colours
 
         counts = self.outcomes()
         rows, below = range(len(counts.positions)), np.zeros(len(counts.positions))

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from torch import Tensor
 
@@ -19,8 +19,6 @@ from replaylens.engine.memory.tree import BranchRecord, BranchStatus, BranchTree
 from replaylens.engine.model import modes
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.model.text import Text
-from replaylens.engine.pictures.pictures import Timeline, Tree, timeline, tree_of
-from replaylens.engine.pictures.summary import one_picture
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.capture import Recording
 from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
@@ -34,6 +32,9 @@ from replaylens.engine.serving.lock import EngineLock, changing, reading
 from replaylens.engine.serving.request import At, Request, Stream, Uncopied, chosen, logits_of
 from replaylens.engine.serving.resampling import Resampled
 from replaylens.engine.terminal import held_interrupt
+
+if TYPE_CHECKING:
+    from replaylens.views.pictures import Timeline, Tree
 
 # ---- hold ------------------------------------------------------------------------------------------------------------
 # `Hold`: what all handles on one branch share. When the last of them is gone, the branch is released.
@@ -275,15 +276,21 @@ class Branch(Differentiable, Resampled, Uncopied):
     @reading
     def tree(self) -> Tree:
         """This branch with its forks and rejected branches. Draws itself in a notebook; `print` it elsewhere."""
+        from replaylens.views.pictures import tree_of
+
         recordings = {i: lane.recording for i, lane in self.engine.loop.lanes.items()}
         return tree_of(self.record, recordings, self.engine.text)
 
     @reading
     def timeline(self) -> Timeline:
         """The branch's history step by step: prefill, decode, verify, rollback, and the contents of the KV cache."""
+        from replaylens.views.pictures import timeline
+
         return timeline(self.engine.trace, self.id, partial(word, self.engine.text), {self.id: self.tokens})
 
     def _repr_html_(self) -> str:
+        from replaylens.views.summary import one_picture
+
         return one_picture(self._facts(), self.tree())
 
     def _facts(self) -> dict[str, str]:

@@ -29,8 +29,6 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.text import Prompt, Text
 from replaylens.engine.passes.runner import Keep, Runner
 from replaylens.engine.passes.transfer import RING_BYTES, SMALLEST_RING
-from replaylens.engine.pictures.pictures import tree_of
-from replaylens.engine.pictures.summary import MAX_TREES, cache_and_pictures, code
 from replaylens.engine.proof import certificates
 from replaylens.engine.proof import trace as fingerprint
 from replaylens.engine.proof.trace import Trace
@@ -166,6 +164,9 @@ class Core(Generation, Uncopied):
 
     @reading
     def _repr_html_(self) -> str:
+        from replaylens.views.pictures import tree_of
+        from replaylens.views.summary import MAX_TREES, cache_and_pictures, code
+
         pool = self.runner.pool
         used = pool.num_pages - pool.num_free
         facts = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from replaylens.engine.errors import BadChunks, BadConfig, BadEdit, BadRequest
 from replaylens.engine.lens.lens import TunedLens
@@ -22,9 +22,6 @@ from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.model.text import Prompt, is_chat
 from replaylens.engine.passes.runner import Keep
 from replaylens.engine.passes.transfer import RING_BYTES
-from replaylens.engine.pictures.pictures import Timeline, Tree, tree_of
-from replaylens.engine.pictures.summary import one_picture
-from replaylens.engine.pictures.thoughts import Thinking
 from replaylens.engine.proof.trace import Fingerprint
 from replaylens.engine.request.capture import CaptureSpec
 from replaylens.engine.request.edits import Edit, Hook, listed, resolve_hooks
@@ -38,9 +35,12 @@ from replaylens.engine.serving.variants import Variants
 from replaylens.engine.terminal import held_interrupt
 from replaylens.engine.thinking.blocks import ThinkingBlocks, Tokens
 from replaylens.engine.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE, ThinkingDecoder, padded
-from replaylens.engine.thinking.picture import picture, thoughts_by_branch, with_rounds
 from replaylens.engine.thinking.prefill import GUESSES, Guess, Prefill, Prefiller, split
 from replaylens.engine.thinking.thoughts import FULL_SITE, LETTERS, ThinkingRecording, ThinkingSites, Thoughts, thoughts_of
+
+if TYPE_CHECKING:
+    from replaylens.views.pictures import Timeline, Tree
+    from replaylens.views.thoughts import Thinking
 
 THOUGHTS = "a list of thoughts for each prompt, each a list of token ids that ends in <EOS>"
 Drafts = Sequence[Sequence[int]]
@@ -315,11 +315,16 @@ class ThinkingBranch(Branch):
 
     def picture(self) -> Thinking:
         """The Thinking-States picture: chunks, states, thoughts, rounds. Draws itself in a notebook; `print` it elsewhere."""
+        from replaylens.views.thoughts import picture
+
         return picture(self.engine.text, self.tokens, self._thoughts)
 
     @reading
     def tree(self) -> Tree:
         """As `Branch.tree`, with the thoughts after their chunks; those that were rolled back are struck out."""
+        from replaylens.views.pictures import tree_of
+        from replaylens.views.thoughts import thoughts_by_branch
+
         recordings = {i: lane.recording for i, lane in self.engine.loop.lanes.items()}
         said = thoughts_by_branch(self.engine.text, self.record, self._thoughts)
         return tree_of(self.record, recordings, self.engine.text, thoughts=said)
@@ -327,9 +332,13 @@ class ThinkingBranch(Branch):
     @reading
     def timeline(self) -> Timeline:
         """As `Branch.timeline`, with the rounds of the prefill; thoughts that were rolled back are struck out."""
+        from replaylens.views.thoughts import with_rounds
+
         return with_rounds(super().timeline(), self.engine.text, self._thoughts)
 
     def _repr_html_(self) -> str:
+        from replaylens.views.summary import one_picture
+
         return one_picture(self._facts(), self.picture())
 
     def fork(self, n: int = 1, at: int | None = None, *, edits: Sequence[Edit] = (), hooks: Sequence[Hook] = ()) -> list[Self]:

@@ -9,13 +9,13 @@ import numpy as np
 import pandas as pd
 from scipy import special, stats
 
-from replaylens.engine.pictures.html import fragment
-from replaylens.engine.pictures.rollouts import RolloutTree, colours, curve_svg
 from replaylens.engine.resampling.plan import sentence_spans
 from replaylens.engine.resampling.rollouts import OutcomeCounts, Rollouts
 from replaylens.probes.checks import mask_of
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.intervals import LEVEL
+from replaylens.views.html import fragment
+from replaylens.views.rollouts import RolloutTree, colours, curve_svg
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

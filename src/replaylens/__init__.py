@@ -7,9 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # type checkers and editors see the names themselves
-    from replaylens import errors as errors
-    from replaylens import probes as probes
-    from replaylens import tasks as tasks
+    from replaylens import errors, probes, tasks
     from replaylens.engine.attribution import attribution_patching as attribution_patching
     from replaylens.engine.attribution import integrated_gradients as integrated_gradients
     from replaylens.engine.dump.reader import Dump as Dump

@@ -29,11 +29,11 @@ ENGINE = (
     ),
     Mutant(
         "ordinary-drawn-as-accepted",
-        "replaylens.engine.pictures.html",
+        "replaylens.views.html",
         "return ORDINARY if why and state in",
         "return ORDINARY if not why and state in",
         "no view draws an uncertified token as accepted",
-        ("tests/engine/pictures/test_truth.py",),
+        ("tests/views/test_truth.py",),
     ),
     Mutant(
         "drafts-kv-trusted-after-a-copy",

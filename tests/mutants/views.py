@@ -95,7 +95,7 @@ VIEWS = (
     ),
     Mutant(
         "no-answer-has-a-colour",
-        "replaylens.engine.pictures.rollouts",
+        "replaylens.views.rollouts",
         "[REST if name in NEUTRAL else next(fills, REST) for name in outcomes]",
         "[next(fills, REST) for name in outcomes]",
         "no answer is no outcome",
@@ -127,18 +127,18 @@ VIEWS = (
     ),
     Mutant(
         "ordinary-neighbours-look-certified",
-        "replaylens.engine.pictures.pictures",
+        "replaylens.views.pictures",
         "return min(most, sum(bool(self.lines[each].why)",
         "return 0 * min(most, sum(bool(self.lines[each].why)",
         "requests of which nothing is promised look so",
-        ("tests/engine/pictures/test_truth.py::test_deterministic_requests_beside_it_are_grey",),
+        ("tests/views/test_truth.py::test_deterministic_requests_beside_it_are_grey",),
     ),
     Mutant(
         "fork-cut-from-its-line",
-        "replaylens.engine.pictures.draw",
+        "replaylens.views.draw",
         "while stop < end and stop in forks and stop - 1 > start:",
         "while False:",
         "a fork stays beside the token that it follows",
-        ("tests/engine/pictures/test_tree.py::test_a_fork_stays_beside_the_token_that_it_follows",),
+        ("tests/views/test_tree.py::test_a_fork_stays_beside_the_token_that_it_follows",),
     ),
 )

@@ -14,8 +14,8 @@ from replaylens.engine.display import word
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine, Run
 from replaylens.engine.memory.tree import TokenState
-from replaylens.engine.pictures.data import DrawnPath, LensGuess, LensLayer, Token
-from replaylens.engine.pictures.pictures import Tree
+from replaylens.views.data import DrawnPath, LensGuess, LensLayer, Token
+from replaylens.views.pictures import Tree
 from replaylens.views.report import ReportPage
 from replaylens.workbench.attention import AttentionResult
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread, imsave
 
-from replaylens.engine.pictures.pictures import Timeline, Tree
+from replaylens.views.pictures import Timeline, Tree
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -15,12 +15,12 @@ from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine, Run, ThinkingEngine
 from replaylens.engine.model.config import ModelConfig
-from replaylens.engine.pictures.thoughts import DrawnRound, Thinking
 from replaylens.engine.thinking.prefill import GUESSES, Guess
 from replaylens.engine.thinking.thoughts import ThinkingRecording
 from replaylens.views import examples
 from replaylens.views.examples import DumpedThoughts
 from replaylens.views.report import ReportPage
+from replaylens.views.thoughts import DrawnRound, Thinking
 from tests.engine.thinking.reference import thinking_model
 from tests.views.checks import assert_harmless
 from tests.views.conftest import HostileTokenizer

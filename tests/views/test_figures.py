@@ -9,9 +9,9 @@ import torch
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
-from replaylens.engine.pictures.rollouts import FILLS, REST
 from replaylens.probes import report
 from replaylens.views import maps, sections
+from replaylens.views.rollouts import FILLS, REST
 from tests.drawings import (
     FIGURES,
     HIGH,

@@ -15,11 +15,11 @@ from replaylens.cli import app
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine, Run
 from replaylens.engine.memory.tree import TokenState
-from replaylens.engine.pictures.data import LensGuess, LensLayer, Token
 from replaylens.probes.report import Report
 from replaylens.probes.sweeps import sweep as run_sweep
 from replaylens.views import maps
 from replaylens.views import sections as opening
+from replaylens.views.data import LensGuess, LensLayer, Token
 from replaylens.views.report import ReportPage
 from tests.views.checks import assert_harmless
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.pictures.rollouts import RolloutTree
 from replaylens.probes.forks.distributions import RolloutTexts
 from replaylens.views.report import ReportPage
+from replaylens.views.rollouts import RolloutTree
 from tests.views.checks import assert_harmless, parsed
 from tests.views.conftest import HOSTILE
 from tests.views.test_browser import browser, tab  # noqa: F401

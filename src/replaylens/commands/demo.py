@@ -26,10 +26,10 @@ from replaylens.engine.errors import BadRequest, EngineError, no_such
 from replaylens.engine.model import hub, modes, sites
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
-from replaylens.engine.pictures.data import LensGuess, LensLayer
 from replaylens.engine.request.values import output_path
 from replaylens.engine.zoo import coin as zoo
 from replaylens.tasks import Example, WordTokenizer
+from replaylens.views.data import LensGuess, LensLayer
 
 if TYPE_CHECKING:
     from replaylens.probes.report import Report

@@ -10,13 +10,13 @@ from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import BadDump
 from replaylens.engine.memory.tree import BranchStatus, TokenState
-from replaylens.engine.pictures.data import Decode, DrawnPath, Readings, Token
-from replaylens.engine.pictures.pictures import Tree
-from replaylens.engine.pictures.thoughts import END, DrawnChunk, DrawnRound, Thinking, step_facts
 from replaylens.engine.thinking.model import STATE_SITE
 from replaylens.engine.thinking.thoughts import TOKENS_SITE
 from replaylens.tasks.errors import UnknownTask
 from replaylens.tasks.task import AnyTask
+from replaylens.views.data import Decode, DrawnPath, Readings, Token
+from replaylens.views.pictures import Tree
+from replaylens.views.thoughts import END, DrawnChunk, DrawnRound, Thinking, step_facts
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -9,9 +9,9 @@ from markupsafe import Markup
 
 from replaylens.engine.display import visible
 from replaylens.engine.memory.tree import TokenState
-from replaylens.engine.pictures.data import Token, layer_name
-from replaylens.engine.pictures.html import tag
+from replaylens.views.data import Token, layer_name
 from replaylens.views.examples import DumpedExample
+from replaylens.views.html import tag
 
 # ---- heatmap ---------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 import replaylens
-from replaylens.engine.pictures.html import asset, join, script_json, style, tag, void
+from replaylens.views.html import asset, join, script_json, style, tag, void
 
 NO_STYLE = Markup()
 MADE_BY = "replaylens "

@@ -17,24 +17,23 @@ from tqdm.auto import tqdm
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import MISMATCH, VERIFIED, Verification
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.pictures import draw
-from replaylens.engine.pictures import thoughts as thinking
-from replaylens.engine.pictures.data import Decode
-from replaylens.engine.pictures.html import asset, join, tag, void
-from replaylens.engine.pictures.pictures import Timeline
-from replaylens.engine.pictures.rollouts import RolloutTree, rollout_style
-from replaylens.engine.pictures.summary import fact_list
 from replaylens.engine.request.values import output_path, verb
 from replaylens.engine.terminal import hidden
 from replaylens.probes.report import Report
-from replaylens.views import examples, page
+from replaylens.views import draw, examples, page
 from replaylens.views import maps as heatmap
 from replaylens.views import maps as lens_map
 from replaylens.views import sections as opening
 from replaylens.views import sections as probe_section
 from replaylens.views import sections as result_section
+from replaylens.views import thoughts as thinking
+from replaylens.views.data import Decode
 from replaylens.views.examples import DumpedExample
+from replaylens.views.html import asset, join, tag, void
+from replaylens.views.pictures import Timeline
+from replaylens.views.rollouts import RolloutTree, rollout_style
 from replaylens.views.sections import Reportable
+from replaylens.views.summary import fact_list
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from markupsafe import Markup
 
 from replaylens.engine.errors import BadRequest, EngineBug
-from replaylens.engine.pictures import draw as tree_html
-from replaylens.engine.pictures.html import join, script, style, tag
-from replaylens.engine.pictures.summary import fact_list
 from replaylens.engine.request.values import items
 from replaylens.engine.request.values import shown as in_words
 from replaylens.probes.report import CONTROLS, Report, best_of, shown
+from replaylens.views import draw
 from replaylens.views import maps as heatmap
 from replaylens.views.examples import DumpedExample
+from replaylens.views.html import join, script, style, tag
 from replaylens.views.maps import Heatmap, HeatmapCell, span
+from replaylens.views.summary import fact_list
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,7 +51,7 @@ def draw_opening(probes: Sequence[Report], run: str = "", example: DumpedExample
     points += [tag("ul", *(tag("li", line) for line in headlines), class_="rl-headline")] if headlines else []
     cells = [line for report in probes if report.kind == "sweep" for line in _best(report)]
     table = [_opening_table(cells[:OPENING_LINES])] if cells else []
-    tree = [tag("div", tree_html.draw_tree(example.tree), class_="rl-one")] if example is not None else []
+    tree = [tag("div", draw.draw_tree(example.tree), class_="rl-one")] if example is not None else []
     return join([*points, *table, *tree])
 
 

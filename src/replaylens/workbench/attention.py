@@ -16,9 +16,9 @@ from torch import Tensor
 from replaylens.engine.display import visible
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.text import Prompt
-from replaylens.engine.pictures.html import fragment, tag, void
 from replaylens.engine.request.values import integer, shown, verb, whole
 from replaylens.engine.serving.core import Core
+from replaylens.views.html import fragment, tag, void
 from replaylens.views.maps import draw
 from replaylens.workbench.ablate import chosen_layers
 from replaylens.workbench.drawing import Grid, figure, paragraph, table, words

@@ -17,9 +17,9 @@ from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.features.rows import FeatureRows
 from replaylens.engine.lens.lens import TunedLens, read_ranked
 from replaylens.engine.model.text import Prompt
-from replaylens.engine.pictures.data import layer_name
 from replaylens.engine.request.values import instance, items, verb
 from replaylens.engine.serving.core import Core
+from replaylens.views.data import layer_name
 from replaylens.workbench.drawing import Grid, figure, view, words
 
 Measure = Literal["probability", "entropy", "kl", "rank", "logprob", "features"]

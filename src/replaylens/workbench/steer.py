@@ -16,7 +16,6 @@ from torch import Tensor
 from replaylens.engine.display import picture, visible
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.text import Prompt
-from replaylens.engine.pictures.html import fragment, tag
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import items, verb
@@ -24,6 +23,7 @@ from replaylens.engine.request.values import number as finite
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
 from replaylens.probes.probe import LinearProbe
+from replaylens.views.html import fragment, tag
 from replaylens.workbench.ablate import chosen_layers
 
 Contrast = tuple[Sequence[Prompt], Sequence[Prompt]]

@@ -16,10 +16,10 @@ from replaylens.engine.dump.verify import diff, verify
 from replaylens.engine.engine import Engine, Run, ThinkingEngine
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.config import ModelConfig
-from replaylens.engine.pictures.thoughts import Thinking
 from replaylens.engine.thinking.prefill import GUESSES
 from replaylens.engine.zoo import thinking as thinking_zoo
 from replaylens.tasks import WordTokenizer
+from replaylens.views.thoughts import Thinking
 from tests.engine.reference import same_bits
 from tests.engine.thinking.reference import thinking_model
 

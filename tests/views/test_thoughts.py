@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from replaylens.engine.pictures.thoughts import DrawnChunk, DrawnRound, Thinking
+from replaylens.views.thoughts import DrawnChunk, DrawnRound, Thinking
 from tests.views.checks import assert_harmless
 from tests.views.conftest import HOSTILE
 

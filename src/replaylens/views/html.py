@@ -157,7 +157,7 @@ def script_json(data: Any) -> Markup:
 
 
 @cache
-def asset(name: str, package: str = "replaylens.engine.pictures") -> str:
+def asset(name: str, package: str = "replaylens.views") -> str:
     """The text of a style or script in a package."""
     return files(package).joinpath("assets", name).read_text()
 

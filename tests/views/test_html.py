@@ -5,7 +5,7 @@ import json
 import pytest
 from markupsafe import Markup
 
-from replaylens.engine.pictures.html import fragment, join, script_json, tag, void
+from replaylens.views.html import fragment, join, script_json, tag, void
 from tests.views.checks import assert_harmless, parsed
 from tests.views.conftest import HOSTILE
 

@@ -4,9 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replaylens.engine.memory.tree import TokenState
-from replaylens.engine.pictures.data import DrawnPath, Token
-from replaylens.engine.pictures.draw import Placement, arrange
-from replaylens.engine.pictures.pictures import Tree
+from replaylens.views.data import DrawnPath, Token
+from replaylens.views.draw import Placement, arrange
+from replaylens.views.pictures import Tree
 
 
 def path(branch: int, parent: int | None, fork: int, count: int) -> DrawnPath:

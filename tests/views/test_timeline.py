@@ -10,10 +10,10 @@ import pytest
 from replaylens.engine.engine import Engine, Run
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.memory.tree import TokenState
-from replaylens.engine.pictures import draw
-from replaylens.engine.pictures.data import Fill, Frame, Phase
-from replaylens.engine.pictures.pictures import timeline
 from replaylens.engine.proof.trace import Trace
+from replaylens.views import draw
+from replaylens.views.data import Fill, Frame, Phase
+from replaylens.views.pictures import timeline
 from tests.toy_model import continuation, toy
 from tests.toy_model import engine as toy_engine
 from tests.views.checks import assert_harmless

@@ -11,8 +11,8 @@ import numpy as np
 
 from replaylens.engine.display import visible
 from replaylens.engine.memory.tree import TokenState
-from replaylens.engine.pictures.html import KINDS, ORDINARY, kind_of
 from replaylens.engine.request.capture import Recording
+from replaylens.views.html import KINDS, ORDINARY, kind_of
 
 if TYPE_CHECKING:
     pass

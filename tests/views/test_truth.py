@@ -11,12 +11,12 @@ from rich.console import Console
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.memory.tree import HOOKED, ORDINARY, TokenState
-from replaylens.engine.pictures import draw
-from replaylens.engine.pictures.data import Check, Fill, Frame, Phase, Slot
-from replaylens.engine.pictures.html import KINDS, kind_of
-from replaylens.engine.pictures.pictures import timeline
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.serving.branch import Branch
+from replaylens.views import draw
+from replaylens.views.data import Check, Fill, Frame, Phase, Slot
+from replaylens.views.html import KINDS, kind_of
+from replaylens.views.pictures import timeline
 from tests.toy_model import VOCAB, continuation, engine, toy
 
 P = [3, 1, 4, 1, 5, 9]

@@ -10,13 +10,14 @@ from replaylens.engine.display import visible, word
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.memory.tree import HOOKED, ORDINARY, BranchRecord, TokenState
 from replaylens.engine.model.text import Text
-from replaylens.engine.pictures import draw, html
-from replaylens.engine.pictures.data import Check, DrawnPath, Fill, Frame, Paths, Phase, Readings, Slot, Token, capacity
 from replaylens.engine.proof.trace import Trace, path_digest
 from replaylens.engine.request.capture import Recording
+from replaylens.views import draw, html
+from replaylens.views.data import Check, DrawnPath, Fill, Frame, Paths, Phase, Readings, Slot, Token, capacity
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
+
 
 # ---- tree ------------------------------------------------------------------------------------------------------------
 

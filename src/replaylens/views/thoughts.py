@@ -11,19 +11,25 @@ The picture is plain data, which a live run, a dump or a test can provide.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 from rich.table import Table
-from rich.text import Text
+from rich.text import Text as Line
 
-from replaylens.engine.display import visible
-from replaylens.engine.memory.tree import TokenState
-from replaylens.engine.pictures.html import LOOKS, fragment, join, tag
+from replaylens.engine.display import visible, word
+from replaylens.engine.memory.tree import BranchRecord, TokenState
+from replaylens.engine.model.text import Text
+from replaylens.engine.thinking.thoughts import Round, Thoughts
+from replaylens.views.data import Fill, Frame, Phase, Slot
+from replaylens.views.html import LOOKS, fragment, join, tag
+from replaylens.views.pictures import Timeline
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
+
+# ---- thoughts --------------------------------------------------------------------------------------------------------
 
 END = "<EOS>"
 """text of the token that ends every thought"""
@@ -81,14 +87,14 @@ class Thinking:
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         table = Table("chunk", "tokens", "state added", "thought", title=self.title)
         for number, chunk in enumerate(self.chunks):
-            thought = Text(_said(chunk), style=LOOKS[TokenState.ACCEPTED].terminal if chunk.thinks else "dim")
-            tokens = Text(visible("".join(chunk.tokens)), style=LOOKS[_origin(chunk)].terminal)
+            thought = Line(_said(chunk), style=LOOKS[TokenState.ACCEPTED].terminal if chunk.thinks else "dim")
+            tokens = Line(visible("".join(chunk.tokens)), style=LOOKS[_origin(chunk)].terminal)
             table.add_row(str(number), tokens, _added(chunk, "{:.2f}", ""), thought)
         yield table
         for number, each in enumerate(self.rounds, 1):
-            struck = [Text(_said(chunk), style=LOOKS[TokenState.REJECTED].terminal) for chunk in each.dropped]
-            line = Text(f"round {number}: {_told(each, thoughts=False)}{', which had thought: ' if struck else ''}")
-            yield line.append_text(Text(" | ").join(struck))
+            struck = [Line(_said(chunk), style=LOOKS[TokenState.REJECTED].terminal) for chunk in each.dropped]
+            line = Line(f"round {number}: {_told(each, thoughts=False)}{', which had thought: ' if struck else ''}")
+            yield line.append_text(Line(" | ").join(struck))
 
     def _repr_html_(self) -> str:
         return fragment(draw(self))
@@ -198,3 +204,88 @@ def _said(chunk: DrawnChunk) -> str:
 def _added(chunk: DrawnChunk, some: str, none: str) -> str:
     """The state added to a chunk: `some` formatted with its norm, `none`, or "not kept"."""
     return "not kept" if chunk.state is None else some.format(chunk.state) if chunk.state else none
+
+
+# ---- picture ---------------------------------------------------------------------------------------------------------
+# Pictures of models that think: the Thinking-States picture, and the thoughts within trees and timelines.
+
+ThoughtWords = tuple[str, ...]
+
+
+def picture(text: Text, tokens: list[int], thoughts: Thoughts, title: str = "Thinking States") -> Thinking:
+    """All chunks with thoughts, and one more for the answer, which receives the last state and does not think."""
+    c = thoughts.config.chunk
+
+    def norm(chunk: int) -> float:
+        state = thoughts.states.get(chunk)
+        return 0.0 if state is None or state.value is None else float(state.value.norm())
+
+    def tokens_of(chunk: int) -> ThoughtWords:
+        return tuple(word(text, token) for token in tokens[chunk * c : (chunk + 1) * c])
+
+    def dropped(each: Round) -> tuple[DrawnChunk, ...]:
+        said = enumerate(each.dropped, each.kept)
+        return tuple(DrawnChunk(tokens_of(chunk), _words_of(text, thoughts, thought), None) for chunk, thought in said)
+
+    chunks = []
+    for number, thought in enumerate(thoughts.chunks):
+        likely = thought.distribution["thinking.top_logprobs"][:, 0].exp().tolist()
+        said = _words_of(text, thoughts, thought.tokens)
+        chunks.append(DrawnChunk(tokens_of(number), said, norm(number), step_facts(likely)))
+    if answer := tuple(word(text, token) for token in tokens[len(chunks) * c :]):
+        chunks.append(DrawnChunk(answer, (), norm(len(chunks))))
+    rounds = tuple(DrawnRound(r.first, r.kept, r.last, dropped(r)) for r in thoughts.rounds)
+    return Thinking(tuple(chunks), rounds, title, thoughts.config.layers)
+
+
+def thoughts_by_branch(text: Text, record: BranchRecord, thoughts: Thoughts) -> dict[int, dict[int, ThoughtWords]]:
+    """The words of thoughts by branch and position, the last of their chunk: those of the branch, and those of the suffixes of
+    its prompt that were rolled back. Empty thoughts are left out."""
+    c = thoughts.config.chunk
+    found = {record.id: _by_position(text, thoughts, 0, [thought.tokens for thought in thoughts.chunks])}
+    dropped = {each.kept * c: each for each in thoughts.rounds if each.dropped}
+    for cut in record.cut:
+        if (each := dropped.get(cut.fork_position)) is not None and cut.fork_position < record.root_length:
+            found[cut.id] = _by_position(text, thoughts, each.kept, each.dropped)
+    return found
+
+
+def with_rounds(told: Timeline, text: Text, thoughts: Thoughts) -> Timeline:
+    """A timeline with the rounds of its prefill before the first frame."""
+    beside = told.frames[0].others if told.frames else 0
+    made = [frame for number, each in enumerate(thoughts.rounds, 1) for frame in _frames(number, each, text, thoughts)]
+    return replace(told, frames=(*(replace(frame, others=beside) for frame in made), *told.frames))
+
+
+def _frames(number: int, each: Round, text: Text, thoughts: Thoughts) -> Sequence[Frame]:
+    """One round: the pass over all its chunks if some are rolled back, then what is left."""
+    c = thoughts.config.chunk
+
+    def slots(first: int, said: Sequence[tuple[int, ...]], state: TokenState) -> list[Slot]:
+        words = [(i, _words_of(text, thoughts, thought)) for i, thought in enumerate(said, first)]
+        return [Slot(" ".join(w), state, i, label=f"Z{i}") for i, w in words if state is TokenState.REJECTED or len(w) > 1]
+
+    def known(end: int) -> list[Slot]:
+        return slots(0, [thought.tokens for thought in thoughts.chunks[:end]], TokenState.ACCEPTED)
+
+    kept = f"round {number}: KV kept up to chunk {each.kept - 1}"
+    if not each.dropped:
+        return [Frame(Phase.ACCEPT, kept, Fill(each.kept * c), tuple(known(each.kept)))]
+    ran = f"round {number}: chunks {each.first} to {each.last - 1} in one canonical pass, with guessed thoughts"
+    fill = Fill(each.first * c, draft=(each.last - each.first) * c)
+    gone = f"{kept}; chunks {each.kept} to {each.last - 1} rolled back with their thoughts"
+    after = (*known(each.kept), *slots(each.kept, each.dropped, TokenState.REJECTED))
+    return [
+        Frame(Phase.PREFILL, ran, fill, tuple(known(each.first))),
+        Frame(Phase.ROLLBACK, gone, Fill(each.kept * c), after),
+    ]
+
+
+def _by_position(text: Text, thoughts: Thoughts, first: int, said: Sequence[tuple[int, ...]]) -> dict[int, ThoughtWords]:
+    c = thoughts.config.chunk
+    words = {(chunk + 1) * c - 1: _words_of(text, thoughts, thought) for chunk, thought in enumerate(said, first)}
+    return {position: each for position, each in words.items() if len(each) > 1}
+
+
+def _words_of(text: Text, thoughts: Thoughts, tokens: Sequence[int]) -> ThoughtWords:
+    return tuple(END if token == thoughts.config.eos_token else word(text, token) for token in tokens)

@@ -10,10 +10,10 @@ from replaylens.engine.display import visible, word
 from replaylens.engine.engine import Engine, Run
 from replaylens.engine.memory.tree import BranchTree, TokenState
 from replaylens.engine.model.text import Text
-from replaylens.engine.pictures import draw, pictures
-from replaylens.engine.pictures.data import DrawnPath, Readings, Token
-from replaylens.engine.pictures.draw import arrange
-from replaylens.engine.pictures.pictures import Tree
+from replaylens.views import draw, pictures
+from replaylens.views.data import DrawnPath, Readings, Token
+from replaylens.views.draw import arrange
+from replaylens.views.pictures import Tree
 from tests.toy_model import random_model
 from tests.views.checks import assert_harmless, parsed
 from tests.views.conftest import HOSTILE

@@ -22,7 +22,7 @@ from scipy import stats
 
 from replaylens.engine.display import visible
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.pictures.html import asset, join, script, style, tag, void
+from replaylens.views.html import asset, join, script, style, tag, void
 
 # ---- outcomes --------------------------------------------------------------------------------------------------------
 # Outcomes as colours and curves: what rollouts from each fork of a path end in.

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from replaylens.engine.memory.tree import TokenState
-from replaylens.engine.pictures.html import CHECK, INK, KINDS, LOOKS, PAGES, css_variables, svg_style
-from replaylens.engine.pictures.rollouts import FILLS, REST, colours
 from replaylens.engine.resampling.plan import NO_ANSWER, OTHER
+from replaylens.views.html import CHECK, INK, KINDS, LOOKS, PAGES, css_variables, svg_style
+from replaylens.views.rollouts import FILLS, REST, colours
 
 # Machado, Oliveira and Fernandes (2009), severity 1: how linear RGB is perceived
 BLINDNESS = {

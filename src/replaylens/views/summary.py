@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 
 from markupsafe import Markup
 
-from replaylens.engine.pictures import draw, thoughts
-from replaylens.engine.pictures.data import Fill
-from replaylens.engine.pictures.draw import cylinder
-from replaylens.engine.pictures.html import fragment, tag
-from replaylens.engine.pictures.pictures import Tree
-from replaylens.engine.pictures.thoughts import Thinking
+from replaylens.views import draw, thoughts
+from replaylens.views.data import Fill
+from replaylens.views.draw import cylinder
+from replaylens.views.html import fragment, tag
+from replaylens.views.pictures import Tree
+from replaylens.views.thoughts import Thinking
 
 MAX_TREES = 12
 """limit per output"""

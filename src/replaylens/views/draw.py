@@ -9,9 +9,9 @@ from rich.text import Text
 
 from replaylens.engine.display import visible
 from replaylens.engine.memory.tree import TokenState
-from replaylens.engine.pictures.data import Check, DrawnPath, Fill, Frame, LensLayer, Paths, Phase, Slot, Token
-from replaylens.engine.pictures.data import capacity as most_positions
-from replaylens.engine.pictures.html import KINDS, NAMES, ORDINARY, Attributes, join, svg_style, tag
+from replaylens.views.data import Check, DrawnPath, Fill, Frame, LensLayer, Paths, Phase, Slot, Token
+from replaylens.views.data import capacity as most_positions
+from replaylens.views.html import KINDS, NAMES, ORDINARY, Attributes, join, svg_style, tag
 
 # ---- layout ----------------------------------------------------------------------------------------------------------
 

@@ -1,1 +1,0 @@
-"""Trees, timelines and boards, drawn from data."""
