@@ -31,10 +31,10 @@ from replaylens.engine.proof.trace import Fingerprint
 from replaylens.engine.records import build
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.resampling.drawing import Replacement, plan_rollouts, waves_of
 from replaylens.engine.resampling.plan import Answer, KeptPlaces, ResamplePlan
 from replaylens.engine.resampling.rollouts import Rollouts, WaveFolder
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.serving.resampling import Replacement, waves_of
 from replaylens.engine.terminal import hidden
 
 # ---- cluster ---------------------------------------------------------------------------------------------------------
@@ -397,7 +397,7 @@ class WaveWorker(Worker):
         given["sampling"] = Sampling.from_json(given["sampling"])
         given["answer"] = None if given["answer"] is None else Answer.from_json(given["answer"])
         with chain_of(self.engine, **json.loads(path)) as branch:
-            plan, wave = branch.plan_rollouts(**given)
+            plan, wave = plan_rollouts(branch, **given)
         return json.dumps({"plan": plan.to_json(), "wave": wave})
 
     def write(self, folder: str, number: int) -> int:

@@ -17,8 +17,8 @@ import torch
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from replaylens.engine.attribution import Attribution
 from replaylens.engine.features.rows import FeatureRows
+from replaylens.engine.gradients.attribution import Attribution
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.resampling.rollouts import Rollout, Rollouts
 from replaylens.probes import report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
@@ -26,14 +26,18 @@ from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import require_places, warn_of_no_match
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import hides, integer, named_options, renamed, whole
-from replaylens.engine.serving.differentiable import Differentiable
 from replaylens.engine.serving.forest import Completer, Forest
 from replaylens.engine.serving.lock import EngineLock, changing, reading
 from replaylens.engine.serving.request import At, Request, Stream, Uncopied, chosen, logits_of
-from replaylens.engine.serving.resampling import Resampled
 from replaylens.engine.terminal import held_interrupt
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from replaylens.engine.gradients.gradients import AnyMetric, Gradients
+    from replaylens.engine.resampling.drawing import Replacement
+    from replaylens.engine.resampling.plan import Answer, ForkPositions, KeptPlaces
+    from replaylens.engine.resampling.rollouts import Rollout, Rollouts
     from replaylens.views.pictures import Timeline, Tree
 
 # ---- hold ------------------------------------------------------------------------------------------------------------
@@ -120,8 +124,8 @@ class Owner(Protocol):
         ...
 
 
-@hides("hold", "lane", "lock", "plan_rollouts", "record", "tape")
-class Branch(Differentiable, Resampled, Uncopied):
+@hides("hold", "lane", "lock", "record")
+class Branch(Uncopied):
     """One token path with its KV. Forks share pages; a page is copied only when it is written.
 
     A branch is released by `release`, at the end of a `with` block, or once nothing refers to it. Its forks stay open.
@@ -392,6 +396,93 @@ class Branch(Differentiable, Resampled, Uncopied):
         """Release the branch, unless it is released already, or the process ends."""
         if not self._process_ends() and self.status is not BranchStatus.RELEASED:
             self.release()
+
+    # ---- gradients and rollouts ---------------------------------------------------------------------------------
+
+    def gradients(self, metric: AnyMetric | Branch, sites: str | Sequence[str] | None = None) -> Gradients:
+        """The gradient of a metric of the next token's logits, at every position of the path.
+
+        metric  a pair of tokens (their logit difference), one token (its log-probability), another branch (the KL divergence
+                from its distribution), or a function of the last row's logits [vocab] that returns a scalar tensor. With a
+                function, the result is not certified
+        sites   S, T and C, or site names; default: those that the branch captures
+
+        The path is computed again, alone, in one canonical forward and one backward pass. So the bits depend on weights, path
+        and edits only. Gradients are those of the values after edits: added vectors let them pass, replaced rows stop them.
+        """
+        from replaylens.engine.gradients.branches import gradients
+
+        return gradients(self, metric, sites)
+
+    @named_options
+    def resample(
+        self,
+        n: int,
+        *,
+        at: ForkPositions = None,
+        sampling: Sampling | None = None,
+        max_new: int = 64,
+        answer: Answer | None = None,
+        sites: str | Sequence[str] | None = None,
+        keep: KeptPlaces = "last",
+        replace: Replacement = None,
+        wave: int | None = None,
+        folder: str | Path | None = None,
+        progress: bool = False,
+    ) -> Rollouts:
+        """Draw `n` continuations at each of some positions of this path. The branch itself is not changed.
+
+        at        where: "sentences" (the start of each sentence after the prompt), "tokens" (each token after it), a position,
+                  several, or a function of position and token text. A rollout at position p keeps the first p tokens. Default:
+                  the end of the path
+        sampling  default: temperature 1. Each rollout has a seed of its own, made from this seed, position and number
+        max_new   maximal number of tokens; 0 with choices: they are read right at the fork
+        answer    how outcomes are read: `Answer.regex`, `Answer.choices` or `Answer.function`
+        sites     what to capture, such as "S"; rows are kept at the places that `keep` names
+        keep      "fork" (the last token before the rollout), "sentences" (the last token of each sentence), "answer", "last",
+                  "all", or numbers of generated tokens; one or several
+        replace   what comes at each position instead of the path's own tokens: a text, token ids, or a list of texts with one
+                  for each position. The rollout goes on from there
+        wave      rollouts drawn together, which bounds memory; default: as many as the KV cache has room for, at most 1024.
+                  Changes no bit
+        folder    where finished waves are kept. The same call goes on with a folder that was left unfinished
+        progress  show a bar
+
+        A rollout is the same, bit for bit, whatever `n`, `wave` and its company are.
+
+        >>> from replaylens import Answer, Engine
+        >>> root = Engine.load("coin-plain").prompt("A coin's state is heads. Alice flips. What's the state? A:")
+        >>> root.resample(20, max_new=2, answer=Answer.regex("heads|tails")).outcomes().outcomes
+        ['tails']
+        """
+        from replaylens.engine.resampling.drawing import drawn, plan_rollouts
+        from replaylens.engine.resampling.rollouts import Rollouts
+
+        plan, wave = plan_rollouts(self, n, at, sampling, max_new, answer, sites, keep, replace, wave)
+        return Rollouts(plan, tuple(drawn(self, plan, wave, folder, progress)))
+
+    @named_options
+    def stream_rollouts(
+        self,
+        n: int,
+        *,
+        at: ForkPositions = None,
+        sampling: Sampling | None = None,
+        max_new: int = 64,
+        answer: Answer | None = None,
+        sites: str | Sequence[str] | None = None,
+        keep: KeptPlaces = "last",
+        replace: Replacement = None,
+        wave: int | None = None,
+        folder: str | Path | None = None,
+        progress: bool = False,
+    ) -> Iterator[Rollout]:
+        """Yield the rollouts of `resample` in their order, wave by wave. What is not yielded yet is not drawn, and what is not
+        held is not kept. With a `folder`, those of finished waves are yielded again, from their files."""
+        from replaylens.engine.resampling.drawing import drawn, plan_rollouts
+
+        plan, wave = plan_rollouts(self, n, at, sampling, max_new, answer, sites, keep, replace, wave)
+        return drawn(self, plan, wave, folder, progress)
 
     def _check_open(self) -> None:
         if self.status is BranchStatus.RELEASED:

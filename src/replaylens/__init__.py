@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens import errors, probes, tasks
-    from replaylens.engine.attribution import attribution_patching as attribution_patching
-    from replaylens.engine.attribution import integrated_gradients as integrated_gradients
     from replaylens.engine.dump.reader import Dump as Dump
     from replaylens.engine.engine import Engine as Engine
     from replaylens.engine.engine import Run as Run
     from replaylens.engine.features.features import SparseFeatures as SparseFeatures
+    from replaylens.engine.gradients.attribution import attribution_patching as attribution_patching
+    from replaylens.engine.gradients.attribution import integrated_gradients as integrated_gradients
     from replaylens.engine.proof.trace import Trace as Trace
     from replaylens.engine.request.edits import Edit as Edit
     from replaylens.engine.request.sampling import Sampling as Sampling
@@ -46,11 +46,11 @@ _WHERE = {
     "Trace": "replaylens.engine.proof.trace:Trace",
     "ablate": "replaylens.workbench.ablate:ablate",
     "attention": "replaylens.workbench.attention:attention",
-    "attribution_patching": "replaylens.engine.attribution:attribution_patching",
+    "attribution_patching": "replaylens.engine.gradients.attribution:attribution_patching",
     "compare": "replaylens.workbench.compare:compare",
     "dla": "replaylens.workbench.dla:dla",
     "errors": "replaylens.errors",
-    "integrated_gradients": "replaylens.engine.attribution:integrated_gradients",
+    "integrated_gradients": "replaylens.engine.gradients.attribution:integrated_gradients",
     "lens": "replaylens.workbench.lens:lens",
     "patch": "replaylens.workbench.patch:patch",
     "path_patch": "replaylens.workbench.patch:path_patch",

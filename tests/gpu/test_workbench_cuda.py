@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from replaylens.engine.attribution import attribution_patching
 from replaylens.engine.engine import Engine
 from replaylens.engine.features.features import SparseFeatures
+from replaylens.engine.gradients.attribution import attribution_patching
 from replaylens.engine.gradients.gradients import Gradients
 from replaylens.engine.model import loading
 from replaylens.engine.model.layers import Linear

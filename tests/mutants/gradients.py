@@ -47,7 +47,7 @@ GRADIENTS = (
     ),
     Mutant(
         "functions-certified",
-        "replaylens.engine.serving.differentiable",
+        "replaylens.engine.gradients.branches",
         "promised and isinstance(found, Named)",
         "promised",
         "nothing is promised about what a function computes",
@@ -55,7 +55,7 @@ GRADIENTS = (
     ),
     Mutant(
         "patches-counted-from-clean",
-        "replaylens.engine.attribution",
+        "replaylens.engine.gradients.attribution",
         "rows[site] - found.activations[site]",
         "found.activations[site] - rows[site]",
         "an estimate has the sign of the real effect",
@@ -63,7 +63,7 @@ GRADIENTS = (
     ),
     Mutant(
         "left-endpoint-rule",
-        "replaylens.engine.attribution",
+        "replaylens.engine.gradients.attribution",
         "(step + 0.5) / steps",
         "step / steps",
         "integrated gradients add up to the difference of the metric",

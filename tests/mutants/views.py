@@ -55,7 +55,7 @@ VIEWS = (
     ),
     Mutant(
         "heads-drawn-as-means",
-        "replaylens.engine.attribution",
+        "replaylens.engine.gradients.attribution",
         "{what: grid.sum(1) for what, grid in grids.items()}",
         "{what: grid.mean(1) for what, grid in grids.items()}",
         "a head's attribution is the sum over positions",

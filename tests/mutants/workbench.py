@@ -32,7 +32,7 @@ WORKBENCH = (
     ),
     Mutant(
         "interval-without-a-degree-of-freedom",
-        "replaylens.engine.attribution",
+        "replaylens.engine.gradients.attribution",
         "values.std(0) / math.sqrt(count)",
         "values.std(0, correction=0) / math.sqrt(count)",
         "intervals over pairs are t intervals",

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from replaylens.engine.attribution import one_for_each
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.gradients.attribution import one_for_each
 from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.edits import Edit, Positions
 from replaylens.engine.request.placed import drawn

@@ -12,9 +12,9 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from replaylens.engine.attribution import Prompts, common_words, each_pair, pairs_of, require_one_length, t_interval
 from replaylens.engine.dump.plan import ends_of
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.gradients.attribution import Prompts, common_words, each_pair, pairs_of, require_one_length, t_interval
 from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.values import instance, items, shown, verb, whole

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from replaylens import Engine, attribution_patching, errors, integrated_gradients
-from replaylens.engine.attribution import Attribution
+from replaylens.engine.gradients.attribution import Attribution
+from replaylens.engine.gradients.branches import tape as tape_of_branch
 from replaylens.engine.request.edits import Edit
 from tests.toy_model import VOCAB, engine, random_model
 
@@ -15,7 +16,7 @@ TEXT = "A coin's state is {}. Alice flips. What's the state? A:"
 
 
 def logits(subject: Engine, tokens: list[int], edits: list[Edit]) -> Tensor:
-    return subject.prompt(tokens, edits=edits).tape(()).logits
+    return tape_of_branch(subject.prompt(tokens, edits=edits), ()).logits
 
 
 def coin(compare: bool = True) -> Attribution:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from replaylens.engine.engine import Engine
+from replaylens.engine.gradients.branches import tape as tape_of_branch
 from replaylens.engine.gradients.gradients import Gradients
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.serving.branch import Branch
@@ -126,7 +127,7 @@ def test_values_are_the_captured_rows() -> None:
 def test_one_head() -> None:
     """Where folding heads copies nothing, the values of the pass must not change: a tape can be used again."""
     branch = engine(random_model(num_heads=1, num_kv_heads=1, d_head=32)).prompt(path(), sites=SITES)
-    tape = branch.tape(tuple(branch.gradients(METRIC)))
+    tape = tape_of_branch(branch, tuple(branch.gradients(METRIC)))
     first, again = (tape.gradients(lambda logits: logits[3] - logits[8], {}, True) for _ in range(2))
     assert same(first, again) and torch.equal(
         tape.value("blocks.1.attn.q.hook_out"), branch.activations["blocks.1.attn.q.hook_out"]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from replaylens import Edit, Engine, errors
+from replaylens.engine.gradients.branches import tape as tape_of_branch
 from replaylens.engine.gradients.gradients import Divergence, LogitDifference, LogProbability, derivative
 from tests.toy_model import VOCAB, engine
 
@@ -15,7 +16,7 @@ PATH = list(range(1, 12))
 def test_metrics_are_what_their_names_say() -> None:
     subject = engine()
     a, b = subject.prompts([PATH, PATH[:4]])
-    mine, other = a.tape(()).logits, b.tape(()).logits
+    mine, other = tape_of_branch(a, ()).logits, tape_of_branch(b, ()).logits
     p, q = other.softmax(-1), mine.softmax(-1)
     expected = {
         LogitDifference(3, 8): mine[3] - mine[8],

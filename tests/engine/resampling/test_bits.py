@@ -10,11 +10,11 @@ from torch import Tensor
 from replaylens.engine.engine import Engine
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.resampling import drawing
+from replaylens.engine.resampling.drawing import plan_rollouts, waves_of
 from replaylens.engine.resampling.plan import rollout_seed
 from replaylens.engine.resampling.rollouts import Rollout, Rollouts
-from replaylens.engine.serving import resampling
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.serving.resampling import waves_of
 from tests.toy_model import engine
 
 PATH, NEW, N = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8], 12, 5
@@ -56,7 +56,7 @@ def test_as_one_branch_alone(edited: bool) -> None:
     """Tokens, captured rows and KV of a rollout in company are those of a fork that is computed by hand, alone."""
     subject = engine()
     branch = path_of(subject, edited)
-    plan, _ = branch.plan_rollouts(N, AT, HOT, NEW, None, "S", EVERYTHING)
+    plan, _ = plan_rollouts(branch, N, AT, HOT, NEW, None, "S", EVERYTHING)
     indices = range(len(plan))
     with ExitStack() as opened:
         waves = waves_of(subject, branch, plan)
@@ -104,10 +104,10 @@ def test_waves_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     subject, preempted = engine(cache_tokens=160, page_size=4), []
     subject.loop.listeners.append(lambda event: preempted.append(event) if event["event"] == "preempt" else None)
     branch = path_of(subject)
-    _, wave = branch.plan_rollouts(N, AT, HOT, NEW)
+    _, wave = plan_rollouts(branch, N, AT, HOT, NEW)
     assert wave == (40 - 5) // 4 and branch.resample(N, at=AT, sampling=HOT, max_new=NEW).plan.n == N and not preempted
-    monkeypatch.setattr(resampling, "MAX_BYTES", 10_000)
-    assert branch.plan_rollouts(N, AT, HOT, NEW, sites="S")[1] == 10_000 // (13 * 3 * 32 * 4) < wave
+    monkeypatch.setattr(drawing, "MAX_BYTES", 10_000)
+    assert plan_rollouts(branch, N, AT, HOT, NEW, sites="S")[1] == 10_000 // (13 * 3 * 32 * 4) < wave
 
 
 @pytest.mark.parametrize("options", [{"max_rows": 16}, {"page_size": 1}, {"page_size": 5, "max_rows": 20}])

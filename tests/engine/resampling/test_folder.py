@@ -17,6 +17,7 @@ import torch
 from replaylens.engine.errors import BadRollouts, DumpWriteFailed, OtherPlan, UnsealedRollouts
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.resampling import rollouts as folder
+from replaylens.engine.resampling.drawing import plan_rollouts
 from replaylens.engine.resampling.plan import Answer
 from replaylens.engine.resampling.rollouts import Rollouts
 from replaylens.engine.serving.branch import Branch
@@ -254,7 +255,7 @@ def test_a_file_that_cannot_be_written_leaves_no_part(tmp_path: Path, monkeypatc
 
 def test_the_part_of_a_live_process_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process starts on the folder while a part is written."""
-    plan, _ = path().plan_rollouts(6, [4, 6], HOT, 6)
+    plan, _ = plan_rollouts(path(), 6, [4, 6], HOT, 6)
     seen = list[list[Path]]()
 
     def another(descriptor: int) -> None:
@@ -366,7 +367,7 @@ def test_a_folder_of_an_older_version(tmp_path: Path, reference: Rollouts) -> No
 
 def test_a_folder_that_another_worker_starts_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its plan appears between two looks: the folder is shared, with the size of waves that it has by then."""
-    plan, _ = path().plan_rollouts(6, [4, 6], HOT, 6)
+    plan, _ = plan_rollouts(path(), 6, [4, 6], HOT, 6)
     look = Path.iterdir
 
     def late(self: Path) -> Iterator[Path]:

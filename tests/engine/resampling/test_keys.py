@@ -7,9 +7,10 @@ import torch
 
 from replaylens.engine.model.ops import MASKED
 from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.resampling import drawing
+from replaylens.engine.resampling.drawing import plan_rollouts
 from replaylens.engine.resampling.plan import Answer
 from replaylens.engine.resampling.rollouts import Rollouts
-from replaylens.engine.serving import resampling
 from replaylens.engine.serving.branch import Branch
 from tests.toy_model import VOCAB, engine
 
@@ -75,8 +76,8 @@ def test_waves_and_folders_change_no_bit(wave: int, replace: list[int] | None, t
 
 def test_the_bytes_of_a_wave_count_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row of a pattern has heads x keys values, one of the logits the vocabulary and, in its pass, the stream before it."""
-    monkeypatch.setattr(resampling, "MAX_BYTES", 30_000)
-    wave = lambda site: path().plan_rollouts(50, AT, HOT, 7, sites=site)[1]  # noqa: E731
+    monkeypatch.setattr(drawing, "MAX_BYTES", 30_000)
+    wave = lambda site: plan_rollouts(path(), 50, AT, HOT, 7, sites=site)[1]  # noqa: E731
     assert wave(SITES[2]) == 30_000 // (8 * 32 * 4)
     assert wave(PATTERN) == 30_000 // (8 * 4 * (6 + 7) * 4)
     assert wave("unembed.hook_out") == 30_000 // (8 * (32 + VOCAB) * 4)

@@ -16,6 +16,7 @@ from torch import Tensor
 from replaylens.engine.display import word
 from replaylens.engine.errors import BadRequest, NoGradient
 from replaylens.engine.gradients.backward import Tape
+from replaylens.engine.gradients.branches import differentiable, metric_of, tape_of
 from replaylens.engine.gradients.gradients import AnyMetric, LogitsFunction, row_sums, value_of
 from replaylens.engine.model import modes
 from replaylens.engine.model.text import Prompt
@@ -24,12 +25,12 @@ from replaylens.engine.request.placing import place_all
 from replaylens.engine.request.values import flag, integer, verb, whole
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
-from replaylens.engine.serving.differentiable import differentiable, metric_of, tape_of
 from replaylens.engine.thinking.core import ThinkingCore
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
+
 
 # ---- effects ---------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""`Resampled`: resampling as a verb of a branch. The rollouts themselves are drawn by `Waves`."""
+"""Rollouts drawn on a branch: the plan that a call means, and `Waves`, which draws them some at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from replaylens.engine.model.text import Text
 from replaylens.engine.proof.trace import Fingerprint
 from replaylens.engine.request.capture import CaptureSpec, Recording
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import flag, instance, integer, items, named_options, shown, token_ids, whole
+from replaylens.engine.request.values import flag, instance, integer, items, shown, token_ids, whole
 from replaylens.engine.resampling.plan import (
     MAX_ROLLOUTS,
     Answer,
@@ -34,7 +34,7 @@ from replaylens.engine.resampling.plan import (
     sentence_ends,
     unit_texts,
 )
-from replaylens.engine.resampling.rollouts import Rollout, Rollouts, Row, WaveFolder
+from replaylens.engine.resampling.rollouts import Rollout, Row, WaveFolder
 from replaylens.engine.serving.forest import Completer, Forest
 from replaylens.engine.serving.request import SAMPLING, Request, logits_of
 from replaylens.engine.terminal import hidden
@@ -46,6 +46,7 @@ from replaylens.engine.terminal import hidden
 class Forked(Protocol):
     """What rollouts need from a branch."""
 
+    engine: Any
     lane: Lane
     record: BranchRecord
 
@@ -249,162 +250,90 @@ class Resampler(Served, Protocol):
         ...
 
 
-class Resampled:
-    """A path that can be resampled."""
-
-    engine: Any
-    lane: Lane
-    record: BranchRecord
-
-    @named_options
-    def resample(
-        self,
-        n: int,
-        *,
-        at: ForkPositions = None,
-        sampling: Sampling | None = None,
-        max_new: int = 64,
-        answer: Answer | None = None,
-        sites: str | Sequence[str] | None = None,
-        keep: KeptPlaces = "last",
-        replace: Replacement = None,
-        wave: int | None = None,
-        folder: str | Path | None = None,
-        progress: bool = False,
-    ) -> Rollouts:
-        """Draw `n` continuations at each of some positions of this path. The branch itself is not changed.
-
-        at        where: "sentences" (the start of each sentence after the prompt), "tokens" (each token after it), a position,
-                  several, or a function of position and token text. A rollout at position p keeps the first p tokens. Default:
-                  the end of the path
-        sampling  default: temperature 1. Each rollout has a seed of its own, made from this seed, position and number
-        max_new   maximal number of tokens; 0 with choices: they are read right at the fork
-        answer    how outcomes are read: `Answer.regex`, `Answer.choices` or `Answer.function`
-        sites     what to capture, such as "S"; rows are kept at the places that `keep` names
-        keep      "fork" (the last token before the rollout), "sentences" (the last token of each sentence), "answer", "last",
-                  "all", or numbers of generated tokens; one or several
-        replace   what comes at each position instead of the path's own tokens: a text, token ids, or a list of texts with one
-                  for each position. The rollout goes on from there
-        wave      rollouts drawn together, which bounds memory; default: as many as the KV cache has room for, at most 1024.
-                  Changes no bit
-        folder    where finished waves are kept. The same call goes on with a folder that was left unfinished
-        progress  show a bar
-
-        A rollout is the same, bit for bit, whatever `n`, `wave` and its company are.
-
-        >>> from replaylens import Answer, Engine
-        >>> root = Engine.load("coin-plain").prompt("A coin's state is heads. Alice flips. What's the state? A:")
-        >>> root.resample(20, max_new=2, answer=Answer.regex("heads|tails")).outcomes().outcomes
-        ['tails']
-        """
-        plan, wave = self.plan_rollouts(n, at, sampling, max_new, answer, sites, keep, replace, wave)
-        found = list(self._stream(self._held_path(), plan, wave, folder, flag("progress", progress)))
-        return Rollouts(plan, tuple(found))
-
-    @named_options
-    def stream_rollouts(
-        self,
-        n: int,
-        *,
-        at: ForkPositions = None,
-        sampling: Sampling | None = None,
-        max_new: int = 64,
-        answer: Answer | None = None,
-        sites: str | Sequence[str] | None = None,
-        keep: KeptPlaces = "last",
-        replace: Replacement = None,
-        wave: int | None = None,
-        folder: str | Path | None = None,
-        progress: bool = False,
-    ) -> Iterator[Rollout]:
-        """Yield the rollouts of `resample` in their order, wave by wave. What is not yielded yet is not drawn, and what is not
-        held is not kept. With a `folder`, those of finished waves are yielded again, from their files."""
-        plan, wave = self.plan_rollouts(n, at, sampling, max_new, answer, sites, keep, replace, wave)
-        return self._stream(self._held_path(), plan, wave, folder, flag("progress", progress))
-
-    def plan_rollouts(
-        self,
-        n: int,
-        at: ForkPositions = None,
-        sampling: Sampling | None = None,
-        max_new: int = 64,
-        answer: Answer | None = None,
-        sites: str | Sequence[str] | None = None,
-        keep: KeptPlaces = "last",
-        replace: Replacement = None,
-        wave: int | None = None,
-    ) -> tuple[ResamplePlan, int]:
-        """The plan and the size of its waves. BadRequest names the option that is invalid, before anything is drawn."""
-        if not self.lane.certified:
-            raise NotCertified(
-                f"Branch {self.record.id} was computed by the fast path or hook functions. Resample a certified one."
-            )
-        engine, tokens = self.engine, tuple(self.record.tokens)
-        n, max_new = whole("n", n, 1, MAX_ROLLOUTS), whole("max_new", max_new, 0)
-        sampling = instance("sampling", Sampling(temperature=1.0) if sampling is None else sampling, Sampling, SAMPLING)
-        if answer is not None:
-            instance("answer", answer, Answer, "an Answer, such as Answer.regex(...)")
-            engine.token_ids_of(answer.tokens)
-        if n > 1 and max_new and not sampling.temperature:
-            raise BadRequest(f"Greedy rollouts are all the same, and n={n} were asked for. Give a temperature, or n=1.")
-        if not max_new and (answer is None or not answer.tokens or n > 1):
-            raise BadRequest("max_new=0 draws nothing. Give more, or Answer.choices and n=1 to read choices right at the fork.")
-        positions = positions_of(at, tokens, self.record.root_length, engine.text)
-        if len(positions) * n > MAX_ROLLOUTS:
-            raise BadRequest(f"{len(positions)} positions with {n} rollouts each are more than {MAX_ROLLOUTS}. Ask for fewer.")
-        names = () if sites is None else (sites,) if isinstance(sites, str) else tuple(items("sites", sites, "names of sites"))
-        plan = ResamplePlan(
-            engine.fingerprint.digest,
-            tokens,
-            self.record.root_length,
-            positions,
-            unit_texts(positions, tokens, engine.text),
-            n,
-            max_new,
-            sampling,
-            answer,
-            tuple(name for name in names if name),
-            places_kept(keep),
-            self._replacements(replace, len(positions)),
-            self._edits(positions),
+def plan_rollouts(
+    branch: Forked,
+    n: int,
+    at: ForkPositions = None,
+    sampling: Sampling | None = None,
+    max_new: int = 64,
+    answer: Answer | None = None,
+    sites: str | Sequence[str] | None = None,
+    keep: KeptPlaces = "last",
+    replace: Replacement = None,
+    wave: int | None = None,
+) -> tuple[ResamplePlan, int]:
+    """The plan and the size of its waves. BadRequest names the option that is invalid, before anything is drawn."""
+    if not branch.lane.certified:
+        raise NotCertified(
+            f"Branch {branch.record.id} was computed by the fast path or hook functions. Resample a certified one."
         )
-        return plan, wave_of(engine, plan) if wave is None else whole("wave", wave, 1)
+    engine, tokens = branch.engine, tuple(branch.record.tokens)
+    n, max_new = whole("n", n, 1, MAX_ROLLOUTS), whole("max_new", max_new, 0)
+    sampling = instance("sampling", Sampling(temperature=1.0) if sampling is None else sampling, Sampling, SAMPLING)
+    if answer is not None:
+        instance("answer", answer, Answer, "an Answer, such as Answer.regex(...)")
+        engine.token_ids_of(answer.tokens)
+    if n > 1 and max_new and not sampling.temperature:
+        raise BadRequest(f"Greedy rollouts are all the same, and n={n} were asked for. Give a temperature, or n=1.")
+    if not max_new and (answer is None or not answer.tokens or n > 1):
+        raise BadRequest("max_new=0 draws nothing. Give more, or Answer.choices and n=1 to read choices right at the fork.")
+    positions = positions_of(at, tokens, branch.record.root_length, engine.text)
+    if len(positions) * n > MAX_ROLLOUTS:
+        raise BadRequest(f"{len(positions)} positions with {n} rollouts each are more than {MAX_ROLLOUTS}. Ask for fewer.")
+    names = () if sites is None else (sites,) if isinstance(sites, str) else tuple(items("sites", sites, "names of sites"))
+    plan = ResamplePlan(
+        engine.fingerprint.digest,
+        tokens,
+        branch.record.root_length,
+        positions,
+        unit_texts(positions, tokens, engine.text),
+        n,
+        max_new,
+        sampling,
+        answer,
+        tuple(name for name in names if name),
+        places_kept(keep),
+        _replacements(engine, replace, len(positions)),
+        _edits(branch.lane, positions),
+    )
+    return plan, wave_of(engine, plan) if wave is None else whole("wave", wave, 1)
 
-    def _replacements(self, replace: Replacement, count: int) -> tuple[tuple[int, ...], ...]:
-        """Token ids for each position; empty: nothing is replaced."""
-        if replace is None:
-            return ()
-        encode: Callable[[str], list[int]] = lambda text: self.engine.text.encode(text, special=False)  # noqa: E731
-        if isinstance(replace, str):
-            found = [encode(replace)] * count
-        elif all(integer(each) is not None for each in replace):
-            found = [token_ids("replace", replace)] * count
-        else:
-            texts = items("replace", replace, REPLACE)
-            found = [encode(instance("replace", each, str, REPLACE)) for each in texts]
-        if [] in found:
-            empty = replace if len(replace) == 0 else ""
-            raise BadRequest(f"replace={shown(empty)} has no tokens. Give {REPLACE}, or None to replace nothing.")
-        if len(found) != count:
-            raise BadRequest(f"Got {len(found)} replacements for {count} positions. Give one for all, or one for each.")
-        return tuple(tuple(self.engine._check_tokens(ids)) for ids in found)
 
-    def _edits(self, positions: Sequence[int]) -> tuple[tuple[dict[str, Any], ...], ...]:
-        edits = self.lane.edits
-        return tuple(tuple(edit.to_json() for edit in edits if edit.needs <= at) for at in positions) if edits else ()
+def _replacements(engine: Any, replace: Replacement, count: int) -> tuple[tuple[int, ...], ...]:
+    """Token ids for each position; empty: nothing is replaced."""
+    if replace is None:
+        return ()
+    encode: Callable[[str], list[int]] = lambda text: engine.text.encode(text, special=False)  # noqa: E731
+    if isinstance(replace, str):
+        found = [encode(replace)] * count
+    elif all(integer(each) is not None for each in replace):
+        found = [token_ids("replace", replace)] * count
+    else:
+        texts = items("replace", replace, REPLACE)
+        found = [encode(instance("replace", each, str, REPLACE)) for each in texts]
+    if [] in found:
+        empty = replace if len(replace) == 0 else ""
+        raise BadRequest(f"replace={shown(empty)} has no tokens. Give {REPLACE}, or None to replace nothing.")
+    if len(found) != count:
+        raise BadRequest(f"Got {len(found)} replacements for {count} positions. Give one for all, or one for each.")
+    return tuple(tuple(engine._check_tokens(ids)) for ids in found)
 
-    def _held_path(self) -> Any:
-        """A fork that stays on this path while rollouts are drawn, whatever becomes of the branch."""
-        branch: Any = self
-        with self.engine.forest.quiet():
-            return branch.fork()[0]
 
-    def _stream(self, path: Any, plan: ResamplePlan, wave: int, folder: str | Path | None, progress: bool) -> Iterator[Rollout]:
-        with path:
-            yield from self._drawn(path, plan, wave, folder, progress)
+def _edits(lane: Lane, positions: Sequence[int]) -> tuple[tuple[dict[str, Any], ...], ...]:
+    edits = lane.edits
+    return tuple(tuple(edit.to_json() for edit in edits if edit.needs <= at) for at in positions) if edits else ()
 
-    def _drawn(self, path: Any, plan: ResamplePlan, wave: int, folder: str | Path | None, progress: bool) -> Iterator[Rollout]:
-        waves = waves_of(self.engine, path, plan)
+
+def drawn(branch: Forked, plan: ResamplePlan, wave: int, folder: str | Path | None, progress: bool) -> Iterator[Rollout]:
+    """The rollouts of a plan, drawn when they are read, on a fork that stays on the path, whatever becomes of the branch."""
+    with branch.engine.forest.quiet():
+        (path,) = branch.fork()
+    return _drawn(path, plan, wave, folder, flag("progress", progress))
+
+
+def _drawn(path: Any, plan: ResamplePlan, wave: int, folder: str | Path | None, progress: bool) -> Iterator[Rollout]:
+    with path:
+        waves = waves_of(path.engine, path, plan)
         files = None if folder is None else WaveFolder.create(folder, plan, wave)
         wave = wave if files is None else files.wave
         missing = set() if files is None else set(files.missing())

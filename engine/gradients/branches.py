@@ -1,10 +1,9 @@
-"""`Differentiable`: the gradients of a branch."""
+"""The gradients of a branch: its path computed alone, forward as a tape and backward."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from replaylens.engine.model import modes
 from replaylens.engine.model.sites import CHOICE_SITE, SiteTable
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.values import items
+from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.lock import EngineLock
 
@@ -35,53 +35,40 @@ class GradientSource(Protocol):
         ...
 
 
-class Differentiable(ABC):
-    """A path with edits, whose gradients can be computed."""
+class Differentiable(Protocol):
+    """A path with edits: what gradients need from a branch."""
 
-    engine: GradientSource
+    engine: Any
     lane: Lane
-    lock: EngineLock
     record: BranchRecord
 
-    @modes.plainly
-    def gradients(self, metric: AnyMetric | Differentiable, sites: str | Sequence[str] | None = None) -> Gradients:
-        """The gradient of a metric of the next token's logits, at every position of the path.
-
-        metric  a pair of tokens (their logit difference), one token (its log-probability), another branch (the KL divergence
-                from its distribution), or a function of the last row's logits [vocab] that returns a scalar tensor. With a
-                function, the result is not certified
-        sites   S, T and C, or site names; default: those that the branch captures
-
-        The path is computed again, alone, in one canonical forward and one backward pass. So the bits depend on weights, path
-        and edits only. Gradients are those of the values after edits: added vectors let them pass, replaced rows stop them.
-        """
-        names = self._differentiable(sites)
-        function, promised = metric_of(self.engine, metric)
-        return self.tape(names).gradients(function, self.engine.sites.names, self.lane.certified and promised)
-
-    @abstractmethod
     def logits(self) -> Tensor:
         """Of the next token: [vocab]."""
         ...
 
-    def tape(self, sites: tuple[str, ...]) -> Tape:
-        """The path computed alone, with the values that gradients at these sites need. Changes nothing."""
-        lane, record = self.lane, self.record
-        if record.status is BranchStatus.RELEASED:
-            raise ClosedBranch(f"Branch {record.id} was released. Use a live branch, or prompt again.")
-        if lane.thoughts is not None:
-            raise NoGradient(f"Branch {record.id} thinks, and no gradient flows through thoughts. Use a plain model.")
-        if lane.hooks:
-            raise NoGradient(f"Branch {record.id} has hook functions, which have no gradient. Use edits instead.")
-        return tape_of(self.engine, record.tokens[:], lane.edits, sites)
 
-    def _differentiable(self, sites: str | Sequence[str] | None) -> tuple[str, ...]:
-        """The names of the sites; those that are captured if none are given."""
-        if sites is None or (not isinstance(sites, str) and not items("sites", sites, SITES)):
-            captured = () if self.lane.capture is None else self.lane.capture.sites
-            without = self.engine.sites.read_only  # these and choices have no gradient
-            sites = tuple(site for site in captured if site not in without and not site.endswith(CHOICE_SITE))
-        return differentiable(self.engine, sites)
+@modes.plainly
+def gradients(branch: Differentiable, metric: AnyMetric | Differentiable, sites: str | Sequence[str] | None) -> Gradients:
+    """`Branch.gradients`."""
+    if sites is None or (not isinstance(sites, str) and not items("sites", sites, SITES)):
+        captured = () if branch.lane.capture is None else branch.lane.capture.sites
+        without = branch.engine.sites.read_only  # these and choices have no gradient
+        sites = tuple(site for site in captured if site not in without and not site.endswith(CHOICE_SITE))
+    names = differentiable(branch.engine, sites)
+    function, promised = metric_of(branch.engine, metric)
+    return tape(branch, names).gradients(function, branch.engine.sites.names, branch.lane.certified and promised)
+
+
+def tape(branch: Differentiable, sites: tuple[str, ...]) -> Tape:
+    """The path computed alone, with the values that gradients at these sites need. Changes nothing."""
+    lane, record = branch.lane, branch.record
+    if record.status is BranchStatus.RELEASED:
+        raise ClosedBranch(f"Branch {record.id} was released. Use a live branch, or prompt again.")
+    if lane.thoughts is not None:
+        raise NoGradient(f"Branch {record.id} thinks, and no gradient flows through thoughts. Use a plain model.")
+    if lane.hooks:
+        raise NoGradient(f"Branch {record.id} has hook functions, which have no gradient. Use edits instead.")
+    return tape_of(branch.engine, record.tokens[:], lane.edits, sites)
 
 
 def tape_of(
@@ -95,7 +82,7 @@ def tape_of(
 def metric_of(engine: GradientSource, metric: AnyMetric | Differentiable) -> tuple[LogitsFunction, bool]:
     """A metric in any of its forms as a function of the logits, and whether its bits are promised."""
     promised = True
-    if isinstance(metric, Differentiable):
+    if isinstance(metric, Branch):
         promised, metric = metric.lane.certified, Divergence(metric.logits())  # its own edits and hooks need no gradient
     found = named(metric)
     return function_of(found, engine._target), promised and isinstance(found, Named)
