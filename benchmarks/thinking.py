@@ -15,12 +15,13 @@ from torch import Tensor
 
 from benchmarks.harness import Line, Lines, case, random_tokens
 from benchmarks.thinking_plans import TASKS
-from replaylens.engine.engine import Engine, ThinkingEngine
+from replaylens.engine.engine import Engine
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.layers import Rotary
 from replaylens.engine.model.ops import AttentionSpec, Heads, Observer, SequenceOps, TorchOps, visible
 from replaylens.engine.request.edits import Edit
+from replaylens.engine.thinking.core import ThinkingEngine
 from replaylens.engine.thinking.model import THINK_SITE, ThinkingConfig, ThinkingDecoder, padded
 from replaylens.engine.thinking.prefill import GUESSES, Guess
 from replaylens.engine.training import thinking as plain

@@ -17,10 +17,10 @@ import torch
 from benchmarks.harness import Line, Lines, case
 from benchmarks.subjects import ENDLESS
 from benchmarks.thinking_plans import TEXT_TASKS, TextTask
-from replaylens.engine.engine import Engine, ThinkingEngine
+from replaylens.engine.engine import Engine
 from replaylens.engine.model import loading
 from replaylens.engine.model.config import ModelConfig, Rope
-from replaylens.engine.thinking.core import ThinkingBranch
+from replaylens.engine.thinking.core import ThinkingBranch, ThinkingEngine
 from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder
 from replaylens.engine.thinking.prefill import Guess
 from replaylens.engine.training.thinking import ChunkedText, chunked

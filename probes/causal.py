@@ -28,7 +28,8 @@ from replaylens.probes.report import Report, percent, score_line
 from replaylens.probes.rows import Cell, make_target
 from replaylens.probes.sources import LETTERS
 from replaylens.probes.splits import fold_of_groups
-from replaylens.tasks import Example, path_offsets
+from replaylens.tasks.task import Example
+from replaylens.tasks.tokenizer import path_offsets
 
 # ---- stage -----------------------------------------------------------------------------------------------------------
 # `Stage`: changes rows of prompts and reads the answers again, every variant on the same cached prefix.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from replaylens.engine.request.values import items, shown, whole
 from replaylens.probes.errors import BadRows, ProbeError
-from replaylens.tasks import Example
+from replaylens.tasks.task import Example
 
 
 def names(option: str, given: Any, error: type[ProbeError] = ProbeError) -> tuple[str, ...]:

@@ -11,8 +11,8 @@ from sklearn.base import clone
 from torch import Tensor
 
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.engine import Run
 from replaylens.engine.errors import no_such
+from replaylens.engine.replay.run import Run
 from replaylens.probes import intervals, registry, solvers
 from replaylens.probes.areas import area_of_classes, balanced_accuracy
 from replaylens.probes.controls import METRICS, Goal, make_goal

@@ -17,8 +17,9 @@ from tqdm.auto import tqdm
 
 from replaylens.engine.dump.maker import plan_of_run
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.engine import Engine, Run
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import OtherFingerprint
+from replaylens.engine.replay.run import Run
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.core import Core
@@ -38,7 +39,7 @@ from replaylens.probes.report import about_rows
 from replaylens.probes.rows import Cell, ProbeRows
 from replaylens.probes.sources import SITE
 from replaylens.probes.splits import Split, by_root
-from replaylens.tasks import Example
+from replaylens.tasks.task import Example
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

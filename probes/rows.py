@@ -25,12 +25,12 @@ from replaylens.engine.dump.maker import assemble, plan_of_run
 from replaylens.engine.dump.maker import probabilities as token_probabilities
 from replaylens.engine.dump.plan import DumpPlan, StoredFeatures, named, to_rows
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.engine import Run
 from replaylens.engine.errors import OtherFingerprint, UnknownSite, no_such
 from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.features.rows import FeatureRows, Ids, feature_ids
 from replaylens.engine.model.sites import by_letter, warn_of_mixed_experts
 from replaylens.engine.replay.replayer import Result
+from replaylens.engine.replay.run import Run
 from replaylens.engine.request.values import instance
 from replaylens.engine.serving.core import Core
 from replaylens.probes.arrays import OWN, FromArrays

@@ -21,7 +21,7 @@ from replaylens.probes.errors import BadRows, ProbeError, RootOnBothSides, Share
 from replaylens.probes.groups import groups_of, histories, path_keys
 from replaylens.probes.positions import row_paths
 from replaylens.probes.rows import ProbeRows
-from replaylens.tasks import Example
+from replaylens.tasks.task import Example
 
 # ---- splits ----------------------------------------------------------------------------------------------------------
 

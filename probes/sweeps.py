@@ -16,8 +16,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.engine import Engine, Run
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import MissingPackage, no_such
+from replaylens.engine.replay.run import Run
 from replaylens.engine.request.values import items, shown, whole
 from replaylens.engine.terminal import hidden
 from replaylens.probes import intervals, registry

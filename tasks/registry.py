@@ -12,19 +12,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from replaylens.tasks.boxes import Boxes
-from replaylens.tasks.coin import Coin
-from replaylens.tasks.coin_resets import CoinResets
-from replaylens.tasks.coins import Coins
-from replaylens.tasks.counts import Counts
 from replaylens.tasks.errors import BadTask, BrokenPlugin, CannotImport, TaskNameTaken, UnknownTask
-from replaylens.tasks.fork import Fork
-from replaylens.tasks.hops import Hops
-from replaylens.tasks.shell import Shell
 from replaylens.tasks.task import AnyTask, Knobs, Task
 from replaylens.tasks.texts import GivenTexts
-from replaylens.tasks.variables import Variables
-from replaylens.tasks.words import Words
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -147,8 +137,19 @@ def warn_of_shadowed(name: str) -> None:
 
 # ---- registry --------------------------------------------------------------------------------------------------------
 
-_ALL: tuple[type[AnyTask], ...] = (Coin, Coins, CoinResets, Shell, Words, Fork, Boxes, Variables, Hops, Counts)
-_BUILT_IN = {task.name: task for task in _ALL}
+_BUILT_IN = {
+    "coin": "coin:Coin",
+    "coins": "coins:Coins",
+    "coin-resets": "coin_resets:CoinResets",
+    "shell": "shell:Shell",
+    "words": "words:Words",
+    "fork": "fork:Fork",
+    "boxes": "boxes:Boxes",
+    "variables": "variables:Variables",
+    "hops": "hops:Hops",
+    "counts": "counts:Counts",
+}
+"""name -> module:class; loaded on first use"""
 _GIVEN: dict[str, type[AnyTask]] = {GivenTexts.name: GivenTexts}
 """known by name, so that dumps can cite them, but not listed: they write no examples"""
 _REGISTERED: dict[str, type[AnyTask]] = {}
@@ -190,7 +191,7 @@ def get(name: str) -> type[AnyTask]:
     """
     if name in _BUILT_IN:
         warn_of_shadowed(name)
-        return _BUILT_IN[name]
+        return _built_in(name)
     if name in _GIVEN:
         return _GIVEN[name]
     if name not in _REGISTERED:
@@ -200,9 +201,16 @@ def get(name: str) -> type[AnyTask]:
     return _REGISTERED[name]
 
 
+def _built_in(name: str) -> type[AnyTask]:
+    module, _, attribute = _BUILT_IN[name].partition(":")
+    found: type[AnyTask] = getattr(import_module(f"replaylens.tasks.{module}"), attribute)
+    return found
+
+
 def require_own_name(task: type[AnyTask]) -> None:
     """Raise TaskNameTaken if the name belongs to another class: a dump that cites it would be read with the wrong task."""
-    known = _BUILT_IN.get(task.name) or _GIVEN.get(task.name) or _REGISTERED.get(task.name)
+    own = _built_in(task.name) if task.name in _BUILT_IN else None
+    known = own or _GIVEN.get(task.name) or _REGISTERED.get(task.name)
     holder = None if known is None or same_task(known, task) else where(known)
     if holder is None and task.name not in (*_BUILT_IN, *_GIVEN):
         holder = holder_of(task)

@@ -125,9 +125,11 @@ def loaded(tree: ast.Module) -> dict[str, str]:
 
 
 def test_checkers_and_python_find_the_same_names() -> None:
-    top, probes = (ast.parse((ROOT / file).read_text()) for file in ("src/replaylens/__init__.py", "probes/__init__.py"))
+    top = ast.parse((ROOT / "src/replaylens/__init__.py").read_text())
     assert told(top) == {place if ":" in place else ":".join(place.rsplit(".", 1)) for place in loaded(top).values()}
-    assert told(probes) == {f"replaylens.probes.{place}:{name}" for name, place in loaded(probes).items()}
+    for part in ("probes", "tasks"):
+        tree = ast.parse((ROOT / part / "__init__.py").read_text())
+        assert told(tree) == {f"replaylens.{part}.{place}:{name}" for name, place in loaded(tree).items()}
 
 
 # Help and completion

@@ -18,8 +18,7 @@ import torch
 import replaylens as rl
 from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.engine import ThinkingEngine
-from replaylens.engine.thinking.core import ThinkingBranch
+from replaylens.engine.thinking.core import ThinkingBranch, ThinkingEngine
 from replaylens.probes import ProbeRows
 from replaylens.probes.report import Report
 from replaylens.tasks import Example

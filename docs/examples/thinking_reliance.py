@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 import replaylens as rl
-from replaylens.engine.engine import ThinkingEngine
 from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.thinking.core import ThinkingEngine
 from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder
 from replaylens.engine.training import thinking
 from replaylens.engine.training import thinking as thinking_train

@@ -13,7 +13,9 @@ from typing import Any
 import replaylens as rl
 from replaylens.engine.display import word
 from replaylens.engine.dump.verify import verify
-from replaylens.engine.engine import Engine, Run, ThinkingEngine
+from replaylens.engine.engine import Engine
+from replaylens.engine.replay.run import Run
+from replaylens.engine.thinking.core import ThinkingEngine
 from replaylens.probes.sweeps import sweep
 from replaylens.views.data import Frame, Phase
 from replaylens.views.pictures import Timeline

@@ -45,10 +45,9 @@ from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import flag, instance, shown, whole
 from replaylens.engine.serving.core import Core
-from replaylens.tasks import Example
 from replaylens.tasks.reading import RESERVED
 from replaylens.tasks.registry import require_own_name
-from replaylens.tasks.task import AnyTask
+from replaylens.tasks.task import AnyTask, Example
 from replaylens.tasks.texts import GivenTexts
 
 # ---- planning --------------------------------------------------------------------------------------------------------

@@ -23,10 +23,10 @@ from replaylens.engine.request.edits import Edit, EditRecord
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import instance, integer, items, shown, whole
 from replaylens.engine.serving.core import Core
-from replaylens.tasks import Example, Reading, path_offsets
-from replaylens.tasks.reading import SHUFFLED, Label
-from replaylens.tasks.task import AnyTask
+from replaylens.tasks.reading import SHUFFLED, Label, Reading
+from replaylens.tasks.task import AnyTask, Example
 from replaylens.tasks.texts import GivenTexts, cited
+from replaylens.tasks.tokenizer import path_offsets
 
 # ---- places ----------------------------------------------------------------------------------------------------------
 # `NamedPlace`: positions of a path by name, which a plan can hold and a probe can ask for.

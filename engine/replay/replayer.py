@@ -22,7 +22,7 @@ from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.request import Request
 from replaylens.engine.terminal import hidden
 from replaylens.engine.thinking.thoughts import Thoughts, thoughts_of
-from replaylens.tasks import Example
+from replaylens.tasks.task import Example
 
 # ---- examples --------------------------------------------------------------------------------------------------------
 

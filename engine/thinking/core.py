@@ -11,6 +11,7 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Self
 
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadChunks, BadConfig, BadEdit, BadRequest
 from replaylens.engine.lens.lens import TunedLens
 from replaylens.engine.loop.lane import Lane
@@ -414,3 +415,7 @@ class ThinkingBranch(Branch):
         prefill.edits, prefill.inner = known.others(lane.edits) + outer, known.inner + inner
         prefill.thoughts, prefill.states = list(known.chunks), dict(known.states)
         engine.prefiller.run([prefill])
+
+
+class ThinkingEngine(ThinkingCore, Engine):
+    """An engine for models that think: prompts think in chunks; tokens after the prompt do not."""

@@ -14,8 +14,10 @@ from replaylens.engine.errors import BadConfig, BadRecipe, BadRequest
 from replaylens.engine.model import hub
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.text import load_text
-from replaylens.tasks import Task, TaskError, WordTokenizer
+from replaylens.tasks.errors import TaskError
 from replaylens.tasks.reading import Offset
+from replaylens.tasks.task import Task
+from replaylens.tasks.tokenizer import WordTokenizer
 
 # ---- tokenizer -------------------------------------------------------------------------------------------------------
 # `Tokenizer`: the protocol that training on task texts needs, for word tokenizers and those of pretrained backbones.

@@ -12,7 +12,7 @@ from replaylens.engine.records import Natural, Positive, build, parse
 from replaylens.engine.thinking.model import ThinkingConfig
 from replaylens.engine.training.recipe import Part, Recipe, words_of
 from replaylens.engine.training.thinking import Method, ThinkingRecipe, ThoughtLoss
-from replaylens.tasks import TaskError
+from replaylens.tasks.errors import TaskError
 
 SUFFIXES = (".toml", ".json")
 Plain = str | bool | int | float

@@ -25,7 +25,7 @@ from replaylens.engine.training.thinking import (
     chunked,
     plain_pass,
 )
-from replaylens.tasks import Example
+from replaylens.tasks.task import Example
 
 PATIENCE = 64
 """a chain of thought may be this many tokens longer than the right one before it is stopped"""

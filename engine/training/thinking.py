@@ -29,7 +29,7 @@ from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder, pa
 from replaylens.engine.training import trainer
 from replaylens.engine.training.recipe import Recipe, Tokenizer, backbone_folder, load_tokenizer
 from replaylens.engine.training.trainer import adam, descend, longest_at, lr_at, step_seed, training_examples
-from replaylens.tasks import Example
+from replaylens.tasks.task import Example
 
 # ---- chunks ----------------------------------------------------------------------------------------------------------
 # `ChunkedText`: a task's text in chunks, with the gold thought of each. `ChunkedTexts`: training batches of them.

@@ -25,9 +25,9 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import AttentionSpec, Heads, Observer, SequenceOps, TorchOps
 from replaylens.engine.terminal import held_interrupt
 from replaylens.engine.training.recipe import Part, Recipe, Tokenizer
-from replaylens.tasks import Example, WordTokenizer
 from replaylens.tasks.splits import kept
-from replaylens.tasks.task import AnyTask
+from replaylens.tasks.task import AnyTask, Example
+from replaylens.tasks.tokenizer import WordTokenizer
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.01

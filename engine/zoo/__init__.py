@@ -1,1 +1,9 @@
-"""The embedded models."""
+"""The embedded models by name: their checkpoints, ready to load. Their recipes are in `coin` and `thinking`."""
+
+from pathlib import Path
+
+CHECKPOINTS = Path(__file__).parent / "checkpoints"
+TOKENIZER_FILE = "tokenizer.json"
+PLAIN = ("coin-plain", "coin-draft")
+THINKING = ("coin-thinking",)
+"""those that are Thinking-States models"""

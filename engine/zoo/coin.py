@@ -13,10 +13,10 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.training.recipe import Part, Recipe, Tokenizer
 from replaylens.engine.training.trainer import held_out_examples
-from replaylens.tasks import Example, WordTokenizer
+from replaylens.engine.zoo import CHECKPOINTS, TOKENIZER_FILE
+from replaylens.tasks.task import Example
+from replaylens.tasks.tokenizer import WordTokenizer
 
-CHECKPOINTS = Path(__file__).parent / "checkpoints"
-TOKENIZER_FILE = "tokenizer.json"
 TEST_SEED = 1_000_003
 """Test examples use this seed, which training never uses, and only held-out prompts."""
 

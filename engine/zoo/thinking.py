@@ -11,8 +11,9 @@ from replaylens.engine.thinking import model as thinking
 from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder
 from replaylens.engine.training.recipe import Part, Tokenizer, backbone_folder, load_tokenizer
 from replaylens.engine.training.thinking import ThinkingRecipe
+from replaylens.engine.zoo import CHECKPOINTS, TOKENIZER_FILE
 from replaylens.engine.zoo import coin as zoo
-from replaylens.tasks import WordTokenizer
+from replaylens.tasks.tokenizer import WordTokenizer
 
 _COIN = ModelConfig(
     num_layers=4,
@@ -86,7 +87,7 @@ def around(like: ThinkingRecipe, backbone: str, chunk: int, max_thought: int) ->
 def load_embedded(name: str) -> tuple[ThinkingDecoder, Tokenizer]:
     """An embedded model that thinks, and its tokenizer."""
     recipe(name)
-    return load(zoo.CHECKPOINTS / name)
+    return load(CHECKPOINTS / name)
 
 
 def load(folder: Path) -> tuple[ThinkingDecoder, Tokenizer]:
@@ -97,4 +98,4 @@ def load(folder: Path) -> tuple[ThinkingDecoder, Tokenizer]:
 def save(model: ThinkingDecoder, tokenizer: Tokenizer, folder: Path) -> None:
     """Write a model and its tokenizer for `load`."""
     thinking.save(model, folder)
-    tokenizer.save(folder / zoo.TOKENIZER_FILE)
+    tokenizer.save(folder / TOKENIZER_FILE)

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.engine import Engine, Run
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import no_such
+from replaylens.engine.replay.run import Run
 from replaylens.engine.request.values import whole
 from replaylens.probes.causal import Stage, Subject, Variant, difference, line_of, line_of_placebos, refits, steer
 from replaylens.probes.checks import example_list, layer_list, names
@@ -19,7 +20,7 @@ from replaylens.probes.probe import fit_probe, placebo_probes
 from replaylens.probes.report import Report, about_rows, percent
 from replaylens.probes.rows import Cell, ProbeRows
 from replaylens.probes.splits import unseen
-from replaylens.tasks import Example
+from replaylens.tasks.task import Example
 
 # ---- amnesic ---------------------------------------------------------------------------------------------------------
 

@@ -10,8 +10,9 @@ import torch
 
 from replaylens.engine.dump.maker import make_plan
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.engine import Engine, Run
+from replaylens.engine.engine import Engine
 from replaylens.engine.replay.replayer import Result, prompt_of, result_of
+from replaylens.engine.replay.run import Run
 from replaylens.probes.areas import balanced_accuracy
 from replaylens.probes.causal import held
 from replaylens.probes.controls import Goal, make_goal, token_identity
@@ -25,8 +26,8 @@ from replaylens.probes.registry import get
 from replaylens.probes.report import Report, about_rows, percent, score_line
 from replaylens.probes.rows import Cell, ProbeRows, Target, make_target
 from replaylens.probes.splits import Split, apart, by_answer, by_root
-from replaylens.tasks import Example
 from replaylens.tasks.splits import is_test_root
+from replaylens.tasks.task import Example
 
 # ---- forced ----------------------------------------------------------------------------------------------------------
 

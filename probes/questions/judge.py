@@ -8,8 +8,8 @@ import pandas as pd
 import torch
 
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.engine import Run
 from replaylens.engine.errors import UnknownSite
+from replaylens.engine.replay.run import Run
 from replaylens.engine.request.values import whole
 from replaylens.probes.areas import area, area_gains
 from replaylens.probes.checks import folds_and_seed

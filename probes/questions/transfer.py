@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.engine import Run
+from replaylens.engine.replay.run import Run
 from replaylens.probes.areas import balanced_accuracy
 from replaylens.probes.checks import folds_and_seed
 from replaylens.probes.controls import Goal, majority, make_goal, token_identity

@@ -10,11 +10,11 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens import errors, probes, tasks
     from replaylens.engine.dump.reader import Dump as Dump
     from replaylens.engine.engine import Engine as Engine
-    from replaylens.engine.engine import Run as Run
     from replaylens.engine.features.features import SparseFeatures as SparseFeatures
     from replaylens.engine.gradients.attribution import attribution_patching as attribution_patching
     from replaylens.engine.gradients.attribution import integrated_gradients as integrated_gradients
     from replaylens.engine.proof.trace import Trace as Trace
+    from replaylens.engine.replay.run import Run as Run
     from replaylens.engine.request.edits import Edit as Edit
     from replaylens.engine.request.sampling import Sampling as Sampling
     from replaylens.engine.resampling.plan import Answer as Answer
@@ -40,7 +40,7 @@ _WHERE = {
     "Edit": "replaylens.engine.request.edits:Edit",
     "Engine": "replaylens.engine.engine:Engine",
     "Rollouts": "replaylens.engine.resampling.rollouts:Rollouts",
-    "Run": "replaylens.engine.engine:Run",
+    "Run": "replaylens.engine.replay.run:Run",
     "Sampling": "replaylens.engine.request.sampling:Sampling",
     "SparseFeatures": "replaylens.engine.features.features:SparseFeatures",
     "Trace": "replaylens.engine.proof.trace:Trace",

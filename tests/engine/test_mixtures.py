@@ -11,7 +11,7 @@ from torch import Tensor
 from replaylens import ablate, lens, patch, probes, tasks
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import verify
-from replaylens.engine.engine import Engine, Run
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadRequest, MixedExperts, NotCertified, UnsupportedModel
 from replaylens.engine.model.config import Latent, MixtureConfig, ModelConfig, Routing
 from replaylens.engine.model.decoder import Decoder
@@ -19,6 +19,7 @@ from replaylens.engine.model.ops import TorchOps
 from replaylens.engine.passes import cpu
 from replaylens.engine.passes.products import Products
 from replaylens.engine.proof import doctor
+from replaylens.engine.replay.run import Run
 from replaylens.engine.request.edits import Edit
 from replaylens.tasks import WordTokenizer
 from tests.engine.reference import random_decoder

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from replaylens.engine.engine import ThinkingEngine
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.thinking.blocks import ThinkingBlocks
+from replaylens.engine.thinking.core import ThinkingEngine
 from replaylens.engine.thinking.model import ChunkStates
 from tests.engine.thinking.reference import SHAPES, thinking_model
 

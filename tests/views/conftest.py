@@ -6,7 +6,8 @@ import pytest
 
 from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.engine import Engine, Run
+from replaylens.engine.engine import Engine
+from replaylens.engine.replay.run import Run
 from replaylens.tasks import WordTokenizer
 from tests.own_certificates import own_certificates  # noqa: F401
 from tests.toy_model import random_model

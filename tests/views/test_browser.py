@@ -12,8 +12,9 @@ import torch
 from replaylens import tasks
 from replaylens.engine.display import word
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.engine import Engine, Run
+from replaylens.engine.engine import Engine
 from replaylens.engine.memory.tree import TokenState
+from replaylens.engine.replay.run import Run
 from replaylens.views.data import DrawnPath, LensGuess, LensLayer, Token
 from replaylens.views.pictures import Tree
 from replaylens.views.report import ReportPage

@@ -13,8 +13,10 @@ from replaylens.cli import app
 from replaylens.engine.display import word
 from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.engine import Engine, Run, ThinkingEngine
+from replaylens.engine.engine import Engine
 from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.replay.run import Run
+from replaylens.engine.thinking.core import ThinkingEngine
 from replaylens.engine.thinking.prefill import GUESSES, Guess
 from replaylens.engine.thinking.thoughts import ThinkingRecording
 from replaylens.views import examples

@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 from replaylens import tasks
 from replaylens.cli import app
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.engine import Engine, Run
+from replaylens.engine.engine import Engine
 from replaylens.engine.memory.tree import TokenState
+from replaylens.engine.replay.run import Run
 from replaylens.probes.report import Report
 from replaylens.probes.sweeps import sweep as run_sweep
 from replaylens.views import maps

@@ -20,7 +20,8 @@ from replaylens.engine.display import word
 from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import verify
-from replaylens.engine.engine import Engine, Run
+from replaylens.engine.engine import Engine
+from replaylens.engine.replay.run import Run
 from replaylens.engine.zoo import coin as zoo
 from replaylens.probes.report import Report
 from replaylens.probes.sweeps import sweep as sweep_rows

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from replaylens.engine.engine import Engine, Run
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.proof.trace import Trace
+from replaylens.engine.replay.run import Run
 from replaylens.views import draw
 from replaylens.views.data import Fill, Frame, Phase
 from replaylens.views.pictures import timeline

@@ -7,9 +7,10 @@ import pytest
 from rich.console import Console
 
 from replaylens.engine.display import visible, word
-from replaylens.engine.engine import Engine, Run
+from replaylens.engine.engine import Engine
 from replaylens.engine.memory.tree import BranchTree, TokenState
 from replaylens.engine.model.text import Text
+from replaylens.engine.replay.run import Run
 from replaylens.views import draw, pictures
 from replaylens.views.data import DrawnPath, Readings, Token
 from replaylens.views.draw import arrange

@@ -21,14 +21,16 @@ from replaylens.commands.reporting import reporting, say_error
 from replaylens.engine.display import word
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import Verification, verify
-from replaylens.engine.engine import Engine, Run
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, EngineError, no_such
 from replaylens.engine.model import hub, modes, sites
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.replay.run import Run
 from replaylens.engine.request.values import output_path
 from replaylens.engine.zoo import coin as zoo
-from replaylens.tasks import Example, WordTokenizer
+from replaylens.tasks.task import Example
+from replaylens.tasks.tokenizer import WordTokenizer
 from replaylens.views.data import LensGuess, LensLayer
 
 if TYPE_CHECKING:

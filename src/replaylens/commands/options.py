@@ -6,12 +6,11 @@ from typing import Annotated
 import typer
 
 from replaylens import tasks
+from replaylens.engine import zoo
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadDump, BadRequest, EngineError
 from replaylens.engine.features.features import SparseFeatures
-from replaylens.engine.zoo import coin as zoo
-from replaylens.engine.zoo import thinking as thinking_zoo
 
 # ---- replay options --------------------------------------------------------------------------------------------------
 # Command-line options of the commands that replay examples.
@@ -39,11 +38,10 @@ def complete_drafter(incomplete: str) -> list[str]:
 
 
 def complete_model(incomplete: str) -> list[str]:
+    from replaylens.engine import zoo
     from replaylens.engine.model import hub
-    from replaylens.engine.zoo import coin as zoo
-    from replaylens.engine.zoo import thinking as thinking_zoo
 
-    known = (*zoo.names(), *thinking_zoo.names(), hub.SHORT)
+    known = (*zoo.PLAIN, *zoo.THINKING, hub.SHORT)
     return [name for name in known if name.startswith(incomplete)]
 
 
@@ -116,7 +114,7 @@ def engine_that_made(dump: Dump, device: str) -> Engine | None:
         except EngineError:
             return None
     made_by = dump.manifest.fingerprint.weights
-    loaded = (Engine.load(name, device=device) for name in (*zoo.names(), *thinking_zoo.names()))
+    loaded = (Engine.load(name, device=device) for name in (*zoo.PLAIN, *zoo.THINKING))
     return next((engine for engine in loaded if engine.fingerprint.weights == made_by), None)
 
 

@@ -28,7 +28,7 @@ from replaylens.engine.request.values import output_path
 if TYPE_CHECKING:
     from replaylens.probes.probe import LinearProbe
     from replaylens.probes.report import Report
-    from replaylens.tasks import Example
+    from replaylens.tasks.task import Example
 
 TESTS = ("steer", "ablate", "interchange")
 DumpArgument = Annotated[str | None, typer.Argument(metavar="DUMP", help="A dump's folder.")]

@@ -27,9 +27,10 @@ from replaylens.commands.options import (
 )
 from replaylens.commands.reporting import reporting
 from replaylens.commands.tasks import JsonOption, KnobOption, settings
-from replaylens.engine.engine import Engine, Run
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.replay.replayer import Result
+from replaylens.engine.replay.run import Run
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import output_path
 from replaylens.engine.thinking.thoughts import Thoughts

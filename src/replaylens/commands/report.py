@@ -28,8 +28,9 @@ from replaylens.engine.display import word
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import MISMATCH, Verification
 from replaylens.engine.dump.verify import verify as verify_dump
-from replaylens.engine.engine import Engine, ThinkingEngine
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.thinking.core import ThinkingEngine
 from replaylens.views.page import MAX_TREES
 
 if TYPE_CHECKING:

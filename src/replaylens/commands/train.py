@@ -28,10 +28,12 @@ from replaylens.engine.training.recipe import Part, Recipe, backbone_folder, loa
 from replaylens.engine.training.recipe_file import SUFFIXES, read_recipe, recipe_text
 from replaylens.engine.training.score import score
 from replaylens.engine.training.thinking import METHODS, Method, Model, ThinkingRecipe
+from replaylens.engine.zoo import TOKENIZER_FILE
 from replaylens.engine.zoo import coin as zoo
 from replaylens.engine.zoo import thinking as thinking_zoo
-from replaylens.tasks import Example, WordTokenizer
 from replaylens.tasks.errors import TooFewPrompts
+from replaylens.tasks.task import Example
+from replaylens.tasks.tokenizer import WordTokenizer
 
 # ---- train thinking --------------------------------------------------------------------------------------------------
 # `replaylens train coin-thinking`: models that think and their baselines, also for other tasks and backbones.
@@ -99,7 +101,7 @@ def save(model: Model, recipe: ThinkingRecipe, folder: Path) -> None:
     """Write a model that thinks, or a baseline, with its tokenizer."""
     if isinstance(model, Decoder):
         loading.save(model, folder)
-        recipe.tokenizer().save(folder / zoo.TOKENIZER_FILE)
+        recipe.tokenizer().save(folder / TOKENIZER_FILE)
     else:
         thinking_zoo.save(model, recipe.tokenizer(), folder)
 

@@ -12,9 +12,10 @@ from replaylens import tasks
 from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.engine import Engine, Run
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, NotCertified
 from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.replay.run import Run
 from replaylens.engine.request.sampling import Sampling
 from replaylens.tasks import WordTokenizer
 from replaylens.tasks.task import AnyTask

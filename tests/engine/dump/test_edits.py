@@ -10,9 +10,10 @@ from replaylens.engine.dump.maker import write_dump
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import VERIFIED, diff, verify
-from replaylens.engine.engine import Engine, Run
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadRequest
 from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.replay.run import Run
 from replaylens.engine.request.edits import Edit
 from replaylens.tasks import WordTokenizer
 from replaylens.tasks.task import AnyTask

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.engine import Engine, Run
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import UnknownSite
+from replaylens.engine.replay.run import Run
 from replaylens.probes import fit_probe
 from replaylens.probes.rows import ProbeRows
 from replaylens.tasks.task import AnyTask

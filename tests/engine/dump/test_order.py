@@ -9,8 +9,8 @@ import pytest
 
 from replaylens import Engine
 from replaylens.engine.dump.maker import assemble, make_plan
-from replaylens.engine.engine import Run
 from replaylens.engine.replay.replayer import Result
+from replaylens.engine.replay.run import Run
 from replaylens.tasks.task import AnyTask
 from tests.engine.dump.conftest import NEW
 

@@ -13,10 +13,11 @@ from replaylens.engine.dump.maker import ShardMaker, make_plan, write_dump
 from replaylens.engine.dump.plan import DumpPlan, compact
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import verify
-from replaylens.engine.engine import Engine, Run
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, UnknownSite
 from replaylens.engine.lens.lens import TunedLens, unembed_hash
 from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.replay.run import Run
 from replaylens.tasks import WordTokenizer
 from replaylens.tasks.task import AnyTask
 from tests.engine.dump.conftest import EXAMPLES, NEW

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import VERIFIED, verify
-from replaylens.engine.engine import Engine, Run
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, NotCertified
 from replaylens.engine.model.config import Latent, ModelConfig
 from replaylens.engine.model.layers import HeadLinear
@@ -18,6 +18,7 @@ from replaylens.engine.model.loading import load
 from replaylens.engine.passes.products import Allowed, Products
 from replaylens.engine.proof import doctor
 from replaylens.engine.proof.doctor import _also
+from replaylens.engine.replay.run import Run
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.training.score import generate

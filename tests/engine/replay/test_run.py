@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import replaylens as rl
-from replaylens.engine.engine import Engine, Run
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, NonFinite, UnknownSite
 from replaylens.engine.memory.tree import BranchStatus
 from replaylens.engine.replay.replayer import Result, _last_word
+from replaylens.engine.replay.run import Run
 from replaylens.engine.request.sampling import Sampling
 from replaylens.tasks import Example, WordTokenizer
 from tests.toy_model import Reference, continuation, engine, random_model, scripted_model

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.replay.transformer_lens import slice_of
 from replaylens.engine.request.capture import Where, before
 from replaylens.engine.serving.request import chosen
+from replaylens.engine.transformer_lens import slice_of
 
 ENDS = st.one_of(st.none(), st.integers(-30, 30))
 

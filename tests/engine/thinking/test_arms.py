@@ -7,9 +7,9 @@ import torch
 
 from benchmarks.thinking_latency import EOS, PAD, TINY_SHAPES, by_hand, triggered
 from benchmarks.thinking_plans import CHANGES, TEXT_TASKS, TINY_SIZE, Arm, ablations, methods
-from replaylens.engine.engine import ThinkingEngine
 from replaylens.engine.errors import NonFinite
 from replaylens.engine.thinking import blocks
+from replaylens.engine.thinking.core import ThinkingEngine
 from replaylens.engine.thinking.model import ThinkingConfig
 from replaylens.engine.training.thinking import METHODS, ChunkedText, Method, chunked
 from replaylens.engine.zoo import coin as zoo

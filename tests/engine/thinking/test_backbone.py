@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 
 from replaylens import tasks
 from replaylens.cli import app
-from replaylens.engine.engine import Engine, ThinkingEngine
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadConfig, BadRecipe, BadRequest
+from replaylens.engine.thinking.core import ThinkingEngine
 from replaylens.engine.thinking.model import ThinkingDecoder
 from replaylens.engine.thinking.prefill import GUESSES
 from replaylens.engine.training import thinking
@@ -21,6 +22,7 @@ from replaylens.engine.training import thinking as trainer
 from replaylens.engine.training.recipe import Part, PretrainedTokenizer, backbone_folder, load_tokenizer
 from replaylens.engine.training.score import score
 from replaylens.engine.training.thinking import METHODS, Method, ThinkingRecipe, chunked
+from replaylens.engine.zoo import CHECKPOINTS
 from replaylens.engine.zoo import coin as zoo
 from replaylens.engine.zoo import thinking as thinking_zoo
 from tests.engine.thinking.pretrained import hugging_face_tokenizer, write_backbone
@@ -112,7 +114,7 @@ def test_impossible_recipes(recipe: ThinkingRecipe, tmp_path: Path) -> None:
 
 
 def test_a_backbone_of_ours_keeps_the_recipe() -> None:
-    folder = str(zoo.CHECKPOINTS / "coin-plain")
+    folder = str(CHECKPOINTS / "coin-plain")
     made = thinking_zoo.around(TINY, folder, TINY.thinking.chunk, TINY.thinking.max_thought)
     assert (made.lr, made.precision, made.thinking.read_layer) == (TINY.lr, "fp32", 2)
     model = trainer.initial(made)

@@ -13,9 +13,11 @@ from replaylens.cli import app
 from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import diff, verify
-from replaylens.engine.engine import Engine, Run, ThinkingEngine
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.replay.run import Run
+from replaylens.engine.thinking.core import ThinkingEngine
 from replaylens.engine.thinking.prefill import GUESSES
 from replaylens.engine.zoo import thinking as thinking_zoo
 from replaylens.tasks import WordTokenizer

@@ -6,10 +6,13 @@ import pytest
 from typer.testing import CliRunner
 
 from replaylens.cli import app
-from replaylens.engine.engine import Engine, Run, ThinkingEngine
+from replaylens.engine.engine import Engine
+from replaylens.engine.replay.run import Run
 from replaylens.engine.request.edits import Edit
+from replaylens.engine.thinking.core import ThinkingEngine
 from replaylens.engine.thinking.prefill import GUESSES, Guess
 from replaylens.engine.training.recipe import Part
+from replaylens.engine.zoo import CHECKPOINTS
 from replaylens.engine.zoo import coin as zoo
 from replaylens.engine.zoo import thinking as thinking_zoo
 
@@ -82,7 +85,7 @@ def test_held_out_stories(rendering: str, length: int) -> None:
 
 
 def test_its_card_and_size() -> None:
-    folder = zoo.CHECKPOINTS / "coin-thinking"
+    folder = CHECKPOINTS / "coin-thinking"
     assert sum(file.stat().st_size for file in folder.iterdir()) < 4e6
     assert "coin-thinking" in thinking_zoo.names() and engine().fingerprint.weights in (folder / "card.md").read_text()
 

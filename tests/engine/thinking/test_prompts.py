@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from replaylens.engine.engine import Engine, ThinkingEngine
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, NonFinite
 from replaylens.engine.request.edits import Edit
+from replaylens.engine.thinking.core import ThinkingEngine
 from tests.engine.coin_engine import PROMPT
 
 

@@ -16,14 +16,13 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from replaylens.engine.engine import ThinkingEngine
 from replaylens.engine.errors import BadChunks, BadConfig, BadEdit, BadRequest, BadThought, NonFinite
 from replaylens.engine.memory.tree import BranchStatus
 from replaylens.engine.model.layers import Linear
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.thinking.core import ThinkingBranch
+from replaylens.engine.thinking.core import ThinkingBranch, ThinkingEngine
 from replaylens.engine.thinking.prefill import GUESSES, Guess, Prefiller
 from tests.devices import DEVICES, with_devices
 from tests.engine.reference import same_bits

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from replaylens import Engine, tasks
 from replaylens.cli import app
 from replaylens.commands import train as command
-from replaylens.engine.engine import ThinkingEngine
 from replaylens.engine.errors import BadRecipe
 from replaylens.engine.model.loading import weights_hash
+from replaylens.engine.thinking.core import ThinkingEngine
 from replaylens.engine.training import thinking as thinking_train
 from replaylens.engine.training import trainer
 from replaylens.engine.training.recipe_file import (

@@ -10,6 +10,7 @@ from replaylens.commands.demo import next_token_by_layer
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.loading import weights_hash
 from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.zoo import CHECKPOINTS
 from replaylens.engine.zoo import coin as zoo
 from replaylens.tasks import Example, WordTokenizer
 
@@ -48,7 +49,7 @@ def test_an_unknown_name_lists_the_known(ask: object) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_checkpoint_is_whole_and_small(name: str) -> None:
-    files = {path.name: path.stat().st_size for path in (zoo.CHECKPOINTS / name).iterdir()}
+    files = {path.name: path.stat().st_size for path in (CHECKPOINTS / name).iterdir()}
     assert sorted(files) == ["card.md", "model.safetensors", "replaylens.json", "tokenizer.json"]
     assert sum(files.values()) < 4_000_000
 
@@ -123,7 +124,7 @@ def test_solved_is_what_greedy_decoding_gives(name: str, test: str) -> None:
 
 
 def card(name: str) -> str:
-    return (zoo.CHECKPOINTS / name / "card.md").read_text(encoding="utf-8")
+    return (CHECKPOINTS / name / "card.md").read_text(encoding="utf-8")
 
 
 def card_accuracy(name: str, test: str, length: int) -> float:
