@@ -27,8 +27,7 @@ from replaylens.engine.dump.writer import DumpWriter
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, ClusterFailed, OtherFingerprint, SlowCluster
 from replaylens.engine.model.text import Prompt
-from replaylens.engine.proof.trace import Fingerprint
-from replaylens.engine.records import build
+from replaylens.engine.records import Fingerprint, build
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.resampling.drawing import Replacement, plan_rollouts, waves_of

@@ -3,7 +3,9 @@
 Nothing is coerced: 4.0 and true are no whole numbers, NaN and Infinity are no JSON. Limits are annotations, too.
 """
 
-from dataclasses import is_dataclass
+import hashlib
+import json
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -65,3 +67,38 @@ def _unknown(made: Any, raw: Any) -> str | None:
             if isinstance(value, dict | list) and (inner := _unknown(item, value)) is not None:
                 return f"[{place}]{inner}"
     return None
+
+
+# ---- fingerprint -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Results with equal fingerprint, token path and edits have equal bits."""
+
+    weights: str
+    config: str
+    dtype: str
+    device: str
+    torch: str
+    triton: str
+    replaylens: str
+    canonical: str
+    revision: str = ""
+    """name@commit of a model from the Hugging Face hub; empty: from elsewhere"""
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        return json.dumps(self.parts(), sort_keys=True)
+
+    def parts(self) -> dict[str, str]:
+        """What is written: a revision only if there is one, so that other fingerprints keep their bytes."""
+        return {name: value for name, value in asdict(self).items() if name != "revision" or value}
+
+    def differences(self, other: "Fingerprint") -> list[str]:
+        """The parts that differ, one readable line each."""
+        mine, theirs = asdict(self), asdict(other)
+        return [f"{name}: {mine[name]} here, {theirs[name]} there" for name in mine if mine[name] != theirs[name]]

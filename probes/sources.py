@@ -13,7 +13,7 @@ from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import UnknownSite, no_such
 from replaylens.engine.model.sites import at_layer, by_letter
-from replaylens.engine.proof.trace import Fingerprint
+from replaylens.engine.records import Fingerprint
 from replaylens.probes.errors import BadRows, NoTask, SeveralTasks
 from replaylens.tasks.task import AnyTask
 from replaylens.tasks.texts import NAME as TEXTS

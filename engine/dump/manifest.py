@@ -14,8 +14,7 @@ from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import BadDump, EngineError, OtherFingerprint, OtherPlan, ReplayMismatch, UnfinishedDump
 from replaylens.engine.model.sites import by_layer
-from replaylens.engine.proof.trace import Fingerprint
-from replaylens.engine.records import Hash, build, one_of, parse, read
+from replaylens.engine.records import Fingerprint, Hash, build, one_of, parse, read
 
 # ---- manifest --------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,18 +15,18 @@ from torch import Tensor
 
 from replaylens import tasks
 from replaylens.engine.errors import BadDump, BadRequest, no_such
-from replaylens.engine.features.features import SparseFeatures
-from replaylens.engine.features.rows import FeatureRows
 from replaylens.engine.records import Count, Hash, Positive, build
 from replaylens.engine.request.capture import LensSpec, Recording
 from replaylens.engine.request.edits import Edit, EditRecord
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import instance, integer, items, shown, whole
-from replaylens.engine.serving.core import Core
-from replaylens.tasks.reading import SHUFFLED, Label, Reading
-from replaylens.tasks.task import AnyTask, Example
-from replaylens.tasks.texts import GivenTexts, cited
-from replaylens.tasks.tokenizer import path_offsets
+
+if TYPE_CHECKING:
+    from replaylens.engine.features.features import SparseFeatures
+    from replaylens.engine.features.rows import FeatureRows
+    from replaylens.engine.serving.core import Core
+    from replaylens.tasks.reading import Label, Reading
+    from replaylens.tasks.task import AnyTask, Example
 
 # ---- places ----------------------------------------------------------------------------------------------------------
 # `NamedPlace`: positions of a path by name, which a plan can hold and a probe can ask for.
@@ -91,7 +91,7 @@ def ends_of(substring: str, pieces: Sequence[str]) -> list[int]:
 class ExamplePath:
     """One token path of an example, with the rows that it does not share with the accepted path: those from `base` on."""
 
-    example: Example
+    example: "Example"
     branch: int
     """0: the accepted path"""
     tokens: list[int]
@@ -107,6 +107,8 @@ class ExamplePath:
 
     @cached_property
     def _text(self) -> tuple[str, list[tuple[int, int]]]:
+        from replaylens.tasks.tokenizer import path_offsets
+
         known = self.accepted.offsets[: self.base] if self.accepted is not None else ()
         return path_offsets(self.tokenizer, self.tokens, known)
 
@@ -120,13 +122,16 @@ class ExamplePath:
         return self._text[1]
 
     @cached_property
-    def reading(self) -> Reading:
+    def reading(self) -> "Reading":
         """The task's reading of the text."""
         known = self.accepted.reading if self.accepted is not None else None
         return self.example.maker.read(self.text, self.example.index, known)
 
-    def labels_at(self, positions: Sequence[int], names: Sequence[str]) -> dict[str, list[Label]]:
+    def labels_at(self, positions: Sequence[int], names: Sequence[str]) -> "dict[str, list[Label]]":
         """Labels of some of its tokens: those of a given text are known by position, others are read from the text."""
+        from replaylens.tasks.reading import SHUFFLED
+        from replaylens.tasks.texts import GivenTexts
+
         given, maker = self.example.given, self.example.maker
         if given is None or not isinstance(maker, GivenTexts):
             return self.reading.labels_at([self.offsets[position] for position in positions], names)
@@ -175,15 +180,17 @@ class StoredFeatures:
         return indices, values, counts
 
 
-Encoders = Mapping[str, SparseFeatures]
+Encoders = Mapping[str, "SparseFeatures"]
 """name in the dump -> the features"""
 
 
-def planned(engine: Core, encoders: Encoders, keep: int | None) -> tuple[StoredFeatures, ...]:
+def planned(engine: "Core", encoders: Encoders, keep: int | None) -> tuple[StoredFeatures, ...]:
     """The plan's entries for these features. BadRequest, UnknownSite or BadWeights if they do not fit the model.
 
     keep  features per row; None: k of a TopK SAE, else 64
     """
+    from replaylens.engine.features.features import SparseFeatures
+
     if not isinstance(encoders, Mapping):
         raise BadRequest(f"features={shown(encoders)}: give a dict from names to features, such as {{'sae': features}}.")
     made = []
@@ -218,7 +225,7 @@ def named(stored: Sequence[StoredFeatures], name: str) -> StoredFeatures:
     raise BadRequest(no_such("features", str(name)[:60], [each.name for each in stored]))
 
 
-def to_tensors(stored: StoredFeatures, found: FeatureRows) -> dict[str, Tensor]:
+def to_tensors(stored: StoredFeatures, found: "FeatureRows") -> dict[str, Tensor]:
     """The tensors of some rows: [rows, keep], [rows, keep] and [rows]. Of equal activations the first features are kept."""
     rows, indices, values = found.rows_of_entries.numpy(), found.indices.numpy(), found.values.numpy()
     order = np.lexsort((indices, -values, rows))
@@ -231,8 +238,10 @@ def to_tensors(stored: StoredFeatures, found: FeatureRows) -> dict[str, Tensor]:
     return dict(zip(stored.tensors, made, strict=True))
 
 
-def to_rows(stored: StoredFeatures, indices: Tensor, values: Tensor) -> FeatureRows:
+def to_rows(stored: StoredFeatures, indices: Tensor, values: Tensor) -> "FeatureRows":
     """Inverse of `to_tensors`, up to the features that were not kept. BadDump for numbers that no feature has."""
+    from replaylens.engine.features.rows import FeatureRows
+
     if len(wrong := indices[(indices < -1) | (indices >= stored.width)]):
         raise BadDump(
             f"The stored features {stored.name!r} include number {wrong[0].item()}, but there are {stored.width} features. The "
@@ -321,13 +330,15 @@ class DumpPlan:
         """The examples of one shard."""
         return self.examples[shard * self.examples_per_shard : (shard + 1) * self.examples_per_shard]
 
-    def make_task(self) -> AnyTask:
+    def make_task(self) -> "AnyTask":
         """The task with its settings; UnknownTask, which says how to register it, if no task of this name is known."""
         return tasks.get(self.task)(**self.knobs)
 
     @property
     def cited_knobs(self) -> dict[str, Any]:
         """The task's settings as a page shows them: given texts are counted, not repeated."""
+        from replaylens.tasks.texts import cited
+
         return cited(self.task, self.knobs)
 
     def to_json(self) -> dict[str, Any]:

@@ -36,7 +36,6 @@ from replaylens.engine.dump.manifest import HEAD, MANIFEST, MAX_BYTES, Manifest,
 from replaylens.engine.dump.plan import named, to_rows
 from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import BadDump, BadRequest, UnknownSite, no_such
-from replaylens.engine.features.rows import FeatureRows
 from replaylens.engine.model.sites import BY_SLOT, at_layer, same_value, warn_of_mixed_experts
 from replaylens.engine.request.capture import Rows
 from replaylens.engine.request.values import flag, hides, instance, items, shown, whole
@@ -44,6 +43,8 @@ from replaylens.engine.request.values import flag, hides, instance, items, shown
 if TYPE_CHECKING:
     import pandas as pd
     from datasets import Dataset
+
+    from replaylens.engine.features.rows import FeatureRows
 
 
 SiteName = str | tuple[str, int]

@@ -53,7 +53,7 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.shard import write_shard
 from replaylens.engine.dump.store import TEMPORARY, Store
 from replaylens.engine.errors import BadDump, BadRequest, DumpExists, DumpLocked, NotCaptured, ReplayMismatch, UnfinishedDump
-from replaylens.engine.proof.trace import Fingerprint
+from replaylens.engine.records import Fingerprint
 from replaylens.engine.terminal import hidden
 
 # ---- queue -----------------------------------------------------------------------------------------------------------

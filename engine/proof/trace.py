@@ -11,7 +11,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.loading import weights_hash
 from replaylens.engine.passes.batch import KV_BLOCK, TILE
-from replaylens.engine.records import Count, Positive, build, parse
+from replaylens.engine.records import Count, Fingerprint, Positive, build, parse
 from replaylens.engine.request.capture import CaptureSpec
 from replaylens.engine.request.edits import PlacedEditRecord
 from replaylens.engine.request.sampling import Sampling
@@ -126,42 +126,10 @@ def check_event(raw: Any, what: str) -> dict[str, Any]:
 
 
 # ---- fingerprint -----------------------------------------------------------------------------------------------------
-# `Fingerprint`: everything that the bits of a result depend on, besides token path and edits.
+# What the bits of a result depend on, besides token path and edits, read off a loaded model.
 
 CANONICAL_VERSION = 1
 """raised by any change of the canonical arithmetic that moves bits"""
-
-
-@dataclass(frozen=True)
-class Fingerprint:
-    """Results with equal fingerprint, token path and edits have equal bits."""
-
-    weights: str
-    config: str
-    dtype: str
-    device: str
-    torch: str
-    triton: str
-    replaylens: str
-    canonical: str
-    revision: str = ""
-    """name@commit of a model from the Hugging Face hub; empty: from elsewhere"""
-
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
-
-    def to_json(self) -> str:
-        return json.dumps(self.parts(), sort_keys=True)
-
-    def parts(self) -> dict[str, str]:
-        """What is written: a revision only if there is one, so that other fingerprints keep their bytes."""
-        return {name: value for name, value in asdict(self).items() if name != "revision" or value}
-
-    def differences(self, other: Fingerprint) -> list[str]:
-        """The parts that differ, one readable line each."""
-        mine, theirs = asdict(self), asdict(other)
-        return [f"{name}: {mine[name]} here, {theirs[name]} there" for name in mine if mine[name] != theirs[name]]
 
 
 def take(model: Decoder) -> Fingerprint:

@@ -17,7 +17,7 @@ from replaylens.engine.memory.tree import BranchRecord
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.model.text import Text
-from replaylens.engine.proof.trace import Fingerprint
+from replaylens.engine.records import Fingerprint
 from replaylens.engine.request.capture import CaptureSpec, Recording
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import flag, instance, integer, items, shown, token_ids, whole

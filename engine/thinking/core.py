@@ -23,7 +23,7 @@ from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.model.text import Prompt, is_chat
 from replaylens.engine.passes.runner import Keep
 from replaylens.engine.passes.transfer import RING_BYTES
-from replaylens.engine.proof.trace import Fingerprint
+from replaylens.engine.records import Fingerprint
 from replaylens.engine.request.capture import CaptureSpec
 from replaylens.engine.request.edits import Edit, Hook, listed, resolve_hooks
 from replaylens.engine.request.placed import PlacedEdit

@@ -19,7 +19,7 @@ from replaylens.engine.errors import BadRequest, FetchFailed, UnsupportedModel
 from replaylens.engine.model import hub
 from replaylens.engine.model.hub import HubOptions, fetch_snapshot
 from replaylens.engine.model.loading import load, save, weights_hash
-from replaylens.engine.proof.trace import Fingerprint
+from replaylens.engine.records import Fingerprint
 from tests.engine.dump.test_cli import run
 from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.model.test_adapter import KINDS, trained
