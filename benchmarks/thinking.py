@@ -24,11 +24,11 @@ from replaylens.engine.request.edits import Edit
 from replaylens.engine.thinking.core import ThinkingEngine
 from replaylens.engine.thinking.model import THINK_SITE, ThinkingConfig, ThinkingDecoder, padded
 from replaylens.engine.thinking.prefill import GUESSES, Guess
+from replaylens.engine.training import embedded as zoo
 from replaylens.engine.training import thinking as plain
 from replaylens.engine.training import thinking as thinking_train
 from replaylens.engine.training.recipe import Part
 from replaylens.engine.training.thinking import ChunkBatch
-from replaylens.engine.zoo import coin as zoo
 
 EOS, WORD = 1, 7
 PREFILL = ModelConfig(

@@ -22,10 +22,10 @@ import torch.multiprocessing as mp
 
 from benchmarks.thinking_plans import Run
 from replaylens.commands.train import save
+from replaylens.engine.training import embedded as zoo
 from replaylens.engine.training import thinking as thinking_train
 from replaylens.engine.training.score import score
 from replaylens.engine.training.thinking import ChunkedTexts, Model, ThinkingRecipe
-from replaylens.engine.zoo import coin as zoo
 
 TESTED_TOGETHER = 256
 """texts of a batch in the test"""

@@ -23,8 +23,8 @@ from replaylens.engine.model.config import ModelConfig, Rope
 from replaylens.engine.thinking.core import ThinkingBranch, ThinkingEngine
 from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder
 from replaylens.engine.thinking.prefill import Guess
+from replaylens.engine.training import embedded as zoo
 from replaylens.engine.training.thinking import ChunkedText, chunked
-from replaylens.engine.zoo import coin as zoo
 from replaylens.tasks import WordTokenizer
 
 PUBLISHED = "2.66 (GSM8K)"

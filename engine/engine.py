@@ -318,7 +318,7 @@ def _thinking_model(source: Any) -> tuple[ThinkingDecoder, Text] | None:
     if isinstance(source, ThinkingDecoder):
         return source, Text(None)
     if isinstance(source, str) and source in zoo.THINKING:
-        from replaylens.engine.zoo.thinking import load_embedded
+        from replaylens.engine.training.embedded_thinking import load_embedded
 
         model, tokenizer = load_embedded(source)
         return model, Text(tokenizer)

@@ -13,35 +13,51 @@ from typing import Any
 
 import pytest
 
+import replaylens
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "replaylens"
-ROOMS: tuple[tuple[str, ...], ...] = (
+CORE: tuple[tuple[str, ...], ...] = (
     ("tasks", "kernels"),
     ("engine/errors", "engine/terminal"),
     ("engine/records",),
     ("engine/model",),
-    ("engine/request", "engine/memory"),
+    ("engine/display", "engine/request", "engine/memory"),
     ("engine/passes",),
-    ("engine/lens", "engine/gradients"),
+    ("engine/lens",),
     ("engine/proof",),
-    ("engine/loop", "engine/pictures"),
-    ("engine/resampling",),
+    ("engine/loop",),
     ("engine/serving",),
-    ("engine/thinking", "engine/features"),
-    ("engine/replay", "engine/attribution"),
-    ("engine/dump", "engine/training"),
-    ("engine/zoo",),
+    ("engine/transformer_lens", "engine/zoo"),
     ("engine/engine",),
-    ("engine/cluster",),
-    ("probes",),
-    ("errors",),
-    ("views",),
-    ("workbench",),
-    ("commands",),
-    ("cli",),
-    ("__main__",),
 )
-"""floors from the bottom up: a room may import itself and those below it, never its neighbours or those above"""
+"""the core from the bottom up: a room may import itself and those below it, never its neighbours or those above"""
+SATELLITES = {
+    "engine/features": (),
+    "engine/gradients": (),
+    "engine/resampling": (),
+    "engine/thinking": (),
+    "engine/replay": (),
+    "engine/dump": ("engine/replay",),
+    "engine/training": ("engine/thinking",),
+    "engine/cluster": ("engine/dump", "engine/resampling"),
+}
+"""rooms around the core: each may import the core, and of the others only those named here"""
+FACES = (("probes",), ("errors",), ("views",), ("workbench",), ("commands",), ("cli",), ("__main__",))
+"""what people see, from the bottom up: a face may import the core, all satellites and the faces below"""
+DOORS = {
+    "engine/serving": {"engine/gradients", "engine/resampling", "views"},
+    "engine/engine": {"engine/replay", "engine/resampling", "engine/thinking", "engine/training"},
+    "engine/features": {"views"},
+    "engine/gradients": {"engine/thinking"},
+    "engine/resampling": {"views"},
+    "engine/thinking": {"views"},
+    "engine/replay": {"engine/dump", "engine/resampling", "engine/thinking", "views"},
+    "engine/dump": {"engine/features"},
+    "probes": {"views"},
+}
+"""what a room may import only within functions, when a verb needs it, or for type checkers"""
+ROOMS = (*CORE, tuple(SATELLITES), *FACES)
 FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 TYPES_ONLY = {"__init__"}
 """may name anything for type checkers, and imports nothing at run time"""
@@ -120,6 +136,13 @@ def imports(source: str) -> Imports:
     return Imports(relative, tuple(imported(nodes)), tuple(imported(top)))
 
 
+def may_import(room: str, other: str) -> bool:
+    """Whether a room may import another when it is loaded."""
+    if room in SATELLITES and other in SATELLITES:
+        return other in SATELLITES[room]
+    return FLOOR[other] < FLOOR[room]
+
+
 def faults(source: str, room: str | None) -> list[str]:
     """Import faults of a file of `room` (None: a file outside the package, which may import any room)."""
     read = imports(source)
@@ -132,8 +155,11 @@ def faults(source: str, room: str | None) -> list[str]:
             other = room_of(name)
             if other not in FLOOR:
                 found.append(f"{name}: import it from the file where it lives")
-            elif other != room and FLOOR[other] >= FLOOR[room]:
-                found.append(f"{room} imports {other}")
+            elif other != room and not may_import(room, other):
+                if other not in DOORS.get(room, ()):
+                    found.append(f"{room} imports {other}")
+                elif name in read.at_top:
+                    found.append(f"{room} imports {other} when it is loaded")
     part = (room or "").split("/")[0]
     loads = {name.split(".")[0] for name in read.at_top}
     return found + [f"{name} at the top" for name in sorted(loads & HEAVY_AT_TOP.get(part, set()))]
@@ -162,8 +188,13 @@ def sources() -> Iterator[tuple[Path, str | None]]:
 
 
 def circle(texts: dict[str, str]) -> list[str]:
-    """Modules that import each other in a cycle, also through functions or type-only imports. Empty if there is none."""
-    arrows = {m: {nearest(texts, name) for name in imports(text).anywhere} - {m, ""} for m, text in texts.items()}
+    """Modules that import each other in a cycle, also through functions or type-only imports, doors aside. Empty: none."""
+    arrows: dict[str, set[str]] = {}
+    for module, text in texts.items():
+        doors = DOORS.get(room_of(module), set())
+        read = imports(text)
+        names = [n for n in read.anywhere if n in read.at_top or not n.startswith("replaylens.") or room_of(n) not in doors]
+        arrows[module] = {nearest(texts, name) for name in names} - {module, ""}
     try:
         TopologicalSorter(arrows).prepare()
     except CycleError as error:
@@ -213,14 +244,24 @@ PLANTED: dict[str, tuple[str | None, str, str]] = {
         "engine/loop imports engine/serving",
     ),
     "neighbours": (
-        "engine/loop",
-        "from replaylens.views.pictures import Tree",
-        "engine/loop imports engine/pictures",
+        "engine/request",
+        "from replaylens.engine.memory.tree import BranchTree",
+        "engine/request imports engine/memory",
     ),
-    "the engine from within": (
-        "engine/dump",
-        "from replaylens.engine.engine import Engine",
-        "engine/dump imports engine/engine",
+    "a satellite and another": (
+        "engine/features",
+        "def f():\n    from replaylens.engine.dump.reader import Dump",
+        "engine/features imports engine/dump",
+    ),
+    "a door at the top": (
+        "engine/serving",
+        "from replaylens.views.pictures import Tree",
+        "engine/serving imports views when it is loaded",
+    ),
+    "the core and a satellite": (
+        "engine/loop",
+        "def f():\n    from replaylens.engine.dump.reader import Dump",
+        "engine/loop imports engine/dump",
     ),
     "engine above itself": (
         "engine/engine",
@@ -274,7 +315,8 @@ def test_checker_finds_what_is_planted(plant: str) -> None:
         ("engine/model", "if TYPE_CHECKING:\n    import transformers"),
         ("engine/engine", "import replaylens\nprint(replaylens.__version__)"),
         ("engine/loop", "from replaylens.engine.loop.lane import Turn"),
-        ("engine/serving", "from replaylens.views.pictures import Tree"),
+        ("engine/serving", "def f():\n    from replaylens.views.pictures import Tree"),
+        ("engine/dump", "from replaylens.engine.engine import Engine\nfrom replaylens.engine.replay.run import Run"),
         ("views", "from replaylens.engine.dump.reader import Dump\nfrom replaylens.probes import rows"),
         ("__init__", "if TYPE_CHECKING:\n    from replaylens.engine.engine import Engine"),
         ("kernels", "import triton.language as tl"),
@@ -305,6 +347,31 @@ except AttributeError as error:
     found["error"] = str(error)
 print(json.dumps(found))
 """
+
+
+TRIPS = {
+    "replaylens.Engine.load('coin-plain')": 90,
+    "replaylens.Dump.open(sys.argv[1])": 45,
+    "replaylens.Engine.load('coin-thinking')": 0,
+}
+"""what is done in a fresh interpreter -> the most modules of replaylens that it may load; 0: a control, which must load more"""
+
+
+@pytest.mark.parametrize("trip", TRIPS)
+def test_a_trip_loads_only_the_rooms_that_it_needs(trip: str, tmp_path: Path) -> None:
+    """A plain model needs the core alone, and reading a dump no engine. Control: a Thinking-States model needs satellites."""
+    engine = replaylens.Engine.load("coin-plain")
+    engine.replay(replaylens.tasks.get("coin")(flips=1).examples(1), sites="S").save(tmp_path / "dump")
+    code = f"import sys, replaylens; {trip}; print(*sorted(name for name in sys.modules if name.startswith('replaylens.')))"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "dump")], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    loaded = done.stdout.split()
+    satellites = [name for name in loaded if room_of(name) in {*SATELLITES, *(room for rooms in FACES for room in rooms)}]
+    if TRIPS[trip]:
+        assert len(loaded) <= TRIPS[trip]
+        assert {room_of(name) for name in satellites} <= {"engine/dump", "engine/thinking"}, satellites
+    else:
+        assert len(satellites) > 5
 
 
 @pytest.fixture(scope="module")

@@ -20,10 +20,10 @@ import torch
 
 from replaylens.engine.thinking import model as thinking
 from replaylens.engine.thinking.model import ThinkingDecoder
+from replaylens.engine.training import embedded as zoo
 from replaylens.engine.training import thinking as plain
 from replaylens.engine.training.recipe import Part
 from replaylens.engine.training.thinking import ChunkTable, chunked
-from replaylens.engine.zoo import coin as zoo
 from replaylens.tasks import WordTokenizer
 
 VARIABLES = Part("variables", 1.0)

@@ -25,7 +25,6 @@ from replaylens.engine.request.placing import place_all
 from replaylens.engine.request.values import flag, integer, verb, whole
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
-from replaylens.engine.thinking.core import ThinkingCore
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -325,6 +324,8 @@ def _measured(function: LogitsFunction, logits: Tensor) -> Tensor:
 
 def paths_of(engine: Core, *prompts: Prompt) -> list[list[int]]:
     """The tokens of prompts of one length; BadRequest if they differ, NoGradient if the model thinks."""
+    from replaylens.engine.thinking.core import ThinkingCore
+
     if isinstance(engine, ThinkingCore):
         raise NoGradient("No gradient flows through thoughts. Use a plain model.")
     paths = [engine.tokens_of(prompt) for prompt in prompts]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
@@ -21,8 +21,10 @@ from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.request import Request
 from replaylens.engine.terminal import hidden
-from replaylens.engine.thinking.thoughts import Thoughts, thoughts_of
 from replaylens.tasks.task import Example
+
+if TYPE_CHECKING:
+    from replaylens.engine.thinking.thoughts import Thoughts
 
 # ---- examples --------------------------------------------------------------------------------------------------------
 
@@ -56,7 +58,7 @@ class Result:
     recording: Recording | None
     certified: bool = True
     """whether all its rows are canonical; only certified results can be dumped"""
-    thoughts: Thoughts | None = None
+    thoughts: "Thoughts | None" = None
     """the thoughts on the prompt, for a model that thinks"""
     generated_text: str = ""
     """the text of the tokens after the prompt, without the end-of-sequence token that may end it"""
@@ -192,6 +194,8 @@ def _ended(engine: Core, example: Example) -> bool:
 
 def result_of(engine: Core, example: Example, branch: Branch) -> Result:
     """The result of an example from the branch that generated its answer. Precondition: the branch is not released."""
+    from replaylens.engine.thinking.thoughts import thoughts_of
+
     thoughts = thoughts_of(branch.lane)
     rejected = [
         RejectedPath(other.id, other.tokens, other.record.fork_position, other.lane.recording) for other in branch.rejected

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -12,12 +12,14 @@ from torch import Tensor
 from replaylens.engine.errors import BadRequest, BadTexts, NoChatTemplate, NotCertified, no_such
 from replaylens.engine.model.text import Chat, Text, is_chat
 from replaylens.engine.request.values import items, shown
-from replaylens.engine.resampling.rollouts import Rollout, Rollouts
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
 from replaylens.tasks.reading import NOT_LABELS, GivenText, Label, Offset, TokenSpan
 from replaylens.tasks.texts import GivenTexts
 from replaylens.tasks.tokenizer import WordTokenizer, offsets_of, path_offsets
+
+if TYPE_CHECKING:
+    from replaylens.engine.resampling.rollouts import Rollout, Rollouts
 
 # ---- labelling -------------------------------------------------------------------------------------------------------
 # Labels as users give them, per text, per token or per character span, turned into labels of texts and of tokens.
@@ -219,9 +221,11 @@ OUTCOME, FORK, NUMBER, PLACE, CHAIN = "outcome", "fork", "rollout", "place", "ch
 rollouts of several chains the number of the chain"""
 
 
-def texts_of_rollouts(text: Text, given: Rollouts | Sequence[Rollouts]) -> GivenTexts:
+def texts_of_rollouts(text: Text, given: "Rollouts | Sequence[Rollouts]") -> GivenTexts:
     """The task of the rollouts' paths. A dump of it with positions="label:place" has just the kept rows, and verifies from its
     folder, like a dump of any texts."""
+    from replaylens.engine.resampling.rollouts import Rollouts
+
     chains = [given] if isinstance(given, Rollouts) else list(given)
     if empty := [number for number, rollouts in enumerate(chains) if not len(rollouts)]:
         raise BadTexts("There are no rollouts." if len(chains) == 1 else f"Chain {empty[0]} has no rollouts. Leave it out.")
@@ -231,7 +235,7 @@ def texts_of_rollouts(text: Text, given: Rollouts | Sequence[Rollouts]) -> Given
     return GivenTexts.of(made)
 
 
-def _texts(text: Text, rollouts: Rollouts, more: dict[str, int]) -> list[GivenText]:
+def _texts(text: Text, rollouts: "Rollouts", more: dict[str, int]) -> list[GivenText]:
     """The paths of one chain's rollouts, with these labels besides their own."""
     plan, made = rollouts.plan, []
     for index, rollout in enumerate(rollouts):
@@ -247,7 +251,7 @@ def _texts(text: Text, rollouts: Rollouts, more: dict[str, int]) -> list[GivenTe
     return made
 
 
-def _spans(rollout: Rollout) -> tuple[TokenSpan, ...]:
+def _spans(rollout: "Rollout") -> tuple[TokenSpan, ...]:
     """One span for each token with a kept row. A token that is several places has their names, joined by +."""
     names: dict[int, list[str]] = {}
     for place, at in rollout.rows:
@@ -270,6 +274,8 @@ def texts_of(engine: Core, given: Any, text: str | None = None, labels: NamedLab
     labels  of a table: the columns of the labels; of a list: label -> values, one for each text. A value is that of the
             text, or a list with one value per token, or a list of character spans {"start", "end", "value"}
     """
+    from replaylens.engine.resampling.rollouts import Rollouts
+
     if isinstance(given, Rollouts) or (isinstance(given, list | tuple) and any(isinstance(each, Rollouts) for each in given)):
         if not isinstance(given, Rollouts) and not all(isinstance(each, Rollouts) for each in given):
             raise BadTexts("Rollouts and other texts were given in one list. Give them in separate calls.")

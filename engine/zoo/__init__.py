@@ -1,4 +1,4 @@
-"""The embedded models by name: their checkpoints, ready to load. Their recipes are in `coin` and `thinking`."""
+"""The embedded models by name: their checkpoints, ready to load. Their recipes are in `engine/training`."""
 
 from pathlib import Path
 

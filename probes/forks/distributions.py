@@ -14,11 +14,11 @@ from replaylens.engine.resampling.rollouts import OutcomeCounts, Rollouts
 from replaylens.probes.checks import mask_of
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.intervals import LEVEL
-from replaylens.views.html import fragment
-from replaylens.views.rollouts import RolloutTree, colours, curve_svg
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from replaylens.views.rollouts import RolloutTree
 
 # ---- multinomials ----------------------------------------------------------------------------------------------------
 # Distances between outcome distributions that are known by counts: estimates without the bias of counting, intervals, tests.
@@ -363,6 +363,7 @@ class OutcomeCurve:
     def plot(self) -> "Figure":
         """Probability of each outcome by position, with intervals."""
         from replaylens.engine.display import picture, plain
+        from replaylens.views.rollouts import colours
 
         figure = picture(min(0.25 * len(self.positions), 18) + 4, 3.2)
         axes = figure.subplots()
@@ -374,6 +375,9 @@ class OutcomeCurve:
         return figure
 
     def _repr_html_(self) -> str:
+        from replaylens.views.html import fragment
+        from replaylens.views.rollouts import curve_svg
+
         return fragment(curve_svg(self.texts, self.outcomes, self.value, self.low, self.high))
 
 
@@ -514,8 +518,10 @@ class RolloutTexts:
         units, outcome = [self.units[i] for i in at], [self.outcome[i] for i in at]
         return RolloutTexts(self.positions, self.texts, self.outcomes, self.fork[at], units, outcome)
 
-    def tree(self, title: str = "", prompt: str = "") -> RolloutTree:
+    def tree(self, title: str = "", prompt: str = "") -> "RolloutTree":
         """The picture of all rollouts, folded where they say the same; `prompt` is shown before the path."""
+        from replaylens.views.rollouts import RolloutTree
+
         number = {name: k for k, name in enumerate(self.outcomes)}
         return RolloutTree(
             tuple(self.texts),

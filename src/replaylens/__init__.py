@@ -7,7 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # type checkers and editors see the names themselves
-    from replaylens import errors, probes, tasks
+    from replaylens import errors as errors
+    from replaylens import probes as probes
+    from replaylens import tasks as tasks
     from replaylens.engine.dump.reader import Dump as Dump
     from replaylens.engine.engine import Engine as Engine
     from replaylens.engine.features.features import SparseFeatures as SparseFeatures

@@ -18,7 +18,7 @@ import replaylens
 from replaylens import cli
 from replaylens.cli import COMMANDS, app, main
 from replaylens.engine.errors import SlowCluster
-from replaylens.engine.zoo import coin as zoo
+from replaylens.engine.training import embedded as zoo
 from tests.engine.dump.damage import edit_manifest
 
 COLOUR = re.compile(r"\x1b\[[\d;]*(3[0-7]|9[0-7]|38;|4[0-7])[\d;]*m")

@@ -33,7 +33,7 @@ DEVICE = (
     ),
     Mutant(
         "collector-on-for-the-second",
-        "replaylens.engine.passes.graphs",
+        "replaylens.engine.terminal",
         "if not _holders and _was_on:",
         "if _was_on:",
         "nothing is collected while any thread records a graph",

@@ -110,7 +110,7 @@ MODELS = (
     ),
     Mutant(
         "empty-revision-written",
-        "replaylens.engine.proof.trace",
+        "replaylens.engine.records",
         'if name != "revision" or value}',
         "}",
         "fingerprints of models from elsewhere keep their bytes",

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from replaylens import tasks
 from replaylens.cli import app
 from replaylens.commands.train import Changes, changed_thinking
-from replaylens.engine.zoo import thinking as thinking_zoo
+from replaylens.engine.training import embedded_thinking as thinking_zoo
 from tests.tasks.square import own_registry, write_files
 
 COIN = "replaylens.tasks.coin:Coin"

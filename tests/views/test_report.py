@@ -22,7 +22,7 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import verify
 from replaylens.engine.engine import Engine
 from replaylens.engine.replay.run import Run
-from replaylens.engine.zoo import coin as zoo
+from replaylens.engine.training import embedded as zoo
 from replaylens.probes.report import Report
 from replaylens.probes.sweeps import sweep as sweep_rows
 from replaylens.tasks import WordTokenizer

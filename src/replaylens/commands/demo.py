@@ -28,7 +28,7 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.replay.run import Run
 from replaylens.engine.request.values import output_path
-from replaylens.engine.zoo import coin as zoo
+from replaylens.engine.training import embedded as zoo
 from replaylens.tasks.task import Example
 from replaylens.tasks.tokenizer import WordTokenizer
 from replaylens.views.data import LensGuess, LensLayer

@@ -22,6 +22,8 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.loading import CONFIG_FILE, weights_hash
 from replaylens.engine.request.values import output_path
 from replaylens.engine.terminal import hidden
+from replaylens.engine.training import embedded as zoo
+from replaylens.engine.training import embedded_thinking as thinking_zoo
 from replaylens.engine.training import thinking as thinking_train
 from replaylens.engine.training import trainer
 from replaylens.engine.training.recipe import Part, Recipe, backbone_folder, load_tokenizer
@@ -29,8 +31,6 @@ from replaylens.engine.training.recipe_file import SUFFIXES, read_recipe, recipe
 from replaylens.engine.training.score import score
 from replaylens.engine.training.thinking import METHODS, Method, Model, ThinkingRecipe
 from replaylens.engine.zoo import TOKENIZER_FILE
-from replaylens.engine.zoo import coin as zoo
-from replaylens.engine.zoo import thinking as thinking_zoo
 from replaylens.tasks.errors import TooFewPrompts
 from replaylens.tasks.task import Example
 from replaylens.tasks.tokenizer import WordTokenizer

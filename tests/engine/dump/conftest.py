@@ -12,7 +12,7 @@ from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.zoo import coin as zoo
+from replaylens.engine.training import embedded as zoo
 from replaylens.tasks import WordTokenizer
 from replaylens.tasks.task import AnyTask
 from tests.own_certificates import own_certificates  # noqa: F401

@@ -210,7 +210,7 @@ def test_one_exit_code_for_one_fault(copy: Path, model_folder: Path, fault: str)
 
 
 def test_verify_with_another_model(reference: Dump, model_folder: Path, tmp_path: Path) -> None:
-    from replaylens.engine.zoo import coin as zoo
+    from replaylens.engine.training import embedded as zoo
 
     model, tokenizer = zoo.load(model_folder)
     model.embed[3, 3] += 1

@@ -11,8 +11,8 @@ from replaylens.engine.errors import NonFinite
 from replaylens.engine.thinking import blocks
 from replaylens.engine.thinking.core import ThinkingEngine
 from replaylens.engine.thinking.model import ThinkingConfig
+from replaylens.engine.training import embedded as zoo
 from replaylens.engine.training.thinking import METHODS, ChunkedText, Method, chunked
-from replaylens.engine.zoo import coin as zoo
 from replaylens.tasks import WordTokenizer
 from tests.engine.thinking.reference import SHAPES, random_prompt, thinking_model
 

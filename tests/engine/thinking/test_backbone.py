@@ -17,14 +17,14 @@ from replaylens.engine.errors import BadConfig, BadRecipe, BadRequest
 from replaylens.engine.thinking.core import ThinkingEngine
 from replaylens.engine.thinking.model import ThinkingDecoder
 from replaylens.engine.thinking.prefill import GUESSES
+from replaylens.engine.training import embedded as zoo
+from replaylens.engine.training import embedded_thinking as thinking_zoo
 from replaylens.engine.training import thinking
 from replaylens.engine.training import thinking as trainer
 from replaylens.engine.training.recipe import Part, PretrainedTokenizer, backbone_folder, load_tokenizer
 from replaylens.engine.training.score import score
 from replaylens.engine.training.thinking import METHODS, Method, ThinkingRecipe, chunked
 from replaylens.engine.zoo import CHECKPOINTS
-from replaylens.engine.zoo import coin as zoo
-from replaylens.engine.zoo import thinking as thinking_zoo
 from tests.engine.thinking.pretrained import hugging_face_tokenizer, write_backbone
 from tests.engine.training.test_thinking import TINY, same
 

@@ -19,7 +19,7 @@ from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.replay.run import Run
 from replaylens.engine.thinking.core import ThinkingEngine
 from replaylens.engine.thinking.prefill import GUESSES
-from replaylens.engine.zoo import thinking as thinking_zoo
+from replaylens.engine.training import embedded_thinking as thinking_zoo
 from replaylens.tasks import WordTokenizer
 from replaylens.views.thoughts import Thinking
 from tests.engine.reference import same_bits

@@ -11,10 +11,10 @@ from replaylens.engine.replay.run import Run
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.thinking.core import ThinkingEngine
 from replaylens.engine.thinking.prefill import GUESSES, Guess
+from replaylens.engine.training import embedded as zoo
+from replaylens.engine.training import embedded_thinking as thinking_zoo
 from replaylens.engine.training.recipe import Part
 from replaylens.engine.zoo import CHECKPOINTS
-from replaylens.engine.zoo import coin as zoo
-from replaylens.engine.zoo import thinking as thinking_zoo
 
 SENTENCE = "A coin's state is heads. Alice flips, then Bob flips. What's the state? A:"
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.thinking_plans import TASKS, TINY_PLAN, Plan
+from replaylens.engine.training import embedded as zoo
 from replaylens.engine.training import thinking as thinking_train
 from replaylens.engine.training.thinking import METHODS, chunked
-from replaylens.engine.zoo import coin as zoo
 
 pytestmark = pytest.mark.parametrize("task", TASKS)
 

@@ -16,6 +16,7 @@ from replaylens.commands import train as command
 from replaylens.engine.errors import BadRecipe
 from replaylens.engine.model.loading import weights_hash
 from replaylens.engine.thinking.core import ThinkingEngine
+from replaylens.engine.training import embedded as zoo
 from replaylens.engine.training import thinking as thinking_train
 from replaylens.engine.training import trainer
 from replaylens.engine.training.recipe_file import (
@@ -27,7 +28,6 @@ from replaylens.engine.training.recipe_file import (
     recipe_text,
 )
 from replaylens.engine.training.thinking import ThinkingRecipe
-from replaylens.engine.zoo import coin as zoo
 from replaylens.tasks import registry
 from replaylens.tasks.errors import TooFewPrompts
 from tests.docs.blocks import ROOT

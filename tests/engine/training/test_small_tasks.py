@@ -12,11 +12,11 @@ from replaylens import tasks
 from replaylens.cli import app
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.thinking.model import ThinkingConfig
+from replaylens.engine.training import embedded as zoo
+from replaylens.engine.training import embedded_thinking as thinking_zoo
 from replaylens.engine.training import thinking as chunks
 from replaylens.engine.training import trainer
 from replaylens.engine.training.recipe import Part, Recipe
-from replaylens.engine.zoo import coin as zoo
-from replaylens.engine.zoo import thinking as thinking_zoo
 from replaylens.tasks import TaskError
 from replaylens.tasks.errors import TooFewPrompts
 from replaylens.tasks.splits import Side, is_test_root

@@ -13,12 +13,12 @@ from replaylens.engine.errors import BadRecipe
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder
+from replaylens.engine.training import embedded as zoo
+from replaylens.engine.training import embedded_thinking as thinking_zoo
 from replaylens.engine.training import thinking as trainer
 from replaylens.engine.training.recipe import Part
 from replaylens.engine.training.score import generate, score
 from replaylens.engine.training.thinking import METHODS, ChunkBatch, Method, ThinkingRecipe
-from replaylens.engine.zoo import coin as zoo
-from replaylens.engine.zoo import thinking as thinking_zoo
 from tests.interrupted import Interrupted, interrupt_at
 
 SHAPE = ModelConfig(

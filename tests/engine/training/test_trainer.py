@@ -19,10 +19,10 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.loading import weights_hash
 from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.terminal import held_interrupt
+from replaylens.engine.training import embedded as zoo
 from replaylens.engine.training import trainer
 from replaylens.engine.training.recipe import Part, Recipe
 from replaylens.engine.training.trainer import Texts
-from replaylens.engine.zoo import coin as zoo
 from tests.interrupted import Interrupted, interrupt_at
 
 PICTURE = Part("coin", 3, (("rendering", "picture"),))

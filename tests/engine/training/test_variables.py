@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 from replaylens.cli import app
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.thinking.model import ThinkingConfig
+from replaylens.engine.training import embedded as zoo
+from replaylens.engine.training import embedded_thinking as thinking_zoo
 from replaylens.engine.training import thinking as trainer
 from replaylens.engine.training.recipe import Part
 from replaylens.engine.training.thinking import METHODS, Method, ThinkingRecipe
-from replaylens.engine.zoo import coin as zoo
-from replaylens.engine.zoo import thinking as thinking_zoo
 
 SHAPE = ModelConfig(
     num_layers=3, d_model=16, num_heads=2, num_kv_heads=2, d_head=8, d_mlp=24, vocab_size=31, max_positions=256, rotary_dim=8

@@ -10,8 +10,8 @@ from replaylens.commands.demo import next_token_by_layer
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.loading import weights_hash
 from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.training import embedded as zoo
 from replaylens.engine.zoo import CHECKPOINTS
-from replaylens.engine.zoo import coin as zoo
 from replaylens.tasks import Example, WordTokenizer
 
 NAMES = ("coin-plain", "coin-draft")

@@ -9,10 +9,10 @@ from replaylens.engine.model import loading
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.thinking import model as thinking
 from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder
+from replaylens.engine.training import embedded as zoo
 from replaylens.engine.training.recipe import Part, Tokenizer, backbone_folder, load_tokenizer
 from replaylens.engine.training.thinking import ThinkingRecipe
 from replaylens.engine.zoo import CHECKPOINTS, TOKENIZER_FILE
-from replaylens.engine.zoo import coin as zoo
 from replaylens.tasks.tokenizer import WordTokenizer
 
 _COIN = ModelConfig(
