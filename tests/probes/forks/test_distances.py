@@ -1,5 +1,6 @@
 """Distances of outcome distributions, the curve and importance agree with textbook formulas and with exact enumeration."""
 
+from dataclasses import replace
 from math import comb
 
 import numpy as np
@@ -9,7 +10,7 @@ from scipy import stats
 from replaylens.engine.resampling.counts import OutcomeCounts
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.forks.distributions import entropy, interval, outcome_curve
-from replaylens.probes.forks.importance import counterfactual_importance, importance, step_down
+from replaylens.probes.forks.importance import _family, counterfactual_importance, importance, step_down
 from replaylens.probes.forks.multinomials import distances, divergence, smoothed, variation, variation_low, whole_counts
 from replaylens.probes.forks.rollout_texts import RolloutTexts
 from tests.calibrate_forks import counts_of, rollouts_of
@@ -121,6 +122,16 @@ def test_step_down_by_hand() -> None:
         alone = (1 + (scaled[:, 1:] >= scaled[:, :1]).sum(1)) / 40
         found = step_down(scaled)
         assert (found >= alone).all() and (np.diff(found[np.argsort(-scaled[:, 0], kind="stable")]) >= 0).all()
+
+
+def test_any_draw_may_be_the_observed_one() -> None:
+    """Each of 200 draws in turn as the observed one: of equally likely draws, at most 5 % show any unit."""
+    generator = np.random.default_rng(0)
+    one, two = generator.multinomial([30] * 20, [0.5, 0.5]), generator.multinomial([30] * 20, [0.5, 0.5])
+    found = distances(one, two, "tv", permutations=199, resamples=99)
+    turns = [replace(found, under=np.roll(found.under, turn, axis=1)) for turn in range(200)]
+    least = np.array([_family(turn, one, two, "tv", 0.95)[0].min() for turn in turns])
+    assert 0.01 < (least <= 0.05).mean() <= 0.05
 
 
 def test_importance_among_many_units() -> None:
