@@ -642,10 +642,10 @@ def main() -> None:
                 found.append(each)
                 said = f"{each.rate:.3f} ({each.error:.3f}) {'' if each.held else 'missed'}"
                 print(f"{each.kind:9} {each.setting:70} {said}", flush=True)
-    about = {"seconds": round(time.monotonic() - started), "jobs": options.jobs, "simulations": options.simulations}
-    lines = [asdict(each) | {"error": each.error, "held": each.held} for each in found]
-    options.out.write_text(json.dumps(about | {"rates": lines}, indent=1) + "\n")
-    print(table(found), f"\n{about['seconds']} seconds")
+            about = {"seconds": round(time.monotonic() - started), "jobs": options.jobs, "simulations": options.simulations}
+            rates = [asdict(each) | {"error": each.error, "held": each.held} for each in found]
+            options.out.write_text(json.dumps(about | {"rates": rates}, indent=1) + "\n")  # a killed run leaves what it has
+    print(table(found), f"\n{round(time.monotonic() - started)} seconds")
 
 
 if __name__ == "__main__":

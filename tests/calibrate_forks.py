@@ -321,8 +321,8 @@ SETTINGS: tuple[Setting, ...] = (
         for n, p in ((30, FAIR), (100, FAIR), (100, RARE), (100, FOUR))
         if (draw := importance_found(measure, n, (11, p)))  # type: ignore[arg-type]
     ),
-    Setting("error", "importance, kl, random walks, 20 units, 20 to 60 rollouts", walks_found("kl", 20), ERROR),
-    Setting("error", "importance, tv, random walks, 20 units, 20 to 60 rollouts", walks_found("tv", 20), ERROR),
+    Setting("error", "importance, kl, random walks, 20 units, 20 to 60 rollouts", walks_found("kl", 20), ERROR, 1 / 3),
+    Setting("error", "importance, tv, random walks, 20 units, 20 to 60 rollouts", walks_found("tv", 20), ERROR, 1 / 3),
     Setting("error", "importance, tv, 100 units, 100 rollouts", importance_found("tv", 100, (101, FAIR)), ERROR, 2),
     Setting("error", "counterfactual importance, 5 units, 60 rollouts", counterfactual_found(0.0), ERROR),
     Setting("error", "change points, 20 forks, 30 rollouts, 2 outcomes", change_found(30, (20, FAIR)), ERROR),
@@ -416,7 +416,7 @@ def main() -> None:
             print(f"{each.kind:9} {each.setting:70} {each.rate:.3f} {'' if each.held else 'missed'}", flush=True)
         means = pool.map(bias_of, range(len(BIASES)), repeat(options.simulations))
         biases = {setting.name: bias for setting, bias in zip(BIASES, means, strict=True)}
-    about = {"seconds": round(time.monotonic() - started), "jobs": options.jobs}
+    about = {"seconds": round(time.monotonic() - started), "jobs": options.jobs, "simulations": options.simulations}
     lines = [asdict(each) | {"held": each.held} for each in found]
     options.out.write_text(json.dumps(about | {"rates": lines, "biases": biases}, indent=1) + "\n")
     print(table(found), bias_table(biases), f"{about['seconds']} seconds", sep="\n\n")

@@ -174,6 +174,19 @@ def test_few_rollouts_seldom_seem_far(pair: tuple[float, float]) -> None:
         assert float((np.outer(*chances) * (np.abs(x - y) / n - 0.3 > stats.norm.ppf(level) * spread)).sum()) > 0.015
 
 
+def test_the_error_of_a_family_of_forking_tokens() -> None:
+    """40 tokens with two alternatives each, all just at the threshold, 30 rollouts: by all tables, not by drawing some."""
+    n, level = 30, 1 - 0.05 / 80
+    x, y = np.indices((n + 1, n + 1))
+    found = np.abs(x - y) >= 24  # tried by hand
+    for i, j in zip(*np.nonzero((np.abs(x - y) / n > 0.3) & ~found), strict=True):
+        found[i, j] = variation_low(np.array([i, n - i]), np.array([j, n - j]), 0.3, level) > 0.3
+    for pair in ((0.5, 0.8), (0.9, 0.6)):
+        taken, other = (stats.binom.pmf(np.arange(n + 1), n, p) for p in pair)
+        none = float(taken @ (1 - found @ other) ** 2)  # both alternatives are compared with the same rollouts
+        assert 0.03 < 1 - none**40 < 0.05
+
+
 def test_a_bound_of_many_rollouts_is_that_of_the_normal_test() -> None:
     """Beyond the exact tables, and across the border between them; more outcomes widen it."""
     a, b = np.array([900, 100]), np.array([400, 600])
