@@ -114,7 +114,7 @@ def main(sample: int = 24, batch: int = 6, device: str = "cpu") -> None:
 
 
 def solvers(turns: int = 3) -> None:
-    """One logistic fit against scikit-learn's on standardised columns, and `logistic-cv` of few rows; in turns, in CPU seconds."""
+    """One logistic fit against scikit-learn's on standardised columns, and `logistic-cv` of few rows; CPU seconds, in turns."""
     table = Table("probes-solvers", f"logistic regression against scikit-learn; CPU seconds, median of {turns} turns")
     for count, width in ((5000, 2048), (5000, 576), (2000, 576)):
         generator = np.random.default_rng([count, width])

@@ -495,7 +495,7 @@ def _ridge_scores(x: np.ndarray, labels: np.ndarray, fold: np.ndarray) -> np.nda
 
 
 def _scikit_learn_scores(x: np.ndarray, labels: np.ndarray, fold: np.ndarray) -> np.ndarray:
-    """AUROC of scikit-learn's logistic regression for labels [rows, permutations], mean over the folds that have both classes."""
+    """AUROC of scikit-learn's logistic regression for labels [rows, permutations]: mean over folds with both classes."""
     found = np.full((fold.max() + 1, labels.shape[1]), np.nan)
     for each in np.unique(fold):
         scaler = StandardScaler().fit(x[fold != each])
