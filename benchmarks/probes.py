@@ -9,7 +9,8 @@ CPU by processor time.
 import argparse
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,10 @@ import replaylens as rl
 from benchmarks.table import Table
 from replaylens.probes.controls import Goal
 from replaylens.probes.heldout import held_out
-from replaylens.probes.probe import fit_probe
+from replaylens.probes.probe import cross_validate, fit_probe
+from replaylens.probes.registry import ChosenProbe
 from replaylens.probes.rows import ProbeRows
+from replaylens.probes.solvers import one_hot, solve
 from replaylens.probes.sweeps import sweep
 
 LAYERS, SITES, POSITIONS, ROWS, WIDTH, FOLDS = 30, 3, 8, 5000, 576, 5
@@ -110,6 +113,48 @@ def main(sample: int = 24, batch: int = 6, device: str = "cpu") -> None:
     table.save()
 
 
+def solvers(turns: int = 3) -> None:
+    """One logistic fit against scikit-learn's on standardised columns, and `logistic-cv` of few rows; CPU seconds, in turns."""
+    table = Table("probes-solvers", f"logistic regression against scikit-learn; CPU seconds, median of {turns} turns")
+    for count, width in ((5000, 2048), (5000, 576), (2000, 576)):
+        generator = np.random.default_rng([count, width])
+        x = generator.standard_normal((count, width)) / np.sqrt(np.arange(1, width + 1))
+        x = x @ np.linalg.qr(generator.standard_normal((width, width)))[0] * 5 + 1
+        way = generator.standard_normal(width) / np.sqrt(width)
+        read, coin = (x @ way + 2 * generator.standard_normal(count) > 0).astype(int), generator.integers(2, size=count)
+        data = {"planted label": (x + np.outer(coin - 0.5, 1.5 * way), coin), "label read off the rows": (x, read)}
+        for label, (given, y) in data.items():
+            loose, own, theirs = _cpu_seconds(_fits(given, y), turns)
+            for name, took, aim in (("scikit-learn's tolerance (1e-4)", loose, "<= 1"), ("our default (1e-6)", own, "")):
+                what, met = f"{count:,} x {width:,}, {label}, at {name}", took / theirs <= 1 if aim else None
+                table.add(what, ratio=took / theirs, aim=aim, met=met, ours_s=took, scikit_learn_s=theirs)
+    x, y = np.random.default_rng(0).standard_normal((40, 576)), np.arange(40) % 2
+    one = partial(ChosenProbe().fit, x, y)
+    fit, took = _cpu_seconds([one, lambda: cross_validate(x, y, np.arange(40), estimator="logistic-cv")], turns)
+    table.add("logistic-cv, one fit, 40 x 576", ours_s=fit)
+    table.add("logistic-cv, cross_validate, 40 x 576", ours_s=took)
+    table.save()
+
+
+def _fits(x: np.ndarray, y: np.ndarray) -> list[Callable[[], object]]:
+    """Our fit at scikit-learn's tolerance, our fit at our own, and scikit-learn's."""
+    ours = partial(solve, "logistic", torch.from_numpy(x)[None], one_hot(y, 2)[None], np.ones((1, 1, len(y)), dtype=bool))
+    plain = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
+    return [partial(ours, tolerance=1e-4), ours, partial(plain.fit, x, y)]
+
+
+def _cpu_seconds(calls: Sequence[Callable[[], object]], turns: int) -> list[float]:
+    """The median of each call, in turns after a first one."""
+    took = []
+    for _ in range(turns + 1):
+        marks = [time.process_time()]
+        for call in calls:
+            call()
+            marks.append(time.process_time())
+        took.append(np.diff(marks))
+    return [float(each) for each in np.median(took[1:], axis=0)]
+
+
 def of_run(model: str = "smollm2", texts: int = 200, turns: int = 5) -> None:
     """`fit_probe` and `sweep` of a run against the same calls on its activations as arrays, in turns, in CPU seconds."""
     engine, generator = rl.Engine.load(model), np.random.default_rng(0)
@@ -149,8 +194,9 @@ def of_run(model: str = "smollm2", texts: int = 200, turns: int = 5) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--run", action="store_true", help="time probes of a run against probes of arrays")
+    parser.add_argument("--solvers", action="store_true", help="time one fit against scikit-learn's")
     parser.add_argument("--sample", type=int, default=24)
     parser.add_argument("--batch", type=int, default=6)
     parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
-    of_run() if given.run else main(given.sample, given.batch, given.device)
+    of_run() if given.run else solvers() if given.solvers else main(given.sample, given.batch, given.device)
