@@ -7,6 +7,7 @@ residual stream and a label that is stronger in deeper layers. Both sides are ti
 
 import resource
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,10 @@ import replaylens as rl
 from benchmarks.harness import Clock, Line, Lines, case, meets, seconds
 from replaylens.probes.controls import Goal
 from replaylens.probes.heldout import held_out
-from replaylens.probes.probe import fit_probe
+from replaylens.probes.probe import cross_validate, fit_probe
+from replaylens.probes.registry import ChosenProbe
 from replaylens.probes.rows import ProbeRows
+from replaylens.probes.solvers import one_hot, solve
 from replaylens.probes.sweeps import sweep
 
 LAYERS, SITES, POSITIONS, ROWS, WIDTH, FOLDS = 30, 3, 8, 5000, 576, 5
@@ -118,6 +121,29 @@ def probes_cpu(sample: int = 24, batch: int = 6) -> Lines:
 def probes_cuda(sample: int = 90, batch: int = 90) -> Lines:
     """The grid of logistic probes on a GPU, transfers included, against scikit-learn's loop on the host's threads."""
     yield from grid(sample, batch, "cuda", ">= 50")
+
+
+@case("probes-solvers", ours="ours", baseline="scikit-learn", aim="<= 1", cost=True, unit="s", quick={"rows": 200})
+def probes_solvers(rows: int = 5000) -> Lines:
+    """One logistic fit on standardised columns against scikit-learn's, at its tolerance and at our own: CPU seconds."""
+    for count, width in ((rows, 2048), (rows, 576), (rows * 2 // 5, 576)):
+        generator = np.random.default_rng([count, width])
+        x = generator.standard_normal((count, width)) / np.sqrt(np.arange(1, width + 1))
+        x = x @ np.linalg.qr(generator.standard_normal((width, width)))[0] * 5 + 1
+        way = generator.standard_normal(width) / np.sqrt(width)
+        read, coin = (x @ way + 2 * generator.standard_normal(count) > 0).astype(int), generator.integers(2, size=count)
+        data = {"planted label": (x + np.outer(coin - 0.5, 1.5 * way), coin), "label read off the rows": (x, read)}
+        for label, (given, y) in data.items():
+            every = np.ones((1, 1, count), dtype=bool)
+            fit = partial(solve, "logistic", torch.from_numpy(given)[None], one_hot(y, 2)[None], every)
+            theirs = partial(make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000)).fit, given, y)
+            what = f"{count:,} x {width:,}, {label}, at"
+            yield Line(f"{what} scikit-learn's tolerance", {"ours": partial(fit, tolerance=1e-4), "scikit-learn": theirs})
+            yield Line(f"{what} our default", {"ours": fit, "scikit-learn": theirs})
+    x, y = np.random.default_rng(0).standard_normal((40, 576)), np.arange(40) % 2
+    once, _ = seconds(partial(ChosenProbe().fit, x, y), "cpu")
+    folded, _ = seconds(lambda: cross_validate(x, y, np.arange(40), estimator="logistic-cv"), "cpu")
+    yield Line("logistic-cv, 40 x 576", numbers={"one_fit_s": once, "cross_validate_s": folded})
 
 
 @case("probes-run", ours="run", baseline="arrays", aim="<= 1.2", needs="smollm2", cost=True, unit="s", quick={"texts": 10})

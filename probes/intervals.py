@@ -103,10 +103,21 @@ def _area(score: np.ndarray, positive: np.ndarray, fold: np.ndarray | None) -> n
     wins, pairs = np.zeros(len(score)), 0
     for rows in _strata(fold, len(positive)):
         own, ones = positive[rows], int(positive[rows].sum())
-        ranks = rankdata(score[:, rows].astype(np.float64), axis=1)
+        ranks = _ranks(score[:, rows].astype(np.float64))
         wins += ranks[:, own].sum(1) - ones * (ones + 1) / 2
         pairs += ones * (len(own) - ones)
     return wins / pairs if pairs else np.full(len(score), np.nan)
+
+
+def _ranks(score: np.ndarray) -> np.ndarray:
+    """[cells, rows]: `rankdata` by row, in a third of its time where no two scores are equal."""
+    order = np.argsort(score, axis=1)
+    ordered = np.take_along_axis(score, order, 1)
+    if (ordered[:, 1:] == ordered[:, :-1]).any():
+        return np.asarray(rankdata(score, axis=1))
+    ranks = np.empty(score.shape)
+    np.put_along_axis(ranks, order, np.arange(1.0, score.shape[1] + 1)[None], 1)
+    return ranks
 
 
 def _strata(fold: np.ndarray | None, count: int) -> list[np.ndarray]:

@@ -135,9 +135,25 @@ class Null:
         Centre and spread include the observed score: it is one of the permutations, which keeps the test exact.
         """
         every = self.leads
-        spread = every.std(0)
+        spread = _drawn_together(every.std(0), len(every))
         scaled = (every - every.mean(0)) / np.where(spread > 0, spread, np.inf)  # a cell that never varies is not significant
         return scaled[0], scaled[1:]
+
+
+def _drawn_together(spread: np.ndarray, draws: int) -> np.ndarray:
+    """[cells]: spreads with the part of their differences taken away that comes from few draws (James and Stein 1961).
+
+    A spread of 39 permutations is off by 11 %, and the cell where it is smallest decides the maximum: in three cells, that cost
+    5 of 100 labels that raw scores show. Spreads that really differ, as of sites of different width, stay as they are.
+    """
+    known = spread > 0
+    if known.sum() < 2:
+        return spread
+    logs, noise = np.log(spread[known]), 1 / (2 * (draws - 1))  # the variance of a logarithm of a normal sample's spread
+    own = 1 - noise / max(float(logs.var(ddof=1)), noise)
+    out = spread.copy()
+    out[known] = np.exp(logs.mean() + own * (logs - logs.mean()))
+    return out
 
 
 def max_statistic(nulls: list[Null]) -> list[np.ndarray]:

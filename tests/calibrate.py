@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
@@ -18,10 +19,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
+from sklearn.preprocessing import StandardScaler
 
 from replaylens.probes.areas import area, area_gains, balanced_accuracy
+from replaylens.probes.groups import near_duplicates
 from replaylens.probes.intervals import mean_over_groups
+from replaylens.probes.questions.transfer import transfer_across
 from replaylens.probes.report import shown
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.sweeps import sweep
@@ -388,16 +393,20 @@ class Plain:
     """different tokens, which the rows hold as well; 0: none"""
     positions: bool = False
     """whether rows are places of a prompt, which they hold as well"""
+    cells: int = 3
+    baseline_by: str = "ridge"
+    """by hand; or logistic: scikit-learn's"""
 
     def arrays(self, seed: int, effect: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """(x [3, rows, d], labels, groups, further arguments of `of_arrays`); only the first cell holds the label."""
+        """(x [cells, rows, d], labels, groups, further arguments of `of_arrays`); only the first cell holds the label."""
         random = np.random.default_rng([seed, 77, int(effect > 0)])
         sizes = np.full(self.groups, self.rows)
         if not self.rows:
             sizes = np.maximum(1, np.round(4 * np.exp(0.8 * random.normal(size=self.groups)))).astype(int)
         group = np.repeat(np.arange(self.groups), sizes)
         count = len(group)
-        x = random.normal(size=(3, count, self.width)) + 0.5 * random.normal(size=(3, self.groups, self.width))[:, group]
+        shape = (self.cells, self.groups, self.width)
+        x = random.normal(size=(self.cells, count, self.width)) + 0.5 * random.normal(size=shape)[:, group]
         more: dict[str, Any] = {}
         if self.positions:
             more["positions"] = np.concatenate([np.arange(size) for size in sizes])
@@ -427,12 +436,13 @@ class Plain:
         return sweep(rows, "label", positions="all", **how)
 
     def baseline(self, seed: int) -> bool:
-        """Whether a plain permutation test with the maximum over the three cells finds the first."""
+        """Whether a plain permutation test with the maximum over all cells finds the first."""
         x, y, group, _ = self.arrays(seed, self.effect)
         random = np.random.default_rng([seed, 78])
         fold = (random.permutation(self.groups) % 5)[group]
         labels = [y] + [_exchanged(random, y, group, self.label) for _ in range(PLAIN_PERMUTATIONS)]
-        scores = np.stack([_ridge_scores(each, np.stack(labels, 1), fold) for each in x])  # [cells, 1 + permutations]
+        score = _ridge_scores if self.baseline_by == "ridge" else _scikit_learn_scores
+        scores = np.stack([score(each, np.stack(labels, 1), fold) for each in x])  # [cells, 1 + permutations]
         p = (1 + (scores[:, 1:].max(0) >= scores[0, 0]).sum()) / scores.shape[1]
         return bool(p <= 0.05)
 
@@ -483,10 +493,24 @@ def _ridge_scores(x: np.ndarray, labels: np.ndarray, fold: np.ndarray) -> np.nda
     return np.asarray((said.argmax(1) == targets.argmax(1)).mean(0))
 
 
+def _scikit_learn_scores(x: np.ndarray, labels: np.ndarray, fold: np.ndarray) -> np.ndarray:
+    """AUROC of scikit-learn's logistic regression for labels [rows, permutations]: mean over folds with both classes."""
+    found = np.full((fold.max() + 1, labels.shape[1]), np.nan)
+    for each in np.unique(fold):
+        scaler = StandardScaler().fit(x[fold != each])
+        a, b = scaler.transform(x[fold != each]), scaler.transform(x[fold == each])
+        for number, y in enumerate(labels.T):
+            if len(np.unique(y[fold == each])) == 2:
+                said = LogisticRegression().fit(a, y[fold != each]).decision_function(b)
+                found[each, number] = roc_auc_score(y[fold == each], said)
+    return np.asarray(np.nanmean(found, 0))
+
+
 PLAINS = (
     Plain("40 groups", 40, effect=1.2),
     Plain("200 groups", 200, effect=0.7),
     Plain("10 % of one class, 120 groups", 120, width=4, effect=1.8, label="rare", estimator="logistic"),
+    Plain("10 % of one class, 80 groups, one cell", 80, 1, 8, 2.7, "rare", "logistic", cells=1, baseline_by="logistic"),
     Plain("10 % of one class, unequal groups", 60, 0, 4, 1.4, "rare"),
     Plain("12 groups of 5, label of the row", 12, 5, 4, 1.2),
     Plain("12 groups of 5, label of the group", 12, 5, 4, 2.5, "group"),
@@ -500,14 +524,61 @@ PLAINS = (
 )
 
 
+# ---- leaks: texts that come twice, under several names; generators by numpy alone ------------------------------------------
+
+
+def repeated(seed: int, keyed: bool) -> bool:
+    """Whether a sweep reads coin tosses of 50 texts that come twice, with noise as of another batch."""
+    random = np.random.default_rng([seed, 79])
+    x, toss = random.normal(size=(50, 64)), random.permutation(np.arange(50) % 2)
+    twice = np.vstack([x, x + 1e-6 * random.normal(size=x.shape)]).astype(np.float32)
+    keys = near_duplicates(twice) if keyed else None
+    rows = ProbeRows.of_arrays(twice, np.tile(toss, 2), np.arange(100), keys=keys)
+    how: dict[str, Any] = dict(estimators="ridge", permutations=PLAIN_PERMUTATIONS, seed=seed)
+    return bool(shown(sweep(rows, "label", positions="all", **how).table).any())
+
+
+def across(seed: int, same: bool) -> bool:
+    """Whether a probe of one part reads coin tosses of another, at any of two layers: of the same prompts, or of others."""
+    random = np.random.default_rng([seed, 80])
+    tokens, x = random.integers(20, 50, size=(160, 4)), random.normal(size=(2, 160, 4, 16))
+    toss, order = random.integers(2, size=160), random.permutation(80) + (0 if same else 80)
+
+    def part(chosen: np.ndarray) -> ProbeRows:
+        cache = {f"blocks.{layer}.hook_in": each[chosen] for layer, each in enumerate(x)}
+        return ProbeRows.of_cache(cache, tokens[chosen], {"toss": toss[chosen]})
+
+    joined = ProbeRows.join(a=part(np.arange(80)), b=part(order))
+    report = transfer_across(joined, "toss", fit_on="a", test_on="b", position="last", seed=seed)
+    return report.findings[-1].startswith("Shown")
+
+
+@dataclass(frozen=True)
+class Leak:
+    """Coin tosses that nothing but a leak can tell."""
+
+    name: str
+    found: Callable[[int], bool]
+    aim: tuple[float, float]
+
+
+LEAKS = (
+    Leak("texts that come twice, with keys of near_duplicates", partial(repeated, keyed=True), (0.03, 0.065)),
+    Leak("texts that come twice, without keys (the leak itself)", partial(repeated, keyed=False), (0.9, 1.0)),
+    Leak("transfer_across, the same prompts in another order", partial(across, same=True), (0.0, 0.05)),
+    Leak("transfer_across, other prompts", partial(across, same=False), (0.0, 0.05)),
+)
+
+
 # ---- the table ------------------------------------------------------------------------------------------------------------
 
 
-SETTINGS: tuple[Noise | str | Crossed | Effect | Plain, ...] = (*NULLS, *INTERVALS, *CROSSED, *EFFECTS, *PLAINS)
+Setting = Noise | str | Crossed | Effect | Plain | Leak
+SETTINGS: tuple[Setting, ...] = (*NULLS, *INTERVALS, *CROSSED, *EFFECTS, *PLAINS, *LEAKS)
 """in the order of the table; intervals by name"""
 
 
-def rates_of(setting: Noise | str | Crossed | Effect | Plain, simulations: int) -> list[Rate]:
+def rates_of(setting: Setting, simulations: int) -> list[Rate]:
     """The lines of one setting."""
     torch.set_num_threads(1)
     match setting:
@@ -523,6 +594,9 @@ def rates_of(setting: Noise | str | Crossed | Effect | Plain, simulations: int) 
             return effect_rates(setting, simulations)
         case Plain():
             return setting.rates(simulations)
+        case Leak():
+            found = float(np.mean([setting.found(seed) for seed in range(simulations)]))
+            return [Rate("error", f"coin tosses: {setting.name}", found, simulations, setting.aim)]
 
 
 def interval_rate(name: str, simulations: int) -> Rate:
@@ -558,19 +632,19 @@ def main() -> None:
     parser.add_argument("--simulations", type=int, default=200, help="of each setting (default: 200)")
     parser.add_argument("--jobs", type=int, default=2, help="processes side by side (default: 2)")
     parser.add_argument("--out", type=Path, default=RESULT)
-    parser.add_argument("--plain", action="store_true", help="only the settings of plain arrays")
+    parser.add_argument("--plain", action="store_true", help="only the settings of plain arrays and of leaks")
     options = parser.parse_args()
     started, found = time.monotonic(), []
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        for lines in pool.map(rates_of, PLAINS if options.plain else SETTINGS, repeat(options.simulations)):
+        for lines in pool.map(rates_of, (*PLAINS, *LEAKS) if options.plain else SETTINGS, repeat(options.simulations)):
             for each in lines:
                 found.append(each)
                 said = f"{each.rate:.3f} ({each.error:.3f}) {'' if each.held else 'missed'}"
                 print(f"{each.kind:9} {each.setting:70} {said}", flush=True)
-    about = {"seconds": round(time.monotonic() - started), "jobs": options.jobs, "simulations": options.simulations}
-    lines = [asdict(each) | {"error": each.error, "held": each.held} for each in found]
-    options.out.write_text(json.dumps(about | {"rates": lines}, indent=1) + "\n")
-    print(table(found), f"\n{about['seconds']} seconds")
+            about = {"seconds": round(time.monotonic() - started), "jobs": options.jobs, "simulations": options.simulations}
+            rates = [asdict(each) | {"error": each.error, "held": each.held} for each in found]
+            options.out.write_text(json.dumps(about | {"rates": rates}, indent=1) + "\n")  # a killed run leaves what it has
+    print(table(found), f"\n{round(time.monotonic() - started)} seconds")
 
 
 if __name__ == "__main__":

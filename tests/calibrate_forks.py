@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import torch
@@ -116,6 +117,23 @@ def importance_found(
         counts, seed = path(generator, rollouts, *stretches), int(generator.integers(2**31))  # else all share their exchanges
         shown = importance(counts, measure=measure, permutations=499, resamples=99, seed=seed).shown
         return float(shown.any() if at is None else shown[at])
+
+    return draw
+
+
+def walks_found(measure: DistanceKind, units: int) -> Draw:
+    """Whether any unit is shown where rollouts are random walks of the standard library: up, down or back at the start, 20 to
+    60 from before each unit, and none of them sees the unit."""
+
+    def draw(generator: np.random.Generator) -> float:
+        chance = Random(int(generator.integers(2**31)))
+        table = np.zeros((units + 1, 3), dtype=int)
+        for fork in range(units + 1):
+            for _ in range(chance.randint(20, 60)):
+                end = sum(chance.choice((-1, 1)) for _ in range(6))
+                table[fork, 0 if end > 0 else 1 if end < 0 else 2] += 1
+        found = importance(counts_of(table), measure=measure, permutations=499, resamples=99, seed=chance.randrange(2**31))
+        return float(found.shown.any())
 
     return draw
 
@@ -298,6 +316,8 @@ SETTINGS: tuple[Setting, ...] = (
         for n, p in ((30, FAIR), (100, FAIR), (100, RARE), (100, FOUR))
         if (draw := importance_found(measure, n, (11, p)))  # type: ignore[arg-type]
     ),
+    Setting("error", "importance, kl, random walks, 20 units, 20 to 60 rollouts", walks_found("kl", 20), ERROR, 1 / 3),
+    Setting("error", "importance, tv, random walks, 20 units, 20 to 60 rollouts", walks_found("tv", 20), ERROR, 1 / 3),
     Setting("error", "importance, tv, 100 units, 100 rollouts", importance_found("tv", 100, (101, FAIR)), ERROR, 2),
     Setting("error", "counterfactual importance, 5 units, 60 rollouts", counterfactual_found(0.0), ERROR),
     Setting("error", "change points, 20 forks, 30 rollouts, 2 outcomes", change_found(30, (20, FAIR)), ERROR),
@@ -306,12 +326,12 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("error", "forking tokens, 20 of 3, all at the threshold, 50 rollouts", token_found(50, 0.3), ERROR, 2),
     Setting("error", "forking tokens, 20 of 3, all at the threshold, 200 rollouts", token_found(200, 0.3), ERROR, 2),
     *(
-        Setting("error", f"forking tokens, 40 of 3, {p} and {q} at the threshold, {n} rollouts", draw, ERROR, 1)
-        for n, p, q in (
-            (30, FAIR, SPLIT),
-            (30, TENTH, (0.6, 0.4)),
-            (100, FAIR, SPLIT),
-            (50, FOUR, (0.7, 0.2, 0.1, 0.0)),
+        Setting("error", f"forking tokens, 40 of 3, {p} and {q} at the threshold, {n} rollouts", draw, ERROR, cost)
+        for n, p, q, cost in (
+            (30, FAIR, SPLIT, 1),
+            (30, TENTH, (0.6, 0.4), 2),
+            (100, FAIR, SPLIT, 2),
+            (50, FOUR, (0.7, 0.2, 0.1, 0.0), 2),
         )
         if (draw := boundary_found(n, 40, p, q))
     ),
@@ -391,7 +411,7 @@ def main() -> None:
             print(f"{each.kind:9} {each.setting:70} {each.rate:.3f} {'' if each.held else 'missed'}", flush=True)
         means = pool.map(bias_of, range(len(BIASES)), repeat(options.simulations))
         biases = {setting.name: bias for setting, bias in zip(BIASES, means, strict=True)}
-    about = {"seconds": round(time.monotonic() - started), "jobs": options.jobs}
+    about = {"seconds": round(time.monotonic() - started), "jobs": options.jobs, "simulations": options.simulations}
     lines = [asdict(each) | {"held": each.held} for each in found]
     options.out.write_text(json.dumps(about | {"rates": lines, "biases": biases}, indent=1) + "\n")
     print(table(found), bias_table(biases), f"{about['seconds']} seconds", sep="\n\n")

@@ -207,11 +207,12 @@ def _family(
             f"{draws - 1} permutations give no p below {1 / draws:.3f}, so nothing can be shown at level={level}. Give "
             f"permutations={int(np.ceil(1 / (1 - level) - 1e-9)) - 1} or more."
         )
-    size = np.sqrt((found.under[:, 1:] ** 2).mean(1, keepdims=True))
+    size = np.sqrt((found.under**2).mean(1, keepdims=True))  # the observed one counts, so that all draws are alike
     scaled = np.divide(found.under, size, out=np.zeros_like(found.under), where=size > 0)
     apart = [_apart(*pair) for pair in zip(without, with_it, strict=True)]
     far = np.array([plug_in(a, b, measure) if a.sum() and b.sum() else 0.0 for a, b in apart])
-    best = np.divide(far, size[:, 0], out=np.zeros(len(far)), where=size[:, 0] > 0)
+    wide = np.sqrt(size[:, 0] ** 2 + (far**2 - found.under[:, 0] ** 2) / draws)  # of draws the observed one of which is `far`
+    best = np.divide(far, wide, out=np.zeros(len(far)), where=size[:, 0] > 0)
     among = scaled[:, 1:].max(0, initial=0.0)
     possible = np.array([_share(among, value) <= 1 - level for value in best], dtype=bool)
     return step_down(scaled), possible, without, with_it

@@ -1,5 +1,6 @@
 """Distances of outcome distributions, the curve and importance agree with textbook formulas and with exact enumeration."""
 
+from dataclasses import replace
 from math import comb
 
 import numpy as np
@@ -20,7 +21,7 @@ from replaylens.probes.forks.distributions import (
     variation_low,
     whole_counts,
 )
-from replaylens.probes.forks.importance import counterfactual_importance, importance, step_down
+from replaylens.probes.forks.importance import _family, counterfactual_importance, importance, step_down
 from tests.calibrate_forks import counts_of, rollouts_of
 
 
@@ -132,6 +133,16 @@ def test_step_down_by_hand() -> None:
         assert (found >= alone).all() and (np.diff(found[np.argsort(-scaled[:, 0], kind="stable")]) >= 0).all()
 
 
+def test_any_draw_may_be_the_observed_one() -> None:
+    """Each of 200 draws in turn as the observed one: of equally likely draws, at most 5 % show any unit."""
+    generator = np.random.default_rng(0)
+    one, two = generator.multinomial([30] * 20, [0.5, 0.5]), generator.multinomial([30] * 20, [0.5, 0.5])
+    found = distances(one, two, "tv", permutations=199, resamples=99)
+    turns = [replace(found, under=np.roll(found.under, turn, axis=1)) for turn in range(200)]
+    least = np.array([_family(turn, one, two, "tv", 0.95)[0].min() for turn in turns])
+    assert 0.01 < (least <= 0.05).mean() <= 0.05
+
+
 def test_importance_among_many_units() -> None:
     """999 permutations are enough for 200 units: the one that decides is shown. By Holm, no p is below 200 / 1000."""
     generator = np.random.default_rng(1)
@@ -170,6 +181,19 @@ def test_few_rollouts_seldom_seem_far(pair: tuple[float, float]) -> None:
     if pair == (0.5, 0.8):
         spread = np.sqrt((x * (n - x) + y * (n - y)) / n**3)
         assert float((np.outer(*chances) * (np.abs(x - y) / n - 0.3 > stats.norm.ppf(level) * spread)).sum()) > 0.015
+
+
+def test_the_error_of_a_family_of_forking_tokens() -> None:
+    """40 tokens with two alternatives each, all just at the threshold, 30 rollouts: by all tables, not by drawing some."""
+    n, level = 30, 1 - 0.05 / 80
+    x, y = np.indices((n + 1, n + 1))
+    found = np.abs(x - y) >= 24  # tried by hand
+    for i, j in zip(*np.nonzero((np.abs(x - y) / n > 0.3) & ~found), strict=True):
+        found[i, j] = variation_low(np.array([i, n - i]), np.array([j, n - j]), 0.3, level) > 0.3
+    for pair in ((0.5, 0.8), (0.9, 0.6)):
+        taken, other = (stats.binom.pmf(np.arange(n + 1), n, p) for p in pair)
+        none = float(taken @ (1 - found @ other) ** 2)  # both alternatives are compared with the same rollouts
+        assert 0.03 < 1 - none**40 < 0.05
 
 
 def test_a_bound_of_many_rollouts_is_that_of_the_normal_test() -> None:

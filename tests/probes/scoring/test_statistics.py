@@ -203,11 +203,27 @@ def test_max_statistic_pays_for_looking_often() -> None:
     assert family[7] == 1 / 200
 
 
+def test_spreads_of_few_draws() -> None:
+    """Cells of one spread are compared by their scores, those of different ones by their own; any draw may be the observed
+    one, so that 5 % of them are shown."""
+    generator = np.random.default_rng(2)
+    alike, apart = generator.normal(size=(40, 3)), generator.normal(size=(40, 3)) * [1, 10, 100]
+    every = [np.roll(alike, turn, 0) for turn in range(40)]
+    least = [max_statistic([Null(turn[0], turn[1:])])[0].min() for turn in every]
+    assert np.mean(np.array(least) <= 0.05) == 0.05
+    seen = np.vstack(Null(alike[0], alike[1:]).standard())
+    assert np.allclose(seen.std(0) / seen.std(0)[0], alike.std(0) / alike.std(0)[0])  # one scale for all cells
+    other = np.vstack(Null(apart[0], apart[1:]).standard())
+    assert np.allclose(other.std(0), 1, atol=0.01)
+
+
 def test_max_statistic_runs_over_all_families() -> None:
     """A cell of the first position is significant alone, but not beside the many of the second. Checked by the definition."""
     generator = np.random.default_rng(2)
     few = Null(np.array([2.2]), generator.normal(size=(199, 1)))
-    many = Null(np.array([0.0, 3.0, 1.0] + [0.0] * 37), generator.normal(size=(199, 40)) * 2)
+    table = np.vstack([[0.0, 1.5, 0.5] + [0.0] * 37, generator.normal(size=(199, 40))])
+    table *= 2 / table.std(0)  # equal spreads, which are not drawn together
+    many = Null(table[0], table[1:])
     whole = {id(null): np.vstack([null.observed, null.drawn]) for null in (few, many)}
     best = []
     for number in range(199):
