@@ -11,7 +11,6 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange, repeat
 from torch import Tensor
 
 from replaylens.engine.model.config import (
@@ -362,9 +361,10 @@ class SequenceOps(TorchOps):
         length: int,
         sinks: Tensor | None,
     ) -> Tensor:
-        q, k, v = (rearrange(x, "(texts length) heads d -> texts heads length d", length=length) for x in (q, k, v))
-        flat = lambda x: rearrange(x, "texts heads length d -> (texts length) heads d")  # noqa: E731
-        group = q.shape[1] // k.shape[1]
+        rows, heads, d_head = q.shape
+        fold = lambda x: x.view(rows // length, length, x.shape[1], d_head).transpose(1, 2)  # noqa: E731
+        q, k, v = fold(q), fold(k), fold(v)  # [sequences, heads, length, d_head]
+        group = heads // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         mask = visible(torch.arange(length, device=q.device), length, spec.window)
         if spec.softcap or spec.slopes or sinks is not None or observe is not None:
@@ -373,19 +373,19 @@ class SequenceOps(TorchOps):
                 scores = scores + position_bias(spec.slopes, length, scores)[:, None]
             hidden = scores.masked_fill(~mask, float("-inf"))
             if sinks is not None:
-                sink = repeat(sinks, "heads -> texts heads length 1", texts=len(q), length=length)
-                hidden = torch.cat([hidden, sink], dim=-1)
+                hidden = torch.cat([hidden, sinks.view(-1, 1, 1).expand(*hidden.shape[:-1], 1)], dim=-1)
             pattern = hidden.softmax(-1)[..., :length]
+            shown = lambda x: x.transpose(1, 2).reshape(rows, heads, length)  # noqa: E731
             if observe is not None and observe.scores is not None:
-                observe.scores(flat(scores.masked_fill(~mask, MASKED)))
+                observe.scores(shown(scores.masked_fill(~mask, MASKED)))
             if observe is not None and observe.pattern is not None:
-                observe.pattern(flat(pattern))
+                observe.pattern(shown(pattern))
             out = pattern @ v
         elif spec.window:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale)
         else:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.scale)
-        return flat(out)
+        return out.transpose(1, 2).reshape(rows, heads, d_head)
 
 
 def visible(positions: Tensor, num_keys: int, window: int) -> Tensor:

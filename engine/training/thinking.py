@@ -18,7 +18,6 @@ from typing import Any, Generic, Literal, TypeVar, get_args
 import numpy as np
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
 from replaylens.engine.errors import BadRecipe, BadRequest, BadThought
@@ -234,7 +233,7 @@ def run(model: ThinkingDecoder, tokens: Tensor, received: Tensor) -> tuple[Tenso
     texts, chunks, c = tokens.shape
     width = chunks * c
     positions = torch.arange(width, device=tokens.device).repeat(texts)
-    flat = rearrange(received, "texts chunks c d -> (texts chunks c) d")
+    flat = received.reshape(texts * width, -1)
     hidden, last = model(tokens.flatten(), positions, flat, SequenceOps([width] * texts))
     return hidden.view(received.shape), last.view(received.shape)
 
