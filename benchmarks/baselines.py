@@ -185,10 +185,10 @@ def _engine_steps(subject: Subject, branches: list[Branch], context: int) -> Cal
     for table in tables:
         runner.reserve(table, context - 1, context + steps)
     if engine.loop.bursts is not None:
-        from replaylens.engine.passes.bursts import Place
+        from replaylens.engine.passes.bursts import BurstRequest
 
         bursts = engine.loop.bursts
-        places = [Place(b.tokens[-1], context - 1, table, ENDLESS) for b, table in zip(branches, tables, strict=True)]
+        places = [BurstRequest(b.tokens[-1], context - 1, table, ENDLESS) for b, table in zip(branches, tables, strict=True)]
         return lambda exact: bursts.run(places, steps, exact)
 
     def one_by_one(exact: bool) -> None:
@@ -250,7 +250,7 @@ def capture_prices(tiny: bool = False) -> Lines:
 
         def work(name: str) -> None:
             engine.generate(made[name], tokens, sampling=ENDLESS)
-            engine.runner.ferry.wait()
+            engine.runner.host_copy.wait()
 
         for name in ARMS:
             cut(name)
@@ -276,7 +276,7 @@ def _captured_prompts(subject: Subject, count: int, length: int) -> Lines:
 
     def work(name: str, some: int = count) -> None:
         made.extend(ARMS[name].prompts(subject, paths[:some]))
-        engine.runner.ferry.wait()
+        engine.runner.host_copy.wait()
 
     found = {}
     for name in arms:

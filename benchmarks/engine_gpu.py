@@ -114,14 +114,14 @@ def checked(engine: Engine, count: int, sampling: Sampling) -> list[Any]:
 
 
 def places(engine: Engine, branches: list[Any], sampling: Sampling, spec: CaptureSpec | None = None) -> list[Any]:
-    from replaylens.engine.passes.bursts import Place, Wanted
+    from replaylens.engine.passes.bursts import BurstCapture, BurstRequest
 
     found = []
     for branch in branches:
         lane = branch.lane
         engine.runner.reserve(lane.table, lane.computed, lane.computed + 2 * STEPS)
-        wanted = None if spec is None else Wanted(spec, range(STEPS))
-        found.append(Place(branch.tokens[-1], lane.computed, lane.table, sampling, wanted=wanted))
+        wanted = None if spec is None else BurstCapture(spec, range(STEPS))
+        found.append(BurstRequest(branch.tokens[-1], lane.computed, lane.table, sampling, wanted=wanted))
     return found
 
 

@@ -79,7 +79,7 @@ def grown(engine: Engine, root: Branch, sizes: TreeSizes, what: str, arm: str, t
     def work() -> None:
         engine.generate(branches, tokens, sampling=samplings(sizes.branches))
         if root.lane.capture is not None and engine.runner.device == "cuda":
-            engine.runner.ferry.wait()
+            engine.runner.host_copy.wait()
 
     def after(arm: str, result: Any) -> None:
         for branch in branches:

@@ -1,4 +1,4 @@
-"""Time from a prompt to its answer: a model that thinks against the same backbone that writes a chain of thought.
+"""Time from a prompt to its answer: a Thinking-States model against the same backbone that writes a chain of thought.
 
 Through the public API, one request at a time, deterministic: `prompt` and `generate` up to the answer. Both arms say the same
 words: thoughts beside the prompt, or written after it.
@@ -67,7 +67,7 @@ class Load:
     written: int
     """tokens that a chain of thought writes, up to and including the answer"""
     said: int
-    """tokens that a model that thinks writes"""
+    """tokens that a Thinking-States model writes"""
     right: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     """the completions (thinking, chain of thought) up to the answer; None: any"""
 
@@ -229,7 +229,7 @@ def _words(sizes: Sequence[int]) -> dict[int, list[list[int]]]:
 
 @torch.no_grad()
 def by_hand(config: ModelConfig, thinks: ThinkingConfig, sizes: Sequence[int], device: str) -> ThinkingDecoder:
-    """A model that thinks `size` words after a chunk that ends with the trigger of that size, and else nothing."""
+    """A Thinking-States model `size` words after a chunk that ends with the trigger of that size, and else nothing."""
     torch.manual_seed(0)
     with torch.device(device):
         model = ThinkingDecoder(config, thinks)

@@ -25,7 +25,7 @@ from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.writer import DumpWriter
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadRequest, ClusterFailed, OtherFingerprint, SlowCluster
+from replaylens.engine.errors import BadRequest, ClusterFailed, FingerprintMismatch, SlowCluster
 from replaylens.engine.model.text import Prompt
 from replaylens.engine.records import Fingerprint, build
 from replaylens.engine.request.edits import Edit
@@ -79,7 +79,9 @@ class ShardWorker(Worker):
         """Make and write one shard. Returns its number."""
         plan, fingerprint = _read_head(head)
         if differences := self.engine.fingerprint.differences(fingerprint):
-            raise OtherFingerprint(f"A worker's fingerprint differs, so it would compute other bits: {'; '.join(differences)}.")
+            raise FingerprintMismatch(
+                f"A worker's fingerprint differs, so it would compute other bits: {'; '.join(differences)}."
+            )
         maker = ShardMaker(self.engine, plan, batch)
         content = maker.make(number)
         DumpWriter(path, plan, fingerprint).write_shard(number, content, maker.sites(content))
@@ -403,7 +405,7 @@ class WaveWorker(Worker):
         """Draw and write one wave of a folder. Returns its number."""
         files = WaveFolder.open(folder)
         if files.plan.fingerprint != self.engine.fingerprint.digest:
-            raise OtherFingerprint("A worker's fingerprint differs from that of the plan, so it would compute other bits.")
+            raise FingerprintMismatch("A worker's fingerprint differs from that of the plan, so it would compute other bits.")
         with self.engine.prompt(files.plan.tokens[: files.plan.num_prompt]) as branch:
             if rest := files.plan.tokens[files.plan.num_prompt :]:
                 branch.force(rest)

@@ -19,7 +19,7 @@ from replaylens.engine.passes.transfer import RING_BYTES
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import flag, instance, named_options, shown, whole
+from replaylens.engine.request.values import as_bool, as_instance, as_int, named_options, short_repr
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.request import SAMPLING
 from replaylens.engine.transformer_lens import TransformerLensVerbs
@@ -85,8 +85,8 @@ class Engine(TransformerLensVerbs):
                      of a name on the hub: as in huggingface_hub, whose environment variables count (HF_TOKEN, HF_HOME,
                      HF_HUB_OFFLINE). The fingerprint names the commit
         draft_model  a smaller model with the same tokenizer, for the `model` drafter; any source that `load` takes
-        guess        for models that think: how a prompt's thoughts are guessed ahead (see `ThinkingCore`)
-        check        compare with transformers on a few tokens, layer by layer; OtherModel if they differ. None: check only
+        guess        for Thinking-States models: how a prompt's thoughts are guessed ahead (see `ThinkingCore`)
+        check        compare with transformers on a few tokens, layer by layer; ModelMismatch if they differ. None: check only
                      models in memory, whose weights do not determine all that they compute
 
         The other parameters are those of `Core`.
@@ -97,10 +97,10 @@ class Engine(TransformerLensVerbs):
         hub = HubOptions(revision, token, cache_dir, local_files_only)
         beside = replace(hub, revision=None)  # the draft model may be on the hub, too
         draft = None if draft_model is None else load_model(draft_model, dtype, check=False, device=device, hub=beside)[0]
-        check = None if check is None else flag("check", check)
+        check = None if check is None else as_bool("check", check)
         if (found := _thinking_model(source)) is not None:
-            loading.require_unchecked(bool(check), "a model that thinks")
-            _require_no_adapter(adapter, "a model that thinks")
+            loading.require_unchecked(bool(check), "a Thinking-States model")
+            _require_no_adapter(adapter, "a Thinking-States model")
             hub.require_unused(source)
             thinker, text = found
             from replaylens.engine.thinking.core import ThinkingEngine
@@ -175,8 +175,8 @@ class Engine(TransformerLensVerbs):
         from replaylens.engine.replay.replayer import ReplayOptions, replay_examples
         from replaylens.engine.replay.run import Run
 
-        sampling = instance("sampling", Sampling() if sampling is None else sampling, Sampling, SAMPLING)
-        sampling = replace(sampling, seed=sampling.seed + whole("seed", seed))
+        sampling = as_instance("sampling", Sampling() if sampling is None else sampling, Sampling, SAMPLING)
+        sampling = replace(sampling, seed=sampling.seed + as_int("seed", seed))
         options = ReplayOptions(sites, drafter, window, sampling, edits, max_new, rejected, deterministic)
         return Run(self, replay_examples(self, self._examples(examples, text, labels), options, batch, progress), options)
 
@@ -234,11 +234,11 @@ class Engine(TransformerLensVerbs):
 def default_dtype(device: str, dtype: torch.dtype | None = None) -> torch.dtype:
     """The dtype that a device computes in; BadRequest if the device is missing or does not support it."""
     if not isinstance(device, str) or device not in ("cpu", "cuda"):
-        raise BadRequest(f"Unknown device {shown(device)}. Use 'cpu' or 'cuda'.")
+        raise BadRequest(f"Unknown device {short_repr(device)}. Use 'cpu' or 'cuda'.")
     if device == "cuda" and not torch.cuda.is_available():
         raise BadRequest("No CUDA device found. Use device='cpu'.")
     default = torch.float32 if device == "cpu" else torch.bfloat16
-    dtype = instance("dtype", default if dtype is None else dtype, torch.dtype, "a floating-point torch.dtype")
+    dtype = as_instance("dtype", default if dtype is None else dtype, torch.dtype, "a floating-point torch.dtype")
     if device == "cpu" and dtype is not torch.float32:
         raise BadRequest(f"The CPU engine does not compute in {dtype}, which CPUs emulate slowly. Use torch.float32.")
     return dtype
@@ -301,7 +301,9 @@ def _require_guess(guess: Any) -> None:
     from replaylens.engine.thinking.prefill import GUESSES
 
     if not isinstance(guess, str) or guess not in GUESSES:
-        raise BadRequest(f"Invalid guess={shown(guess)}. Give one of {', '.join(GUESSES)}, for models that think only.")
+        raise BadRequest(
+            f"Invalid guess={short_repr(guess)}. Give one of {', '.join(GUESSES)}, for Thinking-States models only."
+        )
 
 
 def _require_no_adapter(adapter: str | Path | None, what: str) -> None:
@@ -310,7 +312,8 @@ def _require_no_adapter(adapter: str | Path | None, what: str) -> None:
 
 
 def _thinking_model(source: Any) -> tuple[ThinkingDecoder, Text] | None:
-    """A model that thinks and its tokenizer, from an embedded name, a folder or a ThinkingDecoder; None for other sources."""
+    """A Thinking-States model and its tokenizer, from an embedded name, a folder or a ThinkingDecoder; None for other
+    sources."""
     from replaylens.engine.thinking import model as thinking
     from replaylens.engine.thinking.model import ThinkingDecoder
 

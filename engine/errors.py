@@ -30,7 +30,7 @@ class FetchFailed(EngineError, RuntimeError):
     """A model could not be fetched: no network, no access, or a part of it is missing. What was complete before still is."""
 
 
-class OtherModel(EngineError, ValueError):
+class ModelMismatch(EngineError, ValueError):
     """The loaded model computes something else than its source. `stage` names the first part that differs, `difference` is
     its largest relative error."""
 
@@ -56,7 +56,7 @@ class KVCorruption(EngineError):
     """The KV cache does not hold the KV of a branch's own tokens. Raised by the canary."""
 
 
-class EngineBug(EngineError, AssertionError):
+class InternalError(EngineError, AssertionError):
     """The engine broke one of its own invariants. Please report it, with the trace."""
 
 
@@ -213,7 +213,7 @@ class NotRecorded(EngineError, RuntimeError):
     """The engine keeps no trace, because it was not made with `record=True`."""
 
 
-class OtherFingerprint(EngineError, ValueError):
+class FingerprintMismatch(EngineError, ValueError):
     """The fingerprints differ (weights, device or versions), so the bits cannot be compared."""
 
 
@@ -241,7 +241,7 @@ class DumpLocked(EngineError, RuntimeError):
     """Another process is writing the same shards of the same dump."""
 
 
-class OtherPlan(EngineError, ValueError):
+class PlanMismatch(EngineError, ValueError):
     """The unfinished dump, or folder of rollouts, was started with other options, and can only be resumed with those."""
 
 
@@ -298,3 +298,10 @@ class UnknownModel(EngineError, ValueError):
 
 class BadChunks(BadRequest):
     """A prompt that does not consist of whole chunks."""
+
+
+# old names, until the next version
+OtherModel = ModelMismatch
+OtherPlan = PlanMismatch
+OtherFingerprint = FingerprintMismatch
+EngineBug = InternalError

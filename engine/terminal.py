@@ -12,7 +12,7 @@ from types import FrameType
 
 
 @contextmanager
-def held_interrupt() -> Iterator[Callable[[], bool]]:
+def defer_interrupt() -> Iterator[Callable[[], bool]]:
     """Hold back Ctrl-C until the block ends. The yielded function returns whether it was pressed.
 
     A second Ctrl-C is not held back. Does nothing outside the main thread, which alone receives signals.
@@ -46,14 +46,14 @@ _was_on = False
 
 
 @contextmanager
-def held_collector() -> Iterator[None]:
+def pause_collector() -> Iterator[None]:
     """No cycles are collected within, in any thread. Afterwards the collector is as it was.
 
     Tensors, graphs and pinned memory of an engine that is gone may wait in a cycle. The driver refuses to free them while
     this thread records, and drops the recording.
     """
     global _holders, _was_on
-    with held_interrupt():  # half of this would leave the collector off for good
+    with defer_interrupt():  # half of this would leave the collector off for good
         with _lock:
             if not _holders:
                 _was_on = gc.isenabled()

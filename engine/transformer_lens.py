@@ -20,7 +20,7 @@ from replaylens.engine.model.decoder import Block, Mlp
 from replaylens.engine.model.sites import KEY_SITES, SiteTable, layer_of
 from replaylens.engine.model.text import Chat, Prompt, is_chat
 from replaylens.engine.request.edits import BatchHook, hook_at
-from replaylens.engine.request.values import flag, integer, items, named_options, shown, token_ids, whole
+from replaylens.engine.request.values import as_bool, as_int, as_list, integer, named_options, short_repr, token_ids
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
 
@@ -43,7 +43,7 @@ def token_paths(engine: Core, tokens: TokenInput, prepend_bos: bool | None = Non
     """Checked token ids of sequences of one length."""
     if isinstance(tokens, str) or is_chat(tokens):
         return encoded(engine, tokens, prepend_bos)
-    rows = items("tokens", tokens, "text, a chat, several of these, token ids, or several lists of them of one length")
+    rows = as_list("tokens", tokens, "text, a chat, several of these, token ids, or several lists of them of one length")
     if rows and all(isinstance(row, str) or is_chat(row) for row in rows):
         return encoded(engine, rows, prepend_bos)
     if prepend_bos is not None:
@@ -68,7 +68,7 @@ def one(engine: Core, tokens: TokenInput, prepend_bos: bool | None = None) -> li
 def encoded(engine: Core, texts: TextInput, prepend_bos: bool | None) -> list[list[int]]:
     """The token ids of texts and chats, padded on the right to the longest: a row depends on no later token."""
     accepted = "a text or a chat, or a list of these"
-    listed = [texts] if isinstance(texts, str) or is_chat(texts) else items("input", texts, accepted)
+    listed = [texts] if isinstance(texts, str) or is_chat(texts) else as_list("input", texts, accepted)
     if not listed or not all(isinstance(each, str) or is_chat(each) for each in listed):
         raise BadRequest(f"Invalid input={texts!r:.60}. Give {accepted}.")
     found = [engine.tokens_of(_with_bos(engine, each, prepend_bos)) for each in listed]
@@ -108,7 +108,7 @@ def _with_bos(engine: Core, text: str | Chat, prepend_bos: bool | None) -> Any:
 
 def decoded(engine: Core, tokens: TokenInput) -> str | list[str]:
     """The text of token ids; of a batch, one for each."""
-    rows = items("tokens", tokens, "token ids, or several lists of them")
+    rows = as_list("tokens", tokens, "token ids, or several lists of them")
     if rows and all(isinstance(row, Sequence | np.ndarray | Tensor) and integer(row) is None for row in rows):
         return [engine.text.decode(engine._check_tokens(token_ids("tokens", row))) for row in rows]
     return engine.text.decode(engine._check_tokens(token_ids("tokens", rows)))
@@ -127,7 +127,7 @@ def layer_number(engine: Core, stop_at_layer: int | None) -> int | None:
     if stop_at_layer is None:
         return None
     count = engine.config.num_layers
-    return whole("stop_at_layer", stop_at_layer, -count, count) % (count + (stop_at_layer >= 0))
+    return as_int("stop_at_layer", stop_at_layer, -count, count) % (count + (stop_at_layer >= 0))
 
 
 def residual_site(engine: Core, stop: int | None) -> str:
@@ -141,10 +141,10 @@ def slice_of(pos_slice: slice | int | None, length: int) -> slice:
     if pos_slice is None:
         return slice(None)
     if not isinstance(pos_slice, slice):
-        at = whole("pos_slice", pos_slice, -length, length - 1)
+        at = as_int("pos_slice", pos_slice, -length, length - 1)
         return slice(at, at + 1 or None)
-    start, stop = (None if end is None else whole("pos_slice", end) for end in (pos_slice.start, pos_slice.stop))
-    step = 1 if pos_slice.step is None else whole("pos_slice.step", pos_slice.step, 1)
+    start, stop = (None if end is None else as_int("pos_slice", end) for end in (pos_slice.start, pos_slice.stop))
+    step = 1 if pos_slice.step is None else as_int("pos_slice.step", pos_slice.step, 1)
     return slice(*slice(start, stop, step).indices(length))
 
 
@@ -164,7 +164,7 @@ def chosen(engine: Core, names_filter: NamesFilter, stop_at_layer: int | None) -
             found = [name for name in found if not name.endswith(KEY_SITES)]
         return [name for name in found if _runs(table.names.get(name, name), stop)]
     said = "a name, names or a function"
-    found = [names_filter] if isinstance(names_filter, str) else items("names_filter", names_filter, said)
+    found = [names_filter] if isinstance(names_filter, str) else as_list("names_filter", names_filter, said)
     for name in found:
         site = name if isinstance(name, str) and name in INPUTS else table.resolve(name)
         if not _runs(site, stop):
@@ -377,7 +377,7 @@ class TransformerLensVerbs(Core):
         """
         rows, names = token_paths(self, tokens, prepend_bos), chosen(self, names_filter, stop_at_layer)
         where = slice_of(pos_slice, len(rows[0]))
-        if flag("remove_batch_dim", remove_batch_dim) and len(rows) > 1:
+        if as_bool("remove_batch_dim", remove_batch_dim) and len(rows) > 1:
             raise BadRequest(f"remove_batch_dim=True was given for {len(rows)} sequences. Give one sequence.")
         sites = tuple(dict.fromkeys(self.sites.resolve(name) for name in names if name not in INPUTS))
         out, values = _run(self, rows, sites, (), return_type, loss_per_token, None, stop_at_layer)
@@ -388,7 +388,7 @@ class TransformerLensVerbs(Core):
             else:
                 site = self.sites.resolve(name)
                 cache[name] = sliced(site, values[site], where)
-        if not flag("return_cache_object", return_cache_object):
+        if not as_bool("return_cache_object", return_cache_object):
             return out, {name: value[0] for name, value in cache.items()} if remove_batch_dim else cache
         from transformer_lens import ActivationCache
 
@@ -490,8 +490,8 @@ def _run(
 ) -> tuple[Any, dict[str, Tensor]]:
     """(what was asked for, site -> rows [batch, positions, ...])"""
     if return_type is not None and (not isinstance(return_type, str) or return_type not in ("logits", "loss", "both")):
-        raise BadRequest(f"Invalid return_type={shown(return_type)}. Give 'logits', 'loss', 'both' or None.")
-    per_token, paths = flag("loss_per_token", loss_per_token), token_paths(engine, tokens, prepend_bos)
+        raise BadRequest(f"Invalid return_type={short_repr(return_type)}. Give 'logits', 'loss', 'both' or None.")
+    per_token, paths = as_bool("loss_per_token", loss_per_token), token_paths(engine, tokens, prepend_bos)
     stop = layer_number(engine, stop_at_layer)
     wanted = residual_site(engine, stop)
     if return_type in ("loss", "both") and (stop is not None or len(paths[0]) < 2):
@@ -531,10 +531,10 @@ def _loss(logits: Tensor, paths: list[list[int]], lengths: list[int], per_token:
 
 def _pairs(fwd_hooks: Sequence[FwdHook]) -> list[FwdHook]:
     accepted = "a list of (name, or function of the name; function of value and hook) pairs"
-    pairs = items("fwd_hooks", fwd_hooks, accepted)
+    pairs = as_list("fwd_hooks", fwd_hooks, accepted)
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not callable(pair[1]):
-            raise BadRequest(f"Invalid hook {shown(pair)}. Give {accepted}.")
+            raise BadRequest(f"Invalid hook {short_repr(pair)}. Give {accepted}.")
     return [(pair[0], pair[1]) for pair in pairs]
 
 

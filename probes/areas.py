@@ -25,7 +25,7 @@ _DRAWS, _EDGE = 2000, 1 - 1e-9
 
 
 @dataclass(frozen=True, eq=False)
-class Area:
+class Auroc:
     """The area of one score, and what each group contributes to its error."""
 
     value: float
@@ -70,7 +70,7 @@ def _variance(area: float, good: float, bad: float) -> float:
     return area * (1 - area) * (1 + more * (1 - area) / (2 - area) + more * area / (1 + area)) / (good * bad)
 
 
-def area_of(score: np.ndarray, good: np.ndarray, groups: np.ndarray, strata: np.ndarray | None = None) -> Area:
+def auroc_of(score: np.ndarray, good: np.ndarray, groups: np.ndarray, strata: np.ndarray | None = None) -> Auroc:
     """The area of a score [rows] for good against other rows, with the contribution of every group [rows of names].
 
     strata  [rows]: only rows of one stratum are compared, such as those of one fold: scores of different probes have no
@@ -95,11 +95,11 @@ def area_of(score: np.ndarray, good: np.ndarray, groups: np.ndarray, strata: np.
     value = float(wins[good].sum() / pairs)
     place = (wins - value * rivals) / pairs
     parts, sizes = zip(*(_side(place, side, groups) for side in (good, ~good)), strict=True)
-    return Area(value, parts[0] + parts[1], (sizes[0], sizes[1]))
+    return Auroc(value, parts[0] + parts[1], (sizes[0], sizes[1]))
 
 
 def _side(place: np.ndarray, side: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, float]:
-    """(influence [groups] of the rows of one kind, their number of groups as in `Area.sizes`).
+    """(influence [groups] of the rows of one kind, their number of groups as in `Auroc.sizes`).
 
     A group that holds much of its kind pulls the mean towards itself, so that its distance from it is too small: by 1 - share
     on average, which is taken back (Bell and McCaffrey, Survey Methodology 28, 2002).
@@ -126,14 +126,14 @@ def area(
     folds: int = 1,
     level: float = LEVEL,
 ) -> Estimate:
-    """The area of a score with its interval over groups; strata as for `area_of`, folds as for `statistics.cross_validation`.
+    """The area of a score with its interval over groups; strata as for `auroc_of`, folds as for `statistics.cross_validation`.
 
     >>> import numpy as np
     >>> good = np.repeat([True, False], 10)
     >>> print(area(np.where(good, 1.0, 0.0), good, np.arange(20).astype(str)))
     1.000 [0.776, 1.000]
     """
-    found = area_of(score, good, groups, strata)
+    found = auroc_of(score, good, groups, strata)
     reach = found.quantile(level) * intervals.cross_validation(folds)
     return Estimate(found.value, *found.interval(reach), level)
 
@@ -143,19 +143,19 @@ def area_of_classes(
 ) -> Estimate | None:
     """The mean area of one class against the rest, as `metrics.auroc` has it, with its interval; None if none is defined.
 
-    score  [rows, outputs], as in `Held.score`
+    score  [rows, outputs], as in `HeldOutPredictions.score`
     """
     kinds = [(score[:, 0], codes == 1)] if score.shape[1] == 1 else [(score[:, k], codes == k) for k in range(score.shape[1])]
     found = []
     for column, good in kinds:
         try:
-            found.append(area_of(column, good, groups, strata))
+            found.append(auroc_of(column, good, groups, strata))
         except OneClass:
             continue
     if not found:
         return None
     sizes = [float(1 / np.mean([1 / each.sizes[side] for each in found])) for side in (0, 1)]
-    mean = Area(
+    mean = Auroc(
         float(np.mean([each.value for each in found])), np.mean([each.parts for each in found], axis=0), (sizes[0], sizes[1])
     )
     reach = mean.quantile(LEVEL) * intervals.cross_validation(folds)
@@ -179,7 +179,7 @@ def area_gains(
     squared distances of both areas' own ends, less their covariance (Zou, Psychological Methods 12, 2007): two areas of 1
     differ by 0, with an interval of positive width.
     """
-    base, *own = (area_of(score, good, groups, strata) for score in (baseline, *scores))
+    base, *own = (auroc_of(score, good, groups, strata) for score in (baseline, *scores))
     gaps = np.stack([each.parts - base.parts for each in own])  # [scores, groups]
     spread = np.sqrt((gaps**2).sum(1))
     draws = np.random.default_rng([seed, 0xA4EA]).normal(size=(_DRAWS, len(base.parts))) @ gaps.T

@@ -14,7 +14,7 @@ from torch import Tensor
 from replaylens.engine.dump.content import CORE
 from replaylens.engine.errors import MissingPackage, UnknownSite, no_such
 from replaylens.engine.model.sites import by_letter
-from replaylens.engine.request.values import shown
+from replaylens.engine.request.values import short_repr
 from replaylens.probes.errors import BadRows, MissingGroups
 from replaylens.probes.positions import PLACES
 from replaylens.probes.sources import LETTERS, ArraySource, read_arrays
@@ -174,7 +174,7 @@ def _whole(what: str, values: Any, rows: int) -> np.ndarray:
     bad = ~((numbers >= 0) & (numbers == np.floor(numbers)))
     if bad.any():
         row = int(np.flatnonzero(bad)[0])
-        found = shown(column.tolist()[row])
+        found = short_repr(column.tolist()[row])
         raise BadRows(f"The {what} must be whole numbers from 0 on, but row {row} has {found}. Count from 0.")
     return numbers.astype(np.int64)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import UnknownSite
 from replaylens.engine.request.edits import Edit
-from replaylens.engine.request.values import whole
+from replaylens.engine.request.values import as_int
 from replaylens.engine.serving.branch import Branch
 from replaylens.probes.checks import example_list
 from replaylens.probes.controls import majority, make_goal
@@ -32,7 +32,7 @@ from replaylens.tasks.task import Example
 from replaylens.tasks.tokenizer import path_offsets
 
 # ---- stage -----------------------------------------------------------------------------------------------------------
-# `Stage`: changes rows of prompts and reads the answers again, every variant on the same cached prefix.
+# `InterventionRunner`: changes rows of prompts and reads the answers again, every variant on the same cached prefix.
 #
 # A variant is a function from a subject to the change that is added to its rows. It becomes an edit of a fork: the KV cache
 # before the first changed position is shared with the base branch, everything after it comes from the canonical pass.
@@ -75,7 +75,7 @@ Variant = Callable[[Subject], np.ndarray]
 """a subject -> [positions, d], to be added to its rows"""
 
 
-class Stage:
+class InterventionRunner:
     """Prompts of one task on one engine; rows at one site and position."""
 
     def __init__(self, engine: Engine, examples: Sequence[Example], site: str, label: str, position: str = "query") -> None:
@@ -307,7 +307,7 @@ def steer(
     position   default: that of the probe
     """
     probe.require(engine)
-    stage = Stage(engine, examples, probe.site, probe.label, position or probe.position)
+    stage = InterventionRunner(engine, examples, probe.site, probe.label, position or probe.position)
     return _compare("steer", stage, probe, untrained, placebos, seed, lambda p: _towards(p, probe, factor), {"factor": factor})
 
 
@@ -323,7 +323,7 @@ def interchange(
 ) -> Report:
     """Replace the component along the direction by that of a prompt of another class; the whole row serves as a ceiling."""
     probe.require(engine)
-    stage = Stage(engine, examples, probe.site, probe.label, position or probe.position)
+    stage = InterventionRunner(engine, examples, probe.site, probe.label, position or probe.position)
     sources = _sources(stage, seed)
 
     def along(chosen: LinearProbe) -> Variant:
@@ -359,7 +359,7 @@ def ablate(
     whatever the kind of the ablated one, reads the label. If the accuracy stays, other directions carry the label too.
     """
     probe.require(engine)
-    stage = Stage(engine, examples, probe.site, probe.label, position or probe.position)
+    stage = InterventionRunner(engine, examples, probe.site, probe.label, position or probe.position)
     centre = probe.means.mean(0)
 
     def without(chosen: LinearProbe) -> Variant:
@@ -396,7 +396,7 @@ def _random(probe: LinearProbe, number: int, seed: int) -> LinearProbe:
 
 def _compare(
     kind: str,
-    stage: Stage,
+    stage: InterventionRunner,
     probe: LinearProbe,
     untrained: Sequence[LinearProbe],
     placebos: int,
@@ -406,8 +406,8 @@ def _compare(
     ceilings: dict[str, Variant] | None = None,
 ) -> Report:
     """Run the probe's variant, its placebos and any ceilings; tabulate rates and differences."""
-    seed = whole("seed", seed, 0, error=ProbeError)
-    if whole("placebos", placebos, error=ProbeError) < 1:
+    seed = as_int("seed", seed, 0, error=ProbeError)
+    if as_int("placebos", placebos, error=ProbeError) < 1:
         raise ProbeError(f"placebos={placebos} leaves nothing to compare the effect with. Give at least one placebo.")
     ceilings = ceilings or {}
     directions = [probe, *(_random(probe, i, seed) for i in range(placebos)), *untrained]
@@ -430,7 +430,7 @@ def _compare(
     return Report(kind, lines, probe.source, settings, notes + _not_held_out(stage, probe), _say(kind, lines, about))
 
 
-def _not_held_out(stage: Stage, probe: LinearProbe) -> list[str]:
+def _not_held_out(stage: InterventionRunner, probe: LinearProbe) -> list[str]:
     """Notes on prompts that the probe was fitted on, if it records them."""
     if not probe.roots:
         return ["Cannot check that prompts are held out: the probe does not record the prompts it was fitted on."]
@@ -455,7 +455,7 @@ def _say(kind: str, lines: list[dict[str, Any]], about: dict[str, Any]) -> list[
     return said
 
 
-def _sources(stage: Stage, seed: int) -> dict[str, np.ndarray]:
+def _sources(stage: InterventionRunner, seed: int) -> dict[str, np.ndarray]:
     """For each root, the last changed row [1, d] of a subject of another class, drawn with the seed."""
     generator = np.random.default_rng([seed, 0x50])
     last = [subject.classes[-1] for subject in stage.subjects]
@@ -468,7 +468,7 @@ def _sources(stage: Stage, seed: int) -> dict[str, np.ndarray]:
     return found
 
 
-def refits(stage: Stage, variant: Variant, seed: int) -> tuple[list[dict[str, Any]], list[str]]:
+def refits(stage: InterventionRunner, variant: Variant, seed: int) -> tuple[list[dict[str, Any]], list[str]]:
     """Accuracy of new probes before and after a change, at the site and on the last residual stream."""
     before = np.stack([subject.rows[-1].double().numpy() for subject in stage.subjects])
     after = np.stack([subject.rows[-1].double().numpy() + variant(subject)[-1] for subject in stage.subjects])
@@ -520,7 +520,7 @@ def find_direction(
     from transformer_lens.tools.analysis.interchange import fit_das
 
     name = _name(engine, site, layer)
-    stage = Stage(engine, examples, name, label, position)
+    stage = InterventionRunner(engine, examples, name, label, position)
     tokens, places = _aligned(stage)
     width = stage.subjects[0].rows.shape[-1]
     if not 1 <= rank <= width:
@@ -545,7 +545,7 @@ def find_direction(
     return _probe(stage, found.basis.double().cpu().numpy().T, Cell(site, layer), about)
 
 
-def _aligned(stage: Stage) -> tuple[torch.Tensor, torch.Tensor]:
+def _aligned(stage: InterventionRunner) -> tuple[torch.Tensor, torch.Tensor]:
     """(tokens [prompts, length], position of each prompt's row [prompts]). Raises BadRows if they are no tensors."""
     if len({len(subject.tokens) for subject in stage.subjects}) != 1:
         raise BadRows("The prompts have different lengths. Give prompts with the same number of tokens.")
@@ -555,7 +555,7 @@ def _aligned(stage: Stage) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, torch.tensor([subject.positions[0] for subject in stage.subjects])
 
 
-def _probe(stage: Stage, basis: np.ndarray, cell: Cell, about: dict[str, Any]) -> LinearProbe:
+def _probe(stage: InterventionRunner, basis: np.ndarray, cell: Cell, about: dict[str, Any]) -> LinearProbe:
     """The probe of a subspace [rank, d]: its scores compare a row with the class means within the subspace."""
     classes = np.array([subject.classes[-1] for subject in stage.subjects])
     names = tuple(str(each) for each in np.unique(classes))

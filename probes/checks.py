@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replaylens.engine.request.values import items, shown, whole
+from replaylens.engine.request.values import as_int, as_list, short_repr
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.tasks.task import Example
 
@@ -20,10 +20,10 @@ def names(option: str, given: Any, error: type[ProbeError] = ProbeError) -> tupl
     if isinstance(given, str):
         found = [*filter(None, given.replace(" ", ",").split(","))]
     else:
-        found = items(option, given, "a name, or a list of names", error)
+        found = as_list(option, given, "a name, or a list of names", error)
     for name in found:
         if not isinstance(name, str):
-            raise error(f"Invalid {option}: {shown(name)} is a {type(name).__name__}, not a name. Give names, as text.")
+            raise error(f"Invalid {option}: {short_repr(name)} is a {type(name).__name__}, not a name. Give names, as text.")
     return once(option, found, error)
 
 
@@ -37,22 +37,22 @@ def once(option: str, given: list[str], error: type[ProbeError] = ProbeError) ->
 
 def folds_and_seed(folds: Any, seed: Any) -> tuple[int, int]:
     """Both as plain numbers."""
-    return whole("folds", folds, 1, error=ProbeError), whole("seed", seed, 0, error=ProbeError)
+    return as_int("folds", folds, 1, error=ProbeError), as_int("seed", seed, 0, error=ProbeError)
 
 
 def layer_list(given: Any) -> tuple[int, ...]:
     """Layers as plain numbers."""
-    layers = items("layers", given, "a list of layers, such as [0, 3]", ProbeError)
-    return tuple(whole("layers", layer, error=ProbeError) for layer in layers)
+    layers = as_list("layers", given, "a list of layers, such as [0, 3]", ProbeError)
+    return tuple(as_int("layers", layer, error=ProbeError) for layer in layers)
 
 
 def example_list(given: Any) -> list[Example]:
     """Prompts of a task, at least one."""
     how = "a list of a task's examples, such as task.examples(24)"
-    found = items("examples", given, how, ProbeError)
+    found = as_list("examples", given, how, ProbeError)
     for example in found:
         if not isinstance(example, Example):
-            raise ProbeError(f"Invalid examples: {shown(example)} is a {type(example).__name__}. Give {how}.")
+            raise ProbeError(f"Invalid examples: {short_repr(example)} is a {type(example).__name__}. Give {how}.")
     if not found:
         raise ProbeError("No examples. Give at least one prompt to change.")
     return found
@@ -67,7 +67,7 @@ def mask_of(what: str, given: Any, rows: int) -> np.ndarray:
         raise BadRows(f"The {what} has shape {list(values.shape)}, but there are {rows} rows. Give one boolean per row.")
     if values.dtype != bool:
         raise BadRows(
-            f"The {what} has values such as {shown(values[0])}. Give one boolean per row, without missing ones; of row "
+            f"The {what} has values such as {short_repr(values[0])}. Give one boolean per row, without missing ones; of row "
             f"numbers, make a mask with np.isin(np.arange({rows}), numbers)."
         )
     return values

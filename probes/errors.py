@@ -58,7 +58,7 @@ class BadProbeFile(ProbeError):
     """A saved probe or report is damaged, edited or of another format. Nothing was loaded."""
 
 
-class OtherSweep(ProbeError):
+class SweepMismatch(ProbeError):
     """The folder holds parts of a sweep with other settings or rows."""
 
 
@@ -68,3 +68,7 @@ class SeveralTasks(ProbeError):
 
 class CutFeatures(UserWarning):
     """A dump stores only the strongest features of some rows: the others read as 0, as if they were not active."""
+
+
+# old names, until the next version
+OtherSweep = SweepMismatch

@@ -34,11 +34,11 @@ class Said:
     predicted: np.ndarray
     """[cells, rows]: class numbers, or numbers"""
     score: np.ndarray
-    """[cells, rows, outputs], as in `Held`"""
+    """[cells, rows, outputs], as in `HeldOutPredictions`"""
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class HeldOutPredictions:
     """Predictions on held-out rows. Entries of rows that no fold tests are undefined."""
 
     predicted: np.ndarray
@@ -52,7 +52,7 @@ class Held:
     column. More: the log-probability of each class, or else its lead over the best other class. Otherwise NaN"""
 
     @classmethod
-    def empty(cls, cells: int, goals: int, rows: int, outputs: int) -> "Held":
+    def empty(cls, cells: int, goals: int, rows: int, outputs: int) -> "HeldOutPredictions":
         shape = (cells, goals, rows)
         loss, confidence = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
         return cls(np.full(shape, -1.0), loss, confidence, np.full((*shape, outputs), np.nan, np.float32))
@@ -61,10 +61,10 @@ class Held:
         """What is said about the goal with this number, of the chosen rows."""
         return Said(self.predicted[:, number, rows], self.score[:, number, rows, : goal.outputs])
 
-    def cell(self, number: int) -> "Held":
+    def cell(self, number: int) -> "HeldOutPredictions":
         """The predictions of one cell; its axis stays."""
         at = slice(number, number + 1)
-        return Held(self.predicted[at], self.log_loss[at], self.confidence[at], self.score[at])
+        return HeldOutPredictions(self.predicted[at], self.log_loss[at], self.confidence[at], self.score[at])
 
 
 def held_out(
@@ -77,7 +77,7 @@ def held_out(
     nuisance: np.ndarray | None = None,
     groups: np.ndarray | None = None,
     jobs: int = 1,
-) -> Held:
+) -> HeldOutPredictions:
     """Fit and predict.
 
     x         [cells, rows, d]; its dtype and device are those of the arithmetic
@@ -93,7 +93,7 @@ def held_out(
         raise ProbeError(
             f"{estimator} chooses its regularisation by inner folds over groups. Give the group of each row (groups=)."
         )
-    out = Held.empty(len(x), len(goals), x.shape[1], max((goal.outputs for goal in goals), default=1))
+    out = HeldOutPredictions.empty(len(x), len(goals), x.shape[1], max((goal.outputs for goal in goals), default=1))
     if nuisance is not None:  # then every fold has its own rows
         for fit, held in zip(train, test, strict=True):
             clean = residualised(x, nuisance, fit)
@@ -120,7 +120,7 @@ def _fill(
     train: np.ndarray,
     test: np.ndarray,
     groups: np.ndarray | None,
-    out: Held,
+    out: HeldOutPredictions,
     jobs: int,
 ) -> None:
     """Mutates `out`: the entries of rows in `test`."""
@@ -157,7 +157,7 @@ def _read(
     which: list[int],
     train: np.ndarray,
     test: np.ndarray,
-    out: Held,
+    out: HeldOutPredictions,
     proper: bool,
 ) -> None:
     """Mutates `out`: predictions, and for `proper` scores (log-odds) the losses."""
@@ -195,7 +195,7 @@ def _apart(
     which: list[int],
     train: np.ndarray,
     test: np.ndarray,
-    out: Held,
+    out: HeldOutPredictions,
     jobs: int,
 ) -> None:
     """Mutates `out`: one scikit-learn fit per cell, goal and fold, in parallel. The order of the fits changes no bit."""
@@ -218,7 +218,8 @@ def _apart(
 def _one(
     estimator: Any, x: np.ndarray, codes: np.ndarray, fit: np.ndarray, test: np.ndarray, classes: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(predictions [rows], scores [rows, outputs] as in `Held`, log-probabilities [rows, classes]) of the rows `test`."""
+    """(predictions [rows], scores [rows, outputs] as in `HeldOutPredictions`, log-probabilities [rows, classes]) of the rows
+    `test`."""
     fitted = clone(estimator).fit(x[fit], codes[fit])
     log_p = np.full((int(test.sum()), classes), -np.inf)
     log_p[:, fitted.classes_] = np.log(fitted.predict_proba(x[test]).clip(1e-300))

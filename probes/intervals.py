@@ -28,8 +28,8 @@ from replaylens.probes.errors import TooFewGroups
 def auroc(score: np.ndarray, codes: np.ndarray, fold: np.ndarray | None = None) -> np.ndarray:
     """[cells]: the probability that a row of a class scores higher than a row of another class; ties count one half.
 
-    score  [cells, rows, outputs], as in `Held.score`: one column of the second of two classes, or one column per class
-    codes  [rows]: class numbers
+    score  [cells, rows, outputs], as in `HeldOutPredictions.score`: one column of the second of two classes, or one column per
+    class codes  [rows]: class numbers
     fold   [rows]: compare rows of equal fold only; each fold counts by its pairs
     """
     if score.shape[-1] == 1:

@@ -28,7 +28,7 @@ import numpy as np
 import pandas as pd
 
 from replaylens.engine.dump.content import CORE
-from replaylens.engine.dump.plan import FORMS, NamedPlace, ends_of
+from replaylens.engine.dump.plan import FORMS, NamedPosition, ends_of
 from replaylens.engine.errors import no_such
 from replaylens.probes.checks import mask_of
 from replaylens.probes.errors import BadPosition
@@ -94,7 +94,7 @@ class Position:
     """all, at, step, query, last, place or custom"""
     shift: int = 0
     which: int | None = None
-    place: NamedPlace | None = None
+    place: NamedPosition | None = None
     function: PositionFunction | None = None
 
     @classmethod
@@ -104,7 +104,7 @@ class Position:
             return cls(CUSTOM + getattr(spec, "__qualname__", "function"), "custom", function=spec)
         if isinstance(spec, str) and spec.startswith(CUSTOM):
             return cls(spec, "custom")
-        if isinstance(spec, str) and (place := NamedPlace.parse(spec)) is not None:
+        if isinstance(spec, str) and (place := NamedPosition.parse(spec)) is not None:
             return cls(spec, "place", place=place)
         found = _SPEC.fullmatch(str(spec).replace(" ", ""))
         if found is None or (found["which"] and found["anchor"] != "step"):
@@ -186,7 +186,7 @@ def add_places(frame: pd.DataFrame, knows_steps: bool) -> pd.DataFrame:
     return frame
 
 
-def _at_place(place: NamedPlace, frame: pd.DataFrame) -> np.ndarray:
+def _at_place(place: NamedPosition, frame: pd.DataFrame) -> np.ndarray:
     """One boolean per row. Raises BadPosition if the frame lacks the label, or texts of tokens."""
     position = frame["position"].to_numpy()
     if place.kind == "label":

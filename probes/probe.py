@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from replaylens.engine.dump.maker import plan_of_run
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import OtherFingerprint
+from replaylens.engine.errors import FingerprintMismatch
 from replaylens.engine.replay.run import Run
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
@@ -99,7 +99,7 @@ class LinearProbe:
 
         texts  a string, or what `Engine.replay` takes: strings, token lists, chats, branches, a task's examples
 
-        Raises OtherFingerprint if the probe was fitted on another engine's rows.
+        Raises FingerprintMismatch if the probe was fitted on another engine's rows.
 
         >>> from replaylens import Engine, tasks
         >>> engine = Engine.load("coin-plain")
@@ -116,10 +116,12 @@ class LinearProbe:
         return TokenScores(self.label, self.classes, [[engine.text.token(t) for t in r.tokens] for r in run], scores)
 
     def require(self, engine: Core) -> None:
-        """Raise OtherFingerprint if the probe was fitted on another engine's rows. Those of arrays have no fingerprint."""
+        """Raise FingerprintMismatch if the probe was fitted on another engine's rows. Those of arrays have no fingerprint."""
         made = self.source.get("fingerprint")
         if made is not None and made != engine.fingerprint.digest:
-            raise OtherFingerprint("This probe was fitted on rows of another engine. Load that engine, or fit the probe again.")
+            raise FingerprintMismatch(
+                "This probe was fitted on rows of another engine. Load that engine, or fit the probe again."
+            )
 
     def direction(self, origin: str, target: str) -> np.ndarray:
         """The unit vector [d] that leads from one class to another."""

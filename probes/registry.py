@@ -17,7 +17,7 @@ from sklearn.utils.validation import validate_data
 from torch import Tensor
 
 from replaylens.engine.errors import no_such
-from replaylens.engine.request.values import shown
+from replaylens.engine.request.values import short_repr
 from replaylens.probes.checks import plain
 from replaylens.probes.erasers import Chain, Discriminant, Inlp, Leace
 from replaylens.probes.errors import OneClass, ProbeError, TooFewGroups, UnknownEstimator
@@ -301,7 +301,7 @@ def get(name: str) -> Estimator:
     """The estimator of this name. Raises UnknownEstimator, which lists the names."""
     if not isinstance(name, str):
         raise UnknownEstimator(
-            f"Invalid estimator: {shown(name)} is a {type(name).__name__}, not a name. Use one of {', '.join(ESTIMATORS)}."
+            f"Invalid estimator: {short_repr(name)} is a {type(name).__name__}, not a name. Use one of {', '.join(ESTIMATORS)}."
         )
     if name not in ESTIMATORS:
         raise UnknownEstimator(no_such("estimator", name, ESTIMATORS))

@@ -25,13 +25,13 @@ from replaylens.engine.dump.maker import assemble, plan_of_run
 from replaylens.engine.dump.maker import probabilities as token_probabilities
 from replaylens.engine.dump.plan import DumpPlan, StoredFeatures, named, to_rows
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.errors import OtherFingerprint, UnknownSite, no_such
+from replaylens.engine.errors import FingerprintMismatch, UnknownSite, no_such
 from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.features.rows import FeatureRows, Ids, feature_ids
 from replaylens.engine.model.sites import by_letter, warn_of_mixed_experts
 from replaylens.engine.replay.replayer import Result
 from replaylens.engine.replay.run import Run
-from replaylens.engine.request.values import instance
+from replaylens.engine.request.values import as_instance
 from replaylens.engine.serving.core import Core
 from replaylens.probes.arrays import OWN, FromArrays
 from replaylens.probes.checks import mask_of
@@ -207,7 +207,7 @@ class ProbeRows(FromArrays):
 
         Rows of different tasks keep the labels that all of them have, and no task: see `transfer_across`. Group ids of rows
         from arrays name the same group in every part.
-        Raises OtherFingerprint for different engines: their difference would look like one between the parts.
+        Raises FingerprintMismatch for different engines: their difference would look like one between the parts.
         """
         if not parts:
             raise ProbeError("Nothing to join. Give parts by name, such as ProbeRows.join(a=rows, b=others).")
@@ -222,7 +222,9 @@ class ProbeRows(FromArrays):
             first = next(iter(made))
             if other != made[first]:
                 lines = "; ".join(made[first].differences(other))
-                raise OtherFingerprint(f"{first!r} and {name!r} come from different engines ({lines}). Join one engine's rows.")
+                raise FingerprintMismatch(
+                    f"{first!r} and {name!r} come from different engines ({lines}). Join one engine's rows."
+                )
         _require_widths(parts)
         whole = {name: rows.whole for name, rows in parts.items()}
         if len({isinstance(rows.frame, RunFrame) for rows in whole.values()}) > 1:
@@ -291,13 +293,13 @@ class ProbeRows(FromArrays):
         return self.frame[column]
 
     def require(self, engine: Core) -> None:
-        """Raise OtherFingerprint if another engine computed the rows, NoTask if they come from arrays."""
+        """Raise FingerprintMismatch if another engine computed the rows, NoTask if they come from arrays."""
         if self.about.task is None:
             raise NoTask("These rows come from arrays: no engine is known to have computed them. Leave out the engine.")
         mine = self.about.fingerprint
         if mine is not None and mine != engine.fingerprint:
             lines = "; ".join(engine.fingerprint.differences(mine))
-            raise OtherFingerprint(f"These rows come from another engine ({lines}). Load the engine that computed them.")
+            raise FingerprintMismatch(f"These rows come from another engine ({lines}). Load the engine that computed them.")
 
     # ---- narrowing ----------------------------------------------------------------------------------------------
 
@@ -459,10 +461,10 @@ def with_features(
 
     Raises UnknownSite if the rows lack the site, BadRows for a name that they already have.
     """
-    rows = ProbeRows.of(instance("rows", rows, ProbeRows, "ProbeRows; of a dump or a run: ProbeRows.of(...)"))
+    rows = ProbeRows.of(as_instance("rows", rows, ProbeRows, "ProbeRows; of a dump or a run: ProbeRows.of(...)"))
     stored = named(_planned(rows.source), features) if isinstance(features, str) else None
     if stored is None:
-        features = instance(
+        features = as_instance(
             "features", features, SparseFeatures, "the result of SparseFeatures.load, or the name of stored ones"
         )
     width = len(features) if stored is None else stored.width

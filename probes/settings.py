@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from replaylens.engine.request.values import shown
+from replaylens.engine.request.values import short_repr
 from replaylens.probes import registry, splits
 from replaylens.probes.errors import ProbeError
 from replaylens.probes.heldout import known_metric
@@ -131,8 +131,10 @@ def splitter(settings: SweepSettings) -> MakeSplit:
 def own_split(split: MakeSplit, rows: ProbeRows) -> Split:
     """What a caller's function makes of the rows. Raises ProbeError unless it is a Split."""
     if not callable(split):
-        raise ProbeError(f"Invalid split={shown(split)}. Give a name, such as 'root', or a function from rows to a Split.")
+        raise ProbeError(f"Invalid split={short_repr(split)}. Give a name, such as 'root', or a function from rows to a Split.")
     made = split(rows)
     if not isinstance(made, Split):
-        raise ProbeError(f"The function for split returned {shown(made)}. Return a Split, as splits.by_root and by_mask do.")
+        raise ProbeError(
+            f"The function for split returned {short_repr(made)}. Return a Split, as splits.by_root and by_mask do."
+        )
     return made

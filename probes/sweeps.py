@@ -19,14 +19,22 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import MissingPackage, no_such
 from replaylens.engine.replay.run import Run
-from replaylens.engine.request.values import items, shown, whole
+from replaylens.engine.request.values import as_int, as_list, short_repr
 from replaylens.engine.terminal import hidden
 from replaylens.probes import intervals, registry
 from replaylens.probes.checks import folds_and_seed, layer_list, make_folder, names, once
 from replaylens.probes.controls import CONTROL, LABEL, Goal, goals_at, majority, make_goal, require_same_rows, untrained_rows
-from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, OtherSweep, ProbeError, TooFewGroups, UnknownEstimator
+from replaylens.probes.errors import (
+    BadPosition,
+    BadRows,
+    MissingLabel,
+    ProbeError,
+    SweepMismatch,
+    TooFewGroups,
+    UnknownEstimator,
+)
 from replaylens.probes.groups import GIVEN, grouped, histories, independent, with_groups
-from replaylens.probes.heldout import Held, OnlineCode, exchanged, held_out, label_orders, online_codes, refitted
+from replaylens.probes.heldout import HeldOutPredictions, OnlineCode, exchanged, held_out, label_orders, online_codes, refitted
 from replaylens.probes.intervals import LEVEL, corrected_p, mean_over_groups
 from replaylens.probes.permutations import EXCHANGED, PERMUTATIONS, Null, exchanged_share, why_no_exchange
 from replaylens.probes.positions import Position, PositionFunction
@@ -59,7 +67,9 @@ def joblib_backend(name: str | None) -> Iterator[None]:
     try:
         config = joblib.parallel_config(backend=name)
     except (ValueError, TypeError) as error:
-        raise ProbeError(f"Unknown backend {shown(name)}. Use loky, multiprocessing, threading or ray. ({error})") from None
+        raise ProbeError(
+            f"Unknown backend {short_repr(name)}. Use loky, multiprocessing, threading or ray. ({error})"
+        ) from None
     with config:
         yield
 
@@ -180,14 +190,15 @@ def _say(lines: list[dict[str, Any]], what: str) -> list[str]:
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
-# `Parts`: finished parts of a sweep on disk, so that an interrupted sweep can resume.
+# `SweepCache`: finished parts of a sweep on disk, so that an interrupted sweep can resume.
 
 _KEY = "sweep.key"
-_ARRAYS = tuple(field.name for field in fields(Held))
+_ARRAYS = tuple(field.name for field in fields(HeldOutPredictions))
 
 
-class Parts:
-    """Parts by name. Without a folder nothing is stored. Raises OtherSweep if the folder belongs to other settings or rows."""
+class SweepCache:
+    """Parts by name. Without a folder nothing is stored. Raises SweepMismatch if the folder belongs to other settings or
+    rows."""
 
     def __init__(self, folder: str | Path | None, key: str) -> None:
         self.folder = None if folder is None else make_folder(folder)
@@ -195,15 +206,17 @@ class Parts:
             return
         noted = self.folder / _KEY
         if noted.exists() and noted.read_text() != key:
-            raise OtherSweep(f"{folder} holds parts of another sweep. Give its settings and rows, or another folder.")
+            raise SweepMismatch(f"{folder} holds parts of another sweep. Give its settings and rows, or another folder.")
         noted.write_text(key)
 
-    def get(self, name: str, make: Callable[[], Held]) -> Held:
+    def get(self, name: str, make: Callable[[], HeldOutPredictions]) -> HeldOutPredictions:
         """The stored predictions of this name, or else newly computed ones.
 
         What was not fully written, or written by an earlier version without scores, is computed again.
         """
-        return Held(**self.arrays(name, lambda: {each: getattr(made, each) for made in [make()] for each in _ARRAYS}, _ARRAYS))
+        return HeldOutPredictions(
+            **self.arrays(name, lambda: {each: getattr(made, each) for made in [make()] for each in _ARRAYS}, _ARRAYS)
+        )
 
     def arrays(self, name: str, make: Callable[[], dict[str, np.ndarray]], expected: Sequence[str]) -> dict[str, np.ndarray]:
         """The stored arrays of this name, or else newly computed ones, stored before they are returned."""
@@ -267,7 +280,7 @@ def sweep(
              from arrays, every site at every row
     split    root (cross-validation over groups of roots), another value of `SweepSettings.split`, or a function from rows to
              a `Split`
-    engine   the engine that computed the rows: adds an untrained model as a control. Raises OtherFingerprint for another one
+    engine   the engine that computed the rows: adds an untrained model as a control. Raises FingerprintMismatch for another one
     untrained
              the same rows of a model with random weights, where no engine can make them; the same control. True: the engine
              of the given run makes them
@@ -306,11 +319,11 @@ def sweep(
         seed=seed,
         groups=groups if groups is None or isinstance(groups, str) else GIVEN,
         metric=metric,
-        permutations=whole("permutations", permutations, 0, error=ProbeError),
+        permutations=as_int("permutations", permutations, 0, error=ProbeError),
         precision=precision,
         device=device,
     )
-    if whole("jobs", jobs, error=ProbeError) == 0:
+    if as_int("jobs", jobs, error=ProbeError) == 0:
         raise ProbeError("jobs=0 runs nothing. Give a number of processes, or -1 for one per core.")
     blank = _blank(rows, settings, engine, untrained)
     if groups is not None and not isinstance(groups, str):
@@ -324,10 +337,10 @@ def _maker(given: Any, engine: Engine | None, untrained: ProbeRows | bool | None
     """(engine, rows) of the untrained control, at most one of them. Raises ProbeError for True without a run."""
     if isinstance(untrained, ProbeRows) or not untrained:
         if untrained is not None and not isinstance(untrained, ProbeRows | bool):
-            raise ProbeError(f"Invalid untrained={shown(untrained)}. Give ProbeRows, or True for a run.")
+            raise ProbeError(f"Invalid untrained={short_repr(untrained)}. Give ProbeRows, or True for a run.")
         return engine, untrained or None
     if untrained is not True:
-        raise ProbeError(f"Invalid untrained={shown(untrained)}. Give ProbeRows, or True for a run.")
+        raise ProbeError(f"Invalid untrained={short_repr(untrained)}. Give ProbeRows, or True for a run.")
     if engine is None and not isinstance(given, Run):
         raise ProbeError(
             f"untrained=True needs the engine, and a {type(given).__name__} does not hold one. Give engine=, the engine that "
@@ -369,7 +382,7 @@ class _Sweep:
     def run(self) -> Report:
         chosen = self._branches(self.rows)
         cells = chosen.cells(self.settings.sites, self.settings.layers)
-        parts = Parts(self.resume, self.settings.key(_digest(self.rows) + (self.blank.about.digest if self.blank else "")))
+        parts = SweepCache(self.resume, self.settings.key(_digest(self.rows) + (self.blank.about.digest if self.blank else "")))
         places = [self._place(chosen, cells, position) for position in self.positions]
         probed = [place for place in places if place.goals]
         if not probed:
@@ -409,7 +422,7 @@ class _Sweep:
             skipped.append(("counting equal rows once", why))
         return SweepPosition(position, here.rows, here.groups, split, goals, cells, skipped, paths, here.copies)
 
-    def _fill(self, place: SweepPosition, parts: Parts, bar: Any) -> None:
+    def _fill(self, place: SweepPosition, parts: SweepCache, bar: Any) -> None:
         """Mutates `place`: predictions and permutation tests, one part per batch of cells."""
         part = f"{place.position}/{place.split.digest}"  # a custom split is identified by its masks alone
         for batch in _batches(place.rows, place.cells):
@@ -423,7 +436,7 @@ class _Sweep:
             self._extras(place, place.rows, batch, parts, part)
             bar.update(len(batch))
 
-    def _fit(self, place: SweepPosition, rows: ProbeRows, batch: list[Cell], estimator: str) -> Held:
+    def _fit(self, place: SweepPosition, rows: ProbeRows, batch: list[Cell], estimator: str) -> HeldOutPredictions:
         masks = (place.split.train, place.split.test)
         x = self._load(rows, batch)
         how: dict[str, Any] = dict(nuisance=self._nuisance(place), groups=place.groups, jobs=self.jobs)
@@ -433,7 +446,14 @@ class _Sweep:
         return _numbers(place.rows, self.settings.residualise) if self.settings.residualise else None
 
     def _test(
-        self, place: SweepPosition, batch: list[Cell], estimator: str, number: int, held: Held, parts: Parts, name: str
+        self,
+        place: SweepPosition,
+        batch: list[Cell],
+        estimator: str,
+        number: int,
+        held: HeldOutPredictions,
+        parts: SweepCache,
+        name: str,
     ) -> None:
         """Mutates `place`: adds the scores on permuted labels, where the estimator can be fitted often enough."""
         goal, settings = place.goals[number], self.settings
@@ -456,7 +476,7 @@ class _Sweep:
 
             place.add_null(estimator, goal, batch, Null(**parts.arrays(name, make, ("observed", "drawn", "constant"))))
 
-    def _extras(self, place: SweepPosition, here: ProbeRows, batch: list[Cell], parts: Parts, part: str) -> None:
+    def _extras(self, place: SweepPosition, here: ProbeRows, batch: list[Cell], parts: SweepCache, part: str) -> None:
         """The untrained model, and the online code."""
         settings = self.settings
         if self.blank is not None:
@@ -512,7 +532,7 @@ def _single(x: Tensor) -> Tensor:
 def _positions(rows: ProbeRows, given: Any) -> list[Position]:
     """The positions, parsed."""
     single = isinstance(given, str | int | float | np.number) or callable(given)
-    found = [given] if single else items("positions", given, "a position, or a list of them", BadPosition)
+    found = [given] if single else as_list("positions", given, "a position, or a list of them", BadPosition)
     return [rows.position(each) for each in found]
 
 

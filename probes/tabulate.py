@@ -11,7 +11,17 @@ import torch
 from replaylens.probes import controls, intervals, registry
 from replaylens.probes.controls import CONTROL, LABEL, SHUFFLED, ZERO, Goal
 from replaylens.probes.groups import path_keys
-from replaylens.probes.heldout import Held, OnlineCode, Said, areas_of, constant_score, estimates, gains, held_out, score
+from replaylens.probes.heldout import (
+    HeldOutPredictions,
+    OnlineCode,
+    Said,
+    areas_of,
+    constant_score,
+    estimates,
+    gains,
+    held_out,
+    score,
+)
 from replaylens.probes.intervals import Estimate
 from replaylens.probes.permutations import Null, max_statistic
 from replaylens.probes.report import Report, about_rows, verdict_of
@@ -41,8 +51,8 @@ class SweepPosition:
     """tokens of each row's path; None if some are missing"""
     copies: np.ndarray
     """[rows]: how many of the given rows are this observation"""
-    held: dict[str, dict[Cell, Held]] = field(default_factory=dict)
-    untrained: dict[str, dict[Cell, Held]] = field(default_factory=dict)
+    held: dict[str, dict[Cell, HeldOutPredictions]] = field(default_factory=dict)
+    untrained: dict[str, dict[Cell, HeldOutPredictions]] = field(default_factory=dict)
     nulls: dict[tuple[str, str], dict[Cell, Null]] = field(default_factory=dict)
     """(estimator, label) -> scores of each cell on permuted labels"""
     codes: dict[tuple[Cell, str], OnlineCode] = field(default_factory=dict)
@@ -57,11 +67,11 @@ class SweepPosition:
 
     # ---- filling ------------------------------------------------------------------------------------------------
 
-    def add(self, estimator: str, batch: Sequence[Cell], held: Held) -> None:
+    def add(self, estimator: str, batch: Sequence[Cell], held: HeldOutPredictions) -> None:
         """Mutates: adds the predictions of a batch of cells."""
         self.held.setdefault(estimator, {}).update(_by_cell(batch, held))
 
-    def add_untrained(self, estimator: str, batch: Sequence[Cell], held: Held) -> None:
+    def add_untrained(self, estimator: str, batch: Sequence[Cell], held: HeldOutPredictions) -> None:
         """Mutates: adds those on the untrained model."""
         self.untrained.setdefault(estimator, {}).update(_by_cell(batch, held))
 
@@ -107,7 +117,7 @@ class SweepPosition:
         return None if self.paths is None else torch.from_numpy(controls.bags(self.paths)).double()[None]
 
 
-def _by_cell(batch: Sequence[Cell], held: Held) -> dict[Cell, Held]:
+def _by_cell(batch: Sequence[Cell], held: HeldOutPredictions) -> dict[Cell, HeldOutPredictions]:
     return {cell: held.cell(i) for i, cell in enumerate(batch)}
 
 

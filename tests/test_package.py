@@ -151,6 +151,15 @@ assert "Iterable" not in errors.__all__
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT / "src")
 
 
+def test_old_names_of_errors() -> None:
+    """Renamed errors keep their old names for one version."""
+    from replaylens import errors
+
+    assert errors.OtherModel is errors.ModelMismatch and errors.EngineBug is errors.InternalError
+    assert errors.OtherPlan is errors.PlanMismatch and errors.OtherSweep is errors.SweepMismatch
+    assert errors.OtherFingerprint is errors.FingerprintMismatch
+
+
 def test_errors_are_defined_in_the_modules_of_errors() -> None:
     """An error or warning that is defined elsewhere would be missing from `rl.errors`."""
     from replaylens import errors

@@ -205,7 +205,7 @@ def rejected_drafts(engine: rl.Engine, texts: int, n: int) -> dict[str, Any]:
     return {"verdict": str(found), "shown": found.shown, "forks": found.forks, "texts": texts, **numbers}
 
 
-# ---- a model that thinks ---------------------------------------------------------------------------------------------------
+# ---- a Thinking-States model -----------------------------------------------------------------------------------------
 
 
 def asked_now(engine: rl.Engine, texts: int) -> dict[str, Any]:

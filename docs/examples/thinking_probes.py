@@ -1,4 +1,4 @@
-"""What is in S, T and C of a model that thinks, does it matter, and what do rolled-back suffixes know?
+"""What is in S, T and C of a Thinking-States model, does it matter, and what do rolled-back suffixes know?
 
 python docs/examples/thinking_probes.py OUT [EXAMPLES]
 

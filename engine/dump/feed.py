@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from replaylens.engine.dump.files import DumpFiles, Located, SiteArray, gather, shard_starts
 from replaylens.engine.errors import BadRequest, MissingPackage
-from replaylens.engine.request.values import flag, shown, whole
+from replaylens.engine.request.values import as_bool, as_int, short_repr
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -50,9 +50,9 @@ class RowOrder:
     """rows: every row anywhere. blocks: blocks of adjacent rows anywhere, rows mixed within pools of blocks. None: as stored"""
 
     def __post_init__(self) -> None:
-        whole("seed", self.seed, 0, _MASK)
+        as_int("seed", self.seed, 0, _MASK)
         if self.shuffle not in (*SHUFFLES, None):
-            raise BadRequest(f"Unknown shuffle={shown(self.shuffle)}. Use {', '.join(map(repr, SHUFFLES))} or None.")
+            raise BadRequest(f"Unknown shuffle={short_repr(self.shuffle)}. Use {', '.join(map(repr, SHUFFLES))} or None.")
 
     def rows(self, first: int, last: int) -> np.ndarray:
         """Row numbers at positions [first, last) of the sequence."""
@@ -171,9 +171,9 @@ class Feed(IterableDataset[dict[str, Tensor]]):
     ) -> None:
         """`sites`: key -> stored name and layer of Z; `chosen`: rows of the dump, None: all."""
         self.files, self.sites, self.chosen, self.order = files, sites, chosen, order
-        self.batch_size = whole("batch_size", batch_size, 1)
-        self.epochs = None if epochs is None else whole("epochs", epochs, 1)
-        self.drop_last = flag("drop_last", drop_last)
+        self.batch_size = as_int("batch_size", batch_size, 1)
+        self.epochs = None if epochs is None else as_int("epochs", epochs, 1)
+        self.drop_last = as_bool("drop_last", drop_last)
         self.position = 0
         """rows of the sequence that were handed out"""
         if not order.count:
@@ -211,18 +211,18 @@ class Feed(IterableDataset[dict[str, Tensor]]):
         """
         key = next(iter(self.sites)) if site is None and len(self.sites) == 1 else site
         if key is None or key not in self.sites:
-            raise BadRequest(f"Invalid site={shown(site)}. Give one of {', '.join(self.sites)}.")
+            raise BadRequest(f"Invalid site={short_repr(site)}. Give one of {', '.join(self.sites)}.")
         return (batch[key] for batch in self)
 
     def loader(self, workers: int = 0, pin_memory: bool = False) -> Iterator[dict[str, Tensor]]:
         """The same batches in the same order, read ahead by other processes. `state_dict` counts those handed out."""
-        workers = whole("workers", workers, 0)
+        workers = as_int("workers", workers, 0)
         if not workers and not pin_memory:
             yield from self
             return
         end = self._end()
         self.files.check(range(len(self.files.manifest.shards)))  # once, and not in every worker
-        batches = DataLoader(self, batch_size=None, num_workers=workers, pin_memory=flag("pin_memory", pin_memory))
+        batches = DataLoader(self, batch_size=None, num_workers=workers, pin_memory=as_bool("pin_memory", pin_memory))
         for batch in batches:
             if workers:  # the processes have their own copies of the position
                 self._advance(self.position + len(batch[ROW]), end)
@@ -231,7 +231,7 @@ class Feed(IterableDataset[dict[str, Tensor]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Mutates: continue at the beginning of an epoch, counted from 0."""
-        self.position = whole("epoch", epoch, 0) * self.order.count
+        self.position = as_int("epoch", epoch, 0) * self.order.count
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch begins, and what the order depends on. Plain values, for JSON or torch.save."""
@@ -240,11 +240,11 @@ class Feed(IterableDataset[dict[str, Tensor]]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Mutates: continue from a saved position, with the same rows whatever the batch size. BadRequest for another order."""
         if not isinstance(state, dict) or set(state) != {"position", *self._identity()}:
-            raise BadRequest(f"state={shown(state)} was not made by a feed's state_dict.")
+            raise BadRequest(f"state={short_repr(state)} was not made by a feed's state_dict.")
         if wrong := [name for name, value in self._identity().items() if state[name] != value]:
-            shows = "; ".join(f"{name} {shown(state[name])}, here {shown(self._identity()[name])}" for name in wrong)
+            shows = "; ".join(f"{name} {short_repr(state[name])}, here {short_repr(self._identity()[name])}" for name in wrong)
             raise BadRequest(f"The state belongs to a feed with another order of rows: {shows}. Make the feed as it was.")
-        self.position = whole("position", state["position"], 0)
+        self.position = as_int("position", state["position"], 0)
 
     # ---- internals ----------------------------------------------------------------------------------------------
 

@@ -17,10 +17,10 @@ from tqdm.auto import tqdm
 
 from replaylens.engine.dump.content import CORE, LOCATORS, Content
 from replaylens.engine.dump.manifest import INDEX, IndexEntry, Manifest, ShardEntry
-from replaylens.engine.dump.shard import CheckedShards, Region, ShardFile, hashing_threads
+from replaylens.engine.dump.shard import CheckedShards, MappedShards, ShardFile, hashing_threads
 from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import BadDump, BadRequest, StoreFailed
-from replaylens.engine.request.values import integer, shown
+from replaylens.engine.request.values import integer, short_repr
 from replaylens.engine.terminal import hidden
 
 if TYPE_CHECKING:
@@ -182,9 +182,9 @@ class DumpFiles:
             self.checked.check(numbers)
 
     @cached_property
-    def region(self) -> Region:
+    def mapped_shards(self) -> MappedShards:
         """All shards of a local dump in one range of addresses."""
-        return Region(self.store, self.manifest, self.shard)
+        return MappedShards(self.store, self.manifest, self.shard)
 
     @property
     def _entries(self) -> dict[str, IndexEntry | ShardEntry]:
@@ -370,13 +370,13 @@ def row_numbers(rows: Any, count: int) -> np.ndarray:
         try:
             return np.arange(*rows.indices(count), dtype=np.int64)
         except TypeError:
-            raise BadRequest(f"Invalid rows={shown(rows)}. Give a slice of whole numbers.") from None
+            raise BadRequest(f"Invalid rows={short_repr(rows)}. Give a slice of whole numbers.") from None
     found = np.asarray(rows.cpu() if isinstance(rows, Tensor) else rows)
     if found.dtype == bool and found.shape == (count,):
         return np.flatnonzero(found)
     if found.ndim != 1 or (found.dtype.kind not in "iu" and found.size):
         what = f"{found.dtype}{list(found.shape)}"
-        raise BadRequest(f"Invalid rows={shown(rows)} ({what}). Give row numbers in one dimension, or {count} booleans.")
+        raise BadRequest(f"Invalid rows={short_repr(rows)} ({what}). Give row numbers in one dimension, or {count} booleans.")
     found = found.astype(np.int64)
     wrong = found[(found < -count) | (found >= count)]
     if len(wrong):
@@ -395,12 +395,12 @@ def gather(files: DumpFiles, name: str, entry: int | None, located: Located) -> 
     files.check(used)
     mapped = mappable(files)
     if mapped and (located.scattered or entry is not None):
-        return files.region.take(name, entry, located.shards, located.rows)
+        return files.mapped_shards.take(name, entry, located.shards, located.rows)
     site = files.manifest.sites[name]
     out = torch.empty([len(located), *site.shape], dtype=getattr(torch, site.dtype))
     if mapped:
         for run in located.runs():
-            files.region.copy(name, run.shard, run.first, out[run.at : run.at + run.length])
+            files.mapped_shards.copy(name, run.shard, run.first, out[run.at : run.at + run.length])
     else:
         for number in used:
             here = np.flatnonzero(located.shards == number)
@@ -464,7 +464,7 @@ class SiteArray:
         self.files.check(range(len(self.files.manifest.shards)))
         out = torch.empty(self.shape, dtype=self.dtype)
         for number, (first, last) in enumerate(pairwise(self._starts.tolist())):
-            self.files.region.copy(self.name, number, 0, out[first:last])
+            self.files.mapped_shards.copy(self.name, number, 0, out[first:last])
         return out
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:

@@ -22,7 +22,7 @@ from replaylens.engine.dump.plan import (
     DumpPlan,
     Encoders,
     ExamplePath,
-    NamedPlace,
+    NamedPosition,
     Selector,
     compact,
     ends_of,
@@ -33,7 +33,7 @@ from replaylens.engine.dump.plan import (
 )
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.writer import DumpWriter, WorkerPart
-from replaylens.engine.errors import BadRequest, EngineBug, NotCertified, UnknownSite, no_such
+from replaylens.engine.errors import BadRequest, InternalError, NotCertified, UnknownSite, no_such
 from replaylens.engine.lens import lens as readout
 from replaylens.engine.lens.lens import TunedLens
 from replaylens.engine.loop.admission import FIXED_WINDOW
@@ -43,7 +43,7 @@ from replaylens.engine.replay.replayer import ReplayOptions, Result, own_edits, 
 from replaylens.engine.request.capture import LensSpec, Rows
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import flag, instance, shown, whole
+from replaylens.engine.request.values import as_bool, as_instance, as_int, short_repr
 from replaylens.engine.serving.core import Core
 from replaylens.tasks.reading import RESERVED
 from replaylens.tasks.registry import require_own_name
@@ -97,9 +97,11 @@ def make_plan(
     keep       the largest number of features per row, the strongest; default: k of a TopK SAE, else 64
     """
     require_own_name(type(task))
-    edits, drafter = engine.tokenized(edits), instance("drafter", drafter, str, "the name of a drafter")
+    edits, drafter = engine.tokenized(edits), as_instance("drafter", drafter, str, "the name of a drafter")
     if not isinstance(positions, str) and (not callable(positions) or isinstance(positions, type)):
-        raise BadRequest(f"positions={shown(positions)}: give one of {', '.join(POSITIONS)}, {FORMS}, or a function of a path")
+        raise BadRequest(
+            f"positions={short_repr(positions)}: give one of {', '.join(POSITIONS)}, {FORMS}, or a function of a path"
+        )
     indices = compact(examples)
     if isinstance(task, GivenTexts):
         _check_texts(task, positions, indices)
@@ -121,15 +123,15 @@ def make_plan(
         lens=spec.lens,
         drafter=drafter,
         drafter_settings=drafter_settings(engine, drafter),
-        window=_window(engine, drafter, None if window is None else whole("window", window, 1)),
-        sampling=instance("sampling", Sampling() if sampling is None else sampling, Sampling, "a Sampling"),
-        max_new=None if max_new is None else whole("max_new", max_new, 0),
+        window=_window(engine, drafter, None if window is None else as_int("window", window, 1)),
+        sampling=as_instance("sampling", Sampling() if sampling is None else sampling, Sampling, "a Sampling"),
+        max_new=None if max_new is None else as_int("max_new", max_new, 0),
         rejected=rejected,
         positions=positions if isinstance(positions, str) else CUSTOM + getattr(positions, "__qualname__", "function"),
         dtype=str(engine.model.embed.dtype).removeprefix("torch.") if dtype is None else dtype,
-        examples_per_shard=whole("examples_per_shard", examples_per_shard, 1),
+        examples_per_shard=as_int("examples_per_shard", examples_per_shard, 1),
         edits=tuple(edit.to_json() for edit in edits),
-        probabilities=flag("probabilities", probabilities),
+        probabilities=as_bool("probabilities", probabilities),
         features=stored,
         selector=custom,
         encoders=dict(features),
@@ -142,7 +144,7 @@ def _check_texts(task: GivenTexts, positions: str | Selector, indices: Sequence[
         raise BadRequest(f"Text {indices[-1]} was asked for, but there are only {len(task)}, from 0 on. Give fewer examples.")
     if positions == "steps":
         raise BadRequest("Given texts have no steps. Use positions such as 'all', 'last' or 'text:SUBSTRING'.")
-    place = NamedPlace.parse(positions) if isinstance(positions, str) else None
+    place = NamedPosition.parse(positions) if isinstance(positions, str) else None
     if place is not None and place.kind == "label" and place.name not in task.label_names:
         raise BadRequest(no_such("label", place.name, task.label_names))
     if (size := len(task.knobs.canonical())) > MAX_TEXT_BYTES:
@@ -186,7 +188,7 @@ def plan_of_run(
 
 
 def drafter_settings(engine: Core, name: str) -> dict[str, Any]:
-    """What drafts depend on besides the path: the drafter's exit layer, width and weights, and how a model that thinks
+    """What drafts depend on besides the path: the drafter's exit layer, width and weights, and how a Thinking-States model
     guesses thoughts."""
     if name not in engine.loop.drafters:
         raise BadRequest(no_such("drafter", name, engine.loop.drafters))
@@ -259,7 +261,7 @@ def _paths(engine: Core, result: Result) -> list[ExamplePath]:
     paths: list[ExamplePath] = []
     for number, (base, tokens, recording) in enumerate(found):
         if recording.positions() != list(range(base, len(tokens))):
-            raise EngineBug(f"Captured rows do not cover the tokens of branch {number} of example {result.example.index}.")
+            raise InternalError(f"Captured rows do not cover the tokens of branch {number} of example {result.example.index}.")
         paths.append(
             ExamplePath(
                 result.example,
@@ -289,21 +291,21 @@ def _chosen(engine: Core, plan: DumpPlan, path: ExamplePath) -> list[int]:
         case "steps":
             ends = {step.end for step in path.reading.steps}
             return [position for position in own if _ends_step(path.offsets[position], ends)]
-    if (place := NamedPlace.parse(plan.positions)) is not None:
+    if (place := NamedPosition.parse(plan.positions)) is not None:
         there = _placed(engine, place, path)
         return [position for position in own if position in there]
     if plan.selector is None:
         raise BadRequest(f"The function of positions {plan.positions!r} is not stored in files. Pass it again.")
     chosen = plan.selector(path)
     if not isinstance(chosen, Iterable):
-        raise BadRequest(f"{plan.positions} gave {shown(chosen)}: a function for positions gives several of them")
-    wanted = {whole(f"a position of {plan.positions}", position) for position in chosen}
+        raise BadRequest(f"{plan.positions} gave {short_repr(chosen)}: a function for positions gives several of them")
+    wanted = {as_int(f"a position of {plan.positions}", position) for position in chosen}
     if unknown := [position for position in wanted if not 0 <= position < len(path.tokens)]:
         raise BadRequest(f"{plan.positions} chose position {unknown[0]} of a path with {len(path.tokens)} tokens.")
     return [position for position in own if position in wanted]
 
 
-def _placed(engine: Core, place: NamedPlace, path: ExamplePath) -> Container[int]:
+def _placed(engine: Core, place: NamedPosition, path: ExamplePath) -> Container[int]:
     """The positions of a path at a place."""
     match place.kind:
         case "text":
@@ -419,7 +421,8 @@ def _final_rows(engine: Core, paths: list[ExamplePath], final: str, edited: bool
     missing = [path for path in paths if final not in path.recording.sites()]
     if missing and (engine.guesses() or edited):  # the tokens alone do not determine states and edits
         raise BadRequest(
-            f"{final} was not captured, and edited paths and models that think need it for log-probabilities. Capture S, too."
+            f"{final} was not captured, and edited paths and Thinking-States models need it for log-probabilities. Capture S, "
+            "too."
         )
     spec = engine.capture_spec([final])
     found: dict[int, Tensor] = {}
@@ -610,6 +613,6 @@ def write_dump(
     writers  number of threads that hash and write shards beside the replay; each holds one shard in memory
     """
     maker = ShardMaker(engine, plan, batch)
-    writers = whole("writers", writers, 1)
+    writers = as_int("writers", writers, 1)
     writer = DumpWriter(path, plan, engine.fingerprint)
     return writer.write(maker.make, maker.sites, resume=resume, part=part, progress=progress, writers=writers)

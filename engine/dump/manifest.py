@@ -12,7 +12,7 @@ from msgspec import Meta
 from replaylens.engine.dump.content import combine
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.store import Store
-from replaylens.engine.errors import BadDump, EngineError, OtherFingerprint, OtherPlan, ReplayMismatch, UnfinishedDump
+from replaylens.engine.errors import BadDump, EngineError, FingerprintMismatch, PlanMismatch, ReplayMismatch, UnfinishedDump
 from replaylens.engine.model.sites import by_layer
 from replaylens.engine.records import Fingerprint, Hash, build, one_of, parse, read
 
@@ -233,15 +233,15 @@ class _Checks:
             self.need(getattr(read, name) == getattr(manifest, name), f"its field {name!r} does not match its shards")
 
 
-# ---- head ------------------------------------------------------------------------------------------------------------
-# `Head`: plan.json, the first file of an unfinished dump. It holds plan and fingerprint, so that other writers can join.
+# ---- plan file -------------------------------------------------------------------------------------------------------
+# `PlanFile`: plan.json, the first file of an unfinished dump. It holds plan and fingerprint, so that other writers can join.
 
-HEAD = "plan.json"
+PLAN = "plan.json"
 _MAX_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
-class _HeadRecord:
+class _PlanFileRecord:
     """The content of plan.json."""
 
     fingerprint: Fingerprint
@@ -250,7 +250,7 @@ class _HeadRecord:
     shards: dict[int, Hash] = field(default_factory=dict)
 
 
-class Head:
+class PlanFile:
     """Plan and fingerprint of one writer, and their comparison with those in the folder."""
 
     def __init__(self, store: Store, plan: DumpPlan, fingerprint: Fingerprint) -> None:
@@ -258,18 +258,18 @@ class Head:
 
     def create(self) -> bool:
         """Write plan.json if the folder has none. Returns whether it was written."""
-        return self.store.create(HEAD, self._bytes())
+        return self.store.create(PLAN, self._bytes())
 
     def rewrite(self, digest: str | None = None, shards: dict[int, str] | None = None) -> None:
         """Mutates: record the digests of a damaged dump, of all of it and of its shards. Its repair must reproduce them."""
-        self.store.write(HEAD, self._bytes(digest, shards))
+        self.store.write(PLAN, self._bytes(digest, shards))
 
     def _bytes(self, digest: str | None = None, shards: dict[int, str] | None = None) -> bytes:
-        record = asdict(_HeadRecord(self.fingerprint, self.plan.to_json(), digest, shards or {}))
+        record = asdict(_PlanFileRecord(self.fingerprint, self.plan.to_json(), digest, shards or {}))
         return json.dumps(record | {"fingerprint": self.fingerprint.parts()}, indent=1).encode()
 
     def check(self) -> None:
-        """Raise OtherPlan or OtherFingerprint if this writer cannot resume the folder's dump, BadDump if it is none."""
+        """Raise PlanMismatch or FingerprintMismatch if this writer cannot resume the folder's dump, BadDump if it is none."""
         found = self.read()
         try:
             plan = DumpPlan.from_json(found.plan)
@@ -284,32 +284,32 @@ class Head:
 
     def check_digest(self, number: int, digest: str) -> None:
         """Raise ReplayMismatch if shard `number` had another digest before the dump was damaged."""
-        before = self.read().shards.get(number) if self.store.exists(HEAD) else None
+        before = self.read().shards.get(number) if self.store.exists(PLAN) else None
         if before not in (None, digest):
             raise ReplayMismatch(
                 f"{self.store.url}: shard {number} has digest {digest} after its repair; before, it was {before}. It was not "
                 f"written. Run `replaylens doctor`, then resume."
             )
 
-    def read(self) -> _HeadRecord:
+    def read(self) -> _PlanFileRecord:
         """The content of plan.json; BadDump if it is damaged, or not that of a dump."""
         try:
-            return read(_HeadRecord, self.store.read(HEAD, _MAX_BYTES), f"{self.store.url}/{HEAD}", BadDump)
+            return read(_PlanFileRecord, self.store.read(PLAN, _MAX_BYTES), f"{self.store.url}/{PLAN}", BadDump)
         except BadDump as error:
             raise self._damaged(error) from None
 
     def _damaged(self, error: EngineError) -> BadDump:
-        return BadDump(f"{self.store.url}/{HEAD} is damaged, or not that of a dump: {error} Choose another folder.")
+        return BadDump(f"{self.store.url}/{PLAN} is damaged, or not that of a dump: {error} Choose another folder.")
 
     def require(self, plan: DumpPlan, fingerprint: Fingerprint) -> None:
-        """Raise OtherPlan or OtherFingerprint if these differ from the writer's own."""
+        """Raise PlanMismatch or FingerprintMismatch if these differ from the writer's own."""
         if differences := self.plan.differences(plan):
-            raise OtherPlan(
+            raise PlanMismatch(
                 f"{self.store.url} was started with other options: {'; '.join(differences)}. Resume it with those options, "
                 f"or choose another folder."
             )
         if differences := self.fingerprint.differences(fingerprint):
-            raise OtherFingerprint(
+            raise FingerprintMismatch(
                 f"{self.store.url} was started under another fingerprint: {'; '.join(differences)}. Resume it there, or choose "
                 f"another folder."
             )
@@ -318,7 +318,7 @@ class Head:
 def without_manifest(store: Store, path: str) -> BadDump:
     """The error for a folder with plan.json and no manifest: an unfinished dump, or rollouts, whose plan has the same name."""
     try:
-        raw = parse(store.read(HEAD, _MAX_BYTES), HEAD, BadDump)
+        raw = parse(store.read(PLAN, _MAX_BYTES), PLAN, BadDump)
     except BadDump:  # a damaged plan: resuming says so
         raw = None
     if isinstance(raw, dict) and "wave" in raw:

@@ -19,7 +19,7 @@ from replaylens.engine.records import Count, Hash, Positive, build
 from replaylens.engine.request.capture import LensSpec, Recording
 from replaylens.engine.request.edits import Edit, EditRecord
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import instance, integer, items, shown, whole
+from replaylens.engine.request.values import as_instance, as_int, as_list, integer, short_repr
 
 if TYPE_CHECKING:
     from replaylens.engine.features.features import SparseFeatures
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from replaylens.tasks.task import AnyTask, Example
 
 # ---- places ----------------------------------------------------------------------------------------------------------
-# `NamedPlace`: positions of a path by name, which a plan can hold and a probe can ask for.
+# `NamedPosition`: positions of a path by name, which a plan can hold and a probe can ask for.
 #
 # | spec | tokens |
 # |---|---|
@@ -45,7 +45,7 @@ _SPAN = re.compile(r"\s*(?P<start>-?\d{1,9})?\s*:\s*(?P<stop>-?\d{1,9})?\s*")
 
 
 @dataclass(frozen=True)
-class NamedPlace:
+class NamedPosition:
     """A parsed spec."""
 
     kind: str
@@ -56,7 +56,7 @@ class NamedPlace:
     stop: int | None = None
 
     @classmethod
-    def parse(cls, spec: str) -> "NamedPlace | None":
+    def parse(cls, spec: str) -> "NamedPosition | None":
         """The place of a spec; None if it is none of these forms."""
         if found := _NAMED.fullmatch(spec):
             return cls(found["kind"], found["name"])
@@ -192,11 +192,11 @@ def planned(engine: "Core", encoders: Encoders, keep: int | None) -> tuple[Store
     from replaylens.engine.features.features import SparseFeatures
 
     if not isinstance(encoders, Mapping):
-        raise BadRequest(f"features={shown(encoders)}: give a dict from names to features, such as {{'sae': features}}.")
+        raise BadRequest(f"features={short_repr(encoders)}: give a dict from names to features, such as {{'sae': features}}.")
     made = []
     for name, features in encoders.items():
-        features = instance(f"features[{name!r}]", features, SparseFeatures, "the result of SparseFeatures.load")
-        site, most = features.site_in(engine), whole("keep", keep, 1) if keep is not None else features.config.k or KEEP
+        features = as_instance(f"features[{name!r}]", features, SparseFeatures, "the result of SparseFeatures.load")
+        site, most = features.site_in(engine), as_int("keep", keep, 1) if keep is not None else features.config.k or KEEP
         made.append(StoredFeatures(str(name), site, features.digest, len(features), min(most, len(features))))
     return tuple(made)
 
@@ -310,7 +310,9 @@ class DumpPlan:
             "Two sets of features have the same name. Give each its own.": len({each.name for each in self.features})
             == len(self.features),
             f"Unknown positions {self.positions!r:.60}. Use one of {', '.join(POSITIONS)}, {FORMS}, or a function.": (
-                self.positions in POSITIONS or self.positions.startswith(CUSTOM) or NamedPlace.parse(self.positions) is not None
+                self.positions in POSITIONS
+                or self.positions.startswith(CUSTOM)
+                or NamedPosition.parse(self.positions) is not None
             ),
         }
         for message, fine in checks.items():
@@ -420,8 +422,8 @@ def compact(indices: int | Iterable[int]) -> range | tuple[int, ...]:
     """Indices in ascending order, as a range if they are contiguous; for a number, that many from 0 on. BadRequest for
     duplicates and invalid indices."""
     if (count := integer(indices)) is not None:
-        return range(whole("examples", count, 0, 2**48))
-    listed = [whole("examples", i, 0) for i in items("examples", indices, "how many, or a list of indices")]
+        return range(as_int("examples", count, 0, 2**48))
+    listed = [as_int("examples", i, 0) for i in as_list("examples", indices, "how many, or a list of indices")]
     ordered = sorted(set(listed))
     if len(ordered) != len(listed):
         raise BadRequest("An example index occurs twice. A dump holds each example once.")

@@ -32,13 +32,13 @@ from replaylens.engine.dump.files import (
     statistics,
     to_numpy,
 )
-from replaylens.engine.dump.manifest import HEAD, MANIFEST, MAX_BYTES, Manifest, SiteEntry, without_manifest
+from replaylens.engine.dump.manifest import MANIFEST, MAX_BYTES, PLAN, Manifest, SiteEntry, without_manifest
 from replaylens.engine.dump.plan import named, to_rows
 from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import BadDump, BadRequest, UnknownSite, no_such
 from replaylens.engine.model.sites import BY_SLOT, at_layer, same_value, warn_of_mixed_experts
 from replaylens.engine.request.capture import Rows
-from replaylens.engine.request.values import flag, hides, instance, items, shown, whole
+from replaylens.engine.request.values import as_bool, as_instance, as_int, as_list, hides, short_repr
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -95,11 +95,11 @@ class Dump:
                cache folder, so that an unchanged file is hashed once. None: for local dumps only, because a remote shard
                has to be fetched whole to be hashed
         """
-        store, check_files = Store(path), flag("check_files", check_files)
-        check = store.local if check is None else flag("check", check)
+        store, check_files = Store(path), as_bool("check_files", check_files)
+        check = store.local if check is None else as_bool("check", check)
         there = store.sizes()
         if MANIFEST not in there:
-            if HEAD in there:
+            if PLAN in there:
                 raise without_manifest(store, str(path))
             store.require_folder()
             raise BadDump(f"{path} is not a dump: it has no {MANIFEST}.")
@@ -149,8 +149,8 @@ class Dump:
     def resolve(self, site: str, layer: int | None = None) -> tuple[str, int | None]:
         """The stored name for a letter and layer, a name or an alias; for Z also the entry along its layers."""
         sites = self.manifest.sites
-        site = instance("site", site, str, "a letter with a layer, a stored name or an alias", UnknownSite)
-        layer = None if layer is None else whole("layer", layer, error=UnknownSite)
+        site = as_instance("site", site, str, "a letter with a layer, a stored name or an alias", UnknownSite)
+        layer = None if layer is None else as_int("layer", layer, error=UnknownSite)
         if stored := self.manifest.layers(site) if site in tuple("STC") else {}:
             return at_layer(site, stored, layer), None
         aliased = (name for name, entry in sites.items() if site in entry.aliases)
@@ -167,7 +167,7 @@ class Dump:
 
     def resolve_all(self, sites: str | Sequence[SiteName] | None) -> dict[str, tuple[str, int | None]]:
         """Several sites: key -> what `resolve` gives. A key is the stored name; of one layer of Z, the name and the layer."""
-        given = [sites] if isinstance(sites, str) else list(self.sites if sites is None else items("sites", sites, _SITES))
+        given = [sites] if isinstance(sites, str) else list(self.sites if sites is None else as_list("sites", sites, _SITES))
         found: dict[str, tuple[str, int | None]] = {}
         for each in given:
             layers: list[Any] = list(self.manifest.layers(each)) if each in tuple("STC") else []
@@ -205,7 +205,7 @@ class Dump:
         """
         if where is not None:
             if isinstance(where, dict) and not all(isinstance(name, str) for name in where):
-                raise BadRequest(f"where={shown(where)}: the conditions go by the names of columns")
+                raise BadRequest(f"where={short_repr(where)}: the conditions go by the names of columns")
             narrowed = self.where(**where) if isinstance(where, dict) else self.where(where)
             return narrowed.matrix(site, layer, label=label)
         if label is not None and (not isinstance(label, str) or label not in (*self.manifest.labels, *CORE.names)):
@@ -259,7 +259,7 @@ class Dump:
 
     def stream(self, site: str, layer: int | None = None, batch_rows: int = 4096) -> Iterator[tuple[Tensor, pd.DataFrame]]:
         """Rows of one site with their index, at most `batch_rows` at a time. Memory does not grow with the dump."""
-        batch_rows = whole("batch_rows", batch_rows, 1)
+        batch_rows = as_int("batch_rows", batch_rows, 1)
         name, entry = self.resolve(site, layer)
         for number in range(len(self.manifest.shards)):
             rows, frame = np.flatnonzero(self._mask(number)), self.files.frame(number)
@@ -309,7 +309,7 @@ class Dump:
 
         if self.manifest.plan.positions != "all":
             raise BadRequest(f"This dump holds positions {self.manifest.plan.positions!r}. A cache needs all positions.")
-        rows = self._path_rows(whole("example", example), whole("branch", branch))
+        rows = self._path_rows(as_int("example", example), as_int("branch", branch))
         cache: dict[str, Tensor] = {}
         for name, x in rows.items():
             for alias in (name, *self.manifest.sites[name].aliases):

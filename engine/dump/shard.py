@@ -149,8 +149,8 @@ def _bounds(chosen: np.ndarray) -> tuple[int, int]:
     return (int(chosen.min()), int(chosen.max()) + 1) if len(chosen) else (0, 0)
 
 
-# ---- region ----------------------------------------------------------------------------------------------------------
-# `Region`: the shards of a local dump, mapped one after the other into one range of addresses.
+# ---- mapped shards ---------------------------------------------------------------------------------------------------
+# `MappedShards`: the shards of a local dump, mapped one after the other into one range of addresses.
 #
 # Rows of any shards, in any order, are then one `index_select`: a loop over shards would cost more than the copies
 # themselves. Pages that were touched once are read again at the speed of memory.
@@ -160,7 +160,7 @@ _MAP_FIXED = 0x10
 _FAILED = ctypes.c_void_p(-1).value
 
 
-class Region:
+class MappedShards:
     """Reserved addresses for all shards. A shard is mapped, read-only, when a row of it is first taken."""
 
     def __init__(self, store: Store, manifest: Manifest, shard: Callable[[int], ShardFile]) -> None:

@@ -170,7 +170,7 @@ class _Replay:
         self.same_drafter = plan.reproducible and known
         if plan.rejected and not self.same_drafter and "thoughts" in plan.drafter_settings:
             raise BadRequest(
-                f"Rejected branches of a model that thinks are reproducible only with the dump's drafter {plan.drafter} "
+                f"Rejected branches of a Thinking-States model are reproducible only with the dump's drafter {plan.drafter} "
                 f"({plan.drafter_settings}), and not with `self`. Load the engine with it, or dump with rejected=False."
             )
         self.by_path = plan.rejected and not self.same_drafter and plan.positions == "all"

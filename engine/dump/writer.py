@@ -34,13 +34,13 @@ from replaylens.engine.dump.content import CORE, LOCATORS, Content, combine, con
 from replaylens.engine.dump.lock import FINISH, LOCK_OR_CLAIM, PATIENCE, DumpLock, lock_name, sweep
 from replaylens.engine.dump.manifest import (
     COMPRESSION,
-    HEAD,
     INDEX,
     MANIFEST,
     MAX_BYTES,
-    Head,
+    PLAN,
     IndexEntry,
     Manifest,
+    PlanFile,
     ShardEntry,
     ShardPart,
     ShardParts,
@@ -96,8 +96,8 @@ class WriteQueue:
             self._under_way.popleft().result()
 
 
-# ---- salvage ---------------------------------------------------------------------------------------------------------
-# `Salvage`: what a damaged manifest still vouches for. Shards that it does not vouch for are made again.
+# ---- manifest repair -------------------------------------------------------------------------------------------------
+# `ManifestRepair`: what a damaged manifest still vouches for. Shards that it does not vouch for are made again.
 #
 # A manifest is text, and damage rarely reaches all of it. A file is intact if its own entry still contains its SHA-256. A
 # plan is the dump's if the manifest still contains it. The shards' entries are computed again from the shards and the
@@ -105,11 +105,11 @@ class WriteQueue:
 
 Describe = Callable[[Content], dict[str, SiteEntry]]
 _LENS = ("Z.entropy", "Z.kl", "Z.emitted", "Z.top_ids", "Z.top_logprobs", "Z.targets", "Z.full")
-Salvaged = tuple[int, ShardEntry, pa.Table, dict[str, SiteEntry]]
+IntactShard = tuple[int, ShardEntry, pa.Table, dict[str, SiteEntry]]
 """number, entry, index lines and sites of an intact shard"""
 
 
-class Salvage:
+class ManifestRepair:
     """A damaged manifest, compared with the plan and the fingerprint of a writer. BadDump if it does not show that they are
     the dump's: shards of another plan must not be taken for this one's, nor be overwritten."""
 
@@ -154,7 +154,7 @@ class Salvage:
         head = re.search(rb'^ "digest": [^\n]*', self.raw, re.MULTILINE)
         return _legible("digest", head[0]) if head else None, shards
 
-    def shards(self, describe: Describe) -> Iterator[Salvaged]:
+    def shards(self, describe: Describe) -> Iterator[IntactShard]:
         """The intact shards, one at a time. None if the index is not intact."""
         entry = re.search(rb'^ "index": \{([^{}]*)', self.raw, re.MULTILINE)
         if entry is None or not self._is_intact(INDEX, entry[1]):
@@ -200,15 +200,15 @@ def _legible(field: str, entry: bytes) -> str | None:
     return found[1].decode() if found else None
 
 
-# ---- reopening -------------------------------------------------------------------------------------------------------
-# `Reopening`: a finished dump with damaged files becomes an unfinished one again, which keeps its intact shards.
+# ---- dump repair -----------------------------------------------------------------------------------------------------
+# `DumpRepair`: a finished dump with damaged files becomes an unfinished one again, which keeps its intact shards.
 
 
-class Reopening:
+class DumpRepair:
     """Checks a finished dump against its manifest, and reopens it if files are damaged."""
 
-    def __init__(self, head: Head, parts: ShardParts) -> None:
-        self.head, self.parts, self.store = head, parts, parts.store
+    def __init__(self, plan_file: PlanFile, parts: ShardParts) -> None:
+        self.plan_file, self.parts, self.store = plan_file, parts, parts.store
 
     def reopen_if_damaged(self, describe: Describe | None) -> bool:
         """Turn a finished dump with damaged files into an unfinished one that keeps its intact shards. Returns whether the
@@ -229,7 +229,7 @@ class Reopening:
         with DumpLock(self.store, FINISH, PATIENCE):
             manifest = self._manifest()
             if manifest is None:
-                self.head.check()
+                self.plan_file.check()
                 return True
             if damaged := self._damaged(manifest, suspects):
                 self._reopen(manifest, damaged)
@@ -243,17 +243,17 @@ class Reopening:
             with suppress(BadDump):
                 if raw is None or Manifest.from_bytes(raw, self.store.url):
                     return  # another writer has reopened or repaired the dump
-            salvage = Salvage(self.store, raw or b"", self.head.plan, self.head.fingerprint)
+            repair = ManifestRepair(self.store, raw or b"", self.plan_file.plan, self.plan_file.fingerprint)
             intact = {}
-            for number, entry, lines, sites in salvage.shards(describe):
+            for number, entry, lines, sites in repair.shards(describe):
                 self.parts.write(number, entry, lines, sites)
                 intact[number] = entry.digest
-            self.head.rewrite(*salvage.digests(intact))
+            self.plan_file.rewrite(*repair.digests(intact))
             self.store.remove(MANIFEST)
             self.store.remove(INDEX)
 
     def _manifest(self) -> Manifest | None:
-        """The manifest, None if there is none. Raises OtherPlan or OtherFingerprint if it is not this writer's."""
+        """The manifest, None if there is none. Raises PlanMismatch or FingerprintMismatch if it is not this writer's."""
         try:
             raw = self.store.read(MANIFEST, MAX_BYTES)
         except BadDump:
@@ -261,7 +261,7 @@ class Reopening:
                 raise
             return None
         manifest = Manifest.from_bytes(raw, self.store.url)
-        self.head.require(manifest.plan, manifest.fingerprint)
+        self.plan_file.require(manifest.plan, manifest.fingerprint)
         return manifest
 
     def _damaged(self, manifest: Manifest, among: set[str] | None = None) -> set[str]:
@@ -274,7 +274,7 @@ class Reopening:
 
     def _reopen(self, manifest: Manifest, damaged: set[str]) -> None:
         """Mutates: write plan.json and the entries of intact shards, then remove the manifest."""
-        self.head.rewrite(manifest.digest, {i: entry.digest for i, entry in enumerate(manifest.shards)})
+        self.plan_file.rewrite(manifest.digest, {i: entry.digest for i, entry in enumerate(manifest.shards)})
         if INDEX not in damaged:
             with self.store.open(INDEX) as file:
                 groups = pq.ParquetFile(file)
@@ -295,9 +295,9 @@ _OWN_ENDING = r"\.\d+-[0-9a-f]{8}" + re.escape(TEMPORARY)
 _ENDING = r"(?:\.\d+-[0-9a-f]+)?" + re.escape(TEMPORARY)
 _OF_SHARD = re.compile(_SHARD_FILE)
 _TEMPORARY = re.compile(_SHARD_FILE + _ENDING)
-_BEFORE_A_DUMP = re.compile(f"(?:{_SHARD_FILE}|{re.escape(HEAD)}){_OWN_ENDING}|{LOCK_OR_CLAIM.pattern}")
+_BEFORE_A_DUMP = re.compile(f"(?:{_SHARD_FILE}|{re.escape(PLAN)}){_OWN_ENDING}|{LOCK_OR_CLAIM.pattern}")
 """what a writer can leave that is killed before it writes plan.json, or after it removes it"""
-_TEMPORARY_OF_DUMP = re.compile(f"(?:{'|'.join(map(re.escape, (HEAD, INDEX, MANIFEST)))}){_ENDING}")
+_TEMPORARY_OF_DUMP = re.compile(f"(?:{'|'.join(map(re.escape, (PLAN, INDEX, MANIFEST)))}){_ENDING}")
 
 
 Make = Callable[[int, Callable[[int], object]], Content]
@@ -311,7 +311,7 @@ class DumpWriter:
         if not str(path).strip():
             raise BadRequest("The path is empty. Name a folder for the dump.")
         self.store, self.plan, self.fingerprint = Store(path), plan, fingerprint
-        self.head = Head(self.store, plan, fingerprint)
+        self.plan_file = PlanFile(self.store, plan, fingerprint)
         self.parts = ShardParts(self.store)
 
     def write(
@@ -381,10 +381,10 @@ class DumpWriter:
         try:
             yield
         except BaseException:
-            ours = [name for name in self.store.sizes() if name == HEAD or _OF_SHARD.fullmatch(name)]
-            done = any(name.endswith(".json") and name != HEAD for name in ours)
-            if part[1] == 1 and not done and self.head.digest is None:
-                for name in sorted(ours, key=lambda name: name == HEAD):  # last: without it, shards are nobody's
+            ours = [name for name in self.store.sizes() if name == PLAN or _OF_SHARD.fullmatch(name)]
+            done = any(name.endswith(".json") and name != PLAN for name in ours)
+            if part[1] == 1 and not done and self.plan_file.digest is None:
+                for name in sorted(ours, key=lambda name: name == PLAN):  # last: without it, shards are nobody's
                     self.store.remove(name)
             raise
 
@@ -405,7 +405,7 @@ class DumpWriter:
     def _refuse_foreign(self) -> None:
         """Raise BadDump for a folder that holds no dump, but files: under our names, they would be overwritten or removed."""
         foreign = [name for name in self.store.names() if not _BEFORE_A_DUMP.fullmatch(name)]
-        begun = any(self.store.exists(name) for name in (HEAD, MANIFEST)) if foreign else True
+        begun = any(self.store.exists(name) for name in (PLAN, MANIFEST)) if foreign else True
         if not begun:  # asked after the look: another writer may have started the dump just now
             raise BadDump(
                 f"{self.store.url} is not empty, and holds no dump but {min(foreign)[:100]!r}. Choose a new or an empty folder."
@@ -420,21 +420,21 @@ class DumpWriter:
     def begin(self, part: WorkerPart, resume: bool, describe: Describe | None = None) -> list[int]:
         """Check that the folder is empty or can be resumed. Returns the numbers of the shards to write."""
         there = self.store.sizes()
-        if (MANIFEST in there or HEAD in there) and not resume and part[1] == 1:
+        if (MANIFEST in there or PLAN in there) and not resume and part[1] == 1:
             raise DumpExists(
                 f"{self.store.url} holds {self._state(MANIFEST in there)} dump. Resume it, or choose another folder."
             )
         if MANIFEST in there:
-            if not Reopening(self.head, self.parts).reopen_if_damaged(describe):
+            if not DumpRepair(self.plan_file, self.parts).reopen_if_damaged(describe):
                 return []
-        elif not self.head.create():
-            self.head.check()
+        elif not self.plan_file.create():
+            self.plan_file.check()
         return [number for number in self.numbers(part) if not self.parts.is_done(number)]
 
     def _state(self, manifest: bool) -> str:
         """Whether the folder's dump is finished. BadDump if its manifest, or plan.json, is damaged or somebody else's."""
         if not manifest:
-            self.head.read()
+            self.plan_file.read()
             return "an unfinished"
         try:
             Manifest.from_bytes(self.store.read(MANIFEST, MAX_BYTES), self.store.url)
@@ -451,7 +451,7 @@ class DumpWriter:
             digests = hashing.submit(content.digests)  # beside the hash of the file
             write_shard(file, content.tensors)
             digest, accepted_digest = digests.result()
-            self.head.check_digest(number, digest)  # if it fails, the file does not appear
+            self.plan_file.check_digest(number, digest)  # if it fails, the file does not appear
         entry = ShardEntry(
             name=shard_name(number),
             first_example=indices[0],
@@ -522,7 +522,7 @@ class DumpWriter:
             )
         shards = tuple(part.shard for part in parts)
         manifest = Manifest(self.plan, self.fingerprint, parts[0].sites, labels, index, shards)
-        before = self.head.digest
+        before = self.plan_file.digest
         if before not in (None, manifest.digest):
             for number in range(len(parts)):  # which shard is wrong is not known, so that none counts as done
                 self.parts.forget(number)
@@ -534,5 +534,5 @@ class DumpWriter:
         sweep(self.store)
         for name in self.store.sizes():
             part = (found := _OF_SHARD.fullmatch(name)) is not None and found["part"] is not None
-            if name == HEAD or part or _TEMPORARY.fullmatch(name) or _TEMPORARY_OF_DUMP.fullmatch(name):
+            if name == PLAN or part or _TEMPORARY.fullmatch(name) or _TEMPORARY_OF_DUMP.fullmatch(name):
                 self.store.remove(name)

@@ -28,7 +28,7 @@ from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.passes.batch import TILE
 from replaylens.engine.request.edits import Edit, Positions
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import instance, integer, items, number, shown, whole
+from replaylens.engine.request.values import as_float, as_instance, as_int, as_list, integer, short_repr
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
 
@@ -76,11 +76,11 @@ class FeatureChanges:
 
 def _amounts(name: str, given: Mapping[int, float], width: int) -> list[tuple[int, float]]:
     if not isinstance(given, Mapping):
-        raise BadRequest(f"Invalid {name}={shown(given)}. Give a dict from features to numbers, such as {{7: 2.0}}.")
+        raise BadRequest(f"Invalid {name}={short_repr(given)}. Give a dict from features to numbers, such as {{7: 2.0}}.")
     ids = feature_ids(name, list(given), width)
-    found = [(feature, number(name, amount)) for feature, amount in zip(ids, given.values(), strict=True)]
+    found = [(feature, as_float(name, amount)) for feature, amount in zip(ids, given.values(), strict=True)]
     if large := [amount for _, amount in found if abs(amount) > _MAX]:
-        raise BadRequest(f"Invalid {name}={shown(given)}. {large[0]:.3g} is beyond float32, which ends at {_MAX:.3g}.")
+        raise BadRequest(f"Invalid {name}={short_repr(given)}. {large[0]:.3g} is beyond float32, which ends at {_MAX:.3g}.")
     return found
 
 
@@ -92,8 +92,8 @@ def rows_at(positions: Positions, captured: list[int], length: int) -> list[int]
         wanted = list(range(*positions.indices(length)))
     else:
         single = integer(positions)
-        listed = [single] if single is not None else items("positions", positions, "whole numbers, or a slice", BadEdit)
-        numbers = [whole("positions", p, -length, error=BadEdit) for p in listed]
+        listed = [single] if single is not None else as_list("positions", positions, "whole numbers, or a slice", BadEdit)
+        numbers = [as_int("positions", p, -length, error=BadEdit) for p in listed]
         wanted = sorted({p + length if p < 0 else p for p in numbers})
     place = {position: row for row, position in enumerate(captured)}
     if missing := [p for p in wanted if p not in place]:
@@ -102,7 +102,7 @@ def rows_at(positions: Positions, captured: list[int], length: int) -> list[int]
             "Give other positions, or capture it."
         )
     if not wanted:
-        raise BadEdit(f"positions={shown(positions)} selects none of {length} tokens. Give at least one.")
+        raise BadEdit(f"positions={short_repr(positions)} selects none of {length} tokens. Give at least one.")
     return [place[p] for p in wanted]
 
 
@@ -126,7 +126,7 @@ class SparseFeatures:
         device   "cpu" or "cuda": where rows are encoded; the two differ in the last bits
         """
         if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-            raise BadRequest(f"No device {shown(device)} found. Use device='cpu', or 'cuda' on a machine with a GPU.")
+            raise BadRequest(f"No device {short_repr(device)} found. Use device='cpu', or 'cuda' on a machine with a GPU.")
         self.config, self.weights, self.device = config, weights, device
         self.digest = hashlib.sha256(f"{config!r} {weights.digest}".encode()).hexdigest()
         """hash of config and tensors"""
@@ -153,7 +153,7 @@ class SparseFeatures:
 
         Raises BadConfig, UnsupportedModel or BadWeights; `require` checks that a model has its sites.
         """
-        folder = Path(instance("folder", folder, str | Path, "the path of a folder"))  # type: ignore[arg-type]
+        folder = Path(as_instance("folder", folder, str | Path, "the path of a folder"))  # type: ignore[arg-type]
         path = folder / "cfg.json"
         try:
             content = path.read_bytes()
@@ -210,7 +210,7 @@ class SparseFeatures:
         """
         c = self.config
         if not isinstance(rows, Tensor) or rows.dim() < 2 or rows.shape[1:].numel() != c.d_in:
-            given = list(rows.shape) if isinstance(rows, Tensor) else shown(rows)
+            given = list(rows.shape) if isinstance(rows, Tensor) else short_repr(rows)
             raise BadRequest(f"Invalid rows: {given}. Give a tensor [n, {c.d_in}], such as branch.activations[{c.hook!r}].")
         x = rows.detach().reshape(len(rows), c.d_in).to(self.device, torch.float32)
         if not bool(torch.isfinite(x).all()):
@@ -233,7 +233,7 @@ class SparseFeatures:
     @torch.no_grad()
     def decode(self, found: FeatureRows) -> Tensor:
         """The rows that features stand for: [n, d_out]. Each is a sum over its own features, so no row depends on another."""
-        if instance("found", found, FeatureRows, "the result of encode").width != len(self):
+        if as_instance("found", found, FeatureRows, "the result of encode").width != len(self):
             raise BadRequest(f"These rows have {found.width} features, not {len(self)}. Decode with what encoded them.")
         with modes.canonical():
             sums = [(value[:, None] * self.decoder[index.long()]).sum(0) for index, value in map(found.row, range(len(found)))]
@@ -291,7 +291,7 @@ class SparseFeatures:
         changes = FeatureChanges.of(len(self), ablate, set, scale)
         made = self._edits(branch, changes, positions)
         if not made:
-            raise BadEdit(f"Nothing would change: {changes}, and no row at positions={shown(positions)} has them active.")
+            raise BadEdit(f"Nothing would change: {changes}, and no row at positions={short_repr(positions)} has them active.")
         return made
 
     @torch.no_grad()
@@ -339,7 +339,7 @@ class SparseFeatures:
         Arguments as in `edits`; `positions` are those of the tokens that the branch has. Every generated token is computed
         twice, first to find its features and then with its edit. The fork is certified, and its last token is edited as well.
         """
-        n, changes = whole("n", n, 0), FeatureChanges.of(len(self), ablate, set, scale)
+        n, changes = as_int("n", n, 0), FeatureChanges.of(len(self), ablate, set, scale)
         (held,) = branch.fork(edits=self._edits(branch, changes, positions))
         for _ in range(n):
             held.generate(1, sampling=sampling)

@@ -13,7 +13,7 @@ from replaylens.engine.display import visible
 from replaylens.engine.errors import BadRange, BadRequest, NotCertified
 from replaylens.engine.passes.batch import TILE
 from replaylens.engine.passes.products import tile_product
-from replaylens.engine.request.values import integer, items, whole
+from replaylens.engine.request.values import as_int, as_list, integer
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -105,7 +105,7 @@ class FeatureRows:
         """The n features with the largest activation at any row, largest first; fewer if fewer are active."""
         most = np.zeros(self.width, dtype=np.float32)
         np.maximum.at(most, self.indices.numpy(), self.values.numpy())
-        order = np.lexsort((np.arange(self.width), -most))[: whole("n", n, 1)]
+        order = np.lexsort((np.arange(self.width), -most))[: as_int("n", n, 1)]
         return [int(i) for i in order if most[i] > 0]
 
     def frame(self) -> "pd.DataFrame":
@@ -155,8 +155,8 @@ class FeatureRows:
 def feature_ids(name: str, given: Ids, width: int) -> list[int]:
     """Feature numbers as a list; BadRequest for an unknown one or one that is given twice."""
     single = integer(given)
-    listed = [single] if single is not None else items(name, given, "feature numbers", BadRequest)
-    found = [whole(name, each, 0, width - 1) for each in listed]
+    listed = [single] if single is not None else as_list(name, given, "feature numbers", BadRequest)
+    found = [as_int(name, each, 0, width - 1) for each in listed]
     if len(set(found)) < len(found):
         raise BadRequest(f"Invalid {name}: a feature is given twice. Give each once.")
     return found

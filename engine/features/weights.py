@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from replaylens.engine.errors import BadConfig, BadWeights, UnsupportedModel
-from replaylens.engine.request.values import instance, shown, whole
+from replaylens.engine.request.values import as_instance, as_int, short_repr
 
 # ---- config ----------------------------------------------------------------------------------------------------------
 # `FeatureConfig`: the `cfg.json` of a sparse autoencoder or transcoder in SAELens' format, read strictly.
@@ -62,9 +62,9 @@ class FeatureConfig:
 
         Raises BadConfig for a missing or invalid field, UnsupportedModel for arithmetic that is not supported.
         """
-        given = instance(what, raw, dict, "a JSON object", BadConfig)
+        given = as_instance(what, raw, dict, "a JSON object", BadConfig)
         cfg: dict[str, Any] = {_OLDER.get(str(name), str(name)): value for name, value in given.items()}
-        metadata = instance(f"metadata of {what}", cfg.get("metadata", {}), dict, "a JSON object", BadConfig)
+        metadata = as_instance(f"metadata of {what}", cfg.get("metadata", {}), dict, "a JSON object", BadConfig)
         cfg = {**metadata, **cfg}  # in files before SAELens 6, the fields lie side by side
         architecture, k = _architecture(cfg, what)
         _require_supported(cfg, what)
@@ -100,17 +100,19 @@ def _architecture(cfg: dict[str, Any], what: str) -> tuple[str, int | None]:
         name = "topk"
     elif activation != ("topk" if name == "topk" else "relu") and "activation_fn" in cfg:
         raise UnsupportedModel(
-            f"{what}: activation_fn {shown(activation)} of the architecture {shown(name)} is not supported. Supported: 'relu', "
-            "and 'topk' of the architectures 'standard' and 'topk'."
+            f"{what}: activation_fn {short_repr(activation)} of the architecture {short_repr(name)} is not supported. "
+            "Supported: 'relu', and 'topk' of the architectures 'standard' and 'topk'."
         )
     if name not in ARCHITECTURES:
-        raise UnsupportedModel(f"{what}: architecture {shown(name)} is not supported. Supported: {', '.join(ARCHITECTURES)}.")
+        raise UnsupportedModel(
+            f"{what}: architecture {short_repr(name)} is not supported. Supported: {', '.join(ARCHITECTURES)}."
+        )
     if name != "topk":
         return name, None
     if "k" in cfg:
-        return name, whole(f"k in {what}", cfg["k"], 1, error=BadConfig)
-    more = instance(f"activation_fn_kwargs in {what}", more, dict, "a JSON object with k", BadConfig)
-    return name, whole(f"k in {what}", more.get("k"), 1, error=BadConfig)
+        return name, as_int(f"k in {what}", cfg["k"], 1, error=BadConfig)
+    more = as_instance(f"activation_fn_kwargs in {what}", more, dict, "a JSON object with k", BadConfig)
+    return name, as_int(f"k in {what}", more.get("k"), 1, error=BadConfig)
 
 
 def _require_supported(cfg: dict[str, Any], what: str) -> None:
@@ -119,12 +121,14 @@ def _require_supported(cfg: dict[str, Any], what: str) -> None:
     if normalize != "none":
         fold = " Fold the factor into the weights first (fold_activation_norm_scaling_factor)."
         hint = fold if normalize == "expected_average_only_in" else ""
-        raise UnsupportedModel(f"{what}: normalize_activations {shown(normalize)} is not supported, only 'none'.{hint}")
+        raise UnsupportedModel(f"{what}: normalize_activations {short_repr(normalize)} is not supported, only 'none'.{hint}")
     if (shape := cfg.get("reshape_activations") or "none") not in ("none", "hook_z"):
-        raise UnsupportedModel(f"{what}: reshape_activations {shown(shape)} is not supported, only 'none' and 'hook_z'.")
+        raise UnsupportedModel(f"{what}: reshape_activations {short_repr(shape)} is not supported, only 'none' and 'hook_z'.")
     for name in ("hook_head_index", "hook_head_index_out"):
         if cfg.get(name) is not None:
-            raise UnsupportedModel(f"{what}: {name} {shown(cfg[name])} is not supported: features of one head. Use all heads.")
+            raise UnsupportedModel(
+                f"{what}: {name} {short_repr(cfg[name])} is not supported: features of one head. Use all heads."
+            )
     if cfg.get("finetuning_scaling_factor"):
         raise UnsupportedModel(f"{what}: finetuning_scaling_factor is not supported. Fold the factor into the weights.")
     loaded = cfg.get("model_from_pretrained_kwargs") or {}
@@ -138,18 +142,20 @@ def _require_supported(cfg: dict[str, Any], what: str) -> None:
 def _size(cfg: dict[str, Any], name: str, what: str) -> int:
     if name not in cfg:
         raise BadConfig(f"{what} has no {name}. Add it: the width of a site, or the number of features.")
-    return whole(f"{name} in {what}", cfg[name], 1, error=BadConfig)
+    return as_int(f"{name} in {what}", cfg[name], 1, error=BadConfig)
 
 
 def _hook(cfg: dict[str, Any], name: str, what: str) -> str:
     if not isinstance(hook := cfg.get(name), str) or not hook:
-        raise BadConfig(f"{what} has no {name} ({shown(hook)}). Add the name of the site, such as 'blocks.3.hook_resid_post'.")
+        raise BadConfig(
+            f"{what} has no {name} ({short_repr(hook)}). Add the name of the site, such as 'blocks.3.hook_resid_post'."
+        )
     return hook
 
 
 def _flag(cfg: dict[str, Any], name: str, default: bool, what: str) -> bool:
     if not isinstance(value := cfg.get(name, default), bool):
-        raise BadConfig(f"{what}: invalid {name}={shown(value)}. Give true or false.")
+        raise BadConfig(f"{what}: invalid {name}={short_repr(value)}. Give true or false.")
     return value
 
 

@@ -22,7 +22,7 @@ from replaylens.engine.model import modes
 from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placing import place_all
-from replaylens.engine.request.values import flag, integer, verb, whole
+from replaylens.engine.request.values import as_bool, as_int, integer, verb
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
 
@@ -118,7 +118,7 @@ class Attribution:
 
     def worst(self, n: int = 10) -> pd.DataFrame:
         """The rows whose estimates are furthest from their real effects."""
-        n = whole("n", n, 1)
+        n = as_int("n", n, 1)
         self._compared()
         frame = self.frame
         frame["error"] = frame["estimate"] - frame["real"]
@@ -241,7 +241,7 @@ def attribution_patching(
     >>> found.estimate.shape, found.certified, found.words[int(found.real[0].argmax())]
     (torch.Size([13, 15]), True, ' tails')
     """
-    options: dict[str, Any] = dict(sites=sites, heads=flag("heads", heads), compare=compare, progress=progress)
+    options: dict[str, Any] = dict(sites=sites, heads=as_bool("heads", heads), compare=compare, progress=progress)
     if (pairs := pairs_of(clean, corrupt)) is not None:
         return Attribution.mean(each_pair(lambda pair, own: _attributed(engine, *pair, own, **options), pairs, metric))
     return _attributed(engine, clean, corrupt, metric, **options)
@@ -260,9 +260,9 @@ def _attributed(
     moved = {site: rows[site] - found.activations[site] for site in names}
     estimate = torch.stack([_sums(found.peek(site) * moved[site], heads) for site in names])
     real = None
-    if flag("compare", compare):
+    if as_bool("compare", compare):
         changed = {site: (moved[site] if heads else moved[site].flatten(1)).any(-1) for site in names}
-        real = patch_effects(engine, paths[1], rows, changed, function, found.value, flag("progress", progress))
+        real = patch_effects(engine, paths[1], rows, changed, function, found.value, as_bool("progress", progress))
     words = words_of(engine, paths[1])
     return Attribution(found.value, source.measure(function), names, words, estimate, real, found.certified)
 
@@ -411,7 +411,7 @@ def integrated_gradients(
     steps     forward and backward passes
     compare   also replace every row of the baseline alone, for `real`. Needs a prompt as the baseline
     """
-    steps, compare = whole("steps", steps, 1), flag("compare", compare)
+    steps, compare = as_int("steps", steps, 1), as_bool("compare", compare)
     if compare and baseline is None:
         raise BadRequest("compare=True patches rows into the baseline prompt, but there is none. Give one.")
     path, base = paths_of(engine, text, text if baseline is None else baseline)

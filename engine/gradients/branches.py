@@ -15,7 +15,7 @@ from replaylens.engine.memory.tree import BranchRecord, BranchStatus
 from replaylens.engine.model import modes
 from replaylens.engine.model.sites import CHOICE_SITE, SiteTable
 from replaylens.engine.request.placed import PlacedEdit
-from replaylens.engine.request.values import items
+from replaylens.engine.request.values import as_list
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.lock import EngineLock
@@ -50,7 +50,7 @@ class Differentiable(Protocol):
 @modes.plainly
 def gradients(branch: Differentiable, metric: AnyMetric | Differentiable, sites: str | Sequence[str] | None) -> Gradients:
     """`Branch.gradients`."""
-    if sites is None or (not isinstance(sites, str) and not items("sites", sites, SITES)):
+    if sites is None or (not isinstance(sites, str) and not as_list("sites", sites, SITES)):
         captured = () if branch.lane.capture is None else branch.lane.capture.sites
         without = branch.engine.sites.read_only  # these and choices have no gradient
         sites = tuple(site for site in captured if site not in without and not site.endswith(CHOICE_SITE))
@@ -90,7 +90,7 @@ def metric_of(engine: GradientSource, metric: AnyMetric | Differentiable) -> tup
 
 def differentiable(engine: GradientSource, sites: str | Sequence[str]) -> tuple[str, ...]:
     """The names of sites that have a gradient; NoGradient if one has none, BadRequest if there are none."""
-    sites = sites if isinstance(sites, str) else tuple(items("sites", sites, SITES))
+    sites = sites if isinstance(sites, str) else tuple(as_list("sites", sites, SITES))
     names, lens = engine.sites.select(sites)
     if lens:
         raise NoGradient("Z, the logit lens, is read from S and has no gradient of its own. Ask for S.")

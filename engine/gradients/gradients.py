@@ -9,7 +9,7 @@ from torch import Tensor
 
 from replaylens.engine.errors import BadMetric, UnknownSite
 from replaylens.engine.model import modes
-from replaylens.engine.request.values import integer, shown
+from replaylens.engine.request.values import integer, short_repr
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class Divergence:
     def function(self, target: TokenId) -> LogitsFunction:
         """The metric as a function of the logits. Precondition: `other` is a tensor; `Branch.gradients` replaces branches."""
         if not isinstance(self.other, Tensor) or self.other.dim() != 1:
-            raise BadMetric(f"Invalid Divergence({shown(self.other)}). Give a branch, or a tensor of logits [vocab].")
+            raise BadMetric(f"Invalid Divergence({short_repr(self.other)}). Give a branch, or a tensor of logits [vocab].")
         expected = self.other.detach().log_softmax(-1)
 
         def divergence(logits: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ def named(metric: Any, function: str = "the last row's logits [vocab]") -> Named
     if isinstance(metric, Sequence) and len(metric) == 2:
         return LogitDifference(*metric)
     if not callable(metric) or isinstance(metric, type):
-        raise BadMetric(f"Invalid metric={shown(metric)}. Give {FORMS}{function}.")
+        raise BadMetric(f"Invalid metric={short_repr(metric)}. Give {FORMS}{function}.")
     found: LogitsFunction = metric
     return found
 
@@ -159,7 +159,7 @@ def value_of(function: LogitsFunction, logits: Tensor) -> Tensor:
     """The metric of logits [vocab], as a scalar tensor; BadMetric if it is none."""
     value = function(logits)
     if not isinstance(value, Tensor) or value.numel() != 1:
-        given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else shown(value)
+        given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else short_repr(value)
         raise BadMetric(f"The metric returned {given}. Return a tensor with one number, computed from the logits.")
     if not bool(torch.isfinite(value.detach())):
         raise BadMetric(f"The metric is {float(value.detach())}. Return a finite number.")

@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from replaylens.engine.errors import BadRequest, BadWeights, OtherFingerprint
+from replaylens.engine.errors import BadRequest, BadWeights, FingerprintMismatch
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.passes.runner import LENS_ROWS, Runner
 from replaylens.engine.request.capture import LensSpec, Rows
-from replaylens.engine.request.values import instance
+from replaylens.engine.request.values import as_instance
 
 # ---- tuned -----------------------------------------------------------------------------------------------------------
 # `TunedLens`: an affine map per layer before the unembedding, trained to predict the model's final distribution.
@@ -61,9 +61,9 @@ class TunedLens:
         return out
 
     def require(self, model: Decoder) -> "TunedLens":
-        """Return self. Raises OtherFingerprint if the lens was trained for another unembedding."""
+        """Return self. Raises FingerprintMismatch if the lens was trained for another unembedding."""
         if unembed_hash(model) != self.unembed:
-            raise OtherFingerprint("This tuned lens was trained for another unembedding. Train it again for this model.")
+            raise FingerprintMismatch("This tuned lens was trained for another unembedding. Train it again for this model.")
         return self
 
     def save(self, path: str | Path) -> None:
@@ -274,8 +274,9 @@ class KnownLenses:
         self._by_digest: dict[str, TunedLens] = {}
 
     def add(self, lens: TunedLens) -> str:
-        """Add a lens, so that captures can use it, and return its digest. OtherFingerprint if it belongs to another model."""
-        instance("lens", lens, TunedLens, "a TunedLens")
+        """Add a lens, so that captures can use it, and return its digest. FingerprintMismatch if it belongs to another
+        model."""
+        as_instance("lens", lens, TunedLens, "a TunedLens")
         self._by_digest[lens.digest] = lens.require(self.model)
         return lens.digest
 

@@ -17,7 +17,7 @@ from replaylens.engine.lens import lens as readout
 from replaylens.engine.lens.lens import KnownLenses
 from replaylens.engine.loop.lane import Lane, Turn
 from replaylens.engine.memory.pages import PageTable
-from replaylens.engine.memory.path import Path
+from replaylens.engine.memory.path import PathView
 from replaylens.engine.memory.tree import ORDINARY, BranchTree, TokenState
 from replaylens.engine.model.text import Text
 from replaylens.engine.passes.runner import Keep, PassResult, Runner
@@ -158,7 +158,7 @@ class Stops:
         self.text = text
         self._pieces: dict[int, str] = {}
 
-    def completed(self, stops: Sequence[str], path: Path, first: int) -> bool:
+    def completed(self, stops: Sequence[str], path: PathView, first: int) -> bool:
         """Whether the last token of `path` completes a stop string in the text of the tokens from `first` on.
 
         A stop string that is already in earlier, forced text does not count.
@@ -173,7 +173,7 @@ class Stops:
                 return any(stop in text[max(0, len(before) - len(stop) + 1) :] for stop in stops)
             size *= 2
 
-    def _start(self, path: Path, first: int, latest: int) -> int:
+    def _start(self, path: PathView, first: int, latest: int) -> int:
         """The last position up to `latest` whose token starts an end of the text; `first` if there is none."""
         if not self.text.local:
             return first

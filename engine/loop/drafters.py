@@ -11,14 +11,14 @@ import numpy as np
 
 from replaylens.engine.errors import BadRequest, EngineError, OutOfPages
 from replaylens.engine.memory.pages import PageTable
-from replaylens.engine.memory.path import Mark, Path
+from replaylens.engine.memory.path import Mark, PathView
 from replaylens.engine.model.loading import weights_hash
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.passes.runner import PassResult, Runner
 from replaylens.engine.request.edits import Hook
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.sampling import Sampling, gumbel
-from replaylens.engine.request.values import whole
+from replaylens.engine.request.values import as_int
 
 Chains = list[list[int]]
 
@@ -27,7 +27,7 @@ Chains = list[list[int]]
 class DraftCall:
     """A request for drafts after `path`. The row of the path's last token is not computed yet."""
 
-    path: Path
+    path: PathView
     """a view of the branch's tokens, valid while `propose` runs"""
     num_prompt: int
     count: int
@@ -95,7 +95,7 @@ class LensDrafter:
 
     def __init__(self, runner: Runner, layer: int) -> None:
         layers = runner.model.config.num_layers
-        self.runner, self.layer = runner, whole("lens_layer", layer, 1, layers)
+        self.runner, self.layer = runner, as_int("lens_layer", layer, 1, layers)
 
     def propose(self, calls: list[DraftCall]) -> list[Chains]:
         return [[chain] for chain in extend_together(calls, [0] * len(calls), [[] for _ in calls], self.step)]
@@ -113,7 +113,7 @@ class TreeDrafter:
     reproducible = True
 
     def __init__(self, runner: Runner, layer: int, width: int) -> None:
-        self.lens, self.width = LensDrafter(runner, layer), whole("tree_width", width, 2)
+        self.lens, self.width = LensDrafter(runner, layer), as_int("tree_width", width, 2)
 
     def propose(self, calls: list[DraftCall]) -> list[Chains]:
         segments = [call.segment(0, len(call.path) - 1, [call.path[-1]]) for call in calls]
@@ -174,7 +174,7 @@ class NgramDrafter:
     def propose(self, calls: list[DraftCall]) -> list[Chains]:
         return [[self._continue(call.path, call.count)] for call in calls]
 
-    def _continue(self, path: Path, count: int) -> list[int]:
+    def _continue(self, path: PathView, count: int) -> list[int]:
         for size in range(min(self.longest, len(path) - 1), 0, -1):
             found = path.continuation(size, count)
             if found is not None:

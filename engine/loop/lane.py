@@ -9,7 +9,7 @@ from weakref import ReferenceType
 
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.memory.pages import PageTable
-from replaylens.engine.memory.path import Mark, Path
+from replaylens.engine.memory.path import Mark, PathView
 from replaylens.engine.memory.prefix import Trail
 from replaylens.engine.request.capture import CaptureSpec, Recording
 from replaylens.engine.request.edits import Hook
@@ -49,7 +49,7 @@ class Window:
         """The rows that the next draft takes: one, or all again if the KV of earlier rows is gone."""
         return 1 if self._kept(table, page_size) else 1 + len(self.chain)
 
-    def rows(self, path: Path, table: PageTable, page_size: int) -> tuple[int, list[int]]:
+    def rows(self, path: PathView, table: PageTable, page_size: int) -> tuple[int, list[int]]:
         """(first position, tokens) of the rows that the next draft takes."""
         if self._kept(table, page_size):
             return self.at - 1 + len(self.chain), self.chain[-1:]
@@ -118,7 +118,7 @@ class Lane:
     edits: tuple[PlacedEdit, ...] = ()
     hooks: tuple[Hook, ...] = ()
     thoughts: object | None = None
-    """what a model that thinks keeps about the prompt; forks and rejected branches inherit it; read by `thoughts_of`"""
+    """what a Thinking-States model keeps about the prompt; forks and rejected branches inherit it; read by `thoughts_of`"""
     last_used: int = 0
     statistics: Statistics = field(default_factory=Statistics)
     """of all its requests that ended"""
@@ -134,7 +134,7 @@ class Lane:
     """where its last offer to the prefix index ended, and whether its path is still the same up to there"""
     drawn: dict[tuple[object, ...], int] = field(default_factory=dict)
     """what its forks sampled with: fork position, edits and sampling -> the fork that did so first, -1 once it was warned of"""
-    hold: "ReferenceType[object] | None" = None
+    lifetime: "ReferenceType[object] | None" = None
     """what the handles on it share; once that is gone, nobody can use it, and it is released"""
 
     @property
@@ -198,11 +198,11 @@ class Job:
     """branches of rejected drafts, in order"""
     window_open: Window | None = None
     """drafts of the fast path that are not verified yet"""
-    hold: object | None = field(init=False, repr=False)
+    lifetime: object | None = field(init=False, repr=False)
     """keeps the branch open, also if only the job, or a stream of it, is held"""
 
     def __post_init__(self) -> None:
-        self.hold = None if self.lane.hold is None else self.lane.hold()
+        self.lifetime = None if self.lane.lifetime is None else self.lane.lifetime()
         for name, value, least in (("n", self.new_tokens, 0), ("window", self.window, 1)):
             if value is not None and (type(value) is not int or value < least):
                 raise BadRequest(f"Invalid {name}={value!r}. Give a whole number of at least {least}.")

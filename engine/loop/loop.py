@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from replaylens.engine.errors import BadRequest, ClosedBranch, EngineBug, EngineError
+from replaylens.engine.errors import BadRequest, ClosedBranch, EngineError, InternalError
 from replaylens.engine.lens.lens import KnownLenses
 from replaylens.engine.loop.admission import Admission, Reservations
 from replaylens.engine.loop.commit import Committer, Endings, Outcome, PassRows, Verdict, drafted, judged, overruled
@@ -24,7 +24,7 @@ from replaylens.engine.request.capture import PassTap
 from replaylens.engine.request.placed import page_keys
 
 if TYPE_CHECKING:
-    from replaylens.engine.passes.bursts import Bursts, Place, Wanted
+    from replaylens.engine.passes.bursts import BurstCapture, BurstRequest, Bursts
 
 # ---- queue -----------------------------------------------------------------------------------------------------------
 # `JobQueue`: the unfinished jobs of a loop, from `submit` to their end, and the listeners that hear of them.
@@ -180,26 +180,26 @@ class Packer:
         longest = turn.end + max(map(len, turn.chains))
         return lane.capture.needed() if self.committer.kept(lane, turn.start, longest) else frozenset()
 
-    def place(self, turn: Turn, steps: int) -> "Place":
+    def place(self, turn: Turn, steps: int) -> "BurstRequest":
         """A turn's row in a burst: the last token of its path, or of its window's drafts."""
-        from replaylens.engine.passes.bursts import Place  # needs triton, as everything on the device does
+        from replaylens.engine.passes.bursts import BurstRequest  # needs triton, as everything on the device does
 
         job = turn.job
         if not turn.drafting:
             wanted = self._wanted(turn, steps)
-            return Place(turn.rows[-1], turn.start, turn.tables[0], job.sampling, job.lane.edits, wanted)
+            return BurstRequest(turn.rows[-1], turn.start, turn.tables[0], job.sampling, job.lane.edits, wanted)
         (row,) = self.segments(turn)
-        return Place(row.tokens[-1], row.start, row.table, job.sampling, job.lane.edits)
+        return BurstRequest(row.tokens[-1], row.start, row.table, job.sampling, job.lane.edits)
 
-    def _wanted(self, turn: Turn, steps: int) -> "Wanted | None":
+    def _wanted(self, turn: Turn, steps: int) -> "BurstCapture | None":
         """What a turn captures in a burst; None: nothing."""
-        from replaylens.engine.passes.bursts import Wanted
+        from replaylens.engine.passes.bursts import BurstCapture
 
         spec, lane = turn.job.lane.capture, turn.job.lane
         if spec is None or lane.recording is None:
             return None
         kept = self.committer.kept(lane, self.committer.first_to_record(turn), turn.start + steps)
-        return Wanted(spec, [position - turn.start for position in kept])
+        return BurstCapture(spec, [position - turn.start for position in kept])
 
     def has_one_row(self, turn: Turn) -> bool:
         """Whether the turn's pass would have a single row. A window whose pages were replaced runs all its rows again."""
@@ -434,7 +434,7 @@ class Loop:
             self._commit(turn, rows, verdict)
         except BaseException as error:
             if turn.closed:  # half committed
-                self.queue.end(job, EngineBug(f"Branch {job.lane.branch} was interrupted within a commit. Release it."))
+                self.queue.end(job, InternalError(f"Branch {job.lane.branch} was interrupted within a commit. Release it."))
                 raise
             job.generated, job.finish_reason = before
             if not isinstance(error, Exception):

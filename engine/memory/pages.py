@@ -84,8 +84,8 @@ class PageTable:
         return self.run.end if self.run is not None else 0
 
 
-# ---- recount ---------------------------------------------------------------------------------------------------------
-# `recount`: every reference to a page counted again, and the faults that this can find.
+# ---- check pages -----------------------------------------------------------------------------------------------------
+# `check_pages`: every reference to a page counted again, and the faults that this can find.
 
 NULL_PAGE = 0
 """padding of page tables points here; it is never a real page, so that a zeroed entry is recognised as a fault"""
@@ -122,7 +122,7 @@ class PoolNumbers:
         )
 
 
-def recount(pool: CountedPool, tables: Sequence[PageTable], retained: Sequence[int]) -> PoolNumbers:
+def check_pages(pool: CountedPool, tables: Sequence[PageTable], retained: Sequence[int]) -> PoolNumbers:
     """`PagePool.check_integrity`."""
     users: Counter[int] = Counter(retained)
     references: Counter[int] = Counter(retained)
@@ -392,7 +392,7 @@ class PagePool:
         tables    all live tables, each once
         retained  the pages that `retain` holds, once per reference
         """
-        return recount(self, list(tables), list(retained))
+        return check_pages(self, list(tables), list(retained))
 
     def _plan(self, table: PageTable, start: int, end: int) -> tuple[list[int], int]:
         """Indices of the shared pages in [start, end), and the number of missing pages. Changes nothing."""

@@ -251,17 +251,17 @@ class PathStates(Sequence[TokenState]):
         self.append(TokenState.PENDING, 1)
 
 
-# ---- past ------------------------------------------------------------------------------------------------------------
-# `Past`: facts about a branch's path that grow with it, token by token: no step of the loop reads the whole path again.
+# ---- path history ----------------------------------------------------------------------------------------------------
+# `PathHistory`: facts about a branch's path that grow with it, token by token: no step of the loop reads the whole path again.
 #
-# `Past.path` is the path as samplers and drafters read it: a view, not a copy. Every fact is computed at its first use and
-# then extended by the tokens that were added since. `BranchTree.rollback` calls `cut`, which forgets what a removed token
+# `PathHistory.path` is the path as samplers and drafters read it: a view, not a copy. Every fact is computed at its first use
+# and then extended by the tokens that were added since. `BranchTree.rollback` calls `cut`, which forgets what a removed token
 # may have contributed.
 
 PathTokens = TokenPath | list[int]
 
 
-class Past:
+class PathHistory:
     """The tokens of one branch and what is known about them. Only `BranchTree` changes the tokens."""
 
     __slots__ = ("_distinct", "_marks", "_ngrams", "tokens")
@@ -272,9 +272,9 @@ class Past:
         self._ngrams: dict[int, Ngrams] | None = None
         self._marks: WeakSet[Mark] | None = None
 
-    def path(self, end: int, tail: Sequence[int] = ()) -> "Path":
+    def path(self, end: int, tail: Sequence[int] = ()) -> "PathView":
         """The first `end` tokens, followed by `tail`. Valid until a rollback below `end`."""
-        return Path(self, end, tail)
+        return PathView(self, end, tail)
 
     def cut(self, length: int) -> None:
         """Mutates: the tokens from `length` on are removed."""
@@ -310,12 +310,12 @@ class Past:
         return mark
 
 
-class Path(Sequence[int]):
+class PathView(Sequence[int]):
     """A read-only path: the first tokens of a branch and a tail. Slices are lists, and cost what they hold."""
 
     __slots__ = ("end", "past", "tail")
 
-    def __init__(self, past: Past, end: int, tail: Sequence[int] = ()) -> None:
+    def __init__(self, past: PathHistory, end: int, tail: Sequence[int] = ()) -> None:
         self.past, self.end, self.tail = past, end, tail
 
     def __len__(self) -> int:
@@ -342,16 +342,16 @@ class Path(Sequence[int]):
         yield from self.tail
 
     def __eq__(self, other: object) -> bool:
-        return list(self) == list(other) if isinstance(other, Path | list) else NotImplemented
+        return list(self) == list(other) if isinstance(other, PathView | list) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return f"Path({self[:]})"
 
-    def then(self, tokens: Sequence[int]) -> "Path":
+    def then(self, tokens: Sequence[int]) -> "PathView":
         """This path, followed by `tokens`. Precondition: it has no tail yet."""
-        return Path(self.past, self.end, tokens)
+        return PathView(self.past, self.end, tokens)
 
     def distinct(self, start: int = 0) -> NDArray[np.int64]:
         """The tokens from `start` on, each at least once, in any order. The caller must not change the array."""
@@ -379,10 +379,10 @@ class Mark:
 
     __slots__ = ("__weakref__", "length", "past")
 
-    def __init__(self, past: Past, length: int) -> None:
+    def __init__(self, past: PathHistory, length: int) -> None:
         self.past, self.length = past, length
 
-    def common(self, path: Path) -> int:
+    def common(self, path: PathView) -> int:
         """How many leading tokens `path` is known to share. Tokens are compared only if the path is another branch's."""
         if path.past is self.past:
             return min(self.length, path.end)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from replaylens.engine.errors import BadRange, BadRollback, BadTransition, ClosedBranch, IntegrityError, UnknownBranch
-from replaylens.engine.memory.path import Past, PathStates, TokenPath
+from replaylens.engine.memory.path import PathHistory, PathStates, TokenPath
 from replaylens.engine.memory.path import TokenState as TokenState
 
 PROMPT, ACCEPTED, PENDING, DRAFT, REJECTED = TokenState
@@ -79,11 +79,11 @@ class BranchRecord:
     """ORDINARY or HOOKED, in words for pictures"""
     forced: Forced | None = None
     """the last tokens after the prompt that were given, not generated"""
-    past: Past = field(init=False)
+    past: PathHistory = field(init=False)
     """what is known about the path, extended as it grows"""
 
     def __post_init__(self) -> None:
-        self.past = Past(self.tokens)
+        self.past = PathHistory(self.tokens)
 
     def words(self) -> list[str]:
         """What each token is: prompt, forced, generated, pending (generated, its row not computed yet), draft or rejected."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from replaylens.engine.errors import BadRequest, OtherModel
+from replaylens.engine.errors import BadRequest, ModelMismatch
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder, scaled_logits
 from replaylens.engine.model.layers import inverse_frequencies
@@ -38,7 +38,7 @@ Stages = dict[str, Tensor]
 
 @torch.no_grad()
 def require_same(config: ModelConfig, tensors: dict[str, Tensor], source: nn.Module) -> None:
-    """Raise OtherModel if the decoder of `config` and `tensors` does not compute the same as `source`.
+    """Raise ModelMismatch if the decoder of `config` and `tensors` does not compute the same as `source`.
 
     `source` is a transformers model, or one that a TransformerBridge wraps. It is not changed. BadRequest if it cannot run.
     """
@@ -51,7 +51,7 @@ def require_same(config: ModelConfig, tensors: dict[str, Tensor], source: nn.Mod
         # a model in a narrow dtype may round the embedding's factor to it (Gemma-3)
         usual = max(USUAL, rounding) if stage == EMBEDDING else USUAL
         if not (error.median() <= usual and error.max() <= max(usual, LARGEST)):  # NaN counts as a difference
-            raise OtherModel(stage, float(error.max()))
+            raise ModelMismatch(stage, float(error.max()))
 
 
 def _errors(config: ModelConfig, tensors: dict[str, Tensor], tokens: Tensor, theirs: Stages) -> Iterator[tuple[str, Tensor]]:
@@ -77,7 +77,7 @@ def _error(ours: Tensor, theirs: Tensor, entered: Tensor | None) -> Tensor:
 
 
 def _require_angles(config: ModelConfig, source: nn.Module) -> None:
-    """Raise OtherModel if a rotary frequency differs, which barely shows on a few tokens but does on many.
+    """Raise ModelMismatch if a rotary frequency differs, which barely shows on a few tokens but does on many.
 
     `model.to(torch.bfloat16)` rounds the frequencies; `from_pretrained(..., dtype=torch.bfloat16)` does not.
     """
@@ -89,7 +89,7 @@ def _require_angles(config: ModelConfig, source: nn.Module) -> None:
             same_size = [each for each in ours if each.shape == found.shape]
             error = min((float(((found - each) / each).abs().max()) for each in same_size), default=float("inf"))
             if not error <= USUAL:
-                raise OtherModel(f"the rotary frequencies ({name}, {theirs.dtype})", error)
+                raise ModelMismatch(f"the rotary frequencies ({name}, {theirs.dtype})", error)
 
 
 # ---- ours ----------------------------------------------------------------------------------------------------------------

@@ -443,7 +443,7 @@ def load(
 ) -> Decoder:
     """A decoder from any source: a path (folder or .gguf), a transformers model, a TransformerBridge, or a Decoder.
 
-    check    compare it with transformers on a few tokens; OtherModel names the first part that differs. BadRequest if
+    check    compare it with transformers on a few tokens; ModelMismatch names the first part that differs. BadRequest if
              transformers has no such model: for a Decoder, or a checkpoint of our own
     adapter  of a path: the folder of a LoRA adapter in peft's format, which is merged into the weights
     revision of a path: name@commit, if it is a snapshot of the hub

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from replaylens.engine.errors import EngineBug
+from replaylens.engine.errors import InternalError
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.model.ops import visible
 from replaylens.engine.request.edits import Hook
@@ -102,7 +102,7 @@ class Batch:
         self, segments: list[Segment], pool: PagePool, query_rows: tuple[int, ...], tile: int = TILE, device: str = "cpu"
     ) -> None:
         if not segments or not all(s.tokens for s in segments):
-            raise EngineBug("A batch has no segments, or a segment without rows.")
+            raise InternalError("A batch has no segments, or a segment without rows.")
         self.segments, self.pool, self.query_rows = segments, pool, query_rows
         tokens = [t for s in segments for t in s.tokens]
         positions = [p for s in segments for p in range(s.start, s.start + len(s.tokens))]

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from replaylens.engine.errors import EngineBug
+from replaylens.engine.errors import InternalError
 from replaylens.engine.memory.pages import PageTable, page_matrix
 from replaylens.engine.passes.cuda import (
     CanonicalCudaOps,
@@ -34,7 +34,7 @@ from replaylens.engine.passes.cuda import (
 from replaylens.engine.passes.edits_cuda import EditProgram, EditShape, ProgramTap, rows_of
 from replaylens.engine.passes.graphs import kept, recorded
 from replaylens.engine.passes.runner import Keep, Runner
-from replaylens.engine.passes.transfer import Shipment, SiteGroup
+from replaylens.engine.passes.transfer import PendingRows, SiteGroup
 from replaylens.engine.request.capture import CaptureSpec, LensSpec, PassTap, PickableRows, Rows
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.sampling import Sampling
@@ -50,7 +50,7 @@ from replaylens.kernels.shared import PagedRows
 class StepBlock:
     """The captured rows of some requests in consecutive steps."""
 
-    rows: Shipment
+    rows: PendingRows
     """[steps held, ...] of every site, step by step"""
     held: Sequence[int]
     """the requests"""
@@ -156,15 +156,15 @@ def _index(rows: Sequence[int]) -> slice | list[int]:
     return slice(rows.start, rows.stop, rows.step) if isinstance(rows, range) else list(rows)
 
 
-# ---- pile ------------------------------------------------------------------------------------------------------------
-# `Pile`: captured rows of consecutive decode steps, gathered on the device until they are worth a transfer.
+# ---- step buffer -----------------------------------------------------------------------------------------------------
+# `StepBuffer`: captured rows of consecutive decode steps, gathered on the device until they are worth a transfer.
 
 ENOUGH = 1 << 20
 """bytes of a transfer: with fewer, events between the graphs of two steps cost more than copies"""
 
 
 @dataclass
-class Pile:
+class StepBuffer:
     """The rows of some requests in consecutive steps: [sites, steps requests, ...], step by step."""
 
     steps: range
@@ -187,9 +187,9 @@ class Pile:
         return step == self.steps[-1]
 
 
-def piles(held: Sequence[Sequence[int]], row_bytes: int) -> list[Pile]:
-    """Piles for the requests whose rows are kept in each step: neighbours with the same ones, up to ENOUGH bytes together."""
-    found: list[Pile] = []
+def step_buffers(held: Sequence[Sequence[int]], row_bytes: int) -> list[StepBuffer]:
+    """Buffers for the requests whose rows are kept in each step: neighbours with the same ones, up to ENOUGH bytes together."""
+    found: list[StepBuffer] = []
     for step, some in enumerate(held):
         if not some:
             continue
@@ -198,7 +198,7 @@ def piles(held: Sequence[Sequence[int]], row_bytes: int) -> list[Pile]:
         if last is not None and last.steps.stop == step and last.held == some and len(last.steps) < most:
             last.steps = range(last.steps.start, step + 1)
         else:
-            found.append(Pile(range(step, step + 1), some))
+            found.append(StepBuffer(range(step, step + 1), some))
     return found
 
 
@@ -215,7 +215,7 @@ MAX_GRAPHS = 64
 
 
 @dataclass(frozen=True)
-class Wanted:
+class BurstCapture:
     """What a request in a burst captures."""
 
     spec: CaptureSpec
@@ -224,7 +224,7 @@ class Wanted:
 
 
 @dataclass
-class Place:
+class BurstRequest:
     """One request in a burst: its last token with its position, a table with room for all steps, and its sampling."""
 
     token: int
@@ -233,7 +233,7 @@ class Place:
     sampling: Sampling
     """`bare`: the device does not apply penalties, biases or filters"""
     edits: tuple[PlacedEdit, ...] = ()
-    wanted: Wanted | None = None
+    wanted: BurstCapture | None = None
 
 
 @dataclass(frozen=True)
@@ -298,7 +298,7 @@ class DecodeGraph:
     @torch.inference_mode()
     def run(
         self,
-        places: list[Place],
+        places: list[BurstRequest],
         steps: int,
         pages: NDArray[np.int32],
         sharing: Sharing | None,
@@ -322,7 +322,7 @@ class DecodeGraph:
             samplings = [p.sampling for p in places] + [Sampling()] * rest
             self.seeds.copy_(seeds(samplings, self.seeds.device))
             self.temperatures.copy_(temperatures(samplings, self.seeds.device))
-        edited, waiting = self._edited(program, len(places), steps), self._piles(places, steps)
+        edited, waiting = self._edited(program, len(places), steps), self._step_buffers(places, steps)
         out = torch.empty(steps, size, dtype=torch.int64, device=self.tokens.device)
         for step in range(steps):
             if rest:
@@ -332,8 +332,8 @@ class DecodeGraph:
             self.graph.replay()
             out[step] = self.chosen
             for keep, blocks in rows.blocks.items():
-                if (pile := waiting[keep].get(step)) is not None and pile.add(step, self.staged):
-                    blocks.append(StepBlock(self._sent(pile.groups, keep), pile.held, len(pile.steps)))
+                if (buffer := waiting[keep].get(step)) is not None and buffer.add(step, self.staged):
+                    blocks.append(StepBlock(self._sent(buffer.groups, keep), buffer.held, len(buffer.steps)))
         return out[:, : len(places)]
 
     def _edited(self, program: EditProgram | None, requests: int, steps: int) -> tuple[Tensor, Tensor] | None:
@@ -349,17 +349,17 @@ class DecodeGraph:
             found.append(padded.movedim(-1, 0).contiguous().to(self.tokens.device, non_blocking=True))
         return found[0], found[1]
 
-    def _piles(self, places: list[Place], steps: int) -> dict[Keep, dict[int, Pile]]:
+    def _step_buffers(self, places: list[BurstRequest], steps: int) -> dict[Keep, dict[int, StepBuffer]]:
         """For every step, where its rows gather."""
         row_bytes = sum(x[:, :1].nbytes for _, x in self.staged)
         return {
-            keep: {step: pile for pile in piles(held, row_bytes) for step in pile.steps}
+            keep: {step: buffer for buffer in step_buffers(held, row_bytes) for step in buffer.steps}
             for keep, held in _held(places, steps).items()
         }
 
-    def _sent(self, groups: list[SiteGroup], keep: Keep) -> Shipment:
+    def _sent(self, groups: list[SiteGroup], keep: Keep) -> PendingRows:
         """Rows on their way to where they are kept."""
-        return Shipment(groups, 0) if keep == "device" else self.runner.ferry.send(groups)
+        return PendingRows(groups, 0) if keep == "device" else self.runner.host_copy.send(groups)
 
     def names(self, spec: CaptureSpec) -> dict[str, str]:
         """Sites of a request -> the names under which their rows are staged."""
@@ -370,7 +370,7 @@ class DecodeGraph:
         return own
 
 
-def _held(places: list[Place], steps: int) -> dict[Keep, list[Sequence[int]]]:
+def _held(places: list[BurstRequest], steps: int) -> dict[Keep, list[Sequence[int]]]:
     """For every step, the requests that keep its rows; a range from 0 where these are the first ones."""
     found: dict[Keep, list[list[int]]] = {"host": [[] for _ in range(steps)], "device": [[] for _ in range(steps)]}
     for i, place in enumerate(places):
@@ -384,7 +384,7 @@ def _held(places: list[Place], steps: int) -> dict[Keep, list[Sequence[int]]]:
     }
 
 
-def _specs(places: list[Place]) -> dict[int, CaptureSpec]:
+def _specs(places: list[BurstRequest]) -> dict[int, CaptureSpec]:
     """What the requests capture, by identity: branches that were prompted together share it."""
     found = (place.wanted for place in places)
     return {id(wanted.spec): wanted.spec for wanted in found if wanted is not None and wanted.steps}
@@ -402,10 +402,10 @@ class Bursts:
         self.spare = spare
         """the page that padding requests write to; never freed"""
 
-    def run(self, places: list[Place], steps: int, exact: bool) -> tuple[list[list[int]], list[StepRows | None]]:
+    def run(self, places: list[BurstRequest], steps: int, exact: bool) -> tuple[list[list[int]], list[StepRows | None]]:
         """(the next `steps` tokens of each request, the rows that it captures). Precondition: the tables have room for all."""
         if not places or steps < 1:
-            raise EngineBug(f"A burst has {len(places)} requests and {steps} steps. It needs at least one of each.")
+            raise InternalError(f"A burst has {len(places)} requests and {steps} steps. It needs at least one of each.")
         while self._sparse:
             self._sparse.pop().compact()
         if len(places) > SIZES[-1]:
@@ -434,7 +434,7 @@ class Bursts:
 
     def _key(
         self,
-        places: list[Place],
+        places: list[BurstRequest],
         pages: NDArray[np.int32],
         sharing: Sharing | None,
         exact: bool,

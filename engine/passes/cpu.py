@@ -18,7 +18,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import BadEdit, EngineBug
+from replaylens.engine.errors import BadEdit, InternalError
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import page_matrix
 from replaylens.engine.model.config import Activation
@@ -524,4 +524,4 @@ def activate(x: Tensor, kind: Activation) -> Tensor:
         case "relu2":
             return x.relu().square_()
         case "clamped_swiglu":
-            raise EngineBug("clamped_swiglu has no form without a gate.")
+            raise InternalError("clamped_swiglu has no form without a gate.")

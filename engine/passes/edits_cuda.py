@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import EngineBug
+from replaylens.engine.errors import InternalError
 from replaylens.engine.model.ops import Tap
 from replaylens.engine.model.sites import CHOICE_SITE, WEIGHTS_SITE, SiteTable
 from replaylens.engine.request.placed import PlacedEdit, without_direction
@@ -45,7 +45,7 @@ class EditedRows:
             return edit.edited(self.start, self.tokens)
         found = edit.positions(self.start, self.start + self.count)
         if found and edit.tokens:
-            raise EngineBug(f"An edit of {edit.site} at chosen tokens is applied to rows whose tokens are not known.")
+            raise InternalError(f"An edit of {edit.site} at chosen tokens is applied to rows whose tokens are not known.")
         return found
 
 

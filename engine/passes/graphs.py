@@ -25,7 +25,7 @@ from replaylens.engine.passes.batch import Batch
 from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, KeyLayout, LevelShape, Sharing, room, sharing_of
 from replaylens.engine.passes.edits_cuda import EditProgram, EditShape, ProgramTap, Vectors
 from replaylens.engine.request.capture import PassTap
-from replaylens.engine.terminal import held_collector
+from replaylens.engine.terminal import pause_collector
 from replaylens.kernels import launch
 from replaylens.kernels.shared import PagedRows, plan_tiles
 
@@ -34,10 +34,10 @@ from replaylens.kernels.shared import PagedRows, plan_tiles
 
 T = TypeVar("T")
 K = TypeVar("K")
-G = TypeVar("G", bound="Holder")
+G = TypeVar("G", bound="HasGraph")
 
 
-class Holder(Protocol):
+class HasGraph(Protocol):
     """What holds a recorded graph."""
 
     graph: torch.cuda.CUDAGraph
@@ -68,7 +68,7 @@ def recorded(step: Callable[[], T], runs: int, pool: Any = None) -> tuple[torch.
                 step()
         stream.synchronize()
         # thread_local: other threads wait for captured rows meanwhile, which a global recording would take for an error
-        with held_collector(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with pause_collector(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             found = step()
     return graph, found
 

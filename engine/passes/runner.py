@@ -19,7 +19,7 @@ from replaylens.engine.model.ops import Ops, RowOps, Tap, TorchOps, wanted
 from replaylens.engine.passes.batch import KV_BLOCK, Batch, Segment
 from replaylens.engine.passes.cpu import CanonicalCpuOps, CanonicalRowOps, FastCpuOps
 from replaylens.engine.passes.products import Certificate, Products, batched_product
-from replaylens.engine.passes.transfer import RING_BYTES, Ferry, Shipment
+from replaylens.engine.passes.transfer import RING_BYTES, HostCopy, PendingRows
 from replaylens.engine.request.capture import PassTap, Rows
 from replaylens.engine.request.edits import BatchHook, NamedHook
 from replaylens.engine.request.placed import PlacedEdit
@@ -231,9 +231,9 @@ class Runner:
         self.cache = KVCache(model.config, self.pool, model.embed.dtype, self.device, canary)
 
     @cached_property
-    def ferry(self) -> Ferry:
+    def host_copy(self) -> HostCopy:
         """The way of captured rows to the host; made when it is first needed."""
-        return Ferry(self.device, self.capture_buffer)
+        return HostCopy(self.device, self.capture_buffer)
 
     @cached_property
     def vectors(self) -> "Vectors":
@@ -437,7 +437,7 @@ class Runner:
         else:
             index = torch.tensor(packed).to(self.device, non_blocking=True)
             groups = [(group, x.index_select(1, index)) for group, x in groups]
-        sent = Shipment(groups, 0) if keep == "device" else self.ferry.send(groups)
+        sent = PendingRows(groups, 0) if keep == "device" else self.host_copy.send(groups)
         tap.sent[keep] = (sent, None if len(packed) == num_rows else {row: i for i, row in enumerate(packed)})
 
     def kept(self, rows: Rows, keep: Keep) -> Mapping[str, Tensor]:
@@ -447,4 +447,4 @@ class Runner:
         if not next(iter(rows.values())).is_cuda:
             return rows
         count = len(next(iter(rows.values())))
-        return self.ferry.send([((site,), x[None]) for site, x in rows.items()]).view(rows, 0, count)
+        return self.host_copy.send([((site,), x[None]) for site, x in rows.items()]).view(rows, 0, count)

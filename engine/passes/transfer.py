@@ -1,4 +1,4 @@
-"""`Ring`: places in a buffer that is used again and again; `Memory`: ordinary memory that is used again."""
+"""`RingAllocator`: places in a buffer that is used again and again; `Memory`: ordinary memory that is used again."""
 
 import atexit
 import queue
@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import EngineBug
-from replaylens.engine.terminal import held_interrupt
+from replaylens.engine.errors import InternalError
+from replaylens.engine.terminal import defer_interrupt
 
 # ---- ring ------------------------------------------------------------------------------------------------------------
 
@@ -31,7 +31,7 @@ class RingPlace:
     free: bool = False
 
 
-class Ring:
+class RingAllocator:
     """Places in a buffer that is given out in order. A place is free again when it and all before it were given back.
 
     Threads: one takes, any give back.
@@ -45,7 +45,7 @@ class Ring:
     def wait(self, count: int, alive: Callable[[], object] = lambda: None) -> None:
         """Return when `count` bytes in a row are free. `alive` is called meanwhile and may raise."""
         if count > self.size:
-            raise EngineBug(f"A piece of {count} bytes cannot go into a ring of {self.size}.")
+            raise InternalError(f"A piece of {count} bytes cannot go into a ring of {self.size}.")
         with self._changed:
             while self._free(count) is None:
                 self._changed.wait(timeout=1.0)
@@ -122,26 +122,26 @@ class Memory:
                 self._free.setdefault(len(buffer), []).append(buffer)
 
 
-# ---- shipment --------------------------------------------------------------------------------------------------------
-# `Shipment`: captured rows that may still be on their way to the host, and `View`: some of them.
+# ---- pending rows ----------------------------------------------------------------------------------------------------
+# `PendingRows`: captured rows that may still be on their way to the host, and `RowView`: some of them.
 
 SiteGroup = tuple[tuple[str, ...], Tensor]
 """names of sites, and their stacked rows [sites, rows, ...]"""
 _counting = threading.Lock()
 
 
-class Shipment:
+class PendingRows:
     """Rows of several sites, possibly still on their way. Reading one waits for it."""
 
     def __init__(
-        self, groups: Iterable[SiteGroup], pieces: int, sparse: Callable[["Shipment"], object] = lambda block: None
+        self, groups: Iterable[SiteGroup], pieces: int, sparse: Callable[["PendingRows"], object] = lambda block: None
     ) -> None:
         self._groups = list(groups)
         self._at = {name: (x, i) for names, x in self._groups for i, name in enumerate(names)}
         self.num_rows = self._groups[0][1].shape[1] if self._groups else 0
         self._waiting, self._landed = pieces, threading.Event()
         self._error: BaseException | None = None
-        self._views: weakref.WeakSet[View] = weakref.WeakSet()
+        self._views: weakref.WeakSet[RowView] = weakref.WeakSet()
         self._live, self._sparse = 0, sparse
         if not pieces:
             self._landed.set()
@@ -177,9 +177,9 @@ class Shipment:
             if not self._waiting:
                 self._landed.set()
 
-    def view(self, sites: Iterable[str], first: int, end: int) -> "View":
+    def view(self, sites: Iterable[str], first: int, end: int) -> "RowView":
         """Rows [first, end) of some sites."""
-        view = View(self, tuple(sites), first, end)
+        view = RowView(self, tuple(sites), first, end)
         self._views.add(view)
         self._live += end - first
         return view
@@ -196,11 +196,11 @@ class Shipment:
             view.own()
 
 
-class View(Mapping[str, Tensor]):
+class RowView(Mapping[str, Tensor]):
     """Some rows of a block, by site."""
 
-    def __init__(self, block: Shipment, sites: tuple[str, ...], first: int, end: int) -> None:
-        self._block: Shipment | None = block
+    def __init__(self, block: PendingRows, sites: tuple[str, ...], first: int, end: int) -> None:
+        self._block: PendingRows | None = block
         self._sites, self._first, self._end = sites, first, end
         self._rows: dict[str, Tensor] = {}
 
@@ -231,12 +231,12 @@ class View(Mapping[str, Tensor]):
             self._block.dropped(self._end - self._first)
 
 
-# ---- ferry -----------------------------------------------------------------------------------------------------------
-# `Ferry`: takes captured rows from the device to the host while the device computes on.
+# ---- host copy -------------------------------------------------------------------------------------------------------
+# `HostCopy`: takes captured rows from the device to the host while the device computes on.
 #
 # A copy into fresh pageable memory runs at a fortieth of the bus's speed and makes the host wait. So rows leave on a stream
 # of their own into a ring of pinned memory, and threads carry them from there into ordinary memory. Whoever captures gets a
-# `Shipment` at once and waits only when somebody looks at it. While the ring is full, `send` waits: memory stays bounded,
+# `PendingRows` at once and waits only when somebody looks at it. While the ring is full, `send` waits: memory stays bounded,
 # and nothing is lost.
 
 RING_BYTES = 1 << 30
@@ -261,7 +261,7 @@ Copied = tuple[Tensor, Tensor]
 class _Piece:
     """Copies under way: from the device into the ring, then to their targets."""
 
-    block: Shipment
+    block: PendingRows
     place: RingPlace
     arrived: Callable[[], object]
     """returns once the rows are in the ring"""
@@ -269,38 +269,38 @@ class _Piece:
     """bytes in the ring, and in ordinary memory"""
 
 
-_ferries: "weakref.WeakSet[Ferry]" = weakref.WeakSet()
+_host_copies: "weakref.WeakSet[HostCopy]" = weakref.WeakSet()
 
 
 @atexit.register
 def _end_all() -> None:
     """The interpreter ends threads wherever they are; within a call of the driver, that aborts the process."""
-    for ferry in list(_ferries):
-        ferry.end(_PATIENCE)
+    for host_copy in list(_host_copies):
+        host_copy.end(_PATIENCE)
 
 
-class Ferry:
+class HostCopy:
     """The way of captured rows from one device to the host. Threads: one sends at a time.
 
     size  bytes of pinned memory; while all are in use, `send` waits. As much ordinary memory is kept for the next rows
     """
 
     def __init__(self, device: str, size: int = RING_BYTES) -> None:
-        self.ring = Ring(size // _ALIGNED * _ALIGNED)
+        self.ring = RingAllocator(size // _ALIGNED * _ALIGNED)
         with torch.inference_mode(False):  # the rows that need it first may come in inference mode, and later ones not
             self._buffer = torch.empty(self.ring.size, dtype=torch.uint8, pin_memory=device == "cuda")
         self._stream = torch.cuda.Stream() if device == "cuda" else None
         self._pieces: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
         self._memory = Memory(size)
-        self._sparse: list[Shipment] = []
+        self._sparse: list[PendingRows] = []
         self._ended = False
-        # threads must not hold the ferry, or its pinned memory would outlive the engine
+        # threads must not hold the HostCopy, or its pinned memory would outlive the engine
         arguments = (self._pieces, self.ring)
         self._threads = [threading.Thread(target=_carry_all, args=arguments, daemon=True) for _ in range(_CARRIERS)]
         for thread in self._threads:
             thread.start()
         weakref.finalize(self, self._pieces.put, None).atexit = False
-        _ferries.add(self)
+        _host_copies.add(self)
 
     def end(self, seconds: float) -> None:
         """Carry what was sent and end the threads. Waits at most so long. Nothing can be sent afterwards."""
@@ -310,7 +310,7 @@ class Ferry:
         for thread in self._threads:
             thread.join(max(0.0, limit - time.monotonic()))
 
-    def send(self, groups: Iterable[SiteGroup]) -> Shipment:
+    def send(self, groups: Iterable[SiteGroup]) -> PendingRows:
         """Start the way of stacked rows [sites, rows, ...] and return at once, unless the ring is full.
 
         Precondition: nobody writes to the tensors later, except work on the current stream that is queued after this call.
@@ -322,7 +322,7 @@ class Ferry:
         groups = [(names, x.contiguous()) for names, x in groups]
         targets = [(names, self._memory.like(x)) for names, x in groups]
         pieces = list(_together(self._parts(groups, targets), min(_SMALL, self.ring.size // _SHARE)))
-        block = Shipment(targets, len(pieces), self._sparse.append)
+        block = PendingRows(targets, len(pieces), self._sparse.append)
         for parts in pieces:
             self._send(block, parts)
         return block
@@ -339,10 +339,10 @@ class Ferry:
             for start in range(0, len(raw), most):
                 yield raw[start : start + most], there[start : start + most]
 
-    def _send(self, block: Shipment, parts: list[Copied]) -> None:
+    def _send(self, block: PendingRows, parts: list[Copied]) -> None:
         room = sum(_room(source) for source, _ in parts)
         self.ring.wait(room, self._alive)
-        with held_interrupt():  # what is taken must be given back
+        with defer_interrupt():  # what is taken must be given back
             place = self.ring.take(room)
             slots, start = [], place.start
             for source, _ in parts:
@@ -369,10 +369,10 @@ class Ferry:
 
     def _alive(self) -> None:
         if not any(thread.is_alive() for thread in self._threads):
-            raise EngineBug("The threads that carry captured rows to the host have ended. Load the engine again.")
+            raise InternalError("The threads that carry captured rows to the host have ended. Load the engine again.")
 
 
-def _carry_all(pieces: "queue.SimpleQueue[_Piece | None]", ring: Ring) -> None:
+def _carry_all(pieces: "queue.SimpleQueue[_Piece | None]", ring: RingAllocator) -> None:
     """Carry pieces from the ring to their targets until None comes, which is passed on to the next thread."""
     while (piece := pieces.get()) is not None:
         error: BaseException | None = None

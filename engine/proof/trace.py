@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import replaylens
-from replaylens.engine.errors import BadTrace, OtherFingerprint
+from replaylens.engine.errors import BadTrace, FingerprintMismatch
 from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.loading import weights_hash
@@ -234,9 +234,9 @@ class Trace:
         return trace
 
     def require(self, fingerprint: Fingerprint) -> None:
-        """Raise OtherFingerprint if the trace is from another model, device or version: its bits cannot be reproduced."""
+        """Raise FingerprintMismatch if the trace is from another model, device or version: its bits cannot be reproduced."""
         if differences := fingerprint.differences(self.fingerprint):
-            raise OtherFingerprint(f"The trace was recorded under another fingerprint: {'; '.join(differences)}.")
+            raise FingerprintMismatch(f"The trace was recorded under another fingerprint: {'; '.join(differences)}.")
 
 
 def path_digest(tokens: Sequence[int]) -> str:

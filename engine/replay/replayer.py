@@ -11,12 +11,12 @@ from replaylens.engine.loop.lane import Lane, Statistics
 from replaylens.engine.memory.tree import ORDINARY, BranchRecord
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.proof.trace import Trace, path_digest
-from replaylens.engine.request.capture import CaptureSpec, LensSpec, Recording, Where
+from replaylens.engine.request.capture import CaptureSpec, LensSpec, PositionSlice, Recording
 from replaylens.engine.request.edits import Edit, listed
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import require_fit
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import flag, instance, whole
+from replaylens.engine.request.values import as_bool, as_instance, as_int
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.request import Request
@@ -59,7 +59,7 @@ class Result:
     certified: bool = True
     """whether all its rows are canonical; only certified results can be dumped"""
     thoughts: "Thoughts | None" = None
-    """the thoughts on the prompt, for a model that thinks"""
+    """the thoughts on the prompt, for a Thinking-States model"""
     generated_text: str = ""
     """the text of the tokens after the prompt, without the end-of-sequence token that may end it"""
 
@@ -98,10 +98,10 @@ class ReplayOptions:
 
     def __post_init__(self) -> None:
         if self.max_new is not None:
-            object.__setattr__(self, "max_new", whole("max_new", self.max_new, 0))
-        instance("sampling", self.sampling, Sampling, "a Sampling")
+            object.__setattr__(self, "max_new", as_int("max_new", self.max_new, 0))
+        as_instance("sampling", self.sampling, Sampling, "a Sampling")
         object.__setattr__(self, "edits", tuple(listed(self.edits)))
-        flag("rejected", self.rejected)
+        as_bool("rejected", self.rejected)
 
 
 def replay_examples(
@@ -111,9 +111,9 @@ def replay_examples(
 
     batch  number of examples served together; changes no bit
     """
-    batch, progress = whole("batch", batch, 1), flag("progress", progress)
+    batch, progress = as_int("batch", batch, 1), as_bool("progress", progress)
     for example in examples:
-        instance("examples", example, Example, "examples of a task, such as tasks.get('coin')().examples(4)")
+        as_instance("examples", example, Example, "examples of a task, such as tasks.get('coin')().examples(4)")
     o, results = options, list[Result]()
     with tqdm(total=len(examples), unit="example", disable=hidden(progress)) as bar:
         for first in range(0, len(examples), batch):
@@ -241,9 +241,9 @@ def replay_trace(engine: Core, trace: Trace, sites: str | Sequence[str] | None =
 
     Branches that are not certified get their recorded tokens. Their rejected drafts, and forks of these, are left out: nothing
     is promised about them. A request that was still running when the trace was taken is replayed to its end.
-    Raises OtherFingerprint before anything runs, and ReplayMismatch if a verification differs from the recorded one.
+    Raises FingerprintMismatch before anything runs, and ReplayMismatch if a verification differs from the recorded one.
     """
-    instance("trace", trace, Trace, "a Trace; replay(...) takes examples").require(engine.fingerprint)
+    as_instance("trace", trace, Trace, "a Trace; replay(...) takes examples").require(engine.fingerprint)
     return _Replayer(engine, trace, sites).run()
 
 
@@ -422,6 +422,6 @@ def _capture(raw: dict[str, Any] | None) -> CaptureSpec | None:
     if raw is None:
         return None
     lens = None if raw["lens"] is None else LensSpec.from_json(raw["lens"])
-    where = Where(**raw["positions"]) if "positions" in raw else Where()
+    where = PositionSlice(**raw["positions"]) if "positions" in raw else PositionSlice()
     thoughts = tuple(raw.get("thoughts", ()))
     return CaptureSpec(tuple(raw["sites"]), lens, raw["rejected"], raw["last"], thoughts, where, raw.get("keep", "host"))

@@ -14,7 +14,7 @@ from replaylens.engine.display import word
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model import modes
 from replaylens.engine.replay.replayer import ReplayOptions, Result
-from replaylens.engine.request.values import flag, whole
+from replaylens.engine.request.values import as_bool, as_int
 from replaylens.engine.serving.core import Core
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class Run(Sequence[Result]):
         return max((self.timeline(i) for i in range(len(self))), key=lambda told: (told.interest, -told.capacity))
 
     def _result(self, index: int) -> Result:
-        return self.results[whole("index", index, -len(self), len(self) - 1)]
+        return self.results[as_int("index", index, -len(self), len(self) - 1)]
 
     def _repr_html_(self) -> str:
         from replaylens.views.summary import MAX_TREES, folded_pictures
@@ -168,7 +168,7 @@ class Run(Sequence[Result]):
         from replaylens.engine.dump.maker import assemble, describe_sites, plan_of_run
         from replaylens.engine.dump.writer import DumpWriter
 
-        resume = flag("resume", resume)
+        resume = as_bool("resume", resume)
         by_index = {result.example.index: result for result in self.results}
         makers = {result.example.maker for result in self.results}
         if len(makers) != 1 or len(by_index) != len(self.results):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, BadTexts, NoChatTemplate, NotCertified, no_such
 from replaylens.engine.model.text import Chat, Text, is_chat
-from replaylens.engine.request.values import items, shown
+from replaylens.engine.request.values import as_list, short_repr
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
 from replaylens.tasks.reading import NOT_LABELS, GivenText, Label, Offset, TokenSpan
@@ -34,10 +34,10 @@ def label_columns(labels: NamedLabels, count: int) -> dict[str, list[Any]]:
     if labels is None:
         return {}
     if not isinstance(labels, Mapping):
-        raise BadTexts(f"Invalid labels={shown(labels)}. Give a dict from label to values, one for each text.")
+        raise BadTexts(f"Invalid labels={short_repr(labels)}. Give a dict from label to values, one for each text.")
     found = {}
     for name in labels:
-        values = items(f"labels[{name!r}]", labels[name], "a list with one value for each text", BadTexts)
+        values = as_list(f"labels[{name!r}]", labels[name], "a list with one value for each text", BadTexts)
         if len(values) != count:
             raise BadTexts(f"Label {str(name)!r} has {len(values)} values for {count} texts. Give one for each text.")
         found[str(name)] = values
@@ -91,7 +91,7 @@ def _plain(value: Any, here: str) -> Label:
     if _missing(value):
         return None
     if not isinstance(value, str | int | float) or (isinstance(value, float) and math.isinf(value)):
-        raise BadTexts(f"{here} is {shown(value)}. Give {VALUES}; a value is text, a finite number, True, False or None.")
+        raise BadTexts(f"{here} is {short_repr(value)}. Give {VALUES}; a value is text, a finite number, True, False or None.")
     return value
 
 
@@ -118,10 +118,10 @@ def _at_tokens(spans: Sequence[Mapping[str, Any]], offsets: Sequence[Offset], he
 
 def _span(raw: Mapping[str, Any], here: str) -> tuple[int, int, Label]:
     if set(raw) != {"start", "end", "value"}:
-        raise BadTexts(f"{here} has the span {shown(dict(raw))}. Give {{'start', 'end', 'value'}}, in characters.")
+        raise BadTexts(f"{here} has the span {short_repr(dict(raw))}. Give {{'start', 'end', 'value'}}, in characters.")
     start, end, value = raw["start"], raw["end"], _plain(raw["value"], here)
     if type(start) is not int or type(end) is not int or not 0 <= start < end or value is None:
-        raise BadTexts(f"{here} has the span {shown(dict(raw))}. Give whole numbers with 0 <= start < end, and a value.")
+        raise BadTexts(f"{here} has the span {short_repr(dict(raw))}. Give whole numbers with 0 <= start < end, and a value.")
     return start, end, value
 
 
@@ -159,7 +159,7 @@ def read_columns(table: Any, names: Sequence[str]) -> Columns:
         return {name: _listed(table[name]) for name in names}
     if isinstance(table, Iterable) and not isinstance(table, str | bytes):  # also a dataset that is streamed
         return _of_records(list(table), names, "The table")
-    raise BadTexts(f"Invalid texts={shown(table)}. Give {TABLE}.")
+    raise BadTexts(f"Invalid texts={short_repr(table)}. Give {TABLE}.")
 
 
 def _is_split_dataset(table: Any) -> bool:
@@ -186,7 +186,7 @@ def _of_records(records: Sequence[Any], names: Sequence[str], where: str) -> Col
     for number, record in enumerate(records):
         if not isinstance(record, Mapping):
             raise BadTexts(
-                f"{where}: record {number} is {shown(record)}. Give records with named fields, such as {{'text': ...}}."
+                f"{where}: record {number} is {short_repr(record)}. Give records with named fields, such as {{'text': ...}}."
             )
     known = list(dict.fromkeys(name for record in records for name in record))
     for name in names:
@@ -282,21 +282,21 @@ def texts_of(engine: Core, given: Any, text: str | None = None, labels: NamedLab
         if text is not None or labels is not None:
             raise BadTexts("Rollouts have labels of their own: outcome, fork, rollout and place. Leave out text= and labels=.")
         if engine.guesses():
-            raise BadRequest("Rollouts of a model that thinks cannot be replayed: their thoughts are part of their path.")
+            raise BadRequest("Rollouts of a Thinking-States model cannot be replayed: their thoughts are part of their path.")
         return texts_of_rollouts(engine.text, given)
     if text is not None:
         names = [labels] if isinstance(labels, str) else [] if labels is None else labels
         if isinstance(names, Mapping):
             raise BadTexts("labels is a mapping, but the texts are a table. Give the names of the label columns.")
-        names = [str(name) for name in items("labels", names, "names of label columns", BadTexts)]
+        names = [str(name) for name in as_list("labels", names, "names of label columns", BadTexts)]
         columns = read_columns(given, [text, *names])
         subjects, labelled = columns[text], {name: columns[name] for name in names}
     else:
         if not is_list(given):
             raise BadTexts(
-                f"Invalid texts={shown(given)}. Give {SUBJECTS}; or {TABLE}, with text= for the column of the texts."
+                f"Invalid texts={short_repr(given)}. Give {SUBJECTS}; or {TABLE}, with text= for the column of the texts."
             )
-        subjects = items("texts", given, SUBJECTS, BadTexts)
+        subjects = as_list("texts", given, SUBJECTS, BadTexts)
         labelled = label_columns(labels, len(subjects))
     if not subjects:
         raise BadTexts(f"No texts were given. Give {SUBJECTS}.")
@@ -324,7 +324,7 @@ class _Maker:
         if is_chat(subject):
             return self._chat(subject, labels)
         if subject is None or isinstance(subject, int | float | Mapping):
-            raise BadTexts(f"Text {self.number} is {shown(subject)}. Give {SUBJECTS}.")
+            raise BadTexts(f"Text {self.number} is {short_repr(subject)}. Give {SUBJECTS}.")
         tokens = self._tokens(subject)
         return self._labelled(GivenText(tuple(tokens), len(tokens), self.engine.text.decode(tokens)), labels)
 
@@ -347,7 +347,7 @@ class _Maker:
         """The path and the edits of a branch. Its rows follow from these, so that they need not be captured."""
         self.engine._own(branch)
         if self.engine.guesses():
-            raise BadRequest("Branches of a model that thinks cannot be replayed: their thoughts are part of their path.")
+            raise BadRequest("Branches of a Thinking-States model cannot be replayed: their thoughts are part of their path.")
         if not branch.certified:
             raise NotCertified(
                 f"Text {self.number} is branch {branch.id}, which the fast path or hook functions computed, so its bits cannot "
@@ -387,7 +387,7 @@ class _Maker:
                     f"Text {self.number}: {type(tokenizer).__name__} gives no offsets, and its tokens read {text[:40]!r}. Give "
                     f"one value per token instead of character spans, or use a fast tokenizer."
                 )
-        return offsets + [(0, 0)] * (len(tokens) - len(offsets))  # a model that thinks pads its prompts
+        return offsets + [(0, 0)] * (len(tokens) - len(offsets))  # a Thinking-States model pads its prompts
 
 
 def is_list(given: Any) -> bool:

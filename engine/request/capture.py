@@ -1,4 +1,4 @@
-"""`Where`: which positions of a branch are captured."""
+"""`PositionSlice`: which positions of a branch are captured."""
 
 import re
 from abc import abstractmethod
@@ -14,7 +14,7 @@ from replaylens.engine.errors import BadRequest, IntegrityError, UnknownSite
 from replaylens.engine.model import modes
 from replaylens.engine.model.ops import MASKED
 from replaylens.engine.model.sites import KEY_SITES, SCORES
-from replaylens.engine.request.values import instance
+from replaylens.engine.request.values import as_instance
 
 # ---- positions -------------------------------------------------------------------------------------------------------
 
@@ -23,7 +23,7 @@ _FORM = re.compile(r"(all|prompt|response)(?:\[(-?\d*)(?:(:)(-?\d*)(?::(\d*))?)?
 
 
 @dataclass(frozen=True)
-class Where:
+class PositionSlice:
     """A slice of the positions of a path, of its prompt, or of its response."""
 
     part: Literal["all", "prompt", "response"] = "all"
@@ -33,9 +33,9 @@ class Where:
     step: int = 1
 
     @classmethod
-    def parse(cls, text: str) -> "Where":
+    def parse(cls, text: str) -> "PositionSlice":
         """Inverse of `str`, and 'last' for the prompt's last position; BadRequest for anything else."""
-        text = instance("positions", text, str, FORMS)
+        text = as_instance("positions", text, str, FORMS)
         if text == "last":
             return cls("prompt", -1)
         found = _FORM.fullmatch(text)
@@ -58,7 +58,7 @@ class Where:
     @property
     def everything(self) -> bool:
         """Whether no position is left out."""
-        return self == Where()
+        return self == PositionSlice()
 
     def kept(self, first: int, end: int, num_prompt: int) -> Sequence[int]:
         """The positions of [first, end) that are captured, on a path whose first `num_prompt` tokens are its prompt."""
@@ -106,9 +106,9 @@ class CaptureSpec:
     last: str = ""
     """the residual stream that leaves the last block"""
     thoughts: tuple[str, ...] = ()
-    """sites of thoughts, which a model that thinks has in addition to the rows of its passes"""
+    """sites of thoughts, which a Thinking-States model has in addition to the rows of its passes"""
 
-    positions: Where = field(default_factory=Where)
+    positions: PositionSlice = field(default_factory=PositionSlice)
     """the positions that are captured"""
     keep: Literal["host", "device"] = "host"
     """where captured rows are kept: in ordinary memory, or on the model's device"""

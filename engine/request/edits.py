@@ -18,7 +18,7 @@ from replaylens.engine.model.sites import KEY_SITES, SiteTable
 from replaylens.engine.records import Count, Natural
 from replaylens.engine.request.capture import HEAD_SITES
 from replaylens.engine.request.placed import Op, tensor_from_json, tensor_to_json
-from replaylens.engine.request.values import flag, instance, integer, items, named_fields, number, shown, whole
+from replaylens.engine.request.values import as_bool, as_float, as_instance, as_int, as_list, integer, named_fields, short_repr
 
 # ---- records ---------------------------------------------------------------------------------------------------------
 
@@ -217,7 +217,7 @@ class Edit:
 
     def __post_init__(self) -> None:
         if not isinstance(self.op, str) or self.op not in _OPS:
-            raise BadEdit(f"Unknown op {shown(self.op)}. Known: {', '.join(_OPS)}.")
+            raise BadEdit(f"Unknown op {short_repr(self.op)}. Known: {', '.join(_OPS)}.")
 
     @classmethod
     def interchange(cls, site: str, source: Tensor, positions: Positions = None) -> Edit:
@@ -239,8 +239,8 @@ class Edit:
 
     def plain(self) -> Edit:
         """The same edit in plain Python numbers and lists; BadEdit names the field that is invalid."""
-        site = instance("site", self.site, str, "a site name, or S, T or C", BadEdit)
-        factor, largest = number("factor", self.factor, BadEdit), torch.finfo(torch.float32).max
+        site = as_instance("site", self.site, str, "a site name, or S, T or C", BadEdit)
+        factor, largest = as_float("factor", self.factor, BadEdit), torch.finfo(torch.float32).max
         if abs(factor) > largest:
             raise BadEdit(f"factor={factor} is beyond float32, which edits are computed in. Give at most {largest:.3g}.")
         if factor != 1.0 and self.op not in ("add", "scale", "reweight"):
@@ -250,7 +250,7 @@ class Edit:
             )
         if self.experts is not None and self.op not in ("force", "forbid", "reweight"):
             raise BadEdit(f"experts was given for the op {self.op!r}. Only 'force', 'forbid' and 'reweight' take it.")
-        keep_norm = flag("keep_norm", self.keep_norm, BadEdit)
+        keep_norm = as_bool("keep_norm", self.keep_norm, BadEdit)
         if keep_norm and self.op != "add":
             raise BadEdit(f"keep_norm was given for the op {self.op!r}. Only 'add' takes it.")
         return Edit(
@@ -260,7 +260,7 @@ class Edit:
             _plain_positions("positions", self.positions),
             _plain_list("layers", self.layers),
             factor,
-            whole("seed", self.seed, 0, 2**64 - 1, BadEdit),
+            as_int("seed", self.seed, 0, 2**64 - 1, BadEdit),
             _plain_list("heads", self.heads),
             _plain_positions("keys", self.keys),
             keep_norm,
@@ -272,7 +272,7 @@ class Edit:
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Edit:
         """Inverse of `to_json`; BadEdit for other values."""
-        raw = instance("edit", raw, dict, "the result of to_json", BadEdit)
+        raw = as_instance("edit", raw, dict, "the result of to_json", BadEdit)
         try:
             value, when = (tensor_from_json(raw[name]) if name in raw else None for name in ("value", "when"))
             return cls(
@@ -305,17 +305,17 @@ def _positions_from_json(raw: Any) -> Positions:
 def _plain_list(name: str, given: Any) -> list[int] | None:
     if given is None:
         return None
-    return [whole(name, each, error=BadEdit) for each in items(name, given, "a list of whole numbers", BadEdit)]
+    return [as_int(name, each, error=BadEdit) for each in as_list(name, given, "a list of whole numbers", BadEdit)]
 
 
 def _plain_tokens(given: Any) -> list[str | int] | None:
     """Tokens as texts and plain ids."""
     if given is None:
         return None
-    several = [given] if isinstance(given, str) or integer(given) is not None else items("tokens", given, TOKENS, BadEdit)
+    several = [given] if isinstance(given, str) or integer(given) is not None else as_list("tokens", given, TOKENS, BadEdit)
     if not several:
         raise BadEdit("tokens is empty, so the edit changes nothing. Give at least one token, or leave it out.")
-    return [each if isinstance(each, str) else whole("tokens", each, 0, error=BadEdit) for each in several]
+    return [each if isinstance(each, str) else as_int("tokens", each, 0, error=BadEdit) for each in several]
 
 
 def _plain_tensor(name: str, site: str, value: Any) -> Tensor | None:
@@ -325,7 +325,7 @@ def _plain_tensor(name: str, site: str, value: Any) -> Tensor | None:
     try:
         given = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
     except (TypeError, ValueError):  # ragged lists, text
-        raise BadEdit(f"Invalid {name} for {site}={shown(value)}. Give a tensor, an array or a list of numbers.") from None
+        raise BadEdit(f"Invalid {name} for {site}={short_repr(value)}. Give a tensor, an array or a list of numbers.") from None
     if isinstance(given, FakeTensor) or is_functorch_wrapped_tensor(given):
         raise BadEdit(
             f"The {name} for {site} has no numbers of its own: it was made within FakeTensorMode, or is the argument of a "
@@ -354,28 +354,29 @@ def finite_float32(value: Tensor, site: str) -> Tensor:
 def _plain_positions(name: str, positions: Any) -> Positions:
     if isinstance(positions, slice):
         if positions.step is not None and integer(positions.step) != 1:
-            raise BadEdit(f"A slice of {name} has step {shown(positions.step)}. Give a slice with step 1.")
+            raise BadEdit(f"A slice of {name} has step {short_repr(positions.step)}. Give a slice with step 1.")
         ends = (positions.start, positions.stop)
-        return slice(*(None if p is None else whole(name, p, error=BadEdit) for p in ends))
+        return slice(*(None if p is None else as_int(name, p, error=BadEdit) for p in ends))
     if positions is None or (single := integer(positions)) is not None:
         return None if positions is None else single
-    several = items(name, positions, "whole numbers, or a slice", BadEdit)
-    return [whole(name, p, error=BadEdit) for p in several]
+    several = as_list(name, positions, "whole numbers, or a slice", BadEdit)
+    return [as_int(name, p, error=BadEdit) for p in several]
 
 
 def listed(edits: Iterable[Edit]) -> list[Edit]:
     """The edits as a list; BadEdit if one is not an Edit, or if they are not in a list."""
     return [
-        instance("edits", edit, Edit, "a list of Edits", BadEdit) for edit in items("edits", edits, "a list of Edits", BadEdit)
+        as_instance("edits", edit, Edit, "a list of Edits", BadEdit)
+        for edit in as_list("edits", edits, "a list of Edits", BadEdit)
     ]
 
 
 def resolve_hooks(hooks: Iterable[Hook], table: SiteTable) -> tuple[Hook, ...]:
     """The hooks with resolved site names; BadEdit if one is not a (site, function) pair."""
     out: list[Hook] = []
-    for pair in items("hooks", hooks, HOOKS, BadEdit):
+    for pair in as_list("hooks", hooks, HOOKS, BadEdit):
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not callable(pair[1]):
-            raise BadEdit(f"Invalid hook {shown(pair)}. Give {HOOKS}.")
+            raise BadEdit(f"Invalid hook {short_repr(pair)}. Give {HOOKS}.")
         out.append(hook_at(pair[0], pair[1], table))
     return tuple(out)
 

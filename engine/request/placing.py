@@ -9,13 +9,13 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import BadEdit, EngineBug, NothingEdited, UnknownSite
+from replaylens.engine.errors import BadEdit, InternalError, NothingEdited, UnknownSite
 from replaylens.engine.model import modes
 from replaylens.engine.model.config import BARRED, MixtureConfig, ModelConfig
 from replaylens.engine.model.sites import BY_SLOT, CHOICE_SITE, LETTERS, WEIGHTS_SITE, SiteTable, layer_of
 from replaylens.engine.request.edits import Edit, finite_float32, listed, span
 from replaylens.engine.request.placed import PATTERN, PLACED_OPS, Op, PlacedEdit
-from replaylens.engine.request.values import instance
+from replaylens.engine.request.values import as_instance
 
 # ---- pattern edits ---------------------------------------------------------------------------------------------------
 # Placing edits of attention patterns: which edges change, and the weights that they are set to.
@@ -268,7 +268,7 @@ def place(edit: Edit, table: SiteTable, length: int, later: bool = False) -> lis
 
     later  numbers may name positions that the branch does not have yet
     """
-    edit = instance("edits", edit, Edit, "a list of Edits", BadEdit).plain()
+    edit = as_instance("edits", edit, Edit, "a list of Edits", BadEdit).plain()
     start, stop, picks = span(edit.positions, length)
     edit = replace(edit, value=_in_order(edit, length))
     if picks and picks[0] >= length and not later:
@@ -420,7 +420,7 @@ def _tokens(edit: Edit, made: PlacedEdit, dimensions: int) -> tuple[int, ...]:
         return ()
     ids = [token for token in edit.tokens if isinstance(token, int)]  # type: ignore[union-attr]
     if len(ids) < len(edit.tokens):  # type: ignore[arg-type]
-        raise EngineBug("The tokens of an edit are still text. `Core.placed` turns them into ids.")
+        raise InternalError("The tokens of an edit are still text. `Core.placed` turns them into ids.")
     if made.op in ("add", "set") and made.value is not None and made.value.dim() > dimensions:
         raise BadEdit(
             f"tokens was given with a value that has one row per position of {made.site}. Give one row for all positions."

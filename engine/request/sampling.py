@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model import modes
-from replaylens.engine.request.values import flag, instance, items, named_fields, number, whole
+from replaylens.engine.request.values import as_bool, as_float, as_instance, as_int, as_list, named_fields
 
 COLDEST = 1e-6
 """the smallest temperature above 0; much smaller ones overflow the scaled logits"""
@@ -27,7 +27,7 @@ _MIX1, _MIX2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 @runtime_checkable
-class Tallied(Protocol):
+class HasDistinctTokens(Protocol):
     """A path that knows its distinct tokens, so that penalties need not read the whole path for every token."""
 
     def distinct(self, start: int = 0) -> NDArray[np.int64]:
@@ -91,21 +91,23 @@ class Sampling:
     def _plain(self) -> dict[str, Any]:
         """The fields as plain Python values; BadRequest names the field that is invalid."""
         names = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty")
-        numbers: dict[str, Any] = {name: number(name, getattr(self, name)) for name in names}
-        biases = instance("logit_bias", self.logit_bias, dict, "a dict of token ids and finite numbers (-1e9 rules one out)")
+        numbers: dict[str, Any] = {name: as_float(name, getattr(self, name)) for name in names}
+        biases = as_instance("logit_bias", self.logit_bias, dict, "a dict of token ids and finite numbers (-1e9 rules one out)")
         bias = {
-            whole("token of logit_bias", token): number(f"logit_bias of token {token}", value, hint=" -1e9 rules a token out.")
+            as_int("token of logit_bias", token): as_float(
+                f"logit_bias of token {token}", value, hint=" -1e9 rules a token out."
+            )
             for token, value in biases.items()
         }
-        stop = items("stop", self.stop, "a tuple of strings")
-        ends = items("stop_tokens", self.stop_tokens, "a tuple of token ids (strings go into stop)")
+        stop = as_list("stop", self.stop, "a tuple of strings")
+        ends = as_list("stop_tokens", self.stop_tokens, "a tuple of token ids (strings go into stop)")
         return numbers | {
-            "top_k": whole("top_k", self.top_k, 0),
-            "seed": whole("seed", self.seed, 0, 2**64 - 1),
+            "top_k": as_int("top_k", self.top_k, 0),
+            "seed": as_int("seed", self.seed, 0, 2**64 - 1),
             "logit_bias": bias,
-            "stop": tuple(instance("stop", each, str, "a tuple of strings") for each in stop),
-            "stop_tokens": tuple(whole("stop_tokens", each) for each in ends),
-            "ignore_eos": flag("ignore_eos", self.ignore_eos),
+            "stop": tuple(as_instance("stop", each, str, "a tuple of strings") for each in stop),
+            "stop_tokens": tuple(as_int("stop_tokens", each) for each in ends),
+            "ignore_eos": as_bool("ignore_eos", self.ignore_eos),
         }
 
     def to_json(self) -> dict[str, Any]:
@@ -116,7 +118,7 @@ class Sampling:
     def from_json(cls, raw: dict[str, Any]) -> Sampling:
         """Inverse of `to_json`, also after a JSON file has turned biased ids into text and tuples into lists."""
         try:
-            plain = instance("sampling", raw, dict, "the result of to_json")
+            plain = as_instance("sampling", raw, dict, "the result of to_json")
             if missing := [each for each in cls.__dataclass_fields__ if each not in plain]:
                 raise BadRequest(f"Not a sampling: {missing[0]} is missing.")
             return cls(**{**plain, "logit_bias": {int(token): bias for token, bias in plain["logit_bias"].items()}})
@@ -181,7 +183,7 @@ class Sampling:
 
 def _distinct(path: Sequence[int], start: int = 0) -> NDArray[np.int64]:
     """The tokens from position `start` on, each at least once."""
-    return path.distinct(start) if isinstance(path, Tallied) else np.unique(np.asarray(path[start:], dtype=np.int64))
+    return path.distinct(start) if isinstance(path, HasDistinctTokens) else np.unique(np.asarray(path[start:], dtype=np.int64))
 
 
 def hash_bits(seed: int, position: int, ids: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -31,7 +31,7 @@ _UNORDERED = (str, bytes, bytearray, memoryview, Set, Mapping, type)
 """iterable, but not an ordered list: text and bytes are single values, and sets have no order"""
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """A short form of any value, for error messages."""
     return _short.repr(value)
 
@@ -61,43 +61,43 @@ def _held(value: np.ndarray | Tensor) -> bool:
     return isinstance(value, np.ndarray) or value.device.type != "meta"
 
 
-def whole(name: str, value: Any, least: int | None = None, most: int | None = None, error: Error = BadRequest) -> int:
+def as_int(name: str, value: Any, least: int | None = None, most: int | None = None, error: Error = BadRequest) -> int:
     """A whole number from `least` to `most`, or the error."""
     found = integer(value)
     if found is None or (least is not None and found < least) or (most is not None and found > most):
         upwards = f" of at least {least}" if least is not None else ""
         limits = f" between {least} and {most}" if most is not None else upwards
-        raise error(f"Invalid {name}={shown(value)}. Give a whole number{limits}.")
+        raise error(f"Invalid {name}={short_repr(value)}. Give a whole number{limits}.")
     return found
 
 
-def number(name: str, value: Any, error: Error = BadRequest, hint: str = "") -> float:
+def as_float(name: str, value: Any, error: Error = BadRequest, hint: str = "") -> float:
     """A finite number, or the error, which ends with the hint."""
     found = real(value)
     if found is None or not math.isfinite(found):
-        raise error(f"Invalid {name}={shown(value)}. Give a finite number.{hint}")
+        raise error(f"Invalid {name}={short_repr(value)}. Give a finite number.{hint}")
     return found
 
 
-def flag(name: str, value: Any, error: Error = BadRequest) -> bool:
+def as_bool(name: str, value: Any, error: Error = BadRequest) -> bool:
     """True or False, or the error. Truthiness would take "no" for True."""
     if not isinstance(value, bool | np.bool_):
-        raise error(f"Invalid {name}={shown(value)}. Give True or False.")
+        raise error(f"Invalid {name}={short_repr(value)}. Give True or False.")
     return bool(value)
 
 
-def instance(name: str, value: Any, kind: type[T], accepted: str, error: Error = BadRequest) -> T:
+def as_instance(name: str, value: Any, kind: type[T], accepted: str, error: Error = BadRequest) -> T:
     """The value, or the error if it is not of that kind."""
     if not isinstance(value, kind):
-        raise error(f"Invalid {name}={shown(value)}. Give {accepted}.")
+        raise error(f"Invalid {name}={short_repr(value)}. Give {accepted}.")
     return value
 
 
-def items(name: str, value: Any, accepted: str, error: Error = BadRequest) -> list[Any]:
+def as_list(name: str, value: Any, accepted: str, error: Error = BadRequest) -> list[Any]:
     """An ordered iterable as a list; the error for single values, text, bytes, sets and mappings."""
     single = isinstance(value, np.ndarray | Tensor) and value.ndim == 0
     if single or isinstance(value, _UNORDERED) or not isinstance(value, Iterable):
-        raise error(f"Invalid {name}={shown(value)}. Give {accepted}.")
+        raise error(f"Invalid {name}={short_repr(value)}. Give {accepted}.")
     return list(value)
 
 
@@ -105,7 +105,7 @@ def token_ids(name: str, value: Any) -> list[Any]:
     """Token ids as plain numbers. Values that are not whole numbers are left for the check against the vocabulary."""
     if isinstance(value, Tensor) and value.device.type == "meta":
         value = None  # it has no values
-    found = items(name, value, "text, or token ids as a list, or as an array or a tensor of one dimension")
+    found = as_list(name, value, "text, or token ids as a list, or as an array or a tensor of one dimension")
     if set(map(type, found)) == {int}:  # the usual case
         return found
     return [each if (plain := integer(each)) is None else plain for each in _listed(found)]
@@ -116,8 +116,8 @@ def one_path(value: Any) -> list[Any]:
     several = "Give one prompt: text, a list of token ids, or a chat. For several, use prompts([...])."
     if isinstance(value, Mapping):
         raise BadRequest(
-            f"Invalid text={shown(value)}: not a prompt. A chat is a list of messages, also if it has only one; where several "
-            "prompts go, give a list of chats."
+            f"Invalid text={short_repr(value)}: not a prompt. A chat is a list of messages, also if it has only one; where "
+            "several prompts go, give a list of chats."
         )
     if isinstance(value, np.ndarray | Tensor) and value.ndim > 1:
         if value.ndim > 2 or len(value) != 1:
@@ -125,10 +125,10 @@ def one_path(value: Any) -> list[Any]:
         value = value[0]
     if isinstance(value, list | tuple) and value and all(isinstance(each, list | tuple | str) for each in value):
         if len(value) != 1 or isinstance(value[0], str) or any(isinstance(each, Mapping) for each in value[0]):
-            raise BadRequest(f"Invalid text={shown(value)}. {several}")
+            raise BadRequest(f"Invalid text={short_repr(value)}. {several}")
         value = value[0]
     if hasattr(value, "record") and hasattr(value, "tokens"):  # a Branch, which this room does not know
-        raise BadRequest(f"Invalid text={shown(value)}: a branch, not a prompt. Give branch.tokens.")
+        raise BadRequest(f"Invalid text={short_repr(value)}: a branch, not a prompt. Give branch.tokens.")
     return token_ids("text", value)
 
 

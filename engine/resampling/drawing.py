@@ -20,12 +20,12 @@ from replaylens.engine.model.text import Text
 from replaylens.engine.records import Fingerprint
 from replaylens.engine.request.capture import CaptureSpec, Recording
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import flag, instance, integer, items, shown, token_ids, whole
+from replaylens.engine.request.values import as_bool, as_instance, as_int, as_list, integer, short_repr, token_ids
 from replaylens.engine.resampling.plan import (
     MAX_ROLLOUTS,
     Answer,
     ForkPositions,
-    Found,
+    FoundAnswer,
     KeptPlaces,
     ResamplePlan,
     offsets_of,
@@ -166,7 +166,7 @@ class Waves:
         )
 
     def _kept(
-        self, lane: Lane, start: int, own: list[int], answer: Found | None, count: int
+        self, lane: Lane, start: int, own: list[int], answer: FoundAnswer | None, count: int
     ) -> tuple[tuple[Row, ...], dict[str, Tensor]]:
         """The rows of the plan's places on a rollout of `count` tokens from `start` on, and what is captured there."""
         recording = lane.recording
@@ -203,7 +203,7 @@ def _replaced(rollout: Rollout, outcome: str, shares: tuple[float, ...]) -> Roll
     return Rollout(**{**vars(rollout), "outcome": outcome, "probabilities": shares})
 
 
-def places(plan: ResamplePlan, text: Text, start: int, own: list[int], answer: Found | None, count: int) -> list[Row]:
+def places(plan: ResamplePlan, text: Text, start: int, own: list[int], answer: FoundAnswer | None, count: int) -> list[Row]:
     """The kept places of a rollout whose `count` tokens start at `start`, in order. A place that it lacks has no row."""
     found: list[Row] = []
     for place in plan.keep:
@@ -268,10 +268,10 @@ def plan_rollouts(
             f"Branch {branch.record.id} was computed by the fast path or hook functions. Resample a certified one."
         )
     engine, tokens = branch.engine, tuple(branch.record.tokens)
-    n, max_new = whole("n", n, 1, MAX_ROLLOUTS), whole("max_new", max_new, 0)
-    sampling = instance("sampling", Sampling(temperature=1.0) if sampling is None else sampling, Sampling, SAMPLING)
+    n, max_new = as_int("n", n, 1, MAX_ROLLOUTS), as_int("max_new", max_new, 0)
+    sampling = as_instance("sampling", Sampling(temperature=1.0) if sampling is None else sampling, Sampling, SAMPLING)
     if answer is not None:
-        instance("answer", answer, Answer, "an Answer, such as Answer.regex(...)")
+        as_instance("answer", answer, Answer, "an Answer, such as Answer.regex(...)")
         engine.token_ids_of(answer.tokens)
     if n > 1 and max_new and not sampling.temperature:
         raise BadRequest(f"Greedy rollouts are all the same, and n={n} were asked for. Give a temperature, or n=1.")
@@ -280,7 +280,7 @@ def plan_rollouts(
     positions = positions_of(at, tokens, branch.record.root_length, engine.text)
     if len(positions) * n > MAX_ROLLOUTS:
         raise BadRequest(f"{len(positions)} positions with {n} rollouts each are more than {MAX_ROLLOUTS}. Ask for fewer.")
-    names = () if sites is None else (sites,) if isinstance(sites, str) else tuple(items("sites", sites, "names of sites"))
+    names = () if sites is None else (sites,) if isinstance(sites, str) else tuple(as_list("sites", sites, "names of sites"))
     plan = ResamplePlan(
         engine.fingerprint.digest,
         tokens,
@@ -296,7 +296,7 @@ def plan_rollouts(
         _replacements(engine, replace, len(positions)),
         _edits(branch.lane, positions),
     )
-    return plan, wave_of(engine, plan) if wave is None else whole("wave", wave, 1)
+    return plan, wave_of(engine, plan) if wave is None else as_int("wave", wave, 1)
 
 
 def _replacements(engine: Any, replace: Replacement, count: int) -> tuple[tuple[int, ...], ...]:
@@ -309,11 +309,11 @@ def _replacements(engine: Any, replace: Replacement, count: int) -> tuple[tuple[
     elif all(integer(each) is not None for each in replace):
         found = [token_ids("replace", replace)] * count
     else:
-        texts = items("replace", replace, REPLACE)
-        found = [encode(instance("replace", each, str, REPLACE)) for each in texts]
+        texts = as_list("replace", replace, REPLACE)
+        found = [encode(as_instance("replace", each, str, REPLACE)) for each in texts]
     if [] in found:
         empty = replace if len(replace) == 0 else ""
-        raise BadRequest(f"replace={shown(empty)} has no tokens. Give {REPLACE}, or None to replace nothing.")
+        raise BadRequest(f"replace={short_repr(empty)} has no tokens. Give {REPLACE}, or None to replace nothing.")
     if len(found) != count:
         raise BadRequest(f"Got {len(found)} replacements for {count} positions. Give one for all, or one for each.")
     return tuple(tuple(engine._check_tokens(ids)) for ids in found)
@@ -328,7 +328,7 @@ def drawn(branch: Forked, plan: ResamplePlan, wave: int, folder: str | Path | No
     """The rollouts of a plan, drawn when they are read, on a fork that stays on the path, whatever becomes of the branch."""
     with branch.engine.forest.quiet():
         (path,) = branch.fork()
-    return _drawn(path, plan, wave, folder, flag("progress", progress))
+    return _drawn(path, plan, wave, folder, as_bool("progress", progress))
 
 
 def _drawn(path: Any, plan: ResamplePlan, wave: int, folder: str | Path | None, progress: bool) -> Iterator[Rollout]:

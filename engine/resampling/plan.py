@@ -15,7 +15,7 @@ from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.text import Text
 from replaylens.engine.records import Count, Positive, build
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import flag, instance, integer, items, shown, whole
+from replaylens.engine.request.values import as_bool, as_instance, as_int, as_list, integer, short_repr
 from replaylens.tasks.reading import Offset
 from replaylens.tasks.tokenizer import path_offsets
 
@@ -131,7 +131,7 @@ _HALF = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundAnswer:
     """An answer, and the number of characters of the text up to its end."""
 
     outcome: str
@@ -143,7 +143,7 @@ class Answer:
     """How to read the outcome of a rollout. Make one with `Answer.regex`, `Answer.choices` or `Answer.function`.
 
     >>> Answer.regex(r"answer is (\\d+)").read("So the answer is 42.")
-    Found(outcome='42', end=19)
+    FoundAnswer(outcome='42', end=19)
     >>> Answer.regex(r"answer is (\\d+)").certain("So the answer is 4")
     False
     """
@@ -160,10 +160,10 @@ class Answer:
     def regex(cls, pattern: str, *, stop: bool = True) -> Answer:
         """The first match in the generated text: its first group that took part, or all of it, without outer white space."""
         try:
-            re.compile(instance("pattern", pattern, str, "a regular expression"))
+            re.compile(as_instance("pattern", pattern, str, "a regular expression"))
         except re.error as error:
             raise BadRequest(f"Invalid regular expression {pattern!r:.60}: {error}.") from error
-        return cls(pattern=pattern, stop=flag("stop", stop))
+        return cls(pattern=pattern, stop=as_bool("stop", stop))
 
     @classmethod
     def choices(cls, choices: Sequence[str | int], *, after: str = "") -> Answer:
@@ -174,10 +174,10 @@ class Answer:
 
         With max_new=0, the answer is forced right at the fork, and one rollout is all there is to know.
         """
-        tokens = tuple(items("choices", choices, "a list of tokens, as text or ids"))
+        tokens = tuple(as_list("choices", choices, "a list of tokens, as text or ids"))
         if len(tokens) < 2 or len(set(tokens)) < len(tokens):
             raise BadRequest(f"Invalid choices={list(tokens)}. Give at least two different tokens.")
-        return cls(tokens=tokens, after=instance("after", after, str, "a text"), stop=False)
+        return cls(tokens=tokens, after=as_instance("after", after, str, "a text"), stop=False)
 
     @classmethod
     def function(cls, reader: Callable[[str], str | None], *, stop: bool = False) -> Answer:
@@ -187,9 +187,9 @@ class Answer:
         """
         if not callable(reader):
             raise BadRequest(f"Invalid function={reader!r:.60}. Give a function from the text to the outcome, or to None.")
-        return cls(reader=reader, stop=flag("stop", stop))
+        return cls(reader=reader, stop=as_bool("stop", stop))
 
-    def read(self, text: str) -> Found | None:
+    def read(self, text: str) -> FoundAnswer | None:
         """The answer in a finished text; None: there is none."""
         text = text.rstrip(_HALF)
         if self.pattern is not None:
@@ -197,7 +197,7 @@ class Answer:
         found = None if self.reader is None else self.reader(text)
         if found is None:
             return None
-        return Found(instance("outcome", found, str, "the name of the outcome as text, or None"), len(text))
+        return FoundAnswer(as_instance("outcome", found, str, "the name of the outcome as text, or None"), len(text))
 
     def certain(self, text: str) -> bool:
         """Whether a text that may go on has an answer that will not grow."""
@@ -229,11 +229,11 @@ class Answer:
         raise BadRequest(f"Invalid answer={raw!r:.60}: neither a regular expression nor choices.")
 
 
-def _group(found: re.Match[str] | None) -> Found | None:
+def _group(found: re.Match[str] | None) -> FoundAnswer | None:
     if found is None:
         return None
     number = next((i for i, text in enumerate(found.groups(), 1) if text is not None), 0)
-    return Found(found[number].strip(), found.end(number))
+    return FoundAnswer(found[number].strip(), found.end(number))
 
 
 # ---- plan ------------------------------------------------------------------------------------------------------------
@@ -344,20 +344,20 @@ def positions_of(at: ForkPositions, tokens: Sequence[int], num_prompt: int, text
     if at is None:
         return (length,)
     if integer(at) is not None:
-        return (whole("at", at, 1, length),)
+        return (as_int("at", at, 1, length),)
     if isinstance(at, str) or callable(at):
         if isinstance(at, str) and at not in ("sentences", "tokens"):
-            raise BadRequest(f"Invalid at={shown(at)}. Give {AT}.")
+            raise BadRequest(f"Invalid at={short_repr(at)}. Give {AT}.")
         if first >= length:
             raise BadRequest(
-                f"at={shown(at)} looks at the tokens after the prompt, and there are none. Generate or force them first, or "
-                "give positions."
+                f"at={short_repr(at)} looks at the tokens after the prompt, and there are none. Generate or force them first, "
+                "or give positions."
             )
         found = _chosen(at, tokens, first, text)
     else:
-        found = sorted({whole("at", each, 1, length) for each in items("at", at, AT)})
+        found = sorted({as_int("at", each, 1, length) for each in as_list("at", at, AT)})
     if not found:
-        raise BadRequest(f"at={shown(at)} chooses no position of {length} tokens. Choose at least one.")
+        raise BadRequest(f"at={short_repr(at)} chooses no position of {length} tokens. Choose at least one.")
     return tuple(found)
 
 
@@ -384,12 +384,12 @@ def offsets_of(text: Text, tokens: Sequence[int]) -> tuple[str, list[tuple[int, 
 
 def places_kept(keep: KeptPlaces) -> tuple[str | int, ...]:
     """The places of `keep`, checked."""
-    given = [keep] if isinstance(keep, str) or integer(keep) is not None else items("keep", keep, KEEP)
+    given = [keep] if isinstance(keep, str) or integer(keep) is not None else as_list("keep", keep, KEEP)
     found: list[str | int] = []
     for each in given:
         number = integer(each)
         if number is None and (not isinstance(each, str) or each not in PLACES):
-            raise BadRequest(f"Invalid keep={shown(each)}. Give {KEEP}.")
+            raise BadRequest(f"Invalid keep={short_repr(each)}. Give {KEEP}.")
         found.append(str(each) if number is None else number)
     if not found:
         raise BadRequest(f"keep is empty, but sites are captured. Give {KEEP}.")

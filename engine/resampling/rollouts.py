@@ -31,7 +31,7 @@ from replaylens.engine.errors import (
     BadRollouts,
     DumpWriteFailed,
     EngineError,
-    OtherPlan,
+    PlanMismatch,
     UnknownSite,
     UnsealedRollouts,
 )
@@ -195,7 +195,7 @@ class WaveFolder:
 
     @classmethod
     def create(cls, folder: str | Path, plan: ResamplePlan, wave: int) -> WaveFolder:
-        """A new folder, or the one that is there: it keeps its size of waves. OtherPlan if it has other rollouts.
+        """A new folder, or the one that is there: it keeps its size of waves. PlanMismatch if it has other rollouts.
 
         BadRollouts if the folder is not empty and holds no rollouts, DumpWriteFailed if it cannot be made or written.
         """
@@ -214,7 +214,7 @@ class WaveFolder:
         _remove_parts(path)
         raw, wave, sealed = _stored(path)
         if names := plan.differences(raw):
-            raise OtherPlan(
+            raise PlanMismatch(
                 f"{folder} holds rollouts of another plan. Other: {', '.join(names)}. Use another folder, or these options."
             )
         if not sealed:  # every field was just compared

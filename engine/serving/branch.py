@@ -25,11 +25,11 @@ from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import require_places, warn_of_no_match
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import hides, integer, named_options, renamed, whole
+from replaylens.engine.request.values import as_int, hides, integer, named_options, renamed
 from replaylens.engine.serving.forest import Completer, Forest
 from replaylens.engine.serving.lock import EngineLock, changing, reading
-from replaylens.engine.serving.request import At, Request, Stream, Uncopied, chosen, logits_of
-from replaylens.engine.terminal import held_interrupt
+from replaylens.engine.serving.request import At, NotCopyable, Request, Stream, chosen, logits_of
+from replaylens.engine.terminal import defer_interrupt
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,21 +40,21 @@ if TYPE_CHECKING:
     from replaylens.engine.resampling.rollouts import Rollout, Rollouts
     from replaylens.views.pictures import Timeline, Tree
 
-# ---- hold ------------------------------------------------------------------------------------------------------------
-# `Hold`: what all handles on one branch share. When the last of them is gone, the branch is released.
+# ---- lifetime --------------------------------------------------------------------------------------------------------
+# `Lifetime`: what all handles on one branch share. When the last of them is gone, the branch is released.
 #
 # Python may run finalizers in any thread and within any allocation, also within a step of the engine. So a finalizer only
 # leaves a note; the engine reads it before its next call.
 
 
-class Hold:
+class Lifetime:
     """Keeps a branch open while something refers to it."""
 
     __slots__ = ("__weakref__",)
 
 
-def hold_of(forest: Forest, lane: Lane) -> Hold | None:
-    """The hold on a lane, made at its first use. A rejected branch lives as long as the branch that it was cut from, so its
+def lifetime_of(forest: Forest, lane: Lane) -> Lifetime | None:
+    """The lifetime of a lane, made at its first use. A rejected branch lives as long as the branch that it was cut from, so its
     handles hold that one. None: nothing would be released."""
     if lane.branch not in forest.loop.lanes:
         return None
@@ -62,10 +62,10 @@ def hold_of(forest: Forest, lane: Lane) -> Hold | None:
     main = None if parent is None else forest.loop.lanes.get(parent)
     if main is not None and lane.branch in main.rejected:
         lane = main
-    held = None if lane.hold is None else lane.hold()
-    if not isinstance(held, Hold):
-        held = Hold()
-        lane.hold = weakref.ref(held)
+    held = None if lane.lifetime is None else lane.lifetime()
+    if not isinstance(held, Lifetime):
+        held = Lifetime()
+        lane.lifetime = weakref.ref(held)
         weakref.finalize(held, forest.lock.later, partial(_abandon, weakref.ref(forest), weakref.ref(lane))).atexit = False
     return held
 
@@ -124,8 +124,8 @@ class Owner(Protocol):
         ...
 
 
-@hides("hold", "lane", "lock", "record")
-class Branch(Uncopied):
+@hides("lifetime", "lane", "lock", "record")
+class Branch(NotCopyable):
     """One token path with its KV. Forks share pages; a page is copied only when it is written.
 
     A branch is released by `release`, at the end of a `with` block, or once nothing refers to it. Its forks stay open.
@@ -150,7 +150,7 @@ class Branch(Uncopied):
         self.lock: EngineLock = engine.lock
         self.record: BranchRecord = engine.tree.branch(lane.branch)
         """its record in the tree; kept here so that a released branch can still be read"""
-        self.hold = hold_of(engine.forest, lane)
+        self.lifetime = lifetime_of(engine.forest, lane)
         """shared by all handles on the branch; once the last one is gone, the branch is released"""
 
     def __repr__(self) -> str:
@@ -313,14 +313,14 @@ class Branch(Uncopied):
         edits  added to this branch's edits; KV is shared up to the first edited position
         hooks  TransformerLens-style (site, function) pairs; such a branch shares nothing and is not certified
         """
-        n = whole("n", n, 1, MAX_FORKS)
+        n = as_int("n", n, 1, MAX_FORKS)
         self._check_open()
-        at, sites, forest = self.length if at is None else whole("at", at), self.engine.sites, self.engine.forest
+        at, sites, forest = self.length if at is None else as_int("at", at), self.engine.sites, self.engine.forest
         placed, resolved = self.engine.placed(edits, at), resolve_hooks(hooks, sites)
         require_places([*(edit for edit in self.lane.edits if edit.needs <= at), *placed], sites.config)
         if placed:
             warn_of_no_match([placed], [self.record.tokens[:at]])
-        with forest.made() as lanes, held_interrupt():
+        with forest.made() as lanes, defer_interrupt():
             lanes += [forest.fork(self.lane, at, placed, resolved) for _ in range(n)]
         return [type(self)(self.engine, lane) for lane in lanes]
 
@@ -380,7 +380,7 @@ class Branch(Uncopied):
     def rollback(self, to: int) -> Self:
         """Cut the path back to its first `to` tokens, with KV, captured rows and finish state. Returns self."""
         self._check_idle()
-        self.engine.forest.rollback(self.lane, whole("to", to))
+        self.engine.forest.rollback(self.lane, as_int("to", to))
         return self
 
     @changing

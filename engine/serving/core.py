@@ -32,18 +32,18 @@ from replaylens.engine.passes.transfer import RING_BYTES, SMALLEST_RING
 from replaylens.engine.proof import certificates
 from replaylens.engine.proof import trace as fingerprint
 from replaylens.engine.proof.trace import Trace
-from replaylens.engine.request.capture import CaptureSpec, LensSpec, Where
+from replaylens.engine.request.capture import CaptureSpec, LensSpec, PositionSlice
 from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import place_all, warn_of_no_match
-from replaylens.engine.request.values import flag, hides, instance, integer, items, named_options, shown, whole
+from replaylens.engine.request.values import as_bool, as_instance, as_int, as_list, hides, integer, named_options, short_repr
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.generation import Generation
 from replaylens.engine.serving.lock import EngineLock, reading
-from replaylens.engine.serving.request import At, Uncopied, chosen
+from replaylens.engine.serving.request import At, NotCopyable, chosen
 from replaylens.engine.serving.variants import Variants
-from replaylens.engine.terminal import held_interrupt
+from replaylens.engine.terminal import defer_interrupt
 
 # ---- assembly --------------------------------------------------------------------------------------------------------
 # The parts of an engine that its options choose: drafters, and the decode steps that a device takes on its own.
@@ -96,7 +96,7 @@ SITES = "letters such as 'STCZ', a site name, or a list of these"
     *("cancel", "forest", "guesses", "handle", "lenses", "lock", "loop", "open_stream", "placed", "planted", "prefix"),
     *("runner", "serve", "token_ids_of", "tokenized", "tree", "variants"),
 )
-class Core(Generation, Uncopied):
+class Core(Generation, NotCopyable):
     """A model, its KV cache and its tree of branches.
 
     cache_tokens   positions in the KV cache; when it is full, requests wait or are preempted and computed again
@@ -130,16 +130,16 @@ class Core(Generation, Uncopied):
         record: bool = False,
         capture_buffer: int = RING_BYTES,
     ) -> None:
-        self.model = instance("model", model, Decoder, "a Decoder; Engine.load takes other sources")
-        self.config, page_size = model.config, whole("page_size", page_size, 1)
-        cache_tokens = whole("cache_tokens", cache_tokens, page_size)
+        self.model = as_instance("model", model, Decoder, "a Decoder; Engine.load takes other sources")
+        self.config, page_size = model.config, as_int("page_size", page_size, 1)
+        cache_tokens = as_int("cache_tokens", cache_tokens, page_size)
         lone_rows = _CUDA_LONE_ROWS if max_rows is None and model.embed.is_cuda else 0
-        max_rows = (_CUDA_ROWS if model.embed.is_cuda else _CPU_ROWS) if max_rows is None else whole("max_rows", max_rows, 16)
+        max_rows = (_CUDA_ROWS if model.embed.is_cuda else _CPU_ROWS) if max_rows is None else as_int("max_rows", max_rows, 16)
         require_memory(self.config, cache_tokens, model.embed.dtype, model.embed.device)
-        canary, record = flag("canary", canary), flag("record", record)
-        capture_buffer = whole("capture_buffer", capture_buffer, SMALLEST_RING)
+        canary, record = as_bool("canary", canary), as_bool("record", record)
+        capture_buffer = as_int("capture_buffer", capture_buffer, SMALLEST_RING)
         if draft_model is not None:
-            instance("draft_model", draft_model, Decoder, "a Decoder; Engine.load takes other sources")
+            as_instance("draft_model", draft_model, Decoder, "a Decoder; Engine.load takes other sources")
         self.text = tokenizer if isinstance(tokenizer, Text) else Text(tokenizer)
         self.certificate = certificates.certificate_for(model)
         self.fingerprint = self._fingerprint()
@@ -275,8 +275,8 @@ class Core(Generation, Uncopied):
         hooks: Sequence[Hook],
     ) -> list[Branch]:
         self.lenses.of(capture.lens if capture else None)  # an unknown lens fails before anything is computed
-        paths = [self.tokens_of(text) for text in items("texts", texts, "a list of prompts; prompt(...) takes one")]
-        edits = items("edits", edits, "a list of Edits", BadEdit)
+        paths = [self.tokens_of(text) for text in as_list("texts", texts, "a list of prompts; prompt(...) takes one")]
+        edits = as_list("edits", edits, "a list of Edits", BadEdit)
         placed = [self.placed(edits, len(path)) for path in paths]
         warn_of_no_match(placed, paths)
         return self.planted(paths, capture, placed, resolve_hooks(hooks, self.sites))
@@ -290,7 +290,7 @@ class Core(Generation, Uncopied):
     ) -> list[Branch]:
         """Root branches with these tokens, each under its own placed edits, computed together."""
         with self.forest.made() as lanes:
-            with held_interrupt():
+            with defer_interrupt():
                 lanes += [self.forest.plant(path, capture, own, hooks) for path, own in zip(paths, edits, strict=True)]
             self.forest.compute(lanes)
         return [self.handle(lane) for lane in lanes]
@@ -331,7 +331,7 @@ class Core(Generation, Uncopied):
 
         edits  made in every variant, before its own
         """
-        variants = items("variants", variants, "a list of lists of Edits", BadEdit)
+        variants = as_list("variants", variants, "a list of lists of Edits", BadEdit)
         if not variants:
             raise BadEdit("No variants. Give at least one list of edits; an empty list leaves the text as it is.")
         with self.variants(text, edits) as base:
@@ -374,9 +374,9 @@ class Core(Generation, Uncopied):
                    three, such as "response[:32]" or "all[::4]"; the others are neither moved nor kept
         keep       "host": rows are kept in ordinary memory; "device": on the model's device, for probes that run there
         """
-        names, wants_lens = self.sites.select(sites if isinstance(sites, str) else items("sites", sites, SITES))
-        rejected, full = flag("rejected", rejected), flag("full", full)
-        asked = items("targets", targets, "a list of tokens, as text or ids")
+        names, wants_lens = self.sites.select(sites if isinstance(sites, str) else as_list("sites", sites, SITES))
+        rejected, full = as_bool("rejected", rejected), as_bool("full", full)
+        asked = as_list("targets", targets, "a list of tokens, as text or ids")
         if not wants_lens and (integer(top_k) != 8 or asked or full or lens is not None):
             raise BadRequest(
                 "top_k, targets, full and lens say how Z is stored, but Z is not captured. Ask for it, e.g. with sites='Z'."
@@ -384,12 +384,12 @@ class Core(Generation, Uncopied):
         residuals = tuple(self.sites.per_layer("S"))
         spec = None
         if wants_lens:
-            top_k = whole("top_k", top_k, 1, self.config.vocab_size)
+            top_k = as_int("top_k", top_k, 1, self.config.vocab_size)
             ids = tuple(self._target(t) for t in asked)
             spec = LensSpec(residuals, top_k, ids, full, None if lens is None else self.lenses.add(lens))
         if not isinstance(keep, str) or keep not in ("host", "device"):
-            raise BadRequest(f"Invalid keep={shown(keep)}. Give 'host' or 'device'.")
-        return CaptureSpec(names, spec, rejected, residuals[-1], positions=Where.parse(positions), keep=keep)
+            raise BadRequest(f"Invalid keep={short_repr(keep)}. Give 'host' or 'device'.")
+        return CaptureSpec(names, spec, rejected, residuals[-1], positions=PositionSlice.parse(positions), keep=keep)
 
     def guesses(self) -> dict[str, Any]:
         """Guesses besides drafts, such as guessed thoughts. Rejected branches depend on them."""

@@ -24,7 +24,7 @@ from replaylens.engine.request.capture import CaptureSpec, Recording
 from replaylens.engine.request.edits import Hook
 from replaylens.engine.request.placed import PlacedEdit, page_keys
 from replaylens.engine.serving.lock import EngineLock, changing, reading
-from replaylens.engine.terminal import held_interrupt, hidden
+from replaylens.engine.terminal import defer_interrupt, hidden
 
 # ---- forest ----------------------------------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class Forest:
 
         Precondition: the lock is held. Does nothing if the lane was released, or if a new handle on it was made since.
         """
-        held = None if lane.hold is None else lane.hold()
+        held = None if lane.lifetime is None else lane.lifetime()
         if held is None and self.loop.lanes.get(lane.branch) is lane:
             for other in [lane, *(self.loop.lanes[i] for i in lane.rejected if i in self.loop.lanes)]:
                 other.traced = False
@@ -350,7 +350,7 @@ class Completer:
         if known is not None:
             return known
         with self.forest.made() as lanes, self.forest.quiet():
-            with held_interrupt():
+            with defer_interrupt():
                 lanes.append(twin := self.forest.fork(lane, committed))
             twin.capture = twin.recording = None
             self.forest.compute(lanes)
@@ -364,7 +364,7 @@ class Completer:
         if committed <= (committed if lane.recording is None else lane.recording.end):
             return
         with self.forest.made() as lanes, self.forest.quiet():
-            with held_interrupt():
+            with defer_interrupt():
                 lanes.append(twin := self.forest.fork(lane, committed + following))
             self.forest.compute(lanes)
             self._taken_over(lane, twin, committed)
@@ -372,7 +372,7 @@ class Completer:
     def final_rows(self, lanes: Sequence[Lane], first: Sequence[int], site: str) -> list[Tensor]:
         """The rows of one site from position first[i] on, pending tokens included. They are computed on twins, as by `kv`."""
         with self.forest.made() as twins, self.forest.quiet():
-            with held_interrupt():
+            with defer_interrupt():
                 for lane, start in zip(lanes, first, strict=True):
                     twins.append(twin := self.forest.fork(lane, len(self.forest.tree.branch(lane.branch).tokens)))
                     twin.capture = CaptureSpec((site,), last=site)

@@ -14,7 +14,16 @@ from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.text import Prompt, Text, is_chat
 from replaylens.engine.request.edits import Edit, listed
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import flag, instance, items, named_options, one_path, renamed, shown, token_ids
+from replaylens.engine.request.values import (
+    as_bool,
+    as_instance,
+    as_list,
+    named_options,
+    one_path,
+    renamed,
+    short_repr,
+    token_ids,
+)
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.lock import EngineLock, changing
@@ -42,7 +51,7 @@ class TokenReader:
 
     def token_ids_of(self, tokens: Sequence[str | int]) -> list[int]:
         """Ids of single tokens, given as text or ids; BadRequest names one that is several tokens."""
-        return [self._target(token) for token in items("tokens", tokens, "a list of tokens, as text or ids")]
+        return [self._target(token) for token in as_list("tokens", tokens, "a list of tokens, as text or ids")]
 
     def tokenized(self, edits: Sequence[Edit]) -> list[Edit]:
         """The edits with the ids of their tokens; BadEdit names a text that is several tokens."""
@@ -65,7 +74,7 @@ class TokenReader:
         if bad := [] if usual else [t for t in ids if wrong(t)]:
             if isinstance(bad[0], bool) or not isinstance(bad[0], int):
                 raise BadRequest(
-                    f"{shown(bad[0])} is a {type(bad[0]).__name__}, not a token id. Give text, or ids as whole numbers."
+                    f"{short_repr(bad[0])} is a {type(bad[0]).__name__}, not a token id. Give text, or ids as whole numbers."
                 )
             last = self.config.vocab_size - 1
             raise BadRequest(f"Token {bad[0]} is not in the vocabulary of {last + 1} tokens. Give ids from 0 to {last}.")
@@ -118,11 +127,11 @@ class Generation(TokenReader):
         drafts         for the `forced` drafter: chains of tokens by their start position
         final          also compute the last token's own row
         """
-        branches = items("branches", branches, "a list of branches, such as [engine.prompt(...)]")
+        branches = as_list("branches", branches, "a list of branches, such as [engine.prompt(...)]")
         if sampling is None or isinstance(sampling, Sampling):
             own = [sampling or Sampling()] * len(branches)
         else:
-            own = items("sampling", sampling, f"{SAMPLING}, or one for each branch")
+            own = as_list("sampling", sampling, f"{SAMPLING}, or one for each branch")
         if len(own) != len(branches):
             raise BadRequest(f"Got {len(own)} samplings for {len(branches)} branches. Give one for all, or one for each.")
         how = (drafter, window, deterministic, keep_pages, drafts, final)
@@ -130,7 +139,7 @@ class Generation(TokenReader):
 
     def serve(self, branches: Sequence[Branch], requests: Sequence[Request], progress: bool = False) -> list[Branch]:
         """Serve one request on each branch, all together."""
-        progress = flag("progress", progress)
+        progress = as_bool("progress", progress)
         self.forest.serve(lambda: [self._job(b, r) for b, r in zip(branches, requests, strict=True)], progress)
         return list(branches)
 
@@ -163,8 +172,8 @@ class Generation(TokenReader):
 
     def force_all(self, branches: Sequence[Branch], tokens: Sequence[str | Sequence[int]]) -> list[Branch]:
         """Append given tokens to each branch, however unlikely, and compute all their rows together."""
-        branches = items("branches", branches, "a list of branches")
-        texts = items("tokens", tokens, "a list with the tokens of each branch")
+        branches = as_list("branches", branches, "a list of branches")
+        texts = as_list("tokens", tokens, "a list with the tokens of each branch")
         paths = [self.text.encode(t, special=False) if isinstance(t, str) else token_ids("tokens", t) for t in texts]
         if len(paths) != len(branches):
             raise BadRequest(f"Got {len(paths)} texts for {len(branches)} branches. Give one for each.")
@@ -187,7 +196,7 @@ class Generation(TokenReader):
 
     def cancel(self, job: Job) -> None:
         """Stop a job at once. Its committed tokens stay on the branch."""
-        instance("job", job, Job, "a Job, such as stream.job")
+        as_instance("job", job, Job, "a Job, such as stream.job")
         if self.loop.lanes.get(job.lane.branch) is not job.lane and not job.done:
             raise BadRequest(f"Branch {job.lane.branch} is not a branch of this engine. Cancel the job on its own engine.")
         self.forest.cancel(job)
@@ -208,7 +217,7 @@ class Generation(TokenReader):
 
     def _own(self, branch: Branch) -> Branch:
         """The branch; BadRequest if it is not a Branch of this engine."""
-        instance("branch", branch, Branch, "a Branch, such as prompt(...) returns")
+        as_instance("branch", branch, Branch, "a Branch, such as prompt(...) returns")
         if branch.engine is not self:
             raise BadRequest(f"Branch {branch.id} belongs to another engine. Prompt this engine with its tokens.")
         return branch

@@ -18,7 +18,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model import modes
-from replaylens.engine.terminal import held_interrupt
+from replaylens.engine.terminal import defer_interrupt
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -70,7 +70,7 @@ class EngineLock:
             wake.acquire()
             # before trying the wheel: if another thread holds it, it wakes this one when its work is done, or when it leaves
             self._waiting.append((until if watch is None else _always, wake))
-            with held_interrupt() as interrupted:  # at most one step long
+            with defer_interrupt() as interrupted:  # at most one step long
                 if self._wheel.acquire(blocking=False):
                     try:
                         while not until() and not interrupted():
@@ -174,7 +174,7 @@ def changing(method: Callable[Concatenate[L, P], R]) -> Callable[Concatenate[L, 
     @wraps(method)
     def change(self: L, *args: P.args, **kwargs: P.kwargs) -> R:
         self.lock.refuse_within_step()
-        with held_interrupt():
+        with defer_interrupt():
             return self.lock.alone(method, self, *args, **kwargs)
 
     return change

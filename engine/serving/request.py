@@ -13,7 +13,7 @@ from replaylens.engine.loop.lane import Job, Lane, raise_first
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.passes.runner import LENS_ROWS, Runner
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import flag, instance, integer, items, shown, token_ids, whole
+from replaylens.engine.request.values import as_bool, as_instance, as_int, as_list, integer, short_repr, token_ids
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.lock import EngineLock, changing, reading
 
@@ -44,14 +44,14 @@ class Request:
     def _plain(self) -> dict[str, Any]:
         """The fields as plain Python values; BadRequest names the field that is invalid."""
         return {
-            "n": whole("n", self.n, 1),
-            "sampling": instance("sampling", self.sampling, Sampling, SAMPLING),
-            "drafter": instance("drafter", self.drafter, str, "the name of a drafter"),
-            "window": None if self.window is None else whole("window", self.window, 1),
-            "deterministic": flag("deterministic", self.deterministic),
-            "keep_pages": flag("keep_pages", self.keep_pages),
+            "n": as_int("n", self.n, 1),
+            "sampling": as_instance("sampling", self.sampling, Sampling, SAMPLING),
+            "drafter": as_instance("drafter", self.drafter, str, "the name of a drafter"),
+            "window": None if self.window is None else as_int("window", self.window, 1),
+            "deterministic": as_bool("deterministic", self.deterministic),
+            "keep_pages": as_bool("keep_pages", self.keep_pages),
             "drafts": None if self.drafts is None else _chains(self.drafts),
-            "final": flag("final", self.final),
+            "final": as_bool("final", self.final),
         }
 
     def job(self, lane: Lane, eos_id: int | None) -> Job:
@@ -76,12 +76,14 @@ def _chains(drafts: Any) -> dict[int, list[list[int]]]:
     """Chains of tokens by position, as plain lists; a position without chains is left out."""
     accepted = "a dict: position -> list of chains of token ids, such as {9: [[5, 7], [6]]}"
     out: dict[int, list[list[int]]] = {}
-    for at, chains in instance("drafts", drafts, dict, accepted).items():
+    for at, chains in as_instance("drafts", drafts, dict, accepted).items():
         if isinstance(chains, list | tuple) and any(integer(each) is not None for each in chains):
-            raise BadRequest(f"Invalid drafts[{at}]={shown(chains)}: one chain where a list of chains goes. Give {accepted}.")
-        found = [token_ids(f"drafts[{at}]", chain) for chain in items(f"drafts[{at}]", chains, accepted)]
+            raise BadRequest(
+                f"Invalid drafts[{at}]={short_repr(chains)}: one chain where a list of chains goes. Give {accepted}."
+            )
+        found = [token_ids(f"drafts[{at}]", chain) for chain in as_list(f"drafts[{at}]", chains, accepted)]
         if found:
-            out[whole("position of drafts", at)] = found
+            out[as_int("position of drafts", at)] = found
     return out
 
 
@@ -96,8 +98,8 @@ def chosen(positions: At, length: int) -> list[int]:
     if positions is None or isinstance(positions, slice):
         found = list(range(length))[slice(None) if positions is None else positions]
     else:
-        given = [positions] if integer(positions) is not None else items("positions", positions, "whole numbers, or a slice")
-        found = [whole("positions", each, -length, length - 1) % length for each in given]
+        given = [positions] if integer(positions) is not None else as_list("positions", positions, "whole numbers, or a slice")
+        found = [as_int("positions", each, -length, length - 1) % length for each in given]
     if not found:
         raise BadRequest(f"positions={positions} chooses none of {length} tokens. Give at least one.")
     return found
@@ -112,11 +114,11 @@ def logits_of(runner: Runner, residual: Tensor, tokens: Sequence[int] | None) ->
     return torch.cat([runner.logits(piece)[:, columns].cpu() for piece in residual.split(LENS_ROWS)])
 
 
-# ---- uncopied --------------------------------------------------------------------------------------------------------
-# `Uncopied`: the base of objects that cannot be copied or pickled.
+# ---- not copyable ----------------------------------------------------------------------------------------------------
+# `NotCopyable`: the base of objects that cannot be copied or pickled.
 
 
-class Uncopied:
+class NotCopyable:
     """`copy.copy`, `copy.deepcopy` and `pickle` raise CannotCopy: two owners of the same pages would corrupt each other."""
 
     _instead: ClassVar[str]
@@ -132,7 +134,7 @@ class Uncopied:
 # `Stream`: the committed tokens of one branch, as they come.
 
 
-class Stream(Uncopied, Iterator[int]):
+class Stream(NotCopyable, Iterator[int]):
     """Yields every token that its request commits, whichever thread steps the loop.
 
     The loop runs ahead by as many tokens as a pass happens to gain, so what it has committed depends on the clock. What the

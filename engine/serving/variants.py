@@ -25,7 +25,7 @@ from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import require_places, warn_of_no_match
 from replaylens.engine.serving.forest import Forest
-from replaylens.engine.terminal import held_interrupt, hidden
+from replaylens.engine.terminal import defer_interrupt, hidden
 
 Read = Callable[[Tensor], Tensor]
 """logits [variants, positions, vocab] -> what is kept of them [variants, ...]"""
@@ -65,7 +65,7 @@ class Variants:
     def __enter__(self) -> Variants:
         spec = CaptureSpec(tuple(dict.fromkeys(self.streams + self.keep)), last=self.streams[-1])
         with self.forest.made() as lanes, self.forest.quiet():
-            with held_interrupt():
+            with defer_interrupt():
                 lanes.append(self.forest.plant(self.path, spec, self.edits))
             self.forest.compute(lanes)
             self._lane = lanes[0]

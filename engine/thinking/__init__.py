@@ -1,1 +1,1 @@
-"""Models that think (Thinking States): states, thoughts, and prefill with guess, verification and rollback."""
+"""Thinking-States models: states, thoughts, and prefill with guess, verification and rollback."""

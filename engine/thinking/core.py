@@ -1,4 +1,4 @@
-"""`ThinkingCore`: the core of an engine for models that think. Prompts think in chunks; tokens after the prompt do not.
+"""`ThinkingCore`: the core of an engine for Thinking-States models. Prompts think in chunks; tokens after the prompt do not.
 
 A thought's state is an `add` edit at the positions of the chunk that receives it. So branches, forks, rollbacks, drafters,
 captures and dumps work as on any engine.
@@ -28,12 +28,12 @@ from replaylens.engine.request.capture import CaptureSpec
 from replaylens.engine.request.edits import Edit, Hook, listed, resolve_hooks
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import place
-from replaylens.engine.request.values import items, named_options, shown, token_ids, whole
+from replaylens.engine.request.values import as_int, as_list, named_options, short_repr, token_ids
 from replaylens.engine.serving.branch import MAX_FORKS, Branch
 from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.lock import changing, reading
 from replaylens.engine.serving.variants import Variants
-from replaylens.engine.terminal import held_interrupt
+from replaylens.engine.terminal import defer_interrupt
 from replaylens.engine.thinking.blocks import ThinkingBlocks, Tokens
 from replaylens.engine.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE, ThinkingDecoder, padded
 from replaylens.engine.thinking.prefill import GUESSES, Guess, Prefill, Prefiller, split
@@ -68,7 +68,7 @@ class ThinkingCore(Core):
         capture_buffer: int = RING_BYTES,
     ) -> None:
         if not isinstance(model, ThinkingDecoder):
-            raise BadConfig(f"A {type(model).__name__} does not think. Load it with Engine, or train a model that thinks.")
+            raise BadConfig(f"A {type(model).__name__} does not think. Load it with Engine, or train a Thinking-States model.")
         self.thinker, self.thinking, self.guess = model, model.thinking, _known(guess)
         super().__init__(
             model.backbone,
@@ -86,7 +86,7 @@ class ThinkingCore(Core):
         if self.text.tokenizer is not None and self.text.eos_id != self.thinking.eos_token:
             raise BadConfig(
                 f"The tokenizer's <EOS> is {self.text.eos_id}, but the model ends its thoughts with {self.thinking.eos_token}. "
-                "A model that thinks needs the tokenizer with <EOS> that it was trained with."
+                "A Thinking-States model needs the tokenizer with <EOS> that it was trained with."
             )
         self.prefiller = Prefiller(self.forest, ThinkingBlocks(model, self.runner, self.lock), self.lenses)
 
@@ -113,7 +113,9 @@ class ThinkingCore(Core):
     ) -> CaptureSpec:
         """As `Core.capture_spec`; `full` also keeps the whole distributions of thoughts. All positions, on the host."""
         if positions != "all" or keep != "host":
-            raise BadRequest("A model that thinks keeps the rows of all positions, on the host. Leave out positions and keep.")
+            raise BadRequest(
+                "A Thinking-States model keeps the rows of all positions, on the host. Leave out positions and keep."
+            )
         spec = super().capture_spec(sites, rejected=rejected, top_k=top_k, targets=targets, full=full, lens=lens)
         thoughts = tuple(name for name in spec.sites if name in LETTERS)
         if full and spec.lens is not None and FULL_SITE not in thoughts:
@@ -188,15 +190,15 @@ class ThinkingCore(Core):
         if drafts is not None and guess != "drafted":
             raise BadRequest(f"drafts were given with guess={guess!r}. Use guess='drafted'.")
         self.lenses.of(capture.lens if capture else None)  # an unknown lens fails before anything is computed
-        paths = [self.tokens_of(text) for text in items("texts", texts, "a list of prompts; prompt(...) takes one")]
-        given = [[] for _ in paths] if drafts is None else items("drafts", drafts, THOUGHTS)
+        paths = [self.tokens_of(text) for text in as_list("texts", texts, "a list of prompts; prompt(...) takes one")]
+        given = [[] for _ in paths] if drafts is None else as_list("drafts", drafts, THOUGHTS)
         if len(given) != len(paths):
             raise BadRequest(f"Got drafts for {len(given)} prompts, but {len(paths)} prompts. Give one list for each.")
         resolved = self._hooks(hooks)
         placed = [split(self._placed(edits, len(path))) for path in paths]
         guessed = [self._drafts(own) for own in given]
         with self.forest.made() as lanes:
-            with held_interrupt():  # everything is checked before the first lane is made
+            with defer_interrupt():  # everything is checked before the first lane is made
                 lanes += [self._first_chunk(path, resolved) for path in paths]
             prefills = [
                 Prefill(lane, path, guess, capture, outer, inner, own)
@@ -222,7 +224,7 @@ class ThinkingCore(Core):
         room = {THINK_SITE: self.thinking.max_thought, COMPRESS_SITE: self.thinking.compressed}
         if not isinstance(site, str) or site not in room:
             raise BadEdit(f"{site!r} has no thought steps; {' and '.join(room)} have. At other sites, positions are tokens.")
-        chunk, step = whole("chunk", chunk, error=BadEdit), whole("step", step, error=BadEdit)
+        chunk, step = as_int("chunk", chunk, error=BadEdit), as_int("step", step, error=BadEdit)
         if chunk < 0 or not 0 <= step < room[site]:
             raise BadEdit(
                 f"Invalid chunk {chunk}, step {step}. Chunks count from 0, and {site} has steps 0 to {room[site] - 1}."
@@ -253,10 +255,10 @@ class ThinkingCore(Core):
 
     def variants(self, text: Prompt, edits: Sequence[Edit] = (), keep: Sequence[str] = ()) -> Variants:
         """Not available: a prompt's thoughts depend on the edits before them."""
-        raise BadRequest("Models that think have no variants. Use logits(text, edits=...), once per list of edits.")
+        raise BadRequest("Thinking-States models have no variants. Use logits(text, edits=...), once per list of edits.")
 
     def _drafts(self, thoughts: Drafts) -> dict[int, Tokens]:
-        listed = [token_ids("drafts", thought) for thought in items("drafts", thoughts, THOUGHTS)]
+        listed = [token_ids("drafts", thought) for thought in as_list("drafts", thoughts, THOUGHTS)]
         return {i: self.prefiller.blocks.check(thought) for i, thought in enumerate(listed)}
 
     def _placed(self, edits: Sequence[Edit], length: int) -> list[PlacedEdit]:
@@ -295,7 +297,7 @@ def _known(guess: str) -> Guess:
     for known in GUESSES:
         if isinstance(guess, str) and known == guess:
             return known
-    raise BadRequest(f"Invalid guess={shown(guess)}. Give one of {', '.join(GUESSES)}.")
+    raise BadRequest(f"Invalid guess={short_repr(guess)}. Give one of {', '.join(GUESSES)}.")
 
 
 class ThinkingBranch(Branch):
@@ -348,9 +350,9 @@ class ThinkingBranch(Branch):
         They inherit the states made from the first `at` tokens. From the first chunk that an edit affects, prompt chunks think
         again. After `at`, only chunks that `extend` adds think.
         """
-        n = whole("n", n, 1, MAX_FORKS)
+        n = as_int("n", n, 1, MAX_FORKS)
         self._check_open()
-        at, chunk = self.length if at is None else whole("at", at), self.engine.thinking.chunk
+        at, chunk = self.length if at is None else as_int("at", at), self.engine.thinking.chunk
         hooks = resolve_hooks(hooks, self.engine.sites)
         placed, resolved = self.engine._placed(edits, at), self.engine._hooks(hooks)
         along = self._thought_along(at)
@@ -383,7 +385,7 @@ class ThinkingBranch(Branch):
 
     def _fork(self, at: int, edits: tuple[PlacedEdit, ...], hooks: tuple[Hook, ...], lanes: list[Lane]) -> None:
         """Mutates: adds a fork to `lanes`."""
-        with held_interrupt():
+        with defer_interrupt():
             lanes.append(lane := self.engine.forest.fork(self.lane, at, edits, hooks))
         thoughts = lane.thoughts = self._thoughts.until(at)
         if isinstance(lane.recording, ThinkingRecording):
@@ -409,7 +411,7 @@ class ThinkingBranch(Branch):
         """Mutates: adds a fork at the chunk border `cut` to `lanes`, with whole prompt chunks `path` and additional edits."""
         engine, known = self.engine, self._thoughts.until(cut)
         outer, inner = split(edits)
-        with held_interrupt():
+        with defer_interrupt():
             lanes.append(lane := engine.forest.fork(self.lane, cut, (), hooks))
         prefill = Prefill(lane, path, guess, lane.capture, planted=False)
         prefill.edits, prefill.inner = known.others(lane.edits) + outer, known.inner + inner
@@ -418,4 +420,4 @@ class ThinkingBranch(Branch):
 
 
 class ThinkingEngine(ThinkingCore, Engine):
-    """An engine for models that think: prompts think in chunks; tokens after the prompt do not."""
+    """An engine for Thinking-States models: prompts think in chunks; tokens after the prompt do not."""

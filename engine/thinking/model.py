@@ -121,7 +121,7 @@ class ThinkingConfig:
                 raise BadConfig(f"Unknown fields {sorted(unknown)} in {CONFIG_FILE}.")
             return cls(**raw)
         except (ValueError, TypeError) as e:
-            raise BadConfig(f"{CONFIG_FILE} is not the config of a model that thinks: {e}.") from None
+            raise BadConfig(f"{CONFIG_FILE} is not the config of a Thinking-States model: {e}.") from None
 
 
 class ThinkingDecoder(nn.Module):

@@ -1,4 +1,4 @@
-"""`Prefiller`: computes prompts of a model that thinks, in rounds of guess, canonical pass, verification and rollback.
+"""`Prefiller`: computes prompts of a Thinking-States model, in rounds of guess, canonical pass, verification and rollback.
 
 A round guesses the thoughts of the remaining chunks, adds the states that follow from them, and computes all these chunks in
 one canonical pass. Then T decodes what each chunk really thinks. Chunks up to and including the first wrong guess are settled,

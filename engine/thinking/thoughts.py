@@ -1,4 +1,4 @@
-"""The sites of a model that thinks: those of its backbone and those of its thoughts."""
+"""The sites of a Thinking-States model: those of its backbone and those of its thoughts."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace

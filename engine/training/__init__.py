@@ -1,1 +1,1 @@
-"""Training of the embedded models, and of models that think."""
+"""Training of the embedded models, and of Thinking-States models."""

@@ -1,4 +1,4 @@
-"""The embedded models that think: recipes, checkpoints, and similar recipes for other tasks and backbones."""
+"""The embedded Thinking-States models: recipes, checkpoints, and similar recipes for other tasks and backbones."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -47,14 +47,14 @@ _ROOM = 512
 
 
 def names() -> tuple[str, ...]:
-    """Names of the embedded models that think."""
+    """Names of the embedded Thinking-States models."""
     return tuple(RECIPES)
 
 
 def recipe(name: str) -> ThinkingRecipe:
     """The recipe of an embedded model. UnknownModel lists the known names."""
     if name not in RECIPES:
-        raise zoo.UnknownModel(no_such("embedded model that thinks", name, names()))
+        raise zoo.UnknownModel(no_such("embedded Thinking-States model", name, names()))
     return RECIPES[name]
 
 
@@ -85,7 +85,7 @@ def around(like: ThinkingRecipe, backbone: str, chunk: int, max_thought: int) ->
 
 
 def load_embedded(name: str) -> tuple[ThinkingDecoder, Tokenizer]:
-    """An embedded model that thinks, and its tokenizer."""
+    """An embedded Thinking-States model, and its tokenizer."""
     recipe(name)
     return load(CHECKPOINTS / name)
 

@@ -75,7 +75,7 @@ class PretrainedTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         if tokenizer.eos_token_id is None:
-            raise BadConfig("The tokenizer has no <EOS>, which a model that thinks needs. Set its eos_token and save it.")
+            raise BadConfig("The tokenizer has no <EOS>, which a Thinking-States model needs. Set its eos_token and save it.")
         if not tokenizer.is_fast:
             raise BadConfig(
                 f"{type(tokenizer).__name__} gives no character offsets, which thoughts need. Save the model with its fast "

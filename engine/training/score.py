@@ -1,4 +1,4 @@
-"""Scores of models that think, and of baselines, with their own thoughts or chains of thought, never with gold ones."""
+"""Scores of Thinking-States models, and of baselines, with their own thoughts or chains of thought, never with gold ones."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

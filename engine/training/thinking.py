@@ -1,4 +1,4 @@
-"""Training of models that think, and of two baselines with the same backbone, texts and number of steps.
+"""Training of Thinking-States models, and of two baselines with the same backbone, texts and number of steps.
 
 thinking  gold thoughts are compressed into the states of all chunks at once, so one parallel pass trains everything, without
           back-propagation through time. Loss: next token + thought tokens, with equal weight
@@ -24,7 +24,7 @@ from replaylens.engine.errors import BadRecipe, BadRequest, BadThought
 from replaylens.engine.model import loading as weights
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
-from replaylens.engine.terminal import held_collector
+from replaylens.engine.terminal import pause_collector
 from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder, padded
 from replaylens.engine.training import trainer
 from replaylens.engine.training.recipe import Recipe, Tokenizer, backbone_folder, load_tokenizer
@@ -185,8 +185,8 @@ def _examples(recipe: Recipe, part: int, length: int) -> list[Example]:
 
 
 # ---- plain -----------------------------------------------------------------------------------------------------------
-# A model that thinks in plain PyTorch over whole sequences, for training, for scoring, and as the reference for the canonical
-# replay. Any device, any dtype; differentiable except for decoding.
+# A Thinking-States model in plain PyTorch over whole sequences, for training, for scoring, and as the reference for the
+# canonical replay. Any device, any dtype; differentiable except for decoding.
 #
 # Shapes: B texts of K chunks of c tokens. Thoughts are padded with <EOS> to M tokens; a chunk that does not think has an
 # empty thought.
@@ -354,7 +354,7 @@ class GraphedSteps(Generic[M]):
         self.optimizer.zero_grad()
         graph = torch.cuda.CUDAGraph()
         shared = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
-        with held_collector(), torch.cuda.graph(graph, pool=shared, capture_error_mode="thread_local"):
+        with pause_collector(), torch.cuda.graph(graph, pool=shared, capture_error_mode="thread_local"):
             loss = descend(self.model, self.optimizer, self.loss_of(self.model, key, self._inputs))
         self.optimizer.zero_grad()
         return graph, loss
@@ -421,7 +421,7 @@ class ThinkingRecipe(Recipe):
 
 
 Model = ThinkingDecoder | Decoder
-"""the result of a recipe: a model that thinks, or the plain decoder of a baseline"""
+"""the result of a recipe: a Thinking-States model, or the plain decoder of a baseline"""
 
 
 def train(

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from replaylens.engine.errors import BadRecipe
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import AttentionSpec, Heads, Observer, SequenceOps, TorchOps
-from replaylens.engine.terminal import held_interrupt
+from replaylens.engine.terminal import defer_interrupt
 from replaylens.engine.training.recipe import Part, Recipe, Tokenizer
 from replaylens.tasks.splits import kept
 from replaylens.tasks.task import AnyTask, Example
@@ -227,7 +227,7 @@ def follow(
     after_step: Callable[[int, float], None] | None,
 ) -> M:
     """Mutates `model`: take the steps of a recipe. Other parameters as in `train`."""
-    with deterministic(device), held_interrupt() as interrupted:
+    with deterministic(device), defer_interrupt() as interrupted:
         model = model.to(device)
         taken = steps(model)
         first = load_state(state, recipe, model, taken.optimizer) if state is not None and state.exists() else 0

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 from scipy.special import gammaln, logsumexp
 
-from replaylens.engine.request.values import whole
+from replaylens.engine.request.values import as_int
 from replaylens.engine.resampling.rollouts import OutcomeCounts
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.forks.distributions import PRIOR, shares, variation, whole_counts
@@ -110,7 +110,7 @@ def change_points(
     >>> found.shown, [(point.text, point.low, point.high) for point in found.points]
     (True, [('Three.', 3, 3)])
     """
-    most = whole("most", most, 1, error=ProbeError)
+    most = as_int("most", most, 1, error=ProbeError)
     if not prior > 0 or not 0 < level < 1:
         raise ProbeError(f"prior={prior} and level={level} are not valid. Give a prior above 0 and a level between 0 and 1.")
     if counts.probabilities is not None and counts.counts.sum(1).min(initial=_LEAST_MEANS) < _LEAST_MEANS:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from replaylens.engine.request.values import whole
+from replaylens.engine.request.values import as_int
 from replaylens.probes.checks import same_length
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.forks.distributions import RESAMPLES, distances, variation_low
@@ -228,7 +228,7 @@ def sibling_divergence(
     outcomes  [rows]: the outcome of the sibling that the row belongs to
     groups    [rows]: forks that are not independent, such as those of one root; default: each fork is its own group
     """
-    permutations = whole("permutations", permutations, 19, error=ProbeError)
+    permutations = as_int("permutations", permutations, 19, error=ProbeError)
     same_length(states=states.T, forks=forks, depths=depths, outcomes=outcomes)
     groups = forks if groups is None else groups
     generator = np.random.default_rng([seed, 0x51B5])
@@ -353,7 +353,7 @@ def draft_agreement(
     taken      [forks]: what the path went on with; resamples equal to it do not count
     groups     [forks]: forks of one root are one group
     """
-    permutations = whole("permutations", permutations, 19, error=ProbeError)
+    permutations = as_int("permutations", permutations, 19, error=ProbeError)
     same_length(drafts=np.arange(len(drafts)), resamples=np.arange(len(resamples)), taken=np.arange(len(taken)), groups=groups)
     left = [[unit for unit in drawn if unit != own] for drawn, own in zip(resamples, taken, strict=True)]
     keep = [i for i, others in enumerate(left) if others]

@@ -9,8 +9,8 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import no_such
 from replaylens.engine.replay.run import Run
-from replaylens.engine.request.values import whole
-from replaylens.probes.causal import Stage, Subject, Variant, difference, line_of, line_of_placebos, refits, steer
+from replaylens.engine.request.values import as_int
+from replaylens.probes.causal import InterventionRunner, Subject, Variant, difference, line_of, line_of_placebos, refits, steer
 from replaylens.probes.checks import example_list, layer_list, names
 from replaylens.probes.controls import make_goal
 from replaylens.probes.erasers import Inlp, Leace
@@ -63,7 +63,7 @@ def amnesic(
     for name in erasers:
         if name not in ERASERS:
             raise ProbeError(no_such("eraser", name, ERASERS))
-    placebos, seed = whole("placebos", placebos, 1, error=ProbeError), whole("seed", seed, 0, error=ProbeError)
+    placebos, seed = as_int("placebos", placebos, 1, error=ProbeError), as_int("seed", seed, 0, error=ProbeError)
     rows = ProbeRows.of(given)
     if rows.about.task is None:
         raise NoTask(
@@ -77,7 +77,7 @@ def amnesic(
     said: list[str] = []
     for layer in layers:
         cell = rows.cell(site, layer)
-        stage = Stage(engine, examples, rows.source.letters(site)[layer], label, position)
+        stage = InterventionRunner(engine, examples, rows.source.letters(site)[layer], label, position)
         for name in erasers:
             fitted = _Eraser(here, cell, label, name)
             if not fitted.rank:
@@ -128,7 +128,9 @@ def _variant(change: Change) -> Variant:
     return variant
 
 
-def _compare(stage: Stage, cell: Cell, eraser: _Eraser, placebos: int, seed: int) -> tuple[list[dict[str, Any]], list[str]]:
+def _compare(
+    stage: InterventionRunner, cell: Cell, eraser: _Eraser, placebos: int, seed: int
+) -> tuple[list[dict[str, Any]], list[str]]:
     """Lines and findings of one eraser at one cell."""
     random = [_variant(eraser.placebo(seed, number)) for number in range(placebos)]
     nothing: Variant = lambda subject: np.zeros(subject.rows.shape)  # noqa: E731

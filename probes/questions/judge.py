@@ -10,7 +10,7 @@ import torch
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import UnknownSite
 from replaylens.engine.replay.run import Run
-from replaylens.engine.request.values import whole
+from replaylens.engine.request.values import as_int
 from replaylens.probes.areas import area, area_gains
 from replaylens.probes.checks import folds_and_seed
 from replaylens.probes.controls import Goal, make_goal
@@ -81,7 +81,7 @@ def _drafts(every: ProbeRows, draft_layer: int) -> dict[str, np.ndarray]:
         every_layer = every.source.take("Z.kl", None, every.numbers)
     except UnknownSite:
         raise BadRows("The divergence is part of Z, which was not captured. Dump or replay with sites such as 'SZ'.") from None
-    kl = every_layer[:, whole("draft_layer", draft_layer, 0, every_layer.shape[1] - 1, ProbeError)].double().numpy()
+    kl = every_layer[:, as_int("draft_layer", draft_layer, 0, every_layer.shape[1] - 1, ProbeError)].double().numpy()
     before = _rows_before(frame)
     state, depth = frame["token_state"].to_numpy(dtype=str), frame["depth"].to_numpy()
     chosen = ((state == "accepted") | ((state == "rejected") & (depth == 1))) & (before >= 0)

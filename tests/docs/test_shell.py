@@ -154,7 +154,7 @@ WRONG = {
     "knob given twice": (["replay", "--knob", "flips=2", "--knob", "flips=3"], "flips is given twice"),
     "no drafter": (["replay", "--drafter", "none"], "give --window 1"),
     "nobody who drafts": (["replay", "--model", "coin-draft", "--drafter", "model"], "with --draft-model"),
-    "model that thinks": (["train", "coin-thinkin"], "did you mean 'coin-thinking'?"),
+    "Thinking-States model": (["train", "coin-thinkin"], "did you mean 'coin-thinking'?"),
     "no dump": (["probe"], "`replaylens dump` makes one"),
     "device": (["dump", "--out", "OUT", "--device", "tpu"], "Use 'cpu' or 'cuda'"),
 }

@@ -187,7 +187,7 @@ def test_a_small_buffer_makes_generation_wait_and_loses_nothing() -> None:
         served.generate(branches, 48, sampling=GREEDY, final=True)
         outcomes.append([found(branch) for branch in branches])
     assert [same(a, b) for a, b in zip(*outcomes, strict=True)] == [[]] * len(PROMPTS)
-    assert small.runner.ferry.ring.size == 1 << 16
+    assert small.runner.host_copy.ring.size == 1 << 16
 
 
 def test_one_long_lived_branch_does_not_keep_the_rows_of_all() -> None:

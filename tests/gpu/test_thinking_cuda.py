@@ -1,4 +1,4 @@
-"""Models that think on a CUDA device: three code paths and any batch give one result."""
+"""Thinking-States models on a CUDA device: three code paths and any batch give one result."""
 
 import pytest
 import torch

@@ -7,7 +7,7 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.loop.lane import Turn
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.passes.batch import Segment
-from replaylens.engine.passes.bursts import Place
+from replaylens.engine.passes.bursts import BurstRequest
 from replaylens.engine.passes.runner import PassResult, Runner
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.request import Request
@@ -23,7 +23,7 @@ class StandIn:
     def __init__(self, runner: Runner) -> None:
         self.runner, self.calls, self.spare = runner, list[tuple[int, int, bool]](), PageTable()
 
-    def run(self, places: list[Place], steps: int, exact: bool) -> tuple[list[list[int]], list[None]]:
+    def run(self, places: list[BurstRequest], steps: int, exact: bool) -> tuple[list[list[int]], list[None]]:
         self.calls.append((len(places), steps, exact))
         tokens: list[list[int]] = [[] for _ in places]
         for step in range(steps):

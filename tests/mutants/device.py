@@ -16,7 +16,7 @@ DEVICE = (
         ("tests/kernels/test_uniform.py",),
     ),
     Mutant(
-        "piles-of-other-requests",
+        "buffers-of-other-requests",
         "replaylens.engine.passes.bursts",
         "last.held == some and len(last.steps) < most",
         "len(last.held) == len(some) and len(last.steps) < most",
@@ -28,7 +28,7 @@ DEVICE = (
         "replaylens.engine.passes.bursts",
         "at = (step - self.steps[0]) * count",
         "at = 0",
-        "every step's rows have a place of their own in a pile",
+        "every step's rows have a place of their own in a buffer",
         ("tests/engine/passes/test_burst_rows.py",),
     ),
     Mutant(
@@ -45,7 +45,7 @@ DEVICE = (
         "thread.join(max(0.0, limit - time.monotonic()))",
         "thread.join(0.0)",
         "the end of the process waits for captured rows under way",
-        ("tests/engine/passes/test_ferry.py",),
+        ("tests/engine/passes/test_host_copy.py",),
     ),
     Mutant(
         "errors-that-keep-their-engine",

@@ -294,7 +294,7 @@ DUMPS = (
     Mutant(
         "clean-up-by-name",
         "replaylens.engine.dump.writer",
-        "sorted(ours, key=lambda name: name == HEAD)",
+        "sorted(ours, key=lambda name: name == PLAN)",
         "ours",
         "plan.json goes last",
         ("tests/engine/dump/test_resume.py::test_a_clean_up_that_is_killed",),

@@ -97,7 +97,7 @@ ENGINE = (
         "while self._taken and self._taken[0].free:",
         "while self._taken:",
         "rows under way are not overwritten",
-        ("tests/engine/passes/test_ferry.py",),
+        ("tests/engine/passes/test_host_copy.py",),
     ),
     Mutant(
         "slice-of-positions-starts-at-each-pass",

@@ -145,7 +145,7 @@ MEMORY = (
         "for facts in (self._distinct, self._ngrams):",
         "for facts in (self._distinct,):",
         "what was rolled back is not drafted from",
-        ("tests/engine/memory/test_past.py::test_what_was_removed_is_not_continued",),
+        ("tests/engine/memory/test_path_history.py::test_what_was_removed_is_not_continued",),
     ),
     Mutant(
         "canary-of-the-former-page",

@@ -1,4 +1,4 @@
-"""Faults in the recorded thoughts of a model that thinks."""
+"""Faults in the recorded thoughts of a Thinking-States model."""
 
 from tests.mutants.mutant import Mutant
 

@@ -138,7 +138,7 @@ def test_light_and_dark(tab: Any, report: Path) -> None:
 
 @pytest.mark.parametrize("theme", [pytest.param("light", marks=pytest.mark.slow), "dark"])
 def test_thoughts(tab: Any, tmp_path: Path, theme: str) -> None:
-    """The picture of a model that thinks, in the explorer: thoughts have cards, including rolled-back ones."""
+    """The picture of a Thinking-States model, in the explorer: thoughts have cards, including rolled-back ones."""
     engine = Engine.load("coin-thinking")
     made = engine.replay(tasks.get("coin")(rendering="picture", flips=3).examples(2), sites="SZ", drafter="lens")
     assert isinstance(made, Run)

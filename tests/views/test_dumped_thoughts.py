@@ -1,4 +1,4 @@
-"""The report page of a model that thinks: the picture drawn from files equals that of the live run."""
+"""The report page of a Thinking-States model: the picture drawn from files equals that of the live run."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -35,7 +35,7 @@ from replaylens.commands.options import (
 from replaylens.commands.reporting import reporting, size
 from replaylens.commands.tasks import JsonOption, KnobOption, settings
 from replaylens.engine.dump.maker import make_plan, write_dump
-from replaylens.engine.dump.manifest import HEAD, MANIFEST
+from replaylens.engine.dump.manifest import MANIFEST, PLAN
 from replaylens.engine.dump.plan import DTYPES, FORMS, POSITIONS
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.store import Store
@@ -178,7 +178,7 @@ def _dump_on_cluster(
 
 def _is_begun(out: str) -> bool:
     """Whether there is a dump to resume, finished or not."""
-    return not {HEAD, MANIFEST}.isdisjoint(Store(out).sizes())
+    return not {PLAN, MANIFEST}.isdisjoint(Store(out).sizes())
 
 
 def _check_texts(out: str, texts: str | None, label: list[str] | None, task: str | None, knob: list[str] | None) -> None:

@@ -121,7 +121,7 @@ def _record(engine: Engine, result: Result) -> dict[str, Any]:
 
 
 def _thoughts(engine: Engine, thoughts: Thoughts) -> list[dict[str, Any]]:
-    """The thoughts of a model that thinks, by chunk, for --json."""
+    """The thoughts of a Thinking-States model, by chunk, for --json."""
     said = [{"tokens": list(t.tokens), "thought": engine.text.decode(t.tokens)} for t in thoughts.chunks]
     return [{"chunk": number, **each} for number, each in enumerate(said)]
 

@@ -19,7 +19,7 @@ from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.text import is_chat
 from replaylens.engine.records import parse
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import shown
+from replaylens.engine.request.values import short_repr
 from replaylens.engine.resampling.plan import Answer
 from replaylens.engine.resampling.rollouts import Rollouts
 
@@ -108,7 +108,9 @@ def _chains(prompt: str | None, chat: str | None, chain: str, file: str | None) 
     if chat is not None:
         messages = parse(Path(chat).read_text(), chat, BadRequest)
         if not is_chat(messages):
-            raise BadRequest(f'{chat} holds {shown(messages)}. Give a JSON list of messages {{"role": ..., "content": ...}}.')
+            raise BadRequest(
+                f'{chat} holds {short_repr(messages)}. Give a JSON list of messages {{"role": ..., "content": ...}}.'
+            )
         yield messages, chain
         return
     if file is None:

@@ -36,7 +36,7 @@ from replaylens.tasks.task import Example
 from replaylens.tasks.tokenizer import WordTokenizer
 
 # ---- train thinking --------------------------------------------------------------------------------------------------
-# `replaylens train coin-thinking`: models that think and their baselines, also for other tasks and backbones.
+# `replaylens train coin-thinking`: Thinking-States models and their baselines, also for other tasks and backbones.
 
 CARD_FILE = "card.md"
 CARD_LENGTHS = range(1, 17)
@@ -98,7 +98,7 @@ def scoring(lengths: Sequence[int], progress: bool) -> Iterable[int]:
 
 
 def save(model: Model, recipe: ThinkingRecipe, folder: Path) -> None:
-    """Write a model that thinks, or a baseline, with its tokenizer."""
+    """Write a Thinking-States model, or a baseline, with its tokenizer."""
     if isinstance(model, Decoder):
         loading.save(model, folder)
         recipe.tokenizer().save(folder / TOKENIZER_FILE)
@@ -267,20 +267,22 @@ def train(
     seed: Annotated[int | None, typer.Option(min=0, help="Seed, instead of the recipe's.")] = None,
     device: Annotated[str, typer.Option(help="Device to train on: cpu or cuda.")] = "cpu",
     resume: Annotated[bool, typer.Option("--resume", help="Resume the interrupted run in the folder.")] = False,
-    method: Annotated[str | None, typer.Option(help="Models that think: thinking, or a baseline (cot, none).")] = None,
+    method: Annotated[str | None, typer.Option(help="Thinking-States models: thinking, or a baseline (cot, none).")] = None,
     task: Annotated[
         str | None,
         typer.Option(
-            help="Models that think: another task with thoughts. Recipe files: the code of a task in it that is not installed. "
-            "A name, module:Class or file.py:Class.",
+            help="Thinking-States models: another task with thoughts. Recipe files: the code of a task in it that is not "
+            "installed. A name, module:Class or file.py:Class.",
             autocompletion=complete_task,
         ),
     ] = None,
     longest: Annotated[
-        int | None, typer.Option(min=1, help="Models that think: maximum number of steps of a training text.")
+        int | None, typer.Option(min=1, help="Thinking-States models: maximum number of steps of a training text.")
     ] = None,
-    chunk: Annotated[int | None, typer.Option(min=1, help="Models that think: tokens per chunk.")] = None,
-    backbone: Annotated[Path | None, typer.Option(help="Models that think: start from smollm2, or a model folder.")] = None,
+    chunk: Annotated[int | None, typer.Option(min=1, help="Thinking-States models: tokens per chunk.")] = None,
+    backbone: Annotated[
+        Path | None, typer.Option(help="Thinking-States models: start from smollm2, or a model folder.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Hide progress bars.")] = False,
 ) -> None:
     """Train an embedded model, or a model of your own from a recipe file. The same recipe on the same machine gives the same
@@ -377,7 +379,7 @@ def check_name(name: str, changes: Changes) -> None:
         raise zoo.UnknownModel(no_such("embedded model", name, (*zoo.names(), *thinking_zoo.names())))
     if changes.given() and name not in thinking_zoo.names():
         thinking = ", ".join(thinking_zoo.names())
-        raise BadRequest(f"{', '.join(changes.given())}: only for models that think ({thinking}). Leave it out.")
+        raise BadRequest(f"{', '.join(changes.given())}: only for Thinking-States models ({thinking}). Leave it out.")
 
 
 def check_device(device: str) -> None:

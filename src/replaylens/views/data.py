@@ -123,7 +123,7 @@ class Token:
     why: str = ""
     """why nothing is promised of it; empty: it is certified"""
     thought: tuple[str, ...] = ()
-    """what a model that thinks thought after it, including <EOS>"""
+    """what a Thinking-States model thought after it, including <EOS>"""
 
     @property
     def kind(self) -> str:

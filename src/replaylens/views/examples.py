@@ -119,7 +119,7 @@ class DumpedExample:
     readings: Readings | None
     """Z of the accepted path"""
     thinking: Thinking | None = None
-    """only of a model that thinks"""
+    """only of a Thinking-States model"""
 
 
 def examples(
@@ -128,7 +128,7 @@ def examples(
     """All examples in order.
 
     decode  texts of tokens that occur only in the lens; default: their ids
-    layers  of a model that thinks: the blocks where states are added and thoughts are read
+    layers  of a Thinking-States model: the blocks where states are added and thoughts are read
     """
     words, task = decode or _words(dump), _task(dump)
     lens = [name for name in _LENS if name in dump.sites] if with_lens else []

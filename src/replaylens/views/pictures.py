@@ -102,7 +102,7 @@ def _interest(frame: Frame) -> int:
     return 2 * (0 < kept < sum(check.draft is not None for check in frame.checks)) + bool(kept)
 
 
-# ---- retelling -------------------------------------------------------------------------------------------------------
+# ---- timeline from a trace -------------------------------------------------------------------------------------------
 # Timelines from traces: the frames of one branch, from the engine's events.
 #
 # Every number in a frame comes from the run. Steps without drafts leave no event; their tokens are taken from the branch's

@@ -43,7 +43,7 @@ class ReportPage:
     results  what `lens`, `patch`, `ablate`, `steer`, `attention` and attributions return, in the order of the page
     decoded  timelines of examples, which show how they were decoded
     check    the command that verifies the dump; default: for an embedded model
-    layers   of a model that thinks: the blocks where states are added and thoughts are read; None: not known
+    layers   of a Thinking-States model: the blocks where states are added and thoughts are read; None: not known
     """
 
     dump: Dump | None = None

@@ -126,7 +126,7 @@ _CAPTION = (
 )
 
 
-class Drawn(Protocol):
+class HasHtml(Protocol):
     """Anything that draws itself in a notebook, such as the result of `lens`."""
 
     def _repr_html_(self) -> str: ...
@@ -148,7 +148,7 @@ class RolloutTree:
     title: str = ""
     prompt: str = ""
     """the text before the first fork"""
-    lenses: Mapping[int, Drawn] = field(default_factory=dict)
+    lenses: Mapping[int, HasHtml] = field(default_factory=dict)
     """rollout -> what is drawn when it is opened, such as its lens"""
 
     def __post_init__(self) -> None:

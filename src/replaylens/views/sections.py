@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from markupsafe import Markup
 
-from replaylens.engine.errors import BadRequest, EngineBug
-from replaylens.engine.request.values import items
-from replaylens.engine.request.values import shown as in_words
+from replaylens.engine.errors import BadRequest, InternalError
+from replaylens.engine.request.values import as_list
+from replaylens.engine.request.values import short_repr as in_words
 from replaylens.probes.report import CONTROLS, Report, best_of, shown
 from replaylens.views import draw
 from replaylens.views import maps as heatmap
@@ -263,7 +263,7 @@ class Reportable(Protocol):
 
 def checked(results: Any) -> tuple[Reportable, ...]:
     """The results; BadRequest names what is none."""
-    found = items("results", results, "a list of results, such as [patch(...)]")
+    found = as_list("results", results, "a list of results, such as [patch(...)]")
     if bad := [each for each in found if isinstance(each, type) or not isinstance(each, Reportable)]:
         raise BadRequest(
             f"Invalid results: {in_words(bad[0])} is no result. Give what lens, patch, ablate, steer or attention return."
@@ -302,5 +302,5 @@ def svg(figure: "Figure") -> Markup:
     text = _DROPPED.sub("", made.getvalue())
     text = re.sub(r'<g id="[^"]*"', "<g", text[text.index("<svg") :])
     if "url(" in text or "data:" in text or "<image" in text:
-        raise EngineBug("A figure holds an image, which a page cannot load. Draw it with shapes.")
+        raise InternalError("A figure holds an image, which a page cannot load. Draw it with shapes.")
     return Markup(text.replace("<svg", '<svg style="max-width:100%;height:auto;stroke-linejoin:round;background:white"', 1))

@@ -207,7 +207,7 @@ def _added(chunk: DrawnChunk, some: str, none: str) -> str:
 
 
 # ---- picture ---------------------------------------------------------------------------------------------------------
-# Pictures of models that think: the Thinking-States picture, and the thoughts within trees and timelines.
+# Pictures of Thinking-States models: the Thinking-States picture, and the thoughts within trees and timelines.
 
 ThoughtWords = tuple[str, ...]
 

@@ -18,7 +18,7 @@ from replaylens.engine.gradients.attribution import one_for_each
 from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.edits import Edit, Positions
 from replaylens.engine.request.placed import drawn
-from replaylens.engine.request.values import integer, items, shown, verb, whole
+from replaylens.engine.request.values import as_int, as_list, integer, short_repr, verb
 from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.request import chosen
 from replaylens.engine.terminal import hidden
@@ -42,13 +42,13 @@ def chosen_heads(engine: Core, heads: Any, layers: Sequence[int] | None = None) 
     config = engine.config
     if heads is True:
         heads = range(config.num_heads)
-    given = items("heads", heads, FORMS)
+    given = as_list("heads", heads, FORMS)
     where = range(config.num_layers) if layers is None else layers
     if given and all(integer(each) is not None for each in given):
-        numbers = [whole("heads", each, 0, config.num_heads - 1) for each in given]
+        numbers = [as_int("heads", each, 0, config.num_heads - 1) for each in given]
         return [(layer, head) for layer in where for head in dict.fromkeys(numbers)]
     if layers is not None and given:
-        raise BadRequest(f"layers was given with heads={shown(heads)}, which name their layers. Leave one of the two out.")
+        raise BadRequest(f"layers was given with heads={short_repr(heads)}, which name their layers. Leave one of the two out.")
     found = [pair_of("heads", pair, config.num_layers, config.num_heads) for pair in given]
     if not found:
         raise BadRequest(f"heads is empty. Give {FORMS}.")
@@ -58,15 +58,15 @@ def chosen_heads(engine: Core, heads: Any, layers: Sequence[int] | None = None) 
 def pair_of(name: str, pair: Any, layers: int, count: int) -> tuple[int, int]:
     """A (layer, number) pair."""
     if not isinstance(pair, tuple | list) or len(pair) != 2:
-        raise BadRequest(f"Invalid {name}: {shown(pair)} is not a pair. Give (layer, number) pairs.")
-    return whole(f"{name} (layer)", pair[0], 0, layers - 1), whole(name, pair[1], 0, count - 1)
+        raise BadRequest(f"Invalid {name}: {short_repr(pair)} is not a pair. Give (layer, number) pairs.")
+    return as_int(f"{name} (layer)", pair[0], 0, layers - 1), as_int(name, pair[1], 0, count - 1)
 
 
 def chosen_layers(layers: Any, count: int) -> list[int]:
     """Layer numbers below `count`; None: all. BadRequest if there are none."""
     if layers is None:
         return list(range(count))
-    found = [whole("layers", layer, 0, count - 1) for layer in items("layers", layers, "a list of layers")]
+    found = [as_int("layers", layer, 0, count - 1) for layer in as_list("layers", layers, "a list of layers")]
     if not found:
         raise BadRequest("layers is empty. Give at least one layer, or leave it out for all.")
     return list(dict.fromkeys(found))
@@ -126,16 +126,16 @@ def units_of(engine: Core, heads: HeadChoice, neurons: Any, directions: Any, exp
     made = []
     for layer, head in [] if heads is False else chosen_heads(engine, heads):
         made.append(Unit("head", layer, head, f"L{layer}H{head}", resolve(f"blocks.{layer}.attn.hook_z")))
-    for pair in items("neurons", neurons, "(layer, neuron) pairs"):
+    for pair in as_list("neurons", neurons, "(layer, neuron) pairs"):
         layer, neuron = pair_of("neurons", pair, config.num_layers, config.d_mlp)
         own = torch.zeros(config.d_mlp, dtype=torch.float32)
         own[neuron] = 1.0
         made.append(Unit("neuron", layer, neuron, f"L{layer}N{neuron}", resolve(f"blocks.{layer}.mlp.hook_post"), own))
     streams = engine.sites.per_layer("S")
-    for number, pair in enumerate(items("directions", directions, "(layer, vector) pairs")):
+    for number, pair in enumerate(as_list("directions", directions, "(layer, vector) pairs")):
         layer, vector = _direction(pair, len(streams), config.d_model)
         made.append(Unit("direction", layer, number, f"L{layer}D{number}", streams[layer], vector))
-    made += [_expert(engine, pair) for pair in items("experts", experts, "(layer, expert) pairs")]
+    made += [_expert(engine, pair) for pair in as_list("experts", experts, "(layer, expert) pairs")]
     if not made:
         raise BadRequest("Nothing to ablate. Give heads=True, or some heads, neurons, directions or experts.")
     return made
@@ -152,12 +152,12 @@ def _expert(engine: Core, pair: Any) -> Unit:
 def _direction(pair: Any, layers: int, width: int) -> tuple[int, Tensor]:
     """(layer, vector of length 1)"""
     if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
-        raise BadRequest(f"Invalid directions: {shown(pair)} is not a pair. Give (layer, vector) pairs.")
-    layer = whole("directions (layer)", pair[0], 0, layers - 1)
+        raise BadRequest(f"Invalid directions: {short_repr(pair)} is not a pair. Give (layer, vector) pairs.")
+    layer = as_int("directions (layer)", pair[0], 0, layers - 1)
     try:
         vector = torch.as_tensor(pair[1]).detach().float().cpu()
     except (TypeError, ValueError, RuntimeError):  # text, ragged lists
-        raise BadRequest(f"Invalid direction {shown(pair[1])}. Give {width} numbers, not all zero.") from None
+        raise BadRequest(f"Invalid direction {short_repr(pair[1])}. Give {width} numbers, not all zero.") from None
     length = float(vector.norm())
     if vector.shape != (width,) or not 0 < length < float("inf"):
         raise BadRequest(f"Invalid direction of shape {tuple(vector.shape)}. Give {width} finite numbers, not all zero.")
@@ -273,8 +273,10 @@ def ablate(
     (torch.Size([16, 2]), True)
     """
     if not isinstance(how, str) or how not in ("zero", "mean", "resample"):
-        raise BadRequest(f"Unknown how={shown(how)}. Known: zero, mean, resample.")
-    paths = [engine.tokens_of(prompt) for prompt in items("prompts", prompts, "a list of prompts (texts, token ids or chats)")]
+        raise BadRequest(f"Unknown how={short_repr(how)}. Known: zero, mean, resample.")
+    paths = [
+        engine.tokens_of(prompt) for prompt in as_list("prompts", prompts, "a list of prompts (texts, token ids or chats)")
+    ]
     if not paths:
         raise BadRequest("No prompts. Give at least one.")
     units = units_of(engine, heads, neurons, directions, experts)

@@ -16,7 +16,7 @@ from torch import Tensor
 from replaylens.engine.display import visible
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.text import Prompt
-from replaylens.engine.request.values import integer, shown, verb, whole
+from replaylens.engine.request.values import as_int, integer, short_repr, verb
 from replaylens.engine.serving.core import Core
 from replaylens.views.html import fragment, tag, void
 from replaylens.views.maps import draw
@@ -77,9 +77,9 @@ class AttentionResult:
     def grid(self, layer: int, head: int, first: bool = True) -> Grid:
         """One pattern, queries from top to bottom. `first=False` hides the first token, on which much attention often rests."""
         if integer(layer) not in self.layers:
-            raise BadRequest(f"Invalid layer={shown(layer)}. This result has layers {', '.join(map(str, self.layers))}.")
+            raise BadRequest(f"Invalid layer={short_repr(layer)}. This result has layers {', '.join(map(str, self.layers))}.")
         at = self.layers.index(int(layer))
-        p = self.pattern[at, whole("head", head, 0, self.pattern.shape[1] - 1)].numpy()
+        p = self.pattern[at, as_int("head", head, 0, self.pattern.shape[1] - 1)].numpy()
         hidden = np.where(np.tril(np.ones_like(p, dtype=bool)), p, np.nan)
         if not first:
             hidden[:, 0] = np.nan

@@ -14,7 +14,7 @@ from torch import Tensor
 from replaylens.engine.display import picture
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.text import Prompt
-from replaylens.engine.request.values import instance, items, verb, whole
+from replaylens.engine.request.values import as_instance, as_int, as_list, verb
 from replaylens.engine.serving.core import Core
 from replaylens.probes.intervals import Estimate, difference_over_groups
 from replaylens.workbench.drawing import Grid, paragraph, plain, view, words
@@ -87,7 +87,7 @@ class CompareResult:
 
     def plot(self, text: int = 0) -> Figure:
         """One text: change of loss and KL divergence above, differences of activations below, layers by tokens."""
-        chosen = self.texts[whole("text", text, 0, len(self.texts) - 1)]
+        chosen = self.texts[as_int("text", text, 0, len(self.texts) - 1)]
         count, sites = len(chosen.tokens), chosen.difference
         heights = [1.6, *(0.6 + 0.16 * len(values) for values in sites.values())]
         made = picture(min(2.6 + 0.3 * count, 24), sum(heights) + 1.4)
@@ -136,11 +136,11 @@ def compare(engine_a: Core, engine_b: Core, texts: Sequence[Prompt], *, sites: s
     0.0
     """
     for name, engine in (("engine_a", engine_a), ("engine_b", engine_b)):
-        instance(name, engine, Core, "an engine")
+        as_instance(name, engine, Core, "an engine")
     require_one_vocabulary(engine_a, engine_b)
     letters = _letters(engine_a, engine_b, sites)
     found = []
-    for number, text in enumerate(items("texts", texts, "a list of texts")):
+    for number, text in enumerate(as_list("texts", texts, "a list of texts")):
         path = engine_a.tokens_of(text)
         if len(path) < 2:
             raise BadRequest(f"Text {number} has one token, and nothing follows that could be predicted. Give longer texts.")
@@ -154,7 +154,9 @@ def compare(engine_a: Core, engine_b: Core, texts: Sequence[Prompt], *, sites: s
 
 def _letters(engine_a: Core, engine_b: Core, sites: str) -> tuple[str, ...]:
     """The chosen sites; BadRequest if their shapes differ."""
-    letters = tuple(dict.fromkeys(instance("sites", sites, str, "letters among S, T and C").replace(",", "").replace(" ", "")))
+    letters = tuple(
+        dict.fromkeys(as_instance("sites", sites, str, "letters among S, T and C").replace(",", "").replace(" ", ""))
+    )
     if set(letters) - set("STC"):
         raise BadRequest(f"Invalid sites={sites!r}. Give letters among S, T and C, or '' for predictions only.")
     shape = lambda engine: (engine.config.num_layers, engine.config.d_model)  # noqa: E731

@@ -20,7 +20,7 @@ from replaylens.engine.gradients.gradients import LogitDifference
 from replaylens.engine.model.decoder import Block, Mlp
 from replaylens.engine.model.layers import Linear, Norm
 from replaylens.engine.model.text import Prompt
-from replaylens.engine.request.values import shown, verb
+from replaylens.engine.request.values import short_repr, verb
 from replaylens.engine.serving.core import Core
 from replaylens.engine.thinking.core import ThinkingCore
 from replaylens.probes.report import bars
@@ -137,14 +137,16 @@ def dla(engine: Core, prompt: Prompt, metric: MetricTokens | LogitDifference, *,
     (True, True)
     """
     if not isinstance(by, str) or by not in ("layer", "head", "neuron"):
-        raise BadRequest(f"Unknown by={shown(by)}. Known: layer, head, neuron.")
+        raise BadRequest(f"Unknown by={short_repr(by)}. Known: layer, head, neuron.")
     if isinstance(engine, ThinkingCore):
-        raise BadRequest("The logits of a model that thinks are not a sum over its layers. Use a plain model, or patch.")
+        raise BadRequest("The logits of a Thinking-States model are not a sum over its layers. Use a plain model, or patch.")
     if by == "neuron" and engine.config.mixture is not None:
         raise BadRequest("by='neuron' was given for a mixture of experts, whose rows go to different neurons. Use by='layer'.")
     difference = LogitDifference(*metric) if isinstance(metric, list | tuple) and len(metric) == 2 else metric
     if not isinstance(difference, LogitDifference):
-        raise BadMetric(f"Invalid metric={shown(metric)}. Only logit differences are sums over parts: give a pair of tokens.")
+        raise BadMetric(
+            f"Invalid metric={short_repr(metric)}. Only logit differences are sums over parts: give a pair of tokens."
+        )
     if isinstance(prompt, list | tuple) and prompt and all(isinstance(each, str | list | tuple) for each in prompt):
         raise BadRequest(f"{len(prompt)} prompts were given, but dla takes one at a time. Call it for each of them.")
     measure, read = Metric.of(engine, difference), _Read(engine, by)

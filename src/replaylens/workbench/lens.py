@@ -17,7 +17,7 @@ from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.features.rows import FeatureRows
 from replaylens.engine.lens.lens import TunedLens, read_ranked
 from replaylens.engine.model.text import Prompt
-from replaylens.engine.request.values import instance, items, verb
+from replaylens.engine.request.values import as_instance, as_list, verb
 from replaylens.engine.serving.core import Core
 from replaylens.views.data import layer_name
 from replaylens.workbench.drawing import Grid, figure, view, words
@@ -173,9 +173,9 @@ def lens(
     (' tails', torch.Size([5, 15]))
     """
     target = None if token is None else engine.token_ids_of([token])[0]
-    own = [features] if isinstance(features, SparseFeatures) else items("features", features, "sparse features")
+    own = [features] if isinstance(features, SparseFeatures) else as_list("features", features, "sparse features")
     for each in own:
-        instance("features", each, SparseFeatures, "the result of SparseFeatures.load").require(engine)
+        as_instance("features", each, SparseFeatures, "the result of SparseFeatures.load").require(engine)
     spec = engine.capture_spec("Z", top_k=top_k, lens=tuned).lens
     assert spec is not None
     branch = engine.prompt(text, sites=[*spec.sites, *(each.site_in(engine) for each in own)])

@@ -17,7 +17,7 @@ from replaylens.engine.errors import BadRequest
 from replaylens.engine.gradients.attribution import Prompts, common_words, each_pair, pairs_of, require_one_length, t_interval
 from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.edits import Edit
-from replaylens.engine.request.values import instance, items, shown, verb, whole
+from replaylens.engine.request.values import as_instance, as_int, as_list, short_repr, verb
 from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.request import At, chosen
 from replaylens.workbench.ablate import HeadChoice, chosen_heads, chosen_layers, pair_of
@@ -44,7 +44,7 @@ class Aligned:
     def of(cls, engine: Core, clean: Any, corrupt: Any, direction: Direction, align: Align, positions: At = None) -> Aligned:
         """The pairs at the chosen positions of the base; BadRequest if lengths differ and nothing says what corresponds."""
         if direction not in ("denoise", "noise"):
-            raise BadRequest(f"Unknown direction {shown(direction)}. Known: denoise, noise.")
+            raise BadRequest(f"Unknown direction {short_repr(direction)}. Known: denoise, noise.")
         first, second = engine.tokens_of(clean), engine.tokens_of(corrupt)
         pairs = _pairs(engine, first, second, align)
         if direction == "denoise":
@@ -53,7 +53,7 @@ class Aligned:
         asked = set(chosen(positions, len(first)))
         kept = tuple(sorted(pair for pair in pairs if pair[0] in asked))
         if not kept:
-            raise BadRequest(f"positions={shown(positions)} has no counterpart in the other prompt. Give other positions.")
+            raise BadRequest(f"positions={short_repr(positions)} has no counterpart in the other prompt. Give other positions.")
         return cls(first, second, kept)
 
     @property
@@ -80,13 +80,13 @@ def _pairs(engine: Core, clean: list[int], corrupt: list[int], align: Align) -> 
     if isinstance(align, str):
         return _named(engine, clean, corrupt, align)
     found = []
-    for pair in items("align", align, FORMS):
+    for pair in as_list("align", align, FORMS):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise BadRequest(f"Invalid align: {shown(pair)} is not a pair. Give {FORMS}.")
-        here, there = (whole("align", p, -n, n - 1) % n for p, n in zip(pair, lengths, strict=True))
+            raise BadRequest(f"Invalid align: {short_repr(pair)} is not a pair. Give {FORMS}.")
+        here, there = (as_int("align", p, -n, n - 1) % n for p, n in zip(pair, lengths, strict=True))
         found.append((here, there))
     if not found or any(len({pair[side] for pair in found}) < len(found) for side in (0, 1)):
-        raise BadRequest(f"Invalid align={shown(align)}. Give at least one pair, and each position only once.")
+        raise BadRequest(f"Invalid align={short_repr(align)}. Give at least one pair, and each position only once.")
     return found
 
 
@@ -97,7 +97,7 @@ def _named(engine: Core, clean: list[int], corrupt: list[int], name: str) -> lis
     if name == "end":
         return [(len(clean) - i, len(corrupt) - i) for i in range(shorter, 0, -1)]
     if not name.startswith("text:") or name == "text:":
-        raise BadRequest(f"Unknown align={shown(name)}. Give {FORMS}.")
+        raise BadRequest(f"Unknown align={short_repr(name)}. Give {FORMS}.")
     substring = name.removeprefix("text:")
     ends = [ends_of(substring, words(engine, path)) for path in (clean, corrupt)]
     if not ends[0] or len(ends[0]) != len(ends[1]):
@@ -344,7 +344,7 @@ def patch(
 
 def _other(engine: Core, source: Any, names: Sequence[str]) -> Core:
     """The model that activations come from; BadRequest if its tokens or the shapes of the sites differ."""
-    other = instance("source", source, Core, "an engine")
+    other = as_instance("source", source, Core, "an engine")
     require_one_vocabulary(engine, other)
     for name in names:
         shapes = [each.sites.sites[name].shape if name in each.sites.sites else None for each in (engine, other)]
@@ -371,7 +371,7 @@ def _cells(
     count = engine.config.num_layers
     if heads is not False:
         return {"heads": chosen_heads(engine, heads, None if layers is None else chosen_layers(layers, count))}
-    given = instance("sites", sites, str, "letters among S, T and C")
+    given = as_instance("sites", sites, str, "letters among S, T and C")
     letters = [letter for letter in given.replace(",", "").replace(" ", "")]
     if not letters or set(letters) - set("STC"):
         raise BadRequest(f"Invalid sites={sites!r}. Give letters among S, T and C, or heads=True.")
@@ -485,9 +485,9 @@ def _receivers(engine: Core, receivers: Sequence[tuple[int, int]], into: Into) -
         raise BadRequest(f"into={into!r}: latent attention computes no keys and values of heads. Use into='q'.")
     group = 1 if into == "q" else config.num_heads // config.num_kv_heads
     made = []
-    for pair in items("receivers", receivers, "(layer, head) pairs, or 'logits'"):
+    for pair in as_list("receivers", receivers, "(layer, head) pairs, or 'logits'"):
         layer, head = pair_of("receivers", pair, config.num_layers, config.num_heads)
-        whole("receivers (layer)", layer, 1)
+        as_int("receivers (layer)", layer, 1)
         made.append((layer, engine.sites.resolve(f"blocks.{layer}.attn.hook_{into}"), head // group))
     if not made:
         raise BadRequest("No receivers. Give (layer, head) pairs, or 'logits'.")

@@ -14,7 +14,7 @@ from torch import Tensor
 from replaylens.engine.errors import BadRequest, NotCaptured
 from replaylens.engine.model.sites import WEIGHTS_SITE
 from replaylens.engine.model.text import Prompt
-from replaylens.engine.request.values import items, verb, whole
+from replaylens.engine.request.values import as_int, as_list, verb
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
 from replaylens.workbench.drawing import Grid, figure, view, words
@@ -165,8 +165,8 @@ def _chosen(engine: Core, layers: Sequence[int] | None) -> list[int]:
     sparse = [layer for layer in range(engine.config.num_layers) if engine.config.sparse(layer)]
     if layers is None:
         return sparse
-    given = items("layers", layers, "a list of layers")
-    found = [whole("layers", layer, 0, engine.config.num_layers - 1) for layer in given]
+    given = as_list("layers", layers, "a list of layers")
+    found = [as_int("layers", layer, 0, engine.config.num_layers - 1) for layer in given]
     if not found or (dense := [layer for layer in found if layer not in sparse]):
         what = f"Layer {dense[0]} has an MLP" if found else "layers is empty"
         raise BadRequest(f"{what}. Give layers with a mixture of experts: {', '.join(map(str, sparse))}.")

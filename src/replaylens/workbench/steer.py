@@ -18,8 +18,8 @@ from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import items, verb
-from replaylens.engine.request.values import number as finite
+from replaylens.engine.request.values import as_float as finite
+from replaylens.engine.request.values import as_list, verb
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
 from replaylens.probes.probe import LinearProbe
@@ -109,12 +109,12 @@ def steer(
 
     All continuations are generated together.
     """
-    prompts = items("prompts", prompts, "a list of prompts (texts, token ids or chats)")
+    prompts = as_list("prompts", prompts, "a list of prompts (texts, token ids or chats)")
     paths = [engine.tokens_of(prompt) for prompt in prompts]
     texts = [each if isinstance(each, str) else engine.text.decode(path) for each, path in zip(prompts, paths, strict=True)]
     streams = engine.sites.per_layer("S")
     chosen = chosen_layers(layers, len(streams))
-    factors = [finite("strengths", each, BadRequest) for each in items("strengths", strengths, "a list of numbers")]
+    factors = [finite("strengths", each, BadRequest) for each in as_list("strengths", strengths, "a list of numbers")]
     if not paths or not factors:
         raise BadRequest("There is nothing to steer. Give at least one prompt and one strength.")
     vectors = _vectors(engine, vector, chosen)
@@ -181,7 +181,8 @@ def _last_rows(engine: Core, texts: list[Prompt], layers: list[int]) -> dict[int
 
 def _readings(engine: Core, roots: list[Branch], made: list[tuple[int, Branch]]) -> list[tuple[float, float]]:
     """Of each branch's generated tokens: their perplexity under the model without edits, and the mean KL divergence of the
-    steered next-token distributions from those of that model. Tokens are forced after the prompt, as a model that thinks needs.
+    steered next-token distributions from those of that model. Tokens are forced after the prompt, as a Thinking-States model
+    needs.
 
     made  (number of its prompt, branch)
     """

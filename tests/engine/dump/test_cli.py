@@ -220,7 +220,8 @@ def test_verify_with_another_model(reference: Dump, model_folder: Path, tmp_path
 
 
 def test_the_embedded_model_that_made_a_dump_is_found(tmp_path: Path, reference: Dump, copy: Path) -> None:
-    """Finds also a model that thinks. If the model is not embedded, the command asks for --model but still checks the files."""
+    """Finds also a Thinking-States model. If the model is not embedded, the command asks for --model but still checks the
+    files."""
     words = ["dump", "--model", "coin-thinking", "--n", 2, "--knob", "flips=1", "--sites", "S", "--quiet"]
     assert run(*words, "--out", tmp_path / "thinking")[0] == 0
     code, out, _ = run("verify", tmp_path / "thinking", "--all", "--quiet")

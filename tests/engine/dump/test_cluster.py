@@ -20,7 +20,7 @@ from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.store import Store
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadRequest, ClusterFailed, DumpLocked, OtherFingerprint, SlowCluster
+from replaylens.engine.errors import BadRequest, ClusterFailed, DumpLocked, FingerprintMismatch, SlowCluster
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.tasks.task import AnyTask
@@ -227,7 +227,7 @@ def test_a_worker_with_other_bits_is_refused(model_folder: Path, reference: Dump
     manifest = reference.manifest
     other = {**vars(manifest.fingerprint), "device": "another processor"}
     worker = cluster.ShardWorker(str(model_folder), "{}")
-    with pytest.raises(OtherFingerprint, match="another processor"):
+    with pytest.raises(FingerprintMismatch, match="another processor"):
         worker.write(str(tmp_path), json.dumps({"plan": manifest.plan.to_json(), "fingerprint": other}), 0, 4)
     assert not list(tmp_path.iterdir())
 

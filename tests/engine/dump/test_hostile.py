@@ -170,12 +170,12 @@ def test_any_json_as_a_plan(raw: Any) -> None:
 )
 def test_hostile_plan_of_an_unfinished_dump(engine: Engine, planned: Planned, tmp_path: Path, change: tuple[str, Any]) -> None:
     writer = DumpWriter(tmp_path, planned(), engine.fingerprint)
-    assert writer.head.create()
+    assert writer.plan_file.create()
     raw = json.loads((tmp_path / "plan.json").read_text())
     set_at(*change)(raw)
     (tmp_path / "plan.json").write_text(json.dumps(raw))
     with pytest.raises(BadDump, match=r"plan\.json is"):
-        writer.head.check()
+        writer.plan_file.check()
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ import torch
 from replaylens import Engine
 from replaylens.engine.dump.content import Content
 from replaylens.engine.dump.maker import ShardMaker, write_dump
-from replaylens.engine.dump.manifest import Head
+from replaylens.engine.dump.manifest import PlanFile
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.writer import Salvage
+from replaylens.engine.dump.writer import ManifestRepair
 from replaylens.engine.errors import BadDump, ReplayMismatch, UnfinishedDump
 from tests.engine.dump.damage import flip_bit
 
@@ -54,9 +54,9 @@ def test_a_repair_begun_without_digests_of_shards(
 ) -> None:
     """plan.json of an older version names the digest of the whole only: no shard of a wrong whole counts as done."""
     flip_bit(copy / DAMAGED)
-    rewrite = Head.rewrite
+    rewrite = PlanFile.rewrite
     with monkeypatch.context() as patch:
-        patch.setattr(Head, "rewrite", lambda self, digest, shards: rewrite(self, digest))
+        patch.setattr(PlanFile, "rewrite", lambda self, digest, shards: rewrite(self, digest))
         patch.setattr(ShardMaker, "make", _with_a_flipped_bit(ShardMaker.make, 0))
         with pytest.raises(ReplayMismatch, match=f"before, it was {reference.digest}"):
             write_dump(engine, planned(), copy, resume=True)
@@ -175,18 +175,18 @@ def _rebuilt(engine: Engine, planned: Planned, reference: Dump, copy: Path) -> N
 def test_an_entry_that_stands_twice_vouches_for_nothing(engine: Engine, planned: Planned, reference: Dump, copy: Path) -> None:
     """One of the two is another shard's: neither its hash nor its digest is expected of the repair."""
     raw = (copy / "manifest.json").read_bytes().replace(b"shard-00001.safetensors", b"shard-00000.safetensors")
-    salvage = Salvage(reference.files.store, raw, planned(), engine.fingerprint)
-    assert [number for number, *_ in salvage.shards(ShardMaker(engine, planned()).sites)] == [2]
-    assert salvage.digests({})[1] == {2: reference.manifest.shards[2].digest}
+    repair = ManifestRepair(reference.files.store, raw, planned(), engine.fingerprint)
+    assert [number for number, *_ in repair.shards(ShardMaker(engine, planned()).sites)] == [2]
+    assert repair.digests({})[1] == {2: reference.manifest.shards[2].digest}
 
 
 def test_what_a_file_holds_counts_more_than_what_its_entry_says(engine: Engine, planned: Planned, reference: Dump) -> None:
     """A digest that was edited in the manifest: the one computed from the intact file is expected of the repair."""
     raw = Path(reference.url, "manifest.json").read_bytes()
     digests = [shard.digest for shard in reference.manifest.shards]
-    salvage = Salvage(reference.files.store, raw.replace(digests[0].encode(), b"0" * 64), planned(), engine.fingerprint)
-    assert salvage.digests({})[1][0] == "0" * 64
-    whole, shards = salvage.digests(dict(enumerate(digests)))
+    repair = ManifestRepair(reference.files.store, raw.replace(digests[0].encode(), b"0" * 64), planned(), engine.fingerprint)
+    assert repair.digests({})[1][0] == "0" * 64
+    whole, shards = repair.digests(dict(enumerate(digests)))
     assert whole == reference.digest and shards == dict(enumerate(digests))
 
 

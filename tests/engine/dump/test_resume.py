@@ -30,8 +30,8 @@ from replaylens.engine.errors import (
     DumpExists,
     DumpLocked,
     DumpWriteFailed,
-    OtherFingerprint,
-    OtherPlan,
+    FingerprintMismatch,
+    PlanMismatch,
     UnfinishedDump,
 )
 from replaylens.engine.model.decoder import Decoder
@@ -180,7 +180,7 @@ def test_real_limit_on_files(engine: Engine, planned: Planned, tmp_path: Path) -
 def test_existing_dumps_are_not_overwritten(engine: Engine, planned: Planned, copy: Path) -> None:
     with pytest.raises(DumpExists, match="a finished dump"):
         write_dump(engine, planned(), copy)
-    with pytest.raises(OtherPlan, match="max_new"):
+    with pytest.raises(PlanMismatch, match="max_new"):
         write_dump(engine, planned(max_new=3), copy, resume=True)
 
 
@@ -224,7 +224,7 @@ def test_files_of_the_user_stay(
 ) -> None:
     """Whether the dump is finished or fails early, it removes only files that writers make, those of killed ones included."""
     left = ("manifest.json.77-0123abcd.tmp", "index.parquet.77-0123abcd.tmp", "shard-00001.safetensors.77-0123abcd.tmp")
-    assert dump_writer.DumpWriter(tmp_path, planned(), engine.fingerprint).head.create()
+    assert dump_writer.DumpWriter(tmp_path, planned(), engine.fingerprint).plan_file.create()
     for name in (*MINE, *left):
         (tmp_path / name).write_text("mine")
     if fails:
@@ -243,7 +243,7 @@ def test_files_of_the_user_stay(
 def test_files_of_the_user_that_look_like_locks_stay(engine: Engine, planned: Planned, reference: Dump) -> None:
     """On a store without flock, where claims on locks are files too."""
     store, mine = Store("memory://like-locks"), ("lock-Notes", "takeover-Notes", "takeover-notes")
-    assert dump_writer.DumpWriter(store.url, planned(), engine.fingerprint).head.create()
+    assert dump_writer.DumpWriter(store.url, planned(), engine.fingerprint).plan_file.create()
     for name in mine:
         store.fs.pipe_file(f"{store.root}/{name}", b"mine")
     assert write_dump(engine, planned(), store.url, resume=True) is not None
@@ -376,13 +376,13 @@ def test_resume_with_other_options_or_weights(
     assert write_dump(engine, planned(), tmp_path, part=(0, 2)) is None
     with pytest.raises(DumpExists, match="an unfinished dump"):
         write_dump(engine, planned(), tmp_path)
-    with pytest.raises(OtherPlan, match=r"drafter: tree here, lens there"):
+    with pytest.raises(PlanMismatch, match=r"drafter: tree here, lens there"):
         write_dump(engine, planned(drafter="tree"), tmp_path, resume=True)
     other = Decoder(model.config)
     other.load_state_dict(model.state_dict())
     other.requires_grad_(False).embed.view(-1).view(dtype=__import__("torch").int32)[7] ^= 1
     changed = Engine(other, tokenizer)
-    with pytest.raises(OtherFingerprint, match="weights"):
+    with pytest.raises(FingerprintMismatch, match="weights"):
         write_dump(changed, planned(engine=changed), tmp_path, resume=True)
 
 
@@ -621,7 +621,7 @@ def test_two_writers_of_one_file_do_not_mix(tmp_path: Path) -> None:
 def test_what_killed_writers_left_incomplete_is_removed(engine: Engine, planned: Planned, tmp_path: Path) -> None:
     """When their part is begun again. Files of other parts stay: their writer may live."""
     writer = dump_writer.DumpWriter(tmp_path, planned(), engine.fingerprint)
-    assert writer.head.create()
+    assert writer.plan_file.create()
     for name in ("shard-00000.safetensors.77-ab.tmp", "part-00001.json.77-ab.tmp", "part-00002.parquet.tmp"):
         (tmp_path / name).write_bytes(b"half")
     with writer.writing((0, 2), resume=False):

@@ -26,7 +26,7 @@ from replaylens.engine.dump.store import Store
 from replaylens.engine.dump.verify import verify
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, DumpWriteFailed, EngineError, StoreFailed
-from replaylens.engine.terminal import held_interrupt
+from replaylens.engine.terminal import defer_interrupt
 from tests.engine.dump.bucket import BucketFileSystem, NoCredentials
 
 Planned = Callable[..., DumpPlan]
@@ -249,7 +249,7 @@ def test_sigterm_waits_where_ctrl_c_does(request: pytest.FixtureRequest) -> None
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a worker of pytest-xdist ignores it
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     done = []
-    with pytest.raises(typer.Exit) as ended, reporting(), held_interrupt():
+    with pytest.raises(typer.Exit) as ended, reporting(), defer_interrupt():
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.05)
         done.append("whole")

@@ -13,7 +13,7 @@ from replaylens import Dump, Edit, Engine
 from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.plan import DumpPlan, ends_of
 from replaylens.engine.dump.verify import verify
-from replaylens.engine.errors import BadDump, BadRequest, NotCaptured, OtherPlan
+from replaylens.engine.errors import BadDump, BadRequest, NotCaptured, PlanMismatch
 from replaylens.tasks.texts import GivenTexts
 from tests.engine.dump.test_cli import run as command
 
@@ -72,7 +72,7 @@ def test_other_texts_are_another_dump(coin: Engine, dump: Dump, tmp_path: Path) 
     other = replace(plan, knobs=raw)
     (line,) = plan.differences(other)
     assert re.fullmatch(r"knobs: .*3 texts, SHA-256 .* here, .*3 texts, SHA-256 .* there", line) and len(line) < 200
-    with pytest.raises(OtherPlan, match="3 texts"):
+    with pytest.raises(PlanMismatch, match="3 texts"):
         write_dump(coin, other, dump.url, resume=True)
     assert DumpPlan.from_json(plan.to_json()) == plan != other
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from replaylens.engine.dump.manifest import Head, Manifest
+from replaylens.engine.dump.manifest import Manifest, PlanFile
 from replaylens.engine.dump.store import Store
 from replaylens.engine.dump.writer import DumpWriter
 from replaylens.engine.passes.products import Certificate
@@ -25,9 +25,9 @@ def test_a_manifest() -> None:
 
 def test_an_unfinished_dump() -> None:
     manifest = Manifest.from_bytes((DUMP / "manifest.json").read_bytes(), "here")
-    head = Head(Store(DUMP), manifest.plan, manifest.fingerprint)
-    head.check()
-    assert head.digest is None
+    plan_file = PlanFile(Store(DUMP), manifest.plan, manifest.fingerprint)
+    plan_file.check()
+    assert plan_file.digest is None
     part = DumpWriter(DUMP, manifest.plan, manifest.fingerprint).parts.entry(0)
     assert part is not None and part.shard == manifest.shards[0] and part.sites == manifest.sites
 

@@ -140,7 +140,7 @@ def test_captured_sites_without_a_gradient_are_left_out() -> None:
 
 
 def test_what_has_no_gradient() -> None:
-    """Hook functions, models that think, released branches, and calls from within a pass."""
+    """Hook functions, Thinking-States models, released branches, and calls from within a pass."""
     subject = engine()
     hooked = subject.prompt(PATH, hooks=[("blocks.0.hook_in", lambda value, hook: value)])
     with pytest.raises(errors.NoGradient, match="hook functions"):

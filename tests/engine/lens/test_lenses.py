@@ -1,4 +1,4 @@
-"""Unregistered tuned lenses raise the same error on plain models and on models that think."""
+"""Unregistered tuned lenses raise the same error on plain models and on Thinking-States models."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadRequest, BadTrace, BadWeights, OtherFingerprint
+from replaylens.engine.errors import BadRequest, BadTrace, BadWeights, FingerprintMismatch
 from replaylens.engine.lens import lens as readout
 from replaylens.engine.lens import lens as tuned
 from replaylens.engine.lens import lens as tuned_lens
@@ -68,7 +68,7 @@ def test_a_lens_changes_what_is_read_and_not_the_path(name: str) -> None:
 def test_a_lens_of_another_model_is_refused_and_not_kept() -> None:
     subject, other = engine(), Engine.load("coin-plain")
     lens = lens_for(other)
-    with pytest.raises(OtherFingerprint, match="another unembedding"):
+    with pytest.raises(FingerprintMismatch, match="another unembedding"):
         subject.capture_spec("Z", lens=lens)
     with pytest.raises(BadRequest, match="Add it with"):
         subject.lenses.of(other.capture_spec("Z", lens=lens).lens)
@@ -135,7 +135,7 @@ def test_a_lens_reads_through_the_final_norm_and_the_unembedding(part: str) -> N
         other.blocks[0].mlp.down.weight[0, 0] += 1
         assert lens.require(other) is lens
         other.get_parameter(part).view(-1)[-1] += 1e-3
-    with pytest.raises(OtherFingerprint, match="another unembedding"):
+    with pytest.raises(FingerprintMismatch, match="another unembedding"):
         lens.require(other)
 
 
@@ -154,6 +154,6 @@ def test_translators_are_added_to_the_identity_with_their_bias(rows: int) -> Non
 
 def test_only_lenses_of_the_engines_unembedding_are_made_known() -> None:
     subject, other = engine(), Engine(random_model(seed=5))
-    with pytest.raises(OtherFingerprint, match="another unembedding"):
+    with pytest.raises(FingerprintMismatch, match="another unembedding"):
         subject.lenses.add(lens_for(other))
     assert subject.lenses.add(lens_for(subject)) == lens_for(subject).digest

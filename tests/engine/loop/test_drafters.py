@@ -10,7 +10,7 @@ from replaylens.engine.errors import NonFinite
 from replaylens.engine.loop.commit import Verdict, judge
 from replaylens.engine.loop.drafters import Chains, DraftCall, ModelDrafter, NgramDrafter
 from replaylens.engine.loop.lane import Job, Statistics
-from replaylens.engine.memory.path import Past
+from replaylens.engine.memory.path import PathHistory
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes.runner import Runner
 from replaylens.engine.proof.certificates import certificate_for
@@ -127,7 +127,7 @@ def test_ngram_drafts_are_accepted_on_repetitive_text() -> None:
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=20), st.integers(1, 5))
 def test_ngram_repeats_what_followed_the_longest_latest_match(path: list[int], count: int) -> None:
-    ((chain,),) = NgramDrafter(3).propose([DraftCall(Past(path).path(len(path)), 0, count, Sampling(), [], 0)])
+    ((chain,),) = NgramDrafter(3).propose([DraftCall(PathHistory(path).path(len(path)), 0, count, Sampling(), [], 0)])
     matches = [
         (size, at)
         for size in (3, 2, 1)
@@ -213,7 +213,7 @@ def test_a_reproducible_drafter_proposes_the_same_in_any_batch(small: Decoder, d
 
 
 def drafts_after(drafter: ModelDrafter, path: list[int], branch: int, count: int = 4) -> list[int]:
-    ((chain,),) = drafter.propose([DraftCall(Past(list(path)).path(len(path)), 2, count, Sampling(), [], branch)])
+    ((chain,),) = drafter.propose([DraftCall(PathHistory(list(path)).path(len(path)), 2, count, Sampling(), [], branch)])
     return chain
 
 

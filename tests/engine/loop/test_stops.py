@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from replaylens.engine.loop.commit import Stops
-from replaylens.engine.memory.path import Past
+from replaylens.engine.memory.path import PathHistory
 from replaylens.engine.model.text import Text
 from replaylens.tasks.tokenizer import SPECIALS, WordTokenizer
 
@@ -106,7 +106,7 @@ def test_the_answers_are_those_of_the_whole_text(name: str, data: st.DataObject)
     for end in range(max(1, len(tokens) - 3), len(tokens) + 1):
         cut = data.draw(st.integers(0, 2))  # the last tokens may not be on the branch yet
         own, tail = tokens[:end][: end - cut], tokens[:end][end - cut :] if cut else []
-        past = Past([*prompt, *own])
+        past = PathHistory([*prompt, *own])
         found = finder.completed(tuple(stops), past.path(len(past.tokens), tail), len(prompt))
         assert found == oracle(text.decode, tuple(stops), tokens[:end]), (stops, tokens[:end])
 
@@ -124,7 +124,7 @@ def test_a_byte_fallback_that_turns_a_long_run_into_characters() -> None:
     text = byte_fallback()
     tokens = [*ids(text, "好" * 40), *ids(text, "x" * 200)]
     for end in range(1, len(tokens)):
-        past = Past(tokens[:end])
+        past = PathHistory(tokens[:end])
         for stops in (("好",), ("xx",), ("x" * 90,), ("\ufffd",)):
             found = Stops(text).completed(stops, past.path(end), 0)
             assert found == oracle(text.decode, stops, tokens[:end]), (end, stops)
@@ -141,7 +141,7 @@ def test_only_the_end_of_a_long_text_is_decoded(name: str, monkeypatch: pytest.M
         return decode(self, given)
 
     monkeypatch.setattr(Text, "decode", counted)
-    past = Past([plain] * 5000)
+    past = PathHistory([plain] * 5000)
     Stops(text).completed(("never said",), past.path(5000), 0)
     assert max(most) < 100
     most.clear()
@@ -155,5 +155,5 @@ def test_without_the_rules_for_starts_the_answers_differ() -> None:
     finder = Stops(text)
     finder._pieces = dict.fromkeys(range(264), "x")  # as if every token could start an end
     tokens = ids(text, "好" + "x" * 60)[1:]  # without its first byte, no byte of the run is a character
-    wrong = [end for end in range(1, len(tokens)) if finder.completed(("xx",), Past(tokens[:end]).path(end), 0)]
+    wrong = [end for end in range(1, len(tokens)) if finder.completed(("xx",), PathHistory(tokens[:end]).path(end), 0)]
     assert wrong and not any(oracle(text.decode, ("xx",), tokens[:end]) for end in wrong)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from replaylens import Engine
-from replaylens.engine.errors import BadRequest, BadWeights, OtherModel, UnsupportedModel
+from replaylens.engine.errors import BadRequest, BadWeights, ModelMismatch, UnsupportedModel
 from replaylens.engine.model import loading
 from replaylens.engine.model.config import ModelConfig, Rope
 from replaylens.engine.model.decoder import Decoder
@@ -91,7 +91,7 @@ def test_a_model_without_its_head_is_compared_up_to_the_final_norm(name: str) ->
     assert weights_hash(load(model, check=True)) == weights_hash(load(hugging_face(name)))
     norm = next(m for key, m in model.named_modules() if key in ("norm", "ln_f"))
     norm.register_forward_hook(_double)
-    with pytest.raises(OtherModel, match="the final norm"):
+    with pytest.raises(ModelMismatch, match="the final norm"):
         load(model, check=True)
 
 
@@ -108,7 +108,7 @@ def test_the_source_is_left_as_it_was(spoilt: bool) -> None:
     state = {key: x.clone() for key, x in model.state_dict().items()}
     modes, hooks = [m.training for m in model.modules()], _num_hooks(model)
     if spoilt:
-        with pytest.raises(OtherModel):
+        with pytest.raises(ModelMismatch):
             load(model, check=True)
     else:
         load(model, check=True)
@@ -163,7 +163,7 @@ def test_what_the_weights_do_not_show_is_found(plant: str) -> None:
     name, change, stage = LIVE[plant]
     model = own(name)
     change(model)
-    with pytest.raises(OtherModel, match=stage.replace("(", r"\(")) as caught:
+    with pytest.raises(ModelMismatch, match=stage.replace("(", r"\(")) as caught:
         Engine.load(model)
     assert caught.value.stage.startswith(stage) and caught.value.difference > 1e-5
     Engine.load(model, check=False)
@@ -180,7 +180,7 @@ def test_behind_a_bridge_too(dtype: torch.dtype) -> None:
             module._buffers["inv_freq"] = frequencies
     load(spoilt, check=True)
     spoilt.original_model.model.layers[1].register_forward_hook(_double)
-    with pytest.raises(OtherModel, match="block 1"):
+    with pytest.raises(ModelMismatch, match="block 1"):
         Engine.load(spoilt)
 
 
@@ -220,7 +220,7 @@ def test_a_wrong_translation_of_a_config_is_found(
     monkeypatch.setattr(loading, "_with_its_head", wrong)
     for each in (hugging_face(name), folder(name)):
         load(each)  # the control: no other check notices
-        with pytest.raises(OtherModel, match=stage):
+        with pytest.raises(ModelMismatch, match=stage):
             load(each, check=True)
 
 
@@ -229,7 +229,7 @@ def test_a_head_that_is_taken_for_the_embedding_is_found(monkeypatch: pytest.Mon
     _replace_head(model)
     monkeypatch.setattr(loading, "_with_its_head", lambda config, *_: config)
     load(model)
-    with pytest.raises(OtherModel, match="the final norm or the unembedding"):
+    with pytest.raises(ModelMismatch, match="the final norm or the unembedding"):
         load(model, check=True)
 
 
@@ -240,7 +240,7 @@ def test_whole_numbers_that_are_taken_for_weights_are_found(monkeypatch: pytest.
     state = {**model.state_dict(), name: (model.state_dict()[name] * 100).round()}
     monkeypatch.setattr(model, "state_dict", lambda: state)
     load(model)
-    with pytest.raises(OtherModel, match="block 1"):
+    with pytest.raises(ModelMismatch, match="block 1"):
         load(model, check=True)
 
 

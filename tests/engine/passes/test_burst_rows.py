@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from replaylens.engine.passes import bursts
-from replaylens.engine.passes.bursts import ENOUGH, BurstRows, StepBlock, piles
-from replaylens.engine.passes.transfer import Shipment
+from replaylens.engine.passes.bursts import ENOUGH, BurstRows, StepBlock, step_buffers
+from replaylens.engine.passes.transfer import PendingRows
 from replaylens.engine.request.capture import Chunk, Recording
 
 SITES = ("blocks.0.hook_out", "blocks.1.hook_out")
@@ -24,21 +24,21 @@ def burst_of_three(enough: int) -> tuple[BurstRows, torch.Tensor]:
     burst = BurstRows(3, lambda rows: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bursts, "ENOUGH", enough)
-        found = piles(HELD, row_bytes=2 * 4 * 4)
+        found = step_buffers(HELD, row_bytes=2 * 4 * 4)
     for each in found:
         for step in each.steps:
             assert each.add(step, [(SITES, values[:, :, step])]) == (step == each.steps[-1])
-        burst.blocks["host"].append(StepBlock(Shipment(each.groups, 0), each.held, len(each.steps)))
+        burst.blocks["host"].append(StepBlock(PendingRows(each.groups, 0), each.held, len(each.steps)))
     return burst, values
 
 
 def test_steps_with_the_same_requests_travel_together() -> None:
-    assert [(p.steps, p.held) for p in piles(HELD, 1)] == [(range(3), range(3)), (range(3, 5), [1, 2])]
-    one_by_one = piles(HELD, ENOUGH)
+    assert [(p.steps, p.held) for p in step_buffers(HELD, 1)] == [(range(3), range(3)), (range(3, 5), [1, 2])]
+    one_by_one = step_buffers(HELD, ENOUGH)
     assert [p.steps for p in one_by_one] == [range(i, i + 1) for i in range(STEPS)]
-    assert [p.steps for p in piles([[], [0], [], [0], [0]], 1)] == [range(1, 2), range(3, 5)]
-    assert [(p.steps, p.held) for p in piles([[0], [1], [1]], 1)] == [(range(1), [0]), (range(1, 3), [1])]
-    assert max(len(p.steps) for p in piles([range(1)] * 99, ENOUGH // 7)) == 7
+    assert [p.steps for p in step_buffers([[], [0], [], [0], [0]], 1)] == [range(1, 2), range(3, 5)]
+    assert [(p.steps, p.held) for p in step_buffers([[0], [1], [1]], 1)] == [(range(1), [0]), (range(1, 3), [1])]
+    assert max(len(p.steps) for p in step_buffers([range(1)] * 99, ENOUGH // 7)) == 7
 
 
 @pytest.mark.parametrize("enough", [1, 200, ENOUGH])
@@ -79,7 +79,7 @@ def test_keys_are_padded_as_in_the_whole() -> None:
 def test_lost_rows_stay_with_their_burst() -> None:
     """When few views are left, the others move out before the next burst; what was lost must not end that one."""
     burst, _ = burst_of_three(ENOUGH)
-    lost = Shipment([(SITES, torch.zeros(2, 2, 4))], 1)
+    lost = PendingRows([(SITES, torch.zeros(2, 2, 4))], 1)
     lost.landed(MemoryError("no room for rows"))
     burst.blocks["host"].append(StepBlock(lost, [1, 2], 1))
     view = burst.view(1, "host", {site: site for site in SITES})

@@ -13,20 +13,20 @@ import torch
 from replaylens.engine import terminal
 from replaylens.engine.passes import graphs as module
 from replaylens.engine.passes.graphs import kept, recorded
-from replaylens.engine.terminal import held_collector
+from replaylens.engine.terminal import pause_collector
 
 
 def test_the_collector_is_as_before_afterwards() -> None:
     assert gc.isenabled()
-    with pytest.raises(ZeroDivisionError), held_collector():
-        with held_collector():
+    with pytest.raises(ZeroDivisionError), pause_collector():
+        with pause_collector():
             assert not gc.isenabled()
         assert not gc.isenabled()
         raise ZeroDivisionError
     assert gc.isenabled()
     gc.disable()
     try:
-        with held_collector():
+        with pause_collector():
             pass
         assert not gc.isenabled()
     finally:
@@ -39,7 +39,7 @@ def test_threads_whose_recordings_overlap() -> None:
     seen = []
 
     def first() -> None:
-        with held_collector():
+        with pause_collector():
             first_in.set()
             second_in.wait()
         seen.append(gc.isenabled())
@@ -47,7 +47,7 @@ def test_threads_whose_recordings_overlap() -> None:
 
     def second() -> None:
         first_in.wait()
-        with held_collector():
+        with pause_collector():
             second_in.set()
             first_out.wait()
 
@@ -70,7 +70,7 @@ def test_ctrl_c_leaves_the_collector_as_it_was(monkeypatch: pytest.MonkeyPatch) 
     ran, before = [], signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job
     monkeypatch.setattr(gc, "disable", pressed)
     try:
-        with pytest.raises(KeyboardInterrupt), held_collector():
+        with pytest.raises(KeyboardInterrupt), pause_collector():
             ran.append(True)
     finally:
         signal.signal(signal.SIGINT, before)
@@ -109,7 +109,7 @@ def test_garbage_does_not_break_a_recording(mechanism: bool, monkeypatch: pytest
                 torch.cuda.synchronize()
 
     if not mechanism:
-        monkeypatch.setattr(module, "held_collector", nullcontext)
+        monkeypatch.setattr(module, "pause_collector", nullcontext)
     x, before = torch.zeros(4, device="cuda"), gc.get_threshold()
 
     def step() -> torch.Tensor:

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadTrace, EngineError, NonFinite, OtherFingerprint, OutOfPages, ReplayMismatch
+from replaylens.engine.errors import BadTrace, EngineError, FingerprintMismatch, NonFinite, OutOfPages, ReplayMismatch
 from replaylens.engine.proof.trace import Trace, path_digest
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
@@ -182,7 +182,7 @@ def test_the_same_story_gives_the_same_bytes(told: tuple[Path, dict[str, str]], 
 
 def test_a_trace_of_another_model_is_refused(told: tuple[Path, dict[str, str]]) -> None:
     subject = engine(random_model(1))
-    with pytest.raises(OtherFingerprint, match=r"weights: \w+ here, \w+ there"):
+    with pytest.raises(FingerprintMismatch, match=r"weights: \w+ here, \w+ there"):
         subject.replay_trace(Trace.load(told[0]))
     assert subject.loop.lanes == {} and subject.tree.roots() == [], "before anything runs"
 

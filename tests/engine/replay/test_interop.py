@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadRequest, BadWeights, OtherFingerprint, UnknownSite
+from replaylens.engine.errors import BadRequest, BadWeights, FingerprintMismatch, UnknownSite
 from replaylens.engine.lens import lens as tuned_lens
 from replaylens.engine.lens.lens import TunedLens
 from replaylens.engine.model import loading
@@ -147,7 +147,7 @@ def test_tuned_lens_is_saved_with_its_unembedding(
     trained[1].save(tmp_path / "lens.safetensors")
     loaded = TunedLens.load(tmp_path / "lens.safetensors")
     assert loaded.digest == trained[1].digest and loaded.require(served.model) is loaded
-    with pytest.raises(OtherFingerprint, match="another unembedding"):
+    with pytest.raises(FingerprintMismatch, match="another unembedding"):
         loaded.require(loading.load(hugging_face("qwen3")))
     about = tmp_path / "lens.json"
     about.write_text(about.read_text().replace(loaded.digest, "0" * 64))

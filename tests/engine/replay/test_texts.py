@@ -384,7 +384,7 @@ def test_what_cannot_be_reproduced_is_refused(coin: Engine) -> None:
     with pytest.raises(BadRequest, match="belongs to another engine"):
         Engine.load("coin-plain").replay([coin.prompt(HEADS)])
     thinking = Engine.load("coin-thinking")
-    with pytest.raises(BadRequest, match="model that thinks"):
+    with pytest.raises(BadRequest, match="Thinking-States model"):
         thinking.replay([thinking.prompt(HEADS)])
     assert thinking.replay([HEADS], sites="S")[0].thoughts is not None, "but its texts can be"
 

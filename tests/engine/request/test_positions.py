@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.request.capture import Where, before
+from replaylens.engine.request.capture import PositionSlice, before
 from replaylens.engine.serving.request import chosen
 from replaylens.engine.transformer_lens import slice_of
 
@@ -23,8 +23,8 @@ def test_a_slice_is_pythons_slice_of_the_part(part, start, stop, step, num_promp
     everything = list(range(length))
     own = {"all": everything, "prompt": everything[:num_prompt], "response": everything[num_prompt:]}[part]
     text = f"{part}[{'' if start is None else start}:{'' if stop is None else stop}:{step}]"
-    where, expected = Where.parse(text), own[start:stop:step]
-    assert Where.parse(str(where)) == where
+    where, expected = PositionSlice.parse(text), own[start:stop:step]
+    assert PositionSlice.parse(str(where)) == where
     assert list(where.kept(0, length, num_prompt)) == expected
     cut = data.draw(st.integers(0, length))
     assert [*where.kept(0, cut, num_prompt), *where.kept(cut, length, num_prompt)] == expected
@@ -39,8 +39,10 @@ def test_a_start_before_the_text_is_its_first_position():
         ("prompt[-9:-1:2]", [0]),
         ("prompt[-8::2]", [0, 2]),
     ):
-        assert list(Where.parse(text).kept(0, 8, 3)) == kept, text
-    assert list(Where.parse("prompt[-8::2]").kept(1, 8, 3)) == [2] and not list(Where.parse("prompt[:-9]").kept(0, 8, 3))
+        assert list(PositionSlice.parse(text).kept(0, 8, 3)) == kept, text
+    assert list(PositionSlice.parse("prompt[-8::2]").kept(1, 8, 3)) == [2] and not list(
+        PositionSlice.parse("prompt[:-9]").kept(0, 8, 3)
+    )
     assert chosen(slice(-9, None), 3) == chosen(slice(-9, 9), 3) == [0, 1, 2] and chosen(slice(-2, None), 3) == [1, 2]
     assert slice_of(slice(-9, None), 3) == slice(0, 3, 1) and slice_of(slice(-9, -1), 3) == slice(0, 2, 1)
     assert slice_of(-1, 3) == slice(-1, None) and slice_of(-3, 3) == slice(-3, -2)
@@ -50,9 +52,11 @@ def test_a_start_before_the_text_is_its_first_position():
 
 
 def test_names():
-    assert list(Where.parse("last").kept(0, 20, 7)) == [6]
-    assert list(Where.parse("prompt[-1]").kept(0, 20, 7)) == [6] and list(Where.parse("all[3]").kept(0, 20, 7)) == [3]
-    assert Where.parse("all").everything and not Where.parse("prompt").everything
+    assert list(PositionSlice.parse("last").kept(0, 20, 7)) == [6]
+    assert list(PositionSlice.parse("prompt[-1]").kept(0, 20, 7)) == [6] and list(
+        PositionSlice.parse("all[3]").kept(0, 20, 7)
+    ) == [3]
+    assert PositionSlice.parse("all").everything and not PositionSlice.parse("prompt").everything
 
 
 @pytest.mark.parametrize(
@@ -60,4 +64,4 @@ def test_names():
 )
 def test_anything_else_is_refused(text):
     with pytest.raises(BadRequest):
-        Where.parse(text)
+        PositionSlice.parse(text)

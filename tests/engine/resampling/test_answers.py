@@ -9,7 +9,7 @@ import torch
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, NotCertified
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.resampling.plan import Answer, Found, rollout_seed
+from replaylens.engine.resampling.plan import Answer, FoundAnswer, rollout_seed
 from replaylens.engine.resampling.rollouts import OutcomeCounts
 from replaylens.engine.serving.branch import Branch
 from tests.toy_model import engine
@@ -34,15 +34,15 @@ def chain(coin: Engine) -> Branch:
 @pytest.mark.parametrize(
     "pattern, text, found",
     [
-        (r"is (\d+)", "it is 42", Found("42", 8)),
+        (r"is (\d+)", "it is 42", FoundAnswer("42", 8)),
         (r"is (\d+)", "it is", None),
-        (r"yes|no", "so no, yes", Found("no", 5)),
-        (r"a (x)|b (y)", "b y", Found("y", 3)),
-        (r"= *(.*)", "x =  3 \nrest", Found("3", 7)),
-        (r"is (\w+)", "is ja\ufffd", Found("ja", 5)),  # half a character is no text yet
+        (r"yes|no", "so no, yes", FoundAnswer("no", 5)),
+        (r"a (x)|b (y)", "b y", FoundAnswer("y", 3)),
+        (r"= *(.*)", "x =  3 \nrest", FoundAnswer("3", 7)),
+        (r"is (\w+)", "is ja\ufffd", FoundAnswer("ja", 5)),  # half a character is no text yet
     ],
 )
-def test_regular_expressions(pattern: str, text: str, found: Found | None) -> None:
+def test_regular_expressions(pattern: str, text: str, found: FoundAnswer | None) -> None:
     assert Answer.regex(pattern).read(text) == found
 
 

@@ -13,7 +13,7 @@ from replaylens.cli import app
 from replaylens.engine import cluster
 from replaylens.engine.cluster import resample_on_cluster
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadRequest, ClusterFailed, OtherFingerprint
+from replaylens.engine.errors import BadRequest, ClusterFailed, FingerprintMismatch
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.resampling.plan import Answer
 from replaylens.engine.resampling.rollouts import Rollouts, WaveFolder
@@ -122,7 +122,7 @@ def test_other_workers_are_refused(fake: Any, tmp_path: Path, monkeypatch: pytes
         return created(folder, replace(plan, fingerprint="0" * 64), wave)
 
     monkeypatch.setattr(WaveFolder, "create", with_another_model)
-    with pytest.raises(OtherFingerprint):
+    with pytest.raises(FingerprintMismatch):
         drawn(tmp_path)
 
 

@@ -45,7 +45,7 @@ def test_from_a_chain_to_a_dump(tmp_path: Path) -> None:
     again = call(*words, "--json")
     assert json.loads(again.output)["digest"] == mine.digest, "a finished folder is read"
     other = call(*words, "--temperature", "0.5")
-    assert other.exit_code == 2 and "OtherPlan" in other.output
+    assert other.exit_code == 2 and "PlanMismatch" in other.output
 
 
 def test_a_file_of_chains(tmp_path: Path) -> None:

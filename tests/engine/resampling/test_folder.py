@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from replaylens.engine.errors import BadRollouts, DumpWriteFailed, OtherPlan, UnsealedRollouts
+from replaylens.engine.errors import BadRollouts, DumpWriteFailed, PlanMismatch, UnsealedRollouts
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.resampling import rollouts as folder
 from replaylens.engine.resampling.drawing import plan_rollouts
@@ -168,9 +168,9 @@ def test_changed_records(tmp_path: Path, change: str) -> None:
 
 def test_other_folders(tmp_path: Path) -> None:
     drawn(path(), tmp_path / "a")
-    with pytest.raises(OtherPlan, match="n"):
+    with pytest.raises(PlanMismatch, match="n"):
         drawn(path(), tmp_path / "a", n=5)
-    with pytest.raises(OtherPlan, match="tokens"):
+    with pytest.raises(PlanMismatch, match="tokens"):
         drawn(engine().prompt([1, 2, 9]).force([4, 5, 6, 7]), tmp_path / "a")
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "mine.txt").write_text("x")
@@ -222,15 +222,15 @@ def test_a_folder_with_a_function_goes_on(tmp_path: Path) -> None:
         assert None not in found.frame["outcome"].tolist()
     assert Rollouts.load(tmp_path).outcomes().outcomes == whole.outcomes().outcomes
     for other in (Answer.function(last_token), Answer.function(first_token, stop=True), Answer.regex("1"), None):
-        with pytest.raises(OtherPlan, match=r"Other: answer\."):
+        with pytest.raises(PlanMismatch, match=r"Other: answer\."):
             read_by(other, tmp_path)
-    with pytest.raises(OtherPlan, match=r"Other: n\."):
+    with pytest.raises(PlanMismatch, match=r"Other: n\."):
         read_by(answer, tmp_path, n=3)
 
 
 def test_a_folder_without_a_function_is_not_taken_for_one_with(tmp_path: Path) -> None:
     read_by(None, tmp_path)
-    with pytest.raises(OtherPlan, match=r"Other: answer\."):
+    with pytest.raises(PlanMismatch, match=r"Other: answer\."):
         read_by(Answer.function(first_token), tmp_path)
 
 

@@ -12,7 +12,7 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, OutOfPages
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.serving import branch as hold
+from replaylens.engine.serving import branch as branch_module
 from replaylens.engine.serving.forest import Forest
 from tests.toy_model import engine
 
@@ -74,7 +74,13 @@ def left(
     """What is still there of an engine that was used and dropped."""
     used = make()
     uses(used)
-    parts = {"engine": used, "runner": used.runner, "cache": used.runner.cache, "loop": used.loop, "ferry": used.runner.ferry}
+    parts = {
+        "engine": used,
+        "runner": used.runner,
+        "cache": used.runner.cache,
+        "loop": used.loop,
+        "host_copy": used.runner.host_copy,
+    }
     held = {name: weakref.ref(part) for name, part in parts.items()}
     del used, parts
     return [name for name, part in held.items() if part() is not None]
@@ -98,5 +104,5 @@ def test_an_engine_whose_branches_think(released: bool) -> None:
 
 def test_notes_of_finalizers_would_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a note that holds the engine is never read once nobody calls the engine."""
-    monkeypatch.setattr(hold, "partial", lambda _, forest, lane: partial(Forest.abandon, forest(), lane()))
+    monkeypatch.setattr(branch_module, "partial", lambda _, forest, lane: partial(Forest.abandon, forest(), lane()))
     assert "cache" in left(captured)

@@ -1,4 +1,4 @@
-"""The slow reference of a model that thinks: chunk by chunk, each row of the backbone, T and C in its own pass.
+"""The slow reference of a Thinking-States model: chunk by chunk, each row of the backbone, T and C in its own pass.
 
 No guesses, rounds, batches or rollbacks. However the engine gets there, what it commits must have these bits.
 """

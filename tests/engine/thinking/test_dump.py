@@ -1,4 +1,4 @@
-"""Dumps, runs and commands of models that think: thoughts are captured and stored like everything else."""
+"""Dumps, runs and commands of Thinking-States models: thoughts are captured and stored like everything else."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The model that thinks: what it computes, how it is initialised and saved, and what it refuses."""
+"""The Thinking-States model: what it computes, how it is initialised and saved, and what it refuses."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Prompts of models that think."""
+"""Prompts of Thinking-States models."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The contract of models that think: three code paths give one result, whatever happens around a prompt.
+"""The contract of Thinking-States models: three code paths give one result, whatever happens around a prompt.
 
 Every theorem compares KV, S, T, C, Z, thoughts, their distributions and the received states with the slow reference, byte by
 byte. The last theorem is the negative control: with a wrong guess accepted, the comparison fails.

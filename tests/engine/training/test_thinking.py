@@ -1,4 +1,4 @@
-"""Training of models that think is deterministic and resumable for all methods, and the models learn."""
+"""Training of Thinking-States models is deterministic and resumable for all methods, and the models learn."""
 
 from dataclasses import replace
 from pathlib import Path

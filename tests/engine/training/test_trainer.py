@@ -18,7 +18,7 @@ from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.loading import weights_hash
 from replaylens.engine.model.ops import SequenceOps
-from replaylens.engine.terminal import held_interrupt
+from replaylens.engine.terminal import defer_interrupt
 from replaylens.engine.training import embedded as zoo
 from replaylens.engine.training import trainer
 from replaylens.engine.training.recipe import Part, Recipe
@@ -122,7 +122,7 @@ def test_ctrl_c_saves_a_whole_step(trained: Decoder, tmp_path: Path, monkeypatch
 
 @pytest.mark.usefixtures("ctrl_c")
 def test_a_second_ctrl_c_is_not_held_back() -> None:
-    with pytest.raises(KeyboardInterrupt), held_interrupt() as came:
+    with pytest.raises(KeyboardInterrupt), defer_interrupt() as came:
         signal.raise_signal(signal.SIGINT)
         assert came()
         signal.raise_signal(signal.SIGINT)

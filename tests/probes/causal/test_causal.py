@@ -14,8 +14,8 @@ from scipy.stats import beta
 from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadEdit, EngineError, OtherFingerprint, UnknownSite
-from replaylens.probes.causal import Stage, Subject, _probe, ablate, interchange, steer
+from replaylens.engine.errors import BadEdit, EngineError, FingerprintMismatch, UnknownSite
+from replaylens.probes.causal import InterventionRunner, Subject, _probe, ablate, interchange, steer
 from replaylens.probes.errors import BadPosition, BadProbeFile, BadRows, MissingLabel, NotLinear, ProbeError
 from replaylens.probes.probe import LinearProbe, fit_probe, placebo_probes
 from replaylens.probes.questions.forced import forced_rows
@@ -143,7 +143,7 @@ def test_interchange(engine: Engine, probe: LinearProbe, fresh: list[Example]) -
 
 def test_stage_reads_the_model_itself(engine: Engine, fresh: list[Example]) -> None:
     """Without an edit the stage gives the model's own answers and the rows of a replay, and leaves the engine clean."""
-    stage = Stage(engine, fresh[:4], "blocks.2.hook_in", "face", "step")
+    stage = InterventionRunner(engine, fresh[:4], "blocks.2.hook_in", "face", "step")
     words = fresh[0].maker.answers()
     for subject in stage.subjects:
         assert words[subject.answer] == subject.example.answer, "coin-plain answers short prompts rightly"
@@ -164,10 +164,10 @@ def test_what_fails_leaves_nothing_behind(engine: Engine, probe: LinearProbe, fr
     with pytest.raises(BadEdit):
         steer(engine, probe, fresh[:4], factor=1e39, placebos=1)
     with pytest.raises(MissingLabel):
-        Stage(engine, fresh[:4], "blocks.2.hook_in", "nose")
+        InterventionRunner(engine, fresh[:4], "blocks.2.hook_in", "nose")
     with pytest.raises(EngineError):
         forced_rows(engine, fresh[:4], [" heads."] * 3 + [" heads" * 4000])
-    stage = Stage(engine, fresh[:4], "blocks.2.hook_in", "face")
+    stage = InterventionRunner(engine, fresh[:4], "blocks.2.hook_in", "face")
     with pytest.raises(ValueError, match="second"):
         stage.play([lambda subject: np.zeros(subject.rows.shape), _refuse])
     assert _held(engine) == before
@@ -205,7 +205,7 @@ def test_saved_probe(probe: LinearProbe, coin_dump: Dump, tmp_path: Path) -> Non
 def test_what_cannot_be_tested(engine: Engine, coin_dump: Dump, probe: LinearProbe, fresh: list[Example]) -> None:
     with pytest.raises(NotLinear, match="mlp has no direction"):
         fit_probe(coin_dump, "face", layer=2, estimator="mlp")
-    with pytest.raises(OtherFingerprint):
+    with pytest.raises(FingerprintMismatch):
         steer(toy_engine(), probe, fresh)
     with pytest.raises(ProbeError, match="placebo"):
         steer(engine, probe, fresh, placebos=0)
@@ -262,7 +262,7 @@ def test_a_probe_reads_every_token(engine: Engine, coin_dump: Dump, probe: Linea
     )
     with pytest.raises(BadRows, match=r"shape \[128\].*Give numbers \[rows, 128\]"):
         probe.predict(run[0].activations[probe.site][-1])
-    with pytest.raises(OtherFingerprint):
+    with pytest.raises(FingerprintMismatch):
         replace(probe, source=probe.source | {"fingerprint": "other"}).apply(engine, texts)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from replaylens import Engine, tasks
 from replaylens.engine.dump.reader import Dump
-from replaylens.probes.causal import Effect, Stage, Variant, interchange, steer
+from replaylens.probes.causal import Effect, InterventionRunner, Variant, interchange, steer
 from replaylens.probes.probe import LinearProbe, fit_probe, placebo_probes
 from replaylens.tasks import Example
 
@@ -27,13 +27,13 @@ def fresh(coin_dump: Dump) -> list[Example]:
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
     """Collects, for each variant played, how far it moves the last row of every subject."""
     found: list[np.ndarray] = []
-    play = Stage.play
+    play = InterventionRunner.play
 
-    def watched(self: Stage, variants: Sequence[Variant]) -> list[Effect]:
+    def watched(self: InterventionRunner, variants: Sequence[Variant]) -> list[Effect]:
         found.extend(np.array([np.linalg.norm(v(subject)[-1]) for subject in self.subjects]) for v in variants)
         return play(self, variants)
 
-    monkeypatch.setattr(Stage, "play", watched)
+    monkeypatch.setattr(InterventionRunner, "play", watched)
     return found
 
 

@@ -22,10 +22,10 @@ from replaylens.probes.errors import (
     MissingGroups,
     MissingLabel,
     NoTask,
-    OtherSweep,
     ProbeError,
     RootOnBothSides,
     SharedRows,
+    SweepMismatch,
     TooFewGroups,
     UnknownEstimator,
 )
@@ -204,7 +204,7 @@ def test_a_sweep_resumes_only_on_the_same_arrays(tmp_path: Path) -> None:
     how: dict[str, Any] = dict(estimators="ridge", resume=tmp_path, **QUICK)
     first = sweep(of_arrays(), "label", **how)
     assert sweep(of_arrays(torch.from_numpy(X)), "label", **how).lines == first.lines
-    with pytest.raises(OtherSweep):
+    with pytest.raises(SweepMismatch):
         sweep(of_arrays(X + 1), "label", **how)
 
 
@@ -553,7 +553,7 @@ def test_untrained_model(engine: Engine, tmp_path: Path) -> None:
     )
     assert known.best("label")["untrained"] < 0.7 and "Shown" in known.text() and "not run: token_identity" in known.text()
     assert unknown.best("label")["untrained"] == unknown.best("label")["accuracy"] and "Not shown" in unknown.text()
-    with pytest.raises(OtherSweep):
+    with pytest.raises(SweepMismatch):
         sweep(of_arrays(), "label", untrained=of_arrays(), **how)
     for other in (of_arrays(groups=G[::-1]), of_arrays(X[:-1], Y[:-1], G[:-1]), of_arrays(positions=P), blank.where(Y == 1)):
         with pytest.raises(BadRows, match="not the 120 rows to probe"):

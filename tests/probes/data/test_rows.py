@@ -10,10 +10,10 @@ import pytest
 from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import OtherFingerprint, UnknownSite
+from replaylens.engine.errors import FingerprintMismatch, UnknownSite
 from replaylens.engine.lens import lens
 from replaylens.probes import groups, splits
-from replaylens.probes.causal import Stage
+from replaylens.probes.causal import InterventionRunner
 from replaylens.probes.controls import make_goal
 from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, OneClass, ProbeError, RootOnBothSides, TooFewGroups
 from replaylens.probes.positions import Position
@@ -94,7 +94,7 @@ def test_query_of_padded_prompts() -> None:
     for spec, words in (("query", {":"}), ("query-1", {" A"}), ("query+1", {" heads", " tails"})):
         here = rows.at(spec)
         assert set(here.frame["text"]) == words and len(here) == 8 and here.target("state").present.all()
-    stage = Stage(thinker, task.examples(8), "blocks.2.hook_in", "state", "query")
+    stage = InterventionRunner(thinker, task.examples(8), "blocks.2.hook_in", "state", "query")
     assert [subject.positions for subject in stage.subjects] == [[p] for p in rows.at("query").frame["position"]]
 
 
@@ -242,7 +242,7 @@ def test_rows_that_are_not_finite() -> None:
 
 
 def test_rows_of_another_engine(rows: ProbeRows) -> None:
-    with pytest.raises(OtherFingerprint, match="weights"):
+    with pytest.raises(FingerprintMismatch, match="weights"):
         rows.require(toy_engine())
 
 
@@ -253,7 +253,7 @@ def test_rows_of_two_models_are_not_joined(engine: Engine) -> None:
     other = Engine(model, engine.text)
     examples = tasks.get("coin")(flips=2).examples(4)
     mine, theirs = (ProbeRows.of(e.replay(examples, sites="S", drafter="ngram", rejected=False)) for e in (engine, other))
-    with pytest.raises(OtherFingerprint, match=r"'a' and 'b' come from different engines \(weights"):
+    with pytest.raises(FingerprintMismatch, match=r"'a' and 'b' come from different engines \(weights"):
         ProbeRows.join(a=mine, b=theirs)
     ProbeRows.join(a=mine, b=mine).require(engine)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from replaylens.probes import registry
 from replaylens.probes.controls import Goal, make_goal
-from replaylens.probes.heldout import Held, held_out
+from replaylens.probes.heldout import HeldOutPredictions, held_out
 from replaylens.probes.splits import by_root
 from tests.probes.synthetic import rows_of
 
@@ -23,7 +23,7 @@ def face() -> Goal:
     return make_goal(ROWS.target("face"))
 
 
-def same(after: Held, before: Held, rows: np.ndarray) -> bool:
+def same(after: HeldOutPredictions, before: HeldOutPredictions, rows: np.ndarray) -> bool:
     """Whether predictions agree on some rows.
 
     Confidences agree up to the error of an iterative solver whose folds share a preconditioner.

@@ -7,7 +7,7 @@ import torch
 from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import OtherFingerprint
+from replaylens.engine.errors import FingerprintMismatch
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.questions.erasure import _Eraser, _say_amnesic, amnesic
 from replaylens.probes.rows import Cell, ProbeRows
@@ -98,5 +98,5 @@ def _paths(rows: ProbeRows) -> list[list[int]]:
 def test_what_is_refused(engine: Engine, coin_dump: Dump, fresh: list[Example]) -> None:
     with pytest.raises(ProbeError, match=r"Unknown eraser.*leace, inlp"):
         amnesic(engine, coin_dump, fresh, "face", layers=[3], erasers=["rlace"])
-    with pytest.raises(OtherFingerprint, match="another engine"):
+    with pytest.raises(FingerprintMismatch, match="another engine"):
         amnesic(toy_engine(), coin_dump, fresh, "face", layers=[3])

@@ -10,8 +10,8 @@ from sklearn.pipeline import Pipeline
 
 from replaylens.probes import intervals, registry
 from replaylens.probes.controls import Goal
-from replaylens.probes.heldout import Held, held_out
-from replaylens.probes.sweeps import Parts
+from replaylens.probes.heldout import HeldOutPredictions, held_out
+from replaylens.probes.sweeps import SweepCache
 
 SWEPT = [name for name, each in registry.ESTIMATORS.items() if each.swept != "no" and name != "mlp"]
 
@@ -49,17 +49,17 @@ def test_parts_keep_scores_and_replace_old_files(tmp_path: Path) -> None:
     """A part is read back with every array. One without scores, of an earlier version, is computed again."""
     x, goal, train = planted(3)
     made = held_out("ridge", x, [goal], train, ~train)
-    Parts(tmp_path, "key").get("part", lambda: made)
+    SweepCache(tmp_path, "key").get("part", lambda: made)
 
-    def never() -> Held:
+    def never() -> HeldOutPredictions:
         raise AssertionError("the part is stored")
 
-    kept = Parts(tmp_path, "key").get("part", never)
+    kept = SweepCache(tmp_path, "key").get("part", never)
     assert np.array_equal(kept.score, made.score, equal_nan=True) and np.array_equal(kept.predicted, made.predicted)
     (file,) = tmp_path.glob("*.npz")
     np.savez(file, predicted=made.predicted, log_loss=made.log_loss, confidence=made.confidence)
-    again = Parts(tmp_path, "key").get("part", lambda: made)
-    assert again.score is made.score and Parts(tmp_path, "key").get("part", never).score.shape == made.score.shape
+    again = SweepCache(tmp_path, "key").get("part", lambda: made)
+    assert again.score is made.score and SweepCache(tmp_path, "key").get("part", never).score.shape == made.score.shape
 
 
 def answers(classes: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

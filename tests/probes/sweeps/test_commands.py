@@ -54,7 +54,7 @@ def test_list() -> None:
         (("steer", "DUMP"), "Give one of 0, 1, 2, 3, 4"),
         (("steer", "DUMP", "--layer", "-1"), "layers 0, 1, 2, 3, 4"),
         (("steer", "DUMP", "--test", "tickle"), "Use one of steer"),
-        (("steer", "DUMP", "--layer", "3", "--model", "coin-draft"), "OtherFingerprint"),
+        (("steer", "DUMP", "--layer", "3", "--model", "coin-draft"), "FingerprintMismatch"),
     ],
 )
 def test_bad_input_is_one_line(coin_dump: Dump, words: tuple[str, ...], message: str) -> None:

@@ -14,15 +14,15 @@ from replaylens import tasks
 from replaylens.engine.cluster import connected
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import EngineError, OtherFingerprint
+from replaylens.engine.errors import EngineError, FingerprintMismatch
 from replaylens.probes import controls, groups, sweeps
 from replaylens.probes.controls import make_goal
 from replaylens.probes.errors import (
     BadProbeFile,
     BadRows,
     MissingLabel,
-    OtherSweep,
     ProbeError,
+    SweepMismatch,
     UnknownEstimator,
 )
 from replaylens.probes.heldout import held_out, residualised
@@ -92,7 +92,7 @@ def test_resumed_sweep_is_the_same(coin_dump: Dump, tmp_path: Path, monkeypatch:
     calls[0] = 0
     assert body(sweep(coin_dump, "face", **settings)) == body(whole), "one part was left to compute"
     assert calls[0] == 1
-    with pytest.raises(OtherSweep):
+    with pytest.raises(SweepMismatch):
         sweep(coin_dump, "parity", **settings)
 
 
@@ -341,7 +341,7 @@ def test_bad_settings(coin_dump: Dump, options: dict[str, Any], error: type[Exce
 
 
 def test_engine_of_another_dump(coin_dump: Dump) -> None:
-    with pytest.raises(OtherFingerprint):
+    with pytest.raises(FingerprintMismatch):
         sweep(coin_dump, "face", engine=toy_engine(), **QUICK)
 
 

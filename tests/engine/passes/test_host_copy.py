@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
-from replaylens.engine.errors import EngineBug
+from replaylens.engine.errors import InternalError
 from replaylens.engine.passes import transfer
-from replaylens.engine.passes.transfer import SMALLEST_RING, Ferry, Memory, Ring
+from replaylens.engine.passes.transfer import SMALLEST_RING, HostCopy, Memory, RingAllocator
 
 
 def groups(seed: int, rows: int = 5):
@@ -19,10 +19,10 @@ def groups(seed: int, rows: int = 5):
 
 
 def test_everything_arrives_through_a_ring_that_is_smaller():
-    ferry = Ferry("cpu", SMALLEST_RING)
-    sent = [(ferry.send(groups(seed)), groups(seed)) for seed in range(40)]
-    ferry.wait()
-    assert ferry.ring.in_use == 0
+    host_copy = HostCopy("cpu", SMALLEST_RING)
+    sent = [(host_copy.send(groups(seed)), groups(seed)) for seed in range(40)]
+    host_copy.wait()
+    assert host_copy.ring.in_use == 0
     for block, truth in sent:
         for names, x in truth:
             assert all(torch.equal(block[name], x[i]) for i, name in enumerate(names))
@@ -32,11 +32,11 @@ def test_everything_arrives_through_a_ring_that_is_smaller():
 def test_rows_are_sent_inside_and_outside_inference_mode(made, used):
     """The first rows may come from a decode graph, which runs in inference mode, and the next from a pass, which does not."""
     with torch.inference_mode(made):
-        ferry = Ferry("cpu", SMALLEST_RING)
-        first = ferry.send(groups(0))
+        host_copy = HostCopy("cpu", SMALLEST_RING)
+        first = host_copy.send(groups(0))
     with torch.inference_mode(used):
-        second = ferry.send(groups(1))
-    ferry.wait()
+        second = host_copy.send(groups(1))
+    host_copy.wait()
     for block, seed in ((first, 0), (second, 1)):
         assert all(torch.equal(block[name], x[i]) for names, x in groups(seed) for i, name in enumerate(names))
         assert not any(block[name].is_inference() for names, _ in groups(seed) for name in names)
@@ -47,11 +47,11 @@ def test_sending_waits_while_the_ring_is_full(monkeypatch):
     go_on = threading.Event()
     carry = transfer._carry
     monkeypatch.setattr(transfer, "_carry", lambda *args: (go_on.wait(), carry(*args)))
-    ferry, sent = Ferry("cpu", SMALLEST_RING), []
-    sender = threading.Thread(target=lambda: sent.extend(ferry.send(groups(seed)) for seed in range(20)))
+    host_copy, sent = HostCopy("cpu", SMALLEST_RING), []
+    sender = threading.Thread(target=lambda: sent.extend(host_copy.send(groups(seed)) for seed in range(20)))
     sender.start()
     time.sleep(0.2)
-    assert sender.is_alive() and 0 < ferry.ring.in_use <= SMALLEST_RING and len(sent) < 20
+    assert sender.is_alive() and 0 < host_copy.ring.in_use <= SMALLEST_RING and len(sent) < 20
     go_on.set()
     sender.join()
     assert all(torch.equal(block["b"], groups(seed)[0][1][1]) for seed, block in enumerate(sent))
@@ -63,18 +63,18 @@ def test_what_goes_wrong_on_the_way_is_raised_where_rows_are_read(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(transfer, "_carry", broken)
-        ferry = Ferry("cpu", SMALLEST_RING)
-        block = ferry.send(groups(0))
+        host_copy = HostCopy("cpu", SMALLEST_RING)
+        block = host_copy.send(groups(0))
         with pytest.raises(MemoryError, match="no room for rows"):
             block["a"]
-    assert torch.equal(ferry.send(groups(1))["a"], groups(1)[0][1][0])  # later rows still arrive
+    assert torch.equal(host_copy.send(groups(1))["a"], groups(1)[0][1][0])  # later rows still arrive
 
 
-def test_the_threads_end_with_the_ferry():
-    ferry = Ferry("cpu", SMALLEST_RING)
-    threads = ferry._threads
-    ferry.send(groups(0)).wait()
-    del ferry
+def test_the_threads_end_with_the_host_copy():
+    host_copy = HostCopy("cpu", SMALLEST_RING)
+    threads = host_copy._threads
+    host_copy.send(groups(0)).wait()
+    del host_copy
     gc.collect()
     for thread in threads:
         thread.join(timeout=5)
@@ -82,19 +82,19 @@ def test_the_threads_end_with_the_ferry():
 
 
 def test_a_few_long_lived_rows_let_go_of_the_others():
-    ferry = Ferry("cpu", 1 << 20)
-    block = ferry.send(groups(0, rows=100))
+    host_copy = HostCopy("cpu", 1 << 20)
+    block = host_copy.send(groups(0, rows=100))
     views = [block.view(("a", "d"), i, i + 1) for i in range(100)]
     kept = views[7]
     truth = {site: kept[site].clone() for site in kept}
     views.clear()
     gc.collect()
-    ferry.send(groups(1))
+    host_copy.send(groups(1))
     assert kept._block is None and all(torch.equal(kept[site], truth[site]) for site in ("a", "d"))
 
 
 def test_a_ring_gives_out_every_place_once():
-    ring = Ring(100)
+    ring = RingAllocator(100)
     first, second = ring.take(40), ring.take(40)
     assert (first.start, second.start) == (0, 40)
     waited = threading.Thread(target=lambda: ring.wait(30))
@@ -105,7 +105,7 @@ def test_a_ring_gives_out_every_place_once():
     ring.give_back(first)
     waited.join()
     assert ring.in_use == 0 and ring.take(30).start == 0
-    with pytest.raises(EngineBug):
+    with pytest.raises(InternalError):
         ring.wait(101)
 
 
@@ -125,49 +125,49 @@ def test_memory_is_used_again_up_to_its_limit():
 
 def test_small_groups_travel_together(monkeypatch):
     """Three small groups are one piece; a group beyond the limit travels alone, in as many pieces as it needs."""
-    ferry, sent = Ferry("cpu", 32 * 4096), []
-    send = ferry._send
-    monkeypatch.setattr(ferry, "_send", lambda block, parts: (sent.append([len(x) for x, _ in parts]), send(block, parts)))
+    host_copy, sent = HostCopy("cpu", 32 * 4096), []
+    send = host_copy._send
+    monkeypatch.setattr(host_copy, "_send", lambda block, parts: (sent.append([len(x) for x, _ in parts]), send(block, parts)))
     small = [((name,), torch.full((1, 2, 100), float(i))) for i, name in enumerate("abc")]
-    block = ferry.send([*small, (("d",), torch.arange(2500.0).view(1, 1, -1))])
+    block = host_copy.send([*small, (("d",), torch.arange(2500.0).view(1, 1, -1))])
     assert [block[name].flatten()[0].item() for name in "abc"] == [0, 1, 2]
     assert torch.equal(block["d"], torch.arange(2500.0).view(1, -1))
     assert sent == [[800, 800, 800], [4096], [4096], [1808]]
 
 
-def test_a_ferry_that_was_made_in_inference_mode_serves_passes_outside_of_it():
+def test_a_host_copy_that_was_made_in_inference_mode_serves_passes_outside_of_it():
     with torch.inference_mode():
-        ferry = Ferry("cpu", SMALLEST_RING)
-    assert torch.equal(ferry.send(groups(0))["a"], groups(0)[0][1][0])
+        host_copy = HostCopy("cpu", SMALLEST_RING)
+    assert torch.equal(host_copy.send(groups(0))["a"], groups(0)[0][1][0])
 
 
 def test_its_end_carries_what_was_sent(monkeypatch):
     """As at the end of the process: rows under way arrive, and no thread is left within a call."""
     carry = transfer._carry
     monkeypatch.setattr(transfer, "_carry", lambda *args: (time.sleep(0.02), carry(*args)))
-    ferry = Ferry("cpu", SMALLEST_RING)
-    sent = [ferry.send(groups(seed)) for seed in range(6)]
-    ferry.end(30.0)
-    assert ferry.ring.in_use == 0 and not any(thread.is_alive() for thread in ferry._threads)
+    host_copy = HostCopy("cpu", SMALLEST_RING)
+    sent = [host_copy.send(groups(seed)) for seed in range(6)]
+    host_copy.end(30.0)
+    assert host_copy.ring.in_use == 0 and not any(thread.is_alive() for thread in host_copy._threads)
     assert all(torch.equal(block["b"], groups(seed)[0][1][1]) for seed, block in enumerate(sent))
 
 
 def test_its_end_does_not_wait_for_ever(monkeypatch):
     stuck = threading.Event()
     monkeypatch.setattr(transfer, "_carry", lambda *args: stuck.wait())
-    ferry = Ferry("cpu", SMALLEST_RING)
-    ferry.send(groups(0))
+    host_copy = HostCopy("cpu", SMALLEST_RING)
+    host_copy.send(groups(0))
     begin = time.monotonic()
-    ferry.end(0.2)
+    host_copy.end(0.2)
     assert time.monotonic() - begin < 5
     stuck.set()
 
 
 def test_nothing_is_sent_after_the_end():
-    ferry = Ferry("cpu", SMALLEST_RING)
-    ferry.end(30.0)
-    with pytest.raises(EngineBug, match="have ended"):
-        ferry.send(groups(0))
+    host_copy = HostCopy("cpu", SMALLEST_RING)
+    host_copy.end(30.0)
+    with pytest.raises(InternalError, match="have ended"):
+        host_copy.send(groups(0))
 
 
 def test_rows_that_are_lost_trouble_their_own_readers_only(monkeypatch):
@@ -176,15 +176,15 @@ def test_rows_that_are_lost_trouble_their_own_readers_only(monkeypatch):
     def broken(*args):
         raise MemoryError("no room for rows")
 
-    ferry = Ferry("cpu", 1 << 20)
+    host_copy = HostCopy("cpu", 1 << 20)
     with monkeypatch.context() as patch:
         patch.setattr(transfer, "_carry", broken)
-        block = ferry.send(groups(0, rows=100))
+        block = host_copy.send(groups(0, rows=100))
         views = [block.view(("a",), i, i + 1) for i in range(100)]
         assert block.lost
     kept = views[7]
     views.clear()
     gc.collect()
-    assert torch.equal(ferry.send(groups(1))["a"], groups(1)[0][1][0])
+    assert torch.equal(host_copy.send(groups(1))["a"], groups(1)[0][1][0])
     with pytest.raises(MemoryError, match="no room for rows"):
         kept["a"]

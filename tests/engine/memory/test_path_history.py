@@ -1,11 +1,11 @@
-"""`Past`: what it knows about a path after any history is what the path itself says."""
+"""`PathHistory`: what it knows about a path after any history is what the path itself says."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replaylens.engine.memory.path import Past
+from replaylens.engine.memory.path import PathHistory
 from replaylens.engine.memory.tree import BranchTree, TokenState
 from replaylens.engine.request.sampling import Sampling
 
@@ -56,7 +56,7 @@ def test_facts_after_any_history(prompt: list[int], steps: list[tuple[str, list[
 @given(own=TOKENS, tail=TOKENS, first=st.integers(-9, 9), last=st.integers(-9, 9), step=st.sampled_from([None, 1, 2, -1]))
 def test_a_path_reads_as_a_list(own: list[int], tail: list[int], first: int, last: int, step: int | None) -> None:
     plain = [*own, *tail]
-    path = Past([*own, 5, 5]).path(len(own), tail)  # later tokens of the branch do not belong to it
+    path = PathHistory([*own, 5, 5]).path(len(own), tail)  # later tokens of the branch do not belong to it
     assert len(path) == len(plain) and list(path) == plain and path == plain
     assert path[first:last:step] == plain[first:last:step] and path[first:] == plain[first:]
     assert [path[i] for i in range(-len(plain), len(plain))] == plain + plain
@@ -70,14 +70,14 @@ def test_sampling_chooses_as_from_a_list(own: list[int], tail: list[int], num_pr
     logits = np.random.default_rng(seed).normal(size=VOCAB).astype(np.float32)
     for temperature in (0.0, 0.9):
         sampling = Sampling(temperature=temperature, seed=seed, repetition_penalty=1.7, presence_penalty=0.8)
-        path, num = Past(own).path(len(own), tail), min(num_prompt, len(own))
+        path, num = PathHistory(own).path(len(own), tail), min(num_prompt, len(own))
         assert sampling.choose(logits, path, num) == sampling.choose(logits, [*own, *tail], num)
 
 
 def test_a_mark_of_another_branch_compares_tokens() -> None:
-    mark = Past([1, 2, 3, 4]).mark(3)
-    other = Past([1, 2, 9, 4])
-    assert mark.common(other.path(4)) == 2 and mark.common(Past([1, 2, 3, 4]).path(4)) == 3
+    mark = PathHistory([1, 2, 3, 4]).mark(3)
+    other = PathHistory([1, 2, 9, 4])
+    assert mark.common(other.path(4)) == 2 and mark.common(PathHistory([1, 2, 3, 4]).path(4)) == 3
 
 
 def test_what_was_removed_is_not_continued() -> None:
