@@ -11,6 +11,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub: n
 import pytest
 import torch
 
+if not torch.cuda.is_available():  # Triton reads it at import, and tests of all rooms import modules with kernels
+    os.environ["TRITON_INTERPRET"] = "1"
+
 
 def pytest_collection_finish() -> None:
     """Modules stay as long as the process. Collecting garbage among them takes most of a second, and tests do it often."""

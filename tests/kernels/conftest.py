@@ -1,21 +1,11 @@
 """Where the kernel tests run: in Triton's interpreter on a CPU (float32), and on a GPU (marker `gpu`) in every dtype."""
 
-import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
-
-if not torch.cuda.is_available():  # Triton reads TRITON_INTERPRET at import
-    os.environ["TRITON_INTERPRET"] = "1"
-    triton = sys.modules.get("triton")
-    if triton is not None and type(triton.language.sum).__name__ == "JITFunction":
-        raise pytest.UsageError(
-            "Triton was imported before tests/kernels could ask for its interpreter; set TRITON_INTERPRET=1 for this run"
-        )
 
 
 @pytest.fixture(autouse=True, scope="session")
