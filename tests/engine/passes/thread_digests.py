@@ -23,7 +23,6 @@ WIDE: dict[str, dict[str, int]] = {
     "as wide as SmolLM2": dict(d_model=576, num_heads=9, num_kv_heads=3, d_head=64, d_mlp=1536),
     "4096 inputs": dict(d_model=4096, num_heads=2, num_kv_heads=1, d_head=32, d_mlp=48, num_layers=1),
     "14336 inputs": dict(d_model=64, d_mlp=14336, num_layers=1),
-    "2048 inputs": dict(d_model=64, d_mlp=2048, num_layers=1),
 }
 
 

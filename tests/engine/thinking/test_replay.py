@@ -281,7 +281,7 @@ class Thinkers(RuleBasedStateMachine):
         self.engine.check_integrity()
 
 
-@pytest.mark.parametrize("sessions", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sessions", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_thinkers_that_outgrow_the_cache_together(sessions: int) -> None:
     class Counted(Thinkers):
         preemptions = 0
