@@ -11,10 +11,9 @@ import torch
 
 from replaylens.engine import zoo
 from replaylens.engine.errors import BadRequest, BadTexts, FetchFailed, UnsupportedModel, nearest, no_such
-from replaylens.engine.model import hub as smollm2
 from replaylens.engine.model import loading
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.hub import HubOptions, is_hub_name
+from replaylens.engine.model.hub import SMOLLM2, HubOptions, fetched_folder, is_hub_name
 from replaylens.engine.model.text import Text, load_text
 from replaylens.engine.passes.transfer import RING_BYTES
 from replaylens.engine.proof.trace import Trace
@@ -261,9 +260,9 @@ def load_model(
         folder = zoo.CHECKPOINTS / source
         words = WordTokenizer.load(folder / zoo.TOKENIZER_FILE)
         return loading.load(loading.load(folder), dtype, device=device), Text(words)
-    if isinstance(source, str) and source == smollm2.SHORT:
+    if isinstance(source, str) and source == SMOLLM2:
         hub.require_unused(source)
-        source = smollm2.fetched_folder()
+        source = fetched_folder()
     if isinstance(source, str | Path):
         if not str(source) or not loading.exists(Path(source)):
             _require_name(source)
@@ -295,7 +294,7 @@ def _require_name(source: str | Path) -> None:
 
 
 def _own_names() -> tuple[str, ...]:
-    return (*zoo.PLAIN, *zoo.THINKING, smollm2.SHORT)
+    return (*zoo.PLAIN, *zoo.THINKING, SMOLLM2)
 
 
 def _require_guess(guess: Any) -> None:

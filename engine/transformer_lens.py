@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, NotFolded, UnknownSite
@@ -150,7 +151,7 @@ def slice_of(pos_slice: slice | int | None, length: int) -> slice:
 def sliced(site: str, value: Tensor, where: slice) -> Tensor:
     """Some positions of a site's [batch, positions, ...], in TransformerLens' layout."""
     value = value[:, where]
-    return value.transpose(1, 2) if site.endswith(HEADS_FIRST) else value
+    return rearrange(value, "batch position heads d -> batch heads position d") if site.endswith(HEADS_FIRST) else value
 
 
 def chosen(engine: Core, names_filter: NamesFilter, stop_at_layer: int | None) -> list[str]:
@@ -306,10 +307,10 @@ class CacheBlock:
 
     def __init__(self, block: Any) -> None:
         assert isinstance(block, Block)
-        heads, width = block.attn.heads, block.attn.width
         plain = lambda x: None if x is None else x.detach().cpu()  # noqa: E731
         out = block.attn.o
-        self.attn = SimpleNamespace(W_O=out.weight.detach().cpu().view(heads, width, -1), b_O=plain(out.bias))
+        by_head = rearrange(plain(out.weight), "(heads d_head) d_model -> heads d_head d_model", heads=block.attn.heads)
+        self.attn = SimpleNamespace(W_O=by_head, b_O=plain(out.bias))
         self.mlp = SimpleNamespace(b_out=None)  # experts have no weight or bias that all rows share
         if isinstance(block.mlp, Mlp):
             self.mlp = SimpleNamespace(W_out=block.mlp.down.weight.detach().cpu(), b_out=plain(block.mlp.down.bias))

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from einops import rearrange
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.linear_model import LogisticRegression
 from sklearn.utils.multiclass import check_classification_targets
@@ -122,7 +123,7 @@ class CcsProbe(TensorInput, ClassifierMixin, BaseEstimator):
             raise OneClass(f"The labels have {len(self.classes_)} classes. Contrast pairs need exactly two.")
         if X.shape[1] % 2:
             raise BadRows(f"{X.shape[1]} columns are not a pair. Give two rows of equal width, side by side.")
-        halves = torch.as_tensor(X, dtype=torch.float64).view(len(X), 2, -1).transpose(0, 1)  # [2, n, d]
+        halves = rearrange(torch.as_tensor(X, dtype=torch.float64), "n (halves d) -> halves n d", halves=2)
         self.mean_ = halves.mean(1, keepdim=True)
         self.scale_ = halves.std(1, keepdim=True).clamp_min(1e-12)
         found = [self._search((halves - self.mean_) / self.scale_, number) for number in range(self.tries)]
@@ -156,7 +157,7 @@ class CcsProbe(TensorInput, ClassifierMixin, BaseEstimator):
         """Positive if the statement holds."""
         check_is_fitted(self)
         X = validate_data(self, plain(X), reset=False)
-        halves = torch.as_tensor(X, dtype=torch.float64).view(len(X), 2, -1).transpose(0, 1)
+        halves = rearrange(torch.as_tensor(X, dtype=torch.float64), "n (halves d) -> halves n d", halves=2)
         p = torch.sigmoid(((halves - self.mean_) / self.scale_) @ self.weight_ + self.bias_)
         scores: np.ndarray = ((p[0] - p[1]) * self.sign_).numpy()
         return scores
@@ -282,7 +283,7 @@ class AttentiveProbe(TensorInput, ClassifierMixin, BaseEstimator):
         self.query_, self.weight_, self.bias_ = self.query_.detach(), self.weight_.detach(), self.bias_.detach()
 
     def _shaped(self, X: np.ndarray) -> Tensor:
-        return torch.as_tensor(X, dtype=torch.float64).view(len(X), self.positions, -1)  # [n, positions, d]
+        return rearrange(torch.as_tensor(X, dtype=torch.float64), "n (positions d) -> n positions d", positions=self.positions)
 
     def _attention(self, x: Tensor) -> tuple[Tensor, Tensor]:
         there = x.abs().sum(-1) > 0

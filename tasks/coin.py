@@ -25,15 +25,15 @@ from replaylens.tasks.tokenizer import vocabulary_of
 #
 # No name of either pool is a prefix of another, so a name is known once its last letter is read.
 
-TRAIN = (
+TRAIN_PEOPLE = (
     "Alice", "Bob", "Carol", "David", "Emma", "Frank", "Grace", "Henry", "Irene", "Jack", "Kevin", "Liam",
     "Maria", "Nathan", "Olivia", "Peter", "Quinn", "Rachel", "Samuel", "Teresa", "Ursula", "Victor", "Wendy", "Xavier",
 )  # fmt: skip
-HELD_OUT = (
+HELD_OUT_PEOPLE = (
     "Amir", "Bianca", "Cyrus", "Daphne", "Elias", "Fatima", "Goran", "Hana", "Ka", "Mei", "Sherrie", "Zoe",
 )  # fmt: skip
 
-POOLS = {"train": TRAIN, "held-out": HELD_OUT, "all": TRAIN + HELD_OUT}
+POOLS = {"train": TRAIN_PEOPLE, "held-out": HELD_OUT_PEOPLE, "all": TRAIN_PEOPLE + HELD_OUT_PEOPLE}
 ALL = POOLS["all"]
 
 

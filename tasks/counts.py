@@ -6,7 +6,7 @@ All counts have two digits and all changes one, so that a number is known once i
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from replaylens.tasks import coin as people
+from replaylens.tasks.coin import TRAIN_PEOPLE
 from replaylens.tasks.reading import Event, Label, Scene, Script
 from replaylens.tasks.task import Draws, Knobs, Story, Task, as_range, check_range, check_whole, knob
 from replaylens.tasks.tokenizer import vocabulary_of
@@ -61,7 +61,7 @@ class Counts(Task[CountsKnobs]):
 
     def write(self, draws: Draws) -> Story:
         knobs, items = self.knobs, draws.pick(ITEMS, "items")
-        names = draws.order(people.TRAIN, "people")[: knobs.people]
+        names = draws.order(TRAIN_PEOPLE, "people")[: knobs.people]
         held = {name: draws.between((LEAST, knobs.most), "start", n) for n, name in enumerate(names)}
         told = "".join(f" {name} has {number} {items}." for name, number in held.items())
         events: list[Event] = []
@@ -90,7 +90,7 @@ class Counts(Task[CountsKnobs]):
 
     @classmethod
     def vocabulary(cls) -> tuple[str, ...]:
-        names = people.TRAIN
+        names = TRAIN_PEOPLE
         numbers = (f" {number}" for number in (*range(MIN_CHANGE, MAX_CHANGE + 1), *range(LEAST, MAX_MOST + 1)))
         endings = (_ending(verb, item) for verb in _KINDS for item in ITEMS)
         loose = (" has", " does", " =", *(f" {sign}" for sign in _SIGNS.values()), _QUESTION, _END)
@@ -198,7 +198,7 @@ class _CountsScene(Scene):
 
     def _beginning(self) -> Script:
         for n in range(self.size):
-            name = yield tuple(f"{' ' if n else ''}{name}" for name in people.TRAIN if name not in self.held)
+            name = yield tuple(f"{' ' if n else ''}{name}" for name in TRAIN_PEOPLE if name not in self.held)
             yield (" has",)
             number = int((yield _numbers(LEAST, self.most)))
             self.held[name.strip()] = number

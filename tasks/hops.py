@@ -6,7 +6,7 @@ With two hops, the default, the answer takes the person between: who is feared b
 from dataclasses import dataclass
 from itertools import count
 
-from replaylens.tasks import coin as people
+from replaylens.tasks.coin import TRAIN_PEOPLE
 from replaylens.tasks.reading import Event, Label, Scene, Script
 from replaylens.tasks.task import Draws, Knobs, Story, Task, as_range, check_range, check_whole, knob
 from replaylens.tasks.tokenizer import vocabulary_of
@@ -15,7 +15,7 @@ MIN_PEOPLE, MAX_PEOPLE = 4, 12  # among three, one lookup answers half of the qu
 MIN_RELATIONS = 2
 RELATIONS = ("trusts", "fears", "likes", "envies")
 
-_NAMES = tuple(f" {name}" for name in people.TRAIN)
+_NAMES = tuple(f" {name}" for name in TRAIN_PEOPLE)
 _QUESTION, _END = " Question:", ". Who is it? A:"
 
 
@@ -47,7 +47,7 @@ class Hops(Task[HopsKnobs]):
 
     def write(self, draws: Draws) -> Story:
         knobs = self.knobs
-        names = draws.order(people.TRAIN, "people")[: knobs.people]
+        names = draws.order(TRAIN_PEOPLE, "people")[: knobs.people]
         relations = RELATIONS[: knobs.relations]
         facts = {relation: dict(zip(names, _others(draws, names, relation), strict=True)) for relation in relations}
         told = [f" {name} {relation} {facts[relation][name]}." for relation in relations for name in names]

@@ -11,7 +11,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub: n
 import pytest
 import torch
 
-if not torch.cuda.is_available():  # Triton reads it at import, and tests of all rooms import modules with kernels
+if not torch.cuda.is_available():  # before anything imports Triton, which reads it then: kernels run in its interpreter
     os.environ["TRITON_INTERPRET"] = "1"
 
 

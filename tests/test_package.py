@@ -5,7 +5,8 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
@@ -60,32 +61,62 @@ def test_pins_control() -> None:
             pins(line)
 
 
-def undeclared(sources: Iterator[str], requirements: list[str]) -> set[str]:
+PACKAGE = ("engine", "kernels", "probes", "tasks", "src")
+"""our folders with sources of the package"""
+
+
+@cache
+def imported(room: str) -> frozenset[str]:
+    """The top-level packages that the sources of a folder import."""
+    nodes = (node for file in (ROOT / room).rglob("*.py") for node in ast.walk(ast.parse(file.read_text())))
+    return frozenset(name.partition(".")[0] for node in nodes for name in _named(node))
+
+
+def _named(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.ImportFrom):
+        return [node.module] if node.module else []
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+
+
+@cache
+def distributions() -> dict[str, set[str]]:
+    """Imported name -> the installed packages that have it."""
+    return {name: set(map(canonicalize_name, found)) for name, found in packages_distributions().items()}
+
+
+def undeclared(names: Iterable[str], requirements: list[str]) -> set[str]:
     """The imported packages that no requirement names; what nobody has installed is not known."""
-    names = {each for source in sources for each in _imported(ast.parse(source))} - set(sys.stdlib_module_names)
-    declared, known = {canonicalize_name(Requirement(text).name) for text in requirements}, packages_distributions()
-    return {name for name in names if name in known and not declared & set(map(canonicalize_name, known[name]))}
+    declared, known = {canonicalize_name(Requirement(text).name) for text in requirements}, distributions()
+    return {name for name in set(names) - set(sys.stdlib_module_names) if name in known and not declared & known[name]}
 
 
-def _imported(tree: ast.AST) -> Iterator[str]:
-    """The top-level packages of all imports."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module.partition(".")[0]
+def unused(names: Iterable[str], requirements: list[str]) -> set[str]:
+    """The required packages that are not imported."""
+    needed = (Requirement(text) for text in requirements)
+    used = {package for name in names for package in distributions().get(name, ())}
+    return {canonicalize_name(r.name) for r in needed if r.marker is None or r.marker.evaluate()} - used
 
 
 def test_what_is_imported_is_required() -> None:
     """Otherwise it is installed only as long as another package requires it."""
     project = pyproject()["project"]
     wanted = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
-    sources = [
-        file.read_text() for room in ("engine", "kernels", "probes", "tasks", "src") for file in (ROOT / room).rglob("*.py")
-    ]
-    assert undeclared(iter(sources), wanted) <= {"replaylens", "datasets"}, "datasets: whoever gives one has it"
+    names = [name for room in PACKAGE for name in imported(room)]
+    assert undeclared(names, wanted) <= {"replaylens", "datasets"}, "datasets: whoever gives one has it"
     without = [text for text in wanted if not text.startswith("huggingface-hub")]
-    assert "huggingface_hub" in undeclared(iter(sources), without), "the control"
+    assert "huggingface_hub" in undeclared(names, without), "the control"
+
+
+def test_what_is_required_is_imported() -> None:
+    """The package imports what it depends on. An extra may also name a tool that is run, or a plugin."""
+    project = pyproject()["project"]
+    own = [name for room in PACKAGE for name in imported(room)]
+    assert unused(own, project["dependencies"]) == set()
+    extras = [requirement for extra in project["optional-dependencies"].values() for requirement in extra]
+    names = [*own, *(name for room in ("tests", "notebooks", "docs") for name in imported(room))]
+    tools = {"ruff", "pytest-xdist", "jupyterlab", "ipykernel"} | {"ipywidgets"}  # the last: tqdm's bars in notebooks
+    assert unused(names, extras) == tools
+    assert unused(own, ["numpy>=2", "pytest>=8", "triton; platform_system == 'Nowhere'"]) == {"pytest"}, "the control"
 
 
 def test_torch_and_its_triton_are_pinned() -> None:

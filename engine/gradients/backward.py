@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from replaylens.engine.errors import NoGradient
@@ -208,7 +209,7 @@ class Backward:
 
     def _attention(self, attn: Attention | LatentAttention, g: Tensor, layer: int) -> Tensor:
         """[rows, heads * width of values] -> the gradient of the normed stream, [rows, d_model]"""
-        g = self._at(attn.z_site, g.view(self.num_rows, attn.heads, attn.width))
+        g = self._at(attn.z_site, rearrange(g, "rows (heads d) -> rows heads d", heads=attn.heads))
         rotary, config, want_pattern = self.rotary[layer], self.model.config, attn.pattern_site in self.asked
         if isinstance(attn, LatentAttention):
             assert rotary is not None
@@ -233,7 +234,7 @@ class Backward:
         joined = torch.cat([dq, dk, dv], dim=1)
         if attn.clip and attn.q_norm is None:
             joined = self._unclipped(attn, joined, attn.q_site, attn.k_site, attn.v_site)
-        return self.products.linear(joined.view(self.num_rows, -1), attn.qkv)
+        return self.products.linear(rearrange(joined, "rows heads d -> rows (heads d)"), attn.qkv)
 
     def _unclipped(self, attn: Attention, g: Tensor, *sites: str) -> Tensor:
         """The gradient before clipping, from the clipped values: what was cut off does not pass."""

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange, repeat
 from torch import Tensor
 
 from replaylens.engine.model.config import Activation, Routing, barred, sigmoid, weigh, without_barred
@@ -176,18 +177,16 @@ def _through_rows(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """g, q [rows, heads, width], k, v [kv_heads, keys, width], hidden [rows, keys], bias [heads, keys]
     -> dq, dk, dv as these, dp [rows, heads, keys]"""
-    rows, heads, _ = q.shape
-    kv_heads = len(k)
-    group = heads // kv_heads
-    by_head = lambda x: x.reshape(rows, kv_heads, group, -1).permute(1, 2, 0, 3)  # noqa: E731
-    fold = lambda x: by_head(x).reshape(kv_heads, group * rows, -1)  # noqa: E731
-    back = lambda x: x.view(kv_heads, group, rows, -1).permute(2, 0, 1, 3).reshape(rows, heads, -1)  # noqa: E731
-    g, q, unseen = fold(g), fold(q) * spec.scale, hidden.repeat(group, 1)
+    (rows, heads, _), kv_heads = q.shape, len(k)
+    fold = lambda x: rearrange(x, "rows (kv group) d -> kv (group rows) d", kv=kv_heads)  # noqa: E731
+    back = lambda x: rearrange(x, "kv (group rows) d -> rows (kv group) d", rows=rows)  # noqa: E731
+    unseen = repeat(hidden, "rows keys -> (group rows) keys", group=heads // kv_heads)
+    g, q = fold(g), fold(q) * spec.scale
     product = products.batched
     raw = product(q, k.transpose(1, 2))
     scores = softcap(raw, spec.softcap)
     if bias is not None:
-        scores = scores + bias.view(kv_heads, group, 1, -1).expand(-1, -1, rows, -1).reshape(scores.shape)
+        scores = scores + repeat(bias, "(kv group) keys -> kv (group rows) keys", kv=kv_heads, rows=rows)
     p = scores.masked_fill(unseen, -torch.inf).softmax(-1)
     dp = product(g, v.transpose(1, 2)).masked_fill_(unseen, 0.0)
     ds = through_softcap(torch.ops.aten._softmax_backward_data(dp, p, -1, p.dtype), raw, spec.softcap)
@@ -231,7 +230,7 @@ def _queries(
     """[rows, heads, d_head] -> [rows, d_model]"""
     plain, turned = at(attn.q_site, dq).split([attn.plain, attn.turned], dim=-1)
     turned = through_rotary(at(attn.rotated_q_site, turned), rotary)
-    g = products.linear(torch.cat([plain, turned], dim=-1).flatten(1), attn.q)
+    g = products.linear(rearrange(torch.cat([plain, turned], dim=-1), "rows heads d -> rows (heads d)"), attn.q)
     if attn.q_a is None or attn.q_a_norm is None:
         return g
     g = through_norm(at(attn.q_latent_site, g), value(attn.q_a_site), attn.q_a_norm)
@@ -250,8 +249,8 @@ def _keys(
     """Keys [rows, heads, d_head] and values [rows, heads, d_value] -> [rows, d_model]"""
     plain, turned = dk.split([attn.plain, attn.turned], dim=-1)
     shared = through_rotary(at(attn.rotated_k_site, turned.sum(1, keepdim=True)), rotary)[:, 0]
-    by_head = torch.cat([plain, dv], dim=-1).flatten(1)  # [rows, heads * (plain + d_value)]
-    weight = torch.cat([attn.k.weight, attn.v.weight], dim=-1).transpose(1, 2).flatten(0, 1)  # [..., rank]
+    by_head = rearrange(torch.cat([plain, dv], dim=-1), "rows heads d -> rows (heads d)")  # d = plain + d_value
+    weight = rearrange(torch.cat([attn.k.weight, attn.v.weight], dim=-1), "heads rank d -> (heads d) rank")
     latent = at(attn.latent_site, products.batched(by_head[None], weight[None])[0])
     latent = at(attn.kv_a_site, through_norm(latent, value(attn.kv_a_site), attn.kv_a_norm))
     return products.linear(torch.cat([latent, shared], dim=-1), attn.kv_a)

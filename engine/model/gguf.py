@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from replaylens.engine.errors import BadWeights, UnsupportedModel
@@ -283,8 +284,8 @@ class GgufFile:
         """A tensor in the layout of transformers."""
         x, own = self._read(name), architecture_of(self.architecture)
         part = name.split(".")[-2]
-        if own.rotates_pairs and part in heads:  # [head, pair, (first, second)] -> [head, (first, second), pair]
-            return x.view(heads[part], -1, 2, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
+        if own.rotates_pairs and part in heads:
+            return rearrange(x, "(heads pairs two) ... -> (heads two pairs) ...", heads=heads[part], two=2)
         if own.norm_offset and part.endswith("norm"):
             return x - own.norm_offset
         is_product = x.dim() == 2 and name.startswith("blk.")

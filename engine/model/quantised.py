@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from replaylens.engine.errors import BadConfig, BadWeights, UnsupportedModel
@@ -92,10 +93,10 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     experts, outputs, groups, _ = blocks.shape
     out = torch.empty(experts, outputs, groups * 32, dtype=torch.bfloat16)
     for expert in range(experts):
-        pairs = torch.stack([blocks[expert] & 15, blocks[expert] >> 4], dim=-1).flatten(1).view(outputs, groups, 32)
+        pairs = rearrange([blocks[expert] & 15, blocks[expert] >> 4], "two outputs groups n -> outputs groups (n two)")
         power = scales[expert].int() - 127
-        out[expert] = torch.ldexp(values[pairs.long()].float(), power[..., None]).view(outputs, -1)
-    return out.transpose(1, 2)
+        out[expert] = torch.ldexp(values[pairs.long()].float(), power[..., None]).flatten(1)
+    return rearrange(out, "experts outputs inputs -> experts inputs outputs")
 
 
 # ---- quantised -------------------------------------------------------------------------------------------------------

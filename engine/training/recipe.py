@@ -119,10 +119,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 def backbone_folder(name: str) -> Path:
     """The folder of a pretrained backbone: `smollm2`, if fetched, or a folder."""
-    if name == hub.SHORT:
+    if name == hub.SMOLLM2:
         return hub.fetched_folder()
     if not Path(name).is_dir():
-        raise BadRequest(f"No backbone {name!r}. Give {hub.SHORT}, or a folder with a model and its tokenizer.")
+        raise BadRequest(f"No backbone {name!r}. Give {hub.SMOLLM2}, or a folder with a model and its tokenizer.")
     return Path(name)
 
 

@@ -16,14 +16,14 @@ pytestmark = pytest.mark.gpu
 PEAK = """
 import sys, torch
 from pathlib import Path
-from replaylens.engine.model import weights
+from replaylens.engine.model import loading
 def peak():
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines["VmHWM"].split()[0]) * 1024
 torch.zeros(1, device="cuda")
 import transformers.models.llama.configuration_llama
 before = peak()
-model = weights.load(sys.argv[1], torch.bfloat16, device="cuda")
+model = loading.load(sys.argv[1], torch.bfloat16, device="cuda")
 print(peak() - before, sum(x.nbytes for x in model.state_dict().values()))
 """
 

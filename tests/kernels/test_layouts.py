@@ -11,7 +11,7 @@ SCRIPT = r"""
 import json, re, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from replaylens.kernels import norm, norm_rope
+from replaylens.kernels import norm, rope
 from replaylens.kernels.launch import norm_shape
 
 INTS = ("SEQUENCE", "POSITION", "PAGES")
@@ -37,8 +37,8 @@ for dtype in ("*bf16", "*fp32"):
         plain = dict(ROWS=shape.rows, BLOCK=shape.block, LAYER=False, HAS_BIAS=False)
         fused = dict(QUERY_HEADS=32, KV_HEADS=4, HALF=width // 2, PAGE=16, HEADS=shape.rows, LAYER=False)
         a, b = (layouts(norm._norm_kernel, dtype, ("rows", "inner"), shape.warps, {**plain, "FIRST": n}) for n in (0, 8))
-        c = layouts(norm_rope._norm_rope_kernel, dtype, ("stride_p",), shape.warps, fused)
-        d = layouts(norm_rope._norm_rope_kernel, dtype, ("stride_p",), 2 * shape.warps, fused)
+        c = layouts(rope._norm_rope_kernel, dtype, ("stride_p",), shape.warps, fused)
+        d = layouts(rope._norm_rope_kernel, dtype, ("stride_p",), 2 * shape.warps, fused)
         same[f"{dtype} {width}"] = [a == b == c, a == d]
     shape = norm_shape(36)  # rows of another kind, which `uniform` keeps away from the kernel, are summed in another order
     plain = dict(ROWS=shape.rows, BLOCK=shape.block, LAYER=False, HAS_BIAS=False, FIRST=0)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from replaylens.engine.errors import UnsupportedModel
@@ -56,8 +57,8 @@ GPT2 = Family(
 
 
 def by_part(config: ModelConfig, x: Tensor) -> Tensor:
-    """[head, (q k v), d_head, ...] -> [(q k v), head, d_head, ...]"""
-    return x.view(config.num_heads, 3, config.d_head, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
+    """q, k and v of each head -> those of all heads one after the other"""
+    return rearrange(x, "(heads qkv d) ... -> (qkv heads d) ...", heads=config.num_heads, qkv=3)
 
 
 def _heads_or_parts(config: ModelConfig, x: Tensor) -> Tensor:
@@ -257,9 +258,9 @@ GPTJ = Family(
 
 def _falcon_heads(config: ModelConfig, x: Tensor) -> Tensor:
     """[kv_head, (its queries, k, v), d_head, ...] -> [(q k v), head, d_head, ...]; of one kv_head, nothing moves"""
-    groups = x.view(config.num_kv_heads, config.group + 2, config.d_head, *x.shape[1:])
+    groups = rearrange(x, "(kv part d) ... -> kv part d ...", kv=config.num_kv_heads, d=config.d_head)
     parts = groups.split([config.group, 1, 1], dim=1)
-    return torch.cat([part.reshape(-1, *x.shape[1:]) for part in parts])
+    return torch.cat([rearrange(part, "kv part d ... -> (kv part d) ...") for part in parts])
 
 
 def _falcon_kv_heads(raw: Raw) -> int:

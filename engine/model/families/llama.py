@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from replaylens.engine.model.config import ModelConfig
@@ -310,8 +311,8 @@ def _order(config: ModelConfig) -> Tensor:
 def pairs_apart(config: ModelConfig, x: Tensor) -> Tensor:
     """q, k and v with the pairs of q and k apart, as we rotate them. q.k does not depend on the order."""
     turned = (config.num_heads + config.num_kv_heads) * config.d_head
-    heads = x[:turned].view(-1, config.d_head, *x.shape[1:])[:, _order(config)]
-    return torch.cat([heads.reshape(turned, *x.shape[1:]), x[turned:]])
+    heads = rearrange(x[:turned], "(heads d) ... -> heads d ...", d=config.d_head)[:, _order(config)]
+    return torch.cat([rearrange(heads, "heads d ... -> (heads d) ..."), x[turned:]])
 
 
 def _norm_apart(config: ModelConfig, x: Tensor) -> Tensor:

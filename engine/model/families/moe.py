@@ -5,6 +5,7 @@ from dataclasses import replace
 from math import sqrt
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from replaylens.engine.errors import UnsupportedModel
@@ -305,7 +306,8 @@ def _pairs_apart(config: ModelConfig, x: Tensor) -> Tensor:
 
 
 def _queries(config: ModelConfig, x: Tensor) -> Tensor:
-    return _pairs_apart(config, x.view(config.num_heads, config.d_head, *x.shape[1:])).reshape(x.shape)
+    heads = _pairs_apart(config, rearrange(x, "(heads d) ... -> heads d ...", d=config.d_head))
+    return rearrange(heads, "heads d ... -> (heads d) ...")
 
 
 def _compressed(config: ModelConfig, x: Tensor) -> Tensor:
@@ -316,8 +318,8 @@ def _compressed(config: ModelConfig, x: Tensor) -> Tensor:
 def _by_head(config: ModelConfig, x: Tensor, values: bool) -> Tensor:
     """Keys or values of [heads * (keys + values), rank]: [heads, rank, outputs]"""
     keys = config.d_head - config.rotary_dim
-    both = x.view(config.num_heads, keys + config.d_value, -1)
-    return (both[:, keys:] if values else both[:, :keys]).transpose(1, 2)
+    both = rearrange(x, "(heads d) rank -> heads rank d", heads=config.num_heads)
+    return both[..., keys:] if values else both[..., :keys]
 
 
 PARTS: dict[str, Arrange] = {

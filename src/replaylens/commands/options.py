@@ -41,7 +41,7 @@ def complete_model(incomplete: str) -> list[str]:
     from replaylens.engine import zoo
     from replaylens.engine.model import hub
 
-    known = (*zoo.PLAIN, *zoo.THINKING, hub.SHORT)
+    known = (*zoo.PLAIN, *zoo.THINKING, hub.SMOLLM2)
     return [name for name in known if name.startswith(incomplete)]
 
 

@@ -42,14 +42,7 @@ def assemble(
     code, more_style  of views that are not on every page
     """
     code = asset("view.js") + asset("report.js", "replaylens.views") + code
-    allowed = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
-    policy = (
-        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'; base-uri 'none'; form-action 'none'"
-    )
     head = [
-        void("meta", charset="utf-8"),
-        void("meta", http_equiv="Content-Security-Policy", content=policy),
-        void("meta", name="viewport", content="width=device-width, initial-scale=1"),
         void("meta", name="generator", content=f"{MADE_BY}{replaylens.__version__}"),
         tag("title", title),
         style(),
@@ -60,8 +53,22 @@ def assemble(
     top = tag("header", tag("h1", title), tag("p", lead, class_="rl-quiet"), menu)
     parts = [tag("section", tag("h2", s.title), s.body, id=s.key) for s in sections]
     needs = tag("noscript", tag("p", "The examples need this page's script; certificate and heatmaps do not."))
-    body = tag("body", top, needs, tag("main", *parts), data, Markup(f"<script>{code}</script>"), class_="rl-view rl-page")
-    return f"<!DOCTYPE html>\n{tag('html', tag('head', *head), body, lang='en')}\n"
+    return document(code, head, [top, needs, tag("main", *parts), data], "rl-view rl-page")
+
+
+def document(code: str, head: Sequence[Markup], body: Sequence[Markup], look: str) -> str:
+    """A file whose policy allows no request and no script except `code`, which runs last. `look`: classes of the body."""
+    allowed = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'; base-uri 'none'; form-action 'none'"
+    )
+    first = [
+        void("meta", charset="utf-8"),
+        void("meta", http_equiv="Content-Security-Policy", content=policy),
+        void("meta", name="viewport", content="width=device-width, initial-scale=1"),
+    ]
+    last = Markup(f"<script>{code}</script>")
+    return f"<!DOCTYPE html>\n{tag('html', tag('head', *first, *head), tag('body', *body, last, class_=look), lang='en')}\n"
 
 
 def _theme_button() -> Markup:

@@ -22,17 +22,14 @@ from replaylens.engine.terminal import hidden
 from replaylens.probes.report import Report
 from replaylens.views import draw, examples, page
 from replaylens.views import maps as heatmap
-from replaylens.views import maps as lens_map
-from replaylens.views import sections as opening
-from replaylens.views import sections as probe_section
-from replaylens.views import sections as result_section
 from replaylens.views import thoughts as thinking
 from replaylens.views.data import Decode
 from replaylens.views.examples import DumpedExample
 from replaylens.views.html import asset, join, tag, void
+from replaylens.views.maps import LensAverages, example_maps
 from replaylens.views.pictures import Timeline
 from replaylens.views.rollouts import RolloutTree, rollout_style
-from replaylens.views.sections import Reportable
+from replaylens.views.sections import Reportable, better, checked, draw_opening, draw_probes, draw_results, rank
 from replaylens.views.summary import fact_list
 
 
@@ -83,20 +80,20 @@ class ReportPage:
         sections, data, lead = ([], Markup(), []) if self.dump is None else _about_dump(self, self.dump, progress)
         if self.probes:
             digest = None if self.dump is None else self.dump.digest
-            body = probe_section.draw_probes(self.probes, digest)
+            body = draw_probes(self.probes, digest)
             sections.insert(len(sections) - 1 if sections else 0, page.Section("probes", "Probes", body))
         if self.decoded:
             sections.append(page.Section("decoded", "How it was decoded", _decoded(self.decoded)))
         if self.dump is None and self.probes:
-            sections.append(page.Section("found", "What was found", opening.draw_opening(self.probes)))
-        results = result_section.checked(self.results)
+            sections.append(page.Section("found", "What was found", draw_opening(self.probes)))
+        results = checked(self.results)
         if results:
-            sections.append(page.Section("results", "Results", result_section.draw_results(results)))
+            sections.append(page.Section("results", "Results", draw_results(results)))
         if self.rollouts:
             sections.append(page.Section("rollouts", "Rollouts", join(tree.draw() for tree in self.rollouts)))
         if not sections:
             raise BadRequest("The page would be empty. Give a dump, probe reports, results or rollouts.")
-        sections.sort(key=lambda section: opening.rank(section.key))
+        sections.sort(key=lambda section: rank(section.key))
         tasks = [self.dump.manifest.plan.task] if self.dump is not None else [p.source["task"] or "arrays" for p in self.probes]
         title = self.title or f"replaylens: {', '.join(dict.fromkeys(tasks)) or ('results' if results else 'rollouts')}"
         lead += [f"{p.kind}, {len(p.lines)} lines" for p in self.probes]
@@ -127,7 +124,7 @@ def report(
     ...     page.read_text().count("<svg")
     2
     """
-    return ReportPage(dump, tuple(probes), title=title, results=result_section.checked(results)).save(path)
+    return ReportPage(dump, tuple(probes), title=title, results=checked(results)).save(path)
 
 
 def page_file(path: str | Path) -> Path:
@@ -150,7 +147,7 @@ def _about_dump(wanted: ReportPage, dump: Dump, progress: bool) -> tuple[list[pa
     counted = tqdm(found, total=len(plan.examples), unit="example", desc="report", disable=hidden(progress))
     blocks = page.packed_blocks(seen.fragments(counted, wanted.trees))
     sections = [
-        page.Section("found", "What was found", opening.draw_opening(wanted.probes, seen.told(), seen.example)),
+        page.Section("found", "What was found", draw_opening(wanted.probes, seen.told(), seen.example)),
         page.Section("overview", "Overview", _overview(dump, seen)),
         page.Section("certificate", "Determinism certificate", _certificate(dump, wanted)),
         page.Section("examples", "Examples", _explorer(len(seen.rows), min(wanted.trees, len(seen.rows)))),
@@ -215,7 +212,7 @@ def _verdict(verdict: Verification | None) -> Markup:
     return tag("div", tag("b", f"{mark} {lines[0]}"), *rest, class_="rl-verdict", data_status=verdict.status)
 
 
-def _lens(averages: lens_map.LensAverages) -> Markup:
+def _lens(averages: LensAverages) -> Markup:
     maps = averages.maps()
     if not maps:
         return tag("p", "This dump holds no Z. Dump with sites STCZ to see the lens.", class_="rl-quiet")
@@ -255,7 +252,7 @@ class _Seen:
 
     def __init__(self) -> None:
         self.rows: list[TableRow] = []
-        self.averages = lens_map.LensAverages()
+        self.averages = LensAverages()
         self.example: DumpedExample | None = None
         """the one that the page opens with"""
 
@@ -270,7 +267,7 @@ class _Seen:
         """Mutates: add table rows and averages; yields the pictures of the first `most` examples."""
         for example in found:
             self.averages.add(example)
-            self.example = opening.better(self.example, example)
+            self.example = better(self.example, example)
             texts = example.prompt, example.generated, example.answer
             self.rows.append(TableRow(example.index, *texts, example.correct, example.num_rejected))
             if len(self.rows) <= most:
@@ -279,7 +276,7 @@ class _Seen:
 
 def _example(example: DumpedExample) -> Markup:
     """Thoughts, tree and lens of one example, if the dump holds them. The lens starts where the answer does."""
-    prompt, answer = lens_map.example_maps(example.tree.trunk.tokens)
+    prompt, answer = example_maps(example.tree.trunk.tokens)
     thoughts = [thinking.draw(example.thinking)] if example.thinking else []
     lens = [heatmap.draw(answer)] if answer else []
     if prompt:

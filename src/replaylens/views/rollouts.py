@@ -7,7 +7,6 @@ each different unit once, which the page unpacks on the first click.
 
 import base64
 import gzip
-import hashlib
 import json
 import os
 from collections import Counter
@@ -22,7 +21,8 @@ from scipy import stats
 
 from replaylens.engine.display import visible
 from replaylens.engine.errors import BadRequest
-from replaylens.views.html import asset, join, script, style, tag, void
+from replaylens.views.html import asset, join, script, style, tag
+from replaylens.views.page import document
 
 # ---- outcomes --------------------------------------------------------------------------------------------------------
 # Outcomes as colours and curves: what rollouts from each fork of a path end in.
@@ -347,20 +347,7 @@ def rollout_script() -> Markup:
 
 
 def _page(tree: RolloutTree) -> str:
-    """A page of its own, whose policy allows no request and no script but its own."""
-    code = asset("view.js") + asset("rollouts.js")
-    allowed = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
-    policy = (
-        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'; base-uri 'none'; form-action 'none'"
-    )
-    head = [
-        void("meta", charset="utf-8"),
-        void("meta", http_equiv="Content-Security-Policy", content=policy),
-        void("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", tree.title or repr(tree)),
-        style(),
-        rollout_style(),
-    ]
+    """A page of its own."""
     theme = tag("button", "light / dark", type="button", class_="rl-theme")
-    body = tag("body", theme, tree.draw(), Markup(f"<script>{code}</script>"), class_="rl-view rl-alone")
-    return f"<!DOCTYPE html>\n{tag('html', tag('head', *head), body, lang='en')}\n"
+    head = [tag("title", tree.title or repr(tree)), style(), rollout_style()]
+    return document(asset("view.js") + asset("rollouts.js"), head, [theme, tree.draw()], "rl-view rl-alone")

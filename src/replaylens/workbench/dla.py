@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import pandas as pd
 import torch
+from einops import reduce
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -212,7 +213,7 @@ class _Read:
             yield LogitPart(f"L{layer} attention", "attention", layer, None, float(rows[sites[0]] @ stream))
             return
         own, constant = _within(block.attn.o, block.ln1_post, block.scale, rows[sites[-1]], stream)
-        each = (rows[sites[0]].flatten() * own).view(block.attn.heads, -1).sum(1)
+        each = reduce(rows[sites[0]].flatten() * own, "(heads d) -> heads", "sum", heads=block.attn.heads)
         yield from (LogitPart(f"L{layer}H{i}", "head", layer, i, value) for i, value in enumerate(each.tolist()))
         if block.attn.o.bias is not None or constant:
             yield LogitPart(f"L{layer} attention bias", "attention bias", layer, None, constant)

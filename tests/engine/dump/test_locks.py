@@ -307,6 +307,7 @@ def test_who_only_looks_does_not_keep_the_writer_out(tmp_path: Path) -> None:
     store.write(NAME, b"")
     handle = os.open(store.path(NAME), os.O_RDWR)
     fcntl.flock(handle, fcntl.LOCK_SH)
+    assert not dump_lock._is_held(store, NAME), "two who look do not take each other for a writer"
     looker = threading.Timer(0.1, os.close, [handle])
     looker.start()
     with DumpLock(store, NAME):

@@ -10,8 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from replaylens.engine import terminal
 from replaylens.engine.passes import graphs as module
-from replaylens.engine.passes.graphs import held_collector, kept, recorded
+from replaylens.engine.passes.graphs import kept, recorded
+from replaylens.engine.terminal import held_collector
 
 
 def test_the_collector_is_as_before_afterwards() -> None:
@@ -66,14 +68,14 @@ def test_ctrl_c_leaves_the_collector_as_it_was(monkeypatch: pytest.MonkeyPatch) 
         signal.raise_signal(signal.SIGINT)
 
     ran, before = [], signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job
-    monkeypatch.setattr(module.gc, "disable", pressed)
+    monkeypatch.setattr(gc, "disable", pressed)
     try:
         with pytest.raises(KeyboardInterrupt), held_collector():
             ran.append(True)
     finally:
         signal.signal(signal.SIGINT, before)
     monkeypatch.undo()
-    assert ran and gc.isenabled() and not module._holders
+    assert ran and gc.isenabled() and not terminal._holders
 
 
 def test_graphs_share_memory_and_the_least_recently_used_goes() -> None:
