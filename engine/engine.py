@@ -119,7 +119,7 @@ class Engine(TransformerLensVerbs):
                 record=record,
                 capture_buffer=capture_buffer,
             )
-        if guess != "empty":
+        if not isinstance(guess, str) or guess != "empty":  # an array answers != with an array
             _require_guess(guess)
         check = loading.is_live(source) if check is None else check
         model, text = load_model(source, dtype, check, device, adapter, hub)

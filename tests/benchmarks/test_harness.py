@@ -33,7 +33,7 @@ def declare(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[..., Case
     return made
 
 
-@pytest.mark.parametrize("made", CASES.values(), ids=str)
+@pytest.mark.parametrize("made", CASES.values(), ids=CASES.keys())
 def test_declarations(made: Case) -> None:
     """Ours and the baseline are among the arms, an aim is a bound, the words are there, and the parameters fit into JSON."""
     assert made.about and made.name == made.name.lower() and (not made.ours or {made.ours, made.baseline} <= set(made.arms))

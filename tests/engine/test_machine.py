@@ -440,12 +440,16 @@ def some(sessions: int, steps: int) -> settings:
     )
 
 
-@pytest.mark.parametrize("machine", [Sessions, Experts, Latents], ids=lambda machine: machine.__name__)
-def test_random_sessions(machine: type[Sessions]) -> None:
+@pytest.mark.parametrize(
+    "machine, sessions, steps",
+    [(Sessions, 3, 25), (Experts, 1, 20), (Latents, 1, 20)]
+    + [pytest.param(*full, marks=pytest.mark.slow) for full in ((Sessions, 5, 40), (Experts, 2, 20), (Latents, 2, 20))],
+    ids=lambda given: given.__name__ if isinstance(given, type) else None,
+)
+def test_random_sessions(machine: type[Sessions], sessions: int, steps: int) -> None:
     class Counted(machine):  # type: ignore[misc, valid-type]
         preemptions = 0
 
-    sessions, steps = (5, 40) if machine is Sessions else (2, 20)
     run_state_machine_as_test(Counted, settings=some(sessions, steps))
     assert Counted.preemptions >= 2 * sessions, "control: requests lost their pages to others, many times"
 

@@ -51,13 +51,13 @@ def test_other_bits_after_a_restart_are_found() -> None:
 
 
 def test_sessions_are_counted_and_left_to_the_next_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(soak.Small, "sessions", 5)
+    monkeypatch.setattr(soak.Small, "sessions", 3)
     monkeypatch.setattr(soak.Small, "steps", 8)
     operations, preemptions = soak.work("Small", 1, tmp_path)
-    assert operations >= 5 and preemptions >= 10
+    assert operations >= 3 and preemptions >= 6
     left = json.loads((tmp_path / "Small.json").read_text())
     assert left
-    assert soak.work("Small", 2, tmp_path)[0] >= 5 + len(left)
+    assert soak.work("Small", 2, tmp_path)[0] >= 3 + len(left)
 
 
 def test_a_soak_without_preemptions_is_no_soak(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -282,7 +282,8 @@ def short(sessions: int, steps: int) -> settings:
     )
 
 
-def test_every_branch_of_a_random_tree_is_as_it_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sessions", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_branch_of_a_random_tree_is_as_it_is_alone(sessions: int, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[int] = []
     real = cpu.attend_prefixes
 
@@ -291,7 +292,7 @@ def test_every_branch_of_a_random_tree_is_as_it_is_alone(monkeypatch: pytest.Mon
         return real(q, found, *rest)
 
     monkeypatch.setattr(cpu, "attend_prefixes", counted)
-    run_state_machine_as_test(Trees, settings=short(sessions=4, steps=20))
+    run_state_machine_as_test(Trees, settings=short(sessions, steps=20))
     assert len(used) > 10, "control: keys were shared in many passes"
 
 

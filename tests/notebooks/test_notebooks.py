@@ -147,13 +147,8 @@ def check(name: str, notebook: Any) -> None:
     assert [len(cell.outputs) for cell in code(notebook)] == [len(cell.outputs) for cell in code(committed(name))]
 
 
-QUICK = ("6_coming_from_transformerlens",)
-"""run by `make test`; the others by `make slow`. `make test` runs the first one's calls with the page docs/quickstart.md"""
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in NAMES if name not in REAL]
-)
+@pytest.mark.slow  # `make test` runs the first one's calls with the page docs/quickstart.md, and a kernel in the test below
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in REAL])
 def test_notebook_runs(name: str, tmp_path: Path) -> None:
     """In a fresh kernel with its own cache folder: nothing is downloaded, and certificates are made anew."""
     check(name, run(name, REPLAYLENS_CACHE=str(tmp_path)))

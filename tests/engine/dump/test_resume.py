@@ -78,8 +78,10 @@ def count_steps(at: Callable[[int], None]) -> None:
     Store.remove = counted(Store.remove)  # type: ignore[method-assign]
 
 
-def test_killed_at_every_step(engine: Engine, planned: Planned, tmp_path: Path) -> None:
-    """SIGKILL before each write, flush, rename and removal. The partial dump is refused, then resumed to the same bytes."""
+@pytest.mark.parametrize("apart", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_killed_at_every_step(engine: Engine, planned: Planned, tmp_path: Path, apart: int) -> None:
+    """SIGKILL before each write, flush, rename and removal (or every third one). The partial dump is refused, then resumed to
+    the same bytes."""
     plan = planned(examples=2, examples_per_shard=1, max_new=2, sites="S")
     maker = ShardMaker(engine, plan)
     made = [maker.make(number) for number in range(2)]  # done beforehand: the test is about files
@@ -90,7 +92,7 @@ def test_killed_at_every_step(engine: Engine, planned: Planned, tmp_path: Path) 
 
     whole = write(tmp_path / "whole")
     assert whole is not None
-    for killed_at in range(200):
+    for killed_at in range(0, 200, apart):
         folder = tmp_path / f"at{killed_at}"
 
         def work(fatal: int = killed_at, folder: Path = folder) -> None:
