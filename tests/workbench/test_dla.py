@@ -166,7 +166,7 @@ def test_what_cannot_be_split_is_refused() -> None:
     ):
         with pytest.raises(BadRequest, match=message):
             dla(served, prompt, (" tails", " heads"))  # type: ignore[arg-type]
-    with pytest.raises(BadRequest, match="thinks"):
+    with pytest.raises(BadRequest, match="Thinking-States"):
         dla(Engine.load("coin-thinking"), COIN, (" tails", " heads"))
 
 

@@ -170,7 +170,7 @@ def test_the_command(method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("arguments", "says"),
     [
         (["coin-thinking", "--method", "magic"], "Unknown method"),
-        (["coin-plain", "--method", "cot"], "only for models"),
+        (["coin-plain", "--method", "cot"], "only for Thinking-States models"),
         (["coin-thinking", "--steps", "2", "--chunk", "1000"], "a text takes at least two"),
         (["coin-thinking", "--steps", "2", "--longest", "60"], "In chunks of 2 tokens, the longest row has"),
     ],
