@@ -1,0 +1,426 @@
+"""Portable arithmetic on a CPU: the parts of which `kernels/cpu.py` is made, compiled by numba.
+
+The same bits on every machine, because nothing is left to it. A product that is added to something is one fused
+multiply-add, which IEEE 754 rounds once on every chip; other operations are single roundings too. Vectors, tiles and threads
+run over *outputs*, never over parts of a sum. `kernels/definition.py` says in plain Python what every function computes.
+
+Functions take addresses (`intp`) in place of arrays: one compiled form each, kept in numba's cache, and short calls.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+# ---- machine ---------------------------------------------------------------------------------------------------------
+
+PARTS = 8
+"""chains of a product, added as a tree: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). Part of the definition"""
+LANES = 64
+"""chains of a row sum, added by halves. Part of the definition"""
+SPAN = 4096
+"""columns of a long row sum that are added on their own. Part of the definition"""
+
+
+def _features() -> dict[str, bool]:
+    return dict(llvmlite.binding.get_host_cpu_features())
+
+
+def has_fma() -> bool:
+    """Whether the machine has fused multiply-adds: every 64-bit ARM, and x86-64 since 2013."""
+    found = _features()
+    return not llvmlite.binding.get_process_triple().startswith("x86_64") or found.get("fma", False)
+
+
+def _shape() -> tuple[int, int, int]:
+    """(lanes of a vector, columns of a panel, rows of a tile) for this machine. Moves no bit."""
+    found = _features()
+    if found.get("avx512f", False):
+        return 16, 32, 8
+    return (8, 16, 4) if found.get("avx2", False) else (4, 16, 4)
+
+
+VECTOR, PANEL, TILE = _shape()
+
+
+def compiled(signature: str) -> Callable[[Callable[..., Any]], Any]:
+    """Compile a function for one signature, kept on disk. No fast math: every operation is rounded as it is written."""
+    return njit(signature, nogil=True, cache=True, error_model="numpy", boundscheck=False)  # type: ignore[no-any-return]
+
+
+inlined = njit(nogil=True, error_model="numpy", boundscheck=False, inline="never")
+
+
+@intrinsic
+def _pointer(_context: Any, address: Any) -> Any:
+    def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(address), codegen
+
+
+@inlined
+def floats(address, count):  # type: ignore[no-untyped-def]
+    """`count` float32 at an address, as an array."""
+    return carray(_pointer(address), (count,), np.float32)
+
+
+@inlined
+def integers(address, count):  # type: ignore[no-untyped-def]
+    """`count` int64 at an address, as an array."""
+    return carray(_pointer(address), (count,), np.int64)
+
+
+@inlined
+def words(address, count):  # type: ignore[no-untyped-def]
+    """`count` uint32 at an address, as an array."""
+    return carray(_pointer(address), (count,), np.uint32)
+
+
+@inlined
+def shorts(address, count):  # type: ignore[no-untyped-def]
+    """`count` uint16 at an address, as an array."""
+    return carray(_pointer(address), (count,), np.uint16)
+
+
+# ---- functions -------------------------------------------------------------------------------------------------------
+# exp, tanh, erf and log as polynomials of fused multiply-adds: about as exact as the library's, and the same everywhere.
+
+
+@intrinsic
+def fma(_context: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once; float32 or float64."""
+
+    def codegen(_cg: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FloatType() if signature.return_type == types.float32 else ir.DoubleType()
+        name = f"llvm.fma.{'f32' if signature.return_type == types.float32 else 'f64'}"
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
+        return builder.call(function, arguments)
+
+    return a(a, a, a), codegen
+
+
+@intrinsic
+def as_float(_context: Any, bits: Any) -> Any:
+    """The float32 with these 32 bits."""
+    return types.float32(types.int32), lambda _cg, builder, _signature, arguments: builder.bitcast(arguments[0], ir.FloatType())
+
+
+@intrinsic
+def as_double(_context: Any, bits: Any) -> Any:
+    """The float64 with these 64 bits."""
+    return types.float64(types.int64), lambda _cg, builder, _signature, arguments: builder.bitcast(arguments[0], ir.DoubleType())
+
+
+@intrinsic
+def double_bits(_context: Any, x: Any) -> Any:
+    """The 64 bits of a float64."""
+    return types.int64(types.float64), lambda _cg, builder, _signature, arguments: builder.bitcast(arguments[0], ir.IntType(64))
+
+
+def _single(text: str) -> np.float32:
+    return np.float32(float.fromhex(text))
+
+
+_ZERO, _HALF, _ONE, _TWO, _INF = (np.float32(x) for x in (0.0, 0.5, 1.0, 2.0, np.inf))
+_LOG2E, _ROUND = np.float32(1.4426950408889634), np.float32(1.5 * 2**23)
+_LN2_HIGH, _LN2_LOW = np.float32(-0.693145751953125), np.float32(-1.428606765330187e-06)
+_EXP_MAX, _EXP_MIN = np.float32(88.72283), np.float32(-87.33654)
+_E0, _E1, _E2, _E3, _E4 = map(_single, ("0x1p-1", "0x1.5554d8p-3", "0x1.5554b2p-5", "0x1.12107p-7", "0x1.6d7c42p-10"))
+
+
+@inlined
+def exp(x):  # type: ignore[no-untyped-def]
+    """exp of a float32. Below the smallest normal number the result is 0, above the largest infinity; NaN stays."""
+    v = min(max(x, _EXP_MIN), _EXP_MAX)
+    turns = fma(v, _LOG2E, _ROUND) - _ROUND
+    r = fma(turns, _LN2_LOW, fma(turns, _LN2_HIGH, v))
+    p = fma(fma(fma(fma(fma(_E4, r, _E3), r, _E2), r, _E1), r, _E0), r * r, r) + _ONE
+    whole = np.int32(turns)
+    half = whole >> np.int32(1)  # in two steps: 2**128 is no float32
+    first, second = as_float((half + np.int32(127)) << np.int32(23)), as_float((whole - half + np.int32(127)) << np.int32(23))
+    y = p * first * second
+    y = _ZERO if x < _EXP_MIN else y
+    y = _INF if x > _EXP_MAX else y
+    return y if x == x else x
+
+
+_T0, _T1, _T2, _T3, _T4 = map(
+    _single, ("-0x1.555552p-2", "0x1.110dfep-3", "-0x1.b91cb6p-5", "0x1.57a79ap-6", "-0x1.8d4b76p-8")
+)
+_SMALL = np.float32(0.625)
+
+
+@inlined
+def tanh(x):  # type: ignore[no-untyped-def]
+    """tanh of a float32: a polynomial near 0, elsewhere 1 - 2 / (1 + exp(2 |x|))."""
+    u, size = x * x, abs(x)
+    near = fma(fma(fma(fma(fma(_T4, u, _T3), u, _T2), u, _T1), u, _T0), u * x, x)
+    far = _ONE - _TWO / (_ONE + exp(size + size))
+    far = -far if x < _ZERO else far
+    return near if size < _SMALL else far
+
+
+_F0, _F1, _F2, _F3, _F4, _F5, _F6 = map(
+    _single,
+    ("0x1.20dd74p+0", "-0x1.81273ep-2", "0x1.ce2d2p-4", "-0x1.b7fbb4p-6", "0x1.5419f4p-8", "-0x1.a485e8p-11", "0x1.4ae4c6p-14"),
+)
+_G0, _G1, _G2, _G3, _G4, _G5, _G6, _G7, _G8 = map(
+    _single,
+    (
+        "-0x1.758daep-13", "0x1.2128b4p+0", "0x1.444434p-1", "0x1.bb8238p-4", "-0x1.9b446cp-6",
+        "0x1.1038ccp-8", "-0x1.bf392cp-12", "0x1.432cd2p-16", "0x1.6c86bcp-23",
+    ),
+)  # fmt: skip
+_FOUR = np.float32(4.0)
+
+
+@inlined
+def erf(x):  # type: ignore[no-untyped-def]
+    """erf of a float32: a polynomial up to 1, beyond it 1 - exp(-P(|x|)), which is 1 from 4 on."""
+    u, size = x * x, min(abs(x), _FOUR)
+    near = fma(fma(fma(fma(fma(fma(_F6, u, _F5), u, _F4), u, _F3), u, _F2), u, _F1), u, _F0) * x
+    p = fma(fma(fma(fma(fma(_G8, size, _G7), size, _G6), size, _G5), size, _G4), size, _G3)
+    p = fma(fma(fma(p, size, _G2), size, _G1), size, _G0)
+    far = _ONE - exp(-p)
+    far = -far if x < _ZERO else far
+    return near if size < _ONE else far
+
+
+_SQRT_HALF, _LN2 = 0.7071067811865476, 0.6931471805599453
+_LN2_HIGH64, _LN2_LOW64 = 0.6931471803691238, 1.9082149292705877e-10
+
+
+@inlined
+def log64(x):  # type: ignore[no-untyped-def]
+    """log of a positive, normal float64: with s = f / (2 + f), log(1 + f) = 2 s + s^3 (2/3 + 2/5 s^2 + ...)."""
+    bits = double_bits(x)
+    exponent = ((bits >> np.int64(52)) & np.int64(2047)) - np.int64(1022)
+    m = as_double((bits & np.int64(0x000FFFFFFFFFFFFF)) | np.int64(0x3FE0000000000000))  # [0.5, 1)
+    low = m < _SQRT_HALF
+    m = m + m if low else m
+    e = np.float64(exponent - np.int64(1)) if low else np.float64(exponent)
+    f = m - 1.0
+    s = f / (2.0 + f)
+    u = s * s
+    p = 2.0 / 23.0
+    p = fma(p, u, 2.0 / 21.0)
+    p = fma(p, u, 2.0 / 19.0)
+    p = fma(p, u, 2.0 / 17.0)
+    p = fma(p, u, 2.0 / 15.0)
+    p = fma(p, u, 2.0 / 13.0)
+    p = fma(p, u, 2.0 / 11.0)
+    p = fma(p, u, 2.0 / 9.0)
+    p = fma(p, u, 2.0 / 7.0)
+    p = fma(p, u, 2.0 / 5.0)
+    p = fma(p, u, 2.0 / 3.0)
+    half = 0.5 * f * f
+    return fma(e, _LN2_HIGH64, f - (half - fma(e, _LN2_LOW64, s * fma(u, p, half))))
+
+
+@inlined
+def log(x):  # type: ignore[no-untyped-def]
+    """log of a positive, normal float32."""
+    return np.float32(log64(np.float64(x)))
+
+
+# ---- row sums --------------------------------------------------------------------------------------------------------
+
+
+@inlined
+def folded(lanes):  # type: ignore[no-untyped-def]
+    """The sum of `LANES` chains, added by halves: lane i and lane i + 32, then i and i + 16, down to one. Overwrites them."""
+    half = LANES // 2
+    while half:
+        for i in range(half):
+            lanes[i] += lanes[i + half]
+        half //= 2
+    return lanes[0]
+
+
+@inlined
+def row_sum(x, lanes):  # type: ignore[no-untyped-def]
+    """The sum of a row: element i goes to chain i mod 64; a row above `SPAN` is summed span by span. lanes: 64 float32."""
+    total, n = _ZERO, len(x)
+    for begin in range(0, n, SPAN):
+        end = min(n, begin + SPAN)
+        lanes[:] = _ZERO
+        for first in range(begin, end, LANES):
+            for i in range(min(LANES, end - first)):
+                lanes[i] += x[first + i]
+        total += folded(lanes)
+    return total
+
+
+@inlined
+def square_sum(x, lanes):  # type: ignore[no-untyped-def]
+    """The sum of the squares of a row, in the order of `row_sum`; a square and its addition are one rounding."""
+    total, n = _ZERO, len(x)
+    for begin in range(0, n, SPAN):
+        end = min(n, begin + SPAN)
+        lanes[:] = _ZERO
+        for first in range(begin, end, LANES):
+            for i in range(min(LANES, end - first)):
+                lanes[i] = fma(x[first + i], x[first + i], lanes[i])
+        total += folded(lanes)
+    return total
+
+
+# ---- tiles -----------------------------------------------------------------------------------------------------------
+# The inner loop of every product: a tile of rows times a few vectors of columns, one chain per output.
+
+
+def _make_tile(rows: int, half: bool) -> Any:
+    """A tile of `rows` rows and `PANEL` columns; half: the columns are stored in bfloat16."""
+    vectors, lanes, cells = PANEL // VECTOR, VECTOR, rows * (PANEL // VECTOR)
+    single, i64, i32, i16 = ir.FloatType(), ir.IntType(64), ir.IntType(32), ir.IntType(16)
+    vector, wide, short = (ir.VectorType(kind, lanes) for kind in (single, i32, i16))
+    four = ir.VectorType(single, 4)
+    number = lambda n: ir.Constant(i64, n)  # noqa: E731
+    nothing, zero = ir.Constant(vector, ir.Undefined), ir.Constant(vector, [0.0] * lanes)
+
+    def spread(builder: Any, source: Any, index: int, undefined: Any) -> Any:
+        return builder.shuffle_vector(source, undefined, ir.Constant(ir.VectorType(i32, lanes), [index] * lanes))
+
+    def columns(builder: Any, b: Any, at: Any) -> list[Any]:
+        """The vectors of one step of k."""
+        found = []
+        for v in range(vectors):
+            where = builder.gep(b, [builder.add(at, number(v * lanes))])
+            if half:  # the upper 16 bits of a float32
+                stored = builder.load(builder.bitcast(where, short.as_pointer()), align=2)
+                found.append(
+                    builder.bitcast(builder.shl(builder.zext(stored, wide), ir.Constant(wide, [16] * lanes)), vector)
+                )
+            else:
+                found.append(builder.load(builder.bitcast(where, vector.as_pointer()), align=4))
+        return found
+
+    def multipliers(builder: Any, a: Any, at: Any) -> list[Any]:
+        """The rows' numbers of one step of k, each in all lanes."""
+        if rows % 4 == 0:
+            places = [builder.gep(a, [builder.add(at, number(4 * q))]) for q in range(rows // 4)]
+            loaded = [builder.load(builder.bitcast(p, four.as_pointer()), align=4) for p in places]
+            return [spread(builder, loaded[i // 4], i % 4, ir.Constant(four, ir.Undefined)) for i in range(rows)]
+        found = [builder.load(builder.gep(a, [builder.add(at, number(i))])) for i in range(rows)]
+        return [spread(builder, builder.insert_element(nothing, x, ir.Constant(i32, 0)), 0, nothing) for x in found]
+
+    def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        a, b, ldb, k, c, ldc, begun, levels, depth = arguments
+        ap, cp, lp = (builder.inttoptr(x, single.as_pointer()) for x in (a, c, levels))
+        bp = builder.inttoptr(b, (i16 if half else single).as_pointer())
+        multiply_add = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{lanes}f32"
+        )
+        place = lambda p, n: builder.bitcast(builder.gep(p, [n]), vector.as_pointer())  # noqa: E731
+        cell = lambda n: place(cp, builder.add(builder.mul(ldc, number(n // vectors)), number(n % vectors * lanes)))  # noqa: E731
+
+        def joined(values: list[tuple[list[Any], Any]]) -> list[Any]:
+            """One phi per accumulator, of (values, block they come from)."""
+            found = [builder.phi(vector) for _ in range(cells)]
+            for some, block in values:
+                for phi, value in zip(found, some, strict=True):
+                    phi.add_incoming(value, block)
+            return found
+
+        entered = builder.block
+        going_on, start, loop, done = (builder.append_basic_block(n) for n in ("begun", "start", "loop", "done"))
+        builder.cbranch(builder.icmp_signed("!=", begun, number(0)), going_on, start)
+        builder.position_at_end(going_on)
+        loaded = [builder.load(cell(n), align=4) for n in range(cells)]
+        builder.branch(start)
+        builder.position_at_end(start)
+        first = joined([([zero] * cells, entered), (loaded, going_on)])
+        builder.cbranch(builder.icmp_signed(">", k, number(0)), loop, done)
+
+        builder.position_at_end(loop)
+        step = builder.phi(i64)
+        step.add_incoming(number(0), start)
+        sums = joined([(first, start)])
+        bs, xs = columns(builder, bp, builder.mul(step, ldb)), multipliers(builder, ap, builder.mul(step, number(rows)))
+        new = [builder.call(multiply_add, [xs[n // vectors], bs[n % vectors], sums[n]]) for n in range(cells)]
+        after = builder.add(step, number(1))
+        step.add_incoming(after, loop)
+        for phi, value in zip(sums, new, strict=True):
+            phi.add_incoming(value, loop)
+        builder.cbranch(builder.icmp_signed("<", after, k), loop, done)
+
+        builder.position_at_end(done)
+        now = joined([(first, start), (new, loop)])
+        for level in range(3):
+            before = builder.block
+            adding, added = builder.append_basic_block("adding"), builder.append_basic_block("added")
+            builder.cbranch(builder.icmp_signed(">", depth, number(level)), adding, added)
+            builder.position_at_end(adding)
+            others = [builder.load(place(lp, number(level * rows * PANEL + n * lanes)), align=4) for n in range(cells)]
+            together = [builder.fadd(x, y) for x, y in zip(others, now, strict=True)]
+            builder.branch(added)
+            builder.position_at_end(added)
+            now = joined([(now, before), (together, adding)])
+        for n, value in enumerate(now):
+            builder.store(value, cell(n), align=4)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def tile(_context: Any, a: Any, b: Any, ldb: Any, k: Any, c: Any, ldc: Any, begun: Any, levels: Any, depth: Any) -> Any:
+        return types.void(*[types.intp] * 9), codegen
+
+    return tile
+
+
+_tile_8, _tile_4, _tile_2, _tile_1 = (_make_tile(rows, half=False) for rows in (8, 4, 2, 1))
+_half_8, _half_4, _half_2, _half_1 = (_make_tile(rows, half=True) for rows in (8, 4, 2, 1))
+
+
+@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)")
+def tile(rows, a, b, ldb, k, c, ldc, begun, levels, depth):  # type: ignore[no-untyped-def]
+    """c[rows, PANEL] = chains over k of a[k, rows] and b[k, PANEL], which begin at 0, or at c if `begun`.
+
+    ldb, ldc  elements between rows of b and c
+    levels    [3, rows, PANEL]: the first `depth` of them are added to the chains, in order
+    """
+    if rows == 8:
+        _tile_8(a, b, ldb, k, c, ldc, begun, levels, depth)
+    elif rows == 4:
+        _tile_4(a, b, ldb, k, c, ldc, begun, levels, depth)
+    elif rows == 2:
+        _tile_2(a, b, ldb, k, c, ldc, begun, levels, depth)
+    else:
+        _tile_1(a, b, ldb, k, c, ldc, begun, levels, depth)
+
+
+@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)")
+def half_tile(rows, a, b, ldb, k, c, ldc, begun, levels, depth):  # type: ignore[no-untyped-def]
+    """`tile`, with b in bfloat16."""
+    if rows == 8:
+        _half_8(a, b, ldb, k, c, ldc, begun, levels, depth)
+    elif rows == 4:
+        _half_4(a, b, ldb, k, c, ldc, begun, levels, depth)
+    elif rows == 2:
+        _half_2(a, b, ldb, k, c, ldc, begun, levels, depth)
+    else:
+        _half_1(a, b, ldb, k, c, ldc, begun, levels, depth)
+
+
+@inlined
+def height(rows):  # type: ignore[no-untyped-def]
+    """Rows of the next tile if so many are left."""
+    if rows >= TILE:
+        return TILE
+    if rows >= 4:
+        return 4
+    return 2 if rows >= 2 else 1
+
+
+@inlined
+def pack_rows(x, stride, first, rows, begin, end, packed):  # type: ignore[no-untyped-def]
+    """Columns [begin, end) of rows [first, first + rows) of x, a flat array with `stride` between rows, column by column."""
+    for i in range(rows):
+        at = (first + i) * stride + begin
+        for k in range(end - begin):
+            packed[k * rows + i] = x[at + k]
