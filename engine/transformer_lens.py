@@ -15,6 +15,7 @@ from einops import rearrange
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, NotFolded, UnknownSite
+from replaylens.engine.model import modes
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Block, Mlp
 from replaylens.engine.model.sites import KEY_SITES, SiteTable, layer_of
@@ -258,7 +259,7 @@ class CacheModel:
     @torch.inference_mode()
     def _normed(self, x: Tensor) -> Tensor:
         runner, rows = self._engine.runner, x.reshape(-1, x.shape[-1])
-        with runner.canonical(len(rows)):
+        with modes.canonical():
             out = runner.head_ops().norm(rows.to(runner.device, runner.model.embed.dtype), runner.model.ln_final)
         return out.to(x.device).view(x.shape)
 

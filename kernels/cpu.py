@@ -4,10 +4,6 @@ Every function gives a row the same bits in any company, on any number of thread
 written in `kernels/definition.py`. Threads divide outputs. Tensors are float32 with contiguous last dimension.
 """
 
-import os
-import queue
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +19,7 @@ from replaylens.kernels.portable import (
     compiled,
     erf,
     exp,
+    exp64,
     floats,
     fma,
     half_tile,
@@ -38,79 +35,7 @@ from replaylens.kernels.portable import (
     tile,
     words,
 )
-
-# ---- threads ---------------------------------------------------------------------------------------------------------
-
-_WORTH_THREADS = 1 << 21
-"""multiply-adds of a call from which more than one thread pays"""
-
-
-class _Workers:
-    """Threads that wait for pieces of work. Kernels release the interpreter lock, so they run at the same time."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.waiting: list[queue.SimpleQueue[Any]] = []
-        self.started = 0
-
-    def run(self, work: Callable[[int, int], object], count: int) -> None:
-        """Call work(0, count), ..., work(count - 1, count), the first of them here. Raises what one of them raises."""
-        with self.lock:
-            helpers = [self.waiting.pop() if self.waiting else self._start() for _ in range(count - 1)]
-        done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        for i, helper in enumerate(helpers):
-            helper.put((work, i + 1, count, done))
-        try:
-            work(0, count)
-        finally:
-            failed = [error for error in (done.get() for _ in helpers) if error is not None]
-            with self.lock:
-                self.waiting.extend(helpers)
-        if failed:
-            raise failed[0]
-
-    def _start(self) -> "queue.SimpleQueue[Any]":
-        tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.started += 1
-        threading.Thread(target=_work, args=(tasks,), name=f"replaylens-{self.started}", daemon=True).start()
-        return tasks
-
-
-def _work(tasks: "queue.SimpleQueue[Any]") -> None:
-    while True:
-        work, index, count, done = tasks.get()
-        try:
-            work(index, count)
-            done.put(None)
-        except BaseException as error:
-            done.put(error)
-        del work, done
-
-
-_WORKERS = _Workers()
-
-
-def _forget_workers() -> None:
-    global _WORKERS
-    _WORKERS = _Workers()
-
-
-os.register_at_fork(after_in_child=_forget_workers)  # threads do not survive a fork
-
-
-def divided(work: Callable[[int, int], object], cost: float, pieces: int) -> None:
-    """Run `work(i, n)` for all i < n, on as many threads as torch has and as pay. cost: multiply-adds of all of it"""
-    count = min(torch.get_num_threads(), pieces) if cost >= _WORTH_THREADS else 1
-    if count <= 1:
-        work(0, 1)
-    else:
-        _WORKERS.run(work, count)
-
-
-def _share(index: int, count: int, total: int) -> tuple[int, int]:
-    """[first, end) of the share of one thread."""
-    return index * total // count, (index + 1) * total // count
-
+from replaylens.kernels.threads import divided, share
 
 # ---- products --------------------------------------------------------------------------------------------------------
 
@@ -137,9 +62,8 @@ class Panels:
         count = -(-outputs // PANEL)
         data = torch.zeros(count, inputs, PANEL, dtype=torch.bfloat16 if short else torch.float32)
         source, whole = small if short else weight, outputs // PANEL
-        data[:whole] = source[:, : whole * PANEL].view(inputs, whole, PANEL).permute(1, 0, 2) if source.is_contiguous() else (
-            source[:, : whole * PANEL].unflatten(1, (whole, PANEL)).permute(1, 0, 2)
-        )
+        if whole:
+            data[:whole] = source[:, : whole * PANEL].unflatten(1, (whole, PANEL)).permute(1, 0, 2)
         if outputs % PANEL:
             data[whole, :, : outputs % PANEL] = source[:, whole * PANEL :]
         return cls(data, inputs, outputs)
@@ -220,7 +144,7 @@ def product(x: Tensor, panels: Panels, bias: Tensor | None = None, residual: Ten
     count = len(panels.data)
     fixed = (x.data_ptr(), x.stride(0), panels.data.data_ptr(), panels.data.dtype == torch.bfloat16, out.data_ptr(), outputs)
     more = (0 if bias is None else bias.data_ptr(), *((0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))))
-    work = lambda i, n: _product(*fixed, *more, rows, panels.inputs, outputs, *_share(i, n, count))  # noqa: E731
+    work = lambda i, n: _product(*fixed, *more, rows, panels.inputs, outputs, *share(i, n, count))  # noqa: E731
     divided(work, float(rows) * panels.inputs * outputs, count)
     return out
 
@@ -275,7 +199,7 @@ def norm(
     addresses = [0 if each is None else each.data_ptr() for each in (weight, bias, scale)]
     rows = x.shape[0] * inner
     fixed = (x.data_ptr(), x.stride(0), x.stride(1) if x.dim() == 3 else 0, inner, width, addresses[0], stride, addresses[1])
-    work = lambda i, n: _norm(*fixed, kind == "layer", out.data_ptr(), eps, addresses[2], *_share(i, n, rows))  # noqa: E731
+    work = lambda i, n: _norm(*fixed, kind == "layer", out.data_ptr(), eps, addresses[2], *share(i, n, rows))  # noqa: E731
     divided(work, 4.0 * rows * width, rows)
     return out
 
@@ -326,7 +250,7 @@ def activate(x: Tensor, kind: str, gated: bool) -> Tensor:
     rows, width = len(flat), flat.shape[1] // (2 if gated else 1)
     out = torch.empty(rows, width, dtype=torch.float32)
     fixed = (flat.data_ptr(), flat.stride(0), width, ACTIVATIONS.index(kind), gated, out.data_ptr())
-    divided(lambda i, n: _activate(*fixed, *_share(i, n, rows)), 16.0 * rows * width, rows)
+    divided(lambda i, n: _activate(*fixed, *share(i, n, rows)), 16.0 * rows * width, rows)
     return out.view(*x.shape[:-1], width)
 
 
@@ -355,7 +279,7 @@ def apply(name: str, x: Tensor) -> Tensor:
     x = x.contiguous()
     out, count = torch.empty(x.shape, dtype=torch.float32), x.numel()
     fixed = (_FUNCTIONS.index(name), x.data_ptr(), out.data_ptr())
-    divided(lambda i, n: _apply(*fixed, *_share(i, n, count)), 16.0 * count, count)
+    divided(lambda i, n: _apply(*fixed, *share(i, n, count)), 16.0 * count, count)
     return out
 
 
@@ -396,7 +320,7 @@ def rotate_(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
     """
     rows, heads = x.shape[:2]
     fixed = (x.data_ptr(), x.stride(0), x.stride(1), heads, table.data_ptr(), table.shape[-1], positions.data_ptr())
-    divided(lambda i, n: _rotate(*fixed, *_share(i, n, rows)), 8.0 * x.numel(), rows)
+    divided(lambda i, n: _rotate(*fixed, *share(i, n, rows)), 8.0 * x.numel(), rows)
     return x
 
 
@@ -716,7 +640,7 @@ def attend(
     )  # fmt: skip
     items = -(-num // max(1, _PAIRS // group)) * kv_heads
     cost = 2.0 * float(rows.position.sum()) * heads * keys.shape[-1]
-    divided(lambda i, n: _attend(*fixed, *_share(i, n, items)), cost, items)
+    divided(lambda i, n: _attend(*fixed, *share(i, n, items)), cost, items)
     return out
 
 
@@ -742,7 +666,7 @@ def log_softmax_(x: Tensor) -> Tensor:
     """Mutates and returns x [..., width], contiguous: x - (max + log(sum(exp(x - max))))."""
     width = x.shape[-1]
     rows = x.numel() // width
-    divided(lambda i, n: _log_softmax(x.data_ptr(), width, *_share(i, n, rows)), 24.0 * x.numel(), rows)
+    divided(lambda i, n: _log_softmax(x.data_ptr(), width, *share(i, n, rows)), 24.0 * x.numel(), rows)
     return x
 
 
@@ -769,7 +693,7 @@ def entropies(log_p: Tensor) -> tuple[Tensor, Tensor]:
     final = (torch.arange(n) * layers + layers - 1).repeat_interleave(layers)
     entropy, kl = torch.empty(n, layers, dtype=torch.float32), torch.empty(n, layers, dtype=torch.float32)
     fixed = (log_p.data_ptr(), final.data_ptr(), width, entropy.data_ptr(), kl.data_ptr())
-    divided(lambda i, k: _spread(*fixed, *_share(i, k, n * layers)), 48.0 * log_p.numel(), n * layers)
+    divided(lambda i, k: _spread(*fixed, *share(i, k, n * layers)), 48.0 * log_p.numel(), n * layers)
     return entropy, kl
 
 
@@ -796,7 +720,7 @@ def top(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     rows, k = x.numel() // width, min(k, width)
     values, ids = torch.empty(*x.shape[:-1], k, dtype=torch.float32), torch.empty(*x.shape[:-1], k, dtype=torch.int64)
     fixed = (x.data_ptr(), width, k, values.data_ptr(), ids.data_ptr())
-    divided(lambda i, n: _top(*fixed, *_share(i, n, rows)), 4.0 * x.numel(), rows)
+    divided(lambda i, n: _top(*fixed, *share(i, n, rows)), 4.0 * x.numel(), rows)
     return values, ids
 
 
@@ -825,4 +749,17 @@ def gumbel(seed: int, position: int, vocab: int) -> "np.ndarray[Any, np.dtype[np
     """Gumbel noise for the token at `position`: [vocab], float64. -log(-log u), u on the 2^52 midpoints of (0, 1)."""
     out = np.empty(vocab, np.float64)
     _gumbel(np.uint64(seed), np.uint64(position), out)
+    return out
+
+
+@compiled("void(float64[::1],float64[::1])")
+def _exponentials(x, out):  # type: ignore[no-untyped-def]
+    for i in range(len(x)):
+        out[i] = exp64(x[i])
+
+
+def exponentials(x: "np.ndarray[Any, np.dtype[np.float64]]") -> "np.ndarray[Any, np.dtype[np.float64]]":
+    """exp of numbers up to 0, float64."""
+    out = np.empty(len(x), np.float64)
+    _exponentials(np.ascontiguousarray(x), out)
     return out

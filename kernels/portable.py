@@ -224,6 +224,19 @@ def log64(x):  # type: ignore[no-untyped-def]
 
 
 @inlined
+def exp64(x):  # type: ignore[no-untyped-def]
+    """exp of a float64 up to 0; below -700 it is 0."""
+    v = max(x, -700.0)
+    turns = np.rint(v * 1.4426950408889634)
+    r = fma(-turns, _LN2_LOW64, fma(-turns, _LN2_HIGH64, v))
+    p = 1.0
+    for i in range(13, 0, -1):
+        p = fma(p, r / np.float64(i), 1.0)
+    y = p * as_double((np.int64(turns) + np.int64(1023)) << np.int64(52))
+    return 0.0 if x < -700.0 else y
+
+
+@inlined
 def log(x):  # type: ignore[no-untyped-def]
     """log of a positive, normal float32."""
     return np.float32(log64(np.float64(x)))

@@ -25,7 +25,6 @@ from replaylens.engine.features.weights import FeatureConfig, FeatureWeights
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.model import modes
 from replaylens.engine.model.sites import SiteTable
-from replaylens.engine.passes.batch import TILE
 from replaylens.engine.request.edits import Edit, Positions
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_float, as_instance, as_int, as_list, integer, short_repr
@@ -221,7 +220,7 @@ class SparseFeatures:
     def _activations(self, x: Tensor) -> Iterator[Tensor]:
         """Dense activations, some rows at a time."""
         c, w = self.config, self._encoder
-        for some in x.split(max(TILE, _NUMBERS // c.d_sae // TILE * TILE)):
+        for some in x.split(max(1, _NUMBERS // c.d_sae)):
             centred = some - w.b_dec if c.apply_b_dec_to_input else some
             pre = self._product(centred).add_(w.b_enc)
             if self._norms is not None:

@@ -318,7 +318,7 @@ def _patch(site: str, rows: Tensor, at: int, head: int | None = None) -> Edit:
 
 def _measured(function: LogitsFunction, logits: Tensor) -> Tensor:
     """The metric of each of several rows [rows, 1, vocab]: [rows], in double precision."""
-    with modes.canonical(1):
+    with modes.canonical():
         return torch.tensor([float(value_of(function, row)) for row in logits[:, 0]], dtype=torch.float64)
 
 

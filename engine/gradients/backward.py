@@ -329,7 +329,7 @@ class Tape:
 
     def measure(self, function: LogitsFunction) -> float:
         """The metric alone, to the bits of `Gradients.value`."""
-        with modes.canonical(1):
+        with modes.canonical():
             return float(value_of(function, self.logits))
 
     @torch.inference_mode()
@@ -339,7 +339,7 @@ class Tape:
         On a GPU, metric and edits are differentiated on the host, and everything else on the device. Results are on the host.
         """
         num_keys, asked, products = len(self.tokens), frozenset(self.asked), self._products()
-        with modes.canonical(1):
+        with modes.canonical():
             value, g = derivative(function, self.logits)
             found = Backward(self.runner.model, self.forward, self.edits, asked, products).run(g.to(self.runner.device))
             for site in self.asked:

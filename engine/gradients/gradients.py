@@ -64,7 +64,7 @@ class Gradients(Mapping[str, Tensor]):
 
 def row_sums(x: Tensor) -> Tensor:
     """[rows, ...] -> [rows]"""
-    with modes.canonical(1):
+    with modes.canonical():
         return x.flatten(1).sum(1)
 
 

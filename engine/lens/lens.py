@@ -16,21 +16,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, BadWeights, FingerprintMismatch
+from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.passes.runner import LENS_ROWS, Runner
 from replaylens.engine.request.capture import LensSpec, Rows
 from replaylens.engine.request.values import as_instance
+from replaylens.kernels import cpu as portable
 
 # ---- tuned -----------------------------------------------------------------------------------------------------------
 # `TunedLens`: an affine map per layer before the unembedding, trained to predict the model's final distribution.
 #
 # The plain lens reads every layer as if it were the last. A tuned lens translates it first. It is trained on captured
 # residual rows to minimise KL(final || layer), and saved with the hash of the unembedding that it belongs to.
-
-_ROWS = 32
-"""rows translated together; bounds the memory and does not affect the bits"""
-
 
 @dataclass(frozen=True, eq=False)
 class TunedLens:
@@ -54,10 +52,8 @@ class TunedLens:
         """
         out = stacked.clone()
         for layer in range(len(self.weight)):
-            x = stacked[:, layer]
-            # sums over single rows: the bits of a library product may depend on the number of rows
-            moved = [(some[:, None, :] * self.weight[layer][None]).sum(-1) for some in x.split(_ROWS)]
-            out[:, layer] = x + torch.cat(moved) + self.bias[layer]
+            x = stacked[:, layer].contiguous()
+            out[:, layer] = portable.product(x, portable.Panels.of(self.weight[layer].t()), self.bias[layer], x)
         return out
 
     def require(self, model: Decoder) -> "TunedLens":
@@ -158,7 +154,7 @@ def read_ranked(spec: LensSpec, runner: Runner, rows: Rows, tokens: list[int], t
     """As `read`, with "Z.rank" [n, layers]: how many tokens are likelier than `tokens[i]`, NaN for -1. Ties go to the lowest
     id, as in greedy decoding. Every row is unembedded once."""
     stacked = torch.stack([rows[site].cpu() for site in spec.sites], dim=1)  # [n, layers, d]
-    with runner.canonical(stacked.shape[:2].numel()):
+    with modes.canonical():
         return _read(spec, runner, stacked if tuned is None else tuned.translate(stacked), tokens, ranked=True)
 
 
@@ -166,7 +162,7 @@ def read_ranked(spec: LensSpec, runner: Runner, rows: Rows, tokens: list[int], t
 def read_there(spec: LensSpec, runner: Runner, rows: Rows, emitted: list[int], tuned: TunedLens | None = None) -> Rows:
     """As `read`, but left on the device that computes it."""
     stacked = torch.stack([rows[site] for site in spec.sites], dim=1)  # [n, layers, d]
-    with runner.canonical(stacked.shape[:2].numel()):
+    with modes.canonical():
         if tuned is not None:
             stacked = tuned.translate(stacked.cpu())
         return _read(spec, runner, stacked, emitted)
@@ -186,7 +182,7 @@ def next_token(runner: Runner, residual: Tensor, emitted: list[int]) -> tuple[Te
         return z["Z.emitted"][:, 0], z["Z.entropy"][:, 0]
     tokens = torch.tensor(emitted, dtype=torch.int64)
     logprob, entropy = torch.empty(len(residual), dtype=torch.float32), torch.empty(len(residual), dtype=torch.float32)
-    with runner.canonical(len(residual)):
+    with modes.canonical():
         for first in range(0, len(residual), LENS_ROWS):
             some = slice(first, first + LENS_ROWS)
             _next_token(runner.logits(residual[some]).float(), tokens[some], logprob[some], entropy[some])
@@ -195,15 +191,9 @@ def next_token(runner: Runner, residual: Tensor, emitted: list[int]) -> tuple[Te
 
 def _next_token(logits: Tensor, tokens: Tensor, logprob: Tensor, entropy: Tensor) -> None:
     """Fill `logprob` and `entropy`. Overwrites the logits."""
-    if len(logits) == 1:  # as in `statistics`
-        two = torch.empty(2, 2, dtype=torch.float32)
-        _next_token(logits.repeat(2, 1), tokens.repeat(2), two[0], two[1])
-        logprob[0], entropy[0] = two[0, 0], two[1, 0]
-        return
-    log_p = logits.log_softmax(-1)
+    log_p = portable.log_softmax_(logits)
     torch.gather(log_p, 1, tokens.clamp_min(0)[:, None], out=logprob[:, None])
-    p = torch.exp(log_p, out=logits)
-    torch.sum(p.mul_(log_p), -1, out=entropy).neg_()
+    entropy.copy_(portable.entropies(log_p[:, None])[0][:, 0])
 
 
 def _read(spec: LensSpec, runner: Runner, stacked: Tensor, emitted: list[int], ranked: bool = False) -> Rows:
@@ -219,7 +209,7 @@ def _read(spec: LensSpec, runner: Runner, stacked: Tensor, emitted: list[int], r
         block = stacked[first : first + step]
         # on the CPU, where sums over a row do not depend on the number of rows; in CUDA libraries they do
         logits = runner.logits(block.reshape(-1, d)).float().cpu()
-        log_p = logits.log_softmax(-1).view(len(block), layers, -1)
+        log_p = log_softmax(logits).view(len(block), layers, -1)
         found = statistics(spec, log_p, emitted[first : first + step])
         if ranked:
             found["Z.rank"] = _ranks(logits.view(log_p.shape), emitted[first : first + step])
@@ -238,20 +228,22 @@ def _ranks(logits: Tensor, tokens: list[int]) -> Tensor:
     return above.float().masked_fill_((wanted < 0)[:, None], float("nan"))
 
 
+def log_softmax(logits: Tensor) -> Tensor:
+    """Of rows [rows, vocab] on the CPU, in portable arithmetic."""
+    return portable.log_softmax_(logits.clone(memory_format=torch.contiguous_format))
+
+
 def statistics(spec: LensSpec, log_p: Tensor, emitted: list[int]) -> Rows:
-    """log_p [n, layers, vocab] -> Z, as in `read`."""
-    if log_p.shape[:2].numel() == 1:  # the sum of a single row is split between threads, which gives other bits
-        return {name: value[:1] for name, value in statistics(spec, log_p.repeat(2, 1, 1), emitted * 2).items()}
-    p = log_p.exp()
-    final = log_p[:, -1:, :]
-    top = log_p.topk(min(spec.top_k, log_p.shape[-1]), dim=-1)
+    """log_p [n, layers, vocab], contiguous -> Z, as in `read`."""
+    entropy, kl = portable.entropies(log_p)
+    values, ids = portable.top(log_p, spec.top_k)
     next_token = torch.tensor(emitted).clamp_min(0)[:, None, None].expand(-1, log_p.shape[1], 1)
     out = {
-        "Z.entropy": -(p * log_p).sum(-1),
-        "Z.kl": (final.exp() * (final - log_p)).sum(-1),  # KL(final || layer)
+        "Z.entropy": entropy,
+        "Z.kl": kl,  # KL(final || layer)
         "Z.emitted": log_p.gather(-1, next_token).squeeze(-1),
-        "Z.top_ids": top.indices.to(torch.int32),
-        "Z.top_logprobs": top.values,
+        "Z.top_ids": ids.to(torch.int32),
+        "Z.top_logprobs": values,
     }
     missing = torch.tensor(emitted) < 0
     out["Z.emitted"][missing] = float("nan")

@@ -19,7 +19,6 @@ from replaylens.engine.loop.lane import Job, Lane, Statistics, Turn, Window
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.memory.tree import BranchTree
-from replaylens.engine.passes.batch import TILE
 from replaylens.engine.passes.runner import Runner
 
 # ---- planner ---------------------------------------------------------------------------------------------------------
@@ -27,6 +26,7 @@ from replaylens.engine.passes.runner import Runner
 
 FIXED_WINDOW = 8
 """the window of reproducible drafters: the set of rejected branches must not depend on timings"""
+_CLASS = 16
 _WINDOWS = (1, 4, 8, 16, 32)
 
 
@@ -67,7 +67,7 @@ class Planner:
         """Seconds of one draft step for all requests; before the first measurement, a third of the smallest pass each."""
         known = self._cost["draft"]
         if not known:
-            return num_requests * self._pass_cost(TILE) / 3
+            return num_requests * self._pass_cost(_CLASS) / 3
         nearest = min(known, key=lambda k: abs(k - num_requests))
         return known[nearest] * num_requests / nearest
 
@@ -80,7 +80,7 @@ class Planner:
         if not known:
             return 1.0 + 0.02 * size
         nearest = min(known, key=lambda k: abs(k - size))
-        return known[nearest] * (TILE + size) / (TILE + nearest)
+        return known[nearest] * (_CLASS + size) / (_CLASS + nearest)
 
 
 @lru_cache(maxsize=1024)
@@ -90,8 +90,8 @@ def _expected(acceptance: float) -> list[float]:
 
 
 def _size(rows: int) -> int:
-    """The size class of a pass: whole tiles, except that fewer rows than a tile may cost much less than one."""
-    return rows if rows < TILE else -(-rows // TILE) * TILE
+    """The size class of a pass: its rows up to 16, then by sixteens."""
+    return rows if rows < _CLASS else -(-rows // _CLASS) * _CLASS
 
 
 # ---- reservations ----------------------------------------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,9 +58,26 @@ class Routing:
             raise BadConfig(f"sparsemixer chooses two experts, not {self.top}.")
 
 
-def choice_scores(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> Tensor:
+def sigmoid(x: Tensor) -> Tensor:
+    """From exp, which gives an element the same bits at any index; the library's sigmoid need not."""
+    return 1 / ((-x).exp() + 1)
+
+
+class Functions(NamedTuple):
+    """What routing is made of. torch's can be differentiated; an engine's are those of its arithmetic."""
+
+    exp: Callable[[Tensor], Tensor] = torch.exp
+    sigmoid: Callable[[Tensor], Tensor] = sigmoid
+    row_sums: Callable[[Tensor], Tensor] = lambda x: x.sum(-1, keepdim=True)
+    """over the last dimension: [..., 1]"""
+
+
+TORCH = Functions()
+
+
+def choice_scores(logits: Tensor, routing: Routing, correction: Tensor | None = None, by: Functions = TORCH) -> Tensor:
     """What experts are chosen by: [rows, experts]. A softmax keeps the order of logits, so it is left out here."""
-    scores = sigmoid(logits) if routing.kind == "sigmoid" else logits
+    scores = by.sigmoid(logits) if routing.kind == "sigmoid" else logits
     return scores if correction is None else scores + correction
 
 
@@ -81,19 +99,19 @@ def without_barred(logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
     return logits.scatter(-1, chosen, own)
 
 
-def weigh(logits: Tensor, chosen: Tensor, routing: Routing) -> Tensor:
+def weigh(logits: Tensor, chosen: Tensor, routing: Routing, by: Functions = TORCH) -> Tensor:
     """The weights of the chosen experts: [rows, top] float32, from logits [rows, experts]."""
     if routing.kind == "sparsemixer":
-        return _sparsemixer(logits, chosen, routing)
+        return _sparsemixer(logits, chosen, routing, by)
     if routing.kind == "sigmoid":
-        weights = sigmoid(logits.gather(-1, chosen))
+        weights = by.sigmoid(logits.gather(-1, chosen))
         if routing.normalised:
             weights = weights / (ordered_sum(weights) + 1e-20)
     elif routing.normalised:
-        exponents = _exponents(logits.gather(-1, chosen))
+        exponents = _exponents(logits.gather(-1, chosen), by)
         weights = exponents / ordered_sum(exponents)
     else:
-        weights = softmax(logits).gather(-1, chosen)
+        weights = _softmax(logits, by).gather(-1, chosen)
     return weights if routing.scale == 1.0 else weights * routing.scale
 
 
@@ -105,19 +123,14 @@ def ordered_sum(x: Tensor) -> Tensor:
     return total
 
 
-def softmax(x: Tensor) -> Tensor:
-    """Over the experts, which are too many to be added one by one. The doctor compares the library's sum of a row."""
-    exponents = _exponents(x)
-    return exponents / exponents.sum(-1, keepdim=True)
+def _softmax(x: Tensor, by: Functions) -> Tensor:
+    """Over the experts, which are too many to be added one by one."""
+    exponents = _exponents(x, by)
+    return exponents / by.row_sums(exponents)
 
 
-def _exponents(x: Tensor) -> Tensor:
-    return (x - x.amax(-1, keepdim=True)).exp()
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """From exp, which gives an element the same bits at any index; the library's sigmoid need not."""
-    return 1 / ((-x).exp() + 1)
+def _exponents(x: Tensor, by: Functions) -> Tensor:
+    return by.exp(x - x.amax(-1, keepdim=True))
 
 
 def _highest(scores: Tensor, count: int) -> Tensor:
@@ -136,7 +149,7 @@ def _best_groups(scores: Tensor, routing: Routing) -> Tensor:
     return rows.masked_fill(~kept[..., None], float("-inf")).view(scores.shape)
 
 
-def _sparsemixer(logits: Tensor, chosen: Tensor, routing: Routing) -> Tensor:
+def _sparsemixer(logits: Tensor, chosen: Tensor, routing: Routing, by: Functions) -> Tensor:
     """The better of two experts first, then the other without it. Each weight: a softmax over the logits close to it."""
     own = logits.gather(-1, chosen)  # [rows, 2], by index
     first = own[:, 1:] > own[:, :1]  # whether the second is the better one
@@ -145,7 +158,7 @@ def _sparsemixer(logits: Tensor, chosen: Tensor, routing: Routing) -> Tensor:
     for place in (places[:, :1], places[:, 1:]):
         top = logits.gather(-1, place)
         far = (top - logits) / torch.maximum(logits.abs(), top) > 2 * routing.jitter
-        weights.append(softmax(left.masked_fill(far, float("-inf"))).gather(-1, place))
+        weights.append(_softmax(left.masked_fill(far, float("-inf")), by).gather(-1, place))
         left = left.scatter(-1, place, float("-inf"))
     mixed = torch.cat(weights, dim=-1)
     return torch.where(first, mixed.flip(-1), mixed)

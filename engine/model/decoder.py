@@ -5,9 +5,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from replaylens.engine.model.config import ModelConfig, barred, sigmoid, without_barred
+from replaylens.engine.model.config import ModelConfig, barred, without_barred
 from replaylens.engine.model.layers import Experts, HeadLinear, Linear, Norm, Rotary, rotary_table
-from replaylens.engine.model.ops import AttentionSpec, Heads, Ops, RowOps, Tap, observer, softcap, tapped, wanted
+from replaylens.engine.model.ops import AttentionSpec, Heads, Ops, RowOps, Tap, observer, tapped, wanted
 
 # ---- latent ----------------------------------------------------------------------------------------------------------
 # `LatentAttention`: multi-head latent attention (DeepSeek-V2 and V3), whose cache holds one short vector per position.
@@ -151,7 +151,7 @@ class Mixture(nn.Module):
             return mixed
         shared = tapped(tap, self.shared_site, self.shared(x, ops))
         if self.shared_gate is not None:
-            shared = shared * sigmoid(tapped(tap, self.shared_gate_site, ops.linear(x, self.shared_gate)))
+            shared = shared * ops.sigmoid(tapped(tap, self.shared_gate_site, ops.linear(x, self.shared_gate)))
         return mixed + shared
 
     def _route(self, x: Tensor, ops: RowOps, tap: Tap | None) -> tuple[Tensor, Tensor]:
@@ -379,9 +379,9 @@ class Block(nn.Module):
         return residual + wrote
 
 
-def scaled_logits(x: Tensor, config: ModelConfig) -> Tensor:
+def scaled_logits(x: Tensor, config: ModelConfig, ops: RowOps) -> Tensor:
     """What leaves the unembedding [rows, vocab] -> logits."""
-    return softcap(x if config.logit_scale == 1.0 else x * config.logit_scale, config.logit_softcap)
+    return ops.softcap(x if config.logit_scale == 1.0 else x * config.logit_scale, config.logit_softcap)
 
 
 class Decoder(nn.Module):
@@ -458,7 +458,7 @@ class Decoder(nn.Module):
         """Residual stream [rows, d_model] -> logits [rows, vocab]. On an earlier layer's stream, this is the logit lens."""
         x = normed(x, self.ln_final, FINAL_NORM, ops, tap)
         out = tapped(tap, "unembed.hook_out", self.with_bias(ops.unembed(x, self.unembedding)))
-        return scaled_logits(out, self.config)
+        return scaled_logits(out, self.config, ops)
 
     def with_bias(self, logits: Tensor) -> Tensor:
         """The product with the unembedding [rows, vocab], plus its bias if it has one."""

@@ -2,9 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterator
+from decimal import Decimal, localcontext
 from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from replaylens.engine.model import modes
@@ -77,7 +80,7 @@ class Rotary:
 def inverse_frequencies(rope: Rope, rotary_dim: int) -> Tensor:
     """Angle per position for each pair of rotated dimensions: [rotary_dim / 2], float32."""
     exponent = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device="cpu").float() / rotary_dim
-    frequency = 1.0 / (rope.theta**exponent)
+    frequency = 1.0 / torch.tensor([power(rope.theta, x) for x in exponent.tolist()], dtype=torch.float32, device="cpu")
     if rope.scaling == "linear":
         return frequency / rope.factor
     if rope.scaling == "llama3":
@@ -105,7 +108,7 @@ def _blend_by_turns(frequency: Tensor, rope: Rope, rotary_dim: int) -> Tensor:
     `beta_slow` times are slowed by `factor`, and a ramp over the dimensions blends the rest."""
 
     def dimension(turns: float) -> float:
-        return rotary_dim * math.log(rope.original_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return rotary_dim * logarithm(rope.original_positions / (turns * 2 * math.pi)) / (2 * logarithm(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:
@@ -119,13 +122,56 @@ def _blend_by_turns(frequency: Tensor, rope: Rope, rotary_dim: int) -> Tensor:
 def rotary_table(rope: Rope, rotary_dim: int, num_positions: int) -> Tensor:
     """cos and sin for every position, times the rope's factor: [num_positions, 2, rotary_dim / 2], float32.
 
-    The angle is rounded to float32, as in transformers. cos and sin are computed in float64, so that an entry does not depend
-    on the size of the table. The table is made on the CPU whatever the default device: on the meta device, torch would load
-    its compiler for this, which takes seconds.
+    The angle is rounded to float32, as in transformers. cos and sin are computed in float64 by `turn`. The table is made on the
+    CPU whatever the default device: on the meta device, torch would load its compiler for this, which takes seconds.
     """
     with modes.canonical():
-        angle = torch.arange(num_positions, device="cpu").float()[:, None] * inverse_frequencies(rope, rotary_dim)[None, :]
-        return torch.stack([angle.double().cos(), angle.double().sin()], dim=1).mul_(rope.attention_factor).float()
+        frequency = inverse_frequencies(rope, rotary_dim)
+        table = torch.empty(num_positions, 2, len(frequency), dtype=torch.float32, device="cpu")
+        for first in range(0, num_positions, _TOGETHER):
+            place = torch.arange(first, min(num_positions, first + _TOGETHER), device="cpu").float()
+            cos, sin = turn((place[:, None] * frequency[None, :]).double().numpy())
+            table[first : first + len(place), 0] = torch.from_numpy(cos * rope.attention_factor)
+            table[first : first + len(place), 1] = torch.from_numpy(sin * rope.attention_factor)
+        return table
+
+
+_TOGETHER = 512
+"""positions whose angles are computed together, so that they stay in the processor's cache"""
+
+
+def power(base: float, exponent: float) -> float:
+    """base ** exponent, the same on every machine: the C library's differs between systems in the last bit."""
+    with localcontext(prec=40):
+        return float(Decimal(base) ** Decimal(exponent))
+
+
+def logarithm(x: float) -> float:
+    """The natural logarithm, the same on every machine."""
+    with localcontext(prec=40):
+        return float(Decimal(x).ln())
+
+
+_QUARTER = (1.5707963267341256, 6.077100506303966e-11, 2.0222662487959506e-21)
+"""a quarter turn in three parts: multiples of the first two by whole numbers below 2 ** 20 are exact"""
+
+
+def turn(angle: "NDArray[np.float64]") -> "tuple[NDArray[np.float64], NDArray[np.float64]]":
+    """cos and sin of angles up to 1e6, the same on every machine: sums and products of single numbers, each rounded once."""
+    quarters = np.rint(angle * (2 / math.pi))
+    r = ((angle - quarters * _QUARTER[0]) - quarters * _QUARTER[1]) - quarters * _QUARTER[2]
+    u = r * r
+    sin, cos = np.zeros_like(r), np.zeros_like(r)
+    for n in range(8, 0, -1):  # Taylor's series up to r ** 17
+        sin = (1.0 - sin) * (u / ((2 * n) * (2 * n + 1)))
+        cos = (1.0 - cos) * (u / ((2 * n - 1) * (2 * n)))
+    sin, cos = (1.0 - sin) * r, 1.0 - cos
+    which = quarters.astype(np.int64) & 3
+    swapped = (which & 1).astype(bool)
+    return (
+        np.where(swapped, sin, cos) * np.where((which == 1) | (which == 2), -1.0, 1.0),
+        np.where(swapped, cos, sin) * np.where(which >= 2, -1.0, 1.0),
+    )
 
 
 # ---- experts ---------------------------------------------------------------------------------------------------------
@@ -160,19 +206,18 @@ def by_expert(chosen: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def expert_products(
-    x: Tensor, chosen: Tensor, weight: Tensor, bias: Tensor | None, product: Product, real: int | None = None
+    x: Tensor, chosen: Tensor, weight: Tensor, bias: Tensor | None, product: Product
 ) -> Tensor:
     """Every row times the weights of its chosen experts: [rows, top, outputs].
 
     x       [rows, inputs], or [rows, top, inputs] with inputs of their own for each expert
     chosen  [rows, top]
     weight  [experts, inputs, outputs], bias [experts, outputs]
-    real    the first rows that are computed; the others are padding and become zero. None: all
     """
     rows, top = chosen.shape
     pairs = x.flatten(0, 1) if x.dim() == 3 else None
     out = x.new_zeros(rows * top, weight.shape[-1])
-    for expert, places in by_expert(chosen if real is None else chosen[:real]):
+    for expert, places in by_expert(chosen):
         own = x[places // top] if pairs is None else pairs[places]
         found = product(own, weight[expert])
         out[places] = found if bias is None else found + bias[expert]

@@ -30,6 +30,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from replaylens.engine.errors import ModesChanged
+from replaylens.kernels import threads as kernel_threads
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,20 +53,20 @@ _PROCESS_MODES = (True, "ieee")
 
 
 @contextmanager
-def canonical(count: int = 1) -> Iterator[None]:
-    """Hold the canonical modes, with at most `count` threads. ModesChanged if they changed meanwhile."""
+def canonical() -> Iterator[None]:
+    """Hold the canonical modes. ModesChanged if they changed meanwhile.
+
+    torch computes on one thread within; kernels use as many as torch had, or had outside of an enclosing block.
+    """
     before, autocast = torch.get_num_threads(), torch.is_autocast_enabled("cpu")
-    with arithmetic():
+    with arithmetic(), kernel_threads.within(before):
         if autocast:
             torch.set_autocast_enabled("cpu", False)
-        _set_threads(count)
-        if count > 1 and _workers_differ(count):
-            count = 1
-            _set_threads(count)
+        _set_threads(1)
         entered = _PROCESS.enter()
         try:
             yield
-            if torch.get_num_threads() != count or _flushes() or _rounds_away() or torch.is_autocast_enabled("cpu"):
+            if torch.get_num_threads() != 1 or _flushes() or _rounds_away() or torch.is_autocast_enabled("cpu"):
                 raise ModesChanged(
                     "A hook function changed the number of threads, the flushing of denormal numbers, the direction of "
                     "rounding or autocast, and did not restore it. Nothing of this pass was committed. Restore it in the "

@@ -110,6 +110,14 @@ class RowOps(Protocol):
         """gated: [rows, gate | up] -> [rows, d_mlp]"""
         ...
 
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """Squash into (-cap, cap); 0: unchanged."""
+        ...
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """of every number"""
+        ...
+
     def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
         """residual + linear(x), to the bit"""
         ...
@@ -269,6 +277,12 @@ class TorchOps:
         gate, up = x.chunk(2, dim=-1)
         return clamped_swiglu(gate, up) if kind == "clamped_swiglu" else _ACTIVATIONS[kind](gate) * up
 
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        return softcap(x, cap)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return sigmoid(x)
+
     def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
         return residual + self.linear(x, linear)
 
@@ -295,17 +309,12 @@ class TorchOps:
         """The rows of one expert, any number of them [rows, inputs], times its weight [inputs, outputs]."""
         return x @ weight
 
-    def real_rows(self, rows: int) -> int:
-        """How many of these rows are not padding, which needs no experts."""
-        return rows
-
     def experts_hidden(self, x: Tensor, chosen: Tensor, experts: Experts, kind: Activation) -> Tensor:
-        pre = expert_products(x, chosen, experts.up, experts.up_bias, self.expert_product, self.real_rows(len(x)))
+        pre = expert_products(x, chosen, experts.up, experts.up_bias, self.expert_product)
         return self.activate(pre, kind, experts.gated)
 
     def experts_out(self, hidden: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
-        real = self.real_rows(len(hidden))
-        return expert_products(hidden, chosen, experts.down, experts.down_bias, self.expert_product, real)
+        return expert_products(hidden, chosen, experts.down, experts.down_bias, self.expert_product)
 
     def combine(self, outs: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
         total: Tensor | None = None

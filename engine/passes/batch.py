@@ -1,11 +1,9 @@
 """`Batch`: rows of any number of branches, packed for one pass."""
 
-import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -13,18 +11,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from replaylens.engine.errors import InternalError
-from replaylens.engine.memory.pages import PagePool, PageTable
-from replaylens.engine.model.ops import visible
+from replaylens.engine.memory.pages import PagePool, PageTable, page_matrix
 from replaylens.engine.request.edits import Hook
 from replaylens.engine.request.placed import PlacedEdit
 
+if TYPE_CHECKING:
+    from replaylens.kernels.cpu import PagedRows
+
 # ---- batch -----------------------------------------------------------------------------------------------------------
-
-TILE = 16
-"""rows of the reference tile; the canonical product is defined on zero-padded tiles of this many rows"""
-KV_BLOCK = 64
-"""keys per step of the attention sum, counted from absolute position 0"""
-
 
 @dataclass(frozen=True)
 class Segment:
@@ -46,71 +40,18 @@ class Segment:
         return self.start + len(self.tokens)
 
 
-@dataclass
-class AttentionGroup:
-    """Pieces of segments whose attention is computed together, padded to equal numbers of rows and keys."""
-
-    rows: Tensor
-    """[pieces, query rows]: packed row of each query; padding points past the last row"""
-    slots: Tensor
-    """[pieces * keys]: slot of every key; padding points to the null page"""
-    positions: Tensor
-    """[pieces, query rows]; padding has the first position of its piece"""
-    num_keys: int
-    """per piece, a multiple of KV_BLOCK"""
-    masks: dict[int, Tensor]
-    """window -> what `ceiling` returns"""
-    first_key: int = 0
-    """the position of the first key"""
-
-    def ceiling(self, window: int) -> Tensor:
-        """The `ceiling` of the scores of the last keys: [pieces, query rows, 1, last keys]. All queries see the earlier keys.
-
-        Cached per window.
-        """
-        if window not in self.masks:
-            seen = visible(self.positions.view(-1) - self.first_key, self.num_keys, window)
-            first = 0 if window else int(self.positions.min()) - self.first_key + 1
-            self.masks[window] = ceiling(seen.view(*self.positions.shape, 1, self.num_keys)[..., first:])
-        return self.masks[window]
-
-
-class Piece(NamedTuple):
-    """Rows of one segment whose attention is computed together."""
-
-    queries: int
-    """the number of rows after padding"""
-    keys: int
-    """the number of keys after padding"""
-    row: int
-    """the first packed row"""
-    num_rows: int
-    segment: Segment
-    position: int
-    """of the first row"""
-
-
-def ceiling(seen: Tensor) -> Tensor:
-    """Upper bounds of scores: infinity where a query sees the key, minus infinity where it does not."""
-    return torch.where(seen, math.inf, -math.inf)
-
-
 class Batch:
-    """Packed rows. Padding rows have token 0 at position 0, write no KV, and no other row attends to them."""
+    """Packed rows."""
 
-    def __init__(
-        self, segments: list[Segment], pool: PagePool, query_rows: tuple[int, ...], tile: int = TILE, device: str = "cpu"
-    ) -> None:
+    def __init__(self, segments: list[Segment], pool: PagePool, device: str = "cpu") -> None:
         if not segments or not all(s.tokens for s in segments):
             raise InternalError("A batch has no segments, or a segment without rows.")
-        self.segments, self.pool, self.query_rows = segments, pool, query_rows
+        self.segments, self.pool = segments, pool
         tokens = [t for s in segments for t in s.tokens]
         positions = [p for s in segments for p in range(s.start, s.start + len(s.tokens))]
         self.num_rows = len(tokens)
-        self.padded = -(-self.num_rows // tile) * tile
-        pad = self.padded - self.num_rows
-        self.tokens = torch.tensor(tokens + [0] * pad).to(device, non_blocking=True)
-        self.positions = torch.tensor(positions + [0] * pad).to(device, non_blocking=True)
+        self.tokens = torch.tensor(tokens).to(device, non_blocking=True)
+        self.positions = torch.tensor(positions).to(device, non_blocking=True)
         self.offsets = [0]
         for s in segments:
             self.offsets.append(self.offsets[-1] + len(s.tokens))
@@ -126,26 +67,17 @@ class Batch:
         return torch.tensor([slot for s in self.segments for slot in self.pool.slots(s.table, s.start, s.end)])
 
     @cached_property
-    def groups(self) -> list[AttentionGroup]:
-        """The attention groups, used on a CPU only."""
-        return self.groups_of(range(len(self.segments)), 0)
+    def paged(self) -> "PagedRows":
+        """The rows and the pages of their keys, as the attention of a CPU reads them."""
+        from replaylens.kernels.cpu import PagedRows  # loads the compiler, which a GPU does not need
 
-    @cached_property
-    def queries(self) -> list[Tensor]:
-        """For each group, the packed row of every query; padding takes row 0, and its result is dropped. [pieces * rows]"""
-        return [group.rows.view(-1) * (group.rows.view(-1) < self.padded) for group in self.groups]
-
-    @cached_property
-    def query_of_row(self) -> Tensor:
-        """Of every padded row, its place among the queries of all groups; padding rows take the first. [padded rows]"""
-        return self.places(self.groups)
-
-    def places(self, groups: Sequence[AttentionGroup]) -> Tensor:
-        """Of every padded row, its place among the queries of these groups; padding rows take the first. [padded rows]"""
-        places = torch.zeros(self.padded + 1, dtype=torch.int64)
-        rows = torch.cat([group.rows.view(-1) for group in groups])
-        places[rows] = torch.arange(rows.shape[0])
-        return places[:-1]
+        pages = page_matrix([s.table for s in self.segments])
+        counts = [len(s.tokens) for s in self.segments]
+        order = sorted(range(len(pages)), key=lambda i: pages[i].tobytes()) if len(pages) > 1 else [0]
+        rows = np.concatenate([np.arange(self.offsets[i], self.offsets[i + 1]) for i in order])
+        sequence = np.repeat(np.arange(len(pages)), counts)
+        there = torch.from_numpy
+        return PagedRows(there(sequence), self.positions, there(pages.astype(np.int64)), self.pool.page_size, there(rows))
 
     def row(self, segment: int, position: int) -> int:
         """The packed row of a position of a segment."""
@@ -155,45 +87,6 @@ class Batch:
         """The packed rows that need logits, in order."""
         ends = self.offsets[1:]
         return [row for end, s in zip(ends, self.segments, strict=True) for row in range(end - s.num_logits, end)]
-
-    def groups_of(self, chosen: Sequence[int], first_key: int) -> list[AttentionGroup]:
-        """The attention groups of some segments over their keys from `first_key` on.
-
-        Segments are split into pieces of at most max(query_rows) rows. Pieces of equal padded size form a group.
-        """
-        query_rows = tuple(sorted(self.query_rows))
-        largest = query_rows[-1]
-        groups: dict[tuple[int, int], list[Piece]] = {}
-        for index in chosen:
-            offset, s = self.offsets[index], self.segments[index]
-            for first in range(0, len(s.tokens), largest):
-                n = min(largest, len(s.tokens) - first)
-                keys = _roomy(-(-(s.start + first + n - first_key) // KV_BLOCK)) * KV_BLOCK
-                piece = Piece(query_rows[bisect_left(query_rows, n)], keys, offset + first, n, s, s.start + first)
-                groups.setdefault(piece[:2], []).append(piece)
-        return [self._group(groups[size], first_key) for size in sorted(groups)]
-
-    def _group(self, pieces: list[Piece], first_key: int) -> AttentionGroup:
-        queries, keys = pieces[0].queries, pieces[0].keys
-        query, n = np.arange(queries), np.array([piece.num_rows for piece in pieces])[:, None]
-        first_row, position = (np.array([p.row for p in pieces])[:, None], np.array([p.position for p in pieces])[:, None])
-        rows = np.where(query < n, first_row + query, self.padded)
-        positions = position + np.where(query < n, query, 0)
-        tables, ends = [p.segment.table for p in pieces], [p.position + p.num_rows for p in pieces]
-        slots = self.pool.slot_rows(tables, ends, keys, first_key)
-        as_tensor = torch.from_numpy
-        return AttentionGroup(as_tensor(rows), as_tensor(slots.reshape(-1)), as_tensor(positions), keys, {}, first_key)
-
-
-@lru_cache(maxsize=4096)
-def _roomy(blocks: int) -> int:
-    """Round up to 1, 2, 3, 4, 6, 8, 12, 16, ... so that pieces of similar length share a group."""
-    size = 1
-    while size < blocks:
-        if size * 3 // 2 >= blocks and size > 1:
-            return size * 3 // 2
-        size *= 2
-    return size
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ from torch import Tensor
 from replaylens.engine.errors import BadEdit, UnsupportedModel
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import page_matrix
-from replaylens.engine.model.config import Activation, ModelConfig, Routing
+from replaylens.engine.model.config import Activation, ModelConfig, Routing, sigmoid
 from replaylens.engine.model.layers import Experts, Linear, Norm, Rotary
-from replaylens.engine.model.ops import AttentionSpec, Heads, Observer, weighted
+from replaylens.engine.model.ops import AttentionSpec, Heads, Observer, softcap, weighted
 from replaylens.engine.passes.batch import Batch, SharedRun, shared_runs
 from replaylens.engine.request.placed import PATTERN, PlacedEdit
 from replaylens.engine.request.sampling import Sampling
@@ -429,6 +429,12 @@ class HeadOps(ExpertOps):
 
     def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
         return matmul(x, linear.weight, linear.bias, residual=residual)
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        return softcap(x, cap)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return sigmoid(x)
 
     def linear_activate(self, x: Tensor, linear: Linear, kind: Activation, gated: bool) -> Tensor:
         return activation(matmul(x, linear.weight, linear.bias), kind, gated)

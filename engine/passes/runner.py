@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -16,9 +16,7 @@ from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.model import modes, sites
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import Ops, RowOps, Tap, TorchOps, wanted
-from replaylens.engine.passes.batch import KV_BLOCK, Batch, Segment
-from replaylens.engine.passes.cpu import CanonicalCpuOps, CanonicalRowOps, FastCpuOps
-from replaylens.engine.passes.products import Certificate, Products, batched_product
+from replaylens.engine.passes.batch import Batch, Segment
 from replaylens.engine.passes.transfer import RING_BYTES, HostCopy, PendingRows
 from replaylens.engine.request.capture import PassTap, Rows
 from replaylens.engine.request.edits import BatchHook, NamedHook
@@ -28,6 +26,7 @@ from replaylens.engine.request.sampling import Sampling
 if TYPE_CHECKING:
     from replaylens.engine.passes.edits_cuda import EditProgram, Vectors
     from replaylens.engine.passes.graphs import PassGraphs
+    from replaylens.engine.passes.products import Products
 
 # ---- taps ------------------------------------------------------------------------------------------------------------
 # Taps that edit the sites of a pass, one segment after another. On a GPU, edits run as an `EditProgram`.
@@ -152,10 +151,9 @@ def not_finite(what: str) -> NonFinite:
 
 Keep = Literal["host", "device"]
 
-_ANY_SIZE = (1, 2, 4, 8, 16, 32, 64, 128)
 LENS_ROWS = 256
-_WORTH_THREADS = 1 << 22
-"""rows times weights of the largest product above which more than one thread pays; below, threads wait for each other"""
+_WHOLE_PAGE = 64
+"""positions per page of a path that is computed alone"""
 
 
 @dataclass
@@ -164,7 +162,7 @@ class PassResult:
 
     batch: Batch
     residual: Tensor
-    """residual stream after the last block that ran: [padded rows, d_model]"""
+    """residual stream after the last block that ran: [rows, d_model]"""
     logits: Tensor
     """of `batch.logit_rows()`, in that order: [rows, vocab]"""
 
@@ -208,27 +206,27 @@ class Runner:
     def __init__(
         self,
         model: Decoder,
-        certificate: Certificate,
         num_pages: int,
         page_size: int,
         canary: bool = False,
         capture_buffer: int = RING_BYTES,
     ) -> None:
         """capture_buffer  bytes of pinned memory through which captured rows leave a GPU"""
-        self.model, self.certificate, self.capture_buffer = model, certificate, capture_buffer
+        self.model, self.capture_buffer = model, capture_buffer
         self.pool = PagePool(num_pages, page_size)
         self.device = model.embed.device.type
         self.kernels = self.device != "cpu"
         """whether the arithmetic is that of our kernels. Tests set it on a CPU, where Triton's interpreter runs them"""
-        self.products = Products(certificate.allowed)
-        self._threads_for = cache(certificate.threads_for)
-        self.worth_threads = _WORTH_THREADS
-        self._largest = max((inputs * outputs for inputs, outputs in certificate.row_counts), default=0)
-        self.tile = self.products.tile if self.device == "cpu" else 1
-        """passes are padded to a multiple of this many rows"""
         self.graphs: PassGraphs | None = None
         """captured passes; None on a CPU, where every pass is launched"""
         self.cache = KVCache(model.config, self.pool, model.embed.dtype, self.device, canary)
+
+    @cached_property
+    def products(self) -> "Products":
+        """The products of a CPU."""
+        from replaylens.engine.passes.products import Products  # its kernels load a compiler, which a GPU does not need
+
+        return Products()
 
     @cached_property
     def host_copy(self) -> HostCopy:
@@ -258,23 +256,15 @@ class Runner:
         """Make [start, end) of `table` writable and copy shared pages. Mutates table, pool and cache, or raises OutOfPages."""
         self.cache.copy(self.pool.reserve(table, start, end))
 
-    def canonical(self, rows: int) -> AbstractContextManager[None]:
-        """Context manager that sets the modes for canonical bits, for work on `rows` rows; see `modes`.
-
-        Uses as many of the caller's threads as are certified. Raises ModesChanged if the modes change in the meantime.
-        """
-        limit = torch.get_num_threads() if self.device != "cpu" or rows * self._largest >= self.worth_threads else 1
-        return modes.canonical(self._threads_for(limit))
-
-    def _held(self, rows: int) -> AbstractContextManager[None]:
-        """`canonical` for a pass. On CUDA a pass computes nothing on the host, so it neither needs nor pays for the modes."""
-        return self.canonical(rows) if self.device == "cpu" else nullcontext()
+    def _held(self) -> AbstractContextManager[None]:
+        """`modes.canonical` for a pass. On CUDA a pass computes nothing on the host, so it neither needs nor pays for it."""
+        return modes.canonical() if self.device == "cpu" else nullcontext()
 
     @torch.inference_mode()
     def exact(self, segments: list[Segment], tap: Tap | None = None, stop_at_layer: int | None = None) -> PassResult:
         """The canonical pass: the bits of a row depend on its own path alone. Mutates the cache at the segments' rows."""
-        batch = Batch(segments, self.pool, self.certificate.query_rows, self.tile, self.device)
-        with self._held(batch.padded):
+        batch = Batch(segments, self.pool, self.device)
+        with self._held():
             residual = self._replayed(batch, tap, exact=True) if stop_at_layer is None else None
             if residual is None:
                 ops = self.ops(batch, self.cache)
@@ -286,13 +276,13 @@ class Runner:
     @torch.inference_mode()
     def whole(self, tokens: list[int], edits: tuple[PlacedEdit, ...], tap: PassTap) -> WholePass:
         """A whole path with its edits in one canonical pass, in a cache of its own: needs no pages and changes no branch."""
-        num_rows, pool = len(tokens), PagePool(-(-len(tokens) // KV_BLOCK), KV_BLOCK)
+        num_rows, pool = len(tokens), PagePool(-(-len(tokens) // _WHOLE_PAGE), _WHOLE_PAGE)
         pool.reserve(table := PageTable(), 0, num_rows)
         cache = KVCache(self.model.config, pool, self.model.embed.dtype, self.device, kernels=self.kernels)
-        batch = Batch([Segment(table, 0, tokens, 1, edits)], pool, self.certificate.query_rows, self.tile, self.device)
+        batch = Batch([Segment(table, 0, tokens, 1, edits)], pool, self.device)
         edited = self._edited(batch, tap)
         outer = None if edited is None else UneditedTap(frozenset(edit.site for edit in edits), edited)
-        with self._held(num_rows):
+        with self._held():
             residual = self.model(batch.tokens, batch.positions, self.ops(batch, cache), outer)[:num_rows]
             logits = finite(self._head(residual[-1:], PassTap(frozenset())), "logits")[0]
         before = {} if outer is None else {site: value[:num_rows] for site, value in outer.values.items()}
@@ -308,28 +298,24 @@ class Runner:
         ends      the packed rows whose residual stream is the result, in order. What else follows the last attention is left
                   out, unless it is tapped
         """
-        batch = Batch(segments, self.pool, self.certificate.query_rows, self.tile, self.device)
-        with self._held(batch.padded):
+        batch = Batch(segments, self.pool, self.device)
+        with self._held():
             ops, tap = self.ops(batch, self.cache), self._edited(batch, tap)
             if entering is None:
                 x = self.model.embedding(batch.tokens, batch.positions, tap)
             else:
-                x = torch.zeros(batch.padded, entering.shape[1], dtype=self.model.embed.dtype, device=self.model.embed.device)
-                x[: batch.num_rows] = entering.to(x)
-            chosen = [*ends, *[0] * (-len(ends) % self.tile)]  # padded like the rows of a batch
-            rows = torch.tensor(chosen, dtype=torch.int64, device=x.device)
-            if isinstance(ops, CanonicalCpuOps):
-                ops.read_only_last(len(chosen), len(ends))
+                x = entering.to(self.model.embed)
+            rows = torch.tensor(ends, dtype=torch.int64, device=x.device)
             all_rows = wanted(tap, *self.model.late_sites)
             number = self.model.config.num_layers
             residual = self.model.run_blocks(x, batch.positions, ops, tap, layer, number, None if all_rows else rows)
-            residual = (residual[rows] if all_rows else residual)[: len(ends)]
+            residual = residual[rows] if all_rows else residual
         return PassResult(batch, residual, residual.new_empty(0, self.model.config.vocab_size))
 
     @torch.inference_mode()
     def fast(self, segments: list[Segment], tap: Tap | None = None) -> PassResult:
         """The same function in the fastest arithmetic: for drafts, and for requests that opt out of canonical bits."""
-        batch = Batch(segments, self.pool, _ANY_SIZE, tile=1, device=self.device)
+        batch = Batch(segments, self.pool, self.device)
         residual = self._replayed(batch, tap, exact=False)
         if residual is None:
             ops = self.ops(batch, self.cache, exact=False)
@@ -358,9 +344,9 @@ class Runner:
     def ops(self, batch: Batch, cache: KVCache, exact: bool = True) -> Ops:
         """The arithmetic of a pass over a batch with pages in `cache`: the runner's cache, or another of the same layout."""
         if not self.kernels:
-            _, kv_heads, width = self.model.config.kv_shape
-            product = batched_product(_ANY_SIZE, self.model.config.num_heads // kv_heads, width)
-            return CanonicalCpuOps(batch, cache, self.products, product) if exact else FastCpuOps(batch, cache, product)
+            from replaylens.engine.passes import cpu
+
+            return (cpu.CpuOps if exact else cpu.FastCpuOps)(batch, cache, self.products)
         from replaylens.engine.passes import cuda  # its kernels need triton, which a CPU machine may lack
 
         rows = cuda.device_rows(batch, cache)
@@ -369,21 +355,23 @@ class Runner:
     def head_ops(self, exact: bool = True) -> RowOps:
         """Ops for rows outside a pass: norms and products, no attention."""
         if not self.kernels:
-            return CanonicalRowOps(self.products) if exact else TorchOps()
+            from replaylens.engine.passes.cpu import CpuRowOps
+
+            return CpuRowOps(self.products) if exact else TorchOps()
         from replaylens.engine.passes import cuda
 
         return cuda.HeadOps() if exact else cuda.FastHeadOps()
 
     def logits(self, residual: Tensor) -> Tensor:
         """Canonical logits of residual rows [rows, d_model] after any layer: the model's own, or the logit lens."""
-        with self._held(len(residual)):
+        with self._held():
             return self._head(residual, PassTap(frozenset()))
 
     def head(self, residual: Tensor, sites: list[str]) -> Rows:
         """The sites `ln_final.hook_out` and `unembed.hook_out` of residual rows after the last block."""
         tap = PassTap(frozenset(sites))
         pieces: dict[str, list[Tensor]] = {site: [] for site in sites}
-        with self._held(len(residual)):
+        with self._held():
             for piece in residual.split(LENS_ROWS):
                 self._head(piece, tap)
                 for site in sites:
@@ -392,13 +380,8 @@ class Runner:
 
     @torch.inference_mode()
     def _head(self, residual: Tensor, tap: PassTap) -> Tensor:
-        ops, tile, out = self.head_ops(), self.tile, []
-        for piece in residual.to(self.device).split(LENS_ROWS):
-            padded = piece
-            if len(piece) % tile:
-                padded = piece.new_zeros(-(-len(piece) // tile) * tile, piece.shape[1])
-                padded[: len(piece)] = piece
-            out.append(self.model.logits(padded, ops, tap)[: len(piece)])
+        ops = self.head_ops()
+        out = [self.model.logits(piece, ops, tap) for piece in residual.to(self.device).split(LENS_ROWS)]
         return torch.cat(out) if len(out) > 1 else out[0]
 
     def _program(self, batch: Batch) -> "EditProgram | None":
@@ -417,8 +400,8 @@ class Runner:
             return inner
         from replaylens.engine.passes.edits_cuda import ProgramTap
 
-        edited = ProgramTap(program.shape(), batch.padded, self.vectors, inner)
-        edited.load(program, batch.padded)
+        edited = ProgramTap(program.shape(), batch.num_rows, self.vectors, inner)
+        edited.load(program, batch.num_rows)
         return edited
 
     # ---- captured rows ------------------------------------------------------------------------------------------

@@ -11,11 +11,10 @@ import torch
 
 import replaylens
 from replaylens.engine.errors import BadCertificate
-from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.hub import cache_folder
-from replaylens.engine.passes.products import Certificate
 from replaylens.engine.proof import doctor
+from replaylens.engine.proof.doctor import Certificate
 from replaylens.engine.proof.trace import canonical_version, device_name, triton_version
 
 _LOG = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ def examine(model: Decoder) -> Certificate:
     return doctor.examine(model)
 
 
-_EXAMINATION = "5"
+_EXAMINATION = "6"
 """raised if the doctor examines more than before: earlier certificates are then not read"""
 
 
@@ -56,7 +55,6 @@ def _key(model: Decoder) -> str:
         replace(model.config, revision="").to_json(),
         str(model.embed.dtype),
         device_name(model.embed.device),
-        str(modes.thread_counts()),
         torch.__version__,
         replaylens.__version__,
         canonical_version(model.embed.device),

@@ -22,7 +22,6 @@ from replaylens.engine.errors import BadTrace, FingerprintMismatch
 from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.loading import weights_hash
-from replaylens.engine.passes.batch import KV_BLOCK, TILE
 from replaylens.engine.records import Count, Fingerprint, Positive, build, parse
 from replaylens.engine.request.capture import CaptureSpec
 from replaylens.engine.request.edits import PlacedEditRecord
@@ -128,8 +127,8 @@ def check_event(raw: Any, what: str) -> dict[str, Any]:
 # ---- fingerprint -----------------------------------------------------------------------------------------------------
 # What the bits of a result depend on, besides token path and edits, read off a loaded model.
 
-CANONICAL_VERSION = 1
-"""raised by any change of the canonical arithmetic that moves bits"""
+PORTABLE = "portable-1"
+"""the arithmetic of float32, on every machine; raised by any change that moves bits"""
 
 
 def take(model: Decoder) -> Fingerprint:
@@ -154,7 +153,7 @@ def canonical_version(device: torch.device) -> str:
         from replaylens.kernels import launch
 
         return f"cuda{launch.CANONICAL_VERSION}:block{launch.KV_BLOCK}:split{launch.KV_SPLIT}"
-    return f"{CANONICAL_VERSION}:tile{TILE}:block{KV_BLOCK}"
+    return PORTABLE
 
 
 def device_name(device: torch.device) -> str:

@@ -166,7 +166,9 @@ class Sampling:
         if not (self.top_k or self.top_p < 1.0 or self.min_p):
             return scores
         order = np.argsort(-scores, kind="stable")
-        probabilities = np.exp(scores[order] - scores[order[0]])
+        from replaylens.kernels import cpu  # loads a compiler
+
+        probabilities = cpu.exponentials(scores[order] - scores[order[0]])
         keep = np.ones(len(order), dtype=bool)
         if self.top_k:
             keep[self.top_k :] = False
@@ -175,7 +177,7 @@ class Sampling:
         if self.top_p < 1.0:
             probabilities = np.where(keep, probabilities, 0.0)
             before = np.cumsum(probabilities) - probabilities
-            keep &= before < self.top_p * probabilities.sum()
+            keep &= before < self.top_p * (before[-1] + probabilities[-1])
         out = np.full_like(scores, -np.inf)
         out[order[keep]] = scores[order[keep]]
         return out
@@ -200,6 +202,6 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def gumbel(seed: int, position: int, vocab: int) -> NDArray[np.float64]:
     """Gumbel noise for the token at `position`: [vocab], float64."""
-    bits = hash_bits(seed, position, np.arange(vocab, dtype=np.uint64)) >> np.uint64(12)
-    uniform = (bits.astype(np.float64) + 0.5) * 2.0**-52  # exact: never 0 and never 1, so the noise is finite
-    return -np.log(-np.log(uniform))
+    from replaylens.kernels import cpu  # loads a compiler
+
+    return cpu.gumbel(seed, position, vocab)

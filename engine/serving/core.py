@@ -65,8 +65,8 @@ def make_drafters(runner: Runner, draft_model: Decoder | None, layer: int | None
         "forced": ForcedDrafter(),
     }
     if draft_model is not None:
-        certificate = certificates.certificate_for(draft_model)
-        own = Runner(draft_model, certificate, runner.pool.num_pages, runner.pool.page_size)
+        certificates.certificate_for(draft_model)
+        own = Runner(draft_model, runner.pool.num_pages, runner.pool.page_size)
         drafters["model"] = ModelDrafter(own, config.vocab_size)
     return drafters
 
@@ -147,7 +147,7 @@ class Core(Generation, NotCopyable):
         self.tree = BranchTree()
         self.lenses = KnownLenses(model)
         spare = int(model.embed.device.type == "cuda")  # an extra page for the padding rows of CUDA graphs
-        self.runner = Runner(model, self.certificate, cache_tokens // page_size + spare, page_size, canary, capture_buffer)
+        self.runner = Runner(model, cache_tokens // page_size + spare, page_size, canary, capture_buffer)
         self.prefix = PrefixIndex(self.runner.pool, self.fingerprint.digest.encode())
         drafters = make_drafters(self.runner, draft_model, lens_layer, tree_width)
         self.loop = Loop(self.runner, self.tree, self.prefix, drafters, self.text, max_rows, lone_rows, self.lenses)

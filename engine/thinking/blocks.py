@@ -18,6 +18,7 @@ from replaylens.engine.errors import BadThought
 from replaylens.engine.lens import lens
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool, PageTable
+from replaylens.engine.model import modes
 from replaylens.engine.passes.batch import Batch, Segment
 from replaylens.engine.passes.runner import Runner, finite
 from replaylens.engine.request.capture import LensSpec, Rows
@@ -70,7 +71,7 @@ class ThinkingBlocks:
     @torch.inference_mode()
     def think(self, chunks: Sequence[ChunkStates], read: bool = False, full: bool = False) -> list[Thought]:
         """The greedy thought of every chunk. `read` reads their distributions now, not on demand; `full` keeps whole ones."""
-        with self.runner.canonical(min(len(chunks), TOGETHER) * self.config.chunk):
+        with modes.canonical():
             found = [t for i in range(0, len(chunks), TOGETHER) for t in self._think(chunks[i : i + TOGETHER], full)]
             return self._read(found, full) if read else found
 
@@ -179,10 +180,10 @@ class ThinkingBlocks:
     def _distribution(self, full: bool, rows: Tensor) -> Rows:
         """The distribution that each step was chosen from, by T's rows [steps, d_model], stored like Z. Row by row these are
         the logits of `_decode`, to the bit; they are computed again because most are never read and all are large."""
-        with self.runner.canonical(len(rows)):
+        with modes.canonical():
             logits = self._logits(rows).cpu()
             spec = LensSpec((), top_k=TOP_K, full=full)
-            read = lens.statistics(spec, logits.log_softmax(-1)[:, None], [0] * len(logits))
+            read = lens.statistics(spec, lens.log_softmax(logits)[:, None], [0] * len(logits))
         kept = ("entropy", "top_ids", "top_logprobs", "full")
         return {f"thinking.{name}": read[f"Z.{name}"][:, 0] for name in kept if f"Z.{name}" in read}
 
@@ -207,7 +208,7 @@ class ThinkingBlocks:
         self._learn([thought])
         rows, mine = self._known[thought], [edit for edit in edits if edit.site == COMPRESS_SITE]
         if mine:
-            with self.runner.canonical(len(rows)):
+            with modes.canonical():
                 for edit in mine:
                     rows = applied(edit, rows, chunk * self.config.compressed)
         return rows
@@ -240,7 +241,7 @@ class ThinkingBlocks:
             for table, tokens in zip(tables, filled, strict=True):
                 self.cache.copy(self.pool.reserve(table, 0, len(tokens)))
             batch = self._batch([Segment(table, 0, tokens) for table, tokens in zip(tables, filled, strict=True)])
-            with self.runner.canonical(batch.padded):
+            with modes.canonical():
                 out = self.model.run_compress(batch.tokens, batch.positions, self.runner.ops(batch, self.cache))
         finally:
             for table in tables:
@@ -261,7 +262,7 @@ class ThinkingBlocks:
     def _last_rows(self, segments: list[Segment], x: Tensor) -> Tensor:
         """T over new rows x [rows, d_model]: the last row of each segment."""
         batch = self._batch(segments)
-        out = self.model.run_think(self._padded(x, batch.padded), batch.positions, self.runner.ops(batch, self.cache))
+        out = self.model.run_think(x.to(self.runner.device), batch.positions, self.runner.ops(batch, self.cache))
         return out[[end - 1 for end in batch.offsets[1:]]]
 
     def _logits(self, rows: Tensor) -> Tensor:
@@ -270,14 +271,7 @@ class ThinkingBlocks:
 
     def _raw_logits(self, rows: Tensor) -> Tensor:
         """The logits [rows, vocab] of T's output rows [rows, d_model]."""
-        tile = self.runner.tile
-        padded = self._padded(rows, -(-len(rows) // tile) * tile)
-        return self.model.thought_logits(padded, self.runner.head_ops())[: len(rows)]
-
-    def _padded(self, rows: Tensor, count: int) -> Tensor:
-        padded = torch.zeros(count, rows.shape[1], dtype=rows.dtype, device=self.runner.device)
-        padded[: len(rows)] = rows
-        return padded
+        return self.model.thought_logits(rows.to(self.runner.device), self.runner.head_ops())
 
     def _batch(self, segments: list[Segment]) -> Batch:
-        return Batch(segments, self.pool, self.runner.certificate.query_rows, self.runner.tile, self.runner.device)
+        return Batch(segments, self.pool, self.runner.device)

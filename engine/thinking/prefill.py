@@ -26,6 +26,7 @@ from replaylens.engine.loop.lane import Lane
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.proof.trace import path_digest
+from replaylens.engine.model import modes
 from replaylens.engine.request.capture import CaptureSpec, Recording, Rows
 from replaylens.engine.request.placed import PlacedEdit, added
 from replaylens.engine.serving.forest import Forest
@@ -177,7 +178,7 @@ class Prefiller:
         for edit in (edit for edit in p.inner if edit.site == STATE_SITE):
             if places := edit.positions(first, first + len(rows)):
                 picks = [place - first for place in places]
-                with self.forest.runner.canonical(len(rows)):
+                with modes.canonical():
                     rows[picks] = edit.apply(rows[picks], places)
         return added(self.config.write_site, first, rows) if bool(rows.any()) else None
 

@@ -1,0 +1,101 @@
+"""The threads of a CPU's kernels, which divide outputs among them: their number moves no bit.
+
+Threads are our own: they start with the processor's usual modes, nobody else runs anything in them, and a fork leaves them
+behind. Kernels release the interpreter lock, so they run at the same time.
+"""
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+WORTH = 1 << 21
+"""multiply-adds of a call from which more than one thread pays"""
+
+
+class _Workers:
+    """Threads that wait for pieces of work."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.waiting: list[queue.SimpleQueue[Any]] = []
+        self.started = 0
+
+    def run(self, work: Callable[[int, int], object], count: int) -> None:
+        """Call work(0, count), ..., work(count - 1, count), the first of them here. Raises what one of them raises."""
+        with self.lock:
+            helpers = [self.waiting.pop() if self.waiting else self._start() for _ in range(count - 1)]
+        done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        for i, helper in enumerate(helpers):
+            helper.put((work, i + 1, count, done))
+        try:
+            work(0, count)
+        finally:
+            failed = [error for error in (done.get() for _ in helpers) if error is not None]
+            with self.lock:
+                self.waiting.extend(helpers)
+        if failed:
+            raise failed[0]
+
+    def _start(self) -> "queue.SimpleQueue[Any]":
+        tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.started += 1
+        threading.Thread(target=_work, args=(tasks,), name=f"replaylens-{self.started}", daemon=True).start()
+        return tasks
+
+
+def _work(tasks: "queue.SimpleQueue[Any]") -> None:
+    while True:
+        work, index, count, done = tasks.get()
+        try:
+            work(index, count)
+            done.put(None)
+        except BaseException as error:
+            done.put(error)
+        del work, done  # what they hold on to must not wait for the next piece
+
+
+_workers = _Workers()
+_here = threading.local()
+
+
+def _forget() -> None:
+    global _workers
+    _workers = _Workers()
+
+
+os.register_at_fork(after_in_child=_forget)  # threads do not survive a fork
+
+
+@contextmanager
+def within(count: int) -> Iterator[None]:
+    """Use at most `count` threads in calls of this thread within the block, unless an enclosing block says how many."""
+    before = getattr(_here, "count", None)
+    _here.count = count if before is None else before
+    try:
+        yield
+    finally:
+        _here.count = before
+
+
+def divided(work: Callable[[int, int], object], cost: float, pieces: int) -> None:
+    """Run `work(i, n)` for all i < n, on as many threads as allowed and as pay.
+
+    cost    multiply-adds of all of it
+    pieces  how many parts it has at most
+    """
+    allowed = getattr(_here, "count", None) or torch.get_num_threads()
+    count = min(allowed, pieces) if cost >= WORTH else 1
+    if count <= 1:
+        work(0, 1)
+    else:
+        _workers.run(work, count)
+
+
+def share(index: int, count: int, total: int) -> tuple[int, int]:
+    """[first, end) of one thread's share of `total` outputs."""
+    return index * total // count, (index + 1) * total // count
