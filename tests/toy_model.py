@@ -16,7 +16,6 @@ from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.passes.runner import Runner
-from replaylens.engine.proof.certificates import certificate_for
 from replaylens.engine.request.capture import PassTap
 from replaylens.engine.request.sampling import Sampling
 
@@ -91,7 +90,7 @@ class Reference:
     """Everything about one path, computed alone in one pass."""
 
     def __init__(self, model: Decoder, path: Sequence[int], sites: Sequence[str] = ()) -> None:
-        runner, table, tap = Runner(model, certificate_for(model), len(path), 1), PageTable(), PassTap(frozenset(sites))
+        runner, table, tap = Runner(model, len(path), 1), PageTable(), PassTap(frozenset(sites))
         runner.reserve(table, 0, len(path))
         result = runner.exact([Segment(table, 0, list(path), len(path))], tap)
         self.kv: Tensor = runner.cache.rows(runner.pool.slots(table, 0, len(path)))

@@ -18,7 +18,6 @@ from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.passes.runner import Runner
-from replaylens.engine.proof import certificates
 from replaylens.engine.request.capture import LensSpec, PassTap, Rows
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
@@ -46,7 +45,7 @@ class Reference:
 
     def __init__(self, model: Decoder, num_rows: int = 60_000) -> None:
         table = sites.table(model.config)
-        self.runner = Runner(model, certificates.certificate_for(model), num_rows, page_size=1)
+        self.runner = Runner(model, num_rows, page_size=1)
         self.sites, _ = table.select("STC")
         self.lens = LensSpec(tuple(table.letter("S")))
         self._rows: dict[Path, Row] = {}

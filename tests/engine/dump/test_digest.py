@@ -20,7 +20,6 @@ from replaylens.engine.request.sampling import Sampling
 from replaylens.tasks import WordTokenizer
 from replaylens.tasks.task import AnyTask
 from tests.engine.dump.conftest import EXAMPLES, NEW, PER_SHARD
-from tests.engine.examined_once import attention_examined_once  # noqa: F401
 
 Planned = Callable[..., DumpPlan]
 

@@ -12,7 +12,6 @@ from replaylens.engine.gradients import backward, derivatives
 from replaylens.engine.model.config import Activation
 from replaylens.engine.model.loading import load
 from replaylens.engine.model.ops import AttentionSpec
-from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.gradients.reference import difference, of_decoder, of_hugging_face
 from tests.families import NAMES, hugging_face
 from tests.toy_model import VOCAB, engine, random_model

@@ -13,7 +13,6 @@ from replaylens.engine.gradients.branches import tape as tape_of_branch
 from replaylens.engine.gradients.gradients import Gradients
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.serving.branch import Branch
-from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.gradients.reference import difference, of_decoder
 from tests.toy_model import VOCAB, engine, random_model
 

@@ -14,7 +14,6 @@ from replaylens.engine.errors import BadConfig, BadRequest, BadWeights, Unsuppor
 from replaylens.engine.model.loading import load, weights_hash
 from replaylens.engine.model.lora import ADAPTER_FILE, WEIGHTS_FILE
 from replaylens.engine.proof.trace import take
-from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.model.test_adapter import trained
 from tests.engine.model.test_weights import edit_json
 

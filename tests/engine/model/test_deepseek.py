@@ -17,7 +17,6 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.families import FAMILIES
 from replaylens.engine.model.loading import load, require_described, require_readable, weights_hash
 from replaylens.engine.request.edits import Edit
-from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.reference import decoder
 from tests.families import hugging_face
 

@@ -17,7 +17,6 @@ from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.families import FAMILIES
 from replaylens.engine.model.gguf import ARCHITECTURES, config_of
 from replaylens.engine.model.loading import load, text_config, weights_hash
-from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.model.test_adapter import trained
 from tests.families import hugging_face
 from tests.tiny_shapes import SMALL

@@ -293,7 +293,6 @@ def test_a_certificate_survives_json(examined: Certificate) -> None:
     assert Certificate.from_json(failed.to_json()) == failed and not failed.certified
 
 
-def test_a_model_is_examined_once_per_process_and_once_per_disk(monkeypatch: pytest.MonkeyPatch, no_cache: Path) -> None:
     right, examined = doctor.examine, []
     monkeypatch.setattr(doctor, "examine", lambda model: (examined.append(model), right(model))[1])
     first = certificates.certificate_for(decoder(FAMILY))

@@ -14,7 +14,6 @@ from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placed import page_keys
 from replaylens.engine.request.placing import place
 from tests.devices import DEVICES
-from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.replay.bridges import bridge
 from tests.families import hugging_face
 

@@ -17,7 +17,6 @@ from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.ops import Ops
 from replaylens.engine.passes.batch import Batch, Segment
 from replaylens.engine.passes.runner import Runner
-from replaylens.engine.proof import certificates
 from replaylens.engine.request.capture import PassTap, Rows
 from replaylens.engine.request.placed import added
 from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder
@@ -79,7 +78,7 @@ class ThinkingReference:
 
     def __init__(self, model: ThinkingDecoder) -> None:
         self.model, self.config = model, model.thinking
-        self.runner = Runner(model.backbone, certificates.certificate_for(model.backbone), 512, page_size=1)
+        self.runner = Runner(model.backbone, 512, page_size=1)
         self.names, _ = sites.table(model.config).select("STC")
 
     @torch.inference_mode()
@@ -134,9 +133,7 @@ class ThinkingReference:
         return torch.stack([block.compress(token) for token in filled])
 
     def _thought_logits(self, row: Tensor) -> Tensor:
-        padded = torch.zeros(self.runner.tile, len(row), device=self.runner.device)
-        padded[0] = row
-        return self.model.thought_logits(padded, self.runner.head_ops())[0].cpu()
+        return self.model.thought_logits(row[None].to(self.runner.device), self.runner.head_ops())[0].cpu()
 
 
 class _OneRow:
@@ -152,14 +149,12 @@ class _OneRow:
         place, runner = self.table.length, self.runner
         self.pool.reserve(self.table, place, place + 1)
         segment = Segment(self.table, place, [token])
-        batch = Batch([segment], self.pool, runner.certificate.query_rows, runner.tile, runner.device)
+        batch = Batch([segment], self.pool, runner.device)
         return batch, runner.ops(batch, self.cache)
 
     def think(self, row: Tensor) -> Tensor:
         batch, ops = self._next(0)
-        x = torch.zeros(batch.padded, len(row), device=self.runner.device)
-        x[0] = row
-        return self.model.run_think(x, batch.positions, ops)[0].cpu()
+        return self.model.run_think(row[None].to(self.runner.device), batch.positions, ops)[0].cpu()
 
     def compress(self, token: int) -> Tensor:
         batch, ops = self._next(token)

@@ -1,0 +1,219 @@
+"""`portable-1`: what every committed number is, in plain NumPy. Slow, and right by definition.
+
+Whoever computes these steps has these bits, on any machine. The rules:
+
+* Numbers are float32, rounded to nearest even; denormal numbers are kept; infinities and NaN follow IEEE 754.
+* `fma(a, b, c)` is a * b + c, rounded once. Where no fma is written, every operation is rounded on its own.
+* Every sum has one order. A *chain* adds from first to last, beginning with 0.
+* A product is a tree of eight chains. Part p holds the terms from p k // 8 up to (p + 1) k // 8, so that 2, 4 or 8 ranks which
+  hold equal contiguous shares of k compute whole subtrees. Parts may be empty.
+* A row is summed in 64 chains, element i in chain i mod 64, which are added by halves; a row above 4,096 elements is summed
+  in spans of 4,096, whose sums are a chain.
+* Attention walks over keys in blocks of 64 from position 0 and in splits of 512; keys that a row does not see take no part.
+* exp, tanh, erf, log, cos and sin are those of this page and of `kernels/portable.py`, never a library's. Division and square
+  root are correctly rounded.
+
+`kernels/cpu.py` computes it on a CPU. Tests compare both to the bit.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from replaylens.engine.model.layers import logarithm
+
+Floats = NDArray[np.float32]
+F = np.float32
+PARTS, LANES, SPAN, KV_BLOCK, KV_SPLIT = 8, 64, 4096, 64, 512
+
+
+def fma(a: Any, b: Any, c: Any) -> Floats:
+    """a * b + c, rounded once: in float64 the product is exact, and the sum is rounded to odd, which float32 then rounds right."""
+    product, c = np.multiply(np.float64(a), np.float64(b)), np.float64(c)
+    total = np.asarray(product + c)
+    back = total - product
+    rest = (product - (total - back)) + (c - back)
+    bits = total.view(np.int64)
+    away = np.where((rest > 0) == (total > 0), 1, -1)
+    inexact = np.isfinite(total) & (rest != 0) & (bits & 1 == 0)
+    return np.asarray(np.where(inexact, bits + away, bits).view(np.float64)).astype(F)
+
+
+# ---- sums ------------------------------------------------------------------------------------------------------------
+
+
+def product(x: Floats, w: Floats) -> Floats:
+    """x [rows, k] times w [k, columns]"""
+    k, parts = len(w), []
+    for p in range(PARTS):
+        total = np.zeros((len(x), w.shape[1]), F)
+        for i in range(p * k // PARTS, (p + 1) * k // PARTS):
+            total = fma(x[:, i : i + 1], w[i], total)
+        parts.append(total)
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def row_sum(x: Floats, squares: bool = False) -> np.float32:
+    """The sum of a row, or of its squares."""
+    total = F(0)
+    for begin in range(0, len(x), SPAN):
+        lanes = np.zeros(LANES, F)
+        for first in range(begin, min(len(x), begin + SPAN), LANES):
+            some = x[first : min(first + LANES, begin + SPAN)]
+            lanes[: len(some)] = fma(some, some, lanes[: len(some)]) if squares else lanes[: len(some)] + some
+        while len(lanes) > 1:
+            lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
+        total = F(total + lanes[0])
+    return total
+
+
+# ---- functions -------------------------------------------------------------------------------------------------------
+
+
+def _polynomial(x: Any, *coefficients: str) -> Any:
+    """Horner's scheme, the highest coefficient first."""
+    p = F(float.fromhex(coefficients[0]))
+    for each in coefficients[1:]:
+        p = fma(p, x, F(float.fromhex(each)))
+    return p
+
+
+def exp(x: Any) -> Any:
+    """2^n (1 + r + r^2 q(r)) with n = round(x / ln 2), r = x - n ln 2. Below -87.33654 it is 0, above 88.72283 infinity."""
+    x = np.asarray(x, F)
+    v = np.clip(x, F(-87.33654), F(88.72283))
+    n = fma(v, F(1.4426950408889634), F(1.5 * 2**23)) - F(1.5 * 2**23)
+    r = fma(n, F(-1.428606765330187e-06), fma(n, F(-0.693145751953125), v))
+    q = _polynomial(r, "0x1.6d7c42p-10", "0x1.12107p-7", "0x1.5554b2p-5", "0x1.5554d8p-3", "0x1p-1")
+    half = np.floor(np.nan_to_num(n) / 2)
+    y = (fma(q, r * r, r) + F(1)) * np.exp2(half).astype(F) * np.exp2(np.nan_to_num(n) - half).astype(F)
+    return np.where(x < F(-87.33654), F(0), np.where(x > F(88.72283), F(np.inf), y)).astype(F)
+
+
+def tanh(x: Any) -> Any:
+    """Below 0.625 a polynomial, beyond it 1 - 2 / (1 + exp(2 |x|))"""
+    x = np.asarray(x, F)
+    u, size = x * x, np.abs(x)
+    p = _polynomial(u, "-0x1.8d4b76p-8", "0x1.57a79ap-6", "-0x1.b91cb6p-5", "0x1.110dfep-3", "-0x1.555552p-2")
+    far = F(1) - F(2) / (F(1) + exp(size + size))
+    return np.where(size < F(0.625), fma(p, u * x, x), np.where(x < 0, -far, far)).astype(F)
+
+
+def erf(x: Any) -> Any:
+    """Up to 1 a polynomial, beyond it 1 - exp(-p(|x|)) with |x| at most 4"""
+    x = np.asarray(x, F)
+    u, size = x * x, np.minimum(np.abs(x), F(4))
+    near = _polynomial(
+        u, "0x1.4ae4c6p-14", "-0x1.a485e8p-11", "0x1.5419f4p-8", "-0x1.b7fbb4p-6", "0x1.ce2d2p-4", "-0x1.81273ep-2",
+        "0x1.20dd74p+0",
+    ) * x  # fmt: skip
+    p = _polynomial(
+        size, "0x1.6c86bcp-23", "0x1.432cd2p-16", "-0x1.bf392cp-12", "0x1.1038ccp-8", "-0x1.9b446cp-6", "0x1.bb8238p-4",
+        "0x1.444434p-1", "0x1.2128b4p+0", "-0x1.758daep-13",
+    )  # fmt: skip
+    far = F(1) - exp(-p)
+    return np.where(size < F(1), near, np.where(x < 0, -far, far)).astype(F)
+
+
+def log(x: Any) -> Any:
+    """The natural logarithm of positive numbers: that of float64 arithmetic, which is exact to 1e-16, rounded to float32."""
+    return np.vectorize(lambda each: F(logarithm(float(each))), otypes=[F])(x)
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def norm(x: Floats, weight: Floats, bias: Floats | None, eps: float, kind: str) -> Floats:
+    """RMSNorm or LayerNorm of a row"""
+    width = F(len(x))
+    if kind == "layer":
+        x = x - row_sum(x) / width
+    y = x * (F(1) / np.sqrt(row_sum(x, squares=True) / width + F(eps)))
+    return y * weight if bias is None else fma(y, weight, bias)
+
+
+def activate(x: Floats, kind: str) -> Any:
+    """An activation; gated ones multiply the result of the gate with `up`"""
+    match kind:
+        case "silu":
+            return x / (F(1) + exp(-x))
+        case "gelu":
+            half = F(0.5) * x
+            return fma(half, erf(x * F(0.5**0.5)), half)
+        case "gelu_tanh":
+            u = fma(x * x * F(0.044715), x, x)
+            return x / (F(1) + exp(u * F(-2 * (2 / np.pi) ** 0.5)))
+        case "relu" | "relu2":
+            above = np.where(x < 0, F(0), x)
+            return above if kind == "relu" else above * above
+    raise ValueError(kind)
+
+
+def clamped_swiglu(gate: Floats, up: Floats) -> Any:
+    """GPT-OSS's activation"""
+    gate, up = np.minimum(gate, F(7)), np.clip(up, F(-7), F(7))
+    return (up + F(1)) * (gate / (F(1) + exp(gate * F(-1.702))))
+
+
+def rotate(a: Floats, b: Floats, cos: Floats, sin: Floats) -> tuple[Floats, Floats]:
+    """Pairs of dimensions, turned"""
+    return fma(-b, sin, a * cos), fma(a, sin, b * cos)
+
+
+def log_softmax(x: Floats) -> Floats:
+    """x - (max + log(sum(exp(x - max))))"""
+    top = x.max()
+    return x - F(top + log(row_sum(exp(x - top))))
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+def attention(
+    q: Floats, keys: Floats, values: Floats, position: int, scale: float, cap: float = 0.0, window: int = 0,
+    slope: float = 0.0, sink: float | None = None,
+) -> Floats:  # fmt: skip
+    """One query [d] at a position over its keys [n, d] and values [n, width], from position 0 on"""
+    width = values.shape[1]
+    whole = (F(-np.inf), F(0), np.zeros(width, F))
+    first = max(0, position + 1 - window) if window else 0
+    for begin in range(first // KV_SPLIT * KV_SPLIT, position + 1, KV_SPLIT):
+        m, sums, a = F(-np.inf), np.zeros(KV_BLOCK // 2, F), np.zeros(width, F)
+        for start in range(begin, min(begin + KV_SPLIT, position + 1), KV_BLOCK):
+            seen = [j for j in range(start, start + KV_BLOCK) if first <= j <= position]
+            if not seen:
+                continue
+            s = np.full(KV_BLOCK, -np.inf, F)
+            s[np.array(seen) - start] = [_score(q, keys[j], j, scale, cap, slope) for j in seen]
+            top = max(m, s.max())
+            shrink, p = exp(m - top), exp(s - top)
+            sums, a, m = fma(sums, shrink, p[::2] + p[1::2]), a * shrink, top
+            for j in seen:
+                a = fma(p[j - start], values[j], a)
+        total = F(0)
+        for each in sums:
+            total = F(total + each)
+        whole = _merged(whole, (m, total, a))
+    if sink is not None:
+        whole = _merged(whole, (F(sink), F(1), np.zeros(width, F)))
+    return whole[2] / whole[1]
+
+
+def _score(q: Floats, key: Floats, j: int, scale: float, cap: float, slope: float) -> Any:
+    total = F(0)
+    for a, b in zip(q, key, strict=True):
+        total = fma(a, b, total)
+    s = total * F(scale)
+    s = tanh(s / F(cap)) * F(cap) if cap else s
+    return fma(F(slope), F(j), s) if slope else s
+
+
+def _merged(one: Any, other: Any) -> Any:
+    """Two partial softmaxes (maximum, sum, weighted values) as one"""
+    top = max(one[0], other[0])
+    safe = F(0) if top == -np.inf else top
+    x, y = exp(one[0] - safe), exp(other[0] - safe)
+    return top, fma(other[1], y, one[1] * x), fma(other[2], y, one[2] * x)
