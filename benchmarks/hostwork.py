@@ -47,9 +47,9 @@ def host_engine(max_positions: int, cache_tokens: int) -> Engine:
     runner = engine.runner
 
     def exact(segments: list[Segment], tap: Tap | None = None, stop_at_layer: int | None = None) -> PassResult:
-        batch = Batch(segments, runner.pool, runner.certificate.query_rows, runner.tile, runner.device)
+        batch = Batch(segments, runner.pool, runner.device)
         _ = batch.write_slots
-        residual = torch.zeros(batch.padded, config.d_model)
+        residual = torch.zeros(batch.num_rows, config.d_model)
         for site in getattr(tap, "wanted", ()):
             assert tap is not None
             tap(site, residual)

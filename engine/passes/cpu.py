@@ -42,11 +42,6 @@ class Cut:
     def hides(self) -> bool:
         return bool(self.mask.any())
 
-    @property
-    def pairs(self) -> Tensor:
-        """(row, head) of every pair with a weight that is set: [pairs, 2]"""
-        return (~self.put.isnan()).any(-1).nonzero()
-
 
 def cut_of(batch: Batch, layer: int, heads: int) -> Cut | None:
     """The cut edges of a layer; None if no edit cuts any."""
@@ -168,7 +163,7 @@ class CpuOps(CpuRowOps):
         given = ~cut.put.isnan() & (scores > -math.inf)
         torch.where(given, cut.put, pattern, out=pattern)
         group, paged = z.shape[1] // len(values), self.batch.paged
-        for row, head in cut.pairs.tolist():
+        for row, head in given.any(-1).nonzero().tolist():
             num = int(paged.position[row]) + 1
             pages = paged.pages[paged.sequence[row]]
             at = torch.arange(num)

@@ -13,7 +13,6 @@ from replaylens.engine.loop.lane import Job, Statistics
 from replaylens.engine.memory.path import PathHistory
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes.runner import Runner
-from replaylens.engine.proof.certificates import certificate_for
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
 from tests.toy_model import VOCAB, Reference, continuation, engine, random_model, scripted_model, toy
@@ -218,7 +217,7 @@ def drafts_after(drafter: ModelDrafter, path: list[int], branch: int, count: int
 
 
 def fresh(small: Decoder, num_pages: int = 64) -> ModelDrafter:
-    return ModelDrafter(Runner(small, certificate_for(small), num_pages, 4), VOCAB)
+    return ModelDrafter(Runner(small, num_pages, 4), VOCAB)
 
 
 @settings(max_examples=20, deadline=None)

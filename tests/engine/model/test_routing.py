@@ -23,7 +23,8 @@ from replaylens.engine.model.config import (
 from replaylens.engine.model.families.moe import deepseek_v2_mixture, deepseek_v3_mixture
 from replaylens.engine.model.layers import Experts, by_expert
 from replaylens.engine.model.ops import TorchOps
-from replaylens.engine.passes.cpu import CpuOps
+from replaylens.engine.passes.cpu import CpuRowOps
+from replaylens.engine.passes.products import Products
 
 OPS = TorchOps()
 
@@ -234,7 +235,7 @@ def test_a_mixture_that_cannot_be_is_refused(make: Any, text: str) -> None:
         make()
 
 
-@pytest.mark.parametrize("ops", [TorchOps(), CpuOps()])
+@pytest.mark.parametrize("ops", [TorchOps(), CpuRowOps(Products())])
 def test_the_clamped_activation_is_transformers(ops: TorchOps) -> None:
     """On both sides of its limits, which tiny models do not reach."""
     from transformers import GptOssConfig

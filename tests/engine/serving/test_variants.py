@@ -71,7 +71,7 @@ def test_the_last_block_computes_the_rows_that_are_read() -> None:
     block.register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
     variants = [[Edit("blocks.0.attn.hook_z", "zero", heads=[head])] for head in range(4)]
     served.logits_under(PATH, variants, positions=[-1])
-    assert rows[1:] == [16], "four rows in one tile, after the prompt itself"
+    assert rows[1:] == [4], "four rows, after the prompt itself"
     served.logits_under(PATH, [[*edits, Edit("blocks.1.mlp.hook_out", "zero", positions=0)] for edits in variants])
     assert rows[-1] == 48, "control: 44 rows if one of them is edited after attention"
 
