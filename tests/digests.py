@@ -1,0 +1,133 @@
+"""Digests that every machine must have: tokens, KV and activations of a dozen models and requests, through the public API.
+
+`python -m tests.digests` prints them; `tests/digests.json` holds them, and `tests/test_digests.py` compares. Weights are made of
+integers, since random numbers of a library differ between machines.
+"""
+
+import hashlib
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import replaylens as rl
+from replaylens.engine.engine import Engine
+from replaylens.engine.model.config import Latent, MixtureConfig, ModelConfig, Rope, Routing
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.proof.doctor import numbers
+from replaylens.engine.serving.branch import Branch
+from tests.tiny_mixtures import MIXTURES
+
+FILE = Path(__file__).with_suffix(".json")
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8], [(7 * i * i + 3) % 59 for i in range(150)]]
+_DENSE: dict[str, Any] = dict(
+    num_layers=2, d_model=40, num_heads=4, num_kv_heads=2, d_head=12, d_mlp=56, vocab_size=61, max_positions=256, rotary_dim=8
+)
+_MORE: dict[str, Any] = {
+    "a gated model with norms of heads": dict(qk_norm=True),
+    "caps, windows and second norms": dict(
+        attn_softcap=5.0, logit_softcap=8.0, windows=(70, 0), activation="gelu_tanh", post_norms=True, embed_scale=6.25
+    ),
+    "layer norms, biases, learned positions": dict(
+        norm="layer", learned_positions=True, rotary_dim=0, gated_mlp=False, activation="gelu", qkv_bias=True, out_bias=True,
+        mlp_bias=True, unembed_bias=True, tied_embeddings=False,
+    ),
+    "slopes": dict(rotary_dim=0, slopes=(0.5, 0.25, 0.125, 0.0625), gated_mlp=False, activation="relu2"),
+    "sinks and clamped experts": dict(sinks=True, activation="clamped_swiglu", mixture=MIXTURES["biases"]),
+    "experts with a shared one": dict(mixture=MIXTURES["softmax of all, a shared expert with a gate"]),
+    "experts in groups": dict(mixture=MIXTURES["sigmoids in groups"]),
+    "sparsemixer": dict(mixture=MixtureConfig(4, 24, Routing(2, "sparsemixer", jitter=0.01))),
+    "latent attention": dict(num_kv_heads=4, rotary_dim=4, latent=Latent(rank=24, d_value=12, query_rank=20)),
+    "YaRN": dict(rope=Rope(theta=5e3, scaling="yarn", factor=4.0, original_positions=64), qk_norm=True),
+    "SmolLM2's shape": dict(
+        num_layers=3, d_model=576, num_heads=9, num_kv_heads=3, d_head=64, d_mlp=1536, vocab_size=1000, rotary_dim=64
+    ),
+}  # fmt: skip
+
+
+_EDITS = (
+    rl.Edit("blocks.0.hook_out", "add", numbers(50, 40), [1, 2]),
+    rl.Edit("blocks.1.attn.hook_pattern", "mask", positions=[3], keys=[0]),
+    rl.Edit("blocks.0.attn.hook_pattern", "zero", positions=[2, 3], keys=[1], heads=[1]),
+)
+
+
+def model_of(config: ModelConfig, seed: int = 1) -> Decoder:
+    """A model whose weights are integers times powers of two, large enough that every layer matters."""
+    model = Decoder(config).requires_grad_(False)
+    for i, (name, parameter) in enumerate(model.named_parameters()):
+        plain = numbers(seed * 1000 + i, *parameter.shape)
+        if "norm" in name or ".ln" in name or name.startswith("ln"):
+            plain = 1.0 + plain / 16
+        elif name == "embed":
+            plain = plain / 8
+        elif parameter.dim() > 1 and name != "pos_embed":
+            plain = plain * 2.0 ** -round(np.log2(parameter.shape[-2]) / 2)
+        parameter.copy_(plain)
+    return model
+
+
+def digest_of(branches: list[Branch]) -> str:
+    """Tokens, KV and captured rows of branches."""
+    found = hashlib.sha256()
+    for branch in branches:
+        found.update(np.array(branch.tokens, dtype="<i8").tobytes())
+        found.update(branch.kv().contiguous().numpy().tobytes())
+        for site in sorted(branch.activations):
+            found.update(site.encode())
+            found.update(np.ascontiguousarray(branch.activations[site].numpy()).tobytes())
+    return found.hexdigest()[:32]
+
+
+def generated(engine: Engine, edits: Sequence[rl.Edit] = (), **options: Any) -> str:
+    branches = engine.prompts(PROMPTS, sites="STCZ", edits=list(edits))
+    engine.generate(branches, 12, **options)
+    return digest_of(branches)
+
+
+def _tiny(more: dict[str, Any], device: str, **options: Any) -> str:
+    model = model_of(ModelConfig(**{**_DENSE, **more}))
+    return generated(Engine(model.to(device), None), **options)
+
+
+def _dump(device: str, *arguments: str) -> str:
+    from typer.testing import CliRunner
+
+    from replaylens.cli import app
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = str(Path(folder) / "dump")
+        command = ["dump", "--out", out, "--task", "coin", "--n", "4", "--device", device, *arguments]
+        done = CliRunner().invoke(app, [*command, "--dtype", "float32"] if device == "cuda" else command)
+        assert done.exit_code == 0, done.output
+        return str(rl.Dump.open(out).digest)[:32]
+
+
+def cases(device: str = "cpu") -> dict[str, Callable[[], str]]:
+    """name -> computes the digest"""
+    warm = rl.Sampling(temperature=2.0, seed=7)
+    filtered = rl.Sampling(temperature=4.0, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=2**63)
+    plain = _MORE["a gated model with norms of heads"]
+    found: dict[str, Callable[[], str]] = {
+        "dump of the coin task": lambda: _dump(device),
+        "dump with rejected drafts": lambda: _dump(device, "--drafter", "ngram", "--sites", "STCZ"),
+        "dump of a model that thinks": lambda: _dump(device, "--model", "coin-thinking"),
+        "sampled": lambda: _tiny(plain, device, sampling=warm),
+        "filtered and penalised": lambda: _tiny(plain, device, sampling=filtered),
+        "drafted": lambda: _tiny(plain, device, drafter="self", window=4),
+        "edited": lambda: _tiny(plain, device, edits=_EDITS),
+    }
+    for name, more in _MORE.items():
+        found[name] = lambda more=more: _tiny(more, device)  # type: ignore[misc]
+    return found
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        made = {name: case() for name, case in cases(*sys.argv[1:2]).items()}
+    print(json.dumps(made, indent=1))
