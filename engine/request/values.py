@@ -166,6 +166,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _FIELDS: dict[str, frozenset[str]] = {}
 """the fields of the dataclasses that are checked, by their names"""
+_KEYWORDS: dict[str, list[inspect.Parameter]] = {}
+"""what `**options: Unpack[X]` of a checked call stands for, by the name of X"""
 
 
 def named_options(method: Callable[P, R]) -> Callable[P, R]:
@@ -210,6 +212,29 @@ def renamed(**options: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorated
 
 
+def defines(keywords: Any) -> Callable[[T], T]:
+    """A decorator of a call or dataclass: it holds the defaults of these keywords, a TypedDict, which other calls pass on to it
+    as `**options: Unpack[keywords]`. Their signatures list them one by one."""
+
+    def decorated(owner: T) -> T:
+        held = inspect.signature(owner).parameters  # type: ignore[arg-type]
+        types = {key: getattr(given, "__forward_arg__", given) for key, given in keywords.__annotations__.items()}
+        made = [held[key].replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=given) for key, given in types.items()]
+        _KEYWORDS[keywords.__name__] = made
+        return owner
+
+    return decorated
+
+
+def _expanded(method: Callable[..., Any]) -> inspect.Signature:
+    """The signature of a method, with keywords that it passes on."""
+    found = inspect.signature(method)
+    own = [each for each in found.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    passed = [str(each.annotation) for each in found.parameters.values() if each.kind is each.VAR_KEYWORD]
+    more = [each for given in passed for each in _KEYWORDS[given.removeprefix("Unpack[").removesuffix("]")]]
+    return found.replace(parameters=own + more)
+
+
 def named_fields(cls: type[T]) -> type[T]:
     """The dataclass, made with the same check."""
     _FIELDS[cls.__name__] = frozenset(inspect.signature(cls).parameters)
@@ -219,7 +244,8 @@ def named_fields(cls: type[T]) -> type[T]:
 
 def _checked(method: Callable[P, R], name: str, own: int = 1) -> Callable[P, R]:
     """own  the number of parameters that no caller gives: self or cls"""
-    parameters = dict(list(inspect.signature(method).parameters.items())[own:])
+    signature = _expanded(method)
+    parameters = dict(list(signature.parameters.items())[own:])
     by_position = [key for key, each in parameters.items() if each.kind is not each.KEYWORD_ONLY]
     needed = [key for key, each in parameters.items() if each.default is each.empty]
     most, known = len(by_position) + own, frozenset(parameters)
@@ -234,6 +260,7 @@ def _checked(method: Callable[P, R], name: str, own: int = 1) -> Callable[P, R]:
         with modes.plain():
             return method(*args, **kwargs)
 
+    setattr(call, "__signature__", signature)  # noqa: B010, a type checker refuses the assignment
     return call
 
 

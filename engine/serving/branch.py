@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self, Unpack
 
 from torch import Tensor
 
@@ -28,7 +28,7 @@ from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_int, hides, integer, named_options, renamed
 from replaylens.engine.serving.forest import Completer, Forest
 from replaylens.engine.serving.lock import EngineLock, changing, reading
-from replaylens.engine.serving.request import At, NotCopyable, Request, Stream, chosen, logits_of
+from replaylens.engine.serving.request import At, GenerateKeywords, NotCopyable, Request, Stream, chosen, logits_of
 from replaylens.engine.terminal import defer_interrupt
 
 if TYPE_CHECKING:
@@ -333,47 +333,22 @@ class Branch(NotCopyable):
     @renamed(keep_rejected="keep_pages")
     @named_options
     def generate(
-        self,
-        n: int,
-        *,
-        sampling: Sampling | None = None,
-        drafter: str = "self",
-        window: int | None = None,
-        deterministic: bool = True,
-        keep_pages: bool = False,
-        drafts: dict[int, list[list[int]]] | None = None,
-        final: bool = False,
-        progress: bool = False,
+        self, n: int, *, sampling: Sampling | None = None, progress: bool = False, **options: Unpack[GenerateKeywords]
     ) -> Self:
         """Generate up to `n` tokens; options as in `Engine.generate`. Returns self."""
-        greedy = Sampling() if sampling is None else sampling
-        request = Request(n, greedy, drafter, window, deterministic, keep_pages, drafts, final)
-        self.engine.serve([self], [request], progress)
+        self.engine.serve([self], [Request(n, Sampling() if sampling is None else sampling, **options)], progress)
         return self
 
     @renamed(keep_rejected="keep_pages")
     @named_options
-    def stream(
-        self,
-        n: int,
-        *,
-        sampling: Sampling | None = None,
-        drafter: str = "self",
-        window: int | None = None,
-        deterministic: bool = True,
-        keep_pages: bool = False,
-        drafts: dict[int, list[list[int]]] | None = None,
-        final: bool = False,
-    ) -> Stream:
+    def stream(self, n: int, *, sampling: Sampling | None = None, **options: Unpack[GenerateKeywords]) -> Stream:
         """Generate up to `n` tokens and yield each one once it is committed. Options as in `Engine.generate`.
 
         The engine may be several tokens ahead of the stream, depending on the clock. Closing the stream early, by `close()`,
         by garbage collection or by Ctrl-C, cancels the rest and rolls the branch back to the yielded tokens: it is as after
         generating just these. Until the stream has yielded all its tokens or is closed, the branch takes no other request.
         """
-        greedy = Sampling() if sampling is None else sampling
-        request = Request(n, greedy, drafter, window, deterministic, keep_pages, drafts, final)
-        return self.engine.open_stream(self, request)
+        return self.engine.open_stream(self, Request(n, Sampling() if sampling is None else sampling, **options))
 
     @named_options
     @changing
