@@ -219,8 +219,9 @@ def defines(keywords: Any) -> Callable[[T], T]:
     def decorated(owner: T) -> T:
         held = inspect.signature(owner).parameters  # type: ignore[arg-type]
         types = {key: getattr(given, "__forward_arg__", given) for key, given in keywords.__annotations__.items()}
-        made = [held[key].replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=given) for key, given in types.items()]
-        _KEYWORDS[keywords.__name__] = made
+        assert types.keys() <= held.keys(), f"{owner} does not take all of {keywords.__name__}"
+        own = [held[key].replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=types[key]) for key in held if key in types]
+        _KEYWORDS[keywords.__name__] = own
         return owner
 
     return decorated

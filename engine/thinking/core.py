@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadChunks, BadConfig, BadEdit, BadRequest
-from replaylens.engine.lens.lens import TunedLens
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.tree import HOOKED
@@ -21,7 +20,6 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.loading import weights_hash
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.model.text import Prompt, is_chat
-from replaylens.engine.passes.runner import Keep
 from replaylens.engine.passes.transfer import RING_BYTES
 from replaylens.engine.records import Fingerprint
 from replaylens.engine.request.capture import CaptureSpec
@@ -30,7 +28,7 @@ from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import place
 from replaylens.engine.request.values import as_int, as_list, named_options, short_repr, token_ids
 from replaylens.engine.serving.branch import MAX_FORKS, Branch
-from replaylens.engine.serving.core import Core
+from replaylens.engine.serving.core import CaptureKeywords, Core, PromptKeywords
 from replaylens.engine.serving.lock import changing, reading
 from replaylens.engine.serving.variants import Variants
 from replaylens.engine.terminal import defer_interrupt
@@ -99,52 +97,28 @@ class ThinkingCore(Core):
     def _site_table(self) -> SiteTable:
         return ThinkingSites(self.config)
 
+    @named_options
     def capture_spec(
-        self,
-        sites: str | Sequence[str],
-        *,
-        rejected: bool = False,
-        top_k: int = 8,
-        targets: Sequence[str | int] = (),
-        full: bool = False,
-        lens: TunedLens | None = None,
-        positions: str = "all",
-        keep: Keep = "host",
+        self, sites: str | Sequence[str], *, rejected: bool = False, **stored: Unpack[CaptureKeywords]
     ) -> CaptureSpec:
         """As `Core.capture_spec`; `full` also keeps the whole distributions of thoughts. All positions, on the host."""
-        if positions != "all" or keep != "host":
+        if stored.get("positions", "all") != "all" or stored.get("keep", "host") != "host":
             raise BadRequest(
                 "A Thinking-States model keeps the rows of all positions, on the host. Leave out positions and keep."
             )
-        spec = super().capture_spec(sites, rejected=rejected, top_k=top_k, targets=targets, full=full, lens=lens)
+        spec = super().capture_spec(sites, rejected=rejected, **stored)
         thoughts = tuple(name for name in spec.sites if name in LETTERS)
-        if full and spec.lens is not None and FULL_SITE not in thoughts:
+        if spec.lens is not None and spec.lens.full and FULL_SITE not in thoughts:
             thoughts += (FULL_SITE,)
         rest = tuple(name for name in spec.sites if name not in LETTERS)
         return replace(spec, sites=rest or (spec.last,), thoughts=thoughts)
 
     @named_options
     def prompt(
-        self,
-        text: Prompt,
-        *,
-        sites: str | Sequence[str] | None = None,
-        keep_rejected: bool = False,
-        edits: Sequence[Edit] = (),
-        hooks: Sequence[Hook] = (),
-        guess: Guess | None = None,
-        drafts: Drafts | None = None,
-        top_k: int = 8,
-        targets: Sequence[str | int] = (),
-        full: bool = False,
-        lens: TunedLens | None = None,
-        positions: str = "all",
-        keep: Keep = "host",
+        self, text: Prompt, *, guess: Guess | None = None, drafts: Drafts | None = None, **options: Unpack[PromptKeywords]
     ) -> ThinkingBranch:
         """A new root branch that thinks on its prompt. Options as in `prompts`; `drafts` are those of this prompt."""
-        capture = self._wanted(sites, keep_rejected, top_k, targets, full, lens, positions, keep)
-        given = None if drafts is None else [drafts]
-        (branch,) = self._named(self._thought_along([text], capture, edits, hooks, guess, given), sites)
+        (branch,) = self.prompts([text], guess=guess, drafts=None if drafts is None else [drafts], **options)
         return branch
 
     @named_options
@@ -158,12 +132,7 @@ class ThinkingCore(Core):
         hooks: Sequence[Hook] = (),
         guess: Guess | None = None,
         drafts: Sequence[Drafts] | None = None,
-        top_k: int = 8,
-        targets: Sequence[str | int] = (),
-        full: bool = False,
-        lens: TunedLens | None = None,
-        positions: str = "all",
-        keep: Keep = "host",
+        **stored: Unpack[CaptureKeywords],
     ) -> Sequence[ThinkingBranch]:
         """Several root branches that think on their prompts, computed together. As `Core.prompts`, and:
 
@@ -174,7 +143,7 @@ class ThinkingCore(Core):
 
         Only the chunks of a prompt and the first chunk after it receive states. An edit of S elsewhere has no effect.
         """
-        capture = self._wanted(sites, keep_rejected, top_k, targets, full, lens, positions, keep)
+        capture = self._wanted(sites, keep_rejected, **stored)
         return self._named(self._thought_along(texts, capture, edits, hooks, guess, drafts), sites)
 
     def _thought_along(
