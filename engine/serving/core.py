@@ -102,6 +102,19 @@ SITES = "letters such as 'STCZ', a site name, or a list of these"
 """the accepted values of `sites`, for error messages"""
 
 
+class EngineKeywords(TypedDict, total=False):
+    """How an engine computes. `Core` documents it."""
+
+    cache_tokens: int
+    page_size: int
+    max_rows: int | None
+    lens_layer: int | None
+    tree_width: int
+    canary: bool
+    record: bool
+    capture_buffer: int
+
+
 class CaptureKeywords(TypedDict, total=False):
     """What is stored of captured rows, and where. `Core.capture_spec` documents it."""
 
@@ -144,6 +157,7 @@ class Core(Generation, NotCopyable):
 
     _instead = "Load another engine from the same source. It commits the same bits."
 
+    @defines(EngineKeywords)
     @modes.plainly
     def __init__(
         self,

@@ -20,7 +20,6 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.loading import weights_hash
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.model.text import Prompt, is_chat
-from replaylens.engine.passes.transfer import RING_BYTES
 from replaylens.engine.records import Fingerprint
 from replaylens.engine.request.capture import CaptureSpec
 from replaylens.engine.request.edits import Edit, Hook, listed, resolve_hooks
@@ -28,7 +27,7 @@ from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import place
 from replaylens.engine.request.values import as_int, as_list, named_options, short_repr, token_ids
 from replaylens.engine.serving.branch import MAX_FORKS, Branch
-from replaylens.engine.serving.core import CaptureKeywords, Core, PromptKeywords
+from replaylens.engine.serving.core import CaptureKeywords, Core, EngineKeywords, PromptKeywords
 from replaylens.engine.serving.lock import changing, reading
 from replaylens.engine.serving.variants import Variants
 from replaylens.engine.terminal import defer_interrupt
@@ -55,32 +54,13 @@ class ThinkingCore(Core):
         tokenizer: Any = None,
         *,
         guess: Guess = "empty",
-        cache_tokens: int = 8192,
-        page_size: int = 16,
-        max_rows: int | None = None,
         draft_model: Decoder | None = None,
-        lens_layer: int | None = None,
-        tree_width: int = 3,
-        canary: bool = False,
-        record: bool = False,
-        capture_buffer: int = RING_BYTES,
+        **options: Unpack[EngineKeywords],
     ) -> None:
         if not isinstance(model, ThinkingDecoder):
             raise BadConfig(f"A {type(model).__name__} does not think. Load it with Engine, or train a Thinking-States model.")
         self.thinker, self.thinking, self.guess = model, model.thinking, _known(guess)
-        super().__init__(
-            model.backbone,
-            tokenizer,
-            cache_tokens=cache_tokens,
-            page_size=page_size,
-            max_rows=max_rows,
-            draft_model=draft_model,
-            lens_layer=lens_layer,
-            tree_width=tree_width,
-            canary=canary,
-            record=record,
-            capture_buffer=capture_buffer,
-        )
+        super().__init__(model.backbone, tokenizer, draft_model=draft_model, **options)
         if self.text.tokenizer is not None and self.text.eos_id != self.thinking.eos_token:
             raise BadConfig(
                 f"The tokenizer's <EOS> is {self.text.eos_id}, but the model ends its thoughts with {self.thinking.eos_token}. "
