@@ -6,6 +6,7 @@ Every error names the option, the given value and what is accepted. NumPy and to
 import inspect
 import math
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Set
 from difflib import get_close_matches
@@ -212,28 +213,30 @@ def renamed(**options: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorated
 
 
-def defines(keywords: Any) -> Callable[[T], T]:
-    """A decorator of a call or dataclass: it holds the defaults of these keywords, a TypedDict, which other calls pass on to it
-    as `**options: Unpack[keywords]`. Their signatures list them one by one."""
+def defines(*bundles: Any) -> Callable[[T], T]:
+    """A decorator of a call or dataclass: it has the defaults of these TypedDicts, which other calls pass on to it as
+    `**options: Unpack[Bundle]`. If those are checked, their signatures list each option."""
 
     def decorated(owner: T) -> T:
         held = inspect.signature(owner).parameters  # type: ignore[arg-type]
-        types = {key: getattr(given, "__forward_arg__", given) for key, given in keywords.__annotations__.items()}
-        assert types.keys() <= held.keys(), f"{owner} does not take all of {keywords.__name__}"
-        own = [held[key].replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=types[key]) for key in held if key in types]
-        _KEYWORDS[keywords.__name__] = own
+        for bundle in bundles:
+            types = {key: getattr(given, "__forward_arg__", given) for key, given in bundle.__annotations__.items()}
+            assert types.keys() <= held.keys(), f"{owner} does not take all of {bundle.__name__}"
+            named = (each.replace(kind=each.KEYWORD_ONLY) for key, each in held.items() if key in types)
+            _KEYWORDS[bundle.__name__] = [each.replace(annotation=types[each.name]) for each in named]
         return owner
 
     return decorated
 
 
 def _expanded(method: Callable[..., Any]) -> inspect.Signature:
-    """The signature of a method, with keywords that it passes on."""
+    """The signature of a method, with the options that it passes on."""
     found = inspect.signature(method)
     own = [each for each in found.parameters.values() if each.kind is not each.VAR_KEYWORD]
-    passed = [str(each.annotation) for each in found.parameters.values() if each.kind is each.VAR_KEYWORD]
-    more = [each for given in passed for each in _KEYWORDS[given.removeprefix("Unpack[").removesuffix("]")]]
-    return found.replace(parameters=own + more)
+    for each in found.parameters.values():
+        if each.kind is each.VAR_KEYWORD:  # Unpack[Bundle], or its text
+            own += _KEYWORDS[re.findall(r"\w+", str(each.annotation))[-1]]
+    return found.replace(parameters=own)
 
 
 def named_fields(cls: type[T]) -> type[T]:
