@@ -31,10 +31,10 @@ from replaylens.engine.records import Fingerprint, build
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import verb
-from replaylens.engine.resampling.drawing import Replacement, plan_rollouts, waves_of
-from replaylens.engine.resampling.plan import Answer, KeptPlaces, ResamplePlan
+from replaylens.engine.resampling.drawing import plan_rollouts, waves_of
+from replaylens.engine.resampling.plan import Answer, ResamplePlan
 from replaylens.engine.resampling.rollouts import Rollouts, WaveFolder
-from replaylens.engine.serving.branch import Branch
+from replaylens.engine.serving.branch import Branch, ResampleKeywords
 from replaylens.engine.terminal import hidden
 
 # ---- cluster ---------------------------------------------------------------------------------------------------------
@@ -391,6 +391,7 @@ def chain_of(engine: Engine, prompt: Prompt, chain: str | Sequence[int] = "") ->
     return branch.force(chain) if chain else branch
 
 
+@verb
 def resample_on_cluster(
     model: str,
     folder: str | Path,
@@ -402,14 +403,7 @@ def resample_on_cluster(
     workers: int | None = None,
     progress: bool = False,
     engine_options: dict[str, Any] | None = None,
-    at: str | int | Sequence[int] | None = None,
-    sampling: Sampling | None = None,
-    max_new: int = 64,
-    answer: Answer | None = None,
-    sites: str | Sequence[str] | None = None,
-    keep: KeptPlaces = "last",
-    replace: Replacement = None,
-    wave: int | None = None,
+    **options: Unpack[ResampleKeywords],
 ) -> Rollouts:
     """Draw rollouts with the workers of a Ray cluster, into a folder that all can reach. Goes on with an unfinished one.
 
@@ -422,19 +416,9 @@ def resample_on_cluster(
 
     The digest is that of `branch.resample` in one process.
     """
-    sent = sendable(
-        {
-            "n": n,
-            "at": at,
-            "sampling": (Sampling(temperature=1.0) if sampling is None else sampling).to_json(),
-            "max_new": max_new,
-            "answer": None if answer is None else answer.to_json(),
-            "sites": sites,
-            "keep": keep,
-            "replace": replace,
-            "wave": wave,
-        }
-    )
+    sampling, answer = options.get("sampling"), options.get("answer")
+    drawn = (Sampling(temperature=1.0) if sampling is None else sampling).to_json()
+    sent = sendable({**options, "n": n, "sampling": drawn, "answer": None if answer is None else answer.to_json()})
     with connected(address) as ray, Pool(ray, WaveWorker, model, engine_options or {}, workers) as pool:
         raw = json.loads(pool.call("plan", sendable({"prompt": prompt, "chain": chain}), sent))
         files = WaveFolder.create(folder, ResamplePlan.from_json(raw["plan"]), raw["wave"])

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self, Unpack
+from typing import TYPE_CHECKING, Protocol, Self, TypedDict, Unpack
 
 from torch import Tensor
 
@@ -25,7 +25,7 @@ from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import require_places, warn_of_no_match
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import as_int, hides, integer, named_options, renamed
+from replaylens.engine.request.values import as_int, defines, hides, integer, named_options, renamed
 from replaylens.engine.serving.forest import Completer, Forest
 from replaylens.engine.serving.lock import EngineLock, changing, reading
 from replaylens.engine.serving.request import At, GenerateKeywords, NotCopyable, Request, Stream, chosen, logits_of
@@ -122,6 +122,19 @@ class Owner(Protocol):
     def _target(self, target: str | int) -> int:
         """The id of a token, given as text or id."""
         ...
+
+
+class ResampleKeywords(TypedDict, total=False):
+    """How rollouts are drawn. `Branch.resample` documents it."""
+
+    at: ForkPositions
+    sampling: Sampling | None
+    max_new: int
+    answer: Answer | None
+    sites: str | Sequence[str] | None
+    keep: KeptPlaces
+    replace: Replacement
+    wave: int | None
 
 
 @hides("lifetime", "lane", "lock", "record")
@@ -389,6 +402,7 @@ class Branch(NotCopyable):
 
         return gradients(self, metric, sites)
 
+    @defines(ResampleKeywords)
     @named_options
     def resample(
         self,
@@ -438,25 +452,13 @@ class Branch(NotCopyable):
 
     @named_options
     def stream_rollouts(
-        self,
-        n: int,
-        *,
-        at: ForkPositions = None,
-        sampling: Sampling | None = None,
-        max_new: int = 64,
-        answer: Answer | None = None,
-        sites: str | Sequence[str] | None = None,
-        keep: KeptPlaces = "last",
-        replace: Replacement = None,
-        wave: int | None = None,
-        folder: str | Path | None = None,
-        progress: bool = False,
+        self, n: int, *, folder: str | Path | None = None, progress: bool = False, **options: Unpack[ResampleKeywords]
     ) -> Iterator[Rollout]:
         """Yield the rollouts of `resample` in their order, wave by wave. What is not yielded yet is not drawn, and what is not
         held is not kept. With a `folder`, those of finished waves are yielded again, from their files."""
         from replaylens.engine.resampling.drawing import drawn, plan_rollouts
 
-        plan, wave = plan_rollouts(self, n, at, sampling, max_new, answer, sites, keep, replace, wave)
+        plan, wave = plan_rollouts(self, n, **options)
         return drawn(self, plan, wave, folder, progress)
 
     def _check_open(self) -> None:
