@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict
 
 import numpy as np
 import pyarrow as pa
@@ -69,7 +69,7 @@ class ReplayKeywords(TypedDict, total=False):
 
 
 class PlanKeywords(ReplayKeywords, total=False):
-    """What a dump holds. `make_plan` documents it."""
+    """What a dump holds, as far as it can be sent to workers. `make_plan` documents it."""
 
     sites: str | Sequence[str]
     drafter: str
@@ -80,10 +80,7 @@ class PlanKeywords(ReplayKeywords, total=False):
     top_k: int
     targets: Sequence[str | int]
     full: bool
-    lens: TunedLens | None
     probabilities: bool
-    features: Encoders
-    keep: int | None
 
 
 @defines(ReplayKeywords, PlanKeywords)
@@ -194,10 +191,8 @@ def _check_texts(task: GivenTexts, positions: str | Selector, indices: Sequence[
         )
 
 
-def plan_of_run(
-    engine: Core, task: AnyTask, indices: Iterable[int], options: ReplayOptions, **stored: Unpack[PlanKeywords]
-) -> DumpPlan:
-    """The plan that would reproduce a run: the same task and the same options."""
+def plan_of_run(engine: Core, task: AnyTask, indices: Iterable[int], options: ReplayOptions, **stored: Any) -> DumpPlan:
+    """The plan that would reproduce a run: the same task and the same options, and more of `make_plan`."""
     replayed = {name: value for name, value in vars(options).items() if name != "deterministic"}
     return make_plan(engine, task, indices, **replayed | {"sites": options.sites or ()}, **stored)
 
