@@ -1,4 +1,4 @@
-"""`DumpFiles`: the files of a finished dump, opened on first use and checked against the manifest."""
+"""Reads the rows of a finished dump: its files, checked against the manifest, filters, site arrays, statistics."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -125,6 +125,7 @@ def add_depth(frame: "pd.DataFrame") -> "pd.DataFrame":
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
+# `DumpFiles`: the files of a finished dump, opened on first use and checked against the manifest.
 
 _OPEN_SHARDS = 1024
 """mapped, which takes no file handle and no memory"""

@@ -1,4 +1,4 @@
-"""`Attribution`: estimated effects by site and position, with the real effects beside them."""
+"""Attribution by gradients: effects of activations estimated by patching, and by integrating along a path."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 
 # ---- effects ---------------------------------------------------------------------------------------------------------
+# `Attribution`: estimated effects by site and position, with the real effects beside them.
 
 _TITLES = {
     "hook_in": "residual stream",

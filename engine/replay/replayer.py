@@ -1,4 +1,4 @@
-"""Replays task examples and given texts: prompt, generate, capture every row of the path."""
+"""Replays: of task examples and given texts, and of the recorded events of a trace."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from replaylens.engine.thinking.thoughts import Thoughts
 
 # ---- examples --------------------------------------------------------------------------------------------------------
+# Replays task examples and given texts: prompt, generate, capture every row of the path.
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`PositionSlice`: which positions of a branch are captured."""
+"""What a request captures (`CaptureSpec`, at the positions of a `PositionSlice`), and the rows: `Recording`."""
 
 import re
 from abc import abstractmethod
@@ -17,6 +17,7 @@ from replaylens.engine.model.sites import KEY_SITES, SCORES
 from replaylens.engine.request.values import as_instance
 
 # ---- positions -------------------------------------------------------------------------------------------------------
+# `PositionSlice`: which positions of a branch are captured.
 
 FORMS = "'all', 'prompt', 'response', 'last', or a slice of one of them, such as 'response[:32]' or 'all[::4]'"
 _FORM = re.compile(r"(all|prompt|response)(?:\[(-?\d*)(?:(:)(-?\d*)(?::(\d*))?)?\])?")

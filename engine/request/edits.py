@@ -1,4 +1,4 @@
-"""How edits are written in files: by `Edit.to_json` in dump plans, and by `PlacedEdit.to_json` in traces."""
+"""`Edit`: an intervention on a branch, and how files record it; hook functions, for what no edit can say."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from replaylens.engine.request.placed import Op, tensor_from_json, tensor_to_jso
 from replaylens.engine.request.values import as_bool, as_float, as_instance, as_int, as_list, integer, named_fields, short_repr
 
 # ---- records ---------------------------------------------------------------------------------------------------------
+# How edits are written in files: by `Edit.to_json` in dump plans, and by `PlacedEdit.to_json` in traces.
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`Rollout`: one continuation of a path, with its seed, its outcome, and its rows at chosen places."""
+"""`Rollouts`: the drawn continuations of a path, their outcomes counted, and the folder of their finished waves."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # ---- rollout ---------------------------------------------------------------------------------------------------------
+# `Rollout`: one continuation of a path, with its seed, its outcome, and its rows at chosen places.
 
 Row = tuple[str, int]
 """the name of a place, and the position of its token on the path"""

@@ -1,4 +1,4 @@
-"""`replaylens dump`: reproducible activation dumps from the shell.
+"""`replaylens dump`, `verify` and `diff`: reproducible activation dumps from the shell.
 
 Exit codes: 0 done, 2 bad input, 3 store or cluster out of reach, 130 Ctrl-C, 143 SIGTERM.
 """

@@ -1,4 +1,4 @@
-"""Options that choose an engine: model, device and drafter; and the engine that made a dump."""
+"""Options that several commands share: of replays, models, devices, drafters and tasks, with shell completion."""
 
 import shlex
 from typing import Annotated
@@ -46,6 +46,7 @@ def complete_model(incomplete: str) -> list[str]:
 
 
 # ---- engines ---------------------------------------------------------------------------------------------------------
+# Options that choose an engine: model, device and drafter; and the engine that made a dump.
 
 MODEL = "coin-plain"
 MODEL_HELP = "An embedded model's name, smollm2, a model folder, or a name on the Hugging Face hub (org/name@revision)."

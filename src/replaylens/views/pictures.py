@@ -1,4 +1,4 @@
-"""`Tree`: a path and its branches. It draws itself in a notebook and in a terminal."""
+"""`Tree` and `Timeline`, which draw themselves, made from traces and from live branches."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 # ---- tree ------------------------------------------------------------------------------------------------------------
+# `Tree`: a path and its branches. It draws itself in a notebook and in a terminal.
 
 
 @dataclass(frozen=True, repr=False)
