@@ -15,7 +15,6 @@ from replaylens.engine.dump.content import CORE, Content, Pieces, pieces_of
 from replaylens.engine.dump.manifest import SiteEntry
 from replaylens.engine.dump.plan import (
     CUSTOM,
-    DTYPES,
     FORMS,
     POSITIONS,
     PREFIX,
@@ -39,8 +38,9 @@ from replaylens.engine.lens.lens import TunedLens
 from replaylens.engine.loop.admission import FIXED_WINDOW
 from replaylens.engine.model import modes
 from replaylens.engine.model.sites import layer_of
+from replaylens.engine.records import LensSpec
 from replaylens.engine.replay.replayer import ReplayOptions, Result, own_edits, replay_examples
-from replaylens.engine.request.capture import LensSpec, Rows
+from replaylens.engine.request.capture import Rows
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_bool, as_instance, as_int, short_repr
@@ -502,9 +502,9 @@ def _lens_rows(engine: Core, spec: LensSpec, paths: list[ExamplePath], chosen: T
 
 def _cast(site: str, x: Tensor, dtype: str) -> Tensor:
     """Round to nearest even, the same on every machine. BadRequest if a value overflows."""
-    if x.dtype is DTYPES[dtype] or not x.is_floating_point():
+    if x.dtype is getattr(torch, dtype) or not x.is_floating_point():
         return x
-    cast = x.to(DTYPES[dtype])
+    cast = x.to(getattr(torch, dtype))
     if not bool(torch.isfinite(cast).all()):
         raise BadRequest(f"{site} has values up to {float(x.abs().max()):.3g}, too large for {dtype}. Use bfloat16 or float32.")
     return cast

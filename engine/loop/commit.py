@@ -16,7 +16,8 @@ from replaylens.engine.memory.path import PathView
 from replaylens.engine.memory.tree import ORDINARY, BranchTree, TokenState
 from replaylens.engine.model.text import Text
 from replaylens.engine.passes.runner import Keep, PassResult, Runner
-from replaylens.engine.request.capture import HEAD_SITES, Chunk, Joined, LensSpec, PassTap, RowSlice
+from replaylens.engine.records import LensSpec
+from replaylens.engine.request.capture import HEAD_SITES, Chunk, Joined, PassTap, RowSlice
 
 # ---- verify ----------------------------------------------------------------------------------------------------------
 # Acceptance: which drafts are accepted, and which token follows them.

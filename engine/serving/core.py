@@ -32,7 +32,8 @@ from replaylens.engine.passes.transfer import RING_BYTES, SMALLEST_RING
 from replaylens.engine.proof import certificates
 from replaylens.engine.proof import trace as fingerprint
 from replaylens.engine.proof.trace import Trace
-from replaylens.engine.request.capture import CaptureSpec, LensSpec, PositionSlice
+from replaylens.engine.records import LensSpec
+from replaylens.engine.request.capture import CaptureSpec, PositionSlice
 from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import place_all, warn_of_no_match
