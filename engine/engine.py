@@ -21,6 +21,7 @@ from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_bool, as_instance, as_int, named_options, short_repr
 from replaylens.engine.serving.branch import Branch
+from replaylens.engine.serving.core import CoreOptions
 from replaylens.engine.serving.request import SAMPLING
 from replaylens.engine.transformer_lens import TransformerLensVerbs
 from replaylens.tasks.tokenizer import WordTokenizer
@@ -85,7 +86,7 @@ class Engine(TransformerLensVerbs):
                      of a name on the hub: as in huggingface_hub, whose environment variables count (HF_TOKEN, HF_HOME,
                      HF_HUB_OFFLINE). The fingerprint names the commit
         draft_model  a smaller model with the same tokenizer, for the `model` drafter; any source that `load` takes
-        guess        for Thinking-States models: how a prompt's thoughts are guessed ahead (see `ThinkingCore`)
+        guess        for Thinking-States models: how a prompt's thoughts are guessed ahead (see `ThinkingEngine`)
         check        compare with transformers on a few tokens, layer by layer; ModelMismatch if they differ. None: check only
                      models in memory, whose weights do not determine all that they compute
 
@@ -98,6 +99,17 @@ class Engine(TransformerLensVerbs):
         beside = replace(hub, revision=None)  # the draft model may be on the hub, too
         draft = None if draft_model is None else load_model(draft_model, dtype, check=False, device=device, hub=beside)[0]
         check = None if check is None else as_bool("check", check)
+        options: CoreOptions = {
+            "cache_tokens": cache_tokens,
+            "page_size": page_size,
+            "max_rows": max_rows,
+            "draft_model": draft,
+            "lens_layer": lens_layer,
+            "tree_width": tree_width,
+            "canary": canary,
+            "record": record,
+            "capture_buffer": capture_buffer,
+        }
         if (found := _thinking_model(source)) is not None:
             loading.require_unchecked(bool(check), "a Thinking-States model")
             _require_no_adapter(adapter, "a Thinking-States model")
@@ -105,37 +117,13 @@ class Engine(TransformerLensVerbs):
             thinker, text = found
             from replaylens.engine.thinking.core import ThinkingEngine
 
-            return ThinkingEngine(
-                loading.in_dtype(thinker, dtype).to(device),
-                text if tokenizer is None else tokenizer,
-                guess=guess,
-                cache_tokens=cache_tokens,
-                page_size=page_size,
-                max_rows=max_rows,
-                draft_model=draft,
-                lens_layer=lens_layer,
-                tree_width=tree_width,
-                canary=canary,
-                record=record,
-                capture_buffer=capture_buffer,
-            )
+            placed = loading.in_dtype(thinker, dtype).to(device)
+            return ThinkingEngine(placed, text if tokenizer is None else tokenizer, guess=guess, **options)
         if not isinstance(guess, str) or guess != "empty":  # an array answers != with an array
             _require_guess(guess)
         check = loading.is_live(source) if check is None else check
         model, text = load_model(source, dtype, check, device, adapter, hub)
-        return cls(
-            model,
-            text if tokenizer is None else tokenizer,
-            cache_tokens=cache_tokens,
-            page_size=page_size,
-            max_rows=max_rows,
-            draft_model=draft,
-            lens_layer=lens_layer,
-            tree_width=tree_width,
-            canary=canary,
-            record=record,
-            capture_buffer=capture_buffer,
-        )
+        return cls(model, text if tokenizer is None else tokenizer, **options)
 
     @named_options
     def replay(

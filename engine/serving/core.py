@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from torch import Tensor
 
@@ -91,6 +91,20 @@ _CPU_ROWS, _CUDA_ROWS, _CUDA_LONE_ROWS = 512, 1024, 8192
 
 SITES = "letters such as 'STCZ', a site name, or a list of these"
 """the accepted values of `sites`, for error messages"""
+
+
+class CoreOptions(TypedDict, total=False):
+    """The options of `Core`, for those who pass them on."""
+
+    cache_tokens: int
+    page_size: int
+    max_rows: int | None
+    draft_model: Decoder | None
+    lens_layer: int | None
+    tree_width: int
+    canary: bool
+    record: bool
+    capture_buffer: int
 
 
 @hides(
@@ -390,7 +404,8 @@ class Core(Generation, NotCopyable):
             spec = LensSpec(residuals, top_k, ids, full, None if lens is None else self.lenses.add(lens))
         if not isinstance(keep, str) or keep not in ("host", "device"):
             raise BadRequest(f"Invalid keep={short_repr(keep)}. Give 'host' or 'device'.")
-        return CaptureSpec(names, spec, rejected, residuals[-1], positions=PositionSlice.parse(positions), keep=keep)
+        where = PositionSlice.parse(positions)
+        return self._fitted(CaptureSpec(names, spec, rejected, residuals[-1], positions=where, keep=keep))
 
     def guesses(self) -> dict[str, Any]:
         """Guesses besides drafts, such as guessed thoughts. Rejected branches depend on them."""
@@ -403,3 +418,7 @@ class Core(Generation, NotCopyable):
 
     def _site_table(self) -> sites.SiteTable:
         return sites.table(self.config)
+
+    def _fitted(self, spec: CaptureSpec) -> CaptureSpec:
+        """What this kind of model keeps of a checked spec; BadRequest for what it cannot keep."""
+        return spec

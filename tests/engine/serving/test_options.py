@@ -1,6 +1,7 @@
 """Options of engines and requests."""
 
-from typing import Any
+import inspect
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.serving.core import Core, CoreOptions
 from tests.engine.coin_engine import PROMPT
 
 
@@ -40,6 +42,14 @@ def test_one_word_for_rows_and_another_for_pages(served: Engine) -> None:
 def test_stop_tokens_are_token_ids(tokens: Any) -> None:
     with pytest.raises(BadRequest, match="stop_tokens="):
         Sampling(stop_tokens=tokens)
+
+
+def test_options_that_are_passed_on_are_those_of_an_engine() -> None:
+    """`Engine.load` and a Thinking-States engine pass `CoreOptions` on: what it lacks, they could not set."""
+    own = [each for each in inspect.signature(Core).parameters.values() if each.kind is each.KEYWORD_ONLY]
+    hints = get_type_hints(Core.__init__)
+    assert {each.name: hints[each.name] for each in own} == get_type_hints(CoreOptions)
+    assert {each.name for each in own} < set(inspect.signature(Engine.load).parameters)
 
 
 def test_a_lens_layer_of_zero_is_refused() -> None:
