@@ -23,6 +23,7 @@ from replaylens.engine.dump.plan import (
     ExamplePath,
     NamedPosition,
     Selector,
+    check_texts,
     compact,
     ends_of,
     matched,
@@ -52,9 +53,6 @@ from replaylens.tasks.texts import GivenTexts
 
 # ---- planning --------------------------------------------------------------------------------------------------------
 # `make_plan`: from a user's options to a `DumpPlan` with every name resolved.
-
-MAX_TEXT_BYTES = 1 << 27
-"""limit for the texts of one dump, which its plan and its manifest hold"""
 
 
 def make_plan(
@@ -104,7 +102,7 @@ def make_plan(
         )
     indices = compact(examples)
     if isinstance(task, GivenTexts):
-        _check_texts(task, positions, indices)
+        check_texts(task, positions, indices)
     spec = engine.capture_spec(sites, rejected=rejected, top_k=top_k, targets=targets, full=full, lens=lens)
     stored = planned(engine, features, keep)
     if not spec.sites and not spec.thoughts and spec.lens is None and not stored:
@@ -136,22 +134,6 @@ def make_plan(
         selector=custom,
         encoders=dict(features),
     )
-
-
-def _check_texts(task: GivenTexts, positions: str | Selector, indices: Sequence[int]) -> None:
-    """Raise BadRequest if a dump cannot hold the texts, or if they lack the positions or indices."""
-    if indices and indices[-1] >= len(task):
-        raise BadRequest(f"Text {indices[-1]} was asked for, but there are only {len(task)}, from 0 on. Give fewer examples.")
-    if positions == "steps":
-        raise BadRequest("Given texts have no steps. Use positions such as 'all', 'last' or 'text:SUBSTRING'.")
-    place = NamedPosition.parse(positions) if isinstance(positions, str) else None
-    if place is not None and place.kind == "label" and place.name not in task.label_names:
-        raise BadRequest(no_such("label", place.name, task.label_names))
-    if (size := len(task.knobs.canonical())) > MAX_TEXT_BYTES:
-        raise BadRequest(
-            f"The texts take {size / 1e6:.0f} MB, and the plan of a dump holds up to {MAX_TEXT_BYTES / 1e6:.0f} MB. Write "
-            f"several dumps."
-        )
 
 
 def plan_of_run(

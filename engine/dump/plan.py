@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from replaylens.engine.serving.core import Core
     from replaylens.tasks.reading import Label, Reading
     from replaylens.tasks.task import AnyTask, Example
+    from replaylens.tasks.texts import GivenTexts
 else:
     torch = Later("torch")
 
@@ -264,6 +265,8 @@ POSITIONS = ("all", "generated", "last", "steps")
 CUSTOM = "custom:"
 Selector = Callable[[ExamplePath], Iterable[int]]
 """path -> the positions to keep"""
+MAX_TEXT_BYTES = 1 << 27
+"""limit for the texts of one dump, which its plan and its manifest hold"""
 
 
 @dataclass(frozen=True)
@@ -450,3 +453,19 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     return value
+
+
+def check_texts(task: GivenTexts, positions: str | Selector, indices: Sequence[int]) -> None:
+    """Raise BadRequest if a dump cannot hold the texts, or if they lack the positions or indices."""
+    if indices and indices[-1] >= len(task):
+        raise BadRequest(f"Text {indices[-1]} was asked for, but there are only {len(task)}, from 0 on. Give fewer examples.")
+    if positions == "steps":
+        raise BadRequest("Given texts have no steps. Use positions such as 'all', 'last' or 'text:SUBSTRING'.")
+    place = NamedPosition.parse(positions) if isinstance(positions, str) else None
+    if place is not None and place.kind == "label" and place.name not in task.label_names:
+        raise BadRequest(no_such("label", place.name, task.label_names))
+    if (size := len(task.knobs.canonical())) > MAX_TEXT_BYTES:
+        raise BadRequest(
+            f"The texts take {size / 1e6:.0f} MB, and the plan of a dump holds up to {MAX_TEXT_BYTES / 1e6:.0f} MB. Write "
+            f"several dumps."
+        )
