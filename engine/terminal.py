@@ -6,8 +6,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any
 
 # ---- interrupts ------------------------------------------------------------------------------------------------------
@@ -85,8 +86,15 @@ def hidden(progress: bool) -> bool:
 # Modules that load when they are first used. A dump is listed without torch, which takes longer to load than all the rest.
 
 
-class Later(ModuleType):
+_load = cache(import_module)
+"""asked at every call of a verb; the import itself takes microseconds, even of a module that is loaded"""
+
+
+class Later:
     """Stands for a module until one of its names is asked for. Type checkers see the module itself."""
 
+    def __init__(self, module: str) -> None:
+        self._module = module
+
     def __getattr__(self, name: str) -> Any:
-        return getattr(import_module(self.__name__), name)
+        return getattr(_load(self._module), name)

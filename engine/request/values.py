@@ -68,7 +68,7 @@ def _without_dimensions(value: Any) -> Any:
 
 def is_tensor(value: Any) -> TypeGuard[Tensor]:
     """Whether it is a tensor. While nobody has imported torch, nothing is."""
-    return "torch" in sys.modules and isinstance(value, torch.Tensor)
+    return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
 
 
 def _is_array(value: Any) -> TypeGuard[np.ndarray | Tensor]:
