@@ -422,9 +422,10 @@ def resample_on_cluster(
     with connected(address) as ray, Pool(ray, WaveWorker, model, engine_options or {}, workers) as pool:
         raw = json.loads(pool.call("plan", sendable({"prompt": prompt, "chain": chain}), sent))
         files = WaveFolder.create(folder, ResamplePlan.from_json(raw["plan"]), raw["wave"])
-        missing = files.missing()
+        finished = files.finished()
+        missing = [number for number in range(files.num_waves) if number not in finished]
         with tqdm(total=len(files.plan), unit="rollout", disable=hidden(progress)) as bar:
-            bar.update(sum(len(files.indices(i)) for i in range(files.num_waves) if i not in set(missing)))
+            bar.update(sum(len(files.indices(number)) for number in finished))
             for number in pool.write_all(missing, lambda actor, number: actor.write.remote(str(folder), number), "Wave"):
                 bar.update(len(files.indices(number)))
     return Rollouts.load(folder)

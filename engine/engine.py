@@ -78,7 +78,7 @@ class Engine(TransformerLensVerbs):
                      of a name on the hub: as in huggingface_hub, whose environment variables count (HF_TOKEN, HF_HOME,
                      HF_HUB_OFFLINE). The fingerprint names the commit
         draft_model  a smaller model with the same tokenizer, for the `model` drafter; any source that `load` takes
-        guess        for Thinking-States models: how a prompt's thoughts are guessed ahead (see `ThinkingCore`)
+        guess        for Thinking-States models: how a prompt's thoughts are guessed ahead (see `ThinkingEngine`)
         check        compare with transformers on a few tokens, layer by layer; ModelMismatch if they differ. None: check only
                      models in memory, whose weights do not determine all that they compute
 

@@ -17,7 +17,6 @@ from replaylens.engine.dump.content import CORE, Content, Pieces, pieces_of
 from replaylens.engine.dump.manifest import SiteEntry
 from replaylens.engine.dump.plan import (
     CUSTOM,
-    DTYPES,
     FORMS,
     POSITIONS,
     PREFIX,
@@ -26,6 +25,7 @@ from replaylens.engine.dump.plan import (
     ExamplePath,
     NamedPosition,
     Selector,
+    check_texts,
     compact,
     ends_of,
     matched,
@@ -41,8 +41,9 @@ from replaylens.engine.lens.lens import TunedLens
 from replaylens.engine.loop.admission import FIXED_WINDOW
 from replaylens.engine.model import modes
 from replaylens.engine.model.sites import layer_of
+from replaylens.engine.records import LensSpec
 from replaylens.engine.replay.replayer import ReplayOptions, Result, own_edits, replay_examples
-from replaylens.engine.request.capture import LensSpec, Rows
+from replaylens.engine.request.capture import Rows
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_bool, as_instance, as_int, defines, short_repr, verb
@@ -54,9 +55,6 @@ from replaylens.tasks.texts import GivenTexts
 
 # ---- planning --------------------------------------------------------------------------------------------------------
 # `make_plan`: from a user's options to a `DumpPlan` with every name resolved.
-
-MAX_TEXT_BYTES = 1 << 27
-"""limit for the texts of one dump, which its plan and its manifest hold"""
 
 
 class ReplayKeywords(TypedDict, total=False):
@@ -172,23 +170,7 @@ def _check_positions(task: AnyTask, positions: str | Selector, indices: Sequence
             f"positions={short_repr(positions)}: give one of {', '.join(POSITIONS)}, {FORMS}, or a function of a path"
         )
     if isinstance(task, GivenTexts):
-        _check_texts(task, positions, indices)
-
-
-def _check_texts(task: GivenTexts, positions: str | Selector, indices: Sequence[int]) -> None:
-    """Raise BadRequest if a dump cannot hold the texts, or if they lack the positions or indices."""
-    if indices and indices[-1] >= len(task):
-        raise BadRequest(f"Text {indices[-1]} was asked for, but there are only {len(task)}, from 0 on. Give fewer examples.")
-    if positions == "steps":
-        raise BadRequest("Given texts have no steps. Use positions such as 'all', 'last' or 'text:SUBSTRING'.")
-    place = NamedPosition.parse(positions) if isinstance(positions, str) else None
-    if place is not None and place.kind == "label" and place.name not in task.label_names:
-        raise BadRequest(no_such("label", place.name, task.label_names))
-    if (size := len(task.knobs.canonical())) > MAX_TEXT_BYTES:
-        raise BadRequest(
-            f"The texts take {size / 1e6:.0f} MB, and the plan of a dump holds up to {MAX_TEXT_BYTES / 1e6:.0f} MB. Write "
-            f"several dumps."
-        )
+        check_texts(task, positions, indices)
 
 
 def plan_of_run(engine: Core, task: AnyTask, indices: Iterable[int], options: ReplayOptions, **stored: Any) -> DumpPlan:
@@ -512,9 +494,9 @@ def _lens_rows(engine: Core, spec: LensSpec, paths: list[ExamplePath], chosen: T
 
 def _cast(site: str, x: Tensor, dtype: str) -> Tensor:
     """Round to nearest even, the same on every machine. BadRequest if a value overflows."""
-    if x.dtype is DTYPES[dtype] or not x.is_floating_point():
+    if x.dtype is getattr(torch, dtype) or not x.is_floating_point():
         return x
-    cast = x.to(DTYPES[dtype])
+    cast = x.to(getattr(torch, dtype))
     if not bool(torch.isfinite(cast).all()):
         raise BadRequest(f"{site} has values up to {float(x.abs().max()):.3g}, too large for {dtype}. Use bfloat16 or float32.")
     return cast

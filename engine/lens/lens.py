@@ -19,7 +19,8 @@ from replaylens.engine.errors import BadRequest, BadWeights, FingerprintMismatch
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.passes.runner import LENS_ROWS, Runner
-from replaylens.engine.request.capture import LensSpec, Rows
+from replaylens.engine.records import LensSpec
+from replaylens.engine.request.capture import Rows
 from replaylens.engine.request.values import as_instance
 
 # ---- tuned -----------------------------------------------------------------------------------------------------------

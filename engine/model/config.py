@@ -1,14 +1,20 @@
 """`ModelConfig`: everything that distinguishes one decoder from another, except its weights."""
 
+from __future__ import annotations
+
 import json
 import math
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal
 
 from replaylens.engine.errors import BadConfig
+from replaylens.engine.terminal import Later
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = Later("torch")
 
 # ---- routing ---------------------------------------------------------------------------------------------------------
 # `Routing`: how a router's logits become chosen experts and their weights, and the plain form of that arithmetic.
@@ -402,7 +408,7 @@ class ModelConfig:
         return json.dumps(raw, sort_keys=True, indent=1)
 
     @classmethod
-    def from_json(cls, text: str) -> "ModelConfig":
+    def from_json(cls, text: str) -> ModelConfig:
         """Inverse of `to_json`; an unknown or missing field is an error."""
         try:
             raw: dict[str, Any] = dict(json.loads(text))

@@ -1,4 +1,4 @@
-"""The parts of a decoder that hold weights: products and norms. How they are computed is for `Ops` to say."""
+"""The parts of a decoder below its blocks: products, norms, rotary tables, experts. `Ops` computes them."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -11,6 +11,7 @@ from replaylens.engine.model import modes
 from replaylens.engine.model.config import NormKind, Rope
 
 # ---- layers ----------------------------------------------------------------------------------------------------------
+# The parts of a decoder that hold weights: products and norms. How they are computed is for `Ops` to say.
 
 
 class Linear(nn.Module):

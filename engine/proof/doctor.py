@@ -23,7 +23,7 @@ from replaylens.engine.model.ops import visible
 from replaylens.engine.passes import cpu
 from replaylens.engine.passes.batch import KV_BLOCK, TILE, ceiling
 from replaylens.engine.passes.products import Allowed, Certificate, Finding, Products, Shape, can_pack
-from replaylens.engine.request.capture import LensSpec
+from replaylens.engine.records import LensSpec
 
 # ---- examination -----------------------------------------------------------------------------------------------------
 # `Examination`: the findings of a doctor, on one thread and on more.

@@ -17,7 +17,7 @@ from replaylens.engine.model.layers import HeadLinear, Linear, Norm
 from replaylens.engine.passes.cuda import HeadOps, require_supported
 from replaylens.engine.passes.products import Allowed, Certificate, Finding
 from replaylens.engine.proof.doctor import Examination, examine_lens
-from replaylens.engine.request.capture import LensSpec
+from replaylens.engine.records import LensSpec
 from replaylens.kernels import attention as canonical
 from replaylens.kernels.grouped import grouped_matmul
 from replaylens.kernels.launch import KV_BLOCK, KV_SPLIT, grouped_rows

@@ -3,24 +3,33 @@
 Every error names the option, the given value and what is accepted. NumPy and torch scalars count as numbers; booleans do not.
 """
 
+from __future__ import annotations
+
 import inspect
 import math
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Set
 from difflib import get_close_matches
 from functools import wraps
 from pathlib import Path
 from reprlib import Repr
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeGuard, TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, EngineError, UnknownOption
-from replaylens.engine.model import modes
+from replaylens.engine.terminal import Later
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from replaylens.engine.model import modes
+else:
+    torch, modes = Later("torch"), Later("replaylens.engine.model.modes")
 
 # ---- values ----------------------------------------------------------------------------------------------------------
 
@@ -55,7 +64,16 @@ def real(value: Any) -> float | None:
 
 
 def _without_dimensions(value: Any) -> Any:
-    return value.item() if isinstance(value, np.ndarray | Tensor) and value.ndim == 0 and _held(value) else value
+    return value.item() if _is_array(value) and value.ndim == 0 and _held(value) else value
+
+
+def is_tensor(value: Any) -> TypeGuard[Tensor]:
+    """Whether it is a tensor. While nobody has imported torch, nothing is."""
+    return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
+
+
+def _is_array(value: Any) -> TypeGuard[np.ndarray | Tensor]:
+    return isinstance(value, np.ndarray) or is_tensor(value)
 
 
 def _held(value: np.ndarray | Tensor) -> bool:
@@ -96,7 +114,7 @@ def as_instance(name: str, value: Any, kind: type[T], accepted: str, error: Erro
 
 def as_list(name: str, value: Any, accepted: str, error: Error = BadRequest) -> list[Any]:
     """An ordered iterable as a list; the error for single values, text, bytes, sets and mappings."""
-    single = isinstance(value, np.ndarray | Tensor) and value.ndim == 0
+    single = _is_array(value) and value.ndim == 0
     if single or isinstance(value, _UNORDERED) or not isinstance(value, Iterable):
         raise error(f"Invalid {name}={short_repr(value)}. Give {accepted}.")
     return list(value)
@@ -104,7 +122,7 @@ def as_list(name: str, value: Any, accepted: str, error: Error = BadRequest) -> 
 
 def token_ids(name: str, value: Any) -> list[Any]:
     """Token ids as plain numbers. Values that are not whole numbers are left for the check against the vocabulary."""
-    if isinstance(value, Tensor) and value.device.type == "meta":
+    if is_tensor(value) and value.device.type == "meta":
         value = None  # it has no values
     found = as_list(name, value, "text, or token ids as a list, or as an array or a tensor of one dimension")
     if set(map(type, found)) == {int}:  # the usual case
@@ -120,7 +138,7 @@ def one_path(value: Any) -> list[Any]:
             f"Invalid text={short_repr(value)}: not a prompt. A chat is a list of messages, also if it has only one; where "
             "several prompts go, give a list of chats."
         )
-    if isinstance(value, np.ndarray | Tensor) and value.ndim > 1:
+    if _is_array(value) and value.ndim > 1:
         if value.ndim > 2 or len(value) != 1:
             raise BadRequest(f"Invalid text={type(value).__name__} of shape {tuple(value.shape)}. {several}")
         value = value[0]
@@ -135,7 +153,7 @@ def one_path(value: Any) -> list[Any]:
 
 def _listed(found: list[Any]) -> list[Any]:
     """Converts a list of tensors at once, which is faster than one by one."""
-    if found and all(isinstance(each, Tensor) and each.ndim == 0 and each.dtype == torch.int64 for each in found):
+    if found and all(is_tensor(each) and each.ndim == 0 and each.dtype == torch.int64 for each in found):
         plain: list[Any] = torch.stack(found).tolist()
         return plain
     return found

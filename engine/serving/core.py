@@ -32,7 +32,8 @@ from replaylens.engine.passes.transfer import RING_BYTES, SMALLEST_RING
 from replaylens.engine.proof import certificates
 from replaylens.engine.proof import trace as fingerprint
 from replaylens.engine.proof.trace import Trace
-from replaylens.engine.request.capture import CaptureSpec, LensSpec, PositionSlice
+from replaylens.engine.records import LensSpec
+from replaylens.engine.request.capture import CaptureSpec, PositionSlice
 from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import place_all, warn_of_no_match
@@ -275,7 +276,8 @@ class Core(Generation, NotCopyable):
             spec = LensSpec(residuals, top_k, ids, full, None if lens is None else self.lenses.add(lens))
         if not isinstance(keep, str) or keep not in ("host", "device"):
             raise BadRequest(f"Invalid keep={short_repr(keep)}. Give 'host' or 'device'.")
-        return CaptureSpec(names, spec, rejected, residuals[-1], positions=PositionSlice.parse(positions), keep=keep)
+        where = PositionSlice.parse(positions)
+        return self._fitted(CaptureSpec(names, spec, rejected, residuals[-1], positions=where, keep=keep))
 
     @defines(PromptKeywords)
     @named_options
@@ -419,3 +421,7 @@ class Core(Generation, NotCopyable):
 
     def _site_table(self) -> sites.SiteTable:
         return sites.table(self.config)
+
+    def _fitted(self, spec: CaptureSpec) -> CaptureSpec:
+        """What this kind of model keeps of a checked spec; BadRequest for what it cannot keep."""
+        return spec

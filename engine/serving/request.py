@@ -1,4 +1,4 @@
-"""`Request`: the options of one generation, checked before anything starts."""
+"""`Request`: one generation's options, checked before it starts; `Stream`: its tokens; the logits that are asked for."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.lock import EngineLock, changing, reading
 
 # ---- request ---------------------------------------------------------------------------------------------------------
+# `Request`: the options of one generation, checked before anything starts.
 
 SAMPLING = "a Sampling, such as Sampling(temperature=0.7)"
 

@@ -1,4 +1,4 @@
-"""`ThinkingCore`: the core of an engine for Thinking-States models. Prompts think in chunks; tokens after the prompt do not.
+"""`ThinkingEngine`: an engine for Thinking-States models. Prompts think in chunks; tokens after the prompt do not.
 
 A thought's state is an `add` edit at the positions of the chunk that receives it. So branches, forks, rollbacks, drafters,
 captures and dumps work as on any engine.
@@ -21,13 +21,13 @@ from replaylens.engine.model.loading import weights_hash
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.model.text import Prompt, is_chat
 from replaylens.engine.records import Fingerprint
-from replaylens.engine.request.capture import CaptureSpec
+from replaylens.engine.request.capture import CaptureSpec, PositionSlice
 from replaylens.engine.request.edits import Edit, Hook, listed, resolve_hooks
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import place
 from replaylens.engine.request.values import as_int, as_list, named_options, short_repr, token_ids
 from replaylens.engine.serving.branch import MAX_FORKS, Branch
-from replaylens.engine.serving.core import CaptureKeywords, Core, EngineKeywords, PromptKeywords
+from replaylens.engine.serving.core import CaptureKeywords, EngineKeywords, PromptKeywords
 from replaylens.engine.serving.lock import changing, reading
 from replaylens.engine.serving.variants import Variants
 from replaylens.engine.terminal import defer_interrupt
@@ -45,8 +45,12 @@ Drafts = Sequence[Sequence[int]]
 """guessed thoughts of one prompt's chunks, each with its <EOS>"""
 
 
-class ThinkingCore(Core):
-    """guess  how a prompt's thoughts are guessed ahead: sequential, empty or drafted. Changes no committed bit"""
+class ThinkingEngine(Engine):
+    """An engine for Thinking-States models: prompts think in chunks; tokens after the prompt do not.
+
+    guess    how a prompt's thoughts are guessed ahead: sequential, empty or drafted. Changes no committed bit
+    options  those of `Core`
+    """
 
     def __init__(
         self,
@@ -77,16 +81,12 @@ class ThinkingCore(Core):
     def _site_table(self) -> SiteTable:
         return ThinkingSites(self.config)
 
-    @named_options
-    def capture_spec(
-        self, sites: str | Sequence[str], *, rejected: bool = False, **stored: Unpack[CaptureKeywords]
-    ) -> CaptureSpec:
-        """As `Core.capture_spec`; `full` also keeps the whole distributions of thoughts. All positions, on the host."""
-        if stored.get("positions", "all") != "all" or stored.get("keep", "host") != "host":
+    def _fitted(self, spec: CaptureSpec) -> CaptureSpec:
+        """Sites of thoughts are kept apart; whole distributions (`full`) also of thoughts. All positions, on the host."""
+        if spec.positions != PositionSlice() or spec.keep != "host":
             raise BadRequest(
                 "A Thinking-States model keeps the rows of all positions, on the host. Leave out positions and keep."
             )
-        spec = super().capture_spec(sites, rejected=rejected, **stored)
         thoughts = tuple(name for name in spec.sites if name in LETTERS)
         if spec.lens is not None and spec.lens.full and FULL_SITE not in thoughts:
             thoughts += (FULL_SITE,)
@@ -252,7 +252,7 @@ def _known(guess: str) -> Guess:
 class ThinkingBranch(Branch):
     """A branch with thoughts on its prompt."""
 
-    engine: ThinkingCore
+    engine: ThinkingEngine
 
     @property
     def thoughts(self) -> Thoughts:
@@ -366,7 +366,3 @@ class ThinkingBranch(Branch):
         prefill.edits, prefill.inner = known.others(lane.edits) + outer, known.inner + inner
         prefill.thoughts, prefill.states = list(known.chunks), dict(known.states)
         engine.prefiller.run([prefill])
-
-
-class ThinkingEngine(ThinkingCore, Engine):
-    """An engine for Thinking-States models: prompts think in chunks; tokens after the prompt do not."""

@@ -1,4 +1,4 @@
-"""`replaylens dump`: reproducible activation dumps from the shell.
+"""`replaylens dump`, `verify` and `diff`: reproducible activation dumps from the shell.
 
 Exit codes: 0 done, 2 bad input, 3 store or cluster out of reach, 130 Ctrl-C, 143 SIGTERM.
 """
@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from replaylens import tasks
+from replaylens.commands.inspect import facts_of
 from replaylens.commands.options import (
     MODEL,
     BatchOption,
@@ -204,20 +205,6 @@ def _part(given: str | None) -> tuple[int, int]:
     if not (slash and i.isdigit() and n.isdigit() and int(i) < int(n)):
         raise BadRequest(f"Invalid --shard {given}. Give i/n with 0 <= i < n, such as 0/3.")
     return int(i), int(n)
-
-
-def facts_of(found: Dump) -> dict[str, Any]:
-    manifest = found.manifest
-    return {
-        "path": found.url,
-        "finished": True,
-        "digest": manifest.digest,
-        "accepted_digest": manifest.accepted_digest,
-        "rows": manifest.rows,
-        "accepted_rows": manifest.accepted_rows,
-        "shards": len(manifest.shards),
-        "bytes": sum(shard.bytes for shard in manifest.shards) + manifest.index.bytes,
-    }
 
 
 # ---- verify ----------------------------------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ from replaylens.engine.passes import cpu
 from replaylens.engine.passes.batch import KV_BLOCK
 from replaylens.engine.passes.products import Allowed, Certificate, Finding, Products
 from replaylens.engine.proof import certificates, doctor
-from replaylens.engine.request.capture import LensSpec, Rows
+from replaylens.engine.records import LensSpec
+from replaylens.engine.request.capture import Rows
 from tests.engine.reference import decoder, random_decoder
 from tests.families import NAMES
 
