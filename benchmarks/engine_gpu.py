@@ -23,7 +23,8 @@ from replaylens.engine.model.decoder import Decoder, Mixture
 from replaylens.engine.model.layers import rotary_table
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.proof import trace
-from replaylens.engine.request.capture import CaptureSpec, LensSpec, PassTap
+from replaylens.engine.records import LensSpec
+from replaylens.engine.request.capture import CaptureSpec, PassTap
 from replaylens.engine.request.sampling import Sampling
 
 EXPERTS = ModelConfig(

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from tqdm.auto import tqdm
 
 from replaylens import tasks
-from replaylens.engine.dump.maker import ShardMaker, make_plan
+from replaylens.engine.dump.maker import PlanKeywords, ShardMaker, make_plan
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.writer import DumpWriter
@@ -30,10 +30,11 @@ from replaylens.engine.model.text import Prompt
 from replaylens.engine.records import Fingerprint, build
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.resampling.drawing import Replacement, plan_rollouts, waves_of
-from replaylens.engine.resampling.plan import Answer, KeptPlaces, ResamplePlan
+from replaylens.engine.request.values import verb
+from replaylens.engine.resampling.drawing import plan_rollouts, waves_of
+from replaylens.engine.resampling.plan import Answer, ResamplePlan
 from replaylens.engine.resampling.rollouts import Rollouts, WaveFolder
-from replaylens.engine.serving.branch import Branch
+from replaylens.engine.serving.branch import Branch, ResampleKeywords
 from replaylens.engine.terminal import hidden
 
 # ---- cluster ---------------------------------------------------------------------------------------------------------
@@ -88,6 +89,7 @@ class ShardWorker(Worker):
         return number
 
 
+@verb
 def dump_on_cluster(
     model: str,
     path: str | Path,
@@ -101,20 +103,7 @@ def dump_on_cluster(
     progress: bool = False,
     engine_options: dict[str, Any] | None = None,
     knobs: dict[str, Any] | None = None,
-    sites: str | Sequence[str] = "STCZ",
-    drafter: str = "lens",
-    window: int | None = None,
-    sampling: Sampling | None = None,
-    edits: Sequence[Edit] = (),
-    max_new: int | None = None,
-    rejected: bool = True,
-    positions: str = "all",
-    dtype: str | None = None,
-    examples_per_shard: int = 128,
-    top_k: int = 8,
-    targets: Sequence[str | int] = (),
-    full: bool = False,
-    probabilities: bool = True,
+    **options: Unpack[PlanKeywords],
 ) -> Dump | None:
     """Write a dump with the workers of a Ray cluster. Returns the finished dump.
 
@@ -125,25 +114,8 @@ def dump_on_cluster(
     knobs     settings of the task
     others    those of `make_plan`; a function for positions, or a tuned lens, cannot be sent
     """
-    sent = sendable(
-        {
-            "knobs": knobs or {},
-            "sites": sites,
-            "drafter": drafter,
-            "window": window,
-            "sampling": (sampling or Sampling()).to_json(),
-            "edits": [edit.to_json() for edit in edits],
-            "max_new": max_new,
-            "rejected": rejected,
-            "positions": positions,
-            "dtype": dtype,
-            "examples_per_shard": examples_per_shard,
-            "top_k": top_k,
-            "targets": targets,
-            "full": full,
-            "probabilities": probabilities,
-        }
-    )
+    how, edits = options.get("sampling") or Sampling(), [edit.to_json() for edit in options.get("edits", ())]
+    sent = sendable({**options, "knobs": knobs or {}, "sampling": how.to_json(), "edits": edits})
     engine_options = engine_options or {}
     with connected(address) as ray:
         with Pool(ray, ShardWorker, model, engine_options, workers) as pool:
@@ -419,6 +391,7 @@ def chain_of(engine: Engine, prompt: Prompt, chain: str | Sequence[int] = "") ->
     return branch.force(chain) if chain else branch
 
 
+@verb
 def resample_on_cluster(
     model: str,
     folder: str | Path,
@@ -430,14 +403,7 @@ def resample_on_cluster(
     workers: int | None = None,
     progress: bool = False,
     engine_options: dict[str, Any] | None = None,
-    at: str | int | Sequence[int] | None = None,
-    sampling: Sampling | None = None,
-    max_new: int = 64,
-    answer: Answer | None = None,
-    sites: str | Sequence[str] | None = None,
-    keep: KeptPlaces = "last",
-    replace: Replacement = None,
-    wave: int | None = None,
+    **options: Unpack[ResampleKeywords],
 ) -> Rollouts:
     """Draw rollouts with the workers of a Ray cluster, into a folder that all can reach. Goes on with an unfinished one.
 
@@ -450,25 +416,16 @@ def resample_on_cluster(
 
     The digest is that of `branch.resample` in one process.
     """
-    sent = sendable(
-        {
-            "n": n,
-            "at": at,
-            "sampling": (Sampling(temperature=1.0) if sampling is None else sampling).to_json(),
-            "max_new": max_new,
-            "answer": None if answer is None else answer.to_json(),
-            "sites": sites,
-            "keep": keep,
-            "replace": replace,
-            "wave": wave,
-        }
-    )
+    sampling, answer = options.get("sampling"), options.get("answer")
+    drawn = (Sampling(temperature=1.0) if sampling is None else sampling).to_json()
+    sent = sendable({**options, "n": n, "sampling": drawn, "answer": None if answer is None else answer.to_json()})
     with connected(address) as ray, Pool(ray, WaveWorker, model, engine_options or {}, workers) as pool:
         raw = json.loads(pool.call("plan", sendable({"prompt": prompt, "chain": chain}), sent))
         files = WaveFolder.create(folder, ResamplePlan.from_json(raw["plan"]), raw["wave"])
-        missing = files.missing()
+        finished = files.finished()
+        missing = [number for number in range(files.num_waves) if number not in finished]
         with tqdm(total=len(files.plan), unit="rollout", disable=hidden(progress)) as bar:
-            bar.update(sum(len(files.indices(i)) for i in range(files.num_waves) if i not in set(missing)))
+            bar.update(sum(len(files.indices(number)) for number in finished))
             for number in pool.write_all(missing, lambda actor, number: actor.write.remote(str(folder), number), "Wave"):
                 bar.update(len(files.indices(number)))
     return Rollouts.load(folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
@@ -15,12 +15,12 @@ from replaylens.engine.model import loading
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.hub import SMOLLM2, HubOptions, fetched_folder, is_hub_name
 from replaylens.engine.model.text import Text, load_text
-from replaylens.engine.passes.transfer import RING_BYTES
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_bool, as_instance, as_int, named_options, short_repr
 from replaylens.engine.serving.branch import Branch
+from replaylens.engine.serving.core import EngineKeywords
 from replaylens.engine.serving.request import SAMPLING
 from replaylens.engine.transformer_lens import TransformerLensVerbs
 from replaylens.tasks.tokenizer import WordTokenizer
@@ -62,16 +62,9 @@ class Engine(TransformerLensVerbs):
         cache_dir: str | Path | None = None,
         local_files_only: bool = False,
         draft_model: Any = None,
-        cache_tokens: int = 8192,
-        page_size: int = 16,
-        max_rows: int | None = None,
-        lens_layer: int | None = None,
-        tree_width: int = 3,
-        canary: bool = False,
-        record: bool = False,
-        capture_buffer: int = RING_BYTES,
         guess: Guess = "empty",
         check: bool | None = None,
+        **options: Unpack[EngineKeywords],
     ) -> Engine:
         """Load a name (embedded, smollm2, or of the Hugging Face hub: gpt2, org/name, org/name@revision), a folder, a .gguf
         file, a transformers or peft model, a TransformerBridge or a Decoder. A path of that name comes before the hub.
@@ -85,7 +78,7 @@ class Engine(TransformerLensVerbs):
                      of a name on the hub: as in huggingface_hub, whose environment variables count (HF_TOKEN, HF_HOME,
                      HF_HUB_OFFLINE). The fingerprint names the commit
         draft_model  a smaller model with the same tokenizer, for the `model` drafter; any source that `load` takes
-        guess        for Thinking-States models: how a prompt's thoughts are guessed ahead (see `ThinkingCore`)
+        guess        for Thinking-States models: how a prompt's thoughts are guessed ahead (see `ThinkingEngine`)
         check        compare with transformers on a few tokens, layer by layer; ModelMismatch if they differ. None: check only
                      models in memory, whose weights do not determine all that they compute
 
@@ -105,37 +98,13 @@ class Engine(TransformerLensVerbs):
             thinker, text = found
             from replaylens.engine.thinking.core import ThinkingEngine
 
-            return ThinkingEngine(
-                loading.in_dtype(thinker, dtype).to(device),
-                text if tokenizer is None else tokenizer,
-                guess=guess,
-                cache_tokens=cache_tokens,
-                page_size=page_size,
-                max_rows=max_rows,
-                draft_model=draft,
-                lens_layer=lens_layer,
-                tree_width=tree_width,
-                canary=canary,
-                record=record,
-                capture_buffer=capture_buffer,
-            )
+            thinker = loading.in_dtype(thinker, dtype).to(device)
+            return ThinkingEngine(thinker, text if tokenizer is None else tokenizer, guess=guess, draft_model=draft, **options)
         if not isinstance(guess, str) or guess != "empty":  # an array answers != with an array
             _require_guess(guess)
         check = loading.is_live(source) if check is None else check
         model, text = load_model(source, dtype, check, device, adapter, hub)
-        return cls(
-            model,
-            text if tokenizer is None else tokenizer,
-            cache_tokens=cache_tokens,
-            page_size=page_size,
-            max_rows=max_rows,
-            draft_model=draft,
-            lens_layer=lens_layer,
-            tree_width=tree_width,
-            canary=canary,
-            record=record,
-            capture_buffer=capture_buffer,
-        )
+        return cls(model, text if tokenizer is None else tokenizer, draft_model=draft, **options)
 
     @named_options
     def replay(

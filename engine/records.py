@@ -3,15 +3,24 @@
 Nothing is coerced: 4.0 and true are no whole numbers, NaN and Infinity are no JSON. Limits are annotations, too.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 from dataclasses import asdict, dataclass, is_dataclass
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from replaylens.engine.errors import EngineError
+from replaylens.engine.terminal import Later
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = Later("torch")
 
 T = TypeVar("T")
 Count = Annotated[int, Meta(ge=0, le=1 << 48)]
@@ -98,7 +107,102 @@ class Fingerprint:
         """What is written: a revision only if there is one, so that other fingerprints keep their bytes."""
         return {name: value for name, value in asdict(self).items() if name != "revision" or value}
 
-    def differences(self, other: "Fingerprint") -> list[str]:
+    def differences(self, other: Fingerprint) -> list[str]:
         """The parts that differ, one readable line each."""
         mine, theirs = asdict(self), asdict(other)
         return [f"{name}: {mine[name]} here, {theirs[name]} there" for name in mine if mine[name] != theirs[name]]
+
+
+# ---- edits -----------------------------------------------------------------------------------------------------------
+# How edits are written in files: by `Edit.to_json` in dump plans, and by `PlacedEdit.to_json` in traces.
+
+
+@dataclass(frozen=True)
+class SliceRecord:
+    """Positions [start, stop)."""
+
+    start: int | None
+    stop: int | None
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """float32, in base64."""
+
+    shape: Annotated[tuple[Count, ...], Meta(max_length=8)]
+    data: str
+
+
+@dataclass(frozen=True)
+class EditRecord:
+    """An edit as it was asked for."""
+
+    site: str
+    op: str
+    positions: int | tuple[int, ...] | SliceRecord | None
+    layers: tuple[int, ...] | None
+    factor: float
+    seed: Natural
+    value: TensorRecord | UnsetType = UNSET
+    heads: tuple[Count, ...] | UnsetType = UNSET
+    keys: int | tuple[int, ...] | SliceRecord | UnsetType = UNSET
+    keep_norm: bool | UnsetType = UNSET
+    when: TensorRecord | UnsetType = UNSET
+    tokens: tuple[str | Count, ...] | UnsetType = UNSET
+    experts: tuple[Count, ...] | UnsetType = UNSET
+
+
+@dataclass(frozen=True)
+class PlacedEditRecord:
+    """An edit at one site, with positions counted from 0."""
+
+    site: str
+    op: str
+    start: Count
+    stop: Count | None
+    picks: tuple[Count, ...]
+    factor: float
+    seed: Natural
+    needs: Count = 0
+    value: TensorRecord | UnsetType = UNSET
+    heads: tuple[Count, ...] = ()
+    keys: tuple[Count, ...] = ()
+    keep_norm: bool = False
+    when: TensorRecord | UnsetType = UNSET
+    tokens: tuple[Count, ...] = ()
+
+
+# ---- lens ------------------------------------------------------------------------------------------------------------
+# How Z is stored: in dump plans, and in what a request captures.
+
+MAX_TOP, MAX_TARGETS = 32, 63
+"""limits of the lens kernel per row; the emitted token takes one more target"""
+
+
+@dataclass(frozen=True)
+class LensSpec:
+    """How Z, the logit lens at every layer, is stored."""
+
+    sites: tuple[str, ...]
+    """the residual streams it reads, in layer order; the last is the model's own output"""
+    top_k: int = 8
+    targets: tuple[int, ...] = ()
+    """token ids whose log-probs are always kept"""
+    full: bool = False
+    """keep whole distributions"""
+    tuned: str | None = None
+    """digest of the tuned lens it is read through; None: the plain lens"""
+
+    def targets_on(self, device: torch.device) -> Tensor | None:
+        """`targets` as a tensor [tokens], int64; None: there are none."""
+        return torch.tensor(self.targets).to(device, non_blocking=True) if self.targets else None
+
+    @property
+    def fits_kernel(self) -> bool:
+        """Whether the kernel of a GPU can compute it. It cannot give whole distributions or long lists."""
+        return not self.full and self.top_k <= MAX_TOP and len(self.targets) <= MAX_TARGETS
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> LensSpec:
+        """Inverse of `asdict`, with lists for tuples."""
+        return cls(**{**raw, "sites": tuple(raw["sites"]), "targets": tuple(raw["targets"])})

@@ -1,4 +1,4 @@
-"""What the process around an engine does: Ctrl-C and the collector, held back for a while, and progress bars."""
+"""What the process around an engine does: Ctrl-C and the collector held back, progress bars, modules on demand."""
 
 import gc
 import signal
@@ -6,7 +6,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
 from types import FrameType
+from typing import Any
 
 # ---- interrupts ------------------------------------------------------------------------------------------------------
 
@@ -77,3 +80,21 @@ def hidden(progress: bool) -> bool:
     terminal either, but draws the bar."""
     watched = "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
     return not (progress and watched)
+
+
+# ---- modules ---------------------------------------------------------------------------------------------------------
+# Modules that load when they are first used. A dump is listed without torch, which takes longer to load than all the rest.
+
+
+_load = cache(import_module)
+"""asked at every call of a verb; the import itself takes microseconds, even of a module that is loaded"""
+
+
+class Later:
+    """Stands for a module until one of its names is asked for. Type checkers see the module itself."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_load(self._module), name)

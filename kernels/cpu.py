@@ -70,7 +70,7 @@ class Panels:
 
 
 @compiled("void(intp,intp,intp)")
-def _widen(source, target, count):  # type: ignore[no-untyped-def]
+def _widen(source, target, count):
     """bfloat16 to float32."""
     few, many = shorts(source, count), words(target, count)
     for i in range(count):
@@ -78,7 +78,7 @@ def _widen(source, target, count):  # type: ignore[no-untyped-def]
 
 
 @compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)")
-def _product(x, ldx, panels, short, out, ldo, bias, residual, ldr, rows, inputs, outputs, first_panel, end_panel):  # type: ignore[no-untyped-def]
+def _product(x, ldx, panels, short, out, ldo, bias, residual, ldr, rows, inputs, outputs, first_panel, end_panel):
     """The columns of some panels. bias, residual: 0 if there is none"""
     xs, ys = floats(x, (rows - 1) * ldx + inputs), floats(out, (rows - 1) * ldo + outputs)
     bs, rs = floats(bias, outputs), floats(residual, (rows - 1) * ldr + outputs)
@@ -134,7 +134,6 @@ def _product(x, ldx, panels, short, out, ldo, bias, residual, ldr, rows, inputs,
                 done += h
 
 
-
 def product(x: Tensor, panels: Panels, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     """x [rows, inputs] times a weight [inputs, outputs], plus bias [outputs], plus residual [rows, outputs]."""
     rows, outputs = len(x), panels.outputs
@@ -143,7 +142,10 @@ def product(x: Tensor, panels: Panels, bias: Tensor | None = None, residual: Ten
         return out
     count = len(panels.data)
     fixed = (x.data_ptr(), x.stride(0), panels.data.data_ptr(), panels.data.dtype == torch.bfloat16, out.data_ptr(), outputs)
-    more = (0 if bias is None else bias.data_ptr(), *((0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))))
+    more = (
+        0 if bias is None else bias.data_ptr(),
+        *((0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))),
+    )
     work = lambda i, n: _product(*fixed, *more, rows, panels.inputs, outputs, *share(i, n, count))  # noqa: E731
     divided(work, float(rows) * panels.inputs * outputs, count)
     return out
@@ -154,7 +156,7 @@ def product(x: Tensor, panels: Panels, bias: Tensor | None = None, residual: Ten
 
 
 @compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,float32,intp,intp,intp)")
-def _norm(x, outer, inner_stride, inner, width, weight, weight_stride, bias, layer, out, eps, scale, first, end):  # type: ignore[no-untyped-def]
+def _norm(x, outer, inner_stride, inner, width, weight, weight_stride, bias, layer, out, eps, scale, first, end):
     """Rows [first, end) of inner vectors; weight, bias, scale: 0 if there is none."""
     lanes, one = np.empty(LANES, np.float32), np.float32(1.0)
     for row in range(first, end):
@@ -185,9 +187,7 @@ def _norm(x, outer, inner_stride, inner, width, weight, weight_stride, bias, lay
                     y[i] *= w[i]
 
 
-def norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str, scale: Tensor | None = None
-) -> Tensor:
+def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str, scale: Tensor | None = None) -> Tensor:
     """RMSNorm ("rms") or LayerNorm ("layer") over the last dimension of x [rows, width] or [rows, heads, width].
 
     weight, bias  [width], or [heads, width]: each head has its own
@@ -210,7 +210,7 @@ _SQRT_HALF, _CUBE, _WIDE = np.float32(0.5**0.5), np.float32(0.044715), np.float3
 
 
 @compiled("void(intp,intp,intp,intp,intp,intp,intp,intp)")
-def _activate(x, stride, width, kind, gated, out, first, end):  # type: ignore[no-untyped-def]
+def _activate(x, stride, width, kind, gated, out, first, end):
     zero, half, one = np.float32(0.0), np.float32(0.5), np.float32(1.0)
     for row in range(first, end):
         v, up = floats(x + 4 * row * stride, width), floats(x + 4 * (row * stride + width), width)
@@ -258,7 +258,7 @@ _FUNCTIONS = ("exp", "tanh", "sigmoid", "log")
 
 
 @compiled("void(intp,intp,intp,intp,intp)")
-def _apply(kind, x, out, first, end):  # type: ignore[no-untyped-def]
+def _apply(kind, x, out, first, end):
     v, y, one = floats(x, end), floats(out, end), np.float32(1.0)
     if kind == 0:
         for i in range(first, end):
@@ -284,7 +284,7 @@ def apply(name: str, x: Tensor) -> Tensor:
 
 
 @compiled("void(intp,intp,intp,intp)")
-def _row_sums(x, rows, width, out):  # type: ignore[no-untyped-def]
+def _row_sums(x, rows, width, out):
     lanes, y = np.empty(LANES, np.float32), floats(out, rows)
     for row in range(rows):
         y[row] = row_sum(floats(x + 4 * row * width, width), lanes)
@@ -299,7 +299,7 @@ def row_sums(x: Tensor) -> Tensor:
 
 
 @compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp)")
-def _rotate(x, stride, head_stride, heads, table, half, positions, first, end):  # type: ignore[no-untyped-def]
+def _rotate(x, stride, head_stride, heads, table, half, positions, first, end):
     places = integers(positions, end)
     for row in range(first, end):
         cos = floats(table + 8 * places[row] * half, half)
@@ -336,7 +336,7 @@ _NONE = np.float32(-np.inf)
 
 
 @compiled("void(intp,intp,intp,intp,intp)")
-def _transpose(source, stride, width, count, target):  # type: ignore[no-untyped-def]
+def _transpose(source, stride, width, count, target):
     """source [count, width] -> target [width, KV_BLOCK]"""
     out = floats(target, width * KV_BLOCK)
     for j in range(count):
@@ -346,7 +346,7 @@ def _transpose(source, stride, width, count, target):  # type: ignore[no-untyped
 
 
 @compiled("void(intp,intp,intp,intp,intp,intp)")
-def _pack_pairs(source, stride, pairs, width, target, columns):  # type: ignore[no-untyped-def]
+def _pack_pairs(source, stride, pairs, width, target, columns):
     """source [pairs, width] in tiles: for each, its columns one after the other."""
     done = 0
     while done < pairs:
@@ -360,7 +360,7 @@ def _pack_pairs(source, stride, pairs, width, target, columns):  # type: ignore[
 
 
 @compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp)")
-def _multiply(pairs, packed, columns, b, ldb, out, ldo, width, begun):  # type: ignore[no-untyped-def]
+def _multiply(pairs, packed, columns, b, ldb, out, ldo, width, begun):
     """out [pairs, width] = (out if begun +) packed pairs [columns] times b [columns, width]; width a multiple of PANEL"""
     done = 0
     while done < pairs:
@@ -372,7 +372,7 @@ def _multiply(pairs, packed, columns, b, ldb, out, ldo, width, begun):  # type: 
 
 
 @compiled("void(intp,intp,float32,float32,float32,intp,intp,intp,intp,intp)")
-def _scored(scores, count, scale, cap, slope, start, position, window, hidden, first_key):  # type: ignore[no-untyped-def]
+def _scored(scores, count, scale, cap, slope, start, position, window, hidden, first_key):
     """Scores of one pair over a block: scaled, capped, biased; -inf for keys that the row does not see."""
     s, edges = floats(scores, KV_BLOCK), shorts(hidden, KV_BLOCK)
     for j in range(count):
@@ -395,7 +395,7 @@ def _scored(scores, count, scale, cap, slope, start, position, window, hidden, f
 
 
 @compiled("float32(intp,float32,intp,intp,intp)")
-def _weighted(scores, m, sums, values, width):  # type: ignore[no-untyped-def]
+def _weighted(scores, m, sums, values, width):
     """One pair: scores of a block become weights; sums and values shrink to the new maximum, which is returned."""
     s, zero = floats(scores, KV_BLOCK), np.float32(0.0)
     total, a = floats(sums, KV_BLOCK // 2), floats(values, width)
@@ -414,7 +414,7 @@ def _weighted(scores, m, sums, values, width):  # type: ignore[no-untyped-def]
 
 
 @compiled("void(intp,intp,float32,float32,intp,intp)")
-def _merge(state, merged, m1, l1, values, width):  # type: ignore[no-untyped-def]
+def _merge(state, merged, m1, l1, values, width):
     """Merge a split (m1, l1, values) into a row's (m, l) at `state` and values at `merged`."""
     ml, a, b, zero = floats(state, 2), floats(merged, width), floats(values, width), np.float32(0.0)
     top = m1 if m1 > ml[0] else ml[0]
@@ -426,7 +426,7 @@ def _merge(state, merged, m1, l1, values, width):  # type: ignore[no-untyped-def
 
 
 @compiled("boolean(intp,intp,intp,intp,intp,intp)")
-def _same_pages(table, pages, one, other, first, count):  # type: ignore[no-untyped-def]
+def _same_pages(table, pages, one, other, first, count):
     """Whether two sequences have the same pages [first, first + count)."""
     if one == other:
         return True
@@ -444,7 +444,7 @@ def _same_pages(table, pages, one, other, first, count):  # type: ignore[no-unty
 def _attend(
     q, q_row, q_head, keys, values, kv_head_stride, key_width, value_width, heads, group, rows, order, sequence, position,
     table, pages, page_size, out, window, slopes, scale, cap, sinks, scores, scores_width, hidden, first, end,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """Work items [first, end): one (chunk of rows, key head) each. See `attend`.
 
     scores  where scores go, [rows, heads, scores_width], or 0
@@ -463,7 +463,11 @@ def _attend(
     block = np.empty((room, KV_BLOCK), np.float32)
     block_packed = np.empty(room * KV_BLOCK, np.float32)
     m, sums = np.empty(room, np.float32), np.empty((room, KV_BLOCK // 2), np.float32)
-    a, merged, state = np.empty((room, padded), np.float32), np.empty((room, padded), np.float32), np.empty((room, 2), np.float32)
+    a, merged, state = (
+        np.empty((room, padded), np.float32),
+        np.empty((room, padded), np.float32),
+        np.empty((room, 2), np.float32),
+    )
     per_block = max(1, KV_BLOCK // page_size)
     for item in range(first, end):
         chunk, kv_head = item // kv_heads, item % kv_heads
@@ -648,7 +652,7 @@ def attend(
 
 
 @compiled("void(intp,intp,intp,intp)")
-def _log_softmax(x, width, first, end):  # type: ignore[no-untyped-def]
+def _log_softmax(x, width, first, end):
     lanes, weights = np.empty(LANES, np.float32), np.empty(width, np.float32)
     for row in range(first, end):
         v = floats(x + 4 * row * width, width)
@@ -671,7 +675,7 @@ def log_softmax_(x: Tensor) -> Tensor:
 
 
 @compiled("void(intp,intp,intp,intp,intp,intp,intp)")
-def _spread(log_p, final, width, entropy, kl, first, end):  # type: ignore[no-untyped-def]
+def _spread(log_p, final, width, entropy, kl, first, end):
     """Entropy and divergence of rows; final: the rows to compare with, by row."""
     lanes, parts = np.empty(LANES, np.float32), np.empty(width, np.float32)
     h, d, others = floats(entropy, end), floats(kl, end), integers(final, end)
@@ -698,7 +702,7 @@ def entropies(log_p: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @compiled("void(intp,intp,intp,intp,intp,intp,intp)")
-def _top(x, width, k, values, ids, first, end):  # type: ignore[no-untyped-def]
+def _top(x, width, k, values, ids, first, end):
     for row in range(first, end):
         v = floats(x + 4 * row * width, width)
         best, where = floats(values + 4 * row * k, k), integers(ids + 8 * row * k, k)
@@ -730,7 +734,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 @compiled("uint64(uint64)")
-def _mix(x):  # type: ignore[no-untyped-def]
+def _mix(x):
     """splitmix64's finaliser."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -738,7 +742,7 @@ def _mix(x):  # type: ignore[no-untyped-def]
 
 
 @compiled("void(uint64,uint64,float64[::1])")
-def _gumbel(seed, position, out):  # type: ignore[no-untyped-def]
+def _gumbel(seed, position, out):
     stream = _mix(_mix(seed + _GOLDEN) + _GOLDEN * position)
     for i in range(len(out)):
         bits = _mix(stream + _GOLDEN * np.uint64(i)) >> np.uint64(12)
@@ -753,7 +757,7 @@ def gumbel(seed: int, position: int, vocab: int) -> "np.ndarray[Any, np.dtype[np
 
 
 @compiled("void(float64[::1],float64[::1])")
-def _exponentials(x, out):  # type: ignore[no-untyped-def]
+def _exponentials(x, out):
     for i in range(len(x)):
         out[i] = exp64(x[i])
 

@@ -29,7 +29,7 @@ PARTS, LANES, SPAN, KV_BLOCK, KV_SPLIT = 8, 64, 4096, 64, 512
 
 
 def fma(a: Any, b: Any, c: Any) -> Floats:
-    """a * b + c, rounded once: in float64 the product is exact, and the sum is rounded to odd, which float32 then rounds right."""
+    """a * b + c, rounded once: exact products in float64, sums rounded to odd, which float32 then rounds right."""
     product, c = np.multiply(np.float64(a), np.float64(b)), np.float64(c)
     total = np.asarray(product + c)
     back = total - product
@@ -56,9 +56,9 @@ def product(x: Floats, w: Floats) -> Floats:
     return parts[0]
 
 
-def row_sum(x: Floats, squares: bool = False) -> np.float32:
+def row_sum(x: Floats, squares: bool = False) -> Any:
     """The sum of a row, or of its squares."""
-    total = F(0)
+    total: Any = F(0)
     for begin in range(0, len(x), SPAN):
         lanes = np.zeros(LANES, F)
         for first in range(begin, min(len(x), begin + SPAN), LANES):
@@ -66,7 +66,7 @@ def row_sum(x: Floats, squares: bool = False) -> np.float32:
             lanes[: len(some)] = fma(some, some, lanes[: len(some)]) if squares else lanes[: len(some)] + some
         while len(lanes) > 1:
             lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
-        total = F(total + lanes[0])
+        total = total + lanes[0]
     return total
 
 
@@ -75,7 +75,7 @@ def row_sum(x: Floats, squares: bool = False) -> np.float32:
 
 def _polynomial(x: Any, *coefficients: str) -> Any:
     """Horner's scheme, the highest coefficient first."""
-    p = F(float.fromhex(coefficients[0]))
+    p: Any = F(float.fromhex(coefficients[0]))
     for each in coefficients[1:]:
         p = fma(p, x, F(float.fromhex(each)))
     return p
@@ -193,9 +193,9 @@ def attention(
             sums, a, m = fma(sums, shrink, p[::2] + p[1::2]), a * shrink, top
             for j in seen:
                 a = fma(p[j - start], values[j], a)
-        total = F(0)
+        total: Any = F(0)
         for each in sums:
-            total = F(total + each)
+            total = total + each
         whole = _merged(whole, (m, total, a))
     if sink is not None:
         whole = _merged(whole, (F(sink), F(1), np.zeros(width, F)))
@@ -203,7 +203,7 @@ def attention(
 
 
 def _score(q: Floats, key: Floats, j: int, scale: float, cap: float, slope: float) -> Any:
-    total = F(0)
+    total: Any = F(0)
     for a, b in zip(q, key, strict=True):
         total = fma(a, b, total)
     s = total * F(scale)

@@ -50,7 +50,7 @@ VECTOR, PANEL, TILE = _shape()
 
 def compiled(signature: str) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function for one signature, kept on disk. No fast math: every operation is rounded as it is written."""
-    return njit(signature, nogil=True, cache=True, error_model="numpy", boundscheck=False)  # type: ignore[no-any-return]
+    return njit(signature, nogil=True, cache=True, error_model="numpy", boundscheck=False)
 
 
 inlined = njit(nogil=True, error_model="numpy", boundscheck=False, inline="never")
@@ -65,25 +65,25 @@ def _pointer(_context: Any, address: Any) -> Any:
 
 
 @inlined
-def floats(address, count):  # type: ignore[no-untyped-def]
+def floats(address, count):
     """`count` float32 at an address, as an array."""
     return carray(_pointer(address), (count,), np.float32)
 
 
 @inlined
-def integers(address, count):  # type: ignore[no-untyped-def]
+def integers(address, count):
     """`count` int64 at an address, as an array."""
     return carray(_pointer(address), (count,), np.int64)
 
 
 @inlined
-def words(address, count):  # type: ignore[no-untyped-def]
+def words(address, count):
     """`count` uint32 at an address, as an array."""
     return carray(_pointer(address), (count,), np.uint32)
 
 
 @inlined
-def shorts(address, count):  # type: ignore[no-untyped-def]
+def shorts(address, count):
     """`count` uint16 at an address, as an array."""
     return carray(_pointer(address), (count,), np.uint16)
 
@@ -114,7 +114,9 @@ def as_float(_context: Any, bits: Any) -> Any:
 @intrinsic
 def as_double(_context: Any, bits: Any) -> Any:
     """The float64 with these 64 bits."""
-    return types.float64(types.int64), lambda _cg, builder, _signature, arguments: builder.bitcast(arguments[0], ir.DoubleType())
+    return types.float64(types.int64), lambda _cg, builder, _signature, arguments: builder.bitcast(
+        arguments[0], ir.DoubleType()
+    )
 
 
 @intrinsic
@@ -135,7 +137,7 @@ _E0, _E1, _E2, _E3, _E4 = map(_single, ("0x1p-1", "0x1.5554d8p-3", "0x1.5554b2p-
 
 
 @inlined
-def exp(x):  # type: ignore[no-untyped-def]
+def exp(x):
     """exp of a float32. Below the smallest normal number the result is 0, above the largest infinity; NaN stays."""
     v = min(max(x, _EXP_MIN), _EXP_MAX)
     turns = fma(v, _LOG2E, _ROUND) - _ROUND
@@ -150,14 +152,12 @@ def exp(x):  # type: ignore[no-untyped-def]
     return y if x == x else x
 
 
-_T0, _T1, _T2, _T3, _T4 = map(
-    _single, ("-0x1.555552p-2", "0x1.110dfep-3", "-0x1.b91cb6p-5", "0x1.57a79ap-6", "-0x1.8d4b76p-8")
-)
+_T0, _T1, _T2, _T3, _T4 = map(_single, ("-0x1.555552p-2", "0x1.110dfep-3", "-0x1.b91cb6p-5", "0x1.57a79ap-6", "-0x1.8d4b76p-8"))
 _SMALL = np.float32(0.625)
 
 
 @inlined
-def tanh(x):  # type: ignore[no-untyped-def]
+def tanh(x):
     """tanh of a float32: a polynomial near 0, elsewhere 1 - 2 / (1 + exp(2 |x|))."""
     u, size = x * x, abs(x)
     near = fma(fma(fma(fma(fma(_T4, u, _T3), u, _T2), u, _T1), u, _T0), u * x, x)
@@ -181,7 +181,7 @@ _FOUR = np.float32(4.0)
 
 
 @inlined
-def erf(x):  # type: ignore[no-untyped-def]
+def erf(x):
     """erf of a float32: a polynomial up to 1, beyond it 1 - exp(-P(|x|)), which is 1 from 4 on."""
     u, size = x * x, min(abs(x), _FOUR)
     near = fma(fma(fma(fma(fma(fma(_F6, u, _F5), u, _F4), u, _F3), u, _F2), u, _F1), u, _F0) * x
@@ -197,7 +197,7 @@ _LN2_HIGH64, _LN2_LOW64 = 0.6931471803691238, 1.9082149292705877e-10
 
 
 @inlined
-def log64(x):  # type: ignore[no-untyped-def]
+def log64(x):
     """log of a positive, normal float64: with s = f / (2 + f), log(1 + f) = 2 s + s^3 (2/3 + 2/5 s^2 + ...)."""
     bits = double_bits(x)
     exponent = ((bits >> np.int64(52)) & np.int64(2047)) - np.int64(1022)
@@ -224,7 +224,7 @@ def log64(x):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def exp64(x):  # type: ignore[no-untyped-def]
+def exp64(x):
     """exp of a float64 up to 0; below -700 it is 0."""
     v = max(x, -700.0)
     turns = np.rint(v * 1.4426950408889634)
@@ -237,7 +237,7 @@ def exp64(x):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def log(x):  # type: ignore[no-untyped-def]
+def log(x):
     """log of a positive, normal float32."""
     return np.float32(log64(np.float64(x)))
 
@@ -246,7 +246,7 @@ def log(x):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def folded(lanes):  # type: ignore[no-untyped-def]
+def folded(lanes):
     """The sum of `LANES` chains, added by halves: lane i and lane i + 32, then i and i + 16, down to one. Overwrites them."""
     half = LANES // 2
     while half:
@@ -257,7 +257,7 @@ def folded(lanes):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def row_sum(x, lanes):  # type: ignore[no-untyped-def]
+def row_sum(x, lanes):
     """The sum of a row: element i goes to chain i mod 64; a row above `SPAN` is summed span by span. lanes: 64 float32."""
     total, n = _ZERO, len(x)
     for begin in range(0, n, SPAN):
@@ -271,7 +271,7 @@ def row_sum(x, lanes):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def square_sum(x, lanes):  # type: ignore[no-untyped-def]
+def square_sum(x, lanes):
     """The sum of the squares of a row, in the order of `row_sum`; a square and its addition are one rounding."""
     total, n = _ZERO, len(x)
     for begin in range(0, n, SPAN):
@@ -307,9 +307,7 @@ def _make_tile(rows: int, half: bool) -> Any:
             where = builder.gep(b, [builder.add(at, number(v * lanes))])
             if half:  # the upper 16 bits of a float32
                 stored = builder.load(builder.bitcast(where, short.as_pointer()), align=2)
-                found.append(
-                    builder.bitcast(builder.shl(builder.zext(stored, wide), ir.Constant(wide, [16] * lanes)), vector)
-                )
+                found.append(builder.bitcast(builder.shl(builder.zext(stored, wide), ir.Constant(wide, [16] * lanes)), vector))
             else:
                 found.append(builder.load(builder.bitcast(where, vector.as_pointer()), align=4))
         return found
@@ -391,7 +389,7 @@ _half_8, _half_4, _half_2, _half_1 = (_make_tile(rows, half=True) for rows in (8
 
 
 @compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)")
-def tile(rows, a, b, ldb, k, c, ldc, begun, levels, depth):  # type: ignore[no-untyped-def]
+def tile(rows, a, b, ldb, k, c, ldc, begun, levels, depth):
     """c[rows, PANEL] = chains over k of a[k, rows] and b[k, PANEL], which begin at 0, or at c if `begun`.
 
     ldb, ldc  elements between rows of b and c
@@ -408,7 +406,7 @@ def tile(rows, a, b, ldb, k, c, ldc, begun, levels, depth):  # type: ignore[no-u
 
 
 @compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)")
-def half_tile(rows, a, b, ldb, k, c, ldc, begun, levels, depth):  # type: ignore[no-untyped-def]
+def half_tile(rows, a, b, ldb, k, c, ldc, begun, levels, depth):
     """`tile`, with b in bfloat16."""
     if rows == 8:
         _half_8(a, b, ldb, k, c, ldc, begun, levels, depth)
@@ -421,7 +419,7 @@ def half_tile(rows, a, b, ldb, k, c, ldc, begun, levels, depth):  # type: ignore
 
 
 @inlined
-def height(rows):  # type: ignore[no-untyped-def]
+def height(rows):
     """Rows of the next tile if so many are left."""
     if rows >= TILE:
         return TILE
@@ -431,7 +429,7 @@ def height(rows):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def pack_rows(x, stride, first, rows, begin, end, packed):  # type: ignore[no-untyped-def]
+def pack_rows(x, stride, first, rows, begin, end, packed):
     """Columns [begin, end) of rows [first, first + rows) of x, a flat array with `stride` between rows, column by column."""
     for i in range(rows):
         at = (first + i) * stride + begin

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 WORTH = 1 << 21
 """multiply-adds of a call from which more than one thread pays"""
 
@@ -88,12 +86,17 @@ def divided(work: Callable[[int, int], object], cost: float, pieces: int) -> Non
     cost    multiply-adds of all of it
     pieces  how many parts it has at most
     """
-    allowed = getattr(_here, "count", None) or torch.get_num_threads()
-    count = min(allowed, pieces) if cost >= WORTH else 1
+    count = min(getattr(_here, "count", None) or _of_torch(), pieces) if cost >= WORTH else 1
     if count <= 1:
         work(0, 1)
     else:
         _workers.run(work, count)
+
+
+def _of_torch() -> int:
+    import torch
+
+    return torch.get_num_threads()
 
 
 def share(index: int, count: int, total: int) -> tuple[int, int]:

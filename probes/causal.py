@@ -1,4 +1,4 @@
-"""Lines of a report about what changes of rows do to prompts, compared with placebos on the same prompts."""
+"""Causal tests of a probe's direction: steer, ablate, interchange, with placebos; and a direction found by DAS."""
 
 import hashlib
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -226,6 +226,7 @@ def _margin(logits: Tensor, answer: int) -> float:
 
 
 # ---- effects ---------------------------------------------------------------------------------------------------------
+# Lines of a report about what changes of rows do to prompts, compared with placebos on the same prompts.
 
 
 def line_of(what: str, effect: Effect, roots: np.ndarray, metric: str = "flip rate") -> dict[str, Any]:

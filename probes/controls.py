@@ -1,4 +1,4 @@
-"""`Goal`: what a probe predicts at the rows of one position: a label, or a control of it."""
+"""What a score is held against: baselines and control labels, and `Goal`: what a probe predicts at a position."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -158,6 +158,7 @@ def untrained_rows(rows: ProbeRows, engine: Engine, sites: Sequence[str], seed: 
 
 
 # ---- goals -----------------------------------------------------------------------------------------------------------
+# `Goal`: what a probe predicts at the rows of one position: a label, or a control of it.
 
 LABEL, SHUFFLED, CONTROL, ZERO = "label", "shuffled", "control", "zero"
 METRICS = ("auto", "accuracy", "balanced_accuracy", "auroc")

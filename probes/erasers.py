@@ -1,4 +1,4 @@
-"""`TensorInput`: estimators that take torch tensors of any dtype and device beside what scikit-learn takes."""
+"""Concept erasers (LEACE, INLP), the streamed moments that they are fitted on, and estimators that take tensors."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from replaylens.probes.checks import plain
 from replaylens.probes.errors import BadRows, OneClass, ProbeError
 
 # ---- inputs ----------------------------------------------------------------------------------------------------------
+# `TensorInput`: estimators that take torch tensors of any dtype and device beside what scikit-learn takes.
 
 
 def _has(name: str) -> Callable[[Any], bool]:

@@ -1,4 +1,4 @@
-"""`LinearReadout`: how a fitted linear classifier reads rows, as in scikit-learn: one line of `coef_` for two classes."""
+"""Estimators beyond logistic regression: mass-mean, contrast-consistent, k-sparse and attentive probes."""
 
 from typing import Any
 
@@ -16,6 +16,7 @@ from replaylens.probes.erasers import Moments, TensorInput, moments_of
 from replaylens.probes.errors import BadRows, OneClass
 
 # ---- linear ----------------------------------------------------------------------------------------------------------
+# `LinearReadout`: how a fitted linear classifier reads rows, as in scikit-learn: one line of `coef_` for two classes.
 
 
 class LinearReadout(TensorInput, ClassifierMixin, BaseEstimator):

@@ -1,17 +1,4 @@
-"""Metrics of held-out predictions: AUROC, balanced accuracy, F1. Pure functions, for many cells at once.
-
-Give the tested rows alone. What a metric cannot know from them is NaN, and nothing is filled in:
-
-    auroc              NaN if the rows (of every fold) have one class. For more than two classes, the mean of one class against
-                       the rest over the classes that occur
-    balanced_accuracy  the mean recall over the classes that occur; NaN if only one does, since that is not a balance
-    f1                 NaN if the class occurs neither among the labels nor among the predictions. For more than two classes,
-                       the mean over the classes that occur in either
-
-Under cross-validation, give `fold` to `auroc`: rows are then compared within their fold only. Scores of probes with different
-training rows have no common zero, and pooled ones are biased: where nothing is to be read, pooled AUROC is below 1/2, because a
-class that is frequent in the training folds is rarer in the test fold (Forman and Scholz 2010).
-"""
+"""Metrics of held-out predictions, with intervals and tests over groups of rows."""
 
 from dataclasses import dataclass
 
@@ -23,6 +10,19 @@ from replaylens.probes.checks import no_nan, same_length
 from replaylens.probes.errors import TooFewGroups
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------
+# Metrics of held-out predictions: AUROC, balanced accuracy, F1. Pure functions, for many cells at once.
+#
+# Give the tested rows alone. What a metric cannot know from them is NaN, and nothing is filled in:
+#
+#     auroc              NaN if the rows (of every fold) have one class. For more than two classes, the mean of one class
+#                        against the rest over the classes that occur
+#     balanced_accuracy  the mean recall over the classes that occur; NaN if only one does, since that is not a balance
+#     f1                 NaN if the class occurs neither among the labels nor among the predictions. For more than two classes,
+#                        the mean over the classes that occur in either
+#
+# Under cross-validation, give `fold` to `auroc`: rows are then compared within their fold only. Scores of probes with
+# different training rows have no common zero, and pooled ones are biased: where nothing is to be read, pooled AUROC is below
+# 1/2, because a class that is frequent in the training folds is rarer in the test fold (Forman and Scholz 2010).
 
 
 def auroc(score: np.ndarray, codes: np.ndarray, fold: np.ndarray | None = None) -> np.ndarray:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import pandas as pd
@@ -15,13 +15,12 @@ from sklearn.base import clone
 from sklearn.pipeline import Pipeline
 from tqdm.auto import tqdm
 
-from replaylens.engine.dump.maker import plan_of_run
+from replaylens.engine.dump.maker import ReplayKeywords, plan_of_run
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import FingerprintMismatch
 from replaylens.engine.replay.run import Run
-from replaylens.engine.request.edits import Edit
-from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.request.values import verb
 from replaylens.engine.serving.core import Core
 from replaylens.engine.terminal import hidden
 from replaylens.probes import registry
@@ -439,6 +438,7 @@ class StreamedMoments:
         return {cell: FROM_MOMENTS[estimator]().fit_moments(moments) for cell, moments in self.moments().items()}
 
 
+@verb
 def fit_streaming(
     engine: Engine,
     examples: Sequence[Example],
@@ -449,13 +449,10 @@ def fit_streaming(
     position: str = "step",
     batch: int = 32,
     drafter: str = "lens",
-    window: int | None = None,
     seed: int = 0,
-    sampling: Sampling | None = None,
-    edits: Sequence[Edit] = (),
-    max_new: int | None = None,
     rejected: bool = False,
     progress: bool = False,
+    **options: Unpack[ReplayKeywords],
 ) -> StreamedMoments:
     """Replay examples and keep only moments: memory does not grow with their number. Options as in `Engine.replay`.
 
@@ -465,18 +462,7 @@ def fit_streaming(
     collected = StreamedMoments(label, classes, sites, position)
     for first in tqdm(range(0, len(examples), batch), unit="batch", disable=hidden(progress)):
         some = examples[first : first + batch]
-        run = engine.replay(
-            some,
-            sites=sites,
-            drafter=drafter,
-            window=window,
-            seed=seed,
-            sampling=sampling,
-            edits=edits,
-            max_new=max_new,
-            rejected=rejected,
-            batch=batch,
-        )
+        run = engine.replay(some, sites=sites, drafter=drafter, seed=seed, rejected=rejected, batch=batch, **options)
         plan = plan_of_run(engine, some[0].maker, [e.index for e in some], run.options)
         collected.add(ProbeRows.of_results(engine, plan, run.results))
     return collected

@@ -2,14 +2,15 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
-from replaylens.engine.request.values import short_repr
+from replaylens.engine.request.values import as_int, defines, short_repr
 from replaylens.probes import registry, splits
+from replaylens.probes.checks import layer_list, names
 from replaylens.probes.errors import ProbeError
 from replaylens.probes.heldout import known_metric
 from replaylens.probes.permutations import PERMUTATIONS
@@ -23,6 +24,23 @@ BRANCHES = ("accepted", "rejected", "all")
 PRECISIONS = ("double", "single")
 
 
+class SweepKeywords(TypedDict, total=False):
+    """How rows are probed. `SweepSettings` documents it."""
+
+    layers: Sequence[int] | None
+    folds: int
+    branches: str
+    controls: bool
+    residualise: Sequence[str]
+    code_length: bool
+    seed: int
+    metric: str
+    permutations: int
+    precision: str
+    device: str
+
+
+@defines(SweepKeywords)
 @dataclass(frozen=True)
 class SweepSettings:
     """Options of `sweep`."""
@@ -31,7 +49,7 @@ class SweepSettings:
     """labels to probe for; `state` is the task's true state"""
     sites: tuple[str, ...] = ("S", "T", "C")
     """residual stream (S), attention output (T), MLP output (C), or stored site names"""
-    layers: tuple[int, ...] | None = None
+    layers: Sequence[int] | None = None
     """layers of the letters; None: all"""
     positions: tuple[str, ...] = ("step", "query")
     """see `positions`"""
@@ -45,7 +63,7 @@ class SweepSettings:
     controls: bool = True
     untrained: bool = False
     """whether an untrained model is run as a control"""
-    residualise: tuple[str, ...] = ()
+    residualise: Sequence[str] = ()
     """index columns (position, steps, ...) whose linear effect is first removed from the rows"""
     code_length: bool = False
     """also compute the online code of logistic probes"""
@@ -62,6 +80,10 @@ class SweepSettings:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
+        for name, least in (("folds", 1), ("seed", 0), ("permutations", 0)):
+            object.__setattr__(self, name, as_int(name, getattr(self, name), least, error=ProbeError))
+        object.__setattr__(self, "residualise", names("residualise", self.residualise))
+        object.__setattr__(self, "layers", None if self.layers is None else layer_list(self.layers))
         known_metric(self.metric)
         checks = {
             f"Unknown branches {self.branches!r}. Use one of {', '.join(BRANCHES)}.": self.branches in BRANCHES,

@@ -1,8 +1,11 @@
-"""Sources of rows: a dump on disk, tensors in memory, several sources joined, or a subset of one."""
+"""Sources of rows: a dump, tensors in memory, arrays, several sources joined, a subset of one, one with features."""
 
 import hashlib
+import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,11 +13,14 @@ import torch
 from torch import Tensor
 
 from replaylens import tasks
+from replaylens.engine.dump.plan import StoredFeatures, to_rows
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import UnknownSite, no_such
+from replaylens.engine.features.features import SparseFeatures
+from replaylens.engine.features.rows import FeatureRows
 from replaylens.engine.model.sites import at_layer, by_letter
 from replaylens.engine.records import Fingerprint
-from replaylens.probes.errors import BadRows, NoTask, SeveralTasks
+from replaylens.probes.errors import BadRows, CutFeatures, NoTask, SeveralTasks
 from replaylens.tasks.task import AnyTask
 from replaylens.tasks.texts import NAME as TEXTS
 from replaylens.tasks.texts import cited
@@ -362,3 +368,104 @@ def _checked_digest(arrays: dict[str, Array]) -> str:
 def _parts(array: Array) -> Iterator[tuple[int, Tensor]]:
     for start in range(0, len(array), _ROWS):
         yield start, _rows(array, slice(start, start + _ROWS))
+
+
+# ---- features --------------------------------------------------------------------------------------------------------
+# Sources with one more site: the features of a sparse autoencoder, encoded on demand or stored by a dump.
+
+_RENAMED = {".attn.hook_z": ".attn.o.hook_in", ".mlp.hook_post": ".mlp.out.hook_in", ".hook_resid_mid": ".ln2.hook_in"}
+"""older names of sites, which dumps and runs store under their names in TransformerLens 4"""
+
+
+class WiderSource(ABC):
+    """A source with one more site, without layers."""
+
+    def __init__(self, source: RowSource, name: str) -> None:
+        self.source, self.name, self.about = source, name, source.about
+
+    def sites(self) -> list[str]:
+        return [*self.source.sites(), self.name]
+
+    def letters(self, letter: str) -> dict[int, str]:
+        return {} if letter == self.name else self.source.letters(letter)
+
+    def later(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        return self.source.later(numbers)
+
+    def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
+        if site != self.name:
+            return self.source.take(site, layer, numbers)
+        if layer is not None:
+            raise UnknownSite(f"Site {site!r} has no layers. Leave out the layer.")
+        return self.columns(numbers)
+
+    @abstractmethod
+    def columns(self, numbers: np.ndarray) -> Tensor:
+        """The values of the further site in these rows: [rows, columns]."""
+
+
+class FeatureSource(WiderSource):
+    """A source with the features of a sparse autoencoder."""
+
+    def __init__(self, source: RowSource, features: SparseFeatures, chosen: list[int], name: str) -> None:
+        super().__init__(source, name)
+        self.features, self.chosen, self.where = features, chosen, _where(source, features.config.hook)
+        self._encoded = lru_cache(maxsize=4)(self._encode)  # a sweep asks for the same rows several times; kept sparse
+        self.about = replace(source.about, digest="+".join(filter(None, [source.about.digest, features.digest])))
+
+    def columns(self, numbers: np.ndarray) -> Tensor:
+        return self._encoded(numbers.astype(np.int64).tobytes()).columns(self.chosen)
+
+    def _encode(self, numbers: bytes) -> FeatureRows:
+        return self.features.encode(self.source.take(*self.where, np.frombuffer(numbers, dtype=np.int64).copy()))
+
+
+class StoredFeatureSource(WiderSource):
+    """A source with the features that its dump stores."""
+
+    def __init__(self, source: RowSource, stored: StoredFeatures, chosen: list[int], name: str) -> None:
+        super().__init__(source, name)
+        self.stored, self.chosen = stored, chosen
+
+    def columns(self, numbers: np.ndarray) -> Tensor:
+        indices, values, counts = (self.source.take(tensor, None, numbers) for tensor in self.stored.tensors)
+        if int((cut := counts > indices.shape[1]).sum()):
+            warnings.warn(
+                f"The dump keeps {indices.shape[1]} features a row, but {int(cut.sum())} of {len(cut)} rows have more (up to "
+                f"{int(counts.max())}). The rest reads as 0. Give the weights instead of a name, or dump with a larger keep.",
+                CutFeatures,
+                stacklevel=3,
+            )
+        return to_rows(self.stored, indices, values).columns(self.chosen)
+
+
+def planned_features(source: RowSource) -> tuple[StoredFeatures, ...]:
+    """The features that the dump of a source stores; of joined dumps, those that all of them store alike."""
+    if isinstance(source, DumpSource):
+        return source.dump.manifest.plan.features
+    if isinstance(source, JoinedSource):
+        first, *others = map(planned_features, source.sources)
+        return tuple(each for each in first if all(each in other for other in others))
+    inner = getattr(source, "source", None)  # of a subset, or of rows with other features
+    return () if inner is None else planned_features(inner)
+
+
+def _where(source: RowSource, hook: str) -> tuple[str, int | None]:
+    """(site, layer) under which a source stores a hook."""
+    stored = {letter: source.letters(letter) for letter in LETTERS}
+    for letter, layers in stored.items():
+        for layer, own in layers.items():
+            if own == hook:
+                return letter, layer
+    older = next((old for old in _RENAMED if hook.endswith(old)), "")
+    for name in (hook, hook.removesuffix(older) + _RENAMED.get(older, "")):
+        if name in source.sites():
+            return name, None
+    if not hook.endswith(("attn.hook_out", "mlp.hook_out")):  # with norms after them, T and C are something else
+        for letter, layers in by_letter([hook]).items():
+            if (layer := next(iter(layers))) in stored[letter]:
+                return letter, layer
+    raise UnknownSite(
+        f"The rows do not hold {hook}, the site of the features. They hold {', '.join(source.sites()) or 'nothing'}. "
+        "Capture it: sites=[...] of replay or dump takes its name."
+    )

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import pandas as pd
@@ -19,10 +19,10 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import MissingPackage, no_such
 from replaylens.engine.replay.run import Run
-from replaylens.engine.request.values import as_int, as_list, short_repr
+from replaylens.engine.request.values import as_int, as_list, short_repr, verb
 from replaylens.engine.terminal import hidden
 from replaylens.probes import intervals, registry
-from replaylens.probes.checks import folds_and_seed, layer_list, make_folder, names, once
+from replaylens.probes.checks import folds_and_seed, make_folder, names, once
 from replaylens.probes.controls import CONTROL, LABEL, Goal, goals_at, majority, make_goal, require_same_rows, untrained_rows
 from replaylens.probes.errors import (
     BadPosition,
@@ -36,11 +36,11 @@ from replaylens.probes.errors import (
 from replaylens.probes.groups import GIVEN, grouped, histories, independent, with_groups
 from replaylens.probes.heldout import HeldOutPredictions, OnlineCode, exchanged, held_out, label_orders, online_codes, refitted
 from replaylens.probes.intervals import LEVEL, corrected_p, mean_over_groups
-from replaylens.probes.permutations import EXCHANGED, PERMUTATIONS, Null, exchanged_share, why_no_exchange
+from replaylens.probes.permutations import EXCHANGED, Null, exchanged_share, why_no_exchange
 from replaylens.probes.positions import Position, PositionFunction
 from replaylens.probes.report import Report, about_rows, percent, score_line
 from replaylens.probes.rows import LATER, Cell, ProbeRows
-from replaylens.probes.settings import NEEDS_BOTH, MakeSplit, SweepSettings, own_split, splitter
+from replaylens.probes.settings import NEEDS_BOTH, MakeSplit, SweepKeywords, SweepSettings, own_split, splitter
 from replaylens.probes.solvers import Solution, one_hot, solve_path
 from replaylens.probes.splits import Split, by_root
 from replaylens.probes.tabulate import SweepPosition, tabulate
@@ -243,6 +243,7 @@ MEMORY_MB = 1024
 """of rows loaded together; on a CPU its value changes no bit"""
 
 
+@verb
 def sweep(
     given: Dump | Run | ProbeRows,
     label: str | Sequence[str] = "state",
@@ -258,17 +259,7 @@ def sweep(
     jobs: int = 1,
     backend: str | None = None,
     progress: bool = False,
-    layers: Sequence[int] | None = None,
-    folds: int = 5,
-    branches: str = "accepted",
-    controls: bool = True,
-    residualise: Sequence[str] = (),
-    code_length: bool = False,
-    seed: int = 0,
-    metric: str = "auto",
-    permutations: int = PERMUTATIONS,
-    precision: str = "double",
-    device: str = "cpu",
+    **options: Unpack[SweepKeywords],
 ) -> Report:
     """Fit and test every combination. Equal rows and settings give equal reports, bit for bit.
 
@@ -302,7 +293,6 @@ def sweep(
     engine, untrained = _maker(given, engine, untrained)
     rows = _numbered(ProbeRows.of(given), engine, untrained)
     places = _positions(rows, rows.default_positions if positions is None else positions)
-    folds, seed = folds_and_seed(folds, seed)
     settings = SweepSettings(
         labels=names("label", label),
         sites=names("sites", rows.default_sites if sites is None else sites),
@@ -310,18 +300,8 @@ def sweep(
         estimators=names("estimators", estimators, UnknownEstimator),
         split=split if isinstance(split, str) else getattr(split, "__name__", "own"),
         untrained=engine is not None or untrained is not None,
-        layers=None if layers is None else layer_list(layers),
-        folds=folds,
-        branches=branches,
-        controls=controls,
-        residualise=names("residualise", residualise),
-        code_length=code_length,
-        seed=seed,
         groups=groups if groups is None or isinstance(groups, str) else GIVEN,
-        metric=metric,
-        permutations=as_int("permutations", permutations, 0, error=ProbeError),
-        precision=precision,
-        device=device,
+        **options,
     )
     if as_int("jobs", jobs, error=ProbeError) == 0:
         raise ProbeError("jobs=0 runs nothing. Give a number of processes, or -1 for one per core.")

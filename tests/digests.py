@@ -1,7 +1,7 @@
 """Digests that every machine must have: tokens, KV and activations of a dozen models and requests, through the public API.
 
-`python -m tests.digests` prints them; `tests/digests.json` holds them, and `tests/test_digests.py` compares. Weights are made of
-integers, since random numbers of a library differ between machines.
+`python -m tests.digests` prints them; `tests/digests.json` holds them, and `tests/test_digests.py` compares. Weights are made
+of integers, since random numbers of a library differ between machines.
 """
 
 import hashlib

@@ -351,7 +351,7 @@ print(json.dumps(found))
 
 TRIPS = {
     "replaylens.Engine.load('coin-plain')": 90,
-    "replaylens.Dump.open(sys.argv[1])": 45,
+    "replaylens.Dump.open(sys.argv[1])": 25,
     "replaylens.Engine.load('coin-thinking')": 0,
 }
 """what is done in a fresh interpreter -> the most modules of replaylens that it may load; 0: a control, which must load more"""
@@ -372,6 +372,33 @@ def test_a_trip_loads_only_the_rooms_that_it_needs(trip: str, tmp_path: Path) ->
         assert {room_of(name) for name in satellites} <= {"engine/dump", "engine/thinking"}, satellites
     else:
         assert len(satellites) > 5
+
+
+LISTING = """
+import sys, replaylens
+dump = replaylens.Dump.open(sys.argv[1])
+shown = [repr(dump), dump.digest, dump.accepted_digest, dump.labels, dump.columns, len(dump), dump.manifest.fingerprint]
+shown += [(name, site.shape) for name, site in dump.sites.items()] + [shard.digest for shard in dump.manifest.shards]
+"""
+INSPECT = """
+import sys
+from replaylens.cli import app
+app(["inspect", sys.argv[1]], standalone_mode=False)
+"""
+LISTINGS = {"Dump.open": (LISTING, False), "inspect": (INSPECT, False), "rows": (LISTING + "dump.to_torch('S', 0)", True)}
+"""what is done in a fresh interpreter, and whether it needs torch; reading rows, which does, is the control"""
+
+
+@pytest.mark.parametrize("listing", LISTINGS)
+def test_a_dump_is_listed_without_torch(listing: str, tmp_path: Path) -> None:
+    """torch takes three times as long to load as all that the manifest needs."""
+    code, needs_torch = LISTINGS[listing]
+    engine = replaylens.Engine.load("coin-plain")
+    engine.replay(replaylens.tasks.get("coin")(flips=1).examples(1), sites=["S", "Z"]).save(tmp_path / "dump")
+    code += "\nprint('\\n', 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "dump")], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == str(needs_torch)
 
 
 @pytest.fixture(scope="module")

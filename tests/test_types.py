@@ -16,7 +16,15 @@ from IPython.core.oinspect import _render_signature
 from mypy import api
 
 import replaylens as rl
+from replaylens.engine.cluster import dump_on_cluster
+from replaylens.engine.dump.maker import PlanKeywords, ReplayKeywords, make_plan
+from replaylens.engine.request.values import defines, named_options
+from replaylens.engine.serving.branch import ResampleKeywords
+from replaylens.engine.serving.core import CaptureKeywords, EngineKeywords, PromptKeywords
+from replaylens.engine.serving.request import GenerateKeywords, Request
 from replaylens.engine.terminal import hidden
+from replaylens.engine.thinking.core import ThinkingEngine
+from replaylens.probes.settings import SweepKeywords, SweepSettings
 
 ROOT = Path(__file__).parents[1]
 CONFIG = f"""
@@ -59,6 +67,11 @@ BAD = {
         "rl.Engine.load('x', cache_token=8)",
         'keyword argument "cache_token" for "load"',
     ),
+    "a misspelt keyword that is passed on": (
+        "rl.probes.sweep(rl.Dump.open('x'), fold=3)",
+        'keyword argument "fold" for "sweep"',
+    ),
+    "a wrong type that is passed on": ("branch.stream(2, window='x')", 'Argument "window" to "stream"'),
     "a misspelt keyword of prompt": ("engine.prompt('x', site='S')", 'keyword argument "site" for "prompt"'),
     "a wrong type": ("engine.generate([branch], '2')", 'Argument 2 to "generate"'),
     "a misspelt method": ("engine.generat([branch], 2)", '"Engine" has no attribute "generat"'),
@@ -100,6 +113,11 @@ def test_a_mistake_is_an_error(complaints: list[str], mistake: str) -> None:
         ("rl.probes.swe", "sweep"),
         ("rl.tasks.ge", "get"),
         ("rl.errors.BadR", "BadRequest"),
+        ("rl.Engine.load('coin-plain', cache_t", "cache_tokens="),
+        ("rl.Engine.load('coin-plain').prompt('x', top", "top_k="),
+        ("rl.Engine.load('coin-plain').prompt('x').generate(2, dra", "drafter="),
+        ("rl.Engine.load('coin-plain').prompt('x').stream_rollouts(2, max", "max_new="),
+        ("rl.probes.sweep(rl.Dump.open('x'), fol", "folds="),
     ],
 )
 def test_an_editor_completes(typed: str, offered: str) -> None:
@@ -167,6 +185,47 @@ def test_signatures_control() -> None:
     assert unreadable(long) and len(list(public_calls())) > 60
     shown = _render_signature(inspect.signature(rl.patch), "patch")
     assert "clean: 'Prompts'" in shown and "metric: 'RowMetric" in shown and "replaylens." not in shown
+
+
+PASSED_ON: list[tuple[Any, Any, Any]] = [
+    (rl.Branch.generate, GenerateKeywords, Request),
+    (rl.Engine.stream, GenerateKeywords, Request),
+    (rl.Engine.prompt, PromptKeywords, rl.Engine.prompts),
+    (rl.Engine.prompts, CaptureKeywords, rl.Engine.capture_spec),
+    (ThinkingEngine.prompts, CaptureKeywords, rl.Engine.capture_spec),
+    (rl.Engine.load, EngineKeywords, rl.Engine),
+    (rl.Branch.stream_rollouts, ResampleKeywords, rl.Branch.resample),
+    (dump_on_cluster, PlanKeywords, make_plan),
+    (rl.probes.fit_streaming, ReplayKeywords, make_plan),
+    (rl.probes.sweep, SweepKeywords, SweepSettings),
+]
+"""(a call, the options that it passes on, the call or class that defines them)"""
+
+
+@pytest.mark.parametrize("call, bundle, owner", PASSED_ON)
+def test_signatures_list_what_is_passed_on(call: Any, bundle: Any, owner: Any) -> None:
+    own, held = inspect.signature(call).parameters, inspect.signature(owner).parameters
+    assert all(each.kind is not each.VAR_KEYWORD for each in own.values())
+    assert [(name, own[name].default) for name in bundle.__annotations__] == [
+        (name, held[name].default) for name in bundle.__annotations__
+    ]
+
+
+@pytest.mark.parametrize("call", [make_plan, dump_on_cluster, rl.probes.fit_streaming, rl.probes.sweep])
+def test_a_misspelt_option_is_named(call: Any) -> None:
+    with pytest.raises(rl.errors.UnknownOption, match=r"has no option 'sits' \(did you mean 'sites'\?\)"):
+        call(sits="S")
+
+
+def test_options_without_an_owner_control() -> None:
+    """Negative control: an owner that lacks an option, and options that nothing defines, fail when the module is loaded."""
+
+    def other(self: Any, **options: int) -> None: ...
+
+    with pytest.raises(AssertionError, match="does not take all of GenerateKeywords"):
+        defines(GenerateKeywords)(lambda drafter="self", window=None: None)
+    with pytest.raises(KeyError, match="int"):
+        named_options(other)
 
 
 def test_completion_shows_what_is_documented() -> None:

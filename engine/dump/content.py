@@ -4,20 +4,27 @@ The digest covers the name, dtype, shape and bytes of every tensor, and every in
 and rejected rows are hashed separately, because the accepted rows are the same for every drafter.
 """
 
+from __future__ import annotations
+
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
-from torch import Tensor
 
 from replaylens.engine.model.sites import layer_of
+from replaylens.engine.terminal import Later
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = Later("torch")
 
 # ---- pieces ----------------------------------------------------------------------------------------------------------
 # `Pieces`: the rows of a shard's sites as they were captured, branch by branch, joined only when somebody asks for a tensor.
@@ -29,7 +36,7 @@ _LARGE = 1 << 17
 """bytes; smaller pieces are joined with their neighbours, because handling each of them costs more than the copy"""
 
 
-class Pieces(Mapping[str, Tensor]):
+class Pieces(Mapping[str, "Tensor"]):
     """Tensors [rows, ...] by site."""
 
     def __init__(self, pieces: Mapping[str, list[Tensor]]) -> None:
@@ -59,6 +66,11 @@ def pieces_of(tensors: Mapping[str, Tensor], site: str) -> list[Tensor]:
     """The contiguous pieces of a site in order, of which there is at least one."""
     some = tensors.pieces(site) if isinstance(tensors, Pieces) else [tensors[site]]
     return [piece.contiguous() for piece in some]
+
+
+def bits_of(x: Tensor) -> Tensor:
+    """The elements of a contiguous tensor as whole numbers, in the same memory."""
+    return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
 def _small_ones_joined(pieces: list[Tensor]) -> list[Tensor]:
@@ -98,7 +110,6 @@ CORE = pa.schema(
 """index columns that every dump has, besides the locators and the labels of its task"""
 KEYS = ("example", "branch", "position")
 """columns that identify a row; rows are sorted by them"""
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -127,17 +138,17 @@ class Content:
                 digest.update(block)
         return digest.hexdigest()
 
-    def select(self, rows: np.ndarray) -> "Content":
+    def select(self, rows: np.ndarray) -> Content:
         """Select rows by number or by mask, in order."""
         numbers = np.flatnonzero(rows) if rows.dtype == bool else rows
         chosen = torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64))
         return Content({name: x[chosen] for name, x in self.tensors.items()}, self.index.take(pa.array(numbers)))
 
-    def accepted(self) -> "Content":
+    def accepted(self) -> Content:
         """The rows of the accepted path only."""
         return self.select(self.index.column("accepted").to_numpy(zero_copy_only=False).astype(bool))
 
-    def of_examples(self, examples: Sequence[int]) -> "Content":
+    def of_examples(self, examples: Sequence[int]) -> Content:
         """The rows of some examples."""
         return self.select(np.isin(self.index.column("example").to_numpy(), np.asarray(examples)))
 
@@ -159,7 +170,7 @@ def _tensor_bytes(name: str, pieces: list[Tensor], mask: np.ndarray) -> Iterable
     yield f"tensor {name} {dtype} {shape}\n".encode()
     first = 0
     for piece in pieces:
-        raw = piece.view(BITS[piece.element_size()]).numpy()
+        raw = bits_of(piece).numpy()
         for start, end in _runs(mask[first : first + len(raw)]):
             yield raw[start:end]
         first += len(raw)
@@ -291,8 +302,7 @@ def _column_differs(here: pa.ChunkedArray, there: pa.ChunkedArray) -> int | None
 
 def _tensor_differs(here: Tensor, there: Tensor) -> list[int] | None:
     """Indices of the first element whose bits differ."""
-    bits = BITS[here.element_size()]
-    wrong = (here.contiguous().view(bits) != there.contiguous().view(bits)).flatten().nonzero()
+    wrong = (bits_of(here.contiguous()) != bits_of(there.contiguous())).flatten().nonzero()
     return [int(i) for i in np.unravel_index(int(wrong[0]), here.shape)] if len(wrong) else None
 
 

@@ -1,18 +1,18 @@
-"""`DumpFiles`: the files of a finished dump, opened on first use and checked against the manifest."""
+"""Reads the rows of a finished dump: its files, checked against the manifest, filters, site arrays, statistics."""
+
+from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import torch
-from torch import Tensor
 from tqdm.auto import tqdm
 
 from replaylens.engine.dump.content import CORE, LOCATORS, Content
@@ -20,11 +20,15 @@ from replaylens.engine.dump.manifest import INDEX, IndexEntry, Manifest, ShardEn
 from replaylens.engine.dump.shard import CheckedShards, MappedShards, ShardFile, hashing_threads
 from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import BadDump, BadRequest, StoreFailed
-from replaylens.engine.request.values import integer, short_repr
-from replaylens.engine.terminal import hidden
+from replaylens.engine.request.values import integer, is_tensor, short_repr
+from replaylens.engine.terminal import Later, hidden
 
 if TYPE_CHECKING:
     import pandas as pd
+    import torch
+    from torch import Tensor
+else:
+    torch = Later("torch")
 
 # ---- filter ----------------------------------------------------------------------------------------------------------
 # Filters on a dump's index: the conditions of `where`, evaluated on one shard's index at a time.
@@ -41,7 +45,7 @@ class Filter:
     column: str | None
     wanted: Any
 
-    def mask(self, frame: "pd.DataFrame") -> np.ndarray:
+    def mask(self, frame: pd.DataFrame) -> np.ndarray:
         """One boolean per row of the frame."""
         if self.column is None:
             return self._called(frame)
@@ -55,7 +59,7 @@ class Filter:
             found = self._equal(values)
         return np.asarray(found.fillna(False), dtype=bool)
 
-    def _equal(self, values: "pd.Series") -> "pd.Series":
+    def _equal(self, values: pd.Series) -> pd.Series:
         """Whether values are what is wanted, or one of several. BadRequest for what nothing compares with."""
         try:
             several = isinstance(self.wanted, Iterable) and not isinstance(self.wanted, str | bytes)
@@ -63,7 +67,7 @@ class Filter:
         except (TypeError, ValueError, RuntimeError, OverflowError):  # unhashable, a dimension too many, or too large
             raise BadRequest(f"where {self.column}={self.wanted!r:.60}: give a value, several, a range or a slice") from None
 
-    def _within(self, values: "pd.Series") -> "pd.Series":
+    def _within(self, values: pd.Series) -> pd.Series:
         """Whether each value lies in [start, stop) of the wanted range; BadRequest if they cannot be compared."""
         start, stop = self.wanted.start, self.wanted.stop
         if self.wanted.step not in (None, 1):
@@ -82,7 +86,7 @@ class Filter:
             ) from None
         return found
 
-    def _called(self, frame: "pd.DataFrame") -> np.ndarray:
+    def _called(self, frame: pd.DataFrame) -> np.ndarray:
         given = self.wanted(frame)
         if hasattr(given, "fillna"):
             given = given.fillna(False)  # a comparison with a missing label is missing, too
@@ -116,7 +120,7 @@ def columns_needed(filters: Iterable[Filter], known: list[str]) -> list[str]:
     return list(needed)
 
 
-def add_depth(frame: "pd.DataFrame") -> "pd.DataFrame":
+def add_depth(frame: pd.DataFrame) -> pd.DataFrame:
     """Add the column `depth`: 0 on the accepted path, then the number of tokens since the fork, from 1."""
     if not set(DEPTH_NEEDS) <= set(frame.columns):
         return frame
@@ -125,13 +129,14 @@ def add_depth(frame: "pd.DataFrame") -> "pd.DataFrame":
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
+# `DumpFiles`: the files of a finished dump, opened on first use and checked against the manifest.
 
 _OPEN_SHARDS = 1024
 """mapped, which takes no file handle and no memory"""
 _FRAMES = 8
 
 
-def frame_of(lines: pa.Table) -> "pd.DataFrame":
+def frame_of(lines: pa.Table) -> pd.DataFrame:
     """Index lines as a pandas frame, with `depth`. Columns with missing values keep their integer or boolean type."""
     import pandas as pd
 
@@ -250,11 +255,11 @@ class DumpFiles:
         self.check([number])
         return opened
 
-    def _read_frame(self, number: int) -> "pd.DataFrame":
+    def _read_frame(self, number: int) -> pd.DataFrame:
         """One shard's index as a pandas frame, with the column `depth`. The frame is cached: do not modify it."""
         return self.to_frame(self.lines(number, self.columns))
 
-    def to_frame(self, lines: pa.Table) -> "pd.DataFrame":
+    def to_frame(self, lines: pa.Table) -> pd.DataFrame:
         """Index lines as a pandas frame, with `depth`; see `frame_of`."""
         return frame_of(lines)
 
@@ -303,7 +308,7 @@ class DumpFiles:
 # acts[[7, 3, 7]]             # these rows, in this order
 # acts.pieces()               # the shards' own bytes, mapped without a copy
 
-RowNumbers = Sequence[int] | np.ndarray | Tensor | slice
+RowNumbers = Union[Sequence[int], np.ndarray, "Tensor", slice]
 """rows of a dump: their numbers, a mask with one boolean per row, or a slice"""
 _RUN_ROWS = 64
 """average length of a run from which on copying it whole is faster than picking its rows one by one"""
@@ -333,7 +338,7 @@ class Located:
     """within the shards"""
 
     @classmethod
-    def of(cls, starts: np.ndarray, numbers: np.ndarray) -> "Located":
+    def of(cls, starts: np.ndarray, numbers: np.ndarray) -> Located:
         """`starts`: as given by `shard_starts`; `numbers`: rows of the dump, all of them in range."""
         shards = np.searchsorted(starts, numbers, side="right") - 1
         return cls(shards, numbers - starts[shards])
@@ -371,7 +376,7 @@ def row_numbers(rows: Any, count: int) -> np.ndarray:
             return np.arange(*rows.indices(count), dtype=np.int64)
         except TypeError:
             raise BadRequest(f"Invalid rows={short_repr(rows)}. Give a slice of whole numbers.") from None
-    found = np.asarray(rows.cpu() if isinstance(rows, Tensor) else rows)
+    found = np.asarray(rows.cpu() if is_tensor(rows) else rows)
     if found.dtype == bool and found.shape == (count,):
         return np.flatnonzero(found)
     if found.ndim != 1 or (found.dtype.kind not in "iu" and found.size):
@@ -448,7 +453,7 @@ class SiteArray:
         dtype: torch.dtype = getattr(torch, self.files.manifest.sites[self.name].dtype)
         return dtype
 
-    def __getitem__(self, rows: "int | RowNumbers") -> Tensor:
+    def __getitem__(self, rows: int | RowNumbers) -> Tensor:
         """One row, or several in the order asked for. The caller owns the result."""
         one = integer(rows)
         numbers = row_numbers(rows if one is None else [one], len(self))

@@ -1,7 +1,7 @@
 """`DumpLock`: at most one live process writes a given shard of a dump. The lock of a dead process is taken over.
 
 On a local disk the lock is the kernel's (`flock`), which ends with the process. Elsewhere it is a file that names its owner.
-For other hosts it is a lease (`replaylens.engine.dump.lock`), which expires unless its owner renews it.
+For other hosts it is a lease, which expires unless its owner renews it.
 
 An owner that was suspended for longer than that notices at its next renewal, and leaves the lock to the new owner. What both
 wrote meanwhile has the same bits.

@@ -1,10 +1,12 @@
 """`ShardMaker`: replays the examples of a shard on an engine and returns their rows."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +17,6 @@ from replaylens.engine.dump.content import CORE, Content, Pieces, pieces_of
 from replaylens.engine.dump.manifest import SiteEntry
 from replaylens.engine.dump.plan import (
     CUSTOM,
-    DTYPES,
     FORMS,
     POSITIONS,
     PREFIX,
@@ -24,6 +25,7 @@ from replaylens.engine.dump.plan import (
     ExamplePath,
     NamedPosition,
     Selector,
+    check_texts,
     compact,
     ends_of,
     matched,
@@ -39,11 +41,12 @@ from replaylens.engine.lens.lens import TunedLens
 from replaylens.engine.loop.admission import FIXED_WINDOW
 from replaylens.engine.model import modes
 from replaylens.engine.model.sites import layer_of
+from replaylens.engine.records import LensSpec
 from replaylens.engine.replay.replayer import ReplayOptions, Result, own_edits, replay_examples
-from replaylens.engine.request.capture import LensSpec, Rows
+from replaylens.engine.request.capture import Rows
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import as_bool, as_instance, as_int, short_repr
+from replaylens.engine.request.values import as_bool, as_instance, as_int, defines, short_repr, verb
 from replaylens.engine.serving.core import Core
 from replaylens.tasks.reading import RESERVED
 from replaylens.tasks.registry import require_own_name
@@ -53,13 +56,36 @@ from replaylens.tasks.texts import GivenTexts
 # ---- planning --------------------------------------------------------------------------------------------------------
 # `make_plan`: from a user's options to a `DumpPlan` with every name resolved.
 
-MAX_TEXT_BYTES = 1 << 27
-"""limit for the texts of one dump, which its plan and its manifest hold"""
+
+class ReplayKeywords(TypedDict, total=False):
+    """How examples are replayed. `Engine.replay` documents it."""
+
+    window: int | None
+    sampling: Sampling | None
+    edits: Sequence[Edit]
+    max_new: int | None
 
 
+class PlanKeywords(ReplayKeywords, total=False):
+    """What a dump holds, as far as it can be sent to workers. `make_plan` documents it."""
+
+    sites: str | Sequence[str]
+    drafter: str
+    rejected: bool
+    positions: str | Selector
+    dtype: str | None
+    examples_per_shard: int
+    top_k: int
+    targets: Sequence[str | int]
+    full: bool
+    probabilities: bool
+
+
+@defines(ReplayKeywords, PlanKeywords)
+@verb
 def make_plan(
     engine: Core,
-    task: "AnyTask",
+    task: AnyTask,
     examples: int | Iterable[int],
     *,
     sites: str | Sequence[str] = "STCZ",
@@ -97,27 +123,17 @@ def make_plan(
     keep       the largest number of features per row, the strongest; default: k of a TopK SAE, else 64
     """
     require_own_name(type(task))
-    edits, drafter = engine.tokenized(edits), as_instance("drafter", drafter, str, "the name of a drafter")
-    if not isinstance(positions, str) and (not callable(positions) or isinstance(positions, type)):
-        raise BadRequest(
-            f"positions={short_repr(positions)}: give one of {', '.join(POSITIONS)}, {FORMS}, or a function of a path"
-        )
-    indices = compact(examples)
-    if isinstance(task, GivenTexts):
-        _check_texts(task, positions, indices)
+    edits, indices = engine.tokenized(edits), compact(examples)
+    _check_positions(task, positions, indices)
     spec = engine.capture_spec(sites, rejected=rejected, top_k=top_k, targets=targets, full=full, lens=lens)
     stored = planned(engine, features, keep)
     if not spec.sites and not spec.thoughts and spec.lens is None and not stored:
         raise BadRequest(f"sites={sites!r} stores nothing. Give letters of STCZ, or site names.")
-    for name in spec.sites:
-        if 0 in engine.sites.sites[name].shape:
-            raise BadRequest(
-                f"{name} cannot be dumped: its width is the number of keys, and a dump holds rows of one width. Leave it out."
-            )
-    custom = None if isinstance(positions, str) else positions
+    _check_widths(engine, spec.sites)
+    drafter = as_instance("drafter", drafter, str, "the name of a drafter")
     return DumpPlan(
         task=task.name,
-        knobs=plain({name: value for name, value in vars(task.knobs).items()}),
+        knobs=plain(dict(vars(task.knobs))),
         examples=indices,
         sites=spec.sites + spec.thoughts,
         lens=spec.lens,
@@ -133,58 +149,34 @@ def make_plan(
         edits=tuple(edit.to_json() for edit in edits),
         probabilities=as_bool("probabilities", probabilities),
         features=stored,
-        selector=custom,
+        selector=None if isinstance(positions, str) else positions,
         encoders=dict(features),
     )
 
 
-def _check_texts(task: GivenTexts, positions: str | Selector, indices: Sequence[int]) -> None:
-    """Raise BadRequest if a dump cannot hold the texts, or if they lack the positions or indices."""
-    if indices and indices[-1] >= len(task):
-        raise BadRequest(f"Text {indices[-1]} was asked for, but there are only {len(task)}, from 0 on. Give fewer examples.")
-    if positions == "steps":
-        raise BadRequest("Given texts have no steps. Use positions such as 'all', 'last' or 'text:SUBSTRING'.")
-    place = NamedPosition.parse(positions) if isinstance(positions, str) else None
-    if place is not None and place.kind == "label" and place.name not in task.label_names:
-        raise BadRequest(no_such("label", place.name, task.label_names))
-    if (size := len(task.knobs.canonical())) > MAX_TEXT_BYTES:
+def _check_widths(engine: Core, sites: Sequence[str]) -> None:
+    """Raise BadRequest for a site whose rows differ in width."""
+    for name in sites:
+        if 0 in engine.sites.sites[name].shape:
+            raise BadRequest(
+                f"{name} cannot be dumped: its width is the number of keys, and a dump holds rows of one width. Leave it out."
+            )
+
+
+def _check_positions(task: AnyTask, positions: str | Selector, indices: Sequence[int]) -> None:
+    """Raise BadRequest if there are no such positions, or if given texts lack them."""
+    if not isinstance(positions, str) and (not callable(positions) or isinstance(positions, type)):
         raise BadRequest(
-            f"The texts take {size / 1e6:.0f} MB, and the plan of a dump holds up to {MAX_TEXT_BYTES / 1e6:.0f} MB. Write "
-            f"several dumps."
+            f"positions={short_repr(positions)}: give one of {', '.join(POSITIONS)}, {FORMS}, or a function of a path"
         )
+    if isinstance(task, GivenTexts):
+        check_texts(task, positions, indices)
 
 
-def plan_of_run(
-    engine: Core,
-    task: AnyTask,
-    indices: Iterable[int],
-    options: ReplayOptions,
-    positions: str | Selector = "all",
-    dtype: str | None = None,
-    examples_per_shard: int = 128,
-    probabilities: bool = True,
-    features: Encoders = MappingProxyType({}),
-    keep: int | None = None,
-) -> DumpPlan:
-    """The plan that would reproduce a run: the same task and the same options."""
-    return make_plan(
-        engine,
-        task,
-        indices,
-        sites=options.sites or (),
-        drafter=options.drafter,
-        window=options.window,
-        sampling=options.sampling,
-        edits=options.edits,
-        max_new=options.max_new,
-        rejected=options.rejected,
-        positions=positions,
-        dtype=dtype,
-        examples_per_shard=examples_per_shard,
-        probabilities=probabilities,
-        features=features,
-        keep=keep,
-    )
+def plan_of_run(engine: Core, task: AnyTask, indices: Iterable[int], options: ReplayOptions, **stored: Any) -> DumpPlan:
+    """The plan that would reproduce a run: the same task and the same options, and more of `make_plan`."""
+    replayed = {name: value for name, value in vars(options).items() if name != "deterministic"}
+    return make_plan(engine, task, indices, **replayed | {"sites": options.sites or ()}, **stored)
 
 
 def drafter_settings(engine: Core, name: str) -> dict[str, Any]:
@@ -502,9 +494,9 @@ def _lens_rows(engine: Core, spec: LensSpec, paths: list[ExamplePath], chosen: T
 
 def _cast(site: str, x: Tensor, dtype: str) -> Tensor:
     """Round to nearest even, the same on every machine. BadRequest if a value overflows."""
-    if x.dtype is DTYPES[dtype] or not x.is_floating_point():
+    if x.dtype is getattr(torch, dtype) or not x.is_floating_point():
         return x
-    cast = x.to(DTYPES[dtype])
+    cast = x.to(getattr(torch, dtype))
     if not bool(torch.isfinite(cast).all()):
         raise BadRequest(f"{site} has values up to {float(x.abs().max()):.3g}, too large for {dtype}. Use bfloat16 or float32.")
     return cast
@@ -519,7 +511,7 @@ class ShardMaker:
     task  required if the plan's task is not registered
     """
 
-    def __init__(self, engine: Core, plan: DumpPlan, batch: int = 32, task: "AnyTask | None" = None) -> None:
+    def __init__(self, engine: Core, plan: DumpPlan, batch: int = 32, task: AnyTask | None = None) -> None:
         if batch < 1:
             raise BadRequest(f"Invalid batch {batch}. Give at least 1.")
         self.engine, self.plan, self.batch = engine, plan, batch
@@ -604,7 +596,7 @@ def write_dump(
     part: WorkerPart = (0, 1),
     progress: bool = False,
     writers: int = 1,
-) -> "Dump | None":
+) -> Dump | None:
     """Replay the plan's examples into a dump. Returns the finished dump, or None while shards of other writers are missing.
 
     batch    number of examples replayed together; changes no bit

@@ -1,5 +1,7 @@
 """`DumpPlan`: everything that determines a dump's content. Batch size, workers and order of work are not part of it."""
 
+from __future__ import annotations
+
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,24 +11,28 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from msgspec import UNSET, UnsetType
-from torch import Tensor
 
 from replaylens import tasks
 from replaylens.engine.errors import BadDump, BadRequest, no_such
-from replaylens.engine.records import Count, Hash, Positive, build
-from replaylens.engine.request.capture import LensSpec, Recording
-from replaylens.engine.request.edits import Edit, EditRecord
+from replaylens.engine.records import Count, EditRecord, Hash, LensSpec, Positive, build
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_instance, as_int, as_list, integer, short_repr
+from replaylens.engine.terminal import Later
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from replaylens.engine.features.features import SparseFeatures
     from replaylens.engine.features.rows import FeatureRows
+    from replaylens.engine.request.capture import Recording
     from replaylens.engine.serving.core import Core
     from replaylens.tasks.reading import Label, Reading
     from replaylens.tasks.task import AnyTask, Example
+    from replaylens.tasks.texts import GivenTexts
+else:
+    torch = Later("torch")
 
 # ---- places ----------------------------------------------------------------------------------------------------------
 # `NamedPosition`: positions of a path by name, which a plan can hold and a probe can ask for.
@@ -56,7 +62,7 @@ class NamedPosition:
     stop: int | None = None
 
     @classmethod
-    def parse(cls, spec: str) -> "NamedPosition | None":
+    def parse(cls, spec: str) -> NamedPosition | None:
         """The place of a spec; None if it is none of these forms."""
         if found := _NAMED.fullmatch(spec):
             return cls(found["kind"], found["name"])
@@ -91,7 +97,7 @@ def ends_of(substring: str, pieces: Sequence[str]) -> list[int]:
 class ExamplePath:
     """One token path of an example, with the rows that it does not share with the accepted path: those from `base` on."""
 
-    example: "Example"
+    example: Example
     branch: int
     """0: the accepted path"""
     tokens: list[int]
@@ -102,7 +108,7 @@ class ExamplePath:
     recording: Recording
     tokenizer: Any
 
-    accepted: "ExamplePath | None" = None
+    accepted: ExamplePath | None = None
     """the accepted path of the example, if this is a rejected one: up to `base` it has the same tokens"""
 
     @cached_property
@@ -122,12 +128,12 @@ class ExamplePath:
         return self._text[1]
 
     @cached_property
-    def reading(self) -> "Reading":
+    def reading(self) -> Reading:
         """The task's reading of the text."""
         known = self.accepted.reading if self.accepted is not None else None
         return self.example.maker.read(self.text, self.example.index, known)
 
-    def labels_at(self, positions: Sequence[int], names: Sequence[str]) -> "dict[str, list[Label]]":
+    def labels_at(self, positions: Sequence[int], names: Sequence[str]) -> dict[str, list[Label]]:
         """Labels of some of its tokens: those of a given text are known by position, others are read from the text."""
         from replaylens.tasks.reading import SHUFFLED
         from replaylens.tasks.texts import GivenTexts
@@ -184,7 +190,7 @@ Encoders = Mapping[str, "SparseFeatures"]
 """name in the dump -> the features"""
 
 
-def planned(engine: "Core", encoders: Encoders, keep: int | None) -> tuple[StoredFeatures, ...]:
+def planned(engine: Core, encoders: Encoders, keep: int | None) -> tuple[StoredFeatures, ...]:
     """The plan's entries for these features. BadRequest, UnknownSite or BadWeights if they do not fit the model.
 
     keep  features per row; None: k of a TopK SAE, else 64
@@ -225,7 +231,7 @@ def named(stored: Sequence[StoredFeatures], name: str) -> StoredFeatures:
     raise BadRequest(no_such("features", str(name)[:60], [each.name for each in stored]))
 
 
-def to_tensors(stored: StoredFeatures, found: "FeatureRows") -> dict[str, Tensor]:
+def to_tensors(stored: StoredFeatures, found: FeatureRows) -> dict[str, Tensor]:
     """The tensors of some rows: [rows, keep], [rows, keep] and [rows]. Of equal activations the first features are kept."""
     rows, indices, values = found.rows_of_entries.numpy(), found.indices.numpy(), found.values.numpy()
     order = np.lexsort((indices, -values, rows))
@@ -238,7 +244,7 @@ def to_tensors(stored: StoredFeatures, found: "FeatureRows") -> dict[str, Tensor
     return dict(zip(stored.tensors, made, strict=True))
 
 
-def to_rows(stored: StoredFeatures, indices: Tensor, values: Tensor) -> "FeatureRows":
+def to_rows(stored: StoredFeatures, indices: Tensor, values: Tensor) -> FeatureRows:
     """Inverse of `to_tensors`, up to the features that were not kept. BadDump for numbers that no feature has."""
     from replaylens.engine.features.rows import FeatureRows
 
@@ -254,11 +260,13 @@ def to_rows(stored: StoredFeatures, indices: Tensor, values: Tensor) -> "Feature
 
 # ---- plan ------------------------------------------------------------------------------------------------------------
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = ("float32", "bfloat16", "float16")
 POSITIONS = ("all", "generated", "last", "steps")
 CUSTOM = "custom:"
 Selector = Callable[[ExamplePath], Iterable[int]]
 """path -> the positions to keep"""
+MAX_TEXT_BYTES = 1 << 27
+"""limit for the texts of one dump, which its plan and its manifest hold"""
 
 
 @dataclass(frozen=True)
@@ -332,7 +340,7 @@ class DumpPlan:
         """The examples of one shard."""
         return self.examples[shard * self.examples_per_shard : (shard + 1) * self.examples_per_shard]
 
-    def make_task(self) -> "AnyTask":
+    def make_task(self) -> AnyTask:
         """The task with its settings; UnknownTask, which says how to register it, if no task of this name is known."""
         return tasks.get(self.task)(**self.knobs)
 
@@ -356,23 +364,30 @@ class DumpPlan:
         return plain({**raw, "examples": spelled, "lens": lens, "sampling": self.sampling.to_json()})
 
     @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> "DumpPlan":
+    def from_json(cls, raw: dict[str, Any]) -> DumpPlan:
         """Inverse of `to_json`; BadRequest names the first field that is missing, unknown, or of another type."""
         read = build(PlanRecord, raw, "The plan", BadRequest)
         for name, kind in (("sampling", Sampling), ("lens", LensSpec)):  # their defaults are for callers, not for files
             written = [each.name for each in fields(kind) if each.name != "tuned"]  # which is younger than dumps
             if missing := [] if raw[name] is None else [each for each in written if each not in raw[name]]:
                 raise BadRequest(f"The plan is invalid: missing field `{missing[0]}` - at `$.{name}`.")
-        edits = tuple(Edit.from_json(edit).to_json() for edit in raw.get("edits", ()))
+        edits = _checked_edits(raw["edits"]) if raw.get("edits") else ()
         return cls(**{**vars(read), "examples": read.examples.listed(), "edits": edits})
 
-    def differences(self, other: "DumpPlan") -> list[str]:
+    def differences(self, other: DumpPlan) -> list[str]:
         """One readable line per option that differs."""
         mine, theirs = ({"features": [], **plan.to_json(), "probabilities": plan.probabilities} for plan in (self, other))
         if mine["knobs"] != theirs["knobs"]:  # texts are too long for a line
             mine["knobs"], theirs["knobs"] = self.cited_knobs, other.cited_knobs
         other_edits = ["edits: other interventions"] if mine.pop("edits", None) != theirs.pop("edits", None) else []
         return other_edits + [f"{name}: {mine[name]} here, {theirs[name]} there" for name in mine if mine[name] != theirs[name]]
+
+
+def _checked_edits(raw: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Edits as `Edit.to_json` writes them. Their values are tensors, which need torch."""
+    from replaylens.engine.request.edits import Edit
+
+    return tuple(Edit.from_json(edit).to_json() for edit in raw)
 
 
 @dataclass(frozen=True)
@@ -438,3 +453,19 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     return value
+
+
+def check_texts(task: GivenTexts, positions: str | Selector, indices: Sequence[int]) -> None:
+    """Raise BadRequest if a dump cannot hold the texts, or if they lack the positions or indices."""
+    if indices and indices[-1] >= len(task):
+        raise BadRequest(f"Text {indices[-1]} was asked for, but there are only {len(task)}, from 0 on. Give fewer examples.")
+    if positions == "steps":
+        raise BadRequest("Given texts have no steps. Use positions such as 'all', 'last' or 'text:SUBSTRING'.")
+    place = NamedPosition.parse(positions) if isinstance(positions, str) else None
+    if place is not None and place.kind == "label" and place.name not in task.label_names:
+        raise BadRequest(no_such("label", place.name, task.label_names))
+    if (size := len(task.knobs.canonical())) > MAX_TEXT_BYTES:
+        raise BadRequest(
+            f"The texts take {size / 1e6:.0f} MB, and the plan of a dump holds up to {MAX_TEXT_BYTES / 1e6:.0f} MB. Write "
+            f"several dumps."
+        )

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from replaylens.engine.dump.content import CORE
-from replaylens.engine.dump.feed import Feed, RowOrder, to_dataset
 from replaylens.engine.dump.files import (
     DumpFiles,
     Filter,
@@ -37,14 +35,16 @@ from replaylens.engine.dump.plan import named, to_rows
 from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import BadDump, BadRequest, UnknownSite, no_such
 from replaylens.engine.model.sites import BY_SLOT, at_layer, same_value, warn_of_mixed_experts
-from replaylens.engine.request.capture import Rows
 from replaylens.engine.request.values import as_bool, as_instance, as_int, as_list, hides, short_repr
 
 if TYPE_CHECKING:
     import pandas as pd
     from datasets import Dataset
+    from torch import Tensor
 
+    from replaylens.engine.dump.feed import Feed
     from replaylens.engine.features.rows import FeatureRows
+    from replaylens.engine.request.capture import Rows
 
 
 SiteName = str | tuple[str, int]
@@ -288,6 +288,8 @@ class Dump:
                    one epoch into the next
         drop_last  leave out a last batch that is smaller than the others
         """
+        from replaylens.engine.dump.feed import Feed, RowOrder
+
         order = RowOrder(len(self), seed, shuffle)
         return Feed(self.files, self.resolve_all(sites), self._selected(), order, batch_size, epochs, drop_last)
 
@@ -298,6 +300,8 @@ class Dump:
     def to_dataset(self, sites: str | Sequence[SiteName] | None = None) -> Dataset:
         """A Hugging Face `Dataset` of the index columns and the sites. The sites of a local dump are mapped, not copied, unless
         rows are filtered or bfloat16. Raises MissingPackage without the package `datasets`."""
+        from replaylens.engine.dump.feed import to_dataset
+
         return to_dataset(self.files, self.resolve_all(sites), self._selected())
 
     def to_activation_cache(self, example: int, branch: int = 0) -> Any:

@@ -3,6 +3,8 @@
 A local shard is memory-mapped. From a remote shard, only the header and the wanted rows are fetched.
 """
 
+from __future__ import annotations
+
 import ctypes
 import hashlib
 import json
@@ -15,22 +17,25 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from replaylens.engine.dump.content import pieces_of
+from replaylens.engine.dump.content import bits_of, pieces_of
 from replaylens.engine.dump.manifest import Manifest, ShardEntry, SiteEntry
 from replaylens.engine.dump.store import HashingFile, Store
 from replaylens.engine.errors import BadDump, DamagedShard, StoreFailed
-from replaylens.engine.model.hub import cache_folder
+from replaylens.engine.terminal import Later
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = Later("torch")
 
 # ---- shard -----------------------------------------------------------------------------------------------------------
 
 _CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "int64": "I64"}
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAX_HEADER = 100_000_000
 _USUAL_HEADER = 1 << 14
 """bytes read first; most headers are shorter, so that one request suffices"""
@@ -51,7 +56,7 @@ def write_shard(file: HashingFile, tensors: Mapping[str, Tensor]) -> None:
     for name in sorted(tensors):
         for x in pieces_of(tensors, name):
             if x.numel():
-                file.write(x.view(_BITS[x.element_size()]).numpy().reshape(-1))
+                file.write(bits_of(x).numpy().reshape(-1))
 
 
 class ShardFile:
@@ -304,6 +309,8 @@ class CheckedShards:
 
     @property
     def _record(self) -> Path:
+        from replaylens.engine.model.hub import cache_folder
+
         where = os.path.realpath(self.store.root) if self.store.local else self.store.url
         return cache_folder() / "shards" / f"{hashlib.sha256(where.encode()).hexdigest()[:32]}.txt"
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from replaylens.engine.display import visible
 from replaylens.engine.errors import BadRange, BadRequest, NotCertified
-from replaylens.kernels.cpu import Panels, product
 from replaylens.engine.request.values import as_int, as_list, integer
+from replaylens.kernels.cpu import Panels, product
 
 if TYPE_CHECKING:
     import pandas as pd

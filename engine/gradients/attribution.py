@@ -1,4 +1,4 @@
-"""`Attribution`: estimated effects by site and position, with the real effects beside them."""
+"""Attribution by gradients: effects of activations estimated by patching, and by integrating along a path."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 
 # ---- effects ---------------------------------------------------------------------------------------------------------
+# `Attribution`: estimated effects by site and position, with the real effects beside them.
 
 _TITLES = {
     "hook_in": "residual stream",
@@ -324,9 +325,9 @@ def _measured(function: LogitsFunction, logits: Tensor) -> Tensor:
 
 def paths_of(engine: Core, *prompts: Prompt) -> list[list[int]]:
     """The tokens of prompts of one length; BadRequest if they differ, NoGradient if the model thinks."""
-    from replaylens.engine.thinking.core import ThinkingCore
+    from replaylens.engine.thinking.core import ThinkingEngine
 
-    if isinstance(engine, ThinkingCore):
+    if isinstance(engine, ThinkingEngine):
         raise NoGradient("No gradient flows through thoughts. Use a plain model.")
     paths = [engine.tokens_of(prompt) for prompt in prompts]
     if len({len(path) for path in paths}) > 1:

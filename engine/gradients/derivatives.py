@@ -1,4 +1,4 @@
-"""Derivatives of norms, activations, rotations and soft caps. `g` is always the gradient of what the op returns."""
+"""The derivative of every op of a decoder: norms, activations, products, attention, mixtures of experts."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +15,7 @@ from replaylens.engine.model.layers import Linear, Norm, Rotary, expert_products
 from replaylens.engine.model.ops import AttentionSpec, position_bias, softcap, visible
 
 # ---- rowwise ---------------------------------------------------------------------------------------------------------
+# Derivatives of norms, activations, rotations and soft caps. `g` is always the gradient of what the op returns.
 
 
 def through_norm(g: Tensor, x: Tensor, norm: Norm) -> Tensor:

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from replaylens.engine.errors import UnsupportedModel
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.request.capture import LensSpec, Rows
+from replaylens.engine.records import LensSpec
+from replaylens.engine.request.capture import Rows
 from replaylens.kernels.lens import lens
 
 _TOGETHER = 32768

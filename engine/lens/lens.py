@@ -20,7 +20,8 @@ from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.passes.runner import LENS_ROWS, Runner
-from replaylens.engine.request.capture import LensSpec, Rows
+from replaylens.engine.records import LensSpec
+from replaylens.engine.request.capture import Rows
 from replaylens.engine.request.values import as_instance
 from replaylens.kernels import cpu as portable
 
@@ -29,6 +30,7 @@ from replaylens.kernels import cpu as portable
 #
 # The plain lens reads every layer as if it were the last. A tuned lens translates it first. It is trained on captured
 # residual rows to minimise KL(final || layer), and saved with the hash of the unembedding that it belongs to.
+
 
 @dataclass(frozen=True, eq=False)
 class TunedLens:

@@ -1,9 +1,4 @@
-"""Acceptance: which drafts are accepted, and which token follows them.
-
-The canonical pass runs over [last token, draft 1, draft 2, ...]. Its row i chooses the token after the first i drafts.
-A draft is accepted if it equals the token chosen from the row before it. At the first mismatch, the chosen token follows.
-So every pass gains at least one token, and the committed tokens do not depend on the drafts.
-"""
+"""The end of a turn: which drafts are accepted, where the job ends, and the commit of tokens, KV and captured rows."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +16,15 @@ from replaylens.engine.memory.path import PathView
 from replaylens.engine.memory.tree import ORDINARY, BranchTree, TokenState
 from replaylens.engine.model.text import Text
 from replaylens.engine.passes.runner import Keep, PassResult, Runner
-from replaylens.engine.request.capture import HEAD_SITES, Chunk, Joined, LensSpec, PassTap, RowSlice
+from replaylens.engine.records import LensSpec
+from replaylens.engine.request.capture import HEAD_SITES, Chunk, Joined, PassTap, RowSlice
 
 # ---- verify ----------------------------------------------------------------------------------------------------------
+# Acceptance: which drafts are accepted, and which token follows them.
+#
+# The canonical pass runs over [last token, draft 1, draft 2, ...]. Its row i chooses the token after the first i drafts.
+# A draft is accepted if it equals the token chosen from the row before it. At the first mismatch, the chosen token follows.
+# So every pass gains at least one token, and the committed tokens do not depend on the drafts.
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,4 @@
-"""`PageTable`, and `PageRun`: pages that several tables begin with, counted once for all of them.
-
-A fork takes hold of the run that its parent's pages end with, and a release lets go of it: one number changes, however many
-pages the run has. Runs lie on each other like the branches of a tree. Each has one reference to each of its pages, and drops
-them when nobody holds it any more.
-
-    pages of a table:   [0, run.start) of the runs below | [run.start, run.end) of `run` | [run.end, ...) its own
-"""
+"""KV pages: `PageTable` of a branch, `PagePool`, which counts references, and `check_pages`, which counts them again."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +12,13 @@ from numpy.typing import NDArray
 from replaylens.engine.errors import BadPage, BadPoolSize, BadRange, ClosedTable, IntegrityError, OutOfPages
 
 # ---- page runs -------------------------------------------------------------------------------------------------------
+# `PageTable`, and `PageRun`: pages that several tables begin with, counted once for all of them.
+#
+# A fork takes hold of the run that its parent's pages end with, and a release lets go of it: one number changes, however many
+# pages the run has. Runs lie on each other like the branches of a tree. Each has one reference to each of its pages, and drops
+# them when nobody holds it any more.
+#
+#     pages of a table:   [0, run.start) of the runs below | [run.start, run.end) of `run` | [run.end, ...) its own
 
 
 @dataclass(slots=True, eq=False)

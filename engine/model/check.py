@@ -129,7 +129,9 @@ def _logits(model: Decoder, x: Tensor) -> Tensor:
     x = _normed(model, x)
     table, bias = model.unembedding, model.unembed_bias
     logits = torch.cat([x @ rows.to("cpu", torch.float32).t() for rows in table.split(_ROWS)], dim=-1)
-    return scaled_logits(logits if bias is None else logits + bias.to("cpu", torch.float32), model.config, SequenceOps([len(x)]))
+    return scaled_logits(
+        logits if bias is None else logits + bias.to("cpu", torch.float32), model.config, SequenceOps([len(x)])
+    )
 
 
 # ---- theirs --------------------------------------------------------------------------------------------------------------

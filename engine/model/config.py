@@ -1,15 +1,21 @@
 """`ModelConfig`: everything that distinguishes one decoder from another, except its weights."""
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from replaylens.engine.errors import BadConfig
+from replaylens.engine.terminal import Later
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = Later("torch")
 
 # ---- routing ---------------------------------------------------------------------------------------------------------
 # `Routing`: how a router's logits become chosen experts and their weights, and the plain form of that arithmetic.
@@ -66,7 +72,7 @@ def sigmoid(x: Tensor) -> Tensor:
 class Functions(NamedTuple):
     """What routing is made of. torch's can be differentiated; an engine's are those of its arithmetic."""
 
-    exp: Callable[[Tensor], Tensor] = torch.exp
+    exp: Callable[[Tensor], Tensor] = lambda x: x.exp()
     sigmoid: Callable[[Tensor], Tensor] = sigmoid
     row_sums: Callable[[Tensor], Tensor] = lambda x: x.sum(-1, keepdim=True)
     """over the last dimension: [..., 1]"""
@@ -415,7 +421,7 @@ class ModelConfig:
         return json.dumps(raw, sort_keys=True, indent=1)
 
     @classmethod
-    def from_json(cls, text: str) -> "ModelConfig":
+    def from_json(cls, text: str) -> ModelConfig:
         """Inverse of `to_json`; an unknown or missing field is an error."""
         try:
             raw: dict[str, Any] = dict(json.loads(text))

@@ -1,4 +1,4 @@
-"""The parts of a decoder that hold weights: products and norms. How they are computed is for `Ops` to say."""
+"""The parts of a decoder below its blocks: products, norms, rotary tables, experts. `Ops` computes them."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -14,6 +14,7 @@ from replaylens.engine.model import modes
 from replaylens.engine.model.config import NormKind, Rope
 
 # ---- layers ----------------------------------------------------------------------------------------------------------
+# The parts of a decoder that hold weights: products and norms. How they are computed is for `Ops` to say.
 
 
 class Linear(nn.Module):
@@ -205,9 +206,7 @@ def by_expert(chosen: Tensor) -> Iterator[tuple[int, Tensor]]:
     yield from zip(experts.tolist(), places.split(counts.tolist()), strict=True)
 
 
-def expert_products(
-    x: Tensor, chosen: Tensor, weight: Tensor, bias: Tensor | None, product: Product
-) -> Tensor:
+def expert_products(x: Tensor, chosen: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
     """Every row times the weights of its chosen experts: [rows, top, outputs].
 
     x       [rows, inputs], or [rows, top, inputs] with inputs of their own for each expert

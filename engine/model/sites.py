@@ -1,4 +1,4 @@
-"""The names of sites, as TransformerLens 4 has them: where they are, what they are called besides, and which are one value."""
+"""Sites: their names, as TransformerLens 4 has them, and `SiteTable`: those of a model, with letters and shapes."""
 
 import difflib
 import re
@@ -11,6 +11,7 @@ from replaylens.engine.errors import BadEdit, MixedExperts, UnknownSite
 from replaylens.engine.model.config import ModelConfig
 
 # ---- site names ------------------------------------------------------------------------------------------------------
+# The names of sites, as TransformerLens 4 has them: where they are, what they are called besides, and which are one value.
 
 SCORES = "attn.hook_attn_scores"
 KEY_SITES = ("attn.hook_pattern", SCORES)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # ---- batch -----------------------------------------------------------------------------------------------------------
 
+
 @dataclass(frozen=True)
 class Segment:
     """Consecutive new rows of one branch: `tokens` at positions start, start + 1, ...

@@ -35,7 +35,8 @@ from replaylens.engine.passes.edits_cuda import EditProgram, EditShape, ProgramT
 from replaylens.engine.passes.graphs import kept, recorded
 from replaylens.engine.passes.runner import Keep, Runner
 from replaylens.engine.passes.transfer import PendingRows, SiteGroup
-from replaylens.engine.request.capture import CaptureSpec, LensSpec, PassTap, PickableRows, Rows
+from replaylens.engine.records import LensSpec
+from replaylens.engine.request.capture import CaptureSpec, PassTap, PickableRows, Rows
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.kernels.launch import next_power_of_2

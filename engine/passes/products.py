@@ -9,6 +9,7 @@ from torch import Tensor
 from replaylens.engine.model.layers import Linear
 from replaylens.kernels.cpu import Panels, product
 
+
 class Products:
     """The products of one model. Packs each weight at its first use: weights must not change afterwards."""
 

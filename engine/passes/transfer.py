@@ -1,4 +1,4 @@
-"""`RingAllocator`: places in a buffer that is used again and again; `Memory`: ordinary memory that is used again."""
+"""The way of captured rows from the device to the host: a ring of pinned memory, rows that are pending, the copies."""
 
 import atexit
 import queue
@@ -17,6 +17,7 @@ from replaylens.engine.errors import InternalError
 from replaylens.engine.terminal import defer_interrupt
 
 # ---- ring ------------------------------------------------------------------------------------------------------------
+# `RingAllocator`: places in a buffer that is used again and again; `Memory`: ordinary memory that is used again.
 
 _GRAIN = 1 << 21
 """sizes of recycled memory are multiples of this; smaller pieces are not worth it"""

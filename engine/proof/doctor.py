@@ -82,9 +82,9 @@ def require(certificate: Certificate) -> Certificate:
     if certificate.failures:
         bad = certificate.failures[0]
         raise NotCertified(
-            f"{bad.op} {bad.shape}: '{bad.check}' gave other bits ({len(certificate.failures)} failures in all). This device does "
-            "not give canonical results. Update numba and llvmlite, or torch and triton on a GPU. `replaylens doctor` prints the "
-            "whole table."
+            f"{bad.op} {bad.shape}: '{bad.check}' gave other bits ({len(certificate.failures)} failures in all). This device "
+            "does not give canonical results. Update numba and llvmlite, or torch and triton on a GPU. `replaylens doctor` "
+            "prints the whole table."
         )
     if not certificate.has_teeth:
         raise NotCertified("No negative control differed, so the comparison proves nothing. Run `replaylens doctor`.")
@@ -168,7 +168,9 @@ def _cases() -> dict[str, Callable[[], Tensor]]:
         "log": lambda: cpu.apply("log", x.abs() + 2.0**-40),
         "activations": lambda: torch.cat([cpu.activate(x, kind, gated=False) for kind in cpu.ACTIVATIONS[:-1]]),
         "gated activations": lambda: torch.cat([cpu.activate(x[:, :576], kind, gated=True) for kind in cpu.ACTIVATIONS]),
-        "rotation": lambda: cpu.rotate_(x[:, :512].reshape(70, 8, 64), w.flatten()[: 90 * 64].view(90, 2, 32), torch.arange(70)),
+        "rotation": lambda: cpu.rotate_(
+            x[:, :512].reshape(70, 8, 64), w.flatten()[:5760].view(90, 2, 32), torch.arange(70)
+        ),
         "log-softmax": lambda: cpu.log_softmax_(row.clone()),
         "entropies": lambda: torch.stack(cpu.entropies(cpu.log_softmax_(row.clone())[None])),
         "attention": lambda: _attention(),

@@ -15,7 +15,7 @@ from replaylens.engine.model.decoder import Decoder, Mixture
 from replaylens.engine.model.layers import HeadLinear, Linear, Norm
 from replaylens.engine.passes.cuda import HeadOps, require_supported
 from replaylens.engine.proof.doctor import Certificate, Finding
-from replaylens.engine.request.capture import LensSpec
+from replaylens.engine.records import LensSpec
 from replaylens.kernels import attention as canonical
 from replaylens.kernels.grouped import grouped_matmul
 from replaylens.kernels.launch import KV_BLOCK, KV_SPLIT, grouped_rows

@@ -22,9 +22,8 @@ from replaylens.engine.errors import BadTrace, FingerprintMismatch
 from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.loading import weights_hash
-from replaylens.engine.records import Count, Fingerprint, Positive, build, parse
+from replaylens.engine.records import Count, Fingerprint, PlacedEditRecord, Positive, build, parse
 from replaylens.engine.request.capture import CaptureSpec
-from replaylens.engine.request.edits import PlacedEditRecord
 from replaylens.engine.request.sampling import Sampling
 
 # ---- events ----------------------------------------------------------------------------------------------------------

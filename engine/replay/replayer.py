@@ -1,4 +1,4 @@
-"""Replays task examples and given texts: prompt, generate, capture every row of the path."""
+"""Replays: of task examples and given texts, and of the recorded events of a trace."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +11,8 @@ from replaylens.engine.loop.lane import Lane, Statistics
 from replaylens.engine.memory.tree import ORDINARY, BranchRecord
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.proof.trace import Trace, path_digest
-from replaylens.engine.request.capture import CaptureSpec, LensSpec, PositionSlice, Recording
+from replaylens.engine.records import LensSpec
+from replaylens.engine.request.capture import CaptureSpec, PositionSlice, Recording
 from replaylens.engine.request.edits import Edit, listed
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import require_fit
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from replaylens.engine.thinking.thoughts import Thoughts
 
 # ---- examples --------------------------------------------------------------------------------------------------------
+# Replays task examples and given texts: prompt, generate, capture every row of the path.
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -175,8 +175,9 @@ class Run(Sequence[Result]):
             raise BadRequest("The examples are not of one task and setting, or some occur twice. Replay them as separate runs.")
         if self.options.sites is None:
             raise BadRequest("Nothing was captured. Replay with sites='STCZ' or site names.")
-        how = (positions, dtype, examples_per_shard, probabilities, features, keep)
-        plan = plan_of_run(self.engine, makers.pop(), list(by_index), self.options, *how)
+        how: dict[str, Any] = dict(positions=positions, dtype=dtype, probabilities=probabilities, features=features, keep=keep)
+        how["examples_per_shard"] = examples_per_shard
+        plan = plan_of_run(self.engine, makers.pop(), list(by_index), self.options, **how)
 
         def make(number: int, done: Callable[[int], object]) -> Content:
             content = assemble(self.engine, plan, [by_index[index] for index in plan.indices(number)])

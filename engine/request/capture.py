@@ -1,11 +1,11 @@
-"""`PositionSlice`: which positions of a branch are captured."""
+"""What a request captures (`CaptureSpec`, at the positions of a `PositionSlice`), and the rows: `Recording`."""
 
 import re
 from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -14,9 +14,11 @@ from replaylens.engine.errors import BadRequest, IntegrityError, UnknownSite
 from replaylens.engine.model import modes
 from replaylens.engine.model.ops import MASKED
 from replaylens.engine.model.sites import KEY_SITES, SCORES
+from replaylens.engine.records import LensSpec
 from replaylens.engine.request.values import as_instance
 
 # ---- positions -------------------------------------------------------------------------------------------------------
+# `PositionSlice`: which positions of a branch are captured.
 
 FORMS = "'all', 'prompt', 'response', 'last', or a slice of one of them, such as 'response[:32]' or 'all[::4]'"
 _FORM = re.compile(r"(all|prompt|response)(?:\[(-?\d*)(?:(:)(-?\d*)(?::(\d*))?)?\])?")
@@ -86,9 +88,6 @@ def before(positions: Sequence[int], limit: int) -> int:
 HEAD_SITES = ("ln_final.hook_scale", "ln_final.hook_normalized", "ln_final.hook_out", "unembed.hook_out")
 """sites after the last block: computed for captured rows only, from the residual stream that leaves the block"""
 
-MAX_TOP, MAX_TARGETS = 32, 63
-"""limits of the lens kernel per row; the emitted token takes one more target"""
-
 Rows = dict[str, Tensor]
 """site -> [rows, ...]"""
 
@@ -99,7 +98,7 @@ class CaptureSpec:
 
     sites: tuple[str, ...]
     """resolved site names"""
-    lens: "LensSpec | None" = None
+    lens: LensSpec | None = None
     rejected: bool = False
     """also keep the rows of rejected drafts, on their branch"""
 
@@ -128,35 +127,6 @@ class CaptureSpec:
     def lag(self) -> int:
         """How many tokens beyond its own a row depends on: Z holds the log-probability of the *next* token."""
         return 1 if self.lens else 0
-
-
-@dataclass(frozen=True)
-class LensSpec:
-    """How Z, the logit lens at every layer, is stored."""
-
-    sites: tuple[str, ...]
-    """the residual streams it reads, in layer order; the last is the model's own output"""
-    top_k: int = 8
-    targets: tuple[int, ...] = ()
-    """token ids whose log-probs are always kept"""
-    full: bool = False
-    """keep whole distributions"""
-    tuned: str | None = None
-    """digest of the tuned lens it is read through; None: the plain lens"""
-
-    def targets_on(self, device: torch.device) -> Tensor | None:
-        """`targets` as a tensor [tokens], int64; None: there are none."""
-        return torch.tensor(self.targets).to(device, non_blocking=True) if self.targets else None
-
-    @property
-    def fits_kernel(self) -> bool:
-        """Whether the kernel of a GPU can compute it. It cannot give whole distributions or long lists."""
-        return not self.full and self.top_k <= MAX_TOP and len(self.targets) <= MAX_TARGETS
-
-    @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> "LensSpec":
-        """Inverse of `asdict`, with lists for tuples."""
-        return cls(**{**raw, "sites": tuple(raw["sites"]), "targets": tuple(raw["targets"])})
 
 
 class Sent(Protocol):

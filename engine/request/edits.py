@@ -1,82 +1,22 @@
-"""How edits are written in files: by `Edit.to_json` in dump plans, and by `PlacedEdit.to_json` in traces."""
+"""`Edit`: an intervention on a branch; and hook functions, for what no edit can say."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
-from msgspec import UNSET, Meta, UnsetType
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses import FakeTensor
 
 from replaylens.engine.errors import BadEdit, BadRequest
 from replaylens.engine.model.sites import KEY_SITES, SiteTable
-from replaylens.engine.records import Count, Natural
 from replaylens.engine.request.capture import HEAD_SITES
 from replaylens.engine.request.placed import Op, tensor_from_json, tensor_to_json
 from replaylens.engine.request.values import as_bool, as_float, as_instance, as_int, as_list, integer, named_fields, short_repr
-
-# ---- records ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SliceRecord:
-    """Positions [start, stop)."""
-
-    start: int | None
-    stop: int | None
-
-
-@dataclass(frozen=True)
-class TensorRecord:
-    """float32, in base64."""
-
-    shape: Annotated[tuple[Count, ...], Meta(max_length=8)]
-    data: str
-
-
-@dataclass(frozen=True)
-class EditRecord:
-    """An edit as it was asked for."""
-
-    site: str
-    op: str
-    positions: int | tuple[int, ...] | SliceRecord | None
-    layers: tuple[int, ...] | None
-    factor: float
-    seed: Natural
-    value: TensorRecord | UnsetType = UNSET
-    heads: tuple[Count, ...] | UnsetType = UNSET
-    keys: int | tuple[int, ...] | SliceRecord | UnsetType = UNSET
-    keep_norm: bool | UnsetType = UNSET
-    when: TensorRecord | UnsetType = UNSET
-    tokens: tuple[str | Count, ...] | UnsetType = UNSET
-    experts: tuple[Count, ...] | UnsetType = UNSET
-
-
-@dataclass(frozen=True)
-class PlacedEditRecord:
-    """An edit at one site, with positions counted from 0."""
-
-    site: str
-    op: str
-    start: Count
-    stop: Count | None
-    picks: tuple[Count, ...]
-    factor: float
-    seed: Natural
-    needs: Count = 0
-    value: TensorRecord | UnsetType = UNSET
-    heads: tuple[Count, ...] = ()
-    keys: tuple[Count, ...] = ()
-    keep_norm: bool = False
-    when: TensorRecord | UnsetType = UNSET
-    tokens: tuple[Count, ...] = ()
-
 
 # ---- hooks -----------------------------------------------------------------------------------------------------------
 # Hook functions: on whole batches, and at names that can be read but not changed.

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.model import modes
 from replaylens.engine.request.values import as_bool, as_float, as_instance, as_int, as_list, named_fields
+from replaylens.engine.terminal import Later
+
+if TYPE_CHECKING:
+    from replaylens.engine.model import modes
+else:
+    modes = Later("replaylens.engine.model.modes")
 
 COLDEST = 1e-6
 """the smallest temperature above 0; much smaller ones overflow the scaled logits"""

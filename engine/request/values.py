@@ -3,23 +3,33 @@
 Every error names the option, the given value and what is accepted. NumPy and torch scalars count as numbers; booleans do not.
 """
 
+from __future__ import annotations
+
 import inspect
 import math
 import os
+import re
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Set
 from difflib import get_close_matches
 from functools import wraps
 from pathlib import Path
 from reprlib import Repr
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeGuard, TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, EngineError, UnknownOption
-from replaylens.engine.model import modes
+from replaylens.engine.terminal import Later
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from replaylens.engine.model import modes
+else:
+    torch, modes = Later("torch"), Later("replaylens.engine.model.modes")
 
 # ---- values ----------------------------------------------------------------------------------------------------------
 
@@ -54,7 +64,16 @@ def real(value: Any) -> float | None:
 
 
 def _without_dimensions(value: Any) -> Any:
-    return value.item() if isinstance(value, np.ndarray | Tensor) and value.ndim == 0 and _held(value) else value
+    return value.item() if _is_array(value) and value.ndim == 0 and _held(value) else value
+
+
+def is_tensor(value: Any) -> TypeGuard[Tensor]:
+    """Whether it is a tensor. While nobody has imported torch, nothing is."""
+    return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
+
+
+def _is_array(value: Any) -> TypeGuard[np.ndarray | Tensor]:
+    return isinstance(value, np.ndarray) or is_tensor(value)
 
 
 def _held(value: np.ndarray | Tensor) -> bool:
@@ -95,7 +114,7 @@ def as_instance(name: str, value: Any, kind: type[T], accepted: str, error: Erro
 
 def as_list(name: str, value: Any, accepted: str, error: Error = BadRequest) -> list[Any]:
     """An ordered iterable as a list; the error for single values, text, bytes, sets and mappings."""
-    single = isinstance(value, np.ndarray | Tensor) and value.ndim == 0
+    single = _is_array(value) and value.ndim == 0
     if single or isinstance(value, _UNORDERED) or not isinstance(value, Iterable):
         raise error(f"Invalid {name}={short_repr(value)}. Give {accepted}.")
     return list(value)
@@ -103,7 +122,7 @@ def as_list(name: str, value: Any, accepted: str, error: Error = BadRequest) -> 
 
 def token_ids(name: str, value: Any) -> list[Any]:
     """Token ids as plain numbers. Values that are not whole numbers are left for the check against the vocabulary."""
-    if isinstance(value, Tensor) and value.device.type == "meta":
+    if is_tensor(value) and value.device.type == "meta":
         value = None  # it has no values
     found = as_list(name, value, "text, or token ids as a list, or as an array or a tensor of one dimension")
     if set(map(type, found)) == {int}:  # the usual case
@@ -119,7 +138,7 @@ def one_path(value: Any) -> list[Any]:
             f"Invalid text={short_repr(value)}: not a prompt. A chat is a list of messages, also if it has only one; where "
             "several prompts go, give a list of chats."
         )
-    if isinstance(value, np.ndarray | Tensor) and value.ndim > 1:
+    if _is_array(value) and value.ndim > 1:
         if value.ndim > 2 or len(value) != 1:
             raise BadRequest(f"Invalid text={type(value).__name__} of shape {tuple(value.shape)}. {several}")
         value = value[0]
@@ -134,7 +153,7 @@ def one_path(value: Any) -> list[Any]:
 
 def _listed(found: list[Any]) -> list[Any]:
     """Converts a list of tensors at once, which is faster than one by one."""
-    if found and all(isinstance(each, Tensor) and each.ndim == 0 and each.dtype == torch.int64 for each in found):
+    if found and all(is_tensor(each) and each.ndim == 0 and each.dtype == torch.int64 for each in found):
         plain: list[Any] = torch.stack(found).tolist()
         return plain
     return found
@@ -166,6 +185,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _FIELDS: dict[str, frozenset[str]] = {}
 """the fields of the dataclasses that are checked, by their names"""
+_KEYWORDS: dict[str, list[inspect.Parameter]] = {}
+"""what `**options: Unpack[X]` of a checked call stands for, by the name of X"""
 
 
 def named_options(method: Callable[P, R]) -> Callable[P, R]:
@@ -210,6 +231,32 @@ def renamed(**options: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorated
 
 
+def defines(*bundles: Any) -> Callable[[T], T]:
+    """A decorator of a call or dataclass: it has the defaults of these TypedDicts, which other calls pass on to it as
+    `**options: Unpack[Bundle]`. If those are checked, their signatures list each option."""
+
+    def decorated(owner: T) -> T:
+        held = inspect.signature(owner).parameters  # type: ignore[arg-type]
+        for bundle in bundles:
+            types = {key: getattr(given, "__forward_arg__", given) for key, given in bundle.__annotations__.items()}
+            assert types.keys() <= held.keys(), f"{owner} does not take all of {bundle.__name__}"
+            named = (each.replace(kind=each.KEYWORD_ONLY) for key, each in held.items() if key in types)
+            _KEYWORDS[bundle.__name__] = [each.replace(annotation=types[each.name]) for each in named]
+        return owner
+
+    return decorated
+
+
+def _expanded(method: Callable[..., Any]) -> inspect.Signature:
+    """The signature of a method, with the options that it passes on."""
+    found = inspect.signature(method)
+    own = [each for each in found.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    for each in found.parameters.values():
+        if each.kind is each.VAR_KEYWORD:  # Unpack[Bundle], or its text
+            own += _KEYWORDS[re.findall(r"\w+", str(each.annotation))[-1]]
+    return found.replace(parameters=own)
+
+
 def named_fields(cls: type[T]) -> type[T]:
     """The dataclass, made with the same check."""
     _FIELDS[cls.__name__] = frozenset(inspect.signature(cls).parameters)
@@ -219,7 +266,8 @@ def named_fields(cls: type[T]) -> type[T]:
 
 def _checked(method: Callable[P, R], name: str, own: int = 1) -> Callable[P, R]:
     """own  the number of parameters that no caller gives: self or cls"""
-    parameters = dict(list(inspect.signature(method).parameters.items())[own:])
+    signature = _expanded(method)
+    parameters = dict(list(signature.parameters.items())[own:])
     by_position = [key for key, each in parameters.items() if each.kind is not each.KEYWORD_ONLY]
     needed = [key for key, each in parameters.items() if each.default is each.empty]
     most, known = len(by_position) + own, frozenset(parameters)
@@ -234,6 +282,7 @@ def _checked(method: Callable[P, R], name: str, own: int = 1) -> Callable[P, R]:
         with modes.plain():
             return method(*args, **kwargs)
 
+    setattr(call, "__signature__", signature)  # noqa: B010, a type checker refuses the assignment
     return call
 
 

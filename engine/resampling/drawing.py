@@ -336,14 +336,14 @@ def _drawn(path: Any, plan: ResamplePlan, wave: int, folder: str | Path | None, 
         waves = waves_of(path.engine, path, plan)
         files = None if folder is None else WaveFolder.create(folder, plan, wave)
         wave = wave if files is None else files.wave
-        missing = set() if files is None else set(files.missing())
+        finished = set[int]() if files is None else files.finished()
         with tqdm(total=len(plan), unit="rollout", disable=hidden(progress)) as bar:
             for number in range(-(-len(plan) // wave)):
                 indices = range(number * wave, min((number + 1) * wave, len(plan)))
                 if files is None:
                     found = waves.draw(indices)
                 else:
-                    found = files.write(number, waves.draw(indices)) if number in missing else files.read(number)
+                    found = files.read(number) if number in finished else files.write(number, waves.draw(indices))
                 bar.update(len(found))
                 yield from found
 

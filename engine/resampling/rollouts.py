@@ -1,4 +1,4 @@
-"""`Rollout`: one continuation of a path, with its seed, its outcome, and its rows at chosen places."""
+"""`Rollouts`: the drawn continuations of a path, their outcomes counted, and the folder of their finished waves."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # ---- rollout ---------------------------------------------------------------------------------------------------------
+# `Rollout`: one continuation of a path, with its seed, its outcome, and its rows at chosen places.
 
 Row = tuple[str, int]
 """the name of a place, and the position of its token on the path"""
@@ -155,6 +156,7 @@ class OutcomeCounts:
 # part of a file that it leaves is removed by the next one: its lock (`flock`) ended with it.
 
 PLAN = "plan.json"
+_WAVE = re.compile(r"wave-([0-9]{5,15})\.json")
 _PART = re.compile(r"(plan\.json|wave-\d{5,9}\.(?:json|safetensors))\.[0-9a-f]{32}\.part")
 
 
@@ -245,9 +247,11 @@ class WaveFolder:
         """The rollouts of a wave."""
         return range(number * self.wave, min((number + 1) * self.wave, len(self.plan)))
 
-    def missing(self) -> list[int]:
-        """The waves that are not finished."""
-        return [number for number in range(self.num_waves) if not self._file(number, "json").exists()]
+    def finished(self) -> set[int]:
+        """The waves that are written, from one listing of the folder, however many the plan has."""
+        names = (found for name in os.listdir(self.folder) if (found := _WAVE.fullmatch(name)))
+        numbers = {int(found[1]) for found in names if self._file(int(found[1]), "json").name == found[0]}
+        return {number for number in numbers if number < self.num_waves}
 
     def write(self, number: int, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Write a finished wave. Returns it as `read` does, without reading it again."""
@@ -443,10 +447,8 @@ class Rollouts:
     def load(cls, folder: str | Path) -> Rollouts:
         """The rollouts of a folder. Rows are read when they are looked at. BadRollouts if some are missing or damaged."""
         files = WaveFolder.open(folder)
-        if missing := files.missing():
-            raise BadRollouts(
-                f"{folder} has {len(missing)} unfinished waves of {files.num_waves}. Resume it with the same call."
-            )
+        if missing := files.num_waves - len(files.finished()):
+            raise BadRollouts(f"{folder} has {missing} unfinished waves of {files.num_waves}. Resume it with the same call.")
         return cls(files.plan, tuple(rollout for number in range(files.num_waves) for rollout in files.read(number)))
 
     def __len__(self) -> int:

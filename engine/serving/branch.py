@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self, TypedDict, Unpack
 
 from torch import Tensor
 
@@ -25,10 +25,10 @@ from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import require_places, warn_of_no_match
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import as_int, hides, integer, named_options, renamed
+from replaylens.engine.request.values import as_int, defines, hides, integer, named_options, renamed
 from replaylens.engine.serving.forest import Completer, Forest
 from replaylens.engine.serving.lock import EngineLock, changing, reading
-from replaylens.engine.serving.request import At, NotCopyable, Request, Stream, chosen, logits_of
+from replaylens.engine.serving.request import At, GenerateKeywords, NotCopyable, Request, Stream, chosen, logits_of
 from replaylens.engine.terminal import defer_interrupt
 
 if TYPE_CHECKING:
@@ -122,6 +122,19 @@ class Owner(Protocol):
     def _target(self, target: str | int) -> int:
         """The id of a token, given as text or id."""
         ...
+
+
+class ResampleKeywords(TypedDict, total=False):
+    """How rollouts are drawn. `Branch.resample` documents it."""
+
+    at: ForkPositions
+    sampling: Sampling | None
+    max_new: int
+    answer: Answer | None
+    sites: str | Sequence[str] | None
+    keep: KeptPlaces
+    replace: Replacement
+    wave: int | None
 
 
 @hides("lifetime", "lane", "lock", "record")
@@ -333,47 +346,22 @@ class Branch(NotCopyable):
     @renamed(keep_rejected="keep_pages")
     @named_options
     def generate(
-        self,
-        n: int,
-        *,
-        sampling: Sampling | None = None,
-        drafter: str = "self",
-        window: int | None = None,
-        deterministic: bool = True,
-        keep_pages: bool = False,
-        drafts: dict[int, list[list[int]]] | None = None,
-        final: bool = False,
-        progress: bool = False,
+        self, n: int, *, sampling: Sampling | None = None, progress: bool = False, **options: Unpack[GenerateKeywords]
     ) -> Self:
         """Generate up to `n` tokens; options as in `Engine.generate`. Returns self."""
-        greedy = Sampling() if sampling is None else sampling
-        request = Request(n, greedy, drafter, window, deterministic, keep_pages, drafts, final)
-        self.engine.serve([self], [request], progress)
+        self.engine.serve([self], [Request(n, Sampling() if sampling is None else sampling, **options)], progress)
         return self
 
     @renamed(keep_rejected="keep_pages")
     @named_options
-    def stream(
-        self,
-        n: int,
-        *,
-        sampling: Sampling | None = None,
-        drafter: str = "self",
-        window: int | None = None,
-        deterministic: bool = True,
-        keep_pages: bool = False,
-        drafts: dict[int, list[list[int]]] | None = None,
-        final: bool = False,
-    ) -> Stream:
+    def stream(self, n: int, *, sampling: Sampling | None = None, **options: Unpack[GenerateKeywords]) -> Stream:
         """Generate up to `n` tokens and yield each one once it is committed. Options as in `Engine.generate`.
 
         The engine may be several tokens ahead of the stream, depending on the clock. Closing the stream early, by `close()`,
         by garbage collection or by Ctrl-C, cancels the rest and rolls the branch back to the yielded tokens: it is as after
         generating just these. Until the stream has yielded all its tokens or is closed, the branch takes no other request.
         """
-        greedy = Sampling() if sampling is None else sampling
-        request = Request(n, greedy, drafter, window, deterministic, keep_pages, drafts, final)
-        return self.engine.open_stream(self, request)
+        return self.engine.open_stream(self, Request(n, Sampling() if sampling is None else sampling, **options))
 
     @named_options
     @changing
@@ -414,6 +402,7 @@ class Branch(NotCopyable):
 
         return gradients(self, metric, sites)
 
+    @defines(ResampleKeywords)
     @named_options
     def resample(
         self,
@@ -463,25 +452,13 @@ class Branch(NotCopyable):
 
     @named_options
     def stream_rollouts(
-        self,
-        n: int,
-        *,
-        at: ForkPositions = None,
-        sampling: Sampling | None = None,
-        max_new: int = 64,
-        answer: Answer | None = None,
-        sites: str | Sequence[str] | None = None,
-        keep: KeptPlaces = "last",
-        replace: Replacement = None,
-        wave: int | None = None,
-        folder: str | Path | None = None,
-        progress: bool = False,
+        self, n: int, *, folder: str | Path | None = None, progress: bool = False, **options: Unpack[ResampleKeywords]
     ) -> Iterator[Rollout]:
         """Yield the rollouts of `resample` in their order, wave by wave. What is not yielded yet is not drawn, and what is not
         held is not kept. With a `folder`, those of finished waves are yielded again, from their files."""
         from replaylens.engine.resampling.drawing import drawn, plan_rollouts
 
-        plan, wave = plan_rollouts(self, n, at, sampling, max_new, answer, sites, keep, replace, wave)
+        plan, wave = plan_rollouts(self, n, **options)
         return drawn(self, plan, wave, folder, progress)
 
     def _check_open(self) -> None:

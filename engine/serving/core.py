@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from torch import Tensor
 
@@ -32,11 +32,22 @@ from replaylens.engine.passes.transfer import RING_BYTES, SMALLEST_RING
 from replaylens.engine.proof import certificates
 from replaylens.engine.proof import trace as fingerprint
 from replaylens.engine.proof.trace import Trace
-from replaylens.engine.request.capture import CaptureSpec, LensSpec, PositionSlice
+from replaylens.engine.records import LensSpec
+from replaylens.engine.request.capture import CaptureSpec, PositionSlice
 from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import place_all, warn_of_no_match
-from replaylens.engine.request.values import as_bool, as_instance, as_int, as_list, hides, integer, named_options, short_repr
+from replaylens.engine.request.values import (
+    as_bool,
+    as_instance,
+    as_int,
+    as_list,
+    defines,
+    hides,
+    integer,
+    named_options,
+    short_repr,
+)
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.generation import Generation
@@ -92,6 +103,39 @@ SITES = "letters such as 'STCZ', a site name, or a list of these"
 """the accepted values of `sites`, for error messages"""
 
 
+class EngineKeywords(TypedDict, total=False):
+    """How an engine computes. `Core` documents it."""
+
+    cache_tokens: int
+    page_size: int
+    max_rows: int | None
+    lens_layer: int | None
+    tree_width: int
+    canary: bool
+    record: bool
+    capture_buffer: int
+
+
+class CaptureKeywords(TypedDict, total=False):
+    """What is stored of captured rows, and where. `Core.capture_spec` documents it."""
+
+    top_k: int
+    targets: Sequence[str | int]
+    full: bool
+    lens: TunedLens | None
+    positions: str
+    keep: Keep
+
+
+class PromptKeywords(CaptureKeywords, total=False):
+    """How a root branch is made. `Core.prompts` documents it."""
+
+    sites: str | Sequence[str] | None
+    keep_rejected: bool
+    edits: Sequence[Edit]
+    hooks: Sequence[Hook]
+
+
 @hides(
     *("cancel", "forest", "guesses", "handle", "lenses", "lock", "loop", "open_stream", "placed", "planted", "prefix"),
     *("runner", "serve", "token_ids_of", "tokenized", "tree", "variants"),
@@ -114,6 +158,7 @@ class Core(Generation, NotCopyable):
 
     _instead = "Load another engine from the same source. It commits the same bits."
 
+    @defines(EngineKeywords)
     @modes.plainly
     def __init__(
         self,
@@ -191,27 +236,50 @@ class Core(Generation, NotCopyable):
 
     # ---- branches -----------------------------------------------------------------------------------------------
 
+    @defines(CaptureKeywords)
     @named_options
-    def prompt(
+    def capture_spec(
         self,
-        text: Prompt,
+        sites: str | Sequence[str],
         *,
-        sites: str | Sequence[str] | None = None,
-        keep_rejected: bool = False,
-        edits: Sequence[Edit] = (),
-        hooks: Sequence[Hook] = (),
+        rejected: bool = False,
         top_k: int = 8,
         targets: Sequence[str | int] = (),
         full: bool = False,
         lens: TunedLens | None = None,
         positions: str = "all",
         keep: Keep = "host",
-    ) -> Branch:
-        """A new root branch with its prompt computed. Options as in `prompts`."""
-        capture = self._wanted(sites, keep_rejected, top_k, targets, full, lens, positions, keep)
-        (branch,) = self._named(self._planted([text], capture, edits, hooks), sites)
-        return branch
+    ) -> CaptureSpec:
+        """Resolve what to capture. UnknownSite lists the nearest names.
 
+        rejected   also keep the rows of rejected drafts
+        top_k      number of the likeliest tokens kept in Z, the logit lens
+        targets    tokens whose log-probs Z always keeps
+        full       keep whole distributions
+        lens       read Z through this tuned lens instead of the plain one
+        positions  which rows to keep: "all", "prompt", "response", "last" (of the prompt), or a slice of one of the first
+                   three, such as "response[:32]" or "all[::4]"; the others are neither moved nor kept
+        keep       "host": rows are kept in ordinary memory; "device": on the model's device, for probes that run there
+        """
+        names, wants_lens = self.sites.select(sites if isinstance(sites, str) else as_list("sites", sites, SITES))
+        rejected, full = as_bool("rejected", rejected), as_bool("full", full)
+        asked = as_list("targets", targets, "a list of tokens, as text or ids")
+        if not wants_lens and (integer(top_k) != 8 or asked or full or lens is not None):
+            raise BadRequest(
+                "top_k, targets, full and lens say how Z is stored, but Z is not captured. Ask for it, e.g. with sites='Z'."
+            )
+        residuals = tuple(self.sites.per_layer("S"))
+        spec = None
+        if wants_lens:
+            top_k = as_int("top_k", top_k, 1, self.config.vocab_size)
+            ids = tuple(self._target(t) for t in asked)
+            spec = LensSpec(residuals, top_k, ids, full, None if lens is None else self.lenses.add(lens))
+        if not isinstance(keep, str) or keep not in ("host", "device"):
+            raise BadRequest(f"Invalid keep={short_repr(keep)}. Give 'host' or 'device'.")
+        where = PositionSlice.parse(positions)
+        return self._fitted(CaptureSpec(names, spec, rejected, residuals[-1], positions=where, keep=keep))
+
+    @defines(PromptKeywords)
     @named_options
     def prompts(
         self,
@@ -221,12 +289,7 @@ class Core(Generation, NotCopyable):
         keep_rejected: bool = False,
         edits: Sequence[Edit] = (),
         hooks: Sequence[Hook] = (),
-        top_k: int = 8,
-        targets: Sequence[str | int] = (),
-        full: bool = False,
-        lens: TunedLens | None = None,
-        positions: str = "all",
-        keep: Keep = "host",
+        **stored: Unpack[CaptureKeywords],
     ) -> Sequence[Branch]:
         """Several root branches, computed together.
 
@@ -236,8 +299,14 @@ class Core(Generation, NotCopyable):
         top_k, targets, full, lens, positions, keep
                        what is stored of them and where, as in `capture_spec`
         """
-        capture = self._wanted(sites, keep_rejected, top_k, targets, full, lens, positions, keep)
+        capture = self._wanted(sites, keep_rejected, **stored)
         return self._named(self._planted(texts, capture, edits, hooks), sites)
+
+    @named_options
+    def prompt(self, text: Prompt, **options: Unpack[PromptKeywords]) -> Branch:
+        """A new root branch with its prompt computed. Options as in `prompts`."""
+        (branch,) = self.prompts([text], **options)
+        return branch
 
     def _named(self, branches: list[AnyBranch], sites: str | Sequence[str] | None) -> list[AnyBranch]:
         """Mutates: captured rows are listed by the names that they were asked for. Returns the branches."""
@@ -249,22 +318,12 @@ class Core(Generation, NotCopyable):
         return branches
 
     def _wanted(
-        self,
-        sites: str | Sequence[str] | None,
-        rejected: bool,
-        top_k: int,
-        targets: Sequence[str | int],
-        full: bool,
-        lens: TunedLens | None,
-        positions: str,
-        keep: Keep,
+        self, sites: str | Sequence[str] | None, rejected: bool, **stored: Unpack[CaptureKeywords]
     ) -> CaptureSpec | None:
         """What to capture on a prompt; None: nothing."""
         if sites is None or (isinstance(sites, str | Sequence) and not len(sites)):
             sites = ""
-        spec = self.capture_spec(
-            sites, rejected=rejected, top_k=top_k, targets=targets, full=full, lens=lens, positions=positions, keep=keep
-        )
+        spec = self.capture_spec(sites, rejected=rejected, **stored)
         return spec if sites else None
 
     def _planted(
@@ -351,46 +410,6 @@ class Core(Generation, NotCopyable):
         """Recount pages, tree, prefixes and rows. Returns lines with the counts; IntegrityError names the first fault."""
         return self.forest.check_integrity()
 
-    def capture_spec(
-        self,
-        sites: str | Sequence[str],
-        *,
-        rejected: bool = False,
-        top_k: int = 8,
-        targets: Sequence[str | int] = (),
-        full: bool = False,
-        lens: TunedLens | None = None,
-        positions: str = "all",
-        keep: Keep = "host",
-    ) -> CaptureSpec:
-        """Resolve what to capture. UnknownSite lists the nearest names.
-
-        rejected   also keep the rows of rejected drafts
-        top_k      number of the likeliest tokens kept in Z, the logit lens
-        targets    tokens whose log-probs Z always keeps
-        full       keep whole distributions
-        lens       read Z through this tuned lens instead of the plain one
-        positions  which rows to keep: "all", "prompt", "response", "last" (of the prompt), or a slice of one of the first
-                   three, such as "response[:32]" or "all[::4]"; the others are neither moved nor kept
-        keep       "host": rows are kept in ordinary memory; "device": on the model's device, for probes that run there
-        """
-        names, wants_lens = self.sites.select(sites if isinstance(sites, str) else as_list("sites", sites, SITES))
-        rejected, full = as_bool("rejected", rejected), as_bool("full", full)
-        asked = as_list("targets", targets, "a list of tokens, as text or ids")
-        if not wants_lens and (integer(top_k) != 8 or asked or full or lens is not None):
-            raise BadRequest(
-                "top_k, targets, full and lens say how Z is stored, but Z is not captured. Ask for it, e.g. with sites='Z'."
-            )
-        residuals = tuple(self.sites.per_layer("S"))
-        spec = None
-        if wants_lens:
-            top_k = as_int("top_k", top_k, 1, self.config.vocab_size)
-            ids = tuple(self._target(t) for t in asked)
-            spec = LensSpec(residuals, top_k, ids, full, None if lens is None else self.lenses.add(lens))
-        if not isinstance(keep, str) or keep not in ("host", "device"):
-            raise BadRequest(f"Invalid keep={short_repr(keep)}. Give 'host' or 'device'.")
-        return CaptureSpec(names, spec, rejected, residuals[-1], positions=PositionSlice.parse(positions), keep=keep)
-
     def guesses(self) -> dict[str, Any]:
         """Guesses besides drafts, such as guessed thoughts. Rejected branches depend on them."""
         return {}
@@ -402,3 +421,7 @@ class Core(Generation, NotCopyable):
 
     def _site_table(self) -> sites.SiteTable:
         return sites.table(self.config)
+
+    def _fitted(self, spec: CaptureSpec) -> CaptureSpec:
+        """What this kind of model keeps of a checked spec; BadRequest for what it cannot keep."""
+        return spec

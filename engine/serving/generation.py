@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 from replaylens.engine.errors import BadEdit, BadRequest, ClosedBranch, EqualDraws, no_such
 from replaylens.engine.loop.lane import Job, Lane
@@ -27,7 +27,7 @@ from replaylens.engine.request.values import (
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.lock import EngineLock, changing
-from replaylens.engine.serving.request import SAMPLING, Request, Stream
+from replaylens.engine.serving.request import SAMPLING, GenerateKeywords, Request, Stream
 
 # ---- token reader ----------------------------------------------------------------------------------------------------
 # `TokenReader`: texts and ids as checked token ids of a model.
@@ -109,13 +109,8 @@ class Generation(TokenReader):
         n: int,
         *,
         sampling: Sampling | Sequence[Sampling] | None = None,
-        drafter: str = "self",
-        window: int | None = None,
-        deterministic: bool = True,
-        keep_pages: bool = False,
-        drafts: dict[int, list[list[int]]] | None = None,
-        final: bool = False,
         progress: bool = False,
+        **options: Unpack[GenerateKeywords],
     ) -> list[Branch]:
         """Generate up to `n` tokens on each branch, all together. Each branch gets the tokens it would get alone.
 
@@ -134,8 +129,7 @@ class Generation(TokenReader):
             own = as_list("sampling", sampling, f"{SAMPLING}, or one for each branch")
         if len(own) != len(branches):
             raise BadRequest(f"Got {len(own)} samplings for {len(branches)} branches. Give one for all, or one for each.")
-        how = (drafter, window, deterministic, keep_pages, drafts, final)
-        return self.serve(branches, [Request(n, each, *how) for each in own], progress)
+        return self.serve(branches, [Request(n, each, **options) for each in own], progress)
 
     def serve(self, branches: Sequence[Branch], requests: Sequence[Request], progress: bool = False) -> list[Branch]:
         """Serve one request on each branch, all together."""
@@ -146,22 +140,10 @@ class Generation(TokenReader):
     @renamed(keep_rejected="keep_pages")
     @named_options
     def stream(
-        self,
-        branch: Branch,
-        n: int,
-        *,
-        sampling: Sampling | None = None,
-        drafter: str = "self",
-        window: int | None = None,
-        deterministic: bool = True,
-        keep_pages: bool = False,
-        drafts: dict[int, list[list[int]]] | None = None,
-        final: bool = False,
+        self, branch: Branch, n: int, *, sampling: Sampling | None = None, **options: Unpack[GenerateKeywords]
     ) -> Stream:
         """Stream the committed tokens of one branch, as `Branch.stream`. Other requests are served alongside."""
-        greedy = Sampling() if sampling is None else sampling
-        request = Request(n, greedy, drafter, window, deterministic, keep_pages, drafts, final)
-        return self.open_stream(branch, request)
+        return self.open_stream(branch, Request(n, Sampling() if sampling is None else sampling, **options))
 
     @changing
     def open_stream(self, branch: Branch, request: Request) -> Stream:

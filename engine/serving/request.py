@@ -1,9 +1,11 @@
-"""`Request`: the options of one generation, checked before anything starts."""
+"""`Request`: one generation's options, checked before it starts; `Stream`: its tokens; the logits that are asked for."""
+
+from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, TypedDict
 
 import torch
 from torch import Tensor
@@ -13,15 +15,28 @@ from replaylens.engine.loop.lane import Job, Lane, raise_first
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.passes.runner import LENS_ROWS, Runner
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import as_bool, as_instance, as_int, as_list, integer, short_repr, token_ids
+from replaylens.engine.request.values import as_bool, as_instance, as_int, as_list, defines, integer, short_repr, token_ids
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.lock import EngineLock, changing, reading
 
 # ---- request ---------------------------------------------------------------------------------------------------------
+# `Request`: the options of one generation, checked before anything starts.
 
 SAMPLING = "a Sampling, such as Sampling(temperature=0.7)"
 
 
+class GenerateKeywords(TypedDict, total=False):
+    """How tokens are generated. `Engine.generate` documents it."""
+
+    drafter: str
+    window: int | None
+    deterministic: bool
+    keep_pages: bool
+    drafts: dict[int, list[list[int]]] | None
+    final: bool
+
+
+@defines(GenerateKeywords)
 @dataclass(frozen=True)
 class Request:
     """Generate up to `n` tokens. The fields are the options of `Engine.generate`, which documents them."""

@@ -21,7 +21,8 @@ from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.model import modes
 from replaylens.engine.passes.batch import Batch, Segment
 from replaylens.engine.passes.runner import Runner, finite
-from replaylens.engine.request.capture import LensSpec, Rows
+from replaylens.engine.records import LensSpec
+from replaylens.engine.request.capture import Rows
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.serving.lock import EngineLock, reading
 from replaylens.engine.thinking.model import (

@@ -1,4 +1,4 @@
-"""`ThinkingCore`: the core of an engine for Thinking-States models. Prompts think in chunks; tokens after the prompt do not.
+"""`ThinkingEngine`: an engine for Thinking-States models. Prompts think in chunks; tokens after the prompt do not.
 
 A thought's state is an `add` edit at the positions of the chunk that receives it. So branches, forks, rollbacks, drafters,
 captures and dumps work as on any engine.
@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadChunks, BadConfig, BadEdit, BadRequest
-from replaylens.engine.lens.lens import TunedLens
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.tree import HOOKED
@@ -21,16 +20,14 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.loading import weights_hash
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.model.text import Prompt, is_chat
-from replaylens.engine.passes.runner import Keep
-from replaylens.engine.passes.transfer import RING_BYTES
 from replaylens.engine.records import Fingerprint
-from replaylens.engine.request.capture import CaptureSpec
+from replaylens.engine.request.capture import CaptureSpec, PositionSlice
 from replaylens.engine.request.edits import Edit, Hook, listed, resolve_hooks
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import place
 from replaylens.engine.request.values import as_int, as_list, named_options, short_repr, token_ids
 from replaylens.engine.serving.branch import MAX_FORKS, Branch
-from replaylens.engine.serving.core import Core
+from replaylens.engine.serving.core import CaptureKeywords, EngineKeywords, PromptKeywords
 from replaylens.engine.serving.lock import changing, reading
 from replaylens.engine.serving.variants import Variants
 from replaylens.engine.terminal import defer_interrupt
@@ -48,8 +45,12 @@ Drafts = Sequence[Sequence[int]]
 """guessed thoughts of one prompt's chunks, each with its <EOS>"""
 
 
-class ThinkingCore(Core):
-    """guess  how a prompt's thoughts are guessed ahead: sequential, empty or drafted. Changes no committed bit"""
+class ThinkingEngine(Engine):
+    """An engine for Thinking-States models: prompts think in chunks; tokens after the prompt do not.
+
+    guess    how a prompt's thoughts are guessed ahead: sequential, empty or drafted. Changes no committed bit
+    options  those of `Core`
+    """
 
     def __init__(
         self,
@@ -57,32 +58,13 @@ class ThinkingCore(Core):
         tokenizer: Any = None,
         *,
         guess: Guess = "empty",
-        cache_tokens: int = 8192,
-        page_size: int = 16,
-        max_rows: int | None = None,
         draft_model: Decoder | None = None,
-        lens_layer: int | None = None,
-        tree_width: int = 3,
-        canary: bool = False,
-        record: bool = False,
-        capture_buffer: int = RING_BYTES,
+        **options: Unpack[EngineKeywords],
     ) -> None:
         if not isinstance(model, ThinkingDecoder):
             raise BadConfig(f"A {type(model).__name__} does not think. Load it with Engine, or train a Thinking-States model.")
         self.thinker, self.thinking, self.guess = model, model.thinking, _known(guess)
-        super().__init__(
-            model.backbone,
-            tokenizer,
-            cache_tokens=cache_tokens,
-            page_size=page_size,
-            max_rows=max_rows,
-            draft_model=draft_model,
-            lens_layer=lens_layer,
-            tree_width=tree_width,
-            canary=canary,
-            record=record,
-            capture_buffer=capture_buffer,
-        )
+        super().__init__(model.backbone, tokenizer, draft_model=draft_model, **options)
         if self.text.tokenizer is not None and self.text.eos_id != self.thinking.eos_token:
             raise BadConfig(
                 f"The tokenizer's <EOS> is {self.text.eos_id}, but the model ends its thoughts with {self.thinking.eos_token}. "
@@ -99,52 +81,24 @@ class ThinkingCore(Core):
     def _site_table(self) -> SiteTable:
         return ThinkingSites(self.config)
 
-    def capture_spec(
-        self,
-        sites: str | Sequence[str],
-        *,
-        rejected: bool = False,
-        top_k: int = 8,
-        targets: Sequence[str | int] = (),
-        full: bool = False,
-        lens: TunedLens | None = None,
-        positions: str = "all",
-        keep: Keep = "host",
-    ) -> CaptureSpec:
-        """As `Core.capture_spec`; `full` also keeps the whole distributions of thoughts. All positions, on the host."""
-        if positions != "all" or keep != "host":
+    def _fitted(self, spec: CaptureSpec) -> CaptureSpec:
+        """Sites of thoughts are kept apart; whole distributions (`full`) also of thoughts. All positions, on the host."""
+        if spec.positions != PositionSlice() or spec.keep != "host":
             raise BadRequest(
                 "A Thinking-States model keeps the rows of all positions, on the host. Leave out positions and keep."
             )
-        spec = super().capture_spec(sites, rejected=rejected, top_k=top_k, targets=targets, full=full, lens=lens)
         thoughts = tuple(name for name in spec.sites if name in LETTERS)
-        if full and spec.lens is not None and FULL_SITE not in thoughts:
+        if spec.lens is not None and spec.lens.full and FULL_SITE not in thoughts:
             thoughts += (FULL_SITE,)
         rest = tuple(name for name in spec.sites if name not in LETTERS)
         return replace(spec, sites=rest or (spec.last,), thoughts=thoughts)
 
     @named_options
     def prompt(
-        self,
-        text: Prompt,
-        *,
-        sites: str | Sequence[str] | None = None,
-        keep_rejected: bool = False,
-        edits: Sequence[Edit] = (),
-        hooks: Sequence[Hook] = (),
-        guess: Guess | None = None,
-        drafts: Drafts | None = None,
-        top_k: int = 8,
-        targets: Sequence[str | int] = (),
-        full: bool = False,
-        lens: TunedLens | None = None,
-        positions: str = "all",
-        keep: Keep = "host",
+        self, text: Prompt, *, guess: Guess | None = None, drafts: Drafts | None = None, **options: Unpack[PromptKeywords]
     ) -> ThinkingBranch:
         """A new root branch that thinks on its prompt. Options as in `prompts`; `drafts` are those of this prompt."""
-        capture = self._wanted(sites, keep_rejected, top_k, targets, full, lens, positions, keep)
-        given = None if drafts is None else [drafts]
-        (branch,) = self._named(self._thought_along([text], capture, edits, hooks, guess, given), sites)
+        (branch,) = self.prompts([text], guess=guess, drafts=None if drafts is None else [drafts], **options)
         return branch
 
     @named_options
@@ -158,12 +112,7 @@ class ThinkingCore(Core):
         hooks: Sequence[Hook] = (),
         guess: Guess | None = None,
         drafts: Sequence[Drafts] | None = None,
-        top_k: int = 8,
-        targets: Sequence[str | int] = (),
-        full: bool = False,
-        lens: TunedLens | None = None,
-        positions: str = "all",
-        keep: Keep = "host",
+        **stored: Unpack[CaptureKeywords],
     ) -> Sequence[ThinkingBranch]:
         """Several root branches that think on their prompts, computed together. As `Core.prompts`, and:
 
@@ -174,7 +123,7 @@ class ThinkingCore(Core):
 
         Only the chunks of a prompt and the first chunk after it receive states. An edit of S elsewhere has no effect.
         """
-        capture = self._wanted(sites, keep_rejected, top_k, targets, full, lens, positions, keep)
+        capture = self._wanted(sites, keep_rejected, **stored)
         return self._named(self._thought_along(texts, capture, edits, hooks, guess, drafts), sites)
 
     def _thought_along(
@@ -303,7 +252,7 @@ def _known(guess: str) -> Guess:
 class ThinkingBranch(Branch):
     """A branch with thoughts on its prompt."""
 
-    engine: ThinkingCore
+    engine: ThinkingEngine
 
     @property
     def thoughts(self) -> Thoughts:
@@ -417,7 +366,3 @@ class ThinkingBranch(Branch):
         prefill.edits, prefill.inner = known.others(lane.edits) + outer, known.inner + inner
         prefill.thoughts, prefill.states = list(known.chunks), dict(known.states)
         engine.prefiller.run([prefill])
-
-
-class ThinkingEngine(ThinkingCore, Engine):
-    """An engine for Thinking-States models: prompts think in chunks; tokens after the prompt do not."""

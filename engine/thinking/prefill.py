@@ -25,8 +25,8 @@ from replaylens.engine.lens.lens import KnownLenses
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.tree import TokenState
-from replaylens.engine.proof.trace import path_digest
 from replaylens.engine.model import modes
+from replaylens.engine.proof.trace import path_digest
 from replaylens.engine.request.capture import CaptureSpec, Recording, Rows
 from replaylens.engine.request.placed import PlacedEdit, added
 from replaylens.engine.serving.forest import Forest

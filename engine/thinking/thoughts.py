@@ -1,4 +1,4 @@
-"""The sites of a Thinking-States model: those of its backbone and those of its thoughts."""
+"""The thoughts of a Thinking-States model: their record, their captured rows, and the sites that these have."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -184,6 +184,7 @@ class ThinkingRecording(Recording):
 
 
 # ---- sites -----------------------------------------------------------------------------------------------------------
+# The sites of a Thinking-States model: those of its backbone and those of its thoughts.
 
 
 class ThinkingSites(SiteTable):

@@ -1,4 +1,4 @@
-"""`outcome_curve`: the outcome distribution at every fork, with intervals."""
+"""Outcome distributions of rollouts: distances between them, `outcome_curve` along a path, and their texts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -319,6 +319,7 @@ def _excess(k: np.ndarray, total: int, p: np.ndarray) -> np.ndarray:
 
 
 # ---- distributions ---------------------------------------------------------------------------------------------------
+# `outcome_curve`: the outcome distribution at every fork, with intervals.
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""`amnesic`: what does the model lose if a label is erased while it runs? (Elazar et al., arXiv 2006.00995)"""
+"""What erasing or steering a label does while the model runs: `amnesic` and `steering_reach`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +23,7 @@ from replaylens.probes.splits import unseen
 from replaylens.tasks.task import Example
 
 # ---- amnesic ---------------------------------------------------------------------------------------------------------
+# `amnesic`: what does the model lose if a label is erased while it runs? (Elazar et al., arXiv 2006.00995)
 
 ERASERS = ("leace", "inlp")
 _KNOWN = " and ".join(ERASERS)

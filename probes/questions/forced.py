@@ -1,4 +1,4 @@
-"""Rows of forced paths: prompts with continuations of the user's own, right or wrong."""
+"""Questions about forced paths: `text_or_truth`, `outcome_at_fork`, `viable_branch`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +30,7 @@ from replaylens.tasks.splits import is_test_root
 from replaylens.tasks.task import Example
 
 # ---- forced ----------------------------------------------------------------------------------------------------------
+# Rows of forced paths: prompts with continuations of the user's own, right or wrong.
 
 _BATCH = 32
 

@@ -1,4 +1,4 @@
-"""`transfer`: do probes fitted on accepted branches read rejected ones, and how much is due to shared prefixes?"""
+"""Probes read elsewhere: on rejected branches (`transfer`), and on other tasks and runs (`transfer_across`)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,6 +23,7 @@ from replaylens.probes.rows import Cell, ProbeRows
 from replaylens.probes.splits import Split, fold_of_groups
 
 # ---- transfer --------------------------------------------------------------------------------------------------------
+# `transfer`: do probes fitted on accepted branches read rejected ones, and how much is due to shared prefixes?
 
 WAYS = (("accepted", "accepted"), ("accepted", "rejected"), ("rejected", "rejected"), ("rejected", "accepted"))
 

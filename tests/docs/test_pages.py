@@ -1,5 +1,6 @@
 """Every shell line and Python block of README and docs runs as written, and every link has a target."""
 
+import inspect
 import os
 import re
 import shlex
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from replaylens.cli import main
-from replaylens.probes.sweeps import sweep
+from replaylens.probes.settings import SweepSettings
 from replaylens.tasks import registry
 from tests.docs.blocks import PAGES, ROOT, Block, anchors, blocks, links
 from tests.docs.pages import FEWEST_PERMUTATIONS, GIVEN, NOT_RUN, PROCESS, SMALLER
@@ -68,7 +69,8 @@ def run_page(page: str, text: str, folder: Path, patch: pytest.MonkeyPatch) -> i
     patch.chdir(folder)
     patch.syspath_prepend(folder)
     patch.setattr(registry, "_REGISTERED", {})
-    patch.setitem(sweep.__kwdefaults__, "permutations", FEWEST_PERMUTATIONS)
+    defaults = {name: each.default for name, each in inspect.signature(SweepSettings).parameters.items()}
+    patch.setattr(SweepSettings.__init__, "__defaults__", tuple({**defaults, "permutations": FEWEST_PERMUTATIONS}.values()))
     names: dict[str, Any] = {}
     exec(compile(GIVEN.get(page, ""), f"given for {page}", "exec"), names)
     for name in [name for name, value in names.items() if isinstance(value, ModuleType)]:

@@ -18,7 +18,8 @@ from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.passes.runner import Runner
-from replaylens.engine.request.capture import LensSpec, PassTap, Rows
+from replaylens.engine.records import LensSpec
+from replaylens.engine.request.capture import PassTap, Rows
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
 from tests.families import hugging_face

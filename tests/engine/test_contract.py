@@ -461,6 +461,31 @@ def test_the_last_token_of_a_request_is_pending_however_it_came(kind: str) -> No
     assert ended_by(kind) == []
 
 
+def cached_after_the_end() -> tuple[int, bool]:
+    """How many rows of a request's path the prefix index holds beyond those before the last token, an accepted draft; and
+    whether that path, and one that goes on from it, have the same tokens and KV with the index and without."""
+    model, words = zoo.load_embedded("coin-plain")
+    prompt = words.encode("A coin's state is heads. Alice flips")
+    engine, without = (Engine(model, words, page_size=1, cache_tokens=256) for _ in range(2))  # every row is a whole page
+    answer = engine.prompt(prompt).generate(END_AT + 1, window=1).tokens[len(prompt) :]
+    stop, first = Sampling(ignore_eos=True, stop_tokens=(answer[-1],)), answer.index(answer[-1])
+    engine.prefix.clear()
+    drafts = {len(prompt) + i: [answer[i:]] for i in range(END_AT)}
+    branch = engine.prompt(prompt).generate(END_AT + 3, drafter="forced", drafts=drafts, sampling=stop)
+    assert branch.tokens == [*prompt, *answer[: first + 1]] and branch.statistics.accepted == first + 1
+    held, same = len(engine.prefix.match(branch.tokens)), True
+    for path in (branch.tokens, [*branch.tokens, *prompt]):
+        without.prefix.clear()
+        one, other = (each.prompt(path).generate(2) for each in (engine, without))
+        same = same and one.tokens == other.tokens and same_bits(one.kv(), other.kv())
+    return held - len(branch.tokens) + 1, same
+
+
+def test_no_prefix_holds_the_row_of_a_pending_end_token() -> None:
+    """With a prefix index or without: what follows the end of a request has the same bits."""
+    assert cached_after_the_end() == (0, True)
+
+
 # ---- captured rows ---------------------------------------------------------------------------------------------------
 
 
@@ -614,3 +639,4 @@ def test_where_an_accepted_end_keeps_its_row_the_comparison_fails(monkeypatch: p
     found = "\n".join(ended_by("end token"))
     for what in ("states", "rows", "KV", "blocks.1.hook_in", "Z.entropy"):
         assert what in found
+    assert cached_after_the_end()[0] == 1

@@ -8,7 +8,7 @@ from replaylens.engine.lens import lens
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
-from replaylens.engine.request.capture import LensSpec
+from replaylens.engine.records import LensSpec
 
 CONFIG = ModelConfig(2, 32, 2, 2, 16, 64, 97, 64, rotary_dim=16)
 

@@ -22,7 +22,7 @@ DUMPS = (
     Mutant(
         "difference-by-value",
         "replaylens.engine.dump.content",
-        "(here.contiguous().view(bits) != there.contiguous().view(bits))",
+        "(bits_of(here.contiguous()) != bits_of(there.contiguous()))",
         "(here != there)",
         "rows are compared by their bits: NaN equals itself, and the two zeros differ",
         ("tests/engine/dump/test_content.py",),

@@ -12,6 +12,7 @@ from replaylens.engine.errors import BadRequest
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.replay.run import Run
+from replaylens.engine.request.sampling import Sampling
 from replaylens.views import draw
 from replaylens.views.data import Fill, Frame, Phase
 from replaylens.views.pictures import timeline
@@ -67,6 +68,19 @@ def test_a_draft_is_rejected(t: list[int]) -> None:
     assert [(accepted, void) for accepted, void, _ in said[2:]] == [(False, True)] * 2, "T3 and T4 follow a rejected draft"
     assert (decode.kv, rollback.kv) == (Fill(6, 0, 4), Fill(6, 2))
     assert shown(rollback) == [("T0", ACCEPTED), ("T1", ACCEPTED), ("T2", PENDING)]
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_an_accepted_draft_that_ends_the_request(t: list[int], final: bool) -> None:
+    """Its row is dropped, as that of any last token, unless `final` asks for it. The picture counts what the engine holds."""
+    assert t[3] not in t[:3]
+    branch, stop = toy_engine(record=True).prompt(P), Sampling(stop_tokens=(t[3],))
+    branch.generate(8, drafter="forced", drafts={len(P) + 1: [t[1:4]]}, window=4, final=final, sampling=stop)
+    last = branch.timeline().frames[-1]
+    assert branch.tokens == [*P, *t[:4]] and branch.lane.computed == len(P) + 3 + final
+    assert last.kv == Fill(len(P), 3 + final)
+    assert last.caption == f"3 accepted; KV up to position {branch.lane.computed}"
+    assert [slot.state for slot in last.generated] == list(branch.record.states)[len(P) :]
 
 
 def test_siblings(t: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""The tables of GPT-2 and of families that, like it, learn an embedding for every position: GPT-BigCode, GPT-Neo, OPT."""
+"""The tables of families with tensor names of their own: GPT-2 and GPT-NeoX with their relatives, and ALiBi's."""
 
 from dataclasses import replace
 
@@ -12,6 +12,7 @@ from replaylens.engine.model.families.llama import PARTIAL, ROTARY, SIZES, pairs
 from replaylens.engine.model.family import Family, Field, Names, Raw, split_width
 
 # ---- tables gpt ------------------------------------------------------------------------------------------------------
+# The tables of GPT-2 and of families that, like it, learn an embedding for every position: GPT-BigCode, GPT-Neo, OPT.
 
 GPT2 = Family(
     names=Names(

@@ -1,4 +1,4 @@
-"""The tables of families with mixtures of experts. `docs/extending.md` adds one."""
+"""The tables of families with mixtures of experts, and of those with latent attention, DeepSeek's."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -34,6 +34,7 @@ from replaylens.engine.model.family import (
 )
 
 # ---- tables moe ------------------------------------------------------------------------------------------------------
+# The tables of families with mixtures of experts. `docs/extending.md` adds one.
 
 COUNTS = frozenset({"num_experts", "num_local_experts", "n_routed_experts"})
 """fields that say how many experts there are"""

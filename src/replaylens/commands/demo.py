@@ -1,4 +1,4 @@
-"""`replaylens demo`: the main workflow on an embedded model, in a minute: replay, dump, verify, probe, report.
+"""`replaylens demo`: the main workflow on an embedded model, in a minute; and `replaylens fetch`: a real model.
 
 Exit codes: 0 done, 1 the verification found a mismatch, 2 bad input or a failure explained on stderr, 130 interrupted.
 """
@@ -72,6 +72,7 @@ class _LastRows:
 
 
 # ---- demo ------------------------------------------------------------------------------------------------------------
+# `replaylens demo`: replay, dump, verify, probe, report.
 
 MODEL, DRAFTER, WINDOW = "coin-plain", "model", 4
 KNOBS = {"flips": (1, 6), "rendering": "steps"}

@@ -18,7 +18,7 @@ def doctor(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
 ) -> None:
-    """Check that this CPU has the bits that every machine has, or that on this GPU no row depends on its batch. Exit code 1 if not."""
+    """Check that a CPU has the bits of every machine, that on a GPU no row depends on its batch. Exit code 1 if not."""
     certificate = certificates.examine(_load(model, device))
     if json:
         typer.echo(certificate.to_json())

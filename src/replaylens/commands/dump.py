@@ -1,4 +1,4 @@
-"""`replaylens dump`: reproducible activation dumps from the shell.
+"""`replaylens dump`, `verify` and `diff`: reproducible activation dumps from the shell.
 
 Exit codes: 0 done, 2 bad input, 3 store or cluster out of reach, 130 Ctrl-C, 143 SIGTERM.
 """
@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from replaylens import tasks
+from replaylens.commands.inspect import facts_of
 from replaylens.commands.options import (
     MODEL,
     BatchOption,
@@ -34,7 +35,7 @@ from replaylens.commands.options import (
 )
 from replaylens.commands.reporting import reporting, size
 from replaylens.commands.tasks import JsonOption, KnobOption, settings
-from replaylens.engine.dump.maker import make_plan, write_dump
+from replaylens.engine.dump.maker import PlanKeywords, make_plan, write_dump
 from replaylens.engine.dump.manifest import MANIFEST, PLAN
 from replaylens.engine.dump.plan import DTYPES, FORMS, POSITIONS
 from replaylens.engine.dump.reader import Dump
@@ -75,7 +76,6 @@ class _Wanted:
     labels: list[str]
     model: str
     knobs: dict[str, Any]
-    sampling: Sampling
     loaded: dict[str, Any]
     """options of the engine"""
     common: dict[str, Any]
@@ -125,17 +125,14 @@ def dump(
         _check_texts(out, texts, label, task, knob)
         if resume and not _is_begun(out):
             raise BadRequest(f"--out {out} holds no dump to resume. Leave out --resume to start one, or correct the path.")
-        options: dict[str, Any] = dict(
-            sites=sites, drafter=drafter, window=window, positions=positions, dtype=dtype, rejected=rejected
-        )
-        options |= dict(probabilities=probabilities, max_new=max_new, examples_per_shard=shard_examples)
+        options = PlanKeywords(sites=sites, drafter=drafter, window=window, positions=positions, dtype=dtype, rejected=rejected)
+        options |= PlanKeywords(probabilities=probabilities, max_new=max_new, examples_per_shard=shard_examples)
+        options["sampling"] = Sampling(temperature=temperature, seed=seed)
         labels = [name.strip() for each in label or () for name in each.split(",") if name.strip()]
         loaded, common = dict(device=device, draft_model=draft_model), dict(batch=batch, resume=resume, progress=not quiet)
-        sampling = Sampling(temperature=temperature, seed=seed)
-        wanted = _Wanted(out, task, n, texts, text, labels, model, settings(knob), sampling, loaded, common)
+        wanted = _Wanted(out, task, n, texts, text, labels, model, settings(knob), loaded, common)
         if ray is None and workers is None:
-            options |= dict(features=encoders(features), keep=keep)
-            made = _dump_here(wanted, options, _part(shard), writers or 1)
+            made = _dump_here(wanted, {**options, "features": encoders(features), "keep": keep}, _part(shard), writers or 1)
         elif features:
             raise BadRequest("--features does not work with Ray. Leave out --ray and --workers, or use --shard.")
         else:
@@ -148,15 +145,15 @@ def _dump_here(wanted: _Wanted, options: dict[str, Any], part: tuple[int, int], 
     engine = Engine.load(wanted.model, **wanted.loaded)
     if wanted.texts is not None:
         given = engine.texts(wanted.texts, text=wanted.text, labels=wanted.labels)
-        plan = make_plan(engine, given, min(wanted.n or len(given), len(given)), sampling=wanted.sampling, **options)
+        plan = make_plan(engine, given, min(wanted.n or len(given), len(given)), **options)
     else:
         task = tasks.load(wanted.task or TASK)(**wanted.knobs)
-        plan = make_plan(engine, task, wanted.n or EXAMPLES, sampling=wanted.sampling, **options)
+        plan = make_plan(engine, task, wanted.n or EXAMPLES, **options)
     return write_dump(engine, plan, wanted.out, part=part, writers=writers, **wanted.common)
 
 
 def _dump_on_cluster(
-    wanted: _Wanted, options: dict[str, Any], address: str, workers: int | None, shard: str | None, writers: int | None
+    wanted: _Wanted, options: PlanKeywords, address: str, workers: int | None, shard: str | None, writers: int | None
 ) -> Dump | None:
     """The dump, written by Ray workers; BadRequest if an option does not work there."""
     if shard is not None:
@@ -169,8 +166,7 @@ def _dump_on_cluster(
         raise BadRequest("--writers does not work with Ray, whose workers write one shard each. Give more --workers.")
     from replaylens.engine.cluster import dump_on_cluster
 
-    options = options | {"knobs": wanted.knobs, "sampling": wanted.sampling}
-    where: dict[str, Any] = {"address": address, "workers": workers, "engine_options": wanted.loaded}
+    where: dict[str, Any] = {"address": address, "workers": workers, "engine_options": wanted.loaded, "knobs": wanted.knobs}
     return dump_on_cluster(
         wanted.model, wanted.out, wanted.task or TASK, wanted.n or EXAMPLES, **where, **wanted.common, **options
     )
@@ -209,20 +205,6 @@ def _part(given: str | None) -> tuple[int, int]:
     if not (slash and i.isdigit() and n.isdigit() and int(i) < int(n)):
         raise BadRequest(f"Invalid --shard {given}. Give i/n with 0 <= i < n, such as 0/3.")
     return int(i), int(n)
-
-
-def facts_of(found: Dump) -> dict[str, Any]:
-    manifest = found.manifest
-    return {
-        "path": found.url,
-        "finished": True,
-        "digest": manifest.digest,
-        "accepted_digest": manifest.accepted_digest,
-        "rows": manifest.rows,
-        "accepted_rows": manifest.accepted_rows,
-        "shards": len(manifest.shards),
-        "bytes": sum(shard.bytes for shard in manifest.shards) + manifest.index.bytes,
-    }
 
 
 # ---- verify ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from replaylens.commands.dump import facts_of
 from replaylens.commands.options import verify_command
 from replaylens.commands.reporting import reporting, size
 from replaylens.commands.tasks import JsonOption
@@ -43,6 +42,21 @@ def inspect(
         for name, value in (*lines, *edits, *_checked(wrong, verify_command(path))):
             typer.echo(f"{name:<30} {value}")
     raise typer.Exit(1 if wrong else 0)
+
+
+def facts_of(found: Dump) -> dict[str, Any]:
+    """What a dump is, in numbers and digests."""
+    manifest = found.manifest
+    return {
+        "path": found.url,
+        "finished": True,
+        "digest": manifest.digest,
+        "accepted_digest": manifest.accepted_digest,
+        "rows": manifest.rows,
+        "accepted_rows": manifest.accepted_rows,
+        "shards": len(manifest.shards),
+        "bytes": sum(shard.bytes for shard in manifest.shards) + manifest.index.bytes,
+    }
 
 
 def _checked(wrong: list[str], verify: str) -> Iterator[tuple[str, str]]:

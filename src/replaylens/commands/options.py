@@ -1,16 +1,18 @@
-"""Options that choose an engine: model, device and drafter; and the engine that made a dump."""
+"""Options that several commands share: of replays, models, devices, drafters and tasks, with shell completion."""
 
 import shlex
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from replaylens import tasks
 from replaylens.engine import zoo
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadDump, BadRequest, EngineError
-from replaylens.engine.features.features import SparseFeatures
+
+if TYPE_CHECKING:  # listing a dump or the tasks needs no engine
+    from replaylens.engine.engine import Engine
+    from replaylens.engine.features.features import SparseFeatures
 
 # ---- replay options --------------------------------------------------------------------------------------------------
 # Command-line options of the commands that replay examples.
@@ -38,7 +40,6 @@ def complete_drafter(incomplete: str) -> list[str]:
 
 
 def complete_model(incomplete: str) -> list[str]:
-    from replaylens.engine import zoo
     from replaylens.engine.model import hub
 
     known = (*zoo.PLAIN, *zoo.THINKING, hub.SMOLLM2)
@@ -46,6 +47,7 @@ def complete_model(incomplete: str) -> list[str]:
 
 
 # ---- engines ---------------------------------------------------------------------------------------------------------
+# Options that choose an engine: model, device and drafter; and the engine that made a dump.
 
 MODEL = "coin-plain"
 MODEL_HELP = "An embedded model's name, smollm2, a model folder, or a name on the Hugging Face hub (org/name@revision)."
@@ -105,9 +107,11 @@ def verify_command(
     return shlex.join(["replaylens", "verify", dump, "--all", *given])
 
 
-def engine_that_made(dump: Dump, device: str) -> Engine | None:
+def engine_that_made(dump: Dump, device: str) -> "Engine | None":
     """An engine with the model that made a dump: of the hub, by the revision that the dump names, if the cache has it; or the
     embedded one with its weights. None if there is none. Nothing is downloaded because a dump asks for it."""
+    from replaylens.engine.engine import Engine
+
     if revision := dump.manifest.fingerprint.revision:
         try:
             return Engine.load(revision, device=device, local_files_only=True)
@@ -125,8 +129,10 @@ def unknown_maker(dump: Dump) -> str:
     return "No embedded model made this dump. Name its model with --model"
 
 
-def encoders(given: list[str] | None) -> dict[str, SparseFeatures]:
+def encoders(given: list[str] | None) -> "dict[str, SparseFeatures]":
     """The sparse features of --features NAME=FOLDER, by name."""
+    from replaylens.engine.features.features import SparseFeatures
+
     found: dict[str, SparseFeatures] = {}
     for each in given or ():
         name, equals, folder = each.partition("=")

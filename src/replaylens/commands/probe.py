@@ -93,23 +93,14 @@ def probe(
         _list(as_json)
         return
     with reporting(lambda: "the same command" if resume else None):
+        from replaylens.probes.settings import SweepKeywords
         from replaylens.probes.sweeps import sweep
 
         _check_outputs(out, save_probes)
         found = _open(path, check, task)
-        options: dict[str, Any] = {
-            "layers": None if layers is None else _numbers(layers),
-            "folds": folds,
-            "permutations": permutations,
-            "metric": metric,
-            "branches": branches,
-            "controls": controls,
-            "residualise": _words(residualise),
-            "code_length": code_length,
-            "precision": precision,
-            "device": device,
-            "seed": seed,
-        }
+        options = SweepKeywords(folds=folds, permutations=permutations, metric=metric, branches=branches, controls=controls)
+        options |= SweepKeywords(code_length=code_length, precision=precision, device=device, seed=seed)
+        options |= SweepKeywords(layers=None if layers is None else _numbers(layers), residualise=_words(residualise))
         how: dict[str, Any] = {"resume": resume, "jobs": jobs, "backend": backend, "progress": not quiet}
         report = sweep(
             found,

@@ -22,6 +22,7 @@ from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import short_repr
 from replaylens.engine.resampling.plan import Answer
 from replaylens.engine.resampling.rollouts import Rollouts
+from replaylens.engine.serving.branch import ResampleKeywords
 
 CACHE = 8192
 """tokens of the KV cache by default"""
@@ -68,17 +69,9 @@ def resample(
 ) -> None:
     """Draw rollouts at positions of a chain and count their outcomes. The same command goes on with an unfinished folder."""
     with reporting(lambda: "the same command again"):
-        options: dict[str, Any] = {
-            "at": _at(at),
-            "sampling": Sampling(temperature=temperature, seed=seed),
-            "max_new": max_new,
-            "answer": _answer(answer, choice or [], after),
-            "sites": sites,
-            "keep": _keep(keep),
-            "replace": replace,
-            "wave": wave,
-            "progress": not quiet,
-        }
+        options = ResampleKeywords(at=_at(at), max_new=max_new, sites=sites, keep=_keep(keep), replace=replace, wave=wave)
+        options["sampling"] = Sampling(temperature=temperature, seed=seed)
+        options["answer"] = _answer(answer, choice or [], after)
         if dump is not None and not sites:
             raise BadRequest("--dump writes the rows of --sites, and none are captured. Give --sites, such as S.")
         chosen: dict[str, Any] = {"device": device, "cache_tokens": cache_tokens}
@@ -91,10 +84,10 @@ def resample(
             for number, (asked, given) in enumerate(chains):
                 folder = Path(out) / f"{number:05d}" if file is not None else Path(out)
                 if engine is None:
-                    found = resample_on_cluster(model, folder, asked, n, chain=given, **where, **options)
+                    found = resample_on_cluster(model, folder, asked, n, chain=given, progress=not quiet, **where, **options)
                 else:
                     with chain_of(engine, asked, given) as branch:
-                        found = branch.resample(n, folder=folder, **options)
+                        found = branch.resample(n, folder=folder, progress=not quiet, **options)
                 _tell(found, str(folder), as_json)
                 every.append(found)
         if dump is not None:

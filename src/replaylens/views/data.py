@@ -1,4 +1,4 @@
-"""`Frame`: one step of a request as plain data: its tokens, its KV slots, and the verifier's checks."""
+"""What pictures show, as plain data: lens readings, paths with their branches, and the steps of a request."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -195,6 +195,7 @@ class Paths:
 
 
 # ---- frames ----------------------------------------------------------------------------------------------------------
+# `Frame`: one step of a request as plain data: its tokens, its KV slots, and the verifier's checks.
 
 
 class Phase(Enum):

@@ -1,4 +1,4 @@
-"""Layout of a tree: the row of each branch. Columns are positions, so branches can share a row."""
+"""Drawers of trees and timelines: layout, SVG, terminal, HTML."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from replaylens.views.data import capacity as most_positions
 from replaylens.views.html import KINDS, NAMES, ORDINARY, Attributes, join, svg_style, tag
 
 # ---- layout ----------------------------------------------------------------------------------------------------------
+# Layout of a tree: the row of each branch. Columns are positions, so branches can share a row.
 
 
 @dataclass(frozen=True)

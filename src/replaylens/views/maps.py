@@ -1,4 +1,4 @@
-"""`Heatmap`: layers by positions, with a stronger colour for higher values; tooltips show intervals and controls."""
+"""Heatmaps: numbers by layer and position, and those of the logit lens (Z)."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -14,6 +14,7 @@ from replaylens.views.examples import DumpedExample
 from replaylens.views.html import tag
 
 # ---- heatmap ---------------------------------------------------------------------------------------------------------
+# `Heatmap`: layers by positions, with a stronger colour for higher values; tooltips show intervals and controls.
 
 
 @dataclass(frozen=True)

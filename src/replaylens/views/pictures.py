@@ -1,4 +1,4 @@
-"""`Tree`: a path and its branches. It draws itself in a notebook and in a terminal."""
+"""`Tree` and `Timeline`, which draw themselves, made from traces and from live branches."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 # ---- tree ------------------------------------------------------------------------------------------------------------
+# `Tree`: a path and its branches. It draws itself in a notebook and in a terminal.
 
 
 @dataclass(frozen=True, repr=False)
@@ -142,6 +143,8 @@ class _Line:
     uncertified_from: int | None = None
     why: str = ""
     """why nothing is promised of tokens from `uncertified_from` on"""
+    final: bool = False
+    """whether the request also computes the row of its last token"""
     first_token: bool = False
     """whether its first token after the prompt came out of the prefill"""
 
@@ -184,8 +187,10 @@ class _Teller:
                 words = visible("".join(map(self.decode, event["tokens"])))
                 made = iter([self._frame(line, Phase.FORCE, f"forced: {words}")])
             case "generate":
-                if line is not None and not event.get("deterministic", True):
-                    line.uncertify(line.computed, ORDINARY)
+                if line is not None:
+                    line.final = event["final"]
+                    if not event.get("deterministic", True):
+                        line.uncertify(line.computed, ORDINARY)
                 self._start(event["branch"])
             case "draft" if line is not None:
                 made = self._draft(line, event)
@@ -258,7 +263,8 @@ class _Teller:
             cut.uncertified_from, cut.why = line.uncertified_from, line.why
         num_rejected = sum(map(len, chains)) - accepted
         line.tokens = [*line.tokens[: line.at], *followed[:accepted], *pending]
-        line.computed, line.chains = line.at + accepted, []
+        dropped = not pending and not line.final  # the row of a draft that ended the request
+        line.computed, line.chains = line.at + accepted - dropped, []
         gained = f"{accepted} accepted" + (", one extra token is pending" if pending else "")
         if num_rejected:
             gained = f"{accepted} accepted, {num_rejected} rejected" + (", the verifier's token is pending" if pending else "")

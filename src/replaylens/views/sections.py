@@ -1,4 +1,4 @@
-"""The first section of the report page: what was found, with the controls it is held against, and one example."""
+"""The sections of the report page: what was found, probe reports, results of the workbench and of attribution."""
 
 import math
 import re
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # ---- opening ---------------------------------------------------------------------------------------------------------
+# The first section of the report page: what was found, with the controls it is held against, and one example.
 
 OPENING_LINES = 12
 """limit of best cells"""

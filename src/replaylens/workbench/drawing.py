@@ -1,4 +1,4 @@
-"""Heat maps of the workbench: as figures for papers, and as tables for notebooks."""
+"""What results of the workbench share: heat maps for papers and notebooks, and `Metric`: what is measured."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from replaylens.views.html import fragment, tag
 from replaylens.views.maps import Heatmap, HeatmapCell, draw, span
 
 # ---- drawing ---------------------------------------------------------------------------------------------------------
+# Heat maps of the workbench: as figures for papers, and as tables for notebooks.
 
 MAX_COLUMNS = 64
 """of a table in a notebook; figures show all"""

@@ -121,7 +121,7 @@ def test_positions_that_texts_do_not_have(coin: Engine, texts: GivenTexts) -> No
 
 
 def test_texts_too_large_for_a_plan(coin: Engine, texts: GivenTexts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replaylens.engine.dump.maker.MAX_TEXT_BYTES", 100)
+    monkeypatch.setattr("replaylens.engine.dump.plan.MAX_TEXT_BYTES", 100)
     with pytest.raises(BadRequest, match="Write several dumps"):
         make_plan(coin, texts, 3, sites="S")
 

@@ -14,7 +14,7 @@ from replaylens.engine.lens import lens as tuned
 from replaylens.engine.lens import lens as tuned_lens
 from replaylens.engine.lens.lens import TunedLens
 from replaylens.engine.model import loading
-from replaylens.engine.request.capture import LensSpec
+from replaylens.engine.records import LensSpec
 from tests.families import hugging_face
 from tests.toy_model import engine, random_model
 

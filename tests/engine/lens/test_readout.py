@@ -9,7 +9,7 @@ from torch import Tensor
 from replaylens import Engine
 from replaylens.engine.lens import lens
 from replaylens.engine.model import loading
-from replaylens.engine.request.capture import LensSpec
+from replaylens.engine.records import LensSpec
 from tests.families import hugging_face
 from tests.toy_model import engine as toy_engine
 

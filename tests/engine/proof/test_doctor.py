@@ -23,7 +23,8 @@ from replaylens.engine.passes import cpu
 from replaylens.engine.passes.batch import KV_BLOCK
 from replaylens.engine.passes.products import Allowed, Certificate, Finding, Products
 from replaylens.engine.proof import certificates, doctor
-from replaylens.engine.request.capture import LensSpec, Rows
+from replaylens.engine.records import LensSpec
+from replaylens.engine.request.capture import Rows
 from tests.engine.reference import decoder, random_decoder
 from tests.families import NAMES
 
@@ -291,7 +292,6 @@ def test_a_certificate_survives_json(examined: Certificate) -> None:
     allowed = {1: Allowed({(3, 5): (16,)}, frozenset({(3, 5)})), 7: Allowed({(3, 5): ()})}
     failed = Certificate(allowed, (16,), (Finding("op", "[3, 5]", "check", False), Finding("op", "", "", False, threads=7)))
     assert Certificate.from_json(failed.to_json()) == failed and not failed.certified
-
 
     right, examined = doctor.examine, []
     monkeypatch.setattr(doctor, "examine", lambda model: (examined.append(model), right(model))[1])

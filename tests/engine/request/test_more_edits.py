@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadEdit, UnknownSite
-from replaylens.engine.request.edits import Edit, EditRecord, PlacedEditRecord
+from replaylens.engine.records import EditRecord, PlacedEditRecord
+from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import place
 from tests.devices import DEVICES

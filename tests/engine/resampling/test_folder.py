@@ -1,5 +1,6 @@
 """Waves on disk: killed and resumed gives the same digest; damage is found; another plan is refused."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -53,6 +54,25 @@ def test_a_folder_has_what_was_drawn(tmp_path: Path, reference: Rollouts) -> Non
         "plan.json",
         *(f"wave-0000{i}.{kind}" for i in range(3) for kind in ("json", "safetensors")),
     ]
+
+
+def test_a_huge_plan_is_not_enumerated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is finished follows from what the folder holds, not from a look for every wave that the plan has."""
+    plan, _ = plan_rollouts(path(), 6, at=[4, 6], sampling=HOT, max_new=6)
+    files = folder.WaveFolder.create(tmp_path, dataclasses.replace(plan, n=10**12), 4)
+    asked = list[int]()
+
+    def counted(self: folder.WaveFolder, number: int, kind: str) -> Path:
+        asked.append(number)
+        assert len(asked) < 100, "every wave is looked for"
+        return tmp_path / f"wave-{number:05d}.{kind}"
+
+    monkeypatch.setattr(folder.WaveFolder, "_file", counted)
+    for name in ("wave-00003.json", "wave-123456.json", "wave-00004.safetensors", "wave-0000005.json"):
+        (tmp_path / name).touch()
+    (tmp_path / f"wave-{files.num_waves:05d}.json").touch()  # one more than the plan has
+    with pytest.raises(BadRollouts, match=f"has {5 * 10**11 - 2} unfinished waves of {5 * 10**11}"):
+        Rollouts.load(tmp_path)
 
 
 def test_resumed_in_the_middle(tmp_path: Path, reference: Rollouts) -> None:

@@ -11,7 +11,8 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.loading import weights_hash
 from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.training import embedded as zoo
-from replaylens.engine.zoo import CHECKPOINTS
+from replaylens.engine.training import embedded_thinking
+from replaylens.engine.zoo import CHECKPOINTS, PLAIN, THINKING
 from replaylens.tasks import Example, WordTokenizer
 
 NAMES = ("coin-plain", "coin-draft")
@@ -38,6 +39,14 @@ def accuracy(name: str, test: str, lengths: range, number: int) -> float:
 
 def test_names() -> None:
     assert zoo.names() == NAMES
+
+
+def test_the_names_of_the_zoo_are_those_of_recipes_and_folders() -> None:
+    """The engine looks models up in `PLAIN` and `THINKING` without loading a recipe, so the three lists must agree."""
+    assert (zoo.names(), embedded_thinking.names()) == (PLAIN, THINKING)
+    assert sorted(PLAIN + THINKING) == sorted(folder.name for folder in CHECKPOINTS.iterdir() if folder.is_dir())
+    thinking = {folder.parent.name for folder in CHECKPOINTS.glob("*/thinking.json")}
+    assert set(THINKING) == thinking  # a plain model in THINKING would load as another kind
 
 
 @pytest.mark.parametrize("ask", [zoo.recipe, zoo.load_embedded])
