@@ -71,7 +71,7 @@ def test_in_company_and_after_a_fork_the_bits_are_the_same() -> None:
 
 
 def _unrouted(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda g, logits, scores, chosen, routing: torch.zeros_like(logits)
+    return lambda g, logits, scores, chosen, routing, products: torch.zeros_like(logits)
 
 
 def _unweighted(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
