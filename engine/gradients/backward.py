@@ -1,8 +1,8 @@
 """`Backward`: from the gradient of the logits to the gradients at the sites, block by block. Mirrors `Decoder`'s wiring.
 
-Each path is computed alone, in shapes that follow from its length: on a CPU in portable arithmetic, on a GPU with the products of
-the canonical kernels. So its gradients have the same bits in any company, after any fork and at any number of threads; on a CPU,
-also on every machine. They are float32, whatever the dtype of the weights.
+Each path is computed alone, in shapes that follow from its length: on a CPU in portable arithmetic, on a GPU with the products
+of the canonical kernels. So its gradients have the same bits in any company, after any fork and at any number of threads; those
+of a CPU have them on every machine. They are float32, whatever the dtype of the weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -278,8 +278,8 @@ def _through_edit(g: Tensor, rows: Tensor, edit: PlacedEdit, positions: list[int
 
     keep_norm:  y = e |x| / |e|       de = (g - e (g . e) / |e|^2) |x| / |e|,  and  x (g . e) / (|x| |e|)  from the length of x
     """
-    nowhere = torch.full(rows.shape[1:], torch.nan)
-    changed = replace(edit, op="set", value=nowhere, keep_norm=False).apply(rows, positions).isnan()
+    marked = replace(edit, op="set", value=rows.new_full(rows.shape[1:], torch.nan), keep_norm=False)
+    changed = marked.apply(rows, positions).isnan()
     plain = replace(edit, keep_norm=False, when=None, heads=())
     before, more = g, torch.zeros_like(g)
     if edit.keep_norm:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +78,8 @@ TokenId = Callable[[str | int], int]
 """a token, as text or id -> its id"""
 
 
-class ClosedForm(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class ClosedForm:
     """A named metric and its derivative, in portable arithmetic on the host."""
 
     value: LogitsFunction
@@ -96,7 +97,7 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 
 def _one_hot(token: int, like: Tensor) -> Tensor:
-    return torch.zeros_like(like, requires_grad=False).index_fill_(-1, torch.tensor([token]), 1.0)
+    return (torch.arange(len(like)) == token).to(torch.float32)
 
 
 def _exp(x: Tensor) -> Tensor:
