@@ -276,22 +276,22 @@ def through_edits(g: Tensor, unedited: Tensor, edits: Sequence[PlacedEdit]) -> T
 def _through_edit(g: Tensor, rows: Tensor, edit: PlacedEdit, positions: list[int]) -> Tensor:
     """The gradient [n, ...] of rows before one edit: of those, and of those heads, that it changes.
 
-    keep_norm:  y = e |x| / |e|       de = (g - e (g . e) / |e|^2) |x| / |e|,  and  x (g . e) / (|x| |e|)  from the length of x
+    keep_norm:  y = e |x| / |e|, e = x + v      dx = (g - e (g . e) / |e|^2) |x| / |e| + x (g . e) / (|x| |e|)
     """
     marked = replace(edit, op="set", value=rows.new_full(rows.shape[1:], torch.nan), keep_norm=False)
     changed = marked.apply(rows, positions).isnan()
     plain = replace(edit, keep_norm=False, when=None, heads=())
-    before, more = g, torch.zeros_like(g)
-    if edit.keep_norm:
-        e = plain.apply(rows, positions)
-        size, new = portable.row_sums(rows * rows).sqrt(), portable.row_sums(e * e).sqrt()
-        along = portable.row_sums(g * e) / new
-        before, more = (g - e / new * along) * (size / new), rows / size * along
+    dx = g
     if edit.op in ("reweight", "project_out"):  # linear, and symmetric
-        before = plain.apply(before, positions)
+        dx = plain.apply(g, positions)
     elif edit.op != "add":
-        before = torch.zeros_like(g)
-    return torch.where(changed, before + more, g)
+        dx = torch.zeros_like(g)
+    elif edit.keep_norm:
+        e = plain.apply(rows, positions)
+        old, new = portable.row_sums(rows * rows).sqrt(), portable.row_sums(e * e).sqrt()
+        along = portable.row_sums(g * e) / new
+        dx = (g - e / new * along) * (old / new) + rows / old * along
+    return torch.where(changed, dx, g)
 
 
 def _rounded(edit: PlacedEdit, dtype: torch.dtype) -> PlacedEdit:
