@@ -356,7 +356,7 @@ class Tape:
 
     @torch.inference_mode()
     def gradients(self, function: LogitsFunction, aliases: Mapping[str, str], certified: bool) -> Gradients:
-        """The gradients of a metric at the asked sites. On one thread, so that the number of threads changes no bit.
+        """The gradients of a metric at the asked sites. On a CPU in portable arithmetic.
 
         On a GPU, metric and edits are differentiated on the host, and everything else on the device. Results are on the host.
         """
