@@ -83,7 +83,10 @@ def _unknown(made: Any, raw: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Results with equal fingerprint, token path and edits have equal bits."""
+    """Results with equal fingerprint, token path and edits have equal bits.
+
+    Portable arithmetic (`canonical`) has the same bits on every machine, so device and versions are told and bind nothing.
+    """
 
     weights: str
     config: str
@@ -98,7 +101,13 @@ class Fingerprint:
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
+        bound = {name: value for name, value in self.parts().items() if name in self._binding}
+        return hashlib.sha256(json.dumps(bound, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def _binding(self) -> set[str]:
+        """The parts that results depend on."""
+        return set(asdict(self)) - ({"device", "torch", "triton"} if self.canonical.startswith("portable") else set())
 
     def to_json(self) -> str:
         return json.dumps(self.parts(), sort_keys=True)
@@ -108,9 +117,10 @@ class Fingerprint:
         return {name: value for name, value in asdict(self).items() if name != "revision" or value}
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """The parts that differ, one readable line each."""
-        mine, theirs = asdict(self), asdict(other)
-        return [f"{name}: {mine[name]} here, {theirs[name]} there" for name in mine if mine[name] != theirs[name]]
+        """The parts that differ and that results depend on, one readable line each."""
+        mine, theirs, binding = asdict(self), asdict(other), self._binding | other._binding
+        differ = [name for name in mine if name in binding and mine[name] != theirs[name]]
+        return [f"{name}: {mine[name]} here, {theirs[name]} there" for name in differ]
 
 
 # ---- edits -----------------------------------------------------------------------------------------------------------

@@ -254,7 +254,7 @@ def activate(x: Tensor, kind: str, gated: bool) -> Tensor:
     return out.view(*x.shape[:-1], width)
 
 
-_FUNCTIONS = ("exp", "tanh", "sigmoid", "log")
+_FUNCTIONS = ("exp", "tanh", "sigmoid", "log", "erf")
 
 
 @compiled("void(intp,intp,intp,intp,intp)")
@@ -269,13 +269,16 @@ def _apply(kind, x, out, first, end):
     elif kind == 2:
         for i in range(first, end):
             y[i] = one / (one + exp(-v[i]))
-    else:
+    elif kind == 3:
         for i in range(first, end):
             y[i] = log(v[i])
+    else:
+        for i in range(first, end):
+            y[i] = erf(v[i])
 
 
 def apply(name: str, x: Tensor) -> Tensor:
-    """exp, tanh, sigmoid or log of every number."""
+    """exp, tanh, sigmoid, log or erf of every number."""
     x = x.contiguous()
     out, count = torch.empty(x.shape, dtype=torch.float32), x.numel()
     fixed = (_FUNCTIONS.index(name), x.data_ptr(), out.data_ptr())

@@ -138,12 +138,20 @@ def verify(
     if problems:
         return Verification(MISMATCH, tuple(problems))
     if differences := engine.fingerprint.differences(dump.manifest.fingerprint):
-        return Verification(OTHER, ("the dump was made under another fingerprint:", *differences))
+        return Verification(OTHER, ("the dump was made under another fingerprint:", *differences, *_who_could(dump.manifest)))
     chosen = _sampled(dump.manifest, sample, seed)
     try:
         return _Replay(dump, engine, batch, task, selector, features).run(chosen, progress)
     except BadDump as error:
         return Verification(MISMATCH, (str(error),))
+
+
+def _who_could(manifest: Manifest) -> list[str]:
+    """Who could replay a dump of other arithmetic, whose files were found intact."""
+    made = manifest.fingerprint
+    if made.canonical.startswith("portable"):
+        return []
+    return [f"its files are intact; replaylens {made.replaylens} on {made.device} with torch {made.torch} could replay it"]
 
 
 def _sampled(manifest: Manifest, sample: float | str, seed: int) -> list[int]:

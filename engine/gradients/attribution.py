@@ -72,7 +72,7 @@ class Attribution:
     def mean(cls, pairs: Sequence[Attribution]) -> Attribution:
         """The mean over pairs of prompts; BadRequest if their numbers of tokens differ."""
         require_one_length([len(pair.words) for pair in pairs])
-        middle = lambda values: torch.stack(list(values)).double().mean(0).float()  # noqa: E731
+        middle = lambda values: (sum(each.double() for each in values) / len(pairs)).float()  # noqa: E731
         real = [pair.real for pair in pairs if pair.real is not None]
         before, after = (sum(getattr(pair, side) for pair in pairs) / len(pairs) for side in ("before", "after"))
         return cls(
@@ -440,5 +440,5 @@ def integrated_gradients(
     if compare:
         changed = {name: (there - here).flatten(1).any(1)}
         real = patch_effects(engine, base, {name: there}, changed, function, before, progress=False)
-    gap = after - before - float(estimate.double().sum())
+    gap = after - before - math.fsum(estimate.flatten().tolist())
     return Attribution(before, after, names, words_of(engine, path), estimate, real, promised, gap)

@@ -1,8 +1,8 @@
 """`Backward`: from the gradient of the logits to the gradients at the sites, block by block. Mirrors `Decoder`'s wiring.
 
-Each path is computed alone, in shapes that follow from its length: on a CPU on one thread, on a GPU with the products of the
-canonical kernels. So its gradients have the same bits in any company, after any fork and at any number of threads. They are
-float32, whatever the dtype of the weights.
+Each path is computed alone, in shapes that follow from its length: on a CPU in portable arithmetic, on a GPU with the products
+of the canonical kernels. So its gradients have the same bits in any company, after any fork and at any number of threads; those
+of a CPU have them on every machine. They are float32, whatever the dtype of the weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,13 +19,13 @@ from replaylens.engine.gradients.derivatives import (
     NEEDED_SHARED,
     BackwardProducts,
     HostProducts,
-    activated,
-    through_activation,
+    activation,
     through_attention,
     through_latent,
     through_mixture,
     through_norm,
     through_rotary,
+    through_softcap,
 )
 from replaylens.engine.gradients.gradients import Gradients, LogitsFunction, derivative, value_of
 from replaylens.engine.model import modes
@@ -36,6 +36,7 @@ from replaylens.engine.model.sites import layer_of
 from replaylens.engine.passes.runner import Runner, WholePass, finite
 from replaylens.engine.request.capture import HEAD_SITES, PassTap
 from replaylens.engine.request.placed import PlacedEdit
+from replaylens.kernels import cpu as portable
 
 # ---- backward --------------------------------------------------------------------------------------------------------
 
@@ -143,14 +144,13 @@ class Backward:
         """[vocab] -> the gradient of the stream after the last block, [rows, d_model]"""
         model, cap = self.model, self.model.config.logit_softcap
         residual, logits = self.forward.residual.float(), self.forward.logits
-        if cap:  # logits = cap tanh(x / cap), so the slope is 1 - (logits / cap)^2
-            g = g * (1 - (logits / cap).square())
+        g = through_softcap(g, logits, cap)
         if (scale := model.config.logit_scale) != 1.0:
             g = g * scale
         g = self._last_row("unembed.hook_out", g[None])
         g = self._last_row("ln_final.hook_out", self.products.unembed(g, model.unembedding))
         out = residual.new_zeros(residual.shape)
-        out[-1:] = through_norm(g, residual[-1:], model.ln_final)
+        out[-1:] = through_norm(g, residual[-1:], model.ln_final, self.products)
         return out
 
     def _block(self, layer: int, g: Tensor) -> Tensor:
@@ -165,13 +165,13 @@ class Backward:
             from_mlp = self._mlp(block.mlp, self._written(g, block.mlp.down, block.ln2_post, block))
         shared = from_mlp if block.ln2 is None and block.parallel else None  # it reads what attention reads
         if block.ln2 is not None:
-            from_mlp = through_norm(self._at(block.ln2_sites[2], from_mlp), read, block.ln2)
+            from_mlp = through_norm(self._at(block.ln2_sites[2], from_mlp), read, block.ln2, self.products)
         middle = g if block.parallel else self._at(block.middle_site, g + from_mlp)
         from_attn = self._attention(block.attn, self._written(middle, block.attn.o, block.ln1_post, block), layer)
         if shared is not None:
             from_attn = from_attn + shared
         if block.ln1 is not None:
-            from_attn = through_norm(self._at(block.ln1_sites[2], from_attn), x, block.ln1)
+            from_attn = through_norm(self._at(block.ln1_sites[2], from_attn), x, block.ln1, self.products)
         entering = middle + from_attn
         return self._at(block.in_site, entering + from_mlp if block.parallel and shared is None else entering)
 
@@ -184,7 +184,7 @@ class Backward:
         """The gradient of the stream -> of what is added to it, before the post-norm and the factor."""
         site, (*_, post_site) = sites
         if post is not None:
-            g = through_norm(self._at(post_site, g), self._value(site), post)
+            g = through_norm(self._at(post_site, g), self._value(site), post, self.products)
         g = self._at(site, g)
         return g if block.scale == 1.0 else g * block.scale
 
@@ -201,10 +201,10 @@ class Backward:
         g = self._at(mlp.post_site, g)
         up = self._value(mlp.up_site)
         if not mlp.gated:
-            return self.products.linear(self._at(mlp.up_site, through_activation(g, up, mlp.kind)), mlp.up)
-        gate = self._value(mlp.gate_site)
-        by_gate = self._at(mlp.gate_site, through_activation(g * up, gate, mlp.kind))
-        by_up = self._at(mlp.up_site, activated(gate, mlp.kind).mul_(g))
+            by_up = self._at(mlp.up_site, g * activation(up, mlp.kind, self.products)[1])
+            return self.products.linear(by_up, mlp.up)
+        found, slope = activation(self._value(mlp.gate_site), mlp.kind, self.products)
+        by_gate, by_up = self._at(mlp.gate_site, g * up * slope), self._at(mlp.up_site, g * found)
         return self.products.linear(torch.cat([by_gate, by_up], dim=-1), mlp.up)
 
     def _attention(self, attn: Attention | LatentAttention, g: Tensor, layer: int) -> Tensor:
@@ -250,26 +250,48 @@ class Backward:
             dq, dk = self._unclipped(attn, dq, attn.normed_q_site), self._unclipped(attn, dk, attn.normed_k_site)
         q, k = (self._value(site) for site in _normed(self.model.config, layer))
         if not attn.norm_spans_heads:
-            return through_norm(dq, q, attn.q_norm), through_norm(dk, k, attn.k_norm)
-        back = lambda g, x, norm: through_norm(g.flatten(1), x.flatten(1), norm).view(x.shape)  # noqa: E731
+            return through_norm(dq, q, attn.q_norm, self.products), through_norm(dk, k, attn.k_norm, self.products)
+        back = lambda g, x, norm: through_norm(g.flatten(1), x.flatten(1), norm, self.products).view(x.shape)  # noqa: E731
         return back(dq, q, attn.q_norm), back(dk, k, attn.k_norm)
 
 
 def through_edits(g: Tensor, unedited: Tensor, edits: Sequence[PlacedEdit]) -> Tensor:
-    """The gradient [rows, ...] before a site's edits, by autograd: an edit works on single rows, in whatever way it likes.
+    """The gradient [rows, ...] before a site's edits. An edit works on single rows.
 
     Added vectors let a gradient pass, replaced rows stop it, projections project it. Computed on the host.
 
     unedited  the site's value before the edits
     """
-    with torch.inference_mode(False), torch.enable_grad():
-        leaf = unedited.to("cpu", torch.float32, copy=True).requires_grad_()
-        value = leaf.clone()
-        for edit in edits:
-            if positions := edit.positions(0, len(value)):
-                value[positions] = _rounded(edit, unedited.dtype).apply(value[positions], positions)
-        (found,) = torch.autograd.grad(value, leaf, g.to("cpu", copy=True))
+    value, found = (x.to("cpu", torch.float32, copy=True) for x in (unedited, g))
+    steps = []
+    for edit in (_rounded(edit, unedited.dtype) for edit in edits):
+        if positions := edit.positions(0, len(value)):
+            steps.append((edit, positions, value[positions]))
+            value[positions] = edit.apply(value[positions], positions)
+    for edit, positions, rows in reversed(steps):
+        found[positions] = _through_edit(found[positions], rows, edit, positions)
     return found.to(g.device)
+
+
+def _through_edit(g: Tensor, rows: Tensor, edit: PlacedEdit, positions: list[int]) -> Tensor:
+    """The gradient [n, ...] of rows before one edit: of those, and of those heads, that it changes.
+
+    keep_norm:  y = e |x| / |e|, e = x + v      dx = (g - e (g . e) / |e|^2) |x| / |e| + x (g . e) / (|x| |e|)
+    """
+    marked = replace(edit, op="set", value=rows.new_full(rows.shape[1:], torch.nan), keep_norm=False)
+    changed = marked.apply(rows, positions).isnan()
+    plain = replace(edit, keep_norm=False, when=None, heads=())
+    dx = g
+    if edit.op in ("reweight", "project_out"):  # linear, and symmetric
+        dx = plain.apply(g, positions)
+    elif edit.op != "add":
+        dx = torch.zeros_like(g)
+    elif edit.keep_norm:
+        e = plain.apply(rows, positions)
+        old, new = portable.row_sums(rows * rows).sqrt(), portable.row_sums(e * e).sqrt()
+        along = portable.row_sums(g * e) / new
+        dx = (g - e / new * along) * (old / new) + rows / old * along
+    return torch.where(changed, dx, g)
 
 
 def _rounded(edit: PlacedEdit, dtype: torch.dtype) -> PlacedEdit:
@@ -334,7 +356,7 @@ class Tape:
 
     @torch.inference_mode()
     def gradients(self, function: LogitsFunction, aliases: Mapping[str, str], certified: bool) -> Gradients:
-        """The gradients of a metric at the asked sites. On one thread, so that the number of threads changes no bit.
+        """The gradients of a metric at the asked sites. On a CPU in portable arithmetic.
 
         On a GPU, metric and edits are differentiated on the host, and everything else on the device. Results are on the host.
         """
@@ -350,7 +372,7 @@ class Tape:
 
     def _products(self) -> BackwardProducts:
         if not self.runner.kernels:
-            return HostProducts()
+            return HostProducts(self.runner.products)
         from replaylens.engine.gradients.cuda import KernelProducts  # needs triton
 
         return KernelProducts()

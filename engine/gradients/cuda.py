@@ -7,6 +7,7 @@ doctor examines the products of the forward pass. Those with transposed weights 
 import torch
 from torch import Tensor
 
+from replaylens.engine.gradients.derivatives import Function
 from replaylens.engine.model.layers import Linear
 from replaylens.kernels.matmul import batched_matmul, matmul
 
@@ -33,6 +34,13 @@ class KernelProducts:
 
     def batched(self, x: Tensor, w: Tensor) -> Tensor:
         return batched_matmul(x.contiguous(), w)
+
+    def total(self, x: Tensor) -> Tensor:
+        return x.sum(-1, keepdim=True)
+
+    def apply(self, name: Function, x: Tensor) -> Tensor:
+        found: Tensor = getattr(torch, name)(x)
+        return found
 
     def _product(self, g: Tensor, weight: Tensor) -> Tensor:
         """g [rows, n] times weight [n, m], in float32. Mutates: not certified if the shape was found not to be."""

@@ -1,82 +1,34 @@
-"""The derivative of every op of a decoder: norms, activations, products, attention, mixtures of experts."""
+"""The derivative of every op of a decoder. `g` is always the gradient of what the op returns.
 
+Every sum and function comes from `BackwardProducts`. What is left to torch adds, multiplies, divides and takes roots of single
+numbers, which IEEE 754 rounds alike everywhere: on a CPU, a gradient has the same bits on every machine.
+"""
+
+import math
 from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple, Protocol
+from functools import reduce
+from typing import Literal, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor
 
-from replaylens.engine.model.config import Activation, Routing, barred, sigmoid, weigh, without_barred
+from replaylens.engine.errors import NoGradient
+from replaylens.engine.model.config import Activation, Routing, barred, without_barred
 from replaylens.engine.model.decoder import LatentAttention, Mixture, SharedExpert
 from replaylens.engine.model.layers import Linear, Norm, Rotary, expert_products
-from replaylens.engine.model.ops import AttentionSpec, position_bias, softcap, visible
-
-# ---- rowwise ---------------------------------------------------------------------------------------------------------
-# Derivatives of norms, activations, rotations and soft caps. `g` is always the gradient of what the op returns.
-
-
-def through_norm(g: Tensor, x: Tensor, norm: Norm) -> Tensor:
-    """The gradient of the norm's input x, over the last dimension.
-
-    RMS:    y = w x r, r = (mean x^2 + eps)^-1/2      dx = r (h - u mean(h u)),            h = w g, u = x r
-    layer:  y = w u + b, u = (x - mean x) r           dx = r (h - mean h - u mean(h u))
-    """
-    layer = norm.kind == "layer"
-    x = x - x.mean(-1, keepdim=True) if layer else x
-    r = x.square().mean(-1, keepdim=True).add_(norm.eps).rsqrt_()
-    u, h = x * r, g * norm.weight
-    dx = h - u * (h * u).mean(-1, keepdim=True)
-    if layer:
-        dx -= h.mean(-1, keepdim=True)
-    return dx.mul_(r)
-
-
-def activated(x: Tensor, kind: Activation) -> Tensor:
-    """The activation itself."""
-    return _ACTIVATIONS[kind][0](x)
-
-
-def through_activation(g: Tensor, x: Tensor, kind: Activation) -> Tensor:
-    """g times the activation's slope at x, by the functions that autograd uses."""
-    return _ACTIVATIONS[kind][1](g, x)
-
-
-_ATEN = torch.ops.aten
-_ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
-    "silu": (F.silu, _ATEN.silu_backward),
-    "gelu": (F.gelu, _ATEN.gelu_backward),
-    "gelu_tanh": (partial(F.gelu, approximate="tanh"), partial(_ATEN.gelu_backward, approximate="tanh")),
-    "relu": (F.relu, lambda g, x: g * (x > 0)),
-    "relu2": (lambda x: F.relu(x).square(), lambda g, x: g * 2 * F.relu(x)),
-}
-
-
-def through_rotary(g: Tensor, rotary: Rotary) -> Tensor:
-    """g [rows, heads, d_head] turned back: the transpose of a rotation is its inverse."""
-    cos, sin = rotary.turns
-    width = cos.shape[-1]
-    pairs = g[..., :width]
-    turned = pairs * cos - pairs.roll(width // 2, -1) * sin
-    return turned if width == g.shape[-1] else torch.cat([turned, g[..., width:]], dim=-1)
-
-
-def through_softcap(g: Tensor, x: Tensor, cap: float) -> Tensor:
-    """The gradient of x under cap tanh(x / cap); 0: no cap."""
-    return g * (1 - torch.tanh(x / cap).square()) if cap else g
-
+from replaylens.engine.model.ops import AttentionSpec, position_bias, visible
+from replaylens.engine.passes.products import Products, rows_of
+from replaylens.kernels import cpu as portable
 
 # ---- products --------------------------------------------------------------------------------------------------------
-# The products of a backward pass: by the CPU's library, or by the kernels of a GPU.
+# The sums and functions of a backward pass: portable ones on a CPU, those of the kernels and of torch on a GPU.
 
-_FEW_ROWS = 64
-"""up to which the CPU's product runs with the weight in front"""
+Function = Literal["exp", "tanh", "sigmoid", "erf"]
 
 
 class BackwardProducts(Protocol):
-    """Gradients are float32. A product's bits depend on the path alone."""
+    """Gradients are float32. The bits of a product or a sum depend on the path alone."""
 
     @property
     def certified(self) -> bool:
@@ -99,26 +51,104 @@ class BackwardProducts(Protocol):
         """x [batch, m, k] times w [batch, k, n], both float32"""
         ...
 
+    def total(self, x: Tensor) -> Tensor:
+        """The sums over the last dimension: [..., 1]"""
+        ...
+
+    def apply(self, name: Function, x: Tensor) -> Tensor:
+        """A function of every number."""
+        ...
+
 
 class HostProducts:
-    """The library's products, on one thread, in shapes that follow from the path."""
+    """Portable arithmetic: the same bits on any number of threads and on every machine."""
 
     certified = True
 
+    def __init__(self, products: Products) -> None:
+        """products  of the model, which keep its weights as products read them"""
+        self.products = products
+
     def linear(self, g: Tensor, linear: Linear) -> Tensor:
-        """The order of the factors depends on the number of rows only, as bits must."""
-        if len(g) <= _FEW_ROWS:  # CPU libraries take half as long again for few rows times a transposed weight
-            return torch.mm(linear.weight, g.t()).t().contiguous()
-        return torch.mm(g, linear.weight.t())
+        return self.products.product(g, linear.weight.t())
 
     def plain(self, x: Tensor, weight: Tensor) -> Tensor:
-        return torch.mm(x, weight)
+        return self.products.product(x, weight)
 
     def unembed(self, g: Tensor, table: Tensor) -> Tensor:
-        return torch.mm(g, table)
+        return self.products.product(g, table)
 
     def batched(self, x: Tensor, w: Tensor) -> Tensor:
-        return torch.bmm(x, w)
+        return torch.stack([portable.product(rows_of(a), portable.Panels.of(b)) for a, b in zip(x, w, strict=True)])
+
+    def total(self, x: Tensor) -> Tensor:
+        return portable.row_sums(x)
+
+    def apply(self, name: Function, x: Tensor) -> Tensor:
+        return portable.apply(name, x)
+
+
+# ---- rowwise ---------------------------------------------------------------------------------------------------------
+
+
+def through_norm(g: Tensor, x: Tensor, norm: Norm, products: BackwardProducts) -> Tensor:
+    """The gradient of the norm's input x, over the last dimension.
+
+    RMS:    y = w x r, r = (mean x^2 + eps)^-1/2      dx = r (h - u mean(h u)),            h = w g, u = x r
+    layer:  y = w u + b, u = (x - mean x) r           dx = r (h - mean h - u mean(h u))
+    """
+    layer, mean = norm.kind == "layer", lambda rows: products.total(rows) / rows.shape[-1]
+    x = x - mean(x) if layer else x
+    r = 1 / (mean(x * x) + norm.eps).sqrt()
+    u, h = x * r, g * norm.weight
+    dx = h - u * mean(h * u)
+    if layer:
+        dx -= mean(h)
+    return dx.mul_(r)
+
+
+def activation(x: Tensor, kind: Activation, products: BackwardProducts) -> tuple[Tensor, Tensor]:
+    """The activation at x, and its slope there."""
+    match kind:
+        case "silu":
+            open_ = products.apply("sigmoid", x)
+            return x * open_, open_ * (1 + x * (1 - open_))
+        case "gelu":
+            below = 0.5 * (1 + products.apply("erf", x * 0.5**0.5))
+            return x * below, below + x * products.apply("exp", -0.5 * x * x) * (2 * math.pi) ** -0.5
+        case "gelu_tanh":  # 1 + tanh(u) = 2 sigmoid(2 u)
+            factor, cube, square = 2 * (2 / math.pi) ** 0.5, 0.044715, x * x
+            open_ = products.apply("sigmoid", x * (1 + cube * square) * factor)
+            return x * open_, open_ * (1 + x * (1 - open_) * (1 + 3 * cube * square) * factor)
+        case "relu" | "relu2":
+            above = x.clamp(min=0.0)
+            return (above, (x > 0).float()) if kind == "relu" else (above * above, 2 * above)
+    raise NoGradient(f"The derivative of the activation {kind!r} is not implemented. Use patching.")
+
+
+def through_rotary(g: Tensor, rotary: Rotary) -> Tensor:
+    """g [rows, heads, d_head] turned back: the transpose of a rotation is its inverse."""
+    cos, sin = rotary.turns
+    width = cos.shape[-1]
+    pairs = g[..., :width]
+    turned = pairs * cos - pairs.roll(width // 2, -1) * sin
+    return turned if width == g.shape[-1] else torch.cat([turned, g[..., width:]], dim=-1)
+
+
+def through_softcap(g: Tensor, capped: Tensor, cap: float) -> Tensor:
+    """The gradient of x from that of capped = cap tanh(x / cap), whose slope is 1 - (capped / cap)^2; 0: no cap."""
+    return g * (1 - (capped / cap).square()) if cap else g
+
+
+def softmax(x: Tensor, products: BackwardProducts) -> Tensor:
+    """Over the last dimension; -inf: 0."""
+    weights = products.apply("exp", x - x.amax(-1, keepdim=True))
+    return weights / products.total(weights)
+
+
+def through_softmax(g: Tensor, p: Tensor, products: BackwardProducts) -> Tensor:
+    """The gradient of what p is the softmax of."""
+    return p * (g - products.total(g * p))
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
@@ -185,12 +215,12 @@ def _through_rows(
     g, q = fold(g), fold(q) * spec.scale
     product = products.batched
     raw = product(q, k.transpose(1, 2))
-    scores = softcap(raw, spec.softcap)
+    scores = capped = products.apply("tanh", raw / spec.softcap) * spec.softcap if spec.softcap else raw
     if bias is not None:
         scores = scores + repeat(bias, "(kv group) keys -> kv (group rows) keys", kv=kv_heads, rows=rows)
-    p = scores.masked_fill(unseen, -torch.inf).softmax(-1)
+    p = softmax(scores.masked_fill(unseen, -torch.inf), products)
     dp = product(g, v.transpose(1, 2)).masked_fill_(unseen, 0.0)
-    ds = through_softcap(torch.ops.aten._softmax_backward_data(dp, p, -1, p.dtype), raw, spec.softcap)
+    ds = through_softcap(through_softmax(dp, p, products), capped, spec.softcap)
     return back(product(ds, k).mul_(spec.scale)), product(ds.transpose(1, 2), q), product(p.transpose(1, 2), g), back(dp)
 
 
@@ -234,7 +264,7 @@ def _queries(
     g = products.linear(rearrange(torch.cat([plain, turned], dim=-1), "rows heads d -> rows (heads d)"), attn.q)
     if attn.q_a is None or attn.q_a_norm is None:
         return g
-    g = through_norm(at(attn.q_latent_site, g), value(attn.q_a_site), attn.q_a_norm)
+    g = through_norm(at(attn.q_latent_site, g), value(attn.q_a_site), attn.q_a_norm, products)
     return products.linear(at(attn.q_a_site, g), attn.q_a)
 
 
@@ -249,12 +279,17 @@ def _keys(
 ) -> Tensor:
     """Keys [rows, heads, d_head] and values [rows, heads, d_value] -> [rows, d_model]"""
     plain, turned = dk.split([attn.plain, attn.turned], dim=-1)
-    shared = through_rotary(at(attn.rotated_k_site, turned.sum(1, keepdim=True)), rotary)[:, 0]
+    shared = through_rotary(at(attn.rotated_k_site, _added(turned)[:, None]), rotary)[:, 0]
     by_head = rearrange(torch.cat([plain, dv], dim=-1), "rows heads d -> rows (heads d)")  # d = plain + d_value
     weight = rearrange(torch.cat([attn.k.weight, attn.v.weight], dim=-1), "heads rank d -> (heads d) rank")
     latent = at(attn.latent_site, products.batched(by_head[None], weight[None])[0])
-    latent = at(attn.kv_a_site, through_norm(latent, value(attn.kv_a_site), attn.kv_a_norm))
+    latent = at(attn.kv_a_site, through_norm(latent, value(attn.kv_a_site), attn.kv_a_norm, products))
     return products.linear(torch.cat([latent, shared], dim=-1), attn.kv_a)
+
+
+def _added(x: Tensor) -> Tensor:
+    """The sum over a few heads or experts, in order: [rows, few, width] -> [rows, width]"""
+    return reduce(torch.add, x.unbind(1))
 
 
 # ---- mixture ---------------------------------------------------------------------------------------------------------
@@ -286,10 +321,11 @@ def through_mixture(
     mixed, outs = at(mixture.experts_site, g), value(mixture.each_site)
     weights = value(mixture.weights_site).gather(-1, chosen)
     dx = _experts(mixture, weights[..., None] * mixed[:, None], x, chosen, at, products)
-    spread = g.new_zeros(len(g), mixture.num_experts).scatter(-1, chosen, (outs * mixed[:, None]).sum(-1))
+    spread = g.new_zeros(len(g), mixture.num_experts).scatter(-1, chosen, products.total(outs * mixed[:, None])[..., 0])
     dw = at(mixture.weights_site, spread).gather(-1, chosen)
     logits, scores = value(mixture.logits_site), value(mixture.choice_site)
-    dx = dx + products.linear(at(mixture.logits_site, _weights(dw, logits, scores, chosen, mixture.routing)), mixture.router)
+    dw = _weights(dw, logits, scores, chosen, mixture.routing, products)
+    dx = dx + products.linear(at(mixture.logits_site, dw), mixture.router)
     return dx if mixture.shared is None else dx + _shared(mixture, mixture.shared, g, x, value, at, products)
 
 
@@ -299,8 +335,8 @@ def _experts(mixture: Mixture, g: Tensor, x: Tensor, chosen: Tensor, at: AtSite,
     g = expert_products(at(mixture.each_site, g), chosen, experts.down.transpose(1, 2), None, products.plain)
     bias = None if experts.up_bias is None else experts.up_bias.float()
     wide = expert_products(x, chosen, experts.up, bias, products.plain)
-    g = _through_gate(at(mixture.post_site, g), wide, mixture.kind, experts.gated)
-    return expert_products(g, chosen, experts.up.transpose(1, 2), None, products.plain).sum(1)
+    g = _through_gate(at(mixture.post_site, g), wide, mixture.kind, experts.gated, products)
+    return _added(expert_products(g, chosen, experts.up.transpose(1, 2), None, products.plain))
 
 
 def _shared(
@@ -315,32 +351,55 @@ def _shared(
     """g [rows, d_model], of what the shared expert adds -> [rows, d_model]"""
     dx = x.new_zeros(x.shape)
     if mixture.shared_gate is not None:
-        open_ = sigmoid(value(mixture.shared_gate_site))
-        slope = (g * value(mixture.shared_site)).sum(-1, keepdim=True) * open_ * (1 - open_)
+        open_ = products.apply("sigmoid", value(mixture.shared_gate_site))
+        slope = products.total(g * value(mixture.shared_site)) * open_ * (1 - open_)
         dx = products.linear(at(mixture.shared_gate_site, slope), mixture.shared_gate)
         g = g * open_
     wide = products.plain(x, shared.up.weight)
     wide = wide if shared.up.bias is None else wide + shared.up.bias.float()
     g = products.linear(at(mixture.shared_site, g), shared.down)
-    return dx + products.linear(_through_gate(g, wide, shared.kind, shared.gated), shared.up)
+    return dx + products.linear(_through_gate(g, wide, shared.kind, shared.gated, products), shared.up)
 
 
-def _through_gate(g: Tensor, wide: Tensor, kind: Activation, gated: bool) -> Tensor:
+def _through_gate(g: Tensor, wide: Tensor, kind: Activation, gated: bool, products: BackwardProducts) -> Tensor:
     """The gradient of what an activation reads; gated: of gate | up."""
-    if not gated:
-        return through_activation(g, wide, kind)
-    gate, up = wide.chunk(2, dim=-1)
-    return torch.cat([through_activation(g * up, gate, kind), activated(gate, kind) * g], dim=-1)
+    gate, up = wide.chunk(2, dim=-1) if gated else (wide, None)
+    found, slope = activation(gate, kind, products)
+    return g * slope if up is None else torch.cat([g * up * slope, g * found], dim=-1)
 
 
-def _weights(g: Tensor, logits: Tensor, scores: Tensor, chosen: Tensor, routing: Routing) -> Tensor:
-    """g [rows, top], of the weights -> the gradient of the logits [rows, experts], by autograd on the host.
+def _weights(g: Tensor, logits: Tensor, scores: Tensor, chosen: Tensor, routing: Routing, products: BackwardProducts) -> Tensor:
+    """g [rows, top], of the weights -> the gradient of the logits [rows, experts]. Mirrors `weigh`.
 
     scores  what the experts were chosen by
     """
-    with torch.inference_mode(False), torch.enable_grad():
-        leaf = logits.to("cpu", copy=True).requires_grad_()
-        there, by = chosen.to("cpu", copy=True), scores.to("cpu", copy=True)
-        weights = weigh(without_barred(leaf, by, there), there, routing).masked_fill(barred(by, there), 0.0)
-        (found,) = torch.autograd.grad(weights, leaf, g.to("cpu", copy=True))
-    return found.to(g.device)
+    g = g.masked_fill(barred(scores, chosen), 0.0)
+    logits = without_barred(logits, scores, chosen)
+    if routing.kind == "sparsemixer":
+        return _sparsemixer(g, logits, chosen, routing, products)
+    g, zeros = g * routing.scale, torch.zeros_like(logits)
+    if routing.kind == "softmax" and not routing.normalised:
+        return through_softmax(zeros.scatter(-1, chosen, g), softmax(logits, products), products)
+    own = logits.gather(-1, chosen)
+    if routing.kind == "softmax":
+        return zeros.scatter(-1, chosen, through_softmax(g, softmax(own, products), products))
+    open_ = products.apply("sigmoid", own)
+    if routing.normalised:  # w = s / S, dw[i] / ds[j] = (1[i = j] - w[i]) / S
+        whole = products.total(open_) + 1e-20
+        g = (g - products.total(g * open_) / whole) / whole
+    return zeros.scatter(-1, chosen, g * open_ * (1 - open_))
+
+
+def _sparsemixer(g: Tensor, logits: Tensor, chosen: Tensor, routing: Routing, products: BackwardProducts) -> Tensor:
+    """Each weight is one entry of a softmax of its own. Which logits are close enough to take part is constant."""
+    own = logits.gather(-1, chosen)
+    first = own[:, 1:] > own[:, :1]  # whether the second is the better one
+    places, g = torch.where(first, chosen.flip(-1), chosen), torch.where(first, g.flip(-1), g)
+    found, left = torch.zeros_like(logits), logits
+    for place, each in zip(places.split(1, -1), g.split(1, -1), strict=True):
+        top = logits.gather(-1, place)
+        far = (top - logits) / torch.maximum(logits.abs(), top) > 2 * routing.jitter
+        p = softmax(left.masked_fill(far, -torch.inf), products)
+        found = found + through_softmax(torch.zeros_like(p).scatter(-1, place, each), p, products)
+        left = left.scatter(-1, place, -torch.inf)
+    return found

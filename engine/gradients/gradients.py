@@ -10,6 +10,7 @@ from torch import Tensor
 from replaylens.engine.errors import BadMetric, UnknownSite
 from replaylens.engine.model import modes
 from replaylens.engine.request.values import integer, short_repr
+from replaylens.kernels import cpu as portable
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
@@ -65,16 +66,42 @@ class Gradients(Mapping[str, Tensor]):
 def row_sums(x: Tensor) -> Tensor:
     """[rows, ...] -> [rows]"""
     with modes.canonical():
-        return x.flatten(1).sum(1)
+        return portable.row_sums(x.flatten(1))[:, 0]
 
 
 # ---- metric ----------------------------------------------------------------------------------------------------------
 # Metrics: scalars of the logits that follow a path, and their derivative.
 
 LogitsFunction = Callable[[Tensor], Tensor]
-"""the last row's logits [vocab] -> a scalar. Those of named metrics take [..., vocab] and return [...] too"""
+"""the last row's logits [vocab] -> a scalar"""
 TokenId = Callable[[str | int], int]
 """a token, as text or id -> its id"""
+
+
+@dataclass(frozen=True, eq=False)
+class ClosedForm:
+    """A named metric and its derivative, in portable arithmetic on the host."""
+
+    value: LogitsFunction
+    """[..., vocab] -> [...]"""
+    slope: LogitsFunction
+    """[vocab] -> [vocab]"""
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return self.value(logits)
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    """A copy on the host, in float32."""
+    return portable.log_softmax_(logits.detach().to("cpu", torch.float32, copy=True, memory_format=torch.contiguous_format))
+
+
+def _one_hot(token: int, like: Tensor) -> Tensor:
+    return (torch.arange(len(like)) == token).to(torch.float32)
+
+
+def _exp(x: Tensor) -> Tensor:
+    return portable.apply("exp", x)
 
 
 @dataclass(frozen=True)
@@ -84,10 +111,10 @@ class LogitDifference:
     right: str | int
     wrong: str | int
 
-    def function(self, target: TokenId) -> LogitsFunction:
+    def function(self, target: TokenId) -> ClosedForm:
         """The metric as a function of the logits."""
         right, wrong = target(self.right), target(self.wrong)
-        return lambda logits: logits[..., right] - logits[..., wrong]
+        return ClosedForm(lambda x: x[..., right] - x[..., wrong], lambda x: _one_hot(right, x) - _one_hot(wrong, x))
 
 
 @dataclass(frozen=True)
@@ -96,10 +123,10 @@ class LogProbability:
 
     token: str | int
 
-    def function(self, target: TokenId) -> LogitsFunction:
+    def function(self, target: TokenId) -> ClosedForm:
         """The metric as a function of the logits."""
         token = target(self.token)
-        return lambda logits: logits.log_softmax(-1)[..., token]
+        return ClosedForm(lambda x: _log_softmax(x)[..., token], lambda x: _one_hot(token, x) - _exp(_log_softmax(x)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,18 +138,19 @@ class Divergence:
 
     other: Any
 
-    def function(self, target: TokenId) -> LogitsFunction:
+    def function(self, target: TokenId) -> ClosedForm:
         """The metric as a function of the logits. Precondition: `other` is a tensor; `Branch.gradients` replaces branches."""
         if not isinstance(self.other, Tensor) or self.other.dim() != 1:
             raise BadMetric(f"Invalid Divergence({short_repr(self.other)}). Give a branch, or a tensor of logits [vocab].")
-        expected = self.other.detach().log_softmax(-1)
+        expected = _log_softmax(self.other)
+        weights = _exp(expected)
 
         def divergence(logits: Tensor) -> Tensor:
             if logits.shape[-1:] != expected.shape:
                 raise BadMetric(f"Divergence from {len(expected)} logits, but the model has {logits.shape[-1]}. Give as many.")
-            return (expected.exp() * (expected - logits.log_softmax(-1))).sum(-1)
+            return portable.row_sums(weights * (expected - _log_softmax(logits)))[..., 0]
 
-        return divergence
+        return ClosedForm(divergence, lambda x: _exp(_log_softmax(x)) - weights)
 
 
 Named = LogitDifference | LogProbability | Divergence
@@ -168,6 +196,8 @@ def value_of(function: LogitsFunction, logits: Tensor) -> Tensor:
 
 def derivative(function: LogitsFunction, logits: Tensor) -> tuple[float, Tensor]:
     """The metric of logits [vocab] and its derivative [vocab]. Logits are data here: their own history is ignored."""
+    if isinstance(function, ClosedForm):
+        return float(value_of(function, logits)), function.slope(logits)
     with torch.inference_mode(False), torch.enable_grad():
         leaf = logits.clone().requires_grad_()
         value = value_of(function, leaf)

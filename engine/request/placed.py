@@ -199,17 +199,21 @@ def without_direction(rows: Tensor, direction: Tensor) -> Tensor:
 
 
 def _dots(rows: Tensor, direction: Tensor) -> Tensor:
-    """[n, 1]. On a GPU the order of a plain sum may depend on the number of rows, so the canonical product is used there."""
+    """[n, 1]: a product, in the order that it has anywhere."""
     if rows.is_cuda:
         from replaylens.kernels.matmul import matmul
 
         return matmul(rows, direction[:, None].contiguous())
-    return (rows * direction).sum(-1, keepdim=True)
+    from replaylens.kernels import cpu
+
+    return cpu.product(rows.contiguous(), cpu.Panels.of(direction[:, None]))
 
 
 def _lengths(rows: Tensor) -> Tensor:
     """The lengths of the vectors of rows [..., d]: [..., 1], on a CPU."""
-    return (rows * rows).sum(-1, keepdim=True).sqrt()
+    from replaylens.kernels.cpu import row_sums
+
+    return row_sums(rows * rows).sqrt()
 
 
 def added(site: str, start: int, rows: Tensor) -> PlacedEdit:

@@ -1,11 +1,13 @@
 """Placing edits: an `Edit` on a branch of known length becomes `PlacedEdit`s of its sites, or a BadEdit that says why not."""
 
+import math
 import re
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -483,9 +485,14 @@ def _check_value(op: str, value: Tensor | None, name: str, shape: tuple[int, ...
 def _orthonormal(directions: Tensor, shape: tuple[int, ...]) -> Tensor:
     if len(shape) != 1 or directions.dim() != 2:
         raise BadEdit(f"project_out needs a site with vectors; its rows have shape {shape}.")
-    with modes.canonical():
-        q, r = torch.linalg.qr(directions.double().T)
-    too_many = len(directions) > shape[0]  # QR would drop the rest
-    if too_many or bool((r.diagonal().abs() <= 1e-8 * r.abs().max()).any()):
-        raise BadEdit("The directions to project out are zero or linearly dependent. Give independent ones.")
-    return q.T.float().contiguous()
+    found: list[np.ndarray] = []
+    with modes.arithmetic():
+        largest = max(math.sqrt(math.fsum(row * row)) for row in directions.double().numpy())
+        for row in directions.double().numpy():  # Gram and Schmidt, by sums that are exact: the same on every machine
+            for earlier in (*found, *found):
+                row = row - math.fsum(row * earlier) * earlier
+            length = math.sqrt(math.fsum(row * row))
+            if length <= 1e-8 * largest:
+                raise BadEdit("The directions to project out are zero or linearly dependent. Give independent ones.")
+            found.append(row / length)
+    return torch.from_numpy(np.stack(found)).float()

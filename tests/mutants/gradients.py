@@ -8,7 +8,7 @@ GRADIENTS = (
     Mutant(
         "norm-without-its-scale",
         "replaylens.engine.gradients.derivatives",
-        "dx = h - u * (h * u).mean(-1, keepdim=True)",
+        "dx = h - u * mean(h * u)",
         "dx = h.clone()",
         "the gradient of a norm's input includes that of its scale",
         (f"{AUTOGRAD}::test_every_length",),
@@ -24,8 +24,8 @@ GRADIENTS = (
     Mutant(
         "gate-without-up",
         "replaylens.engine.gradients.backward",
-        "through_activation(g * up, gate, mlp.kind)",
-        "through_activation(g, gate, mlp.kind)",
+        "g * up * slope",
+        "g * slope",
         "a gate's gradient is weighed by the linear half",
         (f"{AUTOGRAD}::test_every_activation",),
     ),

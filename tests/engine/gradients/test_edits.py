@@ -67,6 +67,9 @@ def test_rows_without_the_edit_are_left_alone() -> None:
         Edit("blocks.1.attn.hook_z", "zero", None, None, heads=[1, 3]),
         Edit("S", "add", WIDE[0], None, [1], keep_norm=True),
         Edit("S", "add", WIDE[0], None, [1], when=WIDE[1]),
+        Edit("S", "add", WIDE[0], None, [1], keep_norm=True, when=WIDE[1]),
+        Edit("S", "project_out", WIDE[:2], None, [1], when=WIDE[2]),
+        Edit("blocks.1.attn.hook_z", "add", WIDE[0].view(4, 8), None, heads=[1, 3], keep_norm=True),
     ],
 )
 def test_edits_of_heads_lengths_and_conditions(edit: Edit) -> None:

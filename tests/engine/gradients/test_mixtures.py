@@ -60,6 +60,25 @@ def test_agrees_with_autograd_under_edits(what: str) -> None:
     assert difference(plain[GATE], truth[GATE]) > 1e-3, "the control: the edits matter"
 
 
+@pytest.mark.parametrize(
+    "routing",
+    [
+        dict(normalised=False, scale=2.5),
+        dict(kind="sigmoid", scale=0.5),
+        dict(kind="sigmoid", normalised=False),
+        dict(kind="sparsemixer", jitter=0.3),
+    ],
+)
+def test_every_kind_of_weights_agrees_with_autograd(routing: dict[str, Any]) -> None:
+    """Also with experts that are forbidden."""
+    subject = Engine(decoder(**routing).requires_grad_(False))
+    for edits in ([], EDITS["forbidden"]):
+        ours = subject.prompt(TOKENS, edits=edits).gradients(metric, [GATE, "blocks.0.hook_in"])
+        placed = place_all(edits, subject.sites, len(TOKENS))
+        truth = of_decoder(decoder(**routing).double(), TOKENS, metric, placed)
+        assert max(difference(ours[site], truth[site]) for site in ours) < 1e-5
+
+
 def test_in_company_and_after_a_fork_the_bits_are_the_same() -> None:
     subject = Engine(decoder().requires_grad_(False))
     sites = [GATE, "blocks.0.mlp.experts.hook_expert_out", "blocks.0.hook_in"]
@@ -71,7 +90,7 @@ def test_in_company_and_after_a_fork_the_bits_are_the_same() -> None:
 
 
 def _unrouted(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda g, logits, scores, chosen, routing: torch.zeros_like(logits)
+    return lambda g, logits, scores, chosen, routing, products: torch.zeros_like(logits)
 
 
 def _unweighted(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
