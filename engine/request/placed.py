@@ -204,6 +204,8 @@ def _dots(rows: Tensor, direction: Tensor) -> Tensor:
         from replaylens.kernels.matmul import matmul
 
         return matmul(rows, direction[:, None].contiguous())
+    if rows.dtype != torch.float32:  # a reference in float64
+        return (rows * direction).sum(-1, keepdim=True)
     from replaylens.kernels import cpu
 
     return cpu.product(rows.contiguous(), cpu.Panels.of(direction[:, None]))
@@ -211,6 +213,8 @@ def _dots(rows: Tensor, direction: Tensor) -> Tensor:
 
 def _lengths(rows: Tensor) -> Tensor:
     """The lengths of the vectors of rows [..., d]: [..., 1], on a CPU."""
+    if rows.dtype != torch.float32:  # a reference in float64
+        return (rows * rows).sum(-1, keepdim=True).sqrt()
     from replaylens.kernels.cpu import row_sums
 
     return row_sums(rows * rows).sqrt()
