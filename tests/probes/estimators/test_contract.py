@@ -14,6 +14,7 @@ from replaylens.probes.erasers import Inlp, Leace
 from replaylens.probes.errors import BadRows, OneClass, UnknownEstimator
 from replaylens.probes.estimators import AttentiveProbe, CcsProbe, MassMeanProbe, SparseProbe
 from replaylens.probes.registry import ESTIMATORS, ChosenProbe, calibrated, get
+from tests.devices import covering
 
 OURS = [
     MassMeanProbe(),
@@ -76,8 +77,7 @@ FORMS: dict[str, Callable[[np.ndarray], Any]] = {
 ANSWERS = ("predict", "predict_proba", "decision_function", "transform", "attention")
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize(("name", "form"), covering(ESTIMATORS, FORMS))
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_takes_any_form_of_rows(name: str, form: str) -> None:
     """Tensors of any dtype, with gradients or strides, lists and frames give what the array of the same numbers gives."""

@@ -11,6 +11,7 @@ from replaylens.probes import registry
 from replaylens.probes.controls import Goal, make_goal
 from replaylens.probes.heldout import HeldOutPredictions, held_out
 from replaylens.probes.splits import by_root
+from tests.devices import covering
 from tests.probes.synthetic import rows_of
 
 ROWS = rows_of(roots=24, per_root=2, effect=1.0)
@@ -44,8 +45,7 @@ def test_labels_of_tested_rows_are_not_looked_at(name: str) -> None:
         assert not same(after, before, train), "the control: other folds were fitted on them"
 
 
-@pytest.mark.parametrize("nuisance", [False, True])
-@pytest.mark.parametrize("name", SWEPT)
+@pytest.mark.parametrize(("name", "nuisance"), covering(SWEPT, [False, True]))
 def test_tested_rows_do_not_see_each_other(name: str, nuisance: bool) -> None:
     """Moving all tested rows of a fold but one leaves that row's prediction unchanged, also with a nuisance removed."""
     goal = face()
