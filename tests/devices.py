@@ -18,7 +18,7 @@ def with_devices(names: tuple[str, ...], slow: tuple[str, ...] = (), cpu_only: t
 
 
 def covering(*axes: Iterable[Any]) -> list[object]:
-    """All combinations for `parametrize`. Those that are not needed for every value to occur run with the marker `slow` only."""
+    """All combinations for `parametrize`. Those beyond a few in which every value occurs are slow."""
     values = [list(axis) for axis in axes]
     longest = max(map(len, values))
     needed = {tuple(i % len(axis) for axis in values) for i in range(longest)}
