@@ -129,7 +129,7 @@ DUMPS = (
         "dense[position] if position < len(dense)",
         "dense[position - 1] if position < len(dense)",
         "a label of a token sits on that token",
-        ("tests/engine/replay/test_texts.py", "tests/tasks/test_texts.py"),
+        ("tests/engine/replay/test_texts.py", "tests/tasks/test_reading.py"),
     ),
     Mutant(
         "sample-of-the-first",

@@ -33,7 +33,7 @@ ENGINE = (
         "return ORDINARY if why and state in",
         "return ORDINARY if not why and state in",
         "no view draws an uncertified token as accepted",
-        ("tests/views/test_truth.py",),
+        ("tests/views/test_figures.py",),
     ),
     Mutant(
         "drafts-kv-trusted-after-a-copy",
