@@ -31,7 +31,6 @@ from replaylens.tasks import WordTokenizer
 from replaylens.tasks.task import AnyTask
 from tests.engine.dump.conftest import EXAMPLES, NEW, PER_SHARD
 from tests.engine.dump.damage import edit_manifest, flip_bit, forge_digests, forge_index, forge_shard
-from tests.engine.examined_once import attention_examined_once  # noqa: F401
 
 Planned = Callable[..., DumpPlan]
 

@@ -22,7 +22,6 @@ from replaylens.engine.model.ops import AttentionSpec
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placing import place_all
 from replaylens.engine.serving.branch import Branch
-from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.gradients.reference import difference, of_decoder, of_hugging_face
 from tests.engine.passes.packed import sequences
 from tests.engine.reference import decoder, random_decoder

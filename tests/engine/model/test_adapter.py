@@ -17,7 +17,6 @@ from replaylens.engine.errors import BadConfig, BadRequest, BadWeights, FetchFai
 from replaylens.engine.model.loading import load, save, weights_hash
 from replaylens.engine.model.lora import ADAPTER_FILE, WEIGHTS_FILE, Adapter, Lora
 from replaylens.engine.proof.trace import take
-from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.model.test_weights import edit_json
 from tests.families import hugging_face
 

@@ -34,7 +34,6 @@ from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.model.sites import KEY_SITES
 from replaylens.engine.model.source import Source
 from replaylens.engine.request.edits import Edit
-from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.gradients.reference import difference, of_decoder
 from tests.engine.model.models_page import NO_BRIDGE, PAGE, by_family, oracle_error, page
 from tests.engine.passes.packed import alone, logits, sequences, worst

@@ -24,7 +24,6 @@ from replaylens.engine.model.families import FAMILIES
 from replaylens.engine.model.gguf import ARCHITECTURES, config_of
 from replaylens.engine.model.loading import WEIGHTS_FILE, load, text_config, weights_hash
 from replaylens.engine.model.source import Filler, Shards, Source
-from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.model.test_adapter import trained
 from tests.engine.model.test_weights import assert_same, edit
 from tests.families import hugging_face

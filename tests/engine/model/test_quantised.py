@@ -18,7 +18,6 @@ from replaylens.engine.model import quantised
 from replaylens.engine.model.loading import WEIGHTS_FILE, load, weights_hash
 from replaylens.engine.model.quantised import dequantised, from_mxfp4
 from replaylens.engine.model.source import Source
-from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.model.test_adapter import trained
 from tests.engine.model.test_weights import edit_json
 from tests.families import hugging_face

@@ -22,7 +22,6 @@ from replaylens.engine.transformer_lens import slice_of
 from replaylens.tasks.texts import GivenTexts
 from tests.devices import DEVICES
 from tests.engine.coin_engine import PROMPT
-from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.replay.bridges import bridge
 from tests.families import hugging_face
 from tests.toy_model import engine as engine_of_placing
