@@ -25,13 +25,13 @@ from replaylens.engine.serving.branch import Branch
 from tests.engine.gradients.reference import difference, of_decoder, of_hugging_face
 from tests.engine.passes.packed import sequences
 from tests.engine.reference import decoder, random_decoder
-from tests.families import LATENT_NAMES, NAMES, hugging_face
+from tests.families import ALIKE, LATENT_NAMES, NAMES, hugging_face
 from tests.toy_model import VOCAB, engine, random_model
 
 TOLERANCE = 1e-5
 """relative, of a site's whole gradient in float32; the promise is 1e-4"""
 TOKENS = torch.randint(0, 97, (23,), generator=torch.Generator().manual_seed(3)).tolist()
-families = pytest.mark.parametrize("name", NAMES)
+families = pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in ALIKE else n for n in NAMES])
 
 
 def metric(logits: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from replaylens.engine.model.text import Text
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
 from replaylens.tasks.tokenizer import SPECIALS, WordTokenizer
+from tests.devices import covering
 from tests.engine.canonical import SITES, assert_canonical, submit
 from tests.engine.coin_engine import PROMPT
 from tests.toy_model import VOCAB, Reference, continuation, engine, scripted_model, toy, watch_passes
@@ -396,8 +397,7 @@ def assert_like_forced(fork: Branch, at: int, sites: str) -> None:
         assert torch.equal(fork.activations[site], fresh.activations[site]), site
 
 
-@pytest.mark.parametrize("sites", ["STC", "SZ"])
-@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize(("sites", "rows"), covering(["STC", "SZ"], [False, True]))
 def test_a_fork_of_a_kept_rejected_draft_keeps_its_capture(sites: str, rows: bool) -> None:
     subject = engine(canary=True)
     _, rejected = rejected_of(subject, rows, sites=sites)

@@ -38,7 +38,7 @@ OURS = [
     MassMeanProbe(),
     MassMeanProbe(whiten=True),
     SparseProbe(k=3),
-    AttentiveProbe(steps=20),
+    AttentiveProbe(steps=5),
     pytest.param(ChosenProbe(), marks=pytest.mark.slow),
     ChosenProbe("ridge"),
     Leace(),
