@@ -494,7 +494,7 @@ def thinking() -> Engine:
 
 @pytest.fixture(scope="module")
 def run() -> Run:
-    return Engine.load("coin-plain").replay(tasks.get("coin")(flips=2).examples(3), sites="SZ", drafter="lens")
+    return Engine.load("coin-plain").replay(tasks.get("coin")(flips=1).examples(2), sites="SZ", drafter="lens")
 
 
 @pytest.fixture(scope="module")
