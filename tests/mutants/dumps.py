@@ -113,7 +113,7 @@ DUMPS = (
         "own_edits(example, engine.sites) + engine.placed(",
         "engine.placed(",
         "a branch that is replayed as a text keeps its edits",
-        ("tests/engine/replay/test_texts.py",),
+        ("tests/engine/replay/test_run.py",),
     ),
     Mutant(
         "probabilities-without-edits",
@@ -121,7 +121,7 @@ DUMPS = (
         "[own_edits(path.example, engine.sites) for path in some]",
         "[() for path in some]",
         "log-probabilities of an edited branch are those under its edits",
-        ("tests/engine/replay/test_texts.py",),
+        ("tests/engine/replay/test_run.py",),
     ),
     Mutant(
         "labels-of-the-wrong-token",
@@ -129,7 +129,7 @@ DUMPS = (
         "dense[position] if position < len(dense)",
         "dense[position - 1] if position < len(dense)",
         "a label of a token sits on that token",
-        ("tests/engine/replay/test_texts.py", "tests/tasks/test_reading.py"),
+        ("tests/engine/replay/test_run.py", "tests/tasks/test_reading.py"),
     ),
     Mutant(
         "sample-of-the-first",

@@ -49,7 +49,7 @@ PROBES = (
         "for number, (train, test) in enumerate(self):",
         "for number, (train, test) in [(0, (self.train[0], self.test[0]))]:",
         "no root is on both sides of any fold",
-        ("tests/probes/design/test_splits.py",),
+        ("tests/probes/fitting/test_heldout.py",),
     ),
     Mutant(
         "mixed-prompts-tested",
@@ -57,7 +57,7 @@ PROBES = (
         "np.isin(rows.roots, list(some - others))",
         "np.isin(rows.roots, list(some))",
         "held-out names are tested on prompts that have no others",
-        ("tests/probes/design/test_splits.py",),
+        ("tests/probes/fitting/test_heldout.py",),
     ),
     Mutant(
         "word-on-a-rejected-branch-fitted",
@@ -65,7 +65,7 @@ PROBES = (
         'for roots in (found["root"], accepted))',
         "for roots in (accepted, accepted))",
         "a held-out word is on no branch of a prompt that is fitted on",
-        ("tests/probes/design/test_splits.py",),
+        ("tests/probes/fitting/test_heldout.py",),
     ),
     Mutant(
         "folds-by-order",
