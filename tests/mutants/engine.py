@@ -89,7 +89,7 @@ ENGINE = (
         "ahead.emitted[first : first + len(packed)] != emitted",
         "False",
         "Z.emitted is about the token that came next",
-        ("tests/engine/loop/test_stops.py",),
+        ("tests/engine/loop/test_commit.py",),
     ),
     Mutant(
         "place-in-the-ring-freed-early",
@@ -329,7 +329,7 @@ ENGINE = (
         "min([same, known, common, *apart])",
         "min([same, known, *apart])",
         "a fork of a rejected draft has the rows of its own path",
-        ("tests/engine/loop/test_stops.py",),
+        ("tests/engine/loop/test_commit.py",),
     ),
     Mutant(
         "edited-position-shared",
@@ -497,7 +497,7 @@ ENGINE = (
         "            turn.chains[verdict.chain] = chain[:agreed]",
         "            pass",
         "drafts after an end are never counted or kept",
-        ("tests/engine/loop/test_stops.py::test_drafts_after_the_end_were_never_made",),
+        ("tests/engine/loop/test_commit.py::test_drafts_after_the_end_were_never_made",),
     ),
     Mutant(
         "failed-turn-keeps-its-pages",
@@ -506,7 +506,7 @@ ENGINE = (
         "        self.runner.pool.truncate(lane.table, lane.computed)\n        turn.closed",
         "        turn.closed",
         "a turn that fails leaves a branch as it was",
-        ("tests/engine/loop/test_stops.py::test_a_turn_that_fails_leaves_rows_and_pages_as_they_were",),
+        ("tests/engine/loop/test_commit.py::test_a_turn_that_fails_leaves_rows_and_pages_as_they_were",),
     ),
     Mutant(
         "latest-idle-branch-loses",

@@ -65,7 +65,7 @@ HOLES = (
         "recorded = lane.template if lane.recording is None else lane.recording",
         "recorded = lane.recording",
         "a fork of a kept rejected draft keeps its capture",
-        ("tests/engine/loop/test_stops.py",),
+        ("tests/engine/loop/test_commit.py",),
     ),
     Mutant(
         "released-records-kept",

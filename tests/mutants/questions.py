@@ -97,7 +97,7 @@ QUESTIONS = (
         "control = (every.sum(1) - ever) / (forks - 1) if",
         "control = (every.sum(1) - ever) / (2 * (forks - 1)) if",
         "the control of resilience is the mean over the other units",
-        ("tests/probes/forks/test_distances.py::test_the_control_of_resilience_by_hand",),
+        ("tests/probes/forks/test_forks.py::test_the_control_of_resilience_by_hand",),
     ),
     Mutant(
         "parts-tell-paths-apart",
@@ -113,7 +113,7 @@ QUESTIONS = (
         "for side in (one, bare))",
         "for side in (one,))",
         "the interval of a divergence holds when the first side is certain",
-        ("tests/probes/forks/test_distances.py::test_a_certain_side",),
+        ("tests/probes/forks/test_forks.py::test_a_certain_side",),
     ),
     Mutant(
         "far-by-the-normal-test",
@@ -121,7 +121,7 @@ QUESTIONS = (
         "if (n + 1) * (m + 1) > _EXACT:",
         "if n + m > 2:",
         "few rollouts seem farther than a threshold as seldom as promised",
-        ("tests/probes/forks/test_distances.py::test_few_rollouts_seldom_seem_far",),
+        ("tests/probes/forks/test_forks.py::test_few_rollouts_seldom_seem_far",),
     ),
     Mutant(
         "token-control-ignored",

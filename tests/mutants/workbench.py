@@ -3,7 +3,7 @@
 from tests.mutants.mutant import Mutant
 
 DRAWN, DLA = "tests/workbench/test_drawn.py", "tests/workbench/test_drawn.py"
-EDITS, MORE_EDITS = "tests/engine/gradients/test_autograd.py", "tests/engine/request/test_edits.py"
+EDITS, MORE_EDITS = "tests/engine/gradients/test_gradients.py", "tests/engine/request/test_edits.py"
 
 WORKBENCH = (
     Mutant(

@@ -1,4 +1,7 @@
-"""Stop strings are found in the end of a text, with the answers that decoding the whole text gives."""
+"""What ends a request, what a step commits and rolls back, and what is kept of rejected drafts.
+
+Stop strings are found in the end of a text, with the answers that decoding the whole text gives.
+"""
 
 from collections.abc import Callable
 from functools import cache

@@ -1,4 +1,7 @@
-"""Distances of outcome distributions, the curve and importance agree with textbook formulas and with exact enumeration."""
+"""Forks: distances of outcome distributions, curves, change points and states.
+
+They agree with textbook formulas and with exact enumeration.
+"""
 
 import re
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Edits of features: what a hook function would do, but certified, and the same in any company."""
+"""Features: edits that do what a hook function would, but certified; encoding; files."""
 
 import json
 from pathlib import Path
