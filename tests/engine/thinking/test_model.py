@@ -41,6 +41,7 @@ from replaylens.engine.training.score import along, score
 from replaylens.engine.training.thinking import METHODS, ChunkedText, Method, ThinkingRecipe, chunked
 from replaylens.engine.zoo import CHECKPOINTS
 from replaylens.tasks import WordTokenizer
+from tests.devices import covering
 from tests.engine.reference import random_decoder
 from tests.engine.thinking.pretrained import hugging_face_tokenizer, write_backbone
 from tests.engine.thinking.reference import BASE, EOS, PAD, SHAPES, random_prompt, thinking_model
@@ -517,8 +518,7 @@ def test_distributions_are_read_on_demand_with_the_bits_of_a_capture(monkeypatch
     assert not torch.equal(copied.distribution["thinking.entropy"], unread.chunks[0].distribution["thinking.entropy"])
 
 
-@pytest.mark.parametrize("ahead", [1, 4])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("name", "ahead"), covering(SHAPES, [1, 4]))
 def test_decoding_ahead_gives_the_same_thoughts(name: str, ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a CUDA device does, here on a CPU: nobody looks at a token before the next, and what follows <EOS> is dropped."""
     engine, prompt = ThinkingEngine(thinking_model(SHAPES[name])), random_prompt(25, seed=1)
