@@ -20,7 +20,6 @@ from replaylens.engine.model.config import ModelConfig, Rope
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.loading import WEIGHTS_FILE, load, save, weights_hash
 from replaylens.engine.model.ops import SequenceOps
-from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.model.test_weights import edit, edit_json, write_gguf
 from tests.engine.replay.bridges import bridge
 from tests.families import GROUPED, NAMES, hugging_face

@@ -21,7 +21,6 @@ from replaylens.engine.model.hub import HubOptions, fetch_snapshot
 from replaylens.engine.model.loading import load, save, weights_hash
 from replaylens.engine.records import Fingerprint
 from tests.engine.dump.test_cli import run
-from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.model.test_adapter import KINDS, trained
 from tests.families import hugging_face
 

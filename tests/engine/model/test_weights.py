@@ -21,7 +21,6 @@ from replaylens.engine.errors import BadConfig, BadWeights, EngineError, Unsuppo
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.loading import CONFIG_FILE, WEIGHTS_FILE, build, load, save, weights_hash
-from tests.engine.examined_once import attention_examined_once  # noqa: F401
 from tests.engine.passes.packed import logits, sequences
 from tests.engine.replay.bridges import bridge
 from tests.families import NAMES, hugging_face
