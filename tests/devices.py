@@ -1,4 +1,8 @@
-"""Devices for tests of bits: the CPU, and a CUDA device under the marker `gpu`."""
+"""Parameters of tests: devices (the CPU, and a CUDA device under the marker `gpu`), and products of values."""
+
+from collections.abc import Iterable
+from itertools import product
+from typing import Any
 
 import pytest
 
@@ -11,3 +15,15 @@ def with_devices(names: tuple[str, ...], slow: tuple[str, ...] = (), cpu_only: t
     on_cpu = [pytest.param((name, "cpu"), id=name, marks=[pytest.mark.slow] if name in slow else []) for name in names]
     on_cuda = [name for name in names if name not in cpu_only]
     return [*on_cpu, *(pytest.param((name, "cuda"), id=f"{name}-cuda", marks=pytest.mark.gpu) for name in on_cuda)]
+
+
+def covering(*axes: Iterable[Any]) -> list[object]:
+    """All combinations for `parametrize`. Those beyond a few in which every value occurs are slow."""
+    values = [list(axis) for axis in axes]
+    longest = max(map(len, values))
+    needed = {tuple(i % len(axis) for axis in values) for i in range(longest)}
+    places = product(*(range(len(axis)) for axis in values))
+    return [
+        pytest.param(*(axis[i] for axis, i in zip(values, at, strict=True)), marks=() if at in needed else pytest.mark.slow)
+        for at in places
+    ]

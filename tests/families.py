@@ -27,6 +27,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 
+ALIKE = ("llama3", "mistral", "qwen2", "neox-sequential")
+"""families that compute what others do, with other angles, windows, biases or order; slow where arithmetic is the subject"""
 NAMES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gpt2", "neox", "neox-sequential", "gemma2", "gemma3")
 
 FALCON = dict(

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,21 @@ from replaylens.commands import demo
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import Verification, verify
 from replaylens.engine.engine import Engine
+from replaylens.probes import sweeps
 from replaylens.probes.report import Report
 from tests.engine.dump.damage import flip_bit
 
 EXAMPLES = 20
 HELD_OUT, PERMUTATIONS = 8, 19
-"""fewer than the demo takes"""
+SWEEP: dict[str, Any] = {"sites": "S", "layers": (0, 3), "estimators": "ridge"}
+"""less than the demo takes"""
 
 
 def invoke(out: Path) -> Result:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "HELD_OUT", HELD_OUT)
         patch.setattr(demo, "PERMUTATIONS", PERMUTATIONS)
+        patch.setattr(sweeps, "sweep", partial(sweeps.sweep, **SWEEP))
         return CliRunner().invoke(app, ["demo", "--examples", str(EXAMPLES), "--out", str(out), "--quiet"])
 
 

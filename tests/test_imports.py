@@ -357,13 +357,20 @@ TRIPS = {
 """what is done in a fresh interpreter -> the most modules of replaylens that it may load; 0: a control, which must load more"""
 
 
-@pytest.mark.parametrize("trip", TRIPS)
-def test_a_trip_loads_only_the_rooms_that_it_needs(trip: str, tmp_path: Path) -> None:
-    """A plain model needs the core alone, and reading a dump no engine. Control: a Thinking-States model needs satellites."""
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dump of one example."""
+    folder = tmp_path_factory.mktemp("saved") / "dump"
     engine = replaylens.Engine.load("coin-plain")
-    engine.replay(replaylens.tasks.get("coin")(flips=1).examples(1), sites="S").save(tmp_path / "dump")
+    engine.replay(replaylens.tasks.get("coin")(flips=1).examples(1), sites="S").save(folder)
+    return folder
+
+
+@pytest.mark.parametrize("trip", TRIPS)
+def test_a_trip_loads_only_the_rooms_that_it_needs(trip: str, saved: Path) -> None:
+    """A plain model needs the core alone, and reading a dump no engine. Control: a Thinking-States model needs satellites."""
     code = f"import sys, replaylens; {trip}; print(*sorted(name for name in sys.modules if name.startswith('replaylens.')))"
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "dump")], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code, str(saved)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     loaded = done.stdout.split()
     satellites = [name for name in loaded if room_of(name) in {*SATELLITES, *(room for rooms in FACES for room in rooms)}]

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,26 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import harness, workbench
-from benchmarks.harness import CASES, Case, Line, Lines, case, chosen, run
+from benchmarks import baselines, harness, library, natural, natural_pages, workbench
+from benchmarks.harness import CASES, RESULTS, Case, Line, Lines, case, chosen, run
+from benchmarks.natural import (
+    TINY,
+    Subject,
+    alone,
+    coin_prompts,
+    divergence,
+    first_difference,
+    flips,
+    generated,
+    load,
+    samplings,
+    story_prompts,
+    tallied,
+    windows,
+)
+from replaylens.engine.engine import Engine
+from replaylens.engine.passes.batch import Segment
+from replaylens.engine.passes.runner import PassResult, Runner
 
 command.declared()
 ROOT = harness.RESULTS.parent.parent
@@ -178,3 +197,155 @@ def test_a_cell_with_other_bits_is_found(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(workbench, "grid", lambda *given: torch.nextafter(honest(*given), torch.tensor(9.0)))
     _, cells, *_ = rows("workbench-gpu", tmp_path / "out.json")
     assert not cells["met"] and cells["apart"] == workbench.CHECKED
+
+
+# ---- baselines -------------------------------------------------------------------------------------------------------
+# The benchmark against baselines, tiny and on the CPU: it runs, checks the results it times, and writes its measurements.
+
+
+def test_all_parts(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    assert all(run(made, quick=True, out=out) for made in chosen(["baselines-gpu"]))
+    rows = {row["what"]: row for row in json.loads(out.read_text())["rows"]}
+    count = {word: sum(word in what for what in rows) for word in ("before", "prompts,", "capture", "host", "mixed", "Hugging")}
+    assert count == {"before": 2, "prompts,": 2 + 7 + 2, "capture": 2, "host": 6, "mixed": 12, "Hugging": 4}
+    assert rows["mixed load, at once, 0 % deterministic"]["ratio"] == 1.0
+    assert len(rows["mixed load, spread, 50 % deterministic"]["rounds"]) == 1
+
+
+@pytest.mark.parametrize(("section", "rows"), [(baselines.prompt_passes, None), (baselines.decode_steps, 1)])
+def test_a_library_that_computes_something_else_is_not_timed(
+    section: Callable[[bool], Lines], rows: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: attention with another scale (for steps, only in the steps) is refused."""
+    ways = library.ways
+
+    def scaled(attend: library.Attend) -> library.Attend:
+        return lambda q, k, v, scale: attend(q, k, v, 30 * scale)
+
+    def wrong(asked: int, device: str) -> dict[str, library.Attend]:
+        right = ways(asked, device)
+        return {name: scaled(attend) for name, attend in right.items()} if rows in (None, asked) else right
+
+    monkeypatch.setattr(library, "ways", wrong)
+    with pytest.raises(AssertionError, match="computes something else"):
+        next(section(True))
+
+
+def test_every_way_to_ask_for_an_attention_is_the_same() -> None:
+    q, k, v = torch.randn(3, 1, 4, 8), torch.randn(3, 2, 11, 8), torch.randn(3, 2, 11, 8)
+    first, *others = [attend(q, k, v, 0.3) for attend in library.ways(1, "cpu").values()]
+    assert others and all(torch.allclose(first, other, atol=1e-6) for other in others)
+
+
+def test_rows_that_differ_are_found() -> None:
+    """Negative control: the check before timing capture finds rows that differ."""
+    tokens, rows = {"tokens": torch.arange(3)}, {"a": torch.ones(2), "b": torch.ones(2)}
+    found = {arm: dict(tokens) for arm in baselines.ARMS}
+    for arm in baselines.ARMS:
+        found[arm] |= {"no capture": {}, "S": {"a": torch.ones(2)}}.get(arm.partition(", on")[0], rows)
+    baselines._check(found)
+    found["S, on the device"]["a"] = torch.tensor([1.0, 1.0 + 2**-20])
+    with pytest.raises(AssertionError, match="S, on the device: other tokens or rows"):
+        baselines._check(found)
+
+
+# ---- natural ---------------------------------------------------------------------------------------------------------
+# The measurements of natural mismatches, with a fast path that is often wrong: what they count is what happened.
+
+ROOT_OF_NATURAL = RESULTS.parent.parent
+PROMPTS = coin_prompts("steps", 4)
+
+
+@pytest.fixture
+def wrong_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fast path with noise on its logits, so that one draft in a few is wrong."""
+    fast, generator = Runner.fast, torch.Generator().manual_seed(0)
+
+    def noisy(self: Runner, segments: list[Segment], tap: object = None) -> PassResult:
+        result = fast(self, segments, tap)  # type: ignore[arg-type]
+        result.logits = result.logits + 8 * torch.randn(result.logits.shape, generator=generator)
+        return result
+
+    monkeypatch.setattr(Runner, "fast", noisy)
+
+
+def test_the_tally_is_that_of_the_trace(wrong_drafts: None) -> None:
+    engine, own = Engine.load("coin-plain", record=True), samplings(4, 1.0)
+    with tallied(engine) as tally:
+        generated(engine, PROMPTS, own, 24, window=4)
+    drafted = [len(e["chains"][0]) for e in engine.trace.events if e["event"] == "draft"]
+    verdicts = [e for e in engine.trace.events if e["event"] == "verdict"]
+    accepted = sum(e["accepted"] for e in verdicts)
+    assert tally.verified == len(verdicts) == len(drafted) and tally.accepted == accepted > 0
+    assert tally.rejected == sum(drafted) - accepted
+    assert tally.flips == sum(bool(e["rejected"]) for e in verdicts) and 0 < tally.flips < tally.verified
+    assert tally.per_thousand == 1000 * tally.flips / (accepted + tally.flips)
+    assert tally.committed == accepted + sum(len(e["pending"]) for e in verdicts)
+    assert tally not in engine.loop.listeners
+
+
+def test_no_wrong_draft_reaches_a_committed_token(wrong_drafts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All sections on a CPU: ordinary requests diverge, drafts flip, and deterministic tokens differ nowhere."""
+    monkeypatch.setattr(natural, "TEMPERATURES", (1.0,))
+    sizes = replace(TINY, batches=(4,), windows=(8,), groups=(4,), load_tokens=4)
+    subject = Subject(Engine.load("coin-plain"), "coin-plain", PROMPTS, sizes, float("inf"), sizes.length)
+    lines = [line for part in (divergence, flips, load, windows, alone) for line in part(subject)]
+    rows = {line.what: {**line.numbers, "ratio": line.ratio, "met": line.met} for line in lines}
+    assert subject.compared > 100 and not subject.differing
+    assert rows["coin-plain, deterministic tokens in any company: differing"]["met"]
+    assert all(row["never"] < 1 for what, row in rows.items() if "against deterministic" in what)
+    assert all(row["flips"] > 0 for what, row in rows.items() if "flipped" in what or "recomputed" in what)
+    assert rows["coin-plain, load, draft and verify, W=4, 50 % deterministic"]["ordinary_token_ms"] > 0
+    named = {what.replace("coin-plain", natural_pages.STORY): row for what, row in rows.items()}
+    made = {name: make(named) for name, make in natural_pages.TABLES.items()}
+    assert [len(table) for table in made.values()] == [4, 4, 4, 7, 3]
+    assert all(len(line) == len(table[0]) for table in made.values() for line in table)
+
+
+def test_a_missed_rollback_would_be_counted(wrong_drafts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: with the noisy fast path in place of the verifier, tokens differ."""
+    subject = Subject(Engine.load("coin-plain"), "coin-plain", PROMPTS, TINY, float("inf"), 12)
+    subject.story(1.0)
+    monkeypatch.setattr(Runner, "exact", lambda self, segments, tap=None, stop_at_layer=None: self.fast(segments, tap))
+    subject.compare(1.0, generated(subject.engine, PROMPTS, samplings(4, 1.0), 12, window=4))
+    assert subject.differing > 0
+
+
+def test_boards_are_drawn_from_records(wrong_drafts: None) -> None:
+    """Records go through JSON. The second draft's mismatch: one accepted, the verifier's in its place, two void."""
+    engine = Engine.load("coin-plain", record=True)
+    found, looked = natural_pages.record(engine, PROMPTS, 1.0, 5.0)
+    found = json.loads(json.dumps(found))
+    assert set(found) == set(natural_pages.KINDS.values()) and looked >= 6
+    for kind, kept in found.items():
+        told = natural_pages.told(kept, kind)
+        checks = next(frame.checks for frame in told.frames if frame.checks)
+        accepted = next(n for n, name in natural_pages.KINDS.items() if name == kind)
+        assert [check.accepted for check in checks] == [i < accepted for i in range(4)]
+        assert [check.void for check in checks] == [i > accepted for i in range(4)]
+        board = natural_pages.first_round(told)
+        assert ("Rollback" in board) is (kind != natural_pages.ACCEPT) and "7 other requests" in board
+
+
+def test_prompts_differ_and_differences_are_found():
+    assert len(set(story_prompts(128))) == 128
+    assert first_difference([1, 2, 3], [1, 2, 4]) == 2 and first_difference([1, 2], [1, 2, 3]) is None
+
+
+def test_the_page_shows_the_numbers_on_file():
+    """docs/natural.md is made from benchmarks/results/natural-gpu.json."""
+    rows, page = natural_pages.read(RESULTS / "natural-gpu.json"), (ROOT_OF_NATURAL / "docs" / "natural.md").read_text()
+    assert natural_pages.rewritten(page, rows) == page and page.count("<!-- end -->") == len(natural_pages.TABLES)
+    changed = {what: {**row, "per_1000": 99.0} if "per_1000" in row else row for what, row in rows.items()}
+    assert natural_pages.rewritten(page, changed) != page
+
+
+def test_boards_in_the_docs_are_those_on_file():
+    """Natural rollbacks of a trained model. Requests that finish in the pass of a verification were verified beside it."""
+    records = json.loads((RESULTS / "natural-boards.json").read_text())
+    assert set(records) == set(natural_pages.KINDS.values())
+    for kind, kept in records.items():
+        told = natural_pages.told(kept, kind)
+        assert next(frame.others for frame in told.frames if frame.checks) == 7
+        assert (ROOT_OF_NATURAL / "docs" / "img" / f"natural-{kind}.svg").read_text() == natural_pages.first_round(told)

@@ -57,8 +57,12 @@ SMALLER = {
     '"face", sites="S", estimators="ridge")': '"face", sites="S", layers=[3], positions="query", estimators="ridge")',
     "n: int = 40": "n: int = 12",
     "--label state --sites STC": "--label state --sites S --layers 3 --positions query --permutations 19",
-    "--positions step,query --estimators ridge": "--positions step,query --estimators ridge --permutations 19",
+    "--positions step,query --estimators ridge": "--layers 3 --positions query --estimators ridge --permutations 19",
     "--sites S --positions query --estimators ridge": "--sites S --positions query --estimators ridge --permutations 19",
+    'positions="step", estimators="ridge")': 'layers=[3], positions="step", estimators="ridge")',
+    "root.resample(100, max_new=64": "root.resample(10, max_new=64",
+    "range(100, 124)": "range(100, 108)",
+    "batch = 64": "batch = 16",
     "--model coin-thinking --out": "--model coin-thinking --n 4 --out",
 }
 """text of a snippet -> its replacement in the test; only sizes change"""

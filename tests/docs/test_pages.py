@@ -1,22 +1,28 @@
 """Every shell line and Python block of README and docs runs as written, and every link has a target."""
 
+import doctest
+import importlib.util
 import inspect
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+import replaylens as rl
 from replaylens.cli import main
 from replaylens.probes.settings import SweepSettings
 from replaylens.tasks import registry
 from tests.docs.blocks import PAGES, ROOT, Block, anchors, blocks, links
 from tests.docs.pages import FEWEST_PERMUTATIONS, GIVEN, NOT_RUN, PROCESS, SMALLER
+from tests.test_imports import CORE, FACES, SATELLITES
 
 TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
 RUN = [
@@ -164,3 +170,217 @@ def test_links(page: str) -> None:
 def test_links_control() -> None:
     text = "[a](nowhere.md) [b](docs/faq.md#no-such) [c](docs/faq.md) [d](#here)\n## Here\n"
     assert broken("planted.md", text) == ["nowhere.md", "docs/faq.md#no-such", "#here"]
+
+
+# ---- docstrings ------------------------------------------------------------------------------------------------------
+# The examples in the docstrings of public names run and give the output shown.
+
+PUBLIC: dict[str, Any] = {
+    "Engine": rl.Engine,
+    "Branch": rl.Branch,
+    "Run": rl.Run,
+    "Dump": rl.Dump,
+    "Edit": rl.Edit,
+    "Sampling": rl.Sampling,
+    "attribution_patching": rl.attribution_patching,
+    "tasks.get": rl.tasks.get,
+    "probes.sweep": rl.probes.sweep,
+    "probes.fit_probe": rl.probes.fit_probe,
+    "probes.ProbeRows.of_arrays": rl.probes.ProbeRows.of_arrays,
+    "probes.cross_validate": rl.probes.cross_validate,
+    "probes.solve": rl.probes.solve,
+    "probes.outcome_curve": rl.probes.outcome_curve,
+    "probes.importance": rl.probes.importance,
+    "probes.change_points": rl.probes.change_points,
+    "lens": rl.lens,
+    "patch": rl.patch,
+    "path_patch": rl.path_patch,
+    "ablate": rl.ablate,
+    "attention": rl.attention,
+}
+
+
+def failures(name: str, subject: Any, names: dict[str, Any]) -> tuple[int, int, str]:
+    """(examples, failures, output) of a docstring, without its methods."""
+    said: list[str] = []
+    found = doctest.DocTestFinder(recurse=False).find(subject, name, globs=dict(names))
+    runner = doctest.DocTestRunner(verbose=False, optionflags=doctest.NORMALIZE_WHITESPACE)
+    for test in found:
+        runner.run(test, out=said.append)
+    return runner.tries, runner.failures, "".join(said)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_examples(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    subject = PUBLIC[name]
+    tries, failed, said = failures(name, subject, {subject.__name__: subject})
+    assert tries and not failed, said
+
+
+def test_examples_control() -> None:
+    """Negative control: an example with the wrong output is found."""
+
+    def wrong() -> None:
+        """
+        >>> 1 + 1
+        3
+        """
+
+    assert failures("wrong", wrong, {})[:2] == (1, 1)
+
+
+# ---- architecture ----------------------------------------------------------------------------------------------------
+# docs/architecture.md matches the code: paths exist, rooms have the import test's order, and names are defined as stated.
+
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+_PATH = re.compile(r"`([a-z_]+/[\w/]*(?:\.\w+)?)`")
+_NAME = re.compile(r"`([\w.]+)`\s+\(`([\w/]+\.py)`\)")
+
+
+def missing_paths(text: str) -> list[str]:
+    """Paths in backticks that do not exist."""
+    return [path for path in _PATH.findall(text) if not (ROOT / path).exists()]
+
+
+def rooms() -> Iterator[str]:
+    """Sub-packages and files of the engine, spelled as on the page."""
+    for entry in sorted((ROOT / "engine").iterdir()):
+        if entry.is_dir() and (entry / "__init__.py").exists():
+            yield f"engine/{entry.name}/"
+        elif entry.suffix == ".py" and entry.name != "__init__.py":
+            yield f"engine/{entry.name}"
+
+
+def undefined(text: str) -> list[str]:
+    """Names given as `Class.method` (`file`) that are not fully defined in that file."""
+    wrong = []
+    for name, path in _NAME.findall(text):
+        source = (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).exists() else ""
+        if not all(re.search(rf"^\s*(?:def|class) {word}\b", source, re.MULTILINE) for word in name.split(".")):
+            wrong.append(f"{name} ({path})")
+    return wrong
+
+
+def test_paths_exist() -> None:
+    assert _PATH.findall(PAGE) and missing_paths(PAGE) == []
+
+
+def test_every_room_has_a_line() -> None:
+    lines = {line.split("|")[1].strip().strip("`") for line in PAGE.splitlines() if line.startswith("| `engine/")}
+    assert lines == set(rooms())
+
+
+def floors(text: str) -> list[set[str]]:
+    """The rooms on each line of the page's diagram, from the bottom up."""
+    (diagram,) = re.findall(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [set(re.findall(r"([a-z_]+)(?:/|\.py)", line)) for line in reversed(diagram.splitlines())]
+
+
+def test_the_diagram_is_the_table_of_the_import_test() -> None:
+    core = [{room.removeprefix("engine/") for room in rooms} for rooms in CORE]
+    satellites = {room.removeprefix("engine/") for room in SATELLITES}
+    faces = {room for rooms in FACES for room in rooms} - {"errors", "__main__"}
+    assert floors(PAGE) == [*core, satellites, faces]
+
+
+def test_names_are_defined_where_the_page_says() -> None:
+    assert len(_NAME.findall(PAGE)) > 20 and undefined(PAGE) == []
+
+
+def test_control() -> None:
+    """Negative control: a missing path, class or method is found."""
+    text = "`engine/loop/nothing.py`, `Loop.step` (`engine/loop/loop.py`), `Loop.leap` (`engine/loop/loop.py`)"
+    assert missing_paths(text) == ["engine/loop/nothing.py"]
+    assert undefined(text) == ["Loop.leap (engine/loop/loop.py)"]
+
+
+# ---- decided ---------------------------------------------------------------------------------------------------------
+# `docs/examples/decided.py`: its parts, and that the page says what its result files do.
+
+ROOT_OF_DECIDED = Path(__file__).parents[2]
+PAGE_OF_DECIDED = (ROOT_OF_DECIDED / "docs" / "results.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("decided_script", ROOT_OF_DECIDED / "docs" / "examples" / "decided.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["decided_script"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def result(model: str) -> dict[str, object]:
+    found: dict[str, object] = json.loads((ROOT_OF_DECIDED / "benchmarks" / "results" / f"decided-{model}.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("model", ["coin-plain", "smollm2"])
+def test_the_page_has_the_shares_of_the_result_files(model: str, script: ModuleType) -> None:
+    lines = script.tables(result(model)).splitlines()
+    rows = [line.split("|", 2)[2].strip() for line in lines if line.startswith("| sentence")]
+    assert rows and all(row in PAGE_OF_DECIDED for row in rows), rows
+
+
+def test_the_page_has_the_change_points() -> None:
+    for text in result("coin-plain")["tokens"]["texts"]:  # type: ignore[index]
+        (change,) = text["changes"]
+        assert change["text"] == " Is" and f"[{change['low']}, {change['high']}], size {change['size']:.2f}" in PAGE_OF_DECIDED
+
+
+def test_a_false_sentence_differs_in_its_face_only(script: ModuleType) -> None:
+    assert script.false_of(" Irene flips: heads.") == " Irene flips: tails."
+    assert script._face("A coin is tails up. Al flips the coin. Bo does not flip the coin.") == "heads"
+
+
+def test_forks_of_one_chain(script: ModuleType) -> None:
+    """Before each sentence, and after each false step: states, outcomes, and what was said last."""
+    engine, examples = rl.Engine.load("coin-plain"), script.coin("steps", 2, 2, seed=4)
+    forks = script.steps_forks(engine, examples[:1], "", (1, 2), script.FINAL, 2, 30)
+    assert forks.false == [False] * 3 + [True] * 2 and forks.sentence == [0, 1, 2, 0, 1]
+    assert forks.right[:3] == [1.0, 1.0, 1.0], "the model makes no mistakes of its own"
+    assert forks.stated[0] == "" and forks.stated[3] == script.OTHER[forks.stated[1]]
+    assert all(rows.shape == (2, engine.config.d_model) for rows in forks.states)
+
+
+# ---- five things -----------------------------------------------------------------------------------------------------
+# docs/five_things.md: its calls are those of notebook 8, which runs them; its numbers are those of the result file.
+
+PAGE_OF_FIVE_THINGS = "docs/five_things.md"
+TEXT = (ROOT / PAGE_OF_FIVE_THINGS).read_text(encoding="utf-8")
+SOURCE = (ROOT / "notebooks" / "8_five_things.py").read_text(encoding="utf-8")
+ROWS = json.loads((ROOT / "benchmarks" / "results" / "workbench-cpu.json").read_text())["rows"]
+
+
+def missing(text: str) -> list[str]:
+    """Python lines of a page that the notebook does not have."""
+    lines = set(SOURCE.splitlines())
+    return [
+        line
+        for b in blocks(PAGE_OF_FIVE_THINGS, text)
+        if b.language == "python"
+        for line in b.text.splitlines()
+        if line not in lines
+    ]
+
+
+def test_the_calls_are_those_of_the_notebook() -> None:
+    assert missing(TEXT) == [] and len([b for b in blocks(PAGE_OF_FIVE_THINGS, TEXT) if b.language == "python"]) == 6
+    planted = TEXT.replace('token=" Mary"', 'token=" Marie"')
+    assert missing(planted) == ['seen = rl.lens(engine, clean, token=" Marie")'], "control"
+
+
+def test_the_table_is_the_result_file() -> None:
+    """One line per job: milliseconds here and there (in a batch, where that is possible), and the ratio, as in the table."""
+    stated = re.findall(
+        r"^\| (lens|patch|steer|resample|ablate)\b.*?\| ([\d,.]+) \| ([\d,.]+)\b.*?\| ([\d.]+) \|", TEXT, re.MULTILINE
+    )
+    measured = []
+    for row in ROWS:  # against the batched form where there is one
+        theirs = row.get("batched_ms", row["hooks_ms"])
+        measured.append(
+            (row["what"].split(":")[0], f"{row['ours_ms']:,.0f}", f"{theirs:,.0f}", f"{theirs / row['ours_ms']:.1f}")
+        )
+    assert sorted(stated) == sorted(measured)

@@ -10,5 +10,5 @@ that must fail, and prints which mutants were killed and which survived. The che
 | `table.py`                                      | all of them                                        |
 | `campaign.py`                                   | scratch copies, test runs, outcomes                |
 | `quick.py`                                      | how Hypothesis runs in them                        |
-| `test_table.py`, `test_campaign.py`             | the table fits the sources; the runner is correct  |
+| `test_table.py`                                 | the table fits the sources; the runner is correct  |
 """

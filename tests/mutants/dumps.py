@@ -9,7 +9,7 @@ DUMPS = (
         "shape, dtype = [int(mask.sum()), *pieces[0].shape[1:]],",
         "shape, dtype = [int(mask.sum())],",
         "the digest covers the shape of every tensor",
-        ("tests/engine/dump/test_content.py",),
+        ("tests/engine/dump/test_verify.py",),
     ),
     Mutant(
         "digest-without-missing-values",
@@ -17,7 +17,7 @@ DUMPS = (
         "yield column.is_valid().to_numpy().astype(np.uint8).tobytes()",
         'yield b""',
         "the digest tells a missing value from zero",
-        ("tests/engine/dump/test_content.py",),
+        ("tests/engine/dump/test_verify.py",),
     ),
     Mutant(
         "difference-by-value",
@@ -25,7 +25,7 @@ DUMPS = (
         "(bits_of(here.contiguous()) != bits_of(there.contiguous()))",
         "(here != there)",
         "rows are compared by their bits: NaN equals itself, and the two zeros differ",
-        ("tests/engine/dump/test_content.py",),
+        ("tests/engine/dump/test_verify.py",),
     ),
     Mutant(
         "reused-process-id",
@@ -49,7 +49,7 @@ DUMPS = (
         "sorted(distinct.items(), key=lambda item: item[0])",
         "sorted(distinct.items(), key=lambda item: item[0][0])",
         "the order of rejected branches follows from their tokens",
-        ("tests/engine/dump/test_order.py",),
+        ("tests/engine/dump/test_verify.py",),
     ),
     Mutant(
         "repaired-to-another-digest",
@@ -57,7 +57,7 @@ DUMPS = (
         "if before not in (None, manifest.digest):",
         "if False:",
         "a damaged dump is repaired to the digest that it had, or not at all",
-        ("tests/engine/dump/test_repair.py",),
+        ("tests/engine/dump/test_stores.py",),
     ),
     Mutant(
         "shard-repaired-to-another-digest",
@@ -65,7 +65,7 @@ DUMPS = (
         "if before not in (None, digest):",
         "if False:",
         "a shard that a repair gives other bits is not written",
-        ("tests/engine/dump/test_repair.py",),
+        ("tests/engine/dump/test_stores.py",),
     ),
     Mutant(
         "shard-whole-by-its-size",
@@ -73,7 +73,7 @@ DUMPS = (
         "== entry.bytes and self.store.sha256(name) == entry.sha256",
         "== entry.bytes",
         "a shard with a flipped bit is written again",
-        ("tests/engine/dump/test_repair.py",),
+        ("tests/engine/dump/test_stores.py",),
     ),
     Mutant(
         "shard-done-without-its-index",
@@ -81,7 +81,7 @@ DUMPS = (
         " and self.is_whole(index_name(number), part.index)",
         "",
         "a shard whose index is damaged is written again",
-        ("tests/engine/dump/test_repair.py",),
+        ("tests/engine/dump/test_stores.py",),
     ),
     Mutant(
         "manifest-without-its-seal",
@@ -97,7 +97,7 @@ DUMPS = (
         "self.need(manifest.index.rows == manifest.rows,",
         "self.need(manifest.index.rows >= 0,",
         "index and shards have the same number of rows",
-        ("tests/engine/dump/test_malformed.py::test_malformed_manifest",),
+        ("tests/engine/dump/test_hostile.py::test_malformed_manifest",),
     ),
     Mutant(
         "stored-digest-not-looked-at",
@@ -113,7 +113,7 @@ DUMPS = (
         "own_edits(example, engine.sites) + engine.placed(",
         "engine.placed(",
         "a branch that is replayed as a text keeps its edits",
-        ("tests/engine/replay/test_texts.py",),
+        ("tests/engine/replay/test_run.py",),
     ),
     Mutant(
         "probabilities-without-edits",
@@ -121,7 +121,7 @@ DUMPS = (
         "[own_edits(path.example, engine.sites) for path in some]",
         "[() for path in some]",
         "log-probabilities of an edited branch are those under its edits",
-        ("tests/engine/replay/test_texts.py",),
+        ("tests/engine/replay/test_run.py",),
     ),
     Mutant(
         "labels-of-the-wrong-token",
@@ -129,7 +129,7 @@ DUMPS = (
         "dense[position] if position < len(dense)",
         "dense[position - 1] if position < len(dense)",
         "a label of a token sits on that token",
-        ("tests/engine/replay/test_texts.py", "tests/tasks/test_texts.py"),
+        ("tests/engine/replay/test_run.py", "tests/tasks/test_reading.py"),
     ),
     Mutant(
         "sample-of-the-first",
@@ -169,7 +169,7 @@ DUMPS = (
         "if (unknown := _unknown(made, raw)) is not None:",
         "if (unknown := _unknown(made, raw)) == 0:",
         "a file with a field that nobody knows is refused",
-        ("tests/engine/dump/test_malformed.py::test_malformed_manifest",),
+        ("tests/engine/dump/test_hostile.py::test_malformed_manifest",),
     ),
     Mutant(
         "index-of-another-writer-not-hashed",
@@ -177,7 +177,7 @@ DUMPS = (
         "self._check_indices(whole)",
         "pass",
         "the writer who finishes merges only indices with their recorded hash",
-        ("tests/engine/dump/test_repair.py",),
+        ("tests/engine/dump/test_stores.py",),
     ),
     Mutant(
         "salvaged-without-a-hash",
@@ -185,7 +185,7 @@ DUMPS = (
         "return wanted is not None and self.store.sha256(name) == wanted",
         "return wanted is not None and self.store.exists(name)",
         "a damaged manifest is rebuilt from shards that it still vouches for, and no others",
-        ("tests/engine/dump/test_repair.py",),
+        ("tests/engine/dump/test_stores.py",),
     ),
     Mutant(
         "shard-of-any-size",
@@ -193,7 +193,7 @@ DUMPS = (
         "least <= shard.bytes <= least + _HEADER",
         "least <= shard.bytes",
         "a shard is no larger than its rows and a header",
-        ("tests/engine/dump/test_malformed.py::test_malformed_manifest",),
+        ("tests/engine/dump/test_hostile.py::test_malformed_manifest",),
     ),
     Mutant(
         "lock-of-another-removed",
@@ -209,7 +209,7 @@ DUMPS = (
         " if times[name] == 1",
         "",
         "of two entries with one name none is trusted",
-        ("tests/engine/dump/test_repair.py::test_an_entry_that_stands_twice_vouches_for_nothing",),
+        ("tests/engine/dump/test_stores.py::test_an_entry_that_stands_twice_vouches_for_nothing",),
     ),
     Mutant(
         "salvage-trusts-text-over-files",
@@ -217,7 +217,7 @@ DUMPS = (
         "shards = {number: digest for number, digest in legible.items() if digest is not None} | intact",
         "shards = intact | {number: digest for number, digest in legible.items() if digest is not None}",
         "digests of intact shards are computed from the files",
-        ("tests/engine/dump/test_repair.py::test_what_a_file_holds_counts_more_than_what_its_entry_says",),
+        ("tests/engine/dump/test_stores.py::test_what_a_file_holds_counts_more_than_what_its_entry_says",),
     ),
     Mutant(
         "mean-of-blocks-unweighted",
@@ -225,7 +225,7 @@ DUMPS = (
         "mean = mean + shift * (here / total)",
         "mean = mean + shift * 0.5 if done else own",
         "blocks of rows count by their size",
-        ("tests/engine/dump/test_array.py::test_statistics",),
+        ("tests/engine/dump/test_reader.py::test_statistics",),
     ),
     Mutant(
         "checked-for-another-manifest",
@@ -281,7 +281,7 @@ DUMPS = (
         "if (kind := str(index.schema_arrow.field(name).type)) != str(wanted):",
         "if (kind := str(index.schema_arrow.field(name).type)) == 0:",
         "columns of the index have their types",
-        ("tests/engine/dump/test_forged.py::test_the_reader_looks_at_the_index",),
+        ("tests/engine/dump/test_hostile.py::test_the_reader_looks_at_the_index",),
     ),
     Mutant(
         "lines-of-other-examples",
@@ -289,7 +289,7 @@ DUMPS = (
         'if missing or ends["min"] < shard.first_example or ends["max"] > shard.last_example:',
         "if missing:",
         "index lines name the examples of their shard",
-        ("tests/engine/dump/test_forged.py::test_the_reader_looks_at_the_index",),
+        ("tests/engine/dump/test_hostile.py::test_the_reader_looks_at_the_index",),
     ),
     Mutant(
         "clean-up-by-name",
@@ -313,7 +313,7 @@ DUMPS = (
         " + shift.square() * (done * here / total)",
         "",
         "the standard deviation covers the distances between blocks",
-        ("tests/engine/dump/test_array.py::test_statistics_of_rows_whose_blocks_differ",),
+        ("tests/engine/dump/test_reader.py::test_statistics_of_rows_whose_blocks_differ",),
     ),
     Mutant(
         "statistics-weigh-blocks-alike",
@@ -321,7 +321,7 @@ DUMPS = (
         "        mean = mean + shift * (here / total)\n",
         "        mean = mean + shift * 0.5 if done else own\n",
         "the mean weighs blocks by their rows",
-        ("tests/engine/dump/test_array.py::test_statistics_of_rows_whose_blocks_differ",),
+        ("tests/engine/dump/test_reader.py::test_statistics_of_rows_whose_blocks_differ",),
     ),
     Mutant(
         "overlapping-occurrences-missed",
@@ -329,7 +329,7 @@ DUMPS = (
         "text.find(substring, at + 1)",
         "text.find(substring, at + len(substring))",
         "every occurrence of a substring is a position",
-        ("tests/engine/dump/test_texts.py::test_every_occurrence_ends_at_a_token",),
+        ("tests/engine/dump/test_cli.py::test_every_occurrence_ends_at_a_token",),
     ),
     Mutant(
         "diff-takes-null-for-zero",
@@ -337,6 +337,6 @@ DUMPS = (
         "same = (pairs[0][0] == pairs[1][0]) & (pairs[0][1] == pairs[1][1])",
         "same = pairs[0][0] == pairs[1][0]",
         "a missing value differs from zero",
-        ("tests/engine/dump/test_content.py::test_a_missing_value_is_not_an_empty_one",),
+        ("tests/engine/dump/test_verify.py::test_a_missing_value_is_not_an_empty_one",),
     ),
 )

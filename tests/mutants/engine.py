@@ -33,7 +33,7 @@ ENGINE = (
         "return ORDINARY if why and state in",
         "return ORDINARY if not why and state in",
         "no view draws an uncertified token as accepted",
-        ("tests/views/test_truth.py",),
+        ("tests/views/test_figures.py",),
     ),
     Mutant(
         "drafts-kv-trusted-after-a-copy",
@@ -49,7 +49,7 @@ ENGINE = (
         "path(end, chains[chain][:row]), num_prompt",
         "path(end, chains[0][:row]), num_prompt",
         "a sibling chain is judged on its own path",
-        ("tests/engine/loop/test_siblings.py",),
+        ("tests/engine/loop/test_scheduling.py",),
     ),
     Mutant(
         "one-draft-too-many",
@@ -65,7 +65,7 @@ ENGINE = (
         "rows.chunk(lane, turn.segments[index], turn.end + num_accepted,",
         "rows.chunk(lane, turn.segments[0], turn.end + num_accepted,",
         "a rejected sibling has the rows of its own path",
-        ("tests/engine/loop/test_siblings.py",),
+        ("tests/engine/loop/test_scheduling.py",),
     ),
     Mutant(
         "failed-rows-stay-computed",
@@ -81,7 +81,7 @@ ENGINE = (
         "emitted = [*follows, -1][: end - start]",
         "emitted = [-1, *follows][: end - start]",
         "Z.emitted is about the token that came next",
-        ("tests/engine/lens/test_readout.py",),
+        ("tests/engine/lens/test_lenses.py",),
     ),
     Mutant(
         "lens-read-ahead-not-compared",
@@ -89,7 +89,7 @@ ENGINE = (
         "ahead.emitted[first : first + len(packed)] != emitted",
         "False",
         "Z.emitted is about the token that came next",
-        ("tests/engine/loop/test_captured.py",),
+        ("tests/engine/loop/test_commit.py",),
     ),
     Mutant(
         "place-in-the-ring-freed-early",
@@ -105,7 +105,7 @@ ENGINE = (
         "start += -(-(first - start) // self.step) * self.step",
         "start = first",
         "every k-th position is counted from the start of the path",
-        ("tests/engine/request/test_positions.py",),
+        ("tests/engine/request/test_edits.py",),
     ),
     Mutant(
         "last-row-not-looked-at",
@@ -201,7 +201,7 @@ ENGINE = (
         "(final.exp() * (final - log_p)).sum(-1)",
         "(p * (log_p - final)).sum(-1)",
         "Z.kl is the divergence of the final distribution from the layer's",
-        ("tests/engine/lens/test_readout.py",),
+        ("tests/engine/lens/test_lenses.py",),
     ),
     Mutant(
         "divergence-from-the-first-layer",
@@ -209,7 +209,7 @@ ENGINE = (
         "final = log_p[:, -1:, :]",
         "final = log_p[:, :1, :]",
         "Z.kl compares with the model's own output",
-        ("tests/engine/lens/test_readout.py",),
+        ("tests/engine/lens/test_lenses.py",),
     ),
     Mutant(
         "unknown-successor-taken-for-token-0",
@@ -217,7 +217,7 @@ ENGINE = (
         "missing = torch.tensor(emitted) < 0",
         "missing = torch.tensor(emitted) < -1",
         "where no token follows yet, Z.emitted is NaN",
-        ("tests/engine/lens/test_readout.py",),
+        ("tests/engine/lens/test_lenses.py",),
     ),
     Mutant(
         "top-p-of-all-tokens",
@@ -273,7 +273,7 @@ ENGINE = (
         'for name in ("heads", "keys", "keep_norm", "tokens") if getattr(self, name)}:',
         'for name in ("keys", "keep_norm", "tokens") if getattr(self, name)}:',
         "edits of other heads share no KV",
-        ("tests/engine/request/test_more_edits.py::test_new_fields_are_part_of_the_hash_and_survive_json",),
+        ("tests/engine/request/test_edits.py::test_new_fields_are_part_of_the_hash_and_survive_json",),
     ),
     Mutant(
         "edge-cut-in-every-head",
@@ -281,7 +281,7 @@ ENGINE = (
         "torch.tensor(list(edit.heads) or list(range(heads)))",
         "torch.tensor(list(range(heads)))",
         "an edge is cut in the given heads only",
-        ("tests/engine/request/test_more_edits.py::test_they_are_what_transformer_lens_hooks_do",),
+        ("tests/engine/request/test_edits.py::test_they_are_what_transformer_lens_hooks_do",),
     ),
     Mutant(
         "set-weights-scaled",
@@ -321,7 +321,7 @@ ENGINE = (
         "while layer >= 0 and self.streams[layer] in edited:",
         "while layer >= 0 and self.streams[layer] in ():",
         "a variant of an edited text has the bits of both lists of edits made together",
-        ("tests/engine/serving/test_variants.py::test_edits_of_the_base_are_made_once",),
+        ("tests/engine/serving/test_activations.py::test_edits_of_the_base_are_made_once",),
     ),
     Mutant(
         "fork-keeps-the-main-paths-rows",
@@ -329,7 +329,7 @@ ENGINE = (
         "min([same, known, common, *apart])",
         "min([same, known, *apart])",
         "a fork of a rejected draft has the rows of its own path",
-        ("tests/engine/loop/test_rejected_forks.py",),
+        ("tests/engine/loop/test_commit.py",),
     ),
     Mutant(
         "edited-position-shared",
@@ -345,7 +345,7 @@ ENGINE = (
         "return num_tokens if self.open_end and self.end <= num_tokens else num_tokens - lag",
         "return num_tokens",
         "captured rows roll back with their tokens and successors",
-        ("tests/engine/lens/test_readout.py::test_a_row_whose_successor_changed_is_read_again",),
+        ("tests/engine/lens/test_lenses.py::test_a_row_whose_successor_changed_is_read_again",),
     ),
     Mutant(
         "path-digest-without-the-last-token",
@@ -441,7 +441,7 @@ ENGINE = (
         "max(0, num_prompt + self.start)",
         "num_prompt + self.start",
         "a slice of the prompt that starts before it starts with it",
-        ("tests/engine/request/test_positions.py::test_a_start_before_the_text_is_its_first_position",),
+        ("tests/engine/request/test_edits.py::test_a_start_before_the_text_is_its_first_position",),
     ),
     Mutant(
         "ranks-of-the-first-chunk",
@@ -449,7 +449,7 @@ ENGINE = (
         "_ranks(logits.view(log_p.shape), emitted[first : first + step])",
         "_ranks(logits.view(log_p.shape), emitted[: len(block)])",
         "a rank is that of the row's own token in every chunk",
-        ("tests/engine/lens/test_readout.py::test_ranks_do_not_depend_on_how_many_rows_are_read_together",),
+        ("tests/engine/lens/test_lenses.py::test_ranks_do_not_depend_on_how_many_rows_are_read_together",),
     ),
     Mutant(
         "rank-ties-to-the-highest",
@@ -457,7 +457,7 @@ ENGINE = (
         "logits[i, layer, : int(wanted[i])]",
         "logits[i, layer, int(wanted[i]) + 1 :]",
         "ties in rank go to the lowest id",
-        ("tests/engine/lens/test_readout.py::test_ranks_count_likelier_tokens_and_ties_go_to_the_lowest_id",),
+        ("tests/engine/lens/test_lenses.py::test_ranks_count_likelier_tokens_and_ties_go_to_the_lowest_id",),
     ),
     Mutant(
         "lens-digest-without-bias",

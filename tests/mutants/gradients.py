@@ -2,7 +2,7 @@
 
 from tests.mutants.mutant import Mutant
 
-AUTOGRAD = "tests/engine/gradients/test_autograd.py"
+AUTOGRAD = "tests/engine/gradients/test_gradients.py"
 
 GRADIENTS = (
     Mutant(
@@ -35,7 +35,7 @@ GRADIENTS = (
         "return g if edits is None else through_edits(g, self.forward.unedited[site], edits)",
         "return g",
         "a row that an edit replaces passes no gradient on",
-        ("tests/engine/gradients/test_edits.py",),
+        ("tests/engine/gradients/test_gradients.py",),
     ),
     Mutant(
         "gradient-without-edits",
@@ -43,7 +43,7 @@ GRADIENTS = (
         "Segment(table, 0, tokens, 1, edits)",
         "Segment(table, 0, tokens, 1)",
         "the gradient is taken at the branch's own values, edits included",
-        ("tests/engine/gradients/test_bits.py::test_values_are_the_captured_rows",),
+        ("tests/engine/gradients/test_gradients.py::test_values_are_the_captured_rows",),
     ),
     Mutant(
         "functions-certified",
@@ -51,7 +51,7 @@ GRADIENTS = (
         "promised and isinstance(found, Named)",
         "promised",
         "nothing is promised about what a function computes",
-        ("tests/engine/gradients/test_metric.py::test_certified",),
+        ("tests/engine/gradients/test_gradients.py::test_certified",),
     ),
     Mutant(
         "patches-counted-from-clean",

@@ -17,7 +17,7 @@ HOLES = (
         "    if not site.endswith(KEY_SITES):",
         "    if rows.ndim < 3:",
         "run_with_cache gives whole rows, however few tokens there are",
-        ("tests/engine/replay/test_interop.py::test_every_site_has_the_shape_that_transformer_lens_gives_it",),
+        ("tests/engine/replay/test_habits.py::test_every_site_has_the_shape_that_transformer_lens_gives_it",),
     ),
     Mutant(
         "no-lock",
@@ -41,7 +41,7 @@ HOLES = (
         "return pieces[0].clone() if len(pieces) == 1",
         "return pieces[0] if len(pieces) == 1",
         "changing captured rows in place changes no branch",
-        ("tests/engine/memory/test_aliases.py",),
+        ("tests/engine/memory/test_pages.py",),
     ),
     Mutant(
         "branch-given-twice",
@@ -49,7 +49,7 @@ HOLES = (
         "            if times[branch] > 1:",
         "            if times[branch] > 2:",
         "a request that is refused changes nothing",
-        ("tests/engine/serving/test_whole_requests.py",),
+        ("tests/engine/serving/test_activations.py",),
     ),
     Mutant(
         "kv-of-a-preempted-branch",
@@ -57,7 +57,7 @@ HOLES = (
         "(self.forest.held_kv(lane) if lane.computed >= committed else None)",
         "self.forest.held_kv(lane)",
         "KV of a preempted branch is computed again, not cut short",
-        ("tests/engine/serving/test_kv.py",),
+        ("tests/engine/serving/test_activations.py",),
     ),
     Mutant(
         "capture-of-a-kept-draft-lost",
@@ -65,7 +65,7 @@ HOLES = (
         "recorded = lane.template if lane.recording is None else lane.recording",
         "recorded = lane.recording",
         "a fork of a kept rejected draft keeps its capture",
-        ("tests/engine/loop/test_kept_rejected.py",),
+        ("tests/engine/loop/test_commit.py",),
     ),
     Mutant(
         "released-records-kept",

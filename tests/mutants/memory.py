@@ -49,7 +49,7 @@ MEMORY = (
         "(below.end > cut or cut - below.start < 2 * len(tokens))",
         "cut - below.start < 2 * len(tokens)",
         "a fork within a path continues with its own tokens",
-        ("tests/engine/memory/test_path.py",),
+        ("tests/engine/memory/test_prefix.py",),
     ),
     Mutant(
         "free-pages-in-any-order",
@@ -145,7 +145,7 @@ MEMORY = (
         "for facts in (self._distinct, self._ngrams):",
         "for facts in (self._distinct,):",
         "what was rolled back is not drafted from",
-        ("tests/engine/memory/test_path_history.py::test_what_was_removed_is_not_continued",),
+        ("tests/engine/memory/test_prefix.py::test_what_was_removed_is_not_continued",),
     ),
     Mutant(
         "canary-of-the-former-page",
@@ -153,6 +153,6 @@ MEMORY = (
         "                    self.digest[target + i] = self.digest[source + i]\n",
         "                    self.digest.setdefault(target + i, self.digest[source + i])\n",
         "the canary of a copied page is that of its source",
-        ("tests/engine/memory/test_cache.py::test_the_canary_of_a_page_that_is_used_again_is_that_of_its_copy",),
+        ("tests/engine/memory/test_pages.py::test_the_canary_of_a_page_that_is_used_again_is_that_of_its_copy",),
     ),
 )

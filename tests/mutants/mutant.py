@@ -2,11 +2,18 @@
 
 import ast
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 
 class CannotApply(Exception):
     """The source no longer holds the text that a mutant replaces, or holds it more than once."""
+
+
+@cache
+def _dumped(source: str) -> str:
+    """Of a module that many mutants share."""
+    return ast.dump(ast.parse(source))
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class Mutant:
             raise CannotApply(f"the text occurs {count} times in {self.module}, not once")
         changed = source.replace(self.before, self.after)
         try:
-            same = ast.dump(ast.parse(changed)) == ast.dump(ast.parse(source))
+            same = ast.dump(ast.parse(changed)) == _dumped(source)
         except SyntaxError as error:
             raise CannotApply(f"{self.module} does not compile with it: {error}") from None
         if same:

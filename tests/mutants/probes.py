@@ -25,7 +25,7 @@ PROBES = (
         "float(np.sqrt(1 + min(0.4 + 8 / answers, 1.5) * folds / (folds - 1))) if folds > 1 else 1.0",
         "1.0",
         "intervals of cross-validated scores are widened",
-        ("tests/probes/scoring/test_widening.py::test_intervals_by_their_definition",),
+        ("tests/probes/scoring/test_statistics.py::test_intervals_by_their_definition",),
     ),
     Mutant(
         "sweep-not-widened",
@@ -33,7 +33,7 @@ PROBES = (
         "groups=block.groups, folds=block.folds)",
         "groups=block.groups, folds=1)",
         "a sweep's intervals know its folds",
-        ("tests/probes/scoring/test_widening.py",),
+        ("tests/probes/scoring/test_statistics.py",),
     ),
     Mutant(
         "refit-not-widened",
@@ -41,7 +41,7 @@ PROBES = (
         "np.ones(len(once)), groups, folds=_FOLDS)",
         "np.ones(len(once)), groups)",
         "an ablation's refits know their folds",
-        ("tests/probes/scoring/test_widening.py",),
+        ("tests/probes/scoring/test_statistics.py",),
     ),
     Mutant(
         "overlap-in-fold-0-only",
@@ -49,7 +49,7 @@ PROBES = (
         "for number, (train, test) in enumerate(self):",
         "for number, (train, test) in [(0, (self.train[0], self.test[0]))]:",
         "no root is on both sides of any fold",
-        ("tests/probes/design/test_splits.py",),
+        ("tests/probes/fitting/test_heldout.py",),
     ),
     Mutant(
         "mixed-prompts-tested",
@@ -57,7 +57,7 @@ PROBES = (
         "np.isin(rows.roots, list(some - others))",
         "np.isin(rows.roots, list(some))",
         "held-out names are tested on prompts that have no others",
-        ("tests/probes/design/test_splits.py",),
+        ("tests/probes/fitting/test_heldout.py",),
     ),
     Mutant(
         "word-on-a-rejected-branch-fitted",
@@ -65,7 +65,7 @@ PROBES = (
         'for roots in (found["root"], accepted))',
         "for roots in (accepted, accepted))",
         "a held-out word is on no branch of a prompt that is fitted on",
-        ("tests/probes/design/test_splits.py",),
+        ("tests/probes/fitting/test_heldout.py",),
     ),
     Mutant(
         "folds-by-order",
@@ -105,7 +105,7 @@ PROBES = (
         "fold = fold_of_groups(groups_of(rows, keys), folds, seed)",
         "fold = fold_of_groups(rows.roots, folds, seed)",
         "rows with the same path are in one fold",
-        ("tests/probes/data/test_groups.py::test_no_tested_row_has_been_fitted",),
+        ("tests/probes/data/test_rows.py::test_no_tested_row_has_been_fitted",),
     ),
     Mutant(
         "groups-of-distinct-rows",
@@ -113,7 +113,7 @@ PROBES = (
         "named = replace(given, frame=given.frame.assign(key=keys, group=groups))",
         "named = replace(given, frame=given.frame.assign(key=keys, group=given.roots))",
         "roots that share a row stay one group after repeated rows are left out",
-        ("tests/probes/data/test_groups.py",),
+        ("tests/probes/data/test_rows.py",),
     ),
     Mutant(
         "paths-are-not-compared",
@@ -121,7 +121,7 @@ PROBES = (
         "both = np.intersect1d(keys[train], keys[test])",
         "both = keys[:0]",
         "a path on both sides of a split is refused",
-        ("tests/probes/data/test_groups.py::test_a_shared_row_is_named",),
+        ("tests/probes/data/test_rows.py::test_a_shared_row_is_named",),
     ),
     Mutant(
         "roots-that-the-split-claims",
@@ -129,7 +129,7 @@ PROBES = (
         "Split(self.name, self.train, self.test, rows.roots)",
         "Split(self.name, self.train, self.test, self.roots)",
         "a split is compared with the roots of its rows",
-        ("tests/probes/data/test_groups.py::test_a_split_over_rows_is_refused",),
+        ("tests/probes/data/test_rows.py::test_a_split_over_rows_is_refused",),
     ),
     Mutant(
         "permuted-without-a-new-fit",
@@ -137,7 +137,7 @@ PROBES = (
         "_compared(said.of(i, each, tested), each, tested, fold)",
         "_compared(said.of(0, each, tested), each, tested, fold)",
         "probes are fitted to permuted labels",
-        ("tests/probes/scoring/test_statistics.py::test_refitted_permutations", "tests/probes/data/test_groups.py"),
+        ("tests/probes/scoring/test_statistics.py::test_refitted_permutations", "tests/probes/data/test_rows.py"),
     ),
     Mutant(
         "observed-score-not-among-its-permutations",
@@ -153,7 +153,7 @@ PROBES = (
         'bounds["control_task"] = _selectivity(block, own, numbers, found, error)',
         "_selectivity(block, own, numbers, found, error)",
         "what a control task reads as well is not shown",
-        ("tests/probes/data/test_groups.py::test_selectivity_is_part_of_shown",),
+        ("tests/probes/data/test_rows.py::test_selectivity_is_part_of_shown",),
     ),
     Mutant(
         "a-point-for-an-interval",
@@ -169,7 +169,7 @@ PROBES = (
         "factor * probe.gap(own, other) * chosen.direction",
         "factor * chosen.gap(own, other) * chosen.direction",
         "placebos move rows as far as the probe does",
-        ("tests/probes/causal/test_placebos.py",),
+        ("tests/probes/causal/test_causal.py",),
     ),
     Mutant(
         "exchange-within-a-class",
@@ -201,7 +201,7 @@ PROBES = (
         "fold[fit] = fold_of_groups(groups[fit], count, _SEED)",
         "fold[:] = fold_of_groups(groups, count, _SEED)",
         "regularisation is chosen without the tested rows",
-        ("tests/probes/fitting/test_chosen.py::test_tested_rows_take_no_part_in_the_choice",),
+        ("tests/probes/fitting/test_heldout.py::test_tested_rows_take_no_part_in_the_choice",),
     ),
     Mutant(
         "area-pooled-over-folds",
@@ -209,7 +209,7 @@ PROBES = (
         "else fold == number",
         "else np.ones(count, dtype=bool)",
         "AUROC compares rows within a fold",
-        ("tests/probes/scoring/test_metrics.py::test_pooling_folds_biases_the_area",),
+        ("tests/probes/scoring/test_statistics.py::test_pooling_folds_biases_the_area",),
     ),
     Mutant(
         "unseen-class-without-bound",
@@ -217,7 +217,7 @@ PROBES = (
         "np.log((counts + 0.5) / (rows + 0.5 * log_p.shape[-1]))",
         "np.log((counts + 1e-12) / rows)",
         "a class that the training rows lack costs at most log(2n + k)",
-        ("tests/probes/estimators/test_hard_rows.py::test_information_where_a_fold_lacks_a_class",),
+        ("tests/probes/estimators/test_contract.py::test_information_where_a_fold_lacks_a_class",),
     ),
     Mutant(
         "erasure-by-raw-columns",
@@ -225,6 +225,6 @@ PROBES = (
         "scales = torch.where(moments.deviations > 0, moments.deviations, 1.0)",
         "scales = torch.ones_like(moments.deviations)",
         "LEACE erases columns of any scale",
-        ("tests/probes/estimators/test_hard_rows.py::test_erasure_does_not_depend_on_scales",),
+        ("tests/probes/estimators/test_contract.py::test_erasure_does_not_depend_on_scales",),
     ),
 )

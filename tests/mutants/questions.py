@@ -9,7 +9,7 @@ QUESTIONS = (
         "chance=1 / len(np.unique(wanted[side]))",
         "chance=0.5",
         "a score is compared with chance of its classes",
-        ("tests/probes/questions/test_viable_branch.py",),
+        ("tests/probes/questions/test_questions.py",),
     ),
     Mutant(
         "answers-token-forgotten",
@@ -17,7 +17,7 @@ QUESTIONS = (
         'more = [read and (token is None or token["low"] > 0) for',
         "more = [read for",
         "the answer's own token is no evidence of the branch that is held",
-        ("tests/probes/questions/test_viable_branch.py::test_the_answer_itself_is_no_evidence",),
+        ("tests/probes/questions/test_questions.py::test_the_answer_itself_is_no_evidence",),
     ),
     Mutant(
         "copies-are-evidence",
@@ -25,7 +25,7 @@ QUESTIONS = (
         "chosen = independent(drafts)",
         "chosen = type(independent(drafts))(drafts, len(drafts), 0)",
         "an activation counts once",
-        ("tests/probes/questions/test_question_groups.py::test_a_copy_of_the_rows_is_no_evidence",),
+        ("tests/probes/questions/test_questions.py::test_a_copy_of_the_rows_is_no_evidence",),
     ),
     Mutant(
         "examples-of-parts-mixed",
@@ -33,7 +33,7 @@ QUESTIONS = (
         'part = frame["part"] if "part" in frame else [""] * len(frame)',
         'part = [""] * len(frame)',
         "examples of joined parts stay apart",
-        ("tests/probes/questions/test_across.py::test_examples_of_joined_parts_stay_apart",),
+        ("tests/probes/questions/test_questions.py::test_examples_of_joined_parts_stay_apart",),
     ),
     Mutant(
         "area-of-one-is-certain",
@@ -41,7 +41,7 @@ QUESTIONS = (
         "inner = min(max(self.value, 1 - _EDGE), _EDGE)",
         "inner = self.value",
         "a perfect area has an interval of positive width",
-        ("tests/probes/scoring/test_areas.py::test_no_interval_has_width_zero",),
+        ("tests/probes/scoring/test_statistics.py::test_no_interval_has_width_zero",),
     ),
     Mutant(
         "rows-of-other-folds-compared",
@@ -49,7 +49,7 @@ QUESTIONS = (
         "[strata == each for each in np.unique(strata)]",
         "[np.ones(len(good), bool)]",
         "scores of different folds are not compared",
-        ("tests/probes/scoring/test_areas.py::test_strata_are_compared_within",),
+        ("tests/probes/scoring/test_statistics.py::test_strata_are_compared_within",),
     ),
     Mutant(
         "classes-of-two-rows-are-certain",
@@ -57,7 +57,7 @@ QUESTIONS = (
         "likely = (self.size * self.share + _PRIOR * common) / (self.size + _PRIOR)",
         "likely = self.share",
         "balanced accuracy knows that small classes are uncertain",
-        ("tests/probes/scoring/test_areas.py",),
+        ("tests/probes/scoring/test_statistics.py",),
     ),
     Mutant(
         "steering-fitted-on-its-own-rows",
@@ -65,7 +65,7 @@ QUESTIONS = (
         "keep &= np.array([tuple(path.tolist()) not in begun for path in paths], dtype=bool)",
         "pass",
         "probes are fitted on rows that no changed prompt begins with",
-        ("tests/probes/questions/test_amnesic.py::test_rows_that_begin_a_prompt_are_left_out",),
+        ("tests/probes/questions/test_questions.py::test_rows_that_begin_a_prompt_are_left_out",),
     ),
     Mutant(
         "eraser-moves-the-mean",
@@ -73,7 +73,7 @@ QUESTIONS = (
         "return lambda X: transform(X) - X - drift",
         "return lambda X: transform(X) - X",
         "an eraser keeps the mean of the rows",
-        ("tests/probes/questions/test_amnesic.py::test_erasers_keep_the_mean",),
+        ("tests/probes/questions/test_questions.py::test_erasers_keep_the_mean",),
     ),
     Mutant(
         "das-of-three-classes",
@@ -97,7 +97,7 @@ QUESTIONS = (
         "control = (every.sum(1) - ever) / (forks - 1) if",
         "control = (every.sum(1) - ever) / (2 * (forks - 1)) if",
         "the control of resilience is the mean over the other units",
-        ("tests/probes/forks/test_rollout_texts.py::test_the_control_of_resilience_by_hand",),
+        ("tests/probes/forks/test_forks.py::test_the_control_of_resilience_by_hand",),
     ),
     Mutant(
         "parts-tell-paths-apart",
@@ -113,7 +113,7 @@ QUESTIONS = (
         "for side in (one, bare))",
         "for side in (one,))",
         "the interval of a divergence holds when the first side is certain",
-        ("tests/probes/forks/test_distances.py::test_a_certain_side",),
+        ("tests/probes/forks/test_forks.py::test_a_certain_side",),
     ),
     Mutant(
         "far-by-the-normal-test",
@@ -121,7 +121,7 @@ QUESTIONS = (
         "if (n + 1) * (m + 1) > _EXACT:",
         "if n + m > 2:",
         "few rollouts seem farther than a threshold as seldom as promised",
-        ("tests/probes/forks/test_distances.py::test_few_rollouts_seldom_seem_far",),
+        ("tests/probes/forks/test_forks.py::test_few_rollouts_seldom_seem_far",),
     ),
     Mutant(
         "token-control-ignored",
@@ -129,6 +129,6 @@ QUESTIONS = (
         "for cell in cells for name in CONTROLS]",
         "for cell in cells for name in CONTROLS[:1]]",
         "a transfer that the token explains is not shown",
-        ("tests/probes/questions/test_across.py::test_tokens_that_tell_the_label_are_a_control",),
+        ("tests/probes/questions/test_questions.py::test_tokens_that_tell_the_label_are_a_control",),
     ),
 )

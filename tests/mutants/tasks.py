@@ -9,7 +9,7 @@ TASKS = (
         "self.claim(piece[1:])\n                    self.announced = False",
         "self.claim(piece[1:])",
         "a stated face announces no further actor",
-        ("tests/tasks/test_coin.py::test_outcomes_after_a_stated_face",),
+        ("tests/tasks/test_examples.py::test_outcomes_after_a_stated_face",),
     ),
     Mutant(
         "chance-without-sets",
@@ -17,7 +17,7 @@ TASKS = (
         "max((1 - reset) * p, (1 - reset) * (1 - p), reset / len(FACES))",
         "max((1 - reset) * p, (1 - reset) * (1 - p))",
         "the chance of the next action is that of the likeliest one",
-        ("tests/tasks/test_known_zeros.py::test_chance_follows_p_and_resets",),
+        ("tests/tasks/test_conformance.py::test_chance_follows_p_and_resets",),
     ),
     Mutant(
         "chance-of-keeps-forgotten",
@@ -25,7 +25,7 @@ TASKS = (
         "max((1 - reset) * p, (1 - reset) * (1 - p), reset / len(FACES))",
         "max((1 - reset) * p, reset / len(FACES))",
         "the chance of the next action is that of the likeliest one",
-        ("tests/tasks/test_known_zeros.py::test_chance_follows_p_and_resets",),
+        ("tests/tasks/test_conformance.py::test_chance_follows_p_and_resets",),
     ),
     Mutant(
         "labels-one-character-early",
@@ -49,7 +49,7 @@ TASKS = (
         'return text.rstrip("\\N{REPLACEMENT CHARACTER}")',
         "return text",
         "a piece of a character adds nothing to the text",
-        ("tests/tasks/test_labels.py",),
+        ("tests/tasks/test_reading.py",),
     ),
     Mutant(
         "values-without-modulus",
@@ -57,7 +57,7 @@ TASKS = (
         "now.get(event.action, number) % modulus",
         "now.get(event.action, number)",
         "values are taken modulo the knob",
-        ("tests/tasks/test_variables.py",),
+        ("tests/tasks/test_conformance.py",),
     ),
     Mutant(
         "one-name-two-tasks",
@@ -137,7 +137,7 @@ TASKS = (
         "all(LEAST <= number",
         "any(LEAST <= number",
         "every count stays within its bounds",
-        ("tests/tasks/test_counts.py::test_one_count_out_of_bounds_is_enough",),
+        ("tests/tasks/test_examples.py::test_one_count_out_of_bounds_is_enough",),
     ),
     Mutant(
         "action-open-for-one",
@@ -145,6 +145,6 @@ TASKS = (
         "all(_possible(now",
         "any(_possible(now",
         "an action is open only if everyone could do anything",
-        ("tests/tasks/test_counts.py::test_an_action_is_open_only_if_everyone_could_do_anything",),
+        ("tests/tasks/test_examples.py::test_an_action_is_open_only_if_everyone_could_do_anything",),
     ),
 )

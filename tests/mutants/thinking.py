@@ -33,7 +33,7 @@ THINKING = (
         "(number + 1) * self.config.chunk - 1 - start",
         "(number + 1) * self.config.chunk - 2 - start",
         "a thought's rows stand where its chunk ends",
-        ("tests/engine/thinking/test_dump.py::test_thoughts_are_stored_by_chunk_and_step",),
+        ("tests/engine/thinking/test_replay.py::test_thoughts_are_stored_by_chunk_and_step",),
     ),
     Mutant(
         "later-thoughts-in-a-fork",

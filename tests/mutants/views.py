@@ -35,7 +35,7 @@ VIEWS = (
         "apart = (steered.exp() * (steered - plain)).sum(-1).mean()",
         "apart = (plain.exp() * (plain - steered)).sum(-1).mean()",
         "the effect of steering is the divergence of the steered model from the plain one",
-        ("tests/workbench/test_views.py::test_steering_is_generating_under_an_edit",),
+        ("tests/workbench/test_drawn.py::test_steering_is_generating_under_an_edit",),
     ),
     Mutant(
         "weakest-features-of-a-token-first",
@@ -131,7 +131,7 @@ VIEWS = (
         "return min(most, sum(bool(self.lines[each].why)",
         "return 0 * min(most, sum(bool(self.lines[each].why)",
         "requests of which nothing is promised look so",
-        ("tests/views/test_truth.py::test_deterministic_requests_beside_it_are_grey",),
+        ("tests/views/test_figures.py::test_deterministic_requests_beside_it_are_grey",),
     ),
     Mutant(
         "fork-cut-from-its-line",

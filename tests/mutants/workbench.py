@@ -2,8 +2,8 @@
 
 from tests.mutants.mutant import Mutant
 
-DRAWN, DLA = "tests/workbench/test_drawn.py", "tests/workbench/test_dla.py"
-EDITS, MORE_EDITS = "tests/engine/gradients/test_edits.py", "tests/engine/request/test_more_edits.py"
+DRAWN, DLA = "tests/workbench/test_drawn.py", "tests/workbench/test_drawn.py"
+EDITS, MORE_EDITS = "tests/engine/gradients/test_gradients.py", "tests/engine/request/test_edits.py"
 
 WORKBENCH = (
     Mutant(
@@ -12,7 +12,7 @@ WORKBENCH = (
         "changed[outputs[layer]][two.there], positions=two.at, heads=[head])",
         "changed[outputs[layer]][[min(i, len(two.source) - 1) for i in two.at]], positions=two.at, heads=[head])",
         "a sender takes the rows of its counterparts",
-        ("tests/workbench/test_path_patch.py::test_the_sender_takes_the_rows_of_its_counterparts",),
+        ("tests/workbench/test_grids.py::test_the_sender_takes_the_rows_of_its_counterparts",),
     ),
     Mutant(
         "align-of-path-patch-ignored",
@@ -20,7 +20,7 @@ WORKBENCH = (
         "Aligned.of(engine, clean, corrupt, direction, align)",
         "Aligned.of(engine, clean, corrupt, direction, align if len(clean) != len(corrupt) else None)",
         "path_patch(align=) says which positions correspond",
-        ("tests/workbench/test_path_patch.py::test_the_sender_takes_the_rows_of_its_counterparts",),
+        ("tests/workbench/test_grids.py::test_the_sender_takes_the_rows_of_its_counterparts",),
     ),
     Mutant(
         "effects-of-pairs-from-mean-metrics",

@@ -1,9 +1,11 @@
 """Registration by decorator, entry point and reference to code. Clashes and broken tasks have named errors."""
 
+import json
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,22 @@ from typer.testing import CliRunner
 
 from replaylens import tasks
 from replaylens.cli import app
+from replaylens.commands.train import Changes, changed_thinking
+from replaylens.engine.training import embedded_thinking as thinking_zoo
 from replaylens.tasks import registry as plugins
 from replaylens.tasks.coin import Coin
-from replaylens.tasks.errors import BadTask, BrokenPlugin, CannotImport, TaskNameTaken, UnknownTask
+from replaylens.tasks.errors import (
+    BadKnob,
+    BadTask,
+    BrokenPlugin,
+    CannotImport,
+    TaskError,
+    TaskNameTaken,
+    UnknownKnob,
+    UnknownTask,
+)
 from replaylens.tasks.task import Knobs
-from tests.tasks.square import file_of_page, own_registry, square_module
+from tests.tasks.square import file_of_page, own_registry, square_module, write_files
 
 BUILT_IN = ("coin", "coins", "coin-resets", "shell", "words", "fork", "boxes", "variables", "hops", "counts")
 
@@ -263,3 +276,267 @@ def test_a_file_that_fails_can_be_repaired(tmp_path: Path) -> None:
         tasks.load(f"{file}:Square")
     file.write_text(file_of_page("square.py"))
     assert tasks.load(f"{file}:Square").name == "square"
+
+
+# ---- references ------------------------------------------------------------------------------------------------------
+# `--task` with module:Class and file.py:Class, in every command that takes a task or a dump.
+
+COIN = "replaylens.tasks.coin:Coin"
+OWN_COIN = """
+from replaylens.tasks.coin import Coin
+
+class OwnCoin(Coin):
+    name = "own-coin"
+"""
+
+
+def run(*words: str) -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, list(words))
+    return done.exit_code, done.stdout, " ".join(done.stderr.split())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page's files, a variant of coin that coin-plain can answer, and a dump of it."""
+    folder = tmp_path_factory.mktemp("own")
+    write_files(folder)
+    (folder / "own_coin.py").write_text(OWN_COIN)
+    options = ("--knob", "flips=1,3", "--sites", "S", "--n", "24", "--quiet")
+    with own_registry():
+        code, _, said = run("dump", "--task", f"{folder}/own_coin.py:OwnCoin", "--out", str(folder / "dump"), *options)
+    assert code == 0, said
+    return folder
+
+
+def test_replay_and_show(folder: Path) -> None:
+    code, out, said = run("replay", "--task", f"{folder}/own_coin.py:OwnCoin", "--n", "2", "--quiet", "--json")
+    assert code == 0 and json.loads(out)["accuracy"] == 1.0, said
+    code, out, _ = run("tasks", "show", f"{folder}/own_coin.py:OwnCoin", "--n", "1", "--json")
+    assert code == 0 and json.loads(out)[0]["task"] == "own-coin"
+
+
+COMMANDS = {
+    "verify": ["--all", "--quiet"],
+    "probe": ["--sites", "S", "--layers", "3", "--positions", "query", "--estimators", "ridge", "--quiet"],
+    "steer": ["--layer", "3", "--n", "3", "--placebos", "1"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_on_dumps(folder: Path, command: str) -> None:
+    """The code is needed, must be of the dump's task, and is enough."""
+    asked = [command, str(folder / "dump"), *COMMANDS[command]]
+    code, _, said = run(*asked)
+    assert code == 2 and "UnknownTask: Unknown task 'own-coin'" in said and "--task file.py:Class" in said
+    code, _, said = run(*asked, "--task", f"{folder}/square.py:Square")
+    assert code == 2 and "is the task 'square', but the dump is of 'own-coin'" in said
+    code, _, said = run(*asked, "--task", f"{folder}/own_coin.py:OwnCoin")
+    assert code == 0, said
+
+
+def test_report(folder: Path) -> None:
+    asked = ["report", str(folder / "dump"), "--out", str(folder / "page.html"), "--verify", "0.1", "--quiet"]
+    assert run(*asked)[0] == 2
+    assert run(*asked, "--task", f"{folder}/own_coin.py:OwnCoin")[0] == 0
+
+
+def test_a_damaged_dump_is_still_named_as_such(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{")
+    code, out, said = run("verify", str(tmp_path), "--task", f"{folder}/own_coin.py:OwnCoin", "--quiet")
+    assert code == 2 and "manifest" in out + said
+
+
+def test_ray_finds_tasks_by_name_only(folder: Path, tmp_path: Path) -> None:
+    code, _, said = run("dump", "--task", COIN, "--out", str(tmp_path / "dump"), "--workers", "2")
+    assert code == 2 and "workers find tasks by name. Install its entry point." in said
+
+
+def test_models_that_think(folder: Path) -> None:
+    recipe = changed_thinking(thinking_zoo.recipe("coin-thinking"), Changes(task=f"{folder}/square.py:Square", longest=2))
+    assert [part.task for part in recipe.parts] == ["square"]
+    assert recipe.config.vocab_size == 2 + len(tasks.get("square").vocabulary())
+
+
+# ---- knobs -----------------------------------------------------------------------------------------------------------
+# Unknown or impossible knobs raise errors that say what to do.
+
+
+def test_unknown_task_lists_the_known_and_the_nearest() -> None:
+    with pytest.raises(UnknownTask, match=r"'cion' \(did you mean 'coin'\?\). Known: boxes, coin, coin-resets, coins"):
+        tasks.get("cion")
+
+
+def test_unknown_knob_lists_the_known_and_the_nearest() -> None:
+    with pytest.raises(UnknownKnob, match=r"'flip' of task 'coin' \(did you mean 'flips'\?\). Known: .*seed, start"):
+        tasks.get("coin")(flip=3)
+
+
+def test_every_error_is_a_task_error_and_a_value_error() -> None:
+    assert issubclass(TaskError, ValueError)
+    assert all(issubclass(kind, TaskError) for kind in (BadKnob, UnknownKnob, UnknownTask))
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs", "message"),
+    [
+        ("coin", {"flips": 0}, "from 1 to"),
+        ("coin", {"flips": (5, 2)}, "minimum exceeds the maximum"),
+        ("coin", {"flips": (1, 2, 3)}, "pair"),
+        ("coin", {"flips": "many"}, "pair"),
+        ("coin", {"flips": 2.5}, "pair"),
+        ("coin", {"flips": (1, 2.5)}, "Give an integer"),
+        ("coin", {"flips": True}, "Give an integer"),
+        ("coin", {"p": 1.5}, "probability"),
+        ("coin", {"p": -0.1}, "probability"),
+        ("coin", {"p": float("nan")}, "probability"),
+        ("coin", {"p": "half"}, "probability"),
+        ("coin", {"start": "edge"}, "random, heads, tails"),
+        ("coin", {"names": "nobody"}, "train, held-out, all"),
+        ("coin", {"phrasing": "odd"}, "standard, idle, mixed"),
+        ("coin", {"rendering": "poem"}, "picture, states, wei, symbols, steps"),
+        ("coin", {"verb": "turn"}, "Only the rendering 'wei'"),
+        ("coin", {"verb": "toss", "rendering": "wei"}, "flip, turn"),
+        ("coin", {"distractors": -1}, "from 0 to"),
+        ("coin", {"distractors": 99}, "from 0 to"),
+        ("coin", {"rendering": "symbols", "distractors": 1}, "no sentences"),
+        ("coin", {"rendering": "symbols", "phrasing": "idle"}, "no phrasings"),
+        ("coin", {"seed": -1}, "at least 0"),
+        ("coin", {"seed": "x"}, "Give an integer"),
+        ("coins", {"coins": 1}, "from 2 to 6"),
+        ("coins", {"coins": 7}, "from 2 to 6"),
+        ("coin-resets", {"reset": 2}, "probability"),
+        ("shell", {"cups": 4}, "3 or 5"),
+        ("shell", {"start": "heads"}, "random, fixed"),
+        ("words", {"group": "S4"}, "A5, Z60, A4xZ5"),
+        ("words", {"length": 0}, "from 1 to"),
+        ("fork", {"depth": 1000}, "from 1 to"),
+        ("boxes", {"boxes": 2}, "from 3 to 7"),
+        ("boxes", {"boxes": 8}, "from 3 to 7"),
+        ("variables", {"variables": 1}, "from 2 to 8"),
+        ("variables", {"variables": 9}, "from 2 to 8"),
+        ("variables", {"modulus": 1}, "from 2 to 10"),
+        ("variables", {"modulus": 11}, "from 2 to 10"),
+        ("variables", {"operations": 0}, "from 1 to"),
+        ("hops", {"people": 2}, "from 4 to 12"),
+        ("hops", {"relations": 5}, "from 2 to 4"),
+        ("hops", {"hops": 0}, "from 1 to"),
+        ("counts", {"people": 5}, "from 1 to 4"),
+        ("counts", {"most": 29}, "from 30 to 99"),
+        ("counts", {"change": 1}, "from 2 to 9"),
+    ],
+)
+def test_impossible_knobs(name: str, knobs: dict[str, object], message: str) -> None:
+    with pytest.raises(BadKnob, match=message):
+        tasks.get(name)(**knobs)
+
+
+def test_knobs_are_frozen_and_one_number_is_a_range() -> None:
+    task = tasks.get("coin")(flips=4)
+    assert task.knobs.flips == (4, 4)
+    assert tasks.get("coin")(flips=[2, 8]).knobs.flips == (2, 8)
+    with pytest.raises(AttributeError):
+        task.knobs.p = 0.9
+
+
+def test_with_knobs_changes_only_what_it_is_told() -> None:
+    task = tasks.get("coin")(flips=4, p=0.2)
+    assert task.with_knobs(p=0.3) == tasks.get("coin")(flips=4, p=0.3)
+    assert task == tasks.get("coin")(flips=4, p=0.2)
+    with pytest.raises(UnknownKnob):
+        task.with_knobs(q=1)
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+# `replaylens tasks list` and `replaylens tasks show`.
+
+runner = CliRunner()
+
+
+def run_of_commands(*arguments: str, code: int = 0) -> str:
+    result = runner.invoke(app, ["tasks", *arguments], env={"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"})
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_list_names_every_task_and_knob() -> None:
+    output = run_of_commands("list")
+    for name in tasks.names():
+        assert name in output
+    assert "number of actors" in output and "1,8" in output
+
+
+def test_labels_stand_under_their_tokens() -> None:
+    output = run_of_commands("show", "coin", "--n", "1", "--knob", "flips=1", "--knob", "p=1", "--labels", "face,parity")
+    lines = output.splitlines()
+    tokens, faces = lines[1], lines[2]
+    start = "heads" if "heads" in tokens else "tails"
+    after = {"heads": "tails", "tails": "heads"}[start]
+    assert faces[tokens.index(start) :].startswith(start)
+    assert faces[tokens.index("flips") :].startswith(after)
+    assert max(map(len, lines)) <= 100
+
+
+def test_every_task_can_be_shown() -> None:
+    for name in tasks.names():
+        assert f"{name} 1" in run_of_commands("show", name, "--n", "2", "--labels", "all")
+
+
+def test_json() -> None:
+    shown = json.loads(run_of_commands("show", "coin", "--n", "2", "--knob", "rendering=wei", "--knob", "flips=2,3", "--json"))
+    assert [example["index"] for example in shown] == [0, 1]
+    example = tasks.get("coin")(rendering="wei", flips=(2, 3)).example(0)
+    assert shown[0]["digest"] == example.digest and "".join(shown[0]["tokens"]) == example.text
+    assert all(len(values) == len(shown[0]["tokens"]) for values in shown[0]["labels"].values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["cion"], "Unknown task 'cion' (did you mean 'coin'?)"),
+        (["coin", "--knob", "flip=3"], "did you mean 'flips'?"),
+        (["coin", "--knob", "p=2"], "Knob 'p' cannot be 2. Give a probability"),
+        (["coin", "--knob", "flips=2", "--knob", "flips=3"], "--knob flips is given twice: 2 and 3"),
+        (["coin", "--knob", "flips"], "Invalid --knob 'flips'. Give key=value."),
+        (["coin", "--labels", "fase"], "did you mean 'face'?"),
+    ],
+)
+def test_errors_are_one_line_and_exit_2(arguments: list[str], message: str) -> None:
+    output = run_of_commands("show", *arguments, code=2)
+    assert message in output and re.match("[A-Z][A-Za-z]+: ", output) and output.count("\n") == 1
+
+
+# ---- docs ------------------------------------------------------------------------------------------------------------
+# docs/tasks.md matches the code: samples parse and are true, and all labels and knobs are listed.
+
+DOC = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
+
+
+def section(name: str) -> str:
+    return DOC.split(f"\n## {name}\n")[1].split("\n## ")[0]
+
+
+@pytest.mark.parametrize("name", tasks.names())
+def test_labels_and_knobs_are_documented(name: str) -> None:
+    task = tasks.get(name)()
+    for label in task.label_names:
+        assert f"`{label.split('.')[0]}" in section(name) or label == "shuffled", label
+    for spec in fields(task.knobs_class):
+        assert f"`{spec.name}`" in section(name) or spec.name == "seed", spec.name
+
+
+@pytest.mark.parametrize("name", [name for name in tasks.names() if name != "coin"])
+def test_samples_are_true(name: str) -> None:
+    quoted = [line[2:].strip() for line in section(name).splitlines() if line.startswith("> ")]
+    text = " ".join(quoted).replace("\\>", ">")
+    reading = tasks.get(name)().read(text)
+    labels = reading.labels_after(len(text))
+    truth, claim = tasks.get(name).claims
+    assert reading.complete and labels[truth] == labels[claim] is not None
+
+
+def test_coin_renderings_are_those_of_index_3() -> None:
+    for line in section("coin").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 3 and cells[0].strip("`") in ("picture", "states", "wei", "symbols", "steps"):
+            example = tasks.get("coin")(rendering=cells[0].strip("`")).example(3)
+            assert (cells[1], cells[2]) == (example.prompt, example.completion.strip())

@@ -3,30 +3,53 @@
 import base64
 import gzip
 import hashlib
+import html as entities
 import json
 import re
+import shlex
 import shutil
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from matplotlib.image import imread, imsave
 from typer.testing import CliRunner
 
-from replaylens import tasks
+from replaylens import (
+    ablate,
+    attention,
+    attribution_patching,
+    integrated_gradients,
+    lens,
+    patch,
+    path_patch,
+    report,
+    steer,
+    tasks,
+)
 from replaylens.cli import app
 from replaylens.engine.display import word
 from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import verify
 from replaylens.engine.engine import Engine
+from replaylens.engine.errors import BadRequest
+from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.replay.run import Run
 from replaylens.engine.training import embedded as zoo
 from replaylens.probes.report import Report
+from replaylens.probes.sweeps import sweep as run_sweep
 from replaylens.probes.sweeps import sweep as sweep_rows
 from replaylens.tasks import WordTokenizer
 from replaylens.views import examples, maps
+from replaylens.views import sections as opening
+from replaylens.views.data import LensGuess, LensLayer, Token
+from replaylens.views.pictures import Timeline, Tree
 from replaylens.views.report import ReportPage
 from tests.engine.dump.damage import flip_bit, forge_index
 from tests.views.checks import assert_harmless, parsed
@@ -276,3 +299,259 @@ def test_a_damaged_index_is_named(dump: Dump, tmp_path: Path) -> None:
     done = call(copy, "--verify", 0, "--out", tmp_path / "a.html")
     assert done.exit_code == 2 and "BadDump: " in done.stderr and "its SHA-256 differs" in done.stderr
     assert not (tmp_path / "a.html").exists()
+
+
+# ---- opening ---------------------------------------------------------------------------------------------------------
+# The report opens with what was found; the board is a view of its own; the page's command works when it is pasted.
+
+
+def call_of_opening(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [*map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def coin(tmp_path_factory: pytest.TempPathFactory) -> Dump:
+    """A dump of the embedded model, with rejected branches."""
+    examples = tasks.get("coin")(flips=(1, 4), rendering="steps").examples(16)
+    run = Engine.load("coin-plain").replay(examples, sites="SZ", drafter="lens", window=4)
+    assert isinstance(run, Run)
+    return run.save(tmp_path_factory.mktemp("coin") / "a dump")
+
+
+@pytest.fixture(scope="module")
+def swept(coin: Dump) -> Report:
+    return run_sweep(coin, "face", sites="S", estimators="ridge", permutations=19)
+
+
+def sections(page: str) -> list[str]:
+    return re.findall(r'<section id="(\w+)"', page)
+
+
+# ---- what comes first ----------------------------------------------------------------------------------------------------
+
+
+def test_findings_come_first_and_the_certificate_last(coin: Dump, swept: Report) -> None:
+    page = ReportPage(coin, (swept,)).html()
+    assert sections(page) == ["found", "examples", "probes", "lens", "overview", "certificate"]
+    found = page.split('id="found"')[1].split("</section>")[0]
+    headline = next(line for line in swept.summary() if line.startswith(("Shown", "Not shown")))
+    assert headline in entities.unescape(found), "the headline"
+    best = swept.best("face")
+    assert f"{best['accuracy']:.3f} [{best['low']:.3f}, {best['high']:.3f}]" in found
+    for control in ("majority", "token identity", "shuffled"):
+        assert f"<th>{control}</th>" in found, "the best cells stand beside their controls"
+    assert found.count('class="rl-tree"') == 1 and "rl-rejected" in found, "one tree, with a rejected branch"
+    assert_harmless(page, 2 + page.count('class="rl-block"'))
+
+
+def test_a_section_that_is_not_known_comes_before_what_the_page_rests_on() -> None:
+    assert opening.rank("lens") < opening.rank("results") < opening.rank("overview") < opening.rank("certificate")
+
+
+def test_probes_alone_open_with_their_findings(swept: Report) -> None:
+    page = ReportPage(probes=(swept,)).html()
+    assert sections(page) == ["found", "probes"] and 'class="rl-headline"' in page
+
+
+# ---- how it was decoded --------------------------------------------------------------------------------------------------
+
+
+def test_timelines_can_be_stepped_through_on_the_page(run: Run, dump: Dump) -> None:
+    told = run.most_telling()
+    page = ReportPage(dump, decoded=(told,)).html()
+    assert sections(page)[:2] == ["found", "decoded"]
+    assert page.count('class="rl-frame"') == len(told.frames)
+    assert_harmless(page, 2 + page.count('class="rl-block"'))
+
+
+def test_the_most_telling_example_has_accepted_and_rejected_drafts(run: Run) -> None:
+    told = run.most_telling()
+    assert told.interest == max(run.timeline(i).interest for i in range(len(run))) > 0
+    assert any(0 < sum(check.accepted for check in frame.checks) < len(frame.checks) - 1 for frame in told.frames)
+
+
+def test_replay_writes_a_board(tmp_path: Path) -> None:
+    file = tmp_path / "out.svg"
+    told = call_of_opening(
+        "replay", "--n", 4, "--drafter", "model", "--window", 4, "--knob", "rendering=steps", "--board", file, "--quiet"
+    )
+    assert told.exit_code == 0 and f"{file}: example" in told.output, told.output
+    texts = [element.text for element in ElementTree.parse(file).iter() if element.tag.endswith("text")]
+    assert [text for text in texts if text in ("Prefill", "Decode", "Verify", "Rollback", "Accept")][:3] == [
+        "Prefill",
+        "Decode",
+        "Verify",
+    ]
+    assert "3 other requests running" in texts, "all examples were served together"
+
+
+@pytest.mark.parametrize("name", ["board.png", "", "no/such/folder/board.svg"])
+def test_a_board_needs_the_name_of_an_svg_file(tmp_path: Path, name: str) -> None:
+    told = call_of_opening("replay", "--n", 1, "--board", tmp_path / name, "--quiet")
+    assert told.exit_code == 2 and "Name an SVG file" in told.output
+
+
+# ---- the command on the page -----------------------------------------------------------------------------------------------
+
+
+def pasted(page: Path) -> list[str]:
+    """The page's own command, as a shell reads it."""
+    (line,) = re.findall(r'<code id="rl-check">(.*?)</code>', page.read_text())
+    name, *arguments = shlex.split(entities.unescape(line))
+    assert name == "replaylens"
+    return arguments
+
+
+def test_the_pages_command_verifies_the_dump(coin: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From where the page was made, with a relative path and a space in its name."""
+    monkeypatch.chdir(Path(coin.url).parent)
+    assert call_of_opening("report", Path(coin.url).name, "--out", tmp_path / "a.html", "--verify", 0, "--quiet").exit_code == 0
+    told = call_of_opening(*pasted(tmp_path / "a.html"), "--quiet")
+    assert told.exit_code == 0 and "verified" in told.output, told.output
+
+
+def test_the_pages_command_names_the_model_and_the_task(dump: Dump, tmp_path: Path) -> None:
+    options = ("--model", "coin-plain", "--task", "coin")
+    assert call_of_opening("report", dump.url, "--out", tmp_path / "a.html", "--verify", 0, "--quiet", *options).exit_code == 0
+    assert pasted(tmp_path / "a.html") == ["verify", dump.url, "--all", *options]
+
+
+# ---- the lens ------------------------------------------------------------------------------------------------------------
+
+
+def path(prompt: int, answer: int, layers: int = 3) -> tuple[Token, ...]:
+    states = [TokenState.PROMPT] * prompt + [TokenState.ACCEPTED] * answer
+    lens = tuple(LensLayer(f"S{i}", (LensGuess(" x", 0.1 * (i + 1)),)) for i in range(layers))
+    return tuple(Token(f" {i}", i, state, lens=lens) for i, state in enumerate(states))
+
+
+def test_the_grid_starts_where_the_answer_does() -> None:
+    """At the row that predicts the answer's first token; the prompt's rows are folded."""
+    prompt, answer = maps.example_maps(path(5, 3))
+    assert prompt is not None and answer is not None
+    assert (prompt.columns, answer.columns) == ((" 0", " 1", " 2", " 3"), (" 4", " 5", " 6", " 7"))
+    alone, text = maps.example_maps(path(4, 0))
+    assert alone is None and text is not None and len(text.columns) == 4, "a text without an answer is shown from its start"
+
+
+def test_averages_start_at_the_answer_too(coin: Dump) -> None:
+    from replaylens.views import examples as dumped
+
+    for each in maps.averages(dumped.examples(coin)).maps():
+        assert each.columns[:3] == ("-1", "+0", "+1")
+
+
+def test_the_scale_shows_the_inner_layers(coin: Dump) -> None:
+    """Before the first block the lens is far off, and the output is exact: neither decides what the others look like."""
+    from replaylens.views import examples as dumped
+
+    (emitted, _, kl) = maps.averages(dumped.examples(coin)).maps()
+    first, inner = kl.cells[-1], [cell for line in kl.cells[1:-1] for cell in line]
+    assert min(cell.value for cell in first if cell) > kl.high, "beyond the end of the scale"
+    assert sum(kl.low <= cell.value <= kl.high for cell in inner if cell) >= 0.85 * len(inner)
+    assert emitted.low > -10
+
+
+def test_a_few_extreme_values_do_not_wash_out_the_others() -> None:
+    values = [1.0 + i / 100 for i in range(100)] + [400.0, -400.0]
+    low, high = maps.clipped(values)
+    assert 0.9 < low < 1.2 and 1.8 < high < 2.1
+    assert maps.clipped([2.0, 2.0]) == (2.0, 2.0) and maps.clipped([float("nan")]) == (0.0, 1.0)
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+# Results of the workbench on the report page: figures as shapes, text as text, equal bytes for equal results.
+
+COIN = "A coin's state is {}. Alice flips. What's the state? A:"
+HEADS, TAILS = COIN.format("heads"), COIN.format("tails")
+PAIR = (" tails", " heads")
+VERBS: dict[str, Callable[[Engine], Any]] = {
+    "lens": lambda engine: lens(engine, HEADS),
+    "patch": lambda engine: patch(engine, HEADS, TAILS, metric=PAIR, sites="ST", positions=[4, -1]),
+    "path patch": lambda engine: path_patch(engine, HEADS, TAILS, metric=PAIR, receivers=[(1, 3)]),
+    "ablate": lambda engine: ablate(engine, [HEADS, TAILS], metric=PAIR, heads=[(1, 3)]),
+    "ablate neurons": lambda engine: ablate(engine, [HEADS, TAILS], metric=PAIR, neurons=[(1, 3)]),
+    "steer": lambda engine: steer(engine, torch.ones(128), [HEADS], layers=[2], strengths=[1], n=2),
+    "attention": lambda engine: attention(engine, HEADS, layers=[1]),
+    "attribution": lambda engine: attribution_patching(engine, HEADS, TAILS, PAIR, "S", compare=True),
+    "integrated": lambda engine: integrated_gradients(engine, HEADS, TAILS, PAIR, steps=2),
+}
+
+
+@pytest.fixture(scope="module")
+def engine_of_results() -> Engine:
+    return Engine.load("coin-plain")
+
+
+def test_every_verb_can_be_saved(engine_of_results: Engine, tmp_path: Path) -> None:
+    results = [make(engine_of_results) for make in VERBS.values()]
+    path = report(tmp_path / "a.html", results=results, title="<b>mine</b>")
+    html = path.read_text()
+    found = assert_harmless(html, scripts=1)
+    assert found.tags.count("svg") == len(VERBS) and "<b>mine" not in html
+    assert {"lens", "patch", "ablate", "steer", "attention", "attribution"} <= {text.strip() for text in found.texts}
+    patched = [VERBS["patch"](engine_of_results) for _ in range(2)]
+    pages = [ReportPage().add(result).save(tmp_path / f"{i}.html") for i, result in enumerate([*patched, results[-2]])]
+    assert pages[0].read_bytes() == pages[1].read_bytes() != pages[2].read_bytes()
+
+
+def test_hostile_text_stays_text(engine_of_results: Engine) -> None:
+    """Tokens of any vocabulary reach the page, also those with dollar signs, which start a formula in matplotlib."""
+    from dataclasses import replace
+
+    shown = lens(engine_of_results, HEADS)
+    hostile = replace(shown, tokens=tuple("<script>alert(1)</script>$\\frac{" for _ in shown.tokens))
+    html = ReportPage(results=(hostile,)).html()
+    assert_harmless(html, scripts=1)
+    assert "&lt;script&gt;alert" in html
+
+
+def test_other_things_are_refused(engine_of_results: Engine, tmp_path: Path) -> None:
+    for results in ([3], lens(engine_of_results, HEADS), "lens", [ReportPage]):
+        with pytest.raises(BadRequest, match="Invalid results"):
+            report(tmp_path / "a.html", results=results)  # type: ignore[arg-type]
+    with pytest.raises(BadRequest, match="would be empty"):
+        report(tmp_path / "a.html")
+    assert not list(tmp_path.iterdir())
+
+
+# ---- docs ------------------------------------------------------------------------------------------------------------
+# The snippets of docs/views.md run as written, and its pictures exist.
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_snippets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All code blocks run in sequence. The last lines of each match the page."""
+    monkeypatch.chdir(tmp_path)
+    text = (DOCS / "views.md").read_text()
+    names: dict[str, object] = {}
+    for block in re.findall(r"```python\n(.*?)```", text, re.S):
+        exec(compile(block, "docs/views.md", "exec"), names)
+    run, root = names["run"], names["root"]
+    assert isinstance(run.tree(1), Tree) and isinstance(run.timeline(1), Timeline)  # type: ignore[attr-defined]
+    assert len(root.tree().paths) >= 3  # type: ignore[attr-defined]
+    assert str(names["told"]) == str(names["wrong"].timeline())  # type: ignore[attr-defined]
+
+
+def test_pictures_are_there() -> None:
+    text = (DOCS / "views.md").read_text()
+    pictures = re.findall(r"!\[.*?\]\((.*?)\)", text)
+    assert pictures and all((DOCS / picture).is_file() for picture in pictures)
+
+
+def themed(picture: Path) -> float:
+    """The share of a picture's edge that has the lightness of its theme."""
+    pixels = imread(picture)[..., :3]
+    edge = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]]).mean(-1)
+    return float(((edge < 0.5) if "dark" in picture.name else (edge > 0.5)).mean())
+
+
+@pytest.mark.parametrize("picture", sorted((DOCS / "img").glob("*-[dl]*[kt].png")), ids=lambda picture: picture.name)
+def test_a_picture_has_the_colours_of_its_page_up_to_its_edges(picture: Path, tmp_path: Path) -> None:
+    """A view on a page of the other theme would show that page at its edges, as the control does."""
+    assert themed(picture) > 0.95
+    pixels = imread(picture)[..., :3].copy()
+    pixels[len(pixels) // 2 :] = float("dark" in picture.name)
+    imsave(tmp_path / picture.name, pixels)
+    assert themed(tmp_path / picture.name) < 0.8

@@ -1,23 +1,52 @@
 """Trees of live branches: every value that a view shows is the engine's own."""
 
 import io
+import json
 import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from markupsafe import Markup
 from rich.console import Console
+from typer.testing import CliRunner
 
+from replaylens import tasks
+from replaylens.cli import app
 from replaylens.engine.display import visible, word
+from replaylens.engine.dump.maker import make_plan, write_dump
+from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
+from replaylens.engine.errors import BadRequest
 from replaylens.engine.memory.tree import BranchTree, TokenState
+from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.text import Text
+from replaylens.engine.proof.trace import Trace
 from replaylens.engine.replay.run import Run
-from replaylens.views import draw, pictures
-from replaylens.views.data import DrawnPath, Readings, Token
-from replaylens.views.draw import arrange
-from replaylens.views.pictures import Tree
-from tests.toy_model import random_model
+from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.thinking.core import ThinkingEngine
+from replaylens.engine.thinking.prefill import GUESSES, Guess
+from replaylens.engine.thinking.thoughts import ThinkingRecording
+from replaylens.views import draw, examples, pictures
+from replaylens.views.data import DrawnPath, Fill, Frame, Phase, Readings, Token
+from replaylens.views.draw import Placement, arrange
+from replaylens.views.examples import DumpedThoughts
+from replaylens.views.html import fragment, join, script_json, tag, void
+from replaylens.views.pictures import Tree, timeline
+from replaylens.views.report import ReportPage
+from replaylens.views.thoughts import DrawnChunk, DrawnRound, Thinking
+from tests.engine.thinking.reference import thinking_model
+from tests.toy_model import continuation, random_model, toy
+from tests.toy_model import engine as toy_engine
 from tests.views.checks import assert_harmless, parsed
-from tests.views.conftest import HOSTILE
+from tests.views.conftest import HOSTILE, HostileTokenizer
+from tests.views.test_report import blocks_of
 
 
 def test_a_tree_tells_what_was_recorded(run: Run) -> None:
@@ -225,3 +254,502 @@ def test_a_fork_stays_beside_the_token_that_it_follows() -> None:
 
 def test_spaces_of_other_kinds_are_seen() -> None:
     assert visible("10\u00a0000") == "10⍽000" and visible("a\u2009b") == "a␣b" and visible("\u00ad") == "\\u00ad"
+
+
+# ---- timeline --------------------------------------------------------------------------------------------------------
+# The timeline shows what the engine did: its frames equal the engine's own state at every event.
+
+ACCEPTED, PENDING, DRAFT, REJECTED = TokenState.ACCEPTED, TokenState.PENDING, TokenState.DRAFT, TokenState.REJECTED
+P = [3, 1, 4, 1, 5, 9]
+
+
+@pytest.fixture(scope="module")
+def t() -> list[int]:
+    """T0, T1, ...: the tokens after the prompt."""
+    return continuation(toy(), P, 8)
+
+
+def frames_of(drafts: dict[int, list[list[int]]], n: int) -> tuple[Frame, ...]:
+    subject = toy_engine(record=True)
+    branch = subject.prompt(P)
+    branch.generate(n, drafter="forced", drafts=drafts, window=4)
+    return branch.timeline().frames
+
+
+def shown(frame: Frame) -> list[tuple[str, TokenState]]:
+    return [(slot.name, slot.state) for slot in frame.generated]
+
+
+def test_all_drafts_stand(t: list[int]) -> None:
+    """The picture without a rollback: T1 to T3 are accepted, and T4 is the bonus token, still pending."""
+    frames = frames_of({len(P) + 1: [t[1:4]]}, 5)
+    assert [frame.phase for frame in frames] == [Phase.PREFILL, Phase.DECODE, Phase.VERIFY, Phase.ACCEPT]
+    prefill, decode, verify, accept = frames
+    assert (prefill.kv, shown(prefill)) == (Fill(6), [("T0", ACCEPTED)]), "out of the canonical pass; its KV comes later"
+    assert decode.kv == verify.kv == Fill(6, 0, 4), "T0 and three drafts"
+    assert shown(decode) == [("T0", ACCEPTED), ("T1′", DRAFT), ("T2′", DRAFT), ("T3′", DRAFT)]
+    assert [check.accepted for check in verify.checks] == [True, True, True, False]
+    assert verify.checks[-1].draft is None and verify.checks[-1].verifier is not None
+    assert accept.kv == Fill(6, 4)
+    assert shown(accept) == [("T0", ACCEPTED), ("T1", ACCEPTED), ("T2", ACCEPTED), ("T3", ACCEPTED), ("T4", PENDING)]
+    assert [slot.text for slot in accept.generated] == [f" {token}" for token in t[:5]]
+
+
+def test_a_draft_is_rejected(t: list[int]) -> None:
+    """The picture with a rollback: T1 is accepted, the verifier's T2 replaces the draft, and the cache is cut after T1."""
+    wrong = (t[2] + 1) % 61
+    frames = frames_of({len(P) + 1: [[t[1], wrong, t[3]]]}, 5)
+    decode, verify, rollback = frames[1:4]
+    assert [frame.phase for frame in (decode, verify, rollback)] == [Phase.DECODE, Phase.VERIFY, Phase.ROLLBACK]
+    assert shown(verify) == [("T0", ACCEPTED), ("T1′", DRAFT), ("T2′", REJECTED), ("T3′", REJECTED)]
+    said = [(check.accepted, check.void, check.verifier.text if check.verifier else None) for check in verify.checks]
+    assert said[:2] == [(True, False, f" {t[1]}"), (False, False, f" {t[2]}")]
+    assert [(accepted, void) for accepted, void, _ in said[2:]] == [(False, True)] * 2, "T3 and T4 follow a rejected draft"
+    assert (decode.kv, rollback.kv) == (Fill(6, 0, 4), Fill(6, 2))
+    assert shown(rollback) == [("T0", ACCEPTED), ("T1", ACCEPTED), ("T2", PENDING)]
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_an_accepted_draft_that_ends_the_request(t: list[int], final: bool) -> None:
+    """Its row is dropped, as that of any last token, unless `final` asks for it. The picture counts what the engine holds."""
+    assert t[3] not in t[:3]
+    branch, stop = toy_engine(record=True).prompt(P), Sampling(stop_tokens=(t[3],))
+    branch.generate(8, drafter="forced", drafts={len(P) + 1: [t[1:4]]}, window=4, final=final, sampling=stop)
+    last = branch.timeline().frames[-1]
+    assert branch.tokens == [*P, *t[:4]] and branch.lane.computed == len(P) + 3 + final
+    assert last.kv == Fill(len(P), 3 + final)
+    assert last.caption == f"3 accepted; KV up to position {branch.lane.computed}"
+    assert [slot.state for slot in last.generated] == list(branch.record.states)[len(P) :]
+
+
+def test_siblings(t: list[int]) -> None:
+    wrong = (t[1] + 1) % 61
+    frames = frames_of({len(P) + 1: [[wrong, wrong], t[1:3]]}, 4)
+    decode, verify, rollback = frames[1:4]
+    assert decode.kv.draft == 5 and [[slot.text for slot in c] for c in decode.siblings] == [[f" {t[1]}", f" {t[2]}"]]
+    assert [[slot.state for slot in chain] for chain in verify.siblings] == [[REJECTED, REJECTED]]
+    assert [slot.text for slot in verify.generated] == [f" {token}" for token in t[:3]]
+    assert rollback.kv == Fill(6, 3)
+
+
+def test_frames_agree_with_the_engine(engine: Engine) -> None:
+    """A listener notes tokens, states and committed KV at every event. The timeline agrees, also with other requests."""
+    branches = engine.prompts(["A coin's state is heads.", "A coin's state is tails. What's the state?"])
+    first = branches[0]
+    noted: list[tuple[str, list[int], list[TokenState], int]] = []
+
+    def listen(event: dict[str, Any]) -> None:
+        if event["branch"] == first.id and event["event"] in ("draft", "verdict"):
+            noted.append((event["event"], first.tokens, list(first.record.states), first.lane.computed))
+
+    engine.loop.listeners.append(listen)
+    engine.generate(branches, 24, drafter="lens", window=5)
+    engine.loop.listeners.remove(listen)
+    told = first.timeline()
+    after = {Phase.DECODE: "draft", Phase.ACCEPT: "verdict", Phase.ROLLBACK: "verdict"}
+    rounds = [frame for frame in told.frames if frame.phase in after]
+    assert len(rounds) == len(noted) > 4
+    assert [told.frames[0].others, rounds[0].others] == [1, 1], "both were prefilled and drafted for together"
+    for frame, (event, tokens, states, computed) in zip(rounds, noted, strict=True):
+        assert after[frame.phase] == event
+        own = slice(first.root_length, None)
+        assert [slot.state for slot in frame.generated] == states[own]
+        assert [slot.text for slot in frame.generated] == [engine.text.token(token) or "<eos>" for token in tokens[own]]
+        if event == "verdict":
+            assert frame.kv.prompt + frame.kv.accepted == frame.kv.total == computed
+        else:
+            assert frame.kv.total == len(tokens)
+    for branch in branches:
+        branch.release()
+
+
+def test_a_trace_from_a_file_tells_the_same(run: Run, tmp_path: Path) -> None:
+    run.engine.trace.save(tmp_path / "run.trace")
+    trace = Trace.load(tmp_path / "run.trace")
+    for index, result in enumerate(run):
+        told = timeline(trace, result.branch, lambda token: run.engine.text.token(token) or "<eos>")
+        mine = run.timeline(index)
+        assert [(f.phase, f.kv, shown(f)) for f in told.frames] == [(f.phase, f.kv, shown(f)) for f in mine.frames]
+
+
+def test_tokens_that_left_no_event_are_unknown_not_invented(t: list[int]) -> None:
+    subject = toy_engine(record=True)
+    branch = subject.prompt(P)
+    branch.generate(3, window=1)
+    told = timeline(subject.trace, branch.id, str)
+    assert [slot.text for slot in told.frames[-1].generated] == ["…"] * 3
+    known = timeline(subject.trace, branch.id, str, {branch.id: branch.tokens})
+    assert [slot.text for slot in known.frames[-1].generated] == [str(token) for token in t[:3]]
+    false = timeline(subject.trace, branch.id, str, {branch.id: [*P, 0, 0, 0]})
+    assert [slot.text for slot in false.frames[-1].generated] == ["…"] * 3, "a path that the trace did not see"
+
+
+def test_forks_forced_tokens_and_rollbacks() -> None:
+    subject = toy_engine(record=True)
+    root = subject.prompt(P)
+    (child,) = root.fork(1, at=4)
+    child.force([7, 8])
+    child.rollback(to=5)
+    frames = child.timeline().frames
+    assert [frame.phase for frame in frames] == [Phase.FORK, Phase.FORCE, Phase.ROLLBACK]
+    assert [frame.kv for frame in frames] == [Fill(4), Fill(4, 2), Fill(4, 1)]
+    with pytest.raises(BadRequest, match="no branch 99"):
+        timeline(subject.trace, 99, str)
+
+
+# ---- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def elements(document: str) -> Sequence[ElementTree.Element]:
+    """The picture as an XML parser sees it."""
+    return list(ElementTree.fromstring(document).iter())
+
+
+def test_stills_are_files_of_their_own(run: Run, tmp_path: Path) -> None:
+    told = run.timeline(next(i for i, result in enumerate(run) if result.rejected))
+    files = told.save(tmp_path)
+    assert [file.suffix for file in files] == [".svg"] * len(told.frames)
+    for file in files:
+        found = elements(file.read_text())
+        assert not [e for e in found if {"id", "href", "onload"} & set(e.attrib)]
+    assert len(elements(told.board())) > len(elements(told.still(told.frames[0])))
+
+
+def test_the_cylinder_shows_the_fill(t: list[int]) -> None:
+    """The height of each section is the number of cached positions in that state."""
+    decode = frames_of({len(P) + 1: [t[1:4]]}, 5)[1]
+    sections = [e for e in elements(draw.document([decode], 10)) if e.get("class", "") in ("prompt edge", "draft edge")]
+    heights = {}
+    for section in sections:
+        if section.tag.endswith("path"):
+            d = section.get("d", "")
+            heights[section.get("class")] = float(d.split("V")[1].split("A")[0]) - float(
+                d.split("M")[1].split("V")[0].split()[1]
+            )
+    assert heights == {"prompt edge": pytest.approx(90, abs=0.2), "draft edge": pytest.approx(60, abs=0.2)}
+
+
+def test_a_board_has_four_phases(run: Run) -> None:
+    told = run.timeline(next(i for i, result in enumerate(run) if result.rejected))
+    texts = [e.text for e in elements(told.board())]
+    assert [text for text in texts if text in ("Prefill", "Decode", "Verify", "Rollback")] == [
+        "Prefill",
+        "Decode",
+        "Verify",
+        "Rollback",
+    ]
+
+
+def test_html_and_text(run: Run) -> None:
+    told = run.timeline(0)
+    found = assert_harmless(told._repr_html_(), scripts=1)
+    assert [v for name, v in found.attributes if name == "data-phase"] == [frame.phase.value for frame in told.frames]
+    assert len(str(told).splitlines()) == len(told.frames) and "prefill" in str(told)
+
+
+# ---- layout ----------------------------------------------------------------------------------------------------------
+# Branches share rows where there is room. No token covers another, and no line covers a token.
+
+
+def path(branch: int, parent: int | None, fork: int, count: int) -> DrawnPath:
+    tokens = tuple(Token("x", p, TokenState.ACCEPTED) for p in range(fork, fork + count))
+    return DrawnPath(branch, parent, fork, "open", tokens)
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Tree:
+    """Branches that fork within their parent's own tokens, as the views draw them."""
+    paths = [path(0, None, 0, draw(st.integers(1, 12)))]
+    for branch in range(1, draw(st.integers(1, 14))):
+        parent = draw(st.sampled_from(paths))
+        fork = draw(st.integers(parent.fork_position + 1, max(parent.end, parent.fork_position + 1)))
+        paths.append(path(branch, parent.branch, fork, draw(st.integers(1, 6))))
+    return Tree(tuple(paths))
+
+
+def tokens_by_cell(places: list[Placement]) -> dict[tuple[int, int], int]:
+    cells: dict[tuple[int, int], int] = {}
+    for place in places:
+        for token in place.path.tokens:
+            assert cells.setdefault((place.row, token.position), place.path.branch) == place.path.branch, "one on another"
+    return cells
+
+
+@settings(max_examples=150, deadline=None)
+@given(trees())
+def test_nothing_lies_on_anything_else(tree: Tree) -> None:
+    places = arrange(tree)
+    assert sorted(p.path.branch for p in places) == [p.branch for p in tree.paths]
+    cells, rows = tokens_by_cell(places), {place.path.branch: place.row for place in places}
+    for place in places[1:]:
+        assert place.path.parent is not None
+        assert place.parent_row == rows[place.path.parent] < place.row
+        column = place.path.fork_position - 1
+        on_the_way = [cells.get((row, column)) for row in range(place.parent_row + 1, place.row + 1)]
+        assert on_the_way == [None] * (place.row - place.parent_row), "a line over a token"
+
+
+def test_branches_share_a_row() -> None:
+    """Two short branches far apart need one row. Overlapping ones need two, the later fork first."""
+    far = Tree((path(0, None, 0, 20), path(1, 0, 3, 2), path(2, 0, 12, 2)))
+    assert {place.path.branch: place.row for place in arrange(far)} == {0: 0, 1: 1, 2: 1}
+    near = Tree((path(0, None, 0, 20), path(1, 0, 3, 9), path(2, 0, 8, 2)))
+    assert {place.path.branch: place.row for place in arrange(near)} == {0: 0, 1: 2, 2: 1}
+
+
+# ---- html ------------------------------------------------------------------------------------------------------------
+# Everything that is not markup yet is escaped, wherever it is inserted.
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_text_stays_text(text: str) -> None:
+    """As content, attribute and script data, text round-trips unchanged and opens no element."""
+    found = parsed(tag("p", text, title=text))
+    assert found.tags == ["p"] and found.attributes == [("title", text)]
+    assert "".join(found.texts) == text
+    block = parsed(tag("script", script_json([text]), type="application/json"))
+    assert block.tags == ["script"] and json.loads(script_json([text])) == [text]
+
+
+def test_escaping_is_what_does_it() -> None:
+    """Negative control: text declared as markup becomes an element."""
+    assert parsed(tag("p", Markup(HOSTILE[1].removeprefix('">')))).tags == ["p", "img"]
+    with pytest.raises(AssertionError):
+        assert_harmless(tag("p", Markup('<b onclick="x">')), 0)
+    with pytest.raises(AssertionError):
+        parsed("<p><b></p>")
+
+
+def test_attributes() -> None:
+    assert tag("p", class_="a", data_x=1, hidden=True, title=None, lang=False) == '<p class="a" data-x="1" hidden></p>'
+    assert void("input", type="search") == '<input type="search">'
+    assert join(["a<b", tag("b", 1), 2]) == "a&lt;b<b>1</b>2"
+
+
+def test_markup_is_escaped_in_an_attribute() -> None:
+    """Markup that is safe as content is not safe between quotes."""
+    hostile = tag("b", "x", title='"')
+    assert parsed(tag("p", title=hostile)).attributes == [("title", str(hostile))]
+
+
+def test_a_fragment_stands_alone() -> None:
+    found = assert_harmless(fragment(tag("p", "x")), scripts=1)
+    assert found.tags.count("style") == 1
+
+
+def test_data_of_a_script_is_finite() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        script_json(float("nan"))
+
+
+# ---- thoughts --------------------------------------------------------------------------------------------------------
+# The Thinking-States picture from plain data.
+
+PICTURE = Thinking(
+    (
+        DrawnChunk(("A", " coin"), ("<EOS>",)),
+        DrawnChunk((" flips", ","), (" tails", "<EOS>"), facts=("log-prob\t-0.1",)),
+        DrawnChunk(HOSTILE, (HOSTILE[0], "<EOS>"), state=2.5),
+    ),
+    (DrawnRound(0, 2, 3), DrawnRound(2, 3, 3)),
+)
+
+
+def test_text_tells_thoughts_states_and_rounds() -> None:
+    lines = str(PICTURE).splitlines()
+    assert "no state" in lines[1] and "->   tails <EOS>" in lines[1] and "|S| 2.50" in lines[2]
+    assert lines[3:] == [
+        "round 1: chunks 0 to 2 at once, KV kept up to chunk 1, chunks 2 to 2 rolled back",
+        "round 2: chunks 2 to 2 at once, KV kept up to chunk 2",
+    ]
+    assert [chunk.thinks for chunk in PICTURE.chunks] == [False, True, True]
+    out = io.StringIO()
+    Console(file=out, width=200).print(PICTURE)
+    assert "tails <EOS>" in out.getvalue() and "2.50" in out.getvalue()
+
+
+def test_the_picture_has_the_parts_of_the_papers_figure() -> None:
+    """L_in and L_out at their layers, the KV cache, arrows from X to T, S added with a plus; norms do not read as sums."""
+    html = replace(PICTURE, layers=(0, 2))._repr_html_().split("</style>")[1].split("<script>")[0]
+    assert "L_in, after block 0" in html and "L_out, after block 2" in html and "KV cache" in html
+    assert html.count('class="rl-plus">+') == 3 and html.count('class="rl-up"') == 6
+    assert "|S2| = 2.50" in html and "S0 = 0" in html and "+ 2.50" not in html
+    assert "L_out<" in PICTURE._repr_html_(), "where the layers are not known, the names alone"
+
+
+def test_the_answer_has_the_colour_of_thoughts() -> None:
+    with_answer = replace(PICTURE, chunks=(*PICTURE.chunks, DrawnChunk((" heads", "."), ())))
+    html = with_answer._repr_html_()
+    assert '<span class="rl-token rl-accepted"> heads</span>' in html
+    assert '<span class="rl-token rl-accepted"> tails</span>' in html, "a thought"
+    assert '<span class="rl-token rl-prompt"> flips</span>' in html
+
+
+def test_html_has_a_column_a_chunk_and_a_bar_a_round() -> None:
+    found = assert_harmless(PICTURE._repr_html_(), scripts=1)
+    classes = [value or "" for name, value in found.attributes if name == "class"]
+    assert sum(c.startswith("rl-chunk") for c in classes) == sum(c.startswith("rl-thought") for c in classes) == 3
+    assert classes.count("rl-bar rl-accepted") == 2 and classes.count("rl-bar rl-rejected") == 1
+
+
+# ---- dumped thoughts -------------------------------------------------------------------------------------------------
+# The report page of a Thinking-States model: the picture drawn from files equals that of the live run.
+
+CHUNK = 3
+COIN = tasks.get("coin")(flips=(1, 4), seed=3)
+
+
+def thinker(guess: Guess = "empty") -> ThinkingEngine:
+    words = HostileTokenizer(tasks.get("coin").vocabulary())
+    shape = ModelConfig(
+        num_layers=3, d_model=32, num_heads=2, num_kv_heads=2, d_head=16, d_mlp=48, vocab_size=words.vocab_size,
+        max_positions=256, rotary_dim=16,
+    )  # fmt: skip
+    return ThinkingEngine(thinking_model(shape, chunk=CHUNK), words, guess=guess)
+
+
+def replayed(guess: Guess = "empty") -> Run:
+    run = thinker(guess).replay(COIN.examples(4), sites="STCZ", drafter="lens", max_new=6)
+    assert isinstance(run, Run)
+    return run
+
+
+@pytest.fixture(scope="module")
+def thinking_dump(tmp_path_factory: pytest.TempPathFactory) -> Dump:
+    return replayed().save(tmp_path_factory.mktemp("thinking"), examples_per_shard=3)
+
+
+def pictures_of_dumped_thoughts(dump: Dump, engine: ThinkingEngine) -> list[Thinking]:
+    found = [example.thinking for example in examples.examples(dump, lambda token: word(engine.text, token))]
+    return [picture for picture in found if picture is not None]
+
+
+@pytest.mark.parametrize("guess", GUESSES)
+def test_a_dumped_picture_is_the_live_one(guess: Guess, tmp_path: Path) -> None:
+    """Chunks, words, probabilities, states and rounds are equal, and so are the thoughts of rolled-back suffixes."""
+    run = replayed(guess)
+    found = pictures_of_dumped_thoughts(run.save(tmp_path), run.engine)  # type: ignore[arg-type]
+    assert len(found) == len(run) and any(chunk.thinks for picture in found for chunk in picture.chunks)
+    for number, (picture, result) in enumerate(zip(found, run, strict=True)):
+        live = run.picture(number)
+        assert isinstance(live, Thinking)
+        assert [len(chunk.tokens) for chunk in picture.chunks[:-1]] == [CHUNK] * len(result.thoughts.chunks)
+        for mine, other in zip(picture.chunks, live.chunks, strict=True):
+            assert (mine.tokens, mine.thought, mine.facts) == (other.tokens, other.thought, other.facts)
+            if mine.thought:  # an answer may be shorter than the state it receives
+                assert mine.state == pytest.approx(other.state, rel=1e-6)
+        without = [[replace(each, dropped=()) for each in rounds] for rounds in (picture.rounds, live.rounds)]
+        assert without[0] == without[1]
+        said = [[[c.thought for c in each.dropped] for each in rounds] for rounds in (picture.rounds, live.rounds)]
+        assert said[0] == said[1], "the words of thoughts that were rolled back"
+        rolled_back = [path for path in result.rejected if path.fork_position < result.num_prompt]
+        dropped = [each for each in picture.rounds if each.dropped]
+        assert bool(dropped) == (guess != "sequential")
+        for each, path in zip(dropped, rolled_back, strict=True):
+            assert isinstance(path.activations, ThinkingRecording)
+            had = path.activations.thoughts.chunks[each.kept : each.last]
+            assert [len(chunk.thought) for chunk in each.dropped] == [len(thought.tokens) for thought in had]
+            first = [word(run.engine.text, t.tokens[0]) if len(t.tokens) > 1 else "<EOS>" for t in had]
+            assert [chunk.thought[0] for chunk in each.dropped] == first
+
+
+def test_thoughts_of_other_rows_give_another_picture(thinking_dump: Dump) -> None:
+    """Negative control: thought rows shifted by one give another picture."""
+    frame = thinking_dump.files.frame(0)
+    rows = frame[frame["example"] == 0]
+    example = next(examples.examples(thinking_dump))
+    thoughts = DumpedThoughts.of(thinking_dump, 0, str)
+    assert thoughts is not None
+    moved = replace(thoughts, tokens=np.roll(thoughts.tokens, 1, axis=0), plan=replace(thoughts.plan, rejected=False))
+    assert moved.picture(rows, example.tree).chunks != thoughts.picture(rows, example.tree).chunks
+
+
+def test_the_page_shows_it(thinking_dump: Dump) -> None:
+    """The page has one column per chunk, rolled-back thoughts struck through, and the tree below, whatever the words are."""
+    html = ReportPage(thinking_dump).html()
+    fragments = blocks_of(html)
+    assert_harmless(html, 2 + html.count('class="rl-block"'))
+    for example, one in zip(examples.examples(thinking_dump), fragments, strict=True):
+        picture = example.thinking
+        assert picture is not None
+        found = assert_harmless(one, scripts=0)
+        classes = [value or "" for name, value in found.attributes if name == "class"]
+        dropped = sum(len(each.dropped) for each in picture.rounds)
+        assert classes.count("rl-thinking") == classes.count("rl-tree") == 1
+        assert classes.count("rl-chunk") == len(picture.chunks)
+        asked = sum(bool(chunk.thought) for chunk in picture.chunks)  # T is not run on generated tokens
+        assert classes.count("rl-blocks") == asked and 0 < len(picture.chunks) - asked <= 1
+        assert sum(c.startswith("rl-thought") for c in classes) == asked + dropped
+        assert dropped and "rl-bar rl-rejected" not in classes, "every rolled-back chunk tells its thought"
+        tips = [value or "" for name, value in found.attributes if name == "data-tip"]
+        assert any("rolled back in round 1\nstate added\t" in tip for tip in tips)
+
+
+def test_a_plain_model_has_none(dump: Dump) -> None:
+    assert all(example.thinking is None for example in examples.examples(dump))
+    assert not any("rl-thinking" in one for one in blocks_of(ReportPage(dump).html()))
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [({"sites": "Z"}, True), ({"rejected": False}, True), ({"sites": "S"}, False), ({"positions": "generated"}, False)],
+)
+def test_dumps_that_hold_less(options: dict[str, Any], shown: bool, tmp_path: Path) -> None:
+    """The page says that data is missing or leaves it out, and never invents it."""
+    engine = thinker()
+    dump = write_dump(engine, make_plan(engine, COIN, 2, max_new=4, **options), tmp_path)
+    assert dump is not None
+    found = pictures_of_dumped_thoughts(dump, engine)
+    assert len(found) == 2 * shown
+    for picture in found:
+        assert ("not kept" in str(picture)) == ("sites" in options), "states"
+        assert ("S1 not kept" in picture._repr_html_()) == ("sites" in options)
+        assert bool(picture.rounds) == options.get("rejected", True)
+
+
+def test_rounds_are_told_with_their_thoughts(thinking_dump: Dump) -> None:
+    (picture, *_) = pictures_of_dumped_thoughts(thinking_dump, thinker())
+    each = next(each for each in picture.rounds if each.dropped)
+    told = next(line for line in str(picture).splitlines() if line.startswith("round 1"))
+    assert f"{each.kept} to {each.last - 1} rolled back, which had thought: " in told
+    assert told.count("<EOS>") == len(each.dropped)
+    assert picture.rounds[-1] == DrawnRound(picture.rounds[-2].kept, len(picture.chunks) - 1, len(picture.chunks) - 1)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """The command finds the embedded model by its weights, and the picture shows its words."""
+    shell, folder, page = CliRunner(), str(tmp_path / "dump"), tmp_path / "a.html"
+    made = ["dump", "--model", "coin-thinking", "--n", "2", "--knob", "rendering=picture", "--out", folder, "--quiet"]
+    assert shell.invoke(app, made).exit_code == 0
+    told = shell.invoke(app, ["report", folder, "--out", str(page), "--quiet", "--verify", "1"])
+    assert told.exit_code == 0 and "verified" in told.output, told.output
+    for one in blocks_of(page.read_text()):
+        assert "rl-thinking" in one and "&lt;EOS&gt;" in one and " tails</span>" in one
+
+
+def test_a_branch_in_a_notebook_is_its_picture() -> None:
+    engine = thinker()
+    branch = engine.prompt(COIN.example(0).prompt)
+    shown = branch._repr_html_()
+    found = assert_harmless(shown, scripts=1)
+    classes = [value or "" for name, value in found.attributes if name == "class"]
+    assert classes.count("rl-chunk") == len(branch.picture().chunks) and "rl-tree" not in classes
+    assert "certified" in found.texts and f"{branch.length}, including {branch.root_length} of the prompt" in found.texts
+    plain = Engine.load("coin-plain").prompt("A coin's state is heads.")._repr_html_()
+    assert 'rl-thinking"' not in plain and 'class="rl-tree"' in plain, "a branch that does not think is a tree"
+
+
+def test_a_run_in_a_notebook_unfolds_its_pictures() -> None:
+    run = thinker().replay(COIN.examples(3), sites="STCZ")
+    found = assert_harmless(run._repr_html_(), scripts=1)
+    classes = [value or "" for name, value in found.attributes if name == "class"]
+    assert classes.count("rl-thinking") == 3 and "rl-tree" not in classes
+    assert classes.count("rl-chunk") == sum(len(run.picture(i).chunks) for i in range(3))
+
+
+def test_thoughts_and_runs_are_told_in_a_line() -> None:
+    run = thinker().replay(COIN.examples(2), window=1)
+    assert isinstance(run, Run) and repr(run).endswith("nothing drafted)")
+    thoughts = run[0].thoughts
+    assert thoughts is not None and repr(thoughts).startswith(f"Thoughts({len(thoughts.chunks)} chunks of {CHUNK} tokens, ")
+    assert len(repr(thoughts)) < 100 and repr(thoughts.chunks[0]).endswith("state of 3 x 32)")

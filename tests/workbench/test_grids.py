@@ -4,21 +4,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from replaylens import Edit, Engine, ablate, attribution_patching, lens, patch
-from replaylens.engine.errors import BadRequest, UnknownPromptWord
+from replaylens import Edit, Engine, ablate, attribution_patching, lens, patch, path_patch, routing
+from replaylens.engine.errors import BadRequest, NotCaptured, UnknownPromptWord
 from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.lens.lens import TunedLens, _ranks, unembed_hash
 from replaylens.engine.model import loading
+from replaylens.engine.model.config import MixtureConfig, Routing
 from replaylens.probes.intervals import difference_over_groups
+from replaylens.views.sections import Reportable
 from tests.engine.features.tiny import write
 from tests.engine.replay.bridges import bridge
 from tests.families import hugging_face
+from tests.toy_model import random_model
 
 CLEAN = torch.randint(3, 97, (9,), generator=torch.Generator().manual_seed(1)).tolist()
 CORRUPT = [*CLEAN[:3], *torch.randint(3, 97, (2,), generator=torch.Generator().manual_seed(8)).tolist(), *CLEAN[5:]]
@@ -498,3 +502,172 @@ def test_attributions_of_several_pairs_are_means_with_intervals() -> None:
     assert single.frame["low"].isna().all() and torch.equal(single.estimate, alone[0].estimate)
     with pytest.raises(BadRequest, match="Pair 1 of 2"):
         attribution_patching(served, clean, [corrupt[0], "A coin's state is tails."], OWN[0])
+
+
+# ---- path patch ------------------------------------------------------------------------------------------------------
+# `path_patch`: the numbers of TransformerLens' hooks, with frozen heads written out, and the bits of edits made alone.
+
+CLEAN_TEXT, CORRUPT_TEXT = COIN.format("heads"), COIN.format("tails")
+
+
+def z(layer: int) -> str:
+    return f"blocks.{layer}.attn.hook_z"
+
+
+def put(rows: Tensor, head: int | None = None) -> Any:
+    def change(value: Tensor, hook: Any) -> Tensor:
+        value = value.clone()
+        value[:, :, slice(None) if head is None else head] = rows[:, :, slice(None) if head is None else head]
+        return value
+
+    return change
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("into", ["q", "v"])
+def test_paths_are_what_transformer_lens_hooks_do(name: str, into: Any) -> None:
+    served, model = Engine(loading.load(hugging_face(name), torch.float32), page_size=4), bridge(name)
+    result = path_patch(served, CLEAN, CORRUPT, metric=PAIR, receivers=[(2, 3)], into=into)
+    direct = path_patch(served, CLEAN, CORRUPT, metric=PAIR)
+    assert result.raw["heads"].shape == (2, 4) and direct.raw["heads"].shape == (3, 4)
+    clean, corrupt = torch.tensor([CLEAN]), torch.tensor([CORRUPT])
+    head = 3 if into == "q" else 3 // (served.config.num_heads // served.config.num_kv_heads)
+    arrives = f"blocks.2.attn.hook_{into}"
+    with torch.no_grad():
+        _, source = model.run_with_cache(clean)
+        _, base = model.run_with_cache(corrupt)
+        source, base = ({z(l): each[z(l)].clone() for l in range(3)} for each in (source, base))
+        for layer, sender in ((0, 1), (1, 2)):
+            hooks = [(z(layer), put(source[z(layer)], sender)), *((z(l), put(base[z(l)])) for l in range(layer + 1, 3))]
+            seen: dict[str, Tensor] = {}
+            keep = (arrives, lambda value, hook, seen=seen: seen.update(there=value.clone()))
+            logits = model.run_with_hooks(corrupt, fwd_hooks=[*hooks, keep])
+            assert float(direct.raw["heads"][layer, sender]) == pytest.approx(difference(logits), rel=1e-4, abs=1e-4)
+            logits = model.run_with_hooks(corrupt, fwd_hooks=[(arrives, put(seen["there"], head))])
+            assert float(result.raw["heads"][layer, sender]) == pytest.approx(difference(logits), rel=1e-4, abs=1e-4)
+
+
+def test_a_path_has_the_bits_of_its_edits_alone() -> None:
+    served, alone = Engine.load("coin-plain"), Engine.load("coin-plain")
+    clean, corrupt, tokens = CLEAN_TEXT, CORRUPT_TEXT, (" tails", " heads")
+    result = path_patch(served, clean, corrupt, metric=tokens, receivers=[(2, 0), (3, 1)], into="k")
+    keys = ["blocks.2.attn.k.hook_out", "blocks.3.attn.k.hook_out"]
+    source, base = (alone.prompt(text, sites=[z(l) for l in range(3)]).activations for text in (clean, corrupt))
+    where = range(15)
+    sent = [Edit(z(0), "set", source[z(0)], where, heads=[3]), *(Edit(z(l), "set", base[z(l)], where) for l in (1, 2))]
+    arrived = alone.prompt(corrupt, sites=keys, edits=sent).activations
+    edits = [Edit(site, "set", arrived[site], where, heads=[head]) for site, head in zip(keys, (0, 1), strict=True)]
+    logits = alone.logits(corrupt, edits=edits, tokens=tokens)
+    assert torch.equal(result.raw["heads"][0, 3], logits[0] - logits[1])
+    assert not torch.equal(result.raw["heads"][0, 3], result.raw["heads"][0, 0]), "control: another sender, another value"
+
+
+@pytest.mark.parametrize("corrupt", [LONGER, CORRUPT_TEXT], ids=["longer", "as long"])
+def test_the_sender_takes_the_rows_of_its_counterparts(corrupt: str) -> None:
+    """Into the values of a later head, where every position counts. Control: each alignment gives another number."""
+    served, tokens, arrives = Engine.load("coin-plain"), (" tails", " heads"), "blocks.2.attn.v.hook_out"
+    base = served.prompt(corrupt, sites=[z(1)])
+    rows = served.prompt(CLEAN_TEXT, sites=[z(0)]).activations[z(0)]
+    short, long = len(rows), base.length
+    aligned: dict[Any, list[tuple[int, int]]] = {"end": [(i, i + long - short) for i in range(short)]}
+    aligned |= {"start": [(i, i) for i in range(short)]} if long > short else {}
+    found = []
+    for align, pairs in (*aligned.items(), ([(4, 6), (-1, -2)], [(4, 6), (short - 1, long - 2)])):
+        result = path_patch(served, CLEAN_TEXT, corrupt, metric=tokens, receivers=[(2, 0)], align=align)
+        here, there = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        sent = [Edit(z(0), "set", rows[here], there, heads=[3]), Edit(z(1), "set", base.activations[z(1)], range(long))]
+        values = served.prompt(corrupt, sites=[arrives], edits=sent).activations[arrives]
+        logits = served.logits(corrupt, edits=[Edit(arrives, "set", values, range(long), heads=[0])], tokens=tokens)
+        found.append(float(result.raw["heads"][0, 3]))
+        assert found[-1] == float(logits[0] - logits[1])
+    assert len(set(found)) == len(found)
+
+
+def test_paths_that_do_not_exist_are_refused() -> None:
+    served = Engine.load("coin-plain")
+    for receivers, into, message in (
+        ([(0, 1)], "v", "layer"),
+        ([(1, 9)], "v", "receivers=9"),
+        ([], "v", "No receivers"),
+        ([(1, 1)], "z", "q, k, v"),
+    ):
+        with pytest.raises(BadRequest, match=message):
+            path_patch(served, CLEAN_TEXT, CORRUPT_TEXT, metric=" tails", receivers=receivers, into=into)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("receivers", ["x", [(1,)], [5]])
+def test_receivers_that_are_none(receivers: Any) -> None:
+    with pytest.raises(BadRequest, match=r"receiver"):
+        path_patch(Engine.load("coin-plain"), CLEAN_TEXT, CORRUPT_TEXT, metric=(" heads", " tails"), receivers=receivers)
+
+
+# ---- routing ---------------------------------------------------------------------------------------------------------
+# `routing`: what it shows is what branches capture, with rejected drafts beside the path.
+
+matplotlib.use("Agg")
+PROMPT = [(5 * i * i + 2) % 61 for i in range(9)]
+INDICES, WEIGHTS = "blocks.{}.mlp.hook_expert_indices", "blocks.{}.mlp.hook_expert_weights"
+SITES_OF_ROUTING = [name.format(layer) for layer in (0, 2) for name in (INDICES, WEIGHTS)]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine(random_model(num_layers=3, mixture=MixtureConfig(6, 20, Routing(2), layers=(True, False, True))))
+
+
+def test_the_path_is_what_a_branch_captures(engine: Engine) -> None:
+    result = routing(engine, PROMPT)
+    branch = engine.prompt(PROMPT, sites=SITES_OF_ROUTING)
+    assert result.layers == (0, 2) and result.drafts == () and isinstance(result, Reportable)
+    for at, layer in enumerate(result.layers):
+        chosen = branch.activations[INDICES.format(layer)]
+        assert torch.equal(result.path.chosen[at], chosen)
+        assert torch.equal(result.path.weights[at], branch.activations[WEIGHTS.format(layer)].gather(-1, chosen))
+    frame = result.frame
+    assert len(frame) == 2 * 9 * 2 and set(frame["draft"]) == {-1}
+    assert frame.groupby(["layer", "position"])["weight"].sum().between(0.999, 1.001).all()
+    load = result.load
+    assert len(load) == 2 * 6 and (load.groupby("layer")["tokens"].sum() == 18).all()
+    assert load["weight"].sum() == pytest.approx(18)
+
+
+def test_rejected_drafts_stand_beside_the_accepted_tokens(engine: Engine) -> None:
+    branch = engine.prompt(PROMPT, sites=SITES_OF_ROUTING, keep_rejected=True)
+    branch.generate(4, drafter="forced", drafts={9: [[1, 2]], 10: [[3]]}, final=True)
+    result = routing(engine, branch)
+    assert [(draft.start, len(draft.tokens)) for draft in result.drafts] == [(9, 2), (10, 1)]
+    beside = result.beside
+    assert len(beside) == 3 * 2 and set(beside["position"]) == {9, 10}
+    line = beside[(beside["draft"] == 0) & (beside["position"] == 9) & (beside["layer"] == 2)].iloc[0]
+    alone = engine.prompt([*PROMPT, 1], sites=SITES_OF_ROUTING).activations[INDICES.format(2)][9].tolist()
+    accepted = engine.prompt(branch.tokens[:10], sites=SITES_OF_ROUTING).activations[INDICES.format(2)][9].tolist()
+    assert list(line["rejected_experts"]) == alone and list(line["accepted_experts"]) == accepted
+    assert line["shared"] == len(set(alone) & set(accepted))
+    assert {0, 1} <= set(result.frame["draft"]) and "rejected at 9" in result._repr_html_()
+
+
+def test_drafts_without_rows_are_not_left_out_silently(engine: Engine) -> None:
+    branch = engine.prompt(PROMPT, sites=SITES_OF_ROUTING)
+    branch.generate(4, drafter="forced", drafts={9: [[1, 2]]}, final=True, keep_pages=True)
+    assert branch.rejected
+    with pytest.warns(NotCaptured, match="1 rejected drafts .* keep_rejected=True"):
+        assert routing(engine, branch).drafts == ()
+
+
+def test_it_draws_itself(engine: Engine) -> None:
+    result = routing(engine, PROMPT, layers=[2])
+    assert result.layers == (2,) and isinstance(result.plot(), Figure) and isinstance(result.plot_load(), Figure)
+    assert "heaviest first" in result._repr_html_() and repr(result) == (
+        "RoutingResult(1 layers, 6 experts, 9 tokens, 0 rejected drafts)"
+    )
+
+
+def test_what_cannot_be_shown_is_refused(engine: Engine) -> None:
+    with pytest.raises(BadRequest, match=r"Layer 1 has an MLP. Give layers with a mixture of experts: 0, 2"):
+        routing(engine, PROMPT, layers=[1])
+    with pytest.raises(BadRequest, match="layers is empty"):
+        routing(engine, PROMPT, layers=[])
+    with pytest.raises(BadRequest, match=r"does not capture blocks.0.mlp.gate.hook_expert_indices"):
+        routing(engine, engine.prompt(PROMPT, sites="S"))
+    with pytest.raises(BadRequest, match="has no experts"):
+        routing(Engine(random_model()), PROMPT)

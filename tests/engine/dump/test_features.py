@@ -1,9 +1,11 @@
 """Sparse features in dumps: stored as the strongest of each row, covered by the digest, replayed by verify."""
 
+import builtins
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +18,12 @@ from replaylens.engine.dump.plan import DumpPlan, StoredFeatures, to_rows, to_te
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import MISMATCH, verify
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadDump, BadRequest, UnknownSite
+from replaylens.engine.errors import BadDump, BadRequest, MissingPackage, UnknownSite
 from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.features.rows import FeatureRows
+from replaylens.engine.replay.run import Run
 from replaylens.engine.request.edits import Edit
+from replaylens.probes import fit_probe
 from replaylens.probes.rows import ProbeRows, with_features
 from replaylens.tasks.task import AnyTask
 from tests.engine.dump.damage import edit_manifest, forge_digests, forge_shard
@@ -196,3 +200,113 @@ def test_a_feature_number_out_of_range(dump: Dump, tmp_path: Path) -> None:
             continue
         with pytest.raises(BadDump, match=rf"'sae'.* {number}.*{COUNT} features"):
             Dump.open(folder).features("sae")
+
+
+# ---- export ----------------------------------------------------------------------------------------------------------
+# A dump as a Hugging Face dataset: the same rows and index; the package is optional.
+
+SITE = "blocks.1.hook_in"
+
+
+def test_rows_and_index(reference: Dump) -> None:
+    """All rows, or those of a filter, with nested sites and the columns of the index."""
+    for dump in (reference, reference.where(accepted=False)):
+        made, index = dump.to_dataset([SITE, "Z.top_ids", ("Z.kl", 1)]), dump.index
+        assert len(made) == len(dump) and made.column_names == [*dump.columns, SITE, "Z.top_ids", "Z.kl.1"]
+        assert made["token"][:] == index["token"].tolist() and made["face"][:] == index["face"].replace({np.nan: None}).tolist()
+        arrays = made.with_format("torch", columns=[SITE, "Z.top_ids", "Z.kl.1"])[:]
+        assert torch.equal(arrays[SITE], dump.to_torch(SITE))
+        assert torch.equal(arrays["Z.top_ids"].to(torch.int32), dump.to_torch("Z.top_ids"))
+        assert torch.equal(arrays["Z.kl.1"], dump.to_torch("Z.kl", 1))
+
+
+def test_activations_are_not_copied(reference: Dump) -> None:
+    """Arrow's buffers lie where the shards are mapped; those of filtered rows do not."""
+
+    def mapped(made: Any) -> bool:
+        lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if ".safetensors" in line]
+        ranges = [[int(end, 16) for end in line[0].split("-")] for line in lines]
+        chunks = made.data.column(SITE).chunks
+        return all(any(a <= chunk.flatten().buffers()[1].address < b for a, b in ranges) for chunk in chunks)
+
+    assert mapped(reference.to_dataset([SITE]))
+    assert not mapped(reference.where(accepted=True).to_dataset([SITE]))
+
+
+def test_fingerprints_tell_contents_apart(reference: Dump) -> None:
+    made = [
+        view.to_dataset(sites)._fingerprint
+        for view in (reference, reference.where(accepted=True))
+        for sites in ([SITE], ["Z.kl"])
+    ]
+    assert len(set(made)) == 4 and made[0] == Dump.open(reference.url).to_dataset([SITE])._fingerprint
+
+
+def test_bfloat16_becomes_float32(engine: Engine, planned: Callable[..., DumpPlan], tmp_path: Path) -> None:
+    dump = write_dump(engine, planned(dtype="bfloat16", examples=4), tmp_path)
+    assert dump is not None
+    found = dump.to_dataset([SITE]).with_format("torch", columns=[SITE])[:][SITE]
+    assert found.dtype == torch.float32 and torch.equal(found, dump.to_torch(SITE).float())
+
+
+def test_without_the_package(reference: Dump, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = builtins.__import__
+
+    def missing(name: str, *rest: Any) -> Any:
+        if name == "datasets":
+            raise ImportError(name)
+        return plain(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(MissingPackage, match="pip install datasets"):
+        reference.to_dataset([SITE])
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------
+# A layer number is that of the model, even if only some layers are stored: in dumps, runs and probe reports.
+
+SOME = {("S", 1): "blocks.1.hook_in", ("S", 2): "blocks.1.hook_out", ("T", 1): "blocks.1.attn.hook_out"}
+
+
+@pytest.fixture(scope="module")
+def run(engine: Engine, coin: AnyTask) -> Run:
+    found = engine.replay(coin.examples(12), sites=list(SOME.values()), max_new=4)
+    assert isinstance(found, Run)
+    return found
+
+
+@pytest.fixture(scope="module")
+def dump_of_layers(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Dump:
+    return run.save(tmp_path_factory.mktemp("layers") / "d")
+
+
+def test_a_dump_of_some_layers(dump_of_layers: Dump) -> None:
+    for (letter, layer), name in SOME.items():
+        assert dump_of_layers.resolve(letter, layer) == (name, None)
+        assert torch.equal(dump_of_layers.to_torch(letter, layer), dump_of_layers.to_torch(name))
+    assert dump_of_layers.resolve("S", -1) == ("blocks.1.hook_out", None)
+    for layer in (0, 3, None):
+        with pytest.raises(UnknownSite, match=r"S is stored at layers 1, 2\. Choose"):
+            dump_of_layers.to_torch("S", layer)
+    with pytest.raises(UnknownSite, match=r"T is stored at layers 1\."):
+        dump_of_layers.matrix("T", 0)
+
+
+@pytest.mark.parametrize("kind", ["dump", "run"])
+def test_probes_of_some_layers(dump_of_layers: Dump, run: Run, kind: str) -> None:
+    """Tables and figures label the layers with these cells."""
+    rows = ProbeRows.of(dump_of_layers if kind == "dump" else run)
+    assert [str(cell) for cell in rows.cells("ST")] == ["S1", "S2", "T1"]
+    assert [str(cell) for cell in rows.cells("ST", layers=[2])] == ["S2"]
+    for (letter, layer), name in SOME.items():
+        assert (rows.matrix(letter, layer) == rows.matrix(name)).all()
+        assert fit_probe(rows, "parity", site=letter, layer=layer, estimator="ridge").site == name
+    with pytest.raises(UnknownSite, match=r"T is stored at layers 1\. Choose one of them, not 0"):
+        rows.matrix("T", 0)
+    with pytest.raises(UnknownSite, match=r"No layer 0\. S is stored at layers 1, 2; T is stored at layers 1\."):
+        rows.cells("ST", layers=[0, 1])
+
+
+def test_all_layers_are_numbered_as_ever(reference: Dump) -> None:
+    for letter in "STC":
+        assert list(reference.manifest.layers(letter).items()) == list(enumerate(reference.manifest.letter(letter)))

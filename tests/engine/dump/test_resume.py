@@ -1,6 +1,7 @@
 """A dump interrupted anywhere resumes to the same bits. Two writers never write the same shard."""
 
 import errno
+import io
 import json
 import multiprocessing
 import os
@@ -8,21 +9,27 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import replaylens as rl
+from replaylens.engine.dump import content as module
 from replaylens.engine.dump import store as dump_store
 from replaylens.engine.dump import writer as dump_writer
+from replaylens.engine.dump.content import Content, Pieces, first_difference
 from replaylens.engine.dump.lock import DumpLock, LockOwner, lock_name
 from replaylens.engine.dump.maker import ShardMaker, write_dump
-from replaylens.engine.dump.manifest import ShardParts
+from replaylens.engine.dump.manifest import Manifest, PlanFile, ShardParts
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.shard import write_shard
 from replaylens.engine.dump.store import HashingFile, Store
+from replaylens.engine.dump.writer import DumpWriter
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import (
     BadDump,
@@ -35,6 +42,9 @@ from replaylens.engine.errors import (
     UnfinishedDump,
 )
 from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.passes.products import Certificate
+from replaylens.engine.proof.trace import Trace
+from replaylens.probes.rows import ProbeRows
 from replaylens.tasks import WordTokenizer
 from tests.engine.dump.damage import flip_bit
 
@@ -652,3 +662,99 @@ def test_a_finish_that_cannot_be_had_is_an_error(engine: Engine, planned: Planne
     store = Store("memory://held-finish")
     with DumpLock(store, "lock-finish"), pytest.raises(DumpLocked, match="lock-finish"):
         write_dump(engine, planned(examples=2), store.url)
+
+
+# ---- written ---------------------------------------------------------------------------------------------------------
+# Files written by earlier versions are read, and mean the same: written again, they are the same bytes.
+
+DUMP = Path(__file__).parent / "written"
+PROOF = Path(__file__).parents[1] / "proof" / "written"
+"""version 0.1.0, before files were read by a schema library; with edits, biases, stop strings and listed examples"""
+
+
+def test_a_manifest() -> None:
+    raw = (DUMP / "manifest.json").read_bytes()
+    manifest = Manifest.from_bytes(raw, "here")
+    assert manifest.to_bytes() == raw
+    plan = manifest.plan
+    assert plan.examples == (0, 2, 5) and plan.sampling.logit_bias == {4: 0.5} and plan.sampling.seed == 2**63 + 5
+    assert len(plan.edits) == 2 and plan.lens is not None and plan.lens.targets == (5, 7)
+
+
+def test_an_unfinished_dump() -> None:
+    manifest = Manifest.from_bytes((DUMP / "manifest.json").read_bytes(), "here")
+    plan_file = PlanFile(Store(DUMP), manifest.plan, manifest.fingerprint)
+    plan_file.check()
+    assert plan_file.digest is None
+    part = DumpWriter(DUMP, manifest.plan, manifest.fingerprint).parts.entry(0)
+    assert part is not None and part.shard == manifest.shards[0] and part.sites == manifest.sites
+
+
+def test_a_trace(tmp_path: Path) -> None:
+    trace = Trace.load(PROOF / "trace.jsonl")
+    trace.save(tmp_path / "again.jsonl")
+    assert (tmp_path / "again.jsonl").read_bytes() == (PROOF / "trace.jsonl").read_bytes()
+    assert len({event["event"] for event in trace.events}) == 9, "every kind of event"
+
+
+def test_a_certificate() -> None:
+    text = (PROOF / "certificate.json").read_text()
+    certificate = Certificate.from_json(text)
+    assert certificate.certified and json.loads(certificate.to_json()) == json.loads(text)
+
+
+# ---- pieces ----------------------------------------------------------------------------------------------------------
+# Rows in pieces: the same digest and file as joined rows, no copy on the way to the file, and no tensor shared with a run.
+
+
+@pytest.fixture(params=["small", "large"])
+def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Whether pieces count as small, and are joined at once."""
+    monkeypatch.setattr(module, "_LARGE", 1 << 40 if request.param == "small" else 1)
+    yield request.param
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [7, 8, 30]])
+def test_pieces_have_the_digest_and_the_file_of_joined_rows(reference: Dump, size: str, cuts: list[int]) -> None:
+    content = reference.files.content(0)
+    cut = Content(
+        Pieces({site: list(x.tensor_split(cuts)) for site, x in content.tensors.items()}),
+        content.index,
+    )
+    assert cut.digests() == content.digests()
+    files = [HashingFile(io.BytesIO()) for _ in range(2)]
+    for file, each in zip(files, (content, cut), strict=True):
+        write_shard(file, each.tensors)
+    assert files[0].sha256 == files[1].sha256 and files[0].num_bytes == files[1].num_bytes
+    assert first_difference(content, cut) is None
+    assert cut.digests() == content.digests()
+
+
+def test_large_pieces_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LARGE", 1)
+    rows = list(torch.arange(12.0).view(6, 2).split(2))
+    kept = Pieces({"S": rows})
+    assert [piece.data_ptr() for piece in kept.pieces("S")] == [row.data_ptr() for row in rows]
+
+
+def test_small_pieces_between_large_ones_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in dumps of long prompts with a few tokens generated one by one: the prompts' rows must not be copied for them."""
+    monkeypatch.setattr(module, "_LARGE", 100)
+    rows = [torch.full((n, 4), float(i)) for i, n in enumerate([1, 2, 50, 1, 1, 1, 70])]
+    kept = Pieces({"S": rows})
+    assert [len(piece) for piece in kept.pieces("S")] == [3, 50, 3, 70]
+    assert kept.pieces("S")[1].data_ptr() == rows[2].data_ptr() and kept.pieces("S")[3].data_ptr() == rows[6].data_ptr()
+    assert torch.equal(kept["S"], torch.cat(rows))
+
+
+def test_rows_of_a_probe_are_its_own(size: str) -> None:
+    """What is done to them does not reach the activations of the run, nor rows made from it later."""
+    engine = rl.Engine.load("coin-plain")
+    run = engine.replay(rl.tasks.get("coin")().examples(1), sites="S")
+    before = run[0].activations["blocks.1.hook_in"]
+    for _ in range(2):
+        rows = ProbeRows.of(run)
+        x = rows.source.tensors["blocks.1.hook_in"]  # type: ignore[attr-defined]
+        assert torch.equal(x[: len(before)], before)
+        x += 1
+    assert torch.equal(run[0].activations["blocks.1.hook_in"], before)

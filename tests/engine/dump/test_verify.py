@@ -1,23 +1,35 @@
 """`verify` finds every tampering and claims no mismatch if it cannot decide. `diff` names the first differing row."""
 
+import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 import torch
 
+from replaylens import tasks
 from replaylens.engine.dump import verify as dump_verify
-from replaylens.engine.dump.maker import write_dump
+from replaylens.engine.dump.content import Content, combine, first_difference
+from replaylens.engine.dump.maker import assemble, make_plan, write_dump
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import MISMATCH, OTHER, VERIFIED, diff, verify
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadDump, BadRequest, UnfinishedDump
+from replaylens.engine.errors import BadDump, BadRequest, NotCertified, UnfinishedDump
 from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.replay.replayer import Result
+from replaylens.engine.replay.run import Run
+from replaylens.engine.request.sampling import Sampling
 from replaylens.tasks import WordTokenizer
-from tests.engine.dump.conftest import EXAMPLES
+from replaylens.tasks.task import AnyTask
+from tests.engine.dump.conftest import EXAMPLES, NEW, PER_SHARD
 from tests.engine.dump.damage import edit_manifest, flip_bit, forge_digests, forge_index, forge_shard
 
 Planned = Callable[..., DumpPlan]
@@ -289,3 +301,354 @@ def test_diff_of_other_examples_and_sites(engine: Engine, planned: Planned, refe
     assert bare is not None
     found = diff(reference, bare).difference
     assert found is not None and found.what == "sites" and "blocks.0.mlp.hook_out" in found.here
+
+
+# ---- content ---------------------------------------------------------------------------------------------------------
+# What the digest covers, what it does not, and where two contents differ.
+
+
+@pytest.fixture
+def content(reference: Dump) -> Content:
+    return reference.files.content(0)
+
+
+def with_column(content: Content, name: str, row: int, value: object) -> Content:
+    """The content with one cell of the index changed."""
+    values = content.index.column(name).to_pylist()
+    values[row] = value
+    place = content.index.column_names.index(name)
+    return replace(content, index=content.index.set_column(place, name, pa.array(values, content.index.column(name).type)))
+
+
+def accepted_row(content: Content, accepted: bool = True) -> int:
+    return content.index.column("accepted").to_pylist().index(accepted)
+
+
+def test_one_label_changes_the_digest(content: Content) -> None:
+    row = content.index.column("face").to_pylist().index("heads")
+    changed = with_column(content, "face", row, "tails")
+    assert changed.digests() != content.digests()
+    found = first_difference(content, changed)
+    assert found is not None and (found.what, found.here, found.there) == ("face", "heads", "tails")
+    assert found.position == content.index.column("position")[row].as_py()
+
+
+@pytest.mark.parametrize("name", ["token", "root", "text", "logprob", "entropy", "shuffled", "correct", "fork_position"])
+def test_every_column_counts(content: Content, name: str) -> None:
+    row = accepted_row(content) + 1
+    value = content.index.column(name)[row].as_py()
+    other = not value if isinstance(value, bool) else value + "x" if isinstance(value, str) else (value or 0) + 1
+    changed = with_column(content, name, row, other)
+    found = first_difference(content, changed)
+    assert changed.digests()[1] != content.digests()[1] and found is not None and found.what == name
+
+
+def test_one_bit_changes_the_digest(content: Content) -> None:
+    """In an accepted row both digests change. In a rejected row the accepted digest does not."""
+    for accepted in (True, False):
+        row = accepted_row(content, accepted)
+        x = content.tensors["blocks.1.hook_in"].clone()
+        x.view(torch.int32)[row, 5] ^= 1
+        changed = Content({**content.tensors, "blocks.1.hook_in": x}, content.index)
+        (digest, accepted_digest), before = changed.digests(), content.digests()
+        assert digest != before[0] and (accepted_digest != before[1]) is accepted
+        found = first_difference(content, changed)
+        assert found is not None and (found.what, found.layer) == ("blocks.1.hook_in[5]", 1)
+        assert found.here != found.there, "as many digits as it takes"
+
+
+@pytest.mark.parametrize("kind", [pa.float32(), pa.int64(), pa.string(), pa.bool_()])
+def test_a_missing_value_is_not_an_empty_one(kind: pa.DataType) -> None:
+    empty = {pa.float32(): 0.0, pa.int64(): 0, pa.string(): "", pa.bool_(): False}[kind]
+    keys = {"accepted": [True] * 2, "example": [0] * 2, "branch": [0] * 2, "position": [0, 1]}
+    there, gone = (Content({}, pa.table({**keys, "label": pa.array([empty, value], kind)})) for value in (empty, None))
+    assert there.digests() != gone.digests()
+    found = first_difference(there, gone)
+    assert found is not None and (found.what, found.position, found.here, found.there) == ("label", 1, str(empty), "None")
+
+
+def test_minus_zero_is_not_zero() -> None:
+    index = pa.table({"accepted": [True], "example": [0], "branch": [0], "position": [0]})
+    plus, minus = (Content({"x": torch.tensor([[value]])}, index) for value in (0.0, -0.0))
+    assert plus.digests() != minus.digests()
+    found = first_difference(plus, minus)
+    assert found is not None and (found.here, found.there) == ("0", "-0")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        ([0, None, 3], [0, 0, 3], [None, 0, 3]),
+        ([False, None, True], [False, False, True], [None, False, True]),
+        (["a", None, ""], ["a", "", ""], [None, "a", ""], ["a", "", None]),
+        ([0.0, None, 1.5], [0.0, 0.0, 1.5], [None, 0.0, 1.5]),
+    ],
+    ids=["whole", "flag", "text", "number"],
+)
+def test_a_missing_value_is_none_that_is_there(values: tuple[list[object], ...]) -> None:
+    """A missing value differs from zero and from an empty text, and its position matters."""
+    keys = {"accepted": [True] * 3, "example": [0] * 3, "branch": [0] * 3, "position": [0, 1, 2]}
+    contents = [Content({}, pa.table({**keys, "label": pa.array(column)})) for column in values]
+    assert len({content.digests() for content in contents}) == len(contents)
+    for other in contents[1:]:
+        found = first_difference(contents[0], other)
+        assert found is not None and found.what == "label"
+
+
+def test_nan_equals_itself(content: Content) -> None:
+    assert content.tensors["Z.emitted"].isnan().any()
+    assert first_difference(content, Content({k: x.clone() for k, x in content.tensors.items()}, content.index)) is None
+
+
+def test_order_counts(content: Content) -> None:
+    swapped = content.select(np.array([1, 0, *range(2, len(content))]))
+    assert swapped.digests() != content.digests()
+    assert first_difference(content, swapped) is not None
+
+
+def test_layout_does_not_count(content: Content) -> None:
+    """The digest covers values. Chunks, dictionaries, number widths and column order do not change it."""
+    index = pa.concat_tables([content.index.slice(0, 3), content.index.slice(3)])
+    index = index.set_column(1, "root", pc.dictionary_encode(index.column("root")).cast(pa.string()))
+    index = index.set_column(2, "branch", index.column("branch").cast(pa.int64()))
+    index = index.select(sorted(index.column_names, reverse=True))
+    tensors = {name: content.tensors[name].t().contiguous().t() if content.tensors[name].ndim == 2 else content.tensors[name]
+               for name in reversed(list(content.tensors))}  # fmt: skip
+    assert Content(tensors, index).digests() == content.digests()
+
+
+def test_names_dtypes_and_shapes_count(content: Content) -> None:
+    x = content.tensors["blocks.0.hook_in"]
+    rest = {name: y for name, y in content.tensors.items() if name != "blocks.0.hook_in"}
+    for changed in ({"renamed": x}, {"blocks.0.hook_in": x.view(torch.int32)}, {"blocks.0.hook_in": x.view(len(x), 2, -1)}):
+        other = Content({**rest, **changed}, content.index)
+        assert other.digests() != content.digests()
+        assert first_difference(content, other) is not None
+
+
+def test_a_column_without_values_is_of_no_kind() -> None:
+    """Text in the same column of another shard must not change this shard's digest."""
+    rest = {"accepted": [True, False], "example": [0, 0], "branch": [0, 1], "position": [0, 1]}
+    digests = {
+        Content({}, pa.table({**rest, "label": pa.array([None, None], kind)})).digests()
+        for kind in (pa.null(), pa.string(), pa.int64(), pa.bool_())
+    }
+    assert len(digests) == 1
+    assert Content({}, pa.table({**rest, "label": ["", None]})).digests() not in digests
+
+
+def test_missing_row_is_named(content: Content) -> None:
+    fewer = content.select(np.array([i for i in range(len(content)) if i != 6]))
+    found = first_difference(content, fewer)
+    assert found is not None and (found.what, found.here, found.there) == ("row", "present", "missing")
+    assert found.position == content.index.column("position")[6].as_py()
+    assert str(found).startswith(f"example {found.example}, branch 0, position {found.position}: row")
+
+
+def test_combined_digest_is_of_all_in_order() -> None:
+    assert len({combine(["a", "b"]), combine(["b", "a"]), combine(["a"]), combine(["ab"])}) == 4
+
+
+# ---- digest ----------------------------------------------------------------------------------------------------------
+# One plan gives one digest, whatever the batch, the order of arrival, the drafter, the engine's history or the store.
+
+
+def written(engine: Engine, plan: DumpPlan, path: Any, **options: Any) -> Dump:
+    dump = write_dump(engine, plan, path, **options)
+    assert dump is not None
+    return dump
+
+
+@pytest.mark.parametrize("batch", [1, 7, 64])
+def test_batch_changes_nothing(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, batch: int) -> None:
+    """No byte of any file changes: shards are cut by example, not by arrival."""
+    dump = written(engine, planned(), tmp_path / "d", batch=batch)
+    assert (dump.digest, dump.accepted_digest) == (reference.digest, reference.accepted_digest)
+    for name in reference.files.store.sizes():
+        assert (tmp_path / "d" / name).read_bytes() == Path(reference.url, name).read_bytes(), name
+
+
+def test_arrival_order_changes_nothing(engine: Engine, coin: AnyTask, reference: Dump, tmp_path: Path) -> None:
+    """A run whose examples arrive shuffled is saved as the same dump as one streamed in order."""
+    examples = coin.examples(EXAMPLES)
+    random.Random(5).shuffle(examples)
+    run = engine.replay(examples, sites="STCZ", drafter="lens", max_new=NEW, batch=3)
+    assert isinstance(run, Run)
+    assert run.save(tmp_path / "d", examples_per_shard=PER_SHARD).digest == reference.digest
+
+
+def test_engine_and_its_past_change_nothing(
+    model: Decoder, tokenizer: WordTokenizer, planned: Planned, reference: Dump, tmp_path: Path
+) -> None:
+    """Other page sizes, a cache so small that requests are preempted, and live branches from earlier work."""
+    engine = Engine(model, tokenizer, page_size=4, cache_tokens=160, max_rows=48, record=True)
+    kept = engine.prompt("A coin's state is heads. Alice flips.", sites="S").fork(2)
+    kept[0].generate(9, drafter="tree")
+    dump = written(engine, planned(engine=engine), tmp_path / "d", batch=5)
+    assert dump.digest == reference.digest
+    assert len(kept[0].tokens) == len(kept[1].tokens) + 9, "earlier branches are not touched"
+    ours = {event["branch"] for event in engine.trace.events}
+    assert ours and ours <= {*engine.tree.roots(), *(branch.id for branch in kept)}, "nor is their trace"
+
+
+@pytest.mark.parametrize("drafter", ["self", "ngram", "tree", "model", "forced"])
+def test_accepted_rows_do_not_depend_on_the_drafter(
+    engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, drafter: str
+) -> None:
+    """Rejected branches depend on the drafter. Accepted rows, their labels and probabilities do not."""
+    dump = written(engine, planned(drafter=drafter, window=5), tmp_path / "d")
+    assert dump.accepted_digest == reference.accepted_digest
+    assert dump.manifest.accepted_rows == reference.manifest.accepted_rows
+    if drafter in ("tree", "model"):
+        assert dump.digest != reference.digest, "another drafter was rejected otherwise"
+    again = written(engine, planned(drafter=drafter, window=5), tmp_path / "again", batch=2)
+    if drafter != "self":
+        assert again.digest == dump.digest, "a reproducible drafter's rejected branches come out again"
+
+
+def test_without_rejected_branches(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
+    dump = written(engine, planned(rejected=False), tmp_path / "d")
+    assert dump.accepted_digest == reference.accepted_digest
+    assert dump.manifest.rows == dump.manifest.accepted_rows == reference.manifest.accepted_rows
+
+
+def test_sampled_paths(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
+    """Seeded draws are as reproducible as greedy decoding. Another seed gives another dump."""
+    hot = {"sampling": Sampling(temperature=1.5, seed=4), "sites": "S"}
+    one = written(engine, planned(**hot), tmp_path / "a", batch=1)
+    two = written(engine, planned(**hot), tmp_path / "b", batch=9)
+    other = written(engine, planned(sampling=Sampling(temperature=1.5, seed=5), sites="S"), tmp_path / "c")
+    assert one.digest == two.digest != other.digest
+
+
+def test_memory_store(engine: Engine, planned: Planned, reference: Dump) -> None:
+    """Any fsspec store gives the same digest and the same bytes, and can be read."""
+    dump = written(engine, planned(), "memory://dumps/digest")
+    assert dump.digest == reference.digest
+    assert dump.files.store.sizes() == reference.files.store.sizes()
+    ours, theirs = (d.where(accepted=True).matrix("S", 1, label="face") for d in (dump, reference))
+    assert (ours.X == theirs.X).all() and (ours.y == theirs.y).all()
+
+
+def test_indices_need_not_be_a_range(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
+    """Any set of examples in any order. Each example's rows equal those in a dump of all examples."""
+    dump = written(engine, planned(examples=[8, 1, 5, 2, 9]), tmp_path / "d")
+    assert list(dump.manifest.plan.examples) == [1, 2, 5, 8, 9]
+    for site in reference.sites:
+        assert torch.equal(
+            dump.to_torch(site).nan_to_num(), reference.where(example={1, 2, 5, 8, 9}).to_torch(site).nan_to_num()
+        )
+
+
+def test_examples_per_shard_are_in_the_plan(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
+    """The shard size is part of the digest. The rows do not depend on it."""
+    dump = written(engine, planned(examples_per_shard=3), tmp_path / "d")
+    assert dump.digest != reference.digest and len(dump.manifest.shards) == 4
+    assert torch.equal(dump.to_torch("S", 2), reference.to_torch("S", 2))
+
+
+@pytest.mark.parametrize("name", tasks.names())
+def test_every_task(tmp_path: Path, name: str) -> None:
+    """The labels and knobs of each task survive a round trip through a dump."""
+    from tests.toy_model import random_model
+
+    task = tasks.get(name)()
+    words = WordTokenizer(task.vocabulary())
+    engine = Engine(random_model(vocab_size=words.vocab_size, max_positions=512), words)
+    plan = make_plan(engine, task, 3, sites="S", max_new=3, drafter="ngram")
+    dump = written(engine, plan, tmp_path / "d")
+    assert DumpPlan.from_json(plan.to_json()) == plan and dump.manifest.plan == plan
+    assert dump.manifest.plan.make_task() == task
+    assert set(dump.labels) == set(task.label_names)
+    index = dump.where(token_state="prompt", example=1).index
+    expected = task.example(1).read("").labels_at(words.encode_with_offsets(task.example(1).prompt)[1])
+    for label in set(task.label_names) - {"next_action"}:  # the label looks ahead, into the model's output
+        found = [None if missing else value for value, missing in zip(index[label], index[label].isna(), strict=True)]
+        assert found == expected[label], label
+
+
+def test_fast_path_is_refused(engine: Engine, coin: AnyTask, tmp_path: Path) -> None:
+    """Negative control: rows from non-canonical arithmetic never enter a dump."""
+    run = engine.replay(coin.examples(2), sites="S", max_new=3, deterministic=False)
+    assert isinstance(run, Run) and not any(result.certified for result in run)
+    with pytest.raises(NotCertified, match="fast path"):
+        run.save(tmp_path / "d")
+    assert not list((tmp_path / "d").glob("shard-*"))
+
+
+def test_runs_that_cannot_be_saved(engine: Engine, coin: AnyTask, tmp_path: Path) -> None:
+    bare = engine.replay(coin.examples(2), max_new=2)
+    assert isinstance(bare, Run)
+    with pytest.raises(BadRequest, match="Nothing was captured"):
+        bare.save(tmp_path / "a")
+    mixed = engine.replay([*coin.examples(1), *coin.with_knobs(seed=3).examples(1)], sites="S", max_new=2)
+    assert isinstance(mixed, Run)
+    with pytest.raises(BadRequest, match="one task"):
+        mixed.save(tmp_path / "b")
+
+
+def test_run_that_kept_only_z(engine: Engine, planned: Planned, coin: AnyTask, tmp_path: Path) -> None:
+    """What the index needs and the run lacks is recomputed, to the same bits."""
+    run = engine.replay(coin.examples(4), sites="Z", drafter="lens", max_new=NEW)
+    assert isinstance(run, Run)
+    saved = run.save(tmp_path / "a")
+    assert saved.digest == written(engine, planned(sites="Z", examples=4, examples_per_shard=128), tmp_path / "b").digest
+
+
+def test_coin_plain(tmp_path: Path) -> None:
+    """The embedded model: the same digest for two batch sizes, and for the accepted rows of every drafter."""
+    engine = Engine.load("coin-plain")
+    task = tasks.get("coin")()
+    dumps = {
+        drafter: written(engine, make_plan(engine, task, 6, drafter=drafter, examples_per_shard=4), tmp_path / drafter)
+        for drafter in engine.loop.drafters
+    }
+    assert len({dump.accepted_digest for dump in dumps.values()}) == 1
+    again = written(engine, make_plan(engine, task, 6, drafter="lens", examples_per_shard=4), tmp_path / "again", batch=1)
+    assert again.digest == dumps["lens"].digest
+
+
+# ---- order -----------------------------------------------------------------------------------------------------------
+# The order of branches in a dump follows from their tokens, not from the order in which the engine found them.
+
+OPTIONS: dict[str, Any] = dict(sites="SZ", drafter="tree", window=4, max_new=NEW, rejected=True)
+
+
+@pytest.fixture(scope="module")
+def run(engine: Engine, coin: AnyTask) -> Run:
+    """A run with the tree drafter: several siblings are rejected at one position."""
+    return engine.replay(coin.examples(6), **OPTIONS)
+
+
+def crowded(run: Run) -> Result:
+    """A result with at least three rejected branches, two of which fork at the same position."""
+    for result in run:
+        forks = Counter(path.fork_position for path in result.rejected)
+        if len(result.rejected) >= 3 and max(forks.values(), default=0) >= 2:
+            return result
+    raise AssertionError("no example has siblings that were rejected together")
+
+
+def test_the_order_of_arrival_does_not_show(engine: Engine, coin: AnyTask, run: Run) -> None:
+    """Any order of the rejected branches, and a branch reported twice, give the same content."""
+    result = crowded(run)
+    plan = make_plan(engine, coin, [result.example.index], **OPTIONS)
+    digests = {
+        assemble(engine, plan, [replace(result, rejected=list(order))]).digests()
+        for order in [*permutations(result.rejected[:4]), [*result.rejected[:4], result.rejected[0]]]
+    }
+    assert len(digests) == 1
+    fewer = assemble(engine, plan, [replace(result, rejected=result.rejected[1:4])]).digests()
+    assert fewer not in digests and fewer[1] in {accepted for _, accepted in digests}, "the control: content is told apart"
+
+
+def test_branches_are_numbered_by_fork_and_tokens(engine: Engine, coin: AnyTask, run: Run) -> None:
+    result = crowded(run)
+    plan = make_plan(engine, coin, [result.example.index], **OPTIONS)
+    frame = assemble(engine, plan, [replace(result, rejected=result.rejected[::-1])]).index.to_pandas()
+    numbered = [
+        (int(rows["fork_position"].iloc[0]), tuple(rows["token"]))
+        for branch, rows in frame.groupby("branch", sort=True)
+        if branch > 0
+    ]
+    assert numbered == sorted({(path.fork_position, tuple(path.tokens[path.fork_position :])) for path in result.rejected})

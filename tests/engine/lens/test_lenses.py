@@ -1,14 +1,17 @@
 """Unregistered tuned lenses raise the same error on plain models and on Thinking-States models."""
 
+import math
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, BadTrace, BadWeights, FingerprintMismatch
+from replaylens.engine.lens import lens
 from replaylens.engine.lens import lens as readout
 from replaylens.engine.lens import lens as tuned
 from replaylens.engine.lens import lens as tuned_lens
@@ -17,6 +20,7 @@ from replaylens.engine.model import loading
 from replaylens.engine.records import LensSpec
 from tests.families import hugging_face
 from tests.toy_model import engine, random_model
+from tests.toy_model import engine as toy_engine
 
 TEXT = "A coin's state is heads. Alice flips. What's the state? A:"
 models = pytest.mark.parametrize("name", ["coin-plain", "coin-thinking"])
@@ -157,3 +161,141 @@ def test_only_lenses_of_the_engines_unembedding_are_made_known() -> None:
     with pytest.raises(FingerprintMismatch, match="another unembedding"):
         subject.lenses.add(lens_for(other))
     assert subject.lenses.add(lens_for(subject)) == lens_for(subject).digest
+
+
+# ---- readout ---------------------------------------------------------------------------------------------------------
+# Z against float64 code in this file: the engine's reference computes Z with the same code and cannot catch its faults.
+
+TOKENS = torch.randint(3, 97, (20,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def log_softmax(logits: list[float]) -> list[float]:
+    top = max(logits)
+    total = math.log(math.fsum(math.exp(x - top) for x in logits)) + top
+    return [x - total for x in logits]
+
+
+def test_statistics_of_single_distributions() -> None:
+    """Each number follows its definition, one distribution at a time."""
+    logits = torch.randn(5, 3, 11, generator=torch.Generator().manual_seed(0)) * 2
+    emitted = [4, 0, 10, -1, 7]
+    read = lens.statistics(LensSpec((), top_k=3, targets=(2, 9), full=True), logits.log_softmax(-1), emitted)
+    for row in range(5):
+        final = log_softmax(logits[row, -1].tolist())
+        for layer in range(3):
+            log_p = log_softmax(logits[row, layer].tolist())
+            order = sorted(range(11), key=lambda token: -log_p[token])[:3]
+            # KL(final || layer): the final layer is the true distribution
+            divergence = math.fsum(math.exp(q) * (q - p) for p, q in zip(log_p, final, strict=True))
+            assert float(read["Z.kl"][row, layer]) == pytest.approx(divergence, abs=1e-5)
+            assert float(read["Z.entropy"][row, layer]) == pytest.approx(-math.fsum(math.exp(p) * p for p in log_p), abs=1e-5)
+            assert read["Z.top_ids"][row, layer].tolist() == order
+            assert read["Z.top_logprobs"][row, layer].tolist() == pytest.approx([log_p[t] for t in order], abs=1e-5)
+            assert read["Z.targets"][row, layer].tolist() == pytest.approx([log_p[2], log_p[9]], abs=1e-5)
+            assert read["Z.full"][row, layer].tolist() == pytest.approx(log_p, abs=1e-5)
+            said = float(read["Z.emitted"][row, layer])
+            assert math.isnan(said) if emitted[row] < 0 else said == pytest.approx(log_p[emitted[row]], abs=1e-5)
+
+
+def test_ranks_count_likelier_tokens_and_ties_go_to_the_lowest_id() -> None:
+    """One row at a time against a stable sort; every token of every row, with ties of two, three and all."""
+    rows = torch.tensor([[3.0, 1.0, 3.0, 2.0, 1.0], [0.0, 0.0, 0.0, 0.0, 0.0], [5.0, 4.0, 3.0, 3.0, 3.0]])
+    for token in range(5):
+        ranks = lens._ranks(torch.stack([rows, rows.flip(-1)], dim=1), [token] * 3)
+        for row in range(3):
+            for layer, logits in enumerate((rows[row].tolist(), rows[row].flip(-1).tolist())):
+                order = sorted(range(5), key=lambda each: (-logits[each], each))
+                assert ranks[row, layer] == order.index(token), (row, layer, token)
+    assert lens._ranks(rows[:, None], [-1, 0, -1])[:, 0].isnan().tolist() == [True, False, True]
+
+
+def test_ranks_do_not_depend_on_how_many_rows_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row has its own token, in the first chunk and after it."""
+    served = toy_engine()
+    path = [(7 * i + i * i) % served.config.vocab_size for i in range(23)]
+    rows = {site: served.prompt(path, sites="S").activations[site] for site in served.sites.letter("S")}
+    tokens = [*path[1:-1], -1, 5]
+    logits = served.prompt(path, sites=["unembed.hook_out"]).activations["unembed.hook_out"]
+    spec = LensSpec(tuple(rows), top_k=1)
+    whole = lens.read_ranked(spec, served.runner, rows, tokens)
+    for i, token in enumerate(tokens):
+        expected = math.nan if token < 0 else float((logits[i] > logits[i, token]).sum())
+        assert math.isnan(whole["Z.rank"][i, -1]) if token < 0 else whole["Z.rank"][i, -1] == expected
+    for together in (1, 4, 9):
+        monkeypatch.setattr(lens, "_TOGETHER", together * len(rows))
+        some = lens.read_ranked(spec, served.runner, rows, tokens)
+        assert [name for name in whole if not torch.equal(some[name].nan_to_num(-1), whole[name].nan_to_num(-1))] == []
+
+
+def test_the_divergence_is_not_symmetric() -> None:
+    """Final: half and half. Layer: nearly certain. One direction is several times the other, so swapping them shows."""
+    layer, final = [0.99, 0.01], [0.5, 0.5]
+    read = lens.statistics(LensSpec((), top_k=1), torch.tensor([[layer, final]]).log(), [0])
+    forward = 0.5 * math.log(0.5 / 0.99) + 0.5 * math.log(0.5 / 0.01)
+    assert read["Z.kl"][0].tolist() == pytest.approx([forward, 0.0], abs=1e-6)
+    assert forward > 2 * (0.99 * math.log(0.99 / 0.5) + 0.01 * math.log(0.01 / 0.5))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+def test_every_layer_of_a_branch_against_hugging_face(name: str) -> None:
+    """The residual streams through Hugging Face's own final norm and unembedding, in float64."""
+    model = hugging_face(name)
+    served = Engine(loading.load(model, torch.float32))
+    branch = served.prompt(TOKENS, sites="SZ", full=True, targets=[5, 6]).generate(6, final=True)
+    rows, tokens = branch.activations, branch.tokens
+    layers = served.sites.letter("S")
+    truth = torch.stack([_lens(model, rows[site]) for site in layers], 1)  # [positions, layers, vocab]
+    p, final = truth.exp(), truth[:, -1:]
+    assert torch.allclose(rows["Z.full"].double(), truth, atol=1e-4)
+    assert torch.allclose(rows["Z.entropy"].double(), -(p * truth).sum(-1), atol=1e-4)
+    assert torch.allclose(rows["Z.kl"].double(), (final.exp() * (final - truth)).sum(-1), atol=1e-4)
+    assert torch.allclose(rows["Z.targets"].double(), truth[..., [5, 6]], atol=1e-4)
+    follows = torch.tensor(tokens[1:])[:, None, None].expand(-1, len(layers), 1)
+    assert torch.allclose(rows["Z.emitted"][:-1].double(), truth[:-1].gather(-1, follows)[..., 0], atol=1e-4)
+    assert bool(rows["Z.emitted"][-1].isnan().all()), "nothing follows the last token yet"
+    assert not torch.allclose((p * (truth - final)).sum(-1), rows["Z.kl"].double(), atol=1e-2), "the control: reversed"
+
+
+def test_a_row_whose_successor_changed_is_read_again() -> None:
+    """After a rollback a path continues with another token. Z of the row before gives that token's log-prob."""
+    branch = toy_engine().prompt([1, 2, 3, 4], sites="SZ").generate(6)
+    first = branch.activations["Z.emitted"].clone()
+    branch.rollback(7).force([(branch.tokens[6] + 1) % 61, 9]).generate(2)
+    whole = toy_engine().prompt(branch.tokens, sites="SZ").activations
+    for site in whole.sites():
+        assert torch.equal(branch.activations[site][: whole.end], whole[site][: branch.activations.end]), site
+    assert torch.equal(first[:6], whole["Z.emitted"][:6]) and not torch.equal(first[6], whole["Z.emitted"][6])
+
+
+@pytest.mark.parametrize("count", [1, 2, 255, 257, 600])
+def test_next_token_has_the_bits_of_z(count: int) -> None:
+    """Log-probability and entropy without the rest of Z, in any number of rows; a changed row has other bits."""
+    runner = toy_engine().runner
+    generator = torch.Generator().manual_seed(count)
+    residual = torch.randn(count, runner.model.config.d_model, generator=generator)
+    emitted = torch.randint(-1, runner.model.config.vocab_size, (count,), generator=generator).tolist()
+    emitted[-1] = 3
+    kept = residual.clone()
+    logprob, entropy = lens.next_token(runner, residual, emitted)
+    z = lens.read(LensSpec(("S",), top_k=1), runner, {"S": residual}, emitted)
+    assert torch.equal(residual, kept), "the rows themselves are left alone"
+    assert torch.equal(logprob.nan_to_num(7), z["Z.emitted"][:, 0].nan_to_num(7)) and logprob.shape == (count,)
+    assert torch.equal(entropy, z["Z.entropy"][:, 0]) and entropy.shape == (count,)
+    assert logprob.isnan().tolist() == [token < 0 for token in emitted]
+    residual[-1, 0] += 0.5
+    other = lens.next_token(runner, residual, emitted)
+    assert torch.equal(other[1][:-1], entropy[:-1]) and not torch.equal(other[1], entropy)
+    assert not torch.equal(other[0][-1:], logprob[-1:])
+
+
+def _lens(model: object, residual: Tensor) -> Tensor:
+    """Log-probabilities [rows, vocab] of a residual stream, from the modules of a Hugging Face model."""
+    from copy import deepcopy
+
+    whole = deepcopy(model).double()
+    inner = whole.base_model  # type: ignore[attr-defined]
+    norm = inner.ln_f if hasattr(inner, "ln_f") else inner.norm
+    with torch.no_grad():
+        logits = whole.lm_head(norm(residual.double()))  # type: ignore[attr-defined]
+    cap = getattr(whole.config, "final_logit_softcapping", None)  # type: ignore[attr-defined]
+    return (torch.tanh(logits / cap) * cap if cap else logits).log_softmax(-1)

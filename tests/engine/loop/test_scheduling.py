@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from replaylens.engine.engine import Engine
 from replaylens.engine.loop.admission import FIXED_WINDOW, Planner
 from replaylens.engine.loop.lane import Job, Statistics, Window
+from replaylens.engine.loop.loop import Loop
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.memory.tree import DRAFT
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
+from tests.engine.coin_engine import PROMPT, fresh
 from tests.toy_model import VOCAB, Reference, continuation, engine, random_model, toy, watch_passes
 
 
@@ -471,3 +473,152 @@ def test_the_progress_bar_shows_tokens_and_changes_nothing(capsys: pytest.Captur
     ends = [tokens.index(truth[1][4]) + 1 if truth[1][4] in tokens else 9 for tokens in truth]
     assert [b.generated for b in branches] == [tokens[:end] for tokens, end in zip(truth, ends, strict=True)]
     assert "token" in capsys.readouterr().err
+
+
+# ---- admission -------------------------------------------------------------------------------------------------------
+# Admission: turns, drafts and faults.
+
+
+def test_no_chains_at_a_position_are_no_drafts(served: Engine) -> None:
+    branch, right = served.prompt(PROMPT), served.prompt(PROMPT).generate(4)
+    assert branch.generate(4, drafter="forced", drafts={branch.length: []}).tokens == right.tokens
+
+
+def test_a_fault_in_the_admission_ends_the_jobs_and_not_the_engine(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    branch = served.prompt(PROMPT)
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "admit", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            branch.generate(2)
+    assert served.loop.jobs == [] and branch.generate(2).length == served.prompt(PROMPT).length + 2
+    served.check_integrity()
+
+
+def test_drafts_behind_the_end_are_not_rejected(served: Engine) -> None:
+    """Drafts after the end are what the model would have said if asked to continue."""
+    free = served.prompt(PROMPT).generate(6, sampling=Sampling(ignore_eos=True)).generated
+    branch = served.prompt(PROMPT, sites="S", keep_rejected=True)
+    ending = Sampling(ignore_eos=True, stop_tokens=(free[1],))
+    first = free.index(free[1])
+    branch.generate(6, drafter="forced", drafts={branch.length: [free[:5]]}, sampling=ending, keep_pages=True)
+    assert branch.generated == free[: first + 1] and branch.rejected == []
+    assert branch.statistics.rejected == 0
+    other = served.prompt(PROMPT, sites="S", keep_rejected=True)
+    wrong = [*free[: first + 1], *((token + 1) % served.config.vocab_size for token in free[first + 1 : 5])]
+    other.generate(6, drafter="forced", drafts={other.length: [wrong]}, sampling=ending, keep_pages=True)
+    assert other.generated == branch.generated and other.rejected == []
+    replayed = fresh().replay_trace(served.trace)
+    assert isinstance(replayed, dict) and replayed[branch.id].tokens == branch.tokens
+
+
+# ---- siblings --------------------------------------------------------------------------------------------------------
+# Sibling chains: each is judged on its own path, whichever is right.
+
+PROMPTS = [[(7 * i + k) % VOCAB for i in range(5)] for k in range(6)]
+PENALISED = {
+    "repetition": Sampling(repetition_penalty=4.0),
+    "presence": Sampling(presence_penalty=50.0),
+    "drawn": Sampling(temperature=0.7, presence_penalty=50.0, seed=4),
+}
+
+
+@pytest.mark.parametrize("name", PENALISED)
+def test_the_second_chain_is_judged_on_its_own_path(name: str) -> None:
+    """Chain 0 starts with the token that is right only after chain 1's first one.
+
+    Judged on chain 0's path, the penalty would fall on the wrong token.
+    """
+    sampling, told_apart = PENALISED[name], 0
+    for prompt in PROMPTS:
+        truth = continuation(toy(), prompt, 8, sampling)
+        first, second, third = truth[:3]
+        chains = [[second, first, third], [first, second, third]]
+        logits = Reference(toy(), [*prompt, first]).logits[-1].numpy()
+        told_apart += sampling.choose(logits, [*prompt, second], len(prompt)) != second
+        branch = engine().prompt(prompt)
+        branch.generate(8, sampling=sampling, drafter="forced", drafts={len(prompt): chains})
+        assert branch.generated == truth
+        assert branch.statistics.accepted == 3, "chain 1 was right"
+        assert torch.equal(branch.kv(), Reference(toy(), branch.tokens).kv[: branch.lane.computed])
+    assert told_apart, "the control: on chain 0's path another token would be chosen"
+
+
+@pytest.mark.parametrize("right", [0, 1, 2])
+def test_whichever_sibling_is_right_is_followed(right: int) -> None:
+    """Tokens, KV and captured rows are those of the path. Wrong siblings are recorded as rejected."""
+    prompt = PROMPTS[0]
+    truth = continuation(toy(), prompt, 8)
+    wrong = [[(truth[0] + k) % VOCAB, truth[1], truth[2]] for k in (1, 2)]
+    chains = [*wrong[:right], truth[:3], *wrong[right:]]
+    branch = engine().prompt(prompt, sites="S", keep_rejected=True)
+    branch.generate(8, drafter="forced", drafts={len(prompt): chains}, keep_pages=True, final=True)
+    assert branch.generated == truth
+    assert sorted(other.tokens[len(prompt) :] for other in branch.rejected) == sorted(wrong)
+    sites = branch.activations.sites()
+    for each in (branch, *branch.rejected):
+        alone, base = Reference(toy(), each.tokens, sites), each.activations.base
+        assert torch.equal(each.kv(), alone.kv)
+        assert all(torch.equal(each.activations[site], alone.rows[site][base:]) for site in sites)
+
+
+# ---- lone rows -------------------------------------------------------------------------------------------------------
+# Passes of prompts alone may be wide; nobody else waits for a wide pass, and none captures. Bits stay the same.
+
+LONG = " ".join([PROMPT] * 6)
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of every canonical pass from here on."""
+    from replaylens.engine.passes.runner import Runner
+
+    seen: list[int] = []
+    exact = Runner.exact
+
+    def counted(self, segments, *given, **options):
+        seen.append(sum(len(segment.tokens) for segment in segments))
+        return exact(self, segments, *given, **options)
+
+    monkeypatch.setattr(Runner, "exact", counted)
+    return seen
+
+
+def narrow() -> Engine:
+    return Engine.load("coin-plain", max_rows=16)
+
+
+def wide() -> Engine:
+    engine = narrow()
+    engine.loop.admission.lone_rows = 1024
+    return engine
+
+
+def test_a_prompt_alone_has_wide_passes_and_the_same_bits(passes: list[int]) -> None:
+    usual = narrow().prompt(LONG)
+    assert max(passes) == 16
+    passes.clear()
+    lone = wide().prompt(LONG)
+    assert passes == [usual.length], "one pass for all rows"
+    assert torch.equal(lone.kv(), usual.kv()) and torch.equal(lone.logits(), usual.logits())
+
+
+def test_nobody_waits_for_a_wide_pass(passes: list[int]) -> None:
+    engine = wide()
+    stream = engine.prompt(PROMPT).stream(40, sampling=Sampling(ignore_eos=True))
+    next(stream)
+    passes.clear()
+    long = engine.prompt(LONG)
+    assert max(passes) <= 16 and sum(passes) >= long.length - 16
+    stream.close()
+    passes.clear()
+    engine.prefix.clear()
+    engine.prompt(LONG)
+    assert max(passes) > 16, "the control: nobody decodes any more"
+
+
+def test_captured_passes_stay_narrow(passes: list[int]) -> None:
+    branch = wide().prompt(LONG, sites="S")
+    assert max(passes) == 16
+    alone = Engine.load("coin-plain", max_rows=1024).prompt(LONG, sites="S")
+    for site in alone.activations:
+        assert torch.equal(branch.activations[site], alone.activations[site])

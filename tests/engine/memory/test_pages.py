@@ -3,16 +3,30 @@
 import statistics
 import time
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import Tensor
 
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadPage, BadPoolSize, BadRange, ClosedTable, IntegrityError, OutOfPages
+from replaylens.engine.loop.lane import Job
+from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import NULL_PAGE, PageCopy, PagePool, PageTable, page_matrix
+from replaylens.engine.request.capture import Recording
+from replaylens.engine.serving.branch import Branch
+from replaylens.tasks import get
+from tests.engine.canonical import SITES, assert_canonical, submit
+from tests.engine.reference import same_bits
+from tests.toy_model import VOCAB, Reference, continuation, engine, toy
 
 ZERO, POISON = 0, -1
 
@@ -478,3 +492,247 @@ def test_pages_are_one_line_per_table() -> None:
     assert found.tolist() == [[4, 2, 7, 9], [9, 9, 9, 9], [1, 9, 9, 9], [9, 9, 9, 9]]
     assert found.dtype == np.int32 and found.flags.c_contiguous
     assert page_matrix(tables).tolist() == [[4, 2, 7], [0, 0, 0], [1, 0, 0]]
+
+
+# ---- cache -----------------------------------------------------------------------------------------------------------
+# The KV cache takes memory for the slots that were written, not for those that may be.
+
+PAGES = 1 << 17
+"""about 1 GiB of KV in the toy model"""
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines["VmRSS"].split()[0]) * 1024
+
+
+def test_slots_that_nobody_writes_take_no_memory() -> None:
+    before = resident()
+    cache = KVCache(toy().config, PagePool(PAGES, 16), torch.float32)
+    assert cache.num_bytes > 1 << 28
+    assert resident() - before < cache.num_bytes / 16
+    data = cache.data[0, 0, 0]
+    data.fill_(1.0)
+    assert resident() - before > data.numel() * 4 * 0.9, "control: written slots do"
+
+
+def test_a_new_cache_holds_zeros_and_can_be_written() -> None:
+    cache = KVCache(toy().config, PagePool(4, 16), torch.float32)
+    assert cache.data.is_contiguous() and not cache.data.any()
+    k = torch.randn(3, cache.data.shape[2], cache.data.shape[4])
+    cache.write(0, torch.tensor([17, 18, 40]), torch.cat([k, -k], dim=1))
+    assert torch.equal(cache.rows([17, 18, 40])[:, 0, 0], k)
+    assert torch.equal(cache.rows([17, 18, 40])[:, 0, 1], -k)
+
+
+def test_the_canary_of_a_page_that_is_used_again_is_that_of_its_copy() -> None:
+    """A fork in the middle of a page copies it into one that held another path before."""
+    subject = engine(page_size=4, cache_tokens=16, canary=True)
+    for first in (1, 2, 3):  # every page has held something else
+        subject.prompt([first] * 12).release()
+        subject.prefix.clear()
+    branch = subject.prompt([5, 6, 7, 8, 9, 10])
+    (fork,) = branch.fork(at=6)
+    fork.force([11])  # copies the second page, and its canary
+    branch.force([12])
+    for one in (branch, fork):
+        one.force([13])
+        assert torch.equal(one.kv(), Reference(toy(), one.tokens).kv)
+    subject.check_integrity()
+
+
+# ---- aliases ---------------------------------------------------------------------------------------------------------
+# What an engine returns is the caller's own: changing it changes nothing that is committed.
+
+SITE = "blocks.1.hook_in"
+
+
+def captured(subject: Engine) -> Branch:
+    """A branch whose rows are in one chunk, the case in which an alias shows."""
+    return subject.prompt([1, 2, 3, 4, 5], sites="STCZ", keep_rejected=True)
+
+
+def spoil(x: Tensor) -> None:
+    """Centre the rows in place, as is usual before fitting a probe."""
+    x -= x.float().mean(0).to(x.dtype) + 1
+
+
+def test_rows_changed_in_place_change_no_branch() -> None:
+    subject = engine()
+    branch = captured(subject)
+    (fork,) = branch.fork()
+    for site in branch.activations:
+        truth = branch.activations[site].clone()
+        spoil(branch.activations[site])
+        assert same_bits(branch.activations[site], truth) and same_bits(fork.activations[site], truth), site
+    for site, rows in branch.activations.items():
+        truth = rows.clone()
+        spoil(rows)
+        assert same_bits(branch.activations[site], truth), site
+    fresh = captured(engine())
+    grown = fork.generate(4, drafter="lens").activations
+    truths = fresh.generate(4, drafter="lens").activations
+    assert all(same_bits(grown[site], truths[site]) for site in truths)
+
+
+def test_rows_of_a_site_do_not_keep_the_other_sites_in_memory() -> None:
+    branch = captured(engine())
+    rows = branch.activations[SITE]
+    assert rows.untyped_storage().nbytes() == rows.numel() * rows.element_size()
+
+
+def test_the_checker_finds_an_alias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: rows returned without a copy are changed by their reader."""
+    monkeypatch.setattr(Recording, "__getitem__", Recording.peek)
+    branch = captured(engine())
+    truth = branch.activations[SITE].clone()
+    spoil(branch.activations[SITE])
+    assert not torch.equal(branch.activations[SITE], truth)
+
+
+def test_kv_changed_in_place_changes_no_branch() -> None:
+    branch = captured(engine())
+    truth = branch.kv().clone()
+    branch.kv().zero_()
+    assert torch.equal(branch.kv(), truth)
+    assert branch.generate(5).tokens == captured(engine()).generate(5).tokens
+
+
+def test_rejected_paths_are_copies() -> None:
+    subject = engine()
+    branch = captured(subject).generate(12, drafter="tree", window=4, keep_pages=True)
+    assert branch.rejected
+    for other in branch.rejected:
+        rows, kv = other.activations[SITE].clone(), other.kv().clone()
+        spoil(other.activations[SITE])
+        spoil(other.kv())
+        assert torch.equal(other.activations[SITE], rows) and torch.equal(other.kv(), kv)
+
+
+def test_results_of_a_run_and_its_dump_are_copies(tmp_path: Any) -> None:
+    """A run centred in place is saved, and read back, as it was computed."""
+    subject = Engine.load("coin-plain")
+    examples = get("coin")(flips=2).examples(3)
+    run, untouched = (subject.replay(examples, sites="SZ", drafter="lens", window=4) for _ in range(2))
+    for result in run:
+        for recording in [result.activations, *(path.activations for path in result.rejected)]:
+            for site in recording:
+                spoil(recording[site])
+    dump = run.save(tmp_path / "spoilt")
+    assert dump.digest == untouched.save(tmp_path / "untouched").digest
+    reads: dict[str, Callable[[Dump], Any]] = {
+        "to_torch": lambda d: d.to_torch("S", 1),
+        "to_torch of some": lambda d: d.where(accepted=True).to_torch("S", 1),
+        "to_numpy": lambda d: d.to_numpy("S", 1),
+        "X": lambda d: d.matrix("S", 1, label="face").X,
+        "y": lambda d: d.matrix("S", 1, label="face").y,
+        "groups": lambda d: d.matrix("S", 1, label="face").groups,
+        "stream": lambda d: next(iter(d.stream("S", 1)))[0],
+        "cache": lambda d: d.to_activation_cache(0)["blocks.1.hook_in"],
+        "index": lambda d: d.index["position"].to_numpy(copy=False),
+        "stream index": lambda d: next(iter(d.stream("S", 1)))[1]["position"].to_numpy(copy=False),
+    }
+    for name, read in reads.items():
+        first = read(dump)
+        truth = first.clone() if isinstance(first, Tensor) else first.copy()
+        try:
+            first[:] = first[::-1].copy() if not isinstance(first, Tensor) else first.flip(0) + 1
+        except ValueError:
+            continue  # pandas gives out read-only arrays
+        again = read(dump)
+        same = torch.equal(again, truth) if isinstance(again, Tensor) else (again == truth).all()
+        assert same, name
+    assert Dump.open(tmp_path / "spoilt").digest == dump.digest
+
+
+def test_thoughts_are_copies() -> None:
+    """A state that a reader zeroes is still passed to the next chunk as it was thought."""
+    subject, fresh = (Engine.load("coin-thinking") for _ in range(2))
+    text = "A coin's state is heads. Alice flips, then Bob does not flip."
+    branch, truth = subject.prompt(text, sites="STCZ"), fresh.prompt(text, sites="STCZ")
+    assert any(not thought.empty for thought in branch.thoughts.chunks) and branch.thoughts.states
+    for thought in branch.thoughts.chunks:
+        for x in (thought.hidden, thought.compressed, thought.state, *thought.distribution.values()):
+            x.zero_()
+    for edit in branch.thoughts.states.values():
+        assert edit.value is not None
+        edit.value.zero_()
+    more = ", then Carol flips."
+    mine, yours = branch.extend(more), truth.extend(more)
+    assert [t.tokens for t in mine.thoughts.chunks] == [t.tokens for t in yours.thoughts.chunks]
+    assert torch.equal(mine.kv(), yours.kv())
+    for site in yours.activations:
+        assert same_bits(mine.activations[site], yours.activations[site]), site
+    for site in truth.activations:
+        assert same_bits(branch.activations[site], truth.activations[site]), site
+
+
+# ---- sharing ---------------------------------------------------------------------------------------------------------
+# Shared pages, moved pages and captured rows.
+
+
+def test_captures_keyed_by_slot_when_accepted_kv_is_moved() -> None:
+    """An accepted sibling chain brings its own pages. Captured rows go by position and are not affected."""
+    subject = engine()
+    branch = subject.prompt([1, 2, 3], sites=SITES, keep_rejected=True)
+    truth = continuation(toy(), [1, 2, 3], 9)
+    chains = [[(truth[1] + 1) % VOCAB, truth[2], truth[3]], truth[1:4]]
+    subject.loop.submit(job := Job(branch.lane, 9, drafter="forced", forced_drafts={4: chains}))
+    subject.loop.step()
+    before = list(branch.lane.table.pages)
+    while not job.done:
+        subject.loop.step()
+    assert branch.generated == truth
+    assert branch.lane.table.pages[: len(before)] != before, "control: the KV did move"
+    assert_canonical(branch)
+
+
+def test_captures_survive_that_their_kv_is_dropped_and_computed_again() -> None:
+    subject = engine()
+    branch = subject.prompt([1, 2, 3, 4, 5], sites=SITES).generate(6)
+    subject.prompt([9] * 7)  # takes the lowest free pages next
+    rows = {site: branch.activations[site].clone() for site in SITES}
+    before = list(branch.lane.table.pages)
+    subject.loop.reservations.drop_pages(branch.lane)
+    subject.prompt([8] * 7)
+    branch.generate(6)
+    assert branch.lane.table.pages[: len(before)] != before, "control: the KV did move"
+    assert all(torch.equal(branch.activations[site][: len(rows[site])], rows[site]) for site in SITES)
+    assert_canonical(branch)
+
+
+def test_a_prefix_cache_hit_changing_bits() -> None:
+    """A request whose prefix is cached has the tokens and KV of one that computes it."""
+    path = [(3 * i) % VOCAB for i in range(37)]
+    subject = engine()
+    subject.prompt(path).generate(5)
+    for n in (5, 16, 17, 36, 37):
+        hit = subject.prompt(path[:n])
+        fresh = engine().prompt(path[:n])
+        shared = [page for page in hit.lane.table.pages if subject.runner.pool.refcount(page) > 1]
+        assert len(shared) >= (n - 1) // 4 > 0, "control: it is a hit"
+        assert torch.equal(hit.kv(), fresh.kv())
+        hit.generate(8), fresh.generate(8)
+        assert hit.tokens == fresh.tokens and torch.equal(hit.kv(), fresh.kv())
+        assert_canonical(hit)
+
+
+def test_a_private_copy_of_a_page_without_its_last_row() -> None:
+    """A turn copies the shared page whose last row it will rewrite, then has to wait and is cancelled.
+
+    The row was never written, so it does not count as computed.
+    """
+    subject = engine(cache_tokens=32)  # 8 pages
+    root = subject.prompt([1, 2, 3, 4, 5, 6])
+    (fork,) = root.fork()
+    big = subject.prompt([(2 * i) % VOCAB for i in range(15)])
+    subject.prefix.clear()
+    holder = submit(big, 4, window=1)
+    job = submit(fork, 8, drafter="tree", window=6)
+    subject.loop.step()
+    assert not holder.done and not job.done and job.generated == 0, "control: it has to wait"
+    subject.cancel(job)
+    assert_canonical(fork)
+    fork.force([7])
+    assert_canonical(fork)

@@ -1,14 +1,20 @@
 """`PrefixIndex`: the right pages or none, whatever the hash; eviction frees pages; faults are found by name."""
 
+import random
+from itertools import pairwise
+
 import hypothesis.strategies as st
+import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from replaylens.engine.errors import BadRange, IntegrityError, OutOfPages
 from replaylens.engine.memory import prefix
 from replaylens.engine.memory.pages import PagePool, PageTable
+from replaylens.engine.memory.path import PathHistory, PathStates, TokenPath, TokenState
 from replaylens.engine.memory.prefix import PrefixIndex, Trail, chain_key, root_key
+from replaylens.engine.memory.tree import BranchTree
 from replaylens.engine.request.sampling import Sampling
 from tests.toy_model import engine
 
@@ -370,3 +376,208 @@ def test_forks_do_not_hash_their_prefix_again(monkeypatch: pytest.MonkeyPatch) -
         fork.rollback(to=fork.length - 2).force([9] * 40)
     subject.check_integrity()
     assert forks[0].kv().equal(engine(cache_tokens=4096).prompt(forks[0].tokens).kv())
+
+
+# ---- path ------------------------------------------------------------------------------------------------------------
+# `TokenPath` and `PathStates` against plain lists, over any order of forks, additions and cuts.
+
+ACCEPTED, DRAFT, PENDING, PROMPT = TokenState.ACCEPTED, TokenState.DRAFT, TokenState.PENDING, TokenState.PROMPT
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_paths_are_the_lists_that_they_would_be(seed: int) -> None:
+    chance = random.Random(seed)
+    paths: list[tuple[TokenPath, list[int]]] = [(TokenPath(range(9)), list(range(9)))]
+    for _ in range(200):
+        path, plain = chance.choice(paths)
+        match chance.choice(["fork", "extend", "extend", "truncate", "drop"]):
+            case "fork":
+                length = chance.choice([len(plain), chance.randint(0, len(plain))])
+                paths.append((path.fork(length), plain[:length]))
+            case "extend":
+                new = [chance.randrange(1000) for _ in range(chance.choice([1, 1, 2, 30]))]
+                path.extend(new)
+                plain.extend(new)
+            case "truncate":
+                length = max(0, len(plain) - chance.choice([0, 1, 3, 40]))
+                path.truncate(length)
+                del plain[length:]
+            case "drop" if len(paths) > 6:
+                paths.remove((path, plain))
+        for path, plain in paths:
+            path.check_integrity("path")
+            first, last = sorted(chance.randint(0, len(plain) + 2) for _ in range(2))
+            assert len(path) == len(plain) and path == plain and list(path) == plain
+            assert path[first:last] == plain[first:last] and path[last:first] == plain[last:first]
+            assert path[::3] == plain[::3] and path[-3:] == plain[-3:]
+            for index in {-len(plain), -1, 0, len(plain) - 1, chance.randint(0, 400)}:
+                if -len(plain) <= index < len(plain):
+                    assert path[index] == plain[index]
+                else:
+                    with pytest.raises(IndexError):
+                        path[index]
+
+
+def test_a_fork_copies_no_tokens() -> None:
+    root = TokenPath(range(5000))
+    forks = [root.fork(5000) for _ in range(3)]
+    assert len({id(fork._parts[0]) for fork in (root, *forks)}) == 1
+
+
+def test_pieces_stay_few() -> None:
+    """A path that is forked after every token has about as many pieces as its length has digits in base two."""
+    path, kept = TokenPath(), []
+    for token in range(1000):
+        path.extend([token])
+        kept.append(path.fork(len(path)))
+    count, piece = 0, path._parts[0]
+    while piece is not None:
+        count, piece = count + 1, piece.below
+    assert count <= 11 and path == list(range(1000)) and kept[500] == list(range(501))
+
+
+def test_a_seal_sees_a_changed_token() -> None:
+    path = TokenPath([1, 2, 3])
+    path.fork(3)
+    path.extend([4])
+    before = path.seal()
+    path.truncate(3)
+    path.extend([5])
+    assert path.seal() != before
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_states_are_the_list_that_they_would_be(seed: int) -> None:
+    chance, states, plain = random.Random(seed), PathStates(), list[TokenState]()
+    for _ in range(150):
+        last = plain[-1] if plain else PROMPT
+        match chance.choice(["append", "append", "truncate", "accept", "reopen"]):
+            case "append":
+                later = [
+                    s for s in (PROMPT, ACCEPTED, PENDING, DRAFT) if list(TokenState).index(s) >= list(TokenState).index(last)
+                ]
+                state = chance.choice(later)
+                count = 1 if state is PENDING else chance.randint(1, 4)
+                if not (state is last is PENDING):
+                    states.append(state, count)
+                    plain += [state] * count
+            case "truncate":
+                length = chance.randint(max(0, len(plain) - 5), len(plain))
+                states.truncate(length)
+                del plain[length:]
+            case "accept" if {PENDING, DRAFT} & set(plain):
+                first = next(i for i, s in enumerate(plain) if s in (PENDING, DRAFT))
+                count = chance.randint(1, len(plain) - first)
+                states.accept(count)
+                plain[first : first + count] = [ACCEPTED] * count
+            case "reopen" if last is ACCEPTED:
+                states.reopen_last()
+                plain[-1] = PENDING
+        assert list(states) == plain and len(states) == len(plain) and states == plain
+        assert states.num_committed == plain.count(PROMPT) + plain.count(ACCEPTED)
+        for state in TokenState:
+            assert states.count(state) == plain.count(state) and (state in states) == (state in plain)
+            if state in plain:
+                assert states.index(state) == plain.index(state)
+        length = chance.randint(0, len(plain))
+        assert list(states.first(length)) == plain[:length] and states[-2:] == plain[-2:]
+        assert not plain or (states[-1], states[0], states.last) == (plain[-1], plain[0], plain[-1])
+    assert all(a is b or list(TokenState).index(a) < list(TokenState).index(b) for a, b in pairwise(states))
+
+
+# ---- path history ----------------------------------------------------------------------------------------------------
+# `PathHistory`: what it knows about a path after any history is what the path itself says.
+
+VOCAB = 7
+TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=5)
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["append", "roll back", "draft", "ask", "mark"]),
+        TOKENS,
+        st.integers(0, 30),
+    )
+)
+
+
+def continued(path: list[int], size: int, count: int) -> list[int] | None:
+    """What followed the latest earlier occurrence of the last `size` tokens, by search."""
+    for at in range(len(path) - size - 1, -1, -1):
+        if path[at : at + size] == path[-size:]:
+            return path[at + size : at + size + count]
+    return None
+
+
+@settings(max_examples=150, deadline=None)
+@given(prompt=TOKENS.filter(bool), steps=STEPS, tail=TOKENS)
+def test_facts_after_any_history(prompt: list[int], steps: list[tuple[str, list[int], int]], tail: list[int]) -> None:
+    tree = BranchTree()
+    branch = tree.plant(prompt)
+    record = tree.branch(branch)
+    marks = []
+    for what, tokens, number in [*steps, ("ask", [], 0)]:
+        match what:
+            case "append":
+                tree.append(branch, tokens, TokenState.DRAFT)
+            case "roll back":
+                tree.rollback(branch, max(len(prompt), len(record.tokens) - number))
+            case "draft":  # as a verification does: drafts are written, judged, and cut off
+                tree.append(branch, tokens, TokenState.DRAFT)
+                tree.rollback(branch, len(record.tokens) - len(tokens))
+            case "mark":
+                length = min(number, len(record.tokens))
+                marks.append((record.past.mark(length), record.tokens[:length]))
+            case "ask":
+                path, plain = record.past.path(len(record.tokens), tail), [*record.tokens, *tail]
+                for start in (0, len(prompt), len(plain)):
+                    assert set(path.distinct(start).tolist()) == set(plain[start:])
+                bare = record.past.path(len(record.tokens))
+                for size in range(1, min(4, len(bare))):
+                    assert bare.continuation(size, 3) == continued(record.tokens, size, 3)
+        for mark, tokens_then in marks:
+            assert record.tokens[: mark.length] == tokens_then[: mark.length], "a mark never covers a changed token"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    own=TOKENS,
+    tail=TOKENS,
+    first=st.integers(-9, 9),
+    last=st.integers(-9, 9),
+    step=st.sampled_from([None, 1, 2, -1]),
+)
+def test_a_path_reads_as_a_list(own: list[int], tail: list[int], first: int, last: int, step: int | None) -> None:
+    plain = [*own, *tail]
+    path = PathHistory([*own, 5, 5]).path(len(own), tail)  # later tokens of the branch do not belong to it
+    assert len(path) == len(plain) and list(path) == plain and path == plain
+    assert path[first:last:step] == plain[first:last:step] and path[first:] == plain[first:]
+    assert [path[i] for i in range(-len(plain), len(plain))] == plain + plain
+    with pytest.raises(IndexError):
+        path[len(plain)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(own=TOKENS.filter(bool), tail=TOKENS, num_prompt=st.integers(0, 4), seed=st.integers(0, 3))
+def test_sampling_chooses_as_from_a_list(own: list[int], tail: list[int], num_prompt: int, seed: int) -> None:
+    logits = np.random.default_rng(seed).normal(size=VOCAB).astype(np.float32)
+    for temperature in (0.0, 0.9):
+        sampling = Sampling(temperature=temperature, seed=seed, repetition_penalty=1.7, presence_penalty=0.8)
+        path, num = PathHistory(own).path(len(own), tail), min(num_prompt, len(own))
+        assert sampling.choose(logits, path, num) == sampling.choose(logits, [*own, *tail], num)
+
+
+def test_a_mark_of_another_branch_compares_tokens() -> None:
+    mark = PathHistory([1, 2, 3, 4]).mark(3)
+    other = PathHistory([1, 2, 9, 4])
+    assert mark.common(other.path(4)) == 2 and mark.common(PathHistory([1, 2, 3, 4]).path(4)) == 3
+
+
+def test_what_was_removed_is_not_continued() -> None:
+    """A branch was asked, rolled back, and grew as long as before, with other tokens."""
+    tree = BranchTree()
+    record = tree.branch(branch := tree.plant([1]))
+    tree.append(branch, [2, 3, 1, 5, 9], TokenState.DRAFT)
+    assert record.past.path(6).continuation(1, 2) is None and set(record.past.path(6).distinct().tolist()) == {1, 2, 3, 5, 9}
+    tree.rollback(branch, 1)
+    tree.append(branch, [4, 4, 4, 4, 1], TokenState.DRAFT)
+    assert record.past.path(6).continuation(1, 2) == [4, 4], "after the 1 that is there, not after the one that was"
+    assert set(record.past.path(6).distinct().tolist()) == {1, 4}

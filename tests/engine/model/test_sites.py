@@ -14,12 +14,12 @@ from replaylens.engine.model.sites import KEY_SITES, SiteTable, by_letter, table
 from replaylens.engine.thinking.thoughts import ThinkingSites
 from tests.engine.passes.packed import logits, sequences
 from tests.engine.replay.bridges import bridge
-from tests.families import NAMES, hugging_face
+from tests.families import ALIKE, NAMES, hugging_face
 
 TOLERANCE = 1e-5
 SEQUENCES, LENGTH = 2, 19
 """longer than the windows; of equal lengths, since the pattern of ragged sequences is not a tensor"""
-families = pytest.mark.parametrize("name", NAMES)
+families = pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in ALIKE else n for n in NAMES])
 NOT_IN_BRIDGE = {("neox", "hook_rot_q"), ("neox", "hook_rot_k")}
 """(family, end of the site's name) that the bridge lacks; checked through the pattern instead"""
 

@@ -1,18 +1,27 @@
 """Answers: by regular expression, by choice tokens, by a function; early stops; places; options that are refused."""
 
+import random
 import re
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, NotCertified
+from replaylens.engine.model.ops import MASKED
+from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.resampling.plan import Answer, FoundAnswer, rollout_seed
-from replaylens.engine.resampling.rollouts import OutcomeCounts
+from replaylens.engine.resampling import drawing
+from replaylens.engine.resampling.drawing import plan_rollouts, waves_of
+from replaylens.engine.resampling.plan import Answer, FoundAnswer, rollout_seed, sentence_ends, sentence_spans, sentence_starts
+from replaylens.engine.resampling.rollouts import OutcomeCounts, Rollout, Rollouts
 from replaylens.engine.serving.branch import Branch
-from tests.toy_model import engine
+from tests.toy_model import VOCAB, engine
 
 CHAIN = " Alice flips. Bob flips. What's the state? A: heads."
 FACE = Answer.regex("A: (heads|tails)")
@@ -234,3 +243,283 @@ def test_counts_are_checked() -> None:
         OutcomeCounts([1], ["a", "b"], np.zeros((1, 1), dtype=np.int64), [""])
     with pytest.raises(BadRequest, match="texts"):
         OutcomeCounts([1], ["a"], np.zeros((1, 1), dtype=np.int64), [])
+
+
+# ---- keys ------------------------------------------------------------------------------------------------------------
+# Rows with one value per key, of rollouts that end at different lengths: padded as on one path, whatever the waves.
+
+PATTERN, SCORES = "blocks.1.attn.hook_pattern", "blocks.0.attn.hook_attn_scores"
+SITES = [PATTERN, SCORES, "blocks.1.hook_in"]
+HOT = Sampling(temperature=1.2, seed=5, stop_tokens=range(VOCAB - 8, VOCAB))
+ANSWER = Answer.regex(r"\b(1\d)\b")
+TOKENS, AT = [1, 2, 3, 4, 5, 6, 7], [4, 6]
+
+
+def path() -> Branch:
+    return engine().prompt(TOKENS[:3]).force(TOKENS[3:])
+
+
+def drawn(wave: int | None = None, folder: Path | None = None, replace: list[str] | list[int] | None = None) -> Rollouts:
+    keep = ["fork", "all", -1]
+    return path().resample(
+        6, at=AT, sampling=HOT, max_new=7, answer=ANSWER, sites=SITES, keep=keep, wave=wave, folder=folder, replace=replace
+    )
+
+
+@pytest.fixture(scope="module")
+def reference() -> Rollouts:
+    return drawn()
+
+
+def test_the_rollouts_end_differently(reference: Rollouts) -> None:
+    assert {each.stopped for each in reference} == {"answer", "eos", "length"}
+    assert len({each.position + len(each.tokens) for each in reference}) > 3
+
+
+def test_rows_are_those_of_the_path_alone(reference: Rollouts) -> None:
+    """One column per token of the rollout's own path, and in `states` one per token of the longest."""
+    longest, first = max(each.position + len(each.tokens) for each in reference), 0
+    for each in reference:
+        whole = [*TOKENS[: each.position], *each.tokens]
+        alone = engine().prompt(whole, sites=SITES).activations
+        at, end = [position for _, position in each.rows], first + len(each.rows)
+        for site, rest in ((PATTERN, 0.0), (SCORES, MASKED)):
+            assert torch.equal(each.states[site], alone[site][at])
+            joined = reference.states[site][first:end]
+            assert joined.shape[-1] == longest and torch.equal(joined[..., : len(whole)], alone[site][at])
+            assert (joined[..., len(whole) :] == rest).all()
+        assert torch.equal(reference.states[SITES[2]][first:end], alone[SITES[2]][at])
+        first = end
+    assert first == len(reference.index) == len(reference.states[PATTERN])
+
+
+@pytest.mark.parametrize("wave", [1, 4, 100])
+@pytest.mark.parametrize("replace", [None, [8, 9]])
+def test_waves_and_folders_change_no_bit(wave: int, replace: list[int] | None, tmp_path: Path, reference: Rollouts) -> None:
+    whole = drawn(replace=replace) if replace else reference
+    found = [
+        drawn(wave, replace=replace),
+        drawn(wave, tmp_path, replace),
+        drawn(wave, tmp_path, replace),
+        Rollouts.load(tmp_path),
+    ]
+    for each in found:
+        assert each.digest == whole.digest
+        assert all(torch.equal(each.states[site], whole.states[site]) for site in SITES)
+
+
+def test_the_bytes_of_a_wave_count_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of a pattern has heads x keys values, one of the logits the vocabulary and, in its pass, the stream before it."""
+    monkeypatch.setattr(drawing, "MAX_BYTES", 30_000)
+    wave = lambda site: plan_rollouts(path(), 50, AT, HOT, 7, sites=site)[1]  # noqa: E731
+    assert wave(SITES[2]) == 30_000 // (8 * 32 * 4)
+    assert wave(PATTERN) == 30_000 // (8 * 4 * (6 + 7) * 4)
+    assert wave("unembed.hook_out") == 30_000 // (8 * (32 + VOCAB) * 4)
+
+
+# ---- sentences -------------------------------------------------------------------------------------------------------
+# The rule of sentences, on characters and on tokens.
+
+CASES = {
+    "": [],
+    "  ": ["  "],
+    "No end": ["No end"],
+    "One. Two! Three? Four… five": ["One.", " Two!", " Three?", " Four…", " five"],
+    "Pi is 3.14. So": ["Pi is 3.14.", " So"],
+    'He said "yes." She (too.) left?!': ['He said "yes."', " She (too.)", " left?!"],
+    "See e.g. this, i.e. that. J. Smith and Dr. Lee vs. me.": ["See e.g. this, i.e. that.", " J. Smith and Dr. Lee vs. me."],
+    "List:\n1. one\n 12. two. Three\n": ["List:\n", "1. one\n", " 12. two.", " Three\n"],
+    "A thought.\n\nAnother one. \n \nEnd.": ["A thought.\n\n", "Another one. \n \n", "End."],
+    "\n\nStart. End": ["\n\nStart.", " End"],
+    "x = a.b(c) + f.g. Done": ["x = a.b(c) + f.g.", " Done"],
+}
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_spans(text: str) -> None:
+    assert [text[start:end] for start, end in sentence_spans(text)] == CASES[text]
+
+
+def test_spans_cover_any_text() -> None:
+    draw = random.Random(3)
+    for _ in range(300):
+        text = "".join(draw.choice('aB1. \n!?)"e.g') for _ in range(draw.randrange(30)))
+        spans = sentence_spans(text)
+        assert "".join(text[start:end] for start, end in spans) == text
+        assert len(spans) <= 1 or all(text[start:end].strip() for start, end in spans)
+
+
+def test_tokens() -> None:
+    """A sentence begins with the first token that starts in it. One that starts in no token of its own begins nowhere."""
+    pieces = ["One", ".", " Two", ".\n\n", "3", "!", " a. b", ". c"]
+    text = "".join(pieces)
+    ends = [len("".join(pieces[: i + 1])) for i in range(len(pieces))]
+    offsets = list(zip([0, *ends[:-1]], ends, strict=True))
+    assert sentence_starts(text, offsets) == [0, 2, 4, 6, 7]
+    assert sentence_ends(text, offsets) == [1, 3, 5, 6, 7]
+    assert sentence_starts("", []) == [] == sentence_ends("", [])
+
+
+def test_tokens_without_characters() -> None:
+    """A special token belongs to what comes before it."""
+    assert sentence_starts("A b. C", [(0, 1), (1, 4), (4, 4), (4, 6)]) == [0, 3]
+
+
+# ---- bits ------------------------------------------------------------------------------------------------------------
+# A rollout's bits depend on its number alone: not on how many are drawn, in which waves, beside whom, or after what.
+
+PATH, NEW, N = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8], 12, 5
+AT_OF_BITS = [7, 16, 19]
+HOT_OF_BITS = Sampling(temperature=1.2, seed=11, ignore_eos=True)
+EDITS = [Edit("blocks.1.hook_in", "add", torch.linspace(-1, 1, 32), positions=[2, 3])]
+EVERYTHING = ["fork", "last", "all", 0, -2]
+
+
+def path_of(subject: Engine, edited: bool = False) -> Branch:
+    return subject.prompt(PATH[:5], edits=EDITS if edited else []).force(PATH[5:])
+
+
+def drawn_of_bits(branch: Branch, n: int = N, wave: int | None = None, at: object = AT_OF_BITS, **more: object) -> Rollouts:
+    return branch.resample(n, at=at, sampling=HOT_OF_BITS, max_new=NEW, sites="SZ", keep=EVERYTHING, wave=wave, **more)  # type: ignore[arg-type]
+
+
+def same(left: Rollout, right: Rollout) -> bool:
+    return left.to_json() == right.to_json() and all(
+        torch.equal(left.states[site].nan_to_num(7.0), right.states[site].nan_to_num(7.0)) for site in left.states
+    )
+
+
+@pytest.fixture(scope="module")
+def reference_of_bits() -> Rollouts:
+    return drawn_of_bits(path_of(engine()))
+
+
+def alone(edited: bool, position: int, number: int) -> tuple[list[int], dict[str, Tensor], Tensor]:
+    """One rollout by hand, on an engine of its own: tokens, rows from the fork on, and KV."""
+    root = engine().prompt(PATH[:5], sites="S", edits=EDITS if edited else []).force(PATH[5:])
+    (fork,) = root.fork(at=position)
+    fork.generate(NEW, sampling=replace(HOT_OF_BITS, seed=rollout_seed(HOT_OF_BITS.seed, position, number)), final=True)
+    return fork.tokens[position:], {site: rows[position - 1 :] for site, rows in fork.activations.items()}, fork.kv()
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_as_one_branch_alone(edited: bool) -> None:
+    """Tokens, captured rows and KV of a rollout in company are those of a fork that is computed by hand, alone."""
+    subject = engine()
+    branch = path_of(subject, edited)
+    plan, _ = plan_rollouts(branch, N, AT_OF_BITS, HOT_OF_BITS, NEW, None, "S", EVERYTHING)
+    indices = range(len(plan))
+    with ExitStack() as opened:
+        waves = waves_of(subject, branch, plan)
+        forks = waves.forked(indices, opened)
+        waves.generated(forks, indices)
+        for index in (0, 6, 14):
+            place, number = plan.rollout(index)
+            tokens, rows, kv = alone(edited, AT_OF_BITS[place], number)
+            fork = forks[index]
+            assert isinstance(fork, Branch) and fork.tokens[AT_OF_BITS[place] :] == tokens
+            assert torch.equal(fork.kv(), kv)
+            for site in rows:
+                assert torch.equal(fork.activations[site], rows[site]), site
+    assert list(subject.loop.lanes) == [branch.id]
+    subject.check_integrity()
+
+
+@pytest.mark.parametrize("wave", [1, 4, 7, 100])
+def test_waves(reference_of_bits: Rollouts, wave: int) -> None:
+    assert drawn_of_bits(path_of(engine()), wave=wave).digest == reference_of_bits.digest
+
+
+def test_company(reference_of_bits: Rollouts) -> None:
+    """Fewer rollouts, fewer positions, other requests beside them: the ones in common are the same."""
+    subject = engine()
+    other = subject.prompt([9, 9, 9])
+    stream = other.stream(40)
+    next(stream)
+    few = drawn_of_bits(path_of(subject), n=2, at=[16])
+    assert [same(mine, reference_of_bits[N + i]) for i, mine in enumerate(few)] == [True, True]
+    next(stream)
+
+
+def test_preemption(reference_of_bits: Rollouts) -> None:
+    """In a cache with room for a few rollouts only, all at once: they take pages from each other and compute them again."""
+    subject, preempted = engine(cache_tokens=160, page_size=4), []
+    subject.loop.listeners.append(lambda event: preempted.append(event) if event["event"] == "preempt" else None)
+    found = drawn_of_bits(path_of(subject), wave=len(reference_of_bits))
+    assert found.digest == reference_of_bits.digest and preempted
+    subject.check_integrity()
+
+
+def test_waves_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default fits into the KV cache, so that nothing is preempted, and into a number of bytes."""
+    subject, preempted = engine(cache_tokens=160, page_size=4), []
+    subject.loop.listeners.append(lambda event: preempted.append(event) if event["event"] == "preempt" else None)
+    branch = path_of(subject)
+    _, wave = plan_rollouts(branch, N, AT_OF_BITS, HOT_OF_BITS, NEW)
+    assert (
+        wave == (40 - 5) // 4
+        and branch.resample(N, at=AT_OF_BITS, sampling=HOT_OF_BITS, max_new=NEW).plan.n == N
+        and not preempted
+    )
+    monkeypatch.setattr(drawing, "MAX_BYTES", 10_000)
+    assert plan_rollouts(branch, N, AT_OF_BITS, HOT_OF_BITS, NEW, sites="S")[1] == 10_000 // (13 * 3 * 32 * 4) < wave
+
+
+@pytest.mark.parametrize("options", [{"max_rows": 16}, {"page_size": 1}, {"page_size": 5, "max_rows": 20}])
+def test_other_engines(reference_of_bits: Rollouts, options: dict[str, int]) -> None:
+    assert drawn_of_bits(path_of(engine(**options))).digest == reference_of_bits.digest
+
+
+def test_captures_change_no_token(reference_of_bits: Rollouts) -> None:
+    plain = path_of(engine()).resample(N, at=AT_OF_BITS, sampling=HOT_OF_BITS, max_new=NEW)
+    assert [each.tokens for each in plain] == [each.tokens for each in reference_of_bits]
+    captured = engine().prompt(PATH[:5], sites="STC", keep_rejected=True).force(PATH[5:])
+    assert drawn_of_bits(captured).digest == reference_of_bits.digest, "what the branch itself captures does not matter"
+
+
+def test_negative_control(reference_of_bits: Rollouts) -> None:
+    """Another seed, another edit and another path have other bits; rollouts differ from each other."""
+    branch = path_of(engine())
+    other = branch.resample(N, at=AT_OF_BITS, sampling=replace(HOT_OF_BITS, seed=12), max_new=NEW, sites="SZ", keep=EVERYTHING)
+    assert other.digest != reference_of_bits.digest
+    assert drawn_of_bits(path_of(engine(), edited=True)).digest != reference_of_bits.digest
+    assert len({each.tokens for each in reference_of_bits}) > N
+    assert len({each.seed for each in reference_of_bits}) == len(reference_of_bits)
+    changed = replace(
+        reference_of_bits[0],
+        states={**reference_of_bits[0].states, "blocks.0.hook_in": reference_of_bits[1].states["blocks.0.hook_in"]},
+    )
+    assert changed.digest != reference_of_bits[0].digest, "the digest covers the rows"
+
+
+def test_replacement() -> None:
+    """A replaced sentence is forced, and the rollout goes on from it, as by hand."""
+    branch = path_of(engine())
+    found = branch.resample(3, at=[7, 16], sampling=HOT_OF_BITS, max_new=6, replace=[4, 4, 2], sites="S", keep=["fork", "last"])
+    (fork,) = engine().prompt(PATH[:5], sites="S").force(PATH[5:]).fork(at=16)
+    fork.force([4, 4, 2]).generate(6, sampling=replace(HOT_OF_BITS, seed=rollout_seed(11, 16, 2)), final=True)
+    assert list(found[5].tokens) == fork.tokens[19:]
+    assert found[5].rows == (("fork", 18), ("last", 24))
+    rows = fork.activations["blocks.0.hook_in"]
+    assert torch.equal(found[5].states["blocks.0.hook_in"], rows[[18, 24]])
+    again = branch.resample(
+        3, at=[7, 16], sampling=HOT_OF_BITS, max_new=6, replace=[4, 4, 2], sites="S", keep=["fork", "last"], wave=1
+    )
+    assert again.digest == found.digest
+    assert (
+        found.digest != branch.resample(3, at=[7, 16], sampling=HOT_OF_BITS, max_new=6, sites="S", keep=["fork", "last"]).digest
+    )
+
+
+def test_a_stream_stays_on_its_path_when_the_branch_moves_on() -> None:
+    """Waves that are drawn later belong to the path of the call, not to what the branch has become."""
+    engine = Engine.load("coin-plain")
+    start = "A coin's state is heads."
+    chain = engine.prompt(start).force(" Alice flips. Bob flips. What's the state? A:")
+    wanted = chain.resample(3, at="sentences", max_new=6, wave=2)
+    stream = chain.stream_rollouts(3, at="sentences", max_new=6, wave=2)
+    first = next(stream)
+    chain.rollback(engine.prompt(start).length)
+    chain.force(" Bob does not flip. Carol flips. What's the state? A:")
+    chain.release()
+    assert [each.digest for each in (first, *stream)] == [each.digest for each in wanted.rollouts]

@@ -1,27 +1,51 @@
 """Waves on disk: killed and resumed gives the same digest; damage is found; another plan is refused."""
 
 import dataclasses
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner, Result
 
-from replaylens.engine.errors import BadRollouts, DumpWriteFailed, PlanMismatch, UnsealedRollouts
+from replaylens.cli import app
+from replaylens.engine import cluster
+from replaylens.engine.cluster import resample_on_cluster
+from replaylens.engine.dump.maker import make_plan, write_dump
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.verify import VERIFIED, verify
+from replaylens.engine.engine import Engine
+from replaylens.engine.errors import (
+    BadRequest,
+    BadRollouts,
+    BadTexts,
+    ClusterFailed,
+    DumpWriteFailed,
+    FingerprintMismatch,
+    PlanMismatch,
+    UnsealedRollouts,
+)
+from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.resampling import rollouts as folder
 from replaylens.engine.resampling.drawing import plan_rollouts
 from replaylens.engine.resampling.plan import Answer
-from replaylens.engine.resampling.rollouts import Rollouts
+from replaylens.engine.resampling.rollouts import Rollouts, WaveFolder
 from replaylens.engine.serving.branch import Branch
+from replaylens.tasks.tokenizer import WordTokenizer
+from tests.engine.dump.fake_ray import FakeRay
 from tests.toy_model import engine
 
 HOT = Sampling(temperature=1.2, seed=5, ignore_eos=True)
@@ -405,3 +429,309 @@ def test_threads_share_a_folder(tmp_path: Path, reference: Rollouts) -> None:
         found = list(pool.map(lambda _: drawn(branch, tmp_path).digest, range(3)))
     assert {*found, Rollouts.load(tmp_path).digest} == {reference.digest}
     assert not list(tmp_path.glob("*.part"))
+
+
+# ---- dumps -----------------------------------------------------------------------------------------------------------
+# Rollouts as texts: a dump of their kept rows verifies from its folder, and holds the rows that were captured.
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_a_dump_of_rollouts(tmp_path: Path, edited: bool) -> None:
+    subject = Engine.load("coin-plain")
+    edits = [Edit("S", "zero", positions=[2], layers=[1])] if edited else []
+    branch = subject.prompt("A coin's state is heads.", edits=edits).force(" Alice flips. Bob flips. What's the state? A:")
+    options = {"sites": "S", "keep": ["fork", "sentences", "answer"], "replace": " Carol flips." if edited else None}
+    found = branch.resample(4, at="sentences", max_new=10, answer=Answer.regex("heads|tails"), **options)  # type: ignore[arg-type]
+    task = subject.texts(found)
+    plan = make_plan(subject, task, len(task), sites="S", positions="label:place", rejected=False)
+    dump = write_dump(subject, plan, tmp_path / "dump")
+    assert dump is not None and verify(dump.url, Engine.load("coin-plain"), sample=1.0).status == VERIFIED
+    frame = dump.to_pandas()
+    kept = found.index.drop_duplicates(["position", "number", "token"])
+    assert len(frame) == len(kept)
+    assert frame["position"].tolist() == kept["token"].tolist() and frame["fork"].tolist() == kept["position"].tolist()
+    assert frame["rollout"].tolist() == kept["number"].tolist()
+    rows = found.states["blocks.2.hook_in"][kept.index.tolist()]
+    assert torch.equal(dump.to_torch("blocks.2.hook_in"), rows)
+    first = frame[frame["place"] == "fork"].groupby("fork")["outcome"].count()
+    assert first.sum() == sum(each.outcome is not None for each in found)
+
+
+def test_a_replay_of_rollouts(served: Engine) -> None:
+    branch = served.prompt("A coin's state is heads.").force(" Alice flips.")
+    found = branch.resample(3, at=[6, 9], max_new=4)
+    run = served.replay(found, sites="S")
+    assert [result.tokens for result in run] == [[*branch.tokens[: each.position], *each.tokens] for each in found]
+    with pytest.raises(BadTexts, match="labels of their own"):
+        served.replay(found, labels={"x": [1] * 6})
+
+
+def test_one_dump_of_several_chains(served: Engine, tmp_path: Path) -> None:
+    """Rows of all chains lie in one dump, with the number of their chain, and have the bits that were captured."""
+    options = {"max_new": 6, "sites": "S", "keep": ["fork", "last"]}
+    chains = [
+        served.prompt(f"A coin's state is {face}.").force(" Alice flips. Bob flips.").resample(2, at="sentences", **options)  # type: ignore[arg-type]
+        for face in ("heads", "tails", "heads")
+    ]
+    task = served.texts(chains)
+    dump = write_dump(
+        served, make_plan(served, task, len(task), sites="S", positions="label:place", rejected=False), tmp_path / "dump"
+    )
+    assert dump is not None and verify(dump.url, served, sample="all").status == VERIFIED
+    frame = dump.to_pandas()
+    assert frame["chain"].tolist() == [number for number, found in enumerate(chains) for _ in range(len(found.index))]
+    rows = torch.cat([found.states["blocks.1.hook_in"] for found in chains])
+    assert torch.equal(dump.to_torch("blocks.1.hook_in"), rows)
+    with pytest.raises(BadTexts, match="separate calls"):
+        served.texts([chains[0], "A coin's state is heads."])
+
+
+# ---- command ---------------------------------------------------------------------------------------------------------
+# `replaylens resample`: one command from a chain to counts, rows and a dump that verifies.
+
+PROMPT, CHAIN = "A coin's state is heads.", " Alice flips. Bob flips."
+DRAWN = ("--at", "sentences", "--n", "3", "--max-new", "8", "--seed", "4", "--answer", "heads|tails", "--quiet")
+
+
+def call(*words: str) -> Result:
+    return CliRunner().invoke(app, ["resample", *words])
+
+
+def test_from_a_chain_to_a_dump(tmp_path: Path) -> None:
+    out, dump = str(tmp_path / "out"), str(tmp_path / "dump")
+    words = ("--prompt", PROMPT, "--chain", CHAIN, *DRAWN, "--sites", "S", "--keep", "fork,sentences,-1", "--out", out)
+    done = call(*words, "--dump", dump, "--wave", "2")
+    assert done.exit_code == 0, done.output
+    branch = Engine.load("coin-plain").prompt(PROMPT).force(CHAIN)
+    mine = branch.resample(
+        3,
+        at="sentences",
+        max_new=8,
+        sampling=Sampling(temperature=1.0, seed=4),
+        answer=Answer.regex("heads|tails"),
+        sites="S",
+        keep=["fork", "sentences", -1],
+    )
+    assert mine.digest in done.output and Rollouts.load(out).digest == mine.digest
+    assert CliRunner().invoke(app, ["verify", dump, "--all", "--quiet"]).exit_code == 0
+    again = call(*words, "--json")
+    assert json.loads(again.output)["digest"] == mine.digest, "a finished folder is read"
+    other = call(*words, "--temperature", "0.5")
+    assert other.exit_code == 2 and "PlanMismatch" in other.output
+
+
+def test_a_file_of_chains(tmp_path: Path) -> None:
+    file = tmp_path / "chains.jsonl"
+    tokens = Engine.load("coin-plain").tokens_of(PROMPT)
+    file.write_text(json.dumps({"prompt": PROMPT, "chain": CHAIN}) + "\n\n" + json.dumps({"prompt": tokens, "chain": CHAIN}))
+    kept = ("--sites", "S", "--dump", str(tmp_path / "dump"))
+    done = call("--file", str(file), *DRAWN, "--out", str(tmp_path / "out"), "--json", *kept)
+    assert done.exit_code == 0, done.output
+    first, second = (json.loads(line) for line in done.output.splitlines()[:2])
+    assert Dump.open(tmp_path / "dump").to_pandas()["chain"].unique().tolist() == [0, 1], "one dump for all chains"
+    assert first["digest"] == second["digest"] and first["positions"] == [6, 9]
+    assert (tmp_path / "out" / "00001" / "plan.json").exists()
+
+
+def test_a_chat_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rollouts: Path) -> None:
+    """Drawn after what the template writes; a tokenizer without one is named, and so is a file with something else."""
+    file, out = tmp_path / "chat.json", tmp_path / "out"
+    file.write_text(json.dumps([{"role": "user", "content": PROMPT}]))
+    words = ("--chat", str(file), "--chain", CHAIN, *DRAWN, "--out", str(out))
+    done = call(*words)
+    assert done.exit_code == 2 and "WordTokenizer has no chat template" in done.output
+    monkeypatch.setattr(WordTokenizer, "chat_template", "a template", raising=False)
+    monkeypatch.setattr(WordTokenizer, "apply_chat_template", lambda _, chat, **__: chat[0]["content"], raising=False)
+    done = call(*words)
+    assert done.exit_code == 0 and Rollouts.load(out).digest == Rollouts.load(rollouts).digest, done.output
+    for content, message in (('{"role": "user"}', "JSON list of messages"), ("[", "is not JSON"), ('["a"]', "JSON list")):
+        file.write_text(content)
+        done = call(*words)
+        assert done.exit_code == 2 and message in " ".join(done.output.split()), done.output
+
+
+@pytest.mark.parametrize("words", [("report", "--out", "page.html"), ("inspect",), ("verify", "--all")])
+def test_a_folder_of_rollouts_is_no_dump(tmp_path: Path, words: tuple[str, ...], rollouts: Path) -> None:
+    """Finished or not, rollouts are named as such; an unfinished dump still is one (test_resume.py)."""
+    for given in (rollouts, tmp_path):
+        shutil.copyfile(rollouts / "plan.json", tmp_path / "plan.json")  # no wave is finished
+        done = CliRunner().invoke(app, [words[0], str(given), *words[1:]])
+        assert done.exit_code == 2 and "UnfinishedDump" not in done.output, done.output
+        assert "holds rollouts, not a dump" in done.output and "--dump" in done.output
+
+
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rollouts") / "out"
+    assert call("--prompt", PROMPT, "--chain", CHAIN, *DRAWN, "--out", str(folder)).exit_code == 0
+    return folder
+
+
+def test_choices_at_the_fork(tmp_path: Path) -> None:
+    asked = ("--choice", " heads", "--choice", " tails", "--after", " What's the state? A:", "--max-new", "0", "--n", "1")
+    done = call("--prompt", PROMPT, "--chain", CHAIN, "--at", "6,9", *asked, "--json", "--quiet", "--out", str(tmp_path / "o"))
+    assert done.exit_code == 0, done.output
+    assert [share[0] > 0.5 for share in json.loads(done.output)["shares"]] == [True, False]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ((), "Give one of --prompt"),
+        (("--prompt", "x", "--file", "y"), "Give one of --prompt"),
+        (("--prompt", PROMPT, "--at", "word"), "Invalid --at"),
+        (("--prompt", PROMPT, "--answer", "a", "--choice", "b"), "two ways"),
+        (("--prompt", PROMPT, "--after", "b"), "--after"),
+        (("--prompt", PROMPT, "--dump", "d"), "--dump writes"),
+        (("--prompt", PROMPT, "--at", "sentences"), "there are none"),
+        (("--file", "nowhere.jsonl"), "nowhere"),
+        (("--chat", "nowhere.json"), "nowhere"),
+        (("--prompt", "x", "--chat", "y"), "Give one of --prompt"),
+        (("--prompt", PROMPT, "--keep", "first"), "keep='first'"),
+    ],
+)
+def test_bad_options(tmp_path: Path, words: tuple[str, ...], message: str) -> None:
+    done = call(*words, "--out", str(tmp_path / "out"), "--quiet")
+    assert done.exit_code == 2 and message in done.output and "Traceback" not in done.output
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of room is out of reach, as it is for a dump: once there is room, the same command goes on."""
+    words = ("--prompt", PROMPT, "--n", "2", "--max-new", "2", "--quiet", "--out", str(tmp_path / "out"))
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        done = call(*words)
+    assert done.exit_code == 3 and done.stderr.startswith("DumpWriteFailed: ") and "No space left" in done.stderr
+    assert call(*words).exit_code == 0
+    (tmp_path / "file").write_text("mine")
+    done = call(*words[:-1], str(tmp_path / "file"))
+    assert done.exit_code == 3 and done.stderr.startswith("DumpWriteFailed: ") and "File exists" in done.stderr
+
+
+def test_a_line_that_is_no_chain(tmp_path: Path) -> None:
+    file = tmp_path / "chains.jsonl"
+    for line in ("[]", "{", '{"chain": "a"}', '{"prompt": "a", "chian": "b"}'):
+        file.write_text(line)
+        done = call("--file", str(file), "--out", str(tmp_path / "out"), "--quiet")
+        assert done.exit_code == 2 and "Line 1" in done.output
+
+
+# ---- cluster ---------------------------------------------------------------------------------------------------------
+# Rollouts on a stand-in for Ray: the same digest on any number of workers, also when some die. `make cluster` starts Ray.
+
+OPTIONS: dict[str, Any] = {
+    "at": "sentences",
+    "sampling": Sampling(temperature=1.0, seed=3),
+    "max_new": 8,
+    "answer": Answer.regex("heads|tails"),
+    "sites": "S",
+    "keep": ["fork", "last"],
+    "wave": 4,
+}
+Dies = Callable[[int, str, tuple[Any, ...]], bool]
+
+
+@pytest.fixture(scope="module")
+def reference_of_cluster() -> Rollouts:
+    """In this process, without waves."""
+    return Engine.load("coin-plain").prompt(PROMPT).force(CHAIN).resample(7, **{**OPTIONS, "wave": None})
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeRay]:
+    """Replace Ray by a stand-in."""
+
+    def install(dies: Dies = lambda *call: False) -> FakeRay:
+        ray = FakeRay(2, dies)
+
+        @contextmanager
+        def connected(address: str) -> Iterator[FakeRay]:
+            yield ray
+
+        monkeypatch.setattr(cluster, "connected", connected)
+        return ray
+
+    return install
+
+
+def drawn_of_cluster(folder: Path, **more: Any) -> Rollouts:
+    return resample_on_cluster("coin-plain", folder, PROMPT, 7, chain=CHAIN, **{**OPTIONS, **more})
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_any_number_of_workers(fake: Any, reference_of_cluster: Rollouts, tmp_path: Path, workers: int) -> None:
+    ray = fake()
+    found = drawn_of_cluster(tmp_path, workers=workers)
+    assert found.digest == reference_of_cluster.digest and ray.started == workers
+    assert len(list(tmp_path.glob("wave-*.json"))) == 4
+
+
+def test_dead_workers_are_replaced(fake: Any, reference_of_cluster: Rollouts, tmp_path: Path) -> None:
+    """The first worker dies on its second wave."""
+    written: list[int] = []
+
+    def dies(actor: int, method: str, args: tuple[Any, ...]) -> bool:
+        written.extend([actor] * (actor == 1 and method == "write"))
+        return actor == 1 and len(written) > 1
+
+    ray = fake(dies)
+    assert drawn_of_cluster(tmp_path, workers=2).digest == reference_of_cluster.digest and ray.started == 3
+    assert ray.killed == 3, "none outlives the call, and holds a place of the cluster"
+
+
+def test_the_command_starts_one_cluster_for_all_chains(fake: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting one takes many seconds. `connected` within `connected` takes the one that runs."""
+    fake()
+    depth, starts, once = 0, 0, cluster.connected
+
+    @contextmanager
+    def counted(address: str) -> Iterator[Any]:
+        nonlocal depth, starts
+        starts, depth = starts + (depth == 0), depth + 1
+        with once(address) as ray:
+            yield ray
+        depth -= 1
+
+    monkeypatch.setattr(cluster, "connected", counted)
+    (tmp_path / "chains.jsonl").write_text(
+        "".join(json.dumps({"prompt": PROMPT, "chain": chain}) + "\n" for chain in (CHAIN, " Bob flips."))
+    )
+    given = ["resample", "--file", str(tmp_path / "chains.jsonl"), "--n", "3", "--max-new", "4", "--out", str(tmp_path / "out")]
+    told = CliRunner().invoke(app, [*given, "--workers", "2", "--quiet"])
+    assert told.exit_code == 0 and len(list((tmp_path / "out").iterdir())) == 2, told.output
+    assert (starts, depth) == (1, 0)
+
+
+def test_a_wave_that_kills_every_worker(fake: Any, reference_of_cluster: Rollouts, tmp_path: Path) -> None:
+    """It ends with a named error; the others are kept, and the next call goes on with them."""
+    fake(lambda actor, method, args: method == "write" and args[1] == 2)
+    with pytest.raises(ClusterFailed, match="Wave 2"):
+        drawn_of_cluster(tmp_path, workers=1)
+    fake()
+    assert drawn_of_cluster(tmp_path, workers=2).digest == reference_of_cluster.digest
+
+
+def test_other_workers_are_refused(fake: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake()
+    created = WaveFolder.create
+
+    def with_another_model(folder: Any, plan: Any, wave: int) -> WaveFolder:
+        from dataclasses import replace
+
+        return created(folder, replace(plan, fingerprint="0" * 64), wave)
+
+    monkeypatch.setattr(WaveFolder, "create", with_another_model)
+    with pytest.raises(FingerprintMismatch):
+        drawn_of_cluster(tmp_path)
+
+
+def test_functions_are_not_sent(fake: Any, tmp_path: Path) -> None:
+    fake()
+    with pytest.raises(BadRequest, match="at cannot be sent"):
+        drawn_of_cluster(tmp_path, at=lambda position, text: True)
+    with pytest.raises(BadRequest, match="function"):
+        drawn_of_cluster(tmp_path, answer=Answer.function(str.upper))

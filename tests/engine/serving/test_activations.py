@@ -1,15 +1,24 @@
 """`Branch.activations`: one row for every committed token, whatever is captured and whatever was computed so far."""
 
+import gc
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from replaylens.engine.memory.tree import TokenState
+from replaylens.engine.engine import Engine
+from replaylens.engine.errors import BadEdit, BadRequest, BadTrace, ClosedBranch, EngineError, OutOfPages
+from replaylens.engine.loop.lane import Job
+from replaylens.engine.memory.tree import BranchStatus, TokenState
 from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
-from tests.engine.serving.test_kv import crowd_out
-from tests.toy_model import continuation, engine, toy
+from replaylens.engine.serving.forest import Forest
+from replaylens.engine.serving.request import Stream
+from tests.toy_model import VOCAB, Reference, continuation, engine, random_model, toy, watch_passes
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 EDIT = Edit("blocks.0.hook_in", "add", torch.linspace(-1, 1, 32), positions=4)
@@ -126,3 +135,554 @@ def test_rows_of_a_branch_that_is_streamed() -> None:
     assert fork.activations.end == 9, "no step was made yet"
     assert len(list(stream)) == 4 and fork.activations.end == 12
     subject.check_integrity()
+
+
+# ---- kv --------------------------------------------------------------------------------------------------------------
+# `Branch.kv()` is the KV of every committed token, even if other requests have taken the branch's pages.
+
+
+def crowd_out(subject: Engine, branch: Branch) -> None:
+    """Fill the cache until the idle branch loses its pages."""
+    for first in range(10, 40, 10):
+        subject.prompt([(first + i) % 50 for i in range(24)]).release()
+    subject.prompt([(3 * i) % 50 for i in range(subject.runner.pool.num_pages * 4 - 1)]).release()
+    assert branch.lane.computed == 0, "it was preempted"
+
+
+def test_kv_of_a_preempted_branch_is_computed_again() -> None:
+    subject = engine(cache_tokens=32, canary=True)
+    branch = subject.prompt(PROMPT)
+    truth = branch.kv()
+    crowd_out(subject, branch)
+    assert torch.equal(branch.kv(), truth) and len(truth) == 9
+    assert branch.lane.computed == 9, "and it has its pages again"
+    subject.check_integrity()
+    assert branch.generate(4).tokens == engine().prompt(PROMPT).generate(4).tokens
+    subject.check_integrity()
+
+
+def test_a_pending_token_stays_pending() -> None:
+    """The number of rows stays the same: the last generated token has none until another one follows."""
+    subject = engine(cache_tokens=32)
+    branch = subject.prompt(PROMPT, sites="SZ").generate(5)
+    truth, states = branch.kv(), branch.states
+    rows = {site: branch.activations[site] for site in branch.activations}
+    assert len(truth) == branch.length - 1
+    crowd_out(subject, branch)
+    assert torch.equal(branch.kv(), truth) and branch.states == states
+    assert all(torch.equal(branch.activations[site], x) for site, x in rows.items())
+    assert torch.equal(truth, Reference(toy(), branch.tokens).kv[:-1])
+
+
+def test_kv_of_a_preempted_rejected_draft() -> None:
+    subject = engine(cache_tokens=64)
+    branch = subject.prompt(PROMPT).generate(8, drafter="tree", window=4, keep_pages=True)
+    rejected = branch.rejected[0]
+    truth, tokens = rejected.kv(), rejected.tokens
+    crowd_out(subject, rejected)
+    assert torch.equal(rejected.kv(), truth) and rejected.tokens == tokens and len(truth) == len(tokens)
+    assert torch.equal(truth, Reference(toy(), tokens).kv)
+    subject.check_integrity()
+
+
+def test_kv_of_a_fork_that_computed_nothing_yet() -> None:
+    """An edited fork shares the KV before the edit. The rest is computed on demand."""
+    subject = engine()
+    branch = subject.prompt(PROMPT)
+    edit = Edit("blocks.0.hook_in", "add", torch.linspace(-1, 1, 32), positions=4)
+    (fork,) = branch.fork(edits=[edit])
+    fresh = engine().prompt(PROMPT, edits=[edit])
+    assert torch.equal(fork.kv(), fresh.kv()) and not torch.equal(fork.kv(), branch.kv())
+    subject.check_integrity()
+
+
+def test_kv_of_a_preempted_branch_that_is_streamed() -> None:
+    subject = engine(cache_tokens=32)
+    branch = subject.prompt(PROMPT)
+    stream = branch.stream(6, window=1)
+    first = next(stream)
+    subject.loop.reservations.drop_pages(branch.lane)
+    length = branch.length
+    kv = branch.kv()
+    assert torch.equal(kv, Reference(toy(), branch.tokens).kv[: length - 1])
+    assert [first, *stream] == engine().prompt(PROMPT).generate(6).generated
+    subject.check_integrity()
+
+
+def test_kv_that_cannot_be_computed_again_says_so() -> None:
+    subject = engine(cache_tokens=32)
+    branch = subject.prompt(PROMPT)
+    subject.loop.reservations.drop_pages(branch.lane)
+    subject.prefix.clear()
+    taken = [subject.runner.pool.share([], 0) for _ in range(1)]
+    subject.runner.reserve(taken[0], 0, 30)
+    with pytest.raises(OutOfPages, match="3 pages"):
+        branch.kv()
+    subject.runner.pool.release(taken[0])
+    assert len(branch.kv()) == 9
+    assert subject.loop.jobs == [] and list(subject.loop.lanes) == [branch.id]
+
+
+# ---- streams ---------------------------------------------------------------------------------------------------------
+# A closed or abandoned stream leaves its branch as generating the yielded tokens would, however far the engine was ahead.
+
+PROMPT_OF_STREAMS = [1, 2, 3]
+TRUTH = continuation(toy(), PROMPT_OF_STREAMS, 20)
+
+
+def state(branch: Branch) -> tuple[Any, ...]:
+    """Everything that a caller can read of a branch, except its rejected drafts and their counts."""
+    rows = {site: x.tolist() for site, x in branch.activations.items() if "emitted" not in site}
+    kept = branch.activations.positions()
+    return branch.tokens, branch.states, branch.status, branch.finish_reason, branch.kv().tolist(), rows, kept
+
+
+ENDS: dict[str, Callable[[list[Stream]], object]] = {
+    "close": lambda held: held[0].close(),
+    "del": lambda held: held.clear(),
+    "garbage": lambda held: (held.append(held), held.clear(), gc.collect()),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize(("taken", "ahead"), [(0, 20), (1, 1), (1, 4), (1, 20), (3, 20)])
+def test_the_branch_is_as_after_generating_what_was_yielded(taken: int, ahead: int, how: str) -> None:
+    subject = engine(record=True, canary=True)
+    branch = subject.prompt(PROMPT_OF_STREAMS, sites="SZ")
+    held = [branch.stream(20, window=ahead)]
+    assert [next(held[0]) for _ in range(taken)] == TRUTH[:taken]
+    ENDS[how](held)
+    assert subject.loop.jobs == [] and branch.generated == TRUTH[:taken]
+    plain = engine().prompt(PROMPT_OF_STREAMS, sites="SZ")
+    assert state(branch) == state(plain.generate(taken) if taken else plain)
+    subject.check_integrity()
+    (again,) = engine().replay_trace(subject.trace).values()
+    assert state(again) == state(branch)
+    assert branch.generate(20 - taken).generated == TRUTH, "and it goes on as if nothing had been ahead"
+
+
+def test_an_interrupt_leaves_what_was_yielded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C right after a step that gained tokens."""
+    subject = engine()
+    branch = subject.prompt(PROMPT_OF_STREAMS)
+    stream = branch.stream(20, window=4)
+    taken = [next(stream), next(stream)]  # the first comes out of the canonical pass, the second with a window
+    step, ahead = subject.loop.step, branch.length
+
+    def interrupted() -> None:
+        step()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subject.loop, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        taken += iter(stream)
+    assert ahead > 4 and branch.generated == taken == TRUTH[: len(taken)] and subject.loop.jobs == []
+    assert list(stream) == []
+
+
+def test_a_finished_branch_is_open_again_without_its_end() -> None:
+    """The last token ended it, but was never yielded."""
+    subject = engine()
+    branch = subject.prompt(PROMPT_OF_STREAMS)
+    at = next(i for i, token in enumerate(TRUTH) if token not in TRUTH[:i] and i > 1)
+    stream = branch.stream(20, window=20, sampling=Sampling(stop_tokens=(TRUTH[at],)))
+    next(stream)
+    while not stream.job.done:
+        subject.loop.step()
+    assert branch.status is BranchStatus.FINISHED
+    stream.close()
+    assert branch.status is BranchStatus.OPEN and branch.finish_reason is None and branch.generated == TRUTH[:1]
+
+
+def test_a_pending_token_before_the_stream_is_pending_again() -> None:
+    branch = engine().prompt(PROMPT_OF_STREAMS, sites="S").generate(2)
+    before = state(branch)
+    stream = branch.stream(9, window=9)
+    while not stream.job.done:
+        stream.forest.loop.step()
+    assert branch.length == 14
+    stream.close()
+    assert state(branch) == before and branch.record.states[-1] is TokenState.PENDING
+
+
+def test_a_branch_with_unread_tokens_is_busy() -> None:
+    """Whether the request itself has ended is a matter of the clock; whether its stream has is not."""
+    subject = engine()
+    branch = subject.prompt(PROMPT_OF_STREAMS)
+    stream = branch.stream(5, window=5)
+    assert next(stream) == TRUTH[0]
+    while not stream.job.done:
+        subject.loop.step()
+    for call in (lambda: branch.rollback(3), lambda: branch.force([1]), lambda: branch.generate(2), lambda: branch.stream(2)):
+        with pytest.raises(BadRequest, match="close its stream first"):
+            call()
+    assert [next(stream) for _ in range(4)] == TRUTH[1:5]
+    branch.generate(3)  # every token was read, so the branch is free before the stream says that it ended
+    stream.close()
+    del stream
+    assert branch.generated == TRUTH[:8], "closing a stream that yielded everything cuts nothing"
+
+
+def test_an_old_stream_does_not_cut_what_came_after_it() -> None:
+    branch = engine().prompt(PROMPT_OF_STREAMS)
+    old = branch.stream(3)
+    assert [next(old) for _ in range(3)] == TRUTH[:3]
+    new = branch.stream(9, window=9)
+    assert next(new) == TRUTH[3] and branch.length > 7
+    old.close()
+    assert list(new) == TRUTH[4:12]
+
+
+def test_rejected_drafts_of_the_cut_part_go_with_it() -> None:
+    subject = engine()
+    branch = subject.prompt(PROMPT_OF_STREAMS)
+    stream = branch.stream(20, drafter="lens", window=5)
+    next(stream)
+    while not stream.job.done:
+        subject.loop.step()
+    assert any(other.fork_position > 4 for other in branch.record.cut)
+    stream.close()
+    assert not any(other.fork_position > 4 for other in branch.record.cut)
+
+
+def test_a_released_branch_stays_as_it_was() -> None:
+    subject = engine()
+    branch = subject.prompt(PROMPT_OF_STREAMS)
+    stream = branch.stream(20, window=4)
+    next(stream)
+    branch.release()
+    stream.close()
+    subject.check_integrity()
+
+
+def test_finalizers_wait_for_the_end_of_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Garbage is collected anywhere: a stream that ends within another change is cut after it."""
+    subject = engine()
+    branch, other = subject.prompts([PROMPT_OF_STREAMS, [4, 5]])
+    held = [branch.stream(20, window=19)]
+    next(held[0])
+    next(held[0])  # of a window
+    fork = subject.tree.fork
+    seen: list[int] = []
+
+    def forked(*args: Any) -> int:
+        held.clear()
+        gc.collect()
+        seen.append(len(branch.record.tokens))
+        return fork(*args)
+
+    monkeypatch.setattr(subject.tree, "fork", forked)
+    length = branch.length
+    other.fork()
+    assert seen == [length] and length > 5, "not within the fork"
+    assert branch.length == 5, "but before anybody looks"
+    subject.check_integrity()
+
+
+def test_streams_of_an_edited_fork() -> None:
+    """Rows of the prompt that are computed within the request stay."""
+    edit = Edit("blocks.0.hook_in", "add", torch.linspace(-1, 1, 32), positions=1)
+    subject = engine()
+    (fork,) = subject.prompt(PROMPT_OF_STREAMS, sites="S").fork(edits=[edit])
+    stream = fork.stream(6)
+    next(stream)
+    stream.close()
+    plain: Engine = engine()
+    assert state(fork) == state(plain.prompt(PROMPT_OF_STREAMS, sites="S", edits=[edit]).generate(1))
+
+
+# ---- variants --------------------------------------------------------------------------------------------------------
+# Variants and logits: a text under many lists of edits has the bits of each list alone.
+
+PATH = torch.randint(3, 60, (11,), generator=torch.Generator().manual_seed(4)).tolist()
+OTHER = torch.randint(3, 60, (11,), generator=torch.Generator().manual_seed(5)).tolist()
+VECTOR = torch.randn(32, generator=torch.Generator().manual_seed(6))
+
+
+def grid(rows: dict[str, Tensor]) -> list[list[Edit]]:
+    made = [[Edit(site, "set", rows[site][p], positions=p)] for site in rows for p in (0, 4, 10)]
+    made += [[Edit("blocks.1.attn.hook_z", "zero", heads=[head], positions=slice(2, None))] for head in range(4)]
+    made += [[Edit("embed.hook_out", "add", VECTOR, positions=3)], [], [Edit("S", "add", VECTOR, layers=[2])]]
+    return [*made, [*made[1], *made[7]], [Edit("blocks.1.attn.hook_pattern", "mask", positions=9, keys=[1, 2])]]
+
+
+@pytest.mark.parametrize("max_rows", [16, 512])
+def test_a_variant_has_the_bits_of_its_edits_alone(max_rows: int) -> None:
+    served, alone = engine(max_rows=max_rows), engine()
+    sites = ["blocks.0.hook_in", "blocks.1.hook_in", "blocks.0.mlp.hook_out", "blocks.1.attn.hook_out"]
+    source = served.prompt(OTHER, sites=sites).activations
+    variants = grid({site: source[site] for site in sites})
+    found = served.logits_under(PATH, variants, positions=None)
+    for edits, logits in zip(variants, found, strict=True):
+        branch = alone.prompt(PATH, sites=["unembed.hook_out"], edits=edits)
+        assert torch.equal(logits, branch.activations["unembed.hook_out"])
+        assert torch.equal(branch.logits(None), logits)
+    plain = found[variants.index([])]
+    changed = [not torch.equal(logits, plain) for logits in found]
+    assert changed.count(False) == 1, "control: every list of edits but the empty one changes something"
+    served.check_integrity()
+
+
+LAST = ("attn.hook_z", "attn.hook_out", "ln2.hook_out", "mlp.hook_post", "mlp.hook_out", "hook_out")
+
+
+@pytest.mark.parametrize("positions", [[-1], [6, 3], None])
+@pytest.mark.parametrize("family", [{}, {"parallel_residual": True}, {"post_norms": True}], ids=str)
+def test_only_the_rows_that_are_read_leave_the_last_block(family: dict[str, Any], positions: list[int] | None) -> None:
+    """Edits in the last block, before and after its attention, alone and together; reads of some rows and of all."""
+    model = random_model(seed=3, **family)
+    served, alone = engine(model), engine(model)
+    wanted = list(range(len(PATH))) if positions is None else positions
+    made = {name: Edit(f"blocks.1.{name}", "zero", positions=slice(2, None)) for name in LAST}
+    made["attn.hook_pattern"] = Edit("blocks.1.attn.hook_pattern", "zero", positions=slice(2, None), keys=[1])
+    variants = [[], *([edit] for edit in made.values()), [made["attn.hook_z"], made["mlp.hook_post"]]]
+    variants.append([Edit("blocks.0.hook_in", "zero", positions=9)])  # after some of the rows, and after all of [6, 3]
+    found = served.logits_under(PATH, variants, positions=positions)
+    for edits, logits in zip(variants, found, strict=True):
+        branch = alone.prompt(PATH, sites=["unembed.hook_out"], edits=edits)
+        assert torch.equal(logits, branch.activations["unembed.hook_out"][wanted])
+    changed = [not torch.equal(logits, found[0]) for logits in found[1:]]
+    assert all(changed[:-1]) and changed[-1] == (positions != [6, 3]), (
+        "control: every edit before a row that is read changes it"
+    )
+    served.check_integrity()
+
+
+def test_the_last_block_computes_the_rows_that_are_read() -> None:
+    served = engine()
+    rows: list[int] = []
+    block = served.model.blocks[-1].mlp
+    block.register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
+    variants = [[Edit("blocks.0.attn.hook_z", "zero", heads=[head])] for head in range(4)]
+    served.logits_under(PATH, variants, positions=[-1])
+    assert rows[1:] == [4], "four rows, after the prompt itself"
+    served.logits_under(PATH, [[*edits, Edit("blocks.1.mlp.hook_out", "zero", positions=0)] for edits in variants])
+    assert rows[-1] == 48, "control: 44 rows if one of them is edited after attention"
+
+
+@pytest.mark.parametrize("base", ["blocks.1.hook_in", "blocks.0.hook_in", "blocks.0.attn.hook_out", "embed.hook_out"])
+def test_edits_of_the_base_are_made_once(base: str) -> None:
+    """A base edited at the stream where its variants start: the edit is not added twice."""
+    served, first = engine(), Edit(base, "add", VECTOR)
+    variants = [[Edit("blocks.1.hook_in", "add", VECTOR, positions=5)], [Edit("blocks.1.mlp.hook_out", "zero", positions=5)]]
+    found = served.logits_under(PATH, variants, edits=[first])
+    for edits, logits in zip(variants, found, strict=True):
+        assert torch.equal(logits, engine().logits(PATH, edits=[first, *edits]))
+
+
+def test_rows_and_layers_before_an_edit_are_not_computed() -> None:
+    served = engine()
+    rows: list[int] = []
+    resumed = served.runner.resumed
+
+    def watched(segments, entering, layer, tap=None, ends=()):  # type: ignore[no-untyped-def]
+        rows.append(sum(len(s.tokens) for s in segments) * (2 - layer))
+        return resumed(segments, entering, layer, tap, ends)
+
+    served.runner.resumed = watched  # type: ignore[method-assign]
+    passes = watch_passes(served)
+    served.logits_under(PATH, [[Edit("blocks.1.hook_in", "zero", positions=p)] for p in range(len(PATH))])
+    assert rows == [sum(range(1, len(PATH) + 1))] and len(passes) == 1
+
+
+def test_variants_fit_into_a_small_cache() -> None:
+    served, variants = engine(cache_tokens=24), [[Edit("blocks.0.hook_in", "zero", positions=p)] for p in range(11)]
+    assert torch.equal(served.logits_under(PATH, variants), engine().logits_under(PATH, variants))
+    crowded = engine(cache_tokens=40)
+    others = [crowded.prompt([3 + i] * 9) for i in range(4)]  # idle branches give up their pages
+    assert torch.equal(crowded.logits_under(PATH, variants), engine().logits_under(PATH, variants))
+    assert torch.equal(others[0].kv(), engine().prompt([3] * 9).kv())
+    crowded.check_integrity()
+    with pytest.raises(OutOfPages):
+        engine(cache_tokens=12).logits_under(PATH, variants)
+    served.check_integrity()
+
+
+def test_logits_of_a_branch() -> None:
+    """Before and after generating, of a fork, of one token or all: always those of a capture."""
+    served = engine()
+    branch = served.prompt(PATH)
+    branch.generate(3)
+    whole = served.prompt(branch.tokens, sites=["unembed.hook_out"]).activations["unembed.hook_out"]
+    assert torch.equal(branch.logits(), whole[-1]) and torch.equal(branch.logits(None), whole)
+    assert torch.equal(branch.logits([2, -1]), whole[[2, -1]]) and torch.equal(branch.logits(slice(3, 5)), whole[3:5])
+    assert torch.equal(branch.logits(4, tokens=[7, 9]), whole[4, [7, 9]])
+    assert torch.equal(served.logits(PATH, positions=4, tokens=[7]), whole[4, [7]])
+    assert branch.logits(10).argmax() == branch.tokens[11]
+    (fork,) = branch.fork(edits=[Edit("blocks.0.hook_in", "zero", positions=5)])
+    assert not torch.equal(fork.logits(), whole[-1])
+    assert len(served.tree.roots()) == 1 and served.check_integrity(), "the other prompt is not held"
+    with pytest.raises(BadRequest, match="positions=40"):
+        branch.logits(40)
+    with pytest.raises(BadRequest, match="chooses none"):
+        branch.logits(slice(9, 3))
+
+
+def test_a_bad_variant_leaves_nothing_behind() -> None:
+    served = engine(random_model(seed=2))
+    before = served.runner.pool.num_free
+    with pytest.raises(ArithmeticError):
+        served.logits_under(PATH, [[Edit("blocks.0.hook_in", "add", torch.full((32,), 3e38), positions=3)] * 2])
+    served.prefix.clear()
+    assert served.runner.pool.num_free == before
+
+
+@pytest.mark.parametrize("variants", [[], 5])
+def test_no_variants(variants: Any) -> None:
+    with pytest.raises(BadEdit, match="variants"):
+        engine().logits_under([1, 2, 3], variants)
+
+
+# ---- whole requests --------------------------------------------------------------------------------------------------
+# A request is refused as a whole, before any change: tokens, KV and rows of all branches stay the same.
+
+SITE = "blocks.1.hook_in"
+
+
+@dataclass
+class Desk:
+    """An engine with branches of all kinds. Branches a, b and c are fine."""
+
+    engine: Engine = field(default_factory=lambda: engine(record=True))
+
+    def __post_init__(self) -> None:
+        self.a, self.b, self.c = self.engine.prompts([[1, 2, 3], [4, 5], [6, 7, 8]], sites="S", keep_rejected=True)
+        self.rejecting = self.engine.prompt([9, 9]).generate(6, drafter="tree", window=4, keep_pages=True)
+        self.rejected = self.rejecting.rejected[0]
+        self.finished = self.engine.prompt([6, 7]).generate(3, sampling=Sampling(stop_tokens=tuple(range(VOCAB))))
+        self.released = self.engine.prompt([5])
+        self.released.release()
+        self.streamed = self.engine.prompt([3, 1])
+        self.stream: Stream = self.streamed.stream(9, window=2)
+        next(self.stream)
+        self.foreign = engine().prompt([1, 2, 3])
+
+    def look(self) -> list[tuple[list[int], list[Any], Tensor, Tensor | None, str | None]]:
+        """Everything visible of every branch."""
+        branches = [self.a, self.b, self.c, self.rejecting, self.finished, self.streamed, self.rejected]
+        return [(b.tokens, b.states, self.engine.forest.held_kv(b.lane), self._rows(b), b.finish_reason) for b in branches]
+
+    def _rows(self, branch: Branch) -> Tensor | None:
+        return branch.activations[SITE] if branch.lane.recording is not None else None
+
+    def numbers(self) -> tuple[Any, ...]:
+        """Numbers that must not grow: branches, jobs, pages in use, events of the trace."""
+        loop, pool = self.engine.loop, self.engine.runner.pool
+        return len(self.engine.tree), list(loop.lanes), list(loop.jobs), pool.num_free, len(self.engine.trace.events)
+
+
+def same(before: Any, after: Any) -> bool:
+    def equal(x: Any, y: Any) -> bool:
+        return torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else bool(x == y)
+
+    return all(equal(x, y) for one, other in zip(before, after, strict=True) for x, y in zip(one, other, strict=True))
+
+
+Call = Callable[[Desk], object]
+CASES: dict[str, tuple[Call, type[EngineError], str]] = {
+    "generate twice": (lambda d: d.engine.generate([d.b, d.b], 3), BadRequest, "given 2 times"),
+    "generate twice among others": (lambda d: d.engine.generate([d.a, d.b, d.a], 3), BadRequest, "given 2 times"),
+    "generate a streamed one": (lambda d: d.engine.generate([d.a, d.b, d.streamed], 3), BadRequest, "is busy"),
+    "generate a released one": (lambda d: d.engine.generate([d.a, d.released], 3), ClosedBranch, "released"),
+    "generate a finished one": (lambda d: d.engine.generate([d.a, d.finished], 3), ClosedBranch, "finished"),
+    "generate a rejected one": (lambda d: d.engine.generate([d.a, d.rejected], 3), ClosedBranch, "rejected"),
+    "generate another engine's": (lambda d: d.engine.generate([d.a, d.foreign], 3), BadRequest, "another engine"),
+    "generate beyond the last position": (lambda d: d.engine.generate([d.b, d.a], 254), BadRequest, "exceed"),
+    "a sampling that only one can be given": (
+        lambda d: d.engine.generate([d.a, d.b], 3, sampling=[Sampling(), Sampling(logit_bias={VOCAB: 1.0})]),
+        BadRequest,
+        "vocabulary",
+    ),
+    "a sampling too few": (lambda d: d.engine.generate([d.a, d.b], 3, sampling=[Sampling()]), BadRequest, "1 samplings for 2"),
+    "a window too wide": (
+        lambda d: d.engine.generate([d.a, d.b], 400, drafter="tree", window=300),
+        BadRequest,
+        "exceed|does not fit",
+    ),
+    "stream of a streamed one": (lambda d: d.streamed.stream(3), BadRequest, "is busy"),
+    "stream of a rejected one": (lambda d: d.rejected.stream(3), ClosedBranch, "rejected"),
+    "stream of another engine's": (lambda d: d.engine.stream(d.foreign, 3), BadRequest, "another engine"),
+    "force twice": (lambda d: d.engine.force_all([d.b, d.b], [[1], [2]]), BadRequest, "given 2 times"),
+    "force a streamed one": (lambda d: d.engine.force_all([d.a, d.streamed], [[1], [2]]), BadRequest, "is busy"),
+    "force a finished one": (lambda d: d.engine.force_all([d.a, d.finished], [[1], [2]]), ClosedBranch, "finished"),
+    "force a rejected one": (lambda d: d.engine.force_all([d.a, d.rejected], [[1], [2]]), ClosedBranch, "rejected"),
+    "force a released one": (lambda d: d.engine.force_all([d.a, d.released], [[1], [2]]), ClosedBranch, "released"),
+    "force another engine's": (lambda d: d.engine.force_all([d.a, d.foreign], [[1], [2]]), BadRequest, "another engine"),
+    "force too few": (lambda d: d.engine.force_all([d.a, d.b], [[1]]), BadRequest, "1 texts for 2"),
+    "force nothing on one": (lambda d: d.engine.force_all([d.a, d.b], [[1], []]), BadRequest, "at least one"),
+    "force an unknown token": (lambda d: d.engine.force_all([d.a, d.b], [[1], [VOCAB]]), BadRequest, "vocabulary"),
+    "a prompt that is none": (lambda d: d.engine.prompts([[1, 2], []], sites="S"), BadRequest, "empty"),
+    "a prompt out of the vocabulary": (lambda d: d.engine.prompts([[1, 2], [VOCAB]]), BadRequest, "vocabulary"),
+    "fork beyond the tip": (lambda d: d.a.fork(3, at=99), EngineError, "Cannot fork it at 99"),
+    "rollback into the prompt": (lambda d: d.a.rollback(1), EngineError, "Use 3"),
+    "rollback of a streamed one": (lambda d: d.streamed.rollback(2), BadRequest, "is busy"),
+    "release twice": (lambda d: d.released.release(), ClosedBranch, "released"),
+    "cancel another engine's job": (lambda d: d.engine.cancel(Job(d.foreign.lane, 3)), BadRequest, "not a branch of this"),
+    "a drafter that is not there": (lambda d: d.engine.generate([d.a, d.b], 3, drafter="oracle"), BadRequest, "oracle"),
+}
+
+
+@pytest.fixture(scope="module")
+def desk() -> Desk:
+    return Desk()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_refused_request_changes_nothing(desk: Desk, name: str) -> None:
+    call, error, saying = CASES[name]
+    before, numbers = desk.look(), desk.numbers()
+    with pytest.raises(error, match=saying):
+        call(desk)
+    assert same(before, desk.look())
+    assert desk.numbers() == numbers
+    desk.engine.check_integrity()
+
+
+def test_afterwards_everything_goes_on() -> None:
+    desk = Desk()
+    for call, error, _ in CASES.values():
+        with pytest.raises(error):
+            call(desk)
+    desk.engine.generate([desk.a, desk.b, desk.c], 5)
+    assert [b.generated for b in (desk.a, desk.b, desk.c)] == [
+        continuation(toy(), prompt, 5) for prompt in ([1, 2, 3], [4, 5], [6, 7, 8])
+    ]
+    list(desk.stream)
+    assert desk.streamed.generated == continuation(toy(), [3, 1], 9)
+    desk.engine.check_integrity()
+
+
+def test_cancelling_a_job_that_ended_changes_nothing() -> None:
+    """A finished job keeps its result and does not end a second time."""
+    subject = engine()
+    branch = subject.prompt([1, 2, 3])
+    stream = branch.stream(4)
+    list(stream)
+    events: list[dict[str, Any]] = []
+    subject.loop.listeners.append(events.append)
+    subject.cancel(stream.job)
+    assert events == [] and stream.job.finish_reason == "length"
+
+
+def test_a_replay_that_fails_takes_its_branches_along() -> None:
+    """Two branches and a request replay well, then an impossible event follows."""
+    recorded, subject = engine(record=True), engine()
+    recorded.prompt([1, 2]).generate(3)
+    recorded.prompt([3, 4]).fork()
+    recorded.trace.events.append({"event": "rollback", "branch": 77, "to": 1})
+    branch = subject.prompt([5, 6])
+    with pytest.raises(BadTrace, match="names branch 77"):
+        subject.replay_trace(recorded.trace)
+    assert list(subject.loop.lanes) == [branch.id] and subject.tree.roots() == [branch.id]
+    subject.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["generate twice", "generate a streamed one", "force twice"])
+def test_the_checker_finds_a_request_that_is_half_done(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Negative control: without the check of the whole request, other branches have changed when one is refused."""
+    desk = Desk()
+    monkeypatch.setattr(Forest, "require", lambda forest, jobs: None)
+    before, numbers = desk.look(), desk.numbers()
+    with pytest.raises(EngineError):
+        CASES[name][0](desk)
+    assert not same(before, desk.look()) or desk.numbers() != numbers

@@ -1,21 +1,40 @@
 """A long-running engine does not grow: what nothing holds is freed. A trace grows, and is recorded only on request."""
 
 import gc
+import io
 import random
+import re
+import subprocess
+import sys
+import threading
+import warnings
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from replaylens import tasks
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadRequest, EngineError, NotRecorded, UnknownBranch
+from replaylens.engine.errors import (
+    BadRequest,
+    ClosedBranch,
+    EngineError,
+    EqualDraws,
+    NotRecorded,
+    UnknownBranch,
+    UnknownOption,
+)
+from replaylens.engine.memory.tree import BranchStatus
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.sampling import Sampling
 from replaylens.tasks import get
-from tests.toy_model import VOCAB, engine, random_model
+from tests.toy_model import VOCAB, continuation, engine, random_model, toy
 
 Cycle = Callable[[Engine, random.Random], object]
 
@@ -219,3 +238,276 @@ def test_a_run_keeps_its_trees() -> None:
         subject.replay(task.examples(2), sites="S")
     gc.collect()
     assert [str(run.tree(i)) for i in range(2)] == drawn and " released x" in "".join(drawn)
+
+
+# ---- holds -----------------------------------------------------------------------------------------------------------
+# Branches that nobody holds are released: at the end of a `with` block, and when their last handle is gone.
+
+DRAWN = Sampling(temperature=1.0, ignore_eos=True)
+
+
+def seeds(n: int, first: int = 0) -> list[Sampling]:
+    return [Sampling(temperature=1.0, seed=first + i, ignore_eos=True) for i in range(n)]
+
+
+def test_with_releases_on_exit() -> None:
+    subject = engine()
+    with subject.prompt([1, 2, 3]) as root, root.fork()[0] as fork:
+        assert len(subject.loop.lanes) == 2
+    assert root.status is fork.status is BranchStatus.RELEASED and not subject.loop.lanes
+    with subject.prompt([1, 2, 3]) as early:
+        early.release()  # a second release is an error; leaving the block is not
+    with pytest.raises(ZeroDivisionError), subject.prompt([1]) as failed:
+        raise ZeroDivisionError
+    assert failed.status is BranchStatus.RELEASED
+    with pytest.raises(ClosedBranch):
+        failed.release()
+
+
+def test_dropped_forks_are_released_before_the_next_call() -> None:
+    """Nothing runs when a handle is dropped; the engine releases the branch before its next call."""
+    subject = engine()
+    root = subject.prompt([1, 2, 3])
+    forks = root.fork(5)
+    kept = forks[2]
+    del forks
+    assert len(subject.loop.lanes) == 6, "a finalizer only leaves a note"
+    assert root.length == 3
+    assert sorted(subject.loop.lanes) == [root.id, kept.id]
+    assert kept.generate(2).length == 5  # negative control: what is held stays open
+    subject.check_integrity()
+
+
+def test_a_thousand_branches_dropped_at_once_are_freed() -> None:
+    """Releasing one must not begin the release of the next within it."""
+    subject = engine(cache_tokens=4096)
+    root = subject.prompt([1, 2, 3, 4, 5])
+    forks = root.fork(1000)
+    del forks
+    gc.collect()
+    assert root.generate(3).generated == continuation(toy(), [1, 2, 3, 4, 5], 3)
+    assert list(subject.loop.lanes) == [root.id]
+    subject.check_integrity()
+
+
+def test_rounds_of_dropped_forks_leave_nothing_behind() -> None:
+    """Rounds of forks, which together take more pages than there are. No branch of a round is left to the next."""
+    subject = engine(cache_tokens=256)
+    root = subject.prompt(list(range(40)))
+    for number in range(6):
+        subject.generate(root.fork(8), 12, sampling=seeds(8, 100 * number))
+        gc.collect()
+        assert root.length == 40 and list(subject.loop.lanes) == [root.id]
+    assert root.lane.computed == 40, "the root kept its pages"
+    subject.check_integrity()
+
+
+def test_the_root_of_held_forks_keeps_its_shared_pages() -> None:
+    """Idle branches give up their own pages before those they share, or else each new fork computes the prompt again."""
+    subject = engine(cache_tokens=512)
+    root, held = subject.prompt(list(range(40))), []
+    for number in range(8):
+        held += subject.generate(root.fork(10), 12, sampling=seeds(10, 10 * number))
+        assert root.lane.computed >= 32, "its two whole pages"
+    subject.check_integrity()
+    alone = engine().prompt(list(range(40))).generate(12, sampling=seeds(1, 3)[0])
+    assert held[3].tokens == alone.tokens and torch.equal(held[3].kv(), alone.kv())
+
+
+def test_rejected_branches_hold_the_branch_they_were_cut_from() -> None:
+    subject = engine(record=True)
+    cut = subject.prompt([1, 2, 3], sites="S", keep_rejected=True).generate(6, drafter="tree", window=3).rejected
+    assert cut and subject.loop.lanes
+    rows = cut[0].activations["blocks.0.hook_in"]
+    assert len(rows) and cut[0].status is BranchStatus.REJECTED
+    count = len(subject.trace.events)
+    del cut
+    subject.check_integrity()
+    assert not subject.loop.lanes
+    assert len(subject.trace.events) == count, "when Python frees a handle is not part of the trace"
+
+
+def test_a_stream_holds_its_branch() -> None:
+    subject = engine()
+    stream = subject.prompt([1, 2, 3]).stream(5)
+    gc.collect()
+    tokens = list(stream)
+    assert tokens == subject.prompt([1, 2, 3]).generate(5).generated
+    del stream
+    assert subject.prompt([1]).length == 1 and not any(lane.streamed for lane in subject.loop.lanes.values())
+
+
+def test_handles_dropped_by_other_threads() -> None:
+    """Threads fork, generate and drop while others do the same. Their tokens are those of a quiet engine."""
+    subject, found = engine(cache_tokens=1024), {}
+    root = subject.prompt([5, 6, 7])
+
+    def work(number: int) -> None:
+        for round_ in range(6):
+            (fork,) = root.fork()
+            found[number, round_] = fork.generate(4, sampling=seeds(1, 10 * number + round_)[0]).tokens
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    gc.collect()
+    assert root.length == 3 and list(subject.loop.lanes) == [root.id]
+    subject.check_integrity()
+    for (number, round_), tokens in found.items():
+        assert tokens == root.fork()[0].generate(4, sampling=seeds(1, 10 * number + round_)[0]).tokens
+
+
+# ---- equal draws -----------------------------------------------------------------------------------------------------
+
+
+def test_forks_with_one_seed_warn() -> None:
+    subject = engine()
+    root = subject.prompt([1, 2, 3])
+    with pytest.warns(EqualDraws, match="same seed, 0"):
+        forks = subject.generate(root.fork(3), 6, sampling=DRAWN)
+    assert len({tuple(fork.tokens) for fork in forks}) == 1
+    with pytest.warns(EqualDraws, match="same seed, 7"):  # one after another, too
+        forks = [fork.generate(6, sampling=seeds(1, 7)[0]) for fork in root.fork(3)]
+
+
+def test_other_draws_do_not_warn() -> None:
+    """Negative control: other seeds, positions, edits or parents, greedy forks, and a branch that goes on."""
+    subject = engine()
+    root, other = subject.prompts([[1, 2, 3], [1, 2, 3]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", EqualDraws)
+        subject.generate(root.fork(3), 4, sampling=seeds(3))
+        subject.generate([*other.fork(), *root.fork(at=2)], 4, sampling=DRAWN)
+        subject.generate(root.fork(3), 4)
+        root.generate(2, sampling=DRAWN).generate(2, sampling=DRAWN)
+
+
+# ---- end of process --------------------------------------------------------------------------------------------------
+# A script may end in the middle of anything that it holds: the process ends promptly, and says nothing of its own.
+
+SCRIPT = """
+import sys
+from replaylens.engine.request.sampling import Sampling
+from tests.toy_model import engine
+subject = engine(cache_tokens=512)
+drawn = Sampling(temperature=1.0, ignore_eos=True)
+stream = iter(subject.prompt([1, 2, 3], sites=["blocks.0.hook_out"]).stream(20, sampling=drawn))
+next(stream)
+rollouts = subject.prompt([1, 2, 3]).stream_rollouts(20, at=[3], max_new=8, wave=4, sampling=drawn)
+next(rollouts)
+with_branch = subject.prompt([4, 5]).__enter__()
+"""
+
+
+@pytest.mark.parametrize(("ending", "code"), [("", 0), ("sys.exit(7)", 7)])
+def test_streams_and_rollouts_under_way(ending: str, code: int) -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT + ending], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+
+
+# ---- traps -----------------------------------------------------------------------------------------------------------
+# Traps that a new user falls into: each says what is wrong, and what to write instead.
+
+PROMPT = "A coin's state is heads. Alice flips"
+
+
+@pytest.fixture(scope="module")
+def served() -> Engine:
+    return Engine.load("coin-plain")
+
+
+Call = Callable[[Engine], Any]
+
+
+@pytest.mark.parametrize(
+    "call, says",
+    [
+        (
+            lambda e: e.generate("some text", 5),
+            r"Invalid branches='some text'\. Give a list of branches, such as \[engine\.prom",
+        ),
+        (lambda e: e.generate(e.prompt(PROMPT), 5), r"Invalid branches=Branch\(.*Give a list of branches, such as"),
+        (lambda e: e.generate([PROMPT], 5), "Give a Branch, such as prompt"),
+        (lambda e: e.prompt(PROMPT).generate(PROMPT), "Invalid n="),
+        (
+            lambda e: e.prompt(PROMPT).generate(5, sampling=0.7),
+            r"sampling=0\.7\. Give a Sampling, such as Sampling\(temperature",
+        ),
+        (lambda e: e.generate([e.prompt(PROMPT)], 5, sampling=0.7), r"Give a Sampling, such as Sampling\(temperature=0\.7\)"),
+        (lambda e: e.stream(e.prompt(PROMPT), 5, sampling="greedy"), "sampling='greedy'. Give a Sampling, such as Sampling"),
+        (lambda e: e.replay(tasks.get("coin")().examples(1), sampling=0.7), r"Give a Sampling, such as Sampling\(temperature"),
+    ],
+)
+def test_wrong_kinds_of_values(served: Engine, call: Call, says: str) -> None:
+    with pytest.raises(BadRequest, match=says):
+        call(served)
+
+
+@pytest.mark.parametrize(
+    "call, says",
+    [
+        (lambda e: e.prompt(PROMPT).generate(PROMPT, 5), r"generate\(\) takes only n by position.* Got 2"),
+        (lambda e: e.prompt(PROMPT).generate(5, 0.7), r"generate\(\) takes only n by position"),
+        (lambda e: e.generate([e.prompt(PROMPT)]), r"generate\(\) needs n\."),
+        (
+            lambda e: e.prompt(PROMPT).generate(5, temperature=0.7),
+            r"no option 'temperature'.*sampling=Sampling\(temperature=\.\.\.\)",
+        ),
+        (lambda e: e.generate([], 5, max_new_tokens=3), r"generate\(\) has no option 'max_new_tokens'\. It has .*drafter"),
+        (lambda e: e.prompt(PROMPT, site="S"), r"prompt\(\) has no option 'site' \(did you mean 'sites'\?\)"),
+        (lambda e: e.prompts([PROMPT], tokens=3), r"prompts\(\) has no option 'tokens'"),
+        (lambda e: e.replay([], samplng=1), r"replay\(\) has no option 'samplng' \(did you mean 'sampling'\?\)"),
+        (lambda e: e.prompt(PROMPT).fork(edit=[]), r"fork\(\) has no option 'edit' \(did you mean 'edits'\?\)"),
+        (lambda e: e.run_with_cache([1], name_filter="S"), r"run_with_cache\(\) has no option 'name_filter' \(did you mean"),
+        (lambda e: Engine.load("coin-plain", devise="cpu"), r"load\(\) has no option 'devise' \(did you mean 'device'\?\)"),
+        (lambda e: Sampling(temprature=1), r"Sampling\(\) has no option 'temprature' \(did you mean 'temperature'\?\)"),
+        (lambda e: Edit("S", "zero", position=3), r"Edit\(\) has no option 'position' \(did you mean 'positions'\?\)"),
+        (lambda e: Engine.load("coin-thinking").prompt("A coin", site="S"), r"prompt\(\) has no option 'site'"),
+    ],
+)
+def test_options_that_there_are_not(served: Engine, call: Call, says: str) -> None:
+    """A named error, which is a TypeError too, as Python's own."""
+    with pytest.raises(UnknownOption, match=says) as caught:
+        call(served)
+    assert isinstance(caught.value, TypeError) and isinstance(caught.value, BadRequest)
+    assert not re.search(r"Core|__init__|positional argument", str(caught.value))
+
+
+def test_asking_for_z_drops_no_row(served: Engine) -> None:
+    """The last row, which a logit lens is for, is there before anything is generated, on forks and under edits as well."""
+    root = served.prompt(PROMPT, sites="SZ")
+    branches = [
+        root,
+        root.fork()[0],
+        root.fork(at=5)[0],
+        root.fork(edits=[Edit("S", "zero", positions=-1, layers=[2])])[0],
+        served.prompt(PROMPT, sites="SZ").force(", tails"),
+        served.prompt(PROMPT, sites="Z", full=True),
+    ]
+    for branch in branches:
+        for site in branch.activations:
+            assert len(branch.activations[site]) == branch.length, site
+        assert branch.activations["Z.emitted"].isnan().all(-1).tolist() == [False] * (branch.length - 1) + [True]
+    z, plain = root.activations["Z.top_ids"], served.prompt(PROMPT, sites=["unembed.hook_out"])
+    assert int(z[-1, -1, 0]) == int(plain.activations["unembed.hook_out"][-1].argmax())
+    assert torch.equal(root.activations["blocks.2.hook_in"], served.prompt(PROMPT, sites="S").activations["blocks.2.hook_in"])
+
+
+@pytest.mark.usefixtures("watched")
+def test_a_progress_bar_ends_at_its_end(served: Engine) -> None:
+    """Also where branches stop before all their tokens."""
+    task = tasks.get("coin")(flips=2)
+    branches = served.prompts([example.prompt for example in task.examples(3)])
+    shown = io.StringIO()
+    with redirect_stderr(shown):
+        served.generate(branches, 40, progress=True)
+    assert all(branch.finish_reason for branch in branches), "they stop early"
+    bars = re.findall(r"(\d+)%\|[^|]*\| (\d+)/(\d+)", shown.getvalue())
+    done = sum(len(branch.generated) for branch in branches)
+    assert bars[-1] == ("100", str(done), str(done)) and done < 120
+    long = io.StringIO()
+    with redirect_stderr(long):
+        served.generate([served.prompt(PROMPT)], 6, sampling=Sampling(ignore_eos=True), progress=True)
+    assert re.findall(r"(\d+)%\|[^|]*\| (\d+)/(\d+)", long.getvalue())[-1] == ("100", "6", "6")

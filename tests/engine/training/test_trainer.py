@@ -7,22 +7,32 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 from typer.testing import CliRunner
 
+from replaylens import tasks
 from replaylens.cli import app
 from replaylens.commands import train as command
-from replaylens.engine.errors import BadRecipe
+from replaylens.engine.errors import BadRecipe, BadThought
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.loading import weights_hash
 from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.terminal import defer_interrupt
+from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder, padded
 from replaylens.engine.training import embedded as zoo
+from replaylens.engine.training import embedded_thinking as thinking_zoo
+from replaylens.engine.training import thinking as trainer_of_thinking
+from replaylens.engine.training import thinking as trainer_of_variables
 from replaylens.engine.training import trainer
 from replaylens.engine.training.recipe import Part, Recipe
+from replaylens.engine.training.score import generate, score
+from replaylens.engine.training.thinking import METHODS, ChunkBatch, ChunkTable, Method, ThinkingRecipe, chunked
 from replaylens.engine.training.trainer import Texts
+from replaylens.tasks import Example, WordTokenizer
 from tests.interrupted import Interrupted, interrupt_at
 
 PICTURE = Part("coin", 3, (("rendering", "picture"),))
@@ -385,3 +395,314 @@ def test_command_refuses_a_device_it_does_not_have(tmp_path: Path) -> None:
 def _flat(output: str) -> str:
     """The text of an error box, without its frame and line breaks."""
     return " ".join(output.replace("│", " ").split())
+
+
+# ---- thinking --------------------------------------------------------------------------------------------------------
+# Training of Thinking-States models is deterministic and resumable for all methods, and the models learn.
+
+SHAPE = ModelConfig(
+    num_layers=3, d_model=16, num_heads=2, num_kv_heads=2, d_head=8, d_mlp=24, vocab_size=106, max_positions=256, rotary_dim=8
+)  # fmt: skip
+PICTURE_OF_THINKING = Part("coin", 1, (("rendering", "picture"),))
+TINY_OF_THINKING = ThinkingRecipe(
+    config=SHAPE,
+    thinking=ThinkingConfig.for_backbone(SHAPE, 2, 1, 0, max_thought=3),
+    parts=(PICTURE_OF_THINKING, Part("coin", 1, (("rendering", "states"),))),
+    longest=2,
+    steps=12,
+    batch=8,
+    lr=1e-2,
+    seed=3,
+    warmup=2,
+    pool=8,
+)
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, b.state_dict()[name]) for name, x in a.state_dict().items())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_same_bits_twice_and_after_an_interruption(method: Method, tmp_path: Path) -> None:
+    recipe, state = replace(TINY_OF_THINKING, method=method, width=64), tmp_path / "training.safetensors"
+    once = trainer_of_thinking.train(recipe)
+    assert isinstance(once, ThinkingDecoder if method == "thinking" else Decoder)
+    with pytest.raises(Interrupted):
+        trainer_of_thinking.train(recipe, state=state, save_every=3, after_step=interrupt_at(8))
+    assert same(trainer_of_thinking.train(recipe, state=state), once)
+    assert not same(trainer_of_thinking.train(replace(recipe, seed=4)), once)
+
+
+def test_it_learns_tokens_and_thoughts() -> None:
+    texts = trainer_of_thinking.texts_of(TINY_OF_THINKING, "cpu")
+    before, after = (
+        trainer_of_thinking.initial(TINY_OF_THINKING),
+        trainer_of_thinking.train(replace(TINY_OF_THINKING, steps=30)),
+    )
+    with torch.no_grad():
+        assert trainer_of_thinking.loss(after, texts.batch(99)) < 0.6 * trainer_of_thinking.loss(before, texts.batch(99))
+
+
+def test_every_part_gets_a_gradient() -> None:
+    model = trainer_of_thinking.initial(TINY_OF_THINKING)
+    trainer_of_thinking.loss(model, trainer_of_thinking.texts_of(TINY_OF_THINKING, "cpu").batch(0)).backward()
+    assert all(bool(x.grad is not None and x.grad.abs().sum() > 0) for x in model.parameters())
+
+
+def test_the_published_thought_loss_sums_over_the_chunks_of_a_text() -> None:
+    """On texts of the same length, and thoughts of the same size, it is the mean over tokens times the chunks of a text."""
+    model, batch = trainer_of_thinking.initial(TINY_OF_THINKING), trainer_of_thinking.texts_of(TINY_OF_THINKING, "cpu").batch(0)
+    chunks = int(batch.thinks.sum(1).min())
+    even = ChunkBatch(**{name: x[:, :chunks].clone() for name, x in vars(batch).items()})
+    even.thoughts[..., 0], even.thoughts[..., 1:] = 7, TINY_OF_THINKING.thinking.eos_token
+    with torch.no_grad():
+        hidden = torch.randn(*even.tokens.shape, TINY_OF_THINKING.config.d_model, generator=torch.Generator().manual_seed(0))
+        by_token, by_chunk = (trainer_of_thinking.thought_loss(model, hidden, even, over) for over in ("tokens", "chunks"))
+    torch.testing.assert_close(by_chunk, chunks * by_token)
+    assert chunks > 1 and by_chunk > 1.5 * by_token
+
+
+def test_a_batch_without_a_prompt_chunk_has_no_thought_loss() -> None:
+    """`cut` may leave nothing but answers: short prompts in large chunks."""
+    model, batch = trainer_of_thinking.initial(TINY_OF_THINKING), trainer_of_thinking.texts_of(TINY_OF_THINKING, "cpu").batch(0)
+    batch.thinks[:] = False
+    hidden = torch.randn(*batch.tokens.shape, TINY_OF_THINKING.config.d_model)
+    with torch.no_grad():
+        assert [float(trainer_of_thinking.thought_loss(model, hidden, batch, over)) for over in ("tokens", "chunks")] == [
+            0.0,
+            0.0,
+        ]
+
+
+def test_the_thought_loss_is_part_of_the_recipe() -> None:
+    published = replace(TINY_OF_THINKING, thought_loss="chunks")
+    assert not same(trainer_of_thinking.train(TINY_OF_THINKING), trainer_of_thinking.train(published))
+    assert "thought_loss" in published.to_json() and "thought_loss" not in TINY_OF_THINKING.to_json()
+    with pytest.raises(BadRecipe, match=r"Unknown thought_loss 'words'\. Use one of tokens, chunks"):
+        replace(TINY_OF_THINKING, thought_loss="words")
+
+
+def test_a_cut_text_goes_on_from_its_state() -> None:
+    """Skipped chunks affect the loss only through their states."""
+    recipe = replace(TINY_OF_THINKING, width=64, cut=True)
+    assert {trainer_of_thinking.left_out(step, 32) > 0 for step in range(0, 40, 2)} == {False}
+    assert all(0 < trainer_of_thinking.left_out(step, 32) <= 16 for step in range(1, 40, 2))
+    model, batch = trainer_of_thinking.initial(recipe), trainer_of_thinking.texts_of(recipe, "cpu").batch(1)
+    first = 3 + int(batch.continues[0, 3:].nonzero()[0])  # a chunk that continues the one before it
+    one, other = (replace(batch, **{name: x.clone()}) for name, x in (("tokens", batch.tokens), ("thoughts", batch.thoughts)))
+    one.tokens[:, :first] = 5
+    other.thoughts[:, first - 1] = torch.tensor([7, 1])[: other.thoughts.shape[-1]]
+    with torch.no_grad():
+        whole = trainer_of_thinking.loss(model, batch, first)
+        assert trainer_of_thinking.loss(model, one, first) == whole
+        assert trainer_of_thinking.loss(model, other, first) != whole
+    assert not same(trainer_of_thinking.train(recipe), trainer_of_thinking.train(replace(recipe, cut=False)))
+    with pytest.raises(BadRecipe, match="has no states"):
+        replace(TINY_OF_THINKING, method="cot", cut=True)
+
+
+def test_from_a_trained_backbone() -> None:
+    backbone, _ = zoo.load_embedded("coin-plain")
+    recipe = replace(TINY_OF_THINKING, config=backbone.config)
+    model = trainer_of_thinking.initial(recipe, backbone)
+    assert isinstance(model, ThinkingDecoder)
+    assert same(model.backbone, backbone)
+    with pytest.raises(BadRecipe, match="config differs from the recipe's"):
+        trainer_of_thinking.initial(TINY_OF_THINKING, backbone)
+
+
+def test_scores_count_only_what_the_model_itself_says() -> None:
+    """An untrained model scores 0 on its thoughts, whatever gold thoughts the scoring starts from."""
+    examples = zoo.held_out(PICTURE_OF_THINKING, 2, 6)
+    found = score(
+        trainer_of_thinking.initial(TINY_OF_THINKING),
+        "thinking",
+        TINY_OF_THINKING.thinking,
+        TINY_OF_THINKING.tokenizer(),
+        examples,
+    )  # type: ignore[arg-type]
+    assert not any(s.thought for s in found)
+    assert all(s.rounds > 1 for s in found)
+
+
+def test_greedy_continuations_are_those_of_whole_passes() -> None:
+    backbone, tokenizer = zoo.load_embedded("coin-draft")
+    prompts = [tokenizer.encode(example.prompt) for n in (1, 4, 2) for example in zoo.held_out(PICTURE_OF_THINKING, n, 1)]
+    from replaylens.engine.model.ops import SequenceOps
+
+    for prompt, new in zip(prompts, generate(backbone, prompts, 6), strict=True):
+        path = list(prompt)
+        for token in new:
+            ops = SequenceOps([len(path)])
+            residual = backbone(torch.tensor(path), torch.arange(len(path)), ops)
+            assert token == int(backbone.logits(residual[-1:], ops).argmax())
+            path.append(token)
+
+
+def test_a_recipe_for_another_task() -> None:
+    recipe = thinking_zoo.for_task(TINY_OF_THINKING, "shell", 2, chunk=4, max_thought=8)
+    model = trainer_of_thinking.train(replace(recipe, steps=2, warmup=0))
+    assert isinstance(model, ThinkingDecoder)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_command(method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(thinking_zoo.RECIPES, "coin-thinking", TINY_OF_THINKING)
+    monkeypatch.setattr("replaylens.commands.train.CARD_EXAMPLES", 2)
+    monkeypatch.setattr("replaylens.commands.train.CARD_LENGTHS", (1,))
+    arguments = ["train", "coin-thinking", "--steps", "3", "--method", method, "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert f"--method {method}" in (tmp_path / "card.md").read_text()
+    (thinking_zoo.load if method == "thinking" else zoo.load)(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["coin-thinking", "--method", "magic"], "Unknown method"),
+        (["coin-plain", "--method", "cot"], "only for Thinking-States models"),
+        (["coin-thinking", "--steps", "2", "--chunk", "1000"], "a text takes at least two"),
+        (["coin-thinking", "--steps", "2", "--longest", "60"], "In chunks of 2 tokens, the longest row has"),
+    ],
+)
+def test_what_the_command_refuses(arguments: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(thinking_zoo.RECIPES, "coin-thinking", TINY_OF_THINKING)
+    result = CliRunner().invoke(app, ["train", *arguments, "--out", str(tmp_path / "x")])
+    assert result.exit_code == 2
+    assert says in result.output
+
+
+# ---- chunks ----------------------------------------------------------------------------------------------------------
+# Gold thoughts belong to the chunk with the earliest token that decides them. Prompts and completions share no chunk.
+
+PICTURE_OF_CHUNKS = "A coin's state is heads. Alice flips, then Bob flips. What's the state? A:"
+CONFIG = ThinkingConfig(chunk=2, read_layer=2, eos_token=WordTokenizer.eos_id, pad_token=WordTokenizer.pad_id, max_thought=4)
+
+
+def coin(**knobs: object) -> tuple[WordTokenizer, list[Example]]:
+    task = tasks.get("coin")(**knobs)
+    return WordTokenizer(task.vocabulary()), task.examples(20)
+
+
+def picture() -> tuple[WordTokenizer, Example]:
+    """The sentence of the fifth picture, as an example of the task."""
+    task = tasks.get("coin")()
+    example = replace(task.example(0), prompt=PICTURE_OF_CHUNKS, completion=" heads.", answer=" heads")
+    return WordTokenizer(task.vocabulary()), example
+
+
+def test_the_pictures_sentence() -> None:
+    tokenizer, example = picture()
+    text = chunked(example, tokenizer, CONFIG, "thinking")
+    shown = {
+        tokenizer.decode(text.prompt[2 * i : 2 * i + 2]): tokenizer.decode(thought)
+        for i, thought in enumerate(text.thoughts)
+        if len(thought) > 1
+    }
+    assert shown == {" Alice flips": " tails", " Bob flips": " heads"}
+    assert len(text.prompt) == 20, "19 tokens and one pad"
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 8, 50])
+@pytest.mark.parametrize("method", METHODS)
+def test_borders_and_places(chunk: int, method: Method) -> None:
+    config = replace(CONFIG, chunk=chunk, max_thought=16)
+    tokenizer, examples = coin(rendering="states")
+    for example in examples:
+        text = chunked(example, tokenizer, config, method)
+        assert len(text.prompt) % chunk == 0
+        assert len(text.thoughts) == len(text.prompt) // chunk
+        words = [word for thought in text.thoughts for word in thought[:-1]]
+        assert tokenizer.decode(words) == "".join(words for _, words in example.thoughts)
+        _, offsets = tokenizer.encode_with_offsets(example.prompt)
+        for read, _ in example.thoughts:
+            earliest = next(i for i, (_, end) in enumerate(offsets) if end >= read)
+            assert len(text.thoughts[earliest // chunk]) > 1
+        assert text.completion[text.answer - 1] == tokenizer.id(example.answer)
+        if method == "cot":
+            assert text.completion[: len(words) + 1] == (*words, config.eos_token)
+
+
+@pytest.mark.parametrize("name", tasks.names())
+def test_every_task_with_steps_can_be_cut(name: str) -> None:
+    task = tasks.get(name)()
+    tokenizer = WordTokenizer(sorted(set(task.vocabulary())))
+    for example in task.examples(5):
+        text = chunked(example, tokenizer, replace(CONFIG, chunk=4, max_thought=64), "thinking")
+        assert tokenizer.decode(text.prompt) == example.prompt
+
+
+def test_a_thought_that_does_not_fit() -> None:
+    tokenizer, examples = coin(rendering="states", flips=8)
+    with pytest.raises(BadThought, match="Raise max_thought, or use smaller chunks"):
+        chunked(examples[0], tokenizer, replace(CONFIG, chunk=50), "thinking")
+
+
+def test_packed_rows_hold_whole_texts_and_states_do_not_cross_them() -> None:
+    tokenizer, examples = coin(flips=(1, 3))
+    texts = [chunked(example, tokenizer, CONFIG, "thinking") for example in examples]
+    table = ChunkTable(texts, CONFIG, 10.0, torch.device("cpu"))
+    row = table.row(np.array([3, 5, 7, 9, 11]), 64)
+    batch = table.batch(row[None])
+    kept = [i for i, end in zip([3, 5, 7, 9, 11], np.cumsum(table.sizes[[3, 5, 7, 9, 11]]), strict=True) if end <= 64]
+    assert kept and kept != [3, 5, 7, 9, 11]
+    ids = [token for token in batch.tokens.flatten().tolist() if token not in (CONFIG.pad_token, CONFIG.eos_token)]
+    assert tokenizer.decode(ids) == "".join(examples[i].text for i in kept)
+    assert (~batch.continues[0]).nonzero().flatten().tolist()[: len(kept)] == np.cumsum([0, *table.sizes[kept[:-1]]]).tolist()
+    assert not bool(batch.weights[0][batch.tokens[0] == CONFIG.pad_token].any())
+    assert int(batch.thinks.sum()) == sum(len(texts[i].thoughts) for i in kept)
+
+
+def test_padded() -> None:
+    assert padded([5, 6, 7], CONFIG) == (5, 6, 7, CONFIG.pad_token)
+    assert padded([5, 6], CONFIG) == (5, 6)
+
+
+# ---- variables -------------------------------------------------------------------------------------------------------
+# `replaylens train coin-thinking --task variables`: a task other than the recipe's own, with every method.
+
+SHAPE_OF_VARIABLES = ModelConfig(
+    num_layers=3, d_model=16, num_heads=2, num_kv_heads=2, d_head=8, d_mlp=24, vocab_size=31, max_positions=256, rotary_dim=8
+)  # fmt: skip
+TINY_OF_VARIABLES = ThinkingRecipe(
+    config=SHAPE_OF_VARIABLES,
+    thinking=ThinkingConfig.for_backbone(SHAPE_OF_VARIABLES, 4, 1, 0, max_thought=3),
+    parts=(Part("variables", 1),),
+    longest=2,
+    steps=30,
+    batch=8,
+    lr=1e-2,
+    seed=3,
+    warmup=2,
+    pool=16,
+)
+
+
+def test_no_chunk_of_four_words_ends_two_operations() -> None:
+    """A chunk has a thought of two words or none, so each operation can continue from the thoughts of all earlier ones."""
+    table = trainer_of_variables.texts_of(replace(TINY_OF_VARIABLES, longest=12), "cpu").table
+    tokens, _, thoughts, thinks, _ = table.columns
+    assert thoughts.shape[1] == 3 and tokens.shape[1] == 4
+    sizes = (thoughts[thinks] != 1).sum(1)
+    assert set(sizes.tolist()) == {0, 2}
+
+
+def test_it_learns_tokens_and_thoughts_of_variables() -> None:
+    texts = trainer_of_variables.texts_of(TINY_OF_VARIABLES, "cpu")
+    before, after = trainer_of_variables.initial(TINY_OF_VARIABLES), trainer_of_variables.train(TINY_OF_VARIABLES)
+    with torch.no_grad():
+        assert trainer_of_variables.loss(after, texts.batch(99)) < 0.6 * trainer_of_variables.loss(before, texts.batch(99))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_command_of_variables(method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(thinking_zoo.RECIPES, "coin-thinking", TINY_OF_VARIABLES)
+    monkeypatch.setattr("replaylens.commands.train.CARD_EXAMPLES", 2)
+    options = ["--task", "variables", "--longest", "2", "--method", method, "--steps", "3"]
+    result = CliRunner().invoke(app, ["train", "coin-thinking", *options, "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    card = (tmp_path / "card.md").read_text()
+    assert "--task variables" in card and "| steps | variables |" in card
+    _, tokenizer = (thinking_zoo.load if method == "thinking" else zoo.load)(tmp_path)
+    assert tokenizer.encode(" a 0") == [tokenizer.id(" a"), tokenizer.id(" 0")]

@@ -1,6 +1,7 @@
 """Causal tests: only directions that the model uses move its answer. Also saved probes and DAS."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, EngineError, FingerprintMismatch, UnknownSite
-from replaylens.probes.causal import InterventionRunner, Subject, _probe, ablate, interchange, steer
+from replaylens.probes.causal import Effect, InterventionRunner, Subject, Variant, _probe, ablate, interchange, steer
 from replaylens.probes.errors import BadPosition, BadProbeFile, BadRows, MissingLabel, NotLinear, ProbeError
 from replaylens.probes.probe import LinearProbe, fit_probe, placebo_probes
 from replaylens.probes.questions.forced import forced_rows
@@ -319,3 +320,56 @@ def test_subspaces_at_any_position_by_transformer_lens(engine: Engine) -> None:
         find_direction(engine, theirs, same[:8], "face", layer=2, position="step")
     with pytest.raises(BadRows, match="rank=0"):
         find_direction(engine, theirs, same[:8], "face", layer=2, rank=0)
+
+
+# ---- placebos --------------------------------------------------------------------------------------------------------
+# Placebos move rows exactly as far as the probe does: otherwise a smaller effect could just mean a smaller step.
+
+
+@pytest.fixture(scope="module")
+def fresh_of_placebos(coin_dump: Dump) -> list[Example]:
+    seen = set(coin_dump.index["root"])
+    return [e for e in tasks.get("coin")(flips=(2, 5)).examples(range(80, 200)) if e.root not in seen][:4]
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
+    """Collects, for each variant played, how far it moves the last row of every subject."""
+    found: list[np.ndarray] = []
+    play = InterventionRunner.play
+
+    def watched(self: InterventionRunner, variants: Sequence[Variant]) -> list[Effect]:
+        found.extend(np.array([np.linalg.norm(v(subject)[-1]) for subject in self.subjects]) for v in variants)
+        return play(self, variants)
+
+    monkeypatch.setattr(InterventionRunner, "play", watched)
+    return found
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.5])
+def test_every_direction_is_steered_equally_far(
+    engine: Engine,
+    coin_dump: Dump,
+    probe: LinearProbe,
+    fresh_of_placebos: list[Example],
+    steps: list[np.ndarray],
+    factor: float,
+) -> None:
+    untrained = placebo_probes(coin_dump, probe, 2)
+    wanted = factor * probe.gap("heads", "tails")
+    assert all(other.gap("heads", "tails") < 0.9 * probe.gap("heads", "tails") for other in untrained), "the control"
+    steer(engine, probe, fresh_of_placebos, untrained=untrained, placebos=2, factor=factor)
+    assert len(steps) == 1 + 2 + 2
+    for far in steps:
+        assert far == pytest.approx(np.full(len(fresh_of_placebos), wanted), rel=1e-6)
+
+
+def test_every_direction_is_exchanged_equally_far(
+    engine: Engine, coin_dump: Dump, probe: LinearProbe, fresh_of_placebos: list[Example], steps: list[np.ndarray]
+) -> None:
+    """Placebos exchange as much as the probe's own component differs. The whole row, the ceiling, moves farther."""
+    interchange(engine, probe, fresh_of_placebos, untrained=placebo_probes(coin_dump, probe, 2), placebos=2)
+    own, *placebos, ceiling = steps
+    assert len(placebos) == 4 and (own > 0).all() and (ceiling > own).all()
+    for far in placebos:
+        assert far == pytest.approx(own, rel=1e-6)

@@ -1,26 +1,53 @@
 """Rows from dumps equal rows from runs, positions are the documented ones, and each root stays on one side of a split."""
 
 import copy
+import hashlib
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
 
-from replaylens import tasks
+from replaylens import Run, cli, probes, tasks
+from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import FingerprintMismatch, UnknownSite
+from replaylens.engine.errors import BadRequest, FingerprintMismatch, UnknownSite
+from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.lens import lens
-from replaylens.probes import groups, splits
+from replaylens.probes import controls, groups, splits, sweeps
 from replaylens.probes.causal import InterventionRunner
-from replaylens.probes.controls import make_goal
-from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, OneClass, ProbeError, RootOnBothSides, TooFewGroups
+from replaylens.probes.controls import Goal, make_goal
+from replaylens.probes.errors import (
+    BadPosition,
+    BadRows,
+    MissingLabel,
+    OneClass,
+    ProbeError,
+    RootOnBothSides,
+    SharedRows,
+    TooFewGroups,
+)
+from replaylens.probes.heldout import held_out, score
+from replaylens.probes.permutations import Null, why_no_exchange
 from replaylens.probes.positions import Position
 from replaylens.probes.probe import fit_probe
-from replaylens.probes.rows import ProbeRows, make_target
+from replaylens.probes.questions.forced import viable_branch
+from replaylens.probes.report import shown
+from replaylens.probes.rows import ProbeRows, make_target, with_features
+from replaylens.probes.splits import Split
 from replaylens.probes.sweeps import sweep
-from tests.probes.synthetic import rows_of
+from replaylens.tasks.errors import NotForTexts
+from replaylens.views.report import ReportPage
+from tests.calibrate import PLAINS, Effect, Noise, Plain
+from tests.engine.features.tiny import COUNT, write
+from tests.probes.synthetic import labelled_rows, rows_of
 from tests.toy_model import engine as toy_engine
 
 
@@ -261,3 +288,471 @@ def test_rows_of_two_models_are_not_joined(engine: Engine) -> None:
 def test_filtered_dumps_are_refused(coin_dump: Dump) -> None:
     with pytest.raises(ProbeError, match="whole dump"):
         ProbeRows.of(coin_dump.where(accepted=True))
+
+
+# ---- groups ----------------------------------------------------------------------------------------------------------
+# Rows with the same path are one observation. Nothing that is tested has been seen, whichever way a split was made.
+
+
+@pytest.fixture(scope="module")
+def coin(engine: Engine) -> ProbeRows:
+    """Short prompts, many of which begin alike."""
+    return ProbeRows.of(engine.replay(tasks.get("coin")(flips=2).examples(200), sites=["blocks.3.hook_in"])).accepted()
+
+
+def repeated(split: Split, rows: ProbeRows, cell: str = "blocks.3.hook_in") -> float:
+    """Share of tested rows that have a bit-identical fitted row."""
+    x = np.ascontiguousarray(rows.matrix(cell))
+    bits = x.view(f"V{x.shape[1] * x.itemsize}")[:, 0]
+    return float(np.mean([np.isin(bits[test], bits[train]).mean() for train, test in split]))
+
+
+@pytest.mark.parametrize("position", ["step:1", "step", "query"])
+def test_no_tested_row_has_been_fitted(coin: ProbeRows, position: str) -> None:
+    """Cross-validation over groups separates equal rows; over roots it does not. Distinct rows have no equals at all."""
+    here = coin.at(position)
+    assert repeated(splits.by_root(here), here) == 0
+    alone = groups.independent(here).rows
+    assert repeated(splits.by_root(alone), alone) == 0 and len(np.unique(groups.path_keys(alone))) == len(alone)
+    if position != "query":  # the control: roots differ where rows are equal
+        fold = splits.fold_of_groups(here.roots, 5)
+        naive = Split("by root alone", np.arange(5)[:, None] != fold, np.arange(5)[:, None] == fold, here.roots)
+        assert repeated(naive, here) > 0.3
+
+
+def test_a_label_of_the_path_is_not_shown(coin: ProbeRows) -> None:
+    """A random bit of each path can be learnt by heart from rows of the same path, and from nothing else."""
+    here = coin.at("step:1")
+    paths = groups.histories(here)
+    assert paths is not None
+    bit = [hashlib.sha256(path.tobytes()).digest()[0] % 2 for path in paths]
+    labelled = replace(here, frame=here.frame.assign(bit=bit))
+    report = sweep(labelled, "bit", sites=["blocks.3.hook_in"], positions="step:1", permutations=39)
+    line = report.best("bit")
+    assert report.text().startswith("Not shown") and line["low"] < 0.5
+    assert line["distinct"] == line["groups"] < line["rows"] == len(here), "what repeats is counted, but not as evidence"
+
+
+def test_groups_join_roots_that_share_a_row() -> None:
+    """Roots 0 and 1 share their first row, 1 and 2 their second: all three are one group, and 3 is another."""
+    x = np.zeros((1, 8, 2))
+    x[0, :, 0] = [1, 2, 1, 3, 4, 3, 5, 6]
+    rows = labelled_rows(x, np.repeat(np.arange(4), 2), np.arange(8) % 2, token=0)
+    keys = np.array(["a", "b", "a", "c", "d", "c", "e", "f"])
+    found = groups.groups_of(rows, keys)
+    assert len(set(found[:6])) == 1 and found[6] == found[7] != found[0]
+    assert found[0] == min(rows.roots[:6]), "named after its first root, whatever the order"
+
+
+def test_shared_beginnings_are_left_out(coin: ProbeRows) -> None:
+    """All prompts begin with one word, which makes one group. Without it there are enough, and the report says so."""
+    here = groups.independent(coin)
+    assert here.begins_at > 0 and len(np.unique(here.groups)) >= groups.MIN_GROUPS
+    assert (here.rows.frame["position"] >= here.begins_at).all() and here.note is not None
+    with pytest.raises(TooFewGroups, match="1 independent groups"):
+        splits.by_root(coin)
+    report = sweep(coin, "face", sites=["blocks.3.hook_in"], positions="all", permutations=0, controls=False)
+    assert any("share the rows before token" in note for note in report.notes)
+    assert groups.independent(coin.at("query")).begins_at == 0
+
+
+def test_accepted_rows_stand_for_rejected_ones() -> None:
+    """Of equal rows the accepted one is kept."""
+    rows = rows_of(roots=10, per_root=1)
+    twice = ProbeRows.join(a=rows.where(np.ones(10, dtype=bool)), b=rows)
+    frame = twice.frame.assign(accepted=np.arange(20) >= 10)
+    kept = groups.distinct(replace(twice, frame=frame))
+    assert len(kept) == 10 and kept.frame["accepted"].all()
+
+
+# Splits that leak
+
+
+def by_rows(rows: ProbeRows) -> Split:
+    """A split over rows that hides their roots."""
+    test = np.arange(2)[:, None] == np.arange(len(rows)) % 2
+    return Split("rows", ~test, test, np.arange(len(rows)).astype(str))
+
+
+def test_a_split_over_rows_is_refused() -> None:
+    """The rows' own roots count, not those that a split claims."""
+    with pytest.raises(RootOnBothSides, match="Split 'rows', fold 0"):
+        sweep(rows_of(roots=20), "face", sites="S", positions="all", split=by_rows, permutations=0)
+    with pytest.raises(ProbeError, match=r"has masks \(1, 5\), but there are 40 rows"):
+        sweep(
+            rows_of(roots=20),
+            "face",
+            sites="S",
+            positions="all",
+            split=lambda rows: Split("short", np.eye(1, 5, dtype=bool), np.eye(1, 5, 1, dtype=bool), np.arange(5).astype(str)),
+        )
+
+
+def test_a_shared_row_is_named(coin: ProbeRows) -> None:
+    here = coin.at("step:1")
+    fit = np.isin(here.roots, np.unique(here.roots)[::2])
+    with pytest.raises(SharedRows, match=r"row \d+ \(root \w+\) is fitted and row \d+ \(root \w+\) is tested"):
+        splits.by_mask(here, "every second prompt", fit, ~fit)
+    alone = groups.distinct(here)
+    fit = np.isin(alone.roots, np.unique(alone.roots)[::2])
+    assert len(splits.by_mask(alone, "distinct", fit, ~fit)) == 1, "the control: distinct rows may be split so"
+
+
+# Positions and labels that cannot be probed
+
+
+def test_a_position_without_values_is_skipped(coin: ProbeRows) -> None:
+    """There is no next action at the query. The other position is probed, and a note says what is missing."""
+    how = dict(sites=["blocks.3.hook_in"], permutations=0, controls=False)
+    report = sweep(coin, "next_action", positions=("step", "query"), **how)
+    assert {line["position"] for line in report.lines} == {"step"}
+    assert any("label 'next_action' at position 'query'" in note for note in report.notes)
+    with pytest.raises(BadRows, match="No label can be probed at any position"):
+        sweep(coin, "next_action", positions="query", **how)
+    both = sweep(coin, ["next_action", "face"], positions="query", **how)
+    assert {line["label"] for line in both.lines} == {"face"}
+
+
+# Verdicts
+
+
+@pytest.mark.slow
+def test_noise_is_shown_in_one_of_twenty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small part of `make calibrate`: 60 sweeps over six cells of noise. Without new fits it errs more often."""
+    noise = Noise("ridge", groups=50, width=32, estimator="ridge", permutations=39)
+    found = sum(noise.found(seed) for seed in range(60))
+    assert found <= 8  # 5 % of 60 is 3; more than 8 in 0.4 % of cases
+
+    def fixed(estimator: str, x: Tensor, goal: Goal, orders: np.ndarray, split: Split, *, nuisance: None = None) -> Null:
+        said = held_out(estimator, x, [goal], split.train, split.test)
+        every = np.ones(len(goal.codes), dtype=bool)
+        said = said.of(0, goal, every)
+        scores = [score(said, replace(goal, codes=goal.codes[order]), every) for order in [np.arange(len(every)), *orders]]
+        return Null(scores[0], np.stack(scores[1:]))
+
+    monkeypatch.setattr(sweeps, "refitted", fixed)
+    assert sum(noise.found(seed) for seed in range(60)) > max(found, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plain", [each for each in PLAINS if each.groups <= 60], ids=lambda plain: plain.name)
+def test_plain_arrays(plain: Plain) -> None:
+    """A small part of `make calibrate`: arrays and a baseline that share no code with the probes."""
+    error, coverage, power = (rate.rate for rate in plain.rates(40))
+    baseline = np.mean([plain.baseline(seed) for seed in range(40)])
+    assert error <= 0.15 and coverage >= 0.85 and power >= baseline - 0.2
+
+
+def test_power_with_controls() -> None:
+    """A label that is read at 74 % from 100 groups is shown, with every control on, and noise beside it is not."""
+    drawn = [Effect(1.75, 0.95).one(seed) for seed in range(4)]
+    assert sum(found for found, _, _ in drawn) >= 3 and not any(other for _, other, _ in drawn)
+
+
+def test_selectivity_is_part_of_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A label that is a function of the context is no finding, even where no other control can read it."""
+    monkeypatch.setattr(controls, "token_identity", lambda codes, *others: np.zeros(len(codes)))
+    monkeypatch.setattr(controls, "bags", lambda paths: np.zeros((len(paths), 1)))
+    generator = np.random.default_rng(0)
+    token = generator.integers(40, size=200)
+    x = generator.normal(size=(40, 64))[token][None] + 0.01 * generator.normal(size=(1, 200, 64))
+    rows = labelled_rows(x, np.arange(200), generator.integers(2, size=40)[token], token=token)
+    table = sweep(rows, "label", sites="S", positions="all", permutations=39).table
+    assert table["p_family"][0] <= 0.05 and table["accuracy"][0] > 0.9
+    assert not shown(table)[0] and table["margin_over"][0] == "control_task"
+    assert table["selectivity_low"][0] < table["selectivity"][0] < table["selectivity_high"][0]
+
+
+# Rows as they come: documents of any length, rows that disagree, columns of any size
+
+
+def arrays(x: np.ndarray, label: np.ndarray, group: np.ndarray) -> ProbeRows:
+    return ProbeRows.of_arrays(x, label, group)
+
+
+def test_documents_of_unequal_length() -> None:
+    """Sequences of unequal length cannot be exchanged: a t test finds the label, and the notes say why there is no other."""
+    generator, group = np.random.default_rng(0), np.repeat(np.arange(30), np.arange(5, 35))
+    label = generator.integers(2, size=len(group))
+    x = generator.normal(size=(len(group), 8)) + 5 * label[:, None]
+    report = sweep(arrays(x, label, group), "label", permutations=39)
+    line = report.best("label")
+    assert line["test"] == "corrected t" and report.text().startswith("Shown") and line["shuffled"] < 0.7
+    assert any("permutation test of 'label'" in note for note in report.notes)
+
+
+def skipped_test(label: np.ndarray, group: np.ndarray) -> str:
+    """The note on the permutation test that is skipped; empty if it is made."""
+    x = np.random.default_rng(0).normal(size=(len(group), 4))
+    report = sweep(arrays(x, label, group), "label", estimators="ridge", permutations=39)
+    (line,) = [note for note in report.notes if note.startswith("Skipped the permutation test")] or [""]
+    assert (report.table["test"][0] == "corrected t") == bool(line)
+    return line
+
+
+def test_why_labels_cannot_be_exchanged() -> None:
+    """One group of both labels, and groups of different sizes: these are in the way, not labels that are alike."""
+    generator = np.random.default_rng(0)
+    sizes = np.array([80, *generator.integers(2, 10, size=53)])
+    group = np.repeat(np.arange(54), sizes)
+    label = generator.integers(2, size=54)[group]
+    assert skipped_test(label[80:], group[80:]) == "", "one label per group: groups of any size exchange it"
+    label[:80] = np.arange(80) % 2
+    note = skipped_test(label, group)
+    assert "1 of 54 groups have several labels, so that only groups with equally many rows can exchange theirs" in note
+    assert "from 2 to 80 rows" in note and "a test takes 80 %" in note and "similar" not in note
+    assert note.endswith("give groups of one size, or a label with one value per group. A t test is made instead.")
+
+
+def test_few_groups_hold_a_label() -> None:
+    """One label per group, one of them in a single long group; and six groups, of which one in six keeps its place."""
+    group = np.repeat(np.arange(40), [40, *[4] * 39])
+    assert "few of the 40 groups hold most rows" in why_no_exchange((group == 0).astype(int), group, 0.7)
+    label = np.random.default_rng(0).integers(2, size=600)
+    assert "6 groups are few" in why_no_exchange(label, np.arange(600) // 100, 0.78)
+    assert why_no_exchange(np.zeros(8), np.arange(8), 0.0) == "the label has only one value"
+
+
+@pytest.mark.parametrize("sizes", [[4] * 30, [2, 4, 6] * 10])
+def test_labels_that_are_alike_in_all_groups(sizes: list[int]) -> None:
+    """The same sequence in every group, of equal or different length: exchanging it changes nothing."""
+    group = np.repeat(np.arange(30), sizes)
+    note = skipped_test(np.concatenate([np.arange(size) % 2 for size in sizes]), group)
+    assert "groups have similar sequences of labels" in note and "equally many rows" not in note
+
+
+def test_a_label_that_goes_with_the_size_of_a_group() -> None:
+    """Noise whose longer documents are of one class: exchanged labels have other frequencies, which is no finding."""
+    found = 0
+    for seed in range(20):
+        generator = np.random.default_rng(seed)
+        kind = generator.integers(2, size=60)
+        group = np.repeat(np.arange(60), np.where(kind == 1, 3, 1))
+        rows = arrays(generator.normal(size=(len(group), 4)), kind[group], group)
+        found += bool(shown(sweep(rows, "label", estimators="ridge", permutations=39, seed=seed).table).any())
+    assert found <= 3
+
+
+def test_rows_that_disagree_are_all_kept() -> None:
+    """Thirty rows occur with both labels: no probe reads more than 63 % of the rows, whichever comes first."""
+    generator = np.random.default_rng(0)
+    base = generator.normal(size=(40, 8))
+    x = np.vstack([base, base[:30], generator.normal(size=(10, 8)) + 3])
+    label, order = np.repeat(["pos", "neg"], 40), np.arange(80)
+    for way in (order, order[::-1]):
+        report = sweep(arrays(x[way], label[way], order), "label", permutations=39)
+        line = report.best("label")
+        assert line["accuracy"] < 0.66 and (line["rows"], line["distinct"]) == (80, 50)
+        assert any("60 rows share their path with a row of another label" in note for note in report.notes)
+
+
+def test_columns_far_from_zero() -> None:
+    """A constant of 1e8 in every column changes neither keys nor tests."""
+    generator = np.random.default_rng(0)
+    label = generator.integers(2, size=100)
+    x = generator.normal(size=(100, 8)) + 3 * label[:, None]
+    near, far = (sweep(arrays(x + c, label, np.arange(100)), "label", permutations=39).best("label") for c in (0, 1e8))
+    assert near["p"] == far["p"] == 1 / 40 and near["distinct"] == far["distinct"] == 100
+
+
+def test_every_letter_tells_rows_apart() -> None:
+    """Rows with the same embedding differ in a deeper site of another letter."""
+    generator, word = np.random.default_rng(0), np.arange(60) % 12
+    sites = {("S", 0): generator.normal(size=(12, 4))[word], ("C", 5): generator.normal(size=(60, 4))}
+    assert len(groups.distinct(ProbeRows.of_arrays(sites, word % 2, np.arange(60)))) == 60
+
+
+def test_what_is_residualised_is_not_coded() -> None:
+    """The online code reads the same rows as the probe: without the position, a label of the position costs a bit."""
+    rows = rows_of(roots=60, per_root=2)
+    place = np.arange(120) % 2
+    rows = replace(rows, frame=rows.frame.assign(late=place))
+    rows.source.tensors["blocks.0.hook_in"][:, 0] += 6 * torch.from_numpy(place)  # type: ignore[attr-defined]
+    how = dict(sites="S", layers=[0], positions="all", permutations=0, controls=False, code_length=True)
+    plain, clean = (sweep(rows, "late", residualise=names, **how).lines[0] for names in ((), ("position",)))
+    assert plain["code_bits"] < 0.6 and clean["code_bits"] > 0.9
+
+
+# ---- texts -----------------------------------------------------------------------------------------------------------
+# Probes on given texts: the last token by default, positions by name, a function, and reports that do not repeat the texts.
+
+HOW: dict[str, Any] = {"sites": "S", "layers": [3], "estimators": "ridge"}
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    """Coins in words, as texts of somebody who knows nothing of the task."""
+    examples = tasks.get("coin")(flips=(1, 4)).examples(60)
+    labels: dict[str, list[Any]] = {
+        "answer": [example.answer.strip() for example in examples],
+        "flips": [len(example.events) for example in examples],
+        "start": [[{"start": 18, "end": 23, "value": example.prompt[18:23]}] for example in examples],
+    }
+    return Engine.load("coin-plain").replay([example.prompt for example in examples], labels=labels, sites="S", drafter="lens")
+
+
+@pytest.fixture(scope="module")
+def dump(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Dump:
+    return run.save(tmp_path_factory.mktemp("probed") / "d")
+
+
+def test_a_probe_reads_the_answer_at_the_last_token(run: Run, dump: Dump) -> None:
+    report = probes.sweep(dump, "answer", **HOW)
+    (line,) = [line for line in report.lines if line["label"] == "answer"]
+    assert line["position"] == "last" and line["accuracy"] > 0.9 > max(line["majority"], line["bag_of_tokens"])
+    assert any(line["label"] == "shuffled" and line["known_zero"] for line in report.lines)
+    assert report.source["knobs"]["texts"].startswith("60 texts, SHA-256") and run[0].example.prompt not in report.text()
+    again = probes.sweep(run, "answer", **HOW)
+    assert [line["accuracy"] for line in again.lines] == [line["accuracy"] for line in report.lines]
+    with pytest.raises(NotForTexts, match="labels answer, flips, start, and none of them is the state"):
+        probes.sweep(run, **HOW)
+
+
+def test_positions_by_name(run: Run, dump: Dump) -> None:
+    for rows in (ProbeRows.of(run), ProbeRows.of(dump)):
+        last = rows.at("last").frame
+        assert len(last) == 60 and set(last["text"]) == {":"} and len(rows.at("last-1")) == 60
+        assert set(rows.at("text: state").frame["text"]) == {" state"} and len(rows.at("text: state")) == 120
+        assert set(rows.at("text:coin's state").frame["position"]) == {2}, "the token that ends it"
+        assert set(rows.at("label:start").frame["text"]) == {" heads", " tails"} and len(rows.at("label:start")) == 60
+        assert set(rows.at("2:4").frame["position"]) == {2, 3} and len(rows.at("-3:")) == 180
+        assert rows.at("-3:-1").frame["since_last"].tolist() == [-2.0, -1.0] * 60
+        assert len(rows.at(lambda frame: frame["text"] == " state")) == 120
+        odd = rows.where(rows.frame["position"].to_numpy() % 2 == 1)
+        assert len(odd.at("text:coin's state")) == 0 and len(odd.at("text:A coin's")) == 60, "found on whole paths"
+
+
+def test_a_sweep_takes_places_and_functions(run: Run) -> None:
+    def colon(frame: Any) -> Any:
+        return frame["text"] == ":"
+
+    places = ["last", "text: A:", colon]
+    report = probes.sweep(run, "answer", positions=places, permutations=0, controls=False, **HOW)
+    scores = {line["position"]: line["accuracy"] for line in report.lines}
+    assert len(scores) == 3 and len(set(scores.values())) == 1 and any("colon" in name for name in scores)
+
+
+def test_positions_that_texts_do_not_have(run: Run) -> None:
+    rows = ProbeRows.of(run)
+    for position in ("query", "step", "step:2+1"):
+        with pytest.raises(BadPosition, match=r"given texts or from arrays, which have no .* Use all, .* Also: text:"):
+            rows.at(position)
+    with pytest.raises(BadPosition, match="did you mean 'start'"):
+        rows.at("label:strat")
+    with pytest.raises(BadPosition, match="Pass the function"):
+        rows.at("custom:colon")
+    with pytest.raises(BadRows, match="Give one boolean per row"):
+        rows.at(lambda frame: np.arange(len(frame)))
+    with pytest.raises(NotForTexts, match="They have no claims"):
+        viable_branch(run)
+
+
+def test_rows_of_a_task_know_places_too() -> None:
+    examples = tasks.get("coin")(flips=2).examples(4)
+    rows = ProbeRows.of(Engine.load("coin-plain").replay(examples, sites="S"))
+    assert set(rows.at("text: flips").frame["text"]) <= {" flips"} and len(rows.at("label:face")) > 0
+    assert len(rows.at("-1:0")) == 0 and rows.at("-1:").accepted().frame["since_query"].min() == 0
+
+
+def test_the_report_of_texts(dump: Dump, tmp_path: Path) -> None:
+    page = ReportPage(dump).html()
+    assert "60 texts, SHA-256" in page and "example 3, " not in page
+    assert '"right answers"' not in page and ", wrong" not in page
+
+
+def test_the_commands(dump: Dump) -> None:
+    def command(*words: str) -> str:
+        done = CliRunner().invoke(cli.app, ["probe", dump.url, "--layers", "3", "--estimators", "ridge", "--quiet", *words])
+        assert done.exit_code == 0, done.stderr
+        return done.stdout
+
+    found = json.loads(command("--label", "answer", "--positions", 'last, "text: A:"', "--permutations", "0", "--json"))
+    assert {line["position"] for line in found["rows"]} == {"last", "text: A:"}
+
+
+# ---- feature columns -------------------------------------------------------------------------------------------------
+# Features as one more site of rows from dumps, runs and arrays: the columns that encoding the rows gives, to the bit.
+
+D = 128
+"""width of the coin model"""
+
+
+def load(folder: Path, hook: str) -> SparseFeatures:
+    return SparseFeatures.load(write(folder, "standard", d_in=D, hook=hook))
+
+
+def test_columns_of_a_dump(coin_dump: Dump, tmp_path: Path) -> None:
+    """The stream leaving block 1 is S at layer 2. Narrowing keeps the site. Negative control: another layer differs."""
+    rows = ProbeRows.of(coin_dump)
+    made = with_features(rows, load(tmp_path, "blocks.1.hook_resid_post"), [7, 3])
+    expected = load(tmp_path, "blocks.1.hook_resid_post").encode(torch.from_numpy(rows.matrix("S", 2))).columns([7, 3])
+    assert np.array_equal(made.matrix("features"), expected.numpy()) and made.source.sites() == [
+        "S",
+        *rows.source.sites()[1:],
+        "features",
+    ]
+    few = made.at("query")
+    assert np.array_equal(few.matrix("features"), expected.numpy()[few.numbers])
+    assert np.array_equal(few.matrix("S", 1), rows.at("query").matrix("S", 1))
+    other = with_features(rows, load(tmp_path, "blocks.2.hook_resid_post"), [7, 3])
+    assert not np.array_equal(other.matrix("features"), made.matrix("features"))
+    assert made.about.digest != rows.about.digest != "" and made.about.digest.startswith(rows.about.digest)
+
+
+def test_a_sweep_over_features(coin_dump: Dump, tmp_path: Path) -> None:
+    """Features of random directions keep enough of the stream that a probe finds the coin's face in them."""
+    rows = with_features(ProbeRows.of(coin_dump), load(tmp_path, "blocks.3.hook_resid_post"))
+    table = sweep(rows, "face", sites="features", positions="query", estimators="ridge").table
+    table = table[table["label"] == "face"]
+    assert list(table["site"]) == ["features"] and float(table["accuracy"].iloc[0]) > float(table["majority"].iloc[0])
+    assert rows.matrix("features").shape[1] == COUNT
+
+
+def test_columns_of_a_run_and_of_arrays(engine: Engine, tmp_path: Path) -> None:
+    """A site by its older name, and arrays under the hook's own name."""
+    run = engine.replay(tasks.get("coin")(flips=2).examples(3), sites=["blocks.1.mlp.hook_post", "C"])
+    rows = ProbeRows.of(run)
+    features = SparseFeatures.load(write(tmp_path / "c", "standard", d_in=D, hook="blocks.1.hook_mlp_out"))
+    expected = features.encode(torch.from_numpy(rows.matrix("C", 1))).dense().numpy()
+    assert np.array_equal(with_features(rows, features).matrix("features"), expected)
+    post = rows.matrix("blocks.1.mlp.out.hook_in")
+    wide = SparseFeatures.load(write(tmp_path / "post", "standard", d_in=post.shape[1], hook="blocks.1.mlp.hook_post"))
+    assert np.array_equal(with_features(rows, wide).matrix("features"), wide.encode(torch.from_numpy(post)).dense().numpy())
+    arrays = ProbeRows.of_arrays({"blocks.1.hook_mlp_out": rows.matrix("C", 1)}, rows.roots, rows.roots)
+    assert np.array_equal(with_features(arrays, features, name="sae").matrix("sae"), expected)
+
+
+def test_what_is_refused(coin_dump: Dump, tmp_path: Path) -> None:
+    rows = ProbeRows.of(coin_dump)
+    features = load(tmp_path / "a", "blocks.1.hook_resid_post")
+    with pytest.raises(UnknownSite, match=r"do not hold blocks.1.hook_mlp_out.*They hold S"):
+        with_features(rows, load(tmp_path / "b", "blocks.1.hook_mlp_out"))
+    for name in ("S", "Z.kl"):
+        with pytest.raises(BadRows, match="already have a site"):
+            with_features(rows, features, name=name)
+    with pytest.raises(BadRows, match="No features were chosen"):
+        with_features(rows, features, [])
+    with pytest.raises(BadRequest, match="between 0 and 47"):
+        with_features(rows, features, [48])
+    with pytest.raises(BadRequest, match="ProbeRows"):
+        with_features(coin_dump, features)  # type: ignore[arg-type]
+    with pytest.raises(UnknownSite, match="has no layers"):
+        with_features(rows, features).matrix("features", 2)
+
+
+# ---- joined texts ----------------------------------------------------------------------------------------------------
+# Dumps of texts that are joined: the coins of equal numbers must not be equal in all parts.
+
+
+def test_coins_of_parts_are_independent(tmp_path: Path) -> None:
+    """A number stands for something, such as the fork of a rollout: `shuffled` must not follow from it."""
+    engine = Engine.load("coin-plain")
+    task = engine.texts(["A coin's state is heads.", "A coin's state is tails.", "A coin's state is heads. Alice flips."])
+    dump = write_dump(
+        engine, make_plan(engine, task, 3, sites=["blocks.0.hook_in"], max_new=0, positions="last"), tmp_path / "d"
+    )
+    joined = ProbeRows.join(**{f"c{i}": ProbeRows.of(dump) for i in range(40)})
+    alone = ProbeRows.of(dump).frame["shuffled"].to_numpy().astype(int)
+    turned = joined.frame["shuffled"].to_numpy().reshape(40, 3).astype(int) ^ alone
+    assert (turned == turned[:, :1]).all(), "a part is turned over as a whole"
+    assert 8 <= turned[:, 0].sum() <= 32, "about half of them are"

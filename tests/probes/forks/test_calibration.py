@@ -19,7 +19,6 @@ CHOSEN = (
     "counterfactual importance, 5 units, 60 rollouts",
     "change points, 20 forks, 30 rollouts, 2 outcomes",
     "forking tokens, 20 of 3, all at the threshold, 50 rollouts",
-    "forking tokens, 40 of 3, (0.5, 0.5) and (0.8, 0.2) at the threshold, 30 rollouts",
     "kl, (1.0, 0.0) from (0.95, 0.05), 100 rollouts",
     "sibling divergence, 4 depths, 20 forks of 6",
     "draft agreement, 60 forks of 30 roots",

@@ -1,22 +1,34 @@
 """Branch questions on the embedded model: each gives a report and refuses what it cannot answer."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
-from replaylens.probes.errors import BadRows, ProbeError
+from replaylens.engine.errors import FingerprintMismatch
+from replaylens.probes.errors import BadRows, MissingLabel, ProbeError, SeveralTasks, SharedRows
+from replaylens.probes.groups import distinct, histories
 from replaylens.probes.intervals import Estimate
-from replaylens.probes.questions.erasure import steering_reach
+from replaylens.probes.positions import add_places
+from replaylens.probes.probe import fit_probe
+from replaylens.probes.questions.erasure import _Eraser, _say_amnesic, amnesic, steering_reach
 from replaylens.probes.questions.forced import forced_rows, outcome_at_fork, outcome_target, text_or_truth, viable_branch
 from replaylens.probes.questions.judge import judge
-from replaylens.probes.questions.transfer import transfer
+from replaylens.probes.questions.transfer import transfer, transfer_across
 from replaylens.probes.report import Report
-from replaylens.probes.rows import ProbeRows
-from tests.probes.synthetic import rows_of
+from replaylens.probes.rows import Cell, ProbeRows, sequences
+from replaylens.probes.sources import MemorySource
+from replaylens.probes.splits import apart, unseen
+from replaylens.probes.sweeps import sweep
+from replaylens.tasks import Example
+from tests.probes.synthetic import direction, rows_of
+from tests.toy_model import engine as toy_engine
 
 coin = tasks.get("coin")
 
@@ -165,3 +177,341 @@ def test_reports_are_saved(steps_dump: Dump, report_folder: Any) -> None:
     transfer(steps_dump, "face", layers=[1]).save(report_folder)
     assert {path.name for path in report_folder.iterdir()} == {"report.json", "summary.txt", "table.csv", "transfer.png"}
     assert Report.load(report_folder).kind == "transfer"
+
+
+# ---- across ----------------------------------------------------------------------------------------------------------
+# Joined rows: examples of the same number stay apart, and probes of one task read another where a direction is common.
+
+
+def of_task(task: str, way: np.ndarray, seed: int, effect: float = 3.0, **columns: Any) -> ProbeRows:
+    """Rows of a task that hold `face` along a direction; tokens tell nothing."""
+    rows = rows_of(roots=60, per_root=1, seed=seed, **columns)
+    generator = np.random.default_rng([seed, 1])
+    sign = np.where(rows.frame["face"] == "tails", 0.5, -0.5)
+    x = generator.normal(size=(60, len(way))) + effect * np.outer(sign, way)
+    source = MemorySource(
+        {"blocks.0.hook_in": torch.from_numpy(x)}, {"S": ["blocks.0.hook_in"]}, replace(rows.about, task=task)
+    )
+    return ProbeRows(rows.frame, source, rows.numbers)
+
+
+def test_a_common_direction_is_found() -> None:
+    way = direction(5)
+    joined = ProbeRows.join(coin=of_task("coin", way, 1), coins=of_task("coins", way, 2))
+    report = transfer_across(joined, "face", fit_on="coin", test_on="coins", position="all")
+    assert line(report, "S0: coin to coins")["accuracy"] > 0.8 and report.findings[-1].startswith("Shown")
+    assert report.source["task"] == "coin+coins"
+
+
+def test_sweeps_of_several_tasks() -> None:
+    """A sweep over joined tasks skips what needs one task by name."""
+    joined = ProbeRows.join(coin=of_task("coin", direction(5), 1), coins=of_task("coins", direction(5), 2))
+    report = sweep(joined, "face", sites="S", positions="all", permutations=19)
+    assert report.lines[0]["accuracy"] > 0.8
+    assert any("known zeros" in note and "several tasks" in note for note in report.notes)
+
+
+def test_each_task_with_a_direction_of_its_own_shares_none() -> None:
+    one, two = np.eye(16)[:2]
+    joined = ProbeRows.join(coin=of_task("coin", one, 1), coins=of_task("coins", two, 2))
+    report = transfer_across(joined, "face", fit_on="coin", test_on="coins", position="all")
+    assert line(report, "S0: coin to coin")["accuracy"] > 0.8 < line(report, "S0: coins to coins")["accuracy"]
+    assert report.findings[-1].startswith("Not shown")
+
+
+def test_tokens_that_tell_the_label_are_a_control() -> None:
+    """Rows whose token names the class transfer without a direction of the state: not shown."""
+    parts = {}
+    for seed, task in enumerate(("coin", "coins"), 1):
+        face = of_task(task, direction(5), seed).frame["face"]
+        parts[task] = of_task(task, direction(5), seed, token=(face == "tails").astype(int).to_numpy())
+    report = transfer_across(ProbeRows.join(**parts), "face", fit_on="coin", test_on="coins", position="all")
+    assert line(report, "token alone, coin to coins")["accuracy"] == 1 and report.findings[-1].startswith("Not shown")
+
+
+def test_rows_from_arrays() -> None:
+    """Activations from elsewhere have parts too. Without tokens, that control is skipped by name."""
+    parts = {}
+    for seed, name in enumerate(("one", "two")):
+        rows = of_task("coin", direction(5), seed)
+        parts[name] = ProbeRows.of_arrays(rows.matrix("S", 0), {"face": rows.frame["face"].to_numpy()}, groups=rows.roots)
+    report = transfer_across(ProbeRows.join(**parts), "face", fit_on="one", test_on="two", position="all", sites="X")
+    assert report.findings[-1].startswith("Shown") and report.notes == [
+        "Skipped the control 'token alone': these rows have no tokens."
+    ]
+
+
+def test_labels_that_only_one_task_has() -> None:
+    coin, coins = of_task("coin", direction(), 1, parity=1), of_task("coins", direction(), 2)
+    joined = ProbeRows.join(coin=coin, coins=coins)
+    assert "parity" not in joined.frame and "face" in joined.frame
+    with pytest.raises(SeveralTasks, match=r"several tasks \(coin\+coins\)"):
+        joined.about.make_task()
+    with pytest.raises(MissingLabel, match="parity"):
+        joined.target("parity")
+    with pytest.raises(ProbeError, match="parts of these rows: coin, coins"):
+        transfer_across(joined, "face", fit_on="coin", test_on="dice", position="all")
+    other = of_task("coins", direction(), 2, face="edge")
+    with pytest.raises(BadRows, match="common classes none"):
+        transfer_across(ProbeRows.join(coin=coin, coins=other), "face", fit_on="coin", test_on="coins", position="all")
+
+
+def test_examples_of_joined_parts_stay_apart() -> None:
+    """Both parts have examples 0 to 9. Sequences and places of the joined rows are those of the parts."""
+    a, b = (rows_of(roots=10, per_root=3, seed=seed) for seed in (1, 2))
+    joined = ProbeRows.join(a=a, b=b)
+    X, target, roots = sequences(joined, "face", "S", 1, ["0", "2"])
+    apart = [sequences(part, "face", "S", 1, ["0", "2"]) for part in (a, b)]
+    assert np.array_equal(X, np.concatenate([each[0] for each in apart])) and len(target.values) == len(roots) == 20
+    shorter = b.where(b.frame["position"] < 2)
+    frame = ProbeRows.join(a=a, b=ProbeRows(shorter.frame, shorter.source, shorter.numbers)).frame
+    again = add_places(frame, knows_steps=True)
+    assert (again["steps"] == again["part"].map({"a": 3, "b": 2})).all()
+    assert (again.groupby("part")["since_query"].min() == [-2, -1]).all()
+
+
+# ---- amnesic ---------------------------------------------------------------------------------------------------------
+# `amnesic`: erasing what the model uses costs answers, erasing nothing or a known zero does not; prompts are held out.
+
+
+@pytest.fixture(scope="module")
+def fresh() -> list[Example]:
+    return tasks.get("coin")(flips=(2, 5)).examples(range(100, 124))
+
+
+def test_erasing_the_state_costs_answers(engine: Engine, coin_dump: Dump, fresh: list[Example]) -> None:
+    report = amnesic(engine, coin_dump, fresh, "face", layers=[3], erasers=["leace"])
+    nothing, erased, random, more = report.lines[:4]
+    assert nothing["accuracy"] == 0 and nothing["nats"] == 0, "coin-plain is right on short prompts, and no edit moves no bit"
+    assert erased["accuracy"] > 0.3 > random["accuracy"] and erased["nats"] > 0.5 and erased["rank"] == 1
+    assert more["low"] > 0 < more["nats_low"] and all(said.startswith("Shown") for said in report.findings[1:])
+
+
+def test_erasing_a_known_zero_costs_nothing(engine: Engine, coin_dump: Dump, fresh: list[Example]) -> None:
+    """`shuffled` is in no row: its eraser does no more than random ones."""
+    report = amnesic(engine, coin_dump, fresh, "shuffled", layers=[3], erasers=["leace"], placebos=4)
+    assert all(said.startswith("Not shown") for said in report.findings[1:])
+
+
+def test_both_erasers_are_compared(engine: Engine, coin_dump: Dump, fresh: list[Example]) -> None:
+    report = amnesic(engine, coin_dump, fresh[:12], "face", layers=[2], placebos=1)
+    assert {line["what"].split(":")[0] for line in report.lines} == {"S2 leace", "S2 inlp"}
+    assert len(report.findings) == 6
+
+
+@pytest.mark.parametrize("eraser", ["leace", pytest.param("inlp", marks=pytest.mark.slow)])
+def test_the_same_report_twice(engine: Engine, coin_dump: Dump, fresh: list[Example], eraser: str) -> None:
+    one, other = (
+        amnesic(engine, coin_dump, fresh[:6], "face", layers=[2], erasers=[eraser], placebos=1).to_json() for _ in range(2)
+    )
+    assert one == other
+
+
+@pytest.mark.parametrize("left, verdict", [(0.4, "Not shown"), (0.8, "No verdict, since 'face' is still readable")])
+def test_a_label_that_is_left_gives_no_verdict(left: float, verdict: str) -> None:
+    """A model that does not suffer does without the label only if the label is gone."""
+    rates = dict(accuracy=0.1, low=-0.1, high=0.3, nats=0.0, nats_low=-0.1, nats_high=0.1)
+    after = dict(what="refit: site, after", accuracy=0.9, low=left, high=1.0, majority=0.5)
+    said = _say_amnesic("S3 inlp", "face", 1, [*(dict(what=str(i), **rates) for i in range(4)), after])
+    assert [each.split(":")[0] for each in said[1:]] == [verdict] * 2
+
+
+@pytest.mark.parametrize("name", ["leace", "inlp"])
+def test_erasers_keep_the_mean(name: str) -> None:
+    """Only variation is removed, also by placebos, which have the same rank."""
+    rows = rows_of(roots=80, per_root=1)
+    shifted = MemorySource({"x": torch.from_numpy(rows.matrix("S", 1) + 5.0)}, {"S": ["x"]}, rows.about)
+    eraser = _Eraser(ProbeRows(rows.frame, shifted, rows.numbers), Cell("S", 0), "face", name)
+    for change in (eraser.change, eraser.placebo(0, 1)):
+        moved = change(eraser.X)
+        assert np.allclose(change(eraser.mean[None]), 0) and np.allclose(moved.mean(0), 0)
+        assert np.linalg.matrix_rank(moved, tol=1e-6) == eraser.rank
+
+
+def test_rows_that_begin_a_prompt_are_left_out(engine: Engine, coin_dump: Dump) -> None:
+    """A prompt that is among the rows, and one that only shares its first step with them."""
+    rows = ProbeRows.of(coin_dump).accepted().at("step:1")
+    known = tasks.get("coin")(flips=(2, 5)).examples(4)
+    kept, notes = unseen(rows, engine, known)
+    begun = {tuple(engine.text.encode(example.prompt)[:end]) for example in known for end in range(1, 60)}
+    assert not {tuple(path) for path in _paths(kept)} & begun
+    assert {tuple(path) for path in _paths(rows)} & begun and len(rows) - len(kept) > 4, "also rows of other prompts"
+    assert notes == [f"Left out {len(rows) - len(kept)} of {len(rows)} rows to fit on: their paths begin one of the prompts."]
+    with pytest.raises(BadRows, match="All 4 rows"):
+        unseen(rows.where(rows.frame["example"] < 4), engine, known)
+
+
+def _paths(rows: ProbeRows) -> list[list[int]]:
+    frame = rows.whole.frame
+    frame = frame[frame["branch"] == 0]
+    found = []
+    for example, position in zip(rows.frame["example"], rows.frame["position"], strict=True):
+        path = frame[(frame["example"] == example) & (frame["position"] <= position)].sort_values("position")
+        found.append(path["token"].tolist())
+    return found
+
+
+def test_what_is_refused(engine: Engine, coin_dump: Dump, fresh: list[Example]) -> None:
+    with pytest.raises(ProbeError, match=r"Unknown eraser.*leace, inlp"):
+        amnesic(engine, coin_dump, fresh, "face", layers=[3], erasers=["rlace"])
+    with pytest.raises(FingerprintMismatch, match="another engine"):
+        amnesic(toy_engine(), coin_dump, fresh, "face", layers=[3])
+
+
+# ---- question groups -------------------------------------------------------------------------------------------------
+# Every question counts an activation once and never reads one that it fitted on.
+
+ASKED: dict[str, Callable[[ProbeRows], Report]] = {
+    "transfer": lambda rows: transfer(rows, "implied", layers=[1]),
+    "outcome_at_fork": lambda rows: outcome_at_fork(rows, layers=[3]),
+    "judge": lambda rows: judge(rows, draft_layer=2, layers=[3]),
+    "viable_branch": viable_branch,
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_copy_of_the_rows_is_no_evidence(name: str, coin_dump: Dump, steps_dump: Dump) -> None:
+    """Rows joined with themselves give the lines that they give alone: same rows, same scores, same intervals."""
+    rows = {"transfer": lambda: ProbeRows.of(steps_dump), "viable_branch": lambda: answered(2, "truth")}.get(
+        name, lambda: ProbeRows.of(coin_dump)
+    )()
+    alone, twice = ASKED[name](rows).lines, ASKED[name](ProbeRows.join(a=rows, b=rows)).lines
+    for mine, other in zip(alone, twice, strict=True):
+        assert {key: other[key] for key in ("what", "rows", "groups")} == {key: mine[key] for key in ("what", "rows", "groups")}
+        assert [other[key] for key in ("accuracy", "low", "high")] == pytest.approx(
+            [mine[key] for key in ("accuracy", "low", "high")]
+        )
+
+
+def test_prompts_that_begin_alike_are_one_group(engine: Engine) -> None:
+    """At the first step, prompts with the same beginning are one row. Its outcome is counted once."""
+    run = engine.replay(tasks.get("coin")(flips=2, p=0.3).examples(150), sites="S", drafter="ngram", rejected=False)
+    rows = ProbeRows.of(run)
+    report = outcome_at_fork(rows, layers=[3], position="step:1")
+    once = len(distinct(rows.accepted().at("step:1")))
+    with pytest.raises(BadRows, match=r"The outcome has probability 0\.5 at all"):
+        fair = engine.replay(tasks.get("coin")(flips=2).examples(40), sites="S", drafter="ngram", rejected=False)
+        outcome_at_fork(fair, layers=[3], position="step:1")
+    assert once < 150 and {line["rows"] for line in report.lines} == {line["groups"] for line in report.lines} == {once}
+
+
+def test_one_activation_in_two_tasks(coin_dump: Dump) -> None:
+    """Parts with the same rows have nothing to transfer: each row is in one part only, once."""
+    rows = ProbeRows.of(coin_dump)
+    odd = rows.frame["example"].to_numpy() % 2 == 1
+    joined = ProbeRows.join(a=rows.where(odd), b=rows)
+    report = transfer_across(joined, "face", fit_on="a", test_on="b", position="query", layers=[3])
+    sizes = {line["what"]: line["rows"] for line in report.lines}
+    assert sizes["S3: a to a"] + sizes["S3: a to b"] == len(distinct(rows.accepted().at("query")))
+
+
+def test_a_leak_names_two_rows(coin_dump: Dump) -> None:
+    rows = ProbeRows.of(coin_dump).accepted().at("step:1")
+    apart(rows.where(rows.frame["example"] == 0), rows.where(~np.isin(_keys(rows), _keys(rows)[:1])))
+    with pytest.raises(SharedRows, match=r"row 0 \(root [0-9a-f]+\) is fitted on and row 0 \(root"):
+        apart(rows.where(rows.frame["example"] == 0), rows)
+
+
+def _keys(rows: ProbeRows) -> np.ndarray:
+    return np.array([x.tobytes() for x in rows.matrix("S", 4)])
+
+
+def test_steering_is_fitted_on_other_beginnings(engine: Engine, coin_dump: Dump, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of other prompts that begin as the steered ones do are left out of the fits, and the report says so."""
+    from replaylens.probes.questions import erasure
+
+    seen: list[ProbeRows] = []
+    monkeypatch.setattr(erasure, "fit_probe", lambda rows, *args, **more: seen.append(rows) or fit_probe(rows, *args, **more))
+    examples = tasks.get("coin")(flips=3, seed=3).examples(6)
+    report = steering_reach(engine, coin_dump, examples, "face", layers=[3], placebos=1)
+    prompts = [engine.text.encode(example.prompt) for example in examples]
+    for rows in seen:
+        for path in histories(rows) or []:
+            assert path.tolist() not in [prompt[: len(path)] for prompt in prompts]
+    assert len(seen) >= 2 and any(note.startswith("step: Left out") for note in report.notes)
+
+
+# ---- viable branch ---------------------------------------------------------------------------------------------------
+# `viable_branch`: chance of the classes, the model's own wrong claim, and positions that contain the answer.
+
+ROOTS, WIDTH = 160, 12
+
+
+def answered(classes: int, held: str, seed: int = 0) -> ProbeRows:
+    """Prompts of one token with their answer; half are answered wrongly, by a class that the truth does not determine.
+
+    held  what the query's row holds, on wrong answers: the truth, the claim, or nothing
+    """
+    generator = np.random.default_rng(seed)
+    truth = generator.integers(classes, size=ROOTS)
+    right = np.arange(ROOTS) % 2 == 0
+    claim = np.where(right, truth, (truth + generator.integers(1, classes, size=ROOTS)) % classes)
+    word = np.array([f"class{i}" for i in range(classes)])
+    columns: dict[str, Any] = dict(
+        token_state=np.tile(["prompt", "accepted"], ROOTS),
+        face=np.repeat(word[truth], 2),
+        claimed=np.stack([np.full(ROOTS, None), word[claim]], 1).reshape(-1),
+        correct=np.repeat(right, 2),
+        token=np.stack([np.full(ROOTS, 99), claim], 1).reshape(-1),
+    )
+    rows = rows_of(ROOTS, per_root=2, seed=seed, **columns)
+    shown = {"truth": truth, "claim": claim, "nothing": generator.integers(classes, size=ROOTS)}[held]
+    query = np.eye(WIDTH)[np.where(right, truth, shown)]
+    answer = np.eye(WIDTH)[claim]
+    x = 4 * np.stack([query, answer], 1).reshape(-1, WIDTH) + generator.normal(size=(2 * ROOTS, WIDTH))
+    tensors = {"blocks.0.hook_in": torch.from_numpy(x)}
+    return ProbeRows(rows.frame, MemorySource(tensors, {"S": list(tensors)}, rows.about), rows.numbers)
+
+
+def line_of_viable_branch(report: Report, end: str) -> dict[str, Any]:
+    return next(each for each in report.lines if each["what"].endswith(end))
+
+
+@pytest.mark.parametrize("classes", [2, 8])
+@pytest.mark.parametrize(
+    "held, verdict",
+    [
+        ("truth", "the truth is still readable"),
+        ("claim", "the wrong branch is held instead"),
+        ("nothing", "neither the truth nor the wrong branch is readable"),
+    ],
+)
+def test_verdicts(classes: int, held: str, verdict: str) -> None:
+    report = viable_branch(answered(classes, held))
+    assert report.findings[0].endswith(f"{verdict}.") and len(report.findings) == 1
+    truth, claim = (
+        line_of_viable_branch(report, "wrong answers"),
+        line_of_viable_branch(report, "wrong answers, the model's own claim"),
+    )
+    assert truth["chance"] == claim["chance"] == 1 / classes
+    assert {"truth": truth, "claim": claim}.get(held, {"accuracy": 1})["accuracy"] > 0.9
+    if held == "nothing" and classes == 8:
+        assert truth["low"] < 1 / 8 < truth["high"] < 0.5, "below one half is not yet the wrong branch"
+
+
+def test_the_default_position_comes_before_the_answer() -> None:
+    report = viable_branch(answered(2, "nothing"))
+    assert {each["position"] for each in report.lines} == {"query"}
+
+
+@pytest.mark.parametrize("classes", [2, 8])
+def test_the_answer_itself_is_no_evidence(classes: int) -> None:
+    """At the answer the row holds the claim because the token is there. The token alone does as well: the finding says so."""
+    report = viable_branch(answered(classes, "truth"), positions=["query", "query+1"])
+    assert line_of_viable_branch(report, "query+1: wrong answers, the model's own claim")["accuracy"] > 0.9
+    assert (
+        line_of_viable_branch(report, "query+1: wrong answers, the model's own claim, by the answer's token")["accuracy"] > 0.95
+    )
+    assert not [each for each in report.lines if "query:" in each["what"] and "token" in each["what"]]
+    said = report.findings[1]
+    assert "contains the answer" in said and "no more than the answer's token" in said and "held instead" not in said
+
+
+def test_claims_that_are_not_there() -> None:
+    """Without rows of the answer the agreement with the claim is skipped by name, and no wrong branch is reported."""
+    rows = answered(2, "claim")
+    bare = ProbeRows(rows.frame.drop(columns="claimed"), rows.source, rows.numbers)
+    report = viable_branch(bare)
+    assert "own claim" in report.notes[0] and "wrong branch is held" not in report.findings[0]
+    with pytest.raises(BadRows, match=r"All \d+ answers are right"):
+        viable_branch(ProbeRows(rows.frame.assign(correct=True), rows.source, rows.numbers))

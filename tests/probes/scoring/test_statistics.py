@@ -1,12 +1,26 @@
 """Intervals cover, permutations respect roots, corrections correct, and everything is reproducible."""
 
+import math
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
+from scipy import stats
 from scipy.stats import beta
+from sklearn.metrics import balanced_accuracy_score, f1_score, roc_auc_score
+from sklearn.pipeline import Pipeline
 
-from replaylens.probes.controls import make_goal
-from replaylens.probes.errors import TooFewGroups
-from replaylens.probes.heldout import Said, exchanged, permutation_test
+from replaylens import Engine, tasks
+from replaylens.engine.dump.reader import Dump
+from replaylens.probes import intervals, registry
+from replaylens.probes.areas import area, area_gains, balanced_accuracy
+from replaylens.probes.causal import ablate
+from replaylens.probes.controls import Goal, make_goal
+from replaylens.probes.errors import OneClass, TooFewGroups
+from replaylens.probes.heldout import HeldOutPredictions, Said, exchanged, held_out, permutation_test
 from replaylens.probes.intervals import (
     corrected_p,
     difference_over_groups,
@@ -19,8 +33,14 @@ from replaylens.probes.intervals import (
     ratio_over_groups,
 )
 from replaylens.probes.permutations import Null, group_permutations, max_statistic
+from replaylens.probes.probe import fit_probe
+from replaylens.probes.questions.forced import outcome_at_fork, viable_branch
+from replaylens.probes.questions.judge import judge
+from replaylens.probes.questions.transfer import transfer
 from replaylens.probes.registry import calibration_error, code_blocks, code_length, v_information
-from replaylens.probes.rows import make_target
+from replaylens.probes.report import Report
+from replaylens.probes.rows import ProbeRows, make_target
+from replaylens.probes.sweeps import SweepCache, sweep
 from tests.probes.synthetic import rows_of
 
 ROOTS, PER_ROOT = 60, 5
@@ -275,3 +295,344 @@ def test_calibration_error() -> None:
     said = generator.uniform(0.5, 1, size=20000)
     assert calibration_error(said, generator.random(20000) < said) < 0.02
     assert calibration_error(np.ones(1000), np.arange(1000) % 2) == pytest.approx(0.5, abs=0.01)
+
+
+# ---- areas -----------------------------------------------------------------------------------------------------------
+# Areas under the ROC curve and balanced accuracy: their values, and intervals that cover the truth with few groups.
+
+
+def names(groups: int, rows: int = 1) -> np.ndarray:
+    return np.repeat(np.arange(groups), rows).astype(str)
+
+
+def test_values_are_scikit_learns() -> None:
+    generator = np.random.default_rng(0)
+    score, good = generator.integers(20, size=300) / 7, generator.random(300) < 0.4
+    assert area(score, good, names(100, 3)).value == pytest.approx(roc_auc_score(good, score), abs=1e-12)
+    codes, said = generator.integers(4, size=(2, 300))
+    assert balanced_accuracy(said == codes, codes, names(100, 3)).value == pytest.approx(balanced_accuracy_score(codes, said))
+
+
+def test_strata_are_compared_within() -> None:
+    """A shift of a whole fold changes nothing; the value is the mean over folds, weighted by their pairs."""
+    generator = np.random.default_rng(4)
+    score, good, fold = generator.normal(size=120), generator.random(120) < 0.4, np.repeat(np.arange(4), 30)
+    found = area(score, good, names(60, 2), strata=fold)
+    assert found == area(score + 10.0 * fold, good, names(60, 2), strata=fold)
+    pairs = np.array([good[fold == each].sum() * (~good[fold == each]).sum() for each in range(4)])
+    apart = [roc_auc_score(good[fold == each], score[fold == each]) for each in range(4)]
+    assert found.value == pytest.approx(np.average(apart, weights=pairs), abs=1e-12)
+    assert area(score, good, names(60, 2), strata=np.zeros(120)) == area(score, good, names(60, 2))
+    with pytest.raises(OneClass, match="No stratum"):
+        area(score, good, names(60, 2), strata=good)
+
+
+def test_no_interval_has_width_zero() -> None:
+    """A perfect score, or a useless one, leaves doubt: less with more groups, not with more copies of the same rows."""
+    good = np.tile([True, False], 10)
+    score = good.astype(float)
+    perfect, more = area(score, good, names(20)), area(np.tile(score, 5), np.tile(good, 5), names(100))
+    assert perfect.high == 1 and perfect.low < more.low < 1
+    copies = area(np.repeat(score, 5), np.repeat(good, 5), names(20, 5))
+    assert copies.low == pytest.approx(perfect.low), "copies of rows are no evidence"
+    assert area(-score, good, names(20)).low == 0 < area(-score, good, names(20)).high
+    (gain,) = area_gains([score], score, good, names(20))
+    assert gain.value == 0 and gain.low < 0 < gain.high
+    for right in (np.zeros(20), np.ones(20)):
+        found = balanced_accuracy(right, good.astype(int), names(20))
+        assert found.low < found.high and found.value in (found.low, found.high)
+        several = balanced_accuracy(np.repeat(right, 5), np.repeat(good.astype(int), 5), names(20, 5))
+        assert (several.low, several.high) == pytest.approx((found.low, found.high))
+
+
+@pytest.mark.parametrize("groups, truth", [(10, 0.985), (20, 0.9), (20, 0.985), (50, 0.985)])
+def test_areas_cover_the_truth(groups: int, truth: float) -> None:
+    """Three rows per group that share most of their score; the standard error of a coverage of 95 % is 1.8 %."""
+    generator, found = np.random.default_rng(1), []
+    while len(found) < 150:
+        good = np.repeat(generator.random(groups) < 0.4, 3)
+        if good.sum() in (0, 3, len(good) - 3, len(good)):
+            continue
+        noise = np.sqrt([0.6, 0.4]) @ [np.repeat(generator.normal(size=groups), 3), generator.normal(size=3 * groups)]
+        found.append(area(noise + np.sqrt(2) * stats.norm.ppf(truth) * good, good, names(groups, 3)))
+    assert 0.9 <= np.mean([truth in each for each in found]) <= 1
+    assert np.mean([each.high - each.low for each in found]) < 2.5 / np.sqrt(groups), "not by being endless"
+
+
+def test_gains_cover_zero() -> None:
+    """Three scores as good as the baseline: in 95 of 100 simulations no interval lies beyond zero."""
+    generator, held = np.random.default_rng(2), 0
+    for _ in range(100):
+        good = generator.random(40) < 0.5
+        common = generator.normal(size=40) + 2 * good
+        base, *scores = (common + generator.normal(size=40) for _ in range(4))
+        held += all(0 in gain for gain in area_gains(scores, base, good, names(20, 2)))
+    assert held >= 90
+
+
+@pytest.mark.parametrize("classes, share, per_group", [(2, 0.97, 1), (2, 0.5, 3), (8, 0.125, 1), (8, 0.9, 3)])
+def test_balanced_accuracy_covers_the_truth(classes: int, share: float, per_group: int) -> None:
+    """Twenty groups whose rows have one class and mostly stand or fall together; classes of unequal size."""
+    generator, held, done = np.random.default_rng(3), 0, 0
+    often = 0.6 ** np.arange(classes) if classes == 2 else np.ones(classes)
+    while done < 150:
+        codes = np.repeat(generator.choice(classes, 20, p=often / often.sum()), per_group)
+        if len(np.unique(codes)) < classes:
+            continue
+        shared, own = np.repeat(generator.random(20), per_group), generator.random(len(codes))
+        right = np.where(generator.random(len(codes)) < 0.7, shared, own) < share
+        held, done = held + (share in balanced_accuracy(right, codes, names(20, per_group))), done + 1
+    assert held / done >= 0.9
+
+
+def test_what_has_no_interval() -> None:
+    with pytest.raises(OneClass, match="All 4 rows are good"):
+        area(np.arange(4.0), np.ones(4), names(4))
+    with pytest.raises(TooFewGroups, match="one group"):
+        area(np.arange(4.0), np.array([1, 0, 1, 0]), names(1, 4))
+    with pytest.raises(TooFewGroups, match="1 groups"):
+        balanced_accuracy(np.ones(4), np.zeros(4, dtype=int), names(1, 4))
+
+
+# ---- metrics ---------------------------------------------------------------------------------------------------------
+# Metrics of held-out predictions, against scikit-learn, and the scores that sweeps keep for them.
+
+SWEPT = [name for name, each in registry.ESTIMATORS.items() if each.swept != "no" and name != "mlp"]
+
+
+def planted(classes: int, rows: int = 240, width: int = 5, seed: int = 0) -> tuple[torch.Tensor, Goal, np.ndarray]:
+    """(x [1, rows, width], goal, train [1, rows])"""
+    generator = np.random.default_rng(seed)
+    codes = generator.integers(classes, size=rows)
+    x = generator.normal(size=(rows, width)) + 1.5 * np.eye(classes, width)[codes]
+    goal = Goal("y", "label", "class", tuple(map(str, range(classes))), codes, np.ones(rows, bool))
+    return torch.from_numpy(x)[None], goal, (np.arange(rows) < rows // 2)[None]
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+@pytest.mark.parametrize("name", SWEPT)
+def test_scores_rank_as_scikit_learn(name: str, classes: int) -> None:
+    """Scores of a sweep order the rows as the fitted scikit-learn estimator does, and decide as its predictions."""
+    x, goal, train = planted(classes)
+    held = held_out(name, x, [goal], train, ~train, groups=np.arange(len(goal.codes)))
+    score, said = held.score[0, 0][~train[0]], held.predicted[0, 0][~train[0]]
+    assert score.shape[1] == goal.outputs and np.isnan(held.score[0, 0][train[0]]).all()
+    assert np.array_equal((score[:, 0] > 0) if classes == 2 else score.argmax(1), said)
+    fitted = registry.get(name).make().fit(x[0, train[0]], goal.codes[train[0]])
+    proper = hasattr(fitted[-1] if isinstance(fitted, Pipeline) else fitted, "predict_proba")
+    theirs = fitted.predict_proba(x[0, ~train[0]]) if proper and classes > 2 else fitted.decision_function(x[0, ~train[0]])
+    theirs = theirs.reshape(len(said), -1)
+    if not proper and classes > 2:
+        theirs = theirs - np.stack([np.delete(theirs, k, 1).max(1) for k in range(classes)], 1)
+    for column in range(goal.outputs):
+        pairs = np.sign(np.subtract.outer(score[:, column], score[:, column]))
+        assert np.mean(pairs == np.sign(np.subtract.outer(theirs[:, column], theirs[:, column]))) > 0.999
+
+
+def test_parts_keep_scores_and_replace_old_files(tmp_path: Path) -> None:
+    """A part is read back with every array. One without scores, of an earlier version, is computed again."""
+    x, goal, train = planted(3)
+    made = held_out("ridge", x, [goal], train, ~train)
+    SweepCache(tmp_path, "key").get("part", lambda: made)
+
+    def never() -> HeldOutPredictions:
+        raise AssertionError("the part is stored")
+
+    kept = SweepCache(tmp_path, "key").get("part", never)
+    assert np.array_equal(kept.score, made.score, equal_nan=True) and np.array_equal(kept.predicted, made.predicted)
+    (file,) = tmp_path.glob("*.npz")
+    np.savez(file, predicted=made.predicted, log_loss=made.log_loss, confidence=made.confidence)
+    again = SweepCache(tmp_path, "key").get("part", lambda: made)
+    assert again.score is made.score and SweepCache(tmp_path, "key").get("part", never).score.shape == made.score.shape
+
+
+def answers(classes: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(scores [3 cells, 90 rows, outputs] with ties, predictions [3, 90], codes [90] with a rare class)"""
+    generator = np.random.default_rng(seed)
+    codes = generator.choice(classes, size=90, p=np.array([classes, *[1] * (classes - 1)]) / (2 * classes - 1))
+    scores = (generator.normal(size=(3, 90, classes)) + np.eye(classes)[codes]).round(1)
+    return (scores[..., 1:] - scores[..., :1] if classes == 2 else scores), scores.argmax(-1), codes
+
+
+@pytest.mark.parametrize("classes", [2, 3, 5])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_metrics_are_scikit_learns(classes: int, seed: int) -> None:
+    score, said, codes = answers(classes, seed)
+    average = "binary" if classes == 2 else "macro"
+    areas = [np.mean([roc_auc_score(codes == k, each[:, i]) for i, k in columns(classes)]) for each in score]
+    assert intervals.auroc(score, codes) == pytest.approx(areas, abs=1e-12)
+    recalls = [balanced_accuracy_score(codes, each) for each in said]
+    assert intervals.balanced_accuracy(said, codes) == pytest.approx(recalls, abs=1e-12)
+    assert intervals.f1(said, codes, classes) == pytest.approx([f1_score(codes, each, average=average) for each in said])
+
+
+def columns(classes: int) -> list[tuple[int, int]]:
+    """(column of the score, class that it speaks of)"""
+    return [(0, 1)] if classes == 2 else [(k, k) for k in range(classes)]
+
+
+def test_macro_area_of_probabilities() -> None:
+    """On probabilities, which scikit-learn insists on, its own macro average agrees."""
+    score, _, codes = answers(4, 2)
+    shares = np.exp(score) / np.exp(score).sum(-1, keepdims=True)
+    theirs = [roc_auc_score(codes, each, multi_class="ovr") for each in shares]
+    assert intervals.auroc(np.log(shares), codes) == pytest.approx(theirs, abs=1e-12)
+
+
+def test_what_is_undefined_is_nan() -> None:
+    score, said, codes = answers(3, 0)
+    one = np.zeros(90, dtype=int)
+    assert np.isnan(intervals.auroc(score[..., :1], one)).all() and np.isnan(intervals.auroc(score, one)).all()
+    assert np.isnan(intervals.balanced_accuracy(said, one)).all()
+    assert (
+        np.isnan(intervals.f1(np.zeros((2, 90)), one, 2)).all() and not np.isnan(intervals.f1(np.ones((2, 90)), one, 2)).any()
+    )
+    two = np.minimum(codes, 1)  # the third class does not occur: the mean is over the others
+    assert intervals.auroc(score, two) == pytest.approx(
+        intervals._mean([intervals._area(score[..., k], two == k, None) for k in (0, 1)])
+    )
+    assert not np.isnan(intervals.auroc(score, two)).any()
+    assert np.isnan(intervals.auroc(score[..., :1], two, fold=two)).all(), "no fold has a pair of rows to compare"
+
+
+def test_pooling_folds_biases_the_area() -> None:
+    """On noise, AUROC within folds is 1/2 on average. Negative control: pooled over the folds, it is lower."""
+    within, pooled = [], []
+    for seed in range(60):
+        generator = np.random.default_rng(seed)
+        codes, fold = generator.integers(2, size=60), np.arange(60) % 10
+        goal = Goal("y", "label", "class", ("0", "1"), codes, np.ones(60, dtype=bool))
+        test = np.arange(10)[:, None] == fold
+        score = held_out("logistic", torch.from_numpy(generator.normal(size=(1, 60, 2))), [goal], ~test, test).score[:, 0]
+        within.append(intervals.auroc(score, codes, fold)[0])
+        pooled.append(intervals.auroc(score, codes)[0])
+    error = np.std(within) / np.sqrt(60)
+    assert abs(np.mean(within) - 0.5) < 3 * error
+    assert np.mean(pooled) < 0.5 - 3 * error
+
+
+# ---- widening --------------------------------------------------------------------------------------------------------
+# Every report widens the intervals of cross-validated scores. `statistics.cross_validation` gives the reason.
+
+
+@pytest.mark.parametrize("folds, factor", [(1, 1.0), (2, math.sqrt(2)), (5, math.sqrt(1.625)), (10, math.sqrt(1 + 5 / 9))])
+def test_intervals_by_their_definition(folds: int, factor: float) -> None:
+    """Means have a t interval over groups, shares that of Korn and Graubard; standard errors carry the factor of the folds."""
+    generator = np.random.default_rng(3)
+    roots = np.repeat(np.arange(40).astype(str), 2)
+    values = generator.normal(size=80)
+    sums = np.array([(values[roots == root] - values.mean()).sum() for root in np.unique(roots)])
+    error = factor * math.sqrt(40 / 39 * (sums**2).sum()) / 80
+    found = mean_over_groups(values, roots, folds=folds)
+    assert found.high - found.value == pytest.approx(stats.t.ppf(0.975, 39) * error)
+    right = generator.random(80) < 0.6
+    sums = np.array([(right[roots == root] - right.mean()).sum() for root in np.unique(roots)])
+    error = math.sqrt(40 / 39 * (sums**2).sum()) / 80
+    half = 0.4 + 8 / min(right.mean() * (1 - right.mean()) / error**2, 80)
+    error *= math.sqrt(1 + half * folds / (folds - 1)) if folds > 1 else 1
+    size = min(right.mean() * (1 - right.mean()) / error**2, 80) * (stats.t.ppf(0.975, 79) / stats.t.ppf(0.975, 39)) ** 2
+    share = ratio_over_groups(right[None], np.ones(80), roots, folds=folds)[0]
+    wanted = stats.beta.ppf([0.025, 0.975], right.mean() * size + 0.5, (1 - right.mean()) * size + 0.5)
+    assert (share.low, share.high) == pytest.approx(tuple(wanted))
+
+
+def both_answers() -> ProbeRows:
+    """A right and a wrong run of the same prompts."""
+    right = rows_of(roots=40, per_root=1)
+    return ProbeRows.join(greedy=right, sampled=ProbeRows(right.frame.assign(correct=False), right.source, right.numbers))
+
+
+def ablated(engine: Engine, coin: Dump) -> Report:
+    probe = fit_probe(coin, "face", layer=3, position="query", estimator="mass-mean")
+    return ablate(engine, probe, tasks.get("coin")(flips=(2, 5)).examples(range(80, 100)), placebos=1)
+
+
+PLANTED = dict(sites="S", layers=[0, 1], positions="all", controls=False)
+REPORTS: dict[str, tuple[Callable[[Engine, Dump, Dump], Report], Callable[[list[str]], set[int]]]] = {
+    "sweep": (
+        lambda engine, coin, steps: sweep(rows_of(roots=40), ["face", "shuffled"], folds=4, **PLANTED),
+        lambda lines: {1, 4},  # the variance of the fits is the difference of both
+    ),
+    "outcome_at_fork": (
+        lambda engine, coin, steps: outcome_at_fork(coin, layers=[3], folds=4),
+        lambda lines: {4},
+    ),
+    "transfer": (
+        lambda engine, coin, steps: transfer(steps, "implied", layers=[1], folds=4),
+        lambda lines: {4},
+    ),
+    "viable_branch": (
+        lambda engine, coin, steps: viable_branch(both_answers(), layers=[1], positions=["all"], folds=4),
+        lambda lines: {4},
+    ),
+    "judge": (
+        lambda engine, coin, steps: judge(coin, draft_layer=2, layers=[3], folds=4),
+        lambda lines: {1 if what.endswith("alone") else 4 for what in lines},  # a single number needs no fit
+    ),
+    "ablate": (
+        lambda engine, coin, steps: ablated(engine, coin),
+        lambda lines: {5 for what in lines if what.startswith("refit")},
+    ),
+}
+"""how each report is made, and for how many folds its intervals must be widened"""
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_reports_widen_what_was_cross_validated(
+    engine: Engine, coin_dump: Dump, steps_dump: Dump, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: Counter[int] = Counter()
+    factor = intervals.cross_validation
+
+    def watched(folds: int, *answers: float) -> float:
+        asked[folds] += 1
+        return factor(folds, *answers)
+
+    monkeypatch.setattr(intervals, "cross_validation", watched)
+    make, wanted = REPORTS[name]
+    report = make(engine, coin_dump, steps_dump)
+    if name == "ablate":  # flip rates involve no fitted predictions
+        asked.pop(1, None)
+    assert set(asked) == wanted([line.get("what", "") for line in report.lines])
+
+
+def test_the_line_of_a_sweep_is_widened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own folds: the count above does not tell a line's interval from the variance of the fits."""
+    factor, widths = intervals.cross_validation, []
+    for times in (1, 2):
+
+        def wider(folds: int, answers: float | None = None, k: int = times) -> float:
+            return factor(folds) if answers is None else factor(folds, answers) * (k if folds == 4 else 1)
+
+        monkeypatch.setattr(intervals, "cross_validation", wider)
+        (line,) = sweep(
+            rows_of(roots=40), "face", sites="S", layers=[0], positions="all", controls=False, folds=4, permutations=0
+        ).lines
+        widths.append(line["high"] - line["low"])
+    assert widths[1] > 1.5 * widths[0]
+
+
+def test_intervals_of_few_groups_cover() -> None:
+    """Twelve groups with one label each, ridge by plain numpy: the interval holds the mean score in 92 % or more."""
+    found, plain = [], []
+    for seed in range(250):
+        random = np.random.default_rng([seed, 5])
+        group = np.repeat(np.arange(12), 5)
+        y = random.permutation(np.arange(12) % 2)[group]
+        x = (
+            0.84 * random.normal(size=(60, 4))
+            + 0.55 * random.normal(size=(12, 4))[group]
+            + 0.8 * np.eye(1, 4) * (y[:, None] - 0.5)
+        )
+        fold, right = (random.permutation(12) % 5)[group], np.zeros(60)
+        for each in range(5):
+            fit = fold != each
+            aim = 2.0 * y[fit] - 1
+            a = x[fit] - x[fit].mean(0)
+            w = np.linalg.solve(a.T @ a + np.eye(4), a.T @ (aim - aim.mean()))
+            right[~fit] = ((x[~fit] - x[fit].mean(0)) @ w + aim.mean() > 0) == (y[~fit] == 1)
+        found.append((right.mean(), ratio_over_groups(right[None], np.ones(60), group.astype(str), folds=5)[0]))
+        plain.append(ratio_over_groups(right[None], np.ones(60), group.astype(str), folds=1)[0])
+    truth = float(np.mean([value for value, _ in found]))
+    assert np.mean([truth in each for _, each in found]) >= 0.92
+    assert np.mean([truth in each for each in plain]) < 0.88, "negative control: without the factor they do not"

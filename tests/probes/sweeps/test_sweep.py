@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -9,29 +10,27 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from typer.testing import CliRunner
 
 from replaylens import tasks
+from replaylens.cli import app
 from replaylens.engine.cluster import connected
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import EngineError, FingerprintMismatch
 from replaylens.probes import controls, groups, sweeps
 from replaylens.probes.controls import make_goal
-from replaylens.probes.errors import (
-    BadProbeFile,
-    BadRows,
-    MissingLabel,
-    ProbeError,
-    SweepMismatch,
-    UnknownEstimator,
-)
+from replaylens.probes.errors import BadProbeFile, BadRows, MissingLabel, ProbeError, SweepMismatch, UnknownEstimator
 from replaylens.probes.heldout import held_out, residualised
 from replaylens.probes.probe import cross_validate
 from replaylens.probes.questions.forced import outcome_at_fork
 from replaylens.probes.report import Report, summarise, verdict_of
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.splits import by_length, by_root
-from replaylens.probes.sweeps import MakeSplit, sweep
+from replaylens.probes.sweeps import MakeSplit, complexity_curve, sweep
 from tests.probes.synthetic import rows_of
 from tests.quick_ray import python_path
 from tests.toy_model import engine as toy_engine
@@ -496,3 +495,119 @@ def test_the_best_cell_is_one_that_is_shown(report: Report) -> None:
     higher = line | {"layer": 9, "accuracy": 1.1, "margin": -0.1, "margin_without_task": -0.1}
     both = Report("sweep", [higher, line], {}, {})
     assert both.best("face")["layer"] == line["layer"] and f"at S{line['layer']}" in both.text()
+
+
+# ---- curve -----------------------------------------------------------------------------------------------------------
+# The complexity-accuracy curve: a label that is read is accurate before a probe can memorise, a label that is not never is.
+
+ROWS = rows_of(roots=60, width=24)
+PATH = [1e-4, 1e-2, 1.0, 100.0]
+
+
+def test_curve_of_a_planted_label(tmp_path: Path) -> None:
+    """Complexity rises with C, the planted label is read, noise never is; the report has its figure."""
+    planted = complexity_curve(ROWS, "face", layer=1, position="all", C=PATH)
+    noise = complexity_curve(ROWS, "face", layer=0, position="all", C=PATH).table
+    table = planted.table
+    assert table["C"].tolist() == PATH and table["norm"].is_monotonic_increasing
+    assert table["complexity"].iloc[0] + 0.1 < table["complexity"].iloc[-1]
+    assert table["complexity"].iloc[-1] > 0.65, "at the weak end a probe memorises exchanged labels"
+    assert (table["accuracy"].iloc[1:] > 0.9).all() and (table["auroc"].iloc[1:] > 0.95).all()
+    assert (noise["low"] < 0.5).all() and noise["train"].iloc[-1] > 0.65
+    assert table["p_worse"].iloc[0] < 0.05 < table["p_worse"].iloc[2] and "not worse (p > 0.05) is C = 1:" in planted.text()
+    planted.complexity()
+    planted.save(tmp_path)
+    assert (tmp_path / "complexity_curve.png").exists() and Report.load(tmp_path).lines == planted.to_json()["rows"]
+
+
+@pytest.mark.parametrize("estimator", ["logistic", "ridge"])
+def test_points_are_those_of_single_fits(estimator: str) -> None:
+    """Every accuracy is that of a fit at this C alone, on the same folds; equal input gives equal lines."""
+    report = complexity_curve(ROWS, "face", layer=1, position="all", estimator=estimator, C=[1.0, 0.01])
+    assert report.lines == complexity_curve(ROWS, "face", layer=1, position="all", estimator=estimator, C=[0.01, 1.0]).lines
+    if estimator == "logistic":
+        split, X, y = by_root(ROWS), ROWS.matrix("S", 1), ROWS.target("face").values
+        probe = make_pipeline(StandardScaler(), LogisticRegression(C=0.01, tol=1e-10))
+        right = sum(int((probe.fit(X[fit], y[fit]).predict(X[held]) == y[held]).sum()) for fit, held in split)
+        assert report.lines[0]["accuracy"] == pytest.approx(right / len(y))
+
+
+def test_pareto_front_is_not_dominated() -> None:
+    table = complexity_curve(ROWS, "face", layer=0, position="all", C=PATH).table
+    for line in table.itertuples():
+        others = table[(table["accuracy"] >= line.accuracy) & (table["complexity"] <= line.complexity)]
+        better = others[(others["accuracy"] > line.accuracy) | (others["complexity"] < line.complexity)]
+        assert line.pareto == (len(better) == 0)
+    assert table.loc[table["accuracy"].idxmax(), "p_worse"] == 1, "the best is not worse than itself"
+
+
+def test_bad_requests_are_refused() -> None:
+    with pytest.raises(ProbeError, match="Use logistic or ridge"):
+        complexity_curve(ROWS, "face", layer=1, position="all", estimator="lda")
+    with pytest.raises(ProbeError, match="above 0"):
+        complexity_curve(ROWS, "face", layer=1, position="all", C=[0.0, 1.0])
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+# `replaylens probe` and `steer`, and the scripts that users copy.
+
+ROOT = Path(__file__).parents[3]
+SCRIPTS = ("layer_sweep", "branch_question")
+
+
+def call(*words: str) -> Any:
+    return CliRunner().invoke(app, list(words))
+
+
+def test_probe_and_steer(coin_dump: Dump, tmp_path: Path) -> None:
+    """A sweep writes a report and a saved probe. The probe is then tested causally on prompts that are not in the dump."""
+    folder, probes = tmp_path / "report", tmp_path / "probes"
+    where = ("--label", "state", "--sites", "S", "--positions", "query", "--layers", "0,3")
+    done = call("probe", coin_dump.url, *where, "--quiet", "--out", str(folder), "--save-probes", str(probes))
+    assert done.exit_code == 0, done.output
+    assert "Shown: state at query" in done.output
+    report = json.loads((folder / "report.json").read_text())
+    assert report["source"]["digest"] == coin_dump.digest and {row["layer"] for row in report["rows"]} == {0, 3}
+    assert (probes / "state.safetensors").exists()
+    done = call("steer", coin_dump.url, "--probe", str(probes / "state"), "--n", "10", "--placebos", "2", "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["kind"] == "steer"
+
+
+def test_list() -> None:
+    done = call("probe", "--list")
+    assert done.exit_code == 0 and "mass-mean-whitened" in done.output and "from Python only" in done.output
+    assert {each["name"] for each in json.loads(call("probe", "--list", "--json").stdout)} >= {"logistic", "leace"}
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("probe",), "No dump given"),
+        (("probe", "/nowhere"), "BadDump"),
+        (("probe", "DUMP", "--sites", "S", "--label", "nose"), "MissingLabel"),
+        (("probe", "DUMP", "--layers", "one"), "--layers one"),
+        (("probe", "DUMP", "--estimators", "magic"), "UnknownEstimator"),
+        (("probe", "DUMP", "--sites", "S", "--layers", "-1"), "layers 0, 1, 2, 3, 4"),
+        (("probe", "DUMP", "--sites", "S", "--jobs", "0"), "jobs=0"),
+        (("report", "DUMP", "probes/none"), "probes/none does not exist"),
+        (("steer", "DUMP"), "Give one of 0, 1, 2, 3, 4"),
+        (("steer", "DUMP", "--layer", "-1"), "layers 0, 1, 2, 3, 4"),
+        (("steer", "DUMP", "--test", "tickle"), "Use one of steer"),
+        (("steer", "DUMP", "--layer", "3", "--model", "coin-draft"), "FingerprintMismatch"),
+    ],
+)
+def test_bad_input_is_one_line(coin_dump: Dump, words: tuple[str, ...], message: str) -> None:
+    done = call(*(coin_dump.url if word == "DUMP" else word for word in words), *(["--quiet"] if words[0] == "probe" else []))
+    assert done.exit_code == 2 and message in done.output and "Traceback" not in done.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The scripts are short, and run from scratch to their reports."""
+    path = ROOT / "docs" / "examples" / f"{name}.py"
+    assert len(path.read_text().splitlines()) < 60
+    runpy.run_path(str(path))["main"](tmp_path, 40)
+    assert "hown: " in capsys.readouterr().out
+    assert list(tmp_path.rglob("report.json"))

@@ -1,0 +1,77 @@
+"""Gradients have the same bits on every machine: digests of models, paths and metrics that are made of integers."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from replaylens.engine.gradients import derivatives
+from replaylens.engine.gradients import gradients as metrics
+from replaylens.engine.gradients.derivatives import HostProducts
+from replaylens.engine.gradients.gradients import Divergence
+from replaylens.engine.model.config import Latent, MixtureConfig, ModelConfig, Routing
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.proof.doctor import digest, numbers
+from tests.toy_model import SHAPE, VOCAB, engine
+
+METRIC = (3, 8)
+SITES = ["S", "T", "C", "blocks.0.attn.hook_pattern"]
+LATENT = dict(latent=Latent(12, 8, query_rank=10), num_kv_heads=4, rotary_dim=4)
+CAPPED: dict[str, Any] = dict(
+    norm="layer", activation="gelu", gated_mlp=False, attn_softcap=5.0, logit_softcap=9.0, windows=(20, 0)
+)
+DIGESTS: dict[str, tuple[dict[str, Any], str]] = {
+    "rms norm, silu": ({}, "059483e8e5da58fe"),
+    "layer norm, gelu, soft caps, a window": (CAPPED | dict(qk_norm=True, qk_norm_span="all"), "dff1b08002a638b7"),
+    "gelu by tanh, ALiBi, post-norms": (
+        dict(activation="gelu_tanh", slopes=(0.5, 0.25, 0.125, 0.0625), post_norms=True),
+        "46ef2da5e04e4854",
+    ),
+    "latent attention": (LATENT, "7973a9db7d288130"),
+    "experts": (dict(mixture=MixtureConfig(6, 24, Routing(2), d_shared=16, shared_gate=True)), "7c32a19565147954"),
+    "experts by a softmax over all": (
+        dict(mixture=MixtureConfig(6, 24, Routing(2, normalised=False, scale=2.5))),
+        "8b191c4f4cdf3c8d",
+    ),
+    "experts by a sigmoid": (dict(mixture=MixtureConfig(6, 24, Routing(3, kind="sigmoid"))), "accb4d6e7fb9b404"),
+    "experts by sparsemixer": (
+        dict(mixture=MixtureConfig(6, 24, Routing(2, kind="sparsemixer", jitter=0.1))),
+        "fb4542a585203029",
+    ),
+}
+"""a config -> the digest of its gradients, on every machine"""
+
+
+def gradient_digest(**changes: Any) -> str:
+    """Of a model, a path and metrics that are made of integers."""
+    model = Decoder(ModelConfig(**{**SHAPE, **changes})).requires_grad_(False)
+    for seed, parameter in enumerate(model.parameters()):
+        parameter.copy_(numbers(seed, *parameter.shape) / 16)
+    branch = engine(model).prompt([i * i % VOCAB for i in range(70)])
+    found = [branch.gradients(metric, SITES) for metric in (METRIC, 5, Divergence(numbers(99, VOCAB)))]
+    assert all(torch.isfinite(g).all() and g.any() for each in found for g in each.values())
+    values = torch.tensor([each.value for each in found], dtype=torch.float32)
+    return digest(torch.cat([values, *(g.flatten() for each in found for g in (*each.values(), *each.times_input().values()))]))
+
+
+@pytest.mark.parametrize("what", DIGESTS)
+def test_the_same_on_every_machine(what: str) -> None:
+    changes, expected = DIGESTS[what]
+    assert gradient_digest(**changes) == expected
+
+
+LIBRARY: dict[str, tuple[Any, str, Any]] = {
+    "products": (HostProducts, "linear", lambda self, g, linear: g @ linear.weight.t()),
+    "batched products": (HostProducts, "batched", lambda self, x, w: x @ w),
+    "sums": (HostProducts, "total", lambda self, x: x.sum(-1, keepdim=True)),
+    "functions": (HostProducts, "apply", lambda self, name, x: getattr(torch, name)(x)),
+    "softmax": (derivatives, "softmax", lambda x, products: x.softmax(-1)),
+    "metrics": (metrics, "_log_softmax", lambda x: x.log_softmax(-1)),
+}
+
+
+@pytest.mark.parametrize("what", LIBRARY)
+def test_the_library_gives_other_bits(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control."""
+    monkeypatch.setattr(*LIBRARY[what])
+    assert gradient_digest() != DIGESTS["rms norm, silu"][1]
