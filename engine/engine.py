@@ -104,7 +104,9 @@ class Engine(TransformerLensVerbs):
             _require_guess(guess)
         check = loading.is_live(source) if check is None else check
         model, text = load_model(source, dtype, check, device, adapter, hub)
-        return cls(model, text if tokenizer is None else tokenizer, draft_model=draft, **options)
+        engine = cls(model, text if tokenizer is None else tokenizer, draft_model=draft, **options)
+        engine.runner.pack()
+        return engine
 
     @named_options
     def replay(

@@ -43,6 +43,26 @@ _BLOCK = 64
 """rows whose tiles stay in the cache together. Moves no bit"""
 
 
+@compiled("boolean(intp,intp,intp,intp,intp)")
+def _is_short_rows(weight, by_row, by_column, rows, columns):
+    for row in range(rows):
+        line = words(weight + 4 * row * by_row, (columns - 1) * by_column + 1)
+        rest = np.uint32(0)
+        for column in range(columns):
+            rest |= line[column * by_column]
+        if rest & np.uint32(0xFFFF):
+            return False
+    return True
+
+
+@compiled("boolean(intp,intp,intp,intp,intp)")
+def _is_short(weight, by_input, by_output, inputs, outputs):
+    """Whether every weight is a bfloat16: the lower 16 bits are zero."""
+    if by_output > by_input:
+        return _is_short_rows(weight, by_output, by_input, outputs, inputs)
+    return _is_short_rows(weight, by_input, by_output, inputs, outputs)
+
+
 @dataclass(frozen=True, eq=False)
 class Panels:
     """A weight [inputs, outputs] as panels of a few columns, in which products read it from first to last."""
@@ -54,19 +74,35 @@ class Panels:
 
     @classmethod
     def of(cls, weight: Tensor) -> "Panels":
-        """Any strides; float32 or bfloat16."""
-        weight = weight.detach()
+        """Any strides; float32."""
         inputs, outputs = weight.shape
-        small = weight.to(torch.bfloat16)
-        short = weight.dtype == torch.bfloat16 or bool((small.to(torch.float32) == weight).all())
         count = -(-outputs // PANEL)
-        data = torch.zeros(count, inputs, PANEL, dtype=torch.bfloat16 if short else torch.float32)
-        source, whole = small if short else weight, outputs // PANEL
-        if whole:
-            data[:whole] = source[:, : whole * PANEL].unflatten(1, (whole, PANEL)).permute(1, 0, 2)
-        if outputs % PANEL:
-            data[whole, :, : outputs % PANEL] = source[:, whole * PANEL :]
+        short = bool(_is_short(weight.data_ptr(), *weight.stride(), inputs, outputs))
+        data = torch.empty(count, inputs, PANEL, dtype=torch.bfloat16 if short else torch.float32)
+        fixed = (weight.data_ptr(), *weight.stride(), data.data_ptr(), short, inputs, outputs)
+        divided(lambda i, n: _pack(*fixed, *share(i, n, count)), 4.0 * inputs * outputs, count)
         return cls(data, inputs, outputs)
+
+    def weight(self) -> Tensor:
+        """The weight again: [inputs, outputs] float32"""
+        return self.data.permute(1, 0, 2).reshape(self.inputs, -1)[:, : self.outputs].float()
+
+
+@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp)")
+def _pack(weight, by_input, by_output, target, short, inputs, outputs, first, end):
+    """Panels [first, end) of a weight."""
+    for panel in range(first, end):
+        width = min(PANEL, outputs - panel * PANEL)
+        at = panel * inputs * PANEL
+        few, many = shorts(target + 2 * at, inputs * PANEL), words(target + 4 * at, inputs * PANEL)
+        for k in range(inputs):
+            source = words(weight + 4 * (k * by_input + panel * PANEL * by_output), (width - 1) * by_output + 1)
+            for j in range(PANEL):
+                bits = source[j * by_output] if j < width else np.uint32(0)
+                if short:
+                    few[k * PANEL + j] = np.uint16(bits >> np.uint32(16))
+                else:
+                    many[k * PANEL + j] = bits
 
 
 @compiled("void(intp,intp,intp)")
@@ -77,14 +113,14 @@ def _widen(source, target, count):
         many[i] = np.uint32(few[i]) << np.uint32(16)
 
 
-@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)")
-def _product(x, ldx, panels, short, out, ldo, bias, residual, ldr, rows, inputs, outputs, first_panel, end_panel):
+@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)")
+def _product(x, ldx, panels, short, out, ldo, bias, residual, ldr, rows, inputs, outputs, parts, first_panel, end_panel):
     """The columns of some panels. bias, residual: 0 if there is none"""
     xs, ys = floats(x, (rows - 1) * ldx + inputs), floats(out, (rows - 1) * ldo + outputs)
     bs, rs = floats(bias, outputs), floats(residual, (rows - 1) * ldr + outputs)
     packed = np.empty(_BLOCK * inputs, np.float32)
     levels = np.empty(_BLOCK * 4 * PANEL, np.float32)
-    wide = np.empty((inputs // PARTS + 1) * PANEL, np.float32)
+    wide = np.empty((inputs // parts + 1) * PANEL, np.float32)
     size = 2 if short else 4
     widen = short and rows > TILE
     for block in range(0, rows, _BLOCK):
@@ -95,8 +131,8 @@ def _product(x, ldx, panels, short, out, ldo, bias, residual, ldr, rows, inputs,
             pack_rows(xs, ldx, block + done, h, 0, inputs, packed[done * inputs :])
             done += h
         for panel in range(first_panel, end_panel):
-            for part in range(PARTS):
-                begin, end = part * inputs // PARTS, (part + 1) * inputs // PARTS
+            for part in range(parts):
+                begin, end = part * inputs // parts, (part + 1) * inputs // parts
                 depth = 0
                 while (part >> depth) & 1:
                     depth += 1
@@ -109,7 +145,7 @@ def _product(x, ldx, panels, short, out, ldo, bias, residual, ldr, rows, inputs,
                     h = height(count - done)
                     a = packed.ctypes.data + (done * inputs + begin * h) * 4
                     level = levels.ctypes.data + done * 4 * PANEL * 4
-                    target = level + depth * h * PANEL * 4
+                    target = level + (3 if part == parts - 1 else depth) * h * PANEL * 4
                     if short and not widen:
                         half_tile(h, a, b, PANEL, end - begin, target, PANEL, 0, level, depth)
                     else:
@@ -134,8 +170,13 @@ def _product(x, ldx, panels, short, out, ldo, bias, residual, ldr, rows, inputs,
                 done += h
 
 
-def product(x: Tensor, panels: Panels, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-    """x [rows, inputs] times a weight [inputs, outputs], plus bias [outputs], plus residual [rows, outputs]."""
+def product(
+    x: Tensor, panels: Panels, bias: Tensor | None = None, residual: Tensor | None = None, parts: int = PARTS
+) -> Tensor:
+    """x [rows, inputs] times a weight [inputs, outputs], plus bias [outputs], plus residual [rows, outputs].
+
+    parts  8, which defines the bits; 1: one chain, a little faster and less exact, for drafts
+    """
     rows, outputs = len(x), panels.outputs
     out = torch.empty(rows, outputs, dtype=torch.float32)
     if not rows:
@@ -146,7 +187,7 @@ def product(x: Tensor, panels: Panels, bias: Tensor | None = None, residual: Ten
         0 if bias is None else bias.data_ptr(),
         *((0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))),
     )
-    work = lambda i, n: _product(*fixed, *more, rows, panels.inputs, outputs, *share(i, n, count))  # noqa: E731
+    work = lambda i, n: _product(*fixed, *more, rows, panels.inputs, outputs, parts, *share(i, n, count))  # noqa: E731
     divided(work, float(rows) * panels.inputs * outputs, count)
     return out
 

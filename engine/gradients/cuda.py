@@ -26,6 +26,9 @@ class KernelProducts:
     def linear(self, g: Tensor, linear: Linear) -> Tensor:
         return self._product(g, linear.weight.t())
 
+    def ahead(self, x: Tensor, linear: Linear) -> Tensor:
+        return self._product(x, linear.weight)
+
     def plain(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._product(x, weight)
 

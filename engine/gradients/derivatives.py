@@ -39,6 +39,10 @@ class BackwardProducts(Protocol):
         """The gradient of a product [rows, outputs] -> of its input [rows, inputs]."""
         ...
 
+    def ahead(self, x: Tensor, linear: Linear) -> Tensor:
+        """x [rows, inputs] -> [rows, outputs], without the bias, in float32"""
+        ...
+
     def plain(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [rows, n] times weight [n, m], in float32"""
         ...
@@ -70,7 +74,10 @@ class HostProducts:
         self.products = products
 
     def linear(self, g: Tensor, linear: Linear) -> Tensor:
-        return self.products.product(g, linear.weight.t())
+        return portable.product(rows_of(g), self.products.transposed(linear))
+
+    def ahead(self, x: Tensor, linear: Linear) -> Tensor:
+        return portable.product(rows_of(x), self.products.of(linear))
 
     def plain(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.products.product(x, weight)
@@ -355,7 +362,7 @@ def _shared(
         slope = products.total(g * value(mixture.shared_site)) * open_ * (1 - open_)
         dx = products.linear(at(mixture.shared_gate_site, slope), mixture.shared_gate)
         g = g * open_
-    wide = products.plain(x, shared.up.weight)
+    wide = products.ahead(x, shared.up)
     wide = wide if shared.up.bias is None else wide + shared.up.bias.float()
     g = products.linear(at(mixture.shared_site, g), shared.down)
     return dx + products.linear(_through_gate(g, wide, shared.kind, shared.gated, products), shared.up)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from decimal import Decimal, localcontext
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor, nn
 from replaylens.engine.model import modes
 from replaylens.engine.model.config import NormKind, Rope
 
+if TYPE_CHECKING:
+    from replaylens.kernels.cpu import Panels
+
 # ---- layers ----------------------------------------------------------------------------------------------------------
 # The parts of a decoder that hold weights: products and norms. How they are computed is for `Ops` to say.
 
@@ -20,12 +24,33 @@ from replaylens.engine.model.config import NormKind, Rope
 class Linear(nn.Module):
     """A product with a weight stored [inputs, outputs], the fastest layout for CPU libraries at few rows."""
 
+    weight: Tensor
     bias: Tensor | None
+    panels: "Panels | None" = None
+    """the weight in the order in which a CPU reads it, in its place"""
 
     def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(inputs, outputs, dtype=torch.float32))
         self.bias = nn.Parameter(torch.empty(outputs, dtype=torch.float32)) if bias else None
+
+    def pack(self) -> None:
+        """Mutates: from now on only panels are held, and `weight` is a copy that is made anew each time."""
+        from replaylens.kernels.cpu import Panels  # loads a compiler
+
+        if self.panels is None:
+            self.panels = Panels.of(self.weight)
+            del self._parameters["weight"]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight" and self.panels is not None:
+            return self.panels.weight()
+        return super().__getattr__(name)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.panels is not None:
+            destination[prefix + "weight"] = self.panels.weight()
 
 
 class HeadLinear(nn.Module):

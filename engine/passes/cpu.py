@@ -2,7 +2,7 @@
 
 Every committed row is computed by `kernels/cpu.py`, whose bits depend neither on the other rows nor on threads or machine. What
 is left to torch moves bits, or adds, multiplies and divides single numbers, which IEEE 754 rounds alike everywhere. The fast
-path takes the library's products.
+path sums every product as one chain: its last bits differ now and then.
 """
 
 import math
@@ -193,22 +193,3 @@ def _pattern(scores: Tensor, sinks: Tensor | None) -> Tensor:
     total = portable.row_sums(weights)
     total = total if sinks is None else total + portable.apply("exp", sinks[:, None] - top)
     return weights.div_(total)
-
-
-class FastCpuOps(CpuOps):
-    """The fast path: the library's products, which may sum differently at every number of rows."""
-
-    def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        return TorchOps.linear(self, x, linear)
-
-    def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
-        return TorchOps.linear_add(self, x, linear, residual)
-
-    def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
-        return TorchOps.by_head(self, x, weight)
-
-    def unembed(self, x: Tensor, table: Tensor) -> Tensor:
-        return TorchOps.unembed(self, x, table)
-
-    def expert_product(self, x: Tensor, weight: Tensor) -> Tensor:
-        return x @ weight

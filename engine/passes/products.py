@@ -7,18 +7,21 @@ is padded and nothing has to be tried out. Weights are packed into panels at the
 from torch import Tensor
 
 from replaylens.engine.model.layers import Linear
-from replaylens.kernels.cpu import Panels, product
+from replaylens.kernels.cpu import PARTS, Panels, product
 
 
 class Products:
     """The products of one model. Packs each weight at its first use: weights must not change afterwards."""
 
-    def __init__(self) -> None:
+    def __init__(self, parts: int = PARTS) -> None:
+        self.parts = parts
+        self._transposed: dict[Linear, Panels] = {}
         self._panels: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[Tensor, Panels]] = {}
 
     def linear(self, x: Tensor, linear: Linear, residual: Tensor | None = None) -> Tensor:
         """x [rows, inputs] -> [rows, outputs], plus the residual stream, if given"""
-        return product(rows_of(x), self.panels(linear.weight), linear.bias, None if residual is None else rows_of(residual))
+        more = None if residual is None else rows_of(residual)
+        return product(rows_of(x), self.of(linear), linear.bias, more, self.parts)
 
     def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [rows, heads, inputs] times weight [heads, inputs, outputs], head by head: [rows, heads, outputs]"""
@@ -29,7 +32,23 @@ class Products:
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [rows, inputs] times weight [inputs, outputs], of any strides -> [rows, outputs]"""
-        return product(rows_of(x), self.panels(weight))
+        return product(rows_of(x), self.panels(weight), parts=self.parts)
+
+    def of(self, linear: Linear) -> Panels:
+        """The weight as products read it."""
+        return self.panels(linear.weight) if linear.panels is None else linear.panels
+
+    def transposed(self, linear: Linear) -> Panels:
+        """The transposed weight, for gradients."""
+        if linear not in self._transposed:
+            self._transposed[linear] = Panels.of(linear.weight.t())
+        return self._transposed[linear]
+
+    def in_one_chain(self) -> "Products":
+        """The same weights, each product summed as one chain: the fast path."""
+        other = Products(parts=1)
+        other._panels = self._panels
+        return other
 
     def panels(self, weight: Tensor) -> Panels:
         """The weight as products read it."""

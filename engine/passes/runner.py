@@ -15,7 +15,8 @@ from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.model import modes, sites
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.ops import Ops, RowOps, Tap, TorchOps, wanted
+from replaylens.engine.model.layers import Linear
+from replaylens.engine.model.ops import Ops, RowOps, Tap, wanted
 from replaylens.engine.passes.batch import Batch, Segment
 from replaylens.engine.passes.transfer import RING_BYTES, HostCopy, PendingRows
 from replaylens.engine.request.capture import PassTap, Rows
@@ -228,6 +229,16 @@ class Runner:
 
         return Products()
 
+    def pack(self) -> None:
+        """Mutates the model: a CPU's weights are held as products read them, in place of the weights themselves.
+
+        Precondition: nobody else holds the model.
+        """
+        if self.device == "cpu":
+            for block in self.model.blocks.modules():
+                if isinstance(block, Linear):
+                    block.pack()
+
     @cached_property
     def host_copy(self) -> HostCopy:
         """The way of captured rows to the host; made when it is first needed."""
@@ -346,7 +357,7 @@ class Runner:
         if not self.kernels:
             from replaylens.engine.passes import cpu
 
-            return (cpu.CpuOps if exact else cpu.FastCpuOps)(batch, cache, self.products)
+            return cpu.CpuOps(batch, cache, self.products if exact else self.products.in_one_chain())
         from replaylens.engine.passes import cuda  # its kernels need triton, which a CPU machine may lack
 
         rows = cuda.device_rows(batch, cache)
@@ -357,7 +368,7 @@ class Runner:
         if not self.kernels:
             from replaylens.engine.passes.cpu import CpuRowOps
 
-            return CpuRowOps(self.products) if exact else TorchOps()
+            return CpuRowOps(self.products if exact else self.products.in_one_chain())
         from replaylens.engine.passes import cuda
 
         return cuda.HeadOps() if exact else cuda.FastHeadOps()
