@@ -6,7 +6,7 @@ from pathlib import Path
 from replaylens.engine.dump.manifest import Manifest, PlanFile
 from replaylens.engine.dump.store import Store
 from replaylens.engine.dump.writer import DumpWriter
-from replaylens.engine.passes.products import Certificate
+from replaylens.engine.proof.doctor import Certificate
 from replaylens.engine.proof.trace import Trace
 
 DUMP = Path(__file__).parent / "written"
