@@ -94,9 +94,10 @@ def test_steps_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_equal_features_of_topk_are_chosen_by_number(tmp_path: Path) -> None:
     """All features are equal: the first k are kept, in every row."""
-    features = SparseFeatures.load(write(tmp_path, "topk"))
-    features.weights.W_enc.fill_(0.25)
-    features.weights.b_enc.fill_(40.0)
+    made = SparseFeatures.load(write(tmp_path, "topk"))
+    made.weights.W_enc.fill_(0.25)
+    made.weights.b_enc.fill_(40.0)
+    features = SparseFeatures(made.config, made.weights)
     assert features.encode(rows(4)).indices.tolist() == [0, 1, 2, 3, 4] * 4
 
 
