@@ -217,11 +217,11 @@ def attention(
     for begin in range(first // KV_SPLIT * KV_SPLIT, position + 1, KV_SPLIT):
         m, sums, a = F(-np.inf), np.zeros(KV_BLOCK // 2, F), np.zeros(width, F)
         for start in range(begin, min(begin + KV_SPLIT, position + 1), KV_BLOCK):
-            seen = [j for j in range(start, start + KV_BLOCK) if first <= j <= position]
-            if not seen:
+            seen = np.arange(max(first, start), min(position + 1, start + KV_BLOCK))
+            if not len(seen):
                 continue
             s = np.full(KV_BLOCK, -np.inf, F)
-            s[np.array(seen) - start] = [_score(q, keys[j], j, scale, cap, slope) for j in seen]
+            s[seen - start] = _scores(q, keys[seen], seen, scale, cap, slope)
             top = max(m, s.max())
             shrink, p = exp(m - top), exp(s - top)
             sums, a, m = fma(sums, shrink, p[::2] + p[1::2]), a * shrink, top
@@ -236,13 +236,14 @@ def attention(
     return whole[2] / whole[1]
 
 
-def _score(q: Floats, key: Floats, j: int, scale: float, cap: float, slope: float) -> Any:
-    total: Any = F(0)
-    for a, b in zip(q, key, strict=True):
+def _scores(q: Floats, keys: Floats, places: Any, scale: float, cap: float, slope: float) -> Any:
+    """Of one query with each key [n, d]: a chain over d"""
+    total: Any = np.zeros(len(keys), F)
+    for a, b in zip(q, keys.T, strict=True):
         total = fma(a, b, total)
     s = total * F(scale)
     s = tanh(s / F(cap)) * F(cap) if cap else s
-    return fma(F(slope), F(j), s) if slope else s
+    return fma(F(slope), places.astype(F), s) if slope else s
 
 
 def _merged(one: Any, other: Any) -> Any:
