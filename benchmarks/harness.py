@@ -307,14 +307,13 @@ def provenance() -> dict[str, Any]:
 
 def machine() -> dict[str, Any]:
     from replaylens.engine.proof import trace
-    from replaylens.kernels import launch
 
     info = Path("/proc/cpuinfo")
     models = re.findall(r"^model name\s*: (.*)", info.read_text(), re.MULTILINE) if info.exists() else []
     versions = {name: metadata.version(name) for name in ("torch", "triton", "transformers") if _installed(name)}
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     cpu = models[0] if models else platform.processor() or platform.machine()
-    canonical = trace.CANONICAL_VERSION if gpu is None else launch.CANONICAL_VERSION
+    canonical = trace.canonical_version(torch.device("cpu" if gpu is None else "cuda"))
     found = {"cpu": cpu, "architecture": platform.machine(), "cores": os.cpu_count(), "gpu": gpu}
     return {**found, "threads": torch.get_num_threads(), "canonical_version": canonical, **versions}
 

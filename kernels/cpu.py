@@ -470,12 +470,12 @@ def _merge(state, merged, m1, l1, values, width):
 
 
 @compiled("boolean(intp,intp,intp,intp,intp,intp)")
-def _same_pages(table, pages, one, other, first, count):
-    """Whether two sequences have the same pages [first, first + count)."""
+def _same_pages(table, pages, one, other, first, end):
+    """Whether two sequences have the same pages [first, end)."""
     if one == other:
         return True
     x, y = integers(table + 8 * one * pages, pages), integers(table + 8 * other * pages, pages)
-    for i in range(first, min(pages, first + count)):
+    for i in range(first, min(pages, end)):
         if x[i] != y[i]:
             return False
     return first < pages
@@ -512,7 +512,6 @@ def _attend(
         np.empty((room, padded), np.float32),
         np.empty((room, 2), np.float32),
     )
-    per_block = max(1, KV_BLOCK // page_size)
     for item in range(first, end):
         chunk, kv_head = item // kv_heads, item % kv_heads
         low, high = chunk * per_chunk, min(rows, (chunk + 1) * per_chunk)
@@ -547,7 +546,7 @@ def _attend(
                 own = integers(table + 8 * owner[rank[r]] * pages, pages)
                 stop, deepest = r + 1, places[rank[r]]
                 while stop < high and _same_pages(
-                    table, pages, owner[rank[r]], owner[rank[stop]], start // page_size, per_block
+                    table, pages, owner[rank[r]], owner[rank[stop]], start // page_size, (start + KV_BLOCK - 1) // page_size + 1
                 ):
                     deepest = max(deepest, places[rank[stop]])
                     stop += 1

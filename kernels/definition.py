@@ -16,12 +16,12 @@ Whoever computes these steps has these bits, on any machine. The rules:
 `kernels/cpu.py` computes it on a CPU. Tests compare both to the bit.
 """
 
+import math
+from decimal import Decimal, localcontext
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from replaylens.engine.model.layers import logarithm
 
 Floats = NDArray[np.float32]
 F = np.float32
@@ -123,6 +123,40 @@ def log(x: Any) -> Any:
     return np.vectorize(lambda each: F(logarithm(float(each))), otypes=[F])(x)
 
 
+def power(base: float, exponent: float) -> float:
+    """base ** exponent, the same on every machine: the C library's differs between systems in the last bit."""
+    with localcontext(prec=40):
+        return float(Decimal(base) ** Decimal(exponent))
+
+
+def logarithm(x: float) -> float:
+    """The natural logarithm, the same on every machine."""
+    with localcontext(prec=40):
+        return float(Decimal(x).ln())
+
+
+_QUARTER = (1.5707963267341256, 6.077100506303966e-11, 2.0222662487959506e-21)
+"""a quarter turn in three parts: multiples of the first two by whole numbers below 2 ** 20 are exact"""
+
+
+def turn(angle: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """cos and sin of angles up to 1e6, the same on every machine: sums and products of single numbers, each rounded once."""
+    quarters = np.rint(angle * (2 / math.pi))
+    r = ((angle - quarters * _QUARTER[0]) - quarters * _QUARTER[1]) - quarters * _QUARTER[2]
+    u = r * r
+    sin, cos = np.zeros_like(r), np.zeros_like(r)
+    for n in range(8, 0, -1):  # Taylor's series up to r ** 17
+        sin = (1.0 - sin) * (u / ((2 * n) * (2 * n + 1)))
+        cos = (1.0 - cos) * (u / ((2 * n - 1) * (2 * n)))
+    sin, cos = (1.0 - sin) * r, 1.0 - cos
+    which = quarters.astype(np.int64) & 3
+    swapped = (which & 1).astype(bool)
+    return (
+        np.where(swapped, sin, cos) * np.where((which == 1) | (which == 2), -1.0, 1.0),
+        np.where(swapped, cos, sin) * np.where(which >= 2, -1.0, 1.0),
+    )
+
+
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
@@ -183,11 +217,11 @@ def attention(
     for begin in range(first // KV_SPLIT * KV_SPLIT, position + 1, KV_SPLIT):
         m, sums, a = F(-np.inf), np.zeros(KV_BLOCK // 2, F), np.zeros(width, F)
         for start in range(begin, min(begin + KV_SPLIT, position + 1), KV_BLOCK):
-            seen = [j for j in range(start, start + KV_BLOCK) if first <= j <= position]
-            if not seen:
+            seen = np.arange(max(first, start), min(position + 1, start + KV_BLOCK))
+            if not len(seen):
                 continue
             s = np.full(KV_BLOCK, -np.inf, F)
-            s[np.array(seen) - start] = [_score(q, keys[j], j, scale, cap, slope) for j in seen]
+            s[seen - start] = _scores(q, keys[seen], seen, scale, cap, slope)
             top = max(m, s.max())
             shrink, p = exp(m - top), exp(s - top)
             sums, a, m = fma(sums, shrink, p[::2] + p[1::2]), a * shrink, top
@@ -202,13 +236,14 @@ def attention(
     return whole[2] / whole[1]
 
 
-def _score(q: Floats, key: Floats, j: int, scale: float, cap: float, slope: float) -> Any:
-    total: Any = F(0)
-    for a, b in zip(q, key, strict=True):
+def _scores(q: Floats, keys: Floats, places: Any, scale: float, cap: float, slope: float) -> Any:
+    """Of one query with each key [n, d]: a chain over d"""
+    total: Any = np.zeros(len(keys), F)
+    for a, b in zip(q, keys.T, strict=True):
         total = fma(a, b, total)
     s = total * F(scale)
     s = tanh(s / F(cap)) * F(cap) if cap else s
-    return fma(F(slope), F(j), s) if slope else s
+    return fma(F(slope), places.astype(F), s) if slope else s
 
 
 def _merged(one: Any, other: Any) -> Any:

@@ -7,7 +7,9 @@ run over *outputs*, never over parts of a sum. `kernels/definition.py` says in p
 Functions take addresses (`intp`) in place of arrays: one compiled form each, kept in numba's cache, and short calls.
 """
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import llvmlite.binding
@@ -50,7 +52,16 @@ VECTOR, PANEL, TILE = _shape()
 
 def compiled(signature: str) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function for one signature, kept on disk. No fast math: every operation is rounded as it is written."""
-    return njit(signature, nogil=True, cache=True, error_model="numpy", boundscheck=False)
+
+    def made(function: Callable[..., Any]) -> Any:
+        # numba finds a kernel by its name and by the age of its own file, and inlines the functions of this one
+        function.__qualname__ += f"_{_SOURCE}"
+        return njit(signature, nogil=True, cache=True, error_model="numpy", boundscheck=False)(function)
+
+    return made
+
+
+_SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
 
 
 inlined = njit(nogil=True, error_model="numpy", boundscheck=False, inline="never")

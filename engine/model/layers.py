@@ -2,17 +2,15 @@
 
 import math
 from collections.abc import Callable, Iterator
-from decimal import Decimal, localcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from replaylens.engine.model import modes
 from replaylens.engine.model.config import NormKind, Rope
+from replaylens.kernels.definition import logarithm, power, turn
 
 if TYPE_CHECKING:
     from replaylens.kernels.cpu import Panels
@@ -164,40 +162,6 @@ def rotary_table(rope: Rope, rotary_dim: int, num_positions: int) -> Tensor:
 
 _TOGETHER = 512
 """positions whose angles are computed together, so that they stay in the processor's cache"""
-
-
-def power(base: float, exponent: float) -> float:
-    """base ** exponent, the same on every machine: the C library's differs between systems in the last bit."""
-    with localcontext(prec=40):
-        return float(Decimal(base) ** Decimal(exponent))
-
-
-def logarithm(x: float) -> float:
-    """The natural logarithm, the same on every machine."""
-    with localcontext(prec=40):
-        return float(Decimal(x).ln())
-
-
-_QUARTER = (1.5707963267341256, 6.077100506303966e-11, 2.0222662487959506e-21)
-"""a quarter turn in three parts: multiples of the first two by whole numbers below 2 ** 20 are exact"""
-
-
-def turn(angle: "NDArray[np.float64]") -> "tuple[NDArray[np.float64], NDArray[np.float64]]":
-    """cos and sin of angles up to 1e6, the same on every machine: sums and products of single numbers, each rounded once."""
-    quarters = np.rint(angle * (2 / math.pi))
-    r = ((angle - quarters * _QUARTER[0]) - quarters * _QUARTER[1]) - quarters * _QUARTER[2]
-    u = r * r
-    sin, cos = np.zeros_like(r), np.zeros_like(r)
-    for n in range(8, 0, -1):  # Taylor's series up to r ** 17
-        sin = (1.0 - sin) * (u / ((2 * n) * (2 * n + 1)))
-        cos = (1.0 - cos) * (u / ((2 * n - 1) * (2 * n)))
-    sin, cos = (1.0 - sin) * r, 1.0 - cos
-    which = quarters.astype(np.int64) & 3
-    swapped = (which & 1).astype(bool)
-    return (
-        np.where(swapped, sin, cos) * np.where((which == 1) | (which == 2), -1.0, 1.0),
-        np.where(swapped, cos, sin) * np.where(which >= 2, -1.0, 1.0),
-    )
 
 
 # ---- experts ---------------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.passes.products import Finding
 from replaylens.engine.proof import doctor_cuda
+from replaylens.engine.proof.doctor import Finding
 from replaylens.kernels import attention as paged
 from replaylens.kernels.attention import attention
 from replaylens.kernels.shared import PagedRows

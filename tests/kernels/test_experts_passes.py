@@ -10,8 +10,8 @@ from replaylens.engine.model.decoder import Decoder, Mixture
 from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.passes.batch import Batch, Segment
 from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, device_rows
-from replaylens.engine.passes.products import Finding
 from replaylens.engine.proof import doctor_cuda
+from replaylens.engine.proof.doctor import Finding
 from replaylens.engine.request.capture import PassTap
 from replaylens.engine.request.edits import Edit
 from tests.kernels.interpreted import DEVICES, served
@@ -30,7 +30,7 @@ def passed(model: Decoder, paths: list[list[int]], tap: PassTap | None = None, e
     for table, path in zip(tables, paths, strict=True):
         pool.reserve(table, 0, len(path))
     segments = [Segment(table, 0, path) for table, path in zip(tables, paths, strict=True)]
-    batch = Batch(segments, pool, (1, 2, 4, 8), tile=1, device=DEVICE)
+    batch = Batch(segments, pool, DEVICE)
     ops = (CanonicalCudaOps if exact else FastCudaOps)(cache, device_rows(batch, cache))
     return model(batch.tokens, batch.positions, ops, tap)[: batch.num_rows]
 

@@ -25,7 +25,7 @@ def logits(name: str) -> torch.Tensor:
     pool.reserve(table, 0, len(PATH))
     rows = []
     for start, end in ((0, len(PATH) - 1), (len(PATH) - 1, len(PATH))):
-        batch = Batch([Segment(table, start, PATH[start:end])], pool, (1, 2, 4, 8), tile=1, device=DEVICE)
+        batch = Batch([Segment(table, start, PATH[start:end])], pool, DEVICE)
         ops = CanonicalCudaOps(cache, device_rows(batch, cache))
         rows.append(model.logits(model(batch.tokens, batch.positions, ops)[: batch.num_rows], ops))
     return torch.cat(rows).cpu()

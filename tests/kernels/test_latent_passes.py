@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.passes.products import Finding
 from replaylens.engine.proof import doctor_cuda
 from replaylens.engine.proof import doctor_cuda as comparison
+from replaylens.engine.proof.doctor import Finding
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.serving.branch import Branch
 from tests.engine.reference import decoder

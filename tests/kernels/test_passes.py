@@ -31,7 +31,7 @@ def test_prefill_then_one_row_each():
         pool.reserve(table, 0, len(path))
 
     def run(segments: list[Segment]) -> torch.Tensor:
-        batch = Batch(segments, pool, (1, 2, 4, 8), tile=1, device=DEVICE)
+        batch = Batch(segments, pool, DEVICE)
         ops = CanonicalCudaOps(cache, device_rows(batch, cache))
         return model(batch.tokens, batch.positions, ops)[: batch.num_rows]
 

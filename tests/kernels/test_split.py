@@ -99,7 +99,7 @@ def test_a_fast_pass_computes_the_same_function_and_leaves_canonical_bits_alone(
     segments = [Segment(table, position, [5 + position % 7], 1) for table, position in zip(tables, last, strict=True)]
 
     def run(ops: type[CanonicalCudaOps]) -> tuple[torch.Tensor, torch.Tensor]:
-        batch = Batch(segments, pool, (1, 2, 4, 8), tile=1, device=case.device)
+        batch = Batch(segments, pool, case.device)
         made = ops(cache, device_rows(batch, cache))
         residual = model(batch.tokens, batch.positions, made)[: batch.num_rows]
         return residual, model.logits(residual, made)

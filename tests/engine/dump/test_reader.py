@@ -25,6 +25,7 @@ from replaylens.engine.dump.store import Store
 from replaylens.engine.dump.verify import verify
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, UnknownSite
+from replaylens.engine.lens import lens
 from replaylens.engine.lens.lens import TunedLens, unembed_hash
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.replay.run import Run
@@ -649,7 +650,7 @@ def test_first_rejected_token_has_the_probability_that_the_model_gave_it(engine:
     line = heads.iloc[0]
     path = accepted.loc[line["example"]].sort_index()["token"].tolist()[: int(line["fork_position"])]
     branch = engine.prompt(path, sites=["blocks.1.hook_out"])
-    log_p = engine.runner.logits(branch.activations["blocks.1.hook_out"][-1:]).log_softmax(-1)
+    log_p = lens.log_softmax(engine.runner.logits(branch.activations["blocks.1.hook_out"][-1:]))
     assert np.float32(log_p[0, int(line["token"])]) == np.float32(line["logprob"])
     branch.release()
 

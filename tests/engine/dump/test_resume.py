@@ -42,7 +42,6 @@ from replaylens.engine.errors import (
     UnfinishedDump,
 )
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.passes.products import Certificate
 from replaylens.engine.proof.trace import Trace
 from replaylens.probes.rows import ProbeRows
 from replaylens.tasks import WordTokenizer
@@ -695,12 +694,6 @@ def test_a_trace(tmp_path: Path) -> None:
     trace.save(tmp_path / "again.jsonl")
     assert (tmp_path / "again.jsonl").read_bytes() == (PROOF / "trace.jsonl").read_bytes()
     assert len({event["event"] for event in trace.events}) == 9, "every kind of event"
-
-
-def test_a_certificate() -> None:
-    text = (PROOF / "certificate.json").read_text()
-    certificate = Certificate.from_json(text)
-    assert certificate.certified and json.loads(certificate.to_json()) == json.loads(text)
 
 
 # ---- pieces ----------------------------------------------------------------------------------------------------------

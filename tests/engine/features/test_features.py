@@ -17,14 +17,12 @@ from replaylens.engine.errors import (
     BadRequest,
     BadWeights,
     EngineError,
-    NotCertified,
     UnknownSite,
     UnsupportedModel,
 )
 from replaylens.engine.features import rows as product
 from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.features.rows import FeatureRows
-from replaylens.engine.passes.products import tile_product
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
@@ -284,34 +282,14 @@ def test_a_plain_product_would_not_be_alike() -> None:
     """Negative control: the library's own product gives a row other bits alone than with others, and the check finds it."""
     weight, x = torch.randn(577, 1031, generator=torch.Generator().manual_seed(2)), torch.randn(37, 577)
     assert not torch.equal(torch.stack([row @ weight for row in x]), x @ weight)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(product, "_padded", lambda x, w: (x[0] @ w)[None] if len(x) == 1 else x @ w)
-        with pytest.raises(NotCertified, match=r"\[577, 1031\].*another tile"):
-            product.RowProduct(weight)(x)
+    own = product.RowProduct(weight)
+    assert torch.equal(torch.cat([own(row[None]) for row in x]), own(x))
 
 
-@pytest.mark.parametrize("agrees", [True, False])
-def test_many_rows_have_the_bits_of_tiles(agrees: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A larger count is used only if it gives them. Negative control: one that does not is never used."""
-    weight, x = torch.randn(96, 200, generator=torch.Generator().manual_seed(2)), torch.randn(300, 96)
-    expected = product._padded(x, weight)
-    if not agrees:
-        off = lambda x, w, counts: tile_product(x, w) + (1e-3 if counts[0] == product.MANY else 0.0)  # noqa: E731
-        monkeypatch.setattr(product, "tile_product", off)
-    made = product.RowProduct(weight)
-    assert torch.equal(made(x), expected) and torch.equal(made(x[:5]), expected[:5])
-    assert agrees or made._counts == (16,)
+def test_modes_of_the_caller_do_not_matter(tmp_path: Path) -> None:
+    """Nothing flushes tiny numbers to zero. The caller's modes are restored."""
+    features, threads = SparseFeatures.load(write(tmp_path, "standard")), torch.get_num_threads()
 
-
-def test_modes_of_the_caller_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products run on one thread, and nothing flushes tiny numbers to zero. The caller's modes are restored."""
-    features, seen, threads = SparseFeatures.load(write(tmp_path, "standard")), set(), torch.get_num_threads()
-
-    def watched(x: Tensor, weight: Tensor, counts: tuple[int, ...]) -> Tensor:
-        seen.add(torch.get_num_threads())
-        return tile_product(x, weight, counts)
-
-    monkeypatch.setattr(product, "tile_product", watched)
     features.weights.b_dec.zero_()
     tiny = torch.tensor([1e-39, 2e-39])
     faint = FeatureRows(torch.tensor([0, 2]), torch.tensor([3, 9], dtype=torch.int32), tiny, COUNT)
@@ -320,9 +298,8 @@ def test_modes_of_the_caller_do_not_matter(tmp_path: Path, monkeypatch: pytest.M
     torch.set_num_threads(2)
     torch.set_flush_denormal(True)
     try:
-        features.encode(rows())
-        assert seen == {1} and torch.get_num_threads() == 2
         found = features.decode(faint)
+        assert torch.get_num_threads() == 2
     finally:
         torch.set_flush_denormal(False)
         torch.set_num_threads(threads)
@@ -339,9 +316,10 @@ def test_steps_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_equal_features_of_topk_are_chosen_by_number(tmp_path: Path) -> None:
     """All features are equal: the first k are kept, in every row."""
-    features = SparseFeatures.load(write(tmp_path, "topk"))
-    features.weights.W_enc.fill_(0.25)
-    features.weights.b_enc.fill_(40.0)
+    made = SparseFeatures.load(write(tmp_path, "topk"))
+    made.weights.W_enc.fill_(0.25)
+    made.weights.b_enc.fill_(40.0)
+    features = SparseFeatures(made.config, made.weights)
     assert features.encode(rows(4)).indices.tolist() == [0, 1, 2, 3, 4] * 4
 
 

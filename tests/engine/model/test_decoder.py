@@ -1,6 +1,6 @@
 """The decoder computes what Hugging Face computes, and the comparison detects any deviation."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch import Tensor
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import VERIFIED, verify
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadConfig, BadEdit, NotCertified
+from replaylens.engine.errors import BadConfig, BadEdit
 from replaylens.engine.model.config import (
     BARRED,
     Latent,
@@ -29,13 +29,10 @@ from replaylens.engine.model.config import (
 )
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.families.moe import deepseek_v2_mixture, deepseek_v3_mixture
-from replaylens.engine.model.layers import Experts, HeadLinear, by_expert
+from replaylens.engine.model.layers import Experts, by_expert
 from replaylens.engine.model.loading import build, load
 from replaylens.engine.model.ops import SequenceOps, TorchOps
 from replaylens.engine.passes.cpu import CpuRowOps
-from replaylens.engine.passes.products import Allowed, Products
-from replaylens.engine.proof import doctor
-from replaylens.engine.proof.doctor import _also
 from replaylens.engine.replay.run import Run
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.serving.branch import Branch
@@ -639,57 +636,22 @@ def test_a_dump_with_latents_is_verified(tmp_path: Path) -> None:
     assert verify(dump.url, Engine(model, tokenizer, page_size=4), sample="all").status == VERIFIED
 
 
-# ---- the doctor ----------------------------------------------------------------------------------------------------------
+# ---- products by head ------------------------------------------------------------------------------------------------
 
 
-def test_the_doctor_examines_products_by_head_and_the_attention_over_latents() -> None:
-    certificate = doctor.examine(random_decoder(WIDE))
-    assert certificate.certified
-    shapes = {(96, 32), (32, 96), (96, 40), (40, 96)}  # keys and values by head, each in both orders
-    assert shapes <= set(certificate.row_counts)
-    found = {(finding.op, finding.shape) for finding in certificate.findings}
-    assert ("attention", "4 heads of 112, 1 kv heads") in found
-    assert {("blocks.0.attn.k by head", "[96, 32]"), ("blocks.0.attn.k by head, transposed", "[32, 96]")} <= found
+def test_another_order_of_sums_by_head_breaks_the_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: KV shows it if the products of a single row differ from those of many."""
+    model, right = random_decoder(WIDE), Products.by_head
 
-
-ByHead = Callable[[Products, Tensor, Tensor], Tensor]
-
-
-def in_halves(which: Callable[[Tensor], bool]) -> ByHead:
-    """Products by head that sum one half of the terms, then the other, for inputs of some kind."""
-    right = Products.by_head
-
-    def wrong(self: Products, x: Tensor, weight: Tensor) -> Tensor:
-        if not which(x):
+    def in_halves(self: Products, x: Tensor, weight: Tensor) -> Tensor:
+        if len(x) > 1:
             return right(self, x, weight)
         half = weight.shape[1] // 2
         return right(self, x[..., :half], weight[:, :half]) + right(self, x[..., half:], weight[:, half:])
 
-    return wrong
-
-
-@pytest.mark.parametrize(
-    "which, check",
-    [
-        (lambda x: not x[1:].any(), "row alone in a zero-padded tile"),
-        (lambda x: len(x) == 48, "any number of rows"),
-    ],
-    ids=["alone", "48 rows"],
-)
-def test_a_product_by_head_that_depends_on_the_batch_is_found(
-    which: Callable[[Tensor], bool], check: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Products, "by_head", in_halves(which))
-    with pytest.raises(NotCertified, match=rf"blocks.0.attn.k by head[^:]*: '{check}'"):
-        doctor.require(doctor.examine(random_decoder(WIDE)))
-
-
-def test_another_order_of_sums_by_head_breaks_the_promise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: KV shows it if the products of 16 rows, a tile, differ from those of 32."""
-    model = random_decoder(WIDE)
     kv = lambda cuts: _in_pieces(Engine(model), TOKENS, cuts).kv()  # noqa: E731
     assert torch.equal(kv([29]), kv([1] * 29))
-    monkeypatch.setattr(Products, "by_head", in_halves(lambda x: len(x) == 16))
+    monkeypatch.setattr(Products, "by_head", in_halves)
     assert not torch.equal(kv([29]), kv([1] * 29))
 
 
@@ -701,19 +663,11 @@ def _in_pieces(engine: Engine, tokens: list[int], cuts: list[int]) -> Branch:
     return branch
 
 
-def test_two_products_of_one_shape_allow_what_both_allow() -> None:
-    one, other = Allowed({(4, 6): (64, 32, 16)}, frozenset({(4, 6)})), Allowed({(4, 6): (64, 16)})
-    assert _also(one, other, (4, 6)) == Allowed({(4, 6): (64, 16)})
-    assert _also(one, Allowed({}), (4, 6)) == Allowed({(4, 6): ()})
-    assert _also(one, Allowed({(2, 2): (16,)}), None) == Allowed({(4, 6): (64, 32, 16), (2, 2): (16,)}, one.packed)
-
-
-def test_a_weight_and_its_transpose_are_packed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_and_its_transpose_are_packed_apart() -> None:
     """Both lie at one address."""
-    monkeypatch.setattr("replaylens.engine.passes.products.pack", lambda weight: weight.clone())
-    weight, products = HeadLinear(1, 3, 3).weight.detach()[0], Products({1: Allowed({})})
-    weight.copy_(torch.arange(9.0).view(3, 3))
-    assert torch.equal(products._pack(weight), weight) and torch.equal(products._pack(weight.t()), weight.t())
+    weight, products = torch.arange(9.0).view(3, 3), Products()
+    for each in (weight, weight.t(), weight[:2, :2]):
+        assert torch.equal(products.product(torch.eye(len(each)), each), each)
 
 
 # ---- configs -------------------------------------------------------------------------------------------------------------

@@ -525,7 +525,7 @@ def test_cached_values_are_the_committed_ones(served: Engine) -> None:
 def test_last_lens_is_the_model_itself(served: Engine) -> None:
     """Identity check of the logit lens, on bits: the last entry of Z is the distribution that tokens are drawn from."""
     branch = served.prompt(TOKENS_OF_INTEROP[0].tolist(), sites=["Z", "unembed.hook_out"], full=True)
-    own = branch.activations["unembed.hook_out"].log_softmax(-1)
+    own = tuned_lens.log_softmax(branch.activations["unembed.hook_out"])
     z = branch.activations["Z.full"]
     assert torch.equal(z[:, -1], own[: len(z)])
     assert not torch.equal(z[:, 0], own[: len(z)])

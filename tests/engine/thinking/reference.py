@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from replaylens.engine.lens import lens
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.model import sites
@@ -118,7 +119,7 @@ class ThinkingReference:
                 out = block.think(self.model.thought_embedding(word, step)[0])
             rows.append(out)
             logits = self._thought_logits(out)
-            log_p.append(logits.log_softmax(-1))
+            log_p.append(lens.log_softmax(logits))
             tokens.append(int(logits.argmax()))
         tokens += [] if tokens[-1] == EOS else [EOS]
         compressed = self.compressed(tokens)
@@ -171,7 +172,7 @@ def row_differences(branch: Any, truth: Truth) -> list[str]:
     """The same for captured rows and thoughts only: a rejected suffix no longer has KV."""
     rows, start, end = branch.activations, branch.activations.base, min(branch.activations.end, len(truth.logits))
     found = [site for site, x in truth.sites.items() if not same_bits(rows[site][: end - start], x[start:end])]
-    log_p = truth.logits[start:end].log_softmax(-1)
+    log_p = lens.log_softmax(truth.logits[start:end])
     found += [] if same_bits(rows["Z.full"][: end - start, -1], log_p) else ["Z"]
     first = -(-start // branch.engine.thinking.chunk)
     for i, (ours, theirs) in enumerate(zip(branch.thoughts.chunks, truth.thoughts, strict=True)):

@@ -28,7 +28,6 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadChunks, BadConfig, BadEdit, BadRequest, BadThought, NonFinite
 from replaylens.engine.memory.tree import BranchStatus
 from replaylens.engine.model.config import ModelConfig
-from replaylens.engine.model.layers import Linear
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.replay.run import Run
 from replaylens.engine.request.edits import Edit
@@ -104,17 +103,6 @@ def plain(request: pytest.FixtureRequest) -> Subject:
 def test_the_subjects_think_here_and_there(subject: Subject) -> None:
     said = [t.empty for path in subject.prompts() for t in subject.truth(tuple(path)).thoughts]
     assert any(said) and not all(said)
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_the_certificate_covers_t_and_c(name: str) -> None:
-    """Every product of T and C has a shape, and its weight a layout, that the doctor examined on the backbone."""
-    subject = subject_of(name, "cpu")
-    engine, model = subject.engine(), subject.model
-    own = [m.weight for block in (model.think, model.compress) for m in block.modules() if isinstance(m, Linear)]
-    assert {tuple(weight.shape) for weight in own} <= engine.certificate.row_counts.keys()
-    theirs = model.backbone.embed.t() if model.backbone.unembed is None else model.backbone.unembed.weight
-    assert model.think_unembed.t().shape == theirs.shape and model.think_unembed.t().stride() == theirs.stride()
 
 
 @pytest.mark.parametrize("guess", GUESSES)

@@ -1,0 +1,291 @@
+"""The kernels of a CPU have the bits of `kernels/definition.py`, in any company and on any number of threads.
+
+The last section computes the same functions as a library might. Each of them must be seen.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from replaylens.engine.proof.doctor import numbers, sum_of_products
+from replaylens.kernels import cpu, definition, threads
+from replaylens.kernels.cpu import PagedRows, Panels
+
+EDGES = torch.tensor(
+    [0.0, -0.0, 1.0, -1.0, 0.625, -0.625, 4.0, 1e-45, -1e-45, 1e-38, -1e-38, 88.72283, 88.7229, -87.33654, -87.3366, -104.0,
+     3e38, -3e38, math.inf, -math.inf, math.nan],
+    dtype=torch.float32,
+)  # fmt: skip
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Bit for bit, the sign of zero included; every NaN is the same one."""
+    ours, theirs = (np.where(np.isnan(x), np.float32(np.nan), x) for x in (np.asarray(ours), np.asarray(theirs)))
+    assert ours.dtype == theirs.dtype == np.float32 and ours.shape == theirs.shape
+    return ours.tobytes() == theirs.tobytes()
+
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inputs, outputs", [(1, 1), (5, 3), (7, 33), (8, 16), (77, 19), (130, 40)])
+@pytest.mark.parametrize("short", [False, True])
+def test_products(inputs: int, outputs: int, short: bool) -> None:
+    """Fewer terms than parts, odd numbers of rows and columns; weights that are stored in bfloat16."""
+    x, w = numbers(1, 11, inputs), numbers(2, inputs, outputs)
+    w = w.bfloat16().float() if short else w
+    panels = Panels.of(w)
+    assert (panels.data.dtype == torch.bfloat16) == short
+    expected = definition.product(x.numpy(), w.numpy())
+    assert same(cpu.product(x, panels), expected)
+    assert same(cpu.product(x[:2], panels), expected[:2]), "stored weights are not widened for few rows"
+    assert same(cpu.product(x, Panels.of(w.t().contiguous().t())), expected), "another layout"
+    bias, residual = numbers(3, outputs), numbers(4, 11, outputs)
+    assert same(cpu.product(x, panels, bias, residual), residual.numpy() + (expected + bias.numpy()))
+
+
+def test_denormal_numbers_are_kept() -> None:
+    x, w = numbers(3, 5, 30) * 2.0**-130, numbers(2, 30, 9)
+    y = cpu.product(x, Panels.of(w))
+    assert same(y, definition.product(x.numpy(), w.numpy())) and bool((y != 0).any() & (y.abs() < 2.0**-126).any())
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1, 63, 64, 65, 577, 4096, 4097, 8200])
+def test_norms_and_log_softmax(width: int) -> None:
+    """Rows up to, at and beyond the span of 4,096."""
+    x, weight, bias = numbers(5, 2, width), numbers(6, width), numbers(7, width)
+    for kind, b in (("rms", None), ("layer", bias), ("layer", None)):
+        ours = cpu.norm(x, weight, b, 1e-5, kind)
+        theirs = [definition.norm(r, weight.numpy(), None if b is None else b.numpy(), 1e-5, kind) for r in x.numpy()]
+        assert same(ours, np.stack(theirs))
+    assert same(cpu.log_softmax_(x.clone()), np.stack([definition.log_softmax(r) for r in x.numpy()]))
+    assert same(cpu.row_sums(x)[:, 0], np.array([definition.row_sum(r) for r in x.numpy()], np.float32))
+
+
+@pytest.mark.parametrize("name", ["exp", "tanh", "erf", "log"])
+@np.errstate(all="ignore")
+def test_functions(name: str) -> None:
+    x = torch.cat([EDGES, numbers(4, 3000) * 20, numbers(8, 1000)])
+    if name == "log":  # of positive, finite numbers, denormal ones included
+        x = x[(x > 0) & (x < math.inf)]
+    if name == "erf":  # through the activation that has it
+        assert same(cpu.activate(x[None], "gelu", gated=False)[0], definition.activate(x.numpy(), "gelu"))
+        exact = torch.special.erf(x.double())
+        assert (torch.from_numpy(definition.erf(x.numpy())).double() - exact).nan_to_num().abs().max() < 2e-7
+        return
+    assert same(cpu.apply(name, x), getattr(definition, name)(x.numpy()))
+    exact, ours = getattr(torch, name)(x.double()), cpu.apply(name, x).double()
+    normal = exact.isfinite() & (exact.abs() > 2.0**-126) & (exact.abs() < 3.4e38)
+    assert ((ours - exact) / exact)[normal].abs().max() < 2.5e-7, "and it is that function"
+
+
+@pytest.mark.parametrize("kind", cpu.ACTIVATIONS)
+@np.errstate(all="ignore")
+def test_activations(kind: str) -> None:
+    gate, up = torch.cat([EDGES, numbers(4, 979) * 4]), torch.cat([EDGES.flip(0), numbers(5, 979) * 4])
+    both = torch.cat([gate, up])[None]
+    if kind == "clamped_swiglu":
+        expected = definition.clamped_swiglu(gate.numpy(), up.numpy())
+    else:
+        expected = definition.activate(gate.numpy(), kind) * up.numpy()
+        assert same(cpu.activate(gate[None], kind, gated=False)[0], definition.activate(gate.numpy(), kind))
+    assert same(cpu.activate(both, kind, gated=True)[0], expected)
+
+
+def test_rotation() -> None:
+    """Some dimensions of each head, at positions in any order; the rest stays."""
+    x, table, places = numbers(1, 5, 3, 20), numbers(2, 9, 2, 8), torch.tensor([8, 0, 3, 3, 1])
+    expected = x.clone().numpy()
+    cos, sin = table.numpy()[places][:, None, 0], table.numpy()[places][:, None, 1]
+    expected[..., :8], expected[..., 8:16] = definition.rotate(expected[..., :8], expected[..., 8:16].copy(), cos, sin)
+    assert same(cpu.rotate_(x.clone(), table, places), expected)
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+LENGTH = 600
+"""nine blocks of keys and a part of one; more than one split"""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window": 70},
+    "cap": {"cap": 3.0},
+    "slopes": {"slopes": numbers(9, 4) / 64},
+    "sinks": {"sinks": numbers(10, 4)},
+    "all": {"window": 530, "cap": 2.0, "slopes": numbers(9, 4) / 64, "sinks": numbers(10, 4)},
+}
+
+
+class Paths:
+    """Three sequences with the same first 100 keys, then keys of their own, in pages that lie in any order."""
+
+    def __init__(self, page_size: int, seed: int = 0) -> None:
+        self.page_size, held = page_size, -(-LENGTH // page_size)
+        shared = 100 // page_size
+        order = torch.randperm(3 * held, generator=torch.Generator().manual_seed(seed))
+        self.pages = order.view(3, held).contiguous()
+        self.pages[1:, :shared] = self.pages[0, :shared]
+        self.keys, self.values = numbers(5, 2, 3 * held * page_size, 12), numbers(6, 2, 3 * held * page_size, 12)
+        self.sequence = torch.tensor([0, 1, 2, 2, 0, 1, 2, 0])
+        self.position = torch.tensor([5, 63, 64, 99, 130, 511, 512, LENGTH - 1])
+        self.q = numbers(7, 8, 4, 12)
+
+    def rows(self, some: Tensor) -> PagedRows:
+        """Rows with those of equal pages side by side, as a batch orders them."""
+        order = torch.argsort(self.sequence[some], stable=True)
+        return PagedRows(self.sequence[some], self.position[some], self.pages, self.page_size, order)
+
+    def attend(self, some: Tensor, scale: float = 0.3, **settings: Any) -> Tensor:
+        return cpu.attend(self.q[some].contiguous(), self.keys, self.values, self.rows(some), scale, **settings)
+
+    def expected(self, row: int, head: int, **settings: Any) -> Any:
+        """By the definition, from keys and values that are looked up position by position."""
+        at = torch.arange(int(self.position[row]) + 1)
+        slots = self.pages[self.sequence[row], at // self.page_size] * self.page_size + at % self.page_size
+        one = {
+            {"slopes": "slope", "sinks": "sink"}.get(k, k): v[head].item() if isinstance(v, Tensor) else v
+            for k, v in settings.items()
+        }
+        keys, values = self.keys[head // 2, slots].numpy(), self.values[head // 2, slots].numpy()
+        return definition.attention(self.q[row, head].numpy(), keys, values, int(self.position[row]), 0.3, **one)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_attention(name: str) -> None:
+    paths, settings = Paths(16), SETTINGS[name]
+    ours = paths.attend(torch.arange(8), **settings)
+    assert same(ours, np.array([[paths.expected(row, head, **settings) for head in range(4)] for row in range(8)]))
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 10, 16, 24, 64, 100])
+def test_pages_and_company_move_no_bit(page_size: int) -> None:
+    """A size that does not divide 64 has pages across two blocks."""
+    paths = Paths(page_size)
+    together = paths.attend(torch.arange(8))
+    assert same(together[[4, 6], 1], np.stack([paths.expected(row, 1) for row in (4, 6)]))
+    for row in range(8):
+        assert same(paths.attend(torch.tensor([row])), together[row : row + 1])
+    many = torch.arange(8).repeat(9)
+    assert same(paths.attend(many), together[many])
+
+
+def test_hidden_edges_and_scores_that_are_shown() -> None:
+    """Hidden keys take no part: as if the sequence did not have them. Looking moves no bit."""
+    paths, some = Paths(16), torch.tensor([4])
+    scores, hidden = torch.full((1, 4, LENGTH), -math.inf), torch.zeros(1, 4, LENGTH, dtype=torch.int16)
+    plain = paths.attend(some)
+    assert same(paths.attend(some, scores=scores), plain) and same(paths.attend(some, hidden=hidden), plain)
+    assert bool((scores[..., :131] > -math.inf).all() & (scores[..., 131:] == -math.inf).all())
+    hidden[0, :, :61] = 1
+    assert same(paths.attend(some, hidden=hidden), paths.attend(some, window=70)), "a window hides the same keys"
+
+
+# ---- rows alone, and threads -----------------------------------------------------------------------------------------
+
+CASES: dict[str, Callable[[slice], Tensor]] = {
+    "product": lambda s: cpu.product(numbers(1, 70, 577)[s], Panels.of(numbers(2, 577, 100))),
+    "bfloat16": lambda s: cpu.product(numbers(1, 70, 577)[s], Panels.of(numbers(2, 577, 100).bfloat16())),
+    "norm": lambda s: cpu.norm(numbers(1, 70, 577)[s], None, None, 1e-6, "layer"),
+    "activation": lambda s: cpu.activate(numbers(1, 70, 576)[s], "gelu", gated=True),
+    "log-softmax": lambda s: cpu.log_softmax_(numbers(1, 70, 4500)[s].clone()),
+    "entropies": lambda s: torch.stack(cpu.entropies(cpu.log_softmax_(numbers(1, 70, 3, 200)[s].clone())), -1),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_row_alone_and_any_number_of_threads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, together = CASES[name], CASES[name](slice(None))
+    for some in (slice(0, 1), slice(69, 70), slice(3, 5), slice(1, 8), slice(5, 70)):
+        assert same(case(some), together[some])
+    monkeypatch.setattr(threads, "WORTH", 0)
+    for count in range(1, 9):
+        with threads.within(count):
+            assert same(case(slice(None)), together)
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_attention_on_threads(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths, many = Paths(16), torch.arange(8).repeat(9)
+    expected = paths.attend(many)
+    monkeypatch.setattr(threads, "WORTH", 0)
+    with threads.within(count):
+        assert same(paths.attend(many), expected)
+
+
+# ---- controls --------------------------------------------------------------------------------------------------------
+
+
+def in_halves(x: Tensor, w: Tensor) -> Tensor:
+    """k split into two, as a library does at few rows or on two threads."""
+    half = len(w) // 2
+    return cpu.product(x[:, :half].contiguous(), Panels.of(w[:half])) + cpu.product(
+        x[:, half:].contiguous(), Panels.of(w[half:])
+    )
+
+
+def one_chain(x: Tensor, w: Tensor) -> Tensor:
+    """Every product rounded once, in the order of k."""
+    total = np.zeros((len(x), w.shape[1]), np.float32)
+    for k in range(len(w)):
+        total = definition.fma(x.numpy()[:, k : k + 1], w.numpy()[k], total)
+    return torch.from_numpy(total)
+
+
+def flushed(x: Tensor, w: Tensor) -> Tensor:
+    y = cpu.product(x * 2.0**-130, Panels.of(w))
+    return torch.where(y.abs() < 2.0**-126, 0.0, y) * 2.0**100
+
+
+PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "k split in two": in_halves,
+    "one chain": one_chain,
+    "products rounded before they are added": sum_of_products,
+    "a library's": lambda x, w: (x.double() @ w.double()).float(),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_control_another_product_is_seen(name: str) -> None:
+    x, w = numbers(1, 9, 577), numbers(2, 577, 20)
+    expected = definition.product(x.numpy(), w.numpy())
+    assert same(cpu.product(x, Panels.of(w)), expected) and not same(PRODUCTS[name](x, w), expected)
+
+
+def test_control_flushed_denormal_numbers_are_seen() -> None:
+    x, w = numbers(3, 5, 30), numbers(2, 30, 9)
+    right = definition.product((x * 2.0**-130).numpy(), w.numpy()) * np.float32(2.0**100)
+    assert same(cpu.product(x * 2.0**-130, Panels.of(w)) * 2.0**100, right) and not same(flushed(x, w), right)
+
+
+def test_control_other_orders_of_a_row_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 chains added pair by pair, or one chain; spans that are not 4,096; a library's exp."""
+    row = numbers(4, 9000).numpy()
+    ours = cpu.row_sums(torch.from_numpy(row)[None])[0]
+    lanes = np.zeros(64, np.float32)
+    for first in range(0, 4096, 64):
+        lanes += row[first : first + 64]
+    pairs = lanes.copy()
+    while len(pairs) > 1:
+        pairs = pairs[::2] + pairs[1::2]
+    whole = cpu.row_sums(torch.from_numpy(row[:4096])[None])[0]
+    assert same(whole, np.array([definition.row_sum(row[:4096])])) and not same(whole, pairs)
+    assert not same(whole, np.add.accumulate(row[:4096])[-1:])
+    monkeypatch.setattr(definition, "SPAN", 8192)
+    assert not same(ours, np.array([definition.row_sum(row)]))
+    x = numbers(4, 1000) * 20
+    assert not same(cpu.apply("exp", x), x.exp()) and not same(cpu.apply("tanh", x / 20), (x / 20).tanh())
+
+
+@pytest.mark.parametrize("constant, value", [("KV_BLOCK", 32), ("KV_SPLIT", 1024)])
+def test_control_other_blocks_and_splits_of_keys_are_seen(constant: str, value: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = Paths(16)
+    ours = paths.attend(torch.tensor([7]))[0]
+    monkeypatch.setattr(definition, constant, value)
+    assert not same(ours, np.stack([paths.expected(7, head) for head in range(4)]))
