@@ -33,6 +33,7 @@ from replaylens.engine.model.layers import Experts, by_expert
 from replaylens.engine.model.loading import build, load
 from replaylens.engine.model.ops import SequenceOps, TorchOps
 from replaylens.engine.passes.cpu import CpuRowOps
+from replaylens.engine.passes.products import Products
 from replaylens.engine.replay.run import Run
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.serving.branch import Branch
