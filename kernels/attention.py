@@ -60,11 +60,13 @@ from replaylens.kernels.shared import PagedRows, shared_states
 from replaylens.kernels.softmax import (
     closed,
     empty,
+    in_kernel_units,
     load_merged,
     load_partial,
     load_queries,
     load_running,
     merge,
+    quotient,
     store_partial,
     walk,
     with_sink,
@@ -139,13 +141,13 @@ def _attention_kernel(
                 m, l, a = load_partial(PARTIAL, 0, pair, d, valid, mask, ROWS, HEAD_BLOCK)
                 if SHARED:
                     m0, l0, a0 = load_merged(STATE, at, d, begun, BLOCK, HEAD_BLOCK)
-                    m, l, a = merge(m0, l0, a0, m, l, a)
+                    m, l, a = merge(m0, l0, a0, m, l, a, Q.dtype.element_ty == tl.float32)
                 for i in tl.range(1, high - low):
                     m1, l1, a1 = load_partial(PARTIAL, i, pair, d, valid, mask, ROWS, HEAD_BLOCK)
-                    m, l, a = merge(m, l, a, m1, l1, a1)
+                    m, l, a = merge(m, l, a, m1, l1, a1, Q.dtype.element_ty == tl.float32)
         elif SHARED:
             m0, l0, a0 = load_merged(STATE, at, d, begun, BLOCK, HEAD_BLOCK)
-            m, l, a = merge(m0, l0, a0, m, l, a)
+            m, l, a = merge(m0, l0, a0, m, l, a, Q.dtype.element_ty == tl.float32)
     else:
         m = tl.full((ROWS,), float("-inf"), tl.float32)
         l = tl.zeros((ROWS,), tl.float32)
@@ -158,7 +160,7 @@ def _attention_kernel(
                 kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED, WINDOWED,
             )  # fmt: skip
             m, l, a = load_merged(STATE, at, d, begun, BLOCK, HEAD_BLOCK)
-            m, l, a = merge(m, l, a, m1, closed(sums, BLOCK), a1)
+            m, l, a = merge(m, l, a, m1, closed(sums, BLOCK), a1, Q.dtype.element_ty == tl.float32)
             start = low + 1
         for split in tl.range(start, high):
             m1, sums, a1 = empty(ROWS, BLOCK, HEAD_BLOCK)
@@ -167,13 +169,13 @@ def _attention_kernel(
                 position, clear, d, kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED,
                 WINDOWED,
             )  # fmt: skip
-            m, l, a = merge(m, l, a, m1, closed(sums, BLOCK), a1)  # merging into an empty result gives the other, to the bit
+            m, l, a = merge(m, l, a, m1, closed(sums, BLOCK), a1, Q.dtype.element_ty == tl.float32)
     if write:
         if HAS_SINKS:
-            m, l, a = with_sink(m, l, a, SINKS, head, valid)
+            m, l, a = with_sink(m, l, a, SINKS, head, valid, Q.dtype.element_ty == tl.float32)
         out = OUT + row[:, None] * stride_or + head[:, None] * stride_oh + d[None, :]
         l = tl.where(valid, l, 1.0)  # padding pairs saw no key
-        tl.store(out, (a / l[:, None]).to(OUT.dtype.element_ty), mask=mask)
+        tl.store(out, quotient(a, l, Q.dtype.element_ty == tl.float32).to(OUT.dtype.element_ty), mask=mask)
 
 
 @dataclass(frozen=True)
@@ -251,8 +253,7 @@ def attention(
     special = _specialises(q, k_cache, v_cache, rows, window, page_size, kv_block, kv_split, plain, specialised)
     tile, split, splits = _schedule(rows, group, d_head, q.dtype, window, page_size, kv_split, kv_heads, tile, split)
     num_tiles = num_rows if rows.tiles is None else rows.tiles.shape[0]
-    log2e = 1.4426950408889634
-    scale, softcap = (2 * log2e * scale / softcap if softcap else log2e * scale), softcap * log2e
+    scale, softcap = in_kernel_units(scale, softcap, q.dtype)
     if rows.tiles is not None and special:
         tiles, places = rows.tiles, (rows.sequence, rows.position, rows.page_table)
         prefill(q, k_cache, v_cache, out, tiles, *places, scale, softcap, window, page_size)

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from replaylens.kernels.exact import dot_parts
 from replaylens.kernels.launch import (
     EXACT,
     GemmTile,
@@ -50,6 +51,28 @@ def _dots(
     COPIED: tl.constexpr,
 ):  # fmt: skip
     """The accumulators of x[row] @ w[expert], in the order of `dot_tile`; GATED: of gate and up, N columns apart."""
+    if X.dtype.element_ty == tl.float32:
+        own, wide = W + expert * stride_we, start_n + tl.arange(0, COLUMNS)
+        gate = dot_parts(X, own, row, wide, 2147483647, N, K, stride_x, stride_wk, stride_wn, ROWS, COLUMNS, DEPTH)
+        up = gate
+        if GATED:
+            own += N * stride_wn
+            up = dot_parts(X, own, row, wide, 2147483647, N, K, stride_x, stride_wk, stride_wn, ROWS, COLUMNS, DEPTH)
+        return gate, up
+    else:
+        return _dot_chains(
+            X, W, expert, row, valid, start_n, N, K, stride_x, stride_we, stride_wk, stride_wn, ROWS, COLUMNS, DEPTH, EVEN_K,
+            EVEN_N, GATED, COPIED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _dot_chains(
+    X, W, expert, row, valid, start_n, N, K, stride_x, stride_we, stride_wk, stride_wn, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, GATED: tl.constexpr,
+    COPIED: tl.constexpr,
+):  # fmt: skip
+    """One accumulator per output, by tensor cores."""
     k = tl.arange(0, DEPTH)
     column = start_n + tl.arange(0, COLUMNS)
     x = X + row.to(tl.int64)[:, None] * stride_x + k[None, :]
@@ -115,9 +138,9 @@ def _grouped_kernel(
     y = _biased(acc, BIAS, expert, column, inside, stride_b, HAS_BIAS).to(OUT.dtype.element_ty)
     if GATED:  # rounded before the activation, as if it were written to memory
         up = _biased(more, BIAS, expert, N + column, inside, stride_b, HAS_BIAS).to(OUT.dtype.element_ty)
-        y = activate_gated(y.to(tl.float32), up.to(tl.float32), KIND).to(OUT.dtype.element_ty)
+        y = activate_gated(y.to(tl.float32), up.to(tl.float32), KIND, X.dtype.element_ty == tl.float32).to(OUT.dtype.element_ty)
     elif KIND != "":
-        y = activate(y.to(tl.float32), KIND).to(OUT.dtype.element_ty)
+        y = activate(y.to(tl.float32), KIND, X.dtype.element_ty == tl.float32).to(OUT.dtype.element_ty)
     place = OUT + pair.to(tl.int64)[:, None] * stride_o + column[None, :]
     tl.store(place, y, mask=valid[:, None] & inside[None, :])
 
@@ -146,7 +169,7 @@ def grouped_matmul(
     fits = tile.rows == plan.tile_rows
     require(fits, "The tile has {} rows, but the plan has tiles of {}.", tile.rows, plan.tile_rows)
     even = depth % tile.depth == 0
-    copied = tile.persistent and even and _copyable(w)
+    copied = tile.persistent and even and x.dtype != torch.float32 and _copyable(w)
     blocks = ceil_div(columns, tile.columns)
     weights = TensorDescriptor.from_tensor(w.flatten(0, 1), [tile.depth, tile.columns]) if copied else w
     _grouped_kernel[(plan.num_tiles * blocks,)](

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CANONICAL_VERSION = 2
+CANONICAL_VERSION = 3
 """part of the fingerprint; raised by any change that can move a bit"""
 
 PAGE_SIZE = 16

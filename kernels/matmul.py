@@ -6,7 +6,8 @@
 from first to last. Tensor cores add groups of 16 (bf16, fp16) in a way that depends on the group alone, so neither the tile
 shape nor the number of rows matters. The tiles in `launch` are chosen by M for speed only. Zeros that pad the last step
 along K leave an accumulator unchanged. Splitting K over programs depending on M would break this; libraries do so at few
-rows. float32 uses plain multiply-adds (`input_precision="ieee"`), never tf32.
+rows. float32 is portable arithmetic: eight chains of fused multiply-adds over equal parts of K, added as a tree
+(`kernels/exact.py`), never tf32.
 
 **Fusing moves no bits.** y is rounded to the storage dtype before the residual is added, exactly as if it were written to
 memory first. The residual stream is the same whether y is captured or not.
@@ -22,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from replaylens.kernels.exact import dot_parts
 from replaylens.kernels.grouped import grouped_matmul
 from replaylens.kernels.launch import (
     EXACT,
@@ -65,6 +67,20 @@ def dot_tile(
     EVEN_N: tl.constexpr,
 ):
     """The float32 accumulators of x[row] @ w[:, column], in the canonical order. Every kernel with a product uses it."""
+    if X.dtype.element_ty == tl.float32:
+        return dot_parts(X, W, row, column, M, N, K, stride_xm, stride_wk, stride_wn, ROWS, COLUMNS, DEPTH)
+    else:
+        return _dot_chain(
+            X, W, row, column, M, N, K, stride_xm, stride_wk, stride_wn, ROWS, COLUMNS, DEPTH, EVEN_K, EVEN_N
+        )  # fmt: skip
+
+
+@triton.jit
+def _dot_chain(
+    X, W, row, column, M, N, K, stride_xm, stride_wk, stride_wn, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
+):  # fmt: skip
+    """One accumulator per output, by tensor cores."""
     k = tl.arange(0, DEPTH)
     x = X + row.to(tl.int64)[:, None] * stride_xm + k[None, :]
     w = W + k.to(tl.int64)[:, None] * stride_wk + column.to(tl.int64)[None, :] * stride_wn

@@ -13,6 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from replaylens.kernels.exact import activate as portable_activation
+from replaylens.kernels.exact import activate_gated as portable_gated
+from replaylens.kernels.exact import row_sum
 from replaylens.kernels.launch import (
     EXACT,
     ceil_div,
@@ -28,6 +31,16 @@ from replaylens.kernels.launch import (
 # ---- norm ------------------------------------------------------------------------------------------------------------
 
 
+@triton.jit
+def _moments(X, valid, width, eps, LAYER: tl.constexpr, ROWS: tl.constexpr):
+    """Mean and root mean square of float32 rows at the addresses X [ROWS, 1]: [ROWS, 1] each, in portable arithmetic."""
+    count = tl.zeros((ROWS, 1), tl.float32) + width.to(tl.float32)
+    mean = tl.zeros((ROWS, 1), tl.float32)
+    if LAYER:
+        mean = tl.div_rn(row_sum(X, valid, mean, width, False, ROWS), count)
+    return mean, tl.sqrt_rn(tl.div_rn(row_sum(X, valid, mean, width, True, ROWS), count) + eps)
+
+
 @triton.jit(do_not_specialize=["rows", "inner"])
 def _norm_kernel(
     X, WEIGHT, OTHER, BIAS, OUT, rows, inner, width, eps, stride_xo, stride_xi, stride_o,
@@ -40,16 +53,28 @@ def _norm_kernel(
     mask = (row[:, None] < rows) & inside
     at = (row // inner) * stride_xo + (row % inner) * stride_xi
     x = tl.load(X + at[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    if LAYER:
-        x = tl.where(inside, x - (tl.sum(x, 1) / width)[:, None], 0.0)
-    spread = tl.rsqrt(tl.sum(x * x, 1) / width + eps)
+    if X.dtype.element_ty == tl.float32:
+        mean, root = _moments(X + at[:, None], row[:, None] < rows, width, eps, LAYER, ROWS)
+        if LAYER:
+            x = x - mean
+        spread = tl.div_rn(tl.full((ROWS, 1), 1.0, tl.float32), root)
+    else:
+        if LAYER:
+            x = tl.where(inside, x - (tl.sum(x, 1) / width)[:, None], 0.0)
+        spread = tl.rsqrt(tl.sum(x * x, 1) / width + eps)[:, None]
     weight = tl.load(WEIGHT + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
     if FIRST:
         other = tl.load(OTHER + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
         weight = tl.where((row % inner)[:, None] < FIRST, weight, other)
-    y = x * spread[:, None] * weight
+    y = x * spread
     if HAS_BIAS:
-        y += tl.load(BIAS + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+        bias = tl.load(BIAS + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+        if X.dtype.element_ty == tl.float32:
+            y = tl.fma(y, tl.broadcast_to(weight, y.shape), tl.broadcast_to(bias, y.shape))
+        else:
+            y = y * weight + bias
+    else:
+        y = y * weight
     tl.store(OUT + row[:, None] * stride_o + column[None, :], y.to(OUT.dtype.element_ty), mask=mask)
 
 
@@ -62,10 +87,14 @@ def _scale_kernel(
     column = tl.arange(0, BLOCK)
     inside = column[None, :] < width
     at = (row // inner) * stride_xo + (row % inner) * stride_xi
-    x = tl.load(X + at[:, None] + column[None, :], mask=(row[:, None] < rows) & inside, other=0.0).to(tl.float32)
-    if LAYER:
-        x = tl.where(inside, x - (tl.sum(x, 1) / width)[:, None], 0.0)
-    tl.store(OUT + row, tl.sqrt_rn(tl.sum(x * x, 1) / width + eps), mask=row < rows)
+    if X.dtype.element_ty == tl.float32:
+        _, root = _moments(X + at[:, None], row[:, None] < rows, width, eps, LAYER, ROWS)
+        tl.store(OUT + row[:, None], root, mask=row[:, None] < rows)
+    else:
+        x = tl.load(X + at[:, None] + column[None, :], mask=(row[:, None] < rows) & inside, other=0.0).to(tl.float32)
+        if LAYER:
+            x = tl.where(inside, x - (tl.sum(x, 1) / width)[:, None], 0.0)
+        tl.store(OUT + row, tl.sqrt_rn(tl.sum(x * x, 1) / width + eps), mask=row < rows)
 
 
 def norm(
@@ -148,14 +177,18 @@ def norm_scale(x: Tensor, eps: float = 1e-5, kind: str = "rms") -> Tensor:
 # has the values that the activation used.
 
 PLAIN = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+FUNCTIONS = ("exp", "tanh", "sigmoid")
+"""of single numbers, in portable arithmetic: float32 only"""
 KINDS = (*PLAIN, "clamped_swiglu")
 _BLOCK = 1024
 
 
 @triton.jit
-def activate(x, KIND: tl.constexpr):
-    """f(x) in float32. exp is computed with exp2, which the device has as an instruction."""
-    if KIND == "silu":
+def activate(x, KIND: tl.constexpr, PORTABLE: tl.constexpr):
+    """f(x) in float32. exp is computed with exp2, which the device has as an instruction, unless it must be PORTABLE."""
+    if PORTABLE:
+        return portable_activation(x, KIND)
+    elif KIND == "silu":
         return x / (1.0 + tl.exp2(x * -1.4426950408889634))
     elif KIND == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
@@ -171,14 +204,16 @@ def activate(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def activate_gated(gate, up, KIND: tl.constexpr):
+def activate_gated(gate, up, KIND: tl.constexpr, PORTABLE: tl.constexpr):
     """f(gate) * up in float32."""
-    if KIND == "clamped_swiglu":
+    if PORTABLE:
+        return portable_gated(gate, up, KIND)
+    elif KIND == "clamped_swiglu":
         gate = tl.where(gate > 7.0, 7.0, gate)  # NaN stays
         up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
         return (up + 1.0) * (gate / (1.0 + tl.exp2(gate * -2.455466961949891)))  # -1.702 log2(e)
     else:
-        return activate(gate, KIND) * up
+        return activate(gate, KIND, False) * up
 
 
 @triton.jit
@@ -188,16 +223,17 @@ def _activation_kernel(X, OUT, width, stride_x, stride_o, KIND: tl.constexpr, GA
     mask = column < width
     x = tl.load(X + row * stride_x + column, mask=mask, other=0.0).to(tl.float32)
     if GATED:
-        y = activate_gated(x, tl.load(X + row * stride_x + width + column, mask=mask, other=0.0).to(tl.float32), KIND)
+        up = tl.load(X + row * stride_x + width + column, mask=mask, other=0.0).to(tl.float32)
+        y = activate_gated(x, up, KIND, X.dtype.element_ty == tl.float32)
     else:
-        y = activate(x, KIND)
+        y = activate(x, KIND, X.dtype.element_ty == tl.float32)
     tl.store(OUT + row * stride_o + column, y.to(OUT.dtype.element_ty), mask=mask)
 
 
 def activation(x: Tensor, kind: str, gated: bool, out: Tensor | None = None) -> Tensor:
     """Plain: x [rows, width] -> f(x). Gated: x [rows, gate | up] -> f(gate) * up [rows, width / 2]."""
-    require(kind in KINDS, "Unknown activation {!r}. Use one of {}.", kind, ", ".join(KINDS))
-    require(gated or kind in PLAIN, "{} needs a gate.", kind)
+    require(kind in (*KINDS, *FUNCTIONS), "Unknown activation {!r}. Use one of {}.", kind, ", ".join(KINDS))
+    require(gated or kind in (*PLAIN, *FUNCTIONS), "{} needs a gate.", kind)
     require_float("x", x)
     require_rows("x", x)
     require(x.dim() == 2, "x has shape {}. Expected [rows, width].", x.shape)

@@ -38,8 +38,13 @@ def _turn(X, OUT, head, live, cos, sin, half_mask, e, stride_xh, stride_oh, HALF
     mask = live[:, None] & half_mask[None, :]
     a = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
-    tl.store(to, (a * cos - b * sin).to(OUT.dtype.element_ty), mask=mask)
-    tl.store(to + HALF, (b * cos + a * sin).to(OUT.dtype.element_ty), mask=mask)
+    if X.dtype.element_ty == tl.float32:  # as `kernels/definition.py` rounds
+        cos, sin = tl.broadcast_to(cos, a.shape), tl.broadcast_to(sin, a.shape)
+        tl.store(to, tl.fma(-b, sin, a * cos), mask=mask)
+        tl.store(to + HALF, tl.fma(a, sin, b * cos), mask=mask)
+    else:
+        tl.store(to, (a * cos - b * sin).to(OUT.dtype.element_ty), mask=mask)
+        tl.store(to + HALF, (b * cos + a * sin).to(OUT.dtype.element_ty), mask=mask)
 
 
 @triton.jit

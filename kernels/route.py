@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from replaylens.kernels.exact import exp
 from replaylens.kernels.launch import EXACT, next_power_of_2, require, require_float, require_shape
 
 # ---- route -----------------------------------------------------------------------------------------------------------
@@ -55,20 +56,15 @@ def _sum(x):
 
 
 @triton.jit
-def _exp(x):
-    return tl.exp2(x * 1.4426950408889634)
-
-
-@triton.jit
 def _sigmoid(x):
-    return 1.0 / (1.0 + _exp(-x))
+    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + exp(-x))
 
 
 @triton.jit
 def _softmax(x):
     """Of a row, -inf where there is nothing."""
-    e = _exp(x - tl.max(x, 0))
-    return e / _sum(e)
+    e = exp(x - tl.max(x, 0))
+    return tl.div_rn(e, tl.zeros_like(e) + _sum(e))
 
 
 @triton.jit
@@ -134,7 +130,7 @@ def _sparsemixer(logits, picked, expert, valid, jitter):
     for number in tl.static_range(2):
         own = best if number == 0 else other
         top = tl.max(tl.where(own, logits, nothing), 0)
-        far = (top - logits) / tl.maximum(tl.abs(logits), top) > 2.0 * jitter
+        far = tl.div_rn(top - logits, tl.maximum(tl.abs(logits), top)) > 2.0 * jitter
         weight = tl.where(own, _softmax(tl.where(far, nothing, left)), weight)
         left = tl.where(own, nothing, left)
     return weight
@@ -150,7 +146,7 @@ def _weights(
     elif KIND == "sigmoid":
         weight = tl.where(picked, _sigmoid(logits), 0.0)
         if NORMALISED:
-            weight = weight / (_sum(weight) + 1e-20)
+            weight = tl.div_rn(weight, tl.zeros_like(weight) + (_sum(weight) + 1e-20))
     elif NORMALISED:
         weight = _softmax(tl.where(picked, logits, float("-inf")))
     else:

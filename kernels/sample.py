@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from replaylens.kernels.exact import log64
 from replaylens.kernels.launch import EXACT, ceil_div, next_power_of_2, require, require_float, require_rows, require_shape
 
 # ---- sample ----------------------------------------------------------------------------------------------------------
@@ -43,7 +44,7 @@ def hash64(seed, position, token):
 def _noise(bits):
     """Gumbel noise from 64 hashed bits, in float64."""
     u = (bits >> 12).to(tl.float64)
-    return -tl.log(-tl.log((u + 0.5) * 2.220446049250313e-16))
+    return -log64(-log64((u + 0.5) * 2.220446049250313e-16))
 
 
 @triton.jit

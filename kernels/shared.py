@@ -117,7 +117,7 @@ def _shared_kernel(
             m, l, a = load_merged(OUT - stride_s, at, d, valid & (LEVEL > 0), BLOCK, HEAD_BLOCK)
             for i in tl.range(0, end // SPLIT - low):
                 m1, l1, a1 = load_partial(PARTIAL, i, pair, d, valid, mask, ROWS, HEAD_BLOCK)
-                m, l, a = merge(m, l, a, m1, l1, a1)
+                m, l, a = merge(m, l, a, m1, l1, a1, Q.dtype.element_ty == tl.float32)
             store_merged(OUT, at, m, l, a, d, valid, BLOCK, HEAD_BLOCK)
             if end % SPLIT == 0:
                 m, sums, a = empty(ROWS, BLOCK, HEAD_BLOCK)
@@ -131,7 +131,7 @@ def _shared_kernel(
                 q, other, m1, sums, a1, K, V, TABLE, start, (split + 1) * SPLIT, d,
                 kv_stride, scale, softcap, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED,
             )  # fmt: skip
-            m, l, a = merge(m, l, a, m1, closed(sums, BLOCK), a1)
+            m, l, a = merge(m, l, a, m1, closed(sums, BLOCK), a1, Q.dtype.element_ty == tl.float32)
             m1, sums, a1 = empty(ROWS, BLOCK, HEAD_BLOCK)
             start = (split + 1) * SPLIT
         store_merged(OUT, at, m, l, a, d, valid, BLOCK, HEAD_BLOCK)

@@ -11,17 +11,41 @@ The state of a (row, query head) pair between two kernels is `state_width` numbe
 the complete splits, m of the running one, a of the complete splits, a of the running one, its sums. Storing it moves no bit.
 """
 
+import torch
 import triton
 import triton.language as tl
 
+from replaylens.kernels.exact import exp, tanh
+
 
 @triton.jit
-def merge(m, l, a, m1, l1, a1):
+def merge(m, l, a, m1, l1, a1, PORTABLE: tl.constexpr):
     """Merge two partial softmaxes. The order of the arguments is part of the canonical order."""
     top = tl.maximum(m, m1)
     safe = tl.where(top == float("-inf"), 0.0, top)  # both empty: exp2(-inf - 0) = 0, not NaN
-    x, x1 = tl.exp2(m - safe), tl.exp2(m1 - safe)
-    return top, l * x + l1 * x1, a * x[:, None] + a1 * x1[:, None]
+    if PORTABLE:
+        x, x1 = exp(m - safe), exp(m1 - safe)
+        return top, tl.fma(l1, x1, l * x), tl.fma(a1, tl.broadcast_to(x1[:, None], a.shape), a * x[:, None])
+    else:
+        x, x1 = tl.exp2(m - safe), tl.exp2(m1 - safe)
+        return top, l * x + l1 * x1, a * x[:, None] + a1 * x1[:, None]
+
+
+@triton.jit
+def quotient(a, l, PORTABLE: tl.constexpr):
+    """Weighted values over the sum of weights."""
+    if PORTABLE:
+        return tl.div_rn(a, tl.broadcast_to(l[:, None], a.shape))
+    else:
+        return a / l[:, None]
+
+
+def in_kernel_units(scale: float, softcap: float, dtype: torch.dtype) -> tuple[float, float]:
+    """(factor on scores, cap) as kernels take them: with the factors that exp2 needs, unless they compute in float32."""
+    if dtype == torch.float32:
+        return scale, softcap
+    log2e = 1.4426950408889634
+    return (2 * log2e * scale / softcap if softcap else log2e * scale), softcap * log2e
 
 
 @triton.jit
@@ -36,10 +60,12 @@ def load_queries(Q, valid, d, HEAD: tl.constexpr, REST: tl.constexpr, REST_BLOCK
 
 
 @triton.jit
-def with_sink(m, l, a, SINKS, head, valid):
+def with_sink(m, l, a, SINKS, head, valid, PORTABLE: tl.constexpr):
     """The complete softmax of a row, merged with its head's sink: last of all, as one more partial, a score without a value."""
-    sink = tl.load(SINKS + head, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
-    return merge(m, l, a, sink, tl.full(m.shape, 1.0, tl.float32), tl.zeros(a.shape, tl.float32))
+    sink = tl.load(SINKS + head, mask=valid, other=0.0).to(tl.float32)
+    if not PORTABLE:
+        sink = sink * 1.4426950408889634
+    return merge(m, l, a, sink, tl.full(m.shape, 1.0, tl.float32), tl.zeros(a.shape, tl.float32), PORTABLE)
 
 
 @triton.jit
@@ -71,8 +97,11 @@ def _block(
         r = tl.load(K + slot[:, None] + HEAD + e[None, :], mask=e[None, :] < REST, other=0.0)
         s = tl.dot(other, r.T, s, input_precision="ieee")
     s = s * scale
-    if CAPPED:  # tanh(u) = 1 - 2 / (1 + exp(2u)); here scale holds 2 log2(e) / cap and softcap holds cap log2(e)
-        s = softcap - 2.0 * softcap / (1.0 + tl.exp2(s))
+    if CAPPED:
+        if q.dtype == tl.float32:
+            s = tanh(tl.div_rn(s, tl.zeros_like(s) + softcap)) * softcap
+        else:  # tanh(u) = 1 - 2 / (1 + exp(2u)); here scale holds 2 log2(e) / cap and softcap holds cap log2(e)
+            s = softcap - 2.0 * softcap / (1.0 + tl.exp2(s))
     if MASKED:
         seen = j[None, :] <= position[:, None]
         if WINDOWED:
@@ -80,10 +109,15 @@ def _block(
         s = tl.where(seen, s, float("-inf"))
     top = tl.maximum(m, tl.max(s, 1))
     safe = tl.where(top == float("-inf"), 0.0, top) if MASKED else top
-    shrink = tl.exp2(m - safe)
-    p = tl.exp2(s - safe[:, None])
+    if q.dtype == tl.float32:
+        shrink, p = exp(m - safe), exp(s - safe[:, None])
+    else:
+        shrink, p = tl.exp2(m - safe), tl.exp2(s - safe[:, None])
     even, odd = tl.split(tl.reshape(p, (ROWS, BLOCK // 2, 2)))  # neighbours: always in one thread
-    sums = sums * shrink[:, None] + (even + odd)
+    if q.dtype == tl.float32:
+        sums = tl.fma(sums, tl.broadcast_to(shrink[:, None], sums.shape), even + odd)
+    else:
+        sums = sums * shrink[:, None] + (even + odd)
     a = tl.dot(p.to(v.dtype), v, a * shrink[:, None], input_precision="ieee")
     return top, sums, a
 

@@ -25,7 +25,17 @@ from replaylens.kernels.launch import (
     require_shape,
 )
 from replaylens.kernels.shared import PagedRows
-from replaylens.kernels.softmax import empty, load_partial, load_queries, merge, store_partial, walk, with_sink
+from replaylens.kernels.softmax import (
+    empty,
+    in_kernel_units,
+    load_partial,
+    load_queries,
+    merge,
+    quotient,
+    store_partial,
+    walk,
+    with_sink,
+)
 
 _PROGRAMS_EACH = 2
 """programs per multiprocessor; more gain nothing"""
@@ -83,13 +93,13 @@ def _split_kernel(
             m, l, a = load_partial(PARTIAL, 0, pair, d, valid, mask, ROWS, HEAD_BLOCK)
             for i in tl.range(1, count):
                 m1, l1, a1 = load_partial(PARTIAL, i, pair, d, valid, mask, ROWS, HEAD_BLOCK)
-                m, l, a = merge(m, l, a, m1, l1, a1)
+                m, l, a = merge(m, l, a, m1, l1, a1, Q.dtype.element_ty == tl.float32)
     if write:
         if HAS_SINKS:
-            m, l, a = with_sink(m, l, a, SINKS, head, valid)
+            m, l, a = with_sink(m, l, a, SINKS, head, valid, Q.dtype.element_ty == tl.float32)
         out = OUT + row[:, None] * stride_or + head[:, None] * stride_oh + d[None, :]
         l = tl.where(valid, l, 1.0)  # padding pairs saw no key
-        tl.store(out, (a / l[:, None]).to(OUT.dtype.element_ty), mask=mask)
+        tl.store(out, quotient(a, l, Q.dtype.element_ty == tl.float32).to(OUT.dtype.element_ty), mask=mask)
 
 
 def split_attention(
@@ -132,8 +142,7 @@ def split_attention(
         space = Workspace.of(num_tiles, kv_heads, splits, tile.rows, d_head, q.device)
     else:  # not used, but the kernel is compiled for both
         space = Workspace(torch.empty(1, dtype=torch.float32, device=q.device), rows.position)
-    log2e = 1.4426950408889634
-    scale, softcap = (2 * log2e * scale / softcap if softcap else log2e * scale), softcap * log2e
+    scale, softcap = in_kernel_units(scale, softcap, q.dtype)
     _split_kernel[(num_tiles, kv_heads, splits)](
         q, k_cache, v_cache, out, space.partial, space.count, rows.tiles if rows.tiles is not None else rows.position,
         rows.sequence, rows.position, rows.page_table, q if sinks is None else sinks,

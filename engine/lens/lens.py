@@ -203,7 +203,8 @@ def _read(spec: LensSpec, runner: Runner, stacked: Tensor, emitted: list[int], r
     if runner.device == "cuda" and not ranked:
         from replaylens.engine.lens import cuda as cuda_lens  # its kernel needs triton
 
-        if spec.fits_kernel and runner.model.config.plain_logits:
+        # float32 is portable arithmetic, which the host computes of portable logits
+        if spec.fits_kernel and runner.model.config.plain_logits and runner.model.embed.dtype != torch.float32:
             return cuda_lens.read(spec, runner.model, stacked, emitted)
     parts: dict[str, list[Tensor]] = {}
     step = max(1, min(_TOGETHER, _NUMBERS // runner.model.config.vocab_size) // layers)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 
+import torch
+
 from replaylens.engine.errors import OutOfPages
 from replaylens.engine.loop.drafters import REPEATED, Drafter, SelfDrafter
 from replaylens.engine.loop.lane import Job, Lane, Statistics, Turn, Window
@@ -311,7 +313,8 @@ class Admission:
         capture = job.lane.capture
         there = capture is None or capture.on_device
         if capture is not None and capture.lens is not None:
-            there = there and self.runner.model.config.plain_logits
+            model = self.runner.model
+            there = there and model.config.plain_logits and model.embed.dtype != torch.float32  # whose Z the host reads
         return there and self._decodes_alone(job, start)
 
     def _decodes_alone(self, job: Job, start: int) -> bool:

@@ -112,10 +112,10 @@ def weigh(logits: Tensor, chosen: Tensor, routing: Routing, by: Functions = TORC
     if routing.kind == "sigmoid":
         weights = by.sigmoid(logits.gather(-1, chosen))
         if routing.normalised:
-            weights = weights / (ordered_sum(weights) + 1e-20)
+            weights = weights / (by.row_sums(weights) + 1e-20)
     elif routing.normalised:
         exponents = _exponents(logits.gather(-1, chosen), by)
-        weights = exponents / ordered_sum(exponents)
+        weights = exponents / by.row_sums(exponents)
     else:
         weights = _softmax(logits, by).gather(-1, chosen)
     return weights if routing.scale == 1.0 else weights * routing.scale

@@ -21,7 +21,13 @@ from replaylens.engine.passes.products import Products, rows_of
 from replaylens.engine.request.placed import PATTERN, PlacedEdit
 from replaylens.kernels import cpu as portable
 
-FUNCTIONS = Functions(lambda x: portable.apply("exp", x), lambda x: portable.apply("sigmoid", x), portable.row_sums)
+
+def exact_sums(x: Tensor) -> Tensor:
+    """The sums of numbers in [0, 1] over the last dimension, as whole numbers in units of 2^-40: exact in any order."""
+    return ((x.double() * 2.0**40).long().sum(-1, keepdim=True).double() * 2.0**-40).float()
+
+
+FUNCTIONS = Functions(lambda x: portable.apply("exp", x), lambda x: portable.apply("sigmoid", x), exact_sums)
 """exp, sigmoid and the sum of a row, for routing"""
 
 # ---- edges -----------------------------------------------------------------------------------------------------------

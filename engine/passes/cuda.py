@@ -431,10 +431,12 @@ class HeadOps(ExpertOps):
         return matmul(x, linear.weight, linear.bias, residual=residual)
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
-        return softcap(x, cap)
+        if x.dtype != torch.float32 or not cap:
+            return softcap(x, cap)
+        return activation(x / cap, "tanh", False).mul_(cap)
 
     def sigmoid(self, x: Tensor) -> Tensor:
-        return sigmoid(x)
+        return activation(x, "sigmoid", False) if x.dtype == torch.float32 else sigmoid(x)
 
     def linear_activate(self, x: Tensor, linear: Linear, kind: Activation, gated: bool) -> Tensor:
         return activation(matmul(x, linear.weight, linear.bias), kind, gated)
@@ -510,6 +512,7 @@ class CanonicalCudaOps(HeadOps):
 
     def norm_heads(self, q_norm: Norm, k_norm: Norm, rotary: Rotary) -> bool:
         plain = not q_norm.by_head and q_norm.bias is None and k_norm.bias is None
+        plain = plain and self.cache.data.dtype != torch.float32  # whose norms are portable
         return plain and can_fuse(self.cache.data.shape[-1], rotary.table)
 
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:

@@ -68,7 +68,7 @@ def _key(model: Decoder) -> str:
         device_name(model.embed.device),
         torch.__version__,
         replaylens.__version__,
-        canonical_version(model.embed.device),
+        canonical_version(model),
         triton_version(model.embed.device),
         platform.machine(),
     ]

@@ -141,14 +141,14 @@ def take(model: Decoder) -> Fingerprint:
         torch=torch.__version__,
         triton=triton_version(device),
         replaylens=replaylens.__version__,
-        canonical=canonical_version(device),
+        canonical=canonical_version(model),
         revision=model.config.revision,
     )
 
 
-def canonical_version(device: torch.device) -> str:
+def canonical_version(model: Decoder) -> str:
     """The version of the arithmetic, with its canonical constants."""
-    if device.type == "cuda":
+    if model.embed.device.type == "cuda" and model.embed.dtype != torch.float32:
         from replaylens.kernels import launch
 
         return f"cuda{launch.CANONICAL_VERSION}:block{launch.KV_BLOCK}:split{launch.KV_SPLIT}"
