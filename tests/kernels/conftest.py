@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,29 @@ def patched_once_per_launch() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", once)
         patch.setattr(interpreter.GridExecutor, "__call__", launched)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def fused_as_on_a_device() -> Iterator[None]:
+    """The interpreter computes dots and multiply-adds by NumPy. Here they are the chains that a device computes, so that
+    kernels in float32 have the bits of portable arithmetic."""
+    if torch.cuda.is_available():
+        yield
+        return
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    from tests.kernels.chains import chain, fused
+
+    def dot(self: object, a: Any, b: Any, d: Any, *_: object) -> Any:
+        return TensorHandle(chain(a.data, b.data, d.data), d.dtype.scalar)
+
+    def fma(self: object, x: Any, y: Any, z: Any) -> Any:
+        return TensorHandle(fused(x.data, y.data, z.data), z.dtype.scalar)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "create_dot", dot)
+        patch.setattr(InterpreterBuilder, "create_fma", fma)
         yield
 
 
