@@ -77,10 +77,10 @@ def digest_of(branches: list[Branch]) -> str:
     found = hashlib.sha256()
     for branch in branches:
         found.update(np.array(branch.tokens, dtype="<i8").tobytes())
-        found.update(branch.kv().contiguous().numpy().tobytes())
+        found.update(branch.kv().cpu().contiguous().numpy().tobytes())
         for site in sorted(branch.activations):
             found.update(site.encode())
-            found.update(np.ascontiguousarray(branch.activations[site].numpy()).tobytes())
+            found.update(np.ascontiguousarray(branch.activations[site].cpu().numpy()).tobytes())
     return found.hexdigest()[:32]
 
 
