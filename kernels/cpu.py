@@ -58,7 +58,7 @@ class Panels:
         weight = weight.detach()
         inputs, outputs = weight.shape
         small = weight.to(torch.bfloat16)
-        short = weight.dtype == torch.bfloat16 or bool((small.to(torch.float32) == weight).all())
+        short = weight.dtype == torch.bfloat16 or bool((small.to(torch.float32).view(torch.int32) == weight.view(torch.int32)).all())
         count = -(-outputs // PANEL)
         data = torch.zeros(count, inputs, PANEL, dtype=torch.bfloat16 if short else torch.float32)
         source, whole = small if short else weight, outputs // PANEL

@@ -1,14 +1,15 @@
 """The threads of a CPU's kernels, which divide outputs among them: their number moves no bit.
 
-Threads are our own: they start with the processor's usual modes, nobody else runs anything in them, and a fork leaves them
-behind. Kernels release the interpreter lock, so they run at the same time.
+Threads are our own: they set the processor's usual modes when they start, nobody else runs anything in them, and a fork leaves
+them behind. Kernels release the interpreter lock, so they run at the same time.
 """
 
+import ctypes
 import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 WORTH = 1 << 21
@@ -30,12 +31,20 @@ class _Workers:
         done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         for i, helper in enumerate(helpers):
             helper.put((work, i + 1, count, done))
+        failed, left = list[BaseException](), len(helpers)
         try:
             work(0, count)
-        finally:
-            failed = [error for error in (done.get() for _ in helpers) if error is not None]
-            with self.lock:
-                self.waiting.extend(helpers)
+        except BaseException as error:
+            failed.append(error)
+        while left:  # also after an interrupt: they write to memory that the caller frees
+            try:
+                found = done.get()
+                left -= 1
+                failed += [] if found is None else [found]
+            except KeyboardInterrupt as error:
+                failed.append(error)
+        with self.lock:
+            self.waiting.extend(helpers)
         if failed:
             raise failed[0]
 
@@ -47,6 +56,7 @@ class _Workers:
 
 
 def _work(tasks: "queue.SimpleQueue[Any]") -> None:
+    _set_usual_modes()
     while True:
         work, index, count, done = tasks.get()
         try:
@@ -55,6 +65,15 @@ def _work(tasks: "queue.SimpleQueue[Any]") -> None:
         except BaseException as error:
             done.put(error)
         del work, done  # what they hold on to must not wait for the next piece
+
+
+def _set_usual_modes() -> None:
+    """Round to nearest, keep denormal numbers: a thread begins with the modes of the one that starts it."""
+    import torch
+
+    torch.set_flush_denormal(False)
+    with suppress(OSError, AttributeError, TypeError):  # a system without fesetround
+        ctypes.CDLL(None).fesetround(0)
 
 
 _workers = _Workers()

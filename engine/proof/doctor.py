@@ -168,9 +168,7 @@ def _cases() -> dict[str, Callable[[], Tensor]]:
         "log": lambda: cpu.apply("log", x.abs() + 2.0**-40),
         "activations": lambda: torch.cat([cpu.activate(x, kind, gated=False) for kind in cpu.ACTIVATIONS[:-1]]),
         "gated activations": lambda: torch.cat([cpu.activate(x[:, :576], kind, gated=True) for kind in cpu.ACTIVATIONS]),
-        "rotation": lambda: cpu.rotate_(
-            x[:, :512].reshape(70, 8, 64), w.flatten()[:5760].view(90, 2, 32), torch.arange(70)
-        ),
+        "rotation": lambda: cpu.rotate_(x[:, :512].reshape(70, 8, 64), w.flatten()[:5760].view(90, 2, 32), torch.arange(70)),
         "log-softmax": lambda: cpu.log_softmax_(row.clone()),
         "entropies": lambda: torch.stack(cpu.entropies(cpu.log_softmax_(row.clone())[None])),
         "attention": lambda: _attention(),
