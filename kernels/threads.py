@@ -28,25 +28,24 @@ class _Workers:
         """Call work(0, count), ..., work(count - 1, count), the first of them here. Raises what one of them raises."""
         with self.lock:
             helpers = [self.waiting.pop() if self.waiting else self._start() for _ in range(count - 1)]
-        done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        ended, news = list[BaseException | None](), queue.SimpleQueue[None]()
         for i, helper in enumerate(helpers):
-            helper.put((work, i + 1, count, done))
-        failed, left = list[BaseException](), len(helpers)
+            helper.put((work, i + 1, count, ended, news))
+        failed: BaseException | None = None
         try:
             work(0, count)
         except BaseException as error:
-            failed.append(error)
-        while left:  # also after an interrupt: they write to memory that the caller frees
+            failed = error
+        while len(ended) < len(helpers):  # also after an interrupt: they write to memory that the caller frees
             try:
-                found = done.get()
-                left -= 1
-                failed += [] if found is None else [found]
+                news.get()
             except KeyboardInterrupt as error:
-                failed.append(error)
+                failed = error
         with self.lock:
             self.waiting.extend(helpers)
-        if failed:
-            raise failed[0]
+        for each in (failed, *ended):
+            if each is not None:
+                raise each
 
     def _start(self) -> "queue.SimpleQueue[Any]":
         tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -58,13 +57,14 @@ class _Workers:
 def _work(tasks: "queue.SimpleQueue[Any]") -> None:
     _set_usual_modes()
     while True:
-        work, index, count, done = tasks.get()
+        work, index, count, ended, news = tasks.get()
         try:
             work(index, count)
-            done.put(None)
+            ended.append(None)
         except BaseException as error:
-            done.put(error)
-        del work, done  # what they hold on to must not wait for the next piece
+            ended.append(error)
+        news.put(None)
+        del work, ended, news  # what they hold on to must not wait for the next piece
 
 
 def _set_usual_modes() -> None:

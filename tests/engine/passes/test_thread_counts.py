@@ -209,7 +209,7 @@ def test_an_interrupt_waits_for_the_workers(model: Decoder) -> None:
 
     def work(index: int, count: int) -> None:
         if index:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             threading.Event().wait(0.1)
             done.append(index)
 
