@@ -58,7 +58,8 @@ class Panels:
         weight = weight.detach()
         inputs, outputs = weight.shape
         small = weight.to(torch.bfloat16)
-        short = weight.dtype == torch.bfloat16 or bool((small.to(torch.float32).view(torch.int32) == weight.view(torch.int32)).all())
+        bits = [x.to(torch.float32).view(torch.int32) for x in (small, weight)]  # comparing numbers may flush denormal ones
+        short = weight.dtype == torch.bfloat16 or bool((bits[0] == bits[1]).all())
         count = -(-outputs // PANEL)
         data = torch.zeros(count, inputs, PANEL, dtype=torch.bfloat16 if short else torch.float32)
         source, whole = small if short else weight, outputs // PANEL
