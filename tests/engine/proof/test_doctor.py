@@ -84,10 +84,8 @@ def a_product_split_in_k(patch: pytest.MonkeyPatch) -> str:
 
     def wrong(x: Tensor, panels: cpu.Panels, *more: Tensor) -> Tensor:
         half = panels.inputs // 2
-        parts = (slice(half), slice(half, None))
-        first, second = (
-            replace(panels, data=panels.data[:, s].contiguous(), inputs=len(range(panels.inputs)[s])) for s in parts
-        )
+        first = replace(panels, data=panels.data[:, :half].contiguous(), inputs=half)
+        second = replace(panels, data=panels.data[:, half:].contiguous(), inputs=panels.inputs - half)
         return right(x[:, :half].contiguous(), first) + right(x[:, half:].contiguous(), second, *more)
 
     patch.setattr(cpu, "product", wrong)
@@ -174,6 +172,31 @@ def test_a_certificate_survives_json(examined: Certificate) -> None:
     assert Certificate.from_json(examined.to_json()) == examined
     failed = Certificate((Finding("op", "[3, 5]", "check", False), Finding("op", "", "", False, control=True)))
     assert Certificate.from_json(failed.to_json()) == failed and not failed.certified
+
+
+DAMAGES: dict[str, Callable[[str], str]] = {
+    "cut": lambda text: text[: len(text) // 2],
+    "empty": lambda text: "",
+    "no object": lambda text: "[]",
+    "of an earlier version": lambda text: json.dumps(json.loads(text) | {"threads": {}}),
+    "nothing compared": lambda text: json.dumps(json.loads(text) | {"findings": []}),
+    "not certified": lambda text: text.replace('"equal": true', '"equal": false', 1),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_certificate_on_disk_is_none(damage: str, examined: Certificate, no_cache: Path) -> None:
+    """A GPU's is kept on disk, one file for each shape of a model."""
+    certificates._to_disk("key", examined)
+    assert certificates._from_disk("key") == examined and certificates._from_disk("another") is None
+    (file,) = no_cache.iterdir()
+    file.write_text(DAMAGES[damage](file.read_text()))
+    assert certificates._from_disk("key") is None
+
+
+def test_a_folder_that_cannot_be_written_to_only_costs_time(examined: Certificate, no_cache: Path) -> None:
+    no_cache.write_text("a file where the folder should be")
+    assert certificates._to_disk("key", examined) is examined and certificates._from_disk("key") is None
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
