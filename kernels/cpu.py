@@ -63,6 +63,18 @@ def _is_short(weight, by_input, by_output, inputs, outputs):
     return _is_short_rows(weight, by_input, by_output, inputs, outputs)
 
 
+def _require(fits: bool, what: str, x: Tensor) -> None:
+    """Kernels read addresses: whatever does not fit is refused here."""
+    if not fits:
+        raise ValueError(f"Expected {what} in float32 on the CPU, not {x.dtype} of shape {tuple(x.shape)} on {x.device}.")
+
+
+def _require_rows(x: Tensor) -> None:
+    """float32 on the CPU, with numbers of a row next to each other."""
+    fits = x.dtype == torch.float32 and not x.is_cuda and (x.numel() == 0 or x.shape[-1] == 1 or x.stride(-1) == 1)
+    _require(fits, "rows with a contiguous last dimension", x)
+
+
 @dataclass(frozen=True, eq=False)
 class Panels:
     """A weight [inputs, outputs] as panels of a few columns, in which products read it from first to last."""
@@ -75,6 +87,7 @@ class Panels:
     @classmethod
     def of(cls, weight: Tensor) -> "Panels":
         """Any strides; float32."""
+        _require(weight.dtype == torch.float32 and weight.dim() == 2 and not weight.is_cuda, "a weight", weight)
         inputs, outputs = weight.shape
         count = -(-outputs // PANEL)
         short = bool(_is_short(weight.data_ptr(), *weight.stride(), inputs, outputs))
@@ -178,6 +191,11 @@ def product(
     parts  8, which defines the bits; 1: one chain, a little faster and less exact, for drafts
     """
     rows, outputs = len(x), panels.outputs
+    _require(x.shape[1:] == (panels.inputs,), f"rows of {panels.inputs} numbers", x)
+    _require_rows(x)
+    if residual is not None:
+        _require(residual.shape == (rows, outputs), "the rows of a residual stream", residual)
+        _require_rows(residual)
     out = torch.empty(rows, outputs, dtype=torch.float32)
     if not rows:
         return out
@@ -234,6 +252,7 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind
     weight, bias  [width], or [heads, width]: each head has its own
     scale         if given, what the norm divides by: [..., 1]
     """
+    _require_rows(x)
     out = torch.empty(x.shape, dtype=torch.float32)
     inner, width = x.shape[1] if x.dim() == 3 else 1, x.shape[-1]
     stride = width if weight is not None and weight.dim() == 2 else 0
@@ -287,6 +306,7 @@ def _activate(x, stride, width, kind, gated, out, first, end):
 
 def activate(x: Tensor, kind: str, gated: bool) -> Tensor:
     """f(x) of x [..., width]; gated: x [rows, gate | up] -> f(gate) * up."""
+    _require_rows(x)
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     rows, width = len(flat), flat.shape[1] // (2 if gated else 1)
     out = torch.empty(rows, width, dtype=torch.float32)
@@ -321,6 +341,7 @@ def _apply(kind, x, out, first, end):
 def apply(name: str, x: Tensor) -> Tensor:
     """exp, tanh, sigmoid, log or erf of every number."""
     x = x.contiguous()
+    _require_rows(x)
     out, count = torch.empty(x.shape, dtype=torch.float32), x.numel()
     fixed = (_FUNCTIONS.index(name), x.data_ptr(), out.data_ptr())
     divided(lambda i, n: _apply(*fixed, *share(i, n, count)), 16.0 * count, count)
@@ -337,6 +358,7 @@ def _row_sums(x, rows, width, out):
 def row_sums(x: Tensor) -> Tensor:
     """The sums over the last dimension: [..., 1]"""
     x = x.contiguous()
+    _require_rows(x)
     out = torch.empty((*x.shape[:-1], 1), dtype=torch.float32)
     _row_sums(x.data_ptr(), out.numel(), x.shape[-1], out.data_ptr())
     return out
@@ -671,6 +693,9 @@ def attend(
     scores  [rows, heads, keys]: filled with the scores that a row sees
     hidden  [rows, heads, keys] uint16: edges that the softmax does not see
     """
+    for each in (q, keys, values):
+        _require_rows(each)
+    _require(q.shape[-1] == keys.shape[-1] and values.shape[:2] == keys.shape[:2], "queries as wide as keys", q)
     num, heads = q.shape[:2]
     kv_heads, width = len(keys), values.shape[-1]
     group = heads // kv_heads

@@ -18,6 +18,7 @@ Whoever computes these steps has these bits, on any machine. The rules:
 
 import math
 from decimal import Decimal, localcontext
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -119,8 +120,25 @@ def erf(x: Any) -> Any:
 
 
 def log(x: Any) -> Any:
-    """The natural logarithm of positive numbers: that of float64 arithmetic, which is exact to 1e-16, rounded to float32."""
-    return np.vectorize(lambda each: F(logarithm(float(each))), otypes=[F])(x)
+    """The natural logarithm of positive numbers, in float64 and then rounded: log(2^e (1 + f)) with s = f / (2 + f)."""
+    return np.vectorize(_log, otypes=[F])(x)
+
+
+def _log(x: float) -> np.float32:
+    m, e = math.frexp(float(x))
+    m, e = (m + m, e - 1) if m < 0.7071067811865476 else (m, e)
+    f = m - 1.0
+    s = f / (2.0 + f)
+    p, half = 2.0 / 23.0, 0.5 * f * f
+    for odd in range(21, 1, -2):
+        p = _fma64(p, s * s, 2.0 / odd)
+    rest = _fma64(e, 1.9082149292705877e-10, s * _fma64(s * s, p, half))
+    return F(_fma64(e, 0.6931471803691238, f - (half - rest)))
+
+
+def _fma64(a: float, b: float, c: float) -> float:
+    """a * b + c in float64, rounded once."""
+    return float(Fraction(a) * Fraction(b) + Fraction(c))
 
 
 def power(base: float, exponent: float) -> float:

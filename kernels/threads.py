@@ -1,14 +1,15 @@
 """The threads of a CPU's kernels, which divide outputs among them: their number moves no bit.
 
-Threads are our own: they start with the processor's usual modes, nobody else runs anything in them, and a fork leaves them
-behind. Kernels release the interpreter lock, so they run at the same time.
+Threads are our own: they set the processor's usual modes when they start, nobody else runs anything in them, and a fork leaves
+them behind. Kernels release the interpreter lock, so they run at the same time.
 """
 
+import ctypes
 import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 WORTH = 1 << 21
@@ -27,17 +28,24 @@ class _Workers:
         """Call work(0, count), ..., work(count - 1, count), the first of them here. Raises what one of them raises."""
         with self.lock:
             helpers = [self.waiting.pop() if self.waiting else self._start() for _ in range(count - 1)]
-        done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        ended, news = list[BaseException | None](), queue.SimpleQueue[None]()
         for i, helper in enumerate(helpers):
-            helper.put((work, i + 1, count, done))
+            helper.put((work, i + 1, count, ended, news))
+        failed: BaseException | None = None
         try:
             work(0, count)
-        finally:
-            failed = [error for error in (done.get() for _ in helpers) if error is not None]
-            with self.lock:
-                self.waiting.extend(helpers)
-        if failed:
-            raise failed[0]
+        except BaseException as error:
+            failed = error
+        while len(ended) < len(helpers):  # also after an interrupt: they write to memory that the caller frees
+            try:
+                news.get()
+            except KeyboardInterrupt as error:
+                failed = error
+        with self.lock:
+            self.waiting.extend(helpers)
+        for each in (failed, *ended):
+            if each is not None:
+                raise each
 
     def _start(self) -> "queue.SimpleQueue[Any]":
         tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -47,14 +55,25 @@ class _Workers:
 
 
 def _work(tasks: "queue.SimpleQueue[Any]") -> None:
+    _set_usual_modes()
     while True:
-        work, index, count, done = tasks.get()
+        work, index, count, ended, news = tasks.get()
         try:
             work(index, count)
-            done.put(None)
+            ended.append(None)
         except BaseException as error:
-            done.put(error)
-        del work, done  # what they hold on to must not wait for the next piece
+            ended.append(error)
+        news.put(None)
+        del work, ended, news  # what they hold on to must not wait for the next piece
+
+
+def _set_usual_modes() -> None:
+    """Round to nearest, keep denormal numbers: a thread begins with the modes of the one that starts it."""
+    import torch
+
+    torch.set_flush_denormal(False)
+    with suppress(OSError, AttributeError, TypeError):  # a system without fesetround
+        ctypes.CDLL(None).fesetround(0)
 
 
 _workers = _Workers()

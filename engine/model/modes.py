@@ -2,9 +2,9 @@
 
 | mode | belongs to | canonical |
 |---|---|---|
-| number of threads | the calling thread | one, or a count certified as equal |
-| flushing of denormal numbers to zero | the calling thread and every worker it started | off |
-| direction of rounding (`fesetround`) | the calling thread and every worker it started | to nearest, ties to even |
+| number of threads | the calling thread | one for torch; that of kernels moves no bit |
+| flushing of denormal numbers to zero | the calling thread | off |
+| direction of rounding (`fesetround`) | the calling thread | to nearest, ties to even |
 | autocast | the calling thread | off |
 | oneDNN | the process | on |
 | precision of oneDNN's float32 products | the process | IEEE |
@@ -19,7 +19,6 @@ import ctypes
 import os
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, wraps
@@ -46,9 +45,6 @@ ENVIRONMENT = (
     "GLIBC_TUNABLES",
 )
 """variables that make libraries choose other kernels when a process starts; part of the fingerprint if they are set"""
-_MAX_THREADS = 64
-_GRAIN = 32768
-"""the least number of elements that torch gives to a thread"""
 _PROCESS_MODES = (True, "ieee")
 
 
@@ -154,12 +150,11 @@ def arithmetic() -> Iterator[None]:
         torch.set_flush_denormal(flush)
 
 
-def rounds_to_nearest(count: int = 1) -> bool:
-    """Whether float32 is rounded to nearest even and keeps denormal numbers, in each of `count` threads."""
+def rounds_to_nearest() -> bool:
+    """Whether float32 is rounded to nearest even and keeps denormal numbers."""
     # Half of 3 and of 5 times the smallest number: 2 and 2 to nearest even, 2 and 3 up, 1 and 2 down, 0 and 0 flushed.
-    odd = torch.full((count * _GRAIN // 2,), 5 << 32 | 3, dtype=torch.int64, device="cpu").view(torch.float32)
-    halves = (odd * 0.5).view(torch.int32).view(count, _GRAIN)[:, :2]  # a pair of every worker's share
-    return bool((halves == 2).all())
+    halves = torch.tensor([3, 5], dtype=torch.int32, device="cpu").view(torch.float32) * 0.5
+    return halves.view(torch.int32).tolist() == [2, 2]
 
 
 @contextmanager
@@ -171,18 +166,6 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         _set_threads(before)
-
-
-def thread_counts() -> tuple[int, ...]:
-    """The numbers of threads worth testing on this machine: 1, 2, 4, ..., its number of cores, and half of that."""
-    cores = min(available_cores(), _MAX_THREADS)
-    doubled = [1 << i for i in range(cores.bit_length()) if 1 << i <= cores]
-    return tuple(sorted({*doubled, max(1, cores // 2), cores}))
-
-
-def available_cores() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def environment() -> str:
@@ -238,20 +221,6 @@ def _c_library() -> ctypes.CDLL | None:
 
 _FENV_BYTES = 256
 """larger than the `fenv_t` of any system (glibc on x86-64: 32)"""
-
-
-def _workers_differ(count: int) -> bool:
-    """Whether a worker of this thread flushes or rounds otherwise. Workers keep the modes in which they started."""
-    if rounds_to_nearest(count):
-        return False
-    warnings.warn(
-        "Worker threads of this process flush denormal numbers to zero or round in another direction than to nearest "
-        "(torch.set_flush_denormal or fesetround was called before they started), so canonical passes run on one thread. "
-        "Call it later, or not at all, to use more.",
-        RuntimeWarning,
-        stacklevel=4,
-    )
-    return True
 
 
 class _Process:

@@ -2,11 +2,11 @@
 
 Unlike the sessions of `test_machine.py`, prefixes are longer than a block of keys, branches are many and go through passes
 together, and shared keys are read once wherever they can be. After every step each live branch is compared byte by byte, in
-KV and captured rows, with its path computed alone by an engine that never shares. `make soak` runs the same for hours.
+KV and captured rows, with its path computed alone. `make soak` runs the same for hours.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -20,13 +20,13 @@ from torch import Tensor
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.model.config import ModelConfig
-from replaylens.engine.passes import cpu
-from replaylens.engine.passes import cpu as prefixes
-from replaylens.engine.passes.batch import SharedRun, shared_runs
+from replaylens.engine.passes.batch import Batch
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.resampling.plan import rollout_seed
 from replaylens.engine.serving.branch import Branch
+from replaylens.kernels.cpu import PagedRows
+from tests.engine.passes.test_prefixes import one_page_too_many
 from tests.engine.reference import random_decoder, same_bits
 from tests.engine.test_machine import AnyWindow
 from tests.toy_model import SHAPE
@@ -34,8 +34,8 @@ from tests.toy_model import SHAPE
 CONFIG = ModelConfig(**{**SHAPE, "vocab_size": 17, "max_positions": 256, "windows": (0, 9)})
 SITES = "STC"
 LONG = tuple((i * i + i // 5) % CONFIG.vocab_size for i in range(200))
-LONGEST, MOST, NEVER = 180, 14, 1 << 60
-"""tokens of a path, live branches, bytes that no sharing saves"""
+LONGEST, MOST = 180, 14
+"""tokens of a path, live branches"""
 
 seeds = st.integers(0, 10**6)
 """of what a step does; places drawn by hypothesis itself would nearly all lie at the start of a path"""
@@ -75,7 +75,6 @@ class Alone:
 
     def __init__(self, config: ModelConfig) -> None:
         self.engine = Engine(random_decoder(config), cache_tokens=1024, page_size=16)
-        self.engine.runner.cache.worth_sharing = NEVER
         self._known: dict[tuple[tuple[int, ...], tuple[Change, ...]], tuple[Tensor, dict[str, Tensor]]] = {}
 
     def bits(self, path: Sequence[int], changes: tuple[Change, ...]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -126,7 +125,6 @@ class Trees(RuleBasedStateMachine):
         rows = random.Random(seed).choice([33, 64, 512])
         self.engine = Engine(self.truth.engine.runner.model, cache_tokens=tokens, page_size=page_size, max_rows=rows)
         self.engine.loop.admission.planner = AnyWindow(seed)
-        self.engine.runner.cache.worth_sharing = 1
         self.engine.loop.listeners.append(self.count)
         self.room = tokens - 2 * page_size
         path = list(LONG[: 70 + seed % 70])
@@ -175,7 +173,6 @@ class Trees(RuleBasedStateMachine):
         chance = random.Random(seed)
         some = self.some(chance)
         how = [Sampling(temperature=(seed + i) % 3 / 2, seed=seed + i, ignore_eos=True) for i in range(len(some))]
-        self.engine.runner.cache.worth_sharing = chance.choice([1, 1, 1, 20_000, NEVER])
         self.engine.generate([one.branch for one in some], n, sampling=how, window=window)
         for one, sampling in zip(some, how, strict=True):
             new = one.branch.tokens[len(one.path) :]
@@ -285,54 +282,31 @@ def short(sessions: int, steps: int) -> settings:
 @pytest.mark.parametrize("sessions", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_branch_of_a_random_tree_is_as_it_is_alone(sessions: int, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[int] = []
-    real = cpu.attend_prefixes
+    real = Batch.__dict__["paged"].func
 
-    def counted(q: Tensor, found: prefixes.Prefixes, *rest: Any) -> list[Tensor]:
-        used.append(sum(len(some.rows) for some in found.shared))
-        return real(q, found, *rest)
+    def counted(batch: Batch) -> PagedRows:
+        paged: PagedRows = real(batch)
+        used.append(len(paged.pages) - len(paged.pages[:, 0].unique()))
+        return paged
 
-    monkeypatch.setattr(cpu, "attend_prefixes", counted)
+    monkeypatch.setattr(Batch, "paged", property(counted))
     run_state_machine_as_test(Trees, settings=short(sessions, steps=20))
-    assert len(used) > 10, "control: keys were shared in many passes"
-
-
-Wrong = Callable[[SharedRun, Sequence[int], int], SharedRun]
-
-
-def too_far(run: SharedRun, computed: Sequence[int], unit: int) -> SharedRun:
-    """A block more than the sequences share, if all of them have one."""
-    end = run.end + unit
-    return run._replace(end=end) if all(computed[i] >= end for i in run.sequences) else run
-
-
-def a_sequence_too_many(run: SharedRun, computed: Sequence[int], unit: int) -> SharedRun:
-    others = [i for i, have in enumerate(computed) if i not in run.sequences and have >= run.end]
-    return run._replace(sequences=(*run.sequences, *others[:1]))
-
-
-def plan_wrongly(monkeypatch: pytest.MonkeyPatch, wrong: Wrong) -> None:
-    def planned(pages: Any, computed: Sequence[int], unit: int, page_size: int, max_levels: int = 1) -> list[SharedRun]:
-        runs = shared_runs(pages, computed, unit, page_size, max_levels)
-        return [wrong(run, computed, unit) for run in runs[:1]]
-
-    monkeypatch.setattr(prefixes, "shared_runs", planned)
+    assert sum(map(bool, used)) > 10, "control: pages were shared in many passes"
 
 
 @pytest.mark.slow
-def test_control_a_plan_with_a_sequence_too_many_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_a_page_too_many_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sessions see keys that are read for a branch that does not have them."""
-    plan_wrongly(monkeypatch, a_sequence_too_many)
+    monkeypatch.setattr(Batch, "paged", property(one_page_too_many))
     with pytest.raises(AssertionError, match=r"of branch|of a rollout"):
         run_state_machine_as_test(Trees, settings=short(sessions=40, steps=40))
 
 
-@pytest.mark.parametrize("wrong", [None, too_far, a_sequence_too_many])
-def test_control_a_plan_with_a_wrong_range_is_found_in_a_session_that_needs_it(
-    wrong: Wrong | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run that ends a block too late takes branches that leave each other after one block and have two."""
-    if wrong is not None:
-        plan_wrongly(monkeypatch, wrong)
+@pytest.mark.parametrize("wrong", [False, True])
+def test_control_a_page_too_many_is_found_in_a_session_that_needs_it(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Branches that leave each other after one block and have two."""
+    if wrong:
+        monkeypatch.setattr(Batch, "paged", property(one_page_too_many))
     session = Trees()
     session.begin(page_size=16, tokens=4000, seed=0)
     session.known.clear()
@@ -348,7 +322,7 @@ def test_control_a_plan_with_a_wrong_range_is_found_in_a_session_that_needs_it(
     session.engine.generate([one.branch for one in session.known], 2, sampling=how, window=1)
     for one in session.known:
         one.path = one.branch.tokens
-    if wrong is None:
+    if not wrong:
         session.every_branch_is_as_it_is_alone()
     else:
         with pytest.raises(AssertionError, match="of branch"):

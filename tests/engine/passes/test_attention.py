@@ -1,6 +1,6 @@
 """Attention over several key blocks, against float64 code in this file and against Hugging Face.
 
-The engine's own reference runs the same blocks, so it cannot detect their faults.
+The engine's own reference runs the same kernel, so it cannot detect their faults.
 """
 
 import math
@@ -12,8 +12,7 @@ from torch import Tensor
 
 from replaylens import Engine
 from replaylens.engine.model import loading
-from replaylens.engine.passes.batch import KV_BLOCK, ceiling
-from replaylens.engine.passes.cpu import attend_blocks
+from replaylens.kernels.cpu import KV_BLOCK, PagedRows, attend
 from tests.families import NAMES, hugging_face
 
 LENGTH = 150
@@ -24,57 +23,49 @@ def values(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def plain_attention(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+def plain_attention(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, cap: float) -> Tensor:
     """Softmax over the visible keys, one query and one head at a time, in float64."""
     q, keys, values = q.double(), keys.double(), values.double()
-    pieces, rows, heads, d = q.shape
-    kv_heads = len(keys)
-    keys, values = keys.view(kv_heads, pieces, -1, d), values.view(kv_heads, pieces, -1, d)
-    out, pattern = torch.zeros_like(q), q.new_zeros(pieces, rows, heads, keys.shape[2])
-    for piece in range(pieces):
-        for row in range(rows):
-            visible = seen[piece, row].nonzero()[:, 0]
-            for head in range(heads):
-                kv_head = head * kv_heads // heads
-                scores = keys[kv_head, piece, visible] @ q[piece, row, head]
-                scores = torch.tanh(scores / cap) * cap if cap else scores
-                share = torch.exp(scores - scores.max())
-                share /= share.sum()
-                pattern[piece, row, head, visible] = share
-                out[piece, row, head] = share @ values[kv_head, piece, visible]
-    return out, pattern
+    out, group = torch.zeros_like(q), q.shape[1] // len(keys)
+    for row in range(len(q)):
+        visible = seen[row].nonzero()[:, 0]
+        for head in range(q.shape[1]):
+            scores = keys[head // group, visible] @ q[row, head]
+            scores = torch.tanh(scores / cap) * cap if cap else scores
+            out[row, head] = scores.softmax(0) @ values[head // group, visible]
+    return out
+
+
+def one_sequence(position: Tensor, num_keys: int) -> PagedRows:
+    none = torch.zeros_like(position)
+    return PagedRows(none, position, torch.arange(num_keys // KV_BLOCK)[None], KV_BLOCK, torch.arange(len(position)))
 
 
 @pytest.mark.parametrize("window", [0, 40, 100])
 @pytest.mark.parametrize("cap", [0.0, 2.0])
 def test_blocks_against_float64(window: int, cap: float) -> None:
-    """Two pieces of queries, grouped heads, three blocks of keys: outputs and patterns."""
-    pieces, rows, heads, kv_heads, d, n = 2, 4, 4, 2, 8, 3 * KV_BLOCK
-    q, keys, vs = values(pieces, rows, heads, d), values(kv_heads, pieces * n, d), values(kv_heads, pieces * n, d + 1)[..., :d]
-    positions = torch.tensor([[146, 147, 148, 149], [62, 63, 64, 65]])
+    """Grouped heads, ten blocks of keys in two splits: outputs, and scores, which move no bit."""
+    n, positions = 10 * KV_BLOCK, torch.tensor([0, 62, 63, 64, 65, 149, 511, 512, 630])
+    q, keys, vs = values(len(positions), 4, 8), values(2, n, 8), values(2, n, 9)[..., :8].contiguous()
     at = torch.arange(n)
-    seen = at <= positions[..., None]
-    seen = seen & (at > positions[..., None] - window) if window else seen
-    ours, pattern = attend_blocks(q.clone(), keys, vs, ceiling(seen[:, :, None]), cap, want_pattern=True)
-    theirs, shares = plain_attention(q, keys, vs, seen, cap)
-    assert torch.allclose(ours.double(), theirs, atol=1e-6)
-    assert torch.allclose(pattern.double(), shares, atol=1e-6)
-    without = attend_blocks(q.clone(), keys, vs, ceiling(seen[:, :, None]), cap, want_pattern=False)[0]
-    assert torch.equal(without, ours), "looking changes no bit"
+    seen = at <= positions[:, None]
+    seen = seen & (at > positions[:, None] - window) if window else seen
+    ours = attend(q, keys, vs, one_sequence(positions, n), 1.0, cap, window)
+    assert torch.allclose(ours.double(), plain_attention(q, keys, vs, seen, cap), atol=1e-6)
+    scores = torch.full((len(q), 4, n), -math.inf)
+    assert torch.equal(attend(q, keys, vs, one_sequence(positions, n), 1.0, cap, window, scores=scores), ours)
+    assert torch.equal(scores[:, 0] > -math.inf, seen)
 
 
 @pytest.mark.parametrize("key", [0, KV_BLOCK - 1, KV_BLOCK, 2 * KV_BLOCK - 1, 2 * KV_BLOCK, LENGTH - 1])
 def test_every_key_counts(key: int) -> None:
-    """A key with a dominant score takes the whole pattern, wherever it is in its block."""
+    """A key with a dominant score takes everything, wherever it is in its block; equal keys take equal shares."""
     n = 3 * KV_BLOCK
-    q, keys, vs = torch.ones(1, 1, 1, 4), torch.zeros(1, n, 4), values(1, n, 4)
-    keys[0, key] = 20.0
-    first = ceiling(torch.arange(n)[None, None, None] < LENGTH)
-    out, pattern = attend_blocks(q, keys, vs, first, 0.0, want_pattern=True)
-    assert pattern[0, 0, 0, key] == 1 and torch.equal(out[0, 0, 0], vs[0, key])
-    even, shares = attend_blocks(q, torch.zeros(1, n, 4), vs, first, 0.0, want_pattern=True)
-    assert torch.allclose(shares[0, 0, 0, :LENGTH], torch.full((LENGTH,), 1 / LENGTH), rtol=1e-6)
-    assert torch.allclose(even[0, 0, 0], vs[0, :LENGTH].mean(0), atol=1e-6)
+    q, keys, vs = torch.ones(1, 1, 4), torch.zeros(1, n, 4), values(1, n, 4)
+    rows = one_sequence(torch.tensor([LENGTH - 1]), n)
+    assert torch.allclose(attend(q, keys, vs, rows, 1.0)[0, 0], vs[0, :LENGTH].mean(0), atol=1e-6)
+    keys[0, key] = 25.0
+    assert torch.equal(attend(q, keys, vs, rows, 1.0)[0, 0], vs[0, key])
 
 
 @pytest.mark.parametrize("name", NAMES)

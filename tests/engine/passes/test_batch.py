@@ -1,6 +1,8 @@
-"""Packed passes: page tables, padding, and neighbours in the same batch."""
+"""Packed passes: page tables, and neighbours in the same batch."""
 
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,8 @@ from replaylens.engine.memory.pages import NULL_PAGE, PagePool, PageTable
 from replaylens.engine.passes import cpu
 from replaylens.engine.passes.batch import Batch, Segment
 from replaylens.engine.passes.runner import Runner
-from replaylens.engine.proof.certificates import certificate_for
 from replaylens.engine.serving.branch import Branch
+from replaylens.kernels.cpu import PagedRows
 from tests.engine.canonical import SITES, assert_canonical, submit
 from tests.toy_model import VOCAB, Reference, continuation, engine, random_model, toy, watch_passes
 
@@ -24,7 +26,7 @@ def test_verifier_attention_choosing_its_own_split(offset: int, monkeypatch: pyt
     truth = Reference(toy(), path)
 
     def windowed() -> tuple[Tensor, Tensor]:
-        runner, table = Runner(toy(), certificate_for(toy()), 40, 4), PageTable()
+        runner, table = Runner(toy(), 40, 4), PageTable()
         cuts = sorted({0, *range(offset, 150, 9), 150})
         logits = []
         for start, end in pairwise(cuts):
@@ -34,12 +36,17 @@ def test_verifier_attention_choosing_its_own_split(offset: int, monkeypatch: pyt
 
     logits, kv = windowed()
     assert torch.equal(logits, truth.logits) and torch.equal(kv, truth.kv)
-    monkeypatch.setattr(cpu, "KV_BLOCK", 32)
-    assert not torch.equal(windowed()[0], truth.logits), "control: another split gives other bits"
+    right = cpu.portable.attend
+
+    def late(q: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, *more: Any) -> Tensor:
+        return right(q, keys, values, replace(rows, position=rows.position - (rows.position > 99).long()), *more)
+
+    monkeypatch.setattr(cpu.portable, "attend", late)
+    assert not torch.equal(windowed()[0], truth.logits), "control: a key that is left out is seen"
 
 
 def test_zeroed_page_table_entries() -> None:
-    """No branch owns page 0: a zeroed entry is an error and is never freed into the pool, and padding reads zeros."""
+    """No branch owns page 0: a zeroed entry is an error and is never freed into the pool."""
     subject = engine(cache_tokens=64, canary=True)
     branches = subject.prompts([[1, 2, 3], [4, 5, 6, 7, 8]])
     subject.generate(branches, 12, window=4)
@@ -69,15 +76,11 @@ def test_page_table_and_write_index_disagreeing() -> None:
         pool.reserve(second, 4 * i, 4 * i + 4)
     fork = pool.fork(first, 10)
     pool.reserve(fork, 10, 14)
-    batch = Batch([Segment(fork, 10, [1, 2, 3]), Segment(second, 5, [4, 5])], pool, (1, 2, 4, 8))
-    read = {}
-    for group in batch.groups:
-        for piece, rows in enumerate(group.rows.tolist()):
-            keys = group.slots[piece * group.num_keys : (piece + 1) * group.num_keys].tolist()
-            for row, position in zip(rows, group.positions[piece].tolist(), strict=True):
-                if row < batch.padded:
-                    read[row] = keys[position]
-    assert [read[row] for row in range(batch.num_rows)] == batch.write_slots.tolist()
+    batch = Batch([Segment(fork, 10, [1, 2, 3]), Segment(second, 5, [4, 5])], pool)
+    paged = batch.paged
+    pages = paged.pages[paged.sequence, paged.position // 4]
+    assert (pages * 4 + paged.position % 4).tolist() == batch.write_slots.tolist()
+    assert sorted(paged.order.tolist()) == list(range(batch.num_rows))
     assert set(batch.write_slots.tolist()).isdisjoint(pool.slots(first, 0, 12)), "a fork writes to pages of its own"
 
 
@@ -105,7 +108,7 @@ def test_a_scale_over_co_batched_tokens() -> None:
     model.embed[60] *= 1e4
 
     def rows_beside(token: int, per_tensor_scale: bool) -> Tensor:
-        runner, tables = Runner(model, certificate_for(model), 8, 4), [PageTable(), PageTable()]
+        runner, tables = Runner(model, 8, 4), [PageTable(), PageTable()]
         for table in tables:
             runner.reserve(table, 0, 4)
 
@@ -127,8 +130,7 @@ def test_a_scale_over_co_batched_tokens() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 31, 32, 33, 47])
-def test_padding_overrunning_a_captured_buffer(n: int) -> None:
-    """A pass is padded to whole tiles. Exactly the request's rows are captured."""
+def test_exactly_the_rows_of_a_request_are_captured(n: int) -> None:
     subject = engine()
     path = [(11 * i + 1) % VOCAB for i in range(n)]
     branch, beside = subject.prompts([path, [4, 5]], sites=SITES)
