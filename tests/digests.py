@@ -95,17 +95,12 @@ def _tiny(more: dict[str, Any], device: str, **options: Any) -> str:
     return generated(Engine(model.to(device), None), **options)
 
 
-def _dump(device: str, *arguments: str) -> str:
-    from typer.testing import CliRunner
-
-    from replaylens.cli import app
-
+def _dump(device: str, model: str = "coin-plain", drafter: str = "self") -> str:
+    """The digest of a dump, as `replaylens dump` makes it."""
+    engine = Engine.load(model, device=device, dtype=torch.float32)
+    run = engine.replay(rl.tasks.get("coin")(flips=(2, 8)).examples(4), sites="STCZ", drafter=drafter, progress=False)
     with tempfile.TemporaryDirectory() as folder:
-        out = str(Path(folder) / "dump")
-        command = ["dump", "--out", out, "--task", "coin", "--n", "4", "--device", device, *arguments]
-        done = CliRunner().invoke(app, [*command, "--dtype", "float32"] if device == "cuda" else command)
-        assert done.exit_code == 0, done.output
-        return str(rl.Dump.open(out).digest)[:32]
+        return str(run.save(Path(folder) / "dump").digest)[:32]
 
 
 def cases(device: str = "cpu") -> dict[str, Callable[[], str]]:
@@ -114,9 +109,9 @@ def cases(device: str = "cpu") -> dict[str, Callable[[], str]]:
     filtered = rl.Sampling(temperature=4.0, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=2**63)
     plain = _MORE["a gated model with norms of heads"]
     found: dict[str, Callable[[], str]] = {
-        "dump of the coin task": lambda: _dump(device),
-        "dump with rejected drafts": lambda: _dump(device, "--drafter", "ngram", "--sites", "STCZ"),
-        "dump of a model that thinks": lambda: _dump(device, "--model", "coin-thinking"),
+        "dump of the coin task": lambda: _dump(device, drafter="lens"),
+        "dump with rejected drafts": lambda: _dump(device, drafter="ngram"),
+        "dump of a model that thinks": lambda: _dump(device, "coin-thinking", drafter="ngram"),
         "sampled": lambda: _tiny(plain, device, sampling=warm),
         "filtered and penalised": lambda: _tiny(plain, device, sampling=filtered),
         "drafted": lambda: _tiny(plain, device, drafter="self", window=4),

@@ -142,39 +142,9 @@ class CpuOps(CpuRowOps):
         self.cache.write(spec.layer, self.batch.write_slots, kv)
         keys, values = self.cache.data[spec.layer, 0], self.cache.data[spec.layer, -1, ..., : self.cache.value_width]
         cut = cut_of(self.batch, spec.layer, q.shape[1])
-        slopes = torch.tensor(spec.slopes, dtype=torch.float32) if spec.slopes else None
-        settings = (spec.scale, spec.softcap, spec.window, slopes, heads.sinks)
-        if cut is None and observe is None:
-            return portable.attend(q, keys, values, self.batch.paged, *settings)
-        most = max(segment.end for segment in self.batch.segments)
-        scores = torch.full((len(q), q.shape[1], most), -math.inf, dtype=torch.float32)
-        hidden = cut.mask if cut is not None and cut.hides else None
-        z = portable.attend(q, keys, values, self.batch.paged, *settings, scores, hidden)
-        if hidden is not None and bool((scores.amax(-1) == -math.inf).any()):
-            raise BadEdit(
-                f"Edits of {cut.site if cut else ''} hide every key that a position sees, within its sliding window if it has "
-                "one. Leave at least one, or use the op 'zero'."
-            )
-        if observe is not None and observe.scores is not None:
-            observe.scores(scores.clamp(min=MASKED))
-        pattern = _pattern(scores, heads.sinks)
-        if cut is not None:
-            self._set(z, pattern, scores, cut, values)
-        if observe is not None and observe.pattern is not None:
-            observe.pattern(pattern)
-        return z
-
-    def _set(self, z: Tensor, pattern: Tensor, scores: Tensor, cut: Cut, values: Tensor) -> None:
-        """Mutates outputs and patterns of the pairs with a weight that is set: the sum over all keys with the new weights."""
-        given = ~cut.put.isnan() & (scores > -math.inf)
-        torch.where(given, cut.put, pattern, out=pattern)
-        group, paged = z.shape[1] // len(values), self.batch.paged
-        for row, head in given.any(-1).nonzero().tolist():
-            num = int(paged.position[row]) + 1
-            pages = paged.pages[paged.sequence[row]]
-            at = torch.arange(num)
-            own = values[head // group, pages[at // paged.page_size] * paged.page_size + at % paged.page_size]
-            z[row, head] = portable.product(pattern[row, head : head + 1, :num], portable.Panels.of(own))[0]
+        if cut is not None or observe is not None:
+            return edged(q, keys, values, self.batch.paged, spec, heads.sinks, cut, observe)
+        return portable.attend(q, keys, values, self.batch.paged, *_settings(spec, heads.sinks))
 
     def _queries_and_kv(self, heads: Heads) -> tuple[Tensor, Tensor]:
         """Queries [rows, heads, d_head], and keys and values [rows, 2 kv_heads, d_head], with the pending rotation applied.
@@ -189,6 +159,54 @@ class CpuOps(CpuRowOps):
             turned = heads.joined[:, : num_queries + heads.k.shape[1]]
             portable.rotate_(turned, heads.rotary.table, heads.rotary.positions)
         return heads.q, heads.joined[:, num_queries:]
+
+
+def _settings(spec: AttentionSpec, sinks: Tensor | None) -> tuple[float, float, int, Tensor | None, Tensor | None]:
+    slopes = torch.tensor(spec.slopes, dtype=torch.float32) if spec.slopes else None
+    return spec.scale, spec.softcap, spec.window, slopes, sinks
+
+
+def edged(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    paged: portable.PagedRows,
+    spec: AttentionSpec,
+    sinks: Tensor | None,
+    cut: Cut | None,
+    observe: Observer | None = None,
+) -> Tensor:
+    """Attention with edges that edits cut or set, or whose inside somebody is shown. Arguments as `kernels.cpu.attend`'s."""
+    most = int(paged.position.max()) + 1
+    scores = torch.full((len(q), q.shape[1], most), -math.inf, dtype=torch.float32)
+    hidden = cut.mask[..., :most].contiguous() if cut is not None and cut.hides else None
+    z = portable.attend(q, keys, values, paged, *_settings(spec, sinks), scores, hidden)
+    if cut is not None and hidden is not None and bool((scores.amax(-1) == -math.inf).any()):
+        raise BadEdit(
+            f"Edits of {cut.site} hide every key that a position sees, within its sliding window if it has one. Leave at "
+            "least one, or use the op 'zero'."
+        )
+    if observe is not None and observe.scores is not None:
+        observe.scores(scores.clamp(min=MASKED))
+    pattern = _pattern(scores, sinks)
+    if cut is not None:
+        _set(z, pattern, scores, cut.put[..., :most], values, paged)
+    if observe is not None and observe.pattern is not None:
+        observe.pattern(pattern)
+    return z
+
+
+def _set(z: Tensor, pattern: Tensor, scores: Tensor, put: Tensor, values: Tensor, paged: portable.PagedRows) -> None:
+    """Mutates outputs and patterns of the pairs with a weight that is set: the sum over all keys with the new weights."""
+    given = ~put.isnan() & (scores > -math.inf)
+    torch.where(given, put, pattern, out=pattern)
+    group = z.shape[1] // len(values)
+    for row, head in given.any(-1).nonzero().tolist():
+        num = int(paged.position[row]) + 1
+        pages = paged.pages[paged.sequence[row]]
+        at = torch.arange(num)
+        own = values[head // group, pages[at // paged.page_size] * paged.page_size + at % paged.page_size]
+        z[row, head] = portable.product(pattern[row, head : head + 1, :num], portable.Panels.of(own))[0]
 
 
 def _pattern(scores: Tensor, sinks: Tensor | None) -> Tensor:

@@ -537,7 +537,9 @@ class CanonicalCudaOps(HeadOps):
         else:
             q = rotate_and_store(q, heads.k, heads.v, heads.rotary.table, self.rows, keys, values, page_size=size)
         out = self.over_keys(q, keys, values, spec, heads.sinks)
-        if self.cut_by is not None and (cut := cut_pairs(self.cut_by, spec, q.shape[1])) is not None:
+        if self.cut_by is not None and q.dtype == torch.float32:
+            _cut_on_host(out, q, keys, values, self.cut_by, spec, heads.sinks)
+        elif self.cut_by is not None and (cut := cut_pairs(self.cut_by, spec, q.shape[1])) is not None:
             cut_edges(out, q, keys, values, self.rows, cut, spec.scale, spec.softcap, spec.window, size, heads.sinks)
         return out
 
@@ -545,6 +547,35 @@ class CanonicalCudaOps(HeadOps):
         """The values of the visible keys, weighted: [rows, heads, width of values]."""
         size = self.cache.pool.page_size
         return attention(q, keys, values, self.rows, spec.scale, spec.softcap, spec.window, page_size=size, sinks=sinks)
+
+
+def _cut_on_host(
+    out: Tensor, q: Tensor, keys: Tensor, values: Tensor, batch: Batch, spec: AttentionSpec, sinks: Tensor | None
+) -> None:
+    """Mutates `out`: rows with edges that edits cut or set, in portable arithmetic, which the host has, too."""
+    from replaylens.engine.passes.cpu import Cut, cut_of, edged
+    from replaylens.kernels.cpu import PagedRows as HostRows
+
+    cut = cut_of(batch, spec.layer, q.shape[1])
+    if cut is None:
+        return
+    rows = (cut.mask.bool() | ~cut.put.isnan()).flatten(1).any(1).nonzero().flatten()
+    if not len(rows):
+        return
+    owner = torch.tensor([i for i, segment in enumerate(batch.segments) for _ in segment.tokens])[rows]
+    used, sequence = owner.unique(return_inverse=True)
+    slots = [batch.pool.slots(batch.segments[i].table, 0, batch.segments[i].end) for i in used.tolist()]
+    pages, first = torch.zeros(len(slots), max(map(len, slots)), dtype=torch.int64), 0
+    for line, own in zip(pages, slots, strict=True):
+        line[: len(own)] = torch.arange(first, first + len(own))
+        first += len(own)
+    every = torch.tensor([slot for own in slots for slot in own], device=keys.device)
+    k = keys[every].cpu().transpose(0, 1).contiguous()
+    v = k[..., : values.shape[-1]] if values.data_ptr() == keys.data_ptr() else values[every].cpu().transpose(0, 1).contiguous()
+    paged = HostRows(sequence, batch.positions.cpu()[rows], pages, 1, sequence.argsort(stable=True))
+    host = None if sinks is None else sinks.cpu()
+    z = edged(q[rows.to(q.device)].cpu(), k, v, paged, spec, host, Cut(cut.site, cut.mask[rows], cut.put[rows]))
+    out[rows.to(out.device)] = z.to(out.device)
 
 
 class FastCudaOps(FastHeadOps, CanonicalCudaOps):
