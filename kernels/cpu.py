@@ -69,6 +69,14 @@ def _require(fits: bool, what: str, x: Tensor) -> None:
         raise ValueError(f"Expected {what} in float32 on the CPU, not {x.dtype} of shape {tuple(x.shape)} on {x.device}.")
 
 
+def _vector(x: Tensor | None, *shape: int) -> Tensor | None:
+    """A bias or the weights of a norm as kernels read them: contiguous float32 of this shape."""
+    if x is None:
+        return None
+    _require(x.dtype == torch.float32 and tuple(x.shape) == shape and not x.is_cuda, f"{list(shape)} numbers", x)
+    return x.contiguous()
+
+
 def _require_rows(x: Tensor) -> None:
     """float32 on the CPU, with numbers of a row next to each other."""
     fits = x.dtype == torch.float32 and not x.is_cuda and (x.numel() == 0 or x.shape[-1] == 1 or x.stride(-1) == 1)
@@ -193,6 +201,7 @@ def product(
     rows, outputs = len(x), panels.outputs
     _require(x.shape[1:] == (panels.inputs,), f"rows of {panels.inputs} numbers", x)
     _require_rows(x)
+    bias = _vector(bias, outputs)
     if residual is not None:
         _require(residual.shape == (rows, outputs), "the rows of a residual stream", residual)
         _require_rows(residual)
@@ -255,7 +264,9 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind
     _require_rows(x)
     out = torch.empty(x.shape, dtype=torch.float32)
     inner, width = x.shape[1] if x.dim() == 3 else 1, x.shape[-1]
-    stride = width if weight is not None and weight.dim() == 2 else 0
+    by_head = weight is not None and weight.dim() == 2
+    weight, bias = (_vector(each, *((inner, width) if by_head else (width,))) for each in (weight, bias))
+    stride = width if by_head else 0
     addresses = [0 if each is None else each.data_ptr() for each in (weight, bias, scale)]
     rows = x.shape[0] * inner
     fixed = (x.data_ptr(), x.stride(0), x.stride(1) if x.dim() == 3 else 0, inner, width, addresses[0], stride, addresses[1])
@@ -385,6 +396,8 @@ def rotate_(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
     table [positions, 2, half], contiguous; positions [rows] int64
     """
     rows, heads = x.shape[:2]
+    _require_rows(x)
+    _require(table.dtype == torch.float32 and table.is_contiguous(), "a contiguous table", table)
     fixed = (x.data_ptr(), x.stride(0), x.stride(1), heads, table.data_ptr(), table.shape[-1], positions.data_ptr())
     divided(lambda i, n: _rotate(*fixed, *share(i, n, rows)), 8.0 * x.numel(), rows)
     return x
@@ -654,7 +667,7 @@ def _attend(
             row, head = rank[low + pair // group], kv_head * group + pair % group
             y = floats(out + 4 * (row * heads + head) * value_width, value_width)
             for i in range(value_width):
-                y[i] = merged[pair, i] / state[pair, 1]
+                y[i] = merged[pair, i] / state[pair, 1] + np.float32(0.0)  # whether keys are skipped moves a zero's sign
 
 
 @dataclass(frozen=True, eq=False)
@@ -670,6 +683,11 @@ class PagedRows:
     page_size: int
     order: Tensor
     """[rows] int64: rows by the pages of their sequences, so that those which share keys are neighbours"""
+
+    def __post_init__(self) -> None:
+        for x in (self.sequence, self.position, self.pages, self.order):
+            if x.dtype != torch.int64 or not x.is_contiguous() or x.is_cuda:
+                raise ValueError(f"Expected contiguous int64 on the CPU, not {x.dtype} on {x.device}.")
 
 
 def attend(
@@ -697,6 +715,7 @@ def attend(
         _require_rows(each)
     _require(q.shape[-1] == keys.shape[-1] and values.shape[:2] == keys.shape[:2], "queries as wide as keys", q)
     num, heads = q.shape[:2]
+    slopes, sinks = _vector(slopes, heads), _vector(sinks, heads)
     kv_heads, width = len(keys), values.shape[-1]
     group = heads // kv_heads
     out = torch.empty(num, heads, width, dtype=torch.float32)

@@ -251,7 +251,7 @@ def attention(
         whole = _merged(whole, (m, total, a))
     if sink is not None:
         whole = _merged(whole, (F(sink), F(1), np.zeros(width, F)))
-    return whole[2] / whole[1]
+    return whole[2] / whole[1] + F(0)  # no negative zero: adding what a row does not see could change its sign
 
 
 def _scores(q: Floats, keys: Floats, places: Any, scale: float, cap: float, slope: float) -> Any:

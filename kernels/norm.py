@@ -32,7 +32,7 @@ from replaylens.kernels.launch import (
 
 
 @triton.jit
-def _moments(X, valid, width, eps, LAYER: tl.constexpr, ROWS: tl.constexpr):
+def moments(X, valid, width, eps, LAYER: tl.constexpr, ROWS: tl.constexpr):
     """Mean and root mean square of float32 rows at the addresses X [ROWS, 1]: [ROWS, 1] each, in portable arithmetic."""
     count = tl.zeros((ROWS, 1), tl.float32) + width.to(tl.float32)
     mean = tl.zeros((ROWS, 1), tl.float32)
@@ -54,7 +54,7 @@ def _norm_kernel(
     at = (row // inner) * stride_xo + (row % inner) * stride_xi
     x = tl.load(X + at[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
     if X.dtype.element_ty == tl.float32:
-        mean, root = _moments(X + at[:, None], row[:, None] < rows, width, eps, LAYER, ROWS)
+        mean, root = moments(X + at[:, None], row[:, None] < rows, width, eps, LAYER, ROWS)
         if LAYER:
             x = x - mean
         spread = tl.div_rn(tl.full((ROWS, 1), 1.0, tl.float32), root)
@@ -88,7 +88,7 @@ def _scale_kernel(
     inside = column[None, :] < width
     at = (row // inner) * stride_xo + (row % inner) * stride_xi
     if X.dtype.element_ty == tl.float32:
-        _, root = _moments(X + at[:, None], row[:, None] < rows, width, eps, LAYER, ROWS)
+        _, root = moments(X + at[:, None], row[:, None] < rows, width, eps, LAYER, ROWS)
         tl.store(OUT + row[:, None], root, mask=row[:, None] < rows)
     else:
         x = tl.load(X + at[:, None] + column[None, :], mask=(row[:, None] < rows) & inside, other=0.0).to(tl.float32)

@@ -250,7 +250,7 @@ def exp64(x):
 @inlined
 def log(x):
     """log of a positive, normal float32."""
-    return np.float32(log64(np.float64(x)))
+    return np.float32(log64(np.float64(x))) if x == x else x
 
 
 # ---- row sums --------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from replaylens.kernels.launch import (
     require_same,
     require_shape,
 )
+from replaylens.kernels.norm import moments
 from replaylens.kernels.shared import PagedRows
 
 # ---- rope ------------------------------------------------------------------------------------------------------------
@@ -181,13 +182,20 @@ def check_heads(
 
 
 @triton.jit
-def _normed(X, WEIGHT, head, live, d, width, eps, stride_h, LAYER: tl.constexpr):
+def _normed(X, WEIGHT, head, live, d, width, eps, stride_h, LAYER: tl.constexpr, HEADS: tl.constexpr):
     """The norm of the given heads, as `_norm_kernel` computes it: [heads, width], rounded."""
-    x = tl.load(X + head.to(tl.int64)[:, None] * stride_h + d[None, :], mask=live[:, None], other=0.0).to(tl.float32)
-    if LAYER:
-        x = x - (tl.sum(x, 1) / width)[:, None]
-    spread = tl.rsqrt(tl.sum(x * x, 1) / width + eps)
-    y = x * spread[:, None] * tl.load(WEIGHT + d).to(tl.float32)[None, :]
+    at = X + head.to(tl.int64)[:, None] * stride_h
+    x = tl.load(at + d[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+    if X.dtype.element_ty == tl.float32:
+        mean, root = moments(at, live[:, None], width, eps, LAYER, HEADS)
+        if LAYER:
+            x = x - mean
+        spread = tl.div_rn(tl.full((HEADS, 1), 1.0, tl.float32), root)
+    else:
+        if LAYER:
+            x = x - (tl.sum(x, 1) / width)[:, None]
+        spread = tl.rsqrt(tl.sum(x * x, 1) / width + eps)[:, None]
+    y = x * spread * tl.load(WEIGHT + d).to(tl.float32)[None, :]
     return y.to(X.dtype.element_ty)
 
 
@@ -197,8 +205,13 @@ def _store_turned(y, OUT, head, live, cos, sin, e, stride_h, HEADS: tl.constexpr
     a, b = tl.split(tl.permute(tl.reshape(y, (HEADS, 2, HALF)), (0, 2, 1)))
     a, b = a.to(tl.float32), b.to(tl.float32)
     to = OUT + head[:, None] * stride_h + e[None, :]
-    tl.store(to, (a * cos - b * sin).to(OUT.dtype.element_ty), mask=live[:, None])
-    tl.store(to + HALF, (b * cos + a * sin).to(OUT.dtype.element_ty), mask=live[:, None])
+    if OUT.dtype.element_ty == tl.float32:
+        cos, sin = tl.broadcast_to(cos, a.shape), tl.broadcast_to(sin, a.shape)
+        tl.store(to, tl.fma(-b, sin, a * cos), mask=live[:, None])
+        tl.store(to + HALF, tl.fma(a, sin, b * cos), mask=live[:, None])
+    else:
+        tl.store(to, (a * cos - b * sin).to(OUT.dtype.element_ty), mask=live[:, None])
+        tl.store(to + HALF, (b * cos + a * sin).to(OUT.dtype.element_ty), mask=live[:, None])
 
 
 @triton.jit(do_not_specialize=["stride_p"])
@@ -218,12 +231,12 @@ def _norm_rope_kernel(
     if part < query_parts:
         head = part * HEADS + tl.arange(0, HEADS)
         live = head < QUERY_HEADS
-        y = _normed(Q + row * stride_q, Q_WEIGHT, head, live, d, width, eps, stride_qh, LAYER)
+        y = _normed(Q + row * stride_q, Q_WEIGHT, head, live, d, width, eps, stride_qh, LAYER, HEADS)
         _store_turned(y, Q_OUT + row * QUERY_HEADS * 2 * HALF, head, live, cos, sin, e, 2 * HALF, HEADS, HALF)
     else:
         head = (part - query_parts) * HEADS + tl.arange(0, HEADS)
         live = head < KV_HEADS
-        y = _normed(K + row * stride_k, K_WEIGHT, head, live, d, width, eps, stride_kh, LAYER)
+        y = _normed(K + row * stride_k, K_WEIGHT, head, live, d, width, eps, stride_kh, LAYER, HEADS)
         page = tl.load(PAGES + tl.load(SEQUENCE + row).to(tl.int64) * stride_p + position // PAGE).to(tl.int64)
         slot = (page * PAGE + position % PAGE) * kv_stride
         stored = live & (page > 0)  # page 0 must stay zero

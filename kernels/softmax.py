@@ -35,7 +35,7 @@ def merge(m, l, a, m1, l1, a1, PORTABLE: tl.constexpr):
 def quotient(a, l, PORTABLE: tl.constexpr):
     """Weighted values over the sum of weights."""
     if PORTABLE:
-        return tl.div_rn(a, tl.broadcast_to(l[:, None], a.shape))
+        return tl.div_rn(a, tl.broadcast_to(l[:, None], a.shape)) + 0.0  # no negative zero
     else:
         return a / l[:, None]
 

@@ -33,7 +33,8 @@ from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Attention, Block, Decoder, LatentAttention, Mixture, Mlp, NormSites
 from replaylens.engine.model.layers import Linear, Norm
 from replaylens.engine.model.sites import layer_of
-from replaylens.engine.passes.runner import Runner, WholePass, finite
+from replaylens.engine.passes.batch import finite
+from replaylens.engine.passes.runner import Runner, WholePass
 from replaylens.engine.request.capture import HEAD_SITES, PassTap
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.kernels import cpu as portable

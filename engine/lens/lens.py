@@ -55,7 +55,8 @@ class TunedLens:
         out = stacked.clone()
         for layer in range(len(self.weight)):
             x = stacked[:, layer].contiguous()
-            out[:, layer] = portable.product(x, portable.Panels.of(self.weight[layer].t()), self.bias[layer], x)
+            weight, bias = self.weight[layer].float(), self.bias[layer].float()
+            out[:, layer] = portable.product(x, portable.Panels.of(weight.t()), bias, x)
         return out
 
     def require(self, model: Decoder) -> "TunedLens":

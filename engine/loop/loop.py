@@ -17,8 +17,8 @@ from replaylens.engine.loop.lane import Job, Lane, Turn
 from replaylens.engine.memory.prefix import PrefixIndex, Trail
 from replaylens.engine.memory.tree import BranchStatus, BranchTree, TokenState
 from replaylens.engine.model.text import Text
-from replaylens.engine.passes.batch import Segment
-from replaylens.engine.passes.runner import Runner, finite, not_finite
+from replaylens.engine.passes.batch import Segment, finite, not_finite
+from replaylens.engine.passes.runner import Runner
 from replaylens.engine.proof.trace import path_digest
 from replaylens.engine.request.capture import PassTap
 from replaylens.engine.request.placed import page_keys

@@ -16,7 +16,7 @@ from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.model.config import Activation, Functions, Routing, choice_scores, weigh
 from replaylens.engine.model.layers import Linear, Norm, Rotary
 from replaylens.engine.model.ops import MASKED, AttentionSpec, Heads, Observer, TorchOps
-from replaylens.engine.passes.batch import Batch
+from replaylens.engine.passes.batch import Batch, finite
 from replaylens.engine.passes.products import Products, rows_of
 from replaylens.engine.request.placed import PATTERN, PlacedEdit
 from replaylens.kernels import cpu as portable
@@ -139,7 +139,7 @@ class CpuOps(CpuRowOps):
 
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
         q, kv = self._queries_and_kv(heads)
-        self.cache.write(spec.layer, self.batch.write_slots, kv)
+        self.cache.write(spec.layer, self.batch.write_slots, finite(kv, "keys or values"))
         keys, values = self.cache.data[spec.layer, 0], self.cache.data[spec.layer, -1, ..., : self.cache.value_width]
         cut = cut_of(self.batch, spec.layer, q.shape[1])
         if cut is not None or observe is not None:

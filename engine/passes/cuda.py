@@ -512,7 +512,6 @@ class CanonicalCudaOps(HeadOps):
 
     def norm_heads(self, q_norm: Norm, k_norm: Norm, rotary: Rotary) -> bool:
         plain = not q_norm.by_head and q_norm.bias is None and k_norm.bias is None
-        plain = plain and self.cache.data.dtype != torch.float32  # whose norms are portable
         return plain and can_fuse(self.cache.data.shape[-1], rotary.table)
 
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:

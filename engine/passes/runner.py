@@ -6,18 +6,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import BadEdit, NonFinite
+from replaylens.engine.errors import BadEdit
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.model import modes, sites
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.layers import Linear
 from replaylens.engine.model.ops import Ops, RowOps, Tap, wanted
-from replaylens.engine.passes.batch import Batch, Segment
+from replaylens.engine.passes.batch import Batch, Segment, finite
 from replaylens.engine.passes.transfer import RING_BYTES, HostCopy, PendingRows
 from replaylens.engine.request.capture import PassTap, Rows
 from replaylens.engine.request.edits import BatchHook, NamedHook
@@ -124,28 +123,6 @@ class HookContext:
     def layer(self) -> int:
         """The block that the site belongs to."""
         return int(self.name.split(".")[1])
-
-
-# ---- finite ----------------------------------------------------------------------------------------------------------
-# `finite`: rejects NaN and infinity before anything of a pass is committed.
-#
-# NaN in one row would spread to its neighbours in a block of the cache, and through the prefix index to other branches.
-
-
-def finite(x: Tensor, what: str) -> Tensor:
-    """`x` itself. Raises NonFinite if it holds NaN or infinity."""
-    if x.device.type == "cpu" and x.dtype == torch.float32:  # numpy takes a tenth of torch's time
-        fine = bool(np.isfinite(x.numpy(force=True)).all())
-    else:
-        fine = bool(torch.isfinite(x).all())
-    if not fine:
-        raise not_finite(what)
-    return x
-
-
-def not_finite(what: str) -> NonFinite:
-    """The error for a pass that computed non-finite logits, activations or thoughts."""
-    return NonFinite(f"The model gave NaN or infinite {what}. Nothing of this pass was committed. Check edits and weights.")
 
 
 # ---- runner ----------------------------------------------------------------------------------------------------------

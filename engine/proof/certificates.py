@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import replaylens
-from replaylens.engine.errors import BadCertificate
+from replaylens.engine.errors import BadCertificate, NotCertified
 from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.hub import cache_folder
@@ -26,7 +26,8 @@ _EXAMINED: dict[str, Certificate] = {}
 def certificate_for(model: Decoder) -> Certificate:
     """The certificate for this model on its device. Raises NotCertified with the op and shape that failed."""
     if model.embed.device.type == "cpu":
-        return _of_this_machine() if model.embed.dtype == torch.float32 else examine(model)
+        plain = all(parameter.dtype == torch.float32 for parameter in model.parameters())
+        return _of_this_machine() if plain else examine(model)
     key = _key(model)
     if key not in _EXAMINED:
         _EXAMINED[key] = _from_disk(key) or _to_disk(key, doctor.require(_first_examination(model)))
@@ -36,6 +37,8 @@ def certificate_for(model: Decoder) -> Certificate:
 @cache
 def _of_this_machine() -> Certificate:
     """The certificate of the CPU, whatever the model."""
+    if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
+        raise NotCertified("NUMBA_DISABLE_JIT is set, and kernels must be compiled. Unset it before Python starts.")
     with modes.canonical(), torch.inference_mode():
         return doctor.require(doctor.conformance())
 

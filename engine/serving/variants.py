@@ -18,8 +18,8 @@ from tqdm.auto import tqdm
 from replaylens.engine.errors import BadRequest, OutOfPages
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.model.sites import SiteTable, layer_of
-from replaylens.engine.passes.batch import Segment
-from replaylens.engine.passes.runner import LENS_ROWS, finite
+from replaylens.engine.passes.batch import Segment, finite
+from replaylens.engine.passes.runner import LENS_ROWS
 from replaylens.engine.request.capture import CaptureSpec, PassTap
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placed import PlacedEdit

@@ -19,8 +19,8 @@ from replaylens.engine.lens import lens
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.model import modes
-from replaylens.engine.passes.batch import Batch, Segment
-from replaylens.engine.passes.runner import Runner, finite
+from replaylens.engine.passes.batch import Batch, Segment, finite
+from replaylens.engine.passes.runner import Runner
 from replaylens.engine.records import LensSpec
 from replaylens.engine.request.capture import Rows
 from replaylens.engine.request.placed import PlacedEdit

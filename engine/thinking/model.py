@@ -26,7 +26,7 @@ from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Block, Decoder
 from replaylens.engine.model.layers import Norm, Rotary, rotary_table
 from replaylens.engine.model.ops import Ops, RowOps, Tap, tapped
-from replaylens.engine.passes.runner import not_finite
+from replaylens.engine.passes.batch import not_finite
 from replaylens.engine.request.placed import PlacedEdit
 
 # ---- model -----------------------------------------------------------------------------------------------------------

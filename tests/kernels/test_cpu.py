@@ -191,7 +191,7 @@ def test_hidden_edges_and_scores_that_are_shown() -> None:
 
 CASES: dict[str, Callable[[slice], Tensor]] = {
     "product": lambda s: cpu.product(numbers(1, 70, 577)[s], Panels.of(numbers(2, 577, 100))),
-    "bfloat16": lambda s: cpu.product(numbers(1, 70, 577)[s], Panels.of(numbers(2, 577, 100).bfloat16())),
+    "bfloat16": lambda s: cpu.product(numbers(1, 70, 577)[s], Panels.of(numbers(2, 577, 100).bfloat16().float())),
     "norm": lambda s: cpu.norm(numbers(1, 70, 577)[s], None, None, 1e-6, "layer"),
     "activation": lambda s: cpu.activate(numbers(1, 70, 576)[s], "gelu", gated=True),
     "log-softmax": lambda s: cpu.log_softmax_(numbers(1, 70, 4500)[s].clone()),
