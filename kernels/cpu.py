@@ -671,7 +671,7 @@ def _attend(
 
 
 @dataclass(frozen=True, eq=False)
-class PagedRows:
+class HostRows:
     """The rows of a pass and the pages of their keys."""
 
     sequence: Tensor
@@ -694,7 +694,7 @@ def attend(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    rows: PagedRows,
+    rows: HostRows,
     scale: float,
     cap: float = 0.0,
     window: int = 0,

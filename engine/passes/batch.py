@@ -16,7 +16,7 @@ from replaylens.engine.request.edits import Hook
 from replaylens.engine.request.placed import PlacedEdit
 
 if TYPE_CHECKING:
-    from replaylens.kernels.cpu import PagedRows
+    from replaylens.kernels.cpu import HostRows
 
 # ---- batch -----------------------------------------------------------------------------------------------------------
 
@@ -68,9 +68,9 @@ class Batch:
         return torch.tensor([slot for s in self.segments for slot in self.pool.slots(s.table, s.start, s.end)])
 
     @cached_property
-    def paged(self) -> "PagedRows":
+    def paged(self) -> "HostRows":
         """The rows and the pages of their keys, as the attention of a CPU reads them."""
-        from replaylens.kernels.cpu import PagedRows  # loads the compiler, which a GPU does not need
+        from replaylens.kernels.cpu import HostRows  # loads the compiler, which a GPU does not need
 
         pages = page_matrix([s.table for s in self.segments])
         counts = [len(s.tokens) for s in self.segments]
@@ -78,7 +78,7 @@ class Batch:
         rows = np.concatenate([np.arange(self.offsets[i], self.offsets[i + 1]) for i in order])
         sequence = np.repeat(np.arange(len(pages)), counts)
         there = torch.from_numpy
-        return PagedRows(there(sequence), self.positions, there(pages.astype(np.int64)), self.pool.page_size, there(rows))
+        return HostRows(there(sequence), self.positions, there(pages.astype(np.int64)), self.pool.page_size, there(rows))
 
     def row(self, segment: int, position: int) -> int:
         """The packed row of a position of a segment."""

@@ -170,7 +170,7 @@ def edged(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    paged: portable.PagedRows,
+    paged: portable.HostRows,
     spec: AttentionSpec,
     sinks: Tensor | None,
     cut: Cut | None,
@@ -196,7 +196,7 @@ def edged(
     return z
 
 
-def _set(z: Tensor, pattern: Tensor, scores: Tensor, put: Tensor, values: Tensor, paged: portable.PagedRows) -> None:
+def _set(z: Tensor, pattern: Tensor, scores: Tensor, put: Tensor, values: Tensor, paged: portable.HostRows) -> None:
     """Mutates outputs and patterns of the pairs with a weight that is set: the sum over all keys with the new weights."""
     given = ~put.isnan() & (scores > -math.inf)
     torch.where(given, put, pattern, out=pattern)

@@ -185,7 +185,7 @@ def _attention(cap: float = 0.0, window: int = 0, slopes: Tensor | None = None, 
     keys, values = numbers(5, 3, 720, 20), numbers(6, 3, 720, 20)
     position = torch.tensor([0, 5, 63, 64, 511, 512, 699])
     order = torch.arange(len(position))
-    rows = cpu.PagedRows(torch.zeros_like(order), position, pages.contiguous(), 16, order)
+    rows = cpu.HostRows(torch.zeros_like(order), position, pages.contiguous(), 16, order)
     return cpu.attend(numbers(7, len(position), 6, 20), keys, values, rows, 20**-0.5, cap, window, slopes, sinks)
 
 

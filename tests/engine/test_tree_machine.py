@@ -25,7 +25,7 @@ from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.resampling.plan import rollout_seed
 from replaylens.engine.serving.branch import Branch
-from replaylens.kernels.cpu import PagedRows
+from replaylens.kernels.cpu import HostRows
 from tests.engine.passes.test_prefixes import one_page_too_many
 from tests.engine.reference import random_decoder, same_bits
 from tests.engine.test_machine import AnyWindow
@@ -284,8 +284,8 @@ def test_every_branch_of_a_random_tree_is_as_it_is_alone(sessions: int, monkeypa
     used: list[int] = []
     real = Batch.__dict__["paged"].func
 
-    def counted(batch: Batch) -> PagedRows:
-        paged: PagedRows = real(batch)
+    def counted(batch: Batch) -> HostRows:
+        paged: HostRows = real(batch)
         used.append(len(paged.pages) - len(paged.pages[:, 0].unique()))
         return paged
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from replaylens.engine.proof.doctor import numbers, sum_of_products
 from replaylens.kernels import cpu, definition, threads
-from replaylens.kernels.cpu import PagedRows, Panels
+from replaylens.kernels.cpu import HostRows, Panels
 
 EDGES = torch.tensor(
     [0.0, -0.0, 1.0, -1.0, 0.625, -0.625, 4.0, 1e-45, -1e-45, 1e-38, -1e-38, 88.72283, 88.7229, -87.33654, -87.3366, -104.0,
@@ -137,10 +137,10 @@ class Paths:
         self.position = torch.tensor([5, 63, 64, 99, 130, 511, 512, LENGTH - 1])
         self.q = numbers(7, 8, 4, 12)
 
-    def rows(self, some: Tensor) -> PagedRows:
+    def rows(self, some: Tensor) -> HostRows:
         """Rows with those of equal pages side by side, as a batch orders them."""
         order = torch.argsort(self.sequence[some], stable=True)
-        return PagedRows(self.sequence[some], self.position[some], self.pages, self.page_size, order)
+        return HostRows(self.sequence[some], self.position[some], self.pages, self.page_size, order)
 
     def attend(self, some: Tensor, scale: float = 0.3, **settings: Any) -> Tensor:
         return cpu.attend(self.q[some].contiguous(), self.keys, self.values, self.rows(some), scale, **settings)

@@ -55,7 +55,7 @@ def test_attention(device: str, cap: float, window: int, sinks: bool, split: boo
     pages, position = torch.arange(44).flip(0)[None] + 1, torch.tensor([0, 5, 63, 64, 511, 512, 699])
     keys, values, q = numbers(5, 3, 720, 20), numbers(6, 3, 720, 20), numbers(7, 7, 6, 20)
     given, order = numbers(10, 6) if sinks else None, torch.arange(7)
-    theirs = cpu.PagedRows(torch.zeros_like(order), position, pages.contiguous(), 16, order)
+    theirs = cpu.HostRows(torch.zeros_like(order), position, pages.contiguous(), 16, order)
     rows = PagedRows(torch.zeros(7, dtype=torch.int32, device=device), position.int().to(device), pages.int().to(device))
     there = [x.transpose(0, 1).contiguous().to(device) for x in (keys, values)]
     sink = None if given is None else given.to(device)

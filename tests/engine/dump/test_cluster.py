@@ -225,9 +225,9 @@ def test_what_cannot_be_sent_is_named(fake: Any, tmp_path: Path, options: dict[s
 def test_a_worker_with_other_bits_is_refused(model_folder: Path, reference: Dump, tmp_path: Path) -> None:
     """On a mixed cluster, a machine that would give other bits is refused by name."""
     manifest = reference.manifest
-    other = {**vars(manifest.fingerprint), "device": "another processor"}
+    other = {**vars(manifest.fingerprint), "canonical": "another arithmetic"}
     worker = cluster.ShardWorker(str(model_folder), "{}")
-    with pytest.raises(FingerprintMismatch, match="another processor"):
+    with pytest.raises(FingerprintMismatch, match="another arithmetic"):
         worker.write(str(tmp_path), json.dumps({"plan": manifest.plan.to_json(), "fingerprint": other}), 0, 4)
     assert not list(tmp_path.iterdir())
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.model.layers import Linear
-from replaylens.engine.passes.cpu import FastCpuOps
+from replaylens.engine.passes.products import Products
 from tests.toy_model import Reference, engine, toy
 
 PROMPT = [1, 2, 3, 4, 5, 6]
@@ -20,12 +20,12 @@ PROMPT = [1, 2, 3, 4, 5, 6]
 @pytest.fixture(autouse=True)
 def visibly_different(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Products of the fast path are off by a thousandth."""
-    product = FastCpuOps.linear
+    product = Products.linear
 
-    def shifted(self: FastCpuOps, x: Tensor, linear: Linear) -> Tensor:
-        return product(self, x, linear) * 1.001
+    def shifted(self: Products, x: Tensor, linear: Linear, residual: Tensor | None = None) -> Tensor:
+        return product(self, x, linear, residual) * (1.001 if self.parts == 1 else 1.0)
 
-    monkeypatch.setattr(FastCpuOps, "linear", shifted)
+    monkeypatch.setattr(Products, "linear", shifted)
     yield
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from replaylens import Engine
 from replaylens.engine.model import loading
-from replaylens.kernels.cpu import KV_BLOCK, PagedRows, attend
+from replaylens.kernels.cpu import KV_BLOCK, HostRows, attend
 from tests.families import NAMES, hugging_face
 
 LENGTH = 150
@@ -36,9 +36,9 @@ def plain_attention(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, cap: 
     return out
 
 
-def one_sequence(position: Tensor, num_keys: int) -> PagedRows:
+def one_sequence(position: Tensor, num_keys: int) -> HostRows:
     none = torch.zeros_like(position)
-    return PagedRows(none, position, torch.arange(num_keys // KV_BLOCK)[None], KV_BLOCK, torch.arange(len(position)))
+    return HostRows(none, position, torch.arange(num_keys // KV_BLOCK)[None], KV_BLOCK, torch.arange(len(position)))
 
 
 @pytest.mark.parametrize("window", [0, 40, 100])

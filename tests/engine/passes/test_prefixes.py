@@ -10,7 +10,7 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.model import loading
 from replaylens.engine.passes.batch import Batch
 from replaylens.engine.request.sampling import Sampling
-from replaylens.kernels.cpu import PagedRows
+from replaylens.kernels.cpu import HostRows
 from tests.families import hugging_face
 from tests.trees import grow
 
@@ -27,7 +27,7 @@ def engine(name: str, page_size: int = 16, max_rows: int = 512) -> Engine:
     return Engine(model, cache_tokens=1 << 15, page_size=page_size, max_rows=max_rows)
 
 
-def one_page_too_many(batch: Batch) -> PagedRows:
+def one_page_too_many(batch: Batch) -> HostRows:
     """A plan in which a branch also reads the first page that it does not share with its neighbour."""
     right = PAGED(batch)
     pages = right.pages.clone()

@@ -106,7 +106,7 @@ def flushed_denormals(patch: pytest.MonkeyPatch) -> str:
 def a_key_less(patch: pytest.MonkeyPatch) -> str:
     right = cpu.attend
 
-    def wrong(q: Tensor, keys: Tensor, values: Tensor, rows: cpu.PagedRows, *rest: Any) -> Tensor:
+    def wrong(q: Tensor, keys: Tensor, values: Tensor, rows: cpu.HostRows, *rest: Any) -> Tensor:
         return right(q, keys, values, replace(rows, position=(rows.position - 1).clamp(min=0)), *rest)
 
     patch.setattr(cpu, "attend", wrong)

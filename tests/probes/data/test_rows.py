@@ -276,7 +276,7 @@ def test_rows_of_another_engine(rows: ProbeRows) -> None:
 def test_rows_of_two_models_are_not_joined(engine: Engine) -> None:
     """Models that differ in one weight are different models. Rows of the same engine can be joined."""
     model = copy.deepcopy(engine.model)
-    model.blocks[0].mlp.down.weight.data.mul_(1.5)
+    model.ln_final.weight.data.mul_(1.5)
     other = Engine(model, engine.text)
     examples = tasks.get("coin")(flips=2).examples(4)
     mine, theirs = (ProbeRows.of(e.replay(examples, sites="S", drafter="ngram", rejected=False)) for e in (engine, other))
