@@ -313,7 +313,7 @@ def machine() -> dict[str, Any]:
     versions = {name: metadata.version(name) for name in ("torch", "triton", "transformers") if _installed(name)}
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     cpu = models[0] if models else platform.processor() or platform.machine()
-    canonical = trace.canonical_version(torch.device("cpu" if gpu is None else "cuda"))
+    canonical = trace.PORTABLE if gpu is None else trace.of_tensor_cores()
     found = {"cpu": cpu, "architecture": platform.machine(), "cores": os.cpu_count(), "gpu": gpu}
     return {**found, "threads": torch.get_num_threads(), "canonical_version": canonical, **versions}
 

@@ -54,7 +54,7 @@ class TunedLens:
         """
         out = stacked.clone()
         for layer in range(len(self.weight)):
-            x = stacked[:, layer].contiguous()
+            x = stacked[:, layer].float().contiguous()
             weight, bias = self.weight[layer].float(), self.bias[layer].float()
             out[:, layer] = portable.product(x, portable.Panels.of(weight.t()), bias, x)
         return out

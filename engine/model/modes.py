@@ -16,7 +16,6 @@ modes; the modes of the process are checked when the pass ends.
 """
 
 import ctypes
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -34,17 +33,6 @@ from replaylens.kernels import threads as kernel_threads
 P = ParamSpec("P")
 R = TypeVar("R")
 
-ENVIRONMENT = (
-    "MKL_CBWR",
-    "MKL_ENABLE_INSTRUCTIONS",
-    "ONEDNN_DEFAULT_FPMATH_MODE",
-    "DNNL_DEFAULT_FPMATH_MODE",
-    "ONEDNN_MAX_CPU_ISA",
-    "DNNL_MAX_CPU_ISA",
-    "OPENBLAS_CORETYPE",
-    "GLIBC_TUNABLES",
-)
-"""variables that make libraries choose other kernels when a process starts; part of the fingerprint if they are set"""
 _PROCESS_MODES = (True, "ieee")
 
 
@@ -166,11 +154,6 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         _set_threads(before)
-
-
-def environment() -> str:
-    """The variables of `ENVIRONMENT` that are set, as `NAME=value`; empty: none."""
-    return " ".join(f"{name}={os.environ[name]}" for name in ENVIRONMENT if os.environ.get(name))
 
 
 def _set_threads(count: int) -> None:

@@ -19,7 +19,6 @@ import torch
 
 import replaylens
 from replaylens.engine.errors import BadTrace, FingerprintMismatch
-from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.loading import weights_hash
 from replaylens.engine.records import Count, Fingerprint, PlacedEditRecord, Positive, build, parse
@@ -148,23 +147,26 @@ def take(model: Decoder) -> Fingerprint:
 
 def canonical_version(model: Decoder) -> str:
     """The version of the arithmetic, with its canonical constants."""
-    if model.embed.device.type == "cuda" and model.embed.dtype != torch.float32:
-        from replaylens.kernels import launch
+    portable = model.embed.device.type != "cuda" or model.embed.dtype == torch.float32
+    return PORTABLE if portable else of_tensor_cores()
 
-        return f"cuda{launch.CANONICAL_VERSION}:block{launch.KV_BLOCK}:split{launch.KV_SPLIT}"
-    return PORTABLE
+
+def of_tensor_cores() -> str:
+    """The version of a GPU's arithmetic in bfloat16 and float16."""
+    from replaylens.kernels import launch
+
+    return f"cuda{launch.CANONICAL_VERSION}:block{launch.KV_BLOCK}:split{launch.KV_SPLIT}"
 
 
 def device_name(device: torch.device) -> str:
     """The device model, as far as the arithmetic depends on it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    name = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {_cpu_model()}"
-    return " ".join(filter(None, [name, modes.environment()]))
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {_cpu_model()}"
 
 
 def _cpu_model() -> str:
-    """The processor's name, if the system reports it. BLAS libraries choose kernels by it."""
+    """The processor's name, if the system reports it."""
     try:
         with open("/proc/cpuinfo") as lines:
             fields = dict(line.split(":", 1) for line in lines if ":" in line)

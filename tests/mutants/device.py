@@ -162,8 +162,8 @@ DEVICE = (
     Mutant(
         "up-not-rounded",
         "replaylens.kernels.grouped",
-        "activate_gated(y.to(tl.float32), up.to(tl.float32), KIND)",
-        "activate_gated(y.to(tl.float32), more, KIND)",
+        "activate_gated(y.to(tl.float32), up.to(tl.float32), KIND, ",
+        "activate_gated(y.to(tl.float32), more, KIND, ",
         "an expert's bias is added to its up part, too",
         ("tests/kernels/test_grouped.py::test_agrees_with_float64_and_has_the_bits_of_one_product_per_expert",),
     ),

@@ -182,8 +182,8 @@ ENGINE = (
     Mutant(
         "parts-of-a-product-elsewhere",
         "replaylens.kernels.cpu",
-        "begin, end = part * inputs // PARTS, (part + 1) * inputs // PARTS",
-        "begin, end = (part * inputs + 4) // PARTS, ((part + 1) * inputs + 4) // PARTS",
+        "begin, end = part * inputs // parts, (part + 1) * inputs // parts",
+        "begin, end = (part * inputs + 4) // parts, ((part + 1) * inputs + 4) // parts",
         "a product is eight chains, which begin where the definition says",
         ("tests/kernels/test_cpu.py::test_products",),
     ),
@@ -294,8 +294,8 @@ ENGINE = (
     Mutant(
         "weights-of-later-keys-set",
         "replaylens.engine.passes.cpu",
-        "given = ~cut.put.isnan() & (scores > -math.inf)",
-        "given = ~cut.put.isnan()",
+        "given = ~put.isnan() & (scores > -math.inf)",
+        "given = ~put.isnan()",
         "a row gives no weight to keys outside its sliding window",
         ("tests/engine/request/test_pattern_and_token_edits.py::test_no_weight_is_set_where_a_row_sees_no_key",),
     ),
@@ -551,8 +551,8 @@ ENGINE = (
     Mutant(
         "lens-translates-without-bias",
         "replaylens.engine.lens.lens",
-        ".t()), self.bias[layer], x)",
-        ".t()), None, x)",
+        "portable.Panels.of(weight.t()), bias, x)",
+        "portable.Panels.of(weight.t()), None, x)",
         "a tuned lens adds its bias",
         ("tests/engine/lens/test_lenses.py::test_translators_are_added_to_the_identity_with_their_bias",),
     ),
@@ -591,8 +591,8 @@ ENGINE = (
     Mutant(
         "panels-cut-to-bfloat16",
         "replaylens.kernels.cpu",
-        "short = weight.dtype == torch.bfloat16 or bool(",
-        "short = weight.dtype == torch.bfloat16 or not bool(",
+        "short = bool(_is_short(",
+        "short = not bool(_is_short(",
         "weights keep their bits when they are packed",
         ("tests/kernels/test_cpu.py::test_products",),
     ),

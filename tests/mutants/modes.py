@@ -126,14 +126,6 @@ MODES = (
         ("tests/engine/passes/test_thread_counts.py::test_a_forked_process_has_workers_of_its_own",),
     ),
     Mutant(
-        "fingerprint-without-kernel-choice",
-        "replaylens.engine.proof.trace",
-        "filter(None, [name, modes.environment()])",
-        "filter(None, [name])",
-        "variables that choose other kernels are part of the fingerprint",
-        (f"{_TESTS}::test_variables_that_choose_other_kernels_are_part_of_the_fingerprint",),
-    ),
-    Mutant(
         "calls-in-the-callers-modes",
         "replaylens.engine.request.values",
         "        with modes.plain():\n            return",

@@ -31,9 +31,9 @@ DIGESTS: dict[str, tuple[dict[str, Any], str]] = {
     "experts": (dict(mixture=MixtureConfig(6, 24, Routing(2), d_shared=16, shared_gate=True)), "7c32a19565147954"),
     "experts by a softmax over all": (
         dict(mixture=MixtureConfig(6, 24, Routing(2, normalised=False, scale=2.5))),
-        "8b191c4f4cdf3c8d",
+        "a27798c22f35ddc9",
     ),
-    "experts by a sigmoid": (dict(mixture=MixtureConfig(6, 24, Routing(3, kind="sigmoid"))), "accb4d6e7fb9b404"),
+    "experts by a sigmoid": (dict(mixture=MixtureConfig(6, 24, Routing(3, kind="sigmoid"))), "15d4b0d030ca8e95"),
     "experts by sparsemixer": (
         dict(mixture=MixtureConfig(6, 24, Routing(2, kind="sparsemixer", jitter=0.1))),
         "fb4542a585203029",
