@@ -150,40 +150,6 @@ def row_sum(X, valid, minus, width, SQUARES: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _part(
-    X, W, row, column, M, N, begin, end, stride_xm, stride_wk, stride_wn, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):  # fmt: skip
-    """One chain per output, over the inputs [begin, end)."""
-    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(begin, end, DEPTH):
-        k = start + tl.arange(0, DEPTH)
-        a = tl.load(X + row[:, None] * stride_xm + k[None, :], mask=(row[:, None] < M) & (k[None, :] < end), other=0.0)
-        at = k.to(tl.int64)[:, None] * stride_wk + column.to(tl.int64)[None, :] * stride_wn
-        b = tl.load(W + at, mask=(k[:, None] < end) & (column[None, :] < N), other=0.0)
-        acc = tl.dot(a, b, acc, input_precision="ieee")
-    return acc
-
-
-@triton.jit
-def dot_parts(
-    X, W, row, column, M, N, K, stride_xm, stride_wk, stride_wn, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    """x[row] @ w[:, column] in float32: eight chains over equal parts of the inputs, added as a tree."""
-    row = row.to(tl.int64)
-    a = _part(X, W, row, column, M, N, 0, K // 8, stride_xm, stride_wk, stride_wn, ROWS, COLUMNS, DEPTH)
-    a += _part(X, W, row, column, M, N, K // 8, 2 * K // 8, stride_xm, stride_wk, stride_wn, ROWS, COLUMNS, DEPTH)
-    b = _part(X, W, row, column, M, N, 2 * K // 8, 3 * K // 8, stride_xm, stride_wk, stride_wn, ROWS, COLUMNS, DEPTH)
-    b += _part(X, W, row, column, M, N, 3 * K // 8, 4 * K // 8, stride_xm, stride_wk, stride_wn, ROWS, COLUMNS, DEPTH)
-    a += b
-    b = _part(X, W, row, column, M, N, 4 * K // 8, 5 * K // 8, stride_xm, stride_wk, stride_wn, ROWS, COLUMNS, DEPTH)
-    b += _part(X, W, row, column, M, N, 5 * K // 8, 6 * K // 8, stride_xm, stride_wk, stride_wn, ROWS, COLUMNS, DEPTH)
-    c = _part(X, W, row, column, M, N, 6 * K // 8, 7 * K // 8, stride_xm, stride_wk, stride_wn, ROWS, COLUMNS, DEPTH)
-    c += _part(X, W, row, column, M, N, 7 * K // 8, K, stride_xm, stride_wk, stride_wn, ROWS, COLUMNS, DEPTH)
-    return a + (b + c)
-
-
-@triton.jit
 def log64(x):
     """log of a positive, normal float64 tensor: with s = f / (2 + f), log(1 + f) = 2 s + s^3 (2/3 + 2/5 s^2 + ...)."""
     bits = x.to(tl.int64, bitcast=True)

@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from replaylens.kernels.exact import dot_parts
 from replaylens.kernels.launch import (
     EXACT,
     GemmTile,
@@ -28,8 +27,10 @@ from replaylens.kernels.launch import (
     require_rows,
     require_same,
     require_shape,
+    require_weight,
 )
 from replaylens.kernels.norm import KINDS, PLAIN, activate, activate_gated
+from replaylens.kernels.parts import dot_parts
 from replaylens.kernels.route import Plan
 
 
@@ -53,11 +54,11 @@ def _dots(
     """The accumulators of x[row] @ w[expert], in the order of `dot_tile`; GATED: of gate and up, N columns apart."""
     if X.dtype.element_ty == tl.float32:
         own, wide = W + expert * stride_we, start_n + tl.arange(0, COLUMNS)
-        gate = dot_parts(X, own, row, wide, 2147483647, N, K, stride_x, stride_wk, stride_wn, ROWS, COLUMNS, DEPTH)
+        gate = dot_parts(X, own, row, wide, 2147483647, N, K, stride_x, 1, stride_wk, stride_wn, ROWS, COLUMNS, DEPTH, False)
         up = gate
         if GATED:
             own += N * stride_wn
-            up = dot_parts(X, own, row, wide, 2147483647, N, K, stride_x, stride_wk, stride_wn, ROWS, COLUMNS, DEPTH)
+            up = dot_parts(X, own, row, wide, 2147483647, N, K, stride_x, 1, stride_wk, stride_wn, ROWS, COLUMNS, DEPTH, False)
         return gate, up
     else:
         return _dot_chains(
@@ -195,7 +196,7 @@ def _check(x: Tensor, w: Tensor, bias: Tensor | None, kind: str, gated: bool) ->
     require_float("x", x)
     require_rows("x", x)
     require_shape("w", w, (None, x.shape[1], None))
-    require_same("w", w, x)
+    require_weight("w", w, x)
     require(not kind or kind in KINDS, "Unknown activation {!r}. Use one of {}.", kind, ", ".join(KINDS))
     require(bool(kind) or not gated, "A gated product needs an activation.")
     require(gated or not kind or kind in PLAIN, "{} needs a gate.", kind)

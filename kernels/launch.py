@@ -109,7 +109,7 @@ def gemm_tile(
     With many rows, it is the measured tile that fills its last wave of programs best.
     """
     if dtype == torch.float32:  # no tensor cores: plain multiply-adds
-        return GemmTile(16, 64, 32, 4, 3) if rows <= 16 else GemmTile(64, 64, 32, 4, 3)
+        return _chains(rows, columns)
     if rows <= 64:
         return _few_rows(rows, columns, persistent)
     if columns <= 256:  # a router's: larger tiles would leave most multiprocessors idle
@@ -139,6 +139,18 @@ def _few_rows(rows: int, columns: int, persistent: bool) -> GemmTile:
     if wide:
         return GemmTile(64, 128, 64, 4, 4)
     return GemmTile(64, 32, 256, 4, 4, persistent) if narrow else GemmTile(64, 64, 128, 4, 5, persistent)
+
+
+def _chains(rows: int, columns: int) -> GemmTile:
+    """Measured on an H200 at the shapes of an 8B decoder, with bfloat16 weights below 65 rows."""
+    if rows <= 8:
+        narrow = columns <= 32 * _PROGRAMS
+        return GemmTile(next_power_of_2(rows), *((32, 32, 4, 4) if narrow else (64, 16, 4, 4)))
+    if rows <= 16:
+        return GemmTile(16, 128, 16, 4, 4)
+    if rows <= 64:
+        return GemmTile(64, 128, 16, 8, 3) if columns > 64 * _PROGRAMS and rows > 32 else GemmTile(32, 64, 16, 2, 3)
+    return GemmTile(64, 128, 16, 4, 3)
 
 
 def grouped_rows(pairs: int, experts: int, dtype: torch.dtype) -> int:
@@ -296,6 +308,13 @@ def require_same(name: str, x: Tensor, other: Tensor) -> None:
     """Raise ValueError unless `x` has the dtype and device of `other`."""
     same = x.dtype == other.dtype and x.device == other.device
     require(same, "{} is {} on {}. Expected {} on {}.", name, x.dtype, x.device, other.dtype, other.device)
+
+
+def require_weight(name: str, w: Tensor, x: Tensor) -> None:
+    """Raise ValueError unless rows `x` can be multiplied by weights `w`: of one dtype, or bfloat16 weights of float32 rows."""
+    stored = x.dtype == torch.float32 and w.dtype == torch.bfloat16 and w.device == x.device
+    if not stored:
+        require_same(name, w, x)
 
 
 def uniform(x: Tensor) -> Tensor:

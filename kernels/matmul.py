@@ -23,7 +23,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from replaylens.kernels.exact import dot_parts
 from replaylens.kernels.grouped import grouped_matmul
 from replaylens.kernels.launch import (
     EXACT,
@@ -40,11 +39,15 @@ from replaylens.kernels.launch import (
     require_rows,
     require_same,
     require_shape,
+    require_weight,
 )
+from replaylens.kernels.parts import dot_parts, finish, parts_matmul
 from replaylens.kernels.route import Plan
 
 # ---- matmul ----------------------------------------------------------------------------------------------------------
 
+_STORED = (torch.float32, torch.bfloat16)
+"""dtypes of rows and weights, if float32 weights are stored in bfloat16"""
 ROW_GROUP = 8  # row tiles that share columns in flight, so that weights are read from the cache
 
 
@@ -68,7 +71,7 @@ def dot_tile(
 ):
     """The float32 accumulators of x[row] @ w[:, column], in the canonical order. Every kernel with a product uses it."""
     if X.dtype.element_ty == tl.float32:
-        return dot_parts(X, W, row, column, M, N, K, stride_xm, stride_wk, stride_wn, ROWS, COLUMNS, DEPTH)
+        return dot_parts(X, W, row, column, M, N, K, stride_xm, 1, stride_wk, stride_wn, ROWS, COLUMNS, DEPTH, False)
     else:
         return _dot_chain(
             X, W, row, column, M, N, K, stride_xm, stride_wk, stride_wn, ROWS, COLUMNS, DEPTH, EVEN_K, EVEN_N
@@ -99,23 +102,6 @@ def _dot_chain(
     return acc
 
 
-@triton.jit
-def _finish(
-    acc, row, column, M, N, BIAS, RESIDUAL, OUT, stride_r, stride_o,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-):  # fmt: skip
-    """Bias, rounding and residual, shared by both kernels."""
-    mask = (row[:, None] < M) & (column[None, :] < N)
-    row = row.to(tl.int64)
-    if HAS_BIAS:
-        acc += tl.load(BIAS + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
-    y = acc.to(OUT.dtype.element_ty)
-    if HAS_RESIDUAL:
-        r = tl.load(RESIDUAL + row[:, None] * stride_r + column[None, :], mask=mask, other=0.0)
-        y = (r.to(tl.float32) + y.to(tl.float32)).to(OUT.dtype.element_ty)
-    tl.store(OUT + row[:, None] * stride_o + column[None, :], y, mask=mask)
-
-
 @triton.jit(do_not_specialize=["M"])  # one binary for every number of rows
 def _rows_kernel(
     X, W, BIAS, RESIDUAL, OUT, M, N, K, stride_xm, stride_wk, stride_wn, stride_r, stride_o,
@@ -127,7 +113,7 @@ def _rows_kernel(
     acc = dot_tile(
         X, W, row, column, M, N, K, stride_xm, stride_wk, stride_wn, ROWS, COLUMNS, DEPTH, EVEN_K, EVEN_N
     )  # fmt: skip
-    _finish(acc, row, column, M, N, BIAS, RESIDUAL, OUT, stride_r, stride_o, HAS_BIAS, HAS_RESIDUAL)
+    finish(acc, row, column, M, N, BIAS, RESIDUAL, OUT, stride_r, stride_o, HAS_BIAS, HAS_RESIDUAL)
 
 
 @triton.jit
@@ -158,7 +144,7 @@ def _persistent_kernel(
             acc = tl.dot(a, b, acc, input_precision="ieee")
         row = m + tl.arange(0, ROWS)
         column = n + tl.arange(0, COLUMNS)
-        _finish(acc, row, column, M, N, BIAS, RESIDUAL, OUT, stride_r, stride_o, HAS_BIAS, HAS_RESIDUAL)
+        finish(acc, row, column, M, N, BIAS, RESIDUAL, OUT, stride_r, stride_o, HAS_BIAS, HAS_RESIDUAL)
 
 
 def matmul(
@@ -190,11 +176,14 @@ def matmul(
         transposed = w.stride(0) == 1
         persistent = (persistent_pays(rows) or transposed) and copyable(x, w)
         tile = gemm_tile(rows, depth, columns, x.dtype, transposed, persistent)
+    if x.dtype == torch.float32:
+        parts_matmul(x, w, bias, residual, out, tile)
+        return out
     extras = (bias if bias is not None else x, residual if residual is not None else x)
     flags = dict(HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None)
     strides = (extras[1].stride(0), out.stride(0))
     options = dict(num_warps=tile.warps, num_stages=tile.stages, **EXACT)
-    if tile.persistent and x.dtype != torch.float32 and copyable(x, w):  # float32 is summed in parts
+    if tile.persistent and copyable(x, w):
         programs = min(num_multiprocessors(x.device), ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns))
         _persistent_kernel[(programs,)](
             *tiles_of(x, w, tile), *extras, out, rows, columns, depth, *strides,
@@ -234,7 +223,7 @@ def batched_matmul(x: Tensor, w: Tensor) -> Tensor:
     require_float("x", x)
     require_rows("x", x)
     require_shape("w", w, (batch, depth, None))
-    require_same("w", w, x)
+    require_weight("w", w, x)
     columns = w.shape[2]
     out = torch.empty(batch, rows, columns, dtype=x.dtype, device=x.device)
     if out.numel():
@@ -269,7 +258,7 @@ def _check_product(x: Tensor, w: Tensor) -> tuple[int, int, int]:
     if (
         x.dim() == w.dim() == 2
         and x.shape[1] == w.shape[0] > 0 < w.shape[1]
-        and x.dtype == w.dtype
+        and (x.dtype == w.dtype or (x.dtype, w.dtype) == _STORED)
         and x.dtype in FLOATS
         and x.device == w.device
         and x.stride(1) == 1
@@ -280,7 +269,7 @@ def _check_product(x: Tensor, w: Tensor) -> tuple[int, int, int]:
     require_float("x", x)
     require_rows("x", x)
     require_shape("w", w, (x.shape[1], None))
-    require_same("w", w, x)
+    require_weight("w", w, x)
     require(1 in w.stride(), "w has strides {}. It must be contiguous or the transpose of a contiguous tensor.", w.stride())
     require(min(w.shape) > 0, "w has shape {}. It must not be empty.", w.shape)
     return x.shape[0], x.shape[1], w.shape[1]

@@ -450,6 +450,11 @@ class Decoder(nn.Module):
         return [None if i is None else made[i] for i in self._rope_index]
 
     @property
+    def stored_unembedding(self) -> Tensor:
+        """`unembedding` as products read it."""
+        return self.embed if self.unembed is None else self.unembed.stored.t()
+
+    @property
     def unembedding(self) -> Tensor:
         """[vocab, d_model]: the embedding itself if the two are tied, else a view of `unembed`'s weight."""
         return self.embed if self.unembed is None else self.unembed.weight.t()
@@ -457,7 +462,7 @@ class Decoder(nn.Module):
     def logits(self, x: Tensor, ops: RowOps, tap: Tap | None = None) -> Tensor:
         """Residual stream [rows, d_model] -> logits [rows, vocab]. On an earlier layer's stream, this is the logit lens."""
         x = normed(x, self.ln_final, FINAL_NORM, ops, tap)
-        out = tapped(tap, "unembed.hook_out", self.with_bias(ops.unembed(x, self.unembedding)))
+        out = tapped(tap, "unembed.hook_out", self.with_bias(ops.unembed(x, self.stored_unembedding)))
         return scaled_logits(out, self.config, ops)
 
     def with_bias(self, logits: Tensor) -> Tensor:

@@ -26,6 +26,8 @@ class Linear(nn.Module):
     bias: Tensor | None
     panels: "Panels | None" = None
     """the weight in the order in which a CPU reads it, in its place"""
+    narrow: Tensor | None = None
+    """the weight in bfloat16, which a GPU reads in its place"""
 
     def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
         super().__init__()
@@ -33,22 +35,46 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(outputs, dtype=torch.float32)) if bias else None
 
     def pack(self) -> None:
-        """Mutates: from now on only panels are held, and `weight` is a copy that is made anew each time."""
-        from replaylens.kernels.cpu import Panels  # loads a compiler
+        """Mutates: from now on only panels are held, or on a GPU the weight in bfloat16 if that loses nothing. `weight` is a copy
+        that is made anew each time."""
+        if "weight" not in self._parameters:
+            return
+        if self.weight.is_cuda:
+            self.narrow = exact_narrow(self.weight)
+        else:
+            from replaylens.kernels.cpu import Panels  # loads a compiler
 
-        if self.panels is None:
             self.panels = Panels.of(self.weight)
+        if self.packed:
             del self._parameters["weight"]
+
+    @property
+    def packed(self) -> bool:
+        """Whether the weight is held as products read it."""
+        return self.panels is not None or self.narrow is not None
+
+    @property
+    def stored(self) -> Tensor:
+        """The weight as a GPU's products read it."""
+        return self.weight if self.narrow is None else self.narrow
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight" and self.panels is not None:
             return self.panels.weight()
+        if name == "weight" and self.narrow is not None:
+            return self.narrow.float()
         return super().__getattr__(name)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.panels is not None:
-            destination[prefix + "weight"] = self.panels.weight()
+        if self.packed:
+            destination[prefix + "weight"] = self.weight
+
+
+def exact_narrow(weight: Tensor) -> Tensor | None:
+    """The weight in bfloat16; None if that would round a number."""
+    narrow = weight.detach().to(torch.bfloat16)
+    return narrow if torch.equal(narrow.to(weight.dtype), weight) else None
 
 
 class HeadLinear(nn.Module):

@@ -422,13 +422,13 @@ class HeadOps(ExpertOps):
     """the last plan of products by head and the rows and heads it is for: all layers use it"""
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        return matmul(x, linear.weight, linear.bias)
+        return matmul(x, linear.stored, linear.bias)
 
     def unembed(self, x: Tensor, table: Tensor) -> Tensor:
         return matmul(x, table.t(), out_dtype=torch.float32)
 
     def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
-        return matmul(x, linear.weight, linear.bias, residual=residual)
+        return matmul(x, linear.stored, linear.bias, residual=residual)
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         if x.dtype != torch.float32 or not cap:
@@ -439,7 +439,7 @@ class HeadOps(ExpertOps):
         return activation(x, "sigmoid", False) if x.dtype == torch.float32 else sigmoid(x)
 
     def linear_activate(self, x: Tensor, linear: Linear, kind: Activation, gated: bool) -> Tensor:
-        return activation(matmul(x, linear.weight, linear.bias), kind, gated)
+        return activation(matmul(x, linear.stored, linear.bias), kind, gated)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         if norm.by_head:

@@ -207,14 +207,14 @@ class Runner:
         return Products()
 
     def pack(self) -> None:
-        """Mutates the model: a CPU's weights are held as products read them, in place of the weights themselves.
+        """Mutates the model: weights in float32 are held as products read them, in place of the weights themselves.
 
         Precondition: nobody else holds the model.
         """
-        if self.device == "cpu":
-            for block in self.model.blocks.modules():
-                if isinstance(block, Linear):
-                    block.pack()
+        if self.model.embed.dtype == torch.float32:
+            for part in (self.model if self.kernels else self.model.blocks).modules():
+                if isinstance(part, Linear):
+                    part.pack()
 
     @cached_property
     def host_copy(self) -> HostCopy:

@@ -132,7 +132,7 @@ def _products(model: Decoder, random: Random, findings: list[Finding]) -> None:
             seen.add(tuple(module.weight.shape))
             compare(name, random(max(ROWS), len(module.weight)), partial(ops.linear, linear=module), findings)
             _control(name, random(256, len(module.weight)), module.weight, findings)
-    unembed = partial(ops.unembed, table=model.unembedding)
+    unembed = partial(ops.unembed, table=model.stored_unembedding)
     compare("unembed", random(max(ROWS), model.config.d_model), unembed, findings)
 
 

@@ -23,9 +23,11 @@ def _fused(a, b, c, out):  # type: ignore[no-untyped-def]
 
 
 def chain(a: Any, b: Any, c: Any) -> Any:
-    """a [m, k] times b [k, n], added to c [m, n] from the first k to the last."""
-    if c.dtype != np.float32 or a.ndim != 2:
+    """a [m, k] times b [k, n], added to c [m, n] from the first k to the last; of three dimensions, one by one."""
+    if c.dtype != np.float32:
         return np.matmul(a, b, dtype=c.dtype) + c
+    if a.ndim == 3:
+        return np.stack([chain(*each) for each in zip(a, b, c, strict=True)])
     out = np.array(c, order="C")
     _chain(np.ascontiguousarray(a, np.float32), np.ascontiguousarray(b, np.float32), out)
     return out

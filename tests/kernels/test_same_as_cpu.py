@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.proof.doctor import numbers
-from replaylens.kernels import cpu
+from replaylens.kernels import cpu, parts
 from replaylens.kernels.attention import attention
+from replaylens.kernels.launch import GemmTile
 from replaylens.kernels.matmul import matmul
 from replaylens.kernels.norm import FUNCTIONS, activation, norm, norm_scale
 from replaylens.kernels.rope import rotate
@@ -21,12 +22,32 @@ pytestmark = pytest.mark.parametrize("device", DEVICES)
 Same = Callable[[Tensor, Tensor], None]
 
 
-@pytest.mark.parametrize("m, k, n", [(1, 40, 56), (7, 577, 100), (33, 64, 61)])
-def test_products(device: str, m: int, k: int, n: int, same: Same) -> None:
-    x, w, bias, residual = numbers(1, m, k), numbers(2, k, n), numbers(3, n), numbers(4, m, n)
-    ours = matmul(x.to(device), w.to(device), bias.to(device), residual.to(device))
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("m, k, n", [(1, 40, 56), (3, 128, 64), (9, 136, 40), (70, 72, 36)])
+def test_products(device: str, m: int, k: int, n: int, stored: torch.dtype, same: Same) -> None:
+    x, w, bias, residual = numbers(1, m, k), numbers(2, k, n).to(stored), numbers(3, n), numbers(4, m, n)
+    given = x.to(device), w.to(device), bias.to(device), residual.to(device)
+    ours, w = matmul(*given), w.float()
     same(ours.cpu(), cpu.product(x, cpu.Panels.of(w), bias, residual))
+    for tile in (GemmTile(4, 64, 32, 4, 2), GemmTile(16, 32, 16, 4, 2), GemmTile(64, 64, 32, 4, 2)):
+        same(matmul(*given, tile=tile), ours)
+    same(matmul(given[0], given[1].t().contiguous().t(), *given[2:]), ours)
     assert not torch.equal(ours.cpu(), cpu.product(x, cpu.Panels.of(w), bias, residual, parts=1)), "the control: one chain"
+
+
+def test_weights_are_widened_in_pieces(device: str, same: Same, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w, bias = numbers(1, 66, 72).to(device), numbers(2, 72, 280).bfloat16().to(device), numbers(3, 280).to(device)
+    whole = matmul(x, w, bias)
+    monkeypatch.setattr(parts, "_WIDENED", 128 * 72)
+    same(matmul(x, w, bias), whole)
+
+
+@pytest.mark.parametrize("m, k", [(1, 40), (9, 40), (9, 128)])
+def test_a_sum_that_underflows_keeps_its_sign(device: str, m: int, k: int) -> None:
+    x, w = torch.full((m, k), -1e-30), torch.full((k, 5), 1e-30)
+    theirs = cpu.product(x, cpu.Panels.of(w))
+    assert torch.signbit(theirs).all() and not theirs.any()
+    assert torch.signbit(matmul(x.to(device), w.to(device))).all()
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
