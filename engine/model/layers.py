@@ -35,8 +35,8 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(outputs, dtype=torch.float32)) if bias else None
 
     def pack(self) -> None:
-        """Mutates: from now on only panels are held, or on a GPU the weight in bfloat16 if that loses nothing. `weight` is a copy
-        that is made anew each time."""
+        """Mutates: from now on only panels are held, or on a GPU the weight in bfloat16 if that loses nothing. `weight` is then
+        a copy that is made anew each time."""
         if "weight" not in self._parameters:
             return
         if self.weight.is_cuda:
