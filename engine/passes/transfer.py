@@ -271,6 +271,8 @@ class _Piece:
 
 
 _host_copies: "weakref.WeakSet[HostCopy]" = weakref.WeakSet()
+_carriers: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
+"""also those of an engine that was just dropped, which are about to end"""
 
 
 @atexit.register
@@ -278,6 +280,8 @@ def _end_all() -> None:
     """The interpreter ends threads wherever they are; within a call of the driver, that aborts the process."""
     for host_copy in list(_host_copies):
         host_copy.end(_PATIENCE)
+    for thread in list(_carriers):
+        thread.join(_PATIENCE)
 
 
 class HostCopy:
@@ -298,6 +302,7 @@ class HostCopy:
         # threads must not hold the HostCopy, or its pinned memory would outlive the engine
         arguments = (self._pieces, self.ring)
         self._threads = [threading.Thread(target=_carry_all, args=arguments, daemon=True) for _ in range(_CARRIERS)]
+        _carriers.update(self._threads)
         for thread in self._threads:
             thread.start()
         weakref.finalize(self, self._pieces.put, None).atexit = False

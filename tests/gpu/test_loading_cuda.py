@@ -49,3 +49,19 @@ def test_the_host_holds_a_small_part_of_the_weights(tmp_path: Path) -> None:
     host, held = map(int, done.stdout.split()[-2:])
     print(f"host {host / 1e9:.2f} GB for {held / 1e9:.2f} GB of weights on the device")
     assert held > 3.8e9 and host < 2e9
+
+
+def test_float32_weights_are_stored_in_bfloat16_where_that_loses_nothing(tmp_path: Path) -> None:
+    model = hugging_face("llama").bfloat16()
+    model.model.layers[0].mlp.down_proj.weight.data[0, 0] = 1.0
+    wide = model.float()
+    wide.model.layers[0].mlp.down_proj.weight.data[0, 0] += 2**-20  # one number that bfloat16 has not
+    wide.save_pretrained(tmp_path)
+    there, here = Engine.load(tmp_path, device="cuda", dtype=torch.float32), Engine.load(tmp_path)
+    first, second = there.model.blocks[0].mlp.down, there.model.blocks[1].mlp.down
+    assert first.stored.dtype == torch.float32 and second.stored.dtype == torch.bfloat16
+    assert there.fingerprint.weights == here.fingerprint.weights
+    ours, theirs = (engine.prompt([1, 2, 3], sites="STC") for engine in (there, here))
+    assert ours.generate(8).tokens == theirs.generate(8).tokens
+    for site in theirs.activations.sites():
+        assert torch.equal(ours.activations[site].cpu(), theirs.activations[site])

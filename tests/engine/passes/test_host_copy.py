@@ -188,3 +188,24 @@ def test_rows_that_are_lost_trouble_their_own_readers_only(monkeypatch):
     assert torch.equal(host_copy.send(groups(1))["a"], groups(1)[0][1][0])
     with pytest.raises(MemoryError, match="no room for rows"):
         kept["a"]
+
+
+def test_threads_of_a_dropped_engine_end_before_the_process() -> None:
+    """The last reference goes at the end of a script: what its threads still do is waited for, or the process aborts."""
+    host_copy = HostCopy("cpu", 1 << 16)
+    began, free = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        began.set()
+        free.wait(10)
+
+    place = host_copy.ring.take(256)
+    host_copy._pieces.put(transfer._Piece(transfer.PendingRows([], 1, lambda _: None), place, slow, []))
+    threads = host_copy._threads
+    began.wait(10)
+    del host_copy
+    gc.collect()
+    assert any(thread.is_alive() for thread in threads)
+    free.set()
+    transfer._end_all()
+    assert not any(thread.is_alive() for thread in threads)
