@@ -8,6 +8,30 @@ BURSTS = "tests/kernels/test_draft_bursts.py"
 
 DEVICE = (
     Mutant(
+        "padded-with-zeros",
+        "replaylens.kernels.parts",
+        "a = tl.load(x + k[:, None, :], mask=inside[:, None, :], other=-1.0)",
+        "a = tl.load(x + k[:, None, :], mask=inside[:, None, :], other=0.0)",
+        "what fills up a sum leaves -0 as it is",
+        ("tests/kernels/test_same_as_cpu.py::test_a_sum_that_underflows_keeps_its_sign",),
+    ),
+    Mutant(
+        "another-tree",
+        "replaylens.kernels.parts",
+        "tl.permute(tl.reshape(x, (HALF, 2, SIZE)), (0, 2, 1))",
+        "tl.permute(tl.reshape(x, (2, HALF, SIZE)), (1, 2, 0))",
+        "parts of a sum are added as neighbours",
+        ("tests/kernels/test_same_as_cpu.py::test_products",),
+    ),
+    Mutant(
+        "parts-in-a-row",
+        "replaylens.kernels.parts",
+        "four = four + (two + (one + acc))",
+        "four = four + two + (one + acc)",
+        "parts of a sum are added as a tree",
+        ("tests/kernels/test_same_as_cpu.py::test_products",),
+    ),
+    Mutant(
         "rows-of-another-kind",
         "replaylens.kernels.launch",
         "if x.data_ptr() % 16 == 0 and all(",
