@@ -154,7 +154,9 @@ def verify(
     if problems:
         return Verification(MISMATCH, tuple(problems))
     if differences := engine.fingerprint.differences(dump.manifest.fingerprint):
-        return Verification(OTHER, ("the dump was made under another fingerprint:", *differences, *_who_could(dump.manifest)))
+        made = dump.manifest.fingerprint
+        who = [f"its files are intact; {made.maker} could replay it"] * (made.canonical != engine.fingerprint.canonical)
+        return Verification(OTHER, ("the dump was made under another fingerprint:", *differences, *who))
     replay = _Replay(dump, engine, batch, task, selector, features)
     try:
         if count is None:
@@ -164,14 +166,6 @@ def verify(
     except BadDump as error:
         return Verification(MISMATCH, (str(error),))
     return replace(found, of_examples=len(dump.manifest.plan.examples), of_rows=dump.manifest.rows)
-
-
-def _who_could(manifest: Manifest) -> list[str]:
-    """Who could replay a dump of other arithmetic, whose files were found intact."""
-    made = manifest.fingerprint
-    if made.canonical.startswith("portable"):
-        return []
-    return [f"its files are intact; replaylens {made.replaylens} on {made.device} with torch {made.torch} could replay it"]
 
 
 def _sampled(manifest: Manifest, sample: float | str, seed: int) -> list[int]:
@@ -340,12 +334,17 @@ class Comparison:
     """the first row, site or label that differs; None: the content is the same"""
     remarks: tuple[str, ...]
     """differences between fingerprints and plans; the content can still be the same"""
+    arithmetic: tuple[str, str]
+    """of each side: portable-1, or one that is bound to a kind of GPU or, in dumps made before portable-1, a processor"""
 
     def __bool__(self) -> bool:
         return self.difference is None
 
     def __str__(self) -> str:
-        return "\n".join([str(self.difference) if self.difference else "the same content", *self.remarks])
+        mine, yours = self.arithmetic
+        arithmetic = f"{mine} on both sides" if mine == yours else f"{mine} here, {yours} there"
+        found = str(self.difference) if self.difference else "the same content"
+        return "\n".join([found, f"arithmetic: {arithmetic}", *self.remarks])
 
 
 def diff(a: str | Path | Dump, b: str | Path | Dump, *, accepted: bool = False, progress: bool = False) -> Comparison:
@@ -362,6 +361,7 @@ def diff(a: str | Path | Dump, b: str | Path | Dump, *, accepted: bool = False, 
             raise BadDump(f"{dump.url} contradicts itself: {'; '.join(problems)}. Copy it again from an intact dump.")
     remarks = [f"fingerprint: {line}" for line in mine.manifest.fingerprint.differences(yours.manifest.fingerprint)]
     remarks += [f"plan: {line}" for line in mine.manifest.plan.differences(yours.manifest.plan)]
+    arithmetic = mine.manifest.fingerprint.arithmetic, yours.manifest.fingerprint.arithmetic
     every = sorted({*mine.manifest.plan.examples, *yours.manifest.plan.examples})
     step = mine.manifest.plan.examples_per_shard
     for first in tqdm(range(0, len(every), step), unit="shard", desc="diff", disable=hidden(progress)):
@@ -370,10 +370,10 @@ def diff(a: str | Path | Dump, b: str | Path | Dump, *, accepted: bool = False, 
             continue
         here, there = _load(mine, some, accepted), _load(yours, some, accepted)
         if found := first_difference(here, there):
-            return Comparison(found, tuple(remarks))
+            return Comparison(found, tuple(remarks), arithmetic)
     ours, others = mine.manifest, yours.manifest
     described = sites_differ(ours.sites, others.sites) or labels_differ(ours.labels, others.labels, accepted)
-    return Comparison(described, tuple(remarks))
+    return Comparison(described, tuple(remarks), arithmetic)
 
 
 def _same_shard(a: Dump, b: Dump, indices: Sequence[int], accepted: bool) -> bool:

@@ -24,6 +24,7 @@ from replaylens.engine.dump.verify import MISMATCH, OTHER, VERIFIED, diff, verif
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadDump, BadRequest, NotCertified, UnfinishedDump
 from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.records import BEFORE_PORTABLE
 from replaylens.engine.replay.replayer import Result
 from replaylens.engine.replay.run import Run
 from replaylens.engine.request.sampling import Sampling
@@ -257,7 +258,7 @@ def test_a_dump_of_earlier_arithmetic(engine: Engine, copy: Path) -> None:
     edit_manifest(copy, lambda raw: raw["fingerprint"].update(canonical="1:tile16:block64", device="a Xeon", torch="2.11"))
     verdict = verify(copy, engine, sample="all")
     assert verdict.status == OTHER and "canonical: portable-1 here, 1:tile16:block64 there" in verdict.problems
-    assert "on a Xeon with torch 2.11 could replay it" in verdict.problems[-1]
+    assert f"0.1.0 up to commit {BEFORE_PORTABLE}, before portable-1, on a Xeon with torch 2.11 could" in verdict.problems[-1]
     assert verdict.difference is None and "mismatch" not in str(verdict)
 
 
@@ -317,6 +318,9 @@ def test_diff_across_fingerprints(reference: Dump, copy: Path) -> None:
     edit_manifest(copy, lambda raw: raw["fingerprint"].update(canonical="cuda3"))
     found = diff(reference, copy)
     assert found and "fingerprint: canonical: portable-1 here, cuda3 there" in found.remarks
+    assert "\narithmetic: portable-1 here, cuda3 (float32 on " in str(found) and " and triton none) there\n" in str(found)
+    assert "\narithmetic: portable-1 on both sides" in str(diff(reference, reference))
+    assert diff(copy, reference).arithmetic == found.arithmetic[::-1]
     forge_index(copy, "face", 8, "sideways")
     forge_digests(copy)
     assert diff(reference, copy).difference is not None and diff(reference, copy).remarks == found.remarks
