@@ -179,7 +179,7 @@ def _sampled(manifest: Manifest, sample: float | str, seed: int) -> list[int]:
 
 _Rows = Mapping[tuple[int, int], set[int]]
 """positions of rows by (example, branch)"""
-_REPLAYED = 8
+_REPLAYED = 4
 """rows of replayed examples for each row of a sample: examples are replayed whole, so more would spread it further, and cost
 more than reading Z at its rows"""
 

@@ -18,6 +18,7 @@ import pytest
 
 import replaylens as rl
 from replaylens.cli import main
+from replaylens.engine.dump.reader import Dump
 from replaylens.probes.settings import SweepSettings
 from replaylens.tasks import registry
 from tests.docs.blocks import PAGES, ROOT, Block, anchors, blocks, links
@@ -100,6 +101,39 @@ def run_page(page: str, text: str, folder: Path, patch: pytest.MonkeyPatch) -> i
 def test_snippets(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = run_page(page, TEXTS[page], tmp_path, monkeypatch)
     assert ran or page in NOT_RUN
+
+
+# ---- digests ---------------------------------------------------------------------------------------------------------
+# Lines of docs/results.md that make a dump end with its digest, which every machine gives.
+
+CITED = re.findall(r"^(replaylens dump .*?--out (\w+)) +# digest (\w+)$", TEXTS["docs/results.md"], re.M)
+QUICK = "eight"
+
+
+def has_digest(line: str, name: str, digest: str, patch: pytest.MonkeyPatch) -> bool:
+    """Whether a shell line makes the dump that it cites."""
+    run_line(line, patch)
+    return Dump.open(name).digest.startswith(digest)
+
+
+@pytest.mark.parametrize(
+    "line, name, digest", [pytest.param(*each, marks=pytest.mark.slow if each[1] != QUICK else ()) for each in CITED]
+)
+def test_digests_of_results(line: str, name: str, digest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert has_digest(line, name, digest, monkeypatch)
+
+
+def test_digests_control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: another seed has another digest. Every dump that the page makes cites its own."""
+    monkeypatch.chdir(tmp_path)
+    ((line, name, digest),) = (each for each in CITED if each[1] == QUICK)
+    assert not has_digest(re.sub("--n [0-9]+", "--n 2", line), name, digest, monkeypatch)
+    few = Dump.open(name).digest
+    again, other = (re.sub("--n [0-9]+", f"--n 2{more}", line.replace(name, name + "2")) for more in ("", " --knob seed=1"))
+    assert has_digest(again, name + "2", few, monkeypatch)
+    assert not has_digest(other.replace("eight2", "eight3"), "eight3", few, monkeypatch)
+    assert len(CITED) == TEXTS["docs/results.md"].count("\nreplaylens dump ")
 
 
 PLANTED = {
