@@ -81,6 +81,10 @@ def _unknown(made: Any, raw: Any) -> str | None:
 # ---- fingerprint -----------------------------------------------------------------------------------------------------
 
 
+BEFORE_PORTABLE = "f10e131a"
+"""the last commit whose CPU computes in the earlier arithmetic; the number of the version did not change"""
+
+
 @dataclass(frozen=True)
 class Fingerprint:
     """Results with equal fingerprint, token path and edits have equal bits.
@@ -108,6 +112,27 @@ class Fingerprint:
     def _binding(self) -> set[str]:
         """The parts that results depend on."""
         return set(asdict(self)) - ({"device", "torch", "triton"} if self.canonical.startswith("portable") else set())
+
+    @property
+    def arithmetic(self) -> str:
+        """The arithmetic, and what else its bits are bound to: nothing, a kind of GPU, or, before `portable-1`, a processor."""
+        if self.canonical.startswith("portable"):
+            return self.canonical
+        made = f"{self.dtype} on {self.device} with torch {self.torch}"
+        return f"{self.canonical} ({made} and triton {self.triton})" if self._of_gpu else f"{self.canonical} ({made})"
+
+    @property
+    def maker(self) -> str:
+        """Who could compute these bits again."""
+        if self.canonical.startswith("portable"):
+            return f"replaylens {self.replaylens} in {self.dtype} on any machine"
+        version = self.replaylens if self._of_gpu else f"{self.replaylens} up to commit {BEFORE_PORTABLE}, before portable-1,"
+        triton = f" and triton {self.triton}" if self._of_gpu else ""
+        return f"replaylens {version} on {self.device} with torch {self.torch}{triton}"
+
+    @property
+    def _of_gpu(self) -> bool:
+        return self.canonical.startswith("cuda")
 
     def to_json(self) -> str:
         return json.dumps(self.parts(), sort_keys=True)

@@ -9,18 +9,24 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
 import replaylens as rl
+from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
+from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.model.config import Latent, MixtureConfig, ModelConfig, Rope, Routing
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.proof.doctor import numbers
 from replaylens.engine.serving.branch import Branch
+from replaylens.probes import ProbeRows
+from tests.engine.features import tiny
 from tests.tiny_mixtures import MIXTURES
 
 FILE = Path(__file__).with_suffix(".json")
@@ -95,28 +101,72 @@ def _tiny(more: dict[str, Any], device: str, **options: Any) -> str:
     return generated(Engine(model.to(device), None), **options)
 
 
-def _dump(device: str, model: str = "coin-plain", drafter: str = "self") -> str:
-    """The digest of a dump, as `replaylens dump` makes it."""
+def _dumped(device: str, read: Callable[[Dump], str], model: str = "coin-plain", drafter: str = "lens", **stored: Any) -> str:
+    """What `read` gives of a dump, made as `replaylens dump` makes it."""
     engine = Engine.load(model, device=device, dtype=torch.float32)
     run = engine.replay(rl.tasks.get("coin")(flips=(2, 8)).examples(4), sites="STCZ", drafter=drafter, progress=False)
     with tempfile.TemporaryDirectory() as folder:
-        return str(run.save(Path(folder) / "dump").digest)[:32]
+        return read(run.save(Path(folder) / "dump", **stored))
+
+
+def _sparse(kind: str) -> SparseFeatures:
+    """Sparse features of coin-plain's second block, with weights that are integers times powers of two."""
+    shapes = {"W_enc": (128, tiny.COUNT), "b_enc": (tiny.COUNT,), "W_dec": (tiny.COUNT, 128), "b_dec": (128,)}
+    shapes |= {"threshold": (tiny.COUNT,)} if kind == "jumprelu" else {}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "cfg.json").write_text(json.dumps(tiny.config(kind, d_in=128)))
+        weights = {name: numbers(70 + i, *shape) / 4 for i, (name, shape) in enumerate(shapes.items())}
+        save_file(weights, Path(folder, "sae_weights.safetensors"))
+        return SparseFeatures.load(folder)
+
+
+def _dump(device: str, model: str = "coin-plain", drafter: str = "lens", **stored: Any) -> str:
+    return _dumped(device, lambda dump: dump.digest, model, drafter, **stored)[:32]
+
+
+def _inputs_of_probes(dump: Dump) -> str:
+    """What a sweep reads of a dump: its rows at the positions of the task, labels and groups."""
+    found, rows = hashlib.sha256(), ProbeRows.of(dump)
+    for position in ("step", "query"):
+        here = rows.at(position)
+        for site, layer in product("STC", range(4)):
+            found.update(np.ascontiguousarray(here.matrix(site, layer)).tobytes())
+        for label in ("face", "parity"):
+            found.update("\n".join(map(str, here.target(label).values)).encode())
+        found.update("\n".join(map(str, here.roots)).encode())
+    return found.hexdigest()[:32]
+
+
+def _gradients() -> str:
+    """Of a logit difference and of a log-probability, at every site of S, T and C. A GPU's differ."""
+    engine, found = Engine(model_of(ModelConfig(**_DENSE)), None), hashlib.sha256()
+    for metric in ((7, 9), 11):
+        gradients = engine.prompt(PROMPTS[0], sites="STC").gradients(metric)
+        found.update(np.float32(gradients.value).tobytes())
+        for site in sorted(gradients):
+            found.update(np.ascontiguousarray(gradients[site].numpy()).tobytes())
+    return found.hexdigest()[:32]
 
 
 def cases(device: str = "cpu") -> dict[str, Callable[[], str]]:
     """name -> computes the digest"""
     warm = rl.Sampling(temperature=2.0, seed=7)
     filtered = rl.Sampling(temperature=4.0, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=2**63)
+    kinds = "standard", "jumprelu", "topk"
     plain = _MORE["a gated model with norms of heads"]
     found: dict[str, Callable[[], str]] = {
-        "dump of the coin task": lambda: _dump(device, drafter="lens"),
+        "dump of the coin task": lambda: _dump(device),
         "dump with rejected drafts": lambda: _dump(device, drafter="ngram"),
         "dump of a model that thinks": lambda: _dump(device, "coin-thinking", drafter="ngram"),
+        "dump with features": lambda: _dump(device, features={kind: _sparse(kind) for kind in kinds}),
+        "inputs of probes": lambda: _dumped(device, _inputs_of_probes),
         "sampled": lambda: _tiny(plain, device, sampling=warm),
         "filtered and penalised": lambda: _tiny(plain, device, sampling=filtered),
         "drafted": lambda: _tiny(plain, device, drafter="self", window=4),
         "edited": lambda: _tiny(plain, device, edits=_EDITS),
     }
+    found |= {"sampled at temperature 1": lambda: _tiny(plain, device, sampling=rl.Sampling(temperature=1.0, seed=3))}
+    found |= {"gradients": _gradients} if device == "cpu" else {}
     for name, more in _MORE.items():
         found[name] = lambda more=more: _tiny(more, device)  # type: ignore[misc]
     return found

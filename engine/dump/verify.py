@@ -14,18 +14,20 @@ from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
+import pyarrow as pa
 import torch
 from tqdm.auto import tqdm
 
-from replaylens.engine.dump.content import LOCATORS, Content, Difference, concatenate, count_accepted, first_difference
+from replaylens.engine.dump.content import KEYS, LOCATORS, Content, Difference, concatenate, count_accepted, first_difference
 from replaylens.engine.dump.files import DumpFiles
 from replaylens.engine.dump.maker import ShardMaker, drafter_settings
 from replaylens.engine.dump.manifest import Manifest, SiteEntry
-from replaylens.engine.dump.plan import CUSTOM, Encoders, Selector, matched
+from replaylens.engine.dump.plan import CUSTOM, Encoders, ExamplePath, Selector, matched
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import BadDump, BadRequest
 from replaylens.engine.replay.replayer import RejectedPath, ReplayOptions, Result, prompt_examples
 from replaylens.engine.request.capture import Recording
+from replaylens.engine.request.values import integer, real, short_repr
 from replaylens.engine.serving.core import Core
 from replaylens.engine.terminal import hidden
 from replaylens.tasks.task import AnyTask, Example
@@ -97,12 +99,20 @@ class Verification:
     """number of rows compared"""
     notes: tuple[str, ...] = ()
     """checks that were skipped, and why"""
+    of_examples: int = 0
+    """number of examples in the dump; 0 if none was replayed"""
+    of_rows: int = 0
+    """number of rows in the dump; 0 if none was compared"""
 
     def __bool__(self) -> bool:
         return self.status == VERIFIED
 
     def __str__(self) -> str:
-        head = f"{self.status}: {self.examples} examples replayed, {self.rows} rows compared"
+        examples, rows = f"{self.examples} examples replayed", f"{self.rows} rows compared"
+        if self.rows < self.of_rows:
+            examples = f"{self.examples} of {self.of_examples} examples replayed"
+            rows = f"{self.rows} of {self.of_rows} rows compared"
+        head = f"{self.status}: {examples}, {rows}"
         return "\n".join([head, *self.problems, *([str(self.difference)] if self.difference else []), *self.notes])
 
 
@@ -110,7 +120,7 @@ def verify(
     path: str | Path,
     engine: Core,
     *,
-    sample: float | str = 0.01,
+    sample: int | float | str = "all",
     seed: int = 0,
     batch: int = 32,
     task: AnyTask | None = None,
@@ -118,9 +128,10 @@ def verify(
     features: Encoders = MappingProxyType({}),
     progress: bool = False,
 ) -> Verification:
-    """Check files, digests and fingerprint, then replay a sample of the examples and compare every bit.
+    """Check files, digests and fingerprint, then replay the examples, or a sample, and compare every bit.
 
-    sample    share of the examples to replay, drawn with `seed`, at least one; or "all"
+    sample    a whole number: that many rows, spread over examples; a float: a share of the examples, at least one; or "all".
+              Drawn by the dump's digest and `seed`. The hashes cover every row, sampled or not
     task      required if the dump's task is not registered
     selector  required if the dump's positions were chosen by a function
     features  required if the dump holds sparse features: name -> `SparseFeatures`
@@ -128,8 +139,13 @@ def verify(
     Damaged files are a mismatch. A folder without a manifest, or with one that is damaged or edited, is no dump to compare
     with: BadDump or UnfinishedDump.
     """
-    if not (sample == "all" or (isinstance(sample, int | float) and 0 < sample <= 1)):
-        raise BadRequest(f"Invalid sample {sample!r}. Give a share above 0 and up to 1, or 'all'.")
+    count, share = integer(sample), real(sample)
+    whole = isinstance(sample, str) and sample == "all"
+    if not (whole or (count >= 1 if count is not None else share is not None and 0 < share <= 1)):
+        raise BadRequest(
+            f"Invalid sample {short_repr(sample)}. Give a number of rows from 1 on, a share of the examples above 0 and up to "
+            "1.0, or 'all'."
+        )
     dump = Dump.open(path, check_files=False)
     try:
         problems = dump.files.problems(progress) or index_problems(dump.files)
@@ -138,20 +154,18 @@ def verify(
     if problems:
         return Verification(MISMATCH, tuple(problems))
     if differences := engine.fingerprint.differences(dump.manifest.fingerprint):
-        return Verification(OTHER, ("the dump was made under another fingerprint:", *differences, *_who_could(dump.manifest)))
-    chosen = _sampled(dump.manifest, sample, seed)
+        made = dump.manifest.fingerprint
+        who = [f"its files are intact; {made.maker} could replay it"] * (made.canonical != engine.fingerprint.canonical)
+        return Verification(OTHER, ("the dump was made under another fingerprint:", *differences, *who))
+    replay = _Replay(dump, engine, batch, task, selector, features)
     try:
-        return _Replay(dump, engine, batch, task, selector, features).run(chosen, progress)
+        if count is None:
+            found = replay.run(_sampled(dump.manifest, sample, seed), progress)
+        else:
+            found = replay.run_rows(_drawn(dump.files, count, seed, replay.accepted_only), progress)
     except BadDump as error:
         return Verification(MISMATCH, (str(error),))
-
-
-def _who_could(manifest: Manifest) -> list[str]:
-    """Who could replay a dump of other arithmetic, whose files were found intact."""
-    made = manifest.fingerprint
-    if made.canonical.startswith("portable"):
-        return []
-    return [f"its files are intact; replaylens {made.replaylens} on {made.device} with torch {made.torch} could replay it"]
+    return replace(found, of_examples=len(dump.manifest.plan.examples), of_rows=dump.manifest.rows)
 
 
 def _sampled(manifest: Manifest, sample: float | str, seed: int) -> list[int]:
@@ -161,6 +175,39 @@ def _sampled(manifest: Manifest, sample: float | str, seed: int) -> list[int]:
     count = max(1, round(float(sample) * len(indices)))
     places = random.Random(f"{manifest.digest} {seed}").sample(range(len(indices)), count)
     return sorted(indices[place] for place in places)
+
+
+_Rows = Mapping[tuple[int, int], set[int]]
+"""positions of rows by (example, branch)"""
+_REPLAYED = 4
+"""rows of replayed examples for each row of a sample: examples are replayed whole, so more would spread it further, and cost
+more than reading Z at its rows"""
+
+
+def _drawn(files: DumpFiles, count: int, seed: int, accepted: bool) -> _Rows:
+    """`count` rows, or all if there are fewer, in turn from examples that together have `_REPLAYED` times as many.
+
+    accepted  of the accepted paths only
+    """
+    tables = [files.lines(number, [*KEYS, "accepted"]) for number in range(len(files.manifest.shards))]
+    keys = np.stack([np.concatenate([table.column(key).to_numpy() for table in tables]) for key in KEYS], axis=1)  # [rows, 3]
+    if accepted:
+        keys = keys[np.concatenate([table.column("accepted").to_numpy(zero_copy_only=False) for table in tables]).astype(bool)]
+    keys = keys[np.argsort(keys[:, 0], kind="stable")]
+    _, starts, sizes = np.unique(keys[:, 0], return_index=True, return_counts=True)
+    draw = random.Random(f"{files.manifest.digest} {seed}")
+    order = draw.sample(range(len(sizes)), len(sizes))
+    enough = int(np.searchsorted(np.cumsum(sizes[order]), _REPLAYED * count)) + 1
+    turns = [
+        (turn, int(starts[i]) + row)
+        for i in order[:enough]
+        for turn, row in enumerate(draw.sample(range(int(sizes[i])), min(count, int(sizes[i]))))
+    ]
+    found: dict[tuple[int, int], set[int]] = {}
+    for _, row in sorted(turns, key=lambda each: each[0])[:count]:
+        example, branch, position = keys[row].tolist()
+        found.setdefault((example, branch), set()).add(position)
+    return found
 
 
 class _Replay:
@@ -184,9 +231,21 @@ class _Replay:
         self.by_path = plan.rejected and not self.same_drafter and plan.positions == "all"
         again = self.plan if self.same_drafter else replace(self.plan, drafter="ngram", rejected=False, window=8)
         self.maker = ShardMaker(engine, again, batch, task)
-        self.notes: list[str] = []
+        self.accepted_only = plan.rejected and not self.same_drafter and not self.by_path
+        """whether accepted rows alone can be compared"""
 
-    def run(self, examples: list[int], progress: bool) -> Verification:
+    def run_rows(self, drawn: _Rows, progress: bool) -> Verification:
+        """Replay the examples of some rows, and compare these rows. Z, most of the work, is read at no others."""
+
+        def wanted(path: ExamplePath) -> set[int]:
+            return drawn.get((path.example.index, path.branch), set())
+
+        sampled = replace(self.maker.plan, positions=f"{CUSTOM}sample", selector=wanted)
+        self.maker = ShardMaker(self.engine, sampled, self.maker.batch, self.maker.task)
+        return self.run(sorted({example for example, _ in drawn}), progress, drawn)
+
+    def run(self, examples: list[int], progress: bool, drawn: _Rows | None = None) -> Verification:
+        """Replay some examples, and compare all their rows, or those drawn."""
         rows = 0
         by_shard = self.dump.files.by_shard(examples)
         with (
@@ -197,17 +256,16 @@ class _Replay:
                 if not intact:
                     shard = self.dump.manifest.shards[number].name
                     return Verification(MISMATCH, (f"{shard} and its index lines do not have the digest in the manifest",))
-                stored = content.of_examples(some)
-                if self.plan.rejected and not self.same_drafter and not self.by_path:
+                stored = content.of_examples(some) if drawn is None else _picked(content, drawn)
+                if self.accepted_only:
                     stored = stored.accepted()
-                    note = "skipped rejected rows: their drafter is not available, and the dump does not hold their full paths"
-                    self.notes = [note]
-                made = self.maker.rows_of(some, bar.update, self._with_stored_branches(stored))
+                made = self.maker.rows_of(some, bar.update, self._with_stored_branches(content.index))
                 rows += len(stored)
                 described = self.dump.manifest.sites
                 if found := first_difference(stored, made) or sites_differ(described, self.maker.sites(made)):
                     return Verification(MISMATCH, ("replay and dump differ:",), found, bar.n, rows)
-        return Verification(VERIFIED, (), None, len(examples), rows, tuple(self.notes))
+        note = "skipped rejected rows: their drafter is not available, and the dump does not hold their full paths"
+        return Verification(VERIFIED, (), None, len(examples), rows, (note,) if self.accepted_only else ())
 
     def _stored(self, numbers: Iterable[int]) -> Generator[tuple[Content, bool]]:
         """Each shard's rows, and whether they have the manifest's digest. A shard is hashed while the last one is replayed."""
@@ -225,11 +283,11 @@ class _Replay:
             while loading:
                 yield loading.popleft().result()
 
-    def _with_stored_branches(self, stored: Content) -> Callable[[Result], Result]:
-        """If drafts are not reproducible, take the rejected paths from the dump and recompute their rows."""
+    def _with_stored_branches(self, index: pa.Table) -> Callable[[Result], Result]:
+        """If drafts are not reproducible, take the rejected paths from the dump's index and recompute their rows."""
         if not self.by_path:
             return lambda result: result
-        frame = stored.index.select(["example", "branch", "fork_position", "token"]).to_pandas()
+        frame = index.select(["example", "branch", "fork_position", "token"]).to_pandas()
         branches = frame[frame["branch"] > 0].groupby(["example", "branch"])
 
         def complete(result: Result) -> Result:
@@ -258,6 +316,12 @@ class _Replay:
             branch.release()
 
 
+def _picked(content: Content, drawn: _Rows) -> Content:
+    """The drawn rows of a shard."""
+    keys = zip(*(content.index.column(key).to_pylist() for key in KEYS), strict=True)
+    return content.select(np.array([position in drawn.get((example, branch), ()) for example, branch, position in keys], bool))
+
+
 # ---- diff ------------------------------------------------------------------------------------------------------------
 # `diff`: the first row in which two dumps differ; if there is none, the first site or label that they describe differently.
 
@@ -270,12 +334,17 @@ class Comparison:
     """the first row, site or label that differs; None: the content is the same"""
     remarks: tuple[str, ...]
     """differences between fingerprints and plans; the content can still be the same"""
+    arithmetic: tuple[str, str]
+    """of each side: portable-1, or one that is bound to a kind of GPU or, in dumps made before portable-1, a processor"""
 
     def __bool__(self) -> bool:
         return self.difference is None
 
     def __str__(self) -> str:
-        return "\n".join([str(self.difference) if self.difference else "the same content", *self.remarks])
+        mine, yours = self.arithmetic
+        arithmetic = f"{mine} on both sides" if mine == yours else f"{mine} here, {yours} there"
+        found = str(self.difference) if self.difference else "the same content"
+        return "\n".join([found, f"arithmetic: {arithmetic}", *self.remarks])
 
 
 def diff(a: str | Path | Dump, b: str | Path | Dump, *, accepted: bool = False, progress: bool = False) -> Comparison:
@@ -292,6 +361,7 @@ def diff(a: str | Path | Dump, b: str | Path | Dump, *, accepted: bool = False, 
             raise BadDump(f"{dump.url} contradicts itself: {'; '.join(problems)}. Copy it again from an intact dump.")
     remarks = [f"fingerprint: {line}" for line in mine.manifest.fingerprint.differences(yours.manifest.fingerprint)]
     remarks += [f"plan: {line}" for line in mine.manifest.plan.differences(yours.manifest.plan)]
+    arithmetic = mine.manifest.fingerprint.arithmetic, yours.manifest.fingerprint.arithmetic
     every = sorted({*mine.manifest.plan.examples, *yours.manifest.plan.examples})
     step = mine.manifest.plan.examples_per_shard
     for first in tqdm(range(0, len(every), step), unit="shard", desc="diff", disable=hidden(progress)):
@@ -300,10 +370,10 @@ def diff(a: str | Path | Dump, b: str | Path | Dump, *, accepted: bool = False, 
             continue
         here, there = _load(mine, some, accepted), _load(yours, some, accepted)
         if found := first_difference(here, there):
-            return Comparison(found, tuple(remarks))
+            return Comparison(found, tuple(remarks), arithmetic)
     ours, others = mine.manifest, yours.manifest
     described = sites_differ(ours.sites, others.sites) or labels_differ(ours.labels, others.labels, accepted)
-    return Comparison(described, tuple(remarks))
+    return Comparison(described, tuple(remarks), arithmetic)
 
 
 def _same_shard(a: Dump, b: Dump, indices: Sequence[int], accepted: bool) -> bool:

@@ -18,6 +18,7 @@ import pytest
 
 import replaylens as rl
 from replaylens.cli import main
+from replaylens.engine.dump.reader import Dump
 from replaylens.probes.settings import SweepSettings
 from replaylens.tasks import registry
 from tests.docs.blocks import PAGES, ROOT, Block, anchors, blocks, links
@@ -100,6 +101,38 @@ def run_page(page: str, text: str, folder: Path, patch: pytest.MonkeyPatch) -> i
 def test_snippets(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = run_page(page, TEXTS[page], tmp_path, monkeypatch)
     assert ran or page in NOT_RUN
+
+
+# ---- digests ---------------------------------------------------------------------------------------------------------
+# Lines of docs/results.md that make a dump end with its digest, which every machine gives.
+
+CITED = re.findall(r"^(replaylens dump .*?--out (\w+)) +# digest (\w+)$", TEXTS["docs/results.md"], re.M)
+QUICK = "eight"
+
+
+def has_digest(line: str, name: str, digest: str, patch: pytest.MonkeyPatch) -> bool:
+    """Whether a shell line makes the dump that it cites."""
+    run_line(line, patch)
+    return Dump.open(name).digest.startswith(digest)
+
+
+@pytest.mark.parametrize(
+    "line, name, digest", [pytest.param(*each, marks=pytest.mark.slow if each[1] != QUICK else ()) for each in CITED]
+)
+def test_digests_of_results(line: str, name: str, digest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert has_digest(line, name, digest, monkeypatch)
+
+
+def test_digests_control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a dump of other examples has another digest. Every dump that the page makes cites its own."""
+    monkeypatch.chdir(tmp_path)
+    line = "replaylens dump --task coin --n 2 --sites S --knob seed={} --quiet --out {}"
+    run_line(line.format(0, "a"), monkeypatch)
+    digest = Dump.open("a").digest
+    assert has_digest(line.format(0, "b"), "b", digest[:8], monkeypatch)
+    assert not has_digest(line.format(1, "c"), "c", digest[:8], monkeypatch)
+    assert len(CITED) == TEXTS["docs/results.md"].count("\nreplaylens dump ") and QUICK in [name for _, name, _ in CITED]
 
 
 PLANTED = {

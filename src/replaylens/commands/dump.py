@@ -217,8 +217,10 @@ def verify(
     path: Annotated[str, typer.Argument(help="A dump's folder.")],
     model: MakerOption = None,
     device: DeviceOption = "cpu",
-    sample: Annotated[str, typer.Option(help="Share of the examples to replay: 0.01, or 1%.")] = "0.01",
-    every: Annotated[bool, typer.Option("--all", help="Replay every example.")] = False,
+    sample: Annotated[
+        str, typer.Option(help="Rows to replay, such as 200; or a share of the examples, such as 0.01 or 1%; or all.")
+    ] = "all",
+    every: Annotated[bool, typer.Option("--all", help="Replay every example, the default.")] = False,
     task: DumpTaskOption = None,
     features: FeaturesOption = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sample.")] = 0,
@@ -226,14 +228,16 @@ def verify(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Check a dump's hashes, then replay a sample of its examples and compare every bit."""
+    """Check a dump's hashes, then replay its examples, or a sample of its rows, and compare every bit."""
     with reporting():
-        share: float | str = "all" if every else _share(sample)
+        if every and sample != "all":
+            raise BadRequest(f"--all and --sample {sample} contradict each other. Give one of them.")
+        drawn = _sample(sample)
         know_task(task, path)
         dump = Dump.open(path, check_files=False)
         maker = engine_that_made(dump, device) if model is None else Engine.load(model, device=device)
         engine = maker or Engine.load(MODEL, device=device)  # any engine can check the files
-        how: dict[str, Any] = {"sample": share, "seed": seed, "batch": batch, "features": encoders(features)}
+        how: dict[str, Any] = {"sample": drawn, "seed": seed, "batch": batch, "features": encoders(features)}
         verdict = verify_dump(path, engine, progress=not quiet, **how)
         if verdict.status == OTHER and maker is None:
             verdict = replace(verdict, notes=(f"{unknown_maker(Dump.open(path, check_files=False))}.",))
@@ -241,11 +245,16 @@ def verify(
     raise typer.Exit({VERIFIED: 0, OTHER: 2}.get(verdict.status, 1))
 
 
-def _share(given: str) -> float:
+def _sample(given: str) -> int | float | str:
+    """What --sample asks for: rows, a share of the examples, or all."""
     try:
-        return 1.0 if given == "all" else float(given.removesuffix("%")) / (100 if given.endswith("%") else 1)
+        if given == "all" or given.isdecimal():
+            return given if given == "all" else int(given)
+        return float(given.removesuffix("%")) / (100 if given.endswith("%") else 1)
     except ValueError:
-        raise BadRequest(f"Invalid --sample {given}. Give a share such as 0.01 or 1%, or all.") from None
+        raise BadRequest(
+            f"Invalid --sample {given}. Give a number of rows such as 200, a share of the examples such as 0.01 or 1%, or all."
+        ) from None
 
 
 def diff(

@@ -183,9 +183,14 @@ def test_inspect(reference: Dump, tmp_path: Path) -> None:
 
 
 def test_verify(model_folder: Path, reference: Dump, copy: Path, tmp_path: Path) -> None:
-    for words in (["--all"], ["--sample", "0.2"], ["--sample", "20%"]):
+    for words in ([], ["--all"], ["--sample", "0.2"], ["--sample", "20%"], ["--sample", "all"]):
         code, out, _ = run("verify", reference.url, "--model", model_folder, "--quiet", *words)
         assert code == 0 and out.startswith("verified: ")
+    code, out, _ = run("verify", reference.url, "--model", model_folder, "--quiet", "--sample", "7")
+    assert code == 0 and f"7 of {reference.manifest.rows} rows compared" in out
+    for bad in (["--sample", "0"], ["--sample", "2.5"], ["--sample", "nan"], ["--sample", "7", "--all"]):
+        code, _, err = run("verify", reference.url, "--model", model_folder, "--quiet", *bad)
+        assert code == 2 and "sample" in err and "Give" in err
     flip_bit(copy / "shard-00002.safetensors")
     code, out, _ = run("verify", copy, "--model", model_folder, "--quiet")
     assert code == 1 and "shard-00002.safetensors was changed" in out

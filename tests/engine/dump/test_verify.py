@@ -24,6 +24,7 @@ from replaylens.engine.dump.verify import MISMATCH, OTHER, VERIFIED, diff, verif
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadDump, BadRequest, NotCertified, UnfinishedDump
 from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.records import BEFORE_PORTABLE
 from replaylens.engine.replay.replayer import Result
 from replaylens.engine.replay.run import Run
 from replaylens.engine.request.sampling import Sampling
@@ -51,6 +52,51 @@ def test_the_sample_is_drawn_by_its_seed(engine: Engine, reference: Dump, monkey
     assert drawn[0] == drawn[1] and len(set(map(tuple, drawn))) > 1
 
 
+def test_a_sample_of_rows(engine: Engine, reference: Dump) -> None:
+    """As many rows as asked for, of many examples, accepted and rejected ones; the verdict says how many of how many."""
+    some, total = verify(reference.url, engine, sample=30), reference.manifest.rows
+    assert some and (some.rows, some.of_rows, some.of_examples) == (30, total, EXAMPLES) and some.examples > 2
+    assert str(some) == f"verified: {some.examples} of {EXAMPLES} examples replayed, 30 of {total} rows compared"
+    assert verify(reference.url, engine, sample=np.int64(1)).rows == 1
+    every = verify(reference.url, engine, sample=total + 1)
+    assert (every.rows, every.examples) == (total, EXAMPLES), "no more than there are"
+
+
+def drawn_rows(dump: Dump, count: int, seed: int) -> set[tuple[int, int, int]]:
+    drawn = dump_verify._drawn(dump.files, count, seed, False)
+    return {(*key, position) for key, positions in drawn.items() for position in positions}
+
+
+def test_rows_are_drawn_by_digest_and_seed(reference: Dump, copy: Path) -> None:
+    drawn = [drawn_rows(reference, 6, seed) for seed in (0, 0, *range(1, 20))]
+    assert drawn[0] == drawn[1] and len(set(map(frozenset, drawn))) > 1 and {len(some) for some in drawn} == {6}
+    assert {branch > 0 for some in drawn for _, branch, _ in some} == {False, True}, "rejected rows, too"
+    edit_manifest(copy, lambda raw: raw["fingerprint"].update(torch="2.99"))
+    assert drawn_rows(Dump.open(copy), 6, 0) == drawn[0], "the same rows on every machine"
+    forge_shard(copy, 0, change_one_bit)
+    forge_digests(copy)
+    assert any(drawn_rows(Dump.open(copy), 6, seed) != drawn_rows(reference, 6, seed) for seed in range(3))
+
+
+def test_a_flipped_bit_in_a_sampled_row(engine: Engine, copy: Path) -> None:
+    """Found where the row is sampled. Where it is not, no replay finds it if all digests are forged; else the hashes do."""
+    flip_bit(copy / "shard-00000.safetensors")
+    assert "shard-00000.safetensors was changed" in verify(copy, engine, sample=1).problems[0]
+    flip_bit(copy / "shard-00000.safetensors")
+    assert verify(copy, engine, sample=1), "the control"
+    forge_shard(copy, 0, change_one_bit)
+    assert {verify(copy, engine, sample=3, seed=seed).status for seed in range(4)} >= {MISMATCH}, "digests of replayed shards"
+    forge_digests(copy)
+    dump = Dump.open(copy)
+    line = dump.where(shard=0, row=9).index.iloc[0]
+    place = int(line["example"]), int(line["branch"]), int(line["position"])
+    has = {place in drawn_rows(dump, 40, seed): seed for seed in range(40)}
+    assert verify(copy, engine, sample=40, seed=has[False])
+    found = verify(copy, engine, sample=40, seed=has[True])
+    assert found.status == MISMATCH and found.difference is not None and found.difference.what == "blocks.0.mlp.hook_out[1]"
+    assert (found.difference.example, found.difference.branch, found.difference.position) == place
+
+
 @pytest.mark.parametrize("drafter", ["self", "tree", "model"])
 def test_rejected_branches_are_checked_whoever_drafted(
     engine: Engine, model: Decoder, tokenizer: WordTokenizer, planned: Planned, tmp_path: Path, drafter: str
@@ -61,6 +107,7 @@ def test_rejected_branches_are_checked_whoever_drafted(
     for judge in (engine, other):
         verdict = verify(tmp_path, judge, sample="all")
         assert verdict and verdict.rows == Dump.open(tmp_path).manifest.rows and not verdict.notes
+        assert verify(tmp_path, judge, sample=20).rows == 20
     rejected = Dump.open(tmp_path).where(accepted=False, shard=0).index
     if len(rejected):
         row = int(rejected["row"].iloc[-1])
@@ -211,7 +258,7 @@ def test_a_dump_of_earlier_arithmetic(engine: Engine, copy: Path) -> None:
     edit_manifest(copy, lambda raw: raw["fingerprint"].update(canonical="1:tile16:block64", device="a Xeon", torch="2.11"))
     verdict = verify(copy, engine, sample="all")
     assert verdict.status == OTHER and "canonical: portable-1 here, 1:tile16:block64 there" in verdict.problems
-    assert "on a Xeon with torch 2.11 could replay it" in verdict.problems[-1]
+    assert f"0.1.0 up to commit {BEFORE_PORTABLE}, before portable-1, on a Xeon with torch 2.11 could" in verdict.problems[-1]
     assert verdict.difference is None and "mismatch" not in str(verdict)
 
 
@@ -221,7 +268,7 @@ def test_files_are_checked_under_any_fingerprint(engine: Engine, copy: Path, mon
     assert verify(copy, engine).status == MISMATCH
 
 
-@pytest.mark.parametrize("sample", [0, -1, 1.5, "some"])
+@pytest.mark.parametrize("sample", [0, -1, 1.5, 200.0, "some", "200", True, None, float("nan"), [5], np.ones(2)])
 def test_impossible_samples(engine: Engine, reference: Dump, sample: Any) -> None:
     with pytest.raises(BadRequest, match="sample"):
         verify(reference.url, engine, sample=sample)
@@ -271,6 +318,9 @@ def test_diff_across_fingerprints(reference: Dump, copy: Path) -> None:
     edit_manifest(copy, lambda raw: raw["fingerprint"].update(canonical="cuda3"))
     found = diff(reference, copy)
     assert found and "fingerprint: canonical: portable-1 here, cuda3 there" in found.remarks
+    assert "\narithmetic: portable-1 here, cuda3 (float32 on " in str(found) and " and triton none) there\n" in str(found)
+    assert "\narithmetic: portable-1 on both sides" in str(diff(reference, reference))
+    assert diff(copy, reference).arithmetic == found.arithmetic[::-1]
     forge_index(copy, "face", 8, "sideways")
     forge_digests(copy)
     assert diff(reference, copy).difference is not None and diff(reference, copy).remarks == found.remarks
