@@ -149,6 +149,7 @@ def make_plan(
         edits=tuple(edit.to_json() for edit in edits),
         probabilities=as_bool("probabilities", probabilities),
         features=stored,
+        end=engine.text.foreign_end,
         selector=None if isinstance(positions, str) else positions,
         encoders=dict(features),
     )

@@ -302,6 +302,8 @@ class DumpPlan:
     """whether the index has log-probability and entropy of every row; False: both are null, and the unembedding is not run"""
     features: tuple[StoredFeatures, ...] = ()
     """sparse features to store, besides the sites"""
+    end: int | None = None
+    """the token that ends a generation, where the tokenizer comes from elsewhere: versions of one may differ in it"""
     selector: Selector | None = field(default=None, compare=False, repr=False)
     """the function named by custom:NAME; not stored in files"""
     encoders: Encoders = field(default_factory=dict, compare=False, repr=False)
@@ -353,7 +355,12 @@ class DumpPlan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values; `from_json` restores it, except for a custom selector and the weights of features."""
-        usual = {"edits": (), "probabilities": True, "features": ()}  # left out, as in dumps older than these options
+        usual = {
+            "edits": (),
+            "probabilities": True,
+            "features": (),
+            "end": None,
+        }  # left out: dumps are older
         unwritten = ("selector", "encoders")
         raw = {name: value for name, value in vars(self).items() if name not in unwritten and value != usual.get(name, ...)}
         if self.features:
@@ -376,7 +383,7 @@ class DumpPlan:
 
     def differences(self, other: DumpPlan) -> list[str]:
         """One readable line per option that differs."""
-        mine, theirs = ({"features": [], **plan.to_json(), "probabilities": plan.probabilities} for plan in (self, other))
+        mine, theirs = ({"features": [], "end": None, "probabilities": True, **plan.to_json()} for plan in (self, other))
         if mine["knobs"] != theirs["knobs"]:  # texts are too long for a line
             mine["knobs"], theirs["knobs"] = self.cited_knobs, other.cited_knobs
         other_edits = ["edits: other interventions"] if mine.pop("edits", None) != theirs.pop("edits", None) else []
@@ -431,6 +438,7 @@ class PlanRecord:
     edits: tuple[EditRecord, ...] = ()
     probabilities: bool = True
     features: tuple[StoredFeatures, ...] = ()
+    end: Count | None = None
 
 
 def compact(indices: int | Iterable[int]) -> range | tuple[int, ...]:

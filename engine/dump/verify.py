@@ -157,6 +157,9 @@ def verify(
         made = dump.manifest.fingerprint
         who = [f"its files are intact; {made.maker} could replay it"] * (made.canonical != engine.fingerprint.canonical)
         return Verification(OTHER, ("the dump was made under another fingerprint:", *differences, *who))
+    if (end := dump.manifest.plan.end) not in (None, engine.text.eos_id):
+        lines = "the dump was made with another tokenizer:", f"end of a text: token {engine.text.eos_id} here, {end} there"
+        return Verification(OTHER, (*lines, "Load the model with the tokenizer that made the dump (tokenizer=)."))
     replay = _Replay(dump, engine, batch, task, selector, features)
     try:
         if count is None:

@@ -42,6 +42,11 @@ class Text:
         return None if found is None else int(found)
 
     @property
+    def foreign_end(self) -> int | None:
+        """`eos_id` of a tokenizer that is not our own."""
+        return None if self._ours else self.eos_id
+
+    @property
     def bos_id(self) -> int | None:
         """What a tokenizer may put before a prompt."""
         found = None if self.tokenizer is None or self._ours else getattr(self.tokenizer, "bos_token_id", None)

@@ -709,3 +709,36 @@ def test_branches_are_numbered_by_fork_and_tokens(engine: Engine, coin: AnyTask,
         if branch > 0
     ]
     assert numbered == sorted({(path.fork_position, tuple(path.tokens[path.fork_position :])) for path in result.rejected})
+
+
+class Numbers:
+    """A tokenizer from elsewhere, whose end of a text is a setting."""
+
+    def __init__(self, end: int) -> None:
+        self.eos_token_id = end
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return " ".join(map(str, ids))
+
+
+def test_another_end_of_texts_is_named(engine: Engine, tmp_path: Path) -> None:
+    """Versions of a tokenizer can end a generation elsewhere: same weights, other dumps. The plan says where it ended."""
+    prompt, new = [1, 2, 3, 4], engine.prompt([1, 2, 3, 4]).generate(6, sampling=Sampling(ignore_eos=True)).generated
+    never = next(i for i in range(engine.config.vocab_size) if i not in new)
+    here, there = (Engine.load(engine.model, tokenizer=Numbers(end)) for end in (new[2], never))
+    dumps = []
+    for name, each in (("here", here), ("there", there)):
+        made = write_dump(
+            each, make_plan(each, each.texts([prompt]), 1, sites="S", drafter="ngram", max_new=6), tmp_path / name
+        )
+        assert made is not None
+        dumps.append(made)
+    assert dumps[0].manifest.plan.end == new[2] and dumps[0].manifest.digest != dumps[1].manifest.digest
+    assert verify(tmp_path / "here", here).verdict == VERIFIED
+    found = verify(tmp_path / "here", there)
+    assert found.verdict == OTHER and f"end of a text: token {never} here, {new[2]} there" in found.problems
+    assert f"plan: end: {new[2]} here, {never} there" in diff(tmp_path / "here", tmp_path / "there").remarks
+    assert make_plan(engine, tasks.get("coin")(), 1).end is None, "our own tokenizer has one end"
