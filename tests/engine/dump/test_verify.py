@@ -737,8 +737,8 @@ def test_another_end_of_texts_is_named(engine: Engine, tmp_path: Path) -> None:
         assert made is not None
         dumps.append(made)
     assert dumps[0].manifest.plan.end == new[2] and dumps[0].manifest.digest != dumps[1].manifest.digest
-    assert verify(tmp_path / "here", here).verdict == VERIFIED
+    assert verify(tmp_path / "here", here).status == VERIFIED
     found = verify(tmp_path / "here", there)
-    assert found.verdict == OTHER and f"end of a text: token {never} here, {new[2]} there" in found.problems
+    assert found.status == OTHER and f"end of a text: token {never} here, {new[2]} there" in found.problems
     assert f"plan: end: {new[2]} here, {never} there" in diff(tmp_path / "here", tmp_path / "there").remarks
     assert make_plan(engine, tasks.get("coin")(), 1).end is None, "our own tokenizer has one end"
