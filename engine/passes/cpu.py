@@ -20,6 +20,7 @@ from replaylens.engine.passes.batch import Batch, finite
 from replaylens.engine.passes.products import Products, rows_of
 from replaylens.engine.request.placed import PATTERN, PlacedEdit
 from replaylens.kernels import cpu as portable
+from replaylens.kernels.cpu_attention import HostRows, attend
 
 
 def exact_sums(x: Tensor) -> Tensor:
@@ -144,7 +145,7 @@ class CpuOps(CpuRowOps):
         cut = cut_of(self.batch, spec.layer, q.shape[1])
         if cut is not None or observe is not None:
             return edged(q, keys, values, self.batch.paged, spec, heads.sinks, cut, observe)
-        return portable.attend(q, keys, values, self.batch.paged, *_settings(spec, heads.sinks))
+        return attend(q, keys, values, self.batch.paged, *_settings(spec, heads.sinks))
 
     def _queries_and_kv(self, heads: Heads) -> tuple[Tensor, Tensor]:
         """Queries [rows, heads, d_head], and keys and values [rows, 2 kv_heads, d_head], with the pending rotation applied.
@@ -170,17 +171,17 @@ def edged(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    paged: portable.HostRows,
+    paged: HostRows,
     spec: AttentionSpec,
     sinks: Tensor | None,
     cut: Cut | None,
     observe: Observer | None = None,
 ) -> Tensor:
-    """Attention with edges that edits cut or set, or whose inside somebody is shown. Arguments as `kernels.cpu.attend`'s."""
+    """Attention with edges that edits cut or set, or whose inside somebody is shown. Arguments as `attend`'s."""
     most = int(paged.position.max()) + 1
     scores = torch.full((len(q), q.shape[1], most), -math.inf, dtype=torch.float32)
     hidden = cut.mask[..., :most].contiguous() if cut is not None and cut.hides else None
-    z = portable.attend(q, keys, values, paged, *_settings(spec, sinks), scores, hidden)
+    z = attend(q, keys, values, paged, *_settings(spec, sinks), scores, hidden)
     if cut is not None and hidden is not None and bool((scores.amax(-1) == -math.inf).any()):
         raise BadEdit(
             f"Edits of {cut.site} hide every key that a position sees, within its sliding window if it has one. Leave at "
@@ -196,7 +197,7 @@ def edged(
     return z
 
 
-def _set(z: Tensor, pattern: Tensor, scores: Tensor, put: Tensor, values: Tensor, paged: portable.HostRows) -> None:
+def _set(z: Tensor, pattern: Tensor, scores: Tensor, put: Tensor, values: Tensor, paged: HostRows) -> None:
     """Mutates outputs and patterns of the pairs with a weight that is set: the sum over all keys with the new weights."""
     given = ~put.isnan() & (scores > -math.inf)
     torch.where(given, put, pattern, out=pattern)

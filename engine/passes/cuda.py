@@ -553,7 +553,7 @@ def _cut_on_host(
 ) -> None:
     """Mutates `out`: rows with edges that edits cut or set, in portable arithmetic, which the host has, too."""
     from replaylens.engine.passes.cpu import Cut, cut_of, edged
-    from replaylens.kernels.cpu import HostRows
+    from replaylens.kernels.cpu_attention import HostRows
 
     cut = cut_of(batch, spec.layer, q.shape[1])
     if cut is None:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from replaylens.engine.proof.doctor import numbers, sum_of_products
 from replaylens.kernels import cpu, definition, threads
-from replaylens.kernels.cpu import HostRows, Panels
+from replaylens.kernels.cpu import Panels
+from replaylens.kernels.cpu_attention import HostRows, attend
 
 EDGES = torch.tensor(
     [0.0, -0.0, 1.0, -1.0, 0.625, -0.625, 4.0, 1e-45, -1e-45, 1e-38, -1e-38, 88.72283, 88.7229, -87.33654, -87.3366, -104.0,
@@ -143,7 +144,7 @@ class Paths:
         return HostRows(self.sequence[some], self.position[some], self.pages, self.page_size, order)
 
     def attend(self, some: Tensor, scale: float = 0.3, **settings: Any) -> Tensor:
-        return cpu.attend(self.q[some].contiguous(), self.keys, self.values, self.rows(some), scale, **settings)
+        return attend(self.q[some].contiguous(), self.keys, self.values, self.rows(some), scale, **settings)
 
     def expected(self, row: int, head: int, **settings: Any) -> Any:
         """By the definition, from keys and values that are looked up position by position."""
