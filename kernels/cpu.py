@@ -43,7 +43,7 @@ _BLOCK = 64
 """rows whose tiles stay in the cache together. Moves no bit"""
 
 
-@compiled("boolean(intp,intp,intp,intp,intp)")
+@compiled("boolean(intp,intp,intp,intp,intp)", within=True)
 def _is_short_rows(weight, by_row, by_column, rows, columns):
     for row in range(rows):
         line = words(weight + 4 * row * by_row, (columns - 1) * by_column + 1)
@@ -149,7 +149,7 @@ def _pack(weight, by_input, by_output, target, short, inputs, outputs, first, en
                     many[k * PANEL + j] = bits
 
 
-@compiled("void(intp,intp,intp)")
+@compiled("void(intp,intp,intp)", within=True)
 def _widen(source, target, count):
     """bfloat16 to float32."""
     few, many = shorts(source, count), words(target, count)
@@ -160,7 +160,7 @@ def _widen(source, target, count):
 @compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)")
 def _product(x, ldx, panels, short, out, ldo, bias, residual, ldr, rows, inputs, outputs, parts, first_panel, end_panel):
     """The columns of some panels. bias, residual: 0 if there is none"""
-    xs, ys = floats(x, (rows - 1) * ldx + inputs), floats(out, (rows - 1) * ldo + outputs)
+    ys = floats(out, (rows - 1) * ldo + outputs)
     bs, rs = floats(bias, outputs), floats(residual, (rows - 1) * ldr + outputs)
     packed = np.empty(_BLOCK * inputs, np.float32)
     levels = np.empty(_BLOCK * 4 * PANEL, np.float32)
@@ -172,7 +172,7 @@ def _product(x, ldx, panels, short, out, ldo, bias, residual, ldr, rows, inputs,
         done = 0
         while done < count:
             h = height(count - done)
-            pack_rows(xs, ldx, block + done, h, 0, inputs, packed[done * inputs :])
+            pack_rows(x + 4 * (block + done) * ldx, ldx, h, inputs, packed.ctypes.data + 4 * done * inputs)
             done += h
         for panel in range(first_panel, end_panel):
             for part in range(parts):
@@ -511,7 +511,7 @@ def top(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-@compiled("uint64(uint64)")
+@compiled("uint64(uint64)", within=True)
 def _mix(x):
     """splitmix64's finaliser."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from replaylens.kernels.cpu import require, require_rows, vector
-from replaylens.kernels.portable import PANEL, compiled, exp, floats, fma, height, integers, shorts, tanh, tile
+from replaylens.kernels.portable import PANEL, compiled, exp, floats, fma, height, integers, pack_rows, shorts, tanh, tile
 from replaylens.kernels.threads import divided, share
 
 KV_BLOCK, KV_SPLIT = 64, 512
@@ -26,14 +26,14 @@ _NONE, _ZERO = np.float32(-np.inf), np.float32(0.0)
 # of values [pairs, padded].
 
 
-@compiled("void(intp,intp,float32)")
+@compiled("void(intp,intp,float32)", within=True)
 def _fill(target, count, value):
     out = floats(target, count)
     for i in range(count):
         out[i] = value
 
 
-@compiled("void(intp,intp,intp,intp,intp,intp,intp)")
+@compiled("void(intp,intp,intp,intp,intp,intp,intp)", within=True)
 def _turn_keys(keys, pages, page_size, start, num, width, turned):
     """Keys [start, start + num) of a sequence with these pages -> turned [width, KV_BLOCK]"""
     out, own = floats(turned, width * KV_BLOCK), integers(pages, (start + num - 1) // page_size + 1)
@@ -44,21 +44,17 @@ def _turn_keys(keys, pages, page_size, start, num, width, turned):
             out[i * KV_BLOCK + j] = row[i]
 
 
-@compiled("void(intp,intp,intp,intp,intp)")
+@compiled("void(intp,intp,intp,intp,intp)", within=True)
 def _pack_pairs(source, stride, pairs, target, columns):
     """source [pairs, columns] in tiles: for each, its columns one after the other."""
     done = 0
     while done < pairs:
         h = height(pairs - done)
-        out = floats(target + 4 * done * columns, h * columns)
-        for i in range(h):
-            row = floats(source + 4 * (done + i) * stride, columns)
-            for k in range(columns):
-                out[k * h + i] = row[k]
+        pack_rows(source + 4 * done * stride, stride, h, columns, target + 4 * done * columns)
         done += h
 
 
-@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp)")
+@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
 def _multiply(pairs, packed, columns, b, ldb, out, ldo, width, begun):
     """out [pairs, width] = (out if begun +) packed pairs [columns] times b [columns, width]; width a multiple of PANEL"""
     done = 0
@@ -70,7 +66,7 @@ def _multiply(pairs, packed, columns, b, ldb, out, ldo, width, begun):
         done += h
 
 
-@compiled("void(intp,intp,float32,float32,float32,intp,intp,intp,intp)")
+@compiled("void(intp,intp,float32,float32,float32,intp,intp,intp,intp)", within=True)
 def _scored(scores, count, scale, cap, slope, start, position, window, hidden):
     """Scores of one pair over a block: scaled, capped, biased; -inf for keys that the row does not see."""
     s, edges = floats(scores, KV_BLOCK), shorts(hidden, KV_BLOCK)
@@ -93,7 +89,7 @@ def _scored(scores, count, scale, cap, slope, start, position, window, hidden):
             s[j] = _NONE
 
 
-@compiled("float32(intp,float32,intp,intp,intp)")
+@compiled("float32(intp,float32,intp,intp,intp)", within=True)
 def _weighted(scores, m, sums, values, width):
     """One pair: scores of a block become weights; sums and values shrink to the new maximum, which is returned."""
     s, total, a = floats(scores, KV_BLOCK), floats(sums, _SUMS), floats(values, width)
@@ -111,7 +107,7 @@ def _weighted(scores, m, sums, values, width):
     return top
 
 
-@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)")
+@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
 def _add_values(values, pages, page_size, start, num, stride, width, weights, pairs, packed, padding, sums, padded):
     """Add the values of keys [start, start + num), `stride` apart, times the pairs' weights to their sums.
 
@@ -135,7 +131,7 @@ def _add_values(values, pages, page_size, start, num, stride, width, weights, pa
         j += some
 
 
-@compiled("void(intp,intp,float32,float32,intp,intp)")
+@compiled("void(intp,intp,float32,float32,intp,intp)", within=True)
 def _merge(state, merged, m1, l1, values, width):
     """Merge a split (m1, l1, values) into a row's (m, l) at `state` and values at `merged`."""
     ml, a, b = floats(state, 2), floats(merged, width), floats(values, width)
@@ -150,7 +146,7 @@ def _merge(state, merged, m1, l1, values, width):
 # ---- walk ------------------------------------------------------------------------------------------------------------
 
 
-@compiled("boolean(intp,intp,intp,intp,intp,intp)")
+@compiled("boolean(intp,intp,intp,intp,intp,intp)", within=True)
 def _same_pages(table, pages, one, other, first, end):
     """Whether two sequences have the same pages [first, end)."""
     if one == other:
@@ -162,7 +158,7 @@ def _same_pages(table, pages, one, other, first, end):
     return first < pages
 
 
-@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp)")
+@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
 def _take_queries(q, by_row, by_head, order, rows, head, group, width, out):
     """The queries of `group` heads, from `head` on, of the rows in this order -> [rows * group, width]"""
     rank = integers(order, rows)
@@ -174,7 +170,7 @@ def _take_queries(q, by_row, by_head, order, rows, head, group, width, out):
                 target[i] = source[i]
 
 
-@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp)")
+@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
 def _end_split(pairs, maxima, sums, values, state, merged, padded, sinks, group):
     """Merge the pairs' splits into what they have, or their heads' sinks, if given: `values` is zero then."""
     m, sink = floats(maxima, pairs), floats(sinks, group)
@@ -188,7 +184,7 @@ def _end_split(pairs, maxima, sums, values, state, merged, padded, sinks, group)
         _merge(state + 8 * pair, merged + 4 * pair * padded, m[pair], total, values + 4 * pair * padded, padded)
 
 
-@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp)")
+@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
 def _give(order, rows, heads, head, group, width, state, merged, out):
     """The pairs' values by their weights' sums -> out [all rows, heads, width]"""
     rank, padded = integers(order, rows), (width + PANEL - 1) // PANEL * PANEL
@@ -199,9 +195,7 @@ def _give(order, rows, heads, head, group, width, state, merged, out):
             y[i] = source[i] / total + _ZERO  # whether keys are skipped moves a zero's sign
 
 
-@compiled(
-    "void(intp,intp,intp,intp,intp,intp,intp,intp,float32,float32,intp,intp,intp,intp,intp,intp,intp,intp)"
-)
+@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,float32,float32,intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
 def _weigh(
     block, first, pairs, group, order, position, heads, head, scale, cap, slopes, window, start, num, scores, hidden, keys,
     sums_and_values,
