@@ -274,9 +274,7 @@ def _attend(
                 own = table + 8 * owner[rank[r]] * pages
                 first_page, end_page = start // page_size, (start + KV_BLOCK - 1) // page_size + 1
                 stop, deepest = r + 1, places[rank[r]]
-                while stop < high - low and _same_pages(
-                    table, pages, owner[rank[r]], owner[rank[stop]], first_page, end_page
-                ):
+                while stop < high - low and _same_pages(table, pages, owner[rank[r]], owner[rank[stop]], first_page, end_page):
                     deepest = max(deepest, places[rank[stop]])
                     stop += 1
                 num, one, some = min(KV_BLOCK, deepest + 1 - start), r * group, (stop - r) * group

@@ -8,6 +8,7 @@ Functions take addresses (`intp`) in place of arrays: one compiled form each, ke
 """
 
 import hashlib
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
 from numba.core import cgutils
+from numba.core.caching import NullCache
 from numba.extending import intrinsic
 
 # ---- machine ---------------------------------------------------------------------------------------------------------
@@ -63,9 +65,29 @@ def compiled(signature: str, within: bool = False) -> Callable[[Callable[..., An
     def made(function: Callable[..., Any]) -> Any:
         # numba finds a kernel by its name and by the age of its own file, and inlines the functions of this one
         function.__qualname__ += f"_{_SOURCE}"
-        return njit(signature, cache=True, no_cpython_wrapper=within, **_OPTIONS)(function)
+        kernel = njit(no_cpython_wrapper=within, **_OPTIONS)(function)
+        try:
+            kernel.enable_caching()
+        except RuntimeError:
+            warnings.warn(_NOT_KEPT, stacklevel=1)  # one place: shown once
+        try:
+            kernel.compile(signature)
+        except Exception:  # a damaged file raises anything, as does a full disk
+            try:
+                kernel._cache.flush()
+            except OSError:
+                kernel._cache = NullCache()
+            kernel.compile(signature)
+        kernel.disable_compile()
+        return kernel
 
     return made
+
+
+_NOT_KEPT = (
+    "No folder for compiled kernels can be written, so that every process compiles them, which takes about 15 seconds. Set "
+    "NUMBA_CACHE_DIR to a folder that can."
+)
 
 
 _SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
