@@ -4,6 +4,7 @@ Every function gives a row the same bits in any company, on any number of thread
 written in `kernels/definition.py`. Threads divide outputs. Tensors are float32 with contiguous last dimension.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,7 @@ from replaylens.kernels.threads import divided, share
 
 _BLOCK = 64
 """rows whose tiles stay in the cache together. Moves no bit"""
+_FEW_PANELS = 4
 
 
 @compiled("boolean(intp,intp,intp,intp,intp)", within=True)
@@ -120,12 +122,26 @@ class Panels:
         """of the weight"""
         return (*self.data.shape[:-3], self.inputs, self.outputs)
 
-    def weight(self) -> Tensor:
-        """The weight again, in float32, contiguous"""
-        out = torch.empty(self.shape, dtype=torch.float32)
-        for panel, first in enumerate(range(0, self.outputs, PANEL)):
-            out[..., first : first + PANEL] = self.data[..., panel, :, : self.outputs - first]
+    def weight(self, turned: bool = False) -> Tensor:
+        """The weight again, in float32, contiguous; turned: its transpose, [outputs, inputs]"""
+        *several, inputs, outputs = self.shape
+        out = torch.empty(*several, *((outputs, inputs) if turned else (inputs, outputs)), dtype=torch.float32)
+        done, flat = 0, out.view(-1)
+        for piece in self.pieces(turned):
+            flat[done : done + piece.numel()] = piece.view(-1)
+            done += piece.numel()
         return out
+
+    def pieces(self, turned: bool = False) -> Iterator[Tensor]:
+        """The rows of `weight`, a few at a time, which fit into a cache."""
+        for one in self.data if self.data.dim() == 4 else (self.data,):  # [panels, inputs, PANEL]
+            if turned:
+                for first in range(0, len(one), _FEW_PANELS):
+                    some = one[first : first + _FEW_PANELS].transpose(1, 2).reshape(-1, self.inputs)
+                    yield some[: self.outputs - first * PANEL].float()
+            else:
+                for rows in one.split(_BLOCK, dim=1):
+                    yield rows.transpose(0, 1).reshape(rows.shape[1], -1)[:, : self.outputs].float().contiguous()
 
     def columns(self, at: Tensor) -> Tensor:
         """Some columns [n] of one weight, as rows: [n, inputs] float32"""

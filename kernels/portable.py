@@ -10,6 +10,7 @@ Functions take addresses (`intp`) in place of arrays: one compiled form each, ke
 import hashlib
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def compiled(signature: str, within: bool = False) -> Callable[[Callable[..., An
         try:
             kernel.enable_caching()
         except RuntimeError:
-            warnings.warn(_NOT_KEPT, stacklevel=1)  # one place: shown once
+            _warn_not_kept()
         try:
             kernel.compile(signature)
         except Exception:  # a damaged file raises anything, as does a full disk
@@ -84,10 +85,14 @@ def compiled(signature: str, within: bool = False) -> Callable[[Callable[..., An
     return made
 
 
-_NOT_KEPT = (
-    "No folder for compiled kernels can be written, so that every process compiles them, which takes about 15 seconds. Set "
-    "NUMBA_CACHE_DIR to a folder that can."
-)
+@cache
+def _warn_not_kept() -> None:
+    """Once."""
+    warnings.warn(
+        "No folder for compiled kernels can be written, so that every process compiles them, which takes about 15 seconds. "
+        "Set NUMBA_CACHE_DIR to a folder that can.",
+        stacklevel=3,
+    )
 
 
 _SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]

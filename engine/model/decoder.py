@@ -1,12 +1,24 @@
 """`Decoder`: one config-driven transformer over packed rows. Wiring only: the arithmetic is in `Ops`."""
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from replaylens.engine.model.config import ModelConfig, barred, without_barred
-from replaylens.engine.model.layers import Experts, HeadLinear, Linear, Norm, Rotary, rotary_table
+from replaylens.engine.model.layers import (
+    Experts,
+    FrozenWeight,
+    HeadLinear,
+    Linear,
+    Norm,
+    Packable,
+    Rotary,
+    refuse_change,
+    rotary_table,
+)
 from replaylens.engine.model.ops import AttentionSpec, Heads, Ops, RowOps, Tap, observer, tapped, wanted
 
 # ---- latent ----------------------------------------------------------------------------------------------------------
@@ -384,8 +396,10 @@ def scaled_logits(x: Tensor, config: ModelConfig, ops: RowOps) -> Tensor:
     return ops.softcap(x if config.logit_scale == 1.0 else x * config.logit_scale, config.logit_softcap)
 
 
-class Decoder(nn.Module):
+class Decoder(Packable):
     """Embedding, blocks, final norm, unembedding."""
+
+    turned = ("embed",)
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -407,6 +421,44 @@ class Decoder(nn.Module):
             self.register_buffer(f"rotary_{i}", rotary_table(rope, config.rotary_dim, config.max_positions), persistent=False)
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.ln_final.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.ln_final.weight.device
+
+    def packable(self) -> dict[str, tuple[Packable, str]]:
+        """The weights that an engine on a CPU holds as panels, by their names: (module, name within it).
+
+        A table that is tied is held only once. Products by head stay as they are: they are few, and read from both sides.
+        """
+        found: dict[str, tuple[Packable, str]] = {}
+        for path, module in self.named_modules():
+            leaves = ("weight",) if isinstance(module, Linear) else ("up", "down") if isinstance(module, Experts) else ()
+            found |= {f"{path}.{leaf}": (module, leaf) for leaf in leaves if isinstance(module, Packable)}
+        return found if self.unembed is not None else found | {"embed": (self, "embed")}
+
+    def held(self) -> Iterator[nn.Parameter]:
+        """The weights that are not packed."""
+        return (x for module in self.modules() for x in module._parameters.values() if x is not None)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """All weights; packed ones come last, as copies that cannot be changed."""
+        yield from super().named_parameters(prefix, recurse, remove_duplicate)
+        for path, module in self.named_modules(prefix=prefix) if recurse else [(prefix, self)]:
+            for name in module.panels if isinstance(module, Packable) else ():
+                yield f"{path}.{name}".removeprefix("."), getattr(module, name)
+
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        """As in torch. BadWeights if the model belongs to an engine."""
+        if isinstance(self.ln_final.weight, FrozenWeight):
+            refuse_change()
+        return super().load_state_dict(*args, **options)
+
+    @property
     def late_sites(self) -> tuple[str, ...]:
         """The sites of the last block after its attention."""
         last = self.blocks[-1]
@@ -415,7 +467,7 @@ class Decoder(nn.Module):
 
     def embedding(self, tokens: Tensor, positions: Tensor, tap: Tap | None = None) -> Tensor:
         """tokens, positions [rows] -> the residual stream entering block 0 [rows, d_model]"""
-        x = self.embed[tokens]
+        x = self.panels["embed"].columns(tokens) if "embed" in self.panels else self.embed[tokens]
         if self.config.embed_scale != 1.0:
             x = x * self.config.embed_scale
         x = tapped(tap, "embed.hook_out", x)
@@ -451,14 +503,25 @@ class Decoder(nn.Module):
 
     @property
     def unembedding(self) -> Tensor:
-        """[vocab, d_model]: the embedding itself if the two are tied, else a view of `unembed`'s weight."""
+        """[vocab, d_model]: the embedding itself if the two are tied, else a view of `unembed`'s weight; a copy of what is
+        packed."""
         return self.embed if self.unembed is None else self.unembed.weight.t()
+
+    @property
+    def head(self) -> tuple[Packable, str]:
+        """The module that holds the unembedding, and its name there."""
+        return (self, "embed") if self.unembed is None else (self.unembed, "weight")
 
     def logits(self, x: Tensor, ops: RowOps, tap: Tap | None = None) -> Tensor:
         """Residual stream [rows, d_model] -> logits [rows, vocab]. On an earlier layer's stream, this is the logit lens."""
         x = normed(x, self.ln_final, FINAL_NORM, ops, tap)
-        out = tapped(tap, "unembed.hook_out", self.with_bias(ops.unembed(x, self.unembedding)))
+        out = tapped(tap, "unembed.hook_out", self.with_bias(self._unembedded(x, ops)))
         return scaled_logits(out, self.config, ops)
+
+    def _unembedded(self, x: Tensor, ops: RowOps) -> Tensor:
+        module, name = self.head
+        packed: Any = module.panels.get(name)
+        return ops.unembed(x, self.unembedding if packed is None else packed)
 
     def with_bias(self, logits: Tensor) -> Tensor:
         """The product with the unembedding [rows, vocab], plus its bias if it has one."""

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from replaylens.engine.errors import BadWeights
 from replaylens.engine.model import modes
 from replaylens.engine.model.config import NormKind, Rope
 from replaylens.kernels.definition import logarithm, power, turn
@@ -15,40 +16,126 @@ from replaylens.kernels.definition import logarithm, power, turn
 if TYPE_CHECKING:
     from replaylens.kernels.cpu import Panels
 
+# ---- frozen ----------------------------------------------------------------------------------------------------------
+# The weights of an engine do not change: its fingerprint names them, and its caches hold what was computed with them. A change
+# is refused where it is made, or at the next request.
+
+
+def refuse_change() -> NoReturn:
+    raise BadWeights(
+        "The weights of an engine were changed, or were to be. Its fingerprint, its cached prompts and its packed products are "
+        "those of the weights that it was loaded with. Change them in the source, e.g. the transformers model, and call "
+        "Engine.load on it; to change activations, use edits."
+    )
+
+
+class ReadOnly(Tensor):
+    """A view or a copy of a frozen weight: an op that would change it is refused."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func.__name__, kwargs or {}
+        changes = name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__"))
+        if (changes and name != "requires_grad_") or isinstance(kwargs.get("out"), cls):
+            refuse_change()
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **kwargs)
+            own = [x.untyped_storage().data_ptr() for x in args if isinstance(x, cls)]
+            same = isinstance(out, Tensor) and out.device.type != "meta" and out.untyped_storage().data_ptr() in own
+            return out.as_subclass(cls) if same else out
+
+
+class FrozenWeight(nn.Parameter):
+    """A weight of an engine. In-place ops are found by their count; `data` would hide them from it, so it is read-only."""
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach().as_subclass(ReadOnly)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value is not self:  # as in model.to("cpu")
+            refuse_change()
+
+
+class FrozenWeights:
+    """All weights of a model, and whether they are still those."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held = [(m._parameters, self._seen(m._parameters)) for m in model.modules() if m._parameters or is_packed(m)]
+
+    @staticmethod
+    def _seen(weights: dict[str, Any]) -> list[tuple[int, int]]:
+        return [(id(x), 0 if x is None or x.is_inference() else x._version) for x in weights.values()]
+
+    def require_unchanged(self) -> None:
+        """BadWeights if a weight was replaced or changed in place."""
+        if any(self._seen(weights) != seen for weights, seen in self._held):
+            refuse_change()
+
+
+def freeze(model: nn.Module) -> None:
+    """Mutates: the weights can no longer be changed. Precondition: nobody else holds the model."""
+    for module in model.modules():
+        for name, x in module._parameters.items():
+            if x is not None:
+                module._parameters[name] = FrozenWeight(x.detach(), requires_grad=False)
+
+
 # ---- layers ----------------------------------------------------------------------------------------------------------
 # The parts of a decoder that hold weights: products and norms. How they are computed is for `Ops` to say.
 
 
-class Linear(nn.Module):
+class Packable(nn.Module):
+    """A module that may hold weights in the order in which a CPU reads them, in their place."""
+
+    turned: tuple[str, ...] = ()
+    """weights that are stored [outputs, inputs]"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.panels: dict[str, Panels] = {}
+
+    def pack(self, name: str, weight: Tensor | None = None) -> None:
+        """Mutates: from now on only panels of a weight are held, and its attribute is a copy that is made anew each time.
+
+        weight  as the attribute has it; default: the module's own
+        """
+        from replaylens.kernels.cpu import Panels  # loads a compiler
+
+        if name not in self.panels:
+            self.panels[name] = Panels.of(self.as_multiplied(name, self._parameters[name] if weight is None else weight))
+            del self._parameters[name]
+
+    def as_multiplied(self, name: str, weight: Tensor) -> Tensor:
+        """A weight as products take it: [..., inputs, outputs]"""
+        return weight.mT if name in self.turned else weight
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("panels", ()):
+            return self.panels[name].weight(name in self.turned).as_subclass(ReadOnly)
+        return super().__getattr__(name)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self.panels:
+            destination[prefix + name] = getattr(self, name)
+
+
+def is_packed(module: nn.Module) -> bool:
+    return isinstance(module, Packable) and bool(module.panels)
+
+
+class Linear(Packable):
     """A product with a weight stored [inputs, outputs], the fastest layout for CPU libraries at few rows."""
 
     weight: Tensor
     bias: Tensor | None
-    panels: "Panels | None" = None
-    """the weight in the order in which a CPU reads it, in its place"""
 
     def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(inputs, outputs, dtype=torch.float32))
         self.bias = nn.Parameter(torch.empty(outputs, dtype=torch.float32)) if bias else None
-
-    def pack(self) -> None:
-        """Mutates: from now on only panels are held, and `weight` is a copy that is made anew each time."""
-        from replaylens.kernels.cpu import Panels  # loads a compiler
-
-        if self.panels is None:
-            self.panels = Panels.of(self.weight)
-            del self._parameters["weight"]
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "weight" and self.panels is not None:
-            return self.panels.weight()
-        return super().__getattr__(name)
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.panels is not None:
-            destination[prefix + "weight"] = self.panels.weight()
 
 
 class HeadLinear(nn.Module):
@@ -167,11 +254,11 @@ _TOGETHER = 512
 # ---- experts ---------------------------------------------------------------------------------------------------------
 # `Experts`: the weights of one layer's experts, and the product of rows with the experts that they are routed to.
 
-Product = Callable[[Tensor, Tensor], Tensor]
+Product = Callable[[Tensor, Any], Tensor]
 """x [any number of rows, inputs] times a weight [inputs, outputs] -> [rows, outputs]"""
 
 
-class Experts(nn.Module):
+class Experts(Packable):
     """One layer's experts, stacked. Weights are stored [inputs, outputs], as those of `Linear`."""
 
     up_bias: Tensor | None
@@ -195,12 +282,12 @@ def by_expert(chosen: Tensor) -> Iterator[tuple[int, Tensor]]:
     yield from zip(experts.tolist(), places.split(counts.tolist()), strict=True)
 
 
-def expert_products(x: Tensor, chosen: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
+def expert_products(x: Tensor, chosen: Tensor, weight: Any, bias: Tensor | None, product: Product) -> Tensor:
     """Every row times the weights of its chosen experts: [rows, top, outputs].
 
     x       [rows, inputs], or [rows, top, inputs] with inputs of their own for each expert
     chosen  [rows, top]
-    weight  [experts, inputs, outputs], bias [experts, outputs]
+    weight  [experts, inputs, outputs], or panels of it; bias [experts, outputs]
     """
     rows, top = chosen.shape
     pairs = x.flatten(0, 1) if x.dim() == 3 else None

@@ -85,7 +85,7 @@ class Source:
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MAPPED_BYTES = 1 << 28
+MAPPED_BYTES = 1 << 26
 """how much is read before files are mapped anew, which returns the memory of what was read"""
 
 
@@ -162,10 +162,12 @@ _ROWS = 512
 class Filler:
     """Copies each weight to its device, in its dtype, as it is set (`filler[name] = tensor`). The given one can be freed."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str = "cpu") -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str = "cpu", packed: bool = False) -> None:
+        """packed  hold the weights of products in panels only (`Decoder.packable`). Precondition: float32 on a CPU"""
         with torch.device("meta"):
             self.model = Decoder(config)
         self.dtype, self.device = dtype, device
+        self.packable = self.model.packable() if packed else {}
         self.wanted = {name: tuple(x.shape) for name, x in self.model.state_dict().items()}
         self._held: dict[str, Tensor] = {}
         self._seen: set[str] = set()
@@ -181,10 +183,14 @@ class Filler:
         elif not x.is_floating_point():
             self._faults.append(f"{name} holds {x.dtype}, not floating-point numbers")
         else:
-            copied = self._copied(name, x)
-            if not _finite(copied):
+            taken = x.detach().to(self.device, self.dtype) if name in self.packable else self._copied(name, x)
+            if not _finite(taken):
                 self._faults.append(f"{name} holds NaN or infinity as {self.dtype}")
-            self._held[name] = copied
+            if name in self.packable:
+                module, leaf = self.packable[name]
+                module.pack(leaf, taken)
+            else:
+                self._held[name] = taken
 
     def _copied(self, name: str, x: Tensor) -> Tensor:
         try:
@@ -205,7 +211,9 @@ class Filler:
             shown = "; ".join(faults[:8]) + (f"; and {len(faults) - 8} more" if len(faults) > 8 else "")
             raise BadWeights(f"The weights do not fit the config: {shown}. Check that config and weights belong together.")
         self.model.load_state_dict(self._held, assign=True)
-        return self.model.requires_grad_(False).eval().to(self.device)
+        for weight in self.model.held():
+            weight.requires_grad_(False)
+        return self.model.eval().to(self.device)
 
 
 def _copied(x: Tensor, dtype: torch.dtype, device: str) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from replaylens.engine.errors import BadEdit
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.model.config import Activation, Functions, Routing, choice_scores, weigh
-from replaylens.engine.model.layers import Linear, Norm, Rotary
+from replaylens.engine.model.layers import Experts, Linear, Norm, Rotary, expert_products
 from replaylens.engine.model.ops import MASKED, AttentionSpec, Heads, Observer, TorchOps
 from replaylens.engine.passes.batch import Batch, finite
 from replaylens.engine.passes.products import Products, rows_of
@@ -96,14 +96,18 @@ class CpuRowOps(TorchOps):
     def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
         return self.products.linear(x, linear, residual)
 
-    def unembed(self, x: Tensor, table: Tensor) -> Tensor:
-        return self.products.product(x, table.t())
+    def unembed(self, x: Tensor, table: Tensor | portable.Panels) -> Tensor:
+        return self.products.product(x, table.t() if isinstance(table, Tensor) else table)
 
     def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.products.by_head(x, weight)
 
-    def expert_product(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.products.product(x, weight)
+    def experts_hidden(self, x: Tensor, chosen: Tensor, experts: Experts, kind: Activation) -> Tensor:
+        up = self.products.of(experts, "up")
+        return self.activate(expert_products(x, chosen, up, experts.up_bias, self.products.product), kind, experts.gated)
+
+    def experts_out(self, hidden: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
+        return expert_products(hidden, chosen, self.products.of(experts, "down"), experts.down_bias, self.products.product)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         return portable.norm(rows_of(x), norm.weight, norm.bias, norm.eps, norm.kind)

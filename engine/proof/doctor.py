@@ -117,7 +117,7 @@ REFERENCE = {
 @torch.inference_mode()
 def examine(model: Decoder) -> Certificate:
     """Examine this machine: the certificate lists the failures. BadRequest unless the model is float32."""
-    if other := [parameter.dtype for parameter in model.parameters() if parameter.dtype != torch.float32]:
+    if other := [parameter.dtype for parameter in model.held() if parameter.dtype != torch.float32]:
         raise BadRequest(
             f"The model holds {other[0]}, and the CPU engine computes in torch.float32. Give model.float(), or use "
             "Engine.load(model), which converts it."
