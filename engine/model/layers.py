@@ -116,6 +116,11 @@ class Packable(nn.Module):
             return self.panels[name].weight(name in self.turned).as_subclass(ReadOnly)
         return super().__getattr__(name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("panels", ()):
+            refuse_change()
+        super().__setattr__(name, value)
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in self.panels:
