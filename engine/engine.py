@@ -14,6 +14,7 @@ from replaylens.engine.errors import BadRequest, BadTexts, FetchFailed, Unsuppor
 from replaylens.engine.model import loading
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.hub import SMOLLM2, HubOptions, fetched_folder, is_hub_name
+from replaylens.engine.model.layers import freeze
 from replaylens.engine.model.text import Text, load_text
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.edits import Edit
@@ -89,7 +90,9 @@ class Engine(TransformerLensVerbs):
             draft_model = "coin-draft"
         hub = HubOptions(revision, token, cache_dir, local_files_only)
         beside = replace(hub, revision=None)  # the draft model may be on the hub, too
-        draft = None if draft_model is None else load_model(draft_model, dtype, check=False, device=device, hub=beside)[0]
+        draft = None
+        if draft_model is not None:
+            draft = _owned(load_model(draft_model, dtype, check=False, device=device, hub=beside, packed=True)[0])
         check = None if check is None else as_bool("check", check)
         if (found := _thinking_model(source)) is not None:
             loading.require_unchecked(bool(check), "a Thinking-States model")
@@ -99,14 +102,13 @@ class Engine(TransformerLensVerbs):
             from replaylens.engine.thinking.core import ThinkingEngine
 
             thinker = loading.in_dtype(thinker, dtype).to(device)
+            freeze(thinker)
             return ThinkingEngine(thinker, text if tokenizer is None else tokenizer, guess=guess, draft_model=draft, **options)
         if not isinstance(guess, str) or guess != "empty":  # an array answers != with an array
             _require_guess(guess)
         check = loading.is_live(source) if check is None else check
-        model, text = load_model(source, dtype, check, device, adapter, hub)
-        engine = cls(model, text if tokenizer is None else tokenizer, draft_model=draft, **options)
-        engine.runner.pack()
-        return engine
+        model, text = load_model(source, dtype, check, device, adapter, hub, packed=True)
+        return cls(_owned(model), text if tokenizer is None else tokenizer, draft_model=draft, **options)
 
     @named_options
     def replay(
@@ -222,8 +224,9 @@ def load_model(
     device: str = "cpu",
     adapter: str | Path | None = None,
     hub: HubOptions = HubOptions(),  # noqa: B008 (frozen)
+    packed: bool = False,
 ) -> tuple[Decoder, Text]:
-    """A decoder and its tokenizer, from any source of `Engine.load`; the options as in `weights.load`."""
+    """A decoder and its tokenizer, from any source of `Engine.load`; the options as in `loading.load`."""
     if isinstance(source, str) and source in zoo.PLAIN:
         loading.require_unchecked(check, source)
         _require_no_adapter(adapter, source)
@@ -245,9 +248,18 @@ def load_model(
             raise
         folders = [folder for folder in (found.adapter, found.path) if folder is not None and folder.is_dir()]
         text = next((found for found in map(load_text, folders) if found.tokenizer is not None), Text(None))
-        return loading.load(found.path, dtype, check, device, found.adapter, found.revision), text
+        return loading.load(found.path, dtype, check, device, found.adapter, found.revision, packed), text
     hub.require_unused(source)
     return loading.load(source, dtype, check, device, adapter), Text(getattr(source, "tokenizer", None))
+
+
+def _owned(model: Decoder) -> Decoder:
+    """Mutates: the model belongs to an engine. In float32, weights are held as products read them; they cannot be changed."""
+    if model.dtype == torch.float32:
+        for module, name in model.packable(model.device.type).values():
+            module.pack(name)
+    freeze(model)
+    return model
 
 
 def _require_name(source: str | Path) -> None:

@@ -19,7 +19,7 @@ class UnsupportedModel(EngineError, ValueError):
 
 
 class BadWeights(EngineError, ValueError):
-    """A tensor is missing, unknown, not finite, or has the wrong shape."""
+    """A tensor is missing, unknown, not finite, or has the wrong shape; or the weights of an engine were changed."""
 
 
 class MissingTensor(BadWeights):

@@ -260,7 +260,7 @@ class CacheModel:
     def _normed(self, x: Tensor) -> Tensor:
         runner, rows = self._engine.runner, x.reshape(-1, x.shape[-1])
         with modes.canonical():
-            out = runner.head_ops().norm(rows.to(runner.device, runner.model.embed.dtype), runner.model.ln_final)
+            out = runner.head_ops().norm(rows.to(runner.device, runner.model.dtype), runner.model.ln_final)
         return out.to(x.device).view(x.shape)
 
     @property

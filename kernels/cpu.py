@@ -1,9 +1,10 @@
-"""Portable arithmetic on tensors of a CPU: products, norms, activations, rotations, attention, log-probabilities, noise.
+"""Portable arithmetic on tensors of a CPU: products, norms, activations, rotations, log-probabilities, noise.
 
 Every function gives a row the same bits in any company, on any number of threads and on any machine; what it computes is
 written in `kernels/definition.py`. Threads divide outputs. Tensors are float32 with contiguous last dimension.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,9 +42,10 @@ from replaylens.kernels.threads import divided, share
 
 _BLOCK = 64
 """rows whose tiles stay in the cache together. Moves no bit"""
+_FEW_PANELS = 4
 
 
-@compiled("boolean(intp,intp,intp,intp,intp)")
+@compiled("boolean(intp,intp,intp,intp,intp)", within=True)
 def _is_short_rows(weight, by_row, by_column, rows, columns):
     for row in range(rows):
         line = words(weight + 4 * row * by_row, (columns - 1) * by_column + 1)
@@ -63,50 +65,87 @@ def _is_short(weight, by_input, by_output, inputs, outputs):
     return _is_short_rows(weight, by_input, by_output, inputs, outputs)
 
 
-def _require(fits: bool, what: str, x: Tensor) -> None:
+def require(fits: bool, what: str, x: Tensor) -> None:
     """Kernels read addresses: whatever does not fit is refused here."""
     if not fits:
         raise ValueError(f"Expected {what} in float32 on the CPU, not {x.dtype} of shape {tuple(x.shape)} on {x.device}.")
 
 
-def _vector(x: Tensor | None, *shape: int) -> Tensor | None:
+def vector(x: Tensor | None, *shape: int) -> Tensor | None:
     """A bias or the weights of a norm as kernels read them: contiguous float32 of this shape."""
     if x is None:
         return None
-    _require(x.dtype == torch.float32 and tuple(x.shape) == shape and not x.is_cuda, f"{list(shape)} numbers", x)
+    require(x.dtype == torch.float32 and tuple(x.shape) == shape and not x.is_cuda, f"{list(shape)} numbers", x)
     return x.contiguous()
 
 
-def _require_rows(x: Tensor) -> None:
+def require_rows(x: Tensor) -> None:
     """float32 on the CPU, with numbers of a row next to each other."""
     fits = x.dtype == torch.float32 and not x.is_cuda and (x.numel() == 0 or x.shape[-1] == 1 or x.stride(-1) == 1)
-    _require(fits, "rows with a contiguous last dimension", x)
+    require(fits, "rows with a contiguous last dimension", x)
 
 
 @dataclass(frozen=True, eq=False)
 class Panels:
-    """A weight [inputs, outputs] as panels of a few columns, in which products read it from first to last."""
+    """A weight [inputs, outputs], or several [count, inputs, outputs], as panels of a few columns, in which products read it
+    from first to last."""
 
     data: Tensor
-    """[panels, inputs, PANEL], float32; bfloat16 if every weight is one, which halves what is read and moves no bit"""
-    inputs: int
+    """[panels, inputs, PANEL], or [count, panels, inputs, PANEL], float32; bfloat16 if every weight is one, which halves what
+    is read and moves no bit"""
     outputs: int
 
     @classmethod
     def of(cls, weight: Tensor) -> "Panels":
         """Any strides; float32."""
-        _require(weight.dtype == torch.float32 and weight.dim() == 2 and not weight.is_cuda, "a weight", weight)
-        inputs, outputs = weight.shape
+        require(weight.dtype == torch.float32 and weight.dim() in (2, 3) and not weight.is_cuda, "a weight", weight)
+        *several, inputs, outputs = weight.shape
+        each = weight.detach() if several else weight.detach()[None]
+        short = all(_is_short(x.data_ptr(), *x.stride(), inputs, outputs) for x in each)
         count = -(-outputs // PANEL)
-        short = bool(_is_short(weight.data_ptr(), *weight.stride(), inputs, outputs))
-        data = torch.empty(count, inputs, PANEL, dtype=torch.bfloat16 if short else torch.float32)
-        fixed = (weight.data_ptr(), *weight.stride(), data.data_ptr(), short, inputs, outputs)
-        divided(lambda i, n: _pack(*fixed, *share(i, n, count)), 4.0 * inputs * outputs, count)
-        return cls(data, inputs, outputs)
+        data = torch.empty(*several, count, inputs, PANEL, dtype=torch.bfloat16 if short else torch.float32)
+        for x, target in zip(each, data if several else data[None], strict=True):
+            fixed = (x.data_ptr(), *x.stride(), target.data_ptr(), short, inputs, outputs)
+            divided(lambda i, n, fixed=fixed: _pack(*fixed, *share(i, n, count)), 4.0 * inputs * outputs, count)  # type: ignore[misc]
+        return cls(data, outputs)
 
-    def weight(self) -> Tensor:
-        """The weight again: [inputs, outputs] float32"""
-        return self.data.permute(1, 0, 2).reshape(self.inputs, -1)[:, : self.outputs].float()
+    def __getitem__(self, index: int) -> "Panels":
+        """One of several weights."""
+        return Panels(self.data[index], self.outputs)
+
+    @property
+    def inputs(self) -> int:
+        return self.data.shape[-2]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """of the weight"""
+        return (*self.data.shape[:-3], self.inputs, self.outputs)
+
+    def weight(self, turned: bool = False) -> Tensor:
+        """The weight again, in float32, contiguous; turned: its transpose, [outputs, inputs]"""
+        *several, inputs, outputs = self.shape
+        out = torch.empty(*several, *((outputs, inputs) if turned else (inputs, outputs)), dtype=torch.float32)
+        done, flat = 0, out.view(-1)
+        for piece in self.pieces(turned):
+            flat[done : done + piece.numel()] = piece.view(-1)
+            done += piece.numel()
+        return out
+
+    def pieces(self, turned: bool = False) -> Iterator[Tensor]:
+        """The rows of `weight`, a few at a time, which fit into a cache."""
+        for one in self.data if self.data.dim() == 4 else (self.data,):  # [panels, inputs, PANEL]
+            if turned:
+                for first in range(0, len(one), _FEW_PANELS):
+                    some = one[first : first + _FEW_PANELS].transpose(1, 2).reshape(-1, self.inputs)
+                    yield some[: self.outputs - first * PANEL].float()
+            else:
+                for rows in one.split(_BLOCK, dim=1):
+                    yield rows.transpose(0, 1).reshape(rows.shape[1], -1)[:, : self.outputs].float().contiguous()
+
+    def columns(self, at: Tensor) -> Tensor:
+        """Some columns [n] of one weight, as rows: [n, inputs] float32"""
+        return self.data[at // PANEL, :, at % PANEL].float()
 
 
 @compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp)")
@@ -126,7 +165,7 @@ def _pack(weight, by_input, by_output, target, short, inputs, outputs, first, en
                     many[k * PANEL + j] = bits
 
 
-@compiled("void(intp,intp,intp)")
+@compiled("void(intp,intp,intp)", within=True)
 def _widen(source, target, count):
     """bfloat16 to float32."""
     few, many = shorts(source, count), words(target, count)
@@ -137,7 +176,7 @@ def _widen(source, target, count):
 @compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)")
 def _product(x, ldx, panels, short, out, ldo, bias, residual, ldr, rows, inputs, outputs, parts, first_panel, end_panel):
     """The columns of some panels. bias, residual: 0 if there is none"""
-    xs, ys = floats(x, (rows - 1) * ldx + inputs), floats(out, (rows - 1) * ldo + outputs)
+    ys = floats(out, (rows - 1) * ldo + outputs)
     bs, rs = floats(bias, outputs), floats(residual, (rows - 1) * ldr + outputs)
     packed = np.empty(_BLOCK * inputs, np.float32)
     levels = np.empty(_BLOCK * 4 * PANEL, np.float32)
@@ -149,7 +188,7 @@ def _product(x, ldx, panels, short, out, ldo, bias, residual, ldr, rows, inputs,
         done = 0
         while done < count:
             h = height(count - done)
-            pack_rows(xs, ldx, block + done, h, 0, inputs, packed[done * inputs :])
+            pack_rows(x + 4 * (block + done) * ldx, ldx, h, inputs, packed.ctypes.data + 4 * done * inputs)
             done += h
         for panel in range(first_panel, end_panel):
             for part in range(parts):
@@ -199,12 +238,12 @@ def product(
     parts  8, which defines the bits; 1: one chain, a little faster and less exact, for drafts
     """
     rows, outputs = len(x), panels.outputs
-    _require(x.shape[1:] == (panels.inputs,), f"rows of {panels.inputs} numbers", x)
-    _require_rows(x)
-    bias = _vector(bias, outputs)
+    require(x.shape[1:] == (panels.inputs,), f"rows of {panels.inputs} numbers", x)
+    require_rows(x)
+    bias = vector(bias, outputs)
     if residual is not None:
-        _require(residual.shape == (rows, outputs), "the rows of a residual stream", residual)
-        _require_rows(residual)
+        require(residual.shape == (rows, outputs), "the rows of a residual stream", residual)
+        require_rows(residual)
     out = torch.empty(rows, outputs, dtype=torch.float32)
     if not rows:
         return out
@@ -261,11 +300,11 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind
     weight, bias  [width], or [heads, width]: each head has its own
     scale         if given, what the norm divides by: [..., 1]
     """
-    _require_rows(x)
+    require_rows(x)
     out = torch.empty(x.shape, dtype=torch.float32)
     inner, width = x.shape[1] if x.dim() == 3 else 1, x.shape[-1]
     by_head = weight is not None and weight.dim() == 2
-    weight, bias = (_vector(each, *((inner, width) if by_head else (width,))) for each in (weight, bias))
+    weight, bias = (vector(each, *((inner, width) if by_head else (width,))) for each in (weight, bias))
     stride = width if by_head else 0
     addresses = [0 if each is None else each.data_ptr() for each in (weight, bias, scale)]
     rows = x.shape[0] * inner
@@ -317,7 +356,7 @@ def _activate(x, stride, width, kind, gated, out, first, end):
 
 def activate(x: Tensor, kind: str, gated: bool) -> Tensor:
     """f(x) of x [..., width]; gated: x [rows, gate | up] -> f(gate) * up."""
-    _require_rows(x)
+    require_rows(x)
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     rows, width = len(flat), flat.shape[1] // (2 if gated else 1)
     out = torch.empty(rows, width, dtype=torch.float32)
@@ -352,7 +391,7 @@ def _apply(kind, x, out, first, end):
 def apply(name: str, x: Tensor) -> Tensor:
     """exp, tanh, sigmoid, log or erf of every number."""
     x = x.contiguous()
-    _require_rows(x)
+    require_rows(x)
     out, count = torch.empty(x.shape, dtype=torch.float32), x.numel()
     fixed = (_FUNCTIONS.index(name), x.data_ptr(), out.data_ptr())
     divided(lambda i, n: _apply(*fixed, *share(i, n, count)), 16.0 * count, count)
@@ -369,7 +408,7 @@ def _row_sums(x, rows, width, out):
 def row_sums(x: Tensor) -> Tensor:
     """The sums over the last dimension: [..., 1]"""
     x = x.contiguous()
-    _require_rows(x)
+    require_rows(x)
     out = torch.empty((*x.shape[:-1], 1), dtype=torch.float32)
     _row_sums(x.data_ptr(), out.numel(), x.shape[-1], out.data_ptr())
     return out
@@ -396,343 +435,11 @@ def rotate_(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
     table [positions, 2, half], contiguous; positions [rows] int64
     """
     rows, heads = x.shape[:2]
-    _require_rows(x)
-    _require(table.dtype == torch.float32 and table.is_contiguous(), "a contiguous table", table)
+    require_rows(x)
+    require(table.dtype == torch.float32 and table.is_contiguous(), "a contiguous table", table)
     fixed = (x.data_ptr(), x.stride(0), x.stride(1), heads, table.data_ptr(), table.shape[-1], positions.data_ptr())
     divided(lambda i, n: _rotate(*fixed, *share(i, n, rows)), 8.0 * x.numel(), rows)
     return x
-
-
-# ---- attention -------------------------------------------------------------------------------------------------------
-# Keys are walked in blocks of 64 from position 0, blocks in splits of 512, as `kernels/attention.py` does on a GPU. Rows are
-# ordered by their pages: neighbours whose block lies in the same pages read it together, whether they belong to one sequence
-# or to branches of one prompt.
-
-KV_BLOCK, KV_SPLIT = 64, 512
-_PAIRS = 64
-"""(row, query head) pairs that walk together. Moves no bit"""
-_NONE = np.float32(-np.inf)
-
-
-@compiled("void(intp,intp,intp,intp,intp)")
-def _transpose(source, stride, width, count, target):
-    """source [count, width] -> target [width, KV_BLOCK]"""
-    out = floats(target, width * KV_BLOCK)
-    for j in range(count):
-        row = floats(source + 4 * j * stride, width)
-        for i in range(width):
-            out[i * KV_BLOCK + j] = row[i]
-
-
-@compiled("void(intp,intp,intp,intp,intp,intp)")
-def _pack_pairs(source, stride, pairs, width, target, columns):
-    """source [pairs, width] in tiles: for each, its columns one after the other."""
-    done = 0
-    while done < pairs:
-        h = height(pairs - done)
-        out = floats(target + 4 * done * columns, h * columns)
-        for i in range(h):
-            row = floats(source + 4 * (done + i) * stride, width)
-            for k in range(columns):
-                out[k * h + i] = row[k]
-        done += h
-
-
-@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp)")
-def _multiply(pairs, packed, columns, b, ldb, out, ldo, width, begun):
-    """out [pairs, width] = (out if begun +) packed pairs [columns] times b [columns, width]; width a multiple of PANEL"""
-    done = 0
-    while done < pairs:
-        h = height(pairs - done)
-        for column in range(0, width, PANEL):
-            a, c = packed + 4 * done * columns, out + 4 * (done * ldo + column)
-            tile(h, a, b + 4 * column, ldb, columns, c, ldo, begun, 0, 0)
-        done += h
-
-
-@compiled("void(intp,intp,float32,float32,float32,intp,intp,intp,intp,intp)")
-def _scored(scores, count, scale, cap, slope, start, position, window, hidden, first_key):
-    """Scores of one pair over a block: scaled, capped, biased; -inf for keys that the row does not see."""
-    s, edges = floats(scores, KV_BLOCK), shorts(hidden, KV_BLOCK)
-    for j in range(count):
-        s[j] *= scale
-    if cap > np.float32(0.0):
-        for j in range(count):
-            s[j] = tanh(s[j] / cap) * cap
-    if slope != np.float32(0.0):
-        for j in range(count):
-            s[j] = fma(slope, np.float32(start + j), s[j])
-    if hidden:
-        for j in range(count):
-            s[j] = _NONE if edges[j] else s[j]
-    last = min(KV_BLOCK, max(0, position + 1 - start))
-    for j in range(last, KV_BLOCK):
-        s[j] = _NONE
-    if window:
-        for j in range(min(last, max(0, position - window + 1 - start))):
-            s[j] = _NONE
-
-
-@compiled("float32(intp,float32,intp,intp,intp)")
-def _weighted(scores, m, sums, values, width):
-    """One pair: scores of a block become weights; sums and values shrink to the new maximum, which is returned."""
-    s, zero = floats(scores, KV_BLOCK), np.float32(0.0)
-    total, a = floats(sums, KV_BLOCK // 2), floats(values, width)
-    top = m
-    for j in range(KV_BLOCK):
-        top = s[j] if s[j] > top else top
-    safe = zero if top == _NONE else top
-    for j in range(KV_BLOCK):
-        s[j] = exp(s[j] - safe)
-    shrink = exp(m - safe)
-    for j in range(KV_BLOCK // 2):
-        total[j] = fma(total[j], shrink, s[2 * j] + s[2 * j + 1])
-    for i in range(width):
-        a[i] *= shrink
-    return top
-
-
-@compiled("void(intp,intp,float32,float32,intp,intp)")
-def _merge(state, merged, m1, l1, values, width):
-    """Merge a split (m1, l1, values) into a row's (m, l) at `state` and values at `merged`."""
-    ml, a, b, zero = floats(state, 2), floats(merged, width), floats(values, width), np.float32(0.0)
-    top = m1 if m1 > ml[0] else ml[0]
-    safe = zero if top == _NONE else top
-    x, y = exp(ml[0] - safe), exp(m1 - safe)
-    ml[0], ml[1] = top, fma(l1, y, ml[1] * x)
-    for i in range(width):
-        a[i] = fma(b[i], y, a[i] * x)
-
-
-@compiled("boolean(intp,intp,intp,intp,intp,intp)")
-def _same_pages(table, pages, one, other, first, end):
-    """Whether two sequences have the same pages [first, end)."""
-    if one == other:
-        return True
-    x, y = integers(table + 8 * one * pages, pages), integers(table + 8 * other * pages, pages)
-    for i in range(first, min(pages, end)):
-        if x[i] != y[i]:
-            return False
-    return first < pages
-
-
-@compiled(
-    "void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,float32,float32,"
-    "intp,intp,intp,intp,intp,intp)"
-)
-def _attend(
-    q, q_row, q_head, keys, values, kv_head_stride, key_width, value_width, heads, group, rows, order, sequence, position,
-    table, pages, page_size, out, window, slopes, scale, cap, sinks, scores, scores_width, hidden, first, end,
-):  # fmt: skip
-    """Work items [first, end): one (chunk of rows, key head) each. See `attend`.
-
-    scores  where scores go, [rows, heads, scores_width], or 0
-    hidden  [rows, heads, scores_width] uint16: edges that the softmax does not see, or 0
-    """
-    kv_heads = heads // group
-    per_chunk = max(1, _PAIRS // group)
-    rank, owner, places = integers(order, rows), integers(sequence, rows), integers(position, rows)
-    slope_of, sink_of = floats(slopes, heads), floats(sinks, heads)
-    room, padded = per_chunk * group, (value_width + PANEL - 1) // PANEL * PANEL
-    queries = np.empty(room * key_width, np.float32)
-    packed = np.empty(room * key_width, np.float32)
-    packed_to = np.empty(room + 1, np.int64)
-    turned = np.empty(key_width * KV_BLOCK, np.float32)
-    padding = np.zeros((KV_BLOCK, padded), np.float32)
-    block = np.empty((room, KV_BLOCK), np.float32)
-    block_packed = np.empty(room * KV_BLOCK, np.float32)
-    m, sums = np.empty(room, np.float32), np.empty((room, KV_BLOCK // 2), np.float32)
-    a, merged, state = (
-        np.empty((room, padded), np.float32),
-        np.empty((room, padded), np.float32),
-        np.empty((room, 2), np.float32),
-    )
-    for item in range(first, end):
-        chunk, kv_head = item // kv_heads, item % kv_heads
-        low, high = chunk * per_chunk, min(rows, (chunk + 1) * per_chunk)
-        count = high - low
-        last, begin = 0, np.int64(1) << 40
-        for r in range(low, high):
-            place = places[rank[r]]
-            last = max(last, place)
-            begin = min(begin, max(0, place - window + 1) if window else 0)
-            for g in range(group):
-                source = floats(q + 4 * (rank[r] * q_row + (kv_head * group + g) * q_head), key_width)
-                at = ((r - low) * group + g) * key_width
-                for i in range(key_width):
-                    queries[at + i] = source[i]
-        packed_to[:] = -1
-        for pair in range(count * group):
-            state[pair, 0], state[pair, 1] = _NONE, np.float32(0.0)
-            merged[pair, :] = np.float32(0.0)
-        k_base, v_base = keys + 4 * kv_head * kv_head_stride, values + 4 * kv_head * kv_head_stride
-        start = begin // KV_BLOCK * KV_BLOCK
-        fresh = True
-        while start <= last:
-            if fresh:
-                for pair in range(count * group):
-                    m[pair] = _NONE
-                    sums[pair, :] = np.float32(0.0)
-                    a[pair, :] = np.float32(0.0)
-                fresh = False
-            # rows whose block lies in the same pages
-            r = low
-            while r < high:
-                own = integers(table + 8 * owner[rank[r]] * pages, pages)
-                stop, deepest = r + 1, places[rank[r]]
-                while stop < high and _same_pages(
-                    table, pages, owner[rank[r]], owner[rank[stop]], start // page_size, (start + KV_BLOCK - 1) // page_size + 1
-                ):
-                    deepest = max(deepest, places[rank[stop]])
-                    stop += 1
-                num = min(KV_BLOCK, deepest + 1 - start)
-                first_pair, pairs = (r - low) * group, (stop - r) * group
-                if num > 0:
-                    if packed_to[first_pair] != first_pair + pairs:
-                        _pack_pairs(
-                            queries.ctypes.data + 4 * first_pair * key_width, key_width, pairs, key_width,
-                            packed.ctypes.data + 4 * first_pair * key_width, key_width,
-                        )  # fmt: skip
-                        packed_to[first_pair : first_pair + pairs] = -1
-                        packed_to[first_pair] = first_pair + pairs
-                    j = 0
-                    while j < num:
-                        slot = own[(start + j) // page_size] * page_size + (start + j) % page_size
-                        some = min(num - j, page_size - (start + j) % page_size)
-                        _transpose(k_base + 4 * slot * key_width, key_width, key_width, some, turned.ctypes.data + 4 * j)
-                        j += some
-                    _multiply(
-                        pairs, packed.ctypes.data + 4 * first_pair * key_width, key_width, turned.ctypes.data, KV_BLOCK,
-                        block.ctypes.data + 4 * first_pair * KV_BLOCK, KV_BLOCK, KV_BLOCK, 0,
-                    )  # fmt: skip
-                    for pair in range(first_pair, first_pair + pairs):
-                        row, head = rank[low + pair // group], kv_head * group + pair % group
-                        edges = (row * heads + head) * scores_width + start
-                        address = block.ctypes.data + 4 * pair * KV_BLOCK
-                        _scored(
-                            address, num, scale, cap, slope_of[head] if slopes else np.float32(0.0), start, places[row], window,
-                            hidden + 2 * edges if hidden else 0, 0,
-                        )  # fmt: skip
-                        if scores:
-                            shown = floats(scores + 4 * edges, num)
-                            for j in range(min(num, places[row] + 1 - start)):
-                                shown[j] = block[pair, j]
-                        m[pair] = _weighted(
-                            address, m[pair], sums.ctypes.data + 4 * pair * (KV_BLOCK // 2),
-                            a.ctypes.data + 4 * pair * padded, padded,
-                        )  # fmt: skip
-                    j = 0
-                    while j < num:  # values of consecutive slots together
-                        slot = own[(start + j) // page_size] * page_size + (start + j) % page_size
-                        some = min(num - j, page_size - (start + j) % page_size)
-                        while j + some < num and own[(start + j + some) // page_size] * page_size == slot + some:
-                            some += min(num - j - some, page_size)
-                        _pack_pairs(
-                            block.ctypes.data + 4 * (first_pair * KV_BLOCK + j), KV_BLOCK, pairs, some,
-                            block_packed.ctypes.data, some,
-                        )  # fmt: skip
-                        source, stride = v_base + 4 * slot * key_width, key_width
-                        if padded != value_width:
-                            for jj in range(some):
-                                line = floats(source + 4 * jj * key_width, value_width)
-                                for i in range(value_width):
-                                    padding[jj, i] = line[i]
-                            source, stride = padding.ctypes.data, padded
-                        _multiply(
-                            pairs, block_packed.ctypes.data, some, source, stride,
-                            a.ctypes.data + 4 * first_pair * padded, padded, padded, 1,
-                        )  # fmt: skip
-                        j += some
-                r = stop
-            start += KV_BLOCK
-            if start % KV_SPLIT == 0 or start > last:
-                for pair in range(count * group):
-                    total = np.float32(0.0)
-                    for j in range(KV_BLOCK // 2):
-                        total += sums[pair, j]
-                    _merge(
-                        state.ctypes.data + 8 * pair, merged.ctypes.data + 4 * pair * padded, m[pair], total,
-                        a.ctypes.data + 4 * pair * padded, padded,
-                    )  # fmt: skip
-                fresh = True
-        if sinks:
-            a[0, :] = np.float32(0.0)
-            for pair in range(count * group):
-                sink = sink_of[kv_head * group + pair % group]
-                _merge(
-                    state.ctypes.data + 8 * pair, merged.ctypes.data + 4 * pair * padded, sink, np.float32(1.0),
-                    a.ctypes.data, padded,
-                )  # fmt: skip
-        for pair in range(count * group):
-            row, head = rank[low + pair // group], kv_head * group + pair % group
-            y = floats(out + 4 * (row * heads + head) * value_width, value_width)
-            for i in range(value_width):
-                y[i] = merged[pair, i] / state[pair, 1] + np.float32(0.0)  # whether keys are skipped moves a zero's sign
-
-
-@dataclass(frozen=True, eq=False)
-class HostRows:
-    """The rows of a pass and the pages of their keys."""
-
-    sequence: Tensor
-    """[rows] int64: index into `pages`"""
-    position: Tensor
-    """[rows] int64"""
-    pages: Tensor
-    """[sequences, pages] int64"""
-    page_size: int
-    order: Tensor
-    """[rows] int64: rows by the pages of their sequences, so that those which share keys are neighbours"""
-
-    def __post_init__(self) -> None:
-        for x in (self.sequence, self.position, self.pages, self.order):
-            if x.dtype != torch.int64 or not x.is_contiguous() or x.is_cuda:
-                raise ValueError(f"Expected contiguous int64 on the CPU, not {x.dtype} on {x.device}.")
-
-
-def attend(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    rows: HostRows,
-    scale: float,
-    cap: float = 0.0,
-    window: int = 0,
-    slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    scores: Tensor | None = None,
-    hidden: Tensor | None = None,
-) -> Tensor:
-    """q [rows, heads, width of keys] over the keys 0..position of each row -> [rows, heads, width of values].
-
-    keys    [kv_heads, slots, width], values likewise, or the first columns of the keys
-    slopes  [heads]: what is added to a score for each position of its key
-    sinks   [heads]: scores that belong to no key
-    scores  [rows, heads, keys]: filled with the scores that a row sees
-    hidden  [rows, heads, keys] uint16: edges that the softmax does not see
-    """
-    for each in (q, keys, values):
-        _require_rows(each)
-    _require(q.shape[-1] == keys.shape[-1] and values.shape[:2] == keys.shape[:2], "queries as wide as keys", q)
-    num, heads = q.shape[:2]
-    slopes, sinks = _vector(slopes, heads), _vector(sinks, heads)
-    kv_heads, width = len(keys), values.shape[-1]
-    group = heads // kv_heads
-    out = torch.empty(num, heads, width, dtype=torch.float32)
-    if not num:
-        return out
-    room = 0 if scores is None and hidden is None else (scores if scores is not None else hidden).shape[-1]  # type: ignore[union-attr]
-    address = lambda x: 0 if x is None else x.data_ptr()  # noqa: E731
-    fixed = (
-        q.data_ptr(), q.stride(0), q.stride(1), keys.data_ptr(), values.data_ptr(), keys.stride(0), keys.stride(1), width,
-        heads, group, num, rows.order.data_ptr(), rows.sequence.data_ptr(), rows.position.data_ptr(), rows.pages.data_ptr(),
-        rows.pages.shape[1], rows.page_size, out.data_ptr(), window, address(slopes), scale, cap, address(sinks),
-        address(scores), room, address(hidden),
-    )  # fmt: skip
-    items = -(-num // max(1, _PAIRS // group)) * kv_heads
-    cost = 2.0 * float(rows.position.sum()) * heads * keys.shape[-1]
-    divided(lambda i, n: _attend(*fixed, *share(i, n, items)), cost, items)
-    return out
 
 
 # ---- log-probabilities -----------------------------------------------------------------------------------------------
@@ -743,7 +450,7 @@ def _log_softmax(x, width, first, end):
     lanes, weights = np.empty(LANES, np.float32), np.empty(width, np.float32)
     for row in range(first, end):
         v = floats(x + 4 * row * width, width)
-        top = _NONE
+        top = np.float32(-np.inf)
         for i in range(width):
             top = v[i] if v[i] > top else top
         for i in range(width):
@@ -820,7 +527,7 @@ def top(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-@compiled("uint64(uint64)")
+@compiled("uint64(uint64)", within=True)
 def _mix(x):
     """splitmix64's finaliser."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -8,7 +8,9 @@ Functions take addresses (`intp`) in place of arrays: one compiled form each, ke
 """
 
 import hashlib
+import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
 from numba.core import cgutils
+from numba.core.caching import NullCache
 from numba.extending import intrinsic
 
 # ---- machine ---------------------------------------------------------------------------------------------------------
@@ -50,21 +53,53 @@ def _shape() -> tuple[int, int, int]:
 VECTOR, PANEL, TILE = _shape()
 
 
-def compiled(signature: str) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function for one signature, kept on disk. No fast math: every operation is rounded as it is written."""
+_OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False, "no_cfunc_wrapper": True}
+"""no fast math: every operation is rounded as it is written"""
+
+
+def compiled(signature: str, within: bool = False) -> Callable[[Callable[..., Any]], Any]:
+    """Compile a function for one signature, kept on disk.
+
+    within  only other compiled functions call it: without the wrapper for Python, it compiles in less time
+    """
 
     def made(function: Callable[..., Any]) -> Any:
         # numba finds a kernel by its name and by the age of its own file, and inlines the functions of this one
         function.__qualname__ += f"_{_SOURCE}"
-        return njit(signature, nogil=True, cache=True, error_model="numpy", boundscheck=False)(function)
+        kernel = njit(no_cpython_wrapper=within, **_OPTIONS)(function)
+        try:
+            kernel.enable_caching()
+        except RuntimeError:
+            _warn_not_kept()
+        try:
+            kernel.compile(signature)
+        except Exception:  # a damaged file raises anything, as does a full disk
+            try:
+                kernel._cache.flush()
+            except OSError:
+                kernel._cache = NullCache()
+            kernel.compile(signature)
+        kernel.disable_compile()
+        return kernel
 
     return made
+
+
+@cache
+def _warn_not_kept() -> None:
+    """Once."""
+    warnings.warn(
+        "No folder for compiled kernels can be written, so that every process compiles them, which takes about 15 seconds. "
+        "Set NUMBA_CACHE_DIR to a folder that can.",
+        stacklevel=3,
+    )
 
 
 _SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
 
 
-inlined = njit(nogil=True, error_model="numpy", boundscheck=False, inline="never")
+inlined = njit(inline="never", no_cpython_wrapper=True, **_OPTIONS)
+"""of functions that only compiled ones call, compiled anew for each of them"""
 
 
 @intrinsic
@@ -273,7 +308,8 @@ def row_sum(x, lanes):
     total, n = _ZERO, len(x)
     for begin in range(0, n, SPAN):
         end = min(n, begin + SPAN)
-        lanes[:] = _ZERO
+        for i in range(LANES):
+            lanes[i] = _ZERO
         for first in range(begin, end, LANES):
             for i in range(min(LANES, end - first)):
                 lanes[i] += x[first + i]
@@ -287,7 +323,8 @@ def square_sum(x, lanes):
     total, n = _ZERO, len(x)
     for begin in range(0, n, SPAN):
         end = min(n, begin + SPAN)
-        lanes[:] = _ZERO
+        for i in range(LANES):
+            lanes[i] = _ZERO
         for first in range(begin, end, LANES):
             for i in range(min(LANES, end - first)):
                 lanes[i] = fma(x[first + i], x[first + i], lanes[i])
@@ -399,7 +436,7 @@ _tile_8, _tile_4, _tile_2, _tile_1 = (_make_tile(rows, half=False) for rows in (
 _half_8, _half_4, _half_2, _half_1 = (_make_tile(rows, half=True) for rows in (8, 4, 2, 1))
 
 
-@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)")
+@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
 def tile(rows, a, b, ldb, k, c, ldc, begun, levels, depth):
     """c[rows, PANEL] = chains over k of a[k, rows] and b[k, PANEL], which begin at 0, or at c if `begun`.
 
@@ -416,7 +453,7 @@ def tile(rows, a, b, ldb, k, c, ldc, begun, levels, depth):
         _tile_1(a, b, ldb, k, c, ldc, begun, levels, depth)
 
 
-@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)")
+@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
 def half_tile(rows, a, b, ldb, k, c, ldc, begun, levels, depth):
     """`tile`, with b in bfloat16."""
     if rows == 8:
@@ -440,9 +477,10 @@ def height(rows):
 
 
 @inlined
-def pack_rows(x, stride, first, rows, begin, end, packed):
-    """Columns [begin, end) of rows [first, first + rows) of x, a flat array with `stride` between rows, column by column."""
+def pack_rows(x, stride, rows, columns, packed):
+    """Rows [rows, columns] at address x, `stride` apart, column by column -> address `packed`"""
+    out = floats(packed, rows * columns)
     for i in range(rows):
-        at = (first + i) * stride + begin
-        for k in range(end - begin):
-            packed[k * rows + i] = x[at + k]
+        row = floats(x + 4 * i * stride, columns)
+        for k in range(columns):
+            out[k * rows + i] = row[k]

@@ -144,7 +144,7 @@ def make_plan(
         max_new=None if max_new is None else as_int("max_new", max_new, 0),
         rejected=rejected,
         positions=positions if isinstance(positions, str) else CUSTOM + getattr(positions, "__qualname__", "function"),
-        dtype=str(engine.model.embed.dtype).removeprefix("torch.") if dtype is None else dtype,
+        dtype=str(engine.model.dtype).removeprefix("torch.") if dtype is None else dtype,
         examples_per_shard=as_int("examples_per_shard", examples_per_shard, 1),
         edits=tuple(edit.to_json() for edit in edits),
         probabilities=as_bool("probabilities", probabilities),

@@ -134,7 +134,7 @@ class SparseFeatures:
         self._norms: Tensor | None = None
         if config.rescale_acts_by_decoder_norm:
             with modes.canonical():
-                self._norms = weights.W_dec.double().norm(dim=-1).float()
+                self._norms = _lengths(weights.W_dec)
             if bool((self._norms == 0).any()):
                 raise BadWeights("W_dec has a row of zeros, but features are in units of its rows' lengths. Check the weights.")
             self.decoder = weights.W_dec / self._norms[:, None]
@@ -235,8 +235,11 @@ class SparseFeatures:
         if as_instance("found", found, FeatureRows, "the result of encode").width != len(self):
             raise BadRequest(f"These rows have {found.width} features, not {len(self)}. Decode with what encoded them.")
         with modes.canonical():
-            sums = [(value[:, None] * self.decoder[index.long()]).sum(0) for index, value in map(found.row, range(len(found)))]
-            return torch.stack(sums) + self.weights.b_dec if sums else torch.empty(0, self.config.d_out, dtype=torch.float32)
+            out = torch.zeros(len(found), self.config.d_out, dtype=torch.float32)
+            for row, (index, value) in enumerate(map(found.row, range(len(found)))):
+                if len(index):
+                    out[row] = RowProduct(self.decoder[index.long()])(value[None])[0]
+            return out + self.weights.b_dec
 
     def of(self, branch: Branch) -> FeatureRows:
         """The features of a branch's captured rows, with positions and tokens.
@@ -348,6 +351,14 @@ class SparseFeatures:
                 plain, (held,) = held, held.fork(edits=made)
                 plain.release()
         return held
+
+
+def _lengths(rows: Tensor) -> Tensor:
+    """The Euclidean lengths of rows [n, d], summed in float64 from first to last, as on every machine: [n]"""
+    total = torch.zeros(len(rows), dtype=torch.float64)
+    for column in rows.double().unbind(1):
+        total += column * column
+    return total.sqrt().float()
 
 
 def _largest(pre: Tensor, k: int) -> Tensor:

@@ -109,7 +109,7 @@ class Backward:
         self.edits: dict[str, list[PlacedEdit]] = {}
         for edit in edits:
             self.edits.setdefault(edit.site, []).append(edit)
-        self.rotary = model.rotary(torch.arange(num_rows, device=model.embed.device))
+        self.rotary = model.rotary(torch.arange(num_rows, device=model.device))
         self.found: dict[str, Tensor] = {}
 
     def run(self, g: Tensor) -> dict[str, Tensor]:
@@ -149,7 +149,7 @@ class Backward:
         if (scale := model.config.logit_scale) != 1.0:
             g = g * scale
         g = self._last_row("unembed.hook_out", g[None])
-        g = self._last_row("ln_final.hook_out", self.products.unembed(g, model.unembedding))
+        g = self._last_row("ln_final.hook_out", self.products.plain(g, self.products.weight(*model.head, turned=True)))
         out = residual.new_zeros(residual.shape)
         out[-1:] = through_norm(g, residual[-1:], model.ln_final, self.products)
         return out

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.gradients.derivatives import Function
-from replaylens.engine.model.layers import Linear
+from replaylens.engine.model.layers import Linear, Packable
 from replaylens.kernels.matmul import batched_matmul, matmul
 
 _EXAMINED_ROWS = 33
@@ -29,11 +29,12 @@ class KernelProducts:
     def ahead(self, x: Tensor, linear: Linear) -> Tensor:
         return self._product(x, linear.weight)
 
+    def weight(self, module: Packable, name: str, turned: bool = False) -> Tensor:
+        weight = module.as_multiplied(name, getattr(module, name))
+        return weight.mT if turned else weight
+
     def plain(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._product(x, weight)
-
-    def unembed(self, g: Tensor, table: Tensor) -> Tensor:
-        return self._product(g, table)
 
     def batched(self, x: Tensor, w: Tensor) -> Tensor:
         return batched_matmul(x.contiguous(), w)

@@ -7,7 +7,7 @@ numbers, which IEEE 754 rounds alike everywhere: on a CPU, a gradient has the sa
 import math
 from collections.abc import Callable
 from functools import reduce
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from einops import rearrange, repeat
@@ -16,7 +16,7 @@ from torch import Tensor
 from replaylens.engine.errors import NoGradient
 from replaylens.engine.model.config import Activation, Routing, barred, without_barred
 from replaylens.engine.model.decoder import LatentAttention, Mixture, SharedExpert
-from replaylens.engine.model.layers import Linear, Norm, Rotary, expert_products
+from replaylens.engine.model.layers import Linear, Norm, Packable, Rotary, expert_products
 from replaylens.engine.model.ops import AttentionSpec, position_bias, visible
 from replaylens.engine.passes.products import Products, rows_of
 from replaylens.kernels import cpu as portable
@@ -43,12 +43,12 @@ class BackwardProducts(Protocol):
         """x [rows, inputs] -> [rows, outputs], without the bias, in float32"""
         ...
 
-    def plain(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [rows, n] times weight [n, m], in float32"""
+    def weight(self, module: Packable, name: str, turned: bool = False) -> Any:
+        """A weight as `plain` takes it: [..., inputs, outputs]; turned: [..., outputs, inputs]"""
         ...
 
-    def unembed(self, g: Tensor, table: Tensor) -> Tensor:
-        """g [rows, vocab] times table [vocab, d_model]"""
+    def plain(self, x: Tensor, weight: Any) -> Tensor:
+        """x [rows, n] times weight [n, m], in float32"""
         ...
 
     def batched(self, x: Tensor, w: Tensor) -> Tensor:
@@ -74,16 +74,16 @@ class HostProducts:
         self.products = products
 
     def linear(self, g: Tensor, linear: Linear) -> Tensor:
-        return portable.product(rows_of(g), self.products.transposed(linear))
+        return portable.product(rows_of(g), self.products.of(linear, turned=True))
 
     def ahead(self, x: Tensor, linear: Linear) -> Tensor:
         return portable.product(rows_of(x), self.products.of(linear))
 
-    def plain(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.products.product(x, weight)
+    def weight(self, module: Packable, name: str, turned: bool = False) -> Any:
+        return self.products.of(module, name, turned)
 
-    def unembed(self, g: Tensor, table: Tensor) -> Tensor:
-        return self.products.product(g, table)
+    def plain(self, x: Tensor, weight: Any) -> Tensor:
+        return self.products.product(x, weight)
 
     def batched(self, x: Tensor, w: Tensor) -> Tensor:
         return torch.stack([portable.product(rows_of(a), portable.Panels.of(b)) for a, b in zip(x, w, strict=True)])
@@ -339,11 +339,11 @@ def through_mixture(
 def _experts(mixture: Mixture, g: Tensor, x: Tensor, chosen: Tensor, at: AtSite, products: BackwardProducts) -> Tensor:
     """g [rows, top, d_model], of the chosen experts' outputs -> [rows, d_model]"""
     experts = mixture.experts
-    g = expert_products(at(mixture.each_site, g), chosen, experts.down.transpose(1, 2), None, products.plain)
+    g = expert_products(at(mixture.each_site, g), chosen, products.weight(experts, "down", turned=True), None, products.plain)
     bias = None if experts.up_bias is None else experts.up_bias.float()
-    wide = expert_products(x, chosen, experts.up, bias, products.plain)
+    wide = expert_products(x, chosen, products.weight(experts, "up"), bias, products.plain)
     g = _through_gate(at(mixture.post_site, g), wide, mixture.kind, experts.gated, products)
-    return _added(expert_products(g, chosen, experts.up.transpose(1, 2), None, products.plain))
+    return _added(expert_products(g, chosen, products.weight(experts, "up", turned=True), None, products.plain))
 
 
 def _shared(

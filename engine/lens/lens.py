@@ -116,7 +116,7 @@ def train(
     tell  called with (step, loss) after each step
     """
     n, layers, d = len(rows), rows.shape[1] - 1, rows.shape[2]
-    generator, ops, device, dtype = torch.Generator().manual_seed(seed), SequenceOps([1]), model.embed.device, model.embed.dtype
+    generator, ops, device, dtype = torch.Generator().manual_seed(seed), SequenceOps([1]), model.device, model.dtype
     weight = torch.zeros(layers, d, d, device=device, requires_grad=True, dtype=torch.float32)
     bias = torch.zeros(layers, d, device=device, requires_grad=True, dtype=torch.float32)
     optimizer = torch.optim.Adam([weight, bias], lr=lr)
@@ -205,7 +205,7 @@ def _read(spec: LensSpec, runner: Runner, stacked: Tensor, emitted: list[int], r
         from replaylens.engine.lens import cuda as cuda_lens  # its kernel needs triton
 
         # float32 is portable arithmetic, which the host computes of portable logits
-        if spec.fits_kernel and runner.model.config.plain_logits and runner.model.embed.dtype != torch.float32:
+        if spec.fits_kernel and runner.model.config.plain_logits and runner.model.dtype != torch.float32:
             return cuda_lens.read(spec, runner.model, stacked, emitted)
     parts: dict[str, list[Tensor]] = {}
     step = max(1, min(_TOGETHER, _NUMBERS // runner.model.config.vocab_size) // layers)

@@ -314,7 +314,7 @@ class Admission:
         there = capture is None or capture.on_device
         if capture is not None and capture.lens is not None:
             model = self.runner.model
-            there = there and model.config.plain_logits and model.embed.dtype != torch.float32  # whose Z the host reads
+            there = there and model.config.plain_logits and model.dtype != torch.float32  # whose Z the host reads
         return there and self._decodes_alone(job, start)
 
     def _decodes_alone(self, job: Job, start: int) -> bool:

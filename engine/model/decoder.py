@@ -1,12 +1,25 @@
 """`Decoder`: one config-driven transformer over packed rows. Wiring only: the arithmetic is in `Ops`."""
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from replaylens.engine.model.config import ModelConfig, barred, without_barred
-from replaylens.engine.model.layers import Experts, HeadLinear, Linear, Norm, Rotary, rotary_table
+from replaylens.engine.model.layers import (
+    Experts,
+    FrozenWeight,
+    HeadLinear,
+    Linear,
+    Narrow,
+    Norm,
+    Packable,
+    Rotary,
+    refuse_change,
+    rotary_table,
+)
 from replaylens.engine.model.ops import AttentionSpec, Heads, Ops, RowOps, Tap, observer, tapped, wanted
 
 # ---- latent ----------------------------------------------------------------------------------------------------------
@@ -384,8 +397,10 @@ def scaled_logits(x: Tensor, config: ModelConfig, ops: RowOps) -> Tensor:
     return ops.softcap(x if config.logit_scale == 1.0 else x * config.logit_scale, config.logit_softcap)
 
 
-class Decoder(nn.Module):
+class Decoder(Packable):
     """Embedding, blocks, final norm, unembedding."""
+
+    turned = ("embed",)
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -407,6 +422,45 @@ class Decoder(nn.Module):
             self.register_buffer(f"rotary_{i}", rotary_table(rope, config.rotary_dim, config.max_positions), persistent=False)
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.ln_final.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.ln_final.weight.device
+
+    def packable(self, device: str) -> dict[str, tuple[Packable, str]]:
+        """The weights that an engine holds as products read them, by their names: (module, name within it).
+
+        A table that is tied is held only once on a CPU; on a GPU it stays as it is, since rows of it are looked up. Products by
+        head stay as they are: they are few, and read from both sides.
+        """
+        found: dict[str, tuple[Packable, str]] = {}
+        for path, module in self.named_modules():
+            leaves = ("weight",) if isinstance(module, Linear) else ("up", "down") if isinstance(module, Experts) else ()
+            found |= {f"{path}.{leaf}": (module, leaf) for leaf in leaves if isinstance(module, Packable)}
+        return found if self.unembed is not None or device != "cpu" else found | {"embed": (self, "embed")}
+
+    def held(self) -> Iterator[nn.Parameter]:
+        """The weights that are not packed."""
+        return (x for module in self.modules() for x in module._parameters.values() if x is not None)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """All weights; packed ones come last, as copies that cannot be changed."""
+        yield from super().named_parameters(prefix, recurse, remove_duplicate)
+        for path, module in self.named_modules(prefix=prefix) if recurse else [(prefix, self)]:
+            for name in module.panels if isinstance(module, Packable) else ():
+                yield f"{path}.{name}".removeprefix("."), getattr(module, name)
+
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        """As in torch. BadWeights if the model belongs to an engine."""
+        if isinstance(self.ln_final.weight, FrozenWeight):
+            refuse_change()
+        return super().load_state_dict(*args, **options)
+
+    @property
     def late_sites(self) -> tuple[str, ...]:
         """The sites of the last block after its attention."""
         last = self.blocks[-1]
@@ -415,7 +469,7 @@ class Decoder(nn.Module):
 
     def embedding(self, tokens: Tensor, positions: Tensor, tap: Tap | None = None) -> Tensor:
         """tokens, positions [rows] -> the residual stream entering block 0 [rows, d_model]"""
-        x = self.embed[tokens]
+        x = self.panels["embed"].columns(tokens) if "embed" in self.panels else self.embed[tokens]
         if self.config.embed_scale != 1.0:
             x = x * self.config.embed_scale
         x = tapped(tap, "embed.hook_out", x)
@@ -450,14 +504,24 @@ class Decoder(nn.Module):
         return [None if i is None else made[i] for i in self._rope_index]
 
     @property
-    def stored_unembedding(self) -> Tensor:
-        """`unembedding` as products read it."""
-        return self.embed if self.unembed is None else self.unembed.stored.t()
+    def unembedding(self) -> Tensor:
+        """[vocab, d_model]: the embedding itself if the two are tied, else a view of `unembed`'s weight; a copy of what is
+        packed."""
+        return self.embed if self.unembed is None else self.unembed.weight.t()
 
     @property
-    def unembedding(self) -> Tensor:
-        """[vocab, d_model]: the embedding itself if the two are tied, else a view of `unembed`'s weight."""
-        return self.embed if self.unembed is None else self.unembed.weight.t()
+    def head(self) -> tuple[Packable, str]:
+        """The module that holds the unembedding, and its name there."""
+        return (self, "embed") if self.unembed is None else (self.unembed, "weight")
+
+    @property
+    def stored_unembedding(self) -> Any:
+        """`unembedding` as products read it."""
+        module, name = self.head
+        held = module.panels.get(name)
+        if held is None:
+            return self.unembedding
+        return held.tensor.t() if isinstance(held, Narrow) else held
 
     def logits(self, x: Tensor, ops: RowOps, tap: Tap | None = None) -> Tensor:
         """Residual stream [rows, d_model] -> logits [rows, vocab]. On an earlier layer's stream, this is the logit lens."""

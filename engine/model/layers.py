@@ -3,78 +3,178 @@
 import math
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from replaylens.engine.errors import BadWeights
 from replaylens.engine.model import modes
 from replaylens.engine.model.config import NormKind, Rope
 from replaylens.kernels.definition import logarithm, power, turn
 
-if TYPE_CHECKING:
-    from replaylens.kernels.cpu import Panels
+# ---- frozen ----------------------------------------------------------------------------------------------------------
+# The weights of an engine do not change: its fingerprint names them, and its caches hold what was computed with them. A change
+# is refused where it is made, or at the next request.
+
+
+def refuse_change() -> NoReturn:
+    raise BadWeights(
+        "The weights of an engine were changed, or were to be. Its fingerprint, its cached prompts and its packed products are "
+        "those of the weights that it was loaded with. Change them in the source, e.g. the transformers model, and call "
+        "Engine.load on it; to change activations, use edits."
+    )
+
+
+class ReadOnly(Tensor):
+    """A view or a copy of a frozen weight: an op that would change it is refused."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func.__name__, kwargs or {}
+        changes = name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__"))
+        if (changes and name != "requires_grad_") or isinstance(kwargs.get("out"), cls):
+            refuse_change()
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **kwargs)
+            own = [x.untyped_storage().data_ptr() for x in args if isinstance(x, cls)]
+            same = isinstance(out, Tensor) and out.device.type != "meta" and out.untyped_storage().data_ptr() in own
+            return out.as_subclass(cls) if same else out
+
+
+class FrozenWeight(nn.Parameter):
+    """A weight of an engine. In-place ops are found by their count; `data` would hide them from it, so it is read-only."""
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach().as_subclass(ReadOnly)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value is not self:  # as in model.to("cpu")
+            refuse_change()
+
+
+class FrozenWeights:
+    """All weights of a model, and whether they are still those."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held = [(m._parameters, self._seen(m._parameters)) for m in model.modules() if m._parameters or is_packed(m)]
+
+    @staticmethod
+    def _seen(weights: dict[str, Any]) -> list[tuple[int, int]]:
+        return [(id(x), 0 if x is None or x.is_inference() else x._version) for x in weights.values()]
+
+    def require_unchanged(self) -> None:
+        """BadWeights if a weight was replaced or changed in place."""
+        if any(self._seen(weights) != seen for weights, seen in self._held):
+            refuse_change()
+
+
+def freeze(model: nn.Module) -> None:
+    """Mutates: the weights can no longer be changed. Precondition: nobody else holds the model."""
+    for module in model.modules():
+        for name, x in module._parameters.items():
+            if x is not None:
+                module._parameters[name] = FrozenWeight(x.detach(), requires_grad=False)
+
 
 # ---- layers ----------------------------------------------------------------------------------------------------------
 # The parts of a decoder that hold weights: products and norms. How they are computed is for `Ops` to say.
 
 
-class Linear(nn.Module):
+class Narrow:
+    """A float32 weight on a GPU, stored in bfloat16, which loses nothing."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    @classmethod
+    def of(cls, weight: Tensor) -> "Narrow | None":
+        """None if a number would be rounded."""
+        tensor = weight.detach().to(torch.bfloat16)
+        return cls(tensor) if torch.equal(tensor.to(weight.dtype), weight) else None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    def weight(self, turned: bool = False) -> Tensor:
+        return (self.tensor.mT if turned else self.tensor).float()
+
+    def pieces(self, turned: bool = False) -> Iterator[Tensor]:
+        yield self.weight(turned)
+
+
+class Packable(nn.Module):
+    """A module that may hold weights as products read them, in their place: in panels on a CPU, in bfloat16 on a GPU."""
+
+    turned: tuple[str, ...] = ()
+    """weights that are stored [outputs, inputs]"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.panels: dict[str, Any] = {}
+
+    def pack(self, name: str, weight: Tensor | None = None) -> bool:
+        """Mutates: from now on a weight is held only as products read it, and its attribute is a copy that is made anew each
+        time. Returns False for a GPU's weight that bfloat16 would round: it stays as it is.
+
+        weight  as the attribute has it; default: the module's own
+        """
+        if name in self.panels:
+            return True
+        given = self.as_multiplied(name, getattr(self, name) if weight is None else weight)
+        if given.is_cuda:
+            held: Any = Narrow.of(given)
+        else:
+            from replaylens.kernels.cpu import Panels  # loads a compiler
+
+            held = Panels.of(given)
+        if held is not None:
+            self.panels[name] = held
+            del self._parameters[name]
+        return held is not None
+
+    def stored(self, name: str = "weight") -> Tensor:
+        """A weight as a GPU's products read it."""
+        held = self.panels.get(name)
+        return held.tensor if isinstance(held, Narrow) else getattr(self, name)
+
+    def as_multiplied(self, name: str, weight: Tensor) -> Tensor:
+        """A weight as products take it: [..., inputs, outputs]"""
+        return weight.mT if name in self.turned else weight
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("panels", ()):
+            return self.panels[name].weight(name in self.turned).as_subclass(ReadOnly)
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("panels", ()):
+            refuse_change()
+        super().__setattr__(name, value)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self.panels:
+            destination[prefix + name] = getattr(self, name)
+
+
+def is_packed(module: nn.Module) -> bool:
+    return isinstance(module, Packable) and bool(module.panels)
+
+
+class Linear(Packable):
     """A product with a weight stored [inputs, outputs], the fastest layout for CPU libraries at few rows."""
 
     weight: Tensor
     bias: Tensor | None
-    panels: "Panels | None" = None
-    """the weight in the order in which a CPU reads it, in its place"""
-    narrow: Tensor | None = None
-    """the weight in bfloat16, which a GPU reads in its place"""
 
     def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(inputs, outputs, dtype=torch.float32))
         self.bias = nn.Parameter(torch.empty(outputs, dtype=torch.float32)) if bias else None
-
-    def pack(self) -> None:
-        """Mutates: from now on only panels are held, or on a GPU the weight in bfloat16 if that loses nothing. `weight` is then
-        a copy that is made anew each time."""
-        if "weight" not in self._parameters:
-            return
-        if self.weight.is_cuda:
-            self.narrow = exact_narrow(self.weight)
-        else:
-            from replaylens.kernels.cpu import Panels  # loads a compiler
-
-            self.panels = Panels.of(self.weight)
-        if self.packed:
-            del self._parameters["weight"]
-
-    @property
-    def packed(self) -> bool:
-        """Whether the weight is held as products read it."""
-        return self.panels is not None or self.narrow is not None
-
-    @property
-    def stored(self) -> Tensor:
-        """The weight as a GPU's products read it."""
-        return self.weight if self.narrow is None else self.narrow
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "weight" and self.panels is not None:
-            return self.panels.weight()
-        if name == "weight" and self.narrow is not None:
-            return self.narrow.float()
-        return super().__getattr__(name)
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.packed:
-            destination[prefix + "weight"] = self.weight
-
-
-def exact_narrow(weight: Tensor) -> Tensor | None:
-    """The weight in bfloat16; None if that would round a number."""
-    narrow = weight.detach().to(torch.bfloat16)
-    return narrow if torch.equal(narrow.to(weight.dtype), weight) else None
 
 
 class HeadLinear(nn.Module):
@@ -193,11 +293,11 @@ _TOGETHER = 512
 # ---- experts ---------------------------------------------------------------------------------------------------------
 # `Experts`: the weights of one layer's experts, and the product of rows with the experts that they are routed to.
 
-Product = Callable[[Tensor, Tensor], Tensor]
+Product = Callable[[Tensor, Any], Tensor]
 """x [any number of rows, inputs] times a weight [inputs, outputs] -> [rows, outputs]"""
 
 
-class Experts(nn.Module):
+class Experts(Packable):
     """One layer's experts, stacked. Weights are stored [inputs, outputs], as those of `Linear`."""
 
     up_bias: Tensor | None
@@ -221,12 +321,12 @@ def by_expert(chosen: Tensor) -> Iterator[tuple[int, Tensor]]:
     yield from zip(experts.tolist(), places.split(counts.tolist()), strict=True)
 
 
-def expert_products(x: Tensor, chosen: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
+def expert_products(x: Tensor, chosen: Tensor, weight: Any, bias: Tensor | None, product: Product) -> Tensor:
     """Every row times the weights of its chosen experts: [rows, top, outputs].
 
     x       [rows, inputs], or [rows, top, inputs] with inputs of their own for each expert
     chosen  [rows, top]
-    weight  [experts, inputs, outputs], bias [experts, outputs]
+    weight  [experts, inputs, outputs], or panels of it; bias [experts, outputs]
     """
     rows, top = chosen.shape
     pairs = x.flatten(0, 1) if x.dim() == 3 else None

@@ -6,7 +6,7 @@ missing, right dtypes and shapes, finite values.
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as shown
@@ -24,6 +24,7 @@ from replaylens.engine.model.families import FAMILIES, family_of
 from replaylens.engine.model.family import Family, Sink, Tensors
 from replaylens.engine.model.gguf import GgufFile
 from replaylens.engine.model.hub import HubOptions, fetch_snapshot, is_hub_name
+from replaylens.engine.model.layers import Packable
 from replaylens.engine.model.lora import ADAPTER_FILE, Adapter, base_tensors, is_adapted, read_fields
 from replaylens.engine.model.quantised import dequantised
 from replaylens.engine.model.source import HEAD, WEIGHTS_FILE, Filler, Shards, Source
@@ -173,12 +174,14 @@ def from_hugging_face(
     device: str = "cpu",
     adapter: str = "",
     revision: str = "",
+    packed: bool = False,
 ) -> Decoder:
     """Translate a Hugging Face config and its tensors. A tensor or field that is not used is an error, never dropped.
 
     reference  makes the transformers model to compare the result with
     adapter    digest of the adapter that the source merges
     revision   name@commit of a source from the hub
+    packed     as in `load`
     """
     name = family_of(raw)
     family = FAMILIES[name]
@@ -189,7 +192,7 @@ def from_hugging_face(
         raise UnsupportedModel(f"The {name} config lacks {e}.") from None
     require_described(raw, family, config)
     config = replace(_with_its_head(config, family, source), adapter=adapter, revision=revision)
-    filler = Filler(config, dtype, device)
+    filler = Filler(config, dtype, device, packed)
     _fill(family, config, source, filler)
     extra = family.unused(config.num_layers, source.unread())
     if extra := [name for name in extra if source.read(name).numel()]:  # a shared expert of width 0 holds nothing
@@ -238,7 +241,13 @@ CONFIG_FILE = "replaylens.json"
 
 
 def load_path(
-    path: Path, dtype: torch.dtype, check: bool, device: str, adapter: str | Path | None, revision: str = ""
+    path: Path,
+    dtype: torch.dtype,
+    check: bool,
+    device: str,
+    adapter: str | Path | None,
+    revision: str = "",
+    packed: bool = False,
 ) -> Decoder:
     """A decoder from a folder or a .gguf file, with an adapter merged into its weights.
 
@@ -250,18 +259,18 @@ def load_path(
         raise UnsupportedModel(f"{path} does not exist. Give the path of a folder or a .gguf file.")
     if path.suffix == ".gguf" and not path.is_dir():
         file = GgufFile(path)
-        return _translated(path, file.config, file.source(), dtype, check, device, adapter)
+        return _translated(path, file.config, file.source(), dtype, check, device, adapter, packed=packed)
     if not path.is_dir():
         raise UnsupportedModel(f"{path} is neither a folder nor a .gguf file.")
     if (path / CONFIG_FILE).exists():
-        return _own(path, dtype, check, device, adapter, revision)
+        return _own(path, dtype, check, device, adapter, revision, packed)
     if not (path / "config.json").exists():
         raise UnsupportedModel(f"{path} holds neither {CONFIG_FILE} nor config.json.")
     raw, shards = _read_config(path), Shards(path)
     source = Source(shards.names, shards.read)
     if quantisation := raw.pop("quantization_config", None):
         source = dequantised(source, quantisation)
-    return _translated(path, raw, source, dtype, check, device, adapter, revision)
+    return _translated(path, raw, source, dtype, check, device, adapter, revision, packed)
 
 
 @dataclass(frozen=True)
@@ -337,17 +346,20 @@ def _translated(
     device: str,
     folder: Path | None,
     revision: str = "",
+    packed: bool = False,
 ) -> Decoder:
     reference = (lambda: _reference(path)) if check else None
     if folder is None:
-        return from_hugging_face(raw, source, dtype, reference, device, revision=revision)
+        return from_hugging_face(raw, source, dtype, reference, device, revision=revision, packed=packed)
     if reference is not None:  # transformers has the base, so the base is compared
         from_hugging_face(raw, source, dtype, reference)
     adapter = Adapter.read(folder)
-    return from_hugging_face(raw, adapter.merged(source, raw), dtype, None, device, adapter.digest, revision)
+    return from_hugging_face(raw, adapter.merged(source, raw), dtype, None, device, adapter.digest, revision, packed)
 
 
-def _own(path: Path, dtype: torch.dtype, check: bool, device: str, adapter: Path | None, revision: str) -> Decoder:
+def _own(
+    path: Path, dtype: torch.dtype, check: bool, device: str, adapter: Path | None, revision: str, packed: bool
+) -> Decoder:
     """A checkpoint of our own."""
     require_unchecked(check, f"the checkpoint {path}")
     if adapter is not None:
@@ -358,7 +370,7 @@ def _own(path: Path, dtype: torch.dtype, check: bool, device: str, adapter: Path
     shards = Shards(path)
     source = Source(shards.names, shards.read)
     config = ModelConfig.from_json((path / CONFIG_FILE).read_text())
-    filler = Filler(replace(config, revision=revision or config.revision), dtype, device)
+    filler = Filler(replace(config, revision=revision or config.revision), dtype, device, packed)
     for name in sorted(source.names):
         filler[name] = source.get(name)
     return filler.finished()
@@ -440,6 +452,7 @@ def load(
     device: str = "cpu",
     adapter: str | Path | None = None,
     revision: str = "",
+    packed: bool = False,
 ) -> Decoder:
     """A decoder from any source: a path (folder or .gguf), a transformers model, a TransformerBridge, or a Decoder.
 
@@ -447,12 +460,13 @@ def load(
              transformers has no such model: for a Decoder, or a checkpoint of our own
     adapter  of a path: the folder of a LoRA adapter in peft's format, which is merged into the weights
     revision of a path: name@commit, if it is a snapshot of the hub
+    packed   of a path: hold the weights of products as products read them, from the start
 
     The result owns its weights, in `dtype`, on `device`, without gradients. Weights in files go there one by one, so the
     host holds no second copy of them.
     """
     if isinstance(source, str | Path):
-        return load_path(Path(source), dtype, check, device, adapter, revision)
+        return load_path(Path(source), dtype, check, device, adapter, revision, packed)
     if adapter is not None:
         raise BadRequest(
             f"adapter= goes with the folder of a base model, not with {type(source).__name__}. Give the folder, or merge the "
@@ -490,10 +504,31 @@ def save(model: Decoder, folder: Path) -> None:
 def weights_hash(model: nn.Module) -> str:
     """SHA-256 over names, shapes, dtypes and bytes of all weights. The same weights have the same hash on any device."""
     digest = hashlib.sha256()
-    for name, x in sorted(model.state_dict().items()):
-        digest.update(f"{name} {x.dtype} {tuple(x.shape)}\n".encode())
-        digest.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    for name, module, leaf in sorted(_leaves(model), key=lambda each: each[0]):  # one by one: packed ones are copied
+        shape, pieces = _shape_and_pieces(module, leaf)
+        digest.update(f"{name} {shape}\n".encode())
+        for x in pieces:
+            raw: Any = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            digest.update(raw)
     return digest.hexdigest()
+
+
+def _shape_and_pieces(module: nn.Module, leaf: str) -> tuple[str, Iterable[Tensor]]:
+    """dtype and shape of a weight, and its numbers, of a packed one a few rows at a time."""
+    if isinstance(module, Packable) and leaf in module.panels:
+        panels, turned = module.panels[leaf], leaf in module.turned
+        return f"{torch.float32} {panels.shape[::-1] if turned else panels.shape}", panels.pieces(turned)
+    x = getattr(module, leaf)
+    return f"{x.dtype} {tuple(x.shape)}", (x,)
+
+
+def _leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """The tensors of a state dict: (name, the module that holds it, its name there)."""
+    for path, module in model.named_modules():
+        own = [leaf for leaf, x in (*module._parameters.items(), *module._buffers.items()) if x is not None]
+        packed = module.panels if isinstance(module, Packable) else ()
+        for leaf in (*(leaf for leaf in own if leaf not in module._non_persistent_buffers_set), *packed):
+            yield f"{path}.{leaf}".removeprefix("."), module, leaf
 
 
 def build(config: ModelConfig, tensors: Tensors, dtype: torch.dtype, device: str = "cpu") -> Decoder:

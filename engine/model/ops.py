@@ -7,7 +7,7 @@ sequences (`torch_ops.py`), canonically over pages, or fast.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,9 @@ from replaylens.engine.model.config import (
     weigh,
 )
 from replaylens.engine.model.layers import Experts, Linear, Norm, Rotary, expert_products
+
+if TYPE_CHECKING:
+    from replaylens.kernels.cpu import Panels
 
 # ---- ops -------------------------------------------------------------------------------------------------------------
 
@@ -91,7 +94,7 @@ class RowOps(Protocol):
         ...
 
     def unembed(self, x: Tensor, table: Tensor) -> Tensor:
-        """[rows, d] with a table [vocab, d], the embedding or a separate one -> [rows, vocab]"""
+        """[rows, d] with a table [vocab, d], the embedding or a separate one, or its packed form -> [rows, vocab]"""
         ...
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
@@ -233,8 +236,8 @@ class TorchOps:
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         return x @ linear.weight if linear.bias is None else torch.addmm(linear.bias, x, linear.weight)
 
-    def unembed(self, x: Tensor, table: Tensor) -> Tensor:
-        return F.linear(x, table)
+    def unembed(self, x: Tensor, table: "Tensor | Panels") -> Tensor:
+        return F.linear(x, table) if isinstance(table, Tensor) else x @ table.weight()
 
     def norm_heads(self, q_norm: Norm, k_norm: Norm, rotary: Rotary) -> bool:
         return False

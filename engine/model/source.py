@@ -85,7 +85,7 @@ class Source:
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MAPPED_BYTES = 1 << 28
+MAPPED_BYTES = 1 << 24
 """how much is read before files are mapped anew, which returns the memory of what was read"""
 
 
@@ -162,10 +162,12 @@ _ROWS = 512
 class Filler:
     """Copies each weight to its device, in its dtype, as it is set (`filler[name] = tensor`). The given one can be freed."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str = "cpu") -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str = "cpu", packed: bool = False) -> None:
+        """packed  hold float32 weights as products read them, where they are packable"""
         with torch.device("meta"):
             self.model = Decoder(config)
         self.dtype, self.device = dtype, device
+        self.packable = self.model.packable(device) if packed and dtype == torch.float32 else {}
         self.wanted = {name: tuple(x.shape) for name, x in self.model.state_dict().items()}
         self._held: dict[str, Tensor] = {}
         self._seen: set[str] = set()
@@ -181,10 +183,13 @@ class Filler:
         elif not x.is_floating_point():
             self._faults.append(f"{name} holds {x.dtype}, not floating-point numbers")
         else:
-            copied = self._copied(name, x)
-            if not _finite(copied):
+            taken = x.detach().to(self.device, self.dtype) if name in self.packable else self._copied(name, x)
+            if not _finite(taken):
                 self._faults.append(f"{name} holds NaN or infinity as {self.dtype}")
-            self._held[name] = copied
+            if name not in self.packable:
+                self._held[name] = taken
+            elif not self.packable[name][0].pack(self.packable[name][1], taken):
+                self._held[name] = self._copied(name, x)
 
     def _copied(self, name: str, x: Tensor) -> Tensor:
         try:
@@ -205,7 +210,9 @@ class Filler:
             shown = "; ".join(faults[:8]) + (f"; and {len(faults) - 8} more" if len(faults) > 8 else "")
             raise BadWeights(f"The weights do not fit the config: {shown}. Check that config and weights belong together.")
         self.model.load_state_dict(self._held, assign=True)
-        return self.model.requires_grad_(False).eval().to(self.device)
+        for weight in self.model.held():
+            weight.requires_grad_(False)
+        return self.model.eval().to(self.device)
 
 
 def _copied(x: Tensor, dtype: torch.dtype, device: str) -> Tensor:
@@ -232,4 +239,5 @@ def _transpose(x: Tensor, out: Tensor) -> None:
 
 def _finite(x: Tensor) -> bool:
     """Whether all numbers are finite, without a second copy of them: NaN and infinity are found among the extremes."""
+    x = x if x.is_contiguous() else x.mT  # several times faster if that is how they lie
     return x.numel() == 0 or bool(torch.isfinite(torch.stack(torch.aminmax(x))).all())

@@ -16,7 +16,7 @@ from replaylens.engine.request.edits import Hook
 from replaylens.engine.request.placed import PlacedEdit
 
 if TYPE_CHECKING:
-    from replaylens.kernels.cpu import HostRows
+    from replaylens.kernels.cpu_attention import HostRows
 
 # ---- batch -----------------------------------------------------------------------------------------------------------
 
@@ -70,7 +70,7 @@ class Batch:
     @cached_property
     def paged(self) -> "HostRows":
         """The rows and the pages of their keys, as the attention of a CPU reads them."""
-        from replaylens.kernels.cpu import HostRows  # loads the compiler, which a GPU does not need
+        from replaylens.kernels.cpu_attention import HostRows  # loads the compiler, which a GPU does not need
 
         pages = page_matrix([s.table for s in self.segments])
         counts = [len(s.tokens) for s in self.segments]

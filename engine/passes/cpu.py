@@ -14,12 +14,13 @@ from torch import Tensor
 from replaylens.engine.errors import BadEdit
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.model.config import Activation, Functions, Routing, choice_scores, weigh
-from replaylens.engine.model.layers import Linear, Norm, Rotary
+from replaylens.engine.model.layers import Experts, Linear, Norm, Rotary, expert_products
 from replaylens.engine.model.ops import MASKED, AttentionSpec, Heads, Observer, TorchOps
 from replaylens.engine.passes.batch import Batch, finite
 from replaylens.engine.passes.products import Products, rows_of
 from replaylens.engine.request.placed import PATTERN, PlacedEdit
 from replaylens.kernels import cpu as portable
+from replaylens.kernels.cpu_attention import HostRows, attend
 
 
 def exact_sums(x: Tensor) -> Tensor:
@@ -95,14 +96,18 @@ class CpuRowOps(TorchOps):
     def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
         return self.products.linear(x, linear, residual)
 
-    def unembed(self, x: Tensor, table: Tensor) -> Tensor:
-        return self.products.product(x, table.t())
+    def unembed(self, x: Tensor, table: Tensor | portable.Panels) -> Tensor:
+        return self.products.product(x, table.t() if isinstance(table, Tensor) else table)
 
     def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.products.by_head(x, weight)
 
-    def expert_product(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.products.product(x, weight)
+    def experts_hidden(self, x: Tensor, chosen: Tensor, experts: Experts, kind: Activation) -> Tensor:
+        up = self.products.of(experts, "up")
+        return self.activate(expert_products(x, chosen, up, experts.up_bias, self.products.product), kind, experts.gated)
+
+    def experts_out(self, hidden: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
+        return expert_products(hidden, chosen, self.products.of(experts, "down"), experts.down_bias, self.products.product)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         return portable.norm(rows_of(x), norm.weight, norm.bias, norm.eps, norm.kind)
@@ -144,7 +149,7 @@ class CpuOps(CpuRowOps):
         cut = cut_of(self.batch, spec.layer, q.shape[1])
         if cut is not None or observe is not None:
             return edged(q, keys, values, self.batch.paged, spec, heads.sinks, cut, observe)
-        return portable.attend(q, keys, values, self.batch.paged, *_settings(spec, heads.sinks))
+        return attend(q, keys, values, self.batch.paged, *_settings(spec, heads.sinks))
 
     def _queries_and_kv(self, heads: Heads) -> tuple[Tensor, Tensor]:
         """Queries [rows, heads, d_head], and keys and values [rows, 2 kv_heads, d_head], with the pending rotation applied.
@@ -170,17 +175,17 @@ def edged(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    paged: portable.HostRows,
+    paged: HostRows,
     spec: AttentionSpec,
     sinks: Tensor | None,
     cut: Cut | None,
     observe: Observer | None = None,
 ) -> Tensor:
-    """Attention with edges that edits cut or set, or whose inside somebody is shown. Arguments as `kernels.cpu.attend`'s."""
+    """Attention with edges that edits cut or set, or whose inside somebody is shown. Arguments as `attend`'s."""
     most = int(paged.position.max()) + 1
     scores = torch.full((len(q), q.shape[1], most), -math.inf, dtype=torch.float32)
     hidden = cut.mask[..., :most].contiguous() if cut is not None and cut.hides else None
-    z = portable.attend(q, keys, values, paged, *_settings(spec, sinks), scores, hidden)
+    z = attend(q, keys, values, paged, *_settings(spec, sinks), scores, hidden)
     if cut is not None and hidden is not None and bool((scores.amax(-1) == -math.inf).any()):
         raise BadEdit(
             f"Edits of {cut.site} hide every key that a position sees, within its sliding window if it has one. Leave at "
@@ -196,7 +201,7 @@ def edged(
     return z
 
 
-def _set(z: Tensor, pattern: Tensor, scores: Tensor, put: Tensor, values: Tensor, paged: portable.HostRows) -> None:
+def _set(z: Tensor, pattern: Tensor, scores: Tensor, put: Tensor, values: Tensor, paged: HostRows) -> None:
     """Mutates outputs and patterns of the pairs with a weight that is set: the sum over all keys with the new weights."""
     given = ~put.isnan() & (scores > -math.inf)
     torch.where(given, put, pattern, out=pattern)

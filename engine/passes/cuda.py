@@ -19,7 +19,7 @@ from replaylens.engine.errors import BadEdit, UnsupportedModel
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import page_matrix
 from replaylens.engine.model.config import Activation, ModelConfig, Routing, sigmoid
-from replaylens.engine.model.layers import Experts, Linear, Norm, Rotary
+from replaylens.engine.model.layers import Experts, Linear, Norm, Rotary, is_packed
 from replaylens.engine.model.ops import AttentionSpec, Heads, Observer, softcap, weighted
 from replaylens.engine.passes.batch import Batch, SharedRun, shared_runs
 from replaylens.engine.request.placed import PATTERN, PlacedEdit
@@ -153,13 +153,13 @@ class ExpertOps:
 
     def experts_hidden(self, x: Tensor, chosen: Tensor, experts: Experts, kind: Activation) -> Tensor:
         made = self._plan(chosen, experts)
-        hidden = grouped.grouped_matmul(x, experts.up, experts.up_bias, made, chosen.shape[1], kind, experts.gated)
+        hidden = grouped.grouped_matmul(x, experts.stored("up"), experts.up_bias, made, chosen.shape[1], kind, experts.gated)
         return hidden.unflatten(0, chosen.shape)
 
     def experts_out(self, hidden: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
         made = self._plan(chosen, experts)
         pairs = hidden.flatten(0, 1)
-        return grouped.grouped_matmul(pairs, experts.down, experts.down_bias, made, 1).unflatten(0, chosen.shape)
+        return grouped.grouped_matmul(pairs, experts.stored("down"), experts.down_bias, made, 1).unflatten(0, chosen.shape)
 
     def combine(self, outs: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
         return grouped.combine(outs.contiguous(), weights.contiguous(), residual)
@@ -167,8 +167,9 @@ class ExpertOps:
     def _plan(self, chosen: Tensor, experts: Experts) -> Plan:
         known = self._planned
         if known is None or known[0] is not chosen:
-            count = len(experts.up)
-            made = plan(chosen.contiguous(), count, grouped_rows(chosen.numel(), count, experts.up.dtype))
+            up = experts.stored("up")
+            dtype = torch.float32 if is_packed(experts) else up.dtype  # of the rows
+            made = plan(chosen.contiguous(), len(up), grouped_rows(chosen.numel(), len(up), dtype))
             known = self._planned = chosen, made
         return known[1]
 
@@ -422,13 +423,13 @@ class HeadOps(ExpertOps):
     """the last plan of products by head and the rows and heads it is for: all layers use it"""
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        return matmul(x, linear.stored, linear.bias)
+        return matmul(x, linear.stored(), linear.bias)
 
     def unembed(self, x: Tensor, table: Tensor) -> Tensor:
         return matmul(x, table.t(), out_dtype=torch.float32)
 
     def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
-        return matmul(x, linear.stored, linear.bias, residual=residual)
+        return matmul(x, linear.stored(), linear.bias, residual=residual)
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         if x.dtype != torch.float32 or not cap:
@@ -439,7 +440,7 @@ class HeadOps(ExpertOps):
         return activation(x, "sigmoid", False) if x.dtype == torch.float32 else sigmoid(x)
 
     def linear_activate(self, x: Tensor, linear: Linear, kind: Activation, gated: bool) -> Tensor:
-        return activation(matmul(x, linear.stored, linear.bias), kind, gated)
+        return activation(matmul(x, linear.stored(), linear.bias), kind, gated)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         if norm.by_head:
@@ -553,7 +554,7 @@ def _cut_on_host(
 ) -> None:
     """Mutates `out`: rows with edges that edits cut or set, in portable arithmetic, which the host has, too."""
     from replaylens.engine.passes.cpu import Cut, cut_of, edged
-    from replaylens.kernels.cpu import HostRows
+    from replaylens.kernels.cpu_attention import HostRows
 
     cut = cut_of(batch, spec.layer, q.shape[1])
     if cut is None:

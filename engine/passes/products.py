@@ -6,7 +6,7 @@ is padded and nothing has to be tried out. Weights are packed into panels at the
 
 from torch import Tensor
 
-from replaylens.engine.model.layers import Linear
+from replaylens.engine.model.layers import Linear, Packable
 from replaylens.kernels.cpu import PARTS, Panels, product
 
 
@@ -15,7 +15,7 @@ class Products:
 
     def __init__(self, parts: int = PARTS) -> None:
         self.parts = parts
-        self._transposed: dict[Linear, Panels] = {}
+        self._of_modules: dict[tuple[Packable, str, bool], Panels] = {}
         self._panels: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[Tensor, Panels]] = {}
 
     def linear(self, x: Tensor, linear: Linear, residual: Tensor | None = None) -> Tensor:
@@ -30,24 +30,24 @@ class Products:
             out[:, head] = self.product(x[:, head], each)
         return out
 
-    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+    def product(self, x: Tensor, weight: Tensor | Panels) -> Tensor:
         """x [rows, inputs] times weight [inputs, outputs], of any strides -> [rows, outputs]"""
-        return product(rows_of(x), self.panels(weight), parts=self.parts)
+        return product(rows_of(x), weight if isinstance(weight, Panels) else self.panels(weight), parts=self.parts)
 
-    def of(self, linear: Linear) -> Panels:
-        """The weight as products read it."""
-        return self.panels(linear.weight) if linear.panels is None else linear.panels
-
-    def transposed(self, linear: Linear) -> Panels:
-        """The transposed weight, for gradients."""
-        if linear not in self._transposed:
-            self._transposed[linear] = Panels.of(linear.weight.t())
-        return self._transposed[linear]
+    def of(self, module: Packable, name: str = "weight", turned: bool = False) -> Panels:
+        """A module's weight as products read it; turned: transposed, for gradients."""
+        if not turned and name in module.panels:
+            return module.panels[name]
+        key = module, name, turned
+        if key not in self._of_modules:
+            weight = module.as_multiplied(name, getattr(module, name))
+            self._of_modules[key] = Panels.of(weight.mT if turned else weight)
+        return self._of_modules[key]
 
     def in_one_chain(self) -> "Products":
         """The same weights, each product summed as one chain: the fast path."""
         other = Products(parts=1)
-        other._panels = self._panels
+        other._panels, other._of_modules = self._panels, self._of_modules
         return other
 
     def panels(self, weight: Tensor) -> Panels:

@@ -14,7 +14,7 @@ from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.model import modes, sites
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.layers import Linear
+from replaylens.engine.model.layers import FrozenWeights
 from replaylens.engine.model.ops import Ops, RowOps, Tap, wanted
 from replaylens.engine.passes.batch import Batch, Segment, finite
 from replaylens.engine.passes.transfer import RING_BYTES, HostCopy, PendingRows
@@ -192,12 +192,13 @@ class Runner:
         """capture_buffer  bytes of pinned memory through which captured rows leave a GPU"""
         self.model, self.capture_buffer = model, capture_buffer
         self.pool = PagePool(num_pages, page_size)
-        self.device = model.embed.device.type
+        self.device = model.device.type
         self.kernels = self.device != "cpu"
         """whether the arithmetic is that of our kernels. Tests set it on a CPU, where Triton's interpreter runs them"""
         self.graphs: PassGraphs | None = None
         """captured passes; None on a CPU, where every pass is launched"""
-        self.cache = KVCache(model.config, self.pool, model.embed.dtype, self.device, canary)
+        self.cache = KVCache(model.config, self.pool, model.dtype, self.device, canary)
+        self.weights = FrozenWeights(model)
 
     @cached_property
     def products(self) -> "Products":
@@ -205,16 +206,6 @@ class Runner:
         from replaylens.engine.passes.products import Products  # its kernels load a compiler, which a GPU does not need
 
         return Products()
-
-    def pack(self) -> None:
-        """Mutates the model: weights in float32 are held as products read them, in place of the weights themselves.
-
-        Precondition: nobody else holds the model.
-        """
-        if self.model.embed.dtype == torch.float32:
-            for part in (self.model if self.kernels else self.model.blocks).modules():
-                if isinstance(part, Linear):
-                    part.pack()
 
     @cached_property
     def host_copy(self) -> HostCopy:
@@ -226,7 +217,7 @@ class Runner:
         """The vectors of edits on the device."""
         from replaylens.engine.passes.edits_cuda import Vectors  # its kernel needs triton
 
-        return Vectors(self.model.embed.dtype, self.device)
+        return Vectors(self.model.dtype, self.device)
 
     def program(self, rows: "Sequence[tuple[int, int, tuple[PlacedEdit, ...], Sequence[int] | None]]") -> "EditProgram | None":
         """The edits of packed rows, each given as (first position, number of rows, edits, tokens). None: none to apply.
@@ -264,9 +255,10 @@ class Runner:
     @torch.inference_mode()
     def whole(self, tokens: list[int], edits: tuple[PlacedEdit, ...], tap: PassTap) -> WholePass:
         """A whole path with its edits in one canonical pass, in a cache of its own: needs no pages and changes no branch."""
+        self.weights.require_unchanged()
         num_rows, pool = len(tokens), PagePool(-(-len(tokens) // _WHOLE_PAGE), _WHOLE_PAGE)
         pool.reserve(table := PageTable(), 0, num_rows)
-        cache = KVCache(self.model.config, pool, self.model.embed.dtype, self.device, kernels=self.kernels)
+        cache = KVCache(self.model.config, pool, self.model.dtype, self.device, kernels=self.kernels)
         batch = Batch([Segment(table, 0, tokens, 1, edits)], pool, self.device)
         edited = self._edited(batch, tap)
         outer = None if edited is None else UneditedTap(frozenset(edit.site for edit in edits), edited)
@@ -292,7 +284,7 @@ class Runner:
             if entering is None:
                 x = self.model.embedding(batch.tokens, batch.positions, tap)
             else:
-                x = entering.to(self.model.embed)
+                x = entering.to(self.model.device, self.model.dtype)
             rows = torch.tensor(ends, dtype=torch.int64, device=x.device)
             all_rows = wanted(tap, *self.model.late_sites)
             number = self.model.config.num_layers

@@ -25,8 +25,8 @@ _EXAMINED: dict[str, Certificate] = {}
 
 def certificate_for(model: Decoder) -> Certificate:
     """The certificate for this model on its device. Raises NotCertified with the op and shape that failed."""
-    if model.embed.device.type == "cpu":
-        plain = all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    if model.device.type == "cpu":
+        plain = all(parameter.dtype == torch.float32 for parameter in model.held())
         return _of_this_machine() if plain else examine(model)
     key = _key(model)
     if key not in _EXAMINED:
@@ -51,7 +51,7 @@ def _first_examination(model: Decoder) -> Certificate:
 
 def examine(model: Decoder) -> Certificate:
     """A new examination on the model's device."""
-    if model.embed.device.type == "cuda":
+    if model.device.type == "cuda":
         from replaylens.engine.proof import doctor_cuda  # its kernels need triton
 
         return doctor_cuda.examine(model)
@@ -67,12 +67,12 @@ def _key(model: Decoder) -> str:
     parts = [
         _EXAMINATION,
         replace(model.config, revision="").to_json(),
-        str(model.embed.dtype),
-        device_name(model.embed.device),
+        str(model.dtype),
+        device_name(model.device),
         torch.__version__,
         replaylens.__version__,
         canonical_version(model),
-        triton_version(model.embed.device),
+        triton_version(model.device),
         platform.machine(),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -117,7 +117,7 @@ REFERENCE = {
 @torch.inference_mode()
 def examine(model: Decoder) -> Certificate:
     """Examine this machine: the certificate lists the failures. BadRequest unless the model is float32."""
-    if other := [parameter.dtype for parameter in model.parameters() if parameter.dtype != torch.float32]:
+    if other := [parameter.dtype for parameter in model.held() if parameter.dtype != torch.float32]:
         raise BadRequest(
             f"The model holds {other[0]}, and the CPU engine computes in torch.float32. Give model.float(), or use "
             "Engine.load(model), which converts it."
@@ -179,14 +179,14 @@ def _cases() -> dict[str, Callable[[], Tensor]]:
 
 def _attention(cap: float = 0.0, window: int = 0, slopes: Tensor | None = None, sinks: Tensor | None = None) -> Tensor:
     """Six query heads over three key heads and 700 positions, in pages that lie in another order."""
-    from replaylens.kernels import cpu
+    from replaylens.kernels import cpu_attention
 
     pages = torch.arange(44).flip(0)[None] + 1
     keys, values = numbers(5, 3, 720, 20), numbers(6, 3, 720, 20)
     position = torch.tensor([0, 5, 63, 64, 511, 512, 699])
     order = torch.arange(len(position))
-    rows = cpu.HostRows(torch.zeros_like(order), position, pages.contiguous(), 16, order)
-    return cpu.attend(numbers(7, len(position), 6, 20), keys, values, rows, 20**-0.5, cap, window, slopes, sinks)
+    rows = cpu_attention.HostRows(torch.zeros_like(order), position, pages.contiguous(), 16, order)
+    return cpu_attention.attend(numbers(7, len(position), 6, 20), keys, values, rows, 20**-0.5, cap, window, slopes, sinks)
 
 
 def _controls() -> dict[str, tuple[str, Callable[[], Tensor]]]:

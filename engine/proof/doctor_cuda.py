@@ -112,7 +112,7 @@ def _control_experts(name: str, mixture: Mixture, x: Tensor, findings: list[Find
 def examine(model: Decoder) -> Certificate:
     """Examine every op and shape of the model on its device. Does not raise: the certificate lists the failures."""
     require_supported(model.config)
-    device, dtype = model.embed.device, model.embed.dtype
+    device, dtype = model.device, model.dtype
     generator = torch.Generator(device).manual_seed(2024)
     random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
     findings: list[Finding] = []
@@ -201,7 +201,7 @@ def _lens(model: Decoder, random: Random, findings: list[Finding]) -> None:
 
 def _attention(model: Decoder, random: Random, findings: list[Finding]) -> None:
     """One long sequence: all rows at once, compared with single rows and with a window cut elsewhere."""
-    c, device = model.config, model.embed.device
+    c, device = model.config, model.device
     length, size = min(1300, c.max_positions), 16
     pages = -(-length // size)
     _, kv_heads, width = c.kv_shape

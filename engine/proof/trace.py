@@ -131,11 +131,11 @@ PORTABLE = "portable-1"
 
 def take(model: Decoder) -> Fingerprint:
     """The fingerprint of a loaded model on its device."""
-    device = model.embed.device
+    device = model.device
     return Fingerprint(
         weights=weights_hash(model),
         config=hashlib.sha256(replace(model.config, revision="").to_json().encode()).hexdigest(),
-        dtype=str(model.embed.dtype).removeprefix("torch."),
+        dtype=str(model.dtype).removeprefix("torch."),
         device=device_name(device),
         torch=torch.__version__,
         triton=triton_version(device),
@@ -147,7 +147,7 @@ def take(model: Decoder) -> Fingerprint:
 
 def canonical_version(model: Decoder) -> str:
     """The version of the arithmetic, with its canonical constants."""
-    portable = model.embed.device.type != "cuda" or model.embed.dtype == torch.float32
+    portable = model.device.type != "cuda" or model.dtype == torch.float32
     return PORTABLE if portable else of_tensor_cores()
 
 

@@ -366,7 +366,7 @@ def wave_of(engine: Resampler, plan: ResamplePlan) -> int:
     own = -(-(plan.max_new + more + max(map(len, plan.replace), default=0)) // pool.page_size) + 1
     free = pool.num_pages - -(-len(plan.tokens) // pool.page_size)
     capture, runner = _capture_of(engine, plan), engine.forest.runner
-    width = 0 if capture is None else _row_size(engine, plan, capture) * runner.model.embed.element_size()
+    width = 0 if capture is None else _row_size(engine, plan, capture) * runner.model.dtype.itemsize
     return max(1, min(free // own, MAX_BYTES // ((plan.max_new + 1) * width) if width else MAX_WAVE, MAX_WAVE))
 
 

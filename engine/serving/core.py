@@ -178,9 +178,10 @@ class Core(Generation, NotCopyable):
         self.model = as_instance("model", model, Decoder, "a Decoder; Engine.load takes other sources")
         self.config, page_size = model.config, as_int("page_size", page_size, 1)
         cache_tokens = as_int("cache_tokens", cache_tokens, page_size)
-        lone_rows = _CUDA_LONE_ROWS if max_rows is None and model.embed.is_cuda else 0
-        max_rows = (_CUDA_ROWS if model.embed.is_cuda else _CPU_ROWS) if max_rows is None else as_int("max_rows", max_rows, 16)
-        require_memory(self.config, cache_tokens, model.embed.dtype, model.embed.device)
+        on_cuda = model.device.type == "cuda"
+        lone_rows = _CUDA_LONE_ROWS if max_rows is None and on_cuda else 0
+        max_rows = (_CUDA_ROWS if on_cuda else _CPU_ROWS) if max_rows is None else as_int("max_rows", max_rows, 16)
+        require_memory(self.config, cache_tokens, model.dtype, model.device)
         canary, record = as_bool("canary", canary), as_bool("record", record)
         capture_buffer = as_int("capture_buffer", capture_buffer, SMALLEST_RING)
         if draft_model is not None:
@@ -191,7 +192,7 @@ class Core(Generation, NotCopyable):
         self.sites = self._site_table()
         self.tree = BranchTree()
         self.lenses = KnownLenses(model)
-        spare = int(model.embed.device.type == "cuda")  # an extra page for the padding rows of CUDA graphs
+        spare = int(on_cuda)  # an extra page for the padding rows of CUDA graphs
         self.runner = Runner(model, cache_tokens // page_size + spare, page_size, canary, capture_buffer)
         self.prefix = PrefixIndex(self.runner.pool, self.fingerprint.digest.encode())
         drafters = make_drafters(self.runner, draft_model, lens_layer, tree_width)

@@ -224,6 +224,7 @@ class Forest:
     def require(self, jobs: Sequence[Job]) -> None:
         """Raise if one of the jobs cannot be served, before anything changes. Precondition: the lock is held."""
         self.lock.tidy()
+        self.runner.weights.require_unchanged()
         times = Counter(job.lane.branch for job in jobs)
         for job in jobs:
             branch = job.lane.branch

@@ -168,7 +168,7 @@ def generate(
     model: Decoder, prompts: Sequence[Sequence[int]], limit: int, enough: Callable[[Tensor], bool] = lambda new: False
 ) -> list[list[int]]:
     """Greedy continuations by up to `limit` tokens, all prompts in parallel; `enough(tokens [B, n])` may end them earlier."""
-    device, lengths = model.embed.device, [len(prompt) for prompt in prompts]
+    device, lengths = model.device, [len(prompt) for prompt in prompts]
     width = min(max(lengths) + limit, model.config.max_positions)
     ops = GrowingOps(model.config, len(prompts), width, model.embed)
     tokens = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)

@@ -4,7 +4,11 @@ The last section computes the same functions as a library might. Each of them mu
 """
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +18,8 @@ from torch import Tensor
 
 from replaylens.engine.proof.doctor import numbers, sum_of_products
 from replaylens.kernels import cpu, definition, threads
-from replaylens.kernels.cpu import HostRows, Panels
+from replaylens.kernels.cpu import Panels
+from replaylens.kernels.cpu_attention import HostRows, attend
 
 EDGES = torch.tensor(
     [0.0, -0.0, 1.0, -1.0, 0.625, -0.625, 4.0, 1e-45, -1e-45, 1e-38, -1e-38, 88.72283, 88.7229, -87.33654, -87.3366, -104.0,
@@ -143,7 +148,7 @@ class Paths:
         return HostRows(self.sequence[some], self.position[some], self.pages, self.page_size, order)
 
     def attend(self, some: Tensor, scale: float = 0.3, **settings: Any) -> Tensor:
-        return cpu.attend(self.q[some].contiguous(), self.keys, self.values, self.rows(some), scale, **settings)
+        return attend(self.q[some].contiguous(), self.keys, self.values, self.rows(some), scale, **settings)
 
     def expected(self, row: int, head: int, **settings: Any) -> Any:
         """By the definition, from keys and values that are looked up position by position."""
@@ -289,3 +294,55 @@ def test_control_other_blocks_and_splits_of_keys_are_seen(constant: str, value: 
     ours = paths.attend(torch.tensor([7]))[0]
     monkeypatch.setattr(definition, constant, value)
     assert not same(ours, np.stack([paths.expected(7, head) for head in range(4)]))
+
+
+# ---- kept kernels ----------------------------------------------------------------------------------------------------
+# Compiled kernels are kept on disk. Whatever happens to the files, they are found or compiled again.
+
+CHILD = """
+import sys
+from numba.core.caching import FunctionCache
+from numba.core.event import RecordingListener, install_listener
+if "nowhere" in sys.argv:
+    FunctionCache._impl_class._locator_classes = []
+with install_listener("numba:compile", RecordingListener()) as compiled:
+    import replaylens.kernels.portable as portable
+print(len(compiled.buffer) > 0, len(portable.tile.signatures))
+"""
+
+
+def started(folder: Path, *more: str) -> "subprocess.Popen[str]":
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(folder)}
+    return subprocess.Popen([sys.executable, "-c", CHILD, *more], env=environment, stdout=-1, stderr=-1, text=True)
+
+
+def said(child: "subprocess.Popen[str]") -> tuple[str, str]:
+    """(whether it compiled, and its number of forms of `tile`; what it wrote to stderr)"""
+    out, errors = child.communicate(timeout=300)
+    assert child.returncode == 0, errors
+    return out.strip(), errors
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that two processes filled at the same time."""
+    folder = tmp_path_factory.mktemp("kernels")
+    assert [said(child)[0] for child in [started(folder), started(folder)]] == ["True 1", "True 1"]
+    assert said(started(folder))[0] == "False 1", "the control: kept kernels are not compiled again"
+    return folder
+
+
+@pytest.mark.parametrize("ending", ["nbi", "nbc"])
+def test_a_damaged_file_is_replaced(kept: Path, ending: str) -> None:
+    for file in kept.rglob(f"*.{ending}"):
+        file.write_bytes(file.read_bytes()[:100])
+    assert said(started(kept))[0] == "True 1"
+    assert said(started(kept))[0] == "False 1", "they are kept again"
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    """numba takes its next one. If there is none, kernels are compiled, and one warning says what that costs."""
+    (tmp_path / "file").touch()
+    assert said(started(tmp_path / "file" / "below"))[0].endswith(" 1")
+    out, errors = said(started(tmp_path, "nowhere"))
+    assert out == "True 1" and errors.count("Set NUMBA_CACHE_DIR") == 1 and not list(tmp_path.rglob("*.nb*"))

@@ -10,6 +10,7 @@ from torch import Tensor
 from replaylens.engine.proof.doctor import numbers
 from replaylens.kernels import cpu, parts
 from replaylens.kernels.attention import attention
+from replaylens.kernels.cpu_attention import HostRows, attend
 from replaylens.kernels.launch import GemmTile
 from replaylens.kernels.matmul import matmul
 from replaylens.kernels.norm import FUNCTIONS, activation, norm, norm_scale
@@ -76,12 +77,12 @@ def test_attention(device: str, cap: float, window: int, sinks: bool, split: boo
     pages, position = torch.arange(44).flip(0)[None] + 1, torch.tensor([0, 5, 63, 64, 511, 512, 699])
     keys, values, q = numbers(5, 3, 720, 20), numbers(6, 3, 720, 20), numbers(7, 7, 6, 20)
     given, order = numbers(10, 6) if sinks else None, torch.arange(7)
-    theirs = cpu.HostRows(torch.zeros_like(order), position, pages.contiguous(), 16, order)
+    theirs = HostRows(torch.zeros_like(order), position, pages.contiguous(), 16, order)
     rows = PagedRows(torch.zeros(7, dtype=torch.int32, device=device), position.int().to(device), pages.int().to(device))
     there = [x.transpose(0, 1).contiguous().to(device) for x in (keys, values)]
     sink = None if given is None else given.to(device)
     ours = attention(q.to(device), *there, rows, 20**-0.5, cap, window, sinks=sink, split=split)
-    same(ours.cpu(), cpu.attend(q, keys, values, theirs, 20**-0.5, cap, window, None, given))
+    same(ours.cpu(), attend(q, keys, values, theirs, 20**-0.5, cap, window, None, given))
     table = numbers(11, 800, 2, 8)
     same(rotate(q.to(device), table.to(device), rows).cpu(), cpu.rotate_(q.clone(), table, position))
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -26,6 +27,7 @@ from replaylens.engine.features.rows import FeatureRows
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
+from replaylens.kernels import definition
 from tests.engine.features.tiny import COUNT, HOOK, MORE, WIDTH, config, formula, tensors, write
 from tests.toy_model import engine
 
@@ -256,6 +258,24 @@ def test_encode_and_decode_are_the_formula(kind: str, tmp_path: Path) -> None:
     assert torch.allclose(features.decode(found).double(), back, rtol=1e-5, atol=1e-5)
     features.weights.b_enc.add_(1e-3)
     assert not torch.allclose(features.encode(rows()).dense().double(), acts, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["standard", "topk rescaled", "jumprelu"])
+def test_encode_and_decode_are_portable(kind: str, tmp_path: Path) -> None:
+    """The bits of the definition, as on every machine. Negative control: the sums of a library differ."""
+    features, x = SparseFeatures.load(write(tmp_path, kind)), rows()
+    found, w = features.encode(x), features.weights
+    pre = definition.product((x - w.b_dec).numpy(), w.W_enc.numpy()) + w.b_enc.numpy()
+    lengths = np.sqrt(np.add.accumulate(w.W_dec.double().numpy() ** 2, axis=1)[:, -1]).astype(np.float32)
+    pre, decoder = (pre * lengths, w.W_dec.numpy() / lengths[:, None]) if "rescaled" in kind else (pre, w.W_dec.numpy())
+    rows_of_entries, indices = found.rows_of_entries.numpy(), found.indices.numpy()
+    assert np.array_equal(pre[rows_of_entries, indices], found.values.numpy())
+    back = [
+        definition.product(value[None].numpy(), decoder[index.numpy()])[0] for index, value in map(found.row, range(len(x)))
+    ]
+    decoded = features.decode(found)
+    assert torch.equal(decoded, torch.from_numpy(np.stack(back)) + w.b_dec)
+    assert not torch.equal(decoded, found.dense() @ torch.from_numpy(decoder) + w.b_dec)
 
 
 @pytest.mark.parametrize("kind", ["standard", "topk rescaled", "jumprelu"])

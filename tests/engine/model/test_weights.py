@@ -2,6 +2,7 @@
 
 import copy
 import json
+import operator
 import pickle
 import re
 import shutil
@@ -523,3 +524,61 @@ def test_a_checked_load_leaves_the_source_and_owns_its_weights() -> None:
         for parameter in model.parameters():
             parameter.add_(1.0)
     assert weights_hash(loaded) == before
+
+
+# ---- weights of an engine --------------------------------------------------------------------------------------------
+# They cannot be changed: neither silently, nor with the old fingerprint.
+
+CHANGES: dict[str, Callable[[Decoder], object]] = {
+    "data of a packed weight": lambda model: model.blocks[0].mlp.up.weight.data.add_(1),
+    "a packed weight": lambda model: model.blocks[0].mlp.up.weight.zero_(),
+    "a row of a packed weight": lambda model: model.blocks[0].mlp.up.weight[0].zero_(),
+    "an entry of a packed weight": lambda model: operator.setitem(model.blocks[0].attn.o.weight, (0, 0), 1.0),
+    "as the output of an op": lambda model: torch.add(model.embed, 1, out=model.embed),
+    "the table": lambda model: model.embed.data.mul_(2),
+    "data of a norm": lambda model: model.ln_final.weight.data.mul_(2),
+    "data that is replaced": lambda model: setattr(model.ln_final.weight, "data", torch.ones(model.config.d_model)),
+    "a norm": lambda model: model.ln_final.weight.mul_(2),
+    "a view of a norm": lambda model: model.state_dict()["ln_final.weight"].mul_(2),
+    "a packed weight that is replaced": lambda model: setattr(model.blocks[0].mlp.up, "weight", nn.Parameter(torch.ones(2, 2))),
+    "a norm that is replaced": lambda model: setattr(model.ln_final, "weight", nn.Parameter(torch.ones(model.config.d_model))),
+    "a state dict": lambda model: model.load_state_dict(load(hugging_face("llama")).state_dict()),
+    "a part of one": lambda model: model.load_state_dict({"blocks.0.mlp.up.weight": torch.zeros(1)}, strict=False),
+    "another dtype": lambda model: model.to(torch.float64),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_weights_of_an_engine_are_refused(change: str) -> None:
+    """Where they are changed, or at the next request, before a cached prompt is used."""
+    engine = Engine.load(load(hugging_face("llama")))
+    engine.prompt([1, 2, 3]).generate(1)
+    with pytest.raises(BadWeights, match="weights of an engine were changed"):
+        CHANGES[change](engine.model)
+        engine.prompt([1, 2, 3]).generate(1)
+
+
+def test_weights_of_an_engine_made_from_a_decoder_are_watched() -> None:
+    """Its caller holds them. Negative control: what changes no weight is not refused."""
+    model = load(hugging_face("llama"))
+    engine = Engine(model)
+    model.eval().requires_grad_(False).to("cpu")
+    engine.prompt([1, 2, 3]).generate(1)
+    model.blocks[0].mlp.up.weight.add_(1)
+    with pytest.raises(BadWeights, match="call Engine"):
+        engine.prompt([1, 2, 3])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_weights_of_an_engine_are_the_models(name: str) -> None:
+    """Packed or not, all of them are counted, read and hashed; reading gives ordinary tensors."""
+    theirs = hugging_face(name)
+    plain, engine = load(theirs), Engine.load(theirs)
+    assert_same(engine.model, plain)
+    ours = dict(engine.model.named_parameters())
+    assert ours.keys() == dict(plain.named_parameters()).keys() and engine.fingerprint.weights == weights_hash(plain)
+    assert all(torch.equal(ours[key], x) and ours[key].shape == x.shape for key, x in plain.named_parameters())
+    assert sum(x.numel() for x in engine.model.parameters()) == sum(x.numel() for x in plain.parameters())
+    assert type(engine.model.blocks[0].attn.o.weight + 1) is Tensor
+    engine.model.eval().to("cpu")
+    assert engine.prompt([1, 2, 3]).generate(1).tokens == Engine(plain).prompt([1, 2, 3]).generate(1).tokens

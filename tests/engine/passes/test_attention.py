@@ -12,7 +12,7 @@ from torch import Tensor
 
 from replaylens import Engine
 from replaylens.engine.model import loading
-from replaylens.kernels.cpu import KV_BLOCK, HostRows, attend
+from replaylens.kernels.cpu_attention import KV_BLOCK, HostRows, attend
 from tests.families import NAMES, hugging_face
 
 LENGTH = 150

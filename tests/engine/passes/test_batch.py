@@ -14,7 +14,7 @@ from replaylens.engine.passes import cpu
 from replaylens.engine.passes.batch import Batch, Segment
 from replaylens.engine.passes.runner import Runner
 from replaylens.engine.serving.branch import Branch
-from replaylens.kernels.cpu import HostRows
+from replaylens.kernels.cpu_attention import HostRows
 from tests.engine.canonical import SITES, assert_canonical, submit
 from tests.toy_model import VOCAB, Reference, continuation, engine, random_model, toy, watch_passes
 
@@ -36,12 +36,12 @@ def test_verifier_attention_choosing_its_own_split(offset: int, monkeypatch: pyt
 
     logits, kv = windowed()
     assert torch.equal(logits, truth.logits) and torch.equal(kv, truth.kv)
-    right = cpu.portable.attend
+    right = cpu.attend
 
     def late(q: Tensor, keys: Tensor, values: Tensor, rows: HostRows, *more: Any) -> Tensor:
         return right(q, keys, values, replace(rows, position=rows.position - (rows.position > 99).long()), *more)
 
-    monkeypatch.setattr(cpu.portable, "attend", late)
+    monkeypatch.setattr(cpu, "attend", late)
     assert not torch.equal(windowed()[0], truth.logits), "control: a key that is left out is seen"
 
 

@@ -10,7 +10,7 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.model import loading
 from replaylens.engine.passes.batch import Batch
 from replaylens.engine.request.sampling import Sampling
-from replaylens.kernels.cpu import HostRows
+from replaylens.kernels.cpu_attention import HostRows
 from tests.families import hugging_face
 from tests.trees import grow
 

@@ -96,7 +96,7 @@ def test_threads_that_split_a_sum_are_seen(model: Decoder, monkeypatch: pytest.M
         half = panels.inputs // 2 if threads._here.count > 1 else 0
         if not half:
             return right(x, panels, bias, residual)
-        halves = [replace(panels, data=panels.data[:, s].contiguous(), inputs=half) for s in (slice(half), slice(half, None))]
+        halves = [replace(panels, data=panels.data[:, s].contiguous()) for s in (slice(half), slice(half, None))]
         out = right(x[:, :half].contiguous(), halves[0], bias, residual)
         return right(x[:, half:].contiguous(), halves[1], None, out)
 

@@ -19,7 +19,7 @@ from replaylens.engine.model import loading
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.proof import certificates, doctor
 from replaylens.engine.proof.doctor import Certificate, Finding
-from replaylens.kernels import cpu
+from replaylens.kernels import cpu, cpu_attention
 from tests.engine.reference import decoder, random_decoder
 
 FAMILY = "llama"
@@ -84,8 +84,8 @@ def a_product_split_in_k(patch: pytest.MonkeyPatch) -> str:
 
     def wrong(x: Tensor, panels: cpu.Panels, *more: Tensor) -> Tensor:
         half = panels.inputs // 2
-        first = replace(panels, data=panels.data[:, :half].contiguous(), inputs=half)
-        second = replace(panels, data=panels.data[:, half:].contiguous(), inputs=panels.inputs - half)
+        first = replace(panels, data=panels.data[:, :half].contiguous())
+        second = replace(panels, data=panels.data[:, half:].contiguous())
         return right(x[:, :half].contiguous(), first) + right(x[:, half:].contiguous(), second, *more)
 
     patch.setattr(cpu, "product", wrong)
@@ -104,12 +104,12 @@ def flushed_denormals(patch: pytest.MonkeyPatch) -> str:
 
 
 def a_key_less(patch: pytest.MonkeyPatch) -> str:
-    right = cpu.attend
+    right = cpu_attention.attend
 
-    def wrong(q: Tensor, keys: Tensor, values: Tensor, rows: cpu.HostRows, *rest: Any) -> Tensor:
+    def wrong(q: Tensor, keys: Tensor, values: Tensor, rows: cpu_attention.HostRows, *rest: Any) -> Tensor:
         return right(q, keys, values, replace(rows, position=(rows.position - 1).clamp(min=0)), *rest)
 
-    patch.setattr(cpu, "attend", wrong)
+    patch.setattr(cpu_attention, "attend", wrong)
     return "attention"
 
 
