@@ -13,6 +13,11 @@ def weights(case, width, kind):
     return case.randn(width, seed=1), case.randn(width, seed=2) if kind == "layer" else None
 
 
+def number_of_rows(case, width):
+    """More than one program has; each wide row has its own."""
+    return 129 if case.gpu else 17 if width < 1000 else 5
+
+
 def double(x):
     return None if x is None else x.double()
 
@@ -20,7 +25,7 @@ def double(x):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", [24, 576, 4096])
 def test_agrees_with_float64_and_rows_stand_alone(case, same, kind, width):
-    rows = 129 if case.gpu else 17
+    rows = number_of_rows(case, width)
     x = case.randn(rows, width, scale=3.0) + 1
     weight, bias = weights(case, width, kind)
     got = norm(x, weight, bias, 1e-5, kind, out=case.poison(rows, width))
@@ -32,7 +37,7 @@ def test_agrees_with_float64_and_rows_stand_alone(case, same, kind, width):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", [24, 576, 4096])
 def test_scale_is_what_the_norm_divides_by_and_rows_stand_alone(case, same, kind, width):
-    rows = 129 if case.gpu else 17
+    rows = number_of_rows(case, width)
     x = case.randn(rows, width, scale=3.0) + 1
     scale = norm_scale(x, 1e-5, kind)
     assert scale.shape == (rows, 1) and scale.dtype == torch.float32
