@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 
-from tests.latent_models import LATENT_MODELS
 from tests.mixtures import MIXTURES
-from tests.tiny_shapes import LONG, ONE_KV, SMALL, TWO_KV, TYPES, YARN, rope
+from tests.tiny_shapes import LATENT_MODELS, LONG, ONE_KV, SMALL, TWO_KV, TYPES, YARN, rope
 
 SHAPE = dict(
     vocab_size=97,

@@ -31,3 +31,44 @@ ROUTED = dict(n_routed_experts=8, num_experts_per_tok=3, n_shared_experts=2, moe
 
 def rope(**more: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 1e4, **more}
+
+
+# ---- latent attention -------------------------------------------------------------------------------------------------
+# Configs of tiny models with latent attention; `tests/families.py` builds them.
+
+LATENT = dict(
+    SMALL,
+    num_key_value_heads=6,
+    kv_lora_rank=14,
+    q_lora_rank=None,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=6,
+    v_head_dim=5,
+    first_k_dense_replace=2,
+)
+"""latent attention, no two widths equal, all layers dense"""
+ODD = dict(LATENT, kv_lora_rank=13, qk_nope_head_dim=7)
+"""widths with which transformers cannot compute DeepSeek-V2"""
+EXPERTS = dict(ROUTED, first_k_dense_replace=0, routed_scaling_factor=1.7)
+SPARSE, ODD_SPARSE = LATENT | EXPERTS, ODD | EXPERTS
+GROWN = dict(YARN, mscale=0.8, mscale_all_dim=0.7)
+LATENT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    # name: (config class, its fields)
+    "deepseek-v2": ("DeepseekV2", dict(LATENT, mlp_bias=True, rope_parameters=GROWN)),
+    "deepseek-v2-queries": ("DeepseekV2", dict(LATENT, q_lora_rank=11, attention_bias=True)),
+    "deepseek-v3": ("DeepseekV3", dict(ODD, q_lora_rank=11, attention_bias=True, rope_parameters=GROWN)),
+    "deepseek-v3-plain": ("DeepseekV3", dict(ODD, qk_rope_head_dim=2, tie_word_embeddings=True)),
+    "minicpm3": ("MiniCPM3", dict(ODD, q_lora_rank=11, attention_bias=True, mlp_bias=True, dim_model_base=12)),
+    "youtu": ("Youtu", dict(ODD, rope_parameters=GROWN, tie_word_embeddings=True)),
+    "glm4-moe-lite": ("Glm4MoeLite", dict(ODD_SPARSE, q_lora_rank=11, n_group=1, topk_group=1)),
+    "deepseek-v2-lite": ("DeepseekV2", dict(SPARSE, first_k_dense_replace=1, rope_parameters=GROWN)),
+    "deepseek-v2-groups": (
+        "DeepseekV2",
+        dict(SPARSE, q_lora_rank=11, topk_method="group_limited_greedy", n_group=4, topk_group=2, mlp_bias=True),
+    ),
+    "deepseek-v3-groups": (
+        "DeepseekV3",
+        dict(ODD_SPARSE, q_lora_rank=11, first_k_dense_replace=1, n_group=4, topk_group=2, rope_parameters=GROWN),
+    ),
+    "deepseek-v3-sparse": ("DeepseekV3", dict(ODD_SPARSE, n_group=1, topk_group=1, norm_topk_prob=False)),
+}

@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -64,6 +65,9 @@ def run_python(block: Block, names: dict[str, Any]) -> None:
         exec(compile("\n" * (block.line - 1) + smaller(block.text), where, "exec"), names)
         return
     Path("snippet.py").write_text(block.text)
+    if variables.items() <= os.environ.items():  # this process has been started with them: Triton needs the source's file, too
+        runpy.run_path("snippet.py", run_name="snippet")
+        return
     done = subprocess.run([sys.executable, "snippet.py"], capture_output=True, text=True, env={**os.environ, **variables})
     assert done.returncode == 0, f"{where}: {done.stderr}"
 

@@ -70,20 +70,19 @@ def test_every_command_is_there() -> None:
 
 
 LIGHT = """
-import sys, replaylens.cli
-sys.argv = ["replaylens", *{words}]
-try:
-    replaylens.cli.main()
-finally:
-    print("torch" in sys.modules)
+import contextlib, sys, replaylens.cli
+for words in (["--version"], ["dupm"], ["diff", "--help"]):
+    sys.argv = ["replaylens", *words]
+    with contextlib.suppress(SystemExit):
+        replaylens.cli.main()
+    print("loaded:", "torch" in sys.modules)
 """
 
 
-@pytest.mark.parametrize(("words", "heavy"), [(["--version"], False), (["dupm"], False), (["diff", "--help"], True)])
-def test_only_what_is_needed_is_loaded(words: list[str], heavy: bool) -> None:
+def test_only_what_is_needed_is_loaded() -> None:
     """Version and misspelt commands do not import torch. Negative control: a command that computes does."""
-    done = subprocess.run([sys.executable, "-c", LIGHT.format(words=words)], capture_output=True, text=True)
-    assert done.stdout.split()[-1] == str(heavy)
+    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True)
+    assert re.findall("loaded: (.*)", done.stdout) == ["False", "False", "True"], done.stderr
 
 
 def test_version() -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -235,12 +236,42 @@ def test_workers_that_start_late(reference: Rollouts, tmp_path: Path, monkeypatc
     assert "Waiting for the process of the first worker" in told[0]
 
 
-def commanded(folder: Path, where: list[str], told: list[str] | None = None) -> str:
-    """The digest that `replaylens resample` prints; what it says meanwhile goes to `told`."""
+@contextmanager
+def competitors(count: int) -> Iterator[None]:
+    """Processes that take all the time they get, of the priority of this one."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.usefixtures("nodes")
+def test_competing_processes(reference: Rollouts, tmp_path: Path) -> None:
+    """`--ray local` beside three busy processes for each core: the same digest, or a named error that says what to do, in
+    bounded time. Which of them depends on Ray, which ends nodes that start too slowly."""
+    with competitors(3 * (os.cpu_count() or 1)):
+        done = resampled(tmp_path, ["--ray", "local", "--workers", "2"], timeout=3 * PATIENCE)
+    if done.returncode == 0:
+        assert json.loads(done.stdout.splitlines()[-1])["digest"] == reference.digest
+    else:
+        assert done.returncode == 3 and "ClusterFailed: " in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert commanded(tmp_path, []) == reference.digest, "what was drawn beside them is kept"
+
+
+def resampled(folder: Path, where: list[str], timeout: float = 2 * PATIENCE) -> "subprocess.CompletedProcess[str]":
+    """`replaylens resample` in a process of its own."""
     command = [sys.executable, "-m", "replaylens", "resample", "--prompt", PROMPT, "--chain", CHAIN, "--at", "sentences"]
     options = ["--n", str(ROLLOUTS), "--max-new", "8", "--seed", "3", "--answer", "heads|tails", "--sites", "S"]
     output = ["--keep", "fork,last", "--out", str(folder), "--json", "--quiet"]
-    done = subprocess.run([*command, *options, *output, *where], capture_output=True, text=True, timeout=2 * PATIENCE)
+    return subprocess.run([*command, *options, *output, *where], capture_output=True, text=True, timeout=timeout)
+
+
+def commanded(folder: Path, where: list[str], told: list[str] | None = None) -> str:
+    """The digest that `replaylens resample` prints; what it says meanwhile goes to `told`."""
+    done = resampled(folder, where)
     assert done.returncode == 0, done.stderr
     if told is not None:
         told.append(done.stderr)

@@ -1,6 +1,9 @@
 """Dropped engines give their device memory back at once; graphs keep what they read, and are dropped beyond a number."""
 
 import gc
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,3 +64,60 @@ def test_decode_graphs_are_dropped_beyond_a_number(monkeypatch: pytest.MonkeyPat
         for number, branch in enumerate(branches):
             assert truth.setdefault(number, branch.tokens) == branch.tokens
         assert engine.loop.bursts is not None and len(engine.loop.bursts._graphs) <= 2
+
+
+# ---- loading cuda -----------------------------------------------------------------------------------------------------
+# Weights go from files to a CUDA device one by one: the bits of a model that the host loaded, and little host memory.
+
+PEAK = """
+import sys, torch
+from pathlib import Path
+from replaylens.engine.model import loading
+def peak():
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines["VmHWM"].split()[0]) * 1024
+torch.zeros(1, device="cuda")
+import transformers.models.llama.configuration_llama
+before = peak()
+model = loading.load(sys.argv[1], torch.bfloat16, device="cuda")
+print(peak() - before, sum(x.nbytes for x in model.state_dict().values()))
+"""
+
+
+@pytest.mark.parametrize("name", ["llama", "llama3", "gpt2", "gemma2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_streamed_weights_are_those_of_the_host(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    hugging_face(name).save_pretrained(tmp_path, max_shard_size="20KB")
+    there, here = loading.load(tmp_path, dtype, device="cuda"), loading.load(tmp_path, dtype)
+    assert there.config == here.config and loading.weights_hash(there) == loading.weights_hash(here)
+    assert {x.device.type for x in (*there.parameters(), *there.buffers())} == {"cuda"}
+    engine = Engine.load(tmp_path, device="cuda", dtype=dtype)
+    moved = Engine(here.to("cuda"))
+    assert engine.fingerprint == moved.fingerprint
+    assert engine.prompt([1, 2, 3]).generate(8).tokens == moved.prompt([1, 2, 3]).generate(8).tokens
+
+
+def test_the_host_holds_a_small_part_of_the_weights(tmp_path: Path) -> None:
+    from benchmarks.loading import make_checkpoint
+
+    make_checkpoint(tmp_path, layers=4)
+    done = subprocess.run([sys.executable, "-c", PEAK, str(tmp_path)], capture_output=True, text=True, check=True)
+    host, held = map(int, done.stdout.split()[-2:])
+    print(f"host {host / 1e9:.2f} GB for {held / 1e9:.2f} GB of weights on the device")
+    assert held > 3.8e9 and host < 2e9
+
+
+def test_float32_weights_are_stored_in_bfloat16_where_that_loses_nothing(tmp_path: Path) -> None:
+    model = hugging_face("llama").bfloat16()
+    model.model.layers[0].mlp.down_proj.weight.data[0, 0] = 1.0
+    wide = model.float()
+    wide.model.layers[0].mlp.down_proj.weight.data[0, 0] += 2**-20  # one number that bfloat16 has not
+    wide.save_pretrained(tmp_path)
+    there, here = Engine.load(tmp_path, device="cuda", dtype=torch.float32), Engine.load(tmp_path)
+    first, second = there.model.blocks[0].mlp.down, there.model.blocks[1].mlp.down
+    assert first.stored.dtype == torch.float32 and second.stored.dtype == torch.bfloat16
+    assert there.fingerprint.weights == here.fingerprint.weights
+    ours, theirs = (engine.prompt([1, 2, 3], sites="STC") for engine in (there, here))
+    assert ours.generate(8).tokens == theirs.generate(8).tokens
+    for site in theirs.activations.sites():
+        assert torch.equal(ours.activations[site].cpu(), theirs.activations[site])

@@ -41,6 +41,64 @@ def patched_once_per_launch() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def types_made_once() -> Iterator[None]:
+    """Most of the interpreter's time goes into types of blocks: each is made once here, and what is derived from it is kept.
+
+    Integers are not watched for overflow, which triples every sum of addresses, and cannot happen at these sizes.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    from triton.language import core, semantic
+    from triton.runtime import interpreter
+
+    block, tensor, Semantic = core.block_type, core.tensor, semantic.TritonSemantic
+    make_block, make_tensor = block.__init__, tensor.__init__
+    numpy_dtype, broadcast = interpreter._get_np_dtype, Semantic.broadcast_impl_value
+    blocks: dict[Any, Any] = {}
+    dtypes: dict[str, Any] = {}
+
+    def new_block(cls: Any, element: Any, shape: Any) -> Any:
+        key = id(element), *(s.value if isinstance(s, core.constexpr) else s for s in shape)  # the type keeps its element
+        if key not in blocks:
+            blocks[key] = object.__new__(cls)
+        return blocks[key]
+
+    def block_once(self: Any, element: Any, shape: Any) -> None:
+        if "name" not in self.__dict__:
+            make_block(self, element, shape)
+
+    def tensor_of(self: Any, handle: Any, type: Any) -> None:
+        derived = type.__dict__.get("_derived")
+        if derived is None:
+            make_tensor(self, handle, type)
+            type._derived = {name: value for name, value in self.__dict__.items() if name != "handle"}
+        else:
+            self.__dict__.update(derived, handle=handle)
+
+    def dtype_of(type: Any) -> Any:
+        scalar = type.scalar
+        if isinstance(scalar, core.pointer_type):
+            return numpy_dtype(scalar)
+        if scalar.name not in dtypes:
+            dtypes[scalar.name] = numpy_dtype(scalar)
+        return dtypes[scalar.name]
+
+    def broadcast_others(self: Any, a: Any, b: Any) -> Any:
+        equal = a.type.is_block() and b.type.is_block() and a.type.shape.values == b.type.shape.values
+        return (a, b) if equal else broadcast(self, a, b)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block, "__new__", new_block)
+        patch.setattr(block, "__init__", block_once)
+        patch.setattr(tensor, "__init__", tensor_of)
+        patch.setattr(interpreter, "_get_np_dtype", dtype_of)
+        patch.setattr(Semantic, "broadcast_impl_value", broadcast_others)
+        patch.setattr(interpreter.interpreter_builder, "options", interpreter.InterpreterOptions(sanitize_overflow=False))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def fused_as_on_a_device() -> Iterator[None]:
     """The interpreter computes dots and multiply-adds by NumPy. Here they are the chains that a device computes, so that
     kernels in float32 have the bits of portable arithmetic."""

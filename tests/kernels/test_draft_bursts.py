@@ -1,10 +1,13 @@
 """Windows that the device fills on its own, with a stand-in for its decode graphs: same tokens, all requests come on alike."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.loop.lane import Turn
+from replaylens.engine.loop.commit import _drawn_together
+from replaylens.engine.loop.lane import Job, Lane, Turn, Window
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.passes.bursts import BurstRequest
@@ -144,3 +147,25 @@ def test_a_draft_that_ends_the_sequence_ends_the_window(wrong_drafts: None) -> N
         ended += sum(chain[-1] in stops.stop_tokens for chain in chains if chain)
         engine.check_integrity()
     assert ended, "no draft ended a sequence: the test shows nothing"
+
+
+# ---- drawn together ---------------------------------------------------------------------------------------------------
+# Drafts that are drawn together on the device: the tokens that each request draws by itself.
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_drawn_together_as_one_by_one(device: str) -> None:
+    """Rows in another order than the turns, windows of different lengths, different seeds and temperatures."""
+    logits = 3 * torch.randn(7, 50, generator=torch.Generator().manual_seed(0))
+    rows, turns = [4, 0, 6, 1], []
+    for i, (temperature, length) in enumerate([(0.7, 5), (1.0, 9), (2.0, 3), (1.0, 30)]):
+        job = Job(Lane(i, PageTable()), sampling=Sampling(temperature=temperature, seed=i))
+        job.window_open = Window(length, 4, list(range(i)))
+        turns.append(Turn(job, length - 1, [1], complete=True, drafting=True))
+    result = SimpleNamespace(logits=logits.to(device))
+    found = _drawn_together(turns, result, dict(zip(turns, rows, strict=True)))  # type: ignore[arg-type]
+    for i, (turn, row) in enumerate(zip(turns, rows, strict=True)):
+        path = [0] * (turn.end + i)
+        assert found[turn] == turn.job.sampling.choose(logits[row].numpy(), path, 1)
+    other = turns[0].job.sampling.choose(logits[rows[0]].numpy(), [0] * 2, 1)
+    assert other != found[turns[0]], "negative control: the position matters"

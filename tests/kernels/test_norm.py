@@ -1,14 +1,21 @@
+from itertools import product
+
 import pytest
 import torch
 
 from replaylens.kernels import reference
-from replaylens.kernels.norm import norm, norm_pair, norm_scale
+from replaylens.kernels.norm import PLAIN, activation, norm, norm_pair, norm_scale
 
 KINDS = ["rms", "layer"]
 
 
 def weights(case, width, kind):
     return case.randn(width, seed=1), case.randn(width, seed=2) if kind == "layer" else None
+
+
+def number_of_rows(case, width):
+    """More than one program has; each wide row has its own."""
+    return 129 if case.gpu else 17 if width < 1000 else 5
 
 
 def double(x):
@@ -18,7 +25,7 @@ def double(x):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", [24, 576, 4096])
 def test_agrees_with_float64_and_rows_stand_alone(case, same, kind, width):
-    rows = 129 if case.gpu else 17
+    rows = number_of_rows(case, width)
     x = case.randn(rows, width, scale=3.0) + 1
     weight, bias = weights(case, width, kind)
     got = norm(x, weight, bias, 1e-5, kind, out=case.poison(rows, width))
@@ -30,7 +37,7 @@ def test_agrees_with_float64_and_rows_stand_alone(case, same, kind, width):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", [24, 576, 4096])
 def test_scale_is_what_the_norm_divides_by_and_rows_stand_alone(case, same, kind, width):
-    rows = 129 if case.gpu else 17
+    rows = number_of_rows(case, width)
     x = case.randn(rows, width, scale=3.0) + 1
     scale = norm_scale(x, 1e-5, kind)
     assert scale.shape == (rows, 1) and scale.dtype == torch.float32
@@ -90,3 +97,24 @@ def test_two_weights_in_one_launch_move_no_bit(case, same):
         got = norm_pair(packed[:, :7], 4, weights, 1e-6, "rms")
         same(got[:, :4].contiguous(), norm(packed[:, :4], weights[0], None, 1e-6, "rms"))
         same(got[:, 4:].contiguous(), norm(packed[:, 4:7], weights[1], None, 1e-6, "rms"))
+
+
+# ---- activation -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "gated"), [*product(PLAIN, (False, True)), ("clamped_swiglu", True)])
+def test_activations_agree_with_float64_and_rows_stand_alone(case, same, kind, gated):
+    rows, width = (129, 3000) if case.gpu else (17, 70)
+    x = case.randn(rows, width, scale=4.0)
+    got = activation(x, kind, gated, out=case.poison(rows, width // (2 if gated else 1)))
+    case.close(got, reference.activation(x.double(), kind, gated))
+    same(activation(x[5:6], kind, gated), got[5:6])
+
+
+def test_errors_of_activations(case):
+    with pytest.raises(ValueError, match="Use one of silu, gelu, gelu_tanh, relu"):
+        activation(case.randn(2, 4), "swish", False)
+    with pytest.raises(ValueError, match="even width"):
+        activation(case.randn(2, 5), "silu", True)
+    with pytest.raises(ValueError, match="clamped_swiglu needs a gate"):
+        activation(case.randn(2, 4), "clamped_swiglu", False)

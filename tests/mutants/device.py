@@ -2,7 +2,7 @@
 
 from tests.mutants.mutant import Mutant
 
-PROGRAM = "tests/kernels/test_edit_program.py"
+PROGRAM = "tests/kernels/test_edit.py"
 
 BURSTS = "tests/kernels/test_draft_bursts.py"
 
@@ -45,7 +45,7 @@ DEVICE = (
         "last.held == some and len(last.steps) < most",
         "len(last.held) == len(some) and len(last.steps) < most",
         "captured rows of several steps travel together if they are of the same requests",
-        ("tests/engine/passes/test_burst_rows.py",),
+        ("tests/engine/passes/test_host_copy.py",),
     ),
     Mutant(
         "rows-of-the-first-step",
@@ -53,7 +53,7 @@ DEVICE = (
         "at = (step - self.steps[0]) * count",
         "at = 0",
         "every step's rows have a place of their own in a buffer",
-        ("tests/engine/passes/test_burst_rows.py",),
+        ("tests/engine/passes/test_host_copy.py",),
     ),
     Mutant(
         "collector-on-for-the-second",
@@ -101,7 +101,7 @@ DEVICE = (
         "positions = [turn.end + len(turn.job.window_open.chain) for turn in turns",
         "positions = [turn.end for turn in turns",
         "a draft is drawn with the noise of its own position",
-        ("tests/kernels/test_drafted.py",),
+        ("tests/kernels/test_draft_bursts.py",),
     ),
     Mutant(
         "split-without-its-keys",
@@ -133,7 +133,7 @@ DEVICE = (
         "keep_lengths(x, edited, kept, self.shape.lengths)",
         "keep_lengths(x, edited, kept)",
         "with keep_norm, each head keeps its own length",
-        ("tests/kernels/test_device_edits.py",),
+        ("tests/kernels/test_edit.py",),
     ),
     Mutant(
         "zeroed-edges-kept",
@@ -149,7 +149,7 @@ DEVICE = (
         "batch if batch.cuts_edges else None",
         "None",
         "edits of attention patterns reach the attention of a GPU",
-        ("tests/kernels/test_device_edits.py",),
+        ("tests/kernels/test_edit.py",),
     ),
     Mutant(
         "backward-product-not-examined",
@@ -197,7 +197,7 @@ DEVICE = (
         "if known is None or known[0] is not chosen:",
         "if known is None:",
         "a layer's products follow its own choice",
-        ("tests/kernels/test_experts_passes.py::test_a_path_alone_and_in_company",),
+        ("tests/kernels/test_passes.py::test_a_path_alone_and_in_company",),
     ),
     Mutant(
         "mixtures-not-examined",
@@ -205,6 +205,6 @@ DEVICE = (
         "for part in (_routing, _hidden, _outputs, _mixed):",
         "for part in (_routing,):",
         "the doctor compares every op of a mixture",
-        ("tests/kernels/test_experts_passes.py::test_the_doctor_examines_mixtures",),
+        ("tests/kernels/test_passes.py::test_the_doctor_examines_mixtures",),
     ),
 )

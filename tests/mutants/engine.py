@@ -145,7 +145,7 @@ ENGINE = (
         "np.minimum(limit[1:], limit[:-1])",
         "np.maximum(limit[1:], limit[:-1])",
         "only keys that are in the cache before the pass are shared",
-        ("tests/kernels/test_sharing.py",),
+        ("tests/kernels/test_shared.py",),
     ),
     Mutant(
         "pages-compared-in-part",

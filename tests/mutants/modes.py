@@ -131,7 +131,7 @@ MODES = (
         "        with modes.plain():\n            return",
         "        if True:\n            return",
         "a call leaves the caller's modes of torch",
-        ("tests/engine/serving/test_callers_modes.py::test_no_verb_depends_on_the_mode",),
+        ("tests/engine/serving/test_callers_modes.py::test_no_verb_depends_on_the_mode[fake tensors-used within]",),
     ),
     Mutant(
         "steps-in-the-callers-modes",

@@ -19,11 +19,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadTrace, EngineError, FingerprintMismatch, NonFinite, OutOfPages, ReplayMismatch
+from replaylens.engine.errors import (
+    BadRequest,
+    BadTrace,
+    EngineError,
+    FingerprintMismatch,
+    NonFinite,
+    OutOfPages,
+    ReplayMismatch,
+)
+from replaylens.engine.lens import lens as tuned_lens
 from replaylens.engine.proof.trace import Trace, path_digest
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.forest import Forest
+from tests.engine.coin_engine import PROMPT, fresh
 from tests.toy_model import Reference, continuation, engine, random_model, toy, watch_passes
 
 HOT = Sampling(temperature=1.1, top_p=0.95, presence_penalty=0.2, logit_bias={4: 0.5}, seed=77)
@@ -423,3 +433,36 @@ def test_a_stream_closed_at_its_stop_token(exact: bool, seen: int) -> None:
     again = engine().replay_trace(subject.trace)[branch.id]
     assert branch.finish_reason == ("eos" if shown[-1] == third else None)
     assert (again.tokens, again.finish_reason) == (branch.tokens, branch.finish_reason)
+
+
+# ---- requests ---------------------------------------------------------------------------------------------------------
+# Requests in a trace.
+
+
+@pytest.mark.parametrize("meanwhile", ["generate", "force"])
+def test_a_request_that_was_refused_is_not_in_the_trace(served: Engine, meanwhile: str) -> None:
+    """A refused request must not end the stream's own request in the replay."""
+    branch = served.prompt(PROMPT)
+    stream = branch.stream(6, drafter="ngram", window=2)
+    next(stream)
+    before = branch.tokens
+    with pytest.raises(BadRequest, match="is busy with another request"):
+        branch.generate(2) if meanwhile == "generate" else branch.force(" heads")
+    assert branch.tokens == before
+    list(stream)
+    replayed = fresh().replay_trace(served.trace)
+    assert isinstance(replayed, dict) and replayed[branch.id].tokens == branch.tokens
+
+
+def test_a_trace_with_a_tuned_lens_says_how_to_make_it_known(served: Engine) -> None:
+    rows = torch.stack([served.prompt(PROMPT, sites="S").activations[s] for s in served.sites.letter("S")], 1)
+    lens = tuned_lens.train(served.model, rows, steps=1)
+    recorded, other = fresh(), fresh()
+    branch = recorded.prompt(PROMPT, sites="Z", lens=lens)
+    with pytest.raises(BadTrace, match="Add it with"):
+        other.replay_trace(recorded.trace)
+    knows = fresh()
+    knows.capture_spec("Z", lens=lens)
+    replayed = knows.replay_trace(recorded.trace)
+    assert isinstance(replayed, dict)
+    assert torch.equal(replayed[branch.id].activations["Z.kl"], branch.activations["Z.kl"])

@@ -127,7 +127,7 @@ def different(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     return [verb for verb in theirs if not same(ours[verb], theirs[verb])]
 
 
-@pytest.mark.parametrize("where", ["loaded within", "used within", "both"])
+@pytest.mark.parametrize("where", ["loaded within", "used within", pytest.param("both", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", MODES)
 def test_no_verb_depends_on_the_mode(mode: str, where: str, usual: dict[str, Any], tmp_path: Path) -> None:
     loaded = MODES[mode] if where != "used within" else nullcontext

@@ -401,7 +401,7 @@ with_branch = subject.prompt([4, 5]).__enter__()
 """
 
 
-@pytest.mark.parametrize(("ending", "code"), [("", 0), ("sys.exit(7)", 7)])
+@pytest.mark.parametrize(("ending", "code"), [pytest.param("", 0, marks=pytest.mark.slow), ("sys.exit(7)", 7)])
 def test_streams_and_rollouts_under_way(ending: str, code: int) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT + ending], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
