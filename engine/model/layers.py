@@ -104,7 +104,8 @@ class Packable(nn.Module):
         from replaylens.kernels.cpu import Panels  # loads a compiler
 
         if name not in self.panels:
-            self.panels[name] = Panels.of(self.as_multiplied(name, self._parameters[name] if weight is None else weight))
+            own = getattr(self, name) if weight is None else weight
+            self.panels[name] = Panels.of(self.as_multiplied(name, own))
             del self._parameters[name]
 
     def as_multiplied(self, name: str, weight: Tensor) -> Tensor:
