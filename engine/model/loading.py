@@ -508,7 +508,8 @@ def weights_hash(model: nn.Module) -> str:
         shape, pieces = _shape_and_pieces(module, leaf)
         digest.update(f"{name} {shape}\n".encode())
         for x in pieces:
-            digest.update(memoryview(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+            raw: Any = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            digest.update(raw)
     return digest.hexdigest()
 
 
