@@ -66,12 +66,6 @@ class KVCache:
         """
         self.data[layer].flatten(0, 1).index_copy_(1, slots, kv.transpose(0, 1))
 
-    def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of the keys and of the values in `slots`: [kv_heads, slots, d_head] each. CPU only."""
-        found = self.data[layer].flatten(0, 1).index_select(1, slots)
-        keys, values = found.chunk(2) if len(self.data[layer]) == 2 else (found, found)
-        return keys, values
-
     def copy(self, copies: list[PageCopy]) -> None:
         """Make the page copies that `PagePool.reserve` returned. Mutates the cache."""
         size = self.pool.page_size
