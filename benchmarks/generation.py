@@ -111,7 +111,7 @@ class Rounds:
 
 
 @case(
-    "generate-cpu.smollm2", ours=OURS, baseline=HUGGING_FACE, unit="s", rounds=6, warm=0, threads=1,
+    "generate-cpu.smollm2", ours=OURS, baseline=HUGGING_FACE, unit="s", rounds=3, warm=0, threads=1,
     quick={"requests": ((1, 3, ">= 1.1"),)},
 )  # fmt: skip
 def generate_smollm2(requests: tuple[tuple[int, int, str], ...] = ((1, 64, ">= 1.1"), (8, 32, ">= 1.3"))) -> Lines:
@@ -132,7 +132,7 @@ def generate_smollm2(requests: tuple[tuple[int, int, str], ...] = ((1, 64, ">= 1
     "generate-cpu.planner", ours=OURS, baseline=DIRECT, others=(DRAFTED,), aim="<= 1.1", unit="s", rounds=3, warm=0, threads=1,
     cost=True, quick={"requests": ((1, 3),)},
 )  # fmt: skip
-def planner(requests: tuple[tuple[int, int], ...] = ((1, 48), (8, 16))) -> Lines:
+def planner(requests: tuple[tuple[int, int], ...] = ((1, 32), (8, 8))) -> Lines:
     """The planner's choice between direct decoding and drafts, against the better of the two in each round: three texts after
     three histories, one thread, CPU seconds, prefill included. The ratio is that of all rounds together."""
     engine, _ = smollm2_engine()
