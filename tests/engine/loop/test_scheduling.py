@@ -409,7 +409,7 @@ def test_the_planners_choice_never_changes_tokens(monkeypatch: pytest.MonkeyPatc
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """A clock that the test controls."""
     now = [0.0]
-    monkeypatch.setattr("replaylens.engine.loop.admission.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("replaylens.engine.loop.admission.time.thread_time", lambda: now[0])
 
     def advance(seconds: float) -> None:
         now[0] += seconds
@@ -458,6 +458,30 @@ def test_the_planner_takes_long_windows_where_drafts_are_cheap_and_right(clock: 
     assert {cheap.window(True, n, s) for n in (1, 9) for s in (good, bad)} == {FIXED_WINDOW}, (
         "timings never decide what is rejected"
     )
+
+
+@pytest.mark.parametrize("draft", [None, 0.97, 1.0, 1.03])
+def test_drafts_that_cost_a_direct_step_are_not_taken(clock: Callable[[float], None], draft: float | None) -> None:
+    """On a CPU a draft costs what a direct step costs, so its verification is lost, whatever was measured or not. Drafts that
+    are known already pay; few of them accepted, they do not."""
+    planner, good = Planner(), Statistics(drafted=1000, accepted=1000)
+    for rows, seconds in ((1, 1.0), (8, 1.6), (32, 4.0)):
+        assert draft is not None or planner.window(False, 1, good) == 1
+        with planner.timing("exact", rows):
+            clock(seconds)
+    if draft is not None:
+        with planner.timing("draft", 1):
+            clock(draft)
+    assert planner.window(False, 1, good) == 1 and planner.window(False, 1, good, True) == 32
+    assert planner.window(False, 1, Statistics(drafted=1000, accepted=40, rejected=960), True) == 1
+
+
+def test_free_drafts_of_a_path_that_repeats_itself_are_taken() -> None:
+    """The planner decodes this path directly, but verifies what follows from its repetition many tokens at a time."""
+    branch = engine().prompt([1, 2, 3])
+    branch.generate(60, sampling=Sampling(logit_bias={7: 1000.0}))
+    assert branch.generated == [7] * 60
+    assert branch.statistics.passes < 30 < branch.statistics.accepted
 
 
 # ---- progress --------------------------------------------------------------------------------------------------------
