@@ -30,6 +30,8 @@ FIXED_WINDOW = 8
 """the window of reproducible drafters: the set of rejected branches must not depend on timings"""
 _CLASS = 16
 _WINDOWS = (1, 4, 8, 16, 32)
+_AT_FIRST = 3
+"""free drafts of a path whose repetition has not been tried: a long guess that fails costs many direct steps"""
 _CLEARLY = 1.1
 """times the speed of direct decoding that a window must promise: a smaller gain may be an error of measurement"""
 
@@ -47,11 +49,11 @@ class Planner:
         measurement"""
 
     @contextmanager
-    def timing(self, kind: str, rows: int, steps: int = 1) -> Iterator[None]:
-        """Measure the block, which takes `steps` equal steps over `rows` rows each."""
+    def timing(self, kind: str, rows: int) -> Iterator[None]:
+        """Measure the block, a pass over `rows` rows."""
         begin = time.thread_time()
         yield
-        sample = (time.thread_time() - begin) / steps
+        sample = time.thread_time() - begin
         size = rows if kind == "draft" else _size(rows)
         old = self._cost[kind].get(size)
         self._cost[kind][size] = sample if old is None else 0.8 * old + 0.2 * sample
@@ -304,8 +306,10 @@ class Admission:
 
     def _opened(self, job: Job, at: int) -> Window:
         """A new window. If others are full soon, it is shorter, so that one pass verifies all of them. Drafts of a path that
-        repeats itself are free, and pay where others do not."""
-        count, free = self._num_drafts(job, at), self._num_drafts(job, at, free=True)
+        repeats itself are free, and pay where others do not: a few at first, more as they are accepted."""
+        count = free = self._num_drafts(job, at)
+        if job.window is None:
+            free = min(self._num_drafts(job, at, free=True), _AT_FIRST + job.statistics.accepted)
         count = max((steps for steps in self._missing if (count - 1) / 2 <= steps <= count), default=count)
         path = self.tree.branch(job.lane.branch).past.path(at)
         again = path.repetition(REPEATED, free) if free else []

@@ -442,8 +442,8 @@ def test_the_planner_believes_its_latest_measurement(clock: Callable[[float], No
 def test_the_planner_scales_the_cost_of_drafts_with_the_requests(clock: Callable[[float], None]) -> None:
     planner = measured(clock, draft=0.02, verify=1.0)
     assert planner._draft_cost(1) == pytest.approx(0.02) and planner._draft_cost(7) == pytest.approx(0.14)
-    with planner.timing("draft", 10, steps=4):
-        clock(2.0)
+    with planner.timing("draft", 10):
+        clock(0.5)
     assert planner._draft_cost(10) == pytest.approx(0.5) and planner._draft_cost(20) == pytest.approx(1.0), "from the nearest"
     assert planner._step_cost(4, 10) == pytest.approx(planner._pass_cost(40) + 3 * 0.5)
 
@@ -474,6 +474,18 @@ def test_drafts_that_cost_a_direct_step_are_not_taken(clock: Callable[[float], N
             clock(draft)
     assert planner.window(False, 1, good) == 1 and planner.window(False, 1, good, True) == 32
     assert planner.window(False, 1, Statistics(drafted=1000, accepted=40, rejected=960), True) == 1
+
+
+@pytest.mark.parametrize("drafter", ["self", "lens", "ngram"])
+def test_drafts_that_are_handed_over_are_no_measurement(drafter: str) -> None:
+    """Only steps of the fast path cost what a draft costs. A window that is handed over for its verification takes no time, and
+    other drafters have windows of their own: neither makes the planner believe that drafts are cheap."""
+    subject = engine()
+    samples: list[tuple[str, int]] = []
+    timing = subject.loop.admission.planner.timing
+    subject.loop.admission.planner.timing = lambda kind, rows: samples.append((kind, rows)) or timing(kind, rows)  # type: ignore
+    branch = subject.prompt([1, 2, 3]).generate(9, drafter=drafter, window=4)
+    assert sum(kind == "draft" for kind, _ in samples) == (branch.statistics.drafted if drafter == "self" else 0)
 
 
 def test_free_drafts_of_a_path_that_repeats_itself_are_taken() -> None:
