@@ -28,7 +28,7 @@ type: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks run engine-cpu branches-cpu generate-cpu hostwork-cpu dump-cpu feed-cpu probes-cpu thinking-cpu \
+	$(BIN)/python -m benchmarks run branches-cpu generate-cpu hostwork-cpu dump-cpu feed-cpu probes-cpu thinking-cpu \
 	  gradients-cpu
 
 notebooks: $(STAMP)

@@ -12,8 +12,8 @@ from typing import Any
 from benchmarks.harness import CASES, Case, chosen, refuse_missing, run
 
 TOPICS = (
-    "generation", "passes", "hostwork", "loading", "dump", "feed", "workbench", "gradients", "probes", "engine_gpu",
-    "baselines", "long", "resampling", "kernels", "kernels_attention", "kernels_experts", "natural", "natural_pages",
+    "generation", "hostwork", "loading", "dump", "feed", "workbench", "probes", "engine_gpu",
+    "baselines", "long", "resampling", "kernels", "kernels_attention", "natural", "natural_pages",
     "thinking", "thinking_latency", "thinking_tables",
 )  # fmt: skip
 """modules that declare cases"""

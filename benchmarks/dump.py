@@ -214,31 +214,6 @@ def parts(n: int = 256, rounds: int = 3) -> Lines:
         yield Line(f"part of a dump: {what}", numbers={"share": cpu / whole, "cpu_seconds": cpu})
 
 
-@case(
-    "dump-cpu.capture", ours="captured", baseline="bare", others=("dump",), aim="<= 1.10", cost=True, unit="s", best=True,
-    rounds=3, threads=1, quick={"n": 4},
-)  # fmt: skip
-def capture(n: int = 256) -> Lines:
-    """The cost of capturing S, T, C relative to replay alone, and of a dump relative to capture: coin-plain, CPU seconds."""
-    engine, task = Engine.load("coin-plain"), tasks.get("coin")()
-    examples = task.examples(n)
-    replay = partial(engine.replay, examples, drafter="lens", max_new=NEW, batch=BATCH)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "dump"
-
-        def before(arm: str) -> None:
-            engine.prefix.clear()  # without capture, cached prompts would not be computed at all
-            shutil.rmtree(folder, ignore_errors=True)
-
-        arms: dict[str, Callable[[], Any]] = {
-            "captured": lambda: replay(sites="STC"),
-            "bare": lambda: replay(sites=None),
-            "dump": lambda: ours(engine, task, n, folder),
-        }
-        found = yield Line("capture of S, T, C over none", arms, before=before)
-        yield Line("dump over capture", ratio=found.values["dump"] / found.values["captured"])
-
-
 def peak(n: int) -> float:
     """MB of this process after a dump of n examples."""
     with tempfile.TemporaryDirectory() as name:

@@ -1,20 +1,36 @@
-"""Generation, prefill, branches and forks on a CPU against Hugging Face and TransformerLens; latent against plain attention."""
+"""Generation, prompts and branches on a CPU against Hugging Face: time, memory, threads, errors; latent and plain attention.
 
+SmolLM2-135M (a random model of its shape where it is not fetched), float32. Rounds differ in their text and in what the engine
+did before, because the planner and the drafts depend on both.
+"""
+
+import copy
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from benchmarks.harness import Line, Lines, case, random_tokens, seconds
-from benchmarks.subjects import ENDLESS, bridge, llama, smollm2_or_shape
+from benchmarks.harness import Line, Lines, case, in_process, memory_mb, random_tokens
+from benchmarks.subjects import ENDLESS, llama, smollm2_or_shape
 from replaylens.engine.engine import Engine
 from replaylens.engine.model import loading
 from replaylens.engine.model.config import Latent, ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.serving.branch import Branch
 
-OURS, HUGGING_FACE, DIRECT, LENS = "ours", "hugging face", "direct", "transformer lens"
+OURS, HUGGING_FACE, DIRECT, DRAFTED = "ours", "hugging face", "direct", "drafted"
+TEXTS = (
+    "The history of the town begins with a small settlement on the banks of the river, where traders from the north met "
+    "farmers of the valley twice a year. Nobody knows who built the first bridge, but the oldest map shows it already.",
+    "def merge(left, right):\n    out, i, j = [], 0, 0\n    while i < len(left) and j < len(right):\n        if left[i] <= "
+    "right[j]:\n            out.append(left[i])\n            i += 1\n        else:\n            out.append(right[j])\n",
+    "one, two, three, four, five, six, seven, eight, one, two, three, four, five, six, seven, eight, one, two, three, four, "
+    "five, six, seven, eight, one, two, three, four, five, six, seven, eight, one, two, three, four, five, six, seven,",
+)
+"""prose, code, and a text that repeats itself, whose drafts cost nothing"""
 
 
 def prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
@@ -26,7 +42,7 @@ def smollm2_engine() -> tuple[Engine, Any]:
     """SmolLM2-135M, or a random model of its shape, in the engine and in Hugging Face."""
     model, name = smollm2_or_shape()
     print(f"{name}, float32, {torch.get_num_threads()} threads")
-    return Engine(loading.load(model), cache_tokens=16384), model
+    return (Engine.load("smollm2", cache_tokens=8192) if "random" not in name else Engine(loading.load(model))), model
 
 
 def released(engine: Engine, branches: list[Branch]) -> None:
@@ -35,155 +51,287 @@ def released(engine: Engine, branches: list[Branch]) -> None:
     engine.prefix.clear()
 
 
-def written(model: Any, paths: list[list[int]], n: int) -> list[list[int]]:
+def starts(engine: Engine, text: str, count: int, length: int) -> list[list[int]]:
+    """`count` prompts of `length` tokens, each from another place of the text."""
+    ids = engine.tokens_of(text) if engine.text.tokenizer is not None else random_tokens(1, 64, 40000, len(text))[0]
+    return [(ids[first:] + ids[:first])[:length] for first in range(count)]
+
+
+def written(model: Any, paths: list[list[int]], n: int, states: bool = False) -> list[list[int]]:
     """The new tokens of Hugging Face's greedy `generate`."""
     x = torch.tensor(paths)
     more = dict(min_new_tokens=n, max_new_tokens=n, do_sample=False, pad_token_id=0, attention_mask=torch.ones_like(x))
     with torch.inference_mode():
-        found: list[list[int]] = model.generate(x, **more)[:, x.shape[1] :].tolist()
+        made = model.generate(x, **more, output_hidden_states=states, return_dict_in_generate=True)
+    found: list[list[int]] = made.sequences[:, x.shape[1] :].tolist()
     return found
 
 
+def histories(engine: Engine) -> list[Callable[[], None]]:
+    """What an engine may have done before: nothing but the last run, drafts of one request, or one step of many requests."""
+
+    def run(count: int, n: int, **how: Any) -> None:
+        released(engine, engine.generate(engine.prompts(prompts(count, 8, seed=count)), n, sampling=ENDLESS, **how))
+
+    return [lambda: None, lambda: run(1, 16, window=8), lambda: run(24, 2, window=1)]
+
+
+# ---- generation ------------------------------------------------------------------------------------------------------
+
+
+class Rounds:
+    """Every round of ours has the next text and the next history; the other arms have the text of their round."""
+
+    def __init__(self, engine: Engine, count: int, n: int, sites: str | None = None) -> None:
+        self.engine, self.count, self.n, self.sites = engine, count, n, sites
+        self.pasts, self.turns = histories(engine), dict[str, int]()
+        self.paths: list[list[int]] = []
+        self.tokens = dict[tuple[int, str], list[list[int]]]()
+
+    def before(self, arm: str) -> None:
+        turn = self.turns[arm] = self.turns.get(arm, -1) + 1
+        self.paths = starts(self.engine, TEXTS[turn % len(TEXTS)], self.count, 16)
+        if arm == OURS:
+            self.pasts[(turn + turn // len(TEXTS)) % len(self.pasts)]()
+
+    def ours(self, window: int | None = None) -> list[Branch]:
+        branches = self.engine.prompts(self.paths, sites=self.sites)
+        return self.engine.generate(branches, self.n, sampling=ENDLESS, window=window)
+
+    def after(self, arm: str, made: Any) -> None:
+        if arm != HUGGING_FACE:
+            released(self.engine, made)
+            made = [branch.generated for branch in made]
+        self.tokens[self.turns[arm], arm] = made
+
+    def same(self, arm: str) -> str:
+        """How many continuations are those of the other arm."""
+        pairs = [(mine, self.tokens[turn, arm]) for (turn, name), mine in self.tokens.items() if name == OURS]
+        return f"{sum(a == b for x, y in pairs for a, b in zip(x, y, strict=True))}/{sum(len(x) for x, _ in pairs)}"
+
+
 @case(
-    "engine-cpu.generation", ours=OURS, baseline=HUGGING_FACE, others=(DIRECT,), clock="wall", rounds=3,
-    quick={"requests": ((1, 4, ">= 1.25"),), "scaling": (1, 4)},
+    "generate-cpu.smollm2", ours=OURS, baseline=HUGGING_FACE, unit="s", rounds=3, warm=0, threads=1,
+    quick={"requests": ((1, 3, ">= 1.1"),)},
 )  # fmt: skip
-def generation(
-    requests: tuple[tuple[int, int, str], ...] = ((1, 48, ">= 1.25"), (16, 24, ">= 1.8")),
-    scaling: tuple[int, ...] = (1, 4, 16, 64),
-) -> Lines:
-    """Deterministic generation after 32-token prompts (not timed) against Hugging Face `generate`, SmolLM2-135M, all threads.
-    The first round warms up: the planner measures its code paths in it."""
+def generate_smollm2(requests: tuple[tuple[int, int, str], ...] = ((1, 64, ">= 1.1"), (8, 32, ">= 1.3"))) -> Lines:
+    """Greedy generation after 16-token prompts, prefill included, without capture and with S of all layers, against Hugging
+    Face `generate` (with `output_hidden_states`): one thread, CPU seconds. The rounds have three texts and three histories in
+    turn."""
     engine, model = smollm2_engine()
-    made: list[Branch] = []
-    tokens: dict[str, list[list[int]]] = {}
     for count, n, aim in requests:
-        paths = prompts(count, 32)
-
-        def before(arm: str) -> None:
-            made[:] = [] if arm == HUGGING_FACE else engine.prompts(paths)
-
-        def after(arm: str, result: Any) -> None:
-            if made:
-                tokens[arm] = [branch.generated for branch in made]
-            released(engine, made)
-
-        arms = {
-            OURS: lambda n=n: engine.generate(made, n, sampling=ENDLESS),
-            HUGGING_FACE: lambda n=n, paths=paths: written(model, paths, n),
-            DIRECT: lambda n=n: engine.generate(made, n, sampling=ENDLESS, window=1),
-        }
-        yield Line(f"deterministic generation, {count} request(s)", arms, per=n, aim=aim, before=before, after=after)
-        assert tokens[OURS] == tokens[DIRECT], "the planner changed the output"
-    rates: dict[int, float] = {}
-    for count in scaling:
-        paths = prompts(count, 32)
-        arms = {OURS: lambda: engine.generate(made, 16, sampling=ENDLESS)}
-        found = yield Line(f"16 tokens of {count} requests", arms, before=before, after=after, rounds=1)
-        rates[count] = count * 16 / found.values[OURS]
-    grows = all(a < b for a, b in zip(rates.values(), list(rates.values())[1:], strict=False))
-    ratio, numbers = rates[scaling[-1]] / rates[scaling[0]], {str(count): rate for count, rate in rates.items()}
-    yield Line(f"tokens/s grows with {', '.join(numbers)} requests", ratio=ratio, aim="grows", met=grows, numbers=numbers)
+        for sites in (None, "S"):
+            rounds = Rounds(engine, count, n, sites)
+            arms = {OURS: rounds.ours, HUGGING_FACE: lambda r=rounds: written(model, r.paths, r.n, r.sites is not None)}
+            what = f"{count} prompt{'s' * (count > 1)}, {n} new tokens" + ", S captured" * (sites is not None)
+            found = yield Line(what, arms, aim=aim, before=rounds.before, after=rounds.after)
+            found.note(same_continuations=rounds.same(HUGGING_FACE))
 
 
 @case(
-    "engine-cpu.prefill", ours=OURS, baseline=HUGGING_FACE, aim=">= 1.0", clock="wall", unit="s",
-    quick={"sizes": ((2, 16),)},
+    "generate-cpu.planner", ours=OURS, baseline=DIRECT, others=(DRAFTED,), aim="<= 1.1", unit="s", rounds=3, warm=0, threads=1,
+    cost=True, quick={"requests": ((1, 3),)},
 )  # fmt: skip
-def prefill(sizes: tuple[tuple[int, int], ...] = ((16, 64), (2, 512))) -> Lines:
-    """Canonical prefill against Hugging Face's forward, SmolLM2-135M, all threads."""
+def planner(requests: tuple[tuple[int, int], ...] = ((1, 32), (8, 8))) -> Lines:
+    """The planner's choice between direct decoding and drafts, against the better of the two in each round: three texts after
+    three histories, one thread, CPU seconds, prefill included. The ratio is that of all rounds together."""
+    engine, _ = smollm2_engine()
+    for count, n in requests:
+        rounds = Rounds(engine, count, n)
+        arms = {OURS: rounds.ours, DIRECT: lambda r=rounds: r.ours(1), DRAFTED: lambda r=rounds: r.ours(8)}
+        what = f"{count} prompt{'s' * (count > 1)}, {n} new tokens: chosen over the better of direct and drafted"
+        found = yield Line(what, arms, before=rounds.before, after=rounds.after)
+        assert (
+            rounds.same(DIRECT)
+            == rounds.same(DRAFTED)
+            == f"{len(rounds.tokens) // 3 * count}/{len(rounds.tokens) // 3 * count}"
+        )
+        times = found.row["times_s"]
+        better = [min(pair) for pair in zip(times[DIRECT], times[DRAFTED], strict=True)]
+        found.judge(sum(times[OURS]) / sum(better))
+        found.note(by_round=[a / b for a, b in zip(times[OURS], better, strict=True)])
+
+
+@case(
+    "generate-cpu.tiny", ours=OURS, baseline=HUGGING_FACE, aim=">= 1.0", unit="s", best=True, rounds=8, threads=1,
+    quick={"requests": (1,)},
+)  # fmt: skip
+def generate_tiny(requests: tuple[int, ...] = (1, 16), n: int = 64) -> Lines:
+    """Greedy generation after 16-token prompts, prefill included, against Hugging Face `generate`: a random model of three
+    layers of width 64, float32, one thread, CPU seconds. Here the host's work counts."""
+    model = llama(3, 64, 4, 2, 192, 512)
+    engine = Engine.load(model, cache_tokens=4096)
+    for count in requests:
+        paths = random_tokens(count, 16, 512, seed=count)
+        arms = {
+            OURS: lambda: engine.generate(engine.prompts(paths), n, sampling=ENDLESS),
+            HUGGING_FACE: lambda: written(model, paths, n),
+        }
+        after = lambda arm, made: released(engine, made) if arm == OURS else None  # noqa: E731
+        yield Line(f"tiny llama, {count} prompt{'s' * (count > 1)}, {n} new tokens", arms, after=after)
+
+
+@case(
+    "generate-cpu.prompts", ours=OURS, baseline=HUGGING_FACE, aim=">= 1.1", unit="s", best=True, rounds=3, threads=1,
+    quick={"sizes": ((2, 8),)},
+)  # fmt: skip
+def prompt_passes(sizes: tuple[tuple[int, int], ...] = ((16, 64),)) -> Lines:
+    """Prompts with S, T and C of all layers captured against Hugging Face's forward with `output_hidden_states` (S alone,
+    logits of the last token), and both without capture: one thread, CPU seconds."""
     engine, model = smollm2_engine()
     for count, length in sizes:
         some = prompts(count, length)
         x = torch.tensor(some)
-        arms = {
-            OURS: lambda: released(engine, engine.prompts(some)),
-            HUGGING_FACE: torch.inference_mode()(lambda: model(x, logits_to_keep=1)),
-        }
-        yield Line(f"canonical prefill, {count} x {length} tokens", arms)
+        for sites in ("STC", None):
+            theirs = torch.inference_mode()(lambda s=sites: model(x, logits_to_keep=1, output_hidden_states=s is not None))
+            arms = {OURS: lambda s=sites: released(engine, engine.prompts(some, sites=s)), HUGGING_FACE: theirs}
+            yield Line(f"prompts of {count} x {length} tokens" + (", S, T, C captured" if sites else ""), arms)
 
 
-@case("engine-cpu.forks", clock="wall", quick={"prefix": 64})
-def forks(prefix: int = 4000) -> Lines:
-    """The time and the pages of forks of SmolLM2-135M."""
+@case(
+    "generate-cpu.threads", ours="two threads", baseline="one thread", aim=">= 1.8", clock="wall", unit="s", best=True,
+    rounds=8, quick={"n": 2, "length": 4},
+)  # fmt: skip
+def threads(n: int = 8, length: int = 64) -> Lines:
+    """Two threads against one, wall seconds, the best of many short turns: the others measure a shared machine's neighbours."""
     engine, _ = smollm2_engine()
-    pool = engine.runner.pool
-    root = engine.prompt(prompts(1, prefix)[0])
-    free = pool.num_free
-    t = sorted(seconds(root.fork, "wall")[0] for _ in range(51))[25]
-    numbers: dict[str, Any] = {"fork_ms": 1e3 * t, "pages_taken": free - pool.num_free}
-    yield Line(f"fork of a {prefix}-token branch", aim="< 1 ms", met=t < 1e-3, numbers=numbers)
-    root.release()
-    engine.prefix.clear()
-    root = engine.prompt(prompts(1, 512)[0])
-    used = pool.num_pages - pool.num_free
-    made = root.fork(64)
-    engine.force_all(made, prompts(64, 8, seed=2))
-    tails = pool.num_pages - pool.num_free - used
-    numbers = {"prefix_pages": 512 // pool.page_size, "tail_pages": tails}
-    yield Line("64 branches of 8 tokens off 512", aim="prefix+tails", met=tails <= 64, numbers=numbers)
-    released(engine, [*made, root])
 
+    def decode(count: int) -> None:
+        released(engine, engine.generate(engine.prompts(prompts(count, 4)), n, sampling=ENDLESS, window=1))
 
-@case(
-    "branches-cpu", ours=OURS, baseline=LENS, aim=">= 10", unit="s", best=True, rounds=2, warm=0,
-    quick={"branches": 4, "scaled_from": 2},
-)  # fmt: skip
-def branches(branches: int = 256, scaled_from: int = 32) -> Lines:
-    """256 branches of 8 tokens from one 64-token prefix, with all S, T, C captured, against TransformerLens' `run_with_cache`.
-    CPU seconds of all threads. TransformerLens computes 32 of the 256 sequences, as one batch, and its time is scaled: no
-    sequence helps another."""
-    engine, model = smollm2_engine()
-    prefix, tails = prompts(1, 64)[0], prompts(branches, 8, seed=1)
-
-    def ours() -> None:
-        root = engine.prompt(prefix, sites="STC")
-        made = root.fork(len(tails))
-        engine.force_all(made, tails)
-        for branch in [*made, root]:
-            branch.release()
-
-    lens, wanted = bridge(model), set(engine.sites.select("STC")[0])
-    x = torch.tensor([prefix + tail for tail in tails[:scaled_from]])
-    theirs = torch.inference_mode()(lambda: lens.run_with_cache(x, names_filter=lambda name: name in wanted))
-    yield Line(
-        f"{branches} branches of 8 off a 64-token prefix, captured", {OURS: ours, LENS: theirs},
-        per={OURS: 1, LENS: scaled_from / branches}, numbers={"transformer_lens_sequences": scaled_from},
-    )  # fmt: skip
-
-
-@case(
-    "generate-cpu", ours=OURS, baseline=HUGGING_FACE, unit="s", best=True, rounds=8, threads=1,
-    quick={"models": ("tiny llama (3 layers, width 64)",)},
-)  # fmt: skip
-def generate_cpu(models: tuple[str, ...] = ("tiny llama (3 layers, width 64)", "SmolLM2-135M's shape")) -> Lines:
-    """Greedy generation after 16-token prompts, prefill included, against Hugging Face `generate`: random weights, float32, one
-    thread, CPU seconds."""
-    known = {
-        "tiny llama (3 layers, width 64)": ((3, 64, 4, 2, 192, 512), 64, {1: 1.0, 16: 1.0}),
-        "SmolLM2-135M's shape": ((30, 576, 9, 3, 1536, 49152), 24, {1: 1.0, 16: 1.2}),
+    works = {
+        f"{n} tokens of 1 prompt": lambda: decode(1),
+        f"{n} tokens of 8 prompts": lambda: decode(8),
+        f"a prompt of {length} tokens": lambda: released(engine, engine.prompts(prompts(1, length))),
     }
-    for name in models:
-        shape, n, aims = known[name]
-        model = llama(*shape)
-        engine, tokens = Engine.load(model, cache_tokens=4096), list[list[int]]()
+    for what, work in works.items():
+        before = lambda arm: torch.set_num_threads(2 if arm == "two threads" else 1)  # noqa: E731
+        yield Line(what, {"two threads": work, "one thread": work}, before=before)
+    torch.set_num_threads(1)
 
-        def after(arm: str, made: list[Any]) -> None:
-            if arm == OURS:
-                tokens[:] = [branch.generated for branch in made]
-                released(engine, made)
 
-        for count, aim in aims.items():
-            paths = random_tokens(count, 16, shape[-1], seed=count)
-            arms = {
-                OURS: lambda: engine.generate(engine.prompts(paths), n, sampling=ENDLESS),
-                HUGGING_FACE: lambda: written(model, paths, n),
-            }
-            what = f"{name}, {count} request{'s' * (count > 1)}"
-            found = yield Line(what, arms, aim=f">= {aim}", after=after)
-            agreed = sum(a == b for a, b in zip(tokens, found.results[HUGGING_FACE], strict=True))
-            rates = {f"{arm.replace(' ', '_')}_tokens_per_cpu_s": count * n / taken for arm, taken in found.values.items()}
-            found.note(**rates, same_continuations=f"{agreed}/{count}")
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+@case("generate-cpu.errors", aim="", threads=1, quick={"count": 1, "length": 4})
+def errors(count: int = 3, length: int = 64) -> Lines:
+    """Our error against that of Hugging Face in float32, both against the same model in float64: logits of the last token and S
+    at all layers, largest and root mean square, over texts. Ratio: ours over theirs."""
+    engine, model = smollm2_engine()
+    pairs = dict[str, list[tuple[Tensor, Tensor, Tensor]]]()  # (ours, float32, float64) of each text
+    paths = [starts(engine, text, 1, length)[0] for text in TEXTS[:count]]
+    kept = []
+    for path in paths:
+        branch = engine.prompt(path, sites="S")
+        rows = torch.stack([branch.activations[name] for name in engine.sites.per_layer("S")])
+        kept.append((rows, engine.logits(path)))
+        released(engine, [branch])
+    single = [_states(model, path) for path in paths]
+    exact = _in_float64(model)
+    double = [_states(exact, path) for path in paths]
+    for mine, low, high in zip(kept, single, double, strict=True):
+        for what, a, b, c in zip(("S at all layers", "logits"), mine, low, high, strict=True):
+            pairs.setdefault(what, []).append((a, b, c))
+    for what, found in pairs.items():
+        for named, size in (
+            ("largest", lambda x: float(x.abs().max())),
+            ("root mean square", lambda x: float(x.square().mean().sqrt())),
+        ):
+            mine, theirs = (size(torch.cat([(each[i].double() - each[2]).flatten() for each in found])) for i in (0, 1))
+            yield Line(
+                f"{what}, {named} error", ratio=mine / theirs, aim="<= 1.0", numbers={"ours": mine, "hugging_face": theirs}
+            )
+
+
+def _in_float64(model: Any) -> Any:
+    """A copy that computes in float64 throughout. The library's own norms and rotary angles stay in float32 at any dtype."""
+    found = copy.deepcopy(model).double()
+    theta, width = model.config.rope_parameters["rope_theta"], model.config.hidden_size // model.config.num_attention_heads
+
+    def norm(module: Any, x: Tensor) -> Tensor:
+        scaled: Tensor = module.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + module.variance_epsilon))
+        return scaled
+
+    def rotary(x: Tensor, position_ids: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+        steps = theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+        angles = torch.cat([position_ids[..., None].double() * steps] * 2, dim=-1)
+        return angles.cos(), angles.sin()
+
+    for module in found.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(norm, module)
+    found.model.rotary_emb.forward = rotary
+    return found
+
+
+@torch.inference_mode()
+def _states(model: Any, path: list[int]) -> tuple[Tensor, Tensor]:
+    """(S at all layers, logits of the last token). The last hidden state of Hugging Face is normed; the hook sees it before."""
+    last: list[Tensor] = []
+    handle = model.model.layers[-1].register_forward_hook(
+        lambda m, i, out: last.append(out[0] if isinstance(out, tuple) else out)
+    )
+    out = model(torch.tensor([path]), output_hidden_states=True)
+    handle.remove()
+    return torch.stack([*(x[0] for x in out.hidden_states[:-1]), last[0].reshape(len(path), -1)]), out.logits[0, -1]
+
+
+# ---- branches --------------------------------------------------------------------------------------------------------
+
+
+def our_branches(prefix: int, count: int, n: int, rounds: int) -> dict[str, Any]:
+    """CPU seconds of each round and the peak memory in MB, in a process of its own."""
+    torch.set_num_threads(1)
+    engine = Engine.load("smollm2", cache_tokens=prefix + count * (n + 32))
+    seeds = [replace(ENDLESS, temperature=1.0, seed=seed) for seed in range(count)]
+
+    def work() -> None:
+        root = engine.prompt(prompts(1, prefix)[0])
+        released(engine, [*engine.generate(root.fork(count), n, sampling=seeds), root])
+
+    return _timed(work, rounds)
+
+
+def their_branches(prefix: int, count: int, n: int, rounds: int) -> dict[str, Any]:
+    """The prompt's cache, computed once and repeated for all branches, then `generate` with sampling."""
+    torch.set_num_threads(1)
+    model, _ = smollm2_or_shape()
+    x = torch.tensor(prompts(1, prefix))
+
+    @torch.inference_mode()
+    def work() -> None:
+        cache = model(x[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
+        cache.batch_repeat_interleave(count)
+        ids = x.expand(count, -1)
+        more = dict(min_new_tokens=n, max_new_tokens=n, do_sample=True, pad_token_id=0, attention_mask=torch.ones_like(ids))
+        made = model.generate(ids, past_key_values=cache, **more)
+        assert made.shape == (count, prefix + n)
+
+    return _timed(work, rounds)
+
+
+def _timed(work: Callable[[], None], rounds: int) -> dict[str, Any]:
+    from benchmarks.harness import seconds
+
+    return {"seconds": [seconds(work, "cpu")[0] for _ in range(rounds)], "peak_mb": memory_mb("VmHWM")}
+
+
+@case(
+    "branches-cpu", ours=OURS, baseline=HUGGING_FACE, aim=">= 1.5", unit="s", best=True, needs="smollm2",
+    quick={"prefix": 8, "branches": 2, "n": 2, "turns": 1},
+)  # fmt: skip
+def branches(prefix: int = 256, branches: int = 256, n: int = 8, turns: int = 2) -> Lines:
+    """Branches of one prompt at temperature 1, each with its own seed, prompt included, against Hugging Face, which repeats the
+    prompt's cache for all of them. CPU seconds and peak memory of processes of one thread, in turns."""
+    found = {OURS: list[dict[str, Any]](), HUGGING_FACE: list[dict[str, Any]]()}
+    for _ in range(turns):
+        for arm, work in ((OURS, our_branches), (HUGGING_FACE, their_branches)):
+            found[arm].append(in_process(work, prefix, branches, n, 1))
+    times = {arm: [x for each in own for x in each["seconds"]] for arm, own in found.items()}
+    peaks = {arm: max(each["peak_mb"] for each in own) for arm, own in found.items()}
+    numbers = {"ours_peak_mb": peaks[OURS], "hugging_face_peak_mb": peaks[HUGGING_FACE]}
+    yield Line(f"{branches} branches of {n} tokens off {prefix}", times=times, numbers=numbers)
+    yield Line("peak memory, ours over theirs", ratio=peaks[OURS] / peaks[HUGGING_FACE], aim="<= 0.4")
 
 
 @case("latent-cpu", ours="latent", baseline="plain", cost=True, best=True, threads=1, quick={"lengths": ((64, 1),)})

@@ -1,4 +1,4 @@
-"""Canonical paged attention on a GPU against torch on contiguous keys, plain and latent, bfloat16."""
+"""Canonical paged attention on a GPU against torch on contiguous keys, bfloat16."""
 
 from typing import Any
 
@@ -7,11 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.harness import Line, Lines, case
-from benchmarks.kernels import KERNEL, against, copies, copy_speed, error, randn
+from benchmarks.kernels import KERNEL, against, copies, error, randn
 
 HEADS, KV_HEADS, D_HEAD, SCALE = 32, 8, 128, 128**-0.5
-RANK, REST, PLAIN, LATENT_SCALE = 512, 64, 128, 192**-0.5
-"""DeepSeek's latents: columns that are keys and values, columns that are rotated keys, columns of a head"""
 
 
 def paged(sequences: int, keys: int, heads: int, width: int) -> tuple[Tensor, Tensor]:
@@ -123,72 +121,3 @@ def prefill(sequences: int, length: int) -> Line:
         lambda: attention(q, k, v, rows, SCALE, out=out),
         lambda: F.scaled_dot_product_attention(flat, keys, values, is_causal=True, enable_gqa=True),
     )
-
-
-# Latent attention
-
-
-def by_library(q: Tensor, keys: Tensor, hidden: Tensor | None) -> Tensor:
-    """q [sequences, rows * heads, columns]"""
-    scores = torch.bmm(q, keys.transpose(1, 2)).float() * LATENT_SCALE
-    if hidden is not None:
-        scores.masked_fill_(hidden, float("-inf"))
-    return torch.bmm(scores.softmax(-1).to(q.dtype), keys[..., :RANK])
-
-
-@case("kernels-latent", **KERNEL)
-def latent(heads: tuple[int, ...] = (16, 128)) -> Lines:
-    """Canonical latent attention (DeepSeek's 512 + 64 columns, absorbed) against torch's products and softmax on contiguous
-    ones. `of_read` is the time of reading every latent once at the speed of a copy, as a share of ours; `tflops` counts both
-    products."""
-    copied = copy_speed(1 << 29)
-    for count in heads:
-        for rows in (1, 64, 512):
-            yield by_head(count, rows)
-        for sequences, keys in ((1, 2048), (8, 2048), (64, 2048), (8, 8192)):
-            found = yield latent_decode(count, sequences, keys)
-            if found.values:
-                found.note(of_read=sequences * keys * (RANK + REST) * 2 / copied / found.values["ours"])
-        for length in (512, 2048):
-            found = yield latent_prefill(count, length)
-            if found.values:
-                found.note(tflops=length * (length + 1) * count * (2 * RANK + REST) / found.values["ours"] / 1e12)
-
-
-def by_head(heads: int, rows: int) -> Line:
-    """The absorbing product of queries; theirs is the library's batched product."""
-    from replaylens.kernels.matmul import head_matmul, head_plan
-
-    weights = [randn(heads, RANK, PLAIN) / PLAIN**0.5 for _ in range(8)]
-    x = randn(rows, heads, PLAIN)
-    plan = head_plan(rows, heads, x.dtype, x.device)
-    ours = lambda w: head_matmul(x, w.transpose(1, 2), plan)  # noqa: E731
-    alone = head_matmul(x[:1], weights[0].transpose(1, 2), head_plan(1, heads, x.dtype, x.device))
-    check = torch.equal(alone, ours(weights[0])[:1])
-    theirs = lambda w: torch.bmm(x.transpose(0, 1), w.transpose(1, 2))  # noqa: E731
-    return against(f"by head, {rows} rows, {heads} heads", check, ours, theirs, [(w,) for w in weights])
-
-
-def latent_decode(heads: int, sequences: int, keys: int) -> Line:
-    from replaylens.kernels.attention import attention
-
-    latents, table = paged(sequences, keys, 1, RANK + REST)
-    sets = [(latents,), *((torch.randn_like(latents),) for _ in range(copies(latents) - 1))]
-    q, rows = randn(sequences, heads, RANK + REST), last_rows(sequences, keys, table)
-    ours = lambda x: attention(q, x, x[..., :RANK], rows, LATENT_SCALE)  # noqa: E731
-    check = right(q, latents, latents[..., :RANK], rows, LATENT_SCALE, ours(latents), [0, sequences - 1])
-    theirs = [(contiguous(x, table, keys)[:, 0],) for (x,) in sets]
-    what = f"decode {sequences} x {keys} keys, {heads} heads"
-    return against(what, check, ours, lambda keys: by_library(q, keys, None), sets, theirs)
-
-
-def latent_prefill(heads: int, length: int) -> Line:
-    from replaylens.kernels.attention import attention
-
-    latents, table = paged(1, length, 1, RANK + REST)
-    q, rows = randn(length, heads, RANK + REST), prompt_rows(1, length, table, (heads, 1), RANK)
-    ours = lambda: attention(q, latents, latents[..., :RANK], rows, LATENT_SCALE)  # noqa: E731
-    check = right(q, latents, latents[..., :RANK], rows, LATENT_SCALE, ours(), [0, length // 2, length - 1])
-    keys, flat = contiguous(latents, table, length)[:, 0], q.view(1, length * heads, RANK + REST)
-    hidden = (rows.position[None, :] > rows.position[:, None]).repeat_interleave(heads, 0)
-    return against(f"prefill {length} rows, {heads} heads", check, ours, lambda: by_library(flat, keys, hidden))

@@ -1,4 +1,4 @@
-"""Probes: a grid of logistic probes solved together against a loop over scikit-learn, and probes of a run against arrays.
+"""Probes: a grid of logistic probes solved together against a loop over scikit-learn, and single fits.
 
 The grid: 30 layers x 3 sites x 8 positions, 5,000 rows each, d = 576, five folds by root. The rows of a position share their
 labels, as in a sweep. Data is made batch by batch, so that memory does not grow with the grid; it has the spectrum of a
@@ -16,15 +16,12 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-import replaylens as rl
 from benchmarks.harness import Clock, Line, Lines, case, meets, seconds
 from replaylens.probes.controls import Goal
 from replaylens.probes.heldout import held_out
-from replaylens.probes.probe import cross_validate, fit_probe
+from replaylens.probes.probe import cross_validate
 from replaylens.probes.registry import ChosenProbe
-from replaylens.probes.rows import ProbeRows
 from replaylens.probes.solvers import one_hot, solve
-from replaylens.probes.sweeps import sweep
 
 LAYERS, SITES, POSITIONS, ROWS, WIDTH, FOLDS = 30, 3, 8, 5000, 576, 5
 CELLS = LAYERS * SITES * POSITIONS
@@ -144,30 +141,3 @@ def probes_solvers(rows: int = 5000) -> Lines:
     once, _ = seconds(partial(ChosenProbe().fit, x, y), "cpu")
     folded, _ = seconds(lambda: cross_validate(x, y, np.arange(40), estimator="logistic-cv"), "cpu")
     yield Line("logistic-cv, 40 x 576", numbers={"one_fit_s": once, "cross_validate_s": folded})
-
-
-@case("probes-run", ours="run", baseline="arrays", aim="<= 1.2", needs="smollm2", cost=True, unit="s", quick={"texts": 10})
-def probes_run(texts: int = 200) -> Lines:
-    """`fit_probe` and `sweep` of a run against the same calls on its activations as arrays: one site, last token, CPU
-    seconds."""
-    engine, generator = rl.Engine.load("smollm2"), np.random.default_rng(0)
-    words = ["the", "a", "red", "blue", "big", "cat", "dog", "house", "tree", "sat", "ran", "is", "in", "on", "Paris", "London"]
-    given, label = [" ".join(generator.choice(words, size=24)) for _ in range(texts)], generator.integers(2, size=texts)
-    layer = len(engine.sites.per_layer("S")) // 2
-    site = engine.sites.per_layer("S")[layer]
-    run = engine.replay(given, labels={"coin": label.tolist()}, sites=[site])
-
-    def arrays() -> ProbeRows:
-        counts = [len(result.tokens) for result in run]
-        prompt, place = np.repeat(np.arange(texts), counts), np.concatenate([np.arange(count) for count in counts])
-        tokens = np.concatenate([result.tokens for result in run])
-        x = {("S", layer): torch.cat([result.activations[site] for result in run])}
-        return ProbeRows.of_arrays(x, {"coin": label[prompt]}, prompt, positions=place, tokens=tokens)
-
-    how: dict[str, Any] = dict(site="S", layer=layer, position="last")
-    calls: dict[str, Callable[[Any], object]] = {
-        "fit_probe": lambda rows: fit_probe(rows, "coin", **how),
-        "sweep": lambda rows: sweep(rows, "coin", sites="S", layers=[layer], positions="last", permutations=19),
-    }
-    for name, call in calls.items():
-        yield Line(f"{name} of a run", {"run": lambda: call(run), "arrays": lambda: call(arrays())})

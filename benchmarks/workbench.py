@@ -1,16 +1,117 @@
-"""The workbench: five jobs of every week against TransformerLens on a CPU, and the grid of `patch` and gradients on a GPU."""
+"""The workbench: five jobs of every week and attribution against TransformerLens on a CPU; `patch` and gradients on a GPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.harness import Line, Lines, case, finish, random_tokens, seconds
-from benchmarks.hooked import Hooked
 from benchmarks.subjects import bridge, random_decoder, smollm2_or_shape, where
 from replaylens import Edit, Engine, Sampling, ablate, attribution_patching, lens, patch, steer
 from replaylens.engine.request.capture import PassTap
+
+Cell = tuple[int, int]
+
+
+class Hooked:
+    """A bridge, and prompts of equal length as its tokens."""
+
+    def __init__(self, bridge: Any, engine: Engine, prompts: Sequence[str], answers: Sequence[tuple[str, str]]) -> None:
+        """answers  of each prompt: the tokens whose logit difference is measured"""
+        self.bridge, self.layers = bridge, engine.config.num_layers
+        self.tokens = torch.tensor([engine.tokens_of(text) for text in prompts])  # [prompts, positions]
+        self.answers = torch.tensor([engine.token_ids_of(pair) for pair in answers])  # [prompts, 2]
+
+    @torch.no_grad()
+    def lens(self) -> Tensor:
+        """The log-probability of the first answer at every layer and position of the first prompt: [layers + 1, positions]."""
+        names = [f"blocks.{layer}.hook_in" for layer in range(self.layers)] + [f"blocks.{self.layers - 1}.hook_out"]
+        _, cache = self.bridge.run_with_cache(self.tokens[:1], names_filter=names)
+        stacked = torch.cat([cache[name] for name in names])
+        found = self.bridge.unembed(self.bridge.ln_final(stacked)).log_softmax(-1)
+        found.topk(5, -1)
+        (found.exp() * found).sum(-1)
+        (found[-1].exp() * (found[-1] - found)).sum(-1)
+        return found[..., self.answers[0, 0]]
+
+    @torch.no_grad()
+    def patched(self, cells: Sequence[Cell]) -> list[float]:
+        """The first prompt's residual stream put into the second, at each (layer, position)."""
+        _, cache = self.bridge.run_with_cache(self.tokens[:1], names_filter=lambda name: name.endswith("hook_in"))
+        made = []
+        for layer, position in cells:
+
+            def put(value: Tensor, hook: Any, position: int = position) -> Tensor:
+                value = value.clone()
+                value[:, position] = cache[hook.name][:, position]
+                return value
+
+            made += self._differences(self.tokens[1:2], self.answers[:1], f"blocks.{layer}.hook_in", put)
+        return made
+
+    @torch.no_grad()
+    def patched_together(self, layers: Sequence[int]) -> list[list[float]]:
+        """The same grid, all positions of a layer in one batch: for each layer, one value per position."""
+        _, cache = self.bridge.run_with_cache(self.tokens[:1], names_filter=lambda name: name.endswith("hook_in"))
+        count = self.tokens.shape[1]
+        tokens, answers = self.tokens[1:2].expand(count, -1), self.answers[:1].expand(count, -1)
+
+        def put(value: Tensor, hook: Any) -> Tensor:
+            value, each = value.clone(), torch.arange(count)
+            value[each, each] = cache[hook.name][0]
+            return value
+
+        return [self._differences(tokens, answers, f"blocks.{layer}.hook_in", put) for layer in layers]
+
+    @torch.no_grad()
+    def ablated(self, cells: Sequence[Cell], together: bool = False) -> list[list[float]]:
+        """For each (layer, head): every prompt without that head, one prompt at a time or in one batch."""
+        made = []
+        for layer, head in cells:
+
+            def zero(value: Tensor, hook: Any, head: int = head) -> Tensor:
+                value = value.clone()
+                value[:, :, head] = 0
+                return value
+
+            size = len(self.tokens) if together else 1
+            pieces = zip(self.tokens.split(size), self.answers.split(size), strict=True)
+            made.append([x for t, a in pieces for x in self._differences(t, a, f"blocks.{layer}.attn.hook_z", zero)])
+        return made
+
+    @torch.no_grad()
+    def steered(self, layer: int, vector: Tensor, strengths: Sequence[float], n: int) -> list[float]:
+        """Continuations of the first prompt under each strength, and their log-probabilities without steering."""
+        made = []
+        for strength in strengths:
+
+            def add(value: Tensor, hook: Any, amount: float = strength) -> Tensor:
+                value = value.clone()
+                value[:, -1] += amount * vector  # the prompt's last token, then each token that is generated
+                return value
+
+            with self.bridge.hooks(fwd_hooks=[(f"blocks.{layer}.hook_in", add)]):
+                out = self._generated(self.tokens[:1], n, do_sample=False)
+            logprobs = self.bridge(out)[0, :-1].log_softmax(-1)
+            made.append(float(logprobs[torch.arange(out.shape[1] - 1), out[0, 1:]][-n:].sum()))
+        return made
+
+    @torch.no_grad()
+    def resampled(self, count: int, n: int) -> Tensor:
+        """Several sampled continuations of the first prompt, in one batch: [count, tokens]."""
+        return self._generated(self.tokens[:1].repeat(count, 1), n, do_sample=True)
+
+    def _generated(self, tokens: Tensor, n: int, do_sample: bool) -> Tensor:
+        options = dict(stop_at_eos=False, do_sample=do_sample, prepend_bos=False, return_type="tokens", verbose=False)
+        made: Tensor = self.bridge.generate(tokens, n, **options)
+        return made
+
+    def _differences(self, tokens: Tensor, answers: Tensor, site: str, change: Callable[[Tensor, Any], Tensor]) -> list[float]:
+        logits = self.bridge.run_with_hooks(tokens, fwd_hooks=[(site, change)])[:, -1]
+        right, wrong = logits.gather(1, answers).unbind(1)
+        return [float(x) for x in right - wrong]
+
 
 NAMES = ("Mary", "John", "James", "Robert", "David", "Sarah", "Karen", "Daniel", "Mark", "Paul", "Kevin")
 PAIRS = [(a, b) for a in NAMES for b in NAMES if a != b][:100]
@@ -122,6 +223,79 @@ def workbench_cpu(jobs: tuple[str, ...] = ("lens", "patch", "steer", "resample",
     made = Jobs(count)
     for job in jobs:
         yield from getattr(made, job)()
+
+
+# Attribution
+
+TOKENS = (1000, 2000)
+"""the metric is the difference of these tokens' logits"""
+
+
+def attributed_by_hooks(lens: Any, names: set[str], clean: torch.Tensor, corrupt: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Attribution by hooks: site -> [positions]."""
+    kept: dict[str, torch.Tensor] = {}
+    slopes: dict[str, torch.Tensor] = {}
+
+    def keep(value: torch.Tensor, hook: Any) -> None:
+        kept[hook.name] = value.detach()
+
+    def keep_slope(value: torch.Tensor, hook: Any) -> None:
+        slopes[hook.name] = value.detach()
+
+    with torch.no_grad():
+        _, cache = lens.run_with_cache(clean, names_filter=lambda name: name in names)
+    with lens.hooks(fwd_hooks=[(name, keep) for name in names], bwd_hooks=[(name, keep_slope) for name in names]):
+        logits = lens(corrupt)
+        (logits[0, -1, TOKENS[0]] - logits[0, -1, TOKENS[1]]).backward()
+    lens.zero_grad()
+    return {name: (slopes[name] * (cache[name] - kept[name])).sum(-1)[0] for name in names}
+
+
+def attributed_by_autograd(model: Any, clean: torch.Tensor, corrupt: torch.Tensor) -> None:
+    """S of both prompts, and the gradients at S of the corrupt one, with frozen weights."""
+    with torch.no_grad():
+        model(clean, output_hidden_states=True, logits_to_keep=1)
+    embedded = model.get_input_embeddings()(corrupt).requires_grad_()
+    out = model(inputs_embeds=embedded, output_hidden_states=True, logits_to_keep=1)
+    torch.autograd.grad(out.logits[0, -1, TOKENS[0]] - out.logits[0, -1, TOKENS[1]], out.hidden_states)
+
+
+@case(
+    "gradients-cpu", ours="attribution", baseline="transformer lens", others=("forward", "gradients", "hugging face"),
+    aim=">= 1.5", unit="s", best=True, rounds=3, threads=1, quick={"lengths": (6,)},
+)  # fmt: skip
+def gradients_cpu(lengths: tuple[int, ...] = (14, 64, 256)) -> Lines:
+    """Gradients and attribution at S, T and C of SmolLM2-135M (or a random model of its shape), CPU seconds on one thread.
+    TransformerLens runs as its tutorial on attribution patching does: a cached forward pass of the clean prompt, then a forward
+    and a backward pass of the corrupt one, with hooks that keep activations and gradients. The arm of Hugging Face is what
+    autograd costs at best: weights are frozen, and only the last row has logits."""
+    model, _ = smollm2_or_shape()
+    lens, engine = bridge(model).requires_grad_(True), Engine.load(model, check=False)
+    names = set(engine.sites.select("STC")[0])
+    for length in lengths:
+        (clean,) = random_tokens(1, length, 40000, first=100)
+        corrupt = [*clean[:3], clean[3] + 1, *clean[4:]]
+        a, b = torch.tensor([clean]), torch.tensor([corrupt])
+        branch = engine.prompt(corrupt)
+        ours = attribution_patching(engine, clean, corrupt, TOKENS)
+        theirs = attributed_by_hooks(lens, names, a, b)
+        expected = torch.stack([theirs[site] for site in ours.sites])
+        arms = {
+            "attribution": lambda: attribution_patching(engine, clean, corrupt, TOKENS),
+            "transformer lens": lambda: attributed_by_hooks(lens, names, a, b),
+            "forward": lambda: engine.runner.whole(corrupt, (), PassTap(frozenset())),
+            "gradients": lambda: branch.gradients(TOKENS, "STC"),
+            "hugging face": lambda: attributed_by_autograd(model, a, b),
+        }
+        found = yield Line(f"{length} tokens: TransformerLens over ours", arms)
+        found.note(difference=float((ours.estimate - expected).norm() / expected.norm()))
+        took = found.values
+        yield Line(f"{length} tokens: gradients at S, T, C, in forward passes", ratio=took["gradients"] / took["forward"])
+        passes = took["attribution"] / took["forward"]
+        yield Line(f"{length} tokens: attribution of S, T, C, in forward passes", ratio=passes, aim="<= 3.5")
+        autograd = took["hugging face"] / took["attribution"]
+        yield Line(f"{length} tokens: Hugging Face's autograd over ours", ratio=autograd)
+        branch.release()
 
 
 # On a GPU

@@ -30,46 +30,58 @@ FIXED_WINDOW = 8
 """the window of reproducible drafters: the set of rejected branches must not depend on timings"""
 _CLASS = 16
 _WINDOWS = (1, 4, 8, 16, 32)
+_AT_FIRST = 3
+"""free drafts of a path whose repetition has not been tried: a long guess that fails costs many direct steps"""
+_CLEARLY = 1.1
+"""times the speed of direct decoding that a window must promise: a smaller gain may be an error of measurement"""
 
 
 class Planner:
-    """Keeps running averages of the cost of draft steps and passes, and picks the window with the most tokens per second."""
+    """Keeps running averages of the cost of draft steps and passes, and picks the window with the most tokens per second.
+
+    Costs are CPU seconds of the thread that drives the engine: those of the clock would be the neighbours' on a busy machine.
+    """
 
     def __init__(self) -> None:
         self._cost: dict[str, dict[int, float]] = defaultdict(dict)
-        self._costs: dict[int, list[float]] = {}
-        """seconds of a step at each of `_WINDOWS`, by number of requests; forgotten at the next measurement"""
+        self._costs: dict[tuple[int, bool], list[float]] = {}
+        """seconds of a step at each of `_WINDOWS`, by number of requests and whether drafts are free; forgotten at the next
+        measurement"""
 
     @contextmanager
-    def timing(self, kind: str, rows: int, steps: int = 1) -> Iterator[None]:
-        """Measure the block, which takes `steps` equal steps over `rows` rows each."""
-        begin = time.perf_counter()
+    def timing(self, kind: str, rows: int) -> Iterator[None]:
+        """Measure the block, a pass over `rows` rows."""
+        begin = time.thread_time()
         yield
-        sample = (time.perf_counter() - begin) / steps
+        sample = time.thread_time() - begin
         size = rows if kind == "draft" else _size(rows)
         old = self._cost[kind].get(size)
         self._cost[kind][size] = sample if old is None else 0.8 * old + 0.2 * sample
         self._costs.clear()
 
-    def window(self, reproducible: bool, num_requests: int, statistics: Statistics) -> int:
-        """Rows per verification, including the last token's own; 1 means direct decoding."""
+    def window(self, reproducible: bool, num_requests: int, statistics: Statistics, free: bool = False) -> int:
+        """Rows per verification, including the last token's own; 1 means direct decoding.
+
+        free  drafts are known already, and only their verification costs
+        """
         if reproducible:
             return FIXED_WINDOW
         acceptance = (statistics.accepted + 8) / (statistics.drafted + 8)  # optimistic until measured
-        if num_requests not in self._costs:
-            self._costs[num_requests] = [self._step_cost(window, num_requests) for window in _WINDOWS]
-        rates = [run / cost for run, cost in zip(_expected(acceptance), self._costs[num_requests], strict=True)]
-        return _WINDOWS[rates.index(max(rates))]  # the smallest of equals
+        if (case := (num_requests, free)) not in self._costs:
+            self._costs[case] = [self._step_cost(window, num_requests, free) for window in _WINDOWS]
+        direct, *rates = [run / cost for run, cost in zip(_expected(acceptance), self._costs[case], strict=True)]
+        return 1 if max(rates) < _CLEARLY * direct else _WINDOWS[1 + rates.index(max(rates))]  # the smallest of equals
 
-    def _step_cost(self, window: int, num_requests: int) -> float:
+    def _step_cost(self, window: int, num_requests: int, free: bool = False) -> float:
         """Seconds of the drafts and the verification of all requests together."""
-        return self._pass_cost(window * num_requests) + (window - 1) * self._draft_cost(num_requests)
+        drafts = 0.0 if free else (window - 1) * self._draft_cost(num_requests)
+        return self._pass_cost(window * num_requests) + drafts
 
     def _draft_cost(self, num_requests: int) -> float:
-        """Seconds of one draft step for all requests; before the first measurement, a third of the smallest pass each."""
+        """Seconds of one draft step for all requests; before the first measurement, those of a direct step."""
         known = self._cost["draft"]
         if not known:
-            return num_requests * self._pass_cost(_CLASS) / 3
+            return self._pass_cost(num_requests)
         nearest = min(known, key=lambda k: abs(k - num_requests))
         return known[nearest] * num_requests / nearest
 
@@ -293,12 +305,15 @@ class Admission:
         return turn if self._num_rows(turn) <= budget else None
 
     def _opened(self, job: Job, at: int) -> Window:
-        """A new window. If others are full soon, it is shorter, so that one pass verifies all of them."""
-        count = self._num_drafts(job, at)
+        """A new window. If others are full soon, it is shorter, so that one pass verifies all of them. Drafts of a path that
+        repeats itself are free, and pay where others do not: a few at first, more as they are accepted."""
+        count = free = self._num_drafts(job, at)
+        if job.window is None:
+            free = min(self._num_drafts(job, at, free=True), _AT_FIRST + job.statistics.accepted)
         count = max((steps for steps in self._missing if (count - 1) / 2 <= steps <= count), default=count)
         path = self.tree.branch(job.lane.branch).past.path(at)
-        again = path.repetition(REPEATED, count) if count else []
-        window = Window(at, count, again, ended=bool(again) and again[-1] in job.sampling.stop_tokens)
+        again = path.repetition(REPEATED, free) if free else []
+        window = Window(at, len(again) or count, again, ended=bool(again) and again[-1] in job.sampling.stop_tokens)
         self._missing.add(window.num_missing)
         return window
 
@@ -330,7 +345,7 @@ class Admission:
         passed_over = job is self._jobs[0] and job.lane.last_used < self._clock - 1
         return 0 if passed_over else 2 if self._prefills(job) else 1
 
-    def _num_drafts(self, job: Job, at: int) -> int:
+    def _num_drafts(self, job: Job, at: int, free: bool = False) -> int:
         if job.forced_drafts is not None:
             return min(max(map(len, job.forced_drafts.get(at, [[]]))), job.remaining - 1)
         window = job.window
@@ -338,7 +353,7 @@ class Admission:
             return 0  # the device's decode step is canonical: there is nothing to verify
         if window is None:
             drafter = self.drafters[job.drafter]
-            window = self.planner.window(drafter.reproducible, self._deciding, job.statistics)
+            window = self.planner.window(drafter.reproducible, self._deciding, job.statistics, free)
             window = min(window, self.max_rows // drafter.width)
         return min(window, job.remaining) - 1
 

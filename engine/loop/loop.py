@@ -330,8 +330,7 @@ class Loop:
         """The drafter's chains. An EngineError costs a turn its drafts, never the request; listeners are notified. Any other
         error, of the drafter or of a hook function in its pass, ends the one request that caused it."""
         try:
-            with self.admission.planner.timing("draft", len(turns), steps=max(turn.num_drafts for turn in turns)):
-                return self.drafters[name].propose([self.packer.call(turn) for turn in turns])
+            return self.drafters[name].propose([self.packer.call(turn) for turn in turns])
         except Exception as error:
             if len(turns) > 1:
                 return [self._propose(name, [turn])[0] for turn in turns]

@@ -423,7 +423,9 @@ class Ngrams:
 
     def until(self, tokens: PathTokens, end: int) -> dict[tuple[int, ...], int]:
         """Mutates: extends to the runs within the first `end` tokens, and returns their positions."""
-        for first in range(max(0, self.end - self.size + 1), end - self.size + 1):
-            self._latest[tuple(tokens[first : first + self.size])] = first
+        start = max(0, self.end - self.size + 1)
+        new = tokens[start:end]
+        runs = zip(*(new[i:] for i in range(self.size)), strict=False)  # as many as the shortest piece has tokens
+        self._latest.update(zip(runs, range(start, end), strict=False))
         self.end = end
         return self._latest

@@ -70,7 +70,7 @@ def test_triton_is_not_needed_to_list_cases() -> None:
 def test_names_and_patterns() -> None:
     assert [made.name for made in chosen(["hostwork-cpu"])] == ["hostwork-cpu"]
     assert {made.file for made in chosen(["dump-cpu"])} == {"dump-cpu"} and len(chosen(["dump-cpu"])) > 3
-    assert len(chosen(["kernels-*"])) > 8
+    assert len(chosen(["kernels-*"])) > 7
     with pytest.raises(SystemExit, match=r"no case 'hostwrok'; the cases are .*hostwork-cpu"):
         chosen(["hostwrok"])
 

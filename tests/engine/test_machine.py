@@ -106,7 +106,7 @@ class AnyWindow(Planner):
         super().__init__()
         self.random = random.Random(seed)
 
-    def window(self, reproducible: bool, num_requests: int, statistics: Statistics) -> int:
+    def window(self, reproducible: bool, num_requests: int, statistics: Statistics, free: bool = False) -> int:
         return self.random.choice((1, 4, 8, 16, 32))
 
 

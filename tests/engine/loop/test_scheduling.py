@@ -409,7 +409,7 @@ def test_the_planners_choice_never_changes_tokens(monkeypatch: pytest.MonkeyPatc
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """A clock that the test controls."""
     now = [0.0]
-    monkeypatch.setattr("replaylens.engine.loop.admission.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("replaylens.engine.loop.admission.time.thread_time", lambda: now[0])
 
     def advance(seconds: float) -> None:
         now[0] += seconds
@@ -442,8 +442,8 @@ def test_the_planner_believes_its_latest_measurement(clock: Callable[[float], No
 def test_the_planner_scales_the_cost_of_drafts_with_the_requests(clock: Callable[[float], None]) -> None:
     planner = measured(clock, draft=0.02, verify=1.0)
     assert planner._draft_cost(1) == pytest.approx(0.02) and planner._draft_cost(7) == pytest.approx(0.14)
-    with planner.timing("draft", 10, steps=4):
-        clock(2.0)
+    with planner.timing("draft", 10):
+        clock(0.5)
     assert planner._draft_cost(10) == pytest.approx(0.5) and planner._draft_cost(20) == pytest.approx(1.0), "from the nearest"
     assert planner._step_cost(4, 10) == pytest.approx(planner._pass_cost(40) + 3 * 0.5)
 
@@ -458,6 +458,42 @@ def test_the_planner_takes_long_windows_where_drafts_are_cheap_and_right(clock: 
     assert {cheap.window(True, n, s) for n in (1, 9) for s in (good, bad)} == {FIXED_WINDOW}, (
         "timings never decide what is rejected"
     )
+
+
+@pytest.mark.parametrize("draft", [None, 0.97, 1.0, 1.03])
+def test_drafts_that_cost_a_direct_step_are_not_taken(clock: Callable[[float], None], draft: float | None) -> None:
+    """On a CPU a draft costs what a direct step costs, so its verification is lost, whatever was measured or not. Drafts that
+    are known already pay; few of them accepted, they do not."""
+    planner, good = Planner(), Statistics(drafted=1000, accepted=1000)
+    for rows, seconds in ((1, 1.0), (8, 1.6), (32, 4.0)):
+        assert draft is not None or planner.window(False, 1, good) == 1
+        with planner.timing("exact", rows):
+            clock(seconds)
+    if draft is not None:
+        with planner.timing("draft", 1):
+            clock(draft)
+    assert planner.window(False, 1, good) == 1 and planner.window(False, 1, good, True) == 32
+    assert planner.window(False, 1, Statistics(drafted=1000, accepted=40, rejected=960), True) == 1
+
+
+@pytest.mark.parametrize("drafter", ["self", "lens", "ngram"])
+def test_drafts_that_are_handed_over_are_no_measurement(drafter: str) -> None:
+    """Only steps of the fast path cost what a draft costs. A window that is handed over for its verification takes no time, and
+    other drafters have windows of their own: neither makes the planner believe that drafts are cheap."""
+    subject = engine()
+    samples: list[tuple[str, int]] = []
+    timing = subject.loop.admission.planner.timing
+    subject.loop.admission.planner.timing = lambda kind, rows: samples.append((kind, rows)) or timing(kind, rows)  # type: ignore
+    branch = subject.prompt([1, 2, 3]).generate(9, drafter=drafter, window=4)
+    assert sum(kind == "draft" for kind, _ in samples) == (branch.statistics.drafted if drafter == "self" else 0)
+
+
+def test_free_drafts_of_a_path_that_repeats_itself_are_taken() -> None:
+    """The planner decodes this path directly, but verifies what follows from its repetition many tokens at a time."""
+    branch = engine().prompt([1, 2, 3])
+    branch.generate(60, sampling=Sampling(logit_bias={7: 1000.0}))
+    assert branch.generated == [7] * 60
+    assert branch.statistics.passes < 30 < branch.statistics.accepted
 
 
 # ---- progress --------------------------------------------------------------------------------------------------------
