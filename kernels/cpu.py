@@ -25,6 +25,7 @@ from replaylens.kernels.portable import (
     fma,
     half_tile,
     height,
+    inlined,
     integers,
     log,
     log64,
@@ -173,60 +174,56 @@ def _widen(source, target, count):
         many[i] = np.uint32(few[i]) << np.uint32(16)
 
 
+@inlined
+def _finish(source, lds, out, ldo, rows, width, bias, residual, ldr):
+    """out [rows, width] = source, plus bias, plus residual, each if there is one. The source may be out itself."""
+    for i in range(rows):
+        v, y = floats(source + 4 * i * lds, width), floats(out + 4 * i * ldo, width)
+        if source != out:
+            for j in range(width):
+                y[j] = v[j]
+        if bias:
+            more = floats(bias, width)
+            for j in range(width):
+                y[j] += more[j]
+        if residual:
+            other = floats(residual + 4 * i * ldr, width)
+            for j in range(width):
+                y[j] = other[j] + y[j]
+
+
 @compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)")
 def _product(x, ldx, panels, short, out, ldo, bias, residual, ldr, rows, inputs, outputs, parts, first_panel, end_panel):
     """The columns of some panels. bias, residual: 0 if there is none"""
-    ys = floats(out, (rows - 1) * ldo + outputs)
-    bs, rs = floats(bias, outputs), floats(residual, (rows - 1) * ldr + outputs)
     packed = np.empty(_BLOCK * inputs, np.float32)
-    levels = np.empty(_BLOCK * 4 * PANEL, np.float32)
-    wide = np.empty((inputs // parts + 1) * PANEL, np.float32)
-    size = 2 if short else 4
-    widen = short and rows > TILE
+    levels = np.empty(3 * TILE * PANEL, np.float32)
+    edge = np.empty(TILE * PANEL, np.float32)
+    widen, size = short and rows > 4, 2 if short else 4
+    wide = np.empty(inputs * PANEL if widen else 1, np.float32)
     for block in range(0, rows, _BLOCK):
         count = min(_BLOCK, rows - block)
         done = 0
         while done < count:
-            h = height(count - done)
-            pack_rows(x + 4 * (block + done) * ldx, ldx, h, inputs, packed.ctypes.data + 4 * done * inputs)
+            h = height(count - done, TILE)
+            pack_rows(x + 4 * (block + done) * ldx, ldx, h, inputs, np.intp(packed.ctypes.data) + 4 * done * inputs)
             done += h
         for panel in range(first_panel, end_panel):
-            for part in range(parts):
-                begin, end = part * inputs // parts, (part + 1) * inputs // parts
-                depth = 0
-                while (part >> depth) & 1:
-                    depth += 1
-                b = panels + (panel * inputs + begin) * PANEL * size
-                if widen:
-                    _widen(b, wide.ctypes.data, (end - begin) * PANEL)
-                    b = wide.ctypes.data
-                done = 0
-                while done < count:
-                    h = height(count - done)
-                    a = packed.ctypes.data + (done * inputs + begin * h) * 4
-                    level = levels.ctypes.data + done * 4 * PANEL * 4
-                    target = level + (3 if part == parts - 1 else depth) * h * PANEL * 4
-                    if short and not widen:
-                        half_tile(h, a, b, PANEL, end - begin, target, PANEL, 0, level, depth)
-                    else:
-                        tile(h, a, b, PANEL, end - begin, target, PANEL, 0, level, depth)
-                    done += h
-            column = panel * PANEL
+            b, column = panels + panel * inputs * PANEL * size, panel * PANEL
             width = min(PANEL, outputs - column)
+            if widen:
+                _widen(b, np.intp(wide.ctypes.data), inputs * PANEL)
+                b = np.intp(wide.ctypes.data)
             done = 0
             while done < count:
-                h = height(count - done)
-                for i in range(h):
-                    at, source = (block + done + i) * ldo + column, (done * 4 + 3 * h + i) * PANEL
-                    for j in range(width):
-                        ys[at + j] = levels[source + j]
-                    if bias:
-                        for j in range(width):
-                            ys[at + j] += bs[column + j]
-                    if residual:
-                        other = (block + done + i) * ldr + column
-                        for j in range(width):
-                            ys[at + j] = rs[other + j] + ys[at + j]
+                h = height(count - done, TILE)
+                a, y = np.intp(packed.ctypes.data) + 4 * done * inputs, out + 4 * ((block + done) * ldo + column)
+                target, ldt = (y, ldo) if width == PANEL else (np.intp(edge.ctypes.data), PANEL)
+                if short and not widen:
+                    half_tile(h, a, b, inputs, parts, target, ldt, np.intp(levels.ctypes.data))
+                else:
+                    tile(h, a, b, inputs, parts, target, ldt, np.intp(levels.ctypes.data))
+                more = residual + 4 * ((block + done) * ldr + column) if residual else 0
+                _finish(target, ldt, y, ldo, h, width, bias + 4 * column if bias else 0, more, ldr)
                 done += h
 
 

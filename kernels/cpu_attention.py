@@ -12,7 +12,20 @@ import torch
 from torch import Tensor
 
 from replaylens.kernels.cpu import require, require_rows, vector
-from replaylens.kernels.portable import PANEL, compiled, exp, floats, fma, height, integers, pack_rows, shorts, tanh, tile
+from replaylens.kernels.portable import (
+    STRIP,
+    STRIP_ROWS,
+    compiled,
+    exp,
+    floats,
+    fma,
+    height,
+    integers,
+    pack_rows,
+    shorts,
+    strip,
+    tanh,
+)
 from replaylens.kernels.threads import divided, share
 
 KV_BLOCK, KV_SPLIT = 64, 512
@@ -49,20 +62,20 @@ def _pack_pairs(source, stride, pairs, target, columns):
     """source [pairs, columns] in tiles: for each, its columns one after the other."""
     done = 0
     while done < pairs:
-        h = height(pairs - done)
+        h = height(pairs - done, STRIP_ROWS)
         pack_rows(source + 4 * done * stride, stride, h, columns, target + 4 * done * columns)
         done += h
 
 
 @compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
 def _multiply(pairs, packed, columns, b, ldb, out, ldo, width, begun):
-    """out [pairs, width] = (out if begun +) packed pairs [columns] times b [columns, width]; width a multiple of PANEL"""
+    """out [pairs, width] = (out if begun +) packed pairs [columns] times b [columns, width]; width a multiple of STRIP"""
     done = 0
     while done < pairs:
-        h = height(pairs - done)
-        for column in range(0, width, PANEL):
+        h = height(pairs - done, STRIP_ROWS)
+        for column in range(0, width, STRIP):
             a, c = packed + 4 * done * columns, out + 4 * (done * ldo + column)
-            tile(h, a, b + 4 * column, ldb, columns, c, ldo, begun, 0, 0)
+            strip(h, a, b + 4 * column, ldb, columns, c, ldo, begun)
         done += h
 
 
@@ -187,7 +200,7 @@ def _end_split(pairs, maxima, sums, values, state, merged, padded, sinks, group)
 @compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
 def _give(order, rows, heads, head, group, width, state, merged, out):
     """The pairs' values by their weights' sums -> out [all rows, heads, width]"""
-    rank, padded = integers(order, rows), (width + PANEL - 1) // PANEL * PANEL
+    rank, padded = integers(order, rows), (width + STRIP - 1) // STRIP * STRIP
     for pair in range(rows * group):
         total, source = floats(state + 8 * pair, 2)[1], floats(merged + 4 * pair * padded, width)
         y = floats(out + 4 * (rank[pair // group] * heads + head + pair % group) * width, width)
@@ -235,7 +248,7 @@ def _attend(
     """
     kv_heads, per_chunk = heads // group, max(1, _PAIRS // group)
     owner, places = integers(sequence, rows), integers(position, rows)
-    room, padded = per_chunk * group, (value_width + PANEL - 1) // PANEL * PANEL
+    room, padded = per_chunk * group, (value_width + STRIP - 1) // STRIP * STRIP
     spaces = np.empty(2 * room * key_width + key_width * KV_BLOCK + KV_BLOCK * padded, np.float32)
     queries = spaces.ctypes.data
     packed, turned = queries + 4 * room * key_width, queries + 8 * room * key_width

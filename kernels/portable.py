@@ -42,15 +42,19 @@ def has_fma() -> bool:
     return not llvmlite.binding.get_process_triple().startswith("x86_64") or found.get("fma", False)
 
 
-def _shape() -> tuple[int, int, int]:
-    """(lanes of a vector, columns of a panel, rows of a tile) for this machine. Moves no bit."""
+def _shape() -> tuple[int, int, int, int, int]:
+    """(lanes of a vector, columns and rows of a product's tile, columns and rows of an attention's tile) for this machine.
+
+    Accumulators should fill the registers: 24 of 32 on ARM. The keys of a block are a multiple of an attention's columns.
+    Moves no bit.
+    """
     found = _features()
     if found.get("avx512f", False):
-        return 16, 32, 8
-    return (8, 16, 4) if found.get("avx2", False) else (4, 16, 4)
+        return 16, 32, 8, 32, 8
+    return (8, 16, 4, 16, 4) if found.get("avx2", False) else (4, 12, 8, 16, 4)
 
 
-VECTOR, PANEL, TILE = _shape()
+VECTOR, PANEL, TILE, STRIP, STRIP_ROWS = _shape()
 
 
 _OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False, "no_cfunc_wrapper": True}
@@ -336,9 +340,9 @@ def square_sum(x, lanes):
 # The inner loop of every product: a tile of rows times a few vectors of columns, one chain per output.
 
 
-def _make_tile(rows: int, half: bool) -> Any:
-    """A tile of `rows` rows and `PANEL` columns; half: the columns are stored in bfloat16."""
-    vectors, lanes, cells = PANEL // VECTOR, VECTOR, rows * (PANEL // VECTOR)
+def _make_tile(rows: int, width: int, half: bool = False) -> Any:
+    """A tile of `rows` rows and `width` columns; half: the columns are stored in bfloat16."""
+    vectors, lanes, cells = width // VECTOR, VECTOR, rows * (width // VECTOR)
     single, i64, i32, i16 = ir.FloatType(), ir.IntType(64), ir.IntType(32), ir.IntType(16)
     vector, wide, short = (ir.VectorType(kind, lanes) for kind in (single, i32, i16))
     four = ir.VectorType(single, 4)
@@ -416,7 +420,7 @@ def _make_tile(rows: int, half: bool) -> Any:
             adding, added = builder.append_basic_block("adding"), builder.append_basic_block("added")
             builder.cbranch(builder.icmp_signed(">", depth, number(level)), adding, added)
             builder.position_at_end(adding)
-            others = [builder.load(place(lp, number(level * rows * PANEL + n * lanes)), align=4) for n in range(cells)]
+            others = [builder.load(place(lp, number(level * rows * width + n * lanes)), align=4) for n in range(cells)]
             together = [builder.fadd(x, y) for x, y in zip(others, now, strict=True)]
             builder.branch(added)
             builder.position_at_end(added)
@@ -432,45 +436,76 @@ def _make_tile(rows: int, half: bool) -> Any:
     return tile
 
 
-_tile_8, _tile_4, _tile_2, _tile_1 = (_make_tile(rows, half=False) for rows in (8, 4, 2, 1))
-_half_8, _half_4, _half_2, _half_1 = (_make_tile(rows, half=True) for rows in (8, 4, 2, 1))
-
-
-@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
-def tile(rows, a, b, ldb, k, c, ldc, begun, levels, depth):
-    """c[rows, PANEL] = chains over k of a[k, rows] and b[k, PANEL], which begin at 0, or at c if `begun`.
-
-    ldb, ldc  elements between rows of b and c
-    levels    [3, rows, PANEL]: the first `depth` of them are added to the chains, in order
-    """
-    if rows == 8:
-        _tile_8(a, b, ldb, k, c, ldc, begun, levels, depth)
-    elif rows == 4:
-        _tile_4(a, b, ldb, k, c, ldc, begun, levels, depth)
-    elif rows == 2:
-        _tile_2(a, b, ldb, k, c, ldc, begun, levels, depth)
-    else:
-        _tile_1(a, b, ldb, k, c, ldc, begun, levels, depth)
-
-
-@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
-def half_tile(rows, a, b, ldb, k, c, ldc, begun, levels, depth):
-    """`tile`, with b in bfloat16."""
-    if rows == 8:
-        _half_8(a, b, ldb, k, c, ldc, begun, levels, depth)
-    elif rows == 4:
-        _half_4(a, b, ldb, k, c, ldc, begun, levels, depth)
-    elif rows == 2:
-        _half_2(a, b, ldb, k, c, ldc, begun, levels, depth)
-    else:
-        _half_1(a, b, ldb, k, c, ldc, begun, levels, depth)
+_tile_8, _tile_4, _tile_2, _tile_1 = (_make_tile(rows, PANEL) for rows in (8, 4, 2, 1))
+_half_8, _half_4, _half_2, _half_1 = (_make_tile(rows, PANEL, half=True) for rows in (8, 4, 2, 1))
+_strip_8, _strip_4, _strip_2, _strip_1 = (_make_tile(rows, STRIP) for rows in (8, 4, 2, 1))
 
 
 @inlined
-def height(rows):
-    """Rows of the next tile if so many are left."""
-    if rows >= TILE:
-        return TILE
+def _part(part, k, parts):
+    """(first input of a part, its inputs, how many sums of the tree wait for it: ones at the end of its number)"""
+    begin, depth = part * k // parts, 0
+    while (part >> depth) & 1:
+        depth += 1
+    return begin, (part + 1) * k // parts - begin, depth
+
+
+@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
+def tile(rows, a, b, k, parts, c, ldc, levels):
+    """c[rows, PANEL] = a[k, rows] times b[k, PANEL]: `parts` chains over k, added as a tree.
+
+    ldc     elements between rows of c
+    levels  room for [3, rows, PANEL]: sums of the tree that wait for their other half
+    """
+    for part in range(parts):
+        begin, size, depth = _part(part, k, parts)
+        x, w = a + 4 * begin * rows, b + 4 * begin * PANEL
+        y, ldy = (c, ldc) if part == parts - 1 else (levels + 4 * depth * rows * PANEL, PANEL)
+        if rows == 8:
+            _tile_8(x, w, PANEL, size, y, ldy, 0, levels, depth)
+        elif rows == 4:
+            _tile_4(x, w, PANEL, size, y, ldy, 0, levels, depth)
+        elif rows == 2:
+            _tile_2(x, w, PANEL, size, y, ldy, 0, levels, depth)
+        else:
+            _tile_1(x, w, PANEL, size, y, ldy, 0, levels, depth)
+
+
+@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
+def half_tile(rows, a, b, k, parts, c, ldc, levels):
+    """`tile`, with b in bfloat16."""
+    for part in range(parts):
+        begin, size, depth = _part(part, k, parts)
+        x, w = a + 4 * begin * rows, b + 2 * begin * PANEL
+        y, ldy = (c, ldc) if part == parts - 1 else (levels + 4 * depth * rows * PANEL, PANEL)
+        if rows == 8:
+            _half_8(x, w, PANEL, size, y, ldy, 0, levels, depth)
+        elif rows == 4:
+            _half_4(x, w, PANEL, size, y, ldy, 0, levels, depth)
+        elif rows == 2:
+            _half_2(x, w, PANEL, size, y, ldy, 0, levels, depth)
+        else:
+            _half_1(x, w, PANEL, size, y, ldy, 0, levels, depth)
+
+
+@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
+def strip(rows, a, b, ldb, k, c, ldc, begun):
+    """c[rows, STRIP] = chains over k of a[k, rows] and b[k, STRIP], which begin at 0, or at c if `begun`."""
+    if rows == 8:
+        _strip_8(a, b, ldb, k, c, ldc, begun, 0, 0)
+    elif rows == 4:
+        _strip_4(a, b, ldb, k, c, ldc, begun, 0, 0)
+    elif rows == 2:
+        _strip_2(a, b, ldb, k, c, ldc, begun, 0, 0)
+    else:
+        _strip_1(a, b, ldb, k, c, ldc, begun, 0, 0)
+
+
+@inlined
+def height(rows, most):
+    """Rows of the next tile if so many are left, at most `most`."""
+    if rows >= most:
+        return most
     if rows >= 4:
         return 4
     return 2 if rows >= 2 else 1

@@ -181,9 +181,9 @@ ENGINE = (
     ),
     Mutant(
         "parts-of-a-product-elsewhere",
-        "replaylens.kernels.cpu",
-        "begin, end = part * inputs // parts, (part + 1) * inputs // parts",
-        "begin, end = (part * inputs + 4) // parts, ((part + 1) * inputs + 4) // parts",
+        "replaylens.kernels.portable",
+        "begin, depth = part * k // parts, 0",
+        "begin, depth = (part * k + 4) // parts, 0",
         "a product is eight chains, which begin where the definition says",
         ("tests/kernels/test_cpu.py::test_products",),
     ),
