@@ -2,7 +2,8 @@
 
 `engine-gpu` has the Llama-3.1-8B shape: the fast path has the library's products in the same graphs. `experts-gpu` has the
 Qwen3-30B-A3B shape: the fast path has our products of experts, or the library's grouped product, and the faster of the two
-counts. The bits are checked before every timing: a request alone and among others.
+counts. `portable-gpu` has the 8B shape in float32, whose digests hold on every machine, with weights stored in bfloat16. Bits
+are checked before every timing: a request alone and among others.
 """
 
 import traceback
@@ -245,6 +246,61 @@ def experts_passes() -> Lines:
     """Canonical passes of a mixture of experts against the fast path; the cost of capturing the routers' sites."""
     engine = experts()
     yield from passes(engine, frozenset(router_sites(engine.model)), "router sites", 0.03)
+
+
+# Portable arithmetic
+
+
+@cache
+def wide() -> Engine:
+    """The 8B shape in float32, its numbers those of bfloat16: the library's products are its fast path."""
+    trace.weights_hash = kept_hash
+    model = random_decoder(SHAPE, "cuda", torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    return Engine(model, cache_tokens=64 * 512)
+
+
+@cache
+def portable() -> Engine:
+    return certified(Engine.load(wide().model, device="cuda", dtype=torch.float32, cache_tokens=64 * 512))
+
+
+@case("portable-gpu.decode", ours="step", baseline="S captured", needs="gpu", clock="device")
+def portable_decode(batches: tuple[int, ...] = (1, 8, 16, 64)) -> Lines:
+    """Decode steps in portable float32, and with S of all layers captured: ratio, and milliseconds of a step."""
+    engine, aims = portable(), {1: 9.0, 64: 14.0}
+    spec = CaptureSpec(tuple(engine.sites.select("S")[0]))
+    for count in batches:
+        branches = checked(engine, count, ENDLESS)
+        given, wanted = places(engine, branches, ENDLESS), places(engine, branches, ENDLESS, spec)
+        arms = {
+            "S captured": lambda: engine.loop.bursts.run(wanted, STEPS, True),
+            "step": lambda: engine.loop.bursts.run(given, STEPS, True),
+        }
+        found = yield Line(f"S captured against no capture, batch {count}", arms, per=STEPS, aim="")
+        step, captured = found.values["step"], found.values["S captured"]
+        found.judge(step / captured)
+        found.note(aim=">= 0.95", met=step / captured >= 0.95)
+        if count in aims:
+            met, aim = 1e3 * step <= aims[count], f"<= {aims[count]:.0f} ms"
+            yield Line(f"a decode step, batch {count}", aim=aim, met=met, numbers={"ms": 1e3 * step})
+        released(engine, branches)
+
+
+@case("portable-gpu.passes", ours="portable", baseline="library", needs="gpu", clock="device", aim=">= 0.6")
+def portable_passes() -> Lines:
+    """Prompts in portable float32 against the library's products in float32, without TF32, in the same passes."""
+    for rows in (512, 2048):
+        arms: dict[str, Any] = {}
+        for name, engine in (("portable", portable()), ("library", wide())):
+            engine.runner.graphs.worth = 1
+            table = PageTable()
+            engine.runner.reserve(table, 0, rows)
+            segment = [Segment(table, 0, prompts(engine, 1, rows)[0], 1)]
+            run = engine.runner.exact if name == "portable" else engine.runner.fast
+            arms[name] = lambda run=run, segment=segment: run(segment)
+        yield Line(f"a prompt of {rows} tokens", arms)
 
 
 def contract(engine: Engine, sites: Any, window: int) -> Lines:
