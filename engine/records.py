@@ -111,7 +111,8 @@ class Fingerprint:
     @property
     def _binding(self) -> set[str]:
         """The parts that results depend on."""
-        return set(asdict(self)) - ({"device", "torch", "triton"} if self.canonical.startswith("portable") else set())
+        free = {"device", "torch", "triton", "replaylens"} if self.canonical.startswith("portable") else set()
+        return set(asdict(self)) - free
 
     @property
     def arithmetic(self) -> str:

@@ -139,7 +139,7 @@ class Panels:
             if turned:
                 for first in range(0, len(one), _FEW_PANELS):
                     some = one[first : first + _FEW_PANELS].transpose(1, 2).reshape(-1, self.inputs)
-                    yield some[: self.outputs - first * PANEL].float()
+                    yield some[: self.outputs - first * PANEL].float().contiguous()
             else:
                 for rows in one.split(_BLOCK, dim=1):
                     yield rows.transpose(0, 1).reshape(rows.shape[1], -1)[:, : self.outputs].float().contiguous()

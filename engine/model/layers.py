@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from replaylens.engine.errors import BadWeights
 from replaylens.engine.model import modes
@@ -33,7 +34,8 @@ class ReadOnly(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func.__name__, kwargs or {}
         changes = name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__"))
-        if (changes and name != "requires_grad_") or isinstance(kwargs.get("out"), cls):
+        own_target = isinstance(args[0] if args else None, cls) and name != "requires_grad_"
+        if (changes and own_target) or isinstance(kwargs.get("out"), cls):
             refuse_change()
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
@@ -56,19 +58,31 @@ class FrozenWeight(nn.Parameter):
 
 
 class FrozenWeights:
-    """All weights of a model, and whether they are still those."""
+    """All weights of a model, and whether they are still those. What a module computes must not change either: no hooks."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._held = [(m._parameters, self._seen(m._parameters)) for m in model.modules() if m._parameters or is_packed(m)]
+        self._modules = list(model.modules())
+        self._held = [(m._parameters, self._seen(m._parameters)) for m in self._modules if m._parameters or is_packed(m)]
 
     @staticmethod
     def _seen(weights: dict[str, Any]) -> list[tuple[int, int]]:
         return [(id(x), 0 if x is None or x.is_inference() else x._version) for x in weights.values()]
 
     def require_unchanged(self) -> None:
-        """BadWeights if a weight was replaced or changed in place."""
+        """BadWeights if a weight was replaced or changed in place, or if a hook or another `forward` would change what a module
+        computes."""
         if any(self._seen(weights) != seen for weights, seen in self._held):
             refuse_change()
+        if _global_forward_hooks or _global_forward_pre_hooks or any(_hooked(module) for module in self._modules):
+            raise BadWeights(
+                "A module of an engine has a hook, or another `forward`, or torch has a hook on all modules. The engine would "
+                "compute something else than its fingerprint says. Remove it; to change activations, use edits, and to read "
+                "them, sites."
+            )
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 
 def freeze(model: nn.Module) -> None:

@@ -346,3 +346,14 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert said(started(tmp_path / "file" / "below"))[0].endswith(" 1")
     out, errors = said(started(tmp_path, "nowhere"))
     assert out == "True 1" and errors.count("Set NUMBA_CACHE_DIR") == 1 and not list(tmp_path.rglob("*.nb*"))
+
+
+@pytest.mark.parametrize("outputs", [1, 11, 12, 13, 60, 61, 100, 320, 321])
+@pytest.mark.parametrize("short", [False, True])
+def test_panels_hold_the_weight(outputs: int, short: bool) -> None:
+    weight = numbers(1, 7, outputs).bfloat16().float() if short else numbers(1, 7, outputs)
+    panels = cpu.Panels.of(weight)
+    assert torch.equal(panels.weight(), weight) and torch.equal(panels.weight(turned=True), weight.T)
+    assert torch.equal(torch.cat(list(panels.pieces(turned=True))), weight.T)
+    at = torch.tensor([0, outputs - 1])
+    assert torch.equal(panels.columns(at), weight.T[at])

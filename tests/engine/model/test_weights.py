@@ -558,6 +558,29 @@ def test_changed_weights_of_an_engine_are_refused(change: str) -> None:
         engine.prompt([1, 2, 3]).generate(1)
 
 
+@pytest.mark.parametrize("hook", ["module", "before", "forward", "everywhere"])
+def test_hooks_on_a_model_of_an_engine_are_refused(hook: str) -> None:
+    """They would change what is computed under the same fingerprint. Once they are gone, the engine goes on."""
+    engine = Engine.load(load(hugging_face("llama")))
+    expected = engine.prompt([1, 2, 3]).generate(2).tokens
+    mlp = engine.model.blocks[0].mlp
+    if hook == "forward":
+        mlp.forward = lambda *_: 0.0
+    add = {
+        "module": lambda: mlp.register_forward_hook(lambda m, x, y: y),
+        "before": lambda: mlp.register_forward_pre_hook(lambda m, x: None),
+        "everywhere": lambda: nn.modules.module.register_module_forward_hook(lambda m, x, y: y),
+        "forward": lambda: None,
+    }
+    handle = add[hook]()
+    try:
+        with pytest.raises(BadWeights, match="use edits"):
+            engine.prompt([1, 2, 3, 4])
+    finally:
+        mlp.__dict__.pop("forward", None) if handle is None else handle.remove()
+    assert engine.prompt([1, 2, 3]).generate(2).tokens == expected
+
+
 def test_weights_of_an_engine_made_from_a_decoder_are_watched() -> None:
     """Its caller holds them. Negative control: what changes no weight is not refused."""
     model = load(hugging_face("llama"))
@@ -582,3 +605,5 @@ def test_weights_of_an_engine_are_the_models(name: str) -> None:
     assert type(engine.model.blocks[0].attn.o.weight + 1) is Tensor
     engine.model.eval().to("cpu")
     assert engine.prompt([1, 2, 3]).generate(1).tokens == Engine(plain).prompt([1, 2, 3]).generate(1).tokens
+    again = Engine.load(engine.model)
+    assert again.fingerprint == engine.fingerprint and again.model is not engine.model
