@@ -213,7 +213,7 @@ def default_dtype(device: str, dtype: torch.dtype | None = None) -> torch.dtype:
     default = torch.float32 if device == "cpu" else torch.bfloat16
     dtype = as_instance("dtype", default if dtype is None else dtype, torch.dtype, "a floating-point torch.dtype")
     if device == "cpu" and dtype is not torch.float32:
-        raise BadRequest(f"The CPU engine does not compute in {dtype}, which CPUs emulate slowly. Use torch.float32.")
+        raise BadRequest(f"The CPU engine does not compute in {dtype}: its arithmetic is that of float32. Use torch.float32.")
     return dtype
 
 
