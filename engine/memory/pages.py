@@ -370,22 +370,6 @@ class PagePool:
             slots.extend(range(shift + max(start, index * size), shift + min(end, (index + 1) * size)))
         return slots
 
-    def slot_rows(self, tables: Sequence[PageTable], ends: Sequence[int], width: int, first: int = 0) -> NDArray[np.int64]:
-        """The slots of positions [first, ends[i]) of each table, one row per table: [tables, width], padded with slot 0.
-
-        As `slots`, but without a Python step per position. Preconditions: `first` begins a page, and no end is beyond
-        `first` + `width`.
-        """
-        size, skipped = self.page_size, first // self.page_size
-        pages = np.zeros((len(tables), self._num_pages_of(width)), dtype=np.int64)
-        for row, table, end in zip(pages, tables, ends, strict=True):
-            self._check_range(table, 0, end)
-            count = self._num_pages_of(end)
-            row[: count - skipped] = table.pages if count - skipped == len(table.pages) else table.pages[skipped:count]
-        slots = (pages[:, :, None] * size + np.arange(size)).reshape(len(tables), -1)[:, :width]
-        slots[np.arange(first, first + width) >= np.asarray(ends)[:, None]] = 0
-        return slots
-
     def check_integrity(self, tables: Iterable[PageTable], retained: Iterable[int] = ()) -> PoolNumbers:
         """Recount all references. Raises IntegrityError with the first fault; changes nothing.
 

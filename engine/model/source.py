@@ -208,7 +208,9 @@ class Filler:
         missing = [f"{name} is missing (shape {shape})" for name, shape in self.wanted.items() if name not in self._seen]
         if faults := missing + self._faults:
             shown = "; ".join(faults[:8]) + (f"; and {len(faults) - 8} more" if len(faults) > 8 else "")
-            raise BadWeights(f"The weights cannot be used: {shown}. Check that config and weights belong together, and are finite.")
+            raise BadWeights(
+                f"The weights cannot be used: {shown}. Check that config and weights belong together, and are finite."
+            )
         self.model.load_state_dict(self._held, assign=True)
         for weight in self.model.held():
             weight.requires_grad_(False)

@@ -32,7 +32,7 @@ from replaylens.kernels.matmul import head_matmul, head_plan, matmul
 from replaylens.kernels.norm import activation, norm_pair, norm_scale
 from replaylens.kernels.norm import norm as norm_kernel
 from replaylens.kernels.rope import can_fuse, norm_rotate_and_store, rotate, rotate_and_store, store
-from replaylens.kernels.route import Plan, plan, sorted_plan
+from replaylens.kernels.route import Plan, plan
 from replaylens.kernels.sample import judge, sample_logits
 from replaylens.kernels.shared import PagedRows, SharedKeys, SharedLevel, plan_tiles, rows_per_tile
 from replaylens.kernels.split import split_attention
@@ -172,35 +172,6 @@ class ExpertOps:
             made = plan(chosen.contiguous(), len(up), grouped_rows(chosen.numel(), len(up), dtype))
             known = self._planned = chosen, made
         return known[1]
-
-
-class LibraryExpertOps(ExpertOps):
-    """The library's grouped product, over rows that are sorted by expert first. Slower than ours on an H200 at every size that
-    was measured, so the fast path does not use it: it is what benchmarks and the doctor's controls compare with."""
-
-    def experts_hidden(self, x: Tensor, chosen: Tensor, experts: Experts, kind: Activation) -> Tensor:
-        made = _sorted(chosen, experts)
-        rows = x[made.order // chosen.shape[1]]
-        wide = _library(rows, experts.up, experts.up_bias, made, chosen)
-        return _unsorted(activation(wide, kind, experts.gated), made, chosen)
-
-    def experts_out(self, hidden: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
-        made = _sorted(chosen, experts)
-        rows = hidden.flatten(0, 1)[made.order]
-        return _unsorted(_library(rows, experts.down, experts.down_bias, made, chosen), made, chosen)
-
-
-def _sorted(chosen: Tensor, experts: Experts) -> Plan:
-    return sorted_plan(chosen.contiguous(), len(experts.up), tile_rows=chosen.numel(), capacity=len(experts.up))
-
-
-def _library(rows: Tensor, weight: Tensor, bias: Tensor | None, made: Plan, chosen: Tensor) -> Tensor:
-    out: Tensor = torch._grouped_mm(rows, weight, offs=made.ends)
-    return out if bias is None else out + bias[chosen.flatten()[made.order]]
-
-
-def _unsorted(x: Tensor, made: Plan, chosen: Tensor) -> Tensor:
-    return torch.empty_like(x).index_copy_(0, made.order.long(), x).unflatten(0, chosen.shape)
 
 
 # ---- cut pairs -------------------------------------------------------------------------------------------------------

@@ -320,14 +320,6 @@ def _thought(token: Token) -> str:
     return f"{{Z {' '.join(map(visible, token.thought))}}}" if token.thought else ""
 
 
-def legend_text() -> Text:
-    """The colours and marks of all kinds of tokens."""
-    parts: list[tuple[str, str]] = []
-    for kind, look in KINDS.items():
-        parts += [(f"{look.ascii} ", "dim"), (f" {NAMES.get(kind, kind)} ", look.terminal), ("  ", "")]
-    return Text.assemble(*parts)
-
-
 def frame_lines(frames: list[Frame], width: int = 24) -> Iterator[Text]:
     """One line per frame: the phase, the cache as a bar, the tokens, the caption."""
     most = max((frame.kv.total for frame in frames), default=1) or 1

@@ -314,11 +314,6 @@ def test_reads_and_writes_use_one_translation() -> None:
     assert pool.slots(table, 3, 10) == [pool.slot(table, position) for position in range(3, 10)]
     assert pool.slots(table, 3, 10) == [11, 12, 13, 14, 15, 20, 21]
     assert pool.slots(table, 5, 5) == []
-    rows = pool.slot_rows([first, table, first], [8, 11, 0], 13)
-    assert rows.tolist() == [pool.slots(first, 0, 8) + [0] * 5, pool.slots(table, 0, 11) + [0] * 2, [0] * 13]
-    assert pool.slot_rows([table], [7], 7).tolist() == [pool.slots(table, 0, 7)]
-    with pytest.raises(BadRange):
-        pool.slot_rows([table], [12], 16)
 
 
 def test_the_others_keep_their_length_when_one_is_rolled_back() -> None:
