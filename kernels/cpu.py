@@ -67,8 +67,8 @@ def _is_short(weight, by_input, by_output, inputs, outputs):
 
 
 def require(fits: bool, what: str, x: Tensor) -> None:
-    """Kernels read addresses: whatever does not fit is refused here."""
-    if not fits:
+    """Kernels read addresses: whatever does not fit is refused here, as is a tensor elsewhere, or without data (meta)."""
+    if not (fits and x.is_cpu):
         raise ValueError(f"Expected {what} in float32 on the CPU, not {x.dtype} of shape {tuple(x.shape)} on {x.device}.")
 
 
@@ -76,14 +76,20 @@ def vector(x: Tensor | None, *shape: int) -> Tensor | None:
     """A bias or the weights of a norm as kernels read them: contiguous float32 of this shape."""
     if x is None:
         return None
-    require(x.dtype == torch.float32 and tuple(x.shape) == shape and not x.is_cuda, f"{list(shape)} numbers", x)
+    require(x.dtype == torch.float32 and tuple(x.shape) == shape, f"{list(shape)} numbers", x)
     return x.contiguous()
 
 
 def require_rows(x: Tensor) -> None:
     """float32 on the CPU, with numbers of a row next to each other."""
-    fits = x.dtype == torch.float32 and not x.is_cuda and (x.numel() == 0 or x.shape[-1] == 1 or x.stride(-1) == 1)
+    fits = x.dtype == torch.float32 and (x.numel() == 0 or x.shape[-1] == 1 or x.stride(-1) == 1)
     require(fits, "rows with a contiguous last dimension", x)
+
+
+def require_integers(x: Tensor) -> None:
+    """Contiguous int64 on the CPU."""
+    if x.dtype != torch.int64 or not x.is_contiguous() or not x.is_cpu:
+        raise ValueError(f"Expected contiguous int64 on the CPU, not {x.dtype} on {x.device}.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -307,6 +313,8 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind
     by_head = weight is not None and weight.dim() == 2
     weight, bias = (vector(each, *((inner, width) if by_head else (width,))) for each in (weight, bias))
     stride = width if by_head else 0
+    if scale is not None:
+        require_rows(scale)
     addresses = [0 if each is None else each.data_ptr() for each in (weight, bias, scale)]
     rows = x.shape[0] * inner
     fixed = (x.data_ptr(), x.stride(0), x.stride(1) if x.dim() == 3 else 0, inner, width, addresses[0], stride, addresses[1])
@@ -438,6 +446,7 @@ def rotate_(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
     rows, heads = x.shape[:2]
     require_rows(x)
     require(table.dtype == torch.float32 and table.is_contiguous(), "a contiguous table", table)
+    require_integers(positions)
     fixed = (x.data_ptr(), x.stride(0), x.stride(1), heads, table.data_ptr(), table.shape[-1], positions.data_ptr())
     divided(lambda i, n: _rotate(*fixed, *share(i, n, rows)), 8.0 * x.numel(), rows)
     return x
@@ -463,6 +472,7 @@ def _log_softmax(x, width, first, end):
 
 def log_softmax_(x: Tensor) -> Tensor:
     """Mutates and returns x [..., width], contiguous: x - (max + log(sum(exp(x - max))))."""
+    require(x.dtype == torch.float32 and x.is_contiguous(), "contiguous rows", x)
     width = x.shape[-1]
     rows = x.numel() // width
     divided(lambda i, n: _log_softmax(x.data_ptr(), width, *share(i, n, rows)), 24.0 * x.numel(), rows)
@@ -488,6 +498,7 @@ def _spread(log_p, final, width, entropy, kl, first, end):
 
 def entropies(log_p: Tensor) -> tuple[Tensor, Tensor]:
     """log_p [n, layers, vocab] -> entropies and KL(last layer || layer): [n, layers] each."""
+    require(log_p.dtype == torch.float32 and log_p.is_contiguous(), "contiguous rows", log_p)
     n, layers, width = log_p.shape
     final = (torch.arange(n) * layers + layers - 1).repeat_interleave(layers)
     entropy, kl = torch.empty(n, layers, dtype=torch.float32), torch.empty(n, layers, dtype=torch.float32)
@@ -515,6 +526,7 @@ def _top(x, width, k, values, ids, first, end):
 
 def top(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of each row of x [..., width], contiguous: (values, indices int64), ties by the lower index."""
+    require(x.dtype == torch.float32 and x.is_contiguous(), "contiguous rows", x)
     width = x.shape[-1]
     rows, k = x.numel() // width, min(k, width)
     values, ids = torch.empty(*x.shape[:-1], k, dtype=torch.float32), torch.empty(*x.shape[:-1], k, dtype=torch.int64)

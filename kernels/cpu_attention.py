@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replaylens.kernels.cpu import require, require_rows, vector
+from replaylens.kernels.cpu import require, require_integers, require_rows, vector
 from replaylens.kernels.portable import PANEL, compiled, exp, floats, fma, height, integers, pack_rows, shorts, tanh, tile
 from replaylens.kernels.threads import divided, share
 
@@ -325,8 +325,7 @@ class HostRows:
 
     def __post_init__(self) -> None:
         for x in (self.sequence, self.position, self.pages, self.order):
-            if x.dtype != torch.int64 or not x.is_contiguous() or x.is_cuda:
-                raise ValueError(f"Expected contiguous int64 on the CPU, not {x.dtype} on {x.device}.")
+            require_integers(x)
 
 
 def attend(

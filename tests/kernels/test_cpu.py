@@ -192,6 +192,33 @@ def test_hidden_edges_and_scores_that_are_shown() -> None:
     assert same(paths.attend(some, hidden=hidden), paths.attend(some, window=70)), "a window hides the same keys"
 
 
+META: dict[str, Callable[[Tensor], object]] = {
+    "product": lambda x: cpu.product(x, Panels.of(numbers(2, 8, 8))),
+    "weight": Panels.of,
+    "bias": lambda x: cpu.product(numbers(1, 8, 8), Panels.of(numbers(2, 8, 8)), bias=x[0]),
+    "residual": lambda x: cpu.product(numbers(1, 8, 8), Panels.of(numbers(2, 8, 8)), residual=x),
+    "norm": lambda x: cpu.norm(x, None, None, 1e-6, "rms"),
+    "scale": lambda x: cpu.norm(numbers(1, 8, 8), None, None, 1e-6, "rms", x),
+    "activation": lambda x: cpu.activate(x, "silu", gated=False),
+    "function": lambda x: cpu.apply("exp", x),
+    "row sums": cpu.row_sums,
+    "rotation": lambda x: cpu.rotate_(x[:, None], numbers(1, 8, 2, 4), torch.arange(8)),
+    "table": lambda x: cpu.rotate_(numbers(1, 8, 1, 8), x.view(4, 2, 8), torch.arange(8)),
+    "positions": lambda x: cpu.rotate_(numbers(1, 8, 1, 8), numbers(1, 8, 2, 4), x[0].long()),
+    "log-softmax": cpu.log_softmax_,
+    "entropies": lambda x: cpu.entropies(x[None]),
+    "top": lambda x: cpu.top(x, 2),
+    "sequences": lambda x: HostRows(x[0].long(), torch.arange(8), torch.zeros(1, 1).long(), 8, torch.arange(8)),
+}
+
+
+@pytest.mark.parametrize("name", META)
+def test_tensors_without_data_are_refused(name: str) -> None:
+    """Their address is 0, which a kernel would read."""
+    with pytest.raises(ValueError, match=r"on the CPU, not .* on meta"):
+        META[name](torch.empty(8, 8, device="meta"))
+
+
 # ---- rows alone, and threads -----------------------------------------------------------------------------------------
 
 CASES: dict[str, Callable[[slice], Tensor]] = {
