@@ -66,39 +66,43 @@ def _multiply(pairs, packed, columns, b, ldb, out, ldo, width, begun):
         done += h
 
 
-@compiled("void(intp,intp,float32,float32,float32,intp,intp,intp,intp)", within=True)
-def _scored(scores, count, scale, cap, slope, start, position, window, hidden):
-    """Scores of one pair over a block: scaled, capped, biased; -inf for keys that the row does not see."""
+@compiled("void(intp,intp,float32,float32,float32,intp,intp,intp)", within=True)
+def _scored(scores, seen, scale, cap, slope, start, before, hidden):
+    """Scores of one pair over a block: scaled, capped, biased; -inf for keys that the row does not see.
+
+    seen, before  the row sees keys [before, seen) of the block
+    """
     s, edges = floats(scores, KV_BLOCK), shorts(hidden, KV_BLOCK)
-    for j in range(count):
+    for j in range(seen):
         s[j] *= scale
     if cap > _ZERO:
-        for j in range(count):
+        for j in range(seen):
             s[j] = tanh(s[j] / cap) * cap
     if slope != _ZERO:
-        for j in range(count):
+        for j in range(seen):
             s[j] = fma(slope, np.float32(start + j), s[j])
     if hidden:
-        for j in range(count):
+        for j in range(seen):
             s[j] = _NONE if edges[j] else s[j]
-    last = min(KV_BLOCK, max(0, position + 1 - start))
-    for j in range(last, KV_BLOCK):
+    for j in range(seen, KV_BLOCK):
         s[j] = _NONE
-    if window:
-        for j in range(min(last, max(0, position - window + 1 - start))):
-            s[j] = _NONE
+    for j in range(before):
+        s[j] = _NONE
 
 
-@compiled("float32(intp,float32,intp,intp,intp)", within=True)
-def _weighted(scores, m, sums, values, width):
+@compiled("float32(intp,intp,float32,intp,intp,intp)", within=True)
+def _weighted(scores, seen, m, sums, values, width):
     """One pair: scores of a block become weights; sums and values shrink to the new maximum, which is returned."""
     s, total, a = floats(scores, KV_BLOCK), floats(sums, _SUMS), floats(values, width)
+    count = (seen + PANEL - 1) // PANEL * PANEL
     top = m
-    for j in range(KV_BLOCK):
+    for j in range(count):
         top = s[j] if s[j] > top else top
     safe = _ZERO if top == _NONE else top
-    for j in range(KV_BLOCK):
+    for j in range(count):
         s[j] = exp(s[j] - safe)
+    for j in range(count, KV_BLOCK):
+        s[j] = _ZERO  # exp(-inf)
     shrink = exp(m - safe)
     for j in range(_SUMS):
         total[j] = fma(total[j], shrink, s[2 * j] + s[2 * j + 1])
@@ -211,13 +215,14 @@ def _weigh(
     for pair in range(first, first + pairs):
         row, own = rank[pair // group], head + pair % group
         edges, address = (row * heads + own) * keys + start, block + 4 * pair * KV_BLOCK
-        added = slope[own] if slopes else _ZERO
-        _scored(address, num, scale, cap, added, start, places[row], window, hidden + 2 * edges if hidden else 0)
+        added, seen = slope[own] if slopes else _ZERO, max(0, min(num, places[row] + 1 - start))
+        before = min(seen, max(0, places[row] - window + 1 - start)) if window else 0
+        _scored(address, seen, scale, cap, added, start, before, hidden + 2 * edges if hidden else 0)
         if scores:
             shown, s = floats(scores + 4 * edges, num), floats(address, num)
-            for j in range(min(num, places[row] + 1 - start)):
+            for j in range(seen):
                 shown[j] = s[j]
-        m[pair] = _weighted(address, m[pair], held[1] + 4 * pair * _SUMS, held[2] + 4 * pair * held[3], held[3])
+        m[pair] = _weighted(address, seen, m[pair], held[1] + 4 * pair * _SUMS, held[2] + 4 * pair * held[3], held[3])
 
 
 @compiled(
@@ -288,8 +293,8 @@ def _attend(
                     packed_to[one] = one + some
                 base = 4 * kv_head * kv_head_stride
                 _turn_keys(keys + base, own, page_size, start, num, key_width, turned)
-                target = block + 4 * one * KV_BLOCK
-                _multiply(some, packed + 4 * one * key_width, key_width, turned, KV_BLOCK, target, KV_BLOCK, KV_BLOCK, 0)
+                target, wide = block + 4 * one * KV_BLOCK, (num + PANEL - 1) // PANEL * PANEL
+                _multiply(some, packed + 4 * one * key_width, key_width, turned, KV_BLOCK, target, KV_BLOCK, wide, 0)
                 _weigh(
                     block, one, some, group, order + 8 * low, position, heads, head, scale, cap, slopes, window, start, num,
                     scores, hidden, scores_width, held.ctypes.data,

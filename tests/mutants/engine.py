@@ -166,8 +166,8 @@ ENGINE = (
     Mutant(
         "one-future-key-seen",
         "replaylens.kernels.cpu_attention",
-        "last = min(KV_BLOCK, max(0, position + 1 - start))",
-        "last = min(KV_BLOCK, max(0, position + 2 - start))",
+        "max(0, min(num, places[row] + 1 - start))",
+        "max(0, min(num, places[row] + 2 - start))",
         "no row sees a later position",
         ("tests/kernels/test_cpu.py::test_attention",),
     ),
