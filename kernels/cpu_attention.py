@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replaylens.kernels.cpu import require, require_rows, vector
+from replaylens.kernels.cpu import require, require_integers, require_rows, vector
 from replaylens.kernels.portable import (
     STRIP,
     STRIP_ROWS,
@@ -25,6 +25,7 @@ from replaylens.kernels.portable import (
     shorts,
     strip,
     tanh,
+    words,
 )
 from replaylens.kernels.threads import divided, share
 
@@ -79,39 +80,43 @@ def _multiply(pairs, packed, columns, b, ldb, out, ldo, width, begun):
         done += h
 
 
-@compiled("void(intp,intp,float32,float32,float32,intp,intp,intp,intp)", within=True)
-def _scored(scores, count, scale, cap, slope, start, position, window, hidden):
-    """Scores of one pair over a block: scaled, capped, biased; -inf for keys that the row does not see."""
+@compiled("void(intp,intp,float32,float32,float32,intp,intp,intp)", within=True)
+def _scored(scores, seen, scale, cap, slope, start, before, hidden):
+    """Scores of one pair over a block: scaled, capped, biased; -inf for keys that the row does not see.
+
+    seen, before  the row sees keys [before, seen) of the block
+    """
     s, edges = floats(scores, KV_BLOCK), shorts(hidden, KV_BLOCK)
-    for j in range(count):
+    for j in range(seen):
         s[j] *= scale
     if cap > _ZERO:
-        for j in range(count):
+        for j in range(seen):
             s[j] = tanh(s[j] / cap) * cap
     if slope != _ZERO:
-        for j in range(count):
+        for j in range(seen):
             s[j] = fma(slope, np.float32(start + j), s[j])
     if hidden:
-        for j in range(count):
+        for j in range(seen):
             s[j] = _NONE if edges[j] else s[j]
-    last = min(KV_BLOCK, max(0, position + 1 - start))
-    for j in range(last, KV_BLOCK):
+    for j in range(seen, KV_BLOCK):
         s[j] = _NONE
-    if window:
-        for j in range(min(last, max(0, position - window + 1 - start))):
-            s[j] = _NONE
+    for j in range(before):
+        s[j] = _NONE
 
 
-@compiled("float32(intp,float32,intp,intp,intp)", within=True)
-def _weighted(scores, m, sums, values, width):
+@compiled("float32(intp,intp,float32,intp,intp,intp)", within=True)
+def _weighted(scores, seen, m, sums, values, width):
     """One pair: scores of a block become weights; sums and values shrink to the new maximum, which is returned."""
     s, total, a = floats(scores, KV_BLOCK), floats(sums, _SUMS), floats(values, width)
+    count = (seen + STRIP - 1) // STRIP * STRIP
     top = m
-    for j in range(KV_BLOCK):
+    for j in range(count):
         top = s[j] if s[j] > top else top
     safe = _ZERO if top == _NONE else top
-    for j in range(KV_BLOCK):
+    for j in range(count):
         s[j] = exp(s[j] - safe)
+    for j in range(count, KV_BLOCK):
+        s[j] = _ZERO  # exp(-inf)
     shrink = exp(m - safe)
     for j in range(_SUMS):
         total[j] = fma(total[j], shrink, s[2 * j] + s[2 * j + 1])
@@ -224,13 +229,14 @@ def _weigh(
     for pair in range(first, first + pairs):
         row, own = rank[pair // group], head + pair % group
         edges, address = (row * heads + own) * keys + start, block + 4 * pair * KV_BLOCK
-        added = slope[own] if slopes else _ZERO
-        _scored(address, num, scale, cap, added, start, places[row], window, hidden + 2 * edges if hidden else 0)
+        added, seen = slope[own] if slopes else _ZERO, max(0, min(num, places[row] + 1 - start))
+        before = min(seen, max(0, places[row] - window + 1 - start)) if window else 0
+        _scored(address, seen, scale, cap, added, start, before, hidden + 2 * edges if hidden else 0)
         if scores:
             shown, s = floats(scores + 4 * edges, num), floats(address, num)
-            for j in range(min(num, places[row] + 1 - start)):
+            for j in range(seen):
                 shown[j] = s[j]
-        m[pair] = _weighted(address, m[pair], held[1] + 4 * pair * _SUMS, held[2] + 4 * pair * held[3], held[3])
+        m[pair] = _weighted(address, seen, m[pair], held[1] + 4 * pair * _SUMS, held[2] + 4 * pair * held[3], held[3])
 
 
 @compiled(
@@ -301,8 +307,8 @@ def _attend(
                     packed_to[one] = one + some
                 base = 4 * kv_head * kv_head_stride
                 _turn_keys(keys + base, own, page_size, start, num, key_width, turned)
-                target = block + 4 * one * KV_BLOCK
-                _multiply(some, packed + 4 * one * key_width, key_width, turned, KV_BLOCK, target, KV_BLOCK, KV_BLOCK, 0)
+                target, wide = block + 4 * one * KV_BLOCK, (num + STRIP - 1) // STRIP * STRIP
+                _multiply(some, packed + 4 * one * key_width, key_width, turned, KV_BLOCK, target, KV_BLOCK, wide, 0)
                 _weigh(
                     block, one, some, group, order + 8 * low, position, heads, head, scale, cap, slopes, window, start, num,
                     scores, hidden, scores_width, held.ctypes.data,
@@ -322,6 +328,55 @@ def _attend(
     spaces[0] = pair_spaces[0] = _ZERO  # numba frees an array after its last use, whatever holds its address
 
 
+# ---- cache -----------------------------------------------------------------------------------------------------------
+
+_INFINITE = np.uint32(0x7F800000)
+"""the exponent of infinity and NaN"""
+
+
+@compiled("intp(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)")
+def _store(kv, by_row, by_head, planes, by_plane, slots, num_slots, rows, heads, width):
+    """0; 1, and nothing is written, if a number is not finite; 2 if a slot does not exist."""
+    places = integers(slots, rows)
+    for row in range(rows):
+        largest = np.uint32(0)
+        for head in range(heads):
+            source = words(kv + 4 * (row * by_row + head * by_head), width)
+            for i in range(width):
+                largest = max(largest, source[i] & _INFINITE)
+        if largest == _INFINITE:
+            return 1
+        if places[row] < 0 or places[row] >= num_slots:
+            return 2
+    for head in range(heads):
+        for row in range(rows):
+            source = words(kv + 4 * (row * by_row + head * by_head), width)
+            target = words(planes + 4 * (head * by_plane + places[row] * width), width)
+            for i in range(width):
+                target[i] = source[i]
+    return 0
+
+
+def store(kv: Tensor, planes: Tensor, slots: Tensor) -> bool:
+    """Mutates planes [heads, slots, width], contiguous: kv [rows, heads, width] goes to `slots` [rows] int64.
+
+    False, and nothing is written, if a number is not finite.
+    """
+    require_rows(kv)
+    require_integers(slots)
+    rows, heads, width = kv.shape
+    fits = planes.dtype == torch.float32 and planes.is_contiguous() and planes.shape[::2] == (heads, width)
+    require(fits and slots.shape == (rows,), f"{heads} planes of vectors of {width}", planes)
+    given = (kv.data_ptr(), kv.stride(0), kv.stride(1), planes.data_ptr(), planes.stride(0), slots.data_ptr())
+    ended: int = _store(*given, planes.shape[1], rows, heads, width)
+    if ended == 2:
+        raise ValueError(f"Expected slots below {planes.shape[1]}, not {int(slots.min())} to {int(slots.max())}.")
+    return ended == 0
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, eq=False)
 class HostRows:
     """The rows of a pass and the pages of their keys."""
@@ -338,8 +393,7 @@ class HostRows:
 
     def __post_init__(self) -> None:
         for x in (self.sequence, self.position, self.pages, self.order):
-            if x.dtype != torch.int64 or not x.is_contiguous() or x.is_cuda:
-                raise ValueError(f"Expected contiguous int64 on the CPU, not {x.dtype} on {x.device}.")
+            require_integers(x)
 
 
 def attend(

@@ -246,7 +246,7 @@ def _needed(folder: Path) -> tuple[str, ...]:
 
 
 # ---- cache folder ----------------------------------------------------------------------------------------------------
-# The cache folder, for what is kept between processes: certificates and fetched models.
+# The cache folder, for what is kept between processes: certificates, configs and fetched models.
 
 CACHE_VARIABLE = "REPLAYLENS_CACHE"
 

@@ -6,8 +6,11 @@ missing, right dtypes and shapes, finite values.
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, TypeVar
@@ -23,7 +26,7 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.families import FAMILIES, family_of
 from replaylens.engine.model.family import Family, Sink, Tensors
 from replaylens.engine.model.gguf import GgufFile
-from replaylens.engine.model.hub import HubOptions, fetch_snapshot, is_hub_name
+from replaylens.engine.model.hub import HubOptions, cache_folder, fetch_snapshot, is_hub_name
 from replaylens.engine.model.layers import Packable
 from replaylens.engine.model.lora import ADAPTER_FILE, Adapter, base_tensors, is_adapted, read_fields
 from replaylens.engine.model.quantised import dequantised
@@ -399,21 +402,48 @@ def _reference(path: Path) -> nn.Module:
 def _read_config(folder: Path) -> dict[str, Any]:
     """A folder's config.json, normalised to current field names."""
     file = folder / "config.json"
+    text = file.read_text()
     try:
-        written = json.loads(file.read_text())
+        written = json.loads(text)
     except ValueError as e:
         raise BadConfig(f"{file} is not valid JSON: {e}. Copy it again from the model's source.") from None
     if not isinstance(written, dict):
         raise BadConfig(f"{file} is not a JSON object. Copy it again from the model's source.")
     if "text_config" not in written:
         family_of(written)  # an unknown family fails with our list, not with that of transformers
+    return _kept_config(text) or _normalised(folder, text)
+
+
+def _normalised(folder: Path, text: str) -> dict[str, Any]:
+    """A config as transformers reads it, kept for later processes: its configs import torch's compiler, which takes two
+    seconds."""
     from transformers import AutoConfig  # normalises the field names of older configs
 
     try:
-        config = AutoConfig.from_pretrained(folder)
+        found = json.dumps(text_config(AutoConfig.from_pretrained(folder)))
     except Exception as e:
-        raise BadConfig(f"transformers cannot read {file}: {e}") from e
-    return text_config(config)
+        raise BadConfig(f"transformers cannot read {folder / 'config.json'}: {e}") from e
+    file = _config_file(text)
+    with suppress(OSError):  # with a read-only cache folder, the next process reads it again
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_suffix(f".{os.getpid()}")
+        temporary.write_text(f"{hashlib.sha256(found.encode()).hexdigest()}\n{found}")
+        temporary.replace(file)
+    return dict(json.loads(found))
+
+
+def _kept_config(text: str) -> dict[str, Any] | None:
+    """What `_normalised` kept of an equal file; None if that is missing or damaged."""
+    try:
+        digest, _, found = _config_file(text).read_text().partition("\n")
+    except (OSError, UnicodeError):
+        return None
+    return json.loads(found) if digest == hashlib.sha256(found.encode()).hexdigest() else None
+
+
+def _config_file(text: str) -> Path:
+    key = hashlib.sha256(f"{version('transformers')}\n{text}".encode()).hexdigest()
+    return cache_folder() / "configs" / f"{key[:32]}.json"
 
 
 def text_config(config: Any) -> dict[str, Any]:

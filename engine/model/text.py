@@ -1,5 +1,6 @@
 """`Text`: the engine's interface to a tokenizer."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from reprlib import repr as shown
@@ -143,7 +144,25 @@ def load_text(folder: Path) -> Text:
     if theirs.exists():
         from transformers import AutoTokenizer
 
-        return Text(AutoTokenizer.from_pretrained(folder))
+        return Text(AutoTokenizer.from_pretrained(folder, **_known_config(folder, theirs)))
     if ours.exists():
         return Text(WordTokenizer.load(ours))
     return Text(None)
+
+
+def _known_config(folder: Path, tokenizer_file: Path) -> dict[str, Any]:
+    """For a tokenizer whose class is named: `config`, with all that `AutoTokenizer` reads of it. Else it imports the config's
+    own class, and with it torch's compiler, which takes two seconds."""
+    from transformers import PreTrainedConfig
+
+    try:
+        model, tokenizer = (json.loads(file.read_text()) for file in (folder / "config.json", tokenizer_file))
+        if not tokenizer["tokenizer_class"] or "auto_map" in tokenizer or "auto_map" in model:
+            return {}
+        config = PreTrainedConfig(name_or_path=str(folder))
+        for name in ("model_type", "model_name"):
+            if name in model:
+                setattr(config, name, model[name])
+    except (OSError, ValueError, KeyError, TypeError):  # reported by whoever needs them
+        return {}
+    return {"config": config}

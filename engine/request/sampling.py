@@ -151,7 +151,9 @@ class Sampling:
             if self.temperature == 0.0:
                 return int(scores.argmax())
             scores = self._filtered(scores / self.temperature)
-            return int((scores + gumbel(self.seed, len(path), len(scores))).argmax())
+            from replaylens.kernels import cpu  # loads a compiler
+
+            return cpu.draw(scores, self.seed, len(path))
 
     def _adjusted(self, scores: NDArray[np.float64], path: Sequence[int], num_prompt: int) -> NDArray[np.float64]:
         if self.repetition_penalty != 1.0:

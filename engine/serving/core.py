@@ -176,6 +176,7 @@ class Core(Generation, NotCopyable):
         capture_buffer: int = RING_BYTES,
     ) -> None:
         self.model = as_instance("model", model, Decoder, "a Decoder; Engine.load takes other sources")
+        self._require_device(model)
         self.config, page_size = model.config, as_int("page_size", page_size, 1)
         cache_tokens = as_int("cache_tokens", cache_tokens, page_size)
         on_cuda = model.device.type == "cuda"
@@ -185,7 +186,7 @@ class Core(Generation, NotCopyable):
         canary, record = as_bool("canary", canary), as_bool("record", record)
         capture_buffer = as_int("capture_buffer", capture_buffer, SMALLEST_RING)
         if draft_model is not None:
-            as_instance("draft_model", draft_model, Decoder, "a Decoder; Engine.load takes other sources")
+            self._require_device(as_instance("draft_model", draft_model, Decoder, "a Decoder; Engine.load takes other sources"))
         self.text = tokenizer if isinstance(tokenizer, Text) else Text(tokenizer)
         self.certificate = certificates.certificate_for(model)
         self.fingerprint = self._fingerprint()
@@ -416,6 +417,14 @@ class Core(Generation, NotCopyable):
         return {}
 
     # ---- internals ----------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _require_device(model: Decoder) -> None:
+        if model.device.type not in ("cpu", "cuda"):
+            raise BadRequest(
+                f"The weights are on the device {str(model.device)!r}, where no engine computes; 'meta' holds no numbers. Load "
+                "the model on 'cpu' or 'cuda'."
+            )
 
     def _fingerprint(self) -> fingerprint.Fingerprint:
         return fingerprint.take(self.model)

@@ -19,7 +19,7 @@ from torch import Tensor
 from replaylens.engine.proof.doctor import numbers, sum_of_products
 from replaylens.kernels import cpu, definition, threads
 from replaylens.kernels.cpu import Panels
-from replaylens.kernels.cpu_attention import HostRows, attend
+from replaylens.kernels.cpu_attention import HostRows, attend, store
 
 EDGES = torch.tensor(
     [0.0, -0.0, 1.0, -1.0, 0.625, -0.625, 4.0, 1e-45, -1e-45, 1e-38, -1e-38, 88.72283, 88.7229, -87.33654, -87.3366, -104.0,
@@ -190,6 +190,35 @@ def test_hidden_edges_and_scores_that_are_shown() -> None:
     assert bool((scores[..., :131] > -math.inf).all() & (scores[..., 131:] == -math.inf).all())
     hidden[0, :, :61] = 1
     assert same(paths.attend(some, hidden=hidden), paths.attend(some, window=70)), "a window hides the same keys"
+
+
+META: dict[str, Callable[[Tensor], object]] = {
+    "product": lambda x: cpu.product(x, Panels.of(numbers(2, 8, 8))),
+    "weight": Panels.of,
+    "bias": lambda x: cpu.product(numbers(1, 8, 8), Panels.of(numbers(2, 8, 8)), bias=x[0]),
+    "residual": lambda x: cpu.product(numbers(1, 8, 8), Panels.of(numbers(2, 8, 8)), residual=x),
+    "norm": lambda x: cpu.norm(x, None, None, 1e-6, "rms"),
+    "scale": lambda x: cpu.norm(numbers(1, 8, 8), None, None, 1e-6, "rms", x),
+    "activation": lambda x: cpu.activate(x, "silu", gated=False),
+    "function": lambda x: cpu.apply("exp", x),
+    "row sums": cpu.row_sums,
+    "rotation": lambda x: cpu.rotate_(x[:, None], numbers(1, 8, 2, 4), torch.arange(8)),
+    "table": lambda x: cpu.rotate_(numbers(1, 8, 1, 8), x.view(4, 2, 8), torch.arange(8)),
+    "positions": lambda x: cpu.rotate_(numbers(1, 8, 1, 8), numbers(1, 8, 2, 4), x[0].long()),
+    "log-softmax": cpu.log_softmax_,
+    "entropies": lambda x: cpu.entropies(x[None]),
+    "top": lambda x: cpu.top(x, 2),
+    "keys": lambda x: store(x[None], numbers(1, 8, 8, 8), torch.zeros(1).long()),
+    "cache": lambda x: store(numbers(1, 1, 1, 8), x[None], torch.zeros(1).long()),
+    "sequences": lambda x: HostRows(x[0].long(), torch.arange(8), torch.zeros(1, 1).long(), 8, torch.arange(8)),
+}
+
+
+@pytest.mark.parametrize("name", META)
+def test_tensors_without_data_are_refused(name: str) -> None:
+    """Their address is 0, which a kernel would read."""
+    with pytest.raises(ValueError, match=r"on the CPU, not .* on meta"):
+        META[name](torch.empty(8, 8, device="meta"))
 
 
 # ---- rows alone, and threads -----------------------------------------------------------------------------------------

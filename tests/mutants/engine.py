@@ -166,8 +166,8 @@ ENGINE = (
     Mutant(
         "one-future-key-seen",
         "replaylens.kernels.cpu_attention",
-        "last = min(KV_BLOCK, max(0, position + 1 - start))",
-        "last = min(KV_BLOCK, max(0, position + 2 - start))",
+        "max(0, min(num, places[row] + 1 - start))",
+        "max(0, min(num, places[row] + 2 - start))",
         "no row sees a later position",
         ("tests/kernels/test_cpu.py::test_attention",),
     ),
@@ -238,8 +238,8 @@ ENGINE = (
     Mutant(
         "noise-by-generated-tokens",
         "replaylens.engine.request.sampling",
-        "gumbel(self.seed, len(path), len(scores))",
-        "gumbel(self.seed, len(path) - num_prompt, len(scores))",
+        "cpu.draw(scores, self.seed, len(path))",
+        "cpu.draw(scores, self.seed, len(path) - num_prompt)",
         "a draw depends on seed, position and token id alone",
         ("tests/engine/request/test_sampling.py",),
     ),

@@ -22,8 +22,9 @@ from replaylens.engine.errors import BadConfig, BadWeights, EngineError, Unsuppo
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.loading import CONFIG_FILE, WEIGHTS_FILE, build, load, save, weights_hash
+from replaylens.engine.model.text import load_text
 from tests.engine.passes.packed import logits, sequences
-from tests.engine.replay.bridges import bridge
+from tests.engine.replay.bridges import bridge, saved_tokenizer
 from tests.families import NAMES, hugging_face
 from tests.mixtures import MIXTURES
 
@@ -136,6 +137,43 @@ def test_constants_of_older_checkpoints_are_no_weights(tmp_path: Path) -> None:
     masks = {"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8), "transformer.h.0.attn.masked_bias": torch.ones(())}
     edit(tmp_path, lambda tensors: tensors.update(masks))
     assert_same(load(tmp_path), load(hugging_face("gpt2")))
+
+
+def refuse(*given: Any, **options: Any) -> Any:
+    raise AssertionError("transformers was asked to read a config")
+
+
+def test_a_config_is_normalised_once(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its classes import torch's compiler. What is kept is that of an equal file; a damaged copy is not read."""
+    from transformers import AutoConfig
+
+    monkeypatch.setenv("REPLAYLENS_CACHE", str(tmp_path / "cache"))
+    before = load(llama)
+    with monkeypatch.context() as patched:
+        patched.setattr(AutoConfig, "from_pretrained", refuse)
+        assert_same(load(llama), before)
+        edit_json(llama / "config.json", rms_norm_eps=0.125)
+        with pytest.raises(BadConfig, match="was asked to read"):
+            load(llama)
+    assert load(llama).config.norm_eps == 0.125
+    for kept in (tmp_path / "cache" / "configs").iterdir():
+        kept.write_text(kept.read_text().replace("0.125", "0.25"))
+    assert load(llama).config.norm_eps == 0.125
+
+
+def test_a_tokenizer_is_that_of_transformers_without_its_config(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoConfig
+
+    theirs = saved_tokenizer(str(llama))
+    with monkeypatch.context() as patched:
+        patched.setattr(AutoConfig, "from_pretrained", refuse)
+        ours = load_text(llama).tokenizer
+        assert type(ours) is type(theirs) and ours.encode("w5 w7") == theirs.encode("w5 w7") == [5, 7]
+        assert ours.eos_token_id == theirs.eos_token_id and ours.get_vocab() == theirs.get_vocab()
+        edit_json(llama / "tokenizer_config.json", tokenizer_class=None)
+        with pytest.raises(AssertionError, match="was asked to read"):
+            load_text(llama)
+    assert load_text(llama).encode("w5 w7") == [5, 7]
 
 
 def test_a_decoder_is_a_source_and_is_copied() -> None:

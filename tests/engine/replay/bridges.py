@@ -19,11 +19,11 @@ def bridge(name: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
         return TransformerBridge.boot_transformers(
-            folder, hf_model=model, tokenizer=_tokenizer(folder), device="cpu", dtype=torch.float32
+            folder, hf_model=model, tokenizer=saved_tokenizer(folder), device="cpu", dtype=torch.float32
         )
 
 
-def _tokenizer(folder: str) -> Any:
+def saved_tokenizer(folder: str) -> Any:
     """A tokenizer of 97 made-up words, saved to the folder and loaded again."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

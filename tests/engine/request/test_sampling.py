@@ -15,8 +15,8 @@ from scipy.stats import chisquare
 from replaylens.engine.errors import ClosedBranch
 from replaylens.engine.loop.lane import Job
 from replaylens.engine.memory.tree import BranchStatus
-from replaylens.engine.request import sampling as module
 from replaylens.engine.request.sampling import Sampling, gumbel, hash_bits
+from replaylens.kernels import cpu
 from replaylens.kernels import reference as kernels
 from tests.toy_model import VOCAB, continuation, engine, scripted_model, toy
 
@@ -95,11 +95,58 @@ def test_the_noise_of_a_token_depends_on_seed_position_and_id_alone(seed: int, p
     assert len(set(gumbel(seed, position, 50))) == 50
 
 
-@pytest.mark.parametrize("bits", [0, 2**64 - 1, 2**63, 2**12 - 1])
-def test_the_noise_is_finite_whatever_the_hash(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """u = 0 or u = 1 would give infinity, and an infinite score wins whatever the logits."""
-    monkeypatch.setattr(module, "hash_bits", lambda seed, position, ids: np.full(len(ids), bits, dtype=np.uint64))
-    assert np.isfinite(gumbel(0, 0, 4)).all()
+HASHES = [
+    0,
+    1,
+    2**12 - 1,
+    2**12,
+    2**64 - 1,
+    *(near for n in range(12, 64) for near in (2**n, 2**n - 1, ~(2**n) % 2**64, -(2**n) % 2**64)),
+]
+
+
+@pytest.mark.parametrize("per_bit, enough", [(cpu.PER_BIT, True), (math.log(2) * (1 - 1e-9), False)])
+def test_the_noise_is_finite_and_bounded_whatever_the_hash(per_bit: float, enough: bool) -> None:
+    """u = 0 or u = 1 would give infinity, and an infinite score wins whatever the logits. The bound is nearly reached: u
+    closest to 1 exceeds one that is a little too small."""
+    noise, most = (np.array([f(np.uint64(h)) for h in HASHES]) for f in (cpu._noise, lambda h: cpu._most_noise(h, per_bit)))
+    assert np.isfinite(noise).all()
+    assert (noise <= most).all() == enough
+
+
+def drawn_plainly(scores: "np.ndarray", seed: int, position: int) -> int:
+    return int((scores + gumbel(seed, position, len(scores))).argmax())
+
+
+def many_scores() -> list["np.ndarray"]:
+    """Flat, peaked, sloping, filtered, tied."""
+    random = np.random.default_rng(0)
+    flat = random.normal(size=3000)
+    filtered = np.where(random.random(3000) < 0.99, -np.inf, flat)
+    return [
+        flat,
+        flat * 8,
+        np.sort(flat * 3),
+        np.sort(-flat * 3)[::-1],
+        filtered,
+        np.zeros(3000),
+        np.full(9, -np.inf),
+        flat[:1],
+    ]
+
+
+def test_a_draw_that_bounds_the_noise_is_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same token for every seed; a bound that is too small gives another one."""
+    wrong = 0
+    for seed, scores in product(range(100), many_scores()):
+        expected = drawn_plainly(scores, seed, seed % 7)
+        assert cpu.draw(scores, seed, seed % 7) == expected
+        with monkeypatch.context() as patched:
+            patched.setattr(cpu, "PER_BIT", cpu.PER_BIT * 0.7)
+            wrong += cpu.draw(scores, seed, seed % 7) != expected
+    assert wrong > 50
+    odd = [np.array(x) for x in ([0.0, np.nan, np.inf], [np.inf, 1.0, np.inf, np.nan], [1e308, 1e308], [3.0, np.inf, np.inf])]
+    assert all(cpu.draw(scores, seed, 3) == drawn_plainly(scores, seed, 3) for scores in odd for seed in range(9))
 
 
 @given(data=st.data())

@@ -763,3 +763,11 @@ def test_the_net_is_not_too_wide(served: Engine) -> None:
     assert asked(lambda v: v) == 0
     assert served.prompt(np.array([1, 2])).generate(np.int64(2)).length == 4
     assert_unharmed(served)
+
+
+@pytest.mark.parametrize("name", ["model", "draft_model"])
+def test_weights_without_numbers_are_refused(name: str) -> None:
+    given = {"model": random_model(), "draft_model": random_model()}
+    given[name] = given[name].to("meta")
+    with pytest.raises(BadRequest, match=r"on the device 'meta'.*Load the model on 'cpu'"):
+        Engine(**given)
