@@ -12,7 +12,20 @@ import torch
 from torch import Tensor
 
 from replaylens.kernels.cpu import require, require_integers, require_rows, vector
-from replaylens.kernels.portable import PANEL, compiled, exp, floats, fma, height, integers, pack_rows, shorts, tanh, tile
+from replaylens.kernels.portable import (
+    PANEL,
+    compiled,
+    exp,
+    floats,
+    fma,
+    height,
+    integers,
+    pack_rows,
+    shorts,
+    tanh,
+    tile,
+    words,
+)
 from replaylens.kernels.threads import divided, share
 
 KV_BLOCK, KV_SPLIT = 64, 512
@@ -312,6 +325,55 @@ def _attend(
             _end_split(pairs, m, sums, a, state, merged, padded, sinks + 4 * head, group)
         _give(order + 8 * low, high - low, heads, head, group, value_width, state, merged, out)
     spaces[0] = pair_spaces[0] = _ZERO  # numba frees an array after its last use, whatever holds its address
+
+
+# ---- cache -----------------------------------------------------------------------------------------------------------
+
+_INFINITE = np.uint32(0x7F800000)
+"""the exponent of infinity and NaN"""
+
+
+@compiled("intp(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)")
+def _store(kv, by_row, by_head, planes, by_plane, slots, num_slots, rows, heads, width):
+    """0; 1, and nothing is written, if a number is not finite; 2 if a slot does not exist."""
+    places = integers(slots, rows)
+    for row in range(rows):
+        largest = np.uint32(0)
+        for head in range(heads):
+            source = words(kv + 4 * (row * by_row + head * by_head), width)
+            for i in range(width):
+                largest = max(largest, source[i] & _INFINITE)
+        if largest == _INFINITE:
+            return 1
+        if places[row] < 0 or places[row] >= num_slots:
+            return 2
+    for head in range(heads):
+        for row in range(rows):
+            source = words(kv + 4 * (row * by_row + head * by_head), width)
+            target = words(planes + 4 * (head * by_plane + places[row] * width), width)
+            for i in range(width):
+                target[i] = source[i]
+    return 0
+
+
+def store(kv: Tensor, planes: Tensor, slots: Tensor) -> bool:
+    """Mutates planes [heads, slots, width], contiguous: kv [rows, heads, width] goes to `slots` [rows] int64.
+
+    False, and nothing is written, if a number is not finite.
+    """
+    require_rows(kv)
+    require_integers(slots)
+    rows, heads, width = kv.shape
+    fits = planes.dtype == torch.float32 and planes.is_contiguous() and planes.shape[::2] == (heads, width)
+    require(fits and slots.shape == (rows,), f"{heads} planes of vectors of {width}", planes)
+    given = (kv.data_ptr(), kv.stride(0), kv.stride(1), planes.data_ptr(), planes.stride(0), slots.data_ptr())
+    ended: int = _store(*given, planes.shape[1], rows, heads, width)
+    if ended == 2:
+        raise ValueError(f"Expected slots below {planes.shape[1]}, not {int(slots.min())} to {int(slots.max())}.")
+    return ended == 0
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

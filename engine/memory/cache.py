@@ -59,13 +59,6 @@ class KVCache:
         both, come twice: values are the first columns of keys."""
         return self.data[layer, 0], self.data[layer, -1, ..., : self.value_width]
 
-    def write(self, layer: int, slots: Tensor, kv: Tensor) -> None:
-        """Write keys and values, [rows, 2 kv_heads, d_head], to `slots` [rows]. CPU only: on CUDA a kernel writes.
-
-        Keys that are also the values are given once: [rows, 1, width].
-        """
-        self.data[layer].flatten(0, 1).index_copy_(1, slots, kv.transpose(0, 1))
-
     def copy(self, copies: list[PageCopy]) -> None:
         """Make the page copies that `PagePool.reserve` returned. Mutates the cache."""
         size = self.pool.page_size

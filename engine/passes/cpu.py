@@ -16,11 +16,11 @@ from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.model.config import Activation, Functions, Routing, choice_scores, weigh
 from replaylens.engine.model.layers import Experts, Linear, Norm, Rotary, expert_products
 from replaylens.engine.model.ops import MASKED, AttentionSpec, Heads, Observer, TorchOps
-from replaylens.engine.passes.batch import Batch, finite
+from replaylens.engine.passes.batch import Batch, not_finite
 from replaylens.engine.passes.products import Products, rows_of
 from replaylens.engine.request.placed import PATTERN, PlacedEdit
 from replaylens.kernels import cpu as portable
-from replaylens.kernels.cpu_attention import HostRows, attend
+from replaylens.kernels.cpu_attention import HostRows, attend, store
 
 
 def exact_sums(x: Tensor) -> Tensor:
@@ -144,7 +144,8 @@ class CpuOps(CpuRowOps):
 
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
         q, kv = self._queries_and_kv(heads)
-        self.cache.write(spec.layer, self.batch.write_slots, finite(kv, "keys or values"))
+        if not store(rows_of(kv), self.cache.data[spec.layer].flatten(0, 1), self.batch.write_slots):
+            raise not_finite("keys or values")
         keys, values = self.cache.data[spec.layer, 0], self.cache.data[spec.layer, -1, ..., : self.cache.value_width]
         cut = cut_of(self.batch, spec.layer, q.shape[1])
         if cut is not None or observe is not None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from replaylens.engine.proof.doctor import numbers, sum_of_products
 from replaylens.kernels import cpu, definition, threads
 from replaylens.kernels.cpu import Panels
-from replaylens.kernels.cpu_attention import HostRows, attend
+from replaylens.kernels.cpu_attention import HostRows, attend, store
 
 EDGES = torch.tensor(
     [0.0, -0.0, 1.0, -1.0, 0.625, -0.625, 4.0, 1e-45, -1e-45, 1e-38, -1e-38, 88.72283, 88.7229, -87.33654, -87.3366, -104.0,
@@ -208,6 +208,8 @@ META: dict[str, Callable[[Tensor], object]] = {
     "log-softmax": cpu.log_softmax_,
     "entropies": lambda x: cpu.entropies(x[None]),
     "top": lambda x: cpu.top(x, 2),
+    "keys": lambda x: store(x[None], numbers(1, 8, 8, 8), torch.zeros(1).long()),
+    "cache": lambda x: store(numbers(1, 1, 1, 8), x[None], torch.zeros(1).long()),
     "sequences": lambda x: HostRows(x[0].long(), torch.arange(8), torch.zeros(1, 1).long(), 8, torch.arange(8)),
 }
 

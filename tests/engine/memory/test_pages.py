@@ -23,6 +23,7 @@ from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import NULL_PAGE, PageCopy, PagePool, PageTable, page_matrix
 from replaylens.engine.request.capture import Recording
 from replaylens.engine.serving.branch import Branch
+from replaylens.kernels.cpu_attention import store
 from replaylens.tasks import get
 from tests.engine.canonical import SITES, assert_canonical, submit
 from tests.engine.reference import same_bits
@@ -521,9 +522,19 @@ def test_a_new_cache_holds_zeros_and_can_be_written() -> None:
     cache = KVCache(toy().config, PagePool(4, 16), torch.float32)
     assert cache.data.is_contiguous() and not cache.data.any()
     k = torch.randn(3, cache.data.shape[2], cache.data.shape[4])
-    cache.write(0, torch.tensor([17, 18, 40]), torch.cat([k, -k], dim=1))
+    planes = cache.data[0].flatten(0, 1)
+    assert store(torch.cat([k, -k], dim=1), planes, torch.tensor([17, 18, 40]))
     assert torch.equal(cache.rows([17, 18, 40])[:, 0, 0], k)
     assert torch.equal(cache.rows([17, 18, 40])[:, 0, 1], -k)
+    before = cache.data.clone()
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        broken = torch.cat([k, k], dim=1)
+        broken[-1, -1, -1] = bad
+        assert not store(broken, planes, torch.tensor([17, 18, 40])) and torch.equal(cache.data, before)
+    for slot in (-1, planes.shape[1]):
+        with pytest.raises(ValueError, match="Expected slots below"):
+            store(torch.cat([k, k], dim=1), planes, torch.tensor([17, 18, slot]))
+    assert torch.equal(cache.data, before)
 
 
 def test_the_canary_of_a_page_that_is_used_again_is_that_of_its_copy() -> None:
