@@ -16,6 +16,7 @@ from replaylens.engine.errors import BadEdit, BadRequest, MixedExperts, Unsuppor
 from replaylens.engine.model.config import Latent, MixtureConfig, ModelConfig, Routing
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes import cpu
+from replaylens.engine.passes.products import Products
 from replaylens.engine.replay.run import Run
 from replaylens.engine.request.edits import Edit
 from replaylens.tasks import WordTokenizer
@@ -51,7 +52,7 @@ def model() -> Decoder:
 def test_experts_in_library_products_are_found(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: with a library's products of an expert's rows, a row has other bits in company."""
     assert same_by_row(model)
-    monkeypatch.setattr(cpu.CpuRowOps, "expert_product", lambda self, x, weight: x @ weight)
+    monkeypatch.setattr(Products, "product", lambda self, x, weight: x @ weight.weight())
     assert not same_by_row(model)
 
 

@@ -391,7 +391,7 @@ TEXTS = [COIN.format("heads") + " tails.", "A coin's state is tails. Bob flips. 
 def coins() -> tuple[Engine, Engine]:
     """A model, and the same one with other weights."""
     first = Engine.load("coin-plain")
-    return first, Engine(perturbed(Engine.load("coin-plain").model, 0.02), tokenizer=first.text.tokenizer)
+    return first, Engine(perturbed(loading.load(first.model), 0.02), tokenizer=first.text.tokenizer)
 
 
 def test_losses_and_divergences_are_those_of_the_logits(coins: tuple[Engine, Engine]) -> None:

@@ -1,6 +1,5 @@
 """Rows from dumps equal rows from runs, positions are the documented ones, and each root stays on one side of a split."""
 
-import copy
 import hashlib
 import json
 from dataclasses import replace
@@ -21,6 +20,7 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, FingerprintMismatch, UnknownSite
 from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.lens import lens
+from replaylens.engine.model import loading
 from replaylens.probes import controls, groups, splits, sweeps
 from replaylens.probes.causal import InterventionRunner
 from replaylens.probes.controls import Goal, make_goal
@@ -275,7 +275,7 @@ def test_rows_of_another_engine(rows: ProbeRows) -> None:
 
 def test_rows_of_two_models_are_not_joined(engine: Engine) -> None:
     """Models that differ in one weight are different models. Rows of the same engine can be joined."""
-    model = copy.deepcopy(engine.model)
+    model = loading.load(engine.model)
     model.ln_final.weight.data.mul_(1.5)
     other = Engine(model, engine.text)
     examples = tasks.get("coin")(flips=2).examples(4)
