@@ -464,10 +464,10 @@ def _captured(plan: DumpPlan, paths: list[ExamplePath], site: str) -> str:
 
 
 def _pieces(paths: list[ExamplePath], site: str, chosen: Tensor) -> list[Tensor]:
-    """The chosen rows of all rows of the paths, in ascending order. As captured, without a copy, if all are chosen."""
+    """The chosen rows of all rows of the paths, in the given order. As captured, without a copy, if all are chosen in order."""
     pieces = [piece for path in paths for piece in path.recording.pieces(site)]
     alike = len({piece.shape[1:] for piece in pieces}) == 1
-    if alike and sum(map(len, pieces)) == len(chosen):
+    if alike and sum(map(len, pieces)) == len(chosen) and torch.equal(chosen, torch.arange(len(chosen))):
         return pieces
     return [torch.cat(pieces)[chosen]]
 

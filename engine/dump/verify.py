@@ -5,10 +5,7 @@ content, then a replay of a sample. Under another fingerprint, bits are not comp
 """
 
 import random
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -49,6 +46,12 @@ def index_problems(files: DumpFiles) -> list[str]:
         if (accepted := count_accepted(lines)) != shard.accepted_rows:
             found.append(f"{shard.name} has {shard.accepted_rows} accepted rows in the manifest, and {accepted} in the index")
     return found
+
+
+def _content_problems(files: DumpFiles) -> list[str]:
+    """One line for every shard whose rows do not have the digest that a reader cites."""
+    wrong = [s.name for number, s in enumerate(files.manifest.shards) if files.content(number).digests() != s.digests]
+    return [f"{name} and its index lines do not have the digest in the manifest" for name in wrong]
 
 
 def sites_differ(here: Mapping[str, SiteEntry], there: Mapping[str, SiteEntry]) -> Difference | None:
@@ -131,7 +134,8 @@ def verify(
     """Check files, digests and fingerprint, then replay the examples, or a sample, and compare every bit.
 
     sample    a whole number: that many rows, spread over examples; a float: a share of the examples, at least one; or "all".
-              Drawn by the dump's digest and `seed`. The hashes cover every row, sampled or not
+              Drawn by the dump's digest and `seed`: a reader who distrusts the author chooses the seed. Hashes cover every row,
+              sampled or not, but whoever makes a dump makes its hashes
     task      required if the dump's task is not registered
     selector  required if the dump's positions were chosen by a function
     features  required if the dump holds sparse features: name -> `SparseFeatures`
@@ -147,8 +151,10 @@ def verify(
             "1.0, or 'all'."
         )
     dump = Dump.open(path, check_files=False)
+    if count is not None and count >= dump.manifest.rows:
+        count, sample = None, "all"
     try:
-        problems = dump.files.problems(progress) or index_problems(dump.files)
+        problems = dump.files.problems(progress) or index_problems(dump.files) or _content_problems(dump.files)
     except BadDump as error:
         return Verification(MISMATCH, (str(error),))
     if problems:
@@ -251,14 +257,9 @@ class _Replay:
         """Replay some examples, and compare all their rows, or those drawn."""
         rows = 0
         by_shard = self.dump.files.by_shard(examples)
-        with (
-            tqdm(total=len(examples), unit="example", desc="replay", disable=hidden(progress)) as bar,
-            closing(self._stored(by_shard)) as contents,
-        ):
-            for (number, some), (content, intact) in zip(by_shard.items(), contents, strict=True):
-                if not intact:
-                    shard = self.dump.manifest.shards[number].name
-                    return Verification(MISMATCH, (f"{shard} and its index lines do not have the digest in the manifest",))
+        with tqdm(total=len(examples), unit="example", desc="replay", disable=hidden(progress)) as bar:
+            for number, some in by_shard.items():
+                content = self.dump.files.content(number)
                 stored = content.of_examples(some) if drawn is None else _picked(content, drawn)
                 if self.accepted_only:
                     stored = stored.accepted()
@@ -269,22 +270,6 @@ class _Replay:
                     return Verification(MISMATCH, ("replay and dump differ:",), found, bar.n, rows)
         note = "skipped rejected rows: their drafter is not available, and the dump does not hold their full paths"
         return Verification(VERIFIED, (), None, len(examples), rows, (note,) if self.accepted_only else ())
-
-    def _stored(self, numbers: Iterable[int]) -> Generator[tuple[Content, bool]]:
-        """Each shard's rows, and whether they have the manifest's digest. A shard is hashed while the last one is replayed."""
-
-        def load(number: int) -> tuple[Content, bool]:
-            content = self.dump.files.content(number)
-            return content, content.digests() == self.dump.manifest.shards[number].digests
-
-        with ThreadPoolExecutor(1) as ahead:
-            loading: deque[Future[tuple[Content, bool]]] = deque()
-            for number in numbers:
-                loading.append(ahead.submit(load, number))
-                if len(loading) > 1:
-                    yield loading.popleft().result()
-            while loading:
-                yield loading.popleft().result()
 
     def _with_stored_branches(self, index: pa.Table) -> Callable[[Result], Result]:
         """If drafts are not reproducible, take the rejected paths from the dump's index and recompute their rows."""
@@ -369,25 +354,12 @@ def diff(a: str | Path | Dump, b: str | Path | Dump, *, accepted: bool = False, 
     step = mine.manifest.plan.examples_per_shard
     for first in tqdm(range(0, len(every), step), unit="shard", desc="diff", disable=hidden(progress)):
         some = every[first : first + step]
-        if _same_shard(mine, yours, some, accepted):
-            continue
         here, there = _load(mine, some, accepted), _load(yours, some, accepted)
         if found := first_difference(here, there):
             return Comparison(found, tuple(remarks), arithmetic)
     ours, others = mine.manifest, yours.manifest
     described = sites_differ(ours.sites, others.sites) or labels_differ(ours.labels, others.labels, accepted)
     return Comparison(described, tuple(remarks), arithmetic)
-
-
-def _same_shard(a: Dump, b: Dump, indices: Sequence[int], accepted: bool) -> bool:
-    """Whether both dumps store these examples as one shard with the same digest; if so, no row needs to be read."""
-    found = []
-    for dump in (a, b):
-        number = dump.files.shard_of(indices[0]) if indices[0] in dump.manifest.plan.examples else None
-        if number is None or list(dump.manifest.plan.indices(number)) != list(indices):
-            return False
-        found.append(dump.manifest.shards[number].digests[1 if accepted else 0])
-    return found[0] == found[1]
 
 
 def _load(dump: Dump, indices: Iterable[int], accepted: bool) -> Content:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
@@ -742,3 +743,39 @@ def test_another_end_of_texts_is_named(engine: Engine, tmp_path: Path) -> None:
     assert found.status == OTHER and f"end of a text: token {never} here, {new[2]} there" in found.problems
     assert f"plan: end: {new[2]} here, {never} there" in diff(tmp_path / "here", tmp_path / "there").remarks
     assert make_plan(engine, tasks.get("coin")(), 1).end is None, "our own tokenizer has one end"
+
+
+def test_probabilities_do_not_depend_on_the_rows_that_are_kept(engine: Engine, tmp_path: Path) -> None:
+    """As many rows are read for probabilities as there are: not all of them, and not in order."""
+
+    def but_the_last(path: Any) -> range:
+        return range(path.base, len(path.tokens) - (path.branch == 0))
+
+    def read(name: str, per: int, **kept: Any) -> dict[tuple[int, ...], tuple[float, float]]:
+        plan = make_plan(engine, tasks.get("coin")(), 6, sites="S", drafter="ngram", examples_per_shard=per, **kept)
+        dump = write_dump(engine, plan, tmp_path / name)
+        assert dump is not None
+        frame = pd.concat([dump.files.lines(i, COLUMNS).to_pandas() for i in range(len(dump.manifest.shards))])
+        return {tuple(row[:3]): tuple(row[3:]) for row in frame.fillna(9.0).itertuples(index=False)}
+
+    truth = read("all", 6)
+    for per in (1, 3, 6):
+        found = read(f"some{per}", per, positions=but_the_last)
+        assert len(found) < len(truth) and all(truth[key] == value for key, value in found.items())
+
+
+COLUMNS = ["example", "branch", "position", "logprob", "entropy"]
+
+
+def test_rows_that_are_not_sampled_have_the_cited_digest(engine: Engine, copy: Path, reference: Dump) -> None:
+    """Changed shards with corrected hashes of files, and the digest that others cite: found by any sample, and by diff."""
+    for number in range(1, len(reference.manifest.shards)):
+        forge_shard(copy, number, change_one_bit)
+    found = verify(copy, engine, sample=1)
+    assert found.status == MISMATCH and "do not have the digest in the manifest" in str(found)
+    assert not diff(copy, reference.url)
+
+
+def test_a_sample_of_all_rows_is_all(engine: Engine, copy: Path, reference: Dump) -> None:
+    found = verify(copy, engine, sample=10**9)
+    assert found and found.rows == reference.manifest.rows and found.examples == len(reference.manifest.plan.examples)
