@@ -23,13 +23,10 @@ from replaylens.engine.model.config import Activation, MixtureConfig, ModelConfi
 from replaylens.engine.model.decoder import Decoder, Mixture
 from replaylens.engine.model.layers import Experts, rotary_table
 from replaylens.engine.passes.batch import Segment
-from replaylens.engine.passes.cuda import ExpertOps
 from replaylens.engine.proof import trace
 from replaylens.engine.records import LensSpec
 from replaylens.engine.request.capture import CaptureSpec, PassTap
 from replaylens.engine.request.sampling import Sampling
-from replaylens.kernels.norm import activation
-from replaylens.kernels.route import Plan, sorted_plan
 
 EXPERTS = ModelConfig(
     num_layers=48, d_model=2048, num_heads=32, num_kv_heads=4, d_head=128, d_mlp=6144, vocab_size=151936, max_positions=8192,
@@ -193,42 +190,37 @@ def experts_decode(batches: tuple[int, ...] = (1, 8, 64)) -> Lines:
         released(engine, branches)
 
 
-class LibraryExpertOps(ExpertOps):
-    """The library's grouped product, over rows that are sorted by expert first. Slower than ours on an H200 at every size that
-    was measured, so the engine does not have it."""
-
-    def experts_hidden(self, x: Tensor, chosen: Tensor, experts: Experts, kind: Activation) -> Tensor:
-        made = _sorted(chosen, experts)
-        rows = x[made.order // chosen.shape[1]]
-        wide = _library(rows, experts.up, experts.up_bias, made, chosen)
-        return _unsorted(activation(wide, kind, experts.gated), made, chosen)
-
-    def experts_out(self, hidden: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
-        made = _sorted(chosen, experts)
-        rows = hidden.flatten(0, 1)[made.order]
-        return _unsorted(_library(rows, experts.down, experts.down_bias, made, chosen), made, chosen)
-
-
-def _sorted(chosen: Tensor, experts: Experts) -> Plan:
-    return sorted_plan(chosen.contiguous(), len(experts.up), tile_rows=chosen.numel(), capacity=len(experts.up))
-
-
-def _library(rows: Tensor, weight: Tensor, bias: Tensor | None, made: Plan, chosen: Tensor) -> Tensor:
-    out: Tensor = torch._grouped_mm(rows, weight, offs=made.ends)
-    return out if bias is None else out + bias[chosen.flatten()[made.order]]
-
-
-def _unsorted(x: Tensor, made: Plan, chosen: Tensor) -> Tensor:
-    return torch.empty_like(x).index_copy_(0, made.order.long(), x).unflatten(0, chosen.shape)
-
-
 @contextmanager
 def library_experts(engine: Engine) -> Iterator[None]:
-    """The fast path uses the library's grouped product."""
+    """The fast path uses the library's grouped product, over rows that are sorted by expert first. It is slower than ours on an
+    H200 at every size that was measured, so the engine does not have it."""
     from replaylens.engine.passes import bursts, cuda
+    from replaylens.kernels.norm import activation
+    from replaylens.kernels.route import Plan, sorted_plan
 
-    class LibraryCudaOps(LibraryExpertOps, cuda.FastCudaOps):
+    def ordered(chosen: Tensor, experts: Experts) -> Plan:
+        return sorted_plan(chosen.contiguous(), len(experts.up), tile_rows=chosen.numel(), capacity=len(experts.up))
+
+    def product(rows: Tensor, weight: Tensor, bias: Tensor | None, made: Plan, chosen: Tensor) -> Tensor:
+        out: Tensor = torch._grouped_mm(rows, weight, offs=made.ends)
+        return out if bias is None else out + bias[chosen.flatten()[made.order]]
+
+    def unsorted(x: Tensor, made: Plan, chosen: Tensor) -> Tensor:
+        return torch.empty_like(x).index_copy_(0, made.order.long(), x).unflatten(0, chosen.shape)
+
+    class LibraryCudaOps(cuda.FastCudaOps):
         """The fast path with the library's grouped product."""
+
+        def experts_hidden(self, x: Tensor, chosen: Tensor, experts: Experts, kind: Activation) -> Tensor:
+            made = ordered(chosen, experts)
+            wide = product(x[made.order // chosen.shape[1]], experts.up, experts.up_bias, made, chosen)
+            return unsorted(activation(wide, kind, experts.gated), made, chosen)
+
+        def experts_out(self, hidden: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
+            made = ordered(chosen, experts)
+            return unsorted(
+                product(hidden.flatten(0, 1)[made.order], experts.down, experts.down_bias, made, chosen), made, chosen
+            )
 
     before = bursts.FastCudaOps
     engine.loop.bursts._graphs.clear()

@@ -115,7 +115,7 @@ def test_float32_weights_are_stored_in_bfloat16_where_that_loses_nothing(tmp_pat
     wide.save_pretrained(tmp_path)
     there, here = Engine.load(tmp_path, device="cuda", dtype=torch.float32), Engine.load(tmp_path)
     first, second = there.model.blocks[0].mlp.down, there.model.blocks[1].mlp.down
-    assert first.stored.dtype == torch.float32 and second.stored.dtype == torch.bfloat16
+    assert first.stored().dtype == torch.float32 and second.stored().dtype == torch.bfloat16
     assert there.fingerprint.weights == here.fingerprint.weights
     ours, theirs = (engine.prompt([1, 2, 3], sites="STC") for engine in (there, here))
     assert ours.generate(8).tokens == theirs.generate(8).tokens

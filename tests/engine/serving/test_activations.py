@@ -448,11 +448,17 @@ def test_only_the_rows_that_are_read_leave_the_last_block(family: dict[str, Any]
     served.check_integrity()
 
 
-def test_the_last_block_computes_the_rows_that_are_read() -> None:
+def test_the_last_block_computes_the_rows_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     served = engine()
     rows: list[int] = []
-    block = served.model.blocks[-1].mlp
-    block.register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
+    last = served.model.blocks[-1].mlp
+    forward = type(last).forward
+
+    def counted(self: Any, x: Tensor, *rest: Any) -> Tensor:
+        rows.extend([len(x)] * (self is last))
+        return forward(self, x, *rest)
+
+    monkeypatch.setattr(type(last), "forward", counted)
     variants = [[Edit("blocks.0.attn.hook_z", "zero", heads=[head])] for head in range(4)]
     served.logits_under(PATH, variants, positions=[-1])
     assert rows[1:] == [4], "four rows, after the prompt itself"
