@@ -355,12 +355,7 @@ class DumpPlan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values; `from_json` restores it, except for a custom selector and the weights of features."""
-        usual = {
-            "edits": (),
-            "probabilities": True,
-            "features": (),
-            "end": None,
-        }  # left out: dumps are older
+        usual = dict(edits=(), probabilities=True, features=(), end=None)  # left out, as in dumps older than these options
         unwritten = ("selector", "encoders")
         raw = {name: value for name, value in vars(self).items() if name not in unwritten and value != usual.get(name, ...)}
         if self.features:
