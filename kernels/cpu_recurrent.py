@@ -114,7 +114,11 @@ def _carry(start, keys, updates, left, count, d, width, out):
     """out [d, width] = the state after `count` rows; it may be `start` itself."""
     decay = floats(left, count + 1)
     for a in range(d):
-        old, y, some = floats(start + 4 * a * width, width), floats(out + 4 * a * width, width), floats(keys + 4 * a * CHUNK, count)
+        old, y, some = (
+            floats(start + 4 * a * width, width),
+            floats(out + 4 * a * width, width),
+            floats(keys + 4 * a * CHUNK, count),
+        )
         for i in range(width):
             y[i] = old[i] * decay[0]
         for j in range(count):
@@ -125,8 +129,8 @@ def _carry(start, keys, updates, left, count, d, width, out):
 
 @compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)")
 def _recur(
-    q, v, beta, entries, entry, at_key, at_update, at_decay, states, table, pages, page_size, heads, group, d, width, pieces, out,
-    bad, first, end,
+    q, v, beta, entries, entry, at_key, at_update, at_decay, states, table, pages, page_size, heads, group, d, width, pieces,
+    out, bad, first, end,
 ):  # fmt: skip
     """Work items [first, end): one (piece, head) each. See `recur`."""
     size = d * width

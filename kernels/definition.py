@@ -317,7 +317,7 @@ def ssd(q: Floats, k: Floats, v: Floats, g: Floats) -> tuple[Floats, Floats]:
 
 
 def decays(g: Floats) -> Any:
-    """What is left at the last row of g [n] of the state before the first, and of each row: exp of sums from the last row back"""
+    """What is left at the last row of g [n] of the state before the first, and of each row: exp of sums from the last back"""
     sums = [F(0)]
     for each in g[::-1]:
         sums.append(sums[-1] + each)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tests.mixtures import MIXTURES
-from tests.tiny_shapes import LATENT_MODELS, LONG, ONE_KV, SMALL, TWO_KV, TYPES, YARN, rope
+from tests.tiny_shapes import HYBRIDS, LATENT_MODELS, LONG, ONE_KV, SMALL, TWO_KV, TYPES, YARN, rope
 
 SHAPE = dict(
     vocab_size=97,
@@ -54,8 +54,8 @@ LATENT_NAMES = ("deepseek-v2", "deepseek-v2-queries", "deepseek-v3", "deepseek-v
 """models with latent attention and without mixtures"""
 BOTH_NAMES = ("deepseek-v2-lite", "deepseek-v2-groups", "deepseek-v3-groups", "deepseek-v3-sparse", "glm4-moe-lite")
 """models with both"""
-ON_CPU_ONLY = ("bloom", "bloom-eight", "mpt", "mpt-four")
-"""models with ALiBi, which the kernels do not have"""
+ON_CPU_ONLY = ("bloom", "bloom-eight", "mpt", "mpt-four", *HYBRIDS)
+"""models with ALiBi and hybrids, which the kernels of a GPU do not have"""
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     # name: (config class, its fields). A second model of a family has a suffix
     "gemma": ("Gemma", dict(ONE_KV, head_dim=10, attention_bias=True)),
@@ -215,6 +215,7 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
         dict(FALCON, multi_query=False, parallel_attn=False, tie_word_embeddings=False, activation="gelu_pytorch_tanh"),
     ),
     **MIXTURES,
+    **HYBRIDS,
 }
 
 

@@ -72,3 +72,87 @@ LATENT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek-v3-sparse": ("DeepseekV3", dict(ODD_SPARSE, n_group=1, topk_group=1, norm_topk_prob=False)),
 }
+
+
+# ---- hybrids ----------------------------------------------------------------------------------------------------------
+# Configs of tiny models with recurrent layers.
+
+DELTA = dict(
+    linear_num_value_heads=4,
+    linear_num_key_heads=2,
+    linear_key_head_dim=6,
+    linear_value_head_dim=10,
+    linear_conv_kernel_dim=4,
+    layer_types=["linear_attention", "full_attention"],
+)
+MAMBA = dict(
+    mamba_n_heads=8, mamba_d_head=9, mamba_n_groups=2, mamba_d_state=5, mamba_d_conv=4, mamba_expand=2, mamba_chunk_size=16
+)
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    # name: (config class, its fields)
+    "lfm2": ("Lfm2", dict(TWO_KV, layer_types=["conv", "full_attention"], block_multiple_of=4, conv_bias=True)),
+    "lfm2-four": (
+        "Lfm2",
+        dict(ONE_KV, layer_types=["full_attention", "conv"], conv_L_cache=4, block_auto_adjust_ff_dim=False),
+    ),
+    "qwen3-next": (
+        "Qwen3Next",
+        dict(
+            TWO_KV,
+            **DELTA,
+            head_dim=12,
+            attention_bias=True,
+            rope_parameters=rope(partial_rotary_factor=0.5),
+            num_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=14,
+            shared_expert_intermediate_size=11,
+        ),
+    ),
+    "qwen3-next-dense": ("Qwen3Next", dict(ONE_KV, **DELTA, head_dim=8, num_experts=0, tie_word_embeddings=True)),
+    "qwen3-5": ("Qwen3_5Text", dict(TWO_KV, **DELTA, head_dim=12, rope_parameters=rope(partial_rotary_factor=0.5))),
+    "mamba2": (
+        "Mamba2",
+        dict(
+            vocab_size=97,
+            hidden_size=36,
+            num_hidden_layers=2,
+            num_heads=8,
+            head_dim=9,
+            n_groups=2,
+            state_size=5,
+            chunk_size=16,
+            use_bias=True,
+            pad_token_id=0,
+            eos_token_id=0,
+        ),
+    ),
+    "mamba2-limited": (
+        "Mamba2",
+        dict(
+            vocab_size=97,
+            hidden_size=36,
+            num_hidden_layers=2,
+            num_heads=8,
+            head_dim=9,
+            n_groups=1,
+            state_size=7,
+            chunk_size=16,
+            use_conv_bias=False,
+            time_step_limit=(0.01, 0.1),
+            tie_word_embeddings=True,
+            pad_token_id=0,
+            eos_token_id=0,
+        ),
+    ),
+    "bamba": (
+        "Bamba",
+        dict(
+            {**SMALL, **MAMBA, "num_attention_heads": 3, "num_key_value_heads": 1},
+            attn_layer_indices=[1],
+            mamba_proj_bias=True,
+            attention_bias=True,
+            mlp_bias=True,
+        ),
+    ),
+}

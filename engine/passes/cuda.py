@@ -5,7 +5,7 @@ is canonical. The fast path uses the library's products and splits the keys of a
 differently at every size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -19,8 +19,8 @@ from replaylens.engine.errors import BadEdit, UnsupportedModel
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import page_matrix
 from replaylens.engine.model.config import Activation, ModelConfig, Routing, sigmoid
-from replaylens.engine.model.layers import Experts, Linear, Norm, Rotary, is_packed
-from replaylens.engine.model.ops import AttentionSpec, Heads, Observer, softcap, weighted
+from replaylens.engine.model.layers import Conv, Experts, Linear, Norm, Rotary, is_packed
+from replaylens.engine.model.ops import AttentionSpec, Heads, Observer, Recurrence, softcap, weighted
 from replaylens.engine.passes.batch import Batch, SharedRun, shared_runs
 from replaylens.engine.request.placed import PATTERN, PlacedEdit
 from replaylens.engine.request.sampling import Sampling
@@ -99,6 +99,8 @@ def _rows(questions: Sequence[Question], rows: int) -> tuple[list[Sampling], lis
 
 def require_supported(config: ModelConfig) -> None:
     """UnsupportedModel if the kernels cannot compute a model of this config."""
+    if config.mixer is not None:
+        raise no_recurrence()
     if config.slopes:
         raise UnsupportedModel("ALiBi is not supported on CUDA: the kernel adds nothing to scores. Use device='cpu'.")
     if config.latent is not None and (config.latent.rank > MAX_VALUES or config.rotary_dim > MAX_REST):
@@ -106,6 +108,10 @@ def require_supported(config: ModelConfig) -> None:
             f"Latents of {config.latent.rank} and rotated keys of {config.rotary_dim} dimensions are not supported on CUDA: "
             f"the kernel has room for {MAX_VALUES} and {MAX_REST}. Use device='cpu'."
         )
+
+
+def no_recurrence() -> UnsupportedModel:
+    return UnsupportedModel("Hybrids are not supported on CUDA: recurrent layers have no kernels there yet. Use device='cpu'.")
 
 
 @lru_cache(maxsize=64)
@@ -481,6 +487,18 @@ class CanonicalCudaOps(HeadOps):
 
     def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
         return rotate(x, rotary.table, self.rows)
+
+    def exp(self, x: Tensor) -> Tensor:
+        raise no_recurrence()
+
+    def softplus(self, x: Tensor) -> Tensor:
+        raise no_recurrence()
+
+    def short_conv(self, x: Tensor, conv: Conv, layer: int) -> Tensor:
+        raise no_recurrence()
+
+    def recur(self, given: Recurrence, layer: int, observe: Callable[[Tensor], object] | None = None) -> Tensor:
+        raise no_recurrence()
 
     def norm_heads(self, q_norm: Norm, k_norm: Norm, rotary: Rotary) -> bool:
         plain = not q_norm.by_head and q_norm.bias is None and k_norm.bias is None

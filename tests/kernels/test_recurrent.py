@@ -26,7 +26,7 @@ STATES = (0, 63, 80)
 def inputs(seed: int = 0, length: int = LENGTH) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """q, k, v, log decays and beta: decays from almost none to almost all"""
     q, k = (numbers(seed + i, length, KEY_HEADS, D) / 8 for i in (1, 2))
-    g = -(numbers(seed + 4, length, HEADS).abs() / 4) ** 4
+    g = -((numbers(seed + 4, length, HEADS).abs() / 4) ** 4)
     return q, k, numbers(seed + 3, length, HEADS, WIDTH), g, numbers(seed + 5, length, HEADS).abs() / 4
 
 

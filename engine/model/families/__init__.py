@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from replaylens.engine.errors import UnsupportedModel
-from replaylens.engine.model.families import gpt, llama, moe
+from replaylens.engine.model.families import gpt, hybrid, llama, moe
 from replaylens.engine.model.families import gpt as alibi
 from replaylens.engine.model.families import gpt as neox
 from replaylens.engine.model.families import llama as pairs
@@ -23,7 +23,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     # model_type: (what is missing here, the closest families)
     "afmoe": (EXPERTS, "gemma2"),
     "apertus": ("an activation with trained parameters (xIELU)", "arcee qwen3"),
-    "bamba": (STATES, "llama"),
     "bart": (ENCODER, "opt"),
     "bitnet": ("products with ternary weights, and norms within attention and MLP", "llama"),
     "codegen": ("its order of queries, keys and values", "gptj"),
@@ -40,14 +39,10 @@ REFUSED: dict[str, tuple[str, str]] = {
     "hunyuan_v1_moe": (EXPERTS, "hunyuan_v1_dense"),
     "jamba": (STATES + ", and " + EXPERTS, "llama"),
     "jetmoe": (EXPERTS, "llama"),
-    "lfm2": (STATES, "llama"),
     "llama4_text": (EXPERTS + ", and attention in chunks", "llama"),
     "mamba": (STATES, "llama"),
-    "mamba2": (STATES, "llama"),
     "nemotron_h": (STATES, "nemotron"),
     "olmo_hybrid": (STATES, "olmo3"),
-    "qwen3_5_text": (STATES, "qwen3"),
-    "qwen3_next": (STATES + ", and " + EXPERTS, "qwen3"),
     "recurrent_gemma": (STATES, "gemma"),
     "rwkv": (STATES, "gpt2"),
     "t5": (ENCODER, "gemma"),
@@ -152,6 +147,11 @@ FAMILIES: dict[str, Family] = {
     "flex_olmo": moe.FLEX_OLMO,
     "dots1": moe.DOTS1,
     "glm4_moe": moe.GLM4_MOE,
+    "lfm2": hybrid.LFM2,
+    "qwen3_next": hybrid.QWEN3_NEXT,
+    "qwen3_5_text": hybrid.QWEN3_5,
+    "mamba2": hybrid.MAMBA2,
+    "bamba": hybrid.BAMBA,
 }
 
 

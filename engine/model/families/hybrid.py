@@ -1,0 +1,253 @@
+"""The tables of hybrids: families with recurrent layers, short convolutions among them. `docs/extending.md` adds one."""
+
+import math
+from dataclasses import replace
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from replaylens.engine.errors import UnsupportedModel
+from replaylens.engine.model.config import MixerConfig, MixtureConfig, ModelConfig
+from replaylens.engine.model.families.llama import BIASES, LLAMA, LLAMA_NAMES, PARTIAL, names_of, reads_of
+from replaylens.engine.model.families.moe import COUNTS, QWEN2_MOE, qwen2_mixture
+from replaylens.engine.model.family import Arrange, Names, Raw, ReadField
+
+ATTENTION, MIXER = "attn mlp", "mixer mlp"
+
+
+def layers(**kinds: str) -> ReadField:
+    """The parts of each layer, by the words of `layer_types`."""
+
+    def read(raw: Raw) -> tuple[str, ...]:
+        if unknown := set(raw["layer_types"]) - set(kinds):
+            raise UnsupportedModel(f"The layer kinds {sorted(unknown)} are not supported. Known: {', '.join(kinds)}.")
+        return tuple(kinds[kind] for kind in raw["layer_types"])
+
+    return read
+
+
+def _taps(config: ModelConfig, x: Tensor) -> Tensor:
+    """[channels, 1, taps] -> [taps, channels]"""
+    return x[:, 0].T
+
+
+CONV: dict[str, Arrange] = {"mixer.conv.weight": _taps}
+
+# ---- LFM2 ----------------------------------------------------------------------------------------------------------------
+
+
+def _lfm2(raw: Raw) -> MixerConfig | None:
+    bias = raw["conv_bias"]
+    mixer = MixerConfig("conv", raw["conv_L_cache"], raw["hidden_size"], conv_bias=bias, bias=bias)
+    return mixer if "conv" in raw["layer_types"] else None
+
+
+def _lfm2_mlp(raw: Raw) -> int:
+    """The width of the MLP, which the config may adjust."""
+    width: int = raw["intermediate_size"]
+    if raw["block_auto_adjust_ff_dim"]:
+        width = int(2 * width / 3)
+        if raw["block_ffn_dim_multiplier"] is not None:
+            multiple = raw["block_multiple_of"]
+            width = -(-int(raw["block_ffn_dim_multiplier"] * width) // multiple) * multiple
+    return width
+
+
+LFM2 = replace(
+    LLAMA,
+    names=replace(
+        names_of(
+            LLAMA_NAMES,
+            ln1="operator_norm",
+            ln2="ffn_norm",
+            attn__o="self_attn.out_proj",
+            attn__q_norm="self_attn.q_layernorm",
+            attn__k_norm="self_attn.k_layernorm",
+            mixer__up="conv.in_proj",
+            mixer__conv__weight="conv.conv.weight",
+            mixer__conv__bias="conv.conv.bias",
+            mixer__o="conv.out_proj",
+            mlp__up=("feed_forward.w1", "feed_forward.w3"),
+            mlp__down="feed_forward.w2",
+        ),
+        final_norm="model.embedding_norm",
+    ),
+    reads=reads_of(
+        LLAMA,
+        without=("qkv_bias", "out_bias", "mlp_bias", "activation"),
+        norm_eps="norm_eps",
+        d_mlp=_lfm2_mlp,
+        mixer=_lfm2,
+        parts=layers(conv=MIXER, full_attention=ATTENTION),
+    ),
+    fixed={"qk_norm": True},
+    arrange=CONV,
+    layer_types=True,
+)
+
+# ---- Qwen3-Next, Qwen3.5 -------------------------------------------------------------------------------------------------
+
+
+def _delta(raw: Raw) -> MixerConfig | None:
+    heads, key_heads = raw["linear_num_value_heads"], raw["linear_num_key_heads"]
+    d_key, d_value, taps = raw["linear_key_head_dim"], raw["linear_value_head_dim"], raw["linear_conv_kernel_dim"]
+    channels = 2 * key_heads * d_key + heads * d_value
+    mixer = MixerConfig("delta", taps, channels, heads, key_heads, d_key, d_value)
+    return mixer if "linear_attention" in raw["layer_types"] else None
+
+
+def _qwen3_next(raw: Raw) -> MixtureConfig | None:
+    mixture = qwen2_mixture(raw) if raw["num_experts"] else None
+    return mixture if mixture is None or not mixture.layers or any(mixture.layers) else None
+
+
+def _gates_last(config: ModelConfig, x: Tensor) -> Tensor:
+    """q and gate of each head, then k and v -> q | k | v | gates"""
+    turned = 2 * config.num_heads * config.d_head
+    both = rearrange(x[:turned], "(heads two d) ... -> two (heads d) ...", two=2, d=config.d_head)
+    return torch.cat([both[0], x[turned:], both[1]])
+
+
+def _by_part(config: ModelConfig, x: Tensor) -> Tensor:
+    """q, k, v and gate of each key head -> those of all key heads, one after the other"""
+    m = config.mixer
+    assert m is not None
+    values = m.heads // m.key_heads * m.d_value
+    each = rearrange(x, "(heads d) ... -> heads d ...", heads=m.key_heads).split([m.d_key, m.d_key, values, values], dim=1)
+    return torch.cat([part.flatten(0, 1) for part in each])
+
+
+def _by_rate(config: ModelConfig, x: Tensor) -> Tensor:
+    """strengths and decays of each key head -> strengths of all, then decays"""
+    assert config.mixer is not None
+    return rearrange(x, "(heads two group) ... -> (two heads group) ...", heads=config.mixer.key_heads, two=2)
+
+
+QWEN3_NEXT = replace(
+    QWEN2_MOE,
+    names=names_of(
+        QWEN2_MOE.names,
+        mixer__up="linear_attn.in_proj_qkvz",
+        mixer__rates="linear_attn.in_proj_ba",
+        mixer__a_log="linear_attn.A_log",
+        mixer__step_bias="linear_attn.dt_bias",
+        mixer__conv__weight="linear_attn.conv1d.weight",
+        mixer__unit_norm="",
+        mixer__norm="linear_attn.norm",
+        mixer__o="linear_attn.out_proj",
+    ),
+    reads={
+        **reads_of(QWEN2_MOE, without=("windows",), mixture=_qwen3_next, mixer=_delta),
+        **BIASES,
+        "parts": layers(linear_attention=MIXER, full_attention=ATTENTION),
+    },
+    fixed={"qk_norm": True, "attn_gate": True},
+    uses=COUNTS | PARTIAL,
+    only={"hidden_act": ("silu",)},
+    norm_offset=1.0,
+    plain_norms=frozenset({"mixer.norm"}),
+    arrange={**CONV, "attn.qkv": _gates_last, "mixer.up": _by_part, "mixer.rates": _by_rate},
+    later_layers=True,
+)
+QWEN3_5 = replace(
+    QWEN3_NEXT,
+    names=names_of(
+        QWEN3_NEXT.names,
+        mixer__up=("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+        mixer__rates=("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+    ),
+    reads=reads_of(QWEN3_NEXT, without=("mixture",)),
+    uses=PARTIAL | {"mrope_section", "mrope_interleaved"},  # of pictures: the positions of a text are the same in all sections
+    arrange={**CONV, "attn.qkv": _gates_last},
+    later_layers=False,
+)
+
+# ---- Mamba-2 and its hybrids ---------------------------------------------------------------------------------------------
+
+
+def _ssd(heads: str, d_value: str, groups: str, d_key: str, taps: str, conv_bias: str, bias: str) -> ReadField:
+    """Mamba-2, by the names of the config's fields."""
+
+    def read(raw: Raw) -> MixerConfig:
+        low, high = raw.get("time_step_limit") or (0.0, math.inf)
+        channels = raw[heads] * raw[d_value] + 2 * raw[groups] * raw[d_key]
+        mixer = MixerConfig("ssd", raw[taps], channels, raw[heads], raw[groups], raw[d_key], raw[d_value])
+        return replace(
+            mixer, conv_bias=raw[conv_bias], bias=raw[bias], min_step=low, max_step=0.0 if high == math.inf else high
+        )
+
+    return read
+
+
+SSD_NAMES: dict[str, str] = {
+    "mixer.up": "in_proj",
+    "mixer.conv.weight": "conv1d.weight",
+    "mixer.conv.bias": "conv1d.bias",
+    "mixer.a_log": "A_log",
+    "mixer.step_bias": "dt_bias",
+    "mixer.skip": "D",
+    "mixer.norm": "norm",
+    "mixer.o": "out_proj",
+}
+_SILU = {"hidden_act": ("silu",)}
+_STEPS = frozenset({"time_step_rank", "time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual"})
+"""of the initialisation"""
+
+
+def ssd_names(names: Names, begin: str) -> Names:
+    """The names of a family with those of its Mamba-2 mixers, which begin alike."""
+    return replace(names, parts={**names.parts, **{ours: begin + theirs for ours, theirs in SSD_NAMES.items()}})
+
+
+MAMBA2 = replace(
+    LLAMA,
+    names=ssd_names(
+        Names(embed="backbone.embeddings", final_norm="backbone.norm_f", block="backbone.layers.{}.", parts={"ln1": "norm"}),
+        "mixer.",
+    ),
+    reads={
+        "num_layers": "num_hidden_layers",
+        "d_model": "hidden_size",
+        "num_heads": "num_heads",
+        "num_kv_heads": "num_heads",
+        "d_head": "head_dim",
+        "vocab_size": "vocab_size",
+        "tied_embeddings": "tie_word_embeddings",
+        "norm_eps": "layer_norm_epsilon",
+        "mixer": _ssd("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel", "use_conv_bias", "use_bias"),
+        "parts": lambda raw: ("mixer",) * raw["num_hidden_layers"],
+    },
+    fixed={"d_mlp": 1, "max_positions": 1 << 20},  # it has no MLP, and no bound on positions
+    uses=_STEPS | {"expand", "residual_in_fp32", "chunk_size"},
+    only=_SILU,
+    arrange=CONV,
+    layer_types=True,
+)
+
+
+def _bamba_layers(raw: Raw) -> tuple[str, ...]:
+    attention = raw.get("attn_layer_indices") or ()
+    return tuple(ATTENTION if layer in attention else MIXER for layer in range(raw["num_hidden_layers"]))
+
+
+_MAMBA_FIELDS = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
+BAMBA = replace(
+    LLAMA,
+    names=replace(
+        ssd_names(
+            names_of(
+                LLAMA_NAMES,
+                ln2="pre_ff_layernorm",
+                mlp__up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+                mlp__down="feed_forward.down_proj",
+            ),
+            "mamba.",
+        ),
+        final_norm="model.final_layernorm",
+    ),
+    reads=reads_of(LLAMA, mixer=_ssd(*_MAMBA_FIELDS, "mamba_conv_bias", "mamba_proj_bias"), parts=_bamba_layers),
+    uses=PARTIAL | {"mamba_expand", "mamba_chunk_size", "z_loss_coefficient", "layers_block_type"},
+    only=_SILU,
+    arrange=CONV,
+)
