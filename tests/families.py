@@ -54,7 +54,7 @@ LATENT_NAMES = ("deepseek-v2", "deepseek-v2-queries", "deepseek-v3", "deepseek-v
 """models with latent attention and without mixtures"""
 BOTH_NAMES = ("deepseek-v2-lite", "deepseek-v2-groups", "deepseek-v3-groups", "deepseek-v3-sparse", "glm4-moe-lite")
 """models with both"""
-ON_CPU_ONLY = ("bloom", "bloom-eight", "mpt", "mpt-four", *HYBRIDS)
+ON_CPU_ONLY = ("bloom", "bloom-eight", "mpt", "mpt-four")
 """models with ALiBi and hybrids, which the kernels of a GPU do not have"""
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     # name: (config class, its fields). A second model of a family has a suffix

@@ -58,8 +58,9 @@ class KVCache:
             )
         self.mixer, self.mixed = mixer, {layer: i for i, layer in enumerate(layers)}
         """recurrent layer -> its place in `entries` and `states`"""
-        self.entries = _zeros((len(layers), slots, mixer.columns[-1] if mixer else 0), dtype, device)
-        self.states = _zeros((len(layers), pool.num_pages + 1, *(mixer.state_shape if mixer else ())), dtype, device)
+        states = (len(layers), pool.num_pages + 1, *(mixer.state_shape if mixer else ()))
+        self.entries = _zeros((len(layers), slots, mixer.columns[-1] if mixer else 0), torch.float32, device)
+        self.states = _zeros(states, torch.float32, device)  # in any dtype of the model: errors of a state add up
         self.worth_sharing = _WORTH_SHARING[device]
         """bytes of keys and values per layer that reading shared pages once must save, or every row reads its own; below,
         dividing the rows takes as long. Moves no bit"""
@@ -73,7 +74,8 @@ class KVCache:
     def planes(self, layer: int) -> tuple[Tensor, Tensor]:
         """The keys and values of all slots in place, [slots, kv_heads, width] each, as kernels read them. Latents, which are
         both, come twice: values are the first columns of keys."""
-        return self.data[layer, 0], self.data[layer, -1, ..., : self.value_width]
+        held = self.data[self.index[layer]]
+        return held[0], held[-1, ..., : self.value_width]
 
     def copy(self, copies: list[PageCopy]) -> None:
         """Make the page copies that `PagePool.reserve` returned. Mutates the cache."""

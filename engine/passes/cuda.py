@@ -31,6 +31,7 @@ from replaylens.kernels.launch import KV_BLOCK, attention_tile, grouped_rows, he
 from replaylens.kernels.matmul import head_matmul, head_plan, matmul
 from replaylens.kernels.norm import activation, norm_pair, norm_scale
 from replaylens.kernels.norm import norm as norm_kernel
+from replaylens.kernels.recurrent import put, recur, short_conv
 from replaylens.kernels.rope import can_fuse, norm_rotate_and_store, rotate, rotate_and_store, store
 from replaylens.kernels.route import Plan, plan
 from replaylens.kernels.sample import judge, sample_logits
@@ -99,8 +100,6 @@ def _rows(questions: Sequence[Question], rows: int) -> tuple[list[Sampling], lis
 
 def require_supported(config: ModelConfig) -> None:
     """UnsupportedModel if the kernels cannot compute a model of this config."""
-    if config.mixer is not None:
-        raise no_recurrence()
     if config.slopes:
         raise UnsupportedModel("ALiBi is not supported on CUDA: the kernel adds nothing to scores. Use device='cpu'.")
     if config.latent is not None and (config.latent.rank > MAX_VALUES or config.rotary_dim > MAX_REST):
@@ -108,10 +107,6 @@ def require_supported(config: ModelConfig) -> None:
             f"Latents of {config.latent.rank} and rotated keys of {config.rotary_dim} dimensions are not supported on CUDA: "
             f"the kernel has room for {MAX_VALUES} and {MAX_REST}. Use device='cpu'."
         )
-
-
-def no_recurrence() -> UnsupportedModel:
-    return UnsupportedModel("Hybrids are not supported on CUDA: recurrent layers have no kernels there yet. Use device='cpu'.")
 
 
 @lru_cache(maxsize=64)
@@ -414,7 +409,7 @@ class HeadOps(ExpertOps):
         return activation(x / cap, "tanh", False).mul_(cap)
 
     def sigmoid(self, x: Tensor) -> Tensor:
-        return activation(x, "sigmoid", False) if x.dtype == torch.float32 else sigmoid(x)
+        return _numbers(x, "sigmoid") if x.dtype == torch.float32 else sigmoid(x)
 
     def linear_activate(self, x: Tensor, linear: Linear, kind: Activation, gated: bool) -> Tensor:
         return activation(matmul(x, linear.stored(), linear.bias), kind, gated)
@@ -437,7 +432,7 @@ class HeadOps(ExpertOps):
         return norm_scale(x, norm.eps, norm.kind), plain
 
     def activate(self, x: Tensor, kind: Activation, gated: bool) -> Tensor:
-        return activation(x, kind, gated)
+        return activation(x.flatten(0, -2), kind, gated).unflatten(0, x.shape[:-1])
 
     def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [rows, heads, inputs], each head times its own weight of [heads, inputs, outputs]: [rows, heads, outputs]"""
@@ -445,6 +440,11 @@ class HeadOps(ExpertOps):
         if known is None or known[0] != shape:
             known = self._by_head = shape, head_plan(shape[0], shape[1], x.dtype, x.device)
         return head_matmul(x, weight, known[1])
+
+
+def _numbers(x: Tensor, kind: str) -> Tensor:
+    """A function of every number, in float32."""
+    return activation(x.float().reshape(-1, x.shape[-1]), kind, False).view(x.shape)
 
 
 def _neighbours(q: Tensor, k: Tensor) -> bool:
@@ -489,16 +489,27 @@ class CanonicalCudaOps(HeadOps):
         return rotate(x, rotary.table, self.rows)
 
     def exp(self, x: Tensor) -> Tensor:
-        raise no_recurrence()
+        return _numbers(x, "exp")
 
     def softplus(self, x: Tensor) -> Tensor:
-        raise no_recurrence()
+        return _numbers(x, "softplus")
 
     def short_conv(self, x: Tensor, conv: Conv, layer: int) -> Tensor:
-        raise no_recurrence()
+        entries, size = self.cache.entries[self.cache.mixed[layer]], self.cache.pool.page_size
+        put(x, entries, 0, self.rows, size)
+        return short_conv(entries, conv.weight, conv.bias, self.rows, size)
 
     def recur(self, given: Recurrence, layer: int, observe: Callable[[Tensor], object] | None = None) -> Tensor:
-        raise no_recurrence()
+        if observe is not None:
+            raise UnsupportedModel(
+                "Cannot capture recurrent states on CUDA: the kernel stores only those that end chunks. Use device='cpu'."
+            )
+        mixer, place, size = self.cache.mixer, self.cache.mixed[layer], self.cache.pool.page_size
+        assert mixer is not None  # the layer recurs
+        entries, at = self.cache.entries[place], mixer.columns[:3]
+        put(given.k.flatten(1), entries, at[0], self.rows, size)
+        put(given.decay, entries, at[2], self.rows, size)
+        return recur(given.q, given.v, given.strength, entries, self.cache.states[place], at, self.rows, size)
 
     def norm_heads(self, q_norm: Norm, k_norm: Norm, rotary: Rotary) -> bool:
         plain = not q_norm.by_head and q_norm.bias is None and k_norm.bias is None

@@ -1,7 +1,10 @@
 """A pass in a CUDA device's arithmetic, kernel by kernel: the model's function, with rows and keys in the right place."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import UnsupportedModel
@@ -20,7 +23,7 @@ from replaylens.engine.request.edits import Edit
 from replaylens.engine.serving.branch import Branch
 from tests.engine.passes.packed import alone
 from tests.engine.reference import decoder
-from tests.families import MORE, NEW_WIRINGS, ON_CPU_ONLY, hugging_face
+from tests.families import HYBRIDS, MORE, NEW_WIRINGS, ON_CPU_ONLY, hugging_face
 from tests.kernels.interpreted import DEVICES, served
 from tests.tiny_mixtures import MIXTURES, mixture_model
 
@@ -78,7 +81,8 @@ def logits(name: str) -> torch.Tensor:
     return torch.cat(rows).cpu()
 
 
-SERVED = [name for name in MORE if name not in ON_CPU_ONLY]
+SERVED = [name for name in MORE if name not in (*ON_CPU_ONLY, *HYBRIDS)]
+QUICK = ("lfm2", "qwen3-next")
 
 
 @pytest.mark.parametrize("name", [n if n in NEW_WIRINGS[:3] else pytest.param(n, marks=pytest.mark.slow) for n in SERVED])
@@ -96,6 +100,12 @@ def test_what_the_kernels_do_not_have_is_refused(name: str) -> None:
         logits(name)
     with pytest.raises(UnsupportedModel, match="ALiBi is not supported on CUDA"):
         doctor_cuda.examine(load(hugging_face(name)))
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in HYBRIDS])
+@torch.no_grad()
+def test_a_hybrid_has_the_bits_of_a_cpu(name: str, same: Callable[[Tensor, Tensor], None]) -> None:
+    same(logits(name), Engine(load(hugging_face(name))).prompt(PATH).logits(range(len(PATH))))
 
 
 # ---- mixtures of experts ----------------------------------------------------------------------------------------------
