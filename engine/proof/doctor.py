@@ -212,7 +212,7 @@ def _recurrent_cases() -> dict[str, Callable[[], Tensor]]:
 
 
 def _recurrence(delta: bool, from_pass: bool = False) -> Tensor:
-    """What two heads read over 150 positions in four passes, each after another one whose rows are rejected; and the last state.
+    """What two heads read over 150 positions in four passes, each after one whose rows are rejected; and the last state.
 
     from_pass  the chunks of a pass begin with it, as they must not
     """

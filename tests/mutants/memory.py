@@ -118,7 +118,7 @@ MEMORY = (
     Mutant(
         "bytes-not-checked",
         "replaylens.engine.memory.cache",
-        "if self.digest[slot] != self._bytes_digest(slot):",
+        "if self.digest[slot] != self._bytes_digest(slot, position):",
         "if slot not in self.digest:",
         "the canary notices a flipped bit",
         ("tests/engine/loop/test_faults.py::test_the_next_pass_finds",),
@@ -161,7 +161,7 @@ MEMORY = (
         "start - start % CHUNK if since is None else since",
         "start if since is None else since",
         "a recurrent row depends on its position, not on how its path is cut into passes",
-        ("tests/engine/test_hybrids.py::test_forks_and_rollbacks_keep_an_edited_state",),
+        ("tests/engine/test_hybrids.py::test_states_of_shared_prefixes_and_copied_pages",),
     ),
     Mutant(
         "state-carried-over-a-rollback",
