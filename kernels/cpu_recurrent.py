@@ -42,6 +42,11 @@ def _short_conv(entries, width, channels, weight, taps, bias, sequence, position
                 y[i] += b[i]
 
 
+def _require_pages(entries: Tensor, pages: Tensor, page_size: int) -> None:
+    if pages.numel() and not 0 <= int(pages.min()) <= int(pages.max()) < len(entries) // page_size:
+        raise ValueError(f"Expected pages below {len(entries) // page_size}, not {int(pages.min())} to {int(pages.max())}.")
+
+
 def short_conv(entries: Tensor, weight: Tensor, bias: Tensor | None, rows: HostRows) -> Tensor:
     """The convolution of each row's inputs with weight [taps, channels] over the positions up to its own: [rows, channels].
 
@@ -49,6 +54,7 @@ def short_conv(entries: Tensor, weight: Tensor, bias: Tensor | None, rows: HostR
     """
     taps, channels = weight.shape
     require_rows(entries)
+    _require_pages(entries, rows.pages, rows.page_size)
     held, bias = vector(weight, taps, channels), vector(bias, channels)
     assert held is not None
     out, num = torch.empty(len(rows.position), channels, dtype=torch.float32), len(rows.position)
@@ -224,6 +230,7 @@ def recur(
     """
     heads, d, width = memory.states.shape[1:]
     require_integers(pages)
+    _require_pages(memory.entries, pages, page_size)
     for x, shape in ((q, (memory.key_heads, d)), (v, (heads, width)), *(() if beta is None else ((beta, (heads,)),))):
         require(x.dtype == torch.float32 and x.is_contiguous() and x.shape[1:] == shape, f"contiguous rows of {shape}", x)
     require(memory.entries.is_contiguous() and memory.states.is_contiguous(), "a contiguous memory", memory.states)

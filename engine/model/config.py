@@ -49,6 +49,8 @@ class Routing:
     """a trained bias per expert, added to the scores for the choice alone (DeepSeek-V3)"""
     jitter: float = 0.0
     """sparsemixer: logits further below the chosen one than twice this part of it are left out"""
+    floor: float = 1e-20
+    """what is added to the sum of sigmoids that weights are divided by"""
 
     def __post_init__(self) -> None:
         if self.top < 1:
@@ -112,7 +114,7 @@ def weigh(logits: Tensor, chosen: Tensor, routing: Routing, by: Functions = TORC
     if routing.kind == "sigmoid":
         weights = by.sigmoid(logits.gather(-1, chosen))
         if routing.normalised:
-            weights = weights / (by.row_sums(weights) + 1e-20)
+            weights = weights / (by.row_sums(weights) + routing.floor)
     elif routing.normalised:
         exponents = _exponents(logits.gather(-1, chosen), by)
         weights = exponents / by.row_sums(exponents)
@@ -491,6 +493,8 @@ class ModelConfig:
         for name in ("rope", "local_rope"):
             if (rope := getattr(self, name)) is not None:
                 raw[name] = _without_defaults(rope, raw[name])
+        if self.mixture is not None and self.mixture.routing.floor == Routing.floor:
+            del raw["mixture"]["routing"]["floor"]
         return json.dumps(raw, sort_keys=True, indent=1)
 
     @classmethod

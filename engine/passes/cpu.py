@@ -7,7 +7,7 @@ path sums every product as one chain: its last bits differ now and then.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,13 +17,11 @@ from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.model.config import Activation, Functions, Routing, choice_scores, weigh
 from replaylens.engine.model.layers import Conv, Experts, Linear, Norm, Rotary, expert_products
 from replaylens.engine.model.ops import MASKED, AttentionSpec, Heads, Observer, Recurrence, TorchOps
-from replaylens.engine.model.sites import STATE
-from replaylens.engine.passes.batch import Batch, Segment, finite, not_finite
+from replaylens.engine.passes.batch import Batch, not_finite
 from replaylens.engine.passes.products import Products, rows_of
 from replaylens.engine.request.placed import PATTERN, PlacedEdit
 from replaylens.kernels import cpu as portable
 from replaylens.kernels.cpu_attention import HostRows, attend, store
-from replaylens.kernels.cpu_recurrent import CHUNK, Memory, Piece, recur, short_conv
 
 
 def exact_sums(x: Tensor) -> Tensor:
@@ -177,101 +175,17 @@ class CpuOps(CpuRowOps):
         return heads.q, heads.joined[:, num_queries:]
 
     def short_conv(self, x: Tensor, conv: Conv, layer: int) -> Tensor:
-        entries = self.cache.entries[self.cache.mixed[layer]]
-        entries[self.batch.write_slots, : x.shape[1]] = finite(x, "inputs of a convolution")
-        return short_conv(entries, conv.weight, conv.bias, self.batch.paged)
+        from replaylens.engine.passes.recurrent import convolve  # its kernels are compiled for hybrids only
+
+        return convolve(x, conv, layer, self.batch, self.cache)
 
     def recur(self, given: Recurrence, layer: int, observe: Callable[[Tensor], object] | None = None) -> Tensor:
-        mixer, place, slots = self.cache.mixer, self.cache.mixed[layer], self.batch.write_slots
-        assert mixer is not None  # the layer recurs
-        inputs, keys, updates, _ = mixer.columns
-        entries = self.cache.entries[place]
-        entries[slots, inputs:keys] = finite(given.k, "keys").flatten(1)
-        entries[slots, updates:] = finite(given.decay, "decays")
-        memory = Memory(entries, self.cache.states[place], (inputs, keys, updates), mixer.key_heads)
-        walk = Walk(self.batch, given, memory, f"blocks.{layer}.{STATE}")
+        from replaylens.engine.passes.recurrent import Walk
+
+        walk = Walk(given, layer, self.batch, self.cache)
         if observe is not None:
             observe(walk.states())
         return walk.out
-
-
-# ---- states ----------------------------------------------------------------------------------------------------------
-
-
-class Walk:
-    """The rows of a pass through one recurrent layer. Edits of states cut a sequence into pieces: later rows begin with the
-    edited state, which later passes compute again from the pages."""
-
-    def __init__(self, batch: Batch, given: Recurrence, memory: Memory, site: str) -> None:
-        self.batch, self.memory, self.site = batch, memory, site
-        self.given = (
-            given.q.contiguous(),
-            given.v.contiguous(),
-            None if given.strength is None else given.strength.contiguous(),
-        )
-        self.out = torch.empty(given.v.shape, dtype=torch.float32)
-        self.begun: list[tuple[int, Piece]] = []
-        """(segment, piece with rows of it)"""
-        self.edited: dict[int, Tensor] = {}
-        """packed row -> the state that an edit left after it"""
-        plain = [i for i, segment in enumerate(batch.segments) if not any(edit.site == site for edit in segment.edits)]
-        self._run([self._piece(i, batch.segments[i].start, batch.segments[i].end) for i in plain])
-        for i in range(len(batch.segments)):
-            if i not in plain:
-                self._walk(i, batch.segments[i])
-
-    def _piece(self, segment: int, start: int, end: int, since: int | None = None, initial: Tensor | None = None) -> Piece:
-        row = self.batch.offsets[segment] + start - self.batch.segments[segment].start
-        piece = Piece(segment, row, start, end - start, start - start % CHUNK if since is None else since, initial)
-        self.begun += [(segment, piece)] if end > start else []
-        return piece
-
-    def _run(self, pieces: list[Piece]) -> None:
-        """Mutates the outputs and the memory."""
-        if not pieces:
-            return
-        paged = self.batch.paged
-        found = recur(*self.given, self.memory, pieces, paged.pages, paged.page_size)
-        if found is None:
-            raise not_finite("updates of a recurrent state")
-        for piece in pieces:
-            own = slice(piece.row, piece.row + piece.count)
-            self.out[own] = finite(found[own], "recurrent states")
-
-    def _walk(self, index: int, segment: Segment) -> None:
-        """A sequence with edited states, from one of them to the next. Those before its first row are made again."""
-        since, at, initial = segment.start - segment.start % CHUNK, segment.start, None
-        edits = [edit for edit in segment.edits if edit.site == self.site]
-        for place in sorted({p for edit in edits for p in edit.positions(since, segment.end)}):
-            after = torch.empty(1, *self.memory.states.shape[1:], dtype=torch.float32)
-            piece = self._piece(index, min(at, place + 1), place + 1, since, initial)
-            self._run([replace(piece, final=after[0])])
-            for edit in edits:
-                after = edit.apply(after, [place]) if edit.positions(place, place + 1) else after
-            at, since, initial = max(at, place + 1), place + 1, finite(after, "recurrent states")[0].contiguous()
-            if place >= segment.start:
-                self.edited[self.batch.row(index, place)] = initial
-            if (place + 1) % CHUNK == 0:
-                page = segment.table.pages[place // self.batch.pool.page_size]
-                self.memory.states[page], initial = initial, None
-        if at < segment.end:
-            self._run([self._piece(index, at, segment.end, since, initial)])
-
-    def states(self) -> Tensor:
-        """The state after every row: [rows, heads, d_key, d_value]"""
-        out = torch.empty(len(self.out), *self.memory.states.shape[1:], dtype=torch.float32)
-        asked = []
-        for segment, piece in self.begun:
-            for i in range(piece.count):
-                end = piece.start + i + 1
-                chunk = end - 1 - (end - 1) % CHUNK
-                since, initial = (piece.since, piece.initial) if piece.since >= chunk else (chunk, None)
-                asked.append(Piece(segment, 0, end, 0, since, initial, out[piece.row + i]))
-        paged = self.batch.paged
-        recur(*self.given, self.memory, asked, paged.pages, paged.page_size)
-        for row, state in self.edited.items():
-            out[row] = state
-        return out
 
 
 def _settings(spec: AttentionSpec, sinks: Tensor | None) -> tuple[float, float, int, Tensor | None, Tensor | None]:

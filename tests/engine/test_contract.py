@@ -186,9 +186,7 @@ EVERY_FAMILY = (*NAMES, "coin-plain", *MORE)
 ON_CPU_ONLY = tuple(name for name in MORE if name not in NEW_WIRINGS)
 
 
-FAMILIES = with_devices(
-    EVERY_FAMILY, slow=(*WIRED_ALIKE, *(name for name in MORE if name not in HYBRID)), cpu_only=ON_CPU_ONLY
-)
+FAMILIES = with_devices(EVERY_FAMILY, slow=(*WIRED_ALIKE, *(name for name in MORE if name not in HYBRID)), cpu_only=ON_CPU_ONLY)
 NOT_BOOKKEPT = tuple(name for name in EVERY_FAMILY if name not in BOOKKEEPING)
 BOOKKEPT = with_devices(EVERY_FAMILY, slow=NOT_BOOKKEPT, cpu_only=ON_CPU_ONLY)
 NANO = pytest.param(("nano", "cpu"), id="nano")

@@ -431,23 +431,23 @@ class GatedConvs(Sessions):
 class DeltaNets(Sessions):
     """A gated delta net before gated attention."""
 
-    config = replace(
-        CONFIG, mixer=MixerConfig("delta", 4, 44, 4, 2, 5, 6), parts=("mixer mlp", "attn mlp"), attn_gate=True, windows=()
-    )
+    config = replace(CONFIG, mixer=MixerConfig("delta", 4, 44, 4, 2, 5, 6), parts=("mixer mlp", "attn mlp"), attn_gate=True)
     reference = None
 
 
 class StateSpaces(Sessions):
     """Mamba-2 alone: no attention, no MLP."""
 
-    config = replace(CONFIG, mixer=MixerConfig("ssd", 4, 44, 4, 2, 5, 6, conv_bias=True), parts=("mixer", "mixer"), windows=())
+    config = replace(CONFIG, mixer=MixerConfig("ssd", 4, 44, 4, 2, 5, 6, conv_bias=True), parts=("mixer", "mixer"))
     reference = None
 
 
 class SidesAlike(Sessions):
     """Mamba-2 beside attention in one layer, an MLP alone in the other."""
 
-    config = replace(CONFIG, mixer=MixerConfig("ssd", 2, 34, 4, 1, 5, 6, norm_groups=2), parts=("mixer attn", "mlp"), windows=())
+    config = replace(
+        CONFIG, mixer=MixerConfig("ssd", 2, 34, 4, 1, 5, 6, norm_groups=2), parts=("mixer attn", "mlp"), windows=()
+    )
     reference = None
 
 

@@ -35,13 +35,11 @@ REFUSED: dict[str, tuple[str, str]] = {
     "falcon_mamba": (STATES, "falcon"),
     "gemma3n_text": ("embeddings of each layer and several residual streams", "gemma3_text"),
     "gemma4_text": ("embeddings of each layer, heads of two widths and layers that share their KV", "gemma3_text"),
-    "granitemoehybrid": (STATES, "granite"),
     "hunyuan_v1_moe": (EXPERTS, "hunyuan_v1_dense"),
     "jamba": (STATES + ", and " + EXPERTS, "llama"),
     "jetmoe": (EXPERTS, "llama"),
     "llama4_text": (EXPERTS + ", and attention in chunks", "llama"),
     "mamba": (STATES, "llama"),
-    "nemotron_h": (STATES, "nemotron"),
     "olmo_hybrid": (STATES, "olmo3"),
     "recurrent_gemma": (STATES, "gemma"),
     "rwkv": (STATES, "gpt2"),
@@ -152,6 +150,10 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_text": hybrid.QWEN3_5,
     "mamba2": hybrid.MAMBA2,
     "bamba": hybrid.BAMBA,
+    "lfm2_moe": hybrid.LFM2_MOE,
+    "qwen3_5_moe_text": hybrid.QWEN3_5_MOE,
+    "granitemoehybrid": hybrid.GRANITE_HYBRID,
+    "nemotron_h": hybrid.NEMOTRON_H,
 }
 
 

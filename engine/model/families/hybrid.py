@@ -1,6 +1,7 @@
 """The tables of hybrids: families with recurrent layers, short convolutions among them. `docs/extending.md` adds one."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -8,10 +9,10 @@ from einops import rearrange
 from torch import Tensor
 
 from replaylens.engine.errors import UnsupportedModel
-from replaylens.engine.model.config import MixerConfig, MixtureConfig, ModelConfig
+from replaylens.engine.model.config import MixerConfig, MixtureConfig, ModelConfig, Routing
 from replaylens.engine.model.families.llama import BIASES, LLAMA, LLAMA_NAMES, PARTIAL, names_of, reads_of
-from replaylens.engine.model.families.moe import COUNTS, QWEN2_MOE, qwen2_mixture
-from replaylens.engine.model.family import Arrange, Names, Raw, ReadField
+from replaylens.engine.model.families.moe import COUNTS, GRANITEMOE, QWEN2_MOE, qwen2_mixture
+from replaylens.engine.model.family import Arrange, ExpertNames, Names, Raw, ReadField, rotary_width
 
 ATTENTION, MIXER = "attn mlp", "mixer mlp"
 
@@ -84,6 +85,33 @@ LFM2 = replace(
     fixed={"qk_norm": True},
     arrange=CONV,
     layer_types=True,
+)
+
+
+def _lfm2_mixture(raw: Raw) -> MixtureConfig:
+    routing = Routing(
+        raw["num_experts_per_tok"],
+        "sigmoid",
+        normalised=raw["norm_topk_prob"],
+        scale=raw["routed_scaling_factor"],
+        correction=raw["use_expert_bias"],
+        floor=1e-6,
+    )
+    sparse = tuple(layer >= raw["num_dense_layers"] for layer in range(raw["num_hidden_layers"]))
+    return MixtureConfig(raw["num_experts"], raw["moe_intermediate_size"], routing, () if all(sparse) else sparse)
+
+
+LFM2_MOE = replace(
+    LFM2,
+    names=replace(
+        names_of(LFM2.names, mlp__router="feed_forward.gate", mlp__correction="feed_forward.expert_bias"),
+        experts=ExpertNames(
+            stacked={"up": "feed_forward.experts.gate_up_proj", "down": "feed_forward.experts.down_proj"},
+            each={"up": ("feed_forward.experts.{}.w1", "feed_forward.experts.{}.w3"), "down": ("feed_forward.experts.{}.w2",)},
+        ),
+    ),
+    reads=reads_of(LFM2, d_mlp="intermediate_size", mixture=_lfm2_mixture),
+    uses=COUNTS,
 )
 
 # ---- Qwen3-Next, Qwen3.5 -------------------------------------------------------------------------------------------------
@@ -163,10 +191,24 @@ QWEN3_5 = replace(
     later_layers=False,
 )
 
+
+def _qwen3_5_mixture(raw: Raw) -> MixtureConfig:
+    routing, shared = Routing(raw["num_experts_per_tok"]), raw["shared_expert_intermediate_size"]
+    return MixtureConfig(raw["num_experts"], raw["moe_intermediate_size"], routing, d_shared=shared, shared_gate=True)
+
+
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    reads=reads_of(QWEN3_5, mixture=_qwen3_5_mixture, d_mlp="moe_intermediate_size"),
+    uses=QWEN3_5.uses | COUNTS,
+)
+
 # ---- Mamba-2 and its hybrids ---------------------------------------------------------------------------------------------
 
 
-def _ssd(heads: str, d_value: str, groups: str, d_key: str, taps: str, conv_bias: str, bias: str) -> ReadField:
+def _ssd(
+    heads: str, d_value: str, groups: str, d_key: str, taps: str, conv_bias: str, bias: str
+) -> Callable[[Raw], MixerConfig]:
     """Mamba-2, by the names of the config's fields."""
 
     def read(raw: Raw) -> MixerConfig:
@@ -231,7 +273,9 @@ def _bamba_layers(raw: Raw) -> tuple[str, ...]:
     return tuple(ATTENTION if layer in attention else MIXER for layer in range(raw["num_hidden_layers"]))
 
 
-_MAMBA_FIELDS = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
+_mamba = _ssd(
+    *("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_conv_bias", "mamba_proj_bias")
+)
 BAMBA = replace(
     LLAMA,
     names=replace(
@@ -246,8 +290,118 @@ BAMBA = replace(
         ),
         final_norm="model.final_layernorm",
     ),
-    reads=reads_of(LLAMA, mixer=_ssd(*_MAMBA_FIELDS, "mamba_conv_bias", "mamba_proj_bias"), parts=_bamba_layers),
+    reads=reads_of(LLAMA, mixer=_mamba, parts=_bamba_layers),
     uses=PARTIAL | {"mamba_expand", "mamba_chunk_size", "z_loss_coefficient", "layers_block_type"},
     only=_SILU,
     arrange=CONV,
+)
+
+# ---- Granite-4 -----------------------------------------------------------------------------------------------------------
+
+
+def _granite_mixture(raw: Raw) -> MixtureConfig | None:
+    count, shared = raw["num_local_experts"], raw["shared_intermediate_size"]
+    routing = Routing(raw["num_experts_per_tok"])
+    return MixtureConfig(count, raw["intermediate_size"], routing, d_shared=shared) if count else None
+
+
+GRANITE_HYBRID = replace(
+    GRANITEMOE,
+    names=ssd_names(
+        names_of(
+            GRANITEMOE.names,
+            mlp__shared__up="shared_mlp.input_linear",
+            mlp__shared__down="shared_mlp.output_linear",
+            mlp__up="shared_mlp.input_linear",
+            mlp__down="shared_mlp.output_linear",
+        ),
+        "mamba.",
+    ),
+    reads=reads_of(
+        GRANITEMOE,
+        mixture=_granite_mixture,
+        d_mlp="shared_intermediate_size",
+        rotary_dim=lambda raw: rotary_width(raw) if raw["position_embedding_type"] == "rope" else 0,
+        mixer=lambda raw: _mamba(raw) if "linear_attention" in raw["layer_types"] else None,
+        parts=layers(linear_attention=MIXER, full_attention=ATTENTION),
+    ),
+    uses=GRANITEMOE.uses | {"mamba_expand", "mamba_chunk_size", "layers_block_type", "position_embedding_type"},
+    only=_SILU,
+    arrange=CONV,
+    layer_types=True,
+)
+
+# ---- Nemotron-H ----------------------------------------------------------------------------------------------------------
+
+_PARTS = {"linear_attention": "mixer", "full_attention": "attn", "mlp": "mlp", "moe": "mlp"}
+
+
+def _nemotron(raw: Raw) -> MixerConfig | None:
+    read = _ssd("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "use_conv_bias", "use_bias")
+    mixer = replace(read(raw), norm_groups=raw["n_groups"], min_step=raw["time_step_min"], max_step=0.0)
+    return mixer if "linear_attention" in raw["layers_block_type"] else None
+
+
+def _nemotron_mixture(raw: Raw) -> MixtureConfig | None:
+    kinds = raw["layers_block_type"]
+    routing = Routing(
+        raw["num_experts_per_tok"],
+        "sigmoid",
+        normalised=raw["norm_topk_prob"],
+        scale=raw["routed_scaling_factor"],
+        groups=raw["n_group"],
+        chosen_groups=raw["topk_group"],
+        group_best=2,
+        correction=True,
+    )
+    shared, width = raw["moe_shared_expert_intermediate_size"], raw["moe_intermediate_size"]
+    sparse = tuple(kind == "moe" for kind in kinds)
+    return MixtureConfig(raw["n_routed_experts"], width, routing, sparse, d_shared=shared) if "moe" in kinds else None
+
+
+NEMOTRON_H = replace(
+    LLAMA,
+    names=replace(
+        ssd_names(
+            names_of(
+                LLAMA_NAMES,
+                ln1="norm",
+                ln2="norm",
+                attn__qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+                attn__o="mixer.o_proj",
+                mlp__up="mixer.up_proj",
+                mlp__down="mixer.down_proj",
+                mlp__router="mixer.gate",
+                mlp__correction="mixer.gate.e_score_correction_bias",
+                mlp__shared__up="mixer.shared_experts.up_proj",
+                mlp__shared__down="mixer.shared_experts.down_proj",
+            ),
+            "mixer.",
+        ),
+        embed="model.embeddings",
+        final_norm="model.norm_f",
+        experts=ExpertNames(
+            stacked={"up": "mixer.experts.up_proj", "down": "mixer.experts.down_proj"},
+            each={"up": ("mixer.experts.{}.up_proj",), "down": ("mixer.experts.{}.down_proj",)},
+        ),
+        spellings=(("model.", "backbone."),),
+    ),
+    reads=reads_of(
+        LLAMA,
+        without=("rotary_dim", "rope", "qkv_bias", "out_bias"),
+        num_layers=lambda raw: len(raw["layers_block_type"]),
+        max_positions="max_position_embeddings",
+        norm_eps="layer_norm_epsilon",
+        activation="mlp_hidden_act",
+        mixture=_nemotron_mixture,
+        mixer=_nemotron,
+        parts=lambda raw: tuple(_PARTS[kind] for kind in raw["layers_block_type"]),
+    ),
+    fixed={"gated_mlp": False},
+    uses=_STEPS
+    | COUNTS
+    | {"expand", "residual_in_fp32", "chunk_size", "num_hidden_layers", "layer_types", "use_mamba_kernels"},
+    only={"mamba_hidden_act": ("silu",), "moe_latent_size": (None,), "sliding_window": (None,)},
+    arrange={**CONV, "mixer.norm": lambda config, x: x.view(config.mixer.norm_groups, -1) if config.mixer else x},
+    layer_types=True,
 )

@@ -278,6 +278,7 @@ UNUSED = {
     "minicpm3": {"logits_scaling"},
     "mamba2": {"layer_types"},
     "qwen3_5_text": {"num_heads"},
+    "qwen3_5_moe_text": {"num_heads", "intermediate_size"},
 }
 """fields that transformers mentions without computing with them: never used, given by other fields, or of pictures"""
 
