@@ -210,6 +210,7 @@ def _attention(model: Decoder, random: Random, findings: list[Finding]) -> None:
     if c.latent is not None:  # values are columns of keys
         v = k[..., : c.latent.rank]
     sinks = random(c.num_heads) if c.sinks else None
+    slopes = torch.tensor(c.slopes, dtype=torch.float32, device=device) if c.slopes else None
     table = torch.arange(1, pages + 1, dtype=torch.int32, device=device)[None]
     shape = f"{c.num_heads} heads of {width}, {kv_heads} kv heads"
 
@@ -228,6 +229,7 @@ def _attention(model: Decoder, random: Random, findings: list[Finding]) -> None:
             page_size=size,
             kv_block=kv_block,
             sinks=sinks,
+            slopes=slopes,
             specialised=specialised,
         )
 
@@ -239,7 +241,7 @@ def _attention(model: Decoder, random: Random, findings: list[Finding]) -> None:
     cut = torch.arange(length // 3 + 5, min(length, length // 3 + 70), device=device)
     note("window cut elsewhere", torch.equal(attend(cut), whole[cut]))
     pairs = rows_per_tile(c.num_heads, kv_heads, v.shape[-1], q.dtype, length) * (c.num_heads // kv_heads)
-    plain = sinks is None and c.latent is None and length > 1
+    plain = sinks is None and slopes is None and c.latent is None and length > 1
     if plain and canonical.can_prefill(q, k, v, pairs, size, KV_BLOCK, KV_SPLIT):
         note("specialised warpgroups against others", torch.equal(attend(everything, specialised=True), whole))
     if length > 2 * KV_BLOCK:

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import UnsupportedModel
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.model.config import ModelConfig
@@ -20,7 +19,7 @@ from replaylens.engine.request.edits import Edit
 from replaylens.engine.serving.branch import Branch
 from tests.engine.passes.packed import alone
 from tests.engine.reference import decoder
-from tests.families import MORE, NEW_WIRINGS, ON_CPU_ONLY, hugging_face
+from tests.families import MORE, NEW_WIRINGS, hugging_face
 from tests.kernels.interpreted import DEVICES, served
 from tests.tiny_mixtures import MIXTURES, mixture_model
 
@@ -78,24 +77,12 @@ def logits(name: str) -> torch.Tensor:
     return torch.cat(rows).cpu()
 
 
-SERVED = [name for name in MORE if name not in ON_CPU_ONLY]
-
-
-@pytest.mark.parametrize("name", [n if n in NEW_WIRINGS[:3] else pytest.param(n, marks=pytest.mark.slow) for n in SERVED])
+@pytest.mark.parametrize("name", [n if n in NEW_WIRINGS[:4] else pytest.param(n, marks=pytest.mark.slow) for n in MORE])
 @torch.no_grad()
 def test_a_pass_gives_hugging_faces_logits(name: str) -> None:
     """The path is longer than the windows of seven positions."""
     (theirs,) = alone(hugging_face(name), [torch.tensor(PATH)])
     torch.testing.assert_close(logits(name), theirs, rtol=1e-4, atol=2e-5)
-
-
-@pytest.mark.parametrize("name", ON_CPU_ONLY)
-@torch.no_grad()
-def test_what_the_kernels_do_not_have_is_refused(name: str) -> None:
-    with pytest.raises(UnsupportedModel, match="ALiBi is not supported on CUDA"):
-        logits(name)
-    with pytest.raises(UnsupportedModel, match="ALiBi is not supported on CUDA"):
-        doctor_cuda.examine(load(hugging_face(name)))
 
 
 # ---- mixtures of experts ----------------------------------------------------------------------------------------------
