@@ -23,6 +23,8 @@ each row continues from the state it left.
 
 **Sinks.** A sink is a score without a key. It is one more partial result, merged after all others, in any schedule.
 
+**Slopes** (ALiBi). A head's slope times the position of a key is added to its score: s <- s + slope * j.
+
 **Latents.** Values may be the first columns of their keys: the absorbed form of latent attention, with one KV head for all
 query heads. A key is then read once for both. Wide values leave room for few query heads per program (`heads_together`): the
 heads are divided among several programs, which read the same keys.
@@ -65,6 +67,7 @@ from replaylens.kernels.softmax import (
     load_partial,
     load_queries,
     load_running,
+    load_slopes,
     merge,
     quotient,
     store_partial,
@@ -78,13 +81,13 @@ MAX_VALUES, MAX_REST = 512, 64
 
 @triton.jit(do_not_specialize=["window", "max_splits", "stride_t", "stride_s"])
 def _attention_kernel(
-    Q, K, V, OUT, PARTIAL, COUNT, TILES, SEQUENCE, POSITION, TABLES, STATE, BEGUN, SINKS,
+    Q, K, V, OUT, PARTIAL, COUNT, TILES, SEQUENCE, POSITION, TABLES, STATE, BEGUN, SINKS, SLOPES,
     stride_qr, stride_qh, kv_stride, head_stride, stride_or, stride_oh, stride_t, stride_s,
     scale, softcap, window, max_splits,
     GROUP: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, ROWS: tl.constexpr, TILED: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, SPLIT_GRID: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SHARED: tl.constexpr, HAS_SINKS: tl.constexpr, REST: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
     """One tile: up to ROWS (row, query head) pairs of one sequence and one KV head."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -102,6 +105,7 @@ def _attention_kernel(
     d = tl.arange(0, HEAD_BLOCK)
     mask = valid[:, None] & (d[None, :] < HEAD)
     q, other = load_queries(Q + row * stride_qr + head * stride_qh, valid, d, HEAD, REST, REST_BLOCK)
+    slope = load_slopes(SLOPES, head, valid, SLOPED, Q.dtype.element_ty == tl.float32)
     TABLE = TABLES + tl.load(SEQUENCE + first_row).to(tl.int64) * stride_t
     K += kv_head * head_stride
     V += kv_head * head_stride
@@ -127,7 +131,8 @@ def _attention_kernel(
             m, sums, a = empty(ROWS, BLOCK, HEAD_BLOCK)
         m, sums, a = walk(
             q, other, m, sums, a, K, V, TABLE, tl.maximum(first, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT), position,
-            clear, d, kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED, WINDOWED,
+            clear, slope, d, kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED, WINDOWED,
+            SLOPED,
         )  # fmt: skip
         l = closed(sums, BLOCK)
         if high - low > 1:
@@ -156,8 +161,8 @@ def _attention_kernel(
         if SHARED:  # the first split continues the running one
             m1, sums, a1 = load_running(STATE, at, d, begun, BLOCK, HEAD_BLOCK)
             m1, sums, a1 = walk(
-                q, other, m1, sums, a1, K, V, TABLE, first, tl.minimum(end, (low + 1) * SPLIT), position, clear, d,
-                kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED, WINDOWED,
+                q, other, m1, sums, a1, K, V, TABLE, first, tl.minimum(end, (low + 1) * SPLIT), position, clear, slope, d,
+                kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED, WINDOWED, SLOPED,
             )  # fmt: skip
             m, l, a = load_merged(STATE, at, d, begun, BLOCK, HEAD_BLOCK)
             m, l, a = merge(m, l, a, m1, closed(sums, BLOCK), a1, Q.dtype.element_ty == tl.float32)
@@ -166,8 +171,8 @@ def _attention_kernel(
             m1, sums, a1 = empty(ROWS, BLOCK, HEAD_BLOCK)
             m1, sums, a1 = walk(
                 q, other, m1, sums, a1, K, V, TABLE, tl.maximum(first, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT),
-                position, clear, d, kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED,
-                WINDOWED,
+                position, clear, slope, d, kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED,
+                WINDOWED, SLOPED,
             )  # fmt: skip
             m, l, a = merge(m, l, a, m1, closed(sums, BLOCK), a1, Q.dtype.element_ty == tl.float32)
     if write:
@@ -218,12 +223,14 @@ def attention(
     shared_tile: AttentionTile | None = None,
     split_shared: bool | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
     specialised: bool | None = None,
 ) -> Tensor:
     """q [rows, heads, d_head], caches [slots, kv_heads, d_head] -> [rows, heads, d_head].
 
     v_cache  may be the first d_value columns of `k_cache`, which has one head then: the result is [rows, heads, d_value]
     sinks    [heads]: scores that take part in the softmax of every row and belong to no key
+    slopes   [heads] float32: what is added to a score for each position of its key (ALiBi)
 
     The keys and values of the rows themselves must be in the cache. `window` counts the visible positions, the row
     included. 0 disables `softcap` or `window`. `tile` and `split` choose a schedule, for shared keys `shared_tile` and
@@ -245,11 +252,12 @@ def attention(
     if sinks is not None:
         require_shape("sinks", sinks, (heads,))
         require_same("sinks", sinks, q)
+    require_slopes(slopes, q)
     if not num_rows:
         return out
     if specialised is None and (tile is not None or split is not None):
         specialised = False  # the caller chose a schedule of this kernel
-    plain = sinks is None and not rest
+    plain = sinks is None and slopes is None and not rest
     special = _specialises(q, k_cache, v_cache, rows, window, page_size, kv_block, kv_split, plain, specialised)
     tile, split, splits = _schedule(rows, group, d_head, q.dtype, window, page_size, kv_split, kv_heads, tile, split)
     num_tiles = num_rows if rows.tiles is None else rows.tiles.shape[0]
@@ -282,16 +290,17 @@ def attention(
             tall,
             split_shared,
             rest,
+            slopes,
         )
         begun, level_stride = shared.begun, state.stride(0)
     _attention_kernel[(num_tiles, kv_heads, splits if split else 1)](
         q, k_cache, v_cache, out, partial, count, rows.tiles if rows.tiles is not None else rows.position,
         rows.sequence, rows.position, rows.page_table, state, begun, q if sinks is None else sinks,
-        q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), out.stride(0), out.stride(1),
-        rows.page_table.stride(0), level_stride, scale, softcap, window, splits,
+        q if slopes is None else slopes, q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), out.stride(0),
+        out.stride(1), rows.page_table.stride(0), level_stride, scale, softcap, window, splits,
         group, d_head, next_power_of_2(max(d_head, 16)), tile.rows, rows.tiles is not None,
         page_size, kv_block, kv_split, split, softcap > 0, window > 0, shared is not None, sinks is not None, rest,
-        next_power_of_2(max(rest, 16)),
+        next_power_of_2(max(rest, 16)), slopes is not None,
         num_warps=tile.warps, num_stages=tile.stages, **EXACT,
     )  # fmt: skip
     return out
@@ -332,7 +341,7 @@ def _specialises(
 ) -> bool:
     """Whether `kernels/prefill.py` computes these rows: if it can, and if they keep all multiprocessors busy.
 
-    plain  neither sinks nor keys wider than their values
+    plain  neither sinks nor slopes nor keys wider than their values
     """
     if wanted is False or (rows.tiles is None and not wanted):
         return False
@@ -342,7 +351,7 @@ def _specialises(
     require(
         can or not wanted,
         "specialised=True needs a Hopper GPU, bfloat16 or float16, head size 64 or 128, and tiles of at most {} pairs without "
-        "shared keys, sinks and latents. q is {} {} on {}.",
+        "shared keys, sinks, slopes and latents. q is {} {} on {}.",
         MAX_PAIRS,
         q.dtype,
         q.shape,
@@ -352,6 +361,14 @@ def _specialises(
         return can
     tall = 2 * per_tile * group > MAX_PAIRS
     return tall and len(rows.tiles) * k_cache.shape[1] >= num_multiprocessors(q.device)
+
+
+def require_slopes(slopes: Tensor | None, q: Tensor) -> None:
+    """ValueError unless there are none, or one for each head of q."""
+    if slopes is not None:
+        require_shape("slopes", slopes, (q.shape[1],))
+        same = slopes.dtype == torch.float32 and slopes.device == q.device and slopes.is_contiguous()
+        require(same, "slopes is {} on {}. Expected contiguous float32 on {}.", slopes.dtype, slopes.device, q.device)
 
 
 def checked_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor, int]:

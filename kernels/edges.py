@@ -1,6 +1,7 @@
 """Attention of single (row, head) pairs over pages, with edges that edits hide or replace.
 
-    s[j] = q . k[j] * scale, or -inf if the edge is hidden     out = sum_j w[j] v[j],  w[j] = softmax(s)[j], or what replaces it
+    s[j] = q . k[j] * scale (+ slope j), or -inf if the edge is hidden
+    out = sum_j w[j] v[j],  w[j] = softmax(s)[j], or what replaces it
 
 Only pairs with a changed edge come here; all others keep the result of `kernels/attention.py`, so that an edit changes no other
 row or head. Each pair has a program of its own, which sums over blocks of `KV_BLOCK` keys from position 0 on, in one launch
@@ -51,10 +52,11 @@ class CutPairs:
 
 @triton.jit(do_not_specialize=["window", "stride_t", "stride_e"])
 def _edges_kernel(
-    Q, K, V, OUT, ROW, HEADS, EDGES, WEIGHTS, SEQUENCE, POSITION, TABLES, SINKS,
+    Q, K, V, OUT, ROW, HEADS, EDGES, WEIGHTS, SEQUENCE, POSITION, TABLES, SINKS, SLOPES,
     stride_qr, stride_qh, kv_stride, head_stride, stride_or, stride_oh, stride_t, stride_e, scale, softcap, window,
     GROUP: tl.constexpr, HEAD: tl.constexpr, VALUE: tl.constexpr, HEAD_BLOCK: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SETS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    SLOPED: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
     row, head = tl.load(ROW + pair).to(tl.int64), tl.load(HEADS + pair)
@@ -77,6 +79,8 @@ def _edges_kernel(
         s = tl.sum(q[None, :] * k, 1) * scale
         if CAPPED:  # as in `attention`: scale holds 2 log2(e) / cap and softcap holds cap log2(e)
             s = softcap - 2.0 * softcap / (1.0 + tl.exp2(s))
+        if SLOPED:
+            s += tl.load(SLOPES + head) * 1.4426950408889634 * j.to(tl.float32)
         edge = tl.load(EDGES + pair * stride_e + j, mask=known, other=0)
         if WINDOWED:
             known = known & (j > position - window)
@@ -115,6 +119,7 @@ def cut_edges(
     window: int = 0,
     page_size: int = PAGE_SIZE,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> None:
     """Overwrite `out` [rows, heads, d_value], the result of `attention` with the same arguments, at the pairs of `cut`.
 
@@ -134,6 +139,8 @@ def cut_edges(
     require_shape("rows.position", rows.position, (num_rows,))
     if sinks is not None:
         require_shape("sinks", sinks, (heads,))
+    if slopes is not None:
+        require_shape("slopes", slopes, (heads,))
     pairs = len(cut.row)
     require_shape("cut.head", cut.head, (pairs,))
     require_shape("cut.edges", cut.edges, (pairs, None))
@@ -148,11 +155,11 @@ def cut_edges(
         log2e = 1.4426950408889634
         _edges_kernel[(pairs,)](
             q, k_cache, v_cache, out, cut.row, cut.head, cut.edges, cut.edges if cut.weights is None else cut.weights,
-            rows.sequence, rows.position, rows.page_table, q if sinks is None else sinks,
+            rows.sequence, rows.position, rows.page_table, q if sinks is None else sinks, q if slopes is None else slopes,
             q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), out.stride(0), out.stride(1),
             rows.page_table.stride(0), cut.edges.stride(0),
             2 * log2e * scale / softcap if softcap else log2e * scale, softcap * log2e, window,
             heads // k_cache.shape[1], d_head, d_value, next_power_of_2(d_head), page_size,
             KV_BLOCK if d_head <= 256 else _WIDE_BLOCK, softcap > 0, window > 0, cut.weights is not None, sinks is not None,
-            num_warps=4, **EXACT,
+            slopes is not None, num_warps=4, **EXACT,
         )  # fmt: skip

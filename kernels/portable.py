@@ -45,12 +45,12 @@ def has_fma() -> bool:
 def _shape() -> tuple[int, int, int, int, int]:
     """(lanes of a vector, columns and rows of a product's tile, columns and rows of an attention's tile) for this machine.
 
-    Accumulators should fill the registers: 24 of 32 on ARM. The keys of a block are a multiple of an attention's columns.
-    Moves no bit.
+    Accumulators should fill the registers: 24 of 32 on ARM and with AVX-512. The keys of a block are a multiple of an
+    attention's columns. Moves no bit.
     """
     found = _features()
     if found.get("avx512f", False):
-        return 16, 32, 8, 32, 8
+        return 16, 48, 8, 32, 8
     return (8, 16, 4, 16, 4) if found.get("avx2", False) else (4, 12, 8, 16, 4)
 
 
@@ -365,8 +365,8 @@ def _make_tile(rows: int, width: int, half: bool = False) -> Any:
         return found
 
     def multipliers(builder: Any, a: Any, at: Any) -> list[Any]:
-        """The rows' numbers of one step of k, each in all lanes."""
-        if rows % 4 == 0:
+        """The rows' numbers of one step of k, each in all lanes: ARM multiplies by a lane, x86-64 spreads while it loads."""
+        if rows % 4 == 0 and lanes == 4:
             places = [builder.gep(a, [builder.add(at, number(4 * q))]) for q in range(rows // 4)]
             loaded = [builder.load(builder.bitcast(p, four.as_pointer()), align=4) for p in places]
             return [spread(builder, loaded[i // 4], i % 4, ir.Constant(four, ir.Undefined)) for i in range(rows)]

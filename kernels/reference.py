@@ -141,12 +141,14 @@ def attention(
     hidden: Tensor | None = None,
     replaced: Tensor | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """q [rows, heads, d_head] over the keys 0..position of each row's sequence -> [rows, heads, width of values]
 
     hidden    [rows, heads, keys] bool: edges hidden from the softmax
     replaced  [rows, heads, keys]: weights that edges have after it; NaN: those of the softmax
     sinks     [heads]: scores that take part in the softmax and belong to no key
+    slopes    [heads]: what is added to a score for each position of its key
     """
     out = q.new_empty(*q.shape[:2], v_cache.shape[-1])
     group = q.shape[1] // k_cache.shape[1]
@@ -159,6 +161,8 @@ def attention(
         score = torch.einsum("hd,khd->hk", q[i], k) * scale
         if softcap:
             score = torch.tanh(score / softcap) * softcap
+        if slopes is not None:
+            score = score + slopes[:, None] * keys
         if hidden is not None:
             score = score.masked_fill(hidden[i][:, keys], -torch.inf)
         weight = score.softmax(-1) if sinks is None else torch.cat([score, sinks[:, None]], 1).softmax(-1)[:, :-1]

@@ -31,6 +31,7 @@ from replaylens.kernels.softmax import (
     load_partial,
     load_queries,
     load_running,
+    load_slopes,
     merge,
     store_merged,
     store_partial,
@@ -67,11 +68,11 @@ class SharedKeys:
 
 @triton.jit(do_not_specialize=["stride_t", "stride_s", "max_splits"])
 def _shared_kernel(
-    Q, K, V, STATE, PARTIAL, COUNT, TILES, ORDER, SEQUENCE, TABLES,
+    Q, K, V, STATE, PARTIAL, COUNT, TILES, ORDER, SEQUENCE, TABLES, SLOPES,
     stride_qr, stride_qh, kv_stride, head_stride, stride_t, stride_s, scale, softcap, max_splits,
     GROUP: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, ROWS: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, SPLIT_GRID: tl.constexpr,
-    CAPPED: tl.constexpr, LEVEL: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr,
+    CAPPED: tl.constexpr, LEVEL: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
     """One tile and KV head; with SPLIT_GRID, one split of it."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -86,6 +87,7 @@ def _shared_kernel(
     d = tl.arange(0, HEAD_BLOCK)
     mask = valid[:, None] & (d[None, :] < HEAD)
     q, other = load_queries(Q + row * stride_qr + head * stride_qh, valid, d, HEAD, REST, REST_BLOCK)
+    slope = load_slopes(SLOPES, head, valid, SLOPED, Q.dtype.element_ty == tl.float32)
     TABLE = TABLES + tl.load(SEQUENCE + tl.load(ORDER + place)).to(tl.int64) * stride_t
     K += kv_head * head_stride
     V += kv_head * head_stride
@@ -102,8 +104,8 @@ def _shared_kernel(
         else:
             m, sums, a = empty(ROWS, BLOCK, HEAD_BLOCK)
         m, sums, a = walk_seen(
-            q, other, m, sums, a, K, V, TABLE, tl.maximum(begin, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT), d,
-            kv_stride, scale, softcap, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED,
+            q, other, m, sums, a, K, V, TABLE, tl.maximum(begin, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT), slope, d,
+            kv_stride, scale, softcap, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED, SLOPED,
         )  # fmt: skip
         work = (tile * tl.num_programs(1) + kv_head).to(tl.int64)
         PARTIAL += work * max_splits * ROWS * (HEAD_BLOCK + 2)
@@ -128,16 +130,16 @@ def _shared_kernel(
         start = begin
         for split in tl.range(low, end // SPLIT):
             m1, sums, a1 = walk_seen(
-                q, other, m1, sums, a1, K, V, TABLE, start, (split + 1) * SPLIT, d,
-                kv_stride, scale, softcap, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED,
+                q, other, m1, sums, a1, K, V, TABLE, start, (split + 1) * SPLIT, slope, d,
+                kv_stride, scale, softcap, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED, SLOPED,
             )  # fmt: skip
             m, l, a = merge(m, l, a, m1, closed(sums, BLOCK), a1, Q.dtype.element_ty == tl.float32)
             m1, sums, a1 = empty(ROWS, BLOCK, HEAD_BLOCK)
             start = (split + 1) * SPLIT
         store_merged(OUT, at, m, l, a, d, valid, BLOCK, HEAD_BLOCK)
         m1, sums, a1 = walk_seen(
-            q, other, m1, sums, a1, K, V, TABLE, start, end, d,
-            kv_stride, scale, softcap, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED,
+            q, other, m1, sums, a1, K, V, TABLE, start, end, slope, d,
+            kv_stride, scale, softcap, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED, SLOPED,
         )  # fmt: skip
         store_running(OUT, at, m1, sums, a1, d, valid, BLOCK, HEAD_BLOCK)
 
@@ -162,6 +164,7 @@ def shared_states(
     tile: AttentionTile,
     split: bool | None,
     rest: int,
+    slopes: Tensor | None,
 ) -> Tensor:
     """The states of the rows after the keys that they share: [levels, rows, heads, state_width].
 
@@ -186,9 +189,11 @@ def shared_states(
             count = torch.zeros(num_tiles * kv_heads, dtype=torch.int32, device=q.device)
         _shared_kernel[(num_tiles, kv_heads, splits if own else 1)](
             q, k_cache, v_cache, state, partial, count, level.tiles, level.order, sequence, page_table,
+            q if slopes is None else slopes,
             q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), page_table.stride(0), state.stride(0),
             scale, softcap, splits, heads // kv_heads, d_head, head_block, tile.rows,
             page_size, kv_block, kv_split, own, softcap > 0, number, rest, next_power_of_2(max(rest, 16)),
+            slopes is not None,
             num_warps=tile.warps, num_stages=tile.stages, **EXACT,
         )  # fmt: skip
     return state

@@ -7,6 +7,8 @@ column per pair of keys of a block, added up by `closed` at the end of the split
 Keys may have columns beyond those of their values (`other` of the queries meets them): latent attention, whose values are the
 first HEAD columns of its keys. A score is then one dot over the first columns, continued by one over the rest.
 
+ALiBi adds to a score the position of its key times the head's slope: which rows are computed together does not matter.
+
 The state of a (row, query head) pair between two kernels is `state_width` numbers in float32 (`kernels/shared.py`): m and l of
 the complete splits, m of the running one, a of the complete splits, a of the running one, its sums. Storing it moves no bit.
 """
@@ -60,6 +62,16 @@ def load_queries(Q, valid, d, HEAD: tl.constexpr, REST: tl.constexpr, REST_BLOCK
 
 
 @triton.jit
+def load_slopes(SLOPES, head, valid, SLOPED: tl.constexpr, PORTABLE: tl.constexpr):
+    """What is added to the scores of each pair per position of a key; 0.0: nothing."""
+    if SLOPED:
+        slope = tl.load(SLOPES + head, mask=valid, other=0.0)
+        return slope if PORTABLE else slope * 1.4426950408889634
+    else:
+        return 0.0
+
+
+@triton.jit
 def with_sink(m, l, a, SINKS, head, valid, PORTABLE: tl.constexpr):
     """The complete softmax of a row, merged with its head's sink: last of all, as one more partial, a score without a value."""
     sink = tl.load(SINKS + head, mask=valid, other=0.0).to(tl.float32)
@@ -70,9 +82,9 @@ def with_sink(m, l, a, SINKS, head, valid, PORTABLE: tl.constexpr):
 
 @triton.jit
 def _block(
-    q, other, m, sums, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window, ROWS: tl.constexpr,
+    q, other, m, sums, a, K, V, TABLE, start, position, slope, d, kv_stride, scale, softcap, window, ROWS: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, REST: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
     """Accumulate the keys [start, start + BLOCK). Not MASKED: every row of the tile sees all of them."""
     j = start + tl.arange(0, BLOCK)
@@ -102,6 +114,8 @@ def _block(
             s = tanh(tl.div_rn(s, tl.zeros_like(s) + softcap)) * softcap
         else:  # tanh(u) = 1 - 2 / (1 + exp(2u)); here scale holds 2 log2(e) / cap and softcap holds cap log2(e)
             s = softcap - 2.0 * softcap / (1.0 + tl.exp2(s))
+    if SLOPED:
+        s = tl.fma(tl.broadcast_to(slope[:, None], s.shape), tl.broadcast_to(j.to(tl.float32)[None, :], s.shape), s)
     if MASKED:
         seen = j[None, :] <= position[:, None]
         if WINDOWED:
@@ -131,9 +145,9 @@ def empty(ROWS: tl.constexpr, BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr):
 
 @triton.jit
 def walk(
-    q, other, m, sums, a, K, V, TABLE, first, end, position, clear, d, kv_stride, scale, softcap, window, ROWS: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, REST: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    q, other, m, sums, a, K, V, TABLE, first, end, position, clear, slope, d, kv_stride, scale, softcap, window,
+    ROWS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    REST: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
     """Continue a partial result with the keys [first, end) of one split; `first` is a multiple of BLOCK.
 
@@ -145,34 +159,34 @@ def walk(
         middle = tl.minimum(tl.maximum(tl.cdiv(tl.max(position, 0) - window + 1, BLOCK) * BLOCK, first), end)
         for start in tl.range(first, middle, BLOCK):
             m, sums, a = _block(
-                q, other, m, sums, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window, ROWS,
-                PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED, WINDOWED, True,
+                q, other, m, sums, a, K, V, TABLE, start, position, slope, d, kv_stride, scale, softcap, window, ROWS,
+                PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED, WINDOWED, True, SLOPED,
             )  # fmt: skip
     last = tl.minimum(tl.maximum((clear + 1) // BLOCK * BLOCK, middle), end)
     for start in tl.range(middle, last, BLOCK):
         m, sums, a = _block(
-            q, other, m, sums, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window, ROWS,
-            PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED, WINDOWED, False,
+            q, other, m, sums, a, K, V, TABLE, start, position, slope, d, kv_stride, scale, softcap, window, ROWS,
+            PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED, WINDOWED, False, SLOPED,
         )  # fmt: skip
     for start in tl.range(last, end, BLOCK):
         m, sums, a = _block(
-            q, other, m, sums, a, K, V, TABLE, start, position, d, kv_stride, scale, softcap, window, ROWS,
-            PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED, WINDOWED, True,
+            q, other, m, sums, a, K, V, TABLE, start, position, slope, d, kv_stride, scale, softcap, window, ROWS,
+            PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED, WINDOWED, True, SLOPED,
         )  # fmt: skip
     return m, sums, a
 
 
 @triton.jit
 def walk_seen(
-    q, other, m, sums, a, K, V, TABLE, first, end, d, kv_stride, scale, softcap, ROWS: tl.constexpr,
+    q, other, m, sums, a, K, V, TABLE, first, end, slope, d, kv_stride, scale, softcap, ROWS: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, REST: tl.constexpr,
-    CAPPED: tl.constexpr,
+    CAPPED: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
     """`walk` over keys that every row sees; `end` is a multiple of BLOCK, too."""
     for start in tl.range(first, end, BLOCK):
         m, sums, a = _block(
-            q, other, m, sums, a, K, V, TABLE, start, 0, d, kv_stride, scale, softcap, 0, ROWS,
-            PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED, False, False,
+            q, other, m, sums, a, K, V, TABLE, start, 0, slope, d, kv_stride, scale, softcap, 0, ROWS,
+            PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED, False, False, SLOPED,
         )  # fmt: skip
     return m, sums, a
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replaylens.kernels.attention import Workspace, checked_caches
+from replaylens.kernels.attention import Workspace, checked_caches, require_slopes
 from replaylens.kernels.launch import (
     KV_BLOCK,
     PAGE_SIZE,
@@ -30,6 +30,7 @@ from replaylens.kernels.softmax import (
     in_kernel_units,
     load_partial,
     load_queries,
+    load_slopes,
     merge,
     quotient,
     store_partial,
@@ -43,12 +44,12 @@ _PROGRAMS_EACH = 2
 
 @triton.jit(do_not_specialize=["window", "split", "max_splits", "stride_t"])
 def _split_kernel(
-    Q, K, V, OUT, PARTIAL, COUNT, TILES, SEQUENCE, POSITION, TABLES, SINKS,
+    Q, K, V, OUT, PARTIAL, COUNT, TILES, SEQUENCE, POSITION, TABLES, SINKS, SLOPES,
     stride_qr, stride_qh, kv_stride, head_stride, stride_or, stride_oh, stride_t,
     scale, softcap, window, split, max_splits,
     GROUP: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, ROWS: tl.constexpr, TILED: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, HAS_SINKS: tl.constexpr,
-    REST: tl.constexpr, REST_BLOCK: tl.constexpr,
+    REST: tl.constexpr, REST_BLOCK: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
     """One split of a tile: up to ROWS (row, query head) pairs of one sequence and one KV head. The last to finish merges."""
     tile, kv_head, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -78,7 +79,8 @@ def _split_kernel(
     m, sums, a = walk(
         q, other, m, sums, a, K + kv_head * head_stride, V + kv_head * head_stride,
         TABLES + tl.load(SEQUENCE + first_row).to(tl.int64) * stride_t, begin, tl.minimum(end, begin + split), position,
-        clear, d, kv_stride, scale, softcap, window, ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED, WINDOWED,
+        clear, load_slopes(SLOPES, head, valid, SLOPED, Q.dtype.element_ty == tl.float32), d, kv_stride, scale, softcap, window,
+        ROWS, PAGE, BLOCK, HEAD, HEAD_BLOCK, REST, CAPPED, WINDOWED, SLOPED,
     )  # fmt: skip
     l = tl.sum(sums, 1)
     write = count == 1
@@ -114,6 +116,7 @@ def split_attention(
     kv_block: int = KV_BLOCK,
     split: int | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """q [rows, heads, d_head], caches [slots, kv_heads, d_head] -> [rows, heads, d_head]; arguments as in `attention`.
 
@@ -125,6 +128,7 @@ def split_attention(
     require_shape("rows.sequence", rows.sequence, (num_rows,))
     if sinks is not None:
         require_shape("sinks", sinks, (heads,))
+    require_slopes(slopes, q)
     group, out = heads // kv_heads, torch.empty(num_rows, heads, d_head, dtype=q.dtype, device=q.device)
     if not num_rows:
         return out
@@ -145,11 +149,12 @@ def split_attention(
     scale, softcap = in_kernel_units(scale, softcap, q.dtype)
     _split_kernel[(num_tiles, kv_heads, splits)](
         q, k_cache, v_cache, out, space.partial, space.count, rows.tiles if rows.tiles is not None else rows.position,
-        rows.sequence, rows.position, rows.page_table, q if sinks is None else sinks,
+        rows.sequence, rows.position, rows.page_table, q if sinks is None else sinks, q if slopes is None else slopes,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), out.stride(0), out.stride(1),
         rows.page_table.stride(0), scale, softcap, window, split, splits,
         group, d_head, next_power_of_2(max(d_head, 16)), tile.rows, rows.tiles is not None,
         page_size, kv_block, softcap > 0, window > 0, sinks is not None, rest, next_power_of_2(max(rest, 16)),
+        slopes is not None,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out

@@ -47,15 +47,13 @@ BIGCODE = dict(
     vocab_size=97, n_embd=36, n_layer=2, n_head=6, n_positions=256, n_inner=52, bos_token_id=0, eos_token_id=0, pad_token_id=0
 )
 
-NEW_WIRINGS = ("cohere", "hunyuan", "olmo2", "arcee", "granite")
+NEW_WIRINGS = ("cohere", "hunyuan", "olmo2", "bloom", "mpt", "arcee", "granite", "lfm2", "qwen3-next", "mamba2", "bamba")
 """what the first families do not have and the kernels do: norms of each head or over all, norms after the rotation, no norm
-before a product, relu2, factors on stream and logits"""
+before a product, ALiBi, relu2, factors on stream and logits, recurrent layers"""
 LATENT_NAMES = ("deepseek-v2", "deepseek-v2-queries", "deepseek-v3", "deepseek-v3-plain", "minicpm3", "youtu")
 """models with latent attention and without mixtures"""
 BOTH_NAMES = ("deepseek-v2-lite", "deepseek-v2-groups", "deepseek-v3-groups", "deepseek-v3-sparse", "glm4-moe-lite")
 """models with both"""
-ON_CPU_ONLY = ("bloom", "bloom-eight", "mpt", "mpt-four")
-"""models with ALiBi and hybrids, which the kernels of a GPU do not have"""
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     # name: (config class, its fields). A second model of a family has a suffix
     "gemma": ("Gemma", dict(ONE_KV, head_dim=10, attention_bias=True)),

@@ -7,7 +7,7 @@ differently at every size.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -100,8 +100,6 @@ def _rows(questions: Sequence[Question], rows: int) -> tuple[list[Sampling], lis
 
 def require_supported(config: ModelConfig) -> None:
     """UnsupportedModel if the kernels cannot compute a model of this config."""
-    if config.slopes:
-        raise UnsupportedModel("ALiBi is not supported on CUDA: the kernel adds nothing to scores. Use device='cpu'.")
     if config.latent is not None and (config.latent.rank > MAX_VALUES or config.rotary_dim > MAX_REST):
         raise UnsupportedModel(
             f"Latents of {config.latent.rank} and rotated keys of {config.rotary_dim} dimensions are not supported on CUDA: "
@@ -516,8 +514,6 @@ class CanonicalCudaOps(HeadOps):
         return plain and can_fuse(self.cache.data.shape[-1], rotary.table)
 
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
-        if spec.slopes:
-            raise UnsupportedModel("ALiBi is not supported on CUDA: the kernel adds nothing to scores. Use device='cpu'.")
         if observe is not None:
             raise UnsupportedModel(
                 "Cannot capture attention patterns or scores on CUDA: the kernel never stores them. Use device='cpu'."
@@ -540,13 +536,22 @@ class CanonicalCudaOps(HeadOps):
         if self.cut_by is not None and q.dtype == torch.float32:
             _cut_on_host(out, q, keys, values, self.cut_by, spec, heads.sinks)
         elif self.cut_by is not None and (cut := cut_pairs(self.cut_by, spec, q.shape[1])) is not None:
-            cut_edges(out, q, keys, values, self.rows, cut, spec.scale, spec.softcap, spec.window, size, heads.sinks)
+            slopes = _slopes(spec.slopes, q.device)
+            cut_edges(out, q, keys, values, self.rows, cut, spec.scale, spec.softcap, spec.window, size, heads.sinks, slopes)
         return out
 
     def over_keys(self, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
         """The values of the visible keys, weighted: [rows, heads, width of values]."""
-        size = self.cache.pool.page_size
-        return attention(q, keys, values, self.rows, spec.scale, spec.softcap, spec.window, page_size=size, sinks=sinks)
+        size, slopes = self.cache.pool.page_size, _slopes(spec.slopes, q.device)
+        return attention(
+            q, keys, values, self.rows, spec.scale, spec.softcap, spec.window, page_size=size, sinks=sinks, slopes=slopes
+        )
+
+
+@cache
+def _slopes(slopes: tuple[float, ...], device: torch.device) -> Tensor | None:
+    """ALiBi's, once per device: a graph records their address."""
+    return torch.tensor(slopes, dtype=torch.float32, device=device) if slopes else None
 
 
 def _cut_on_host(
@@ -584,8 +589,9 @@ class FastCudaOps(FastHeadOps, CanonicalCudaOps):
     def over_keys(self, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
         if self.rows.shared is not None and not spec.window:  # reading shared keys once gains more than splits do
             return super().over_keys(q, keys, values, spec, sinks)
-        size = self.cache.pool.page_size
-        return split_attention(q, keys, values, self.rows, spec.scale, spec.softcap, spec.window, size, sinks=sinks)
+        size, slopes = self.cache.pool.page_size, _slopes(spec.slopes, q.device)
+        more = (spec.scale, spec.softcap, spec.window, size)
+        return split_attention(q, keys, values, self.rows, *more, sinks=sinks, slopes=slopes)
 
 
 def sharing_of(batch: Batch, pages: NDArray[np.int32], cache: KVCache) -> Sharing | None:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadEdit, BadRequest, KVCorruption, NoGradient, UnknownSite, UnsupportedModel
-from replaylens.engine.passes.cuda import require_supported
+from replaylens.engine.errors import BadEdit, BadRequest, KVCorruption, NoGradient, UnknownSite
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.serving.branch import Branch
 from tests.engine.passes.packed import relative, sequences
@@ -132,5 +131,3 @@ def test_what_hybrids_refuse() -> None:
         subject.prompt(TOKENS[:3]).state(1)
     with pytest.raises(BadRequest, match="at most 64"):
         Engine(decoder("qwen3-next"), page_size=128)
-    with pytest.raises(UnsupportedModel, match="Use device='cpu'"):
-        require_supported(subject.config)

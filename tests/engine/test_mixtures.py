@@ -79,7 +79,7 @@ def test_a_routing_that_looks_at_its_neighbours_is_found(model: Decoder, monkeyp
     assert not same_by_row(model)
 
 
-def test_sinks_and_latents_are_served_on_cuda_but_no_alibi() -> None:
+def test_which_models_the_kernels_have_room_for() -> None:
     from replaylens.engine.passes.cuda import require_supported  # imports triton: see tests/kernels/conftest.py
 
     require_supported(WIDE)
@@ -88,8 +88,7 @@ def test_sinks_and_latents_are_served_on_cuda_but_no_alibi() -> None:
     require_supported(replace(wide, latent=Latent(rank=512, d_value=8, query_rank=0)))
     with pytest.raises(UnsupportedModel, match="Latents of 513 and rotated keys of 4 dimensions are not supported on CUDA"):
         require_supported(wide)
-    with pytest.raises(UnsupportedModel, match="ALiBi is not supported on CUDA"):
-        require_supported(ModelConfig(2, 32, 4, 2, 8, 48, 61, 64, slopes=(0.5,) * 4))
+    require_supported(ModelConfig(2, 32, 4, 2, 8, 48, 61, 64, slopes=(0.5,) * 4))
 
 
 # ---- sites -----------------------------------------------------------------------------------------------------------------

@@ -74,24 +74,26 @@ def test_agrees_with_float64(case, softcap, window):
     case.close(got, want)
 
 
+@pytest.mark.parametrize("kind", ["sinks", "slopes"])
 @pytest.mark.parametrize("window", [0, 19])
-def test_sinks_take_part_in_the_softmax(case, same, window):
-    """In any schedule and beside any rows; a sink far below all scores changes nothing."""
+def test_sinks_and_slopes_take_part_in_the_softmax(case, same, window, kind):
+    """In any schedule and beside any rows; a sink far below all scores, or a slope of zero, changes nothing."""
     s, chosen = setting(case, lengths(case) if case.gpu else [37]), some(case)[: 12 if case.gpu else 3]
-    sinks = case.randn(4, seed=9)
-    got = s.attend(chosen, sinks=sinks, window=window)
+    given = case.randn(4, seed=9) if kind == "sinks" else case.randn(4, seed=9).float() / 8
+    got = s.attend(chosen, **{kind: given}, window=window)
     want = reference.attention(
         s.q[chosen].double(), s.k.double(), s.v.double(), s.rows.sequence[chosen], s.rows.position[chosen],
-        s.rows.page_table, PAGE, 0.3, window=window, sinks=sinks.double(),
+        s.rows.page_table, PAGE, 0.3, window=window, **{kind: given.double()},
     )  # fmt: skip
     case.close(got, want)
     for split in (True, False):
-        same(s.attend(chosen[:1], sinks=sinks, window=window, split=split), got[:1])
+        same(s.attend(chosen[:1], **{kind: given}, window=window, split=split), got[:1])
     rows = list(range(chosen[0] - 4, chosen[0] + 1))
-    same(s.attend(rows, per_tile=8, tile=AttentionTile(16, 4, 1), sinks=sinks, window=window)[-1:], got[:1])
+    same(s.attend(rows, per_tile=8, tile=AttentionTile(16, 4, 1), **{kind: given}, window=window)[-1:], got[:1])
     plain = s.attend(chosen, window=window)
-    assert not torch.equal(plain, got), "control: the sinks matter"
-    same(s.attend(chosen, sinks=torch.full_like(sinks, -1e4), window=window), plain)
+    assert not torch.equal(plain, got), "control: they matter"
+    none = torch.full_like(given, -1e4 if kind == "sinks" else 0.0)
+    same(s.attend(chosen, **{kind: none}, window=window), plain)
 
 
 @pytest.mark.gpu  # too many rows for the interpreter
@@ -212,6 +214,8 @@ def test_errors_say_what_is_wrong(case):
         attention(s.q, s.k, s.v, s.rows, 0.3, tile=AttentionTile(1, 4, 1))
     with pytest.raises(ValueError, match=r"sinks has shape \(3,\)"):
         attention(s.q, s.k, s.v, s.rows, 0.3, sinks=s.q[0, :3, 0])
+    with pytest.raises(ValueError, match=r"slopes is torch.float64 on"):
+        attention(s.q, s.k, s.v, s.rows, 0.3, slopes=s.q[0, :, 0].double())
     with pytest.raises(ValueError, match="It must then be its first columns, with one KV head"):
         attention(s.q, s.k, s.v[..., :9], s.rows, 0.3)
     with pytest.raises(ValueError, match="3 tiles do not fit into a plan of 2"):

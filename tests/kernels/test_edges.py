@@ -57,19 +57,22 @@ def test_agrees_with_float64_and_touches_no_other_pair(case, same, name, sets):
 
 
 @pytest.mark.parametrize(("width", "d_value"), [(19, 13), (276, 270)])
-def test_sinks_and_values_that_are_columns_of_keys(case, same, width, d_value):
+def test_sinks_slopes_and_values_that_are_columns_of_keys(case, same, width, d_value):
     q, k, _, rows, kinds = made(case, 40, heads=4, kv_heads=1, d_head=width)
-    v, sinks, chosen = k[..., :d_value], case.randn(4, seed=8), [(39, 0), (20, 3), (7, 2)]
+    v, chosen = k[..., :d_value], [(39, 0), (20, 3), (7, 2)]
+    more = dict(sinks=case.randn(4, seed=8) + 2.0, slopes=case.randn(4, seed=9).float() / 16)
     out = case.poison(40, 4, d_value)
-    cut_edges(out, q, k, v, rows, pairs(kinds, chosen, True), 0.3, page_size=PAGE, sinks=sinks)
+    cut_edges(out, q, k, v, rows, pairs(kinds, chosen, True), 0.3, page_size=PAGE, **more)
     wide = (q.double(), k.double(), v.double(), rows.sequence, rows.position, rows.page_table, PAGE, 0.3)
     cut = dict(hidden=(kinds & HIDDEN) != 0, replaced=weights(kinds).double())
-    truth = reference.attention(*wide, **cut, sinks=sinks.double())
+    truth = reference.attention(*wide, **cut, **{name: x.double() for name, x in more.items()})
     row, head = (list(each) for each in zip(*chosen, strict=True))
     case.close(out[row, head], truth[row, head], slack=4)
-    assert float((reference.attention(*wide, **cut) - truth)[row, head].abs().max()) > 0.01, "control: the sinks matter"
+    for name, x in more.items():
+        without = reference.attention(*wide, **cut, **{name: x.double()})
+        assert float((without - truth)[row, head].abs().max()) > 0.01, f"control: more than {name} matters"
     alone = case.poison(40, 4, d_value)
-    cut_edges(alone, q, k, v, rows, pairs(kinds, chosen[1:2], True), 0.3, page_size=PAGE, sinks=sinks)
+    cut_edges(alone, q, k, v, rows, pairs(kinds, chosen[1:2], True), 0.3, page_size=PAGE, **more)
     same(alone[20, 3], out[20, 3])
 
 

@@ -74,17 +74,18 @@ def test_functions(device: str, same: Same) -> None:
 
 
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("cap, window, sinks", [(0.0, 0, False), (5.0, 0, False), (0.0, 100, False), (5.0, 100, True)])
-def test_attention(device: str, cap: float, window: int, sinks: bool, split: bool, same: Same) -> None:
+@pytest.mark.parametrize("cap, window, more", [(0.0, 0, ""), (5.0, 0, "slopes"), (0.0, 100, "slopes"), (5.0, 100, "sinks")])
+def test_attention(device: str, cap: float, window: int, more: str, split: bool, same: Same) -> None:
     pages, position = torch.arange(44).flip(0)[None] + 1, torch.tensor([0, 5, 63, 64, 511, 512, 699])
     keys, values, q = numbers(5, 3, 720, 20), numbers(6, 3, 720, 20), numbers(7, 7, 6, 20)
-    given, order = numbers(10, 6) if sinks else None, torch.arange(7)
+    order, known = torch.arange(7), {"sinks": numbers(10, 6), "slopes": numbers(10, 6) / 64}
+    given = {more: known[more]} if more else {}
     theirs = HostRows(torch.zeros_like(order), position, pages.contiguous(), 16, order)
     rows = PagedRows(torch.zeros(7, dtype=torch.int32, device=device), position.int().to(device), pages.int().to(device))
     there = [x.transpose(0, 1).contiguous().to(device) for x in (keys, values)]
-    sink = None if given is None else given.to(device)
-    ours = attention(q.to(device), *there, rows, 20**-0.5, cap, window, sinks=sink, split=split)
-    same(ours.cpu(), attend(q, keys, values, theirs, 20**-0.5, cap, window, None, given))
+    on_device = {name: x.to(device) for name, x in given.items()}
+    ours = attention(q.to(device), *there, rows, 20**-0.5, cap, window, split=split, **on_device)
+    same(ours.cpu(), attend(q, keys, values, theirs, 20**-0.5, cap, window, given.get("slopes"), given.get("sinks")))
     table = numbers(11, 800, 2, 8)
     same(rotate(q.to(device), table.to(device), rows).cpu(), cpu.rotate_(q.clone(), table, position))
 

@@ -96,7 +96,7 @@ def test_trees_of_any_shape_have_the_bits_of_each_row_alone(case, same, split, s
 
 
 @pytest.mark.parametrize(("split", "latent"), [(True, True), pytest.param(False, True, marks=pytest.mark.slow), (True, False)])
-def test_sinks_and_latents_have_the_bits_of_each_row_alone(case, same, split, latent):
+def test_sinks_slopes_and_latents_have_the_bits_of_each_row_alone(case, same, split, latent):
     """A sink is merged after all keys, shared and own ones. Values that are columns of their keys; heads of two programs."""
     shape = dict(heads=6, kv_heads=1, d_head=13, rest=6) if latent else {}
     if latent and case.gpu:
@@ -107,9 +107,11 @@ def test_sinks_and_latents_have_the_bits_of_each_row_alone(case, same, split, la
     height = max(16, next_power_of_2(tree.group))
     tile = AttentionTile(height, 4, 1)
     schedule = dict(split=split, split_shared=split, tile=tile, shared_tile=tile)
-    alone = tree.attend(sinks=sinks)
-    same(tree.attend(tree.shared(height // tree.group), 0 if split else height // tree.group, sinks=sinks, **schedule), alone)
-    assert not torch.equal(tree.attend(), alone), "control: the sinks matter"
+    more = dict(sinks=sinks, slopes=case.randn(tree.q.shape[1], seed=6).float() / 64)
+    alone = tree.attend(**more)
+    same(tree.attend(tree.shared(height // tree.group), 0 if split else height // tree.group, **more, **schedule), alone)
+    assert not torch.equal(tree.attend(slopes=more["slopes"]), alone), "control: the sinks matter"
+    assert not torch.equal(tree.attend(sinks=sinks), alone), "control: the slopes matter"
 
 
 def test_a_missing_block_of_shared_keys_is_seen(case):

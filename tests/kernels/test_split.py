@@ -44,18 +44,18 @@ def test_agrees_with_float64_for_every_split(case, softcap, window, split):
 
 
 @pytest.mark.parametrize("rest", [0, 6])
-def test_sinks_and_values_that_are_columns_of_keys(case, rest):
+def test_sinks_slopes_and_values_that_are_columns_of_keys(case, rest):
     s = setting(case, lengths(case), heads=6, kv_heads=1 if rest else 2, d_head=13 + rest)
-    chosen, sinks, v = some(case)[:2], case.randn(6, seed=9), s.k[..., :13] if rest else s.v
+    chosen, v = some(case)[:2], s.k[..., :13] if rest else s.v
+    sinks, slopes = case.randn(6, seed=9), case.randn(6, seed=8).float() / 64
     want = reference.attention(
         s.q[chosen].double(), s.k.double(), v.double(), s.rows.sequence[chosen], s.rows.position[chosen],
-        s.rows.page_table, PAGE, 0.3, sinks=sinks.double(),
+        s.rows.page_table, PAGE, 0.3, sinks=sinks.double(), slopes=slopes.double(),
     )  # fmt: skip
     block = s.blocks.get("kv_block", 64)
     for split in (1, 100):
-        case.close(
-            split_attention(s.q[chosen], s.k, v, split_rows(s, chosen), 0.3, 0.0, 0, PAGE, block, split * block, sinks), want
-        )
+        sizes = (0.3, 0.0, 0, PAGE, block, split * block)
+        case.close(split_attention(s.q[chosen], s.k, v, split_rows(s, chosen), *sizes, sinks, slopes), want)
 
 
 def test_tiles_of_several_rows(case):
