@@ -279,6 +279,10 @@ class MixerConfig:
     """Mamba-2: the gate is applied before the norm"""
     beta_scale: float = 1.0
     """factor on a delta net's strengths of update; 2 allows negative eigenvalues"""
+    norm_eps: float = 0.0
+    """of the norm of a delta net's output; 0: as in the other norms"""
+    norms_before: bool = False
+    """layers with a mixer have norms before their parts, whatever the others have (OLMo-Hybrid)"""
 
     def __post_init__(self) -> None:
         if self.taps < 1 or self.channels < 1:
@@ -389,6 +393,9 @@ class ModelConfig:
     """per layer, its parts: "attn", "mixer" and "mlp", with spaces between. Empty: "attn mlp" everywhere"""
     attn_gate: bool = False
     """attention outputs are multiplied by a sigmoid of the row (Qwen3-Next)"""
+    factors: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    """factors that were multiplied into weights when they were loaded, by the fields of the source (Falcon-H1). Informative,
+    as `family`"""
 
     def __post_init__(self) -> None:
         for name in (
@@ -469,6 +476,11 @@ class ModelConfig:
         """Whether `layer` has this part."""
         return part in (self.parts[layer].split() if self.parts else ("attn", "mlp"))
 
+    def norms(self, layer: int) -> tuple[bool, bool]:
+        """Whether there are norms before, and after, the parts of `layer`."""
+        before = self.mixer is not None and self.mixer.norms_before and self.has("mixer", layer)
+        return self.pre_norms or before, self.post_norms and not before
+
     def layers_with(self, part: Part) -> list[int]:
         return [layer for layer in range(self.num_layers) if self.has(part, layer)]
 
@@ -518,6 +530,7 @@ class ModelConfig:
                 raw["mixture"] = MixtureConfig(**parts)
             if isinstance(raw.get("mixer"), dict):
                 raw["mixer"] = MixerConfig(**raw["mixer"])
+            raw["factors"] = tuple((name, tuple(each)) for name, each in raw.get("factors", ()))
             raw = _with_tuples(raw, "windows", "rotary_layers", "slopes", "parts")
             return cls(**raw)
         except (TypeError, KeyError) as e:

@@ -336,15 +336,16 @@ class Block(nn.Module):
         self.mixer_sites = site + "mixer.hook_out", norm_sites(site + "ln1_post")
         self.mlp_sites = site + "mlp.hook_out", norm_sites(site + "ln2_post")
         attends, recurs, thinks = (config.has(part, layer) for part in ("attn", "mixer", "mlp"))
-        self.ln1 = norm() if config.pre_norms and (attends or recurs) else None
+        before, after = config.norms(layer)
+        self.ln1 = norm() if before and (attends or recurs) else None
         kind = Attention if config.latent is None else LatentAttention
         self.attn: Attention | LatentAttention | None = kind(config, layer) if attends else None
         self.mixer = mixer_of(config, layer) if recurs else None
-        self.ln2 = norm() if config.pre_norms and not config.shared_norm and thinks else None
+        self.ln2 = norm() if before and not config.shared_norm and thinks else None
         sparse = config.sparse(layer)
         self.mlp: Mlp | Mixture | None = (Mixture if sparse else Mlp)(config, layer) if thinks else None
-        self.ln1_post = norm() if config.post_norms and (attends or recurs) else None
-        self.ln2_post = norm() if config.post_norms and thinks else None
+        self.ln1_post = norm() if after and (attends or recurs) else None
+        self.ln2_post = norm() if after and thinks else None
 
     @property
     def writers(self) -> list[tuple[Attention | LatentAttention | Mixer, tuple[str, NormSites]]]:

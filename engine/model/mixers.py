@@ -83,7 +83,7 @@ class DeltaNet(Mixer):
         self.a_log = nn.Parameter(torch.empty(m.heads, dtype=torch.float32))
         self.step_bias = nn.Parameter(torch.empty(m.heads, dtype=torch.float32))
         self.unit_norm = Norm(m.d_key, "rms", UNIT_EPS / m.d_key)  # its weights are ones: sqrt(d_key) times a unit vector
-        self.norm = Norm(m.d_value, "rms", config.norm_eps)
+        self.norm = Norm(m.d_value, "rms", m.norm_eps or config.norm_eps)
         self.o = Linear(self.values, config.d_model, m.bias)
 
     def forward(self, x: Tensor, rotary: Rotary | None, ops: Ops, tap: Tap | None) -> Tensor:

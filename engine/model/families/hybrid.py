@@ -9,10 +9,10 @@ from einops import rearrange
 from torch import Tensor
 
 from replaylens.engine.errors import UnsupportedModel
-from replaylens.engine.model.config import MixerConfig, MixtureConfig, ModelConfig, Routing
-from replaylens.engine.model.families.llama import BIASES, LLAMA, LLAMA_NAMES, PARTIAL, names_of, reads_of
+from replaylens.engine.model.config import MixerConfig, MixtureConfig, ModelConfig, Rope, Routing
+from replaylens.engine.model.families.llama import BIASES, LLAMA, LLAMA_NAMES, OLMO2, PARTIAL, names_of, reads_of
 from replaylens.engine.model.families.moe import COUNTS, GRANITEMOE, QWEN2_MOE, qwen2_mixture
-from replaylens.engine.model.family import Arrange, ExpertNames, Names, Raw, ReadField, rotary_width
+from replaylens.engine.model.family import Arrange, ExpertNames, Names, Raw, ReadField, main_rope, rotary_width
 
 ATTENTION, MIXER = "attn mlp", "mixer mlp"
 
@@ -31,6 +31,12 @@ def layers(**kinds: str) -> ReadField:
 def _taps(config: ModelConfig, x: Tensor) -> Tensor:
     """[channels, 1, taps] -> [taps, channels]"""
     return x[:, 0].T
+
+
+def by_group(config: ModelConfig, x: Tensor) -> Tensor:
+    """The weights of a norm of each group"""
+    assert config.mixer is not None
+    return x.view(config.mixer.norm_groups, -1) if config.mixer.norm_groups > 1 else x
 
 
 CONV: dict[str, Arrange] = {"mixer.conv.weight": _taps}
@@ -201,6 +207,44 @@ QWEN3_5_MOE = replace(
     QWEN3_5,
     reads=reads_of(QWEN3_5, mixture=_qwen3_5_mixture, d_mlp="moe_intermediate_size"),
     uses=QWEN3_5.uses | COUNTS,
+)
+
+# ---- OLMo-Hybrid ---------------------------------------------------------------------------------------------------------
+
+
+def _turns(raw: Raw) -> bool:
+    return (raw.get("rope_parameters") or {}).get("rope_theta") is not None
+
+
+def _olmo(raw: Raw) -> MixerConfig | None:
+    mixer, scale = _delta(raw), 2.0 if raw["linear_allow_neg_eigval"] else 1.0
+    return None if mixer is None else replace(mixer, beta_scale=scale, norm_eps=1e-5, norms_before=True)
+
+
+OLMO_HYBRID = replace(
+    OLMO2,
+    names=names_of(
+        OLMO2.names,
+        mixer__up=("linear_attn.q_proj", "linear_attn.k_proj", "linear_attn.v_proj", "linear_attn.g_proj"),
+        mixer__rates=("linear_attn.b_proj", "linear_attn.a_proj"),
+        mixer__a_log="linear_attn.A_log",
+        mixer__step_bias="linear_attn.dt_bias",
+        mixer__conv__weight="linear_attn.conv1d.weight",
+        mixer__unit_norm="",
+        mixer__norm="linear_attn.o_norm",
+        mixer__o="linear_attn.o_proj",
+    ),
+    reads=reads_of(
+        OLMO2,
+        rotary_dim=lambda raw: rotary_width(raw) if _turns(raw) else 0,
+        rope=lambda raw: main_rope(raw) if _turns(raw) else Rope(),
+        mixer=_olmo,
+        parts=layers(linear_attention=MIXER, full_attention=ATTENTION),
+    ),
+    uses=frozenset(f"linear_{name}" for name in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor")),
+    only={"hidden_act": ("silu",)},
+    arrange=CONV,
+    layer_types=True,
 )
 
 # ---- Mamba-2 and its hybrids ---------------------------------------------------------------------------------------------
@@ -402,6 +446,79 @@ NEMOTRON_H = replace(
     | COUNTS
     | {"expand", "residual_in_fp32", "chunk_size", "num_hidden_layers", "layer_types", "use_mamba_kernels"},
     only={"mamba_hidden_act": ("silu",), "moe_latent_size": (None,), "sliding_window": (None,)},
-    arrange={**CONV, "mixer.norm": lambda config, x: x.view(config.mixer.norm_groups, -1) if config.mixer else x},
+    arrange={**CONV, "mixer.norm": by_group},
     layer_types=True,
+)
+
+# ---- Falcon-H1 -----------------------------------------------------------------------------------------------------------
+# Attention and Mamba-2 in every layer. Factors on products are multiplied into their weights.
+
+_FACTORS = (
+    *("attention_in_multiplier", "attention_out_multiplier", "key_multiplier", "ssm_in_multiplier", "ssm_out_multiplier"),
+    *("ssm_multipliers", "mlp_multipliers"),
+)
+
+
+def _falcon(raw: Raw) -> MixerConfig:
+    groups = raw["mamba_n_groups"] if raw["mamba_rms_norm"] else 0
+    return replace(_mamba(raw), norm_groups=groups, gate_first=not raw["mamba_norm_before_gate"])
+
+
+def _factors(raw: Raw) -> tuple[tuple[str, tuple[float, ...]], ...]:
+    listed = {name: raw[name] if isinstance(raw[name], list | tuple) else (raw[name],) for name in _FACTORS}
+    return tuple((name, tuple(map(float, each))) for name, each in listed.items())
+
+
+def _times(x: Tensor, outputs: list[tuple[int, float]], inputs: float = 1.0) -> Tensor:
+    """A weight [outputs, inputs] or a bias [outputs], each part of the outputs times its factor; a weight also times that of
+    its inputs."""
+    factor = torch.cat([torch.full((count,), each, dtype=torch.float32) for count, each in outputs])
+    return x.float() * factor if x.dim() == 1 else x.float() * (factor * inputs)[:, None]
+
+
+def _falcon_up(config: ModelConfig, x: Tensor) -> Tensor:
+    by, m = dict(config.factors), config.mixer
+    assert m is not None
+    sizes = (m.heads * m.d_value,) * 2 + (m.key_heads * m.d_key,) * 2 + (m.heads,)  # gate, x, B, C, steps
+    return _times(x, list(zip(sizes, by["ssm_multipliers"], strict=True)), by["ssm_in_multiplier"][0])
+
+
+def _falcon_qkv(config: ModelConfig, x: Tensor) -> Tensor:
+    by, kv = dict(config.factors), config.num_kv_heads * config.d_head
+    parts = [(config.num_heads * config.d_head, 1.0), (kv, by["key_multiplier"][0]), (kv, 1.0)]
+    return _times(x, parts, by["attention_in_multiplier"][0])
+
+
+def _scaled(name: str, index: int = 0, gated: bool = False) -> Arrange:
+    """All outputs, or the first half of them, times a factor of the config."""
+
+    def arranged(config: ModelConfig, x: Tensor) -> Tensor:
+        factor, half = dict(config.factors)[name][index], len(x) // 2
+        return _times(x, [(half, factor), (half, 1.0)] if gated else [(len(x), factor)])
+
+    return arranged
+
+
+FALCON_H1 = replace(
+    BAMBA,
+    reads=reads_of(
+        BAMBA,
+        mixer=_falcon,
+        parts=lambda raw: ("mixer attn mlp",) * raw["num_hidden_layers"],
+        factors=_factors,
+        embed_scale="embedding_multiplier",
+        logit_scale="lm_head_multiplier",
+    ),
+    uses=frozenset({"mamba_expand", "mamba_d_ssm", "mamba_chunk_size", "layers_block_type"}),
+    same={"projectors_bias": "mamba_proj_bias"},
+    arrange={
+        **CONV,
+        "mixer.norm": by_group,
+        "mixer.up": _falcon_up,
+        "mixer.o": _scaled("ssm_out_multiplier"),
+        "attn.qkv": _falcon_qkv,
+        "attn.o": _scaled("attention_out_multiplier"),
+        "mlp.up": _scaled("mlp_multipliers", 0, gated=True),
+        "mlp.down": _scaled("mlp_multipliers", 1),
+    },
 )
