@@ -309,9 +309,10 @@ class CacheBlock:
     def __init__(self, block: Any) -> None:
         assert isinstance(block, Block)
         plain = lambda x: None if x is None else x.detach().cpu()  # noqa: E731
-        out = block.attn.o
-        by_head = rearrange(plain(out.weight), "(heads d_head) d_model -> heads d_head d_model", heads=block.attn.heads)
-        self.attn = SimpleNamespace(W_O=by_head, b_O=plain(out.bias))
+        self.attn = SimpleNamespace(b_O=None)
+        for part, _ in block.writers:  # a recurrent part of a hybrid counts as its attention
+            by_head = rearrange(plain(part.o.weight), "(heads d_head) d_model -> heads d_head d_model", heads=part.heads)
+            self.attn = SimpleNamespace(W_O=by_head, b_O=plain(part.o.bias))
         self.mlp = SimpleNamespace(b_out=None)  # experts have no weight or bias that all rows share
         if isinstance(block.mlp, Mlp):
             self.mlp = SimpleNamespace(W_out=block.mlp.down.weight.detach().cpu(), b_out=plain(block.mlp.down.bias))

@@ -371,7 +371,8 @@ def activate(x: Tensor, kind: str, gated: bool) -> Tensor:
     return out.view(*x.shape[:-1], width)
 
 
-_FUNCTIONS = ("exp", "tanh", "sigmoid", "log", "erf")
+_FUNCTIONS = ("exp", "tanh", "sigmoid", "log", "erf", "softplus")
+_TINY, _FAR = np.float32(2.0**-25), np.float32(20.0)
 
 
 @compiled("void(intp,intp,intp,intp,intp)")
@@ -389,13 +390,18 @@ def _apply(kind, x, out, first, end):
     elif kind == 3:
         for i in range(first, end):
             y[i] = log(v[i])
-    else:
+    elif kind == 4:
         for i in range(first, end):
             y[i] = erf(v[i])
+    else:
+        for i in range(first, end):
+            e = exp(v[i])
+            near = e if e < _TINY else np.float32(log64(1.0 + np.float64(e)))
+            y[i] = v[i] if v[i] > _FAR or v[i] != v[i] else near
 
 
 def apply(name: str, x: Tensor) -> Tensor:
-    """exp, tanh, sigmoid, log or erf of every number."""
+    """exp, tanh, sigmoid, log, erf or softplus of every number."""
     x = x.contiguous()
     require_rows(x)
     out, count = torch.empty(x.shape, dtype=torch.float32), x.numel()

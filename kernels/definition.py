@@ -10,6 +10,8 @@ Whoever computes these steps has these bits, on any machine. The rules:
 * A row is summed in 64 chains, element i in chain i mod 64, which are added by halves; a row above 4,096 elements is summed
   in spans of 4,096, whose sums are a chain.
 * Attention walks over keys in blocks of 64 from position 0 and in splits of 512; keys that a row does not see take no part.
+* A recurrent state is carried over chunks of 64 positions from position 0. A row follows from the state at the start of its
+  chunk and the rows of the chunk up to itself, so that it does not depend on how the path is cut into passes.
 * exp, tanh, erf, log, cos and sin are those of this page and of `kernels/portable.py`, never a library's. Division and square
   root are correctly rounded.
 
@@ -26,7 +28,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
 F = np.float32
-PARTS, LANES, SPAN, KV_BLOCK, KV_SPLIT = 8, 64, 4096, 64, 512
+PARTS, LANES, SPAN, KV_BLOCK, KV_SPLIT, CHUNK = 8, 64, 4096, 64, 512, 64
 
 
 def fma(a: Any, b: Any, c: Any) -> Floats:
@@ -134,6 +136,13 @@ def _log(x: float) -> np.float32:
         p = _fma64(p, s * s, 2.0 / odd)
     rest = _fma64(e, 1.9082149292705877e-10, s * _fma64(s * s, p, half))
     return F(_fma64(e, 0.6931471803691238, f - (half - rest)))
+
+
+def softplus(x: Any) -> Any:
+    """log(1 + exp(x)): x itself above 20, exp(x) where that is below 2^-25, else the sum and its logarithm in float64"""
+    x, y, far = np.asarray(x, F), exp(x), ~(np.asarray(x) <= 20)
+    near = np.vectorize(lambda each: _log(1.0 + float(each)), otypes=[F])(np.where(far, F(0), y))
+    return np.where(far, x, np.where(y < F(2**-25), y, near)).astype(F)
 
 
 def _fma64(a: float, b: float, c: float) -> float:
@@ -270,3 +279,65 @@ def _merged(one: Any, other: Any) -> Any:
     safe = F(0) if top == -np.inf else top
     x, y = exp(one[0] - safe), exp(other[0] - safe)
     return top, fma(other[1], y, one[1] * x), fma(other[2], y, one[2] * x)
+
+
+# ---- recurrences -----------------------------------------------------------------------------------------------------
+
+
+def short_conv(inputs: Floats, weight: Floats, bias: Floats | None = None) -> Floats:
+    """The last of inputs [n, channels], from position 0 on, with those before it: a chain over weight [taps, channels], whose
+    last row is that of the position itself. Positions below 0 take no part; the bias is added last."""
+    total = np.zeros(inputs.shape[1], F)
+    seen = inputs[-len(weight) :]
+    for w, x in zip(weight[len(weight) - len(seen) :], seen, strict=True):
+        total = fma(w, x, total)
+    return total if bias is None else total + bias
+
+
+def gated_delta(q: Floats, k: Floats, v: Floats, g: Floats, beta: Floats | None) -> tuple[Floats, Floats]:
+    """One head over all rows from position 0 on: q, k [n, d], v [n, width], log decays g [n], beta [n]. Also the last state.
+
+    S_t = exp(g_t) S_(t-1) + k_t u_t^T and o_t = S_t^T q_t, with u_t = beta_t (v_t - (exp(g_t) S_(t-1))^T k_t); without beta,
+    u_t = v_t, which is Mamba-2's recurrence (`ssd`).
+    """
+    state, u, out = np.zeros((k.shape[1], v.shape[1]), F), np.zeros_like(v), np.zeros_like(v)
+    for t in range(len(q)):
+        first, decay = t - t % CHUNK, decays(g[t - t % CHUNK : t + 1])
+        before, own = slice(first, t), slice(first, t + 1)
+        u[t] = v[t] if beta is None else beta[t] * (v[t] - _read(state, k[before], u[before], decay[:-1], k[t]))
+        out[t] = _read(state, k[own], u[own], decay, q[t])
+        if (t + 1) % CHUNK == 0 or t + 1 == len(q):
+            state = carried(state, k[own], u[own], decay)
+    return out, state
+
+
+def ssd(q: Floats, k: Floats, v: Floats, g: Floats) -> tuple[Floats, Floats]:
+    """Mamba-2's recurrence: q is C, k is B, v is dt x."""
+    return gated_delta(q, k, v, g, None)
+
+
+def decays(g: Floats) -> Any:
+    """What is left at the last row of g [n] of the state before the first, and of each row: exp of sums from the last back"""
+    sums = [F(0)]
+    for each in g[::-1]:
+        sums.append(sums[-1] + each)
+    return exp(np.array(sums[::-1]))
+
+
+def _read(start: Floats, k: Floats, u: Floats, decay: Floats, x: Floats) -> Any:
+    """x [d] times the state: that at the start, then the rows since, each with what is left of it"""
+    total: Any = np.zeros(start.shape[1], F)
+    for a, row in zip(x, start, strict=True):
+        total = fma(a, row, total)
+    total = total * decay[0]
+    for score, left, row in zip(_scores(x, k, None, 1.0, 0.0, 0.0), decay[1:], u, strict=True):
+        total = fma(score * left, row, total)
+    return total
+
+
+def carried(start: Floats, k: Floats, u: Floats, decay: Floats) -> Any:
+    """The state after rows k [n, d] and u [n, width]"""
+    total = start * decay[0]
+    for key, left, row in zip(k, decay[1:], u, strict=True):
+        total = fma((key * left)[:, None], row, total)
+    return total

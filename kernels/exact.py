@@ -94,6 +94,10 @@ def activate(x, KIND: tl.constexpr):
         return tanh(x)
     elif KIND == "sigmoid":
         return divided(tl.full(x.shape, 1.0, tl.float32), 1.0 + exp(-x))
+    elif KIND == "softplus":
+        y = exp(x)
+        near = tl.where(y < 2.9802322387695312e-08, y, log64(1.0 + y.to(tl.float64)).to(tl.float32))
+        return tl.where((x > 20.0) | (x != x), x, near)
     elif KIND == "relu2":
         above = tl.where(x < 0.0, 0.0, x)
         return above * above

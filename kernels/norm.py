@@ -177,7 +177,7 @@ def norm_scale(x: Tensor, eps: float = 1e-5, kind: str = "rms") -> Tensor:
 # has the values that the activation used.
 
 PLAIN = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
-FUNCTIONS = ("exp", "tanh", "sigmoid")
+FUNCTIONS = ("exp", "tanh", "sigmoid", "softplus")
 """of single numbers, in portable arithmetic: float32 only"""
 KINDS = (*PLAIN, "clamped_swiglu")
 _BLOCK = 1024

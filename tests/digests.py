@@ -21,7 +21,7 @@ import replaylens as rl
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.features.features import SparseFeatures
-from replaylens.engine.model.config import Latent, MixtureConfig, ModelConfig, Rope, Routing
+from replaylens.engine.model.config import Latent, MixerConfig, MixtureConfig, ModelConfig, Rope, Routing
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.proof.doctor import numbers
 from replaylens.engine.serving.branch import Branch
@@ -53,6 +53,9 @@ _MORE: dict[str, Any] = {
     "SmolLM2's shape": dict(
         num_layers=3, d_model=576, num_heads=9, num_kv_heads=3, d_head=64, d_mlp=1536, vocab_size=1000, rotary_dim=64
     ),
+    "gated convolutions": dict(mixer=MixerConfig("conv", 3, 40), parts=("mixer mlp", "attn mlp")),
+    "a gated delta net": dict(mixer=MixerConfig("delta", 4, 68, 4, 2, 7, 10), parts=("mixer mlp", "attn mlp"), attn_gate=True),
+    "Mamba-2": dict(mixer=MixerConfig("ssd", 4, 68, 4, 2, 7, 10, norm_groups=2), parts=("mixer", "mixer attn mlp")),
 }  # fmt: skip
 
 
@@ -70,7 +73,7 @@ def model_of(config: ModelConfig, seed: int = 1) -> Decoder:
         plain = numbers(seed * 1000 + i, *parameter.shape)
         if "norm" in name or ".ln" in name or name.startswith("ln"):
             plain = 1.0 + plain / 16
-        elif name == "embed":
+        elif name == "embed" or name.endswith(("a_log", "step_bias")):
             plain = plain / 8
         elif parameter.dim() > 1 and name != "pos_embed":
             plain = plain * 2.0 ** -round(np.log2(parameter.shape[-2]) / 2)
@@ -84,6 +87,9 @@ def digest_of(branches: list[Branch]) -> str:
     for branch in branches:
         found.update(np.array(branch.tokens, dtype="<i8").tobytes())
         found.update(branch.kv().cpu().contiguous().numpy().tobytes())
+        mixer = branch.engine.config.mixer
+        for layer in branch.engine.config.layers_with("mixer") if mixer is not None and mixer.heads else ():
+            found.update(np.ascontiguousarray(branch.state(layer).numpy()).tobytes())
         for site in sorted(branch.activations):
             found.update(site.encode())
             found.update(np.ascontiguousarray(branch.activations[site].cpu().numpy()).tobytes())

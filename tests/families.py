@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tests.mixtures import MIXTURES
-from tests.tiny_shapes import LATENT_MODELS, LONG, ONE_KV, SMALL, TWO_KV, TYPES, YARN, rope
+from tests.tiny_shapes import HYBRIDS, LATENT_MODELS, LONG, ONE_KV, SMALL, TWO_KV, TYPES, YARN, rope
 
 SHAPE = dict(
     vocab_size=97,
@@ -47,9 +47,9 @@ BIGCODE = dict(
     vocab_size=97, n_embd=36, n_layer=2, n_head=6, n_positions=256, n_inner=52, bos_token_id=0, eos_token_id=0, pad_token_id=0
 )
 
-NEW_WIRINGS = ("cohere", "hunyuan", "olmo2", "bloom", "mpt", "arcee", "granite")
+NEW_WIRINGS = ("cohere", "hunyuan", "olmo2", "bloom", "mpt", "arcee", "granite", "lfm2", "qwen3-next", "mamba2", "bamba")
 """what the first families do not have and the kernels do: norms of each head or over all, norms after the rotation, no norm
-before a product, ALiBi, relu2, factors on stream and logits"""
+before a product, ALiBi, relu2, factors on stream and logits, recurrent layers"""
 LATENT_NAMES = ("deepseek-v2", "deepseek-v2-queries", "deepseek-v3", "deepseek-v3-plain", "minicpm3", "youtu")
 """models with latent attention and without mixtures"""
 BOTH_NAMES = ("deepseek-v2-lite", "deepseek-v2-groups", "deepseek-v3-groups", "deepseek-v3-sparse", "glm4-moe-lite")
@@ -213,6 +213,7 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
         dict(FALCON, multi_query=False, parallel_attn=False, tie_word_embeddings=False, activation="gelu_pytorch_tanh"),
     ),
     **MIXTURES,
+    **HYBRIDS,
 }
 
 

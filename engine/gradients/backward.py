@@ -43,7 +43,10 @@ from replaylens.kernels import cpu as portable
 
 
 def needed_sites(config: ModelConfig) -> frozenset[str]:
-    """The sites whose values `Backward` reads: the inputs of everything that is not linear. NoGradient for sinks."""
+    """The sites whose values `Backward` reads: the inputs of everything that is not linear. NoGradient for sinks and
+    hybrids."""
+    if config.mixer is not None:
+        raise NoGradient("This model is a hybrid, and the backward pass of recurrent layers is not implemented. Use patching.")
     if config.sinks:
         raise NoGradient("This model has attention sinks, whose backward pass is not implemented. Use patching.")
     names = ["hook_in"]
@@ -157,6 +160,7 @@ class Backward:
     def _block(self, layer: int, g: Tensor) -> Tensor:
         """The gradient of the stream that leaves the block -> of the stream that enters it."""
         block: Block = self.model.blocks[layer]  # type: ignore[assignment]
+        assert block.attn is not None and block.mlp is not None  # hybrids are refused
         g = self._at(block.out_site, g)
         x = self._value(block.in_site)
         read = x if block.parallel else self._value(block.middle_site)
@@ -178,7 +182,7 @@ class Backward:
 
     def _written(self, g: Tensor, linear: Linear, post: Norm | None, block: Block) -> Tensor:
         """The gradient of the stream -> of the input of the product that is added to it."""
-        sites = block.attn_sites if linear is block.attn.o else block.mlp_sites
+        sites = block.attn_sites if any(linear is part.o for part, _ in block.writers) else block.mlp_sites
         return self.products.linear(self._added(g, post, sites, block), linear)
 
     def _added(self, g: Tensor, post: Norm | None, sites: tuple[str, NormSites], block: Block) -> Tensor:

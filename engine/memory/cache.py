@@ -11,6 +11,7 @@ from torch import Tensor
 from replaylens.engine.errors import BadRequest, KVCorruption
 from replaylens.engine.memory.pages import PageCopy, PagePool
 from replaylens.engine.model.config import ModelConfig
+from replaylens.kernels.definition import CHUNK
 
 _WORTH_SHARING = {"cpu": 1 << 20, "cuda": 16 << 20}
 _MIX = 0x5851F42D4C957F2D  # odd multiplier of a 64-bit congruential generator
@@ -22,6 +23,10 @@ class KVCache:
     The layout on a CPU is [layers, 2, kv_heads, slots, d_head]: a gather of slots gives each head a contiguous block. On CUDA,
     or wherever `kernels` run, it is [layers, 2, slots, kv_heads, d_head]: they read the entries of a page in place. With latent
     attention there is one vector per slot, [layers, 1, 1, slots, rank + rotary_dim], which is both key and value.
+
+    A hybrid has keys and values of its layers with attention only. Of the recurrent ones, `entries` holds what a position
+    leaves for later rows, [layers, slots, columns], and `states` the state after the position of a page that ends a chunk, if
+    one does: [layers, pages, heads, d_key, d_value]. So whoever shares or copies pages has their states.
 
     With `canary=True`, every slot also has a hash chained over (token, position, previous slot's hash) and a hash of its
     bytes. `check` recomputes both and reports the first slot that does not hold what its branch expects.
@@ -43,7 +48,19 @@ class KVCache:
         self.pool, self.num_heads = pool, config.num_heads
         self.value_width = width if config.latent is None else config.latent.rank
         """columns of a value"""
-        self.data = _zeros((config.num_layers, planes, *inner, width), dtype, device)
+        self.index = {layer: i for i, layer in enumerate(config.layers_with("attn"))}
+        """layer -> its place in `data`"""
+        self.data = _zeros((len(self.index), planes, *inner, width), dtype, device)
+        mixer, layers = config.mixer, config.layers_with("mixer")
+        if mixer is not None and pool.page_size > CHUNK:
+            raise BadRequest(
+                f"page_size={pool.page_size} is too large for a hybrid: a page holds one state at most. Give at most {CHUNK}."
+            )
+        self.mixer, self.mixed = mixer, {layer: i for i, layer in enumerate(layers)}
+        """recurrent layer -> its place in `entries` and `states`"""
+        states = (len(layers), pool.num_pages + 1, *(mixer.state_shape if mixer else ()))
+        self.entries = _zeros((len(layers), slots, mixer.columns[-1] if mixer else 0), torch.float32, device)
+        self.states = _zeros(states, torch.float32, device)  # in any dtype of the model: errors of a state add up
         self.worth_sharing = _WORTH_SHARING[device]
         """bytes of keys and values per layer that reading shared pages once must save, or every row reads its own; below,
         dividing the rows takes as long. Moves no bit"""
@@ -52,12 +69,13 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        return self.data.numel() * self.data.element_size()
+        return sum(x.numel() * x.element_size() for x in (self.data, self.entries, self.states))
 
     def planes(self, layer: int) -> tuple[Tensor, Tensor]:
         """The keys and values of all slots in place, [slots, kv_heads, width] each, as kernels read them. Latents, which are
         both, come twice: values are the first columns of keys."""
-        return self.data[layer, 0], self.data[layer, -1, ..., : self.value_width]
+        held = self.data[self.index[layer]]
+        return held[0], held[-1, ..., : self.value_width]
 
     def copy(self, copies: list[PageCopy]) -> None:
         """Make the page copies that `PagePool.reserve` returned. Mutates the cache."""
@@ -65,15 +83,22 @@ class KVCache:
         for copy in copies:
             source, target, n = copy.source * size, copy.target * size, copy.num_slots
             self.data.narrow(self.slot_dim, target, n).copy_(self.data.narrow(self.slot_dim, source, n))
+            self.entries[:, target : target + n] = self.entries[:, source : source + n]
+            if self.mixer is not None and (copy.first + n) // CHUNK > copy.first // CHUNK:  # the end of a chunk is among them
+                self.states[:, copy.target] = self.states[:, copy.source]
             if self.chain is not None:
                 for i in range(n):
                     self.chain[target + i] = self.chain[source + i]
                     self.digest[target + i] = self.digest[source + i]
 
     def rows(self, slots: list[int]) -> Tensor:
-        """A copy of the entries in `slots`: [rows, layers, *config.kv_shape]."""
+        """A copy of the keys and values in `slots`: [rows, layers, *config.kv_shape]."""
         index = torch.tensor(slots, dtype=torch.int64, device=self.data.device)
         return self.data.index_select(self.slot_dim, index).movedim(self.slot_dim, 0).contiguous()
+
+    def mixed_rows(self, slots: list[int]) -> Tensor:
+        """A copy of what recurrent layers hold in `slots`: [rows, layers, columns]."""
+        return self.entries[:, slots].movedim(1, 0).contiguous()
 
     def seal(self, tokens: list[int], slots: list[int], start: int) -> None:
         """Record what positions [start, len(tokens)) now hold. Mutates the canary; no-op without one."""
@@ -83,7 +108,7 @@ class KVCache:
         for position in range(start, len(tokens)):
             link = _next_link(link, tokens[position], position)
             self.chain[slots[position]] = link
-            self.digest[slots[position]] = self._bytes_digest(slots[position])
+            self.digest[slots[position]] = self._bytes_digest(slots[position], position)
 
     def check(self, tokens: list[int], slots: list[int]) -> None:
         """Raise KVCorruption unless the slots hold this path. No-op without a canary."""
@@ -97,15 +122,21 @@ class KVCache:
                     f"Slot {slot} (page {slot // self.pool.page_size}) does not hold position {position}, token {token} "
                     "of this path. A page-table entry, a rollback or a prefix entry is wrong."
                 )
-            if self.digest[slot] != self._bytes_digest(slot):
+            if self.digest[slot] != self._bytes_digest(slot, position):
                 raise KVCorruption(
                     f"The bytes of slot {slot} (page {slot // self.pool.page_size}), position {position}, token {token} "
                     "changed after they were committed."
                 )
 
-    def _bytes_digest(self, slot: int) -> bytes:
-        raw = self.data.select(self.slot_dim, slot).contiguous().view(-1).view(torch.uint8)
-        return hashlib.blake2b(raw.cpu().numpy().tobytes(), digest_size=8).digest()
+    def _bytes_digest(self, slot: int, position: int) -> bytes:
+        held = [self.data.select(self.slot_dim, slot)]
+        if self.mixer is not None:
+            held.append(self.entries[:, slot])
+            held += [self.states[:, slot // self.pool.page_size]] * ((position + 1) % CHUNK == 0)
+        found = hashlib.blake2b(digest_size=8)
+        for x in held:
+            found.update(x.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
+        return found.digest()
 
 
 def _next_link(previous: int, token: int, position: int) -> int:
@@ -114,7 +145,7 @@ def _next_link(previous: int, token: int, position: int) -> int:
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
     """Zeros. On a CPU they take memory only where something is written; `torch.zeros` writes all of them."""
-    if device != "cpu":
+    if device != "cpu" or not math.prod(shape):
         return torch.zeros(shape, dtype=dtype, device=device)
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):  # each head has slots of its own, so the first token would touch every huge page
@@ -124,7 +155,10 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
 
 def require_memory(config: ModelConfig, num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
     """Raise BadRequest if the KV of `num_tokens` tokens exceeds the total memory of the machine or device."""
-    wanted = num_tokens * config.num_layers * math.prod(config.kv_shape) * dtype.itemsize
+    floats = len(config.layers_with("attn")) * math.prod(config.kv_shape)
+    if (mixer := config.mixer) is not None:
+        floats += len(config.layers_with("mixer")) * (mixer.columns[-1] + math.prod(mixer.state_shape) // CHUNK)
+    wanted = num_tokens * floats * dtype.itemsize
     if device.type == "cuda":
         there = torch.cuda.get_device_properties(device).total_memory
     else:

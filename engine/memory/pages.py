@@ -224,6 +224,8 @@ class PageCopy:
     source: int
     target: int
     num_slots: int
+    first: int
+    """position of the pages' first slot"""
 
 
 def page_matrix(tables: Sequence[PageTable], shape: tuple[int, int] | None = None, rest: int = NULL_PAGE) -> NDArray[np.int32]:
@@ -288,7 +290,7 @@ class PagePool:
             self._refcounts[source] -= 1
             num_slots = self._num_carried(table.length, index, start, end)
             if num_slots:
-                copies.append(PageCopy(source, target, num_slots))
+                copies.append(PageCopy(source, target, num_slots, index * self.page_size))
         table.pages.extend(self._take() for _ in range(num_missing))
         table.length = max(table.length, end)
         return copies

@@ -49,6 +49,8 @@ class Routing:
     """a trained bias per expert, added to the scores for the choice alone (DeepSeek-V3)"""
     jitter: float = 0.0
     """sparsemixer: logits further below the chosen one than twice this part of it are left out"""
+    floor: float = 1e-20
+    """what is added to the sum of sigmoids that weights are divided by"""
 
     def __post_init__(self) -> None:
         if self.top < 1:
@@ -112,7 +114,7 @@ def weigh(logits: Tensor, chosen: Tensor, routing: Routing, by: Functions = TORC
     if routing.kind == "sigmoid":
         weights = by.sigmoid(logits.gather(-1, chosen))
         if routing.normalised:
-            weights = weights / (by.row_sums(weights) + 1e-20)
+            weights = weights / (by.row_sums(weights) + routing.floor)
     elif routing.normalised:
         exponents = _exponents(logits.gather(-1, chosen), by)
         weights = exponents / by.row_sums(exponents)
@@ -247,6 +249,68 @@ class MixtureConfig:
             raise BadConfig("shared_gate needs a shared expert: d_shared is 0.")
 
 
+MixerKind = Literal["conv", "delta", "ssd"]
+
+
+@dataclass(frozen=True)
+class MixerConfig:
+    """The recurrent layers of a hybrid: a short convolution, and in two kinds a state [d_key, d_value] of each head."""
+
+    kind: MixerKind
+    """"conv": a gated convolution (LFM2); "delta": a gated delta net (Qwen3-Next); "ssd": Mamba-2"""
+    taps: int
+    """positions that the convolution reads, the row's own included"""
+    channels: int
+    """width of what is convolved"""
+    heads: int = 0
+    key_heads: int = 0
+    """heads that share queries and keys have the same (Mamba-2: groups)"""
+    d_key: int = 0
+    d_value: int = 0
+    conv_bias: bool = False
+    bias: bool = False
+    """the products have biases"""
+    min_step: float = 0.0
+    max_step: float = 0.0
+    """bounds of Mamba-2's step sizes; 0: none above"""
+    norm_groups: int = 1
+    """parts of a Mamba-2 row that are normed on their own; 0: no norm"""
+    gate_first: bool = True
+    """Mamba-2: the gate is applied before the norm"""
+    beta_scale: float = 1.0
+    """factor on a delta net's strengths of update; 2 allows negative eigenvalues"""
+    norm_eps: float = 0.0
+    """of the norm of a delta net's output; 0: as in the other norms"""
+    norms_before: bool = False
+    """layers with a mixer have norms before their parts, whatever the others have (OLMo-Hybrid)"""
+
+    def __post_init__(self) -> None:
+        if self.taps < 1 or self.channels < 1:
+            raise BadConfig(f"A mixer needs taps and channels: {self.taps} and {self.channels}.")
+        sizes = self.heads, self.key_heads, self.d_key, self.d_value
+        if self.kind != "conv" and (min(sizes) < 1 or self.heads % self.key_heads):
+            raise BadConfig(f"Invalid heads of a mixer: {self}. Heads must be a multiple of key_heads; all sizes at least 1.")
+        if self.kind != "conv" and self.channels != 2 * self.key_heads * self.d_key + self.heads * self.d_value:
+            raise BadConfig(f"channels {self.channels} of a mixer are not those of its queries, keys and values: {self}.")
+        if self.norm_groups and self.heads * self.d_value % self.norm_groups:
+            raise BadConfig(f"{self.heads * self.d_value} values of a mixer do not divide into {self.norm_groups} groups.")
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Of one position's state; empty of a convolution."""
+        return self.heads, self.d_key, self.d_value
+
+    @property
+    def columns(self) -> tuple[int, int, int, int]:
+        """What the cache holds of a position: inputs of the convolution, keys, updates and log decays. Where each ends."""
+        keys = self.channels + self.key_heads * self.d_key
+        updates = keys + self.heads * self.d_value
+        return self.channels, keys, updates, updates + self.heads
+
+
+Part = Literal["attn", "mixer", "mlp"]
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Shapes and arithmetic of a decoder. Immutable; checked at construction."""
@@ -323,6 +387,15 @@ class ModelConfig:
     """each head has a trained score that takes part in its softmax and belongs to no key (GPT-OSS)"""
     revision: str = ""
     """name@commit on the Hugging Face hub; empty: from elsewhere. Informative, as `family`"""
+    mixer: MixerConfig | None = None
+    """the recurrent layers of a hybrid; None: it has none"""
+    parts: tuple[str, ...] = ()
+    """per layer, its parts: "attn", "mixer" and "mlp", with spaces between. Empty: "attn mlp" everywhere"""
+    attn_gate: bool = False
+    """attention outputs are multiplied by a sigmoid of the row (Qwen3-Next)"""
+    factors: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    """factors that were multiplied into weights when they were loaded, by the fields of the source (Falcon-H1). Informative,
+    as `family`"""
 
     def __post_init__(self) -> None:
         for name in (
@@ -341,7 +414,7 @@ class ModelConfig:
             raise BadConfig(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}.")
         if self.rotary_dim % 2 or self.rotary_dim > self.d_head:
             raise BadConfig(f"rotary_dim {self.rotary_dim} must be even and at most d_head {self.d_head}.")
-        for name in ("windows", "rotary_layers"):
+        for name in ("windows", "rotary_layers", "parts"):
             if (given := getattr(self, name)) and len(given) != self.num_layers:
                 raise BadConfig(f"{name} has {len(given)} entries for {self.num_layers} layers.")
         if self.mixture is not None and self.mixture.layers and len(self.mixture.layers) != self.num_layers:
@@ -356,14 +429,16 @@ class ModelConfig:
             raise BadConfig(f"residual_scale {self.residual_scale} with post_norms is not supported.")
         if self.latent is not None:
             self._check_latent()
+        if (self.mixer is not None) != any(self.has("mixer", layer) for layer in range(self.num_layers)):
+            raise BadConfig(f"The layers {self.parts} do not fit the mixer {self.mixer}.")
 
     def _check_latent(self) -> None:
         if self.num_kv_heads != self.num_heads:
             raise BadConfig(f"Latent attention needs as many key heads as heads, not {self.num_kv_heads} of {self.num_heads}.")
         if not 0 < self.rotary_dim < self.d_head or self.rotary_layers:
             raise BadConfig(f"Latent attention rotates part of every head, not {self.rotary_dim} of {self.d_head} dimensions.")
-        if self.qk_norm or self.clip_qkv or self.slopes or self.sinks:
-            raise BadConfig("Latent attention with qk_norm, clip_qkv, slopes or sinks is not supported.")
+        if self.qk_norm or self.clip_qkv or self.slopes or self.sinks or self.attn_gate:
+            raise BadConfig("Latent attention with qk_norm, clip_qkv, slopes, sinks or attn_gate is not supported.")
 
     @property
     def scale(self) -> float:
@@ -397,6 +472,18 @@ class ModelConfig:
         """The number of positions that a row of `layer` sees, including its own; 0: all."""
         return self.windows[layer] if self.windows else 0
 
+    def has(self, part: Part, layer: int) -> bool:
+        """Whether `layer` has this part."""
+        return part in (self.parts[layer].split() if self.parts else ("attn", "mlp"))
+
+    def norms(self, layer: int) -> tuple[bool, bool]:
+        """Whether there are norms before, and after, the parts of `layer`."""
+        before = self.mixer is not None and self.mixer.norms_before and self.has("mixer", layer)
+        return self.pre_norms or before, self.post_norms and not before
+
+    def layers_with(self, part: Part) -> list[int]:
+        return [layer for layer in range(self.num_layers) if self.has(part, layer)]
+
     def sparse(self, layer: int) -> bool:
         """Whether `layer` has a mixture of experts in the place of its MLP."""
         return self.mixture is not None and (self.mixture.layers[layer] if self.mixture.layers else True)
@@ -418,6 +505,8 @@ class ModelConfig:
         for name in ("rope", "local_rope"):
             if (rope := getattr(self, name)) is not None:
                 raw[name] = _without_defaults(rope, raw[name])
+        if self.mixture is not None and self.mixture.routing.floor == Routing.floor:
+            del raw["mixture"]["routing"]["floor"]
         return json.dumps(raw, sort_keys=True, indent=1)
 
     @classmethod
@@ -439,7 +528,10 @@ class ModelConfig:
             if isinstance(mixture := raw.get("mixture"), dict):
                 parts = {**_with_tuples(mixture, "layers"), "routing": Routing(**mixture["routing"])}
                 raw["mixture"] = MixtureConfig(**parts)
-            raw = _with_tuples(raw, "windows", "rotary_layers", "slopes")
+            if isinstance(raw.get("mixer"), dict):
+                raw["mixer"] = MixerConfig(**raw["mixer"])
+            raw["factors"] = tuple((name, tuple(each)) for name, each in raw.get("factors", ()))
+            raw = _with_tuples(raw, "windows", "rotary_layers", "slopes", "parts")
             return cls(**raw)
         except (TypeError, KeyError) as e:
             raise BadConfig(f"The model config is incomplete or malformed: {e}.") from None

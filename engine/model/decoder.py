@@ -20,6 +20,7 @@ from replaylens.engine.model.layers import (
     refuse_change,
     rotary_table,
 )
+from replaylens.engine.model.mixers import Mixer, mixer_of
 from replaylens.engine.model.ops import AttentionSpec, Heads, Ops, RowOps, Tap, observer, tapped, wanted
 
 # ---- latent ----------------------------------------------------------------------------------------------------------
@@ -224,7 +225,9 @@ class Attention(nn.Module):
         self.pattern_site, self.scores_site = site + "hook_pattern", site + "hook_attn_scores"
         self.z_site = site + "o.hook_in"
         self.spec = AttentionSpec.of(config, layer)
-        self.qkv = Linear(config.d_model, (heads + 2 * kv_heads) * width, config.qkv_bias)
+        self.gate_site, self.gated = site + "hook_gate", config.attn_gate
+        gates = heads if config.attn_gate else 0
+        self.qkv = Linear(config.d_model, (heads + 2 * kv_heads + gates) * width, config.qkv_bias)
         self.o = Linear(heads * width, config.d_model, config.out_bias)
         self.q_norm = _qk_norm(config, heads) if config.qk_norm else None
         self.k_norm = _qk_norm(config, kv_heads) if config.qk_norm else None
@@ -234,7 +237,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotary: Rotary | None, ops: Ops, tap: Tap | None) -> Tensor:
         """x [rows, d_model], normed -> the heads' outputs, [rows, heads * d_head]"""
-        qkv = ops.linear(x, self.qkv).view(len(x), -1, self.width)  # [rows, heads + 2 kv_heads, d_head]
+        qkv = ops.linear(x, self.qkv).view(len(x), -1, self.width)  # [rows, heads + 2 kv_heads (+ heads), d_head]
+        gate = tapped(tap, self.gate_site, qkv[:, -self.heads :]) if self.gated else None
+        qkv = qkv if gate is None else qkv[:, : -self.heads]
         if self.clip and self.q_norm is None:
             qkv = self._clipped(qkv)
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
@@ -256,6 +261,7 @@ class Attention(nn.Module):
             q, k = tapped(tap, self.normed_q_site, q), tapped(tap, self.normed_k_site, k)
         observe = observer(tap, self.pattern_site, self.scores_site)
         z = ops.attend(Heads(q, k, v, rotary, joined, self.sinks, norms), self.spec, observe)
+        z = z if gate is None else z * ops.sigmoid(gate)
         return tapped(tap, self.z_site, z).reshape(x.shape[0], -1)
 
     def _clipped(self, x: Tensor) -> Tensor:
@@ -316,7 +322,8 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: the outputs of attention and MLP are added to the residual stream."""
+    """One layer: the outputs of attention and MLP are added to the residual stream. A hybrid's layers may have a recurrent part
+    (`mixer`) in the place of an attention or beside it, or may lack a part."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -326,29 +333,47 @@ class Block(nn.Module):
         self.in_site, self.middle_site, self.out_site = site + "hook_in", site + "ln2.hook_in", site + "hook_out"
         self.ln1_sites, self.ln2_sites = norm_sites(site + "ln1"), norm_sites(site + "ln2")
         self.attn_sites = site + "attn.hook_out", norm_sites(site + "ln1_post")
+        self.mixer_sites = site + "mixer.hook_out", norm_sites(site + "ln1_post")
         self.mlp_sites = site + "mlp.hook_out", norm_sites(site + "ln2_post")
-        self.ln1 = norm() if config.pre_norms else None
-        self.attn = Attention(config, layer) if config.latent is None else LatentAttention(config, layer)
-        self.ln2 = norm() if config.pre_norms and not config.shared_norm else None
-        self.mlp: Mlp | Mixture = Mixture(config, layer) if config.sparse(layer) else Mlp(config, layer)
-        self.ln1_post = norm() if config.post_norms else None
-        self.ln2_post = norm() if config.post_norms else None
+        attends, recurs, thinks = (config.has(part, layer) for part in ("attn", "mixer", "mlp"))
+        before, after = config.norms(layer)
+        self.ln1 = norm() if before and (attends or recurs) else None
+        kind = Attention if config.latent is None else LatentAttention
+        self.attn: Attention | LatentAttention | None = kind(config, layer) if attends else None
+        self.mixer = mixer_of(config, layer) if recurs else None
+        self.ln2 = norm() if before and not config.shared_norm and thinks else None
+        sparse = config.sparse(layer)
+        self.mlp: Mlp | Mixture | None = (Mixture if sparse else Mlp)(config, layer) if thinks else None
+        self.ln1_post = norm() if after and (attends or recurs) else None
+        self.ln2_post = norm() if after and thinks else None
+
+    @property
+    def writers(self) -> list[tuple[Attention | LatentAttention | Mixer, tuple[str, NormSites]]]:
+        """The parts that read other positions, in the order in which they write to the stream, with the sites of what they
+        write."""
+        parts = (self.mixer, self.mixer_sites), (self.attn, self.attn_sites)
+        return [(part, sites) for part, sites in parts if part is not None]
 
     @property
     def late_sites(self) -> tuple[str, ...]:
         """The sites after attention, where a row no longer depends on others."""
         (attn, attn_norm), (mlp, mlp_norm) = self.attn_sites, self.mlp_sites
-        own = (attn, *attn_norm, self.middle_site, *self.ln2_sites, *self.mlp.own_sites)
+        within = () if self.mlp is None else self.mlp.own_sites
+        own = (attn, self.mixer_sites[0], *attn_norm, self.middle_site, *self.ln2_sites, *within)
         return (*own, mlp, *mlp_norm, self.out_site)
 
     def forward(self, x: Tensor, rotary: Rotary | None, ops: Ops, tap: Tap | None, rows: Tensor | None = None) -> Tensor:
         """rows  the only rows to compute after attention; None: all. The tap must not want `late_sites` then"""
         x = tapped(tap, self.in_site, x)
         read = x if self.ln1 is None else normed(x, self.ln1, self.ln1_sites, ops, tap)
-        z = self.attn(read, rotary, ops, tap)
+        wrote = [(part(read, rotary, ops, tap), part.o, sites) for part, sites in self.writers]
         if rows is not None:
-            x, z, read = x[rows], z[rows], read[rows]
-        middle = self._write(x, z, self.attn.o, self.ln1_post, self.attn_sites, ops, tap)
+            x, read, wrote = x[rows], read[rows], [(z[rows], o, sites) for z, o, sites in wrote]
+        middle = x
+        for z, o, sites in wrote:
+            middle = self._write(middle, z, o, self.ln1_post, sites, ops, tap)
+        if self.mlp is None:
+            return tapped(tap, self.out_site, middle)
         if not self.parallel:
             middle = x = read = tapped(tap, self.middle_site, middle)
         if self.ln2 is not None:  # None: the MLP reads what attention reads, or the stream itself
@@ -544,6 +569,6 @@ class Decoder(Packable):
             elif ".ln" in name or "_norm" in name or name.startswith("ln_final"):
                 parameter.fill_(1.0)
             else:
-                spread = 0.02 / math.sqrt(writes) if name.endswith(("attn.o.weight", "down.weight", "experts.down")) else 0.02
+                spread = 0.02 / math.sqrt(writes) if name.endswith((".o.weight", "down.weight", "experts.down")) else 0.02
                 parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * spread)
         return self

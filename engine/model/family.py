@@ -167,6 +167,8 @@ class Family:
     """`rope_parameters` may hold one rotary embedding for each kind of layer"""
     norm_offset: float = 0.0
     """what is added to stored norm weights"""
+    plain_norms: frozenset[str] = frozenset()
+    """norms of a block to whose weights nothing is added"""
     arrange: Mapping[str, Arrange] = field(default_factory=dict)
     """our module -> how its source tensor is rearranged"""
     renamed: Callable[[ModelConfig], Mapping[str, str]] = lambda config: {}
@@ -221,7 +223,7 @@ class Family:
                 part, _, end = name.rpartition(".")
                 module = block.get_submodule(part)
                 if not isinstance(module, Linear | HeadLinear | Norm):
-                    out[f"blocks.{layer}.{name}"] = self._single(block, name, begin, get)
+                    out[f"blocks.{layer}.{name}"] = self._single(config, block, name, begin, get)
                     continue
                 theirs = parts[part]
                 if isinstance(module, Linear | HeadLinear):
@@ -229,7 +231,7 @@ class Family:
                     x = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
                 else:
                     assert isinstance(theirs, str)  # norms are not joined
-                    x = self._norm(theirs and begin + theirs, end, like, get)
+                    x = self._norm(theirs and begin + theirs, end, like, get, part in self.plain_norms)
                 if part in self.arrange:
                     x = self.arrange[part](config, x)
                 is_weight = isinstance(module, Linear) and end == "weight"
@@ -244,7 +246,7 @@ class Family:
         layer = lambda name: int(found[1]) if (found := later.match(name)) else -1  # noqa: E731
         return [name for name in unread if layer(name) < num_layers]
 
-    def _single(self, block: Block, name: str, begin: str, get: Get) -> Tensor:
+    def _single(self, config: ModelConfig, block: Block, name: str, begin: str, get: Get) -> Tensor:
         """A parameter that is neither of a product nor of a norm."""
         part, _, end = name.rpartition(".")
         module = block.get_submodule(part)
@@ -253,9 +255,10 @@ class Family:
             return self.names.experts.read(end, len(module.up), begin, get)
         theirs = self.names.parts[name]
         assert isinstance(theirs, str)  # it is not joined
-        return get(begin + theirs)
+        x = get(begin + theirs)
+        return x if name not in self.arrange else self.arrange[name](config, x)
 
-    def _norm(self, theirs: str, end: str, like: Tensor, get: Get) -> Tensor:
+    def _norm(self, theirs: str, end: str, like: Tensor, get: Get, plain: bool = False) -> Tensor:
         """The weights or biases of a norm, of the shape of `like`."""
         if not theirs:
             return (
@@ -263,7 +266,7 @@ class Family:
             )
         each = [theirs.format(head) for head in range(len(like))] if "{}" in theirs else [theirs]
         x = get(f"{theirs}.{end}") if each == [theirs] else torch.stack([get(f"{name}.{end}") for name in each])
-        return self.norm_offset + x.float() if self.norm_offset and end == "weight" else x
+        return self.norm_offset + x.float() if self.norm_offset and end == "weight" and not plain else x
 
 
 def activation(name: str) -> Activation:

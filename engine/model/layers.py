@@ -199,6 +199,17 @@ class HeadLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(heads, inputs, outputs, dtype=torch.float32))
 
 
+class Conv(nn.Module):
+    """The weights of a short convolution, of each channel on its own."""
+
+    bias: Tensor | None
+
+    def __init__(self, taps: int, channels: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(taps, channels, dtype=torch.float32))
+        self.bias = nn.Parameter(torch.empty(channels, dtype=torch.float32)) if bias else None
+
+
 class Norm(nn.Module):
     """The weights of an RMSNorm or LayerNorm over the last dimension."""
 

@@ -24,7 +24,7 @@ from replaylens.engine.model.config import (
     sigmoid,
     weigh,
 )
-from replaylens.engine.model.layers import Experts, Linear, Norm, Rotary, expert_products
+from replaylens.engine.model.layers import Conv, Experts, Linear, Norm, Rotary, expert_products
 
 if TYPE_CHECKING:
     from replaylens.kernels.cpu import Panels
@@ -84,6 +84,25 @@ class Heads:
     """[heads]: scores that take part in the softmax and belong to no key; None: none"""
     norms: tuple[Norm, Norm] | None = None
     """of each head of q and k, to apply before the rotation; only if the ops `norm_heads`. None: none, or already applied"""
+
+
+@dataclass(frozen=True, eq=False)
+class Recurrence:
+    """The inputs of a recurrence with a state per head: S_t = exp(decay_t) S_(t-1) + k_t u_t^T, read by q_t.
+
+    u_t is strength_t (v_t - (exp(decay_t) S_(t-1))^T k_t) with strengths, the delta rule, and v_t without them.
+    """
+
+    q: Tensor
+    """[rows, key_heads, d_key]"""
+    k: Tensor
+    """likewise"""
+    v: Tensor
+    """[rows, heads, d_value]"""
+    decay: Tensor
+    """[rows, heads]: its logarithm"""
+    strength: Tensor | None = None
+    """[rows, heads]"""
 
 
 class RowOps(Protocol):
@@ -192,6 +211,25 @@ class Ops(RowOps, Protocol):
         """
         ...
 
+    def exp(self, x: Tensor) -> Tensor:
+        """of every number"""
+        ...
+
+    def softplus(self, x: Tensor) -> Tensor:
+        """log(1 + exp(x)) of every number"""
+        ...
+
+    def short_conv(self, x: Tensor, conv: Conv, layer: int) -> Tensor:
+        """The convolution of x [rows, channels] with the inputs of the positions before each row, which a cache keeps."""
+        ...
+
+    def recur(self, given: Recurrence, layer: int, observe: Callable[[Tensor], object] | None = None) -> Tensor:
+        """What each row reads from the state after it: [rows, heads, d_value].
+
+        Ops with a cache keep what later rows need. `observe`, if given, is shown the states: [rows, heads, d_key, d_value].
+        """
+        ...
+
 
 # ---- tap -------------------------------------------------------------------------------------------------------------
 # `Tap`: who sees, and may replace, the values at the sites of a pass.
@@ -285,6 +323,12 @@ class TorchOps:
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return sigmoid(x)
+
+    def exp(self, x: Tensor) -> Tensor:
+        return x.exp()
+
+    def softplus(self, x: Tensor) -> Tensor:
+        return F.softplus(x)
 
     def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
         return residual + self.linear(x, linear)
@@ -398,6 +442,27 @@ class SequenceOps(TorchOps):
         else:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.scale)
         return out.transpose(1, 2).reshape(rows, heads, d_head)
+
+    def short_conv(self, x: Tensor, conv: Conv, layer: int) -> Tensor:
+        taps = len(conv.weight)
+        seen = [F.pad(each, (0, 0, taps - 1, 0)).unfold(0, taps, 1) for each in x.split(self.lengths)]  # [rows, channels, taps]
+        out = (torch.cat(seen) * conv.weight.t()).sum(-1)
+        return out if conv.bias is None else out + conv.bias
+
+    def recur(self, given: Recurrence, layer: int, observe: Callable[[Tensor], object] | None = None) -> Tensor:
+        group = given.v.shape[1] // given.q.shape[1]
+        q, k = given.q.repeat_interleave(group, dim=1), given.k.repeat_interleave(group, dim=1)
+        starts = {sum(self.lengths[:i]) for i in range(len(self.lengths))}
+        states: list[Tensor] = []
+        for t in range(len(q)):
+            before = q.new_zeros(*k.shape[1:], given.v.shape[2]) if t in starts else states[-1]  # [heads, d_key, d_value]
+            left, u = given.decay[t].exp()[:, None, None] * before, given.v[t]
+            if given.strength is not None:
+                u = given.strength[t][:, None] * (u - (k[t][..., None] * left).sum(1))
+            states.append(left + k[t][..., None] * u[:, None])
+        if observe is not None:
+            observe(torch.stack(states))
+        return torch.stack([(q[t][..., None] * state).sum(1) for t, state in enumerate(states)])
 
 
 def visible(positions: Tensor, num_keys: int, window: int) -> Tensor:

@@ -23,6 +23,18 @@ LAYER_SITES: dict[str, tuple[str, str | None]] = {
     "ln1.hook_scale": ("one", None),
     "ln1.hook_normalized": ("d_model", None),
     "ln1.hook_out": ("d_model", None),
+    "mixer.conv.hook_in": ("channels", None),
+    "mixer.conv.hook_out": ("channels", "conv.conv.hook_out mixer.conv1d.hook_out"),
+    "mixer.hook_gate": ("gate", "linear_attn.hook_gate_input"),
+    "mixer.hook_q": ("key_heads d_key", None),
+    "mixer.hook_k": ("key_heads d_key", None),
+    "mixer.hook_v": ("value_heads d_read", None),
+    "mixer.hook_log_decay": ("value_heads", "linear_attn.hook_log_decay"),
+    "mixer.hook_beta": ("value_heads", "linear_attn.hook_beta"),
+    "mixer.hook_state": ("value_heads d_key d_read", "linear_attn.hook_ssm_state"),
+    "mixer.hook_read": ("value_heads d_read", "linear_attn.hook_recurrence_out"),
+    "mixer.o.hook_in": ("gate", None),
+    "mixer.hook_out": ("d_model", "hook_attn_out linear_attn.hook_out"),
     "attn.q.hook_out": ("heads d_head", "attn.hook_q"),
     "attn.k.hook_out": ("kv_heads d_head", "attn.hook_k"),
     "attn.v.hook_out": ("kv_heads d_head", "attn.hook_v"),
@@ -39,6 +51,7 @@ LAYER_SITES: dict[str, tuple[str, str | None]] = {
     "attn.hook_v": ("kv_heads d_value", None),
     "attn.hook_attn_scores": ("heads keys", None),
     "attn.hook_pattern": ("heads keys", None),
+    "attn.hook_gate": ("heads d_head", None),
     "attn.o.hook_in": ("heads d_value", "attn.hook_z"),
     "attn.hook_out": ("d_model", "hook_attn_out"),
     "ln1_post.hook_scale": ("one", None),
@@ -70,6 +83,10 @@ _MIXTURE: dict[str, tuple[str, str | None]] = {
     "mlp.shared_expert.hook_out": ("d_model", "mlp.shared_experts.hook_out"),
     "mlp.shared_expert_gate.hook_out": ("one", None),
 }
+STATE = "mixer.hook_state"
+"""the end of names of sites with recurrent states"""
+_STATEFUL = ("q", "k", "v", "log_decay", "state", "read")
+"""sites of recurrent layers that have a state"""
 CHOICE_SITE, WEIGHTS_SITE = "mlp.gate.hook_choice", "mlp.gate.hook_expert_weights"
 """where edits force, forbid and reweight experts"""
 BY_SLOT = ("mlp.experts.hook_expert_post", "mlp.experts.hook_expert_out")
@@ -109,6 +126,8 @@ SAME_VALUES = {
     "attn.kv_a_layernorm.hook_out": ("attn.hook_kv_latent", True),
     "attn.kv_b_proj.hook_in": ("attn.hook_kv_latent", True),
     "attn.o.hook_out": ("attn.hook_out", True),
+    "mixer.hook_in": ("ln1.hook_out", True),
+    "mixer.o.hook_out": ("mixer.hook_out", True),
     "ln1_post.hook_in": ("attn.hook_out", True),
     "mlp.hook_in": ("ln2.hook_out", True),
     "mlp.in.hook_in": ("ln2.hook_out", False),
@@ -259,21 +278,27 @@ class SiteTable:
         return "hook_in" if norm == "ln1.hook_out" or self.config.parallel_residual else "ln2.hook_in"
 
     def _has(self, name: str, layer: int) -> bool:
-        config = self.config
+        config, mixer = self.config, self.config.mixer
+        attends, recurs, thinks = (config.has(part, layer) for part in ("attn", "mixer", "mlp"))
+        there = {"attn": attends, "mixer": recurs, "mlp": thinks, "ln1": attends or recurs, "ln2": thinks}
+        if not there.get(name.partition(".")[0].removesuffix("_post"), True):
+            return False
         if name == "ln2.hook_in":  # the residual stream between attention and MLP, also without a norm there
             return not config.parallel_residual
+        before, after = config.norms(layer)
         scaled, mixture, latent = config.residual_scale != 1.0, config.mixture, config.latent
         absent = {
-            "ln1": not config.pre_norms,
-            "ln2": not config.pre_norms or config.shared_norm,
+            "ln1": not before,
+            "ln2": not before or config.shared_norm,
             "attn.o.hook_out": scaled,  # before the factor, which `attn.hook_out` is after
+            "mixer.o.hook_out": scaled,
             "mlp.out.hook_out": scaled,
             "mlp.dense_out.hook_out": scaled,
             "mlp.dense_gate": not config.gated_mlp,
             "mlp.shared_expert": mixture is None or not mixture.d_shared,
             "mlp.shared_expert_gate": mixture is None or not mixture.shared_gate,
-            "ln1_post": not config.post_norms,
-            "ln2_post": not config.post_norms,
+            "ln1_post": not after,
+            "ln2_post": not after,
             "attn.q_norm": not config.qk_norm,
             "attn.k_norm": not config.qk_norm,
             "mlp.gate": mixture is None and not config.gated_mlp,
@@ -284,6 +309,9 @@ class SiteTable:
                 ("attn.hook_q_latent", "attn.q_a_proj", "attn.q_a_layernorm", "attn.q_b_proj"),
                 latent is None or not latent.query_rank,
             ),
+            **dict.fromkeys((f"mixer.hook_{part}" for part in _STATEFUL), mixer is None or mixer.kind == "conv"),
+            "mixer.hook_beta": mixer is None or mixer.kind != "delta",
+            "attn.hook_gate": not config.attn_gate,
             "attn.hook_rot_q": not config.rotates(layer),
             "attn.hook_rot_k": not config.rotates(layer),
         }
@@ -308,6 +336,10 @@ class SiteTable:
         )
         if c.mixture is not None:
             sizes |= dict(experts=c.mixture.num_experts, top=c.mixture.routing.top, d_expert=c.mixture.d_expert)
+        if (m := c.mixer) is not None:
+            sizes |= dict(channels=m.channels, key_heads=m.key_heads, d_key=m.d_key, value_heads=m.heads, d_read=m.d_value)
+            gate = {"conv": "channels", "delta": "value_heads d_read", "ssd": "values"}[m.kind]
+            shape, sizes["values"] = shape.replace("gate", gate), m.heads * m.d_value
         self.sites[name] = Site(name, layer, tuple(sizes[word] for word in shape.split()), ())
 
     def resolve(self, name: str) -> str:
@@ -347,9 +379,9 @@ class SiteTable:
             case "S":
                 return [f"blocks.{l}.hook_in" for l in layers] + [f"blocks.{c.num_layers - 1}.hook_out"]
             case "T":
-                return [self.resolve(f"blocks.{l}.hook_attn_out") for l in layers]
+                return [self.aliases[f"blocks.{l}.hook_attn_out"] for l in layers if c.has("attn", l) or c.has("mixer", l)]
             case "C":
-                return [self.resolve(f"blocks.{l}.hook_mlp_out") for l in layers]
+                return [self.aliases[f"blocks.{l}.hook_mlp_out"] for l in c.layers_with("mlp")]
             case _:
                 raise UnknownSite(f"No site per layer for the letter {letter!r}. Known: S, T, C.")
 

@@ -6,6 +6,7 @@ path sums every product as one chain: its last bits differ now and then.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor
 from replaylens.engine.errors import BadEdit
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.model.config import Activation, Functions, Routing, choice_scores, weigh
-from replaylens.engine.model.layers import Experts, Linear, Norm, Rotary, expert_products
-from replaylens.engine.model.ops import MASKED, AttentionSpec, Heads, Observer, TorchOps
+from replaylens.engine.model.layers import Conv, Experts, Linear, Norm, Rotary, expert_products
+from replaylens.engine.model.ops import MASKED, AttentionSpec, Heads, Observer, Recurrence, TorchOps
 from replaylens.engine.passes.batch import Batch, not_finite
 from replaylens.engine.passes.products import Products, rows_of
 from replaylens.engine.request.placed import PATTERN, PlacedEdit
@@ -128,6 +129,12 @@ class CpuRowOps(TorchOps):
     def sigmoid(self, x: Tensor) -> Tensor:
         return portable.apply("sigmoid", x)
 
+    def exp(self, x: Tensor) -> Tensor:
+        return portable.apply("exp", x)
+
+    def softplus(self, x: Tensor) -> Tensor:
+        return portable.apply("softplus", x)
+
     def choice_scores(self, logits: Tensor, routing: Routing, correction: Tensor | None) -> Tensor:
         return choice_scores(logits, routing, correction, FUNCTIONS)
 
@@ -144,9 +151,10 @@ class CpuOps(CpuRowOps):
 
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
         q, kv = self._queries_and_kv(heads)
-        if not store(rows_of(kv), self.cache.data[spec.layer].flatten(0, 1), self.batch.write_slots):
+        held = self.cache.data[self.cache.index[spec.layer]]
+        if not store(rows_of(kv), held.flatten(0, 1), self.batch.write_slots):
             raise not_finite("keys or values")
-        keys, values = self.cache.data[spec.layer, 0], self.cache.data[spec.layer, -1, ..., : self.cache.value_width]
+        keys, values = held[0], held[-1, ..., : self.cache.value_width]
         cut = cut_of(self.batch, spec.layer, q.shape[1])
         if cut is not None or observe is not None:
             return edged(q, keys, values, self.batch.paged, spec, heads.sinks, cut, observe)
@@ -165,6 +173,19 @@ class CpuOps(CpuRowOps):
             turned = heads.joined[:, : num_queries + heads.k.shape[1]]
             portable.rotate_(turned, heads.rotary.table, heads.rotary.positions)
         return heads.q, heads.joined[:, num_queries:]
+
+    def short_conv(self, x: Tensor, conv: Conv, layer: int) -> Tensor:
+        from replaylens.engine.passes.recurrent import convolve  # its kernels are compiled for hybrids only
+
+        return convolve(x, conv, layer, self.batch, self.cache)
+
+    def recur(self, given: Recurrence, layer: int, observe: Callable[[Tensor], object] | None = None) -> Tensor:
+        from replaylens.engine.passes.recurrent import Walk
+
+        walk = Walk(given, layer, self.batch, self.cache)
+        if observe is not None:
+            observe(walk.states())
+        return walk.out
 
 
 def _settings(spec: AttentionSpec, sinks: Tensor | None) -> tuple[float, float, int, Tensor | None, Tensor | None]:

@@ -5,7 +5,7 @@ is canonical. The fast path uses the library's products and splits the keys of a
 differently at every size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -19,8 +19,8 @@ from replaylens.engine.errors import BadEdit, UnsupportedModel
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import page_matrix
 from replaylens.engine.model.config import Activation, ModelConfig, Routing, sigmoid
-from replaylens.engine.model.layers import Experts, Linear, Norm, Rotary, is_packed
-from replaylens.engine.model.ops import AttentionSpec, Heads, Observer, softcap, weighted
+from replaylens.engine.model.layers import Conv, Experts, Linear, Norm, Rotary, is_packed
+from replaylens.engine.model.ops import AttentionSpec, Heads, Observer, Recurrence, softcap, weighted
 from replaylens.engine.passes.batch import Batch, SharedRun, shared_runs
 from replaylens.engine.request.placed import PATTERN, PlacedEdit
 from replaylens.engine.request.sampling import Sampling
@@ -31,6 +31,7 @@ from replaylens.kernels.launch import KV_BLOCK, attention_tile, grouped_rows, he
 from replaylens.kernels.matmul import head_matmul, head_plan, matmul
 from replaylens.kernels.norm import activation, norm_pair, norm_scale
 from replaylens.kernels.norm import norm as norm_kernel
+from replaylens.kernels.recurrent import put, recur, short_conv
 from replaylens.kernels.rope import can_fuse, norm_rotate_and_store, rotate, rotate_and_store, store
 from replaylens.kernels.route import Plan, plan
 from replaylens.kernels.sample import judge, sample_logits
@@ -406,7 +407,7 @@ class HeadOps(ExpertOps):
         return activation(x / cap, "tanh", False).mul_(cap)
 
     def sigmoid(self, x: Tensor) -> Tensor:
-        return activation(x, "sigmoid", False) if x.dtype == torch.float32 else sigmoid(x)
+        return _numbers(x, "sigmoid") if x.dtype == torch.float32 else sigmoid(x)
 
     def linear_activate(self, x: Tensor, linear: Linear, kind: Activation, gated: bool) -> Tensor:
         return activation(matmul(x, linear.stored(), linear.bias), kind, gated)
@@ -429,7 +430,7 @@ class HeadOps(ExpertOps):
         return norm_scale(x, norm.eps, norm.kind), plain
 
     def activate(self, x: Tensor, kind: Activation, gated: bool) -> Tensor:
-        return activation(x, kind, gated)
+        return activation(x.flatten(0, -2), kind, gated).unflatten(0, x.shape[:-1])
 
     def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [rows, heads, inputs], each head times its own weight of [heads, inputs, outputs]: [rows, heads, outputs]"""
@@ -437,6 +438,11 @@ class HeadOps(ExpertOps):
         if known is None or known[0] != shape:
             known = self._by_head = shape, head_plan(shape[0], shape[1], x.dtype, x.device)
         return head_matmul(x, weight, known[1])
+
+
+def _numbers(x: Tensor, kind: str) -> Tensor:
+    """A function of every number, in float32."""
+    return activation(x.float().reshape(-1, x.shape[-1]), kind, False).view(x.shape)
 
 
 def _neighbours(q: Tensor, k: Tensor) -> bool:
@@ -479,6 +485,29 @@ class CanonicalCudaOps(HeadOps):
 
     def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
         return rotate(x, rotary.table, self.rows)
+
+    def exp(self, x: Tensor) -> Tensor:
+        return _numbers(x, "exp")
+
+    def softplus(self, x: Tensor) -> Tensor:
+        return _numbers(x, "softplus")
+
+    def short_conv(self, x: Tensor, conv: Conv, layer: int) -> Tensor:
+        entries, size = self.cache.entries[self.cache.mixed[layer]], self.cache.pool.page_size
+        put(x, entries, 0, self.rows, size)
+        return short_conv(entries, conv.weight, conv.bias, self.rows, size)
+
+    def recur(self, given: Recurrence, layer: int, observe: Callable[[Tensor], object] | None = None) -> Tensor:
+        if observe is not None:
+            raise UnsupportedModel(
+                "Cannot capture recurrent states on CUDA: the kernel stores only those that end chunks. Use device='cpu'."
+            )
+        mixer, place, size = self.cache.mixer, self.cache.mixed[layer], self.cache.pool.page_size
+        assert mixer is not None  # the layer recurs
+        entries, at = self.cache.entries[place], mixer.columns[:3]
+        put(given.k.flatten(1), entries, at[0], self.rows, size)
+        put(given.decay, entries, at[2], self.rows, size)
+        return recur(given.q, given.v, given.strength, entries, self.cache.states[place], at, self.rows, size)
 
     def norm_heads(self, q_norm: Norm, k_norm: Norm, rotary: Rotary) -> bool:
         plain = not q_norm.by_head and q_norm.bias is None and k_norm.bias is None

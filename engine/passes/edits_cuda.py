@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import InternalError
+from replaylens.engine.errors import BadEdit, InternalError
 from replaylens.engine.model.ops import Tap
 from replaylens.engine.model.sites import CHOICE_SITE, WEIGHTS_SITE, SiteTable
 from replaylens.engine.request.placed import PlacedEdit, without_direction
@@ -145,6 +145,8 @@ class EditProgram:
             for edit in each.edits:
                 if edit.on_pattern:  # attention applies it
                     continue
+                if edit.inside:
+                    raise BadEdit(f"Cannot edit {edit.site} on CUDA: recurrent states are not made there. Use device='cpu'.")
                 if positions := each.edited(edit):
                     number = seen.get(edit.site, 0)
                     seen[edit.site] = number + 1

@@ -38,7 +38,7 @@ class EditTap:
     def __init__(self, batch: Batch, inner: Tap | None, edits: bool = True) -> None:
         self.batch, self.inner, self.edits = batch, inner, edits
         self.sites = {name for s in batch.segments for name, _ in s.hooks}
-        self.sites |= {edit.site for s in batch.segments for edit in s.edits if edits and not edit.on_pattern}
+        self.sites |= {edit.site for s in batch.segments for edit in s.edits if edits and not edit.inside}
 
     def wants(self, site: str) -> bool:
         return site in self.sites or (self.inner is not None and self.inner.wants(site))

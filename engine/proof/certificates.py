@@ -27,7 +27,7 @@ def certificate_for(model: Decoder) -> Certificate:
     """The certificate for this model on its device. Raises NotCertified with the op and shape that failed."""
     if model.device.type == "cpu":
         plain = all(parameter.dtype == torch.float32 for parameter in model.held())
-        return _of_this_machine() if plain else examine(model)
+        return _of_this_machine(model.config.mixer is not None) if plain else examine(model)
     key = _key(model)
     if key not in _EXAMINED:
         _EXAMINED[key] = _from_disk(key) or _to_disk(key, doctor.require(_first_examination(model)))
@@ -35,12 +35,12 @@ def certificate_for(model: Decoder) -> Certificate:
 
 
 @cache
-def _of_this_machine() -> Certificate:
-    """The certificate of the CPU, whatever the model."""
+def _of_this_machine(hybrid: bool) -> Certificate:
+    """The certificate of the CPU, whatever the model but for its recurrent layers."""
     if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
         raise NotCertified("NUMBA_DISABLE_JIT is set, and kernels must be compiled. Unset it before Python starts.")
     with modes.canonical(), torch.inference_mode():
-        return doctor.require(doctor.conformance())
+        return doctor.require(doctor.conformance(hybrid))
 
 
 def _first_examination(model: Decoder) -> Certificate:

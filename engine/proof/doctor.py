@@ -110,6 +110,10 @@ REFERENCE = {
     "attention": "537be416142f2acd",
     "attention with a window, a cap, slopes and sinks": "05b4bb20b6f540bc",
     "noise": "e294d2046bb5bf33",
+    "softplus": "3190571761689e86",
+    "short convolution": "8c6bed8df40ed13a",
+    "gated delta rule": "0629c9d859a104df",
+    "state space": "70af01ff58dec46c",
 }
 """what every machine computes: the first digits of a SHA-256"""
 
@@ -123,20 +127,24 @@ def examine(model: Decoder) -> Certificate:
             "Engine.load(model), which converts it."
         )
     with modes.canonical():
-        return conformance()
+        return conformance(model.config.mixer is not None)
 
 
-def conformance() -> Certificate:
-    """Every kind of kernel against the digests of `REFERENCE`, and controls that must differ from them."""
+def conformance(hybrid: bool = False) -> Certificate:
+    """Every kind of kernel against the digests of `REFERENCE`, and controls that must differ from them.
+
+    hybrid  with the kernels of recurrent layers, whose first compilation takes seconds
+    """
     from replaylens.kernels import portable
 
     findings = [
         Finding("arithmetic", "float32", "fused multiply-adds", portable.has_fma()),
         Finding("arithmetic", "float32", "rounded to nearest even, denormal numbers kept", modes.rounds_to_nearest()),
     ]
-    computed = {name: digest(case()) for name, case in _cases().items()}
+    cases, controls = _cases() | (_recurrent_cases() if hybrid else {}), _controls() | (_recurrent_controls() if hybrid else {})
+    computed = {name: digest(case()) for name, case in cases.items()}
     findings += [Finding(name, "", "as everywhere", found == REFERENCE.get(name)) for name, found in computed.items()]
-    for name, (of, case) in _controls().items():
+    for name, (of, case) in controls.items():
         findings.append(Finding(of, "", f"control: {name}", digest(case()) == REFERENCE.get(of), control=True))
     return Certificate(tuple(findings))
 
@@ -187,6 +195,50 @@ def _attention(cap: float = 0.0, window: int = 0, slopes: Tensor | None = None, 
     order = torch.arange(len(position))
     rows = cpu_attention.HostRows(torch.zeros_like(order), position, pages.contiguous(), 16, order)
     return cpu_attention.attend(numbers(7, len(position), 6, 20), keys, values, rows, 20**-0.5, cap, window, slopes, sinks)
+
+
+def _recurrent_cases() -> dict[str, Callable[[], Tensor]]:
+    from replaylens.kernels import cpu, cpu_recurrent
+    from replaylens.kernels.cpu_attention import HostRows
+
+    at, x = torch.arange(70), numbers(1, 96, 577)
+    rows = HostRows(torch.zeros_like(at), at, torch.arange(1, 6)[None], 16, at)
+    return {
+        "softplus": lambda: cpu.apply("softplus", x * 16),
+        "short convolution": lambda: cpu_recurrent.short_conv(x, numbers(11, 4, 500), numbers(12, 500), rows),
+        "gated delta rule": lambda: _recurrence(delta=True),
+        "state space": lambda: _recurrence(delta=False),
+    }
+
+
+def _recurrence(delta: bool, from_pass: bool = False) -> Tensor:
+    """What two heads read over 150 positions in four passes, each after one whose rows are rejected; and the last state.
+
+    from_pass  the chunks of a pass begin with it, as they must not
+    """
+    from replaylens.kernels import cpu_recurrent as kernels
+
+    q, k, v = numbers(13, 150, 1, 6) / 8, numbers(14, 150, 1, 6) / 8, numbers(15, 150, 2, 10)
+    square = (numbers(16, 150, 2) / 4) * (numbers(16, 150, 2) / 4)
+    g, beta = -square * square, numbers(17, 150, 2).abs() / 4 if delta else None
+    memory = kernels.Memory(torch.zeros(176, 28), torch.zeros(11, 2, 6, 10), (0, 6, 26), 1)
+    memory.entries[16:166, :6], memory.entries[16:166, 26:] = k[:, 0], g
+    out, state = torch.zeros_like(v), torch.zeros(2, 6, 10)
+    for start, end in ((0, 40), (40, 64), (64, 70), (70, 150)):
+        since, initial = (start, state.clone()) if from_pass else (start - start % kernels.CHUNK, None)
+        for given in (v.flip(0), v):  # the first of them are drafts
+            own, piece = slice(start, end), kernels.Piece(0, 0, start, end - start, since, initial, state)
+            strength = None if beta is None else beta[own]
+            found = kernels.recur(q[own], given[own], strength, memory, [piece], torch.arange(1, 11)[None], 16)
+            out[own] = math.nan if found is None else found
+    return torch.cat([out.flatten(), state.flatten()])
+
+
+def _recurrent_controls() -> dict[str, tuple[str, Callable[[], Tensor]]]:
+    return {
+        "chunks that begin with the pass": ("gated delta rule", lambda: _recurrence(delta=True, from_pass=True)),
+        "the library's softplus": ("softplus", lambda: torch.nn.functional.softplus(numbers(1, 96, 577) * 16)),
+    }
 
 
 def _controls() -> dict[str, tuple[str, Callable[[], Tensor]]]:

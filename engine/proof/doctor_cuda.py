@@ -1,19 +1,22 @@
 """The doctor on a CUDA device: compares every kernel at every shape of the model, a row alone and in batches.
 
 The negative controls, which must differ, are the library's product at one row and at many, a softmax over other blocks, and
-products of experts and heads whose depth is split.
+products of experts and heads whose depth is split, and a recurrence whose chunks begin elsewhere.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from replaylens.engine.lens import cuda as cuda_lens
+from replaylens.engine.memory.cache import KVCache
+from replaylens.engine.memory.pages import PagePool
 from replaylens.engine.model.decoder import Decoder, Mixture
-from replaylens.engine.model.layers import HeadLinear, Linear, Norm
-from replaylens.engine.passes.cuda import HeadOps, require_supported
+from replaylens.engine.model.layers import Conv, HeadLinear, Linear, Norm
+from replaylens.engine.model.ops import Recurrence
+from replaylens.engine.passes.cuda import CanonicalCudaOps, HeadOps, require_supported
 from replaylens.engine.proof.doctor import Certificate, Finding
 from replaylens.engine.records import LensSpec
 from replaylens.kernels import attention as canonical
@@ -121,6 +124,7 @@ def examine(model: Decoder) -> Certificate:
     _rowwise(model, random, findings)
     examine_experts(model, random, findings)
     _attention(model, random, findings)
+    _recurrence(model, random, findings)
     _lens(model, random, findings)
     return Certificate(tuple(findings))
 
@@ -247,3 +251,37 @@ def _attention(model: Decoder, random: Random, findings: list[Finding]) -> None:
     if length > 2 * KV_BLOCK:
         other = attend(everything, kv_block=32)
         note("control: a softmax over blocks of 32 keys", torch.equal(other, whole), control=True)
+
+
+def _recurrence(model: Decoder, random: Random, findings: list[Finding]) -> None:
+    """A path through the first recurrent layer: in one pass, in others, and from another position on."""
+    config, device, length, size = model.config, model.device, 150, 16
+    mixer, layers = config.mixer, config.layers_with("mixer")
+    if mixer is None:
+        return
+    conv = next(module for module in model.modules() if isinstance(module, Conv))
+    x, v = random(length, mixer.channels), random(length, mixer.heads, mixer.d_value)
+    k = random(length, mixer.key_heads, mixer.d_key) / max(1, mixer.d_key)
+    decay, strength = -random(length, mixer.heads).float().abs(), random(length, mixer.heads).sigmoid()
+    table = torch.arange(1, 13, dtype=torch.int32, device=device)[None]
+
+    def walk(ends: Sequence[int], first: int = 0) -> Tensor:
+        cache, out, start = KVCache(config, PagePool(12, size), model.dtype, device.type, kernels=True), list[Tensor](), 0
+        for end in ends:
+            own, at = slice(start, end), torch.arange(first + start, first + end, dtype=torch.int32, device=device)
+            ops = CanonicalCudaOps(cache, PagedRows(torch.zeros_like(at), at, table))
+            out.append(ops.short_conv(x[own], conv, layers[0]))
+            if mixer.heads:
+                rule = strength[own] if mixer.kind == "delta" else None
+                given = Recurrence(k[own], k[own], v[own], decay[own], rule)
+                out[-1] = torch.cat([out[-1], ops.recur(given, layers[0]).flatten(1)], dim=1)
+            start = end
+        return torch.cat(out)
+
+    whole, shape = walk([length]), f"{mixer.channels} channels, states of {mixer.state_shape}"
+    note = lambda check, equal, **more: findings.append(Finding("recurrence", shape, check, equal, **more))  # noqa: E731
+    note("decode against prefill", torch.equal(walk([1, 2, 3, 62, 63, 64, 65, 66, length]), whole))
+    note("passes cut elsewhere", torch.equal(walk([17, 63, 64, 131, length]), whole))
+    if mixer.heads:
+        moved = walk([length], first=7)
+        note("control: chunks that begin elsewhere", torch.equal(moved, whole), control=True)

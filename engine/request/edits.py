@@ -13,7 +13,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses import FakeTensor
 
 from replaylens.engine.errors import BadEdit, BadRequest
-from replaylens.engine.model.sites import KEY_SITES, SiteTable
+from replaylens.engine.model.sites import KEY_SITES, STATE, SiteTable
 from replaylens.engine.request.capture import HEAD_SITES
 from replaylens.engine.request.placed import Op, tensor_from_json, tensor_to_json
 from replaylens.engine.request.values import as_bool, as_float, as_instance, as_int, as_list, integer, named_fields, short_repr
@@ -32,7 +32,7 @@ def hook_at(name: str, function: HookFunction, table: SiteTable) -> tuple[str, H
             f"A hook function on {name} is never called: the head runs once the rows are committed. Capture {site} instead, "
             f"or hook {table.per_layer('S')[-1]}."
         )
-    if name in table.read_only or site.endswith(KEY_SITES):
+    if name in table.read_only or site.endswith((*KEY_SITES, STATE)):
         if isinstance(function, BatchHook):
             return site, replace(function, function=_reading(name, function.function))
         return site, _reading(name, function)

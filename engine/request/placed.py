@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from replaylens.engine.model.sites import STATE
 from replaylens.engine.request.sampling import hash_bits
 
 Op = Literal["add", "set", "zero", "scale", "project_out", "resample", "mask", "force", "forbid", "reweight"]
@@ -61,6 +62,11 @@ class PlacedEdit:
     def on_pattern(self) -> bool:
         """Whether it edits an attention pattern, inside attention rather than on rows."""
         return self.site.endswith(PATTERN)
+
+    @property
+    def inside(self) -> bool:
+        """Whether it is applied inside attention or a recurrence rather than on rows."""
+        return self.site.endswith((PATTERN, STATE))
 
     def touches(self, first: int, end: int) -> bool:
         """Whether any position of [first, end) is edited."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from replaylens.engine.errors import BadEdit, InternalError, NothingEdited, UnknownSite
 from replaylens.engine.model import modes
 from replaylens.engine.model.config import BARRED, MixtureConfig, ModelConfig
-from replaylens.engine.model.sites import BY_SLOT, CHOICE_SITE, LETTERS, WEIGHTS_SITE, SiteTable, layer_of
+from replaylens.engine.model.sites import BY_SLOT, CHOICE_SITE, LETTERS, STATE, WEIGHTS_SITE, SiteTable, layer_of
 from replaylens.engine.request.edits import Edit, finite_float32, listed, span
 from replaylens.engine.request.placed import PATTERN, PLACED_OPS, Op, PlacedEdit
 from replaylens.engine.request.values import as_instance
@@ -282,6 +282,8 @@ def place(edit: Edit, table: SiteTable, length: int, later: bool = False) -> lis
     for name in _names(edit, table):
         if name.endswith(_NOT_EDITABLE):
             raise BadEdit(f"{name} can be captured but not edited. Edit the residual stream (hook_in, hook_out) instead.")
+        if name.endswith(STATE) and edit.tokens is not None:
+            raise BadEdit(f"Edits of {name} take no tokens: later passes make the state again from positions. Give positions.")
         shape = table.sites[name].shape
         heads = () if edit.op in _ROUTING else _heads(edit, name, shape)
         if edit.op in _ROUTING:

@@ -17,7 +17,7 @@ from replaylens.engine.loop.lane import Lane, Statistics
 from replaylens.engine.loop.loop import Loop
 from replaylens.engine.memory.tree import BranchRecord, BranchStatus, BranchTree
 from replaylens.engine.model import modes
-from replaylens.engine.model.sites import SiteTable
+from replaylens.engine.model.sites import STATE, SiteTable
 from replaylens.engine.model.text import Text
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.capture import Recording
@@ -285,10 +285,24 @@ class Branch(NotCopyable):
         With latent attention it is what the cache holds, one vector per position and layer: the normed latent, then the rotated
         part that the keys of all heads share, [positions, layers, 1, 1, rank + rotary_dim]. `config.kv_shape` says which.
 
+        A hybrid has KV of its layers with attention only, in their order; `state` gives those of its recurrent layers.
+
         If the branch gave up its pages to others, the KV is computed again, to the same bits.
         """
         self._check_open()
         return Completer(self.engine.forest).kv(self.lane)
+
+    def state(self, layer: int, position: int = -1) -> Tensor:
+        """The recurrent state of a hybrid's layer after the token at `position`: [heads, d_key, d_value].
+
+        It is a row of `blocks.{layer}.mixer.hook_state`, with the bits that it has in a capture. An edit of that site patches
+        it into another branch.
+        """
+        self._check_open()
+        site = self.engine.sites.resolve(f"blocks.{as_int('layer', layer, 0)}.{STATE}")
+        (at,) = chosen([position], self.length)
+        (rows,) = Completer(self.engine.forest).final_rows([self.lane], [at], site)
+        return rows[0]
 
     @reading
     def tree(self) -> Tree:

@@ -55,6 +55,7 @@ from replaylens.engine.serving.lock import EngineLock, reading
 from replaylens.engine.serving.request import At, NotCopyable, chosen
 from replaylens.engine.serving.variants import Variants
 from replaylens.engine.terminal import defer_interrupt
+from replaylens.kernels.definition import CHUNK
 
 # ---- assembly --------------------------------------------------------------------------------------------------------
 # The parts of an engine that its options choose: drafters, and the decode steps that a device takes on its own.
@@ -99,6 +100,9 @@ AnyBranch = TypeVar("AnyBranch", bound=Branch)
 _CPU_ROWS, _CUDA_ROWS, _CUDA_LONE_ROWS = 512, 1024, 8192
 """default of `max_rows`; a device needs more rows to be busy, and has them if nobody waits for a pass"""
 
+_PAGE = 16
+"""default of `page_size`"""
+
 SITES = "letters such as 'STCZ', a site name, or a list of these"
 """the accepted values of `sites`, for error messages"""
 
@@ -107,7 +111,7 @@ class EngineKeywords(TypedDict, total=False):
     """How an engine computes. `Core` documents it."""
 
     cache_tokens: int
-    page_size: int
+    page_size: int | None
     max_rows: int | None
     lens_layer: int | None
     tree_width: int
@@ -144,7 +148,7 @@ class Core(Generation, NotCopyable):
     """A model, its KV cache and its tree of branches.
 
     cache_tokens   positions in the KV cache; when it is full, requests wait or are preempted and computed again
-    page_size      positions per page; changes no bit
+    page_size      positions per page; changes no bit. Default: 16; of a hybrid on CUDA 64, since a page has room for a state
     max_rows       rows per pass; changes no bit. Default: 512; on CUDA 1024, or 8192 for prompts alone that capture nothing
     draft_model    a smaller model with the same tokenizer, for the `model` drafter
     lens_layer     the early-exit layer of the `lens` and `tree` drafters; default: the middle
@@ -166,7 +170,7 @@ class Core(Generation, NotCopyable):
         tokenizer: Any = None,
         *,
         cache_tokens: int = 8192,
-        page_size: int = 16,
+        page_size: int | None = None,
         max_rows: int | None = None,
         draft_model: Decoder | None = None,
         lens_layer: int | None = None,
@@ -177,9 +181,10 @@ class Core(Generation, NotCopyable):
     ) -> None:
         self.model = as_instance("model", model, Decoder, "a Decoder; Engine.load takes other sources")
         self._require_device(model)
-        self.config, page_size = model.config, as_int("page_size", page_size, 1)
+        self.config, on_cuda = model.config, model.device.type == "cuda"
+        usual = CHUNK if on_cuda and model.config.mixer is not None else _PAGE
+        page_size = usual if page_size is None else as_int("page_size", page_size, 1)
         cache_tokens = as_int("cache_tokens", cache_tokens, page_size)
-        on_cuda = model.device.type == "cuda"
         lone_rows = _CUDA_LONE_ROWS if max_rows is None and on_cuda else 0
         max_rows = (_CUDA_ROWS if on_cuda else _CPU_ROWS) if max_rows is None else as_int("max_rows", max_rows, 16)
         require_memory(self.config, cache_tokens, model.dtype, model.device)

@@ -194,6 +194,7 @@ class ThinkingDecoder(nn.Module):
 
 def _alone(block: Block) -> Block:
     """A block that is the only layer of its own cache."""
+    assert block.attn is not None  # of a config without mixers
     block.attn.spec = replace(block.attn.spec, layer=0)
     return block
 

@@ -35,6 +35,8 @@ class Row:
     page: int
     kv: Tensor
     """[layers, 2, kv_heads, d_head]"""
+    mixed: Tensor
+    """[recurrent layers, columns]: what a hybrid's cache holds besides"""
     sites: Rows
     """S, T and C: [1, d_model] each"""
     logits: Tensor
@@ -71,13 +73,19 @@ class Reference:
         page = table.pages[-1]
         runner.pool.retain(page)
         runner.pool.release(table)
-        return Row(page, runner.cache.rows([page])[0].cpu(), tap.rows(self.sites, 0, 1), logits.cpu())
+        kv, mixed = runner.cache.rows([page])[0].cpu(), runner.cache.mixed_rows([page])[0].cpu()
+        return Row(page, kv, mixed, tap.rows(self.sites, 0, 1), logits.cpu())
 
     def _kv(self, path: Path) -> Tensor:
         """[positions, layers, 2, kv_heads, d_head]"""
         if not path:
             return self.runner.cache.rows([]).cpu()
         return torch.stack([self.row(path[:end]).kv for end in range(1, len(path) + 1)])
+
+    def mixed(self, path: Path) -> Tensor:
+        """[positions, recurrent layers, columns]"""
+        rows = [self.row(path[:end]).mixed for end in range(1, len(path) + 1)]
+        return torch.stack(rows) if rows else self.runner.cache.mixed_rows([]).cpu()
 
     def _captured(self, path: Path, start: int, end: int) -> Rows:
         """S, T, C and Z of positions [start, end). Z depends on the path's next token, if there is one."""
@@ -115,6 +123,10 @@ def differences(branch: Branch, reference: Reference) -> list[str]:
     held = branch.engine.forest.held_kv(branch.lane)  # kv() would recompute missing rows, and other branches lose their pages
     if not same_bits(held, reference.kv(path[: branch.lane.computed])):
         found.append(f"KV of branch {branch.id}")
+    runner, computed = branch.engine.runner, branch.lane.computed
+    mixed = runner.cache.mixed_rows(runner.pool.slots(branch.lane.table, 0, computed))
+    if runner.model.config.mixer is not None and not same_bits(mixed, reference.mixed(path[:computed])):
+        found.append(f"recurrent rows of branch {branch.id}")
     recording = branch.lane.recording
     if recording is None:
         return found

@@ -49,7 +49,9 @@ DRAFTERS = ("self", "model", "lens", "ngram", "tree")
 REPRODUCIBLE = ("model", "lens", "ngram", "tree", "forced")
 WIRED_ALIKE = ("mistral", "qwen2", "qwen3", "llama3", "gemma2", "neox", "neox-sequential")
 """families whose wiring others cover"""
-BOOKKEEPING = ("llama", "gemma3")
+HYBRID = ("qwen3-next",)
+"""hybrids that are not slow: gated delta nets and attention, with experts"""
+BOOKKEEPING = ("llama", "gemma3", *HYBRID)
 """subjects of the theorems about pages, forks and scheduling: full and sliding windows; the other families are slow there"""
 CUTS = {
     "pages of 4, 16 rows": (4, 16),
@@ -184,7 +186,7 @@ EVERY_FAMILY = (*NAMES, "coin-plain", *MORE)
 ON_CPU_ONLY = tuple(name for name in MORE if name not in NEW_WIRINGS)
 
 
-FAMILIES = with_devices(EVERY_FAMILY, slow=(*WIRED_ALIKE, *MORE), cpu_only=ON_CPU_ONLY)
+FAMILIES = with_devices(EVERY_FAMILY, slow=(*WIRED_ALIKE, *(name for name in MORE if name not in HYBRID)), cpu_only=ON_CPU_ONLY)
 NOT_BOOKKEPT = tuple(name for name in EVERY_FAMILY if name not in BOOKKEEPING)
 BOOKKEPT = with_devices(EVERY_FAMILY, slow=NOT_BOOKKEPT, cpu_only=ON_CPU_ONLY)
 NANO = pytest.param(("nano", "cpu"), id="nano")

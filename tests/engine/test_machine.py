@@ -23,7 +23,7 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.loop.admission import Planner
 from replaylens.engine.loop.lane import Statistics
 from replaylens.engine.memory.tree import TokenState
-from replaylens.engine.model.config import Latent, MixtureConfig, ModelConfig, Routing
+from replaylens.engine.model.config import Latent, MixerConfig, MixtureConfig, ModelConfig, Routing
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
 from tests.engine.reference import Reference, differences, perturbed, random_decoder
@@ -421,11 +421,44 @@ class Latents(Sessions):
     reference = None
 
 
+class GatedConvs(Sessions):
+    """Short convolutions beside attention."""
+
+    config = replace(CONFIG, mixer=MixerConfig("conv", 3, 32), parts=("mixer mlp", "attn mlp"))
+    reference = None
+
+
+class DeltaNets(Sessions):
+    """A gated delta net before gated attention."""
+
+    config = replace(CONFIG, mixer=MixerConfig("delta", 4, 44, 4, 2, 5, 6), parts=("mixer mlp", "attn mlp"), attn_gate=True)
+    reference = None
+
+
+class StateSpaces(Sessions):
+    """Mamba-2 alone: no attention, no MLP."""
+
+    config = replace(CONFIG, mixer=MixerConfig("ssd", 4, 44, 4, 2, 5, 6, conv_bias=True), parts=("mixer", "mixer"))
+    reference = None
+
+
+class SidesAlike(Sessions):
+    """Mamba-2 beside attention in one layer, an MLP alone in the other."""
+
+    config = replace(
+        CONFIG, mixer=MixerConfig("ssd", 2, 34, 4, 1, 5, 6, norm_groups=2), parts=("mixer attn", "mlp"), windows=()
+    )
+    reference = None
+
+
 class SessionsOnCuda(Sessions):
     """The same on a CUDA device, which draws tokens, compares drafts and replays steps from graphs."""
 
     device = "cuda"
     reference = None
+
+
+HYBRIDS = (GatedConvs, DeltaNets, StateSpaces, SidesAlike)
 
 
 def some(sessions: int, steps: int) -> settings:
@@ -442,8 +475,11 @@ def some(sessions: int, steps: int) -> settings:
 
 @pytest.mark.parametrize(
     "machine, sessions, steps",
-    [(Sessions, 3, 25), (Experts, 1, 20), (Latents, 1, 20)]
-    + [pytest.param(*full, marks=pytest.mark.slow) for full in ((Sessions, 5, 40), (Experts, 2, 20), (Latents, 2, 20))],
+    [(Sessions, 3, 25), (Experts, 1, 20), (Latents, 1, 20), *((hybrid, 1, 20) for hybrid in HYBRIDS)]
+    + [
+        pytest.param(*full, marks=pytest.mark.slow)
+        for full in ((Sessions, 5, 40), (Experts, 2, 20), (Latents, 2, 20), *((hybrid, 4, 40) for hybrid in HYBRIDS))
+    ],
     ids=lambda given: given.__name__ if isinstance(given, type) else None,
 )
 def test_random_sessions(machine: type[Sessions], sessions: int, steps: int) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.layers import Norm
+from replaylens.engine.model.ops import Recurrence
 from replaylens.engine.proof import doctor_cuda
 from replaylens.engine.proof.doctor import Finding
 from replaylens.kernels import attention as paged
@@ -69,3 +70,24 @@ def test_a_norm_that_sees_what_its_rows_are_views_of_is_found(sees_strides: bool
     seen = {finding.shape: finding.equal for finding in found if finding.check == OF_VIEWS}
     assert "[36]" in seen and all(same != sees_strides for shape, same in seen.items() if shape == "[36]")
     assert all(finding.equal for finding in found if finding.check != OF_VIEWS)
+
+
+# ---- recurrences ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moved", [False, True])
+@torch.no_grad()
+def test_a_recurrence_whose_chunks_begin_with_the_pass_is_found(moved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = doctor_cuda.CanonicalCudaOps.recur
+
+    def wrong(self: doctor_cuda.CanonicalCudaOps, given: Recurrence, layer: int) -> Tensor:
+        out = honest(self, given, layer)
+        return out * (1 + 1e-6 * len(out)) if moved else out
+
+    monkeypatch.setattr(doctor_cuda.CanonicalCudaOps, "recur", wrong)
+    model = decoder("mamba2").to("cuda" if torch.cuda.is_available() else "cpu")
+    random = lambda *shape: torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(model.device)  # noqa: E731
+    found: list[Finding] = []
+    doctor_cuda._recurrence(model, random, found)
+    assert [finding.passed for finding in found] == [not moved, not moved, True]
+    assert [finding.equal for finding in found if finding.control] == [False]

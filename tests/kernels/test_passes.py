@@ -1,9 +1,13 @@
 """A pass in a CUDA device's arithmetic, kernel by kernel: the model's function, with rows and keys in the right place."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
 from replaylens.engine.engine import Engine
+from replaylens.engine.errors import BadEdit, UnsupportedModel
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.model.config import ModelConfig
@@ -19,7 +23,7 @@ from replaylens.engine.request.edits import Edit
 from replaylens.engine.serving.branch import Branch
 from tests.engine.passes.packed import alone
 from tests.engine.reference import decoder
-from tests.families import MORE, NEW_WIRINGS, hugging_face
+from tests.families import HYBRIDS, MORE, NEW_WIRINGS, hugging_face
 from tests.kernels.interpreted import DEVICES, served
 from tests.tiny_mixtures import MIXTURES, mixture_model
 
@@ -77,12 +81,30 @@ def logits(name: str) -> torch.Tensor:
     return torch.cat(rows).cpu()
 
 
-@pytest.mark.parametrize("name", [n if n in NEW_WIRINGS[:4] else pytest.param(n, marks=pytest.mark.slow) for n in MORE])
+QUICK = ("lfm2", "qwen3-next")
+PLAIN = [name for name in MORE if name not in HYBRIDS]
+
+
+@pytest.mark.parametrize("name", [n if n in NEW_WIRINGS[:4] else pytest.param(n, marks=pytest.mark.slow) for n in PLAIN])
 @torch.no_grad()
 def test_a_pass_gives_hugging_faces_logits(name: str) -> None:
     """The path is longer than the windows of seven positions."""
     (theirs,) = alone(hugging_face(name), [torch.tensor(PATH)])
     torch.testing.assert_close(logits(name), theirs, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in HYBRIDS])
+@torch.no_grad()
+def test_a_hybrid_has_the_bits_of_a_cpu(name: str, same: Callable[[Tensor, Tensor], None]) -> None:
+    same(logits(name), Engine(load(hugging_face(name))).prompt(PATH).logits(range(len(PATH))))
+
+
+def test_states_of_recurrent_layers_are_neither_shown_nor_edited() -> None:
+    engine, site = served(DEVICE, decoder("mamba2")), "blocks.0.mixer.hook_state"
+    with pytest.raises(UnsupportedModel, match="Cannot capture recurrent states on CUDA"):
+        engine.prompt(PATH[:3], sites=[site])
+    with pytest.raises(BadEdit, match="on CUDA: recurrent states are not made there"):
+        engine.prompt(PATH[:3], edits=[Edit(site, "zero")])
 
 
 # ---- mixtures of experts ----------------------------------------------------------------------------------------------

@@ -8,16 +8,18 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.proof.doctor import numbers
-from replaylens.kernels import cpu, parts
+from replaylens.kernels import cpu, cpu_recurrent, parts
 from replaylens.kernels.attention import attention
 from replaylens.kernels.cpu_attention import HostRows, attend
 from replaylens.kernels.launch import GemmTile
 from replaylens.kernels.matmul import matmul
 from replaylens.kernels.norm import FUNCTIONS, activation, norm, norm_scale
+from replaylens.kernels.recurrent import put, recur, short_conv
 from replaylens.kernels.rope import rotate
 from replaylens.kernels.sample import sample_logits
 from replaylens.kernels.shared import PagedRows
 from tests.kernels.interpreted import DEVICES
+from tests.kernels.test_recurrent import AT, CHANNELS, LENGTH, Layer, inputs
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 Same = Callable[[Tensor, Tensor], None]
@@ -86,6 +88,42 @@ def test_attention(device: str, cap: float, window: int, more: str, split: bool,
     same(ours.cpu(), attend(q, keys, values, theirs, 20**-0.5, cap, window, given.get("slopes"), given.get("sinks")))
     table = numbers(11, 800, 2, 8)
     same(rotate(q.to(device), table.to(device), rows).cpu(), cpu.rotate_(q.clone(), table, position))
+
+
+@pytest.mark.parametrize("delta", [True, False])
+def test_recurrences(device: str, delta: bool, same: Same) -> None:
+    """Passes that end within a chunk, at its end and beyond it, beside the padding of a graph."""
+    theirs, ours, given, done = Layer(16, delta), Layer(16, delta), inputs(), 0
+    whole, found = theirs.add(0, LENGTH, given), []
+    entries, states = ours.memory.entries.to(device), ours.memory.states.to(device)
+    entries, states = (torch.cat([x, torch.zeros_like(x[: len(x) // len(states)])]) for x in (entries, states))  # a spare page
+    table = torch.cat([ours.pages, torch.full_like(ours.pages, len(states) - 1)]).int().to(device)
+    for end in (1, 2, 60, 66, LENGTH):
+        q, k, v, g, beta = (torch.cat([x[done:end], x[:2]]).to(device) for x in given)
+        sequence = torch.tensor([0] * (end - done) + [1, 1], dtype=torch.int32, device=device)
+        position = torch.tensor([*range(done, end), 0, 0], dtype=torch.int32, device=device)
+        rows = PagedRows(sequence, position, table)
+        put(k.flatten(1), entries, AT[0], rows, 16)
+        put(g, entries, AT[2], rows, 16)
+        out = recur(q, v, beta if delta else None, entries, states, AT, rows, 16)
+        found.append(out[:-2].cpu())
+        done = end
+    same(torch.cat(found), whole)
+    same(entries[:-16].cpu(), theirs.memory.entries)
+    same(states[:-1].cpu(), theirs.memory.states)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_short_convolutions(device: str, bias: bool, same: Same) -> None:
+    layer, x, weight, more = Layer(3, True), numbers(20, 9, CHANNELS), numbers(21, 4, CHANNELS), numbers(22, CHANNELS)
+    at, given = torch.arange(9), more if bias else None
+    layer.memory.entries[layer.pages[0, at // 3] * 3 + at % 3, :CHANNELS] = x
+    theirs = cpu_recurrent.short_conv(layer.memory.entries, weight, given, HostRows(0 * at, at, layer.pages, 3, at))
+    rows = PagedRows((0 * at).int().to(device), at.int().to(device), layer.pages.int().to(device))
+    entries = torch.zeros_like(layer.memory.entries).to(device)
+    put(x.to(device), entries, 0, rows, 3)
+    there = None if given is None else given.to(device)
+    same(short_conv(entries, weight.to(device), there, rows, 3).cpu(), theirs)
 
 
 def test_sampling(device: str) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from replaylens.engine.errors import UnsupportedModel
-from replaylens.engine.model.families import gpt, llama, moe
+from replaylens.engine.model.families import gpt, hybrid, llama, moe
 from replaylens.engine.model.families import gpt as alibi
 from replaylens.engine.model.families import gpt as neox
 from replaylens.engine.model.families import llama as pairs
@@ -16,14 +16,13 @@ from replaylens.engine.model.family import Family, Raw
 # Model types that do not load, what they lack, and which families come closest.
 
 EXPERTS = "a table for its mixture of experts"
-STATES = "layers with recurrent states or convolutions"
+S6 = "Mamba-1's recurrence, whose decay differs in every channel"
 ENCODER = "an encoder beside the decoder"
 
 REFUSED: dict[str, tuple[str, str]] = {
     # model_type: (what is missing here, the closest families)
     "afmoe": (EXPERTS, "gemma2"),
     "apertus": ("an activation with trained parameters (xIELU)", "arcee qwen3"),
-    "bamba": (STATES, "llama"),
     "bart": (ENCODER, "opt"),
     "bitnet": ("products with ternary weights, and norms within attention and MLP", "llama"),
     "codegen": ("its order of queries, keys and values", "gptj"),
@@ -32,27 +31,20 @@ REFUSED: dict[str, tuple[str, str]] = {
     "diffllama": ("differential attention", "llama"),
     "ernie4_5_moe": (EXPERTS, "ernie4_5"),
     "exaone_moe": (EXPERTS, "exaone4"),
-    "falcon_h1": (STATES, "llama"),
-    "falcon_mamba": (STATES, "falcon"),
+    "falcon_mamba": (S6, "mamba2"),
     "gemma3n_text": ("embeddings of each layer and several residual streams", "gemma3_text"),
     "gemma4_text": ("embeddings of each layer, heads of two widths and layers that share their KV", "gemma3_text"),
-    "granitemoehybrid": (STATES, "granite"),
     "hunyuan_v1_moe": (EXPERTS, "hunyuan_v1_dense"),
-    "jamba": (STATES + ", and " + EXPERTS, "llama"),
+    "jamba": (S6 + ", and " + EXPERTS, "bamba"),
     "jetmoe": (EXPERTS, "llama"),
-    "lfm2": (STATES, "llama"),
+    "kimi_linear": ("decays of every channel of a key (Kimi Delta Attention)", "qwen3_next deepseek_v3"),
     "llama4_text": (EXPERTS + ", and attention in chunks", "llama"),
-    "mamba": (STATES, "llama"),
-    "mamba2": (STATES, "llama"),
-    "nemotron_h": (STATES, "nemotron"),
-    "olmo_hybrid": (STATES, "olmo3"),
-    "qwen3_5_text": (STATES, "qwen3"),
-    "qwen3_next": (STATES + ", and " + EXPERTS, "qwen3"),
-    "recurrent_gemma": (STATES, "gemma"),
-    "rwkv": (STATES, "gpt2"),
+    "mamba": (S6, "mamba2"),
+    "recurrent_gemma": ("its gated linear recurrence", "gemma mamba2"),
+    "rwkv": ("its recurrence", "gpt2 mamba2"),
     "t5": (ENCODER, "gemma"),
     "xglm": ("sinusoidal positions", "opt"),
-    "zamba2": (STATES, "llama"),
+    "zamba2": ("attention that several layers share, with adapters of their own", "bamba"),
 }
 
 
@@ -152,6 +144,17 @@ FAMILIES: dict[str, Family] = {
     "flex_olmo": moe.FLEX_OLMO,
     "dots1": moe.DOTS1,
     "glm4_moe": moe.GLM4_MOE,
+    "lfm2": hybrid.LFM2,
+    "qwen3_next": hybrid.QWEN3_NEXT,
+    "qwen3_5_text": hybrid.QWEN3_5,
+    "mamba2": hybrid.MAMBA2,
+    "bamba": hybrid.BAMBA,
+    "lfm2_moe": hybrid.LFM2_MOE,
+    "qwen3_5_moe_text": hybrid.QWEN3_5_MOE,
+    "granitemoehybrid": hybrid.GRANITE_HYBRID,
+    "nemotron_h": hybrid.NEMOTRON_H,
+    "olmo_hybrid": hybrid.OLMO_HYBRID,
+    "falcon_h1": hybrid.FALCON_H1,
 }
 
 

@@ -127,7 +127,7 @@ def _qwen3(raw: Raw) -> MixtureConfig:
     return MixtureConfig(count, raw["moe_intermediate_size"], routing, sparse_layers(raw))
 
 
-def _qwen2(raw: Raw) -> MixtureConfig:
+def qwen2_mixture(raw: Raw) -> MixtureConfig:
     return replace(_qwen3(raw), d_shared=raw["shared_expert_intermediate_size"], shared_gate=True)
 
 
@@ -150,7 +150,7 @@ QWEN2_MOE = replace(
         mlp__shared__down="mlp.shared_expert.down_proj",
         mlp__shared_gate="mlp.shared_expert_gate",
     ),
-    reads=reads_of(MISTRAL, mixture=_qwen2, windows=layer_windows, qkv_bias=Field("qkv_bias", True)),
+    reads=reads_of(MISTRAL, mixture=qwen2_mixture, windows=layer_windows, qkv_bias=Field("qkv_bias", True)),
     uses=MISTRAL.uses | COUNTS,
     layer_types=True,
 )

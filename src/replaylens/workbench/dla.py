@@ -186,9 +186,12 @@ class _Read:
             yield "unembed.hook_out"
 
     def _attention_sites(self, block: Block) -> Iterator[str]:
-        return _sites(block.attn_sites, block.ln1_post, block.attn.z_site if self.by == "head" else None)
+        for part, sites in block.writers:
+            yield from _sites(sites, block.ln1_post, part.z_site if self.by == "head" else None)
 
     def _mlp_sites(self, block: Block) -> Iterator[str]:
+        if block.mlp is None:
+            return iter(())
         inner = block.mlp.post_site if self.by == "neuron" and isinstance(block.mlp, Mlp) else None
         return _sites(block.mlp_sites, block.ln2_post, inner)
 
@@ -210,18 +213,23 @@ class _Read:
         yield LogitPart("final bias", "final bias", None, None, constant)
 
     def _attention(self, rows: dict[str, Tensor], layer: int, block: Block, stream: Tensor) -> Iterator[LogitPart]:
-        sites = list(self._attention_sites(block))
-        if self.by != "head":
-            yield LogitPart(f"L{layer} attention", "attention", layer, None, float(rows[sites[0]] @ stream))
-            return
-        own, constant = _within(block.attn.o, block.ln1_post, block.scale, rows[sites[-1]], stream)
-        each = reduce(rows[sites[0]].flatten() * own, "(heads d) -> heads", "sum", heads=block.attn.heads)
-        yield from (LogitPart(f"L{layer}H{i}", "head", layer, i, value) for i, value in enumerate(each.tolist()))
-        if block.attn.o.bias is not None or constant:
-            yield LogitPart(f"L{layer} attention bias", "attention bias", layer, None, constant)
+        for part, written in block.writers:
+            what = "mixer" if part is block.mixer else "attention"
+            sites = list(_sites(written, block.ln1_post, part.z_site if self.by == "head" else None))
+            if self.by != "head":
+                yield LogitPart(f"L{layer} {what}", what, layer, None, float(rows[sites[0]] @ stream))
+                continue
+            own, constant = _within(part.o, block.ln1_post, block.scale, rows[sites[-1]], stream)
+            each = reduce(rows[sites[0]].flatten() * own, "(heads d) -> heads", "sum", heads=part.heads)
+            head = "M" if part is block.mixer else "H"
+            yield from (LogitPart(f"L{layer}{head}{i}", "head", layer, i, value) for i, value in enumerate(each.tolist()))
+            if part.o.bias is not None or constant:
+                yield LogitPart(f"L{layer} {what} bias", f"{what} bias", layer, None, constant)
 
     def _mlp(self, rows: dict[str, Tensor], layer: int, block: Block, stream: Tensor) -> Iterator[LogitPart]:
         sites = list(self._mlp_sites(block))
+        if block.mlp is None:
+            return
         if self.by != "neuron" or not isinstance(block.mlp, Mlp):
             yield LogitPart(f"L{layer} MLP", "MLP", layer, None, float(rows[sites[0]] @ stream))
             return

@@ -207,7 +207,7 @@ def test_a_shared_tail_is_copied_up_to_start_only() -> None:
     pool = PagePool(5, 4)
     table = filled(pool, 7)
     child = pool.fork(table)
-    assert pool.reserve(child, 6, 8) == [PageCopy(source=2, target=3, num_slots=2)]  # position 6 is overwritten
+    assert pool.reserve(child, 6, 8) == [PageCopy(source=2, target=3, num_slots=2, first=4)]  # position 6 is overwritten
     assert (child.pages, child.length, table.pages, table.length) == ([1, 3], 8, [1, 2], 7)
     assert pool.reserve(table, 7, 8) == []  # the last owner writes in place
 
@@ -224,7 +224,7 @@ def test_what_lies_behind_the_range_is_carried_too() -> None:
     pool = PagePool(6, 4)
     table = filled(pool, 7)
     child = pool.fork(table)
-    assert pool.reserve(child, 4, 5) == [PageCopy(2, 3, 3)]
+    assert pool.reserve(child, 4, 5) == [PageCopy(2, 3, 3, 4)]
     assert child.length == 7
 
 

@@ -31,7 +31,7 @@ from replaylens.engine.model.loading import (
     weights_hash,
 )
 from replaylens.engine.model.ops import SequenceOps
-from replaylens.engine.model.sites import KEY_SITES
+from replaylens.engine.model.sites import KEY_SITES, by_layer
 from replaylens.engine.model.source import Source
 from replaylens.engine.request.edits import Edit
 from tests.engine.gradients.reference import difference, of_decoder
@@ -39,7 +39,7 @@ from tests.engine.model.models_page import NO_BRIDGE, PAGE, by_family, oracle_er
 from tests.engine.passes.packed import alone, logits, sequences, worst
 from tests.engine.reference import decoder
 from tests.engine.replay.bridges import bridge
-from tests.families import BOTH_NAMES, MORE, hugging_face
+from tests.families import BOTH_NAMES, HYBRIDS, MORE, hugging_face
 from tests.mixtures import YARN
 
 TOLERANCE = 2e-5
@@ -48,6 +48,8 @@ HARMLESS = re.compile(
     r"_attn_implementation|attribute_map|dtype|get_text_config|return_dict|output_\w+|use_cache|problem_type|num_labels"
     r"|\w*attention_softmax_in_fp32|\w*dropout|\w+_pdrop|layerdrop|(embedding_)?initializer_range|pad_token_id|is_decoder|reorder_and_upcast_attn|summary_\w+"
     r"|text_config|vision_config|image_token_id|mm_tokens_per_image"  # Gemma-3's classes for pictures
+    r"|depth|in_channels|num_position_embeddings|out_hidden_size|(temporal_)?patch_size|spatial_merge_size|video_token_id"
+    r"|num_logits_to_keep"  # of generation
     r"|router_aux_loss_coef|(router|input)_jitter_noise"  # of training; PhiMoE's table reads the router's
     r"|pretraining_tp|slow_but_exact"  # another order of BLOOM's sums
     r"|use_sliding_window|sliding_window_pattern"  # `layer_types` says the same
@@ -57,7 +59,7 @@ HARMLESS = re.compile(
 more = pytest.mark.parametrize("name", MORE)
 WIRINGS = """
 gpt2-by-layer arcee phi stablelm granite olmo olmo2 exaone4 hunyuan cohere bloom mpt
-qwen2-moe-dense gpt-oss phimoe deepseek-v2 deepseek-v3 deepseek-v3-groups
+qwen2-moe-dense gpt-oss phimoe deepseek-v2 deepseek-v3 deepseek-v3-groups lfm2 qwen3-next mamba2 bamba
 """.split()  # noqa: SIM905
 """models that cover all wirings; the others run the slower tests behind the marker"""
 BITS_ALIKE = ("phi", "stablelm", "olmo", "mpt", "deepseek-v3")
@@ -67,7 +69,7 @@ some = pytest.mark.parametrize("name", marked)
 fewer = pytest.mark.parametrize(
     "name", [name if name in {*WIRINGS} - {*BITS_ALIKE} else pytest.param(name, marks=pytest.mark.slow) for name in MORE]
 )
-NO_GRADIENTS = ("gpt-oss", *BOTH_NAMES)
+NO_GRADIENTS = ("gpt-oss", *BOTH_NAMES, *HYBRIDS)
 differentiable = pytest.mark.parametrize(
     "name", [each for name, each in zip(MORE, marked, strict=True) if name not in NO_GRADIENTS]
 )
@@ -243,10 +245,13 @@ def test_letters_are_the_bridges(name: str) -> None:
     subject = Engine.load(hugging_face(name), check=False)
     branch = subject.prompt(tokens.tolist(), sites="STC")
     theirs = bridge(name).run_with_cache(tokens[None])[1]
-    for letter, legacy in (("S", "hook_resid_pre"), ("T", "hook_attn_out"), ("C", "hook_mlp_out")):
-        for layer in range(subject.config.num_layers):
-            ours = branch.activations[subject.sites.per_layer(letter)[layer]]
-            assert float((ours - theirs[f"blocks.{layer}.{legacy}"][0]).abs().max()) < 1e-5, (letter, layer)
+    mixers = ["hook_attn_out", "mixer.hook_out", "linear_attn.hook_out", "conv.hook_out"]  # as recurrent parts are called there
+    for letter, legacy in (("S", ["hook_resid_pre"]), ("T", mixers), ("C", ["hook_mlp_out"])):
+        for layer, site in by_layer(subject.sites.per_layer(letter)).items():
+            found = [name for end in legacy if (name := f"blocks.{layer}.{end}") in theirs]
+            assert layer == subject.config.num_layers or found, (letter, layer)
+            for name in found[:1]:
+                assert float((branch.activations[site] - theirs[name][0]).abs().max()) < 1e-5, (letter, layer)
 
 
 # ---- configs -------------------------------------------------------------------------------------------------------------
@@ -268,8 +273,14 @@ class Seen(dict[str, Any]):
         return super().get(name, otherwise)
 
 
-UNUSED = {"gemma3_text": {"attn_logit_softcapping"}, "minicpm3": {"logits_scaling"}}
-"""fields that transformers mentions without computing with them: one is stored and never used, one follows from other fields"""
+UNUSED = {
+    "gemma3_text": {"attn_logit_softcapping"},
+    "minicpm3": {"logits_scaling"},
+    "mamba2": {"layer_types"},
+    "qwen3_5_text": {"num_heads"},
+    "qwen3_5_moe_text": {"num_heads", "intermediate_size"},
+}
+"""fields that transformers mentions without computing with them: never used, given by other fields, or of pictures"""
 
 
 def overlooked(family: str, names: list[str]) -> set[str]:

@@ -19,10 +19,11 @@ from replaylens.engine.model import loading
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.proof import certificates, doctor
 from replaylens.engine.proof.doctor import Certificate, Finding
-from replaylens.kernels import cpu, cpu_attention
+from replaylens.kernels import cpu, cpu_attention, cpu_recurrent
 from tests.engine.reference import decoder, random_decoder
 
-FAMILY = "llama"
+FAMILY, HYBRID = "llama", "qwen3-next"
+RECURRENT = {"softplus", "short convolution", "gated delta rule", "state space"}
 
 
 @pytest.fixture
@@ -52,9 +53,11 @@ def test_this_machine_is_certified_for_every_model(examined: Certificate) -> Non
 
 
 def test_every_kind_of_kernel_is_examined(examined: Certificate) -> None:
-    ops = {finding.op for finding in examined.findings if not finding.control}
-    assert ops == {*doctor.REFERENCE, "arithmetic"}
-    assert all(not finding.equal for finding in examined.findings if finding.control), "every control differs here"
+    """Those of recurrent layers for hybrids only."""
+    for certificate, without in ((examined, RECURRENT), (doctor.examine(decoder(HYBRID)), set())):
+        ops = {finding.op for finding in certificate.findings if not finding.control}
+        assert ops == {*doctor.REFERENCE, "arithmetic"} - without
+        assert all(not finding.equal for finding in certificate.findings if finding.control), "every control differs here"
 
 
 def test_a_model_in_another_dtype_is_refused() -> None:
@@ -124,20 +127,49 @@ def a_librarys_log_softmax(patch: pytest.MonkeyPatch) -> str:
     return "log-softmax"
 
 
+def chunks_that_begin_with_the_pass(patch: pytest.MonkeyPatch) -> str:
+    """Rows before the pass are not read again: the state after them would have to be kept for every position."""
+    right = cpu_recurrent.recur
+
+    def wrong(q: Tensor, v: Tensor, beta: Any, memory: Any, pieces: Any, *rest: Any) -> Any:
+        return right(q, v, beta, memory, [replace(piece, since=piece.start) for piece in pieces], *rest)
+
+    patch.setattr(cpu_recurrent, "recur", wrong)
+    return "gated delta rule"
+
+
+def a_state_carried_over_a_rollback(patch: pytest.MonkeyPatch) -> str:
+    """The state of a chunk that rejected rows have ended stays."""
+    right = cpu_recurrent.recur
+
+    def wrong(q: Tensor, v: Tensor, beta: Any, memory: Any, *rest: Any) -> Any:
+        kept = memory.states.clone()
+        out = right(q, v, beta, memory, *rest)
+        memory.states[kept != 0] = kept[kept != 0]
+        return out
+
+    patch.setattr(cpu_recurrent, "recur", wrong)
+    return "gated delta rule"
+
+
 PLANTS = (a_librarys_exp, a_product_split_in_k, flushed_denormals, a_key_less, another_eps, a_librarys_log_softmax)
 
 
-@pytest.mark.parametrize("plant", PLANTS)
+IN_HYBRIDS = (chunks_that_begin_with_the_pass, a_state_carried_over_a_rollback)
+
+
+@pytest.mark.parametrize("plant", (*PLANTS, *IN_HYBRIDS))
 def test_a_planted_op_is_found_and_named_and_no_engine_runs_on_it(
     plant: Callable[[pytest.MonkeyPatch], str], monkeypatch: pytest.MonkeyPatch, no_cache: Path
 ) -> None:
     said = f"{plant(monkeypatch)} : 'as everywhere' gave other bits"
-    certificate = doctor.examine(decoder(FAMILY))
+    model = decoder(HYBRID if plant in IN_HYBRIDS else FAMILY)
+    certificate = doctor.examine(model)
     assert not certificate.certified
     with pytest.raises(NotCertified, match=said):
         doctor.require(certificate)
     with pytest.raises(NotCertified, match=said):
-        Engine(decoder(FAMILY))
+        Engine(model)
     assert not no_cache.exists()  # no certificate is stored
 
 
@@ -147,7 +179,7 @@ def test_a_comparison_without_teeth_proves_nothing(
     """If even the negative controls agree, the doctor must not certify."""
     blunt = replace(examined, findings=tuple(replace(f, equal=True) for f in examined.findings))
     assert blunt.failures == [] and not blunt.has_teeth and not blunt.certified
-    monkeypatch.setattr(doctor, "conformance", lambda: blunt)
+    monkeypatch.setattr(doctor, "conformance", lambda hybrid: blunt)
     with pytest.raises(NotCertified, match="No negative control differed"):
         Engine(decoder(FAMILY))
 

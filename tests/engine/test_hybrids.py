@@ -1,0 +1,133 @@
+"""Hybrids: recurrent states at any position, edits of them, and what they refuse. `test_machine.py` and `test_contract.py` run
+random sessions on them, and `tests/kernels/test_recurrent.py` compares their kernels with the definition."""
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from replaylens.engine.engine import Engine
+from replaylens.engine.errors import BadEdit, BadRequest, KVCorruption, NoGradient, UnknownSite
+from replaylens.engine.request.edits import Edit
+from replaylens.engine.serving.branch import Branch
+from tests.engine.passes.packed import relative, sequences
+from tests.engine.reference import decoder
+from tests.families import HYBRIDS, hugging_face
+
+SITE = "blocks.0.mixer.hook_state"
+LATER = "blocks.1.hook_in"
+LENGTH = 140
+"""beyond two chunks"""
+TOKENS = sequences((LENGTH,), seed=3)[0].tolist()
+
+
+@cache
+def engine(name: str) -> Engine:
+    return Engine(decoder(name))
+
+
+@cache
+def other(name: str) -> Branch:
+    """Another text, with its states."""
+    return engine(name).prompt(sequences((LENGTH,), seed=9)[0].tolist(), sites=[SITE])
+
+
+def in_pieces(name: str, edits: list[Edit], **options: int) -> Branch:
+    """The text in passes of 1, 2, 1 and 17 rows in turn."""
+    later = [Edit(e.site, e.op, e.value, positions=slice(e.positions, e.positions + 1)) for e in edits]  # type: ignore[operator]
+    branch = Engine(decoder(name), **options).prompt(TOKENS[:1], sites=[SITE, LATER], edits=later)  # type: ignore[arg-type]
+    while branch.length < LENGTH:
+        for size in (1, 2, 1, 17):
+            branch.force(TOKENS[branch.length : branch.length + size])
+    return branch
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_logits_over_several_chunks_are_hugging_faces(name: str) -> None:
+    """In the engine's own arithmetic, whose chunks are not those of transformers."""
+    ours = engine(name).prompt(TOKENS).logits(range(LENGTH))
+    with torch.no_grad():
+        theirs = hugging_face(name)(torch.tensor([TOKENS])).logits[0]
+    assert relative(ours, theirs) < 2e-6 and torch.equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "mamba2"])
+def test_states_are_what_rows_read(name: str) -> None:
+    branch = engine(name).prompt(TOKENS, sites=[SITE, "blocks.0.mixer.hook_q", "blocks.0.mixer.hook_read"])
+    q, states = branch.activations["blocks.0.mixer.hook_q"].double(), branch.activations[SITE].double()
+    by_head = q.repeat_interleave(states.shape[1] // q.shape[1], dim=1)
+    found = torch.einsum("thkv,thk->thv", states, by_head)
+    assert relative(found, branch.activations["blocks.0.mixer.hook_read"]) < 1e-6
+    assert torch.equal(branch.state(0), branch.activations[SITE][-1])
+    assert torch.equal(branch.state(0, 63), branch.activations[SITE][63])
+
+
+@pytest.mark.parametrize("at", [10, 63, 64])
+@pytest.mark.parametrize("name", ["qwen3-next", "mamba2"])
+def test_a_state_patched_into_another_branch(name: str, at: int) -> None:
+    """In the middle of a chunk, at its end and at its beginning: whole, in small passes, and in other pages."""
+    patch = Edit(SITE, "set", other(name).state(0, at), positions=at)
+    edits = [Edit(SITE, "add", torch.ones(other(name).state(0).shape), positions=5), patch, Edit(SITE, "zero", positions=70)]
+    whole, plain = (engine(name).prompt(TOKENS, sites=[SITE, LATER], edits=some) for some in (edits, []))
+    single = in_pieces(name, edits, page_size=3)
+    for site in (SITE, LATER):
+        assert torch.equal(whole.activations[site], single.activations[site])
+    assert torch.equal(whole.activations[LATER][:5], plain.activations[LATER][:5])
+    assert torch.equal(whole.activations[SITE][at], other(name).state(0, at))
+    assert not torch.equal(whole.activations[LATER][at + 1], plain.activations[LATER][at + 1]), "later rows read it"
+
+
+def test_forks_and_rollbacks_keep_an_edited_state() -> None:
+    """A fork with an edit in the open chunk, a rollback across its end, and a fork before the edit."""
+    patch = Edit(SITE, "set", other("qwen3-next").state(0), positions=50)
+    root = engine("qwen3-next").prompt(TOKENS[:60], sites=[LATER])
+    (fork,) = root.fork(edits=[patch])
+    fork.force(TOKENS[60:80])
+    fork.rollback(61)
+    fork.force(TOKENS[61:])
+    whole = engine("qwen3-next").prompt(TOKENS, sites=[LATER], edits=[patch])
+    assert torch.equal(fork.activations[LATER], whole.activations[LATER])
+    (before,) = fork.fork(at=40)
+    before.force(TOKENS[40:])
+    assert torch.equal(before.activations[LATER], whole.activations[LATER])
+
+
+def test_states_of_shared_prefixes_and_copied_pages() -> None:
+    """Pages of 24 positions end within chunks: a fork copies the page with the end of a chunk, and its state."""
+    subject = Engine(decoder("qwen3-next"), page_size=24)
+    root = subject.prompt(TOKENS[:70], sites=[LATER])
+    (fork,) = root.fork(at=66)
+    fork.force(TOKENS[66:])
+    again, whole = subject.prompt(TOKENS, sites=[LATER]), engine("qwen3-next").prompt(TOKENS, sites=[LATER])
+    assert torch.equal(fork.activations[LATER], whole.activations[LATER])
+    assert torch.equal(again.activations[LATER], whole.activations[LATER])
+
+
+def test_the_canary_watches_states() -> None:
+    subject = Engine(decoder("qwen3-next"), canary=True)
+    branch = subject.prompt(TOKENS[:70]).generate(2)
+    subject.runner.cache.states[:, branch.lane.table.pages[3], 0, 0, 0] += 1
+    with pytest.raises(KVCorruption, match="position 63"):
+        branch.generate(2)
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------------
+
+
+def change(value: Tensor, hook: object) -> Tensor:
+    return value + 1
+
+
+def test_what_hybrids_refuse() -> None:
+    subject = engine("qwen3-next")
+    with pytest.raises(BadEdit, match="take no tokens"):
+        subject.prompt(TOKENS, edits=[Edit(SITE, "zero", tokens=[3])])
+    with pytest.raises(BadEdit, match="can be read but not changed"):
+        subject.prompt(TOKENS[:3], hooks=[(SITE, change)])
+    with pytest.raises(NoGradient, match="recurrent layers is not implemented"):
+        subject.prompt(TOKENS[:9]).gradients((3, 4), ["blocks.0.hook_in"])
+    with pytest.raises(UnknownSite, match="hook_state"):
+        subject.prompt(TOKENS[:3]).state(1)
+    with pytest.raises(BadRequest, match="at most 64"):
+        Engine(decoder("qwen3-next"), page_size=128)
