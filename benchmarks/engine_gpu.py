@@ -9,6 +9,7 @@ are checked before every timing: a request alone and among others.
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -19,7 +20,7 @@ from benchmarks.harness import Line, Lines, case, random_tokens, seconds
 from benchmarks.subjects import ENDLESS, SHAPE, random_decoder
 from replaylens.engine.engine import Engine
 from replaylens.engine.memory.pages import PageTable
-from replaylens.engine.model.config import Activation, MixtureConfig, ModelConfig, Rope, Routing
+from replaylens.engine.model.config import Activation, MixerConfig, MixtureConfig, ModelConfig, Rope, Routing
 from replaylens.engine.model.decoder import Decoder, Mixture
 from replaylens.engine.model.layers import Experts, rotary_table
 from replaylens.engine.passes.batch import Segment
@@ -33,6 +34,13 @@ EXPERTS = ModelConfig(
     norm_eps=1e-6, rotary_dim=128, rope=Rope(theta=1e6), qk_norm=True, tied_embeddings=False,
     mixture=MixtureConfig(num_experts=128, d_expert=768, routing=Routing(top=8)),
 )  # fmt: skip
+HYBRID = ModelConfig(
+    num_layers=32, d_model=2560, num_heads=16, num_kv_heads=4, d_head=256, d_mlp=9216, vocab_size=151936, max_positions=16384,
+    norm_eps=1e-6, rotary_dim=64, rope=Rope(theta=1e7), qk_norm=True, attn_gate=True,
+    mixer=MixerConfig("delta", taps=4, channels=8192, heads=32, key_heads=16, d_key=128, d_value=128),
+    parts=("mixer mlp", "mixer mlp", "mixer mlp", "attn mlp") * 8,
+)  # fmt: skip
+"""three gated delta nets to one gated attention, as in Qwen3.5, about 4B"""
 STEPS = 16
 """decode steps that are timed together"""
 DRAWN = Sampling(ignore_eos=True, temperature=0.8, seed=3)
@@ -391,3 +399,35 @@ def load(requests: int = 64, tokens: int = 64) -> Lines:
     }
     found = yield Line("engine, 64 requests, tokens/s", dict(arms), before=before, after=lambda arm, _: released(engine, made))
     found.note(**{f"{arm}_tokens_per_s": requests * tokens / taken for arm, taken in found.values.items()})
+
+
+@case("hybrid-gpu", ours="hybrid", baseline="attention only", needs="gpu", clock="wall", cost=True, rounds=3, warm=1)
+def hybrid(batches: tuple[int, ...] = (1, 64), tokens: int = 64, lengths: tuple[int, ...] = (2048, 8192)) -> Lines:
+    """A hybrid of about 4B against the same model with attention in every layer: decoding, prompts, forks, and the memory of
+    its states. First its bits: a request alone and in company."""
+    shapes = {"hybrid": HYBRID, "attention only": replace(HYBRID, mixer=None, parts=())}
+    engines = {arm: Engine(random_mixture(shape), cache_tokens=2**15) for arm, shape in shapes.items()}
+    engine, made = certified(engines["hybrid"]), list[Any]()
+    yield from contract(engine, "STC", 4)
+    for count in batches:
+        arms: dict[str, Any] = {
+            arm: lambda own=own: own.generate(made, tokens, sampling=ENDLESS)  # type: ignore[misc]
+            for arm, own in engines.items()
+        }
+
+        def before(arm: str, count: int = count) -> None:
+            made[:] = engines[arm].prompts(prompts(engines[arm], count, 128))
+            engines[arm].generate(made, 16, sampling=ENDLESS)
+
+        after = lambda arm, _: released(engines[arm], made)  # noqa: E731
+        yield Line(f"a decode step of {count}", arms, before=before, after=after, per=tokens, aim="<= 1.15")
+    for length in lengths:
+        (path,) = random_tokens(1, length, HYBRID.vocab_size, seed=length)
+        arms = {arm: lambda own=own, path=path: own.prompt(path) for arm, own in engines.items()}  # type: ignore[misc]
+        yield Line(f"a prompt of {length}", arms, after=lambda arm, made: released(engines[arm], [made]), per=length)
+    root = engine.prompt(prompts(engine, 1, 1000)[0])
+    taken, forks = seconds(lambda: root.fork(1024), "wall")
+    numbers = {"ms_a_fork": taken / 1.024, "states_gb": engine.runner.cache.states.numel() * 4 / 1e9}
+    numbers["kv_and_entries_gb"] = engine.runner.cache.num_bytes / 1e9 - numbers["states_gb"]
+    yield Line("1,024 forks at 1,000 tokens; the cache of 32,768 positions", numbers=numbers)
+    released(engine, [*forks, root])
