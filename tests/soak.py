@@ -61,20 +61,16 @@ class Inputs14336(Sessions):
     sessions, steps = 6, 30
 
 
-class Experts(test_machine.Experts):
-    """A mixture of experts in a cache that three requests outgrow."""
-
-    sessions, steps = 20, 40
-
-
-class Latents(test_machine.Latents):
-    """Latent attention in the same."""
-
-    sessions, steps = 20, 40
+def longer(machine: type[Sessions]) -> type[Sessions]:
+    """The short test's machine, with more sessions."""
+    return type(machine.__name__, (machine,), {"sessions": 20, "steps": 40})
 
 
+Experts, Latents = longer(test_machine.Experts), longer(test_machine.Latents)
+HYBRIDS = tuple(longer(machine) for machine in test_machine.HYBRIDS)
+"""recurrent layers; paths cross the end of a chunk"""
 MACHINES: dict[str, Any] = {
-    cls.__name__: cls for cls in (Small, AsWideAsSmolLM2, Inputs4096, Inputs14336, Experts, Latents, Thinkers, Trees)
+    cls.__name__: cls for cls in (Small, AsWideAsSmolLM2, Inputs4096, Inputs14336, Experts, Latents, *HYBRIDS, Thinkers, Trees)
 }
 ORDER = (
     "Small",
@@ -88,6 +84,9 @@ ORDER = (
     "Inputs14336",
     "Small",
     "Latents",
+    *(machine.__name__ for machine in HYBRIDS),
+    "DeltaNets",
+    "StateSpaces",
 )
 """no common factor with the number of `THREADS`, so that each machine meets every number of threads"""
 LEAST = 2
@@ -160,9 +159,10 @@ def main(given: list[str] | None = None) -> int:
         print(json.dumps(dict(zip(COUNTS, work(options.worker, options.seed, Path(options.folder)), strict=True))))
         return 0
     began, operations, preemptions, number = time.monotonic(), 0, 0, options.only or 0
+    order = [name for name in ORDER if not options.machines or name in options.machines]
     with tempfile.TemporaryDirectory() as folder:
         while operations < options.operations:
-            name, threads, own = ORDER[number % len(ORDER)], THREADS[number % len(THREADS)], options.seed + number
+            name, threads, own = order[number % len(order)], THREADS[number % len(THREADS)], options.seed + number
             print(f"process {number}: {name}, seed {own}, {threads} threads", flush=True)
             done = subprocess.run(
                 [sys.executable, "-m", "tests.soak", "--worker", name, "--seed", str(own), "--folder", folder],
@@ -198,6 +198,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--seed", type=int, default=0, help="of the first process, counted up for the next ones (default: %(default)s)"
     )
+    parser.add_argument("machines", nargs="*", help=f"of {', '.join(MACHINES)} (default: all)")
     parser.add_argument("--only", type=int, help="run this process alone")
     parser.add_argument("--worker", choices=sorted(MACHINES), help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
