@@ -406,7 +406,7 @@ def hybrid(batches: tuple[int, ...] = (1, 64), tokens: int = 64, lengths: tuple[
     """A hybrid of about 4B against the same model with attention in every layer: decoding, prompts, forks, and the memory of
     its states. First its bits: a request alone and in company."""
     shapes = {"hybrid": HYBRID, "attention only": replace(HYBRID, mixer=None, parts=())}
-    engines = {arm: Engine(random_mixture(shape), cache_tokens=2**15) for arm, shape in shapes.items()}
+    engines = {arm: Engine(random_mixture(shape), cache_tokens=2**14) for arm, shape in shapes.items()}
     engine, made = certified(engines["hybrid"]), list[Any]()
     yield from contract(engine, "STC", 4)
     for count in batches:
@@ -429,5 +429,5 @@ def hybrid(batches: tuple[int, ...] = (1, 64), tokens: int = 64, lengths: tuple[
     taken, forks = seconds(lambda: root.fork(1024), "wall")
     numbers = {"ms_a_fork": taken / 1.024, "states_gb": engine.runner.cache.states.numel() * 4 / 1e9}
     numbers["kv_and_entries_gb"] = engine.runner.cache.num_bytes / 1e9 - numbers["states_gb"]
-    yield Line("1,024 forks at 1,000 tokens; the cache of 32,768 positions", numbers=numbers)
+    yield Line("1,024 forks at 1,000 tokens; the cache of 16,384 positions", numbers=numbers)
     released(engine, [*forks, root])

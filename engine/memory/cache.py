@@ -155,10 +155,10 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
 
 def require_memory(config: ModelConfig, num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
     """Raise BadRequest if the KV of `num_tokens` tokens exceeds the total memory of the machine or device."""
-    floats = len(config.layers_with("attn")) * math.prod(config.kv_shape)
-    if (mixer := config.mixer) is not None:
-        floats += len(config.layers_with("mixer")) * (mixer.columns[-1] + math.prod(mixer.state_shape) // CHUNK)
-    wanted = num_tokens * floats * dtype.itemsize
+    wanted = num_tokens * len(config.layers_with("attn")) * math.prod(config.kv_shape) * dtype.itemsize
+    if (mixer := config.mixer) is not None:  # in float32, whatever the model's dtype
+        floats = mixer.columns[-1] + math.prod(mixer.state_shape) // CHUNK
+        wanted += num_tokens * len(config.layers_with("mixer")) * floats * torch.float32.itemsize
     if device.type == "cuda":
         there = torch.cuda.get_device_properties(device).total_memory
     else:
