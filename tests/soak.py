@@ -73,8 +73,11 @@ class Latents(test_machine.Latents):
     sessions, steps = 20, 40
 
 
+HYBRIDS = [
+    type(each.__name__, (each,), {"sessions": 20, "steps": 40, "__doc__": each.__doc__}) for each in test_machine.HYBRIDS
+]
 MACHINES: dict[str, Any] = {
-    cls.__name__: cls for cls in (Small, AsWideAsSmolLM2, Inputs4096, Inputs14336, Experts, Latents, Thinkers, Trees)
+    cls.__name__: cls for cls in (Small, AsWideAsSmolLM2, Inputs4096, Inputs14336, Experts, Latents, *HYBRIDS, Thinkers, Trees)
 }
 ORDER = (
     "Small",
@@ -88,6 +91,12 @@ ORDER = (
     "Inputs14336",
     "Small",
     "Latents",
+    "GatedConvs",
+    "DeltaNets",
+    "StateSpaces",
+    "SidesAlike",
+    "DeltaNets",
+    "StateSpaces",
 )
 """no common factor with the number of `THREADS`, so that each machine meets every number of threads"""
 LEAST = 2

@@ -442,6 +442,13 @@ def by_layer(sites: Iterable[str]) -> dict[int, str]:
     return dict(sorted(found.items()))
 
 
+def numbered(layers: Iterable[int]) -> str:
+    """Layers in words: "0 to 3" without gaps, else all of them."""
+    found = sorted(layers)
+    whole = found and found == list(range(found[-1] + 1))
+    return f"0 to {found[-1]}" if whole else ", ".join(map(str, found)) or "none"
+
+
 _LETTER_SITES = {
     # names within a block, in order of preference, and whether the next layer is meant
     "S": (("hook_in", 0), ("hook_resid_pre", 0), ("hook_out", 1), ("hook_resid_post", 1)),

@@ -11,7 +11,7 @@ from replaylens.engine.model.ops import Recurrence
 from replaylens.engine.model.sites import STATE
 from replaylens.engine.passes.batch import Batch, Segment, finite, not_finite
 from replaylens.engine.request.placed import PlacedEdit
-from replaylens.kernels.cpu_recurrent import CHUNK, Memory, Piece, recur, short_conv
+from replaylens.kernels.cpu_recurrent import CHUNK, LayerMemory, Piece, recur, short_conv
 
 
 def convolve(x: Tensor, conv: Conv, layer: int, batch: Batch, cache: KVCache) -> Tensor:
@@ -32,7 +32,7 @@ class Walk:
         inputs, keys, updates, _ = mixer.columns
         entries[slots, inputs:keys] = finite(given.k, "keys").flatten(1)
         entries[slots, updates:] = finite(given.decay, "decays")
-        self.memory = Memory(entries, cache.states[cache.mixed[layer]], (inputs, keys, updates), mixer.key_heads)
+        self.memory = LayerMemory(entries, cache.states[cache.mixed[layer]], (inputs, keys, updates), mixer.key_heads)
         self.batch, site = batch, f"blocks.{layer}.{STATE}"
         self.given = (
             given.q.contiguous(),
