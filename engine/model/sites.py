@@ -279,8 +279,8 @@ class SiteTable:
 
     def _has(self, name: str, layer: int) -> bool:
         config, mixer = self.config, self.config.mixer
-        attends, recurs, thinks = (config.has(part, layer) for part in ("attn", "mixer", "mlp"))
-        there = {"attn": attends, "mixer": recurs, "mlp": thinks, "ln1": attends or recurs, "ln2": thinks}
+        attends, recurs, has_mlp = (config.has(part, layer) for part in ("attn", "mixer", "mlp"))
+        there = {"attn": attends, "mixer": recurs, "mlp": has_mlp, "ln1": attends or recurs, "ln2": has_mlp}
         if not there.get(name.partition(".")[0].removesuffix("_post"), True):
             return False
         if name == "ln2.hook_in":  # the residual stream between attention and MLP, also without a norm there

@@ -64,6 +64,9 @@ class Walk:
         found = recur(*self.given, self.memory, pieces, paged.pages, paged.page_size)
         if found is None:
             raise not_finite("updates of a recurrent state")
+        if sum(piece.count for piece in pieces) == len(self.out):  # the usual case: no state is edited
+            self.out = finite(found, "recurrent states")
+            return
         for piece in pieces:
             own = slice(piece.row, piece.row + piece.count)
             self.out[own] = finite(found[own], "recurrent states")
