@@ -208,7 +208,7 @@ class Piece:
 
 
 @dataclass(frozen=True, eq=False)
-class Memory:
+class LayerMemory:
     """One layer's part of the cache."""
 
     entries: Tensor
@@ -221,7 +221,7 @@ class Memory:
 
 
 def recur(
-    q: Tensor, v: Tensor, beta: Tensor | None, memory: Memory, pieces: Sequence[Piece], pages: Tensor, page_size: int
+    q: Tensor, v: Tensor, beta: Tensor | None, memory: LayerMemory, pieces: Sequence[Piece], pages: Tensor, page_size: int
 ) -> Tensor | None:
     """Mutates the memory: the updates of all rows of the pieces, and the states of chunks that end with one of them.
 

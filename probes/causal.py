@@ -13,6 +13,7 @@ from torch import Tensor
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import UnknownSite
+from replaylens.engine.model.sites import by_layer, numbered
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.values import as_int
 from replaylens.engine.serving.branch import Branch
@@ -580,7 +581,7 @@ def _name(engine: Engine, site: str, layer: int) -> str:
     """The site's full name. Raises UnknownSite if the letter has no such layer."""
     if site not in LETTERS:
         return engine.sites.resolve(site)
-    names = engine.sites.per_layer(site)
-    if layer not in range(len(names)):
-        raise UnknownSite(f"No layer {layer}. {site} has layers 0 to {len(names) - 1}.")
+    names = by_layer(engine.sites.per_layer(site))
+    if layer not in names:
+        raise UnknownSite(f"No layer {layer}. {site} has layers {numbered(names)}.")
     return names[layer]

@@ -18,7 +18,7 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import UnknownSite, no_such
 from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.features.rows import FeatureRows
-from replaylens.engine.model.sites import at_layer, by_letter
+from replaylens.engine.model.sites import at_layer, by_layer, by_letter
 from replaylens.engine.records import Fingerprint
 from replaylens.probes.errors import BadRows, CutFeatures, NoTask, SeveralTasks
 from replaylens.tasks.task import AnyTask
@@ -133,7 +133,7 @@ class MemorySource:
         return _listed(self, self.tensors)
 
     def letters(self, letter: str) -> dict[int, str]:
-        return {layer: name for layer, name in enumerate(self._letters.get(letter, [])) if name in self.tensors}
+        return by_layer(name for name in self._letters.get(letter, []) if name in self.tensors)
 
     def take(self, site: str, layer: int | None, numbers: np.ndarray) -> Tensor:
         stored = self.letters(site)

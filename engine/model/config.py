@@ -308,7 +308,7 @@ class MixerConfig:
         return self.channels, keys, updates, updates + self.heads
 
 
-Part = Literal["attn", "mixer", "mlp"]
+BlockPart = Literal["attn", "mixer", "mlp"]
 
 
 @dataclass(frozen=True)
@@ -472,7 +472,7 @@ class ModelConfig:
         """The number of positions that a row of `layer` sees, including its own; 0: all."""
         return self.windows[layer] if self.windows else 0
 
-    def has(self, part: Part, layer: int) -> bool:
+    def has(self, part: BlockPart, layer: int) -> bool:
         """Whether `layer` has this part."""
         return part in (self.parts[layer].split() if self.parts else ("attn", "mlp"))
 
@@ -481,7 +481,7 @@ class ModelConfig:
         before = self.mixer is not None and self.mixer.norms_before and self.has("mixer", layer)
         return self.pre_norms or before, self.post_norms and not before
 
-    def layers_with(self, part: Part) -> list[int]:
+    def layers_with(self, part: BlockPart) -> list[int]:
         return [layer for layer in range(self.num_layers) if self.has(part, layer)]
 
     def sparse(self, layer: int) -> bool:

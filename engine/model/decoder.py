@@ -335,17 +335,17 @@ class Block(nn.Module):
         self.attn_sites = site + "attn.hook_out", norm_sites(site + "ln1_post")
         self.mixer_sites = site + "mixer.hook_out", norm_sites(site + "ln1_post")
         self.mlp_sites = site + "mlp.hook_out", norm_sites(site + "ln2_post")
-        attends, recurs, thinks = (config.has(part, layer) for part in ("attn", "mixer", "mlp"))
+        attends, recurs, has_mlp = (config.has(part, layer) for part in ("attn", "mixer", "mlp"))
         before, after = config.norms(layer)
         self.ln1 = norm() if before and (attends or recurs) else None
         kind = Attention if config.latent is None else LatentAttention
         self.attn: Attention | LatentAttention | None = kind(config, layer) if attends else None
         self.mixer = mixer_of(config, layer) if recurs else None
-        self.ln2 = norm() if before and not config.shared_norm and thinks else None
+        self.ln2 = norm() if before and not config.shared_norm and has_mlp else None
         sparse = config.sparse(layer)
-        self.mlp: Mlp | Mixture | None = (Mixture if sparse else Mlp)(config, layer) if thinks else None
+        self.mlp: Mlp | Mixture | None = (Mixture if sparse else Mlp)(config, layer) if has_mlp else None
         self.ln1_post = norm() if after and (attends or recurs) else None
-        self.ln2_post = norm() if after and thinks else None
+        self.ln2_post = norm() if after and has_mlp else None
 
     @property
     def writers(self) -> list[tuple[Attention | LatentAttention | Mixer, tuple[str, NormSites]]]:

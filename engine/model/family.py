@@ -131,7 +131,8 @@ class Names:
     """the beginning of all names of a layer, with {} for its number"""
     parts: Mapping[str, str | tuple[str, ...]]
     """our module within a block -> theirs, or theirs to be joined, in our order of outputs. Empty: a norm without weights.
-    With {}: one norm for each head. A parameter of its own (attn.sinks) -> theirs"""
+    With {}: one norm for each head. A parameter of its own (attn.sinks) -> theirs, or theirs and the parts that it is stored
+    in elsewhere"""
     pos_embed: str = ""
     pos_offset: int = 0
     """rows of the table of positions before that of position 0"""
@@ -254,8 +255,13 @@ class Family:
             assert self.names.experts is not None  # a family with mixtures names them
             return self.names.experts.read(end, len(module.up), begin, get)
         theirs = self.names.parts[name]
-        assert isinstance(theirs, str)  # it is not joined
-        x = get(begin + theirs)
+        whole, *pieces = (theirs,) if isinstance(theirs, str) else theirs
+        try:
+            x = get(begin + whole)
+        except MissingTensor:
+            if not pieces:
+                raise
+            x = torch.cat([get(begin + piece) for piece in pieces])
         return x if name not in self.arrange else self.arrange[name](config, x)
 
     def _norm(self, theirs: str, end: str, like: Tensor, get: Get, plain: bool = False) -> Tensor:

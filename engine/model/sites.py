@@ -279,8 +279,8 @@ class SiteTable:
 
     def _has(self, name: str, layer: int) -> bool:
         config, mixer = self.config, self.config.mixer
-        attends, recurs, thinks = (config.has(part, layer) for part in ("attn", "mixer", "mlp"))
-        there = {"attn": attends, "mixer": recurs, "mlp": thinks, "ln1": attends or recurs, "ln2": thinks}
+        attends, recurs, has_mlp = (config.has(part, layer) for part in ("attn", "mixer", "mlp"))
+        there = {"attn": attends, "mixer": recurs, "mlp": has_mlp, "ln1": attends or recurs, "ln2": has_mlp}
         if not there.get(name.partition(".")[0].removesuffix("_post"), True):
             return False
         if name == "ln2.hook_in":  # the residual stream between attention and MLP, also without a norm there
@@ -440,6 +440,13 @@ def by_layer(sites: Iterable[str]) -> dict[int, str]:
     leaves = re.compile(r"blocks\.\d+\.hook_out")
     found = {(layer_of(site) or 0) + bool(leaves.fullmatch(site)): site for site in sites}
     return dict(sorted(found.items()))
+
+
+def numbered(layers: Iterable[int]) -> str:
+    """Layers in words: "0 to 3" without gaps, else all of them."""
+    found = sorted(layers)
+    whole = found and found == list(range(found[-1] + 1))
+    return f"0 to {found[-1]}" if whole else ", ".join(map(str, found)) or "none"
 
 
 _LETTER_SITES = {

@@ -11,7 +11,7 @@ from replaylens.engine.model.ops import Recurrence
 from replaylens.engine.model.sites import STATE
 from replaylens.engine.passes.batch import Batch, Segment, finite, not_finite
 from replaylens.engine.request.placed import PlacedEdit
-from replaylens.kernels.cpu_recurrent import CHUNK, Memory, Piece, recur, short_conv
+from replaylens.kernels.cpu_recurrent import CHUNK, LayerMemory, Piece, recur, short_conv
 
 
 def convolve(x: Tensor, conv: Conv, layer: int, batch: Batch, cache: KVCache) -> Tensor:
@@ -32,7 +32,7 @@ class Walk:
         inputs, keys, updates, _ = mixer.columns
         entries[slots, inputs:keys] = finite(given.k, "keys").flatten(1)
         entries[slots, updates:] = finite(given.decay, "decays")
-        self.memory = Memory(entries, cache.states[cache.mixed[layer]], (inputs, keys, updates), mixer.key_heads)
+        self.memory = LayerMemory(entries, cache.states[cache.mixed[layer]], (inputs, keys, updates), mixer.key_heads)
         self.batch, site = batch, f"blocks.{layer}.{STATE}"
         self.given = (
             given.q.contiguous(),
@@ -64,6 +64,9 @@ class Walk:
         found = recur(*self.given, self.memory, pieces, paged.pages, paged.page_size)
         if found is None:
             raise not_finite("updates of a recurrent state")
+        if sum(piece.count for piece in pieces) == len(self.out):  # the usual case: no state is edited
+            self.out = finite(found, "recurrent states")
+            return
         for piece in pieces:
             own = slice(piece.row, piece.row + piece.count)
             self.out[own] = finite(found[own], "recurrent states")

@@ -221,7 +221,7 @@ def _recurrence(delta: bool, from_pass: bool = False) -> Tensor:
     q, k, v = numbers(13, 150, 1, 6) / 8, numbers(14, 150, 1, 6) / 8, numbers(15, 150, 2, 10)
     square = (numbers(16, 150, 2) / 4) * (numbers(16, 150, 2) / 4)
     g, beta = -square * square, numbers(17, 150, 2).abs() / 4 if delta else None
-    memory = kernels.Memory(torch.zeros(176, 28), torch.zeros(11, 2, 6, 10), (0, 6, 26), 1)
+    memory = kernels.LayerMemory(torch.zeros(176, 28), torch.zeros(11, 2, 6, 10), (0, 6, 26), 1)
     memory.entries[16:166, :6], memory.entries[16:166, 26:] = k[:, 0], g
     out, state = torch.zeros_like(v), torch.zeros(2, 6, 10)
     for start, end in ((0, 40), (40, 64), (64, 70), (70, 150)):

@@ -14,7 +14,17 @@ from torch import Tensor
 from replaylens.engine.errors import BadEdit, InternalError, NothingEdited, UnknownSite
 from replaylens.engine.model import modes
 from replaylens.engine.model.config import BARRED, MixtureConfig, ModelConfig
-from replaylens.engine.model.sites import BY_SLOT, CHOICE_SITE, LETTERS, STATE, WEIGHTS_SITE, SiteTable, layer_of
+from replaylens.engine.model.sites import (
+    BY_SLOT,
+    CHOICE_SITE,
+    LETTERS,
+    STATE,
+    WEIGHTS_SITE,
+    SiteTable,
+    by_layer,
+    layer_of,
+    numbered,
+)
 from replaylens.engine.request.edits import Edit, finite_float32, listed, span
 from replaylens.engine.request.placed import PATTERN, PLACED_OPS, Op, PlacedEdit
 from replaylens.engine.request.values import as_instance
@@ -381,10 +391,10 @@ def _names(edit: Edit, table: SiteTable) -> list[str]:
                 "blocks.*.hook_out, or no layers."
             )
         return [table.editable(edit.site)]
-    names = table.per_layer(edit.site)
-    layers = range(len(names)) if edit.layers is None else edit.layers
-    if bad := [layer for layer in layers if not 0 <= layer < len(names)]:
-        raise BadEdit(f"No layer {bad[0]}. {edit.site} has layers 0 to {len(names) - 1}.")
+    names = by_layer(table.per_layer(edit.site))
+    layers = names if edit.layers is None else edit.layers
+    if bad := [layer for layer in layers if layer not in names]:
+        raise BadEdit(f"No layer {bad[0]}. {edit.site} has layers {numbered(names)}.")
     return [names[layer] for layer in layers]
 
 

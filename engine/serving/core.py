@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, TypedDict, TypeVar, Unpack
@@ -228,6 +229,9 @@ class Core(Generation, NotCopyable):
             "fingerprint": code(self.fingerprint.digest),
             "KV pages": f"{used} of {pool.num_pages} in use, {pool.page_size} positions each",
         }
+        if (mixer := self.config.mixer) is not None:
+            layers, size = len(self.config.layers_with("mixer")), math.prod(mixer.state_shape)
+            facts["recurrent layers"] = f"{layers}, each with {mixer.columns[-1]} numbers per position and {size} per state"
         held = [i for i in self.tree.roots() if self.tree.branch(i).status is not BranchStatus.RELEASED]
         recordings = {i: lane.recording for i, lane in self.loop.lanes.items()}
         trees = [tree_of(self.tree.branch(root), recordings, self.text) for root in held[-MAX_TREES:]]

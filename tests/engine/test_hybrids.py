@@ -2,14 +2,17 @@
 random sessions on them, and `tests/kernels/test_recurrent.py` compares their kernels with the definition."""
 
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+import replaylens as rl
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadRequest, KVCorruption, NoGradient, UnknownSite
 from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
 from tests.engine.passes.packed import relative, sequences
 from tests.engine.reference import decoder
@@ -110,6 +113,54 @@ def test_the_canary_watches_states() -> None:
     subject.runner.cache.states[:, branch.lane.table.pages[3], 0, 0, 0] += 1
     with pytest.raises(KVCorruption, match="position 63"):
         branch.generate(2)
+
+
+# ---- verbs ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "nemotron-h", "falcon-h1"])
+def test_cells_of_a_grid_have_the_bits_of_their_edits_alone(name: str) -> None:
+    """Variants begin at their first edited layer and position, also within a chunk."""
+    subject = engine(name)
+    edits = [Edit("S", "zero", positions=at, layers=[layer]) for at in (30, 66, 130) for layer in (0, 1)]
+    edits += [
+        Edit("blocks.0.mixer.hook_k", "zero", positions=70),
+        Edit(SITE, "zero", positions=100),
+        Edit("T", "zero", positions=90),
+    ]
+    found = subject.logits_under(TOKENS, [[edit] for edit in edits])
+    assert all(torch.equal(row, subject.logits(TOKENS, edits=[edit])) for row, edit in zip(found, edits, strict=True))
+
+
+@pytest.mark.parametrize("name", ["nemotron-h", "mamba2", "falcon-h1"])
+def test_verbs_of_the_workbench(name: str) -> None:
+    """Of layers that lack attention or MLP, or have both kinds of mixers."""
+    subject, base, source = engine(name), TOKENS[:12], [*TOKENS[:7], 50, *TOKENS[8:12]]
+    layers = subject.config.num_layers
+    by_layer = rl.dla(subject, base, (3, 4))
+    logits = subject.logits(base)
+    assert sum(part.value for part in by_layer.parts) == pytest.approx(float(logits[3] - logits[4]), abs=1e-5)
+    grid = rl.patch(subject, base, source, metric=(3, 4), sites="STC" if subject.config.layers_with("mlp") else "ST")
+    assert grid.raw["S"].shape[0] == layers + 1 and grid.raw["T"].shape[0] == len(subject.sites.letter("T"))
+    if subject.config.layers_with("attn"):
+        assert rl.attention(subject, base).pattern.shape[0] == len(subject.config.layers_with("attn"))
+    else:
+        with pytest.raises(BadRequest, match="No layer of this mamba2 model has attention"):
+            rl.attention(subject, base)
+    assert len(rl.lens(subject, base).tokens) == 12
+
+
+def test_dumps_and_resampling(tmp_path: Path) -> None:
+    subject = engine("nemotron-h")
+    dump = subject.replay([TOKENS[:70], TOKENS[20:60]], sites=["S", "T", "blocks.0.mixer.hook_read"]).save(tmp_path / "dump")
+    site = "blocks.2.attn.hook_out"
+    assert dump.manifest.layers("T") == {0: "blocks.0.mixer.hook_out", 2: site}
+    assert torch.equal(dump.to_torch(site)[:70], subject.prompt(TOKENS[:70], sites="T").activations[site])
+    rollouts = [
+        Engine(decoder("nemotron-h"), page_size=size).prompt(TOKENS[:66]).resample(at=[60, 66], n=3, max_new=4, sampling=warm)
+        for size, warm in ((16, Sampling(1.0)), (5, Sampling(1.0)))
+    ]
+    assert rollouts[0].digest == rollouts[1].digest
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import Tensor
 from replaylens.engine.proof.doctor import numbers
 from replaylens.kernels import cpu_recurrent, definition, threads
 from replaylens.kernels.cpu_attention import HostRows
-from replaylens.kernels.cpu_recurrent import CHUNK, Memory, Piece, recur, short_conv
+from replaylens.kernels.cpu_recurrent import CHUNK, LayerMemory, Piece, recur, short_conv
 from tests.kernels.test_cpu import same
 
 LENGTH, KEY_HEADS, HEADS, D, WIDTH, CHANNELS = 135, 2, 4, 5, 10, 3
@@ -51,7 +51,7 @@ class Layer:
         count = -(-LENGTH // page_size)
         order = random.Random(page_size).sample(range(1, count + 1), count)
         self.pages, self.page_size, self.delta = torch.tensor([order]), page_size, delta
-        self.memory = Memory(
+        self.memory = LayerMemory(
             torch.zeros((count + 1) * page_size, AT[-1] + HEADS), torch.zeros(count + 1, HEADS, D, WIDTH), AT, KEY_HEADS
         )
 

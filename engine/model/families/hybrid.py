@@ -223,16 +223,19 @@ def _olmo(raw: Raw) -> MixerConfig | None:
 
 OLMO_HYBRID = replace(
     OLMO2,
-    names=names_of(
-        OLMO2.names,
-        mixer__up=("linear_attn.q_proj", "linear_attn.k_proj", "linear_attn.v_proj", "linear_attn.g_proj"),
-        mixer__rates=("linear_attn.b_proj", "linear_attn.a_proj"),
-        mixer__a_log="linear_attn.A_log",
-        mixer__step_bias="linear_attn.dt_bias",
-        mixer__conv__weight="linear_attn.conv1d.weight",
-        mixer__unit_norm="",
-        mixer__norm="linear_attn.o_norm",
-        mixer__o="linear_attn.o_proj",
+    names=replace(
+        names_of(
+            OLMO2.names,
+            mixer__up=("linear_attn.q_proj", "linear_attn.k_proj", "linear_attn.v_proj", "linear_attn.g_proj"),
+            mixer__rates=("linear_attn.b_proj", "linear_attn.a_proj"),
+            mixer__a_log="linear_attn.A_log",
+            mixer__step_bias="linear_attn.dt_bias",
+            mixer__conv__weight=("linear_attn.conv1d.weight", *(f"linear_attn.{part}_conv1d.weight" for part in "qkv")),
+            mixer__unit_norm="",
+            mixer__norm="linear_attn.o_norm",
+            mixer__o="linear_attn.o_proj",
+        ),
+        spellings=(("input_layernorm", "attention_layer_norm"), ("post_attention_layernorm", "feedforward_layer_norm")),
     ),
     reads=reads_of(
         OLMO2,

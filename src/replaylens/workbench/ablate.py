@@ -43,7 +43,9 @@ def chosen_heads(engine: Core, heads: Any, layers: Sequence[int] | None = None) 
     if heads is True:
         heads = range(config.num_heads)
     given = as_list("heads", heads, FORMS)
-    where = range(config.num_layers) if layers is None else layers
+    where = config.layers_with("attn") if layers is None else layers
+    if not config.layers_with("attn"):
+        raise BadRequest(f"No layer of this {config.family} model has attention heads. Edit its mixer sites instead.")
     if given and all(integer(each) is not None for each in given):
         numbers = [as_int("heads", each, 0, config.num_heads - 1) for each in given]
         return [(layer, head) for layer in where for head in dict.fromkeys(numbers)]

@@ -135,15 +135,17 @@ class AttentionResult:
 def attention(engine: Core, text: Prompt, *, layers: Sequence[int] | None = None) -> AttentionResult:
     """The attention patterns of a text. On a CPU only: the kernels of a GPU never store them.
 
-    layers  those to keep; None: all
+    layers  those to keep; None: all that have attention
 
     >>> from replaylens import Engine, attention
     >>> result = attention(Engine.load("coin-plain"), "A coin's state is heads. Alice flips. What's the state? A:")
     >>> result.pattern.shape  # [layers, heads, queries, keys]
     torch.Size([4, 4, 15, 15])
     """
-    chosen = chosen_layers(layers, engine.config.num_layers)
+    chosen = engine.config.layers_with("attn") if layers is None else chosen_layers(layers, engine.config.num_layers)
     names = [engine.sites.resolve(f"blocks.{layer}.attn.hook_pattern") for layer in chosen]
+    if not names:
+        raise BadRequest(f"No layer of this {engine.config.family} model has attention. Capture its mixer sites instead.")
     branch = engine.prompt(text, sites=names)
     try:
         path = branch.tokens

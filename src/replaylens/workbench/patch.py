@@ -15,6 +15,7 @@ from torch import Tensor
 from replaylens.engine.dump.plan import ends_of
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.gradients.attribution import Prompts, common_words, each_pair, pairs_of, require_one_length, t_interval
+from replaylens.engine.model.sites import by_layer, numbered
 from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.values import as_instance, as_int, as_list, short_repr, verb
@@ -375,15 +376,24 @@ def _cells(
     letters = [letter for letter in given.replace(",", "").replace(" ", "")]
     if not letters or set(letters) - set("STC"):
         raise BadRequest(f"Invalid sites={sites!r}. Give letters among S, T and C, or heads=True.")
-    found = {letter: chosen_layers(layers, len(_names(engine, letter))) for letter in dict.fromkeys(letters)}
+    found = {letter: _layers(engine, letter, layers) for letter in dict.fromkeys(letters)}
     return {letter: [(layer, position) for layer in own for position in two.at] for letter, own in found.items()}
 
 
-def _names(engine: Core, site: str) -> list[str]:
-    """The sites of a letter, or of heads, in layer order."""
+def _layers(engine: Core, letter: str, layers: Sequence[int] | None) -> list[int]:
+    """The chosen layers of a letter; BadRequest for one that lacks it, as some of a hybrid do."""
+    names = _names(engine, letter)
+    found = list(names) if layers is None else chosen_layers(layers, engine.config.num_layers + (letter == "S"))
+    if bad := [layer for layer in found if layer not in names]:
+        raise BadRequest(f"No {letter} at layer {bad[0]}. It has layers {numbered(names)}.")
+    return found
+
+
+def _names(engine: Core, site: str) -> dict[int, str]:
+    """The sites of a letter, or of heads, by layer."""
     if site != "heads":
-        return engine.sites.per_layer(site)
-    return [engine.sites.resolve(f"blocks.{layer}.attn.hook_z") for layer in range(engine.config.num_layers)]
+        return by_layer(engine.sites.per_layer(site))
+    return {layer: engine.sites.resolve(f"blocks.{layer}.attn.hook_z") for layer in engine.config.layers_with("attn")}
 
 
 def _first(cells: list[LayerCell]) -> list[int]:

@@ -30,6 +30,9 @@ NO_BRIDGE = {
     "falcon-new": "the adapter splits q, k and v for one key head",
     "falcon-new-one-norm": "the adapter asks for two norms",
     "dots1": "there is no adapter",
+    "granite-hybrid": "the bridge does not show what experts and shared MLP add together",
+    "granite-hybrid-dense": "the bridge asks for a rotation",
+    "falcon-h1": "the bridge shows outputs before their factors",
     "phimoe": "the adapter does not know the class by its name in transformers",
     "phimoe-plain": "the adapter does not know the class by its name in transformers",
 }

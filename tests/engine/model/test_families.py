@@ -246,12 +246,14 @@ def test_letters_are_the_bridges(name: str) -> None:
     branch = subject.prompt(tokens.tolist(), sites="STC")
     theirs = bridge(name).run_with_cache(tokens[None])[1]
     mixers = ["hook_attn_out", "mixer.hook_out", "linear_attn.hook_out", "conv.hook_out"]  # as recurrent parts are called there
-    for letter, legacy in (("S", ["hook_resid_pre"]), ("T", mixers), ("C", ["hook_mlp_out"])):
+    config = subject.config
+    for letter, legacy in (("S", ["hook_resid_pre"]), ("T", mixers), ("C", ["hook_mlp_out", "mixer.hook_out"])):
         for layer, site in by_layer(subject.sites.per_layer(letter)).items():
             found = [name for end in legacy if (name := f"blocks.{layer}.{end}") in theirs]
-            assert layer == subject.config.num_layers or found, (letter, layer)
-            for name in found[:1]:
-                assert float((branch.activations[site] - theirs[name][0]).abs().max()) < 1e-5, (letter, layer)
+            assert layer == config.num_layers or found, (letter, layer)
+            for name in found[:1]:  # of a recurrent part, what is there before the factor on the stream
+                factor = config.residual_scale if name.endswith("mixer.hook_out") else 1.0
+                assert float((branch.activations[site] - theirs[name][0] * factor).abs().max()) < 1e-5, (letter, layer)
 
 
 # ---- configs -------------------------------------------------------------------------------------------------------------
