@@ -118,7 +118,7 @@ def test_a_fork_hangs_where_it_left(engine: Engine) -> None:
 
 
 def test_nothing_is_promised_of_a_fork_of_a_hooked_prompt(engine: Engine) -> None:
-    """Not even of one that leaves within the prompt, before the first token of which nothing is promised: it keeps the hooks."""
+    """Not even of one that leaves within the prompt, before any such token: it keeps the hooks."""
     with engine.prompt("A coin's state is heads.", hooks=[("blocks.0.hook_in", lambda value, hook: value)]) as root:
         (fork,) = root.fork(at=2)
         told = [(token.position, bool(token.why)) for token in fork.force(" flips heads").tree().trunk.tokens]

@@ -260,6 +260,7 @@ def test_methods_of_the_cache(name: str) -> None:
         "get_neuron_results": lambda c: c.get_neuron_results(1, neuron_slice=[1, 5]),
         "get_full_resid_decomposition": lambda c: c.get_full_resid_decomposition(layer=2, pos_slice=-1, apply_ln=True),
         "folded": lambda c: c.get_full_resid_decomposition(expand_neurons=False, pos_slice=-1),
+        "before an MLP": lambda c: c.get_full_resid_decomposition(layer=1, mlp_input=True, pos_slice=-1),
     }
     for said, call in calls.items():
         try:
