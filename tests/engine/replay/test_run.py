@@ -577,7 +577,9 @@ def test_a_token_takes_the_span_of_its_last_character(coin: Engine) -> None:
     ],
 )
 def test_numbers_of_one_label_are_of_one_type(coin: Engine, given: list[Any], kept: list[Any]) -> None:
-    found = [text.labels["up"] for text in map(GivenText.from_json, coin.texts([TAILS, HEADS], labels={"up": given}).knobs.texts)]
+    found = [
+        text.labels["up"] for text in map(GivenText.from_json, coin.texts([TAILS, HEADS], labels={"up": given}).knobs.texts)
+    ]
     assert found == kept and list(map(type, found)) == list(map(type, kept))
 
 
