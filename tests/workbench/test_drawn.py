@@ -365,7 +365,8 @@ def test_summary_of_heads() -> None:
     repeats = [(q, k + 1) for q in range(15) for k in range(q) if result.path[q] == result.path[k] and k + 1 < q]
     by_query = {q: sum(float(p[a, b]) for a, b in repeats if a == q) for q, _ in repeats}
     assert frame.loc[(3, 2), "induction"] == pytest.approx(np.mean(list(by_query.values())))
-    assert attention(served, [5, 9, 6]).frame["induction"].isna().all()
+    for path in [5, 9, 6], [5, 5, 6]:  # nothing came after an earlier one but the token itself
+        assert attention(served, path).frame["induction"].isna().all()
     for figure in (result.plot(), result.plot(3), result.plot(3, 2)):
         assert isinstance(figure, Figure)
     assert "L3H2" in result._repr_html_()
@@ -426,6 +427,8 @@ def test_tables_and_intervals(coins: tuple[Engine, Engine]) -> None:
     assert line["low"] < line["difference"] < line["high"] and len(result.layers) == 5 + 4
     frame = result.frame
     assert len(frame) == sum(len(text.tokens) for text in result.texts) and frame["kl"][3] == float(result.texts[0].kl[3])
+    for site in "ST":  # those of the last layer
+        assert frame[site].tolist() == torch.cat([text.difference[site][-1] for text in result.texts]).tolist()
     assert np.isnan(compare(*coins, TEXTS[:1]).loss_change.low) and f"{frame['loss_a'].mean():.4g} and" in repr(result)
 
 
