@@ -155,4 +155,12 @@ MEMORY = (
         "the canary of a copied page is that of its source",
         ("tests/engine/memory/test_pages.py::test_the_canary_of_a_page_that_is_used_again_is_that_of_its_copy",),
     ),
+    Mutant(
+        "fork-before-uncertified",
+        "replaylens.engine.memory.tree",
+        "min(parent.uncertified_from, length), parent.uncertified_why",
+        "parent.uncertified_from, parent.uncertified_why",
+        "nothing is promised of what follows a fork of an uncertified branch",
+        ("tests/views/test_tree.py::test_nothing_is_promised_of_a_fork_of_a_hooked_prompt",),
+    ),
 )

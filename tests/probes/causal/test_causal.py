@@ -142,6 +142,16 @@ def test_interchange(engine: Engine, probe: LinearProbe, fresh: list[Example]) -
     assert report.notes == ["Skipped the comparison with untrained probes: none was given."]
 
 
+def test_prompts_are_one_group_if_they_are_alike_up_to_the_changed_row(engine: Engine) -> None:
+    """The changed row's own token counts: it is what the row depends on last. What follows does not."""
+    every = tasks.get("coin")(flips=2).examples(160)
+    stage = InterventionRunner(engine, every, "blocks.2.hook_in", "face", "step:1")
+    begun = [tuple(subject.tokens[: subject.positions[-1] + 1]) for subject in stage.subjects]
+    group = dict(zip(begun, stage.groups.tolist(), strict=True))
+    assert stage.groups.tolist() == [group[path] for path in begun] and len(set(group.values())) == len(group) < len(begun)
+    assert len({path[:-1] for path in begun}) < len(group), "some differ in the last token alone"
+
+
 def test_stage_reads_the_model_itself(engine: Engine, fresh: list[Example]) -> None:
     """Without an edit the stage gives the model's own answers and the rows of a replay, and leaves the engine clean."""
     stage = InterventionRunner(engine, fresh[:4], "blocks.2.hook_in", "face", "step")
