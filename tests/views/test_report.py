@@ -344,6 +344,19 @@ def test_findings_come_first_and_the_certificate_last(coin: Dump, swept: Report)
     assert_harmless(page, 2 + page.count('class="rl-block"'))
 
 
+def test_the_overview_counts_what_the_dump_holds(coin: Dump) -> None:
+    """Branches, not examples that have some; rows of accepted paths beside all of them. The first lines say the same."""
+    page, index = ReportPage(coin).html(), coin.to_pandas()
+    facts = dict(re.findall(r"<dt>([^<]*)</dt><dd>([^<]*)</dd>", page))
+    branches = index[index["branch"] > 0].groupby("example")["branch"].nunique()
+    right = index.groupby("example")["correct"].first()
+    assert facts["rejected branches"] == str(branches.sum()) and branches.sum() > len(branches)
+    assert facts["rows"] == f"{len(index)}, {int(index['accepted'].sum())} of them on accepted paths"
+    assert facts["examples"] == str(len(right)) and facts["right answers"] == f"{right.sum()} ({right.mean():.1%})"
+    told = f"{len(right)} examples, {right.mean():.0%} answered right, with {branches.sum()} rejected branches."
+    assert f"<p>{told}</p>" in page.split('id="found"')[1]
+
+
 def test_a_section_that_is_not_known_comes_before_what_the_page_rests_on() -> None:
     assert opening.rank("lens") < opening.rank("results") < opening.rank("overview") < opening.rank("certificate")
 

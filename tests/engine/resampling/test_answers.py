@@ -187,6 +187,16 @@ def test_positions(chain: Branch) -> None:
     assert of(lambda position, text: text == " flips") == [7, 10]
 
 
+def test_numbers_of_generated_tokens_count_from_both_ends(chain: Branch) -> None:
+    """Those that a rollout does not have are left out, and a place that is named twice is kept once."""
+    hot, keep = Sampling(temperature=1.0, ignore_eos=True), [0, -4, 3, -1, 4, -5, 0]
+    found = chain.resample(2, at=9, max_new=4, sites="S", keep=keep, sampling=hot)
+    places = [("0", 9), ("-4", 9), ("3", 12), ("-1", 12)]
+    assert [tuple(line) for line in found.index[["place", "token"]].itertuples(index=False)] == places * 2
+    rows = found.states["blocks.1.hook_in"].view(2, 4, -1)
+    assert torch.equal(rows[:, 0], rows[:, 1]) and torch.equal(rows[:, 2], rows[:, 3]) and not torch.equal(rows[:, 0], rows[:, 2])
+
+
 def test_replaced_sentences(chain: Branch) -> None:
     """One replacement for all positions, or one for each. The choices follow it as they follow the same prompt."""
     asked, others = " What's the state? A:", [" Alice does not flip.", " Bob flips."]
