@@ -103,6 +103,12 @@ def test_without_z_there_is_still_a_tree(engine: Engine) -> None:
     branch.release()
 
 
+def test_a_run_says_how_many_of_its_examples_are_not_shown(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "more: run.tree(i)" not in run._repr_html_()
+    monkeypatch.setattr("replaylens.views.summary.MAX_TREES", len(run) - 1)
+    assert "and 1 more: run.tree(i) shows any of them" in run._repr_html_()
+
+
 def test_a_fork_hangs_where_it_left(engine: Engine) -> None:
     """A fork before its parent's own first token hangs off the grandparent."""
     root = engine.prompt("A coin's state is heads.")

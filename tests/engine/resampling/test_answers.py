@@ -389,6 +389,11 @@ def test_tokens() -> None:
     assert sentence_starts("", []) == [] == sentence_ends("", [])
 
 
+def test_a_token_that_ends_a_sentence_and_begins_the_next_belongs_to_the_first() -> None:
+    text, offsets = "Go. We stop. I do.", [(0, 2), (2, 5), (5, 11), (11, 14), (14, 18)]  # "Go", ". W", "e stop", ". I", " do."
+    assert sentence_starts(text, offsets) == [0, 2, 4] and sentence_ends(text, offsets) == [1, 3, 4]
+
+
 def test_tokens_without_characters() -> None:
     """A special token belongs to what comes before it."""
     assert sentence_starts("A b. C", [(0, 1), (1, 4), (4, 4), (4, 6)]) == [0, 3]

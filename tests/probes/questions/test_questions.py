@@ -28,7 +28,8 @@ from replaylens.probes.questions.forced import (
     text_or_truth,
     viable_branch,
 )
-from replaylens.probes.questions.judge import judge
+from replaylens.probes.questions.judge import MINUS, judge
+from replaylens.probes.questions.judge import _say as _say_judged
 from replaylens.probes.questions.transfer import transfer, transfer_across
 from replaylens.probes.report import Report
 from replaylens.probes.rows import Cell, ProbeRows, sequences
@@ -91,6 +92,16 @@ def test_the_lie_is_not_among_the_models_own_words(lie_at: int) -> None:
         "its answer: wrong": 0.5,
     }
     assert not notes and {each["rows"] for each in lines} == {4}
+
+
+def test_the_judge_with_the_surest_gain_decides() -> None:
+    """The intervals hold for all cells jointly, so that one above zero is enough, wherever the largest gain is."""
+    good, frame = np.array([True, False]), pd.DataFrame({"accepted": [True, False]})
+    gains = [("S1", 0.3, -0.1, 0.7), ("S2", 0.1, 0.05, 0.15), ("S3", 0.2, 0.01, 0.39)]
+    lines = [dict(what=f"judge at {cell}{MINUS}", accuracy=value, low=low, high=high) for cell, value, low, high in gains]
+    for some, verdict, cell in (lines, "Shown", "S2"), (lines[:1], "Not shown", "S1"):
+        said = _say_judged(some, good, SimpleNamespace(frame=frame))[-1]  # type: ignore[arg-type]
+        assert said.startswith(f"{verdict}: ") and said.endswith(f"(judge at {cell}).")
 
 
 def test_forced_lie_parts_text_and_truth(engine: Engine) -> None:
