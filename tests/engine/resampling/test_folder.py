@@ -466,6 +466,9 @@ def test_a_replay_of_rollouts(served: Engine) -> None:
         prompt = min(branch.root_length, each.position)
         assert result.num_prompt == prompt and result.example.prompt == served.text.decode(branch.tokens[:prompt])
         assert result.example.completion == served.text.decode(result.tokens[prompt:])
+    hot = Sampling(temperature=1.0, ignore_eos=True)
+    (text,) = served.texts(branch.resample(1, max_new=3, sites="S", keep=["last", "all", 0], sampling=hot)).knobs.texts
+    assert text["spans"]["place"] == [[9, 10, "all+0"], [10, 11, "all"], [11, 12, "last+all"]]
     with pytest.raises(BadTexts, match="labels of their own"):
         served.replay(found, labels={"x": [1] * 6})
 
