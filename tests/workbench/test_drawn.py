@@ -1,5 +1,6 @@
 """What figures draw and what views write: the numbers of the results, read back from the meshes, bars, lines and cells."""
 
+import base64
 import math
 import re
 from pathlib import Path
@@ -229,6 +230,27 @@ def test_attention_patterns_are_drawn_as_they_are(served: Engine) -> None:
     summary = panels(result.plot())
     for axis, kind in zip(summary, ("previous", "first", "own", "induction"), strict=False):
         assert np.allclose(mesh(axis)[0], result.frame[kind].to_numpy(dtype=float).reshape(2, 4), equal_nan=True)
+
+
+def test_a_notebook_starts_with_the_first_head_and_its_last_query(served: Engine) -> None:
+    """Without scripts that is all; the script reads the weights of all heads, below and on the diagonal, from the page."""
+    result = attention(served, HEADS, layers=[1, 3])
+    html = result._repr_html_().split('class="rl-beside"')[0]
+    shown = re.findall(r'class="rl-key rl-cell" style="--v:(\d+%)"', html)
+    assert shown == [f"{weight:.0%}" for weight in result.pattern[0, 0, -1].tolist()]
+    (packed,) = re.findall(r'data-weights="([^"]*)"', html)
+    rows, columns = np.tril_indices(15)
+    wanted = np.rint(result.pattern.numpy().reshape(8, 15, 15)[:, rows, columns] * 255)
+    assert np.array_equal(np.frombuffer(base64.b64decode(packed), dtype=np.uint8).reshape(8, -1), wanted)
+
+
+def test_the_load_of_an_expert_is_the_sum_over_its_tokens() -> None:
+    mixture = MixtureConfig(6, 20, Routing(2), layers=(True, False, True))
+    result = routing(Engine(random_model(num_layers=3, mixture=mixture)), [(5 * i * i + 2) % 61 for i in range(9)])
+    load = result.load.set_index(["layer", "expert"])
+    found = result.frame.groupby(["layer", "expert"])["weight"].agg(["count", "sum"]).reindex(load.index, fill_value=0)
+    assert load["tokens"].tolist() == found["count"].tolist() and load["tokens"].max() > 1
+    assert np.allclose(load["weight"], found["sum"], rtol=1e-6)
 
 
 def test_routing_shows_the_heaviest_expert() -> None:

@@ -362,6 +362,19 @@ def test_no_rows_and_no_features(tmp_path: Path) -> None:
         silent.plot()
 
 
+def test_a_row_with_one_of_several_features_is_edited(tmp_path: Path, served: Engine) -> None:
+    features, root = load(tmp_path, "topk"), served.prompt(PATH, sites=[HOOK])
+    found = features.of(root)
+    active = found.dense() > 0
+    pair = next(
+        [i, j] for i in range(COUNT) for j in range(i) if (active[:, i] ^ active[:, j]).sum() > 0 and active[:, i].any()
+    )
+    (edit,) = features.edits(root, ablate=pair)
+    assert edit.positions == active[:, pair].any(1).nonzero().flatten().tolist()
+    (edited,) = root.fork(edits=[edit])
+    assert not torch.equal(edited.activations[HOOK][edit.positions], root.activations[HOOK][edit.positions])
+
+
 def test_tables_and_pictures_of_some_positions_name_these(tmp_path: Path, served: Engine) -> None:
     """Positions on the branch, not numbers of rows; the strongest features of each, with their activations."""
     features, branch = load(tmp_path, "topk"), served.prompt(PATH, sites=[HOOK], positions="all[2::4]")

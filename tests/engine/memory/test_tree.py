@@ -291,6 +291,8 @@ def test_a_path_that_another_begins_with_is_all_that_they_share() -> None:
     root = tree.plant([1, 2, 3, 4])
     child = tree.fork(root, 2)
     assert tree.common_prefix(root, child) == tree.common_prefix(child, root) == 2
+    whole, part = tree.branch(root).past, tree.branch(child).past
+    assert whole.mark(4).common(part.path(2)) == 2 and whole.mark(1).common(part.path(2)) == 1
 
 
 def test_a_rejected_branch_can_be_forked_and_gone_on_with() -> None:

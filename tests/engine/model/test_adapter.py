@@ -338,6 +338,10 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"target_modules": "all-linear", "exclude_modules": ["down_proj", "layers.1.mlp.up_proj"]},
     ),
+    "excluded by a whole name": (
+        "llama",
+        {"target_modules": ["q_proj"], "exclude_modules": ["model.layers.1.self_attn.q_proj"]},
+    ),
     "excluded by an expression": ("llama", {"target_modules": ["q_proj"], "exclude_modules": r"model\.layers\.0\..*"}),
     "one layer": ("llama", {"target_modules": ["q_proj"], "layers_to_transform": 1}),
     "layers": ("llama", {"target_modules": ["q_proj"], "layers_to_transform": [0, 2], "layers_pattern": "layers"}),

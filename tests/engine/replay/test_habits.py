@@ -391,6 +391,13 @@ def test_attributes_of_a_model(name: str) -> None:
     assert ours.tokenizer is theirs.tokenizer
 
 
+def test_texts_are_padded_with_the_end_where_there_is_no_padding() -> None:
+    coin = Engine.load("coin-plain")
+    texts = ["A coin's state is heads. Alice flips.", "A coin's state is heads."]
+    tokens, short = coin.to_tokens(texts), coin.tokens_of(texts[1])
+    assert coin.text.eos_id and tokens[1].tolist() == short + [coin.text.eos_id] * (tokens.shape[1] - len(short))
+
+
 def test_padding_does_not_count_in_a_loss() -> None:
     """The mean over all real tokens of the batch, each predicted as in its text alone."""
     ours = Engine.load("coin-plain")

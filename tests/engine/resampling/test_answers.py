@@ -194,7 +194,9 @@ def test_numbers_of_generated_tokens_count_from_both_ends(chain: Branch) -> None
     places = [("0", 9), ("-4", 9), ("3", 12), ("-1", 12)]
     assert [tuple(line) for line in found.index[["place", "token"]].itertuples(index=False)] == places * 2
     rows = found.states["blocks.1.hook_in"].view(2, 4, -1)
-    assert torch.equal(rows[:, 0], rows[:, 1]) and torch.equal(rows[:, 2], rows[:, 3]) and not torch.equal(rows[:, 0], rows[:, 2])
+    assert (
+        torch.equal(rows[:, 0], rows[:, 1]) and torch.equal(rows[:, 2], rows[:, 3]) and not torch.equal(rows[:, 0], rows[:, 2])
+    )
 
 
 def test_replaced_sentences(chain: Branch) -> None:

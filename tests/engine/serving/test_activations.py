@@ -528,7 +528,9 @@ def test_logits_of_a_branch() -> None:
     branch.generate(3)
     whole = served.prompt(branch.tokens, sites=["unembed.hook_out"]).activations["unembed.hook_out"]
     assert torch.equal(branch.logits(), whole[-1]) and torch.equal(branch.logits(None), whole)
-    assert torch.equal(branch.logits([5, 2, -1, 2]), whole[[5, 2, -1, 2]]) and torch.equal(branch.logits(slice(3, 5)), whole[3:5])
+    assert torch.equal(branch.logits([5, 2, -1, 2]), whole[[5, 2, -1, 2]]) and torch.equal(
+        branch.logits(slice(3, 5)), whole[3:5]
+    )
     assert torch.equal(branch.logits(4, tokens=[7, 9]), whole[4, [7, 9]])
     assert torch.equal(served.logits(PATH, positions=4, tokens=[7]), whole[4, [7]])
     assert branch.logits(10).argmax() == branch.tokens[11]
