@@ -34,11 +34,11 @@ from replaylens.engine.thinking.core import ThinkingEngine
 from replaylens.engine.thinking.prefill import GUESSES, Guess
 from replaylens.engine.thinking.thoughts import ThinkingRecording
 from replaylens.views import draw, examples, pictures
-from replaylens.views.data import DrawnPath, Fill, Frame, Phase, Readings, Token
+from replaylens.views.data import Check, DrawnPath, Fill, Frame, Phase, Readings, Slot, Token
 from replaylens.views.draw import Placement, arrange
 from replaylens.views.examples import DumpedThoughts
 from replaylens.views.html import fragment, join, script_json, tag, void
-from replaylens.views.pictures import Tree, timeline
+from replaylens.views.pictures import Timeline, Tree, timeline
 from replaylens.views.report import ReportPage
 from replaylens.views.thoughts import DrawnChunk, DrawnRound, Thinking
 from tests.engine.thinking.reference import thinking_model
@@ -418,6 +418,16 @@ def test_forks_forced_tokens_and_rollbacks() -> None:
 def elements(document: str) -> Sequence[ElementTree.Element]:
     """The picture as an XML parser sees it."""
     return list(ElementTree.fromstring(document).iter())
+
+
+def test_a_verification_that_accepts_some_drafts_and_rejects_others_shows_most() -> None:
+    def told(kept: int) -> Timeline:
+        states = [TokenState.ACCEPTED] * kept + [TokenState.REJECTED] * (3 - kept)
+        slots = [(Slot(" a", TokenState.DRAFT, i, drafted=True), Slot(" a", state, i)) for i, state in enumerate(states)]
+        free = Check(None, Slot(" b", TokenState.PENDING, 3))
+        return Timeline((Frame(Phase.VERIFY, "", Fill(1), checks=(*(Check(*pair) for pair in slots), free)),))
+
+    assert [told(kept).interest for kept in range(4)] == [0, 3, 3, 1]
 
 
 def test_stills_are_files_of_their_own(run: Run, tmp_path: Path) -> None:
