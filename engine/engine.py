@@ -94,10 +94,13 @@ class Engine(TransformerLensVerbs):
         if draft_model is not None:
             draft = _owned(load_model(draft_model, dtype, check=False, device=device, hub=beside, packed=True)[0])
         check = None if check is None else as_bool("check", check)
+        source = _located(source, adapter, hub)
         if (found := _thinking_model(source)) is not None:
             loading.require_unchecked(bool(check), "a Thinking-States model")
-            _require_no_adapter(adapter, "a Thinking-States model")
-            hub.require_unused(source)
+            on_disk = isinstance(source, loading.LocatedModel)
+            _require_no_adapter(source.adapter if on_disk else adapter, "a Thinking-States model")
+            if not on_disk:
+                hub.require_unused(source)
             thinker, text = found
             from replaylens.engine.thinking.core import ThinkingEngine
 
@@ -234,23 +237,30 @@ def load_model(
         folder = zoo.CHECKPOINTS / source
         words = WordTokenizer.load(folder / zoo.TOKENIZER_FILE)
         return loading.load(loading.load(folder), dtype, device=device), Text(words)
-    if isinstance(source, str) and source == SMOLLM2:
-        hub.require_unused(source)
-        source = fetched_folder()
-    if isinstance(source, str | Path):
-        if not str(source) or not loading.exists(Path(source)):
-            _require_name(source)
-        try:
-            found = loading.located(source, adapter, hub)
-        except FetchFailed as error:
-            if "/" not in str(source):
-                error.args = (f"{error} Models of replaylens: {', '.join(_own_names())}.",)
-            raise
+    found = _located(source, adapter, hub)
+    if isinstance(found, loading.LocatedModel):
         folders = [folder for folder in (found.adapter, found.path) if folder is not None and folder.is_dir()]
         text = next((found for found in map(load_text, folders) if found.tokenizer is not None), Text(None))
         return loading.load(found.path, dtype, check, device, found.adapter, found.revision, packed), text
     hub.require_unused(source)
     return loading.load(source, dtype, check, device, adapter), Text(getattr(source, "tokenizer", None))
+
+
+def _located(source: Any, adapter: str | Path | None, hub: HubOptions) -> Any:
+    """Where a path, smollm2 or a name on the hub is, as a `LocatedModel`; other sources as they are."""
+    if not isinstance(source, str | Path) or source in (*zoo.PLAIN, *zoo.THINKING):
+        return source
+    if source == SMOLLM2:
+        hub.require_unused(source)
+        source = fetched_folder()
+    if not str(source) or not loading.exists(Path(source)):
+        _require_name(source)
+    try:
+        return loading.located(source, adapter, hub)
+    except FetchFailed as error:
+        if "/" not in str(source):
+            error.args = (f"{error} Models of replaylens: {', '.join(_own_names())}.",)
+        raise
 
 
 def _owned(model: Decoder) -> Decoder:
@@ -295,7 +305,7 @@ def _require_no_adapter(adapter: str | Path | None, what: str) -> None:
 
 
 def _thinking_model(source: Any) -> tuple[ThinkingDecoder, Text] | None:
-    """A Thinking-States model and its tokenizer, from an embedded name, a folder or a ThinkingDecoder; None for other
+    """A Thinking-States model and its tokenizer, from an embedded name, a located folder or a ThinkingDecoder; None for other
     sources."""
     from replaylens.engine.thinking import model as thinking
     from replaylens.engine.thinking.model import ThinkingDecoder
@@ -307,6 +317,6 @@ def _thinking_model(source: Any) -> tuple[ThinkingDecoder, Text] | None:
 
         model, tokenizer = load_embedded(source)
         return model, Text(tokenizer)
-    if isinstance(source, str | Path) and loading.exists(Path(source) / thinking.CONFIG_FILE):
-        return thinking.load(Path(source)), load_text(Path(source))
+    if isinstance(source, loading.LocatedModel) and loading.exists(source.path / thinking.CONFIG_FILE):
+        return thinking.load(source.path, revision=source.revision), load_text(source.path)
     return None

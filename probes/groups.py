@@ -166,8 +166,9 @@ def grouped(rows: ProbeRows, column: str) -> ProbeRows:
     if column not in rows.frame:
         raise BadRows(no_such("column of groups", column, rows.frame.columns))
     values = rows.frame[column]
-    keys = np.where(values.notna(), "value:" + values.astype(str).to_numpy(dtype=object), "root:" + rows.roots.astype(object))
-    names = dict(zip(rows.roots, groups_of(rows, keys.astype(str)), strict=True))
+    known = zip(values, values.notna(), rows.roots, strict=True)
+    keys = np.array([f"value:{value}" if there else f"root:{root}" for value, there, root in known], dtype=str)
+    names = dict(zip(rows.roots, groups_of(rows, keys), strict=True))
     return replace(_renamed(rows, names), wider=None if rows.wider is None else _renamed(rows.wider, names))
 
 

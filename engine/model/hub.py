@@ -27,8 +27,11 @@ from replaylens.engine.model.source import weight_files
 
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?(@[\w./-]+)?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+THINKING_FILES = ("thinking.json", "thinking.safetensors")
+"""what a Thinking-States model has besides its backbone: its config, and the weights of T and C"""
 _SMALL = (
     "replaylens.json",
+    THINKING_FILES[0],
     "config.json",
     lora.ADAPTER_FILE,
     "generation_config.json",
@@ -232,8 +235,9 @@ def _others(files: set[str]) -> list[str]:
 
 def _needed(folder: Path) -> tuple[str, ...]:
     """The weight files of a snapshot whose small files are there. UnsupportedModel: nothing would read them."""
+    thinks = (folder / THINKING_FILES[0]).is_file()
     if (folder / "replaylens.json").is_file():
-        return tuple(weight_files(folder))
+        return (*weight_files(folder), *THINKING_FILES[1 : 1 + thinks])
     if (file := folder / "config.json").is_file():
         try:
             written = json.loads(file.read_text())

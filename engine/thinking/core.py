@@ -75,7 +75,8 @@ class ThinkingEngine(Engine):
     def _fingerprint(self) -> Fingerprint:
         """Covers T and C too, since every bit depends on them."""
         plain = super()._fingerprint()
-        config = sha256((self.thinker.config.to_json() + self.thinking.to_json()).encode()).hexdigest()
+        backbone = replace(self.thinker.config, revision="")
+        config = sha256((backbone.to_json() + self.thinking.to_json()).encode()).hexdigest()
         return replace(plain, weights=weights_hash(self.thinker), config=config)
 
     def _site_table(self) -> SiteTable:

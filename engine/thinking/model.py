@@ -24,6 +24,7 @@ from replaylens.engine.errors import BadConfig, BadWeights
 from replaylens.engine.model import loading
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Block, Decoder
+from replaylens.engine.model.hub import THINKING_FILES
 from replaylens.engine.model.layers import Norm, Rotary, rotary_table
 from replaylens.engine.model.ops import Ops, RowOps, Tap, tapped
 from replaylens.engine.passes.batch import not_finite
@@ -31,8 +32,7 @@ from replaylens.engine.request.placed import PlacedEdit
 
 # ---- model -----------------------------------------------------------------------------------------------------------
 
-CONFIG_FILE = "thinking.json"
-WEIGHTS_FILE = "thinking.safetensors"
+CONFIG_FILE, WEIGHTS_FILE = THINKING_FILES
 STATE_SITE = "thinking.state"
 THINK_SITE = "thinking.hook_out"
 COMPRESS_SITE = "compress.hook_out"
@@ -210,13 +210,16 @@ def _own(model: ThinkingDecoder) -> dict[str, Tensor]:
     return {name: x.contiguous() for name, x in model.state_dict().items() if not name.startswith("backbone.")}
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> ThinkingDecoder:
-    """A model from a folder written by `save`, on the CPU and without gradients. BadWeights names the tensors at fault."""
+def load(folder: Path, dtype: torch.dtype = torch.float32, revision: str = "") -> ThinkingDecoder:
+    """A model from a folder written by `save`, on the CPU and without gradients. BadWeights names the tensors at fault.
+
+    revision  name@commit of a snapshot of the hub
+    """
     if not (folder / CONFIG_FILE).exists():
         raise BadConfig(
             f"{folder} has no {CONFIG_FILE}, so it is a plain decoder. Load it with Engine.load, or train one that thinks."
         )
-    backbone = loading.load(folder, dtype)
+    backbone = loading.load(folder, dtype, revision=revision)
     model = ThinkingDecoder.around(backbone, ThinkingConfig.from_json((folder / CONFIG_FILE).read_text()))
     wanted, found = _own(model), _read(folder / WEIGHTS_FILE)
     faults = [f"{name} is missing" for name in wanted if name not in found]

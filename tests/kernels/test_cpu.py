@@ -215,6 +215,14 @@ META: dict[str, Callable[[Tensor], object]] = {
 }
 
 
+@pytest.mark.parametrize("k", [1, 2, 7, 33, 40])
+def test_of_equal_numbers_the_first_are_the_largest(k: int) -> None:
+    x = torch.randint(0, 4, (50, 33), generator=torch.Generator().manual_seed(0)).float()
+    values, ids = cpu.top(x, k)
+    order = x.argsort(dim=-1, descending=True, stable=True)[:, :k]
+    assert torch.equal(ids, order) and torch.equal(values, x.gather(1, order))
+
+
 @pytest.mark.parametrize("name", META)
 def test_tensors_without_data_are_refused(name: str) -> None:
     """Their address is 0, which a kernel would read."""

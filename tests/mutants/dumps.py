@@ -339,4 +339,28 @@ DUMPS = (
         "a missing value differs from zero",
         ("tests/engine/dump/test_verify.py::test_a_missing_value_is_not_an_empty_one",),
     ),
+    Mutant(
+        "whole-fractions-become-classes",
+        "replaylens.engine.replay.texts",
+        "whole = len(known) < len(values) and all(",
+        "whole = all(",
+        "fractions stay numbers",
+        ("tests/engine/replay/test_run.py::test_numbers_of_one_label_are_of_one_type",),
+    ),
+    Mutant(
+        "rollout-prefix-is-prompt",
+        "replaylens.engine.replay.texts",
+        "prompt = min(plan.num_prompt, len(prefix))",
+        "prompt = len(prefix)",
+        "a rollout's chain is no prompt",
+        ("tests/engine/resampling/test_folder.py::test_a_replay_of_rollouts",),
+    ),
+    Mutant(
+        "inspect-edit-stop",
+        "replaylens.commands.inspect",
+        "else where['stop'] - 1}",
+        "else where['stop']}",
+        "inspect shows the edited positions",
+        ("tests/engine/dump/test_cli.py::test_inspect_shows_the_edits_of_branches",),
+    ),
 )

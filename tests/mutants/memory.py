@@ -196,4 +196,12 @@ MEMORY = (
         "the canary finds a state that changed after it was committed",
         ("tests/engine/test_hybrids.py::test_the_canary_watches_states",),
     ),
+    Mutant(
+        "fork-before-uncertified",
+        "replaylens.engine.memory.tree",
+        "min(parent.uncertified_from, length), parent.uncertified_why",
+        "parent.uncertified_from, parent.uncertified_why",
+        "nothing is promised of what follows a fork of an uncertified branch",
+        ("tests/views/test_tree.py::test_nothing_is_promised_of_a_fork_of_a_hooked_prompt",),
+    ),
 )

@@ -148,4 +148,28 @@ MODELS = (
         "a worker that does not start is waited for only so long",
         ("tests/engine/dump/test_cluster.py::test_a_wait_says_for_what_and_ends",),
     ),
+    Mutant(
+        "pattern-keeps-sink-share",
+        "replaylens.engine.passes.cpu",
+        'total = total if sinks is None else total + portable.apply("exp", sinks[:, None] - top)',
+        "total = total",
+        "a pattern leaves the sink's share out",
+        ("tests/engine/model/test_families.py::test_a_pattern_leaves_a_sink_its_share",),
+    ),
+    Mutant(
+        "lora-pattern-anywhere",
+        "replaylens.engine.model.lora",
+        'if re.match(rf"(.*\\.)?({key})$", module)',
+        "if re.search(key, module)",
+        "rank patterns match the end of a name",
+        ("tests/engine/model/test_adapter.py::test_the_merged_model_is_pefts",),
+    ),
+    Mutant(
+        "bias-before-mlp-includes-mlp",
+        "replaylens.engine.transformer_lens",
+        "block.mlp.b_out if include_mlp_biases and i < layer else None",
+        "block.mlp.b_out if include_mlp_biases and i <= layer else None",
+        "accumulated_bias(mlp_input=True) leaves the MLP of the layer out",
+        ("tests/engine/replay/test_habits.py::test_methods_of_the_cache",),
+    ),
 )

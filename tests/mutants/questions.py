@@ -131,4 +131,12 @@ QUESTIONS = (
         "a transfer that the token explains is not shown",
         ("tests/probes/questions/test_questions.py::test_tokens_that_tell_the_label_are_a_control",),
     ),
+    Mutant(
+        "lie-counts-as-own-words",
+        "replaylens.probes.questions.forced",
+        'own.nth(lie_at)), ("its answer"',
+        'own.nth(lie_at - 1)), ("its answer"',
+        "the next face that the model states itself",
+        ("tests/probes/questions/test_questions.py::test_the_lie_is_not_among_the_models_own_words",),
+    ),
 )

@@ -147,4 +147,20 @@ TASKS = (
         "an action is open only if everyone could do anything",
         ("tests/tasks/test_examples.py::test_an_action_is_open_only_if_everyone_could_do_anything",),
     ),
+    Mutant(
+        "special-tokens-get-labels",
+        "replaylens.tasks.reading",
+        "ends = [end if end > start else 0 for start, end in offsets]",
+        "ends = [end for start, end in offsets]",
+        "an empty token has no labels",
+        ("tests/tasks/test_reading.py::test_a_token_takes_the_labels_after_its_last_character",),
+    ),
+    Mutant(
+        "counts-never-fill-up",
+        "replaylens.tasks.counts",
+        "DOUBLE: 2 * now <= most}",
+        "DOUBLE: 2 * now < most}",
+        "all kinds that leave the count within its bounds are possible",
+        ("tests/tasks/test_examples.py::test_equations_hold_and_counts_stay_within_their_bounds",),
+    ),
 )

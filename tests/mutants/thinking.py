@@ -51,4 +51,12 @@ THINKING = (
         "a state is the last rows of the compressed thought",
         ("tests/engine/thinking/test_replay.py::test_every_road_has_the_bits_of_one_row_at_a_time",),
     ),
+    Mutant(
+        "score-depends-on-company",
+        "replaylens.engine.training.score",
+        "del ids[len(answer) + PATIENCE :]",
+        "del ids[limit:]",
+        "a score does not depend on the batch",
+        ("tests/engine/training/test_trainer.py::test_a_chain_of_thought_has_as_much_time_beside_longer_ones",),
+    ),
 )

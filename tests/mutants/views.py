@@ -141,4 +141,20 @@ VIEWS = (
         "a fork stays beside the token that it follows",
         ("tests/views/test_tree.py::test_a_fork_stays_beside_the_token_that_it_follows",),
     ),
+    Mutant(
+        "most-telling-is-longest",
+        "replaylens.engine.replay.run",
+        "key=lambda told: (told.interest, -told.capacity)",
+        "key=lambda told: (told.interest, told.capacity)",
+        "the example that shows it early on",
+        ("tests/views/test_report.py::test_the_most_telling_example_has_accepted_and_rejected_drafts",),
+    ),
+    Mutant(
+        "features-table-row-numbers",
+        "replaylens.engine.features.rows",
+        "at = i if self.positions is None else self.positions[i]",
+        "at = i",
+        "a table of features shows positions",
+        ("tests/engine/features/test_features.py::test_tables_and_pictures_of_some_positions_name_these",),
+    ),
 )

@@ -126,4 +126,28 @@ WORKBENCH = (
         "a scaled row is the product with the factor",
         (f"{MORE_EDITS}::test_scaled_rows_are_the_product",),
     ),
+    Mutant(
+        "compare-frame-first-layer",
+        "replaylens.workbench.compare",
+        "columns |= {site: values[-1].numpy()",
+        "columns |= {site: values[0].numpy()",
+        "the frame has the last layer's differences",
+        ("tests/workbench/test_drawn.py::test_tables_and_intervals",),
+    ),
+    Mutant(
+        "induction-to-itself",
+        "replaylens.workbench.attention",
+        "if self.path[k] == self.path[q] and k + 1 < q]",
+        "if self.path[k] == self.path[q] and k + 1 <= q]",
+        "induction attends to what followed before",
+        ("tests/workbench/test_drawn.py::test_summary_of_heads",),
+    ),
+    Mutant(
+        "panels-scale-of-first",
+        "replaylens.workbench.drawing",
+        "low, high = min(each[0] for each in limits), max(each[1] for each in limits)",
+        "low, high = limits[0]",
+        "panels have a common colour scale",
+        ("tests/views/test_figures.py::test_panels_share_one_scale_that_reaches_all_of_them",),
+    ),
 )

@@ -361,7 +361,7 @@ def test_any_story_is_read_right(start: tuple[int, int], told: list[tuple[str, s
 @pytest.mark.parametrize("knobs", [{}, {"people": 4, "most": 99, "change": 9, "operations": (1, 12)}, {"most": 30}])
 def test_equations_hold_and_counts_stay_within_their_bounds(knobs: dict[str, object]) -> None:
     task = Counts(**knobs)
-    seen = set()
+    seen, ends = set(), {sign: set[int]() for sign in "+-*"}
     for example in task.examples(150):
         held = {name: int(number) for name, number in re.findall(r"(\w+) has (\d+) ", example.prompt)}
         for _, thought in example.thoughts:
@@ -370,9 +370,12 @@ def test_equations_hold_and_counts_stay_within_their_bounds(knobs: dict[str, obj
             held[name] = {"+": int(old) + int(number), "-": int(old) - int(number), "*": int(old) * int(number)}[sign]
             assert held[name] == int(new) and LEAST <= int(new) <= task.knobs.most
             seen.add(sign)
+            ends[sign].add(int(new))
         asked = re.search(r"does (\w+) have", example.prompt).group(1)  # type: ignore[union-attr]
         assert example.answer == f" {held[asked]}" and set(example.prompt.replace(".", "").split()) & set(ITEMS)
     assert seen == {"+", "-", "*"}
+    if task.knobs.most == 30:  # bounds that are met often: every operation may lead right up to its own
+        assert max(ends["+"]) == max(ends["*"]) == 30 and min(ends["-"]) == LEAST
 
 
 def test_counts_and_thoughts_are_words_of_one_token() -> None:

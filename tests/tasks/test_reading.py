@@ -72,8 +72,10 @@ def test_a_token_takes_the_labels_after_its_last_character() -> None:
     text = "A coin's state is heads. Alice flips,"
     reading = tasks.get("coin")().read(text + " then Bob flips.")
     cut = text.index("flips")
-    faces = reading.labels_at([(cut - 1, cut + 2), (cut + 2, cut + 4), (cut + 4, cut + 6), (0, 0)], ["face"])["face"]
-    assert faces == ["heads", "heads", "tails", None]  # " fl", "ip", "s,", a special token
+    faces = reading.labels_at([(cut - 1, cut + 2), (cut + 2, cut + 4), (cut + 4, cut + 6), (0, 0), (cut, cut)], ["face"])[
+        "face"
+    ]
+    assert faces == ["heads", "heads", "tails", None, None]  # " fl", "ip", "s,", special tokens before and within the text
 
 
 def test_next_action_is_hidden_inside_the_words_that_tell_it() -> None:

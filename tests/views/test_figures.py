@@ -26,6 +26,7 @@ from replaylens.views.data import Check, Fill, Frame, Phase, Slot
 from replaylens.views.html import CHECK, INK, KINDS, LOOKS, PAGES, css_variables, kind_of, svg_style
 from replaylens.views.pictures import timeline
 from replaylens.views.rollouts import FILLS, REST, colours
+from replaylens.workbench.drawing import Grid, figure
 from tests.drawings import (
     FIGURES,
     HIGH,
@@ -135,6 +136,15 @@ def test_features_are_listed_strongest_first() -> None:
     assert [label.get_text() for label in axis.get_yticklabels()] == ["4", "1", "2"]
     assert np.array_equal(axis.images[0].get_array(), rows.columns([4, 1, 2]).T.numpy())
     assert "<td>1: 5  2: 0.2</td>" in rows._repr_html_(), "the strongest first"
+
+
+@pytest.mark.parametrize("around", [None, 1.0])
+def test_panels_share_one_scale_that_reaches_all_of_them(around: float | None) -> None:
+    """A colour is the same number in every panel, and the bar beside them names it."""
+    values = np.array([[2.0, 3.0]]), np.array([[-4.0, 2.5]]), np.array([[1.0, 9.0]])
+    made = figure([Grid("", ["0"], ["a", "b"], each, around=around) for each in values], "", "", "")
+    scales = {(mesh.norm.vmin, mesh.norm.vmax) for axis in made.axes[:3] for mesh in axis.collections}
+    assert scales == {(-4.0, 9.0) if around is None else (-7.0, 9.0)}
 
 
 def test_patches_are_centred_on_what_changes_nothing() -> None:

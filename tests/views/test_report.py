@@ -344,6 +344,19 @@ def test_findings_come_first_and_the_certificate_last(coin: Dump, swept: Report)
     assert_harmless(page, 2 + page.count('class="rl-block"'))
 
 
+def test_the_overview_counts_what_the_dump_holds(coin: Dump) -> None:
+    """Branches, not examples that have some; rows of accepted paths beside all of them. The first lines say the same."""
+    page, index = ReportPage(coin).html(), coin.to_pandas()
+    facts = dict(re.findall(r"<dt>([^<]*)</dt><dd>([^<]*)</dd>", page))
+    branches = index[index["branch"] > 0].groupby("example")["branch"].nunique()
+    right = index.groupby("example")["correct"].first()
+    assert facts["rejected branches"] == str(branches.sum()) and branches.sum() > len(branches)
+    assert facts["rows"] == f"{len(index)}, {int(index['accepted'].sum())} of them on accepted paths"
+    assert facts["examples"] == str(len(right)) and facts["right answers"] == f"{right.sum()} ({right.mean():.1%})"
+    told = f"{len(right)} examples, {right.mean():.0%} answered right, with {branches.sum()} rejected branches."
+    assert f"<p>{told}</p>" in page.split('id="found"')[1]
+
+
 def test_a_section_that_is_not_known_comes_before_what_the_page_rests_on() -> None:
     assert opening.rank("lens") < opening.rank("results") < opening.rank("overview") < opening.rank("certificate")
 
@@ -366,7 +379,10 @@ def test_timelines_can_be_stepped_through_on_the_page(run: Run, dump: Dump) -> N
 
 def test_the_most_telling_example_has_accepted_and_rejected_drafts(run: Run) -> None:
     told = run.most_telling()
-    assert told.interest == max(run.timeline(i).interest for i in range(len(run))) > 0
+    every = [run.timeline(i) for i in range(len(run))]
+    assert told.interest == max(each.interest for each in every) > 0
+    alike = {each.capacity for each in every if each.interest == told.interest}
+    assert told.capacity == min(alike) < max(alike), "of equal ones, the one that shows it earliest"
     assert any(0 < sum(check.accepted for check in frame.checks) < len(frame.checks) - 1 for frame in told.frames)
 
 

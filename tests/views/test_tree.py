@@ -34,11 +34,11 @@ from replaylens.engine.thinking.core import ThinkingEngine
 from replaylens.engine.thinking.prefill import GUESSES, Guess
 from replaylens.engine.thinking.thoughts import ThinkingRecording
 from replaylens.views import draw, examples, pictures
-from replaylens.views.data import DrawnPath, Fill, Frame, Phase, Readings, Token
+from replaylens.views.data import Check, DrawnPath, Fill, Frame, Phase, Readings, Slot, Token
 from replaylens.views.draw import Placement, arrange
 from replaylens.views.examples import DumpedThoughts
 from replaylens.views.html import fragment, join, script_json, tag, void
-from replaylens.views.pictures import Tree, timeline
+from replaylens.views.pictures import Timeline, Tree, timeline
 from replaylens.views.report import ReportPage
 from replaylens.views.thoughts import DrawnChunk, DrawnRound, Thinking
 from tests.engine.thinking.reference import thinking_model
@@ -103,6 +103,12 @@ def test_without_z_there_is_still_a_tree(engine: Engine) -> None:
     branch.release()
 
 
+def test_a_run_says_how_many_of_its_examples_are_not_shown(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "more: run.tree(i)" not in run._repr_html_()
+    monkeypatch.setattr("replaylens.views.summary.MAX_TREES", len(run) - 1)
+    assert "and 1 more: run.tree(i) shows any of them" in run._repr_html_()
+
+
 def test_a_fork_hangs_where_it_left(engine: Engine) -> None:
     """A fork before its parent's own first token hangs off the grandparent."""
     root = engine.prompt("A coin's state is heads.")
@@ -115,6 +121,15 @@ def test_a_fork_hangs_where_it_left(engine: Engine) -> None:
     assert child.tree().trunk.fork_position == 0, "a fork's own tree shows its whole path"
     for branch in (early, child, root):
         branch.release()
+
+
+def test_nothing_is_promised_of_a_fork_of_a_hooked_prompt(engine: Engine) -> None:
+    """Not even of one that leaves within the prompt, before any such token: it keeps the hooks."""
+    with engine.prompt("A coin's state is heads.", hooks=[("blocks.0.hook_in", lambda value, hook: value)]) as root:
+        (fork,) = root.fork(at=2)
+        told = [(token.position, bool(token.why)) for token in fork.force(" flips heads").tree().trunk.tokens]
+        assert not fork.certified and told == [(0, False), (1, False), (2, True), (3, True)]
+        fork.release()
 
 
 def test_numbers_keep_apart_where_there_is_no_tokenizer() -> None:
@@ -403,6 +418,16 @@ def test_forks_forced_tokens_and_rollbacks() -> None:
 def elements(document: str) -> Sequence[ElementTree.Element]:
     """The picture as an XML parser sees it."""
     return list(ElementTree.fromstring(document).iter())
+
+
+def test_a_verification_that_accepts_some_drafts_and_rejects_others_shows_most() -> None:
+    def told(kept: int) -> Timeline:
+        states = [TokenState.ACCEPTED] * kept + [TokenState.REJECTED] * (3 - kept)
+        slots = [(Slot(" a", TokenState.DRAFT, i, drafted=True), Slot(" a", state, i)) for i, state in enumerate(states)]
+        free = Check(None, Slot(" b", TokenState.PENDING, 3))
+        return Timeline((Frame(Phase.VERIFY, "", Fill(1), checks=(*(Check(*pair) for pair in slots), free)),))
+
+    assert [told(kept).interest for kept in range(4)] == [0, 3, 3, 1]
 
 
 def test_stills_are_files_of_their_own(run: Run, tmp_path: Path) -> None:

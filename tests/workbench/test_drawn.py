@@ -1,5 +1,6 @@
 """What figures draw and what views write: the numbers of the results, read back from the meshes, bars, lines and cells."""
 
+import base64
 import math
 import re
 from pathlib import Path
@@ -231,6 +232,27 @@ def test_attention_patterns_are_drawn_as_they_are(served: Engine) -> None:
         assert np.allclose(mesh(axis)[0], result.frame[kind].to_numpy(dtype=float).reshape(2, 4), equal_nan=True)
 
 
+def test_a_notebook_starts_with_the_first_head_and_its_last_query(served: Engine) -> None:
+    """Without scripts that is all; the script reads the weights of all heads, below and on the diagonal, from the page."""
+    result = attention(served, HEADS, layers=[1, 3])
+    html = result._repr_html_().split('class="rl-beside"')[0]
+    shown = re.findall(r'class="rl-key rl-cell" style="--v:(\d+%)"', html)
+    assert shown == [f"{weight:.0%}" for weight in result.pattern[0, 0, -1].tolist()]
+    (packed,) = re.findall(r'data-weights="([^"]*)"', html)
+    rows, columns = np.tril_indices(15)
+    wanted = np.rint(result.pattern.numpy().reshape(8, 15, 15)[:, rows, columns] * 255)
+    assert np.array_equal(np.frombuffer(base64.b64decode(packed), dtype=np.uint8).reshape(8, -1), wanted)
+
+
+def test_the_load_of_an_expert_is_the_sum_over_its_tokens() -> None:
+    mixture = MixtureConfig(6, 20, Routing(2), layers=(True, False, True))
+    result = routing(Engine(random_model(num_layers=3, mixture=mixture)), [(5 * i * i + 2) % 61 for i in range(9)])
+    load = result.load.set_index(["layer", "expert"])
+    found = result.frame.groupby(["layer", "expert"])["weight"].agg(["count", "sum"]).reindex(load.index, fill_value=0)
+    assert load["tokens"].tolist() == found["count"].tolist() and load["tokens"].max() > 1
+    assert np.allclose(load["weight"], found["sum"], rtol=1e-6)
+
+
 def test_routing_shows_the_heaviest_expert() -> None:
     mixture = MixtureConfig(6, 20, Routing(2), layers=(True, False, True))
     result = routing(Engine(random_model(num_layers=3, mixture=mixture)), [(5 * i * i + 2) % 61 for i in range(9)])
@@ -365,7 +387,8 @@ def test_summary_of_heads() -> None:
     repeats = [(q, k + 1) for q in range(15) for k in range(q) if result.path[q] == result.path[k] and k + 1 < q]
     by_query = {q: sum(float(p[a, b]) for a, b in repeats if a == q) for q, _ in repeats}
     assert frame.loc[(3, 2), "induction"] == pytest.approx(np.mean(list(by_query.values())))
-    assert attention(served, [5, 9, 6]).frame["induction"].isna().all()
+    for path in [5, 9, 6], [5, 5, 6]:  # nothing came after an earlier one but the token itself
+        assert attention(served, path).frame["induction"].isna().all()
     for figure in (result.plot(), result.plot(3), result.plot(3, 2)):
         assert isinstance(figure, Figure)
     assert "L3H2" in result._repr_html_()
@@ -426,6 +449,8 @@ def test_tables_and_intervals(coins: tuple[Engine, Engine]) -> None:
     assert line["low"] < line["difference"] < line["high"] and len(result.layers) == 5 + 4
     frame = result.frame
     assert len(frame) == sum(len(text.tokens) for text in result.texts) and frame["kl"][3] == float(result.texts[0].kl[3])
+    for site in "ST":  # those of the last layer
+        assert frame[site].tolist() == torch.cat([text.difference[site][-1] for text in result.texts]).tolist()
     assert np.isnan(compare(*coins, TEXTS[:1]).loss_change.low) and f"{frame['loss_a'].mean():.4g} and" in repr(result)
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 
 from replaylens import Edit
 from replaylens.cli import app as whole_app
+from replaylens.commands import options
 from replaylens.commands.dump import diff as diff_command
 from replaylens.commands.dump import dump as dump_command
 from replaylens.commands.dump import verify as verify_command
@@ -519,6 +521,7 @@ def test_inspect_shows_the_edits_of_branches(coin_of_texts: Engine, tmp_path: Pa
     edits = [
         Edit("blocks.1.attn.hook_z", "zero", positions=[2, 4], heads=[3]),
         Edit("S", "add", torch.ones(128), layers=[2], positions=slice(3, None)),
+        Edit("S", "zero", layers=[1], positions=slice(1, 4)),
     ]
     (edited,) = root.fork(edits=edits)
     coin_of_texts.replay([root, edited], sites="S", edits=[Edit("T", "zero", layers=[0])]).save(tmp_path / "d")
@@ -528,7 +531,15 @@ def test_inspect_shows_the_edits_of_branches(coin_of_texts: Engine, tmp_path: Pa
         "edit of every example zero at T, all positions, layers [0]",
         "edit of text 1 set of shape [4, 32] at blocks.1.attn.o.hook_in, positions [2, 4], heads [3]",
         "edit of text 1 add of shape [128] at blocks.2.hook_in, positions 3 to the end",
+        "edit of text 1 zero at blocks.1.hook_in, positions 1 to 3",
     ]
+
+
+def test_the_command_that_verifies_says_all_that_it_needs() -> None:
+    assert options.verify_command("d") == options.verify_command("d", device="cpu") == "replaylens verify d --all"
+    said = options.verify_command("my dump", "org/m@main", "tasks.py:Own", "cuda", ["sae=a folder", "other=b"])
+    given = ["--model", "org/m@main", "--task", "tasks.py:Own", "--device", "cuda"]
+    assert shlex.split(said)[2:] == ["my dump", "--all", *given, "--features", "sae=a folder", "--features", "other=b"]
 
 
 def test_a_branch_that_ended_is_not_continued(coin_of_texts: Engine) -> None:

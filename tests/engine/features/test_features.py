@@ -1,6 +1,7 @@
 """Features: edits that do what a hook function would, but certified; encoding; files."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -359,6 +360,39 @@ def test_no_rows_and_no_features(tmp_path: Path) -> None:
     assert len(features.encode(rows(0))) == 0 and features.decode(features.encode(rows(0))).shape == (0, WIDTH)
     with pytest.raises(BadRequest, match="nothing to plot"):
         silent.plot()
+
+
+def test_a_row_with_one_of_several_features_is_edited(tmp_path: Path, served: Engine) -> None:
+    features, root = load(tmp_path, "topk"), served.prompt(PATH, sites=[HOOK])
+    found = features.of(root)
+    active = found.dense() > 0
+    pair = next(
+        [i, j] for i in range(COUNT) for j in range(i) if (active[:, i] ^ active[:, j]).sum() > 0 and active[:, i].any()
+    )
+    (edit,) = features.edits(root, ablate=pair)
+    assert edit.positions == active[:, pair].any(1).nonzero().flatten().tolist()
+    (edited,) = root.fork(edits=[edit])
+    assert not torch.equal(edited.activations[HOOK][edit.positions], root.activations[HOOK][edit.positions])
+
+
+def test_tables_and_pictures_of_some_positions_name_these(tmp_path: Path, served: Engine) -> None:
+    """Positions on the branch, not numbers of rows; the strongest features of each, with their activations."""
+    features, branch = load(tmp_path, "topk"), served.prompt(PATH, sites=[HOOK], positions="all[2::4]")
+    found = features.of(branch)
+    lines = re.findall(r"<tr><td>(\d+)</td><td>([^<]*)</td><td>(\d+)</td><td>([^<]*)</td></tr>", found._repr_html_())
+    words = [str(PATH[position]) for position in (2, 6, 10)]
+    assert [(int(at), word.strip(), int(count)) for at, word, count, _ in lines] == [
+        (position, word, int(count)) for position, word, count in zip((2, 6, 10), words, found.counts, strict=True)
+    ]
+    for i, (*_, entries) in enumerate(lines):
+        own = sorted(zip(*(x.tolist() for x in found.row(i)), strict=True), key=lambda pair: -pair[1])[:5]
+        assert entries == "  ".join(f"{feature}: {value:.3g}" for feature, value in own)
+    frame, axis = found.frame(), found.plot().axes[0]
+    assert set(zip(frame["row"], frame["position"], strict=True)) == {(0, 2), (1, 6), (2, 10)}
+    strongest = found.strongest(20)
+    assert np.array_equal(axis.images[0].get_array(), found.columns(strongest).T.numpy())
+    assert [label.get_text() for label in axis.get_yticklabels()] == list(map(str, strongest))
+    assert [label.get_text().strip() for label in axis.get_xticklabels()] == words
 
 
 def test_feature_rows_read(tmp_path: Path) -> None:

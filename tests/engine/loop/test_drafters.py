@@ -1,5 +1,7 @@
 """Drafters change no token and no bit, their statistics add up, and all but `self` depend only on the path."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -167,6 +169,17 @@ def test_tree_follows_a_sibling() -> None:
     assert any(v["chain"] and v["accepted"] for v in verdicts), "a sibling was followed"
     for _, chains in (entry for entries in drafts.values() for entry in entries):
         assert len(chains) == 3 and len({chain[0] for chain in chains}) == 3
+
+
+def test_drafts_of_the_last_layer_are_the_models_own_with_its_noise() -> None:
+    """An exit at the end reads the model's own logits, so that a sampled request accepts the first chain as a whole."""
+    subject = engine(lens_layer=toy().config.num_layers, tree_width=2)
+    sampling = Sampling(temperature=1.5, seed=3, ignore_eos=True)
+    for drafter, width in ("lens", 1), ("tree", 2):
+        verdicts: list[dict[str, Any]] = []
+        subject.loop.listeners[:] = [lambda e, seen=verdicts: seen.append(e) if e["event"] == "verdict" else None]
+        found = subject.prompt([4, 9, 2]).generate(24, drafter=drafter, window=4, sampling=sampling).statistics
+        assert {v["chain"] for v in verdicts} == {0} and found.drafted == width * found.accepted > 0
 
 
 @settings(deadline=None)

@@ -286,6 +286,15 @@ def test_rollback_of_a_parent_below_a_fork_does_not_hurt_the_child() -> None:
     tree.check_integrity()
 
 
+def test_a_path_that_another_begins_with_is_all_that_they_share() -> None:
+    tree = BranchTree()
+    root = tree.plant([1, 2, 3, 4])
+    child = tree.fork(root, 2)
+    assert tree.common_prefix(root, child) == tree.common_prefix(child, root) == 2
+    whole, part = tree.branch(root).past, tree.branch(child).past
+    assert whole.mark(4).common(part.path(2)) == 2 and whole.mark(1).common(part.path(2)) == 1
+
+
 def test_a_rejected_branch_can_be_forked_and_gone_on_with() -> None:
     tree, root, _, _ = drafted()
     tree.mark(root, 3, 5, ACCEPTED)

@@ -30,7 +30,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "lora_alpha": 6,
             "target_modules": ATTENTION,
             "rank_pattern": {"layers.1.self_attn.q_proj": 2, "down_proj": 3},
-            "alpha_pattern": {r"layers\.\d+\.self_attn\.v_proj": 5},
+            # of the first two, no name has them as its end: they change nothing
+            "alpha_pattern": {"self_attn": 90, "proj": 70, r"layers\.\d+\.self_attn\.v_proj": 5},
         },
     ),
     "rank-stabilised": ("qwen3", {"r": 4, "lora_alpha": 6, "target_modules": ATTENTION, "use_rslora": True}),
@@ -336,6 +337,10 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
     "all products but some": (
         "llama",
         {"target_modules": "all-linear", "exclude_modules": ["down_proj", "layers.1.mlp.up_proj"]},
+    ),
+    "excluded by a whole name": (
+        "llama",
+        {"target_modules": ["q_proj"], "exclude_modules": ["model.layers.1.self_attn.q_proj"]},
     ),
     "excluded by an expression": ("llama", {"target_modules": ["q_proj"], "exclude_modules": r"model\.layers\.0\..*"}),
     "one layer": ("llama", {"target_modules": ["q_proj"], "layers_to_transform": 1}),

@@ -203,6 +203,18 @@ def test_rows_together_have_the_bits_of_rows_alone(name: str) -> None:
     assert [site for site in sites if not torch.equal(whole.activations[site], row.activations[site])] == []
 
 
+def test_a_pattern_leaves_a_sink_its_share() -> None:
+    """The weights of keys are those of a softmax with one more score, the sink's, which has no key."""
+    engine = Engine.load(hugging_face("gpt-oss"), check=False)
+    sites = [f"blocks.1.attn.{name}" for name in ("hook_attn_scores", "hook_pattern")]
+    branch = engine.prompt([1, 2, 3, 4, 5, 6], sites=sites)
+    scores, pattern = (branch.activations[site].double() for site in sites)  # [rows, heads, keys]
+    sinks = engine.model.blocks[1].attn.sinks.double()[None, :, None].expand(len(scores), -1, 1)
+    wanted = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    assert (pattern - wanted).abs().max() < 1e-6
+    assert float(pattern.sum(-1).max()) < 0.95  # negative control: sums would be 1 without sinks
+
+
 def test_gradients_of_sinks_are_refused() -> None:
     with pytest.raises(NoGradient, match="attention sinks, whose backward pass is not implemented"):
         Engine.load(hugging_face("gpt-oss"), check=False).prompt([1, 2, 3]).gradients(metric, ["blocks.1.hook_in"])

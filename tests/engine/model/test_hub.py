@@ -5,6 +5,7 @@ import json
 import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
@@ -13,13 +14,15 @@ import huggingface_hub
 import pytest
 import torch
 
-from replaylens import Engine
+from replaylens import Engine, tasks
+from replaylens.engine import zoo
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import BadRequest, FetchFailed, UnsupportedModel
 from replaylens.engine.model import hub
 from replaylens.engine.model.hub import HubOptions, fetch_snapshot
 from replaylens.engine.model.loading import load, save, weights_hash
 from replaylens.engine.records import Fingerprint
+from replaylens.engine.thinking.core import ThinkingEngine
 from tests.engine.dump.test_cli import run
 from tests.engine.model.test_adapter import KINDS, trained
 from tests.families import hugging_face
@@ -148,6 +151,32 @@ def test_commands_take_names(cache: Path, tmp_path: Path) -> None:
     shutil.rmtree(cache)
     code, out, _ = run("verify", tmp_path / "dump", "--all", "--quiet")
     assert code == 2 and f"Fetch it with --model {NAME}@{OLDER}" in out
+
+
+def test_a_thinking_states_model_by_name_thinks(cache: Path, tmp_path: Path) -> None:
+    """As from its folder, with the commit beside it: not as its backbone, which is a checkpoint, too. A dump finds it again."""
+    name, prompt = "org/thinks", "A coin's state is heads. Alice flips. Bob flips. What's the state? A:"
+    put(cache, name, COMMIT, zoo.CHECKPOINTS / "coin-thinking", main=COMMIT)
+    named, folder = Engine.load(name, guess="sequential"), Engine.load(zoo.CHECKPOINTS / "coin-thinking")
+    assert isinstance(named, ThinkingEngine) and named.guess == "sequential"
+    assert named.fingerprint == replace(folder.fingerprint, revision=f"{name}@{COMMIT}")
+    one, other = (engine.prompt(prompt) for engine in (named, folder))
+    assert [t.tokens for t in one.thoughts.chunks] == [t.tokens for t in other.thoughts.chunks] and one.thoughts.chunks[
+        0
+    ].tokens
+    assert torch.equal(one.logits(), other.logits())
+    Engine.load(name).replay(tasks.get("coin")(flips=2).examples(2), sites="S", drafter="ngram").save(tmp_path / "dump")
+    assert run("verify", tmp_path / "dump", "--all", "--quiet")[1].startswith("verified")
+    with pytest.raises(BadRequest, match="adapter= goes with the folder of a base model, not with a Thinking-States model"):
+        Engine.load(name, adapter=tmp_path)
+
+
+def test_half_of_a_thinking_states_model_is_refused(cache: Path) -> None:
+    """T and C are weights that the snapshot needs: without them, a backbone would answer in the model's name."""
+    snapshot = put(cache, "org/thinks", COMMIT, zoo.CHECKPOINTS / "coin-thinking", main=COMMIT)
+    (snapshot / "thinking.safetensors").unlink()
+    with pytest.raises(FetchFailed, match=r"The snapshot of org/thinks at .* is incomplete, and offline mode forbids"):
+        Engine.load("org/thinks")
 
 
 # What is refused

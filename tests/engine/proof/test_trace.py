@@ -270,6 +270,11 @@ def change_a_draft_that_stood(trace: Trace) -> None:
     bump(draft["chains"][verdict["chain"]])
 
 
+def last_verdict(trace: Trace) -> int:
+    """The number of the last verification; no other follows that it could be taken for."""
+    return max(number for number, event in enumerate(trace.events) if event["event"] == "verdict")
+
+
 TAMPERINGS: dict[str, Callable[[Trace], object]] = {
     "a draft that stood": change_a_draft_that_stood,
     "the number accepted": lambda t: first(t, "verdict").update(accepted=2),
@@ -296,6 +301,8 @@ TAMPERINGS: dict[str, Callable[[Trace], object]] = {
     "no sampling": lambda t: first(t, "generate").pop("sampling"),
     "an unknown site": lambda t: first(t, "plant")["capture"]["lens"].update(sites=3),
     "the end of a path": lambda t: first(t, "finish", lambda e: e["generated"] == 5).update(path="0" * 16),
+    "a verification too many": lambda t: t.events.insert(last_verdict(t), dict(t.events[last_verdict(t)])),
+    "a verification too few": lambda t: t.events.pop(last_verdict(t)),
     "the length of a cancelled request": lambda t: first(t, "finish", lambda e: e["reason"] == "cancelled").update(generated=1),
 }
 

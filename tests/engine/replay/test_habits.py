@@ -260,6 +260,7 @@ def test_methods_of_the_cache(name: str) -> None:
         "get_neuron_results": lambda c: c.get_neuron_results(1, neuron_slice=[1, 5]),
         "get_full_resid_decomposition": lambda c: c.get_full_resid_decomposition(layer=2, pos_slice=-1, apply_ln=True),
         "folded": lambda c: c.get_full_resid_decomposition(expand_neurons=False, pos_slice=-1),
+        "before an MLP": lambda c: c.get_full_resid_decomposition(layer=1, mlp_input=True, pos_slice=-1),
     }
     for said, call in calls.items():
         try:
@@ -388,6 +389,13 @@ def test_attributes_of_a_model(name: str) -> None:
     near(ours.W_U, theirs.W_U.detach())
     near(ours.W_E, theirs.W_E.detach())
     assert ours.tokenizer is theirs.tokenizer
+
+
+def test_texts_are_padded_with_the_end_where_there_is_no_padding() -> None:
+    coin = Engine.load("coin-plain")
+    texts = ["A coin's state is heads. Alice flips.", "A coin's state is heads."]
+    tokens, short = coin.to_tokens(texts), coin.tokens_of(texts[1])
+    assert coin.text.eos_id and tokens[1].tolist() == short + [coin.text.eos_id] * (tokens.shape[1] - len(short))
 
 
 def test_padding_does_not_count_in_a_loss() -> None:

@@ -20,6 +20,7 @@ from replaylens.engine.replay.run import Run
 from replaylens.engine.request.sampling import Sampling
 from replaylens.probes.rows import ProbeRows
 from replaylens.tasks import Example, WordTokenizer
+from replaylens.tasks.reading import GivenText
 from replaylens.tasks.texts import GivenTexts
 from tests.toy_model import Reference, continuation, engine, random_model, scripted_model
 from tests.toy_model import engine as toy_engine
@@ -563,6 +564,23 @@ def test_a_token_takes_the_span_of_its_last_character(coin: Engine) -> None:
     assert labelled(coin, [TAILS], piece=spans[::-1])["piece"][:2] == ["a", "a"], "neither ends it: the last one given"
     spans[1] = {"start": 6, "end": 8, "value": "b"}
     assert labelled(coin, [TAILS], piece=spans[::-1])["piece"][:2] == ["a", "b"], "the one that ends it"
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ([1.0, 2.0], [1.0, 2.0]),  # fractions that happen to be whole, such as scores
+        ([1.0, float("nan")], [1, None]),  # whole numbers of which some are missing, as pandas writes them
+        ([1.5, float("nan")], [1.5, None]),
+        ([1, 2.5], [1.0, 2.5]),
+        ([True, None], [True, None]),
+    ],
+)
+def test_numbers_of_one_label_are_of_one_type(coin: Engine, given: list[Any], kept: list[Any]) -> None:
+    found = [
+        text.labels["up"] for text in map(GivenText.from_json, coin.texts([TAILS, HEADS], labels={"up": given}).knobs.texts)
+    ]
+    assert found == kept and list(map(type, found)) == list(map(type, kept))
 
 
 def test_bytes_of_one_character_share_its_span(of_bytes: Engine) -> None:

@@ -192,9 +192,12 @@ def test_hiding_or_setting_outside_a_window_is_refused() -> None:
         served.prompt(TOKENS, edits=[Edit(site, "mask", positions=last, keys=slice(last - window + 1, last + 1))])
     with pytest.raises(BadEdit, match="hide every key"):
         served.prompt(TOKENS, edits=[Edit(site, "mask", positions=1, keys=0), Edit(site, "mask", positions=1, keys=1)])
-    for edit in (Edit(site, "set", 0.5, positions=last, keys=0), Edit(site, "set", [0.1] * LENGTH, positions=last)):
+    before = last - window  # the last key that the position does not see any more
+    hidden = [Edit(site, "set", 0.5, positions=last, keys=key) for key in (0, before)]
+    for edit in (*hidden, Edit(site, "mask", positions=last, keys=before), Edit(site, "set", [0.1] * LENGTH, positions=last)):
         with pytest.raises(BadEdit, match="sliding window"):
             served.prompt(TOKENS, edits=[edit])
+    served.prompt(TOKENS, edits=[Edit(site, "set", 0.5, positions=last, keys=before + 1)])
     served.prompt(TOKENS, edits=[Edit(site, "mask", positions=last, keys=slice(last - window + 2, last + 1))])
     served.check_integrity()
 

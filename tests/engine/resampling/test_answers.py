@@ -1,5 +1,6 @@
 """Answers: by regular expression, by choice tokens, by a function; early stops; places; options that are refused."""
 
+import json
 import random
 import re
 from contextlib import ExitStack
@@ -147,10 +148,16 @@ def test_choices_are_read_from_the_logits(chain: Branch) -> None:
 
 
 def test_choices_after_the_end_of_the_text(coin: Engine) -> None:
-    """A rollout that ends by itself is asked before its end token."""
+    """A rollout that ends by itself is asked before its end token; one that a stop string ends, after it."""
     branch = coin.prompt("A coin's state is heads. Alice flips. What's the state? A:")
-    found = branch.resample(3, max_new=6, answer=Answer.choices([" heads", " tails"], after=" What's the state? A:"))
-    assert {each.stopped for each in found} == {"eos"} and all(each.probabilities for each in found)
+    answer, ids = Answer.choices([" heads", " tails"], after=" What's the state? A:"), coin.token_ids_of([" heads", " tails"])
+    for options, stopped in ({}, "eos"), ({"sampling": Sampling(temperature=1.0, stop=(".",))}, "stop"):
+        found = branch.resample(3, max_new=6, answer=answer, **options)  # type: ignore[arg-type]
+        assert {each.stopped for each in found} == {stopped}
+        for each in found:
+            said = list(each.tokens[:-1] if stopped == "eos" else each.tokens)
+            asked = coin.logits([*branch.tokens, *said, *coin.text.encode(answer.after)]).double()
+            assert list(each.probabilities[:2]) == asked.softmax(-1)[ids].tolist()
 
 
 def test_streams_draw_what_is_asked_for(chain: Branch) -> None:
@@ -178,6 +185,18 @@ def test_positions(chain: Branch) -> None:
     assert of(None) == [20] and of(3) == [3] and of([12, 9, 12]) == [9, 12] and of(torch.tensor([4])) == [4]
     assert of("tokens") == list(range(6, 20))
     assert of(lambda position, text: text == " flips") == [7, 10]
+
+
+def test_numbers_of_generated_tokens_count_from_both_ends(chain: Branch) -> None:
+    """Those that a rollout does not have are left out, and a place that is named twice is kept once."""
+    hot, keep = Sampling(temperature=1.0, ignore_eos=True), [0, -4, 3, -1, 4, -5, 0]
+    found = chain.resample(2, at=9, max_new=4, sites="S", keep=keep, sampling=hot)
+    places = [("0", 9), ("-4", 9), ("3", 12), ("-1", 12)]
+    assert [tuple(line) for line in found.index[["place", "token"]].itertuples(index=False)] == places * 2
+    rows = found.states["blocks.1.hook_in"].view(2, 4, -1)
+    assert (
+        torch.equal(rows[:, 0], rows[:, 1]) and torch.equal(rows[:, 2], rows[:, 3]) and not torch.equal(rows[:, 0], rows[:, 2])
+    )
 
 
 def test_replaced_sentences(chain: Branch) -> None:
@@ -236,6 +255,18 @@ def test_what_cannot_be_resampled() -> None:
         subject.prompt([1, 2]).force([3]).resample(2, at="sentences")
     with pytest.raises(NotCertified):
         subject.prompt([1, 2]).generate(2, deterministic=False).resample(2)
+
+
+def test_a_plan_holds_the_edits_of_its_forks() -> None:
+    """States of a Thinking-States model among them, which forks have from the tokens on that the thought was made from."""
+    thinker = Engine.load("coin-thinking")
+    branch = thinker.prompt("A coin's state is heads. Alice flips. Bob flips. Carol flips. What's the state? A:")
+    places = sorted({edit.needs for edit in branch.lane.edits if edit.needs < branch.length})
+    plan = branch.resample(1, at=[at + more for at in places for more in (-1, 0)], max_new=1).plan
+    for at, edits in zip(plan.positions, plan.edits, strict=True):
+        (fork,) = branch.fork(at=at)
+        assert list(edits) == json.loads(json.dumps([edit.to_json() for edit in fork.lane.edits]))
+    assert len({len(edits) for edits in plan.edits}) > 1
 
 
 def test_counts_are_checked() -> None:
@@ -358,6 +389,11 @@ def test_tokens() -> None:
     assert sentence_starts(text, offsets) == [0, 2, 4, 6, 7]
     assert sentence_ends(text, offsets) == [1, 3, 5, 6, 7]
     assert sentence_starts("", []) == [] == sentence_ends("", [])
+
+
+def test_a_token_that_ends_a_sentence_and_begins_the_next_belongs_to_the_first() -> None:
+    text, offsets = "Go. We stop. I do.", [(0, 2), (2, 5), (5, 11), (11, 14), (14, 18)]  # "Go", ". W", "e stop", ". I", " do."
+    assert sentence_starts(text, offsets) == [0, 2, 4] and sentence_ends(text, offsets) == [1, 3, 4]
 
 
 def test_tokens_without_characters() -> None:

@@ -459,9 +459,16 @@ def test_a_dump_of_rollouts(tmp_path: Path, edited: bool) -> None:
 
 def test_a_replay_of_rollouts(served: Engine) -> None:
     branch = served.prompt("A coin's state is heads.").force(" Alice flips.")
-    found = branch.resample(3, at=[6, 9], max_new=4)
+    found = branch.resample(3, at=[3, 6, 9], max_new=4)
     run = served.replay(found, sites="S")
     assert [result.tokens for result in run] == [[*branch.tokens[: each.position], *each.tokens] for each in found]
+    for result, each in zip(run, found, strict=True):  # the chain is no prompt; of a fork within the prompt, what it keeps is
+        prompt = min(branch.root_length, each.position)
+        assert result.num_prompt == prompt and result.example.prompt == served.text.decode(branch.tokens[:prompt])
+        assert result.example.completion == served.text.decode(result.tokens[prompt:])
+    hot = Sampling(temperature=1.0, ignore_eos=True)
+    (text,) = served.texts(branch.resample(1, max_new=3, sites="S", keep=["last", "all", 0], sampling=hot)).knobs.texts
+    assert text["spans"]["place"] == [[9, 10, "all+0"], [10, 11, "all"], [11, 12, "last+all"]]
     with pytest.raises(BadTexts, match="labels of their own"):
         served.replay(found, labels={"x": [1] * 6})
 

@@ -504,6 +504,23 @@ def test_variants_fit_into_a_small_cache() -> None:
     served.check_integrity()
 
 
+def test_a_rollback_keeps_the_drafts_that_left_the_path_where_it_ends() -> None:
+    """They were rejected after a token that is still there; those that left it later go with the tokens that they follow."""
+    branch = engine().prompt(PATH[:4]).generate(20, drafter="lens", window=4)
+    places = sorted({other.fork_position for other in branch.record.cut})
+    assert len(places) > 3
+    for to in places[::-2]:
+        branch.rollback(to)
+        assert {other.fork_position for other in branch.record.cut} == {place for place in places if place <= to}
+
+
+def test_a_rollback_forgets_what_was_forced() -> None:
+    """Tokens that come in the place of forced ones are generated; what is left of the forced ones stays so."""
+    branch = engine().prompt(PATH[:3]).force([7, 8, 9]).rollback(4).generate(3)
+    assert branch.states == [*["prompt"] * 3, "forced", "generated", "generated", "pending"]
+    assert branch.rollback(5).force([9]).states == [*["prompt"] * 3, "forced", "generated", "forced"]
+
+
 def test_logits_of_a_branch() -> None:
     """Before and after generating, of a fork, of one token or all: always those of a capture."""
     served = engine()
@@ -511,7 +528,9 @@ def test_logits_of_a_branch() -> None:
     branch.generate(3)
     whole = served.prompt(branch.tokens, sites=["unembed.hook_out"]).activations["unembed.hook_out"]
     assert torch.equal(branch.logits(), whole[-1]) and torch.equal(branch.logits(None), whole)
-    assert torch.equal(branch.logits([2, -1]), whole[[2, -1]]) and torch.equal(branch.logits(slice(3, 5)), whole[3:5])
+    assert torch.equal(branch.logits([5, 2, -1, 2]), whole[[5, 2, -1, 2]]) and torch.equal(
+        branch.logits(slice(3, 5)), whole[3:5]
+    )
     assert torch.equal(branch.logits(4, tokens=[7, 9]), whole[4, [7, 9]])
     assert torch.equal(served.logits(PATH, positions=4, tokens=[7]), whole[4, [7]])
     assert branch.logits(10).argmax() == branch.tokens[11]

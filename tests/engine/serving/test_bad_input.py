@@ -771,3 +771,13 @@ def test_weights_without_numbers_are_refused(name: str) -> None:
     given[name] = given[name].to("meta")
     with pytest.raises(BadRequest, match=r"on the device 'meta'.*Load the model on 'cpu'"):
         Engine(**given)
+
+
+def test_all_positions_of_a_model_can_be_filled() -> None:
+    branch = Engine(random_model(num_layers=1, max_positions=12), page_size=4).prompt([1, 2, 3])
+    with pytest.raises(BadRequest, match="3 tokens and 10 more exceed the model's 12 positions"):
+        branch.generate(10)
+    assert branch.generate(9, sampling=Sampling(ignore_eos=True)).length == 12
+    for more in lambda: branch.generate(1), lambda: branch.force([1]):
+        with pytest.raises(BadRequest, match="12 positions"):
+            more()

@@ -381,6 +381,10 @@ def test_other_draws_do_not_warn() -> None:
         subject.generate(root.fork(3), 4, sampling=seeds(3))
         subject.generate([*other.fork(), *root.fork(at=2)], 4, sampling=DRAWN)
         subject.generate(root.fork(3), 4)
+        edits = [Edit("blocks.0.hook_out", "add", torch.full((subject.config.d_model,), size)) for size in (1.0, 2.0)]
+        subject.generate([root.fork(at=1, edits=[edit])[0] for edit in edits], 4, sampling=DRAWN)
+        hook = ("blocks.0.hook_out", lambda value, hook: value)
+        subject.generate([*root.fork(at=1), *root.fork(at=1, hooks=[hook])], 4, sampling=DRAWN)
         root.generate(2, sampling=DRAWN).generate(2, sampling=DRAWN)
 
 

@@ -34,6 +34,7 @@ from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.thinking.core import ThinkingBranch, ThinkingEngine
 from replaylens.engine.thinking.prefill import GUESSES, Guess, Prefiller
+from replaylens.engine.thinking.thoughts import LETTERS
 from replaylens.engine.training import embedded_thinking as thinking_zoo
 from replaylens.tasks import WordTokenizer
 from replaylens.views.thoughts import Thinking
@@ -613,3 +614,13 @@ def test_asking_for_z_drops_no_row() -> None:
             assert torch.equal(x.nan_to_num(7.0), fresh.activations[site].nan_to_num(7.0)), site
         unknown = branch.activations["Z.emitted"].isnan().all(-1)
         assert unknown.tolist() == [False] * (branch.length - 1) + [True]
+
+
+def test_letters_select_thoughts_but_whole_distributions_only_by_name() -> None:
+    """A distribution takes as many numbers as there are tokens, at every step of every thought."""
+    served, text = Engine.load("coin-thinking"), "A coin's state is heads. Alice flips. What's the state? A:"
+    found = served.prompt(text, sites="STCZ").activations.sites()
+    thoughts = {name for name in found if name.startswith(("thinking.", "compress."))}
+    assert thoughts == {*LETTERS} - {"thinking.full"} and "thinking.full" not in served.sites.letter("Z")
+    whole = served.prompt(text, sites=["thinking.full"]).activations["thinking.full"]
+    assert whole.shape[-1] == served.config.vocab_size and bool((whole != 0).any())

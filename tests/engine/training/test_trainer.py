@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,12 +26,13 @@ from replaylens.engine.terminal import defer_interrupt
 from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder, padded
 from replaylens.engine.training import embedded as zoo
 from replaylens.engine.training import embedded_thinking as thinking_zoo
+from replaylens.engine.training import score as scoring
 from replaylens.engine.training import thinking as trainer_of_thinking
 from replaylens.engine.training import thinking as trainer_of_variables
 from replaylens.engine.training import trainer
 from replaylens.engine.training.recipe import Part, Recipe
 from replaylens.engine.training.score import generate, score
-from replaylens.engine.training.thinking import METHODS, ChunkBatch, ChunkTable, Method, ThinkingRecipe, chunked
+from replaylens.engine.training.thinking import METHODS, ChunkBatch, ChunkedText, ChunkTable, Method, ThinkingRecipe, chunked
 from replaylens.engine.training.trainer import Texts
 from replaylens.tasks import Example, WordTokenizer
 from tests.interrupted import Interrupted, interrupt_at
@@ -509,6 +511,18 @@ def test_from_a_trained_backbone() -> None:
     assert same(model.backbone, backbone)
     with pytest.raises(BadRecipe, match="config differs from the recipe's"):
         trainer_of_thinking.initial(TINY_OF_THINKING, backbone)
+
+
+def test_a_chain_of_thought_has_as_much_time_beside_longer_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that goes on for longer than `PATIENCE` allows it is wrong, however many tokens its batch takes for others."""
+    config, end = SimpleNamespace(eos_token=9), 9
+    short, long = (ChunkedText((1,), (), (*[2] * count, end, 5), count + 2) for count in (3, 30))
+    late = [*[4] * (len(short.completion) + scoring.PATIENCE - 2), end, 5]  # the answer is the last token that it has time for
+    for said, answered in (late, True), ([4, *late], False):
+        monkeypatch.setattr(scoring, "generate", lambda _, prompts, *__, said=said: [list(said) for _ in prompts])
+        for company in [short], [short, long]:
+            found = scoring._written(None, config, company)[0]  # type: ignore[arg-type]
+            assert (found.answered, found.thought) == (answered, False)
 
 
 def test_scores_count_only_what_the_model_itself_says() -> None:

@@ -142,6 +142,20 @@ def test_interchange(engine: Engine, probe: LinearProbe, fresh: list[Example]) -
     assert report.notes == ["Skipped the comparison with untrained probes: none was given."]
 
 
+def test_prompts_are_one_group_if_they_are_alike_up_to_the_changed_row(engine: Engine) -> None:
+    """The changed row's own token counts: it is what the row depends on last. What follows does not."""
+    begun: dict[tuple[str, str | None], dict[str, list[Example]]] = {}  # face and first name -> first action -> prompts
+    for example in tasks.get("coin")(flips=2).examples(200):
+        key = example.prompt.split(".")[0], example.events[0].actor
+        begun.setdefault(key, {}).setdefault(example.events[0].action, []).append(example)
+    alike, other = next(
+        sorted(each.values(), key=len)[::-1] for each in begun.values() if len(each) == 2 and max(map(len, each.values())) > 1
+    )
+    stage = InterventionRunner(engine, [*alike[:2], other[0]], "blocks.2.hook_in", "face", "step:1")
+    one, same, different = stage.groups
+    assert one == same != different and len({tuple(s.tokens[: s.positions[-1]]) for s in stage.subjects}) == 1
+
+
 def test_stage_reads_the_model_itself(engine: Engine, fresh: list[Example]) -> None:
     """Without an edit the stage gives the model's own answers and the rows of a replay, and leaves the engine clean."""
     stage = InterventionRunner(engine, fresh[:4], "blocks.2.hook_in", "face", "step")

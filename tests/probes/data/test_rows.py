@@ -40,7 +40,7 @@ from replaylens.probes.positions import Position
 from replaylens.probes.probe import fit_probe
 from replaylens.probes.questions.forced import viable_branch
 from replaylens.probes.report import shown
-from replaylens.probes.rows import ProbeRows, make_target, with_features
+from replaylens.probes.rows import MAX_CLASSES, ProbeRows, make_target, with_features
 from replaylens.probes.splits import Split
 from replaylens.probes.sweeps import sweep
 from replaylens.tasks.errors import NotForTexts
@@ -146,7 +146,7 @@ def test_targets() -> None:
     assert make_target("a", [True, False]).classes.tolist() == ["False", "True"]
     assert make_target("a", pd.Series([1, 2, None], dtype="Int64")).kind == "class"
     assert make_target("a", [0.5, 1.5]).kind == "number"
-    assert make_target("a", list(range(100))).kind == "number"
+    assert [make_target("a", list(range(count))).kind for count in (MAX_CLASSES, MAX_CLASSES + 1)] == ["class", "number"]
     with pytest.raises(ProbeError, match="'class' or 'number'"):
         make_target("a", [1], "thing")
 
@@ -176,6 +176,15 @@ def test_no_root_on_both_sides(rows: ProbeRows) -> None:
             assert not set(rows.roots[train]) & set(rows.roots[test])
     covered = splits.by_root(rows).test.sum(0)
     assert (covered == 1).all(), "cross-validation tests every row once"
+
+
+def test_depths_and_lengths_are_whole_numbers_of_tokens_and_steps(rows: ProbeRows) -> None:
+    """A row just as deep, or a prompt just as long, as the split says is fitted on; the next one is tested."""
+    rows = groups.independent(rows).rows
+    for column, split in ("depth", splits.by_depth(rows, 1)), ("steps", splits.by_length(rows, 3)):
+        fitted, tested = (rows.frame[column][mask.any(0)] for mask in (split.train, split.test))
+        most = {"depth": 1, "steps": 3}[column]
+        assert fitted.max() == most and tested.min() == most + 1
 
 
 def test_a_split_across_branches_is_refused(rows: ProbeRows) -> None:

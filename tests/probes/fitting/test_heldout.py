@@ -20,10 +20,10 @@ from replaylens.probes.controls import CONTROL, LABEL, Goal, control_labels, mak
 from replaylens.probes.erasers import Leace, Moments, MomentStream, moments_of
 from replaylens.probes.errors import OneClass, ProbeError, RootOnBothSides, TooFewGroups
 from replaylens.probes.estimators import MassMeanProbe
-from replaylens.probes.heldout import HeldOutPredictions, held_out, online_codes, permutation_test
+from replaylens.probes.heldout import HeldOutPredictions, Said, exchanged, held_out, online_codes, permutation_test
 from replaylens.probes.probe import fit_probe, fit_streaming
 from replaylens.probes.registry import GRID, ChosenProbe, inner_folds, solve_chosen
-from replaylens.probes.rows import Cell, ProbeRows
+from replaylens.probes.rows import Cell, ProbeRows, make_target
 from replaylens.probes.solvers import one_hot, solve, solve_path
 from replaylens.probes.splits import Split, by_root
 from replaylens.probes.sweeps import sweep
@@ -169,6 +169,23 @@ def test_inner_folds_keep_groups_together() -> None:
     for inner in inner_folds(groups, groups % 3 > 0):
         assert inner.any() and not np.intersect1d(groups[inner], groups[(groups % 3 > 0) & ~inner]).size
         assert not inner[groups % 3 == 0].any()
+
+
+def test_a_permutation_test_breaks_ties_of_accuracy_by_the_area() -> None:
+    """Equal accuracies are ranked by how sure the wrong answers are, never by more than one right answer counts."""
+    codes, roots = np.tile([0, 1], 20), np.arange(40).astype(str)
+    goal, tested = make_goal(make_target("label", codes.astype(str))), np.ones(40, dtype=bool)
+    wrong = np.arange(40) < 4
+    predicted = np.where(wrong, 1 - codes, codes)
+    sides = np.where(predicted == 1, 1.0, -1.0)
+
+    def observed(predicted: np.ndarray, score: np.ndarray) -> float:
+        said = Said(predicted[None], score[None, :, None])
+        return float(exchanged(said, goal, roots, roots, tested, 19, 0).observed[0])
+
+    sure, unsure = observed(predicted, sides), observed(predicted, np.where(wrong, 0.1, 1.0) * sides)
+    one_more = observed(np.where(np.arange(40) == 0, codes, predicted), sides)
+    assert sure == pytest.approx(0.9, abs=1e-3) and sure < unsure < one_more
 
 
 def test_groups_are_needed() -> None:

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -18,8 +20,16 @@ from replaylens.probes.intervals import Estimate
 from replaylens.probes.positions import add_places
 from replaylens.probes.probe import fit_probe
 from replaylens.probes.questions.erasure import _Eraser, _say_amnesic, amnesic, steering_reach
-from replaylens.probes.questions.forced import forced_rows, outcome_at_fork, outcome_target, text_or_truth, viable_branch
-from replaylens.probes.questions.judge import judge
+from replaylens.probes.questions.forced import (
+    _own_words,
+    forced_rows,
+    outcome_at_fork,
+    outcome_target,
+    text_or_truth,
+    viable_branch,
+)
+from replaylens.probes.questions.judge import MINUS, judge
+from replaylens.probes.questions.judge import _say as _say_judged
 from replaylens.probes.questions.transfer import transfer, transfer_across
 from replaylens.probes.report import Report
 from replaylens.probes.rows import Cell, ProbeRows, sequences
@@ -65,6 +75,33 @@ def test_text_or_truth(engine: Engine) -> None:
         text_or_truth(engine, coin(flips=3).examples(40))
     with pytest.raises(ProbeError, match="counted from 1"):
         text_or_truth(engine, coin(flips=3, rendering="steps").examples(40), lie_at=0)
+
+
+@pytest.mark.parametrize("lie_at", [1, 2])
+def test_the_lie_is_not_among_the_models_own_words(lie_at: int) -> None:
+    """The first face that the model states is the one after the forced ones, the last of which is a lie."""
+    told = []
+    for example, own in enumerate(["heads heads", "tails heads", "heads tails", "heads tails"]):
+        said = [*["heads"] * (lie_at - 1), "tails", *own.split()]  # the truth is heads throughout
+        told += [(example, f"r{example}", f" {face}", place, "heads", face) for place, face in enumerate(said, 1)]
+        told.append((example, f"r{example}", " tails", -3, "heads", "tails"))  # in the prompt
+    frame = pd.DataFrame(told, columns=["example", "root", "text", "since_query", "face", "claimed"])
+    lines, notes = _own_words(SimpleNamespace(frame=frame), lie_at, 0)  # type: ignore[arg-type]
+    assert {each["what"]: each["accuracy"] for each in lines} == {
+        "next face that the model states: wrong": 0.25,
+        "its answer: wrong": 0.5,
+    }
+    assert not notes and {each["rows"] for each in lines} == {4}
+
+
+def test_the_judge_with_the_surest_gain_decides() -> None:
+    """The intervals hold for all cells jointly, so that one above zero is enough, wherever the largest gain is."""
+    good, frame = np.array([True, False]), pd.DataFrame({"accepted": [True, False]})
+    gains = [("S1", 0.3, -0.1, 0.7), ("S2", 0.1, 0.05, 0.15), ("S3", 0.2, 0.01, 0.39)]
+    lines = [dict(what=f"judge at {cell}{MINUS}", accuracy=value, low=low, high=high) for cell, value, low, high in gains]
+    for some, verdict, cell in (lines, "Shown", "S2"), (lines[:1], "Not shown", "S1"):
+        said = _say_judged(some, good, SimpleNamespace(frame=frame))[-1]  # type: ignore[arg-type]
+        assert said.startswith(f"{verdict}: ") and said.endswith(f"(judge at {cell}).")
 
 
 def test_forced_lie_parts_text_and_truth(engine: Engine) -> None:

@@ -4,6 +4,7 @@ import json
 import re
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from replaylens.engine.cluster import connected
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import EngineError, FingerprintMismatch
-from replaylens.probes import controls, groups, sweeps
+from replaylens.probes import controls, groups, intervals, sweeps, tabulate
 from replaylens.probes.controls import make_goal
 from replaylens.probes.errors import BadProbeFile, BadRows, MissingLabel, ProbeError, SweepMismatch, UnknownEstimator
 from replaylens.probes.heldout import held_out, residualised
@@ -121,6 +122,39 @@ def test_estimators_fitted_apart() -> None:
     table = report.table.query("label == 'face'")
     assert (table[table["layer"] == 1]["accuracy"] > 0.85).all() and (table[table["layer"] == 0]["accuracy"] < 0.7).all()
     assert sorted(set(table["estimator"])) == ["lda", "sparse"]
+
+
+def test_the_spread_of_control_tasks_is_that_of_their_mean() -> None:
+    """Five draws say more about the mean of all random control tasks than one: their variance counts by a fifth."""
+    generator, groups = np.random.default_rng(0), np.arange(60)
+    own, drawn = generator.random((1, 60)), generator.random((5, 1, 60)) + generator.normal(size=(5, 1, 1))
+    place = SimpleNamespace(goals=[None] * 5)
+    block = SimpleNamespace(
+        place=place, groups=groups, folds=1, said=lambda number: drawn[number], gains=lambda said, goal: said
+    )
+    found: list[dict[str, float]] = [{}]
+    tabulate._selectivity(block, own, list(range(5)), found, 0.05)  # type: ignore[arg-type]
+    alone = intervals.difference_over_groups((own - drawn.mean(0))[0], groups, folds=1)
+    wide, narrow = found[0]["selectivity_high"] - found[0]["selectivity_low"], alone.high - alone.low
+    between = float(drawn[:, 0].mean(1).var(ddof=1)) / 5
+    within = float((own - drawn.mean(0))[0].var(ddof=1)) / 60
+    assert wide / narrow == pytest.approx(np.sqrt(1 + between / within), rel=0.05)
+
+
+def test_a_grid_with_two_kinds_of_tests_gives_each_half_of_the_error() -> None:
+    """Permutation tests beside t tests: both corrections are doubled, so that all lines together err in 5 % of grids."""
+    settings = QUICK | {"positions": "all", "controls": False, "permutations": 19}
+    alone = {
+        each: sweep(rows_of(), "face", estimators=each, **settings).table.query("label == 'face'")
+        for each in ("logistic", "lda")
+    }
+    both = sweep(rows_of(), "face", estimators=["logistic", "lda"], **settings).table.query("label == 'face'")
+    assert set(both["test"]) == {"refitted permutation", "corrected t"}
+    for name, own in alone.items():
+        found = both[both["estimator"] == name]
+        assert found["p"].tolist() == own["p"].tolist()
+        assert found["p_family"].tolist() == np.minimum(1, 2 * own["p_family"]).tolist()
+        assert (own["p_family"] < 0.5).any()
 
 
 @pytest.mark.slow
@@ -458,6 +492,14 @@ def test_held_out_words_leave_the_control_task_nothing() -> None:
         sweep(rows, "label", groups=[1, 2, 3])
     with pytest.raises(BadRows, match="column of groups"):
         sweep(rows, "label", groups="topic")
+
+
+def test_prompts_without_a_value_are_groups_of_their_own() -> None:
+    """Prompts that share a value, also through others, are one group; a missing value is shared by none."""
+    topic = np.array(["a", "a", "a", "b", None, None, None, None, "b", "c"], dtype=object)
+    rows = groups.grouped(rows_of(roots=5, topic=topic), "topic")  # two rows a root
+    first, second, third, fourth, fifth = (set(rows.roots[i : i + 2]) for i in range(0, 10, 2))
+    assert first == second == fifth and len(first | third | fourth) == 3
 
 
 def test_position_alone_is_a_control() -> None:
