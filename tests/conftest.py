@@ -15,8 +15,10 @@ if not torch.cuda.is_available():  # before anything imports Triton, which reads
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def pytest_collection_finish() -> None:
-    """Modules stay as long as the process. Collecting garbage among them takes most of a second, and tests do it often."""
+@pytest.fixture(autouse=True, scope="module")
+def what_stays_is_no_garbage() -> None:
+    """What is there before a file of tests stays as long as the process: modules, caches, shared fixtures. Looking for garbage
+    among them takes seconds after some thousand tests, and tests do it often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
