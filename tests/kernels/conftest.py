@@ -56,7 +56,11 @@ def types_made_once() -> Iterator[None]:
     block, tensor, Semantic = core.block_type, core.tensor, semantic.TritonSemantic
     make_block, make_tensor, equal_types = block.__init__, tensor.__init__, core.dtype.__eq__
     numpy_dtype, broadcast = interpreter._get_np_dtype, Semantic.broadcast_impl_value
-    fits, unwrap, operands = interpreter._validate_np_data_size, core._unwrap_if_constexpr, Semantic.binary_op_type_checking_impl
+    fits, unwrap, operands = (
+        interpreter._validate_np_data_size,
+        core._unwrap_if_constexpr,
+        Semantic.binary_op_type_checking_impl,
+    )
     blocks: dict[Any, Any] = {}
     dtypes: dict[str, Any] = {}
     constants: dict[Any, Any] = {}
