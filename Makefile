@@ -11,7 +11,7 @@ demo: $(STAMP)
 
 test: $(STAMP) lint  # types are checked beside the tests; the many processes of the tests compile our modules once
 	$(BIN)/mypy & types=$$!; \
-	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile; tests=$$?; \
+	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder; tests=$$?; \
 	wait $$types || { echo 'mypy failed: see its errors above'; exit 1; }; exit $$tests
 
 $(STAMP): pyproject.toml constraints.txt
