@@ -9,9 +9,10 @@ STAMP  := $(VENV)/.installed
 demo: $(STAMP)
 	$(BIN)/replaylens demo
 
-test: $(STAMP) lint  # types are checked beside the tests; the many processes of the tests compile our modules once
-	$(BIN)/mypy & types=$$!; \
-	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile; tests=$$?; \
+test: $(STAMP) lint  # types are checked beside the tests; modules and kernels are compiled once for the tests' many processes
+	$(BIN)/mypy & types=$$!; unset PYTHONDONTWRITEBYTECODE; \
+	$(BIN)/python -c 'import replaylens.kernels.cpu_attention'; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder; tests=$$?; \
 	wait $$types || { echo 'mypy failed: see its errors above'; exit 1; }; exit $$tests
 
 $(STAMP): pyproject.toml constraints.txt

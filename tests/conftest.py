@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub: no test asks the hub
@@ -15,8 +16,24 @@ if not torch.cuda.is_available():  # before anything imports Triton, which reads
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def pytest_collection_finish() -> None:
-    """Modules stay as long as the process. Collecting garbage among them takes most of a second, and tests do it often."""
+LONG = (
+    "probes/questions/test_questions.py", "engine/thinking/test_replay.py", "engine/test_contract.py", "kernels/test_passes.py",
+    "docs/test_pages.py", "views/test_report.py", "views/test_browser.py", "workbench/test_drawn.py", "workbench/test_grids.py",
+    "probes/fitting/test_heldout.py", "probes/sweeps/test_sweep.py", "engine/loop/test_drafters.py", "test_imports.py",
+    "engine/thinking/test_model.py", "kernels/test_cpu.py", "test_demo.py", "notebooks/test_notebooks.py",
+)  # fmt: skip
+"""files that take ten seconds and more: `make test` begins with them, so that no process is left alone with one at the end"""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    first = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: first.get(item.path, len(LONG)))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_stays_is_no_garbage() -> None:
+    """What is there before a file of tests stays as long as the process: modules, caches, shared fixtures. Looking for garbage
+    among them takes seconds after some thousand tests, and tests do it often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)

@@ -330,8 +330,7 @@ def test_checker_lets_pass_what_is_allowed(room: str | None, source: str) -> Non
     assert faults(source, room) == []
 
 
-CODE = f"""
-import json, sys, time, torch
+FACTS = f"""
 before, began = set(sys.modules), time.process_time()
 import replaylens
 found = dict(seconds=time.process_time() - began)
@@ -340,22 +339,35 @@ found["heavy"] = heavy()
 import triton
 found["heavy with triton"] = heavy()
 found["early"] = [name for name in replaylens._WHERE if name in vars(replaylens)]
-found["missing"] = [name for name in replaylens.__all__ if getattr(replaylens, name, None) is None]
 found["listed"] = sorted(dir(replaylens)) == sorted(replaylens.__all__)
 try:
     replaylens.nonsense
 except AttributeError as error:
     found["error"] = str(error)
-print(json.dumps(found))
+print(json.dumps(found), flush=True)
 """
-
-
 TRIPS = {
     "replaylens.Engine.load('coin-plain')": 90,
     "replaylens.Dump.open(sys.argv[1])": 25,
     "replaylens.Engine.load('coin-thinking')": 0,
 }
 """what is done in a fresh interpreter -> the most modules of replaylens that it may load; 0: a control, which must load more"""
+LOADED = 'print(*sorted(name for name in sys.modules if name.startswith("replaylens.")), flush=True)\n'
+BENCHMARKS = """
+sys.path.insert(0, sys.argv[2])
+from benchmarks.__main__ import declared
+declared()
+print("triton" in sys.modules, flush=True)
+"""
+STEPS = [FACTS, *(f"import replaylens\n{trip}\n{LOADED}" for trip in TRIPS), BENCHMARKS]
+FORKED = f"""
+import json, os, sys, time, numba, torch
+for step in {STEPS!r}:
+    if not os.fork():  # it has loaded nothing of ours
+        exec(step, dict(globals()))
+        os._exit(0)
+    assert os.wait()[1] == 0
+"""
 
 
 @pytest.fixture(scope="module")
@@ -367,22 +379,25 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-ONE_TRIP = """
-if not os.fork():  # it has loaded nothing of ours
-    import replaylens
-    {trip}
-    print(*sorted(name for name in sys.modules if name.startswith("replaylens.")), flush=True)
-    os._exit(0)
-assert os.wait()[1] == 0
-"""
-ALL_TRIPS = "import os, sys, numba, torch\n" + "".join(ONE_TRIP.format(trip=trip) for trip in TRIPS)
-
-
-def test_a_trip_loads_only_the_rooms_that_it_needs(saved: Path) -> None:
-    """A plain model needs the core alone, and reading a dump no engine. Control: a Thinking-States model needs satellites."""
-    done = subprocess.run([sys.executable, "-c", ALL_TRIPS, str(saved)], capture_output=True, text=True, timeout=120)
+@pytest.fixture(scope="module")
+def lines(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What each of STEPS prints in an interpreter outside the checkout that has loaded torch and nothing of ours."""
+    command = [sys.executable, "-c", FORKED, str(saved), str(ROOT)]
+    folder = tmp_path_factory.mktemp("outside")
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    for most, line in zip(TRIPS.values(), done.stdout.splitlines(), strict=True):
+    return done.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def fresh(lines: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(lines[0])
+    return found
+
+
+def test_a_trip_loads_only_the_rooms_that_it_needs(lines: list[str]) -> None:
+    """A plain model needs the core alone, and reading a dump no engine. Control: a Thinking-States model needs satellites."""
+    for most, line in zip(TRIPS.values(), lines[1:-1], strict=True):
         loaded = line.split()
         satellites = [name for name in loaded if room_of(name) in {*SATELLITES, *(room for rooms in FACES for room in rooms)}]
         if most:
@@ -392,35 +407,38 @@ def test_a_trip_loads_only_the_rooms_that_it_needs(saved: Path) -> None:
             assert len(satellites) > 5
 
 
-LISTING = """
-import sys, replaylens
-from replaylens.cli import app
-dump = replaylens.Dump.open(sys.argv[1])
+def test_triton_is_not_needed_to_list_benchmarks(lines: list[str]) -> None:
+    assert lines[-1] == "False"
+
+
+WITHOUT_TORCH = """
+import contextlib, sys, replaylens, replaylens.cli
+def torch_after(what):
+    print("torch after", what + ":", "torch" in sys.modules)
+where = sys.argv[1]
+for word in ("--version", "dupm"):
+    sys.argv[1] = word
+    with contextlib.suppress(SystemExit):
+        replaylens.cli.main()
+    torch_after(word)
+dump = replaylens.Dump.open(where)
 shown = [repr(dump), dump.digest, dump.accepted_digest, dump.labels, dump.columns, len(dump), dump.manifest.fingerprint]
 shown += [(name, site.shape) for name, site in dump.sites.items()] + [shard.digest for shard in dump.manifest.shards]
-print("torch after Dump.open:", "torch" in sys.modules)
-app(["inspect", sys.argv[1]], standalone_mode=False)
-print("torch after inspect:", "torch" in sys.modules)
+torch_after("Dump.open")
+replaylens.cli.app(["inspect", where], standalone_mode=False)
+torch_after("inspect")
 dump.to_torch("S", 0)
-print("torch after rows:", "torch" in sys.modules)
+torch_after("rows")
 """
 
 
-def test_a_dump_is_listed_without_torch(saved: Path) -> None:
-    """torch takes three times as long to load as all that the manifest needs. Control: rows need it."""
-    done = subprocess.run([sys.executable, "-c", LISTING, str(saved)], capture_output=True, text=True, timeout=120)
+def test_only_what_computes_loads_torch(saved: Path) -> None:
+    """It takes three times as long to load as all that the manifest needs. Version and misspelt commands do not load it
+    either. Control: rows need it."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, str(saved)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert re.findall("torch after (.*): (.*)", done.stdout) == [("Dump.open", "False"), ("inspect", "False"), ("rows", "True")]
-
-
-@pytest.fixture(scope="module")
-def fresh(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What CODE prints in a fresh interpreter outside the checkout."""
-    folder = tmp_path_factory.mktemp("outside")
-    done = subprocess.run([sys.executable, "-c", CODE], cwd=folder, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    expected = [(what, "False") for what in ("--version", "dupm", "Dump.open", "inspect")] + [("rows", "True")]
+    assert re.findall("torch after (.*): (.*)", done.stdout) == expected
 
 
 def test_import_loads_nothing_heavy(fresh: dict[str, Any]) -> None:
@@ -435,7 +453,8 @@ def test_import_is_quick(fresh: dict[str, Any]) -> None:
 
 def test_public_names_load_on_demand(fresh: dict[str, Any]) -> None:
     """Every public name loads when it is used, and not before. The error for an unknown name lists the public ones."""
-    assert (fresh["early"], fresh["missing"], fresh["listed"]) == ([], [], True)
+    assert (fresh["early"], fresh["listed"]) == ([], True)
+    assert [name for name in replaylens.__all__ if getattr(replaylens, name, None) is None] == []
     assert "no attribute 'nonsense'" in fresh["error"] and "tasks" in fresh["error"]
 
 

@@ -1,5 +1,6 @@
 """Where the kernel tests run: in Triton's interpreter on a CPU (float32), and on a GPU (marker `gpu`) in every dtype."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -53,10 +54,17 @@ def types_made_once() -> Iterator[None]:
     from triton.runtime import interpreter
 
     block, tensor, Semantic = core.block_type, core.tensor, semantic.TritonSemantic
-    make_block, make_tensor = block.__init__, tensor.__init__
+    make_block, make_tensor, equal_types = block.__init__, tensor.__init__, core.dtype.__eq__
     numpy_dtype, broadcast = interpreter._get_np_dtype, Semantic.broadcast_impl_value
+    fits, unwrap, operands = (
+        interpreter._validate_np_data_size,
+        core._unwrap_if_constexpr,
+        Semantic.binary_op_type_checking_impl,
+    )
     blocks: dict[Any, Any] = {}
     dtypes: dict[str, Any] = {}
+    constants: dict[Any, Any] = {}
+    sizes: set[tuple[int, str]] = set()
 
     def new_block(cls: Any, element: Any, shape: Any) -> Any:
         key = id(element), *(s.value if isinstance(s, core.constexpr) else s for s in shape)  # the type keeps its element
@@ -88,7 +96,48 @@ def types_made_once() -> Iterator[None]:
         equal = a.type.is_block() and b.type.is_block() and a.type.shape.values == b.type.shape.values
         return (a, b) if equal else broadcast(self, a, b)
 
+    def operands_of(self: Any, lhs: Any, rhs: Any, *how: bool, **more: bool) -> Any:
+        """Two of one type stay as they are. A number beside a tensor becomes a constant once, unless that casts the tensor."""
+        if type(lhs) is not tensor or type(rhs) not in (tensor, int, float):
+            return operands(self, lhs, rhs, *how, **more)
+        if type(rhs) is tensor:
+            same = lhs.type is rhs.type and lhs.type.scalar.name in ("fp32", "int32", "int64")
+            return (lhs, rhs) if same else operands(self, lhs, rhs, *how, **more)
+        key = id(lhs.type), type(rhs), rhs, how, *more.items()
+        if key not in constants:
+            left, constant = operands(self, lhs, rhs, *how, **more)
+            if left is not lhs:
+                return left, constant
+            constant.handle.data.flags.writeable = False
+            constants[key] = lhs.type, constant  # as long as the type is kept, no other has its id
+        return lhs, constants[key][1]
+
+    def fits_once(data: Any, type: Any) -> bool:
+        key = data.itemsize, type.name
+        if key in sizes:
+            return True
+        return fits(data, type) and not sizes.add(key)
+
+    def unwrapped(value: Any) -> Any:
+        kind = type(value)
+        return value.value if kind is core.constexpr else value if kind in (tensor, int, float) else unwrap(value)
+
+    def called_directly(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        """Without the wrappers, which check on every call that the argument below is there."""
+        inner = inspect.unwrap(member)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return inner(*args, **kwargs)
+
+        scope.set_attr(obj, name, call)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core.dtype, "__eq__", lambda self, other: self is other or equal_types(self, other))
+        patch.setattr(core, "_unwrap_if_constexpr", unwrapped)
+        patch.setattr(interpreter, "_validate_np_data_size", fits_once)
+        patch.setattr(interpreter, "_patch_attr", called_directly)
+        patch.setattr(Semantic, "binary_op_type_checking_impl", operands_of)
         patch.setattr(block, "__new__", new_block)
         patch.setattr(block, "__init__", block_once)
         patch.setattr(tensor, "__init__", tensor_of)
