@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import replaylens as rl
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadEdit, BadRequest, KVCorruption, NoGradient, UnknownSite, UnsupportedModel
+from replaylens.engine.errors import BadEdit, BadRequest, BadWeights, KVCorruption, NoGradient, UnknownSite, UnsupportedModel
+from replaylens.engine.model.loading import load, weights_hash
 from replaylens.engine.passes.cuda import require_supported
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
@@ -54,6 +56,17 @@ def test_logits_over_several_chunks_are_hugging_faces(name: str) -> None:
     with torch.no_grad():
         theirs = hugging_face(name)(torch.tensor([TOKENS])).logits[0]
     assert relative(ours, theirs) < 2e-6 and torch.equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:
+    """As in transformers. Anything else that is not read is an error."""
+    hugging_face("qwen3-next").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "mtp.fc.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert weights_hash(load(tmp_path)) == weights_hash(decoder("qwen3-next"))
+    save_file({**tensors, "model.other.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(BadWeights, match=r"model\.other\.weight"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["qwen3-next", "mamba2"])
