@@ -1,6 +1,7 @@
 """Hybrids: recurrent states at any position, edits of them, and what they refuse. `test_machine.py` and `test_contract.py` run
 random sessions on them, and `tests/kernels/test_recurrent.py` compares their kernels with the definition."""
 
+import random
 from functools import cache
 from pathlib import Path
 
@@ -108,6 +109,29 @@ def test_forks_and_rollbacks_keep_an_edited_state() -> None:
     (before,) = fork.fork(at=40)
     before.force(TOKENS[40:])
     assert torch.equal(before.activations[LATER], whole.activations[LATER])
+
+
+@pytest.mark.parametrize("name, seed", [("qwen3-next", 1), ("mamba2", 2), ("falcon-h1", 3), ("qwen3-next", 4)])
+def test_random_histories_with_edited_states(name: str, seed: int) -> None:
+    """Passes of any size, rejected rows and forks, in pages of any size: the rows of the whole path at once."""
+    draw, subject, sites = random.Random(seed), engine(name), [SITE, "blocks.1.hook_out"]
+    edits = []
+    for _ in range(3):
+        at, count, layer = draw.choice([5, 40, 62, 63, 64, 90, 127]), draw.choice([1, 2, 5]), draw.choice(["0", "*"])
+        value = torch.randn(other(name).state(0).shape, generator=torch.Generator().manual_seed(at))
+        op, value = draw.choice([("add", value), ("set", value), ("zero", None)])
+        edits.append(Edit(f"blocks.{layer}.mixer.hook_state", op, value, positions=slice(at, at + count)))
+    sizes = {"page_size": draw.choice([1, 3, 16, 24]), "max_rows": draw.choice([16, 17, 64])}
+    branch = Engine(decoder(name), canary=True, **sizes).prompt(TOKENS[:20], sites=sites, edits=edits)
+    while branch.length < LENGTH:
+        branch.force(TOKENS[branch.length : branch.length + draw.choice([1, 2, 7, 30])])
+        if branch.length < LENGTH and draw.random() < 0.5:
+            kept = branch.length
+            branch.force([draw.randrange(97) for _ in range(draw.choice([1, 9, 40]))])
+            branch.rollback(kept)
+            (branch,) = branch.fork()
+    whole = subject.prompt(TOKENS, sites=sites, edits=edits)
+    assert all(torch.equal(branch.activations[site], whole.activations[site]) for site in sites)
 
 
 def test_states_of_shared_prefixes_and_copied_pages() -> None:
