@@ -13,10 +13,10 @@ from torch import Tensor
 
 from replaylens.kernels.cpu import require, require_integers, require_rows, vector
 from replaylens.kernels.cpu_attention import HostRows
+from replaylens.kernels.definition import CHUNK
 from replaylens.kernels.portable import compiled, exp, floats, fma, integers
 from replaylens.kernels.threads import divided, share
 
-CHUNK = 64
 _ZERO, _ONE, _LARGEST = np.float32(0.0), np.float32(1.0), np.float32(np.finfo(np.float32).max)
 
 # ---- short convolutions ----------------------------------------------------------------------------------------------

@@ -83,9 +83,10 @@ class KVCache:
         for copy in copies:
             source, target, n = copy.source * size, copy.target * size, copy.num_slots
             self.data.narrow(self.slot_dim, target, n).copy_(self.data.narrow(self.slot_dim, source, n))
-            self.entries[:, target : target + n] = self.entries[:, source : source + n]
-            if self.mixer is not None and (copy.first + n) // CHUNK > copy.first // CHUNK:  # the end of a chunk is among them
-                self.states[:, copy.target] = self.states[:, copy.source]
+            if self.mixer is not None:
+                self.entries[:, target : target + n] = self.entries[:, source : source + n]
+                if (copy.first + n) // CHUNK > copy.first // CHUNK:  # a chunk ends among them
+                    self.states[:, copy.target] = self.states[:, copy.source]
             if self.chain is not None:
                 for i in range(n):
                     self.chain[target + i] = self.chain[source + i]

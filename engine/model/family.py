@@ -176,6 +176,8 @@ class Family:
     """names of parts that depend on the config"""
     later_layers: bool = False
     """checkpoints may hold layers after the last one, which guess further tokens and which transformers leaves out"""
+    left_out: tuple[str, ...] = ()
+    """beginnings of the names of other tensors that transformers leaves out"""
 
     @property
     def used(self) -> frozenset[str]:
@@ -240,6 +242,7 @@ class Family:
 
     def unused(self, num_layers: int, unread: list[str]) -> list[str]:
         """The names of tensors that were not read, and that the family does not leave out on purpose."""
+        unread = [name for name in unread if not name.startswith(self.left_out)]
         if not self.later_layers:
             return unread
         first, last = self.names.block.split("{}")

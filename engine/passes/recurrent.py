@@ -11,7 +11,8 @@ from replaylens.engine.model.ops import Recurrence
 from replaylens.engine.model.sites import STATE
 from replaylens.engine.passes.batch import Batch, Segment, finite, not_finite
 from replaylens.engine.request.placed import PlacedEdit
-from replaylens.kernels.cpu_recurrent import CHUNK, LayerMemory, Piece, recur, short_conv
+from replaylens.kernels.cpu_recurrent import LayerMemory, Piece, recur, short_conv
+from replaylens.kernels.definition import CHUNK
 
 
 def convolve(x: Tensor, conv: Conv, layer: int, batch: Batch, cache: KVCache) -> Tensor:

@@ -217,6 +217,7 @@ def _recurrence(delta: bool, from_pass: bool = False) -> Tensor:
     from_pass  the chunks of a pass begin with it, as they must not
     """
     from replaylens.kernels import cpu_recurrent as kernels
+    from replaylens.kernels.definition import CHUNK
 
     q, k, v = numbers(13, 150, 1, 6) / 8, numbers(14, 150, 1, 6) / 8, numbers(15, 150, 2, 10)
     square = (numbers(16, 150, 2) / 4) * (numbers(16, 150, 2) / 4)
@@ -225,7 +226,7 @@ def _recurrence(delta: bool, from_pass: bool = False) -> Tensor:
     memory.entries[16:166, :6], memory.entries[16:166, 26:] = k[:, 0], g
     out, state = torch.zeros_like(v), torch.zeros(2, 6, 10)
     for start, end in ((0, 40), (40, 64), (64, 70), (70, 150)):
-        since, initial = (start, state.clone()) if from_pass else (start - start % kernels.CHUNK, None)
+        since, initial = (start, state.clone()) if from_pass else (start - start % CHUNK, None)
         for given in (v.flip(0), v):  # the first of them are drafts
             own, piece = slice(start, end), kernels.Piece(0, 0, start, end - start, since, initial, state)
             strength = None if beta is None else beta[own]

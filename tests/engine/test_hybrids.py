@@ -1,16 +1,19 @@
 """Hybrids: recurrent states at any position, edits of them, and what they refuse. `test_machine.py` and `test_contract.py` run
 random sessions on them, and `tests/kernels/test_recurrent.py` compares their kernels with the definition."""
 
+import random
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import replaylens as rl
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadEdit, BadRequest, KVCorruption, NoGradient, UnknownSite
+from replaylens.engine.errors import BadEdit, BadRequest, BadWeights, KVCorruption, NoGradient, UnknownSite
+from replaylens.engine.model.loading import load, weights_hash
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
@@ -55,6 +58,17 @@ def test_logits_over_several_chunks_are_hugging_faces(name: str) -> None:
     assert relative(ours, theirs) < 2e-6 and torch.equal(ours.argmax(-1), theirs.argmax(-1))
 
 
+def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:
+    """As in transformers. Anything else that is not read is an error."""
+    hugging_face("qwen3-next").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "mtp.fc.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert weights_hash(load(tmp_path)) == weights_hash(decoder("qwen3-next"))
+    save_file({**tensors, "model.other.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(BadWeights, match=r"model\.other\.weight"):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["qwen3-next", "mamba2"])
 def test_states_are_what_rows_read(name: str) -> None:
     branch = engine(name).prompt(TOKENS, sites=[SITE, "blocks.0.mixer.hook_q", "blocks.0.mixer.hook_read"])
@@ -94,6 +108,29 @@ def test_forks_and_rollbacks_keep_an_edited_state() -> None:
     (before,) = fork.fork(at=40)
     before.force(TOKENS[40:])
     assert torch.equal(before.activations[LATER], whole.activations[LATER])
+
+
+@pytest.mark.parametrize("name, seed", [("qwen3-next", 1), ("mamba2", 2), ("falcon-h1", 3), ("qwen3-next", 4)])
+def test_random_histories_with_edited_states(name: str, seed: int) -> None:
+    """Passes of any size, rejected rows and forks, in pages of any size: the rows of the whole path at once."""
+    draw, subject, sites = random.Random(seed), engine(name), [SITE, "blocks.1.hook_out"]
+    edits = []
+    for _ in range(3):
+        at, count, layer = draw.choice([5, 40, 62, 63, 64, 90, 127]), draw.choice([1, 2, 5]), draw.choice(["0", "*"])
+        value = torch.randn(other(name).state(0).shape, generator=torch.Generator().manual_seed(at))
+        op, value = draw.choice([("add", value), ("set", value), ("zero", None)])
+        edits.append(Edit(f"blocks.{layer}.mixer.hook_state", op, value, positions=slice(at, at + count)))
+    sizes = {"page_size": draw.choice([1, 3, 16, 24]), "max_rows": draw.choice([16, 17, 64])}
+    branch = Engine(decoder(name), canary=True, **sizes).prompt(TOKENS[:20], sites=sites, edits=edits)
+    while branch.length < LENGTH:
+        branch.force(TOKENS[branch.length : branch.length + draw.choice([1, 2, 7, 30])])
+        if branch.length < LENGTH and draw.random() < 0.5:
+            kept = branch.length
+            branch.force([draw.randrange(97) for _ in range(draw.choice([1, 9, 40]))])
+            branch.rollback(kept)
+            (branch,) = branch.fork()
+    whole = subject.prompt(TOKENS, sites=sites, edits=edits)
+    assert all(torch.equal(branch.activations[site], whole.activations[site]) for site in sites)
 
 
 def test_states_of_shared_prefixes_and_copied_pages() -> None:

@@ -182,7 +182,7 @@ QWEN3_NEXT = replace(
     norm_offset=1.0,
     plain_norms=frozenset({"mixer.norm"}),
     arrange={**CONV, "attn.qkv": _gates_last, "mixer.up": _by_part, "mixer.rates": _by_rate},
-    later_layers=True,
+    left_out=("mtp.",),
 )
 QWEN3_5 = replace(
     QWEN3_NEXT,
@@ -194,7 +194,6 @@ QWEN3_5 = replace(
     reads=reads_of(QWEN3_NEXT, without=("mixture",)),
     uses=PARTIAL | {"mrope_section", "mrope_interleaved"},  # of pictures: the positions of a text are the same in all sections
     arrange={**CONV, "attn.qkv": _gates_last},
-    later_layers=False,
 )
 
 
@@ -451,6 +450,7 @@ NEMOTRON_H = replace(
     only={"mamba_hidden_act": ("silu",), "moe_latent_size": (None,), "sliding_window": (None,)},
     arrange={**CONV, "mixer.norm": by_group},
     layer_types=True,
+    left_out=("mtp.",),
 )
 
 # ---- Falcon-H1 -----------------------------------------------------------------------------------------------------------
