@@ -1,11 +1,10 @@
 """Intervals cover, permutations respect roots, corrections correct, and everything is reproducible."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-
-import itertools
 
 import numpy as np
 import pytest
@@ -256,7 +255,8 @@ def test_spreads_of_few_draws() -> None:
     assert np.allclose(np.diff(seen - alike / alike.std(0) * seen.std(0), axis=1), 0)  # one scale and centre for all cells
     other = np.vstack(Null(apart[0], apart[1:]).standard())
     assert np.allclose(other.std(0), 1, atol=0.02) and abs(other.mean(0)).max() < 0.3
-    moved = np.vstack(Null(alike[0] + [0, 9, 99], alike[1:] + [0, 9, 99]).standard())
+    far = alike + np.array([0, 9, 99])
+    moved = np.vstack(Null(far[0], far[1:]).standard())
     assert abs(moved.mean(0)).max() < 0.05, "centres that differ are taken out"
 
 
