@@ -453,11 +453,14 @@ def _largest(stage: Stage, task: int) -> tuple[Tensor, Tensor]:
 
     By two products with a random matrix: Nystroem's approximation (Frangella, Tropp and Udell 2023).
     """
-    x = _sample(stage, task, _SEEN * _RANK)
-    spread, mean = torch.std_mean(x, 1, correction=0, keepdim=True)
-    standard = (x - mean) / torch.where(spread > 0, spread, 1.0)
-    n, d = standard.shape[1:]
-    rank = min(_RANK, d // 2)
+    d = stage.x.shape[2]
+    rank = max(1, min(_RANK, d // 12))
+    x = _sample(stage, task, _SEEN * rank)
+    n = x.shape[1]
+    each = x.new_full((1, n), 1 / n)
+    x = x - each @ x
+    spread = (each @ x.square()).sqrt()  # [b, 1, d]
+    standard = x / torch.where(spread > 0, spread, 1.0)
     drawn = torch.randn(d, rank, generator=torch.Generator().manual_seed(0)).to(standard)
     seen = standard @ drawn  # [b, n, r]
     inner = seen.mT @ seen
