@@ -109,6 +109,8 @@ def _atoms(sets: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
 _STEPS, _MEMORY, _SEARCHES = 500, 10, 10
 _ROWS_PER_COLUMN = 8
 """rows per column to build a preconditioner from; more would cost more than they save"""
+_LARGE = 2**19
+"""entries of a cell from which on products wait for memory"""
 _ROUGH = 1e-5
 """the tolerance that gradients in single precision are good for"""
 _RANK = 64
@@ -240,7 +242,7 @@ class QuasiNewton:
     def __init__(self, grams: "Grams | RowSpace", y: Tensor, where: Tensor, tolerance: float) -> None:
         """y [t, n, k]; where [t, f]: the set of `grams` that each fold trains on."""
         fine = Stage.of(grams, y, where, tolerance)
-        self.stages = [fine.single(), fine] if y.dtype == torch.float64 else [fine]
+        self.stages = [fine.single(), fine] if y.dtype == torch.float64 and fine.x[0].numel() >= _LARGE else [fine]
         self.counts = fine.train.sum((3, 4))  # [1, t, f]
         self.set_of = where[:, 0].tolist()  # the folds of a task share a preconditioner: their rows are mostly the same
         self.patience = patience(fine.x.shape[1], fine.x.shape[2], where.numel() * y.shape[-1])
