@@ -400,7 +400,8 @@ class QuasiNewton:
                 gram = self.grams[key[0]]
                 eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
                 row = weight[:, tasks[0], None, None].to(gram.dtype)
-                factor = torch.linalg.cholesky(row * gram + max(self.penalty, 1e-6 * float(row.max())) * eye)
+                most = float((row[..., 0] * gram.diagonal(dim1=1, dim2=2)).max())
+                factor = torch.linalg.cholesky(row * gram + max(self.penalty, 1e-6 * most) * eye)
             found[key] = (tasks, factor)
         return found
 
@@ -430,7 +431,8 @@ def _sample(stage: Stage, task: int, count: int) -> Tensor:
 
 
 def _correlation(stage: Stage, task: int) -> Tensor:
-    """[b, d, d]: correlation of the columns, on and below its diagonal, which is all that a factorisation reads."""
+    """[b, d, d]: second moments of the columns, in units of a task's first fold: about their correlation. Above its diagonal,
+    which no factorisation reads, it is wrong."""
     x = _sample(stage, task, _ROWS_PER_COLUMN * stage.x.shape[2])
     b, n, d = x.shape
     mean = x.new_full((1, n), 1 / n) @ x  # [b, 1, d]
@@ -438,15 +440,8 @@ def _correlation(stage: Stage, task: int) -> Tensor:
     for first in range(0, d, _BLOCK):
         block = slice(first, first + _BLOCK)
         gram[:, first:, block] = x[:, :, first:].mT @ x[:, :, block]
-    gram /= n
-    square = gram.diagonal(dim1=1, dim2=2).clone()
-    gram -= mean.mT @ mean
-    variance = gram.diagonal(dim1=1, dim2=2)
-    known = variance > 1e-6 * square  # the others are constant
-    spread = torch.where(known, variance, torch.inf).sqrt()[:, None]
-    gram = gram / (spread.mT @ spread)
-    gram.diagonal(dim1=1, dim2=2).masked_fill_(~known, 1.0)
-    return gram
+    scale = stage.scale[:, task, 0].float()  # [b, 1, d]
+    return (gram / n - mean.mT @ mean) / (scale.mT @ scale)
 
 
 def _largest(stage: Stage, task: int) -> tuple[Tensor, Tensor]:
@@ -461,8 +456,8 @@ def _largest(stage: Stage, task: int) -> tuple[Tensor, Tensor]:
     n = x.shape[1]
     each = x.new_full((1, n), 1 / n)
     x = x - each @ x
-    spread = (each @ x.square()).sqrt()  # [b, 1, d]
-    standard = x / torch.where(spread > 0, spread, 1.0)
+    standard = x / stage.scale[:, task, 0].float()
+    total = standard.square().sum((1, 2))[:, None] / n
     drawn = torch.randn(d, rank, generator=torch.Generator().manual_seed(0)).to(standard)
     seen = standard @ drawn  # [b, n, r]
     inner = seen.mT @ seen
@@ -473,7 +468,7 @@ def _largest(stage: Stage, task: int) -> tuple[Tensor, Tensor]:
     values = values.clamp_min(1e-4 * float(values.max()))
     ways = torch.nn.functional.pad(half @ (turn / values.sqrt()[:, None]).to(half), (0, 1, 0, 1))
     ways[:, -1, -1] = 1
-    rest = ((d - values.sum(1, keepdim=True)) / (d - rank)).clamp_min(1e-3)
+    rest = ((total - values.sum(1, keepdim=True)) / (d - rank)).clamp_min(1e-3)
     return torch.cat([rest, values], 1).to(half), ways
 
 
