@@ -159,7 +159,8 @@ class Stage:
             if 1e-9 < float(unit.min()) <= float(unit.max()) < 1e9
             else (self.x / unit).float()
         )
-        return Stage(x, *(part.float() for part in (self.y, self.train, scale, mean)), max(0.9 * self.tolerance, _ROUGH))
+        y, train = self.y.float(), self.train.float()
+        return Stage(x, y, train, scale.float(), mean.float(), max(0.9 * self.tolerance, _ROUGH))
 
     def forward(self, at: Tensor) -> Tensor:
         """Scores of all rows [b, t, f, k, n]: one product for all tasks and folds."""
