@@ -5,7 +5,6 @@ many matrix-vector products. Columns are standardised within each training set b
 w . (x - m) / s = x . (w / s) - m . (w / s).
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -38,7 +37,8 @@ class Grams:
 
     def __init__(self, x: Tensor, sets: np.ndarray) -> None:
         self.sets = torch.as_tensor(sets, device=x.device)
-        self.shift = torch.where(_constant(x), x[:, 0], x.mean(1))  # [cells, d]; a constant's mean may round, but must be 0
+        mean = (x.new_full((1, x.shape[1]), 1 / x.shape[1]) @ x)[:, 0]  # a product: three times as fast as x.mean(1)
+        self.shift = torch.where(_constant(x), x[:, 0], mean)  # [cells, d]; a constant's mean may round, but must be 0
         self.x = x - self.shift[:, None]
         self.counts = self.sets.sum(1).to(x.dtype)  # [sets]
         weights = self.sets.to(x.dtype)
@@ -99,210 +99,293 @@ def _atoms(sets: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
 # close enough that ten to twenty gradients suffice. A gradient costs two products with the rows, shared by all tasks and
 # folds of a cell. Newton's method with conjugate gradients needs three to five times as many products.
 #
-# A Gram matrix costs as much as tens of gradients, although single precision is enough for it. So the first steps take the
-# diagonal in its place, as scikit-learn does, until they have cost as much as the matrix (`patience`): few easy problems
-# never need it, many problems have it from the start, and none pays more than twice.
+# A Gram matrix costs as much as tens of gradients, although single precision is enough for it. So the first steps take its
+# largest eigenvalues in its place, which two products with a random matrix find, until they have cost twice as much as the
+# matrix (`patience`): few problems rarely need it, many problems have it from the start, and none pays more than three times.
+#
+# Products wait for memory, so rows in double precision are first descended in single, which reads half as much. Double
+# precision looks at where that stops, and goes on from there if the gradient is not yet within the tolerance.
 
 _STEPS, _MEMORY, _SEARCHES = 500, 10, 10
-_ROWS_PER_COLUMN = 4
+_ROWS_PER_COLUMN = 8
 """rows per column to build a preconditioner from; more would cost more than they save"""
+_LARGE = 2**19
+"""entries of a cell from which on products wait for memory"""
+_ROUGH = 1e-5
+"""the tolerance that gradients in single precision are good for"""
+_RANK = 64
+"""eigenvalues to take out before a Gram matrix is worth its cost"""
+_SEEN = 16
+"""rows for each of them"""
+_BLOCK = 128
+"""columns of a Gram matrix computed together"""
 _Key = tuple[float, ...]
 """a training set's number, and the row weight in each cell"""
 
 
 @dataclass(frozen=True, eq=False)
-class Pair:
-    """Weights [b, t, f, k, d] and biases [b, t, f, k], or anything else of their shape: a gradient, a step."""
+class Stage:
+    """The training rows in one precision. b cells, t tasks, f folds, n rows, k outputs (1 for two classes), d columns.
 
-    w: Tensor
-    c: Tensor
+    Points, steps and gradients are one tensor [b, t, f, k, d + 1]: weights on standardised columns and, in the last column,
+    biases.
+    """
 
-    def plus(self, length: Tensor, other: "Pair") -> "Pair":
-        """self + length * other, with one length per problem [b, t, f]."""
-        return Pair(self.w + length[..., None, None] * other.w, self.c + length[..., None] * other.c)
+    x: Tensor
+    """[b, n, d]"""
+    y: Tensor
+    """[1, t, 1, k, n]"""
+    train: Tensor
+    """[1, t, f, 1, n]"""
+    scale: Tensor
+    """[b, t, f, 1, d]"""
+    mean: Tensor
+    """[b, t, f, d, 1]"""
+    tolerance: float
 
-    def dot(self, other: "Pair") -> Tensor:
-        """[b, t, f]"""
-        return (self.w * other.w).sum((3, 4)) + (self.c * other.c).sum(3)
+    @classmethod
+    def of(cls, grams: "Grams | RowSpace", y: Tensor, where: Tensor, tolerance: float) -> "Stage":
+        """y [t, n, k]; where [t, f]: the set of `grams` that each fold trains on."""
+        train = grams.sets[where].to(y.dtype)[None, :, :, None]
+        mean, scale = grams.means[:, where, :, None], grams.scales[:, where, None]
+        return cls(grams.x, y.mT[None, :, None].contiguous(), train, scale, mean, tolerance)
 
-    def largest(self) -> Tensor:
-        """[b, t, f]: the largest entry in absolute value."""
-        return torch.maximum(self.w.abs().amax((3, 4)), self.c.abs().amax(3))
+    def single(self) -> "Stage":
+        """The same in single precision; columns are scaled before, so that none leaves its range."""
+        unit = self.scale[:, 0, 0]  # [b, 1, d]
+        scale, mean = self.scale / unit[:, None, None], self.mean / unit.mT[:, None, None]
+        x = (
+            self.x.float().div_(unit.float())
+            if 1e-9 < float(unit.min()) <= float(unit.max()) < 1e9
+            else (self.x / unit).float()
+        )
+        y, train = self.y.float(), self.train.float()
+        return Stage(x, y, train, scale.float(), mean.float(), max(0.9 * self.tolerance, _ROUGH))
+
+    def forward(self, at: Tensor) -> Tensor:
+        """Scores of all rows [b, t, f, k, n]: one product for all tasks and folds."""
+        u = at[..., :-1] / self.scale
+        b, t, f, k, d = u.shape
+        z = (u.view(b, t * f * k, d) @ self.x.mT).view(b, t, f, k, -1)
+        return z + (at[..., -1:] - u @ self.mean)
+
+    def backward(self, r: Tensor) -> Tensor:
+        """The adjoint of `forward`, for r [b, t, f, k, n]."""
+        b, t, f, k, n = r.shape
+        sums = r.sum(-1, keepdim=True)
+        raw = (r.reshape(b, t * f * k, n) @ self.x).view(b, t, f, k, -1)
+        return torch.cat([(raw - sums * self.mean.mT) / self.scale, sums], -1)
+
+    def probabilities(self, z: Tensor) -> Tensor:
+        return torch.sigmoid(z) if self.y.shape[3] == 1 else z.softmax(3)
+
+    def look(self, at: Tensor, z: Tensor, q: Tensor, penalty: float) -> "Point":
+        gradient = self.backward(self.train * (q - self.y))
+        gradient[..., :-1] += penalty * at[..., :-1]
+        return Point(at, z, q, gradient)
 
 
 @dataclass(frozen=True, eq=False)
 class Point:
     """A point with its scores, probabilities and gradient."""
 
-    at: Pair
+    at: Tensor
     z: Tensor
     """scores [b, t, f, k, n]"""
     q: Tensor
     """probabilities, of the same shape"""
-    gradient: Pair
+    gradient: Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Move:
-    """One step and the change of the gradient along it; weight 0 for a problem that did not move."""
+class Past:
+    """The last steps of every problem, oldest first, and the changes of the gradient along them; 0 where one did not move."""
 
-    way: Pair
-    bend: Pair
-    weight: Tensor
-    """[b, t, f]: 1 / (way . bend)"""
+    ways: Tensor
+    """[b, t, f, m, k * (d + 1)]"""
+    bends: Tensor
 
-    @classmethod
-    def between(cls, here: Point, there: Point) -> "Move":
-        back = -torch.ones_like(here.z[..., 0, 0])
-        way, bend = there.at.plus(back, here.at), there.gradient.plus(back, here.gradient)
-        size = way.dot(bend)
-        return cls(way, bend, torch.where(size > torch.finfo(size.dtype).tiny, 1 / size, 0.0))
+    def after(self, here: Point, there: Point) -> "Past":
+        """The same with one more step."""
+        way, bend = ((b - a).flatten(3) for a, b in ((here.at, there.at), (here.gradient, there.gradient)))
+        moved = (way * bend).sum(-1, keepdim=True) > torch.finfo(way.dtype).tiny
+        kept = [
+            torch.cat([old[..., 1 - _MEMORY :, :], torch.where(moved, new, 0.0)[..., None, :]], 3)
+            for old, new in ((self.ways, way), (self.bends, bend))
+        ]
+        return Past(*kept)
+
+    def to(self, dtype: torch.dtype) -> "Past":
+        return Past(self.ways.to(dtype), self.bends.to(dtype))
+
+    def step(self, gradient: Tensor, inverse: Callable[[Tensor], Tensor]) -> Tensor:
+        """Minus the approximate inverse Hessian times the gradient, for all problems together.
+
+        The two loops of L-BFGS are two triangular systems: with R_ij = s_i . y_j for steps s and changes y, j not older than i,
+        a = R^-1 S g,  r = H (g - Y^T a),  R^T c = diag(R) a - Y r,  step = -(r + S^T c). So they take few products.
+        """
+        if not self.ways.shape[3]:
+            return -inverse(gradient)
+        along = (self.ways @ self.bends.mT).triu()  # [b, t, f, m, m]
+        size = along.diagonal(dim1=-2, dim2=-1)
+        size += size == 0  # a step that is 0 has no share
+        rest = gradient.flatten(3)
+        share = torch.linalg.solve_triangular(along, self.ways @ rest[..., None], upper=True)  # [b, t, f, m, 1]
+        rest = inverse((rest - (share.mT @ self.bends)[..., 0, :]).view_as(gradient)).flatten(3)
+        aim = size[..., None] * share - self.bends @ rest[..., None]
+        back = torch.linalg.solve_triangular(along.mT, aim, upper=False)
+        return -(rest + (back.mT @ self.ways)[..., 0, :]).view_as(gradient)
 
 
 class QuasiNewton:
-    """`run` finds the minimiser. b cells, t tasks, f folds, n rows, k outputs (1 for two classes), d columns."""
+    """`run` finds the minimiser."""
 
     def __init__(self, grams: "Grams | RowSpace", y: Tensor, where: Tensor, tolerance: float) -> None:
         """y [t, n, k]; where [t, f]: the set of `grams` that each fold trains on."""
-        self.x, self.y, self.tolerance = grams.x, y.mT[None, :, None], tolerance
-        self.binary = y.shape[-1] == 1
-        self.train = grams.sets[where].to(y.dtype)[None, :, :, None]  # [1, t, f, 1, n]
-        self.counts = self.train.sum((3, 4))  # [1, t, f]
-        self.scale, self.mean = grams.scales[:, where], grams.means[:, where]  # [b, t, f, d]
+        fine = Stage.of(grams, y, where, tolerance)
+        self.stages = [fine.single(), fine] if y.dtype == torch.float64 and fine.x[0].numel() >= _LARGE else [fine]
+        self.counts = fine.train.sum((3, 4))  # [1, t, f]
         self.set_of = where[:, 0].tolist()  # the folds of a task share a preconditioner: their rows are mostly the same
-        self.patience = patience(self.x.shape[1], self.x.shape[2], where.numel() * y.shape[-1])
-        self.rows, self.grams = grams, dict[int, Tensor]()
+        self.patience = patience(fine.x.shape[1], fine.x.shape[2], where.numel() * y.shape[-1])
+        self.grams: dict[int, Tensor] = {}
+        self.largest: dict[int, tuple[Tensor, Tensor]] = {}
+        self.tasks = {number: [t for t, own in enumerate(self.set_of) if own == number] for number in self.set_of}
 
-    def run(self, penalty: float, start: Pair | None = None) -> Pair:
+    def run(self, penalty: float, start: Tensor | None = None) -> Tensor:
         """The minimiser on standardised columns; `start`: that of another penalty, from which few steps are left.
 
         Mutates: the penalty and the preconditioner.
         """
         self.penalty = penalty
-        (b, t, f, d), k = self.scale.shape, self.y.shape[3]
-        self.curvature = self.x.new_full((b, t), torch.inf)  # mean row weight of each factor
+        b, t, f, _, d = self.stages[-1].scale.shape
+        k = self.stages[-1].y.shape[3]
+        self.curvature = self.counts.new_full((b, t), torch.inf)  # mean row weight of each factor
         self.factors: dict[_Key, tuple[Tensor, Tensor]] = {}
-        start = start or Pair(self.x.new_zeros(b, t, f, k, d), self.x.new_zeros(b, t, f, k))
-        here = self._look(start, self._forward(start))
-        past: deque[Move] = deque(maxlen=_MEMORY)
+        at = self.counts.new_zeros(b, t, f, k, d + 1) if start is None else start
+        past = Past(*[at.new_zeros(b, t, f, 0, k * (d + 1))] * 2)
+        for stage in self.stages:
+            at, past = self._descend(stage, at.to(stage.x.dtype), past.to(stage.x.dtype))
+        return at
+
+    def _descend(self, stage: Stage, at: Tensor, past: Past) -> tuple[Tensor, Past]:
+        """(the minimiser to the precision of a stage, the last steps)"""
+        z = stage.forward(at)
+        here = stage.look(at, z, stage.probabilities(z), self.penalty)
         for _ in range(_STEPS):
-            active = here.gradient.largest() > self.tolerance * self.counts  # scikit-learn's stopping rule
+            active = here.gradient.abs().amax((3, 4)) > stage.tolerance * self.counts  # scikit-learn's stopping rule
             if not bool(active.any()):
                 break
-            step = self._step(here, past)
-            slope = here.gradient.dot(step)
+            step = past.step(here.gradient, self._inverse(stage, here.q, past))
+            slope = (here.gradient * step).sum((3, 4))
             active = active & (-slope > torch.finfo(slope.dtype).eps * self.counts)  # below this, only rounding is left
             if not bool(active.any()):
                 break
-            change = self._forward(step)
-            length = self._length(here, step, change, slope, active)
-            there = self._look(here.at.plus(length, step), here.z + length[..., None, None] * change)
-            past.append(Move.between(here, there))
+            length, z, q = self._search(stage, here, step, stage.forward(step), slope, active)
+            there = stage.look(here.at + length[..., None, None] * step, z, q, self.penalty)
+            past = past.after(here, there)
             here = there
-        return here.at
+        return here.at, past
 
-    def along(self, path: Sequence[float]) -> Iterator[Pair]:
+    def along(self, path: Sequence[float]) -> Iterator[Tensor]:
         """The minimisers for values of C, each from the one before."""
         at = None
         for C in path:
             at = self.run(1 / C, at)
             yield at
 
-    def in_rows(self, at: Pair) -> tuple[Tensor, Tensor]:
+    def in_rows(self, at: Tensor) -> tuple[Tensor, Tensor]:
         """(weight [b, t, f, k, d], bias [b, t, f, k]) in the Grams' coordinates."""
-        weight = at.w / self.scale[:, :, :, None]
-        return weight, at.c - torch.einsum("btfkd,btfd->btfk", weight, self.mean)
+        weight = at[..., :-1] / self.stages[-1].scale
+        return weight, at[..., -1] - (weight @ self.stages[-1].mean)[..., 0]
 
-    def _step(self, here: Point, past: "deque[Move]") -> Pair:
-        """Minus the approximate inverse Hessian times the gradient: the two loops of L-BFGS, for all problems together."""
-        rest, taken = here.gradient, []
-        for move in reversed(past):
-            share = move.weight * move.way.dot(rest)
-            rest = rest.plus(-share, move.bend)
-            taken.append(share)
-        if not self.patience and not self.grams:
-            self.grams = {number: _correlation(self.rows, number) for number in set(self.set_of)}  # each [b, d, d]
-        self.patience -= self.patience > 0
-        rest = self._preconditioner(here.q)(rest) if self.grams else self._diagonal(here.q, past)(rest)
-        for move, share in zip(past, reversed(taken), strict=True):
-            rest = rest.plus(share - move.weight * move.bend.dot(rest), move.way)
-        return Pair(-rest.w, -rest.c)
+    def _search(
+        self, stage: Stage, here: Point, step: Tensor, change: Tensor, slope: Tensor, active: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(lengths [b, t, f] at which the slope is at most half the initial one, scores and probabilities there).
 
-    def _forward(self, pair: Pair) -> Tensor:
-        """Scores of all rows [b, t, f, k, n]: one product for all tasks and folds."""
-        u = pair.w / self.scale[:, :, :, None]
-        b, t, f, k, d = u.shape
-        z = (u.view(b, t * f * k, d) @ self.x.mT).view(b, t, f, k, -1)
-        return z + (pair.c - torch.einsum("btfkd,btfd->btfk", u, self.mean))[..., None]
-
-    def _backward(self, r: Tensor) -> Pair:
-        """The adjoint of `_forward`, for r [b, t, f, k, n]."""
-        b, t, f, k, n = r.shape
-        sums = r.sum(-1)
-        raw = (r.reshape(b, t * f * k, n) @ self.x).view(b, t, f, k, -1)
-        return Pair((raw - sums[..., None] * self.mean[:, :, :, None]) / self.scale[:, :, :, None], sums)
-
-    def _look(self, at: Pair, z: Tensor) -> Point:
-        q = self._probabilities(z)
-        fit = self._backward(self.train * (q - self.y))
-        return Point(at, z, q, Pair(fit.w + self.penalty * at.w, fit.c))
-
-    def _probabilities(self, z: Tensor) -> Tensor:
-        return torch.sigmoid(z) if self.binary else z.softmax(3)
-
-    def _length(self, here: Point, step: Pair, change: Tensor, slope: Tensor, active: Tensor) -> Tensor:
-        """Step lengths [b, t, f] at which the slope is at most half the initial one; 0 for problems that are done.
-
-        Newton's method in one variable: it needs no product with the rows, and the first guess is mostly enough.
+        Newton's method in one variable: it needs no product with the rows, and the first guess is mostly enough. Problems that
+        are done stay where they are.
         """
-        cross, square = (here.at.w * step.w).sum((3, 4)), step.w.square().sum((3, 4))
-        length = torch.ones_like(slope)
+        moving = step[..., :-1]
+        cross, square = (here.at[..., :-1] * moving).sum((3, 4)), moving.square().sum((3, 4))
+        change = torch.where(active[..., None, None], change, 0.0)
+        pull = stage.train * change
+        length = active.to(slope.dtype)
+        z = here.z + change
+        q = stage.probabilities(z)
         for _ in range(_SEARCHES):
-            q = self._probabilities(here.z + length[..., None, None] * change)
-            pull = self.train * change
-            now = ((q - self.y) * pull).sum((3, 4)) + self.penalty * (cross + length * square)
+            now = ((q - stage.y) * pull).sum((3, 4)) + self.penalty * (cross + length * square)
             far = active & (now.abs() > 0.5 * slope.abs())
             if not bool(far.any()):
                 break
-            bent = q * (1 - q) * change if self.binary else q * (change - (q * change).sum(3, True))
+            bent = q * (1 - q) * change if len(q[0, 0, 0]) == 1 else q * (change - (q * change).sum(3, True))
             curve = (bent * pull).sum((3, 4)) + self.penalty * square
             aim = length - now / curve.clamp_min(torch.finfo(curve.dtype).tiny)
             length = torch.where(far, torch.minimum(torch.maximum(aim, length / 8), 8 * length), length)
-        return torch.where(active, length, 0.0)
+            z = here.z + length[..., None, None] * change
+            q = stage.probabilities(z)
+        return length, z, q
 
-    def _diagonal(self, q: Tensor, past: "deque[Move]") -> Callable[[Pair], Pair]:
-        """Inverse of the Hessian's diagonal, scaled to the curvature along the last step."""
-        spread = (self.train * q * (1 - q)).sum((3, 4)) / q.shape[3]
-        across, down = (spread + self.penalty)[..., None, None], spread.clamp_min(1e-6)[..., None]
-        scale = torch.ones_like(spread)
-        if past:
-            bend = past[-1].bend
-            size = (bend.w * bend.w / across).sum((3, 4)) + (bend.c * bend.c / down).sum(3)
-            fine = (past[-1].weight > 0) & (size > 0)
-            scale = torch.where(fine, 1 / (past[-1].weight * size).clamp_min(torch.finfo(size.dtype).tiny), scale)
-        return lambda pair: Pair(scale[..., None, None] * pair.w / across, scale[..., None] * pair.c / down)
+    def _inverse(self, stage: Stage, q: Tensor, past: Past) -> Callable[[Tensor], Tensor]:
+        """Approximate inverse of the Hessian: by its largest eigenvalues, or, once patience is spent, by Gram matrices."""
+        spread = (stage.train * (q * (1 - q))).sum((3, 4)) / q.shape[3]  # [b, t, f]: sum over the rows
+        if self.patience:
+            self.patience -= 1
+            return self._thin(stage, spread, past)
+        if not self.grams:
+            self.grams = {number: _correlation(stage, tasks[0]) for number, tasks in self.tasks.items()}
+        return self._preconditioner(spread)
 
-    def _preconditioner(self, q: Tensor) -> Callable[[Pair], Pair]:
+    def _thin(self, stage: Stage, spread: Tensor, past: Past) -> Callable[[Tensor], Tensor]:
+        """The inverse by few eigenvalues and the mean of the others, scaled to the curvature along the last step."""
+        if not self.largest:
+            self.largest = {number: _largest(stage, tasks[0]) for number, tasks in self.tasks.items()}
+        weight = spread[..., None, None]
+        parts = []
+        for number, tasks in self.tasks.items():
+            values, ways = (each.to(stage.x.dtype) for each in self.largest[number])
+            own = slice(None) if len(self.tasks) == 1 else tasks
+            inverse = 1 / (weight[:, own] * values[:, None, None, None] + self.penalty)  # [b, t, f, 1, 1 + r]
+            inverse = torch.cat([inverse, 1 / weight[:, own].clamp_min(1e-6)], -1)  # of the bias
+            parts.append((own, ways, inverse[..., :1], inverse[..., 1:] - inverse[..., :1]))
+
+        def apply(vector: Tensor) -> Tensor:
+            solved = torch.empty_like(vector)
+            for own, ways, flat, lead in parts:
+                mine = vector[:, own]
+                along = lead * (mine.flatten(1, 3) @ ways).view(*mine.shape[:4], -1)
+                solved[:, own] = flat * mine + (along.flatten(1, 3) @ ways.mT).view_as(mine)
+            return solved
+
+        if not past.ways.shape[3]:
+            return apply
+        way, bend = past.ways[..., -1, :], past.bends[..., -1, :]
+        along, size = (way * bend).sum(-1), (bend * apply(bend.unflatten(-1, (-1, ways.shape[1]))).flatten(3)).sum(-1)
+        scale = torch.where((along > 0) & (size > 0), along / size, 1.0)[..., None, None]
+        parts = [(own, ways, scale[:, own] * flat, scale[:, own] * lead) for own, ways, flat, lead in parts]
+        return apply
+
+    def _preconditioner(self, spread: Tensor) -> Callable[[Tensor], Tensor]:
         """Approximate inverse of the Hessian, factored again only when the mean row weight has fallen to a quarter.
 
         Each cell and task decides separately, so that no problem's path depends on its neighbours. Tasks that have the same
         factor, such as permuted labels before the first such fall, share it.
         """
-        spread = (self.train * q * (1 - q)).sum((3, 4)) / q.shape[3]  # [b, t, f]: sum over the rows
         mean = (spread / self.counts).mean(2)  # [b, t]
         fallen = mean < 0.25 * self.curvature
         if bool(fallen.any()):
-            self.curvature = torch.where(fallen, mean, self.curvature)
+            self.curvature = torch.where(fallen, mean.to(self.curvature.dtype), self.curvature)
             self.factors = self._factored(self.curvature * self.counts.mean(2))
         bias_weight = spread.clamp_min(1e-6)[..., None]
 
-        def apply(pair: Pair) -> Pair:
-            solved = torch.empty_like(pair.w)
+        def apply(vector: Tensor) -> Tensor:
+            solved = torch.empty_like(vector)
             for tasks, factor in self.factors.values():
-                own = pair.w[:, tasks]
+                own = vector[:, tasks, ..., :-1]
                 aim = own.flatten(1, 3).mT.to(factor.dtype)
-                solved[:, tasks] = torch.cholesky_solve(aim, factor).mT.reshape(own.shape).to(own.dtype)
-            return Pair(solved, pair.c / bias_weight)
+                solved[:, tasks, ..., :-1] = torch.cholesky_solve(aim, factor).mT.reshape(own.shape).to(own.dtype)
+            solved[..., -1] = vector[..., -1] / bias_weight
+            return solved
 
         return apply
 
@@ -318,20 +401,22 @@ class QuasiNewton:
                 gram = self.grams[key[0]]
                 eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
                 row = weight[:, tasks[0], None, None].to(gram.dtype)
-                factor = torch.linalg.cholesky(row * gram + max(self.penalty, 1e-6 * float(row.max())) * eye)
+                most = float((row[..., 0] * gram.diagonal(dim1=1, dim2=2)).max())
+                factor = torch.linalg.cholesky(row * gram + max(self.penalty, 1e-6 * most) * eye)
             found[key] = (tasks, factor)
         return found
 
 
 def patience(rows: int, columns: int, problems: int) -> int:
-    """How many steps cost as much as a Gram matrix with its factor. Sizes decide, never a clock.
+    """How many steps to take before a Gram matrix with its factor. Sizes decide, never a clock.
 
     Counted in operations of a product of matrices. A gradient of few problems waits for memory, 25 of them for each entry, and
-    a step has an overhead of its own. A matrix that costs less than a dozen steps is worth it at once.
+    a step has an overhead of its own. A matrix that costs less than a dozen steps is worth it at once, another one after twice
+    its cost.
     """
-    gram = 2 * min(rows, _ROWS_PER_COLUMN * columns) * columns**2 + columns**3
+    gram = min(rows, _ROWS_PER_COLUMN * columns) * columns**2 + columns**3
     steps = int(gram // (rows * columns * (10 + 15 * problems) + 2**24))
-    return steps if steps >= 12 else 0
+    return 2 * steps if steps >= 12 else 0
 
 
 def worth_the_row_space(rows: int, columns: int, problems: int, sets: int) -> bool:
@@ -339,12 +424,53 @@ def worth_the_row_space(rows: int, columns: int, problems: int, sets: int) -> bo
     return 40 * rows * columns * (10 + 15 * problems) >= sets * (2 * rows**2 * columns + 20 * rows**3)
 
 
-def _correlation(grams: "Grams | RowSpace", number: int) -> Tensor:
-    """[b, d, d]: correlation of one set's columns, estimated from evenly spaced rows."""
-    rows = grams.sets[number].nonzero()[:, 0]
-    rows = rows[:: max(1, len(rows) // (_ROWS_PER_COLUMN * grams.x.shape[2]))]
-    standard = ((grams.x[:, rows] - grams.means[:, number, None]) / grams.scales[:, number, None]).float()
-    return standard.mT @ standard / len(rows)
+def _sample(stage: Stage, task: int, count: int) -> Tensor:
+    """[b, rows, d]: about `count` evenly spaced rows of a task, of all its folds, in single precision."""
+    rows = stage.train[0, task].amax((0, 1)).nonzero()[:, 0]
+    rows = rows[:: max(1, round(len(rows) / count))]
+    return (stage.x if len(rows) == stage.x.shape[1] else stage.x[:, rows]).float()
+
+
+def _correlation(stage: Stage, task: int) -> Tensor:
+    """[b, d, d]: second moments of the columns, in units of a task's first fold: about their correlation. Above its diagonal,
+    which no factorisation reads, it is wrong."""
+    x = _sample(stage, task, _ROWS_PER_COLUMN * stage.x.shape[2])
+    b, n, d = x.shape
+    mean = x.new_full((1, n), 1 / n) @ x  # [b, 1, d]
+    gram = x.new_zeros(b, d, d)
+    for first in range(0, d, _BLOCK):
+        block = slice(first, first + _BLOCK)
+        gram[:, first:, block] = x[:, :, first:].mT @ x[:, :, block]
+    scale = stage.scale[:, task, 0].float()  # [b, 1, d]
+    return (gram / n - mean.mT @ mean) / (scale.mT @ scale)
+
+
+def _largest(stage: Stage, task: int) -> tuple[Tensor, Tensor]:
+    """Eigenvalues of the columns' correlation [b, 1 + r]: the mean of the others, then the r largest; with the eigenvectors of
+    these and, last, the bias [b, d + 1, r + 1].
+
+    By two products with a random matrix: Nystroem's approximation (Frangella, Tropp and Udell 2023).
+    """
+    d = stage.x.shape[2]
+    rank = max(1, min(_RANK, d // 12))
+    x = _sample(stage, task, _SEEN * rank)
+    n = x.shape[1]
+    each = x.new_full((1, n), 1 / n)
+    x = x - each @ x
+    standard = x / stage.scale[:, task, 0].float()
+    total = standard.square().sum((1, 2))[:, None] / n
+    drawn = torch.randn(d, rank, generator=torch.Generator().manual_seed(0)).to(standard)
+    seen = standard @ drawn  # [b, n, r]
+    inner = seen.mT @ seen
+    inner += 1e-6 * inner.diagonal(dim1=1, dim2=2).sum(1)[:, None, None] * torch.eye(rank, device=inner.device)
+    factor = torch.linalg.cholesky(inner)
+    half = torch.linalg.solve_triangular(factor, seen.mT @ standard, upper=False).mT / n**0.5  # half @ half.mT: about the
+    values, turn = torch.linalg.eigh((half.mT @ half).double())  # correlation
+    values = values.clamp_min(1e-4 * float(values.max()))
+    ways = torch.nn.functional.pad(half @ (turn / values.sqrt()[:, None]).to(half), (0, 1, 0, 1))
+    ways[:, -1, -1] = 1
+    rest = ((total - values.sum(1, keepdim=True)) / (d - rank)).clamp_min(1e-3)
+    return torch.cat([rest, values], 1).to(half), ways
 
 
 class RowSpace:
@@ -510,9 +636,9 @@ def _few_rows(grams: Grams, y: Tensor, where: Tensor, path: Sequence[float], tol
         strict = tolerance / len(space.rows) ** 0.5  # no entry of the gradient is larger than its length
         solver = QuasiNewton(space, y[tasks][:, space.rows], torch.zeros_like(tasks)[:, None], strict)
         for (weight, bias), at in zip(found, solver.along(path), strict=True):
-            scaled = space.back(at.w)[:, :, 0] / grams.scales[:, number, None, None]  # [b, pairs, k, d]
+            scaled = space.back(at[..., :-1])[:, :, 0] / grams.scales[:, number, None, None]  # [b, pairs, k, d]
             weight[:, own] = scaled
-            bias[:, own] = at.c[:, :, 0] - torch.einsum("bpkd,bd->bpk", scaled, grams.means[:, number])
+            bias[:, own] = at[:, :, 0, :, -1] - torch.einsum("bpkd,bd->bpk", scaled, grams.means[:, number])
     return found
 
 

@@ -28,6 +28,7 @@ from replaylens.probes.errors import (
     BadPosition,
     BadRows,
     MissingLabel,
+    OneClass,
     ProbeError,
     SweepMismatch,
     TooFewGroups,
@@ -36,7 +37,7 @@ from replaylens.probes.errors import (
 from replaylens.probes.groups import GIVEN, grouped, histories, independent, with_groups
 from replaylens.probes.heldout import HeldOutPredictions, OnlineCode, exchanged, held_out, label_orders, online_codes, refitted
 from replaylens.probes.intervals import LEVEL, corrected_p, mean_over_groups
-from replaylens.probes.permutations import EXCHANGED, Null, exchanged_share, why_no_exchange
+from replaylens.probes.permutations import EXCHANGED, Null, exchanged_share, why_no_exchange, with_partners
 from replaylens.probes.positions import Position, PositionFunction
 from replaylens.probes.report import Report, about_rows, percent, score_line
 from replaylens.probes.rows import LATER, Cell, ProbeRows
@@ -442,19 +443,19 @@ class _Sweep:
             how = (roots, groups, place.tested(goal), settings.permutations, settings.seed)
             place.add_null(estimator, goal, batch, exchanged(held.of(number, goal, place.tested(goal)), goal, *how))
         elif (spec := registry.get(estimator)).swept == "together" and not spec.inner:
-            orders = label_orders(goal, roots, groups, settings.permutations, settings.seed)
-            labels = goal.codes[goal.present]
-            if (share := exchanged_share(labels, _within(orders, goal.present))) < EXCHANGED:
-                why = f"{why_no_exchange(labels, groups[goal.present], share)}. A t test is made instead"
-                place.skipped.append((f"the permutation test of {goal.label!r}", why))
-                return
+            here, orders, why = _exchange(goal, roots, groups, settings, place.split.train)
+            place.skipped += why
+            if orders is not None:
+                make = partial(self._null, place, batch, estimator, here, orders)
+                place.add_null(estimator, goal, batch, Null(**parts.arrays(name, make, ("observed", "drawn", "constant"))))
 
-            def make() -> dict[str, np.ndarray]:
-                x = _single(self._load(place.rows, batch))
-                null = refitted(estimator, x, goal, orders, place.split, nuisance=self._nuisance(place))
-                return {"observed": null.observed, "drawn": null.drawn, "constant": _constant(null)}
-
-            place.add_null(estimator, goal, batch, Null(**parts.arrays(name, make, ("observed", "drawn", "constant"))))
+    def _null(
+        self, place: SweepPosition, batch: list[Cell], estimator: str, goal: Goal, orders: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """The fields of a `Null`: scores on the labels and on permuted ones."""
+        x = _single(self._load(place.rows, batch))
+        null = refitted(estimator, x, goal, orders, place.split, nuisance=self._nuisance(place))
+        return {"observed": null.observed, "drawn": null.drawn, "constant": _constant(null)}
 
     def _extras(self, place: SweepPosition, here: ProbeRows, batch: list[Cell], parts: SweepCache, part: str) -> None:
         """The untrained model, and the online code."""
@@ -494,6 +495,42 @@ def _notes(places: Sequence[SweepPosition]) -> list[str]:
 
 def _constant(null: Null) -> np.ndarray:
     return np.zeros(1 + len(null.drawn)) if null.constant is None else null.constant
+
+
+def _exchange(
+    goal: Goal, roots: np.ndarray, groups: np.ndarray, settings: SweepSettings, train: np.ndarray
+) -> tuple[Goal, np.ndarray | None, list[tuple[str, str]]]:
+    """(the goal at the rows that a permutation test uses, orders of its labels, what is skipped: name and reason).
+
+    All rows, if groups can exchange their labels; else groups cut to the length of their partners. Without orders, neither
+    changes enough labels.
+    """
+
+    def tried(present: np.ndarray) -> tuple[np.ndarray, float]:
+        orders = label_orders(replace(goal, present=present), roots, groups, settings.permutations, settings.seed)
+        return orders, exchanged_share(goal.codes[present], _within(orders, present))
+
+    orders, share = tried(goal.present)
+    if share >= EXCHANGED:
+        return goal, orders, []
+    kept = goal.present.copy()
+    kept[kept] = with_partners(groups[goal.present])
+    orders, share_cut = tried(kept)
+    cut, count, some = replace(goal, present=kept), int(goal.present.sum()), int(kept.sum())
+    if share_cut >= EXCHANGED and 2 * some >= count and _fits(cut, train):
+        why = "groups exchange sequences of labels with groups of their length, so they are cut to that of four others at least"
+        return cut, orders, [(f"{count - some} of {count} rows in the permutation test of {goal.label!r}", why)]
+    why = f"{why_no_exchange(goal.codes[goal.present], groups[goal.present], share)}. A t test is made instead"
+    return goal, None, [(f"the permutation test of {goal.label!r}", why)]
+
+
+def _fits(goal: Goal, train: np.ndarray) -> bool:
+    """Whether every fold has two classes to fit on."""
+    try:
+        goal.check(train)
+    except OneClass:
+        return False
+    return True
 
 
 def _within(orders: np.ndarray, present: np.ndarray) -> np.ndarray:

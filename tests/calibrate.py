@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy import stats
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 from sklearn.preprocessing import StandardScaler
@@ -396,6 +397,8 @@ class Plain:
     cells: int = 3
     baseline_by: str = "ridge"
     """by hand; or logistic: scikit-learn's"""
+    confounder: str = ""
+    """group, token or position: what the plain test cannot tell from the label, so that a careful one is the baseline"""
 
     def arrays(self, seed: int, effect: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
         """(x [cells, rows, d], labels, groups, further arguments of `of_arrays`); only the first cell holds the label."""
@@ -429,44 +432,92 @@ class Plain:
         x[0, :, 0] += effect * y
         return x, y, group, more
 
-    def sweep(self, seed: int, effect: float) -> Any:
-        x, y, group, more = self.arrays(seed, effect)
+    def confounded(self, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+        """As `arrays`, but all that rows tell of the label is what the confounder tells."""
+        x, y, group, more = self.arrays(seed, 0.0)
+        random = np.random.default_rng([seed, 81])
+        match self.confounder:
+            case "group":  # rows of a group resemble each other, and so do their labels; groups tell nothing of other groups
+                rate = random.beta(0.5, 0.5, size=self.groups)[group]
+                x = x + 1.5 * random.normal(size=(self.cells, self.groups, self.width))[:, group]
+            case "token":  # rows hold which token it is, in enough columns for a class of its own
+                rate = (0.1 + 0.8 * (random.permutation(self.tokens) % 2))[more["tokens"]]
+                x = random.normal(size=(self.cells, len(y), self.tokens)) + 4 * np.eye(self.tokens)[more["tokens"]]
+            case _:
+                rate = (0.15 + 0.35 * np.arange(self.rows))[more["positions"]]
+                x[:, :, 1] += 3 * more["positions"]
+        return x, (random.random(len(y)) < rate).astype(int), group, more
+
+    def sweep(self, seed: int, x: np.ndarray, y: np.ndarray, group: np.ndarray, more: dict[str, Any]) -> Any:
         rows = ProbeRows.of_arrays({("S", layer): each for layer, each in enumerate(x)}, y, group, **more)
         how: dict[str, Any] = dict(estimators=self.estimator, permutations=PLAIN_PERMUTATIONS, seed=seed)
         return sweep(rows, "label", positions="all", **how)
 
-    def baseline(self, seed: int) -> bool:
-        """Whether a plain permutation test with the maximum over all cells finds the first."""
-        x, y, group, _ = self.arrays(seed, self.effect)
+    def baseline(self, seed: int, x: np.ndarray, y: np.ndarray, group: np.ndarray, more: dict[str, Any]) -> np.ndarray:
+        """[2, cells]: what a plain permutation test with the maximum over all cells finds, and what a careful one does.
+
+        The careful one exchanges whole sequences of labels among groups of equal size; or it asks for more right answers than a
+        table by token or position gives as well, in a paired t test over groups with Bonferroni's correction for the cells.
+        """
         random = np.random.default_rng([seed, 78])
         fold = (random.permutation(self.groups) % 5)[group]
-        labels = [y] + [_exchanged(random, y, group, self.label) for _ in range(PLAIN_PERMUTATIONS)]
+        plain = self._permuted(random, x, y, group, fold, self.label)
+        if not self.confounder:
+            return np.stack([plain, plain])
+        if self.confounder == "group":
+            return np.stack([plain, self._permuted(random, x, y, group, fold, "sequence")])
+        known = more[f"{self.confounder}s"]
+        table = _ridge_right(np.eye(known.max() + 1)[known], y, fold)
+        lead = [np.bincount(group, weights=_ridge_right(each, y, fold) - table) for each in x]
+        return np.stack([plain, plain & (stats.ttest_1samp(lead, 0, axis=1, alternative="greater").pvalue * len(x) <= 0.05)])
+
+    def _permuted(
+        self, random: np.random.Generator, x: np.ndarray, y: np.ndarray, group: np.ndarray, fold: np.ndarray, label: str
+    ) -> np.ndarray:
+        """[cells] bool: what a permutation test finds."""
+        labels = [y] + [_exchanged(random, y, group, label) for _ in range(PLAIN_PERMUTATIONS)]
         score = _ridge_scores if self.baseline_by == "ridge" else _scikit_learn_scores
         scores = np.stack([score(each, np.stack(labels, 1), fold) for each in x])  # [cells, 1 + permutations]
-        p = (1 + (scores[:, 1:].max(0) >= scores[0, 0]).sum()) / scores.shape[1]
-        return bool(p <= 0.05)
+        return np.asarray((1 + (scores[:, 1:].max(0) >= scores[:, :1]).sum(1)) / scores.shape[1] <= 0.05)
 
     def rates(self, simulations: int) -> list[Rate]:
-        """Error on noise, coverage and power on the planted label, and the power of the baseline."""
-        error = np.mean([shown(self.sweep(seed, 0.0).table).any() for seed in range(simulations)])
-        lines = [self.sweep(seed, self.effect).lines[0] for seed in range(simulations)]
+        """Error on noise and beside a confounder, coverage and power on the planted label, and the power of the baseline."""
+        error = np.mean([shown(self.sweep(seed, *self.arrays(seed, 0.0)).table).any() for seed in range(simulations)])
+        lines = [self.sweep(seed, *self.arrays(seed, self.effect)).lines[0] for seed in range(simulations)]
         value, low, high = np.array([(line["accuracy"], line["low"], line["high"]) for line in lines]).T
         power = np.mean([line["verdict"] == "shown" for line in lines])
-        plain = float(np.mean([self.baseline(seed) for seed in range(simulations)]))
+        base = np.mean([self.baseline(seed, *self.arrays(seed, self.effect))[:, 0] for seed in range(simulations)], 0)
         name = f"plain arrays: {self.name} ({lines[0]['metric']} {value.mean():.2f})"
         covered = ((low <= value.mean()) & (value.mean() <= high)).mean()
+        told = f"a plain permutation test: {base[0]:.2f}" + (f", a careful test: {base[1]:.2f}" if self.confounder else "")
         return [
             Rate("error", name, float(error), simulations, (0.03, 0.065)),
+            *(self.confounded_rates(simulations) if self.confounder else ()),
             Rate("coverage", name, float(covered), simulations, (0.93, 0.97)),
-            Rate("power", f"{name}; a plain permutation test: {plain:.2f}", float(power), simulations, (plain, 1.0)),
+            Rate("power", f"{name}; {told}", float(power), simulations, (float(base[1]), 1.0)),
         ]
+
+    def confounded_rates(self, simulations: int) -> list[Rate]:
+        """The error where rows tell of the label what the confounder tells, beside that of the baselines."""
+        given = [(seed, *self.confounded(seed)) for seed in range(simulations)]
+        error = np.mean([shown(self.sweep(*each).table).any() for each in given])
+        base = np.mean([self.baseline(*each).any(1) for each in given], 0)
+        told = f"a plain permutation test: {base[0]:.2f}, a careful test: {base[1]:.2f}"
+        name = f"plain arrays: {self.name}, a label by {self.confounder}; {told}"
+        return [Rate("error", name, float(error), simulations, (0.0, 0.065))]
 
 
 PLAIN_PERMUTATIONS = 39
 
 
 def _exchanged(random: np.random.Generator, y: np.ndarray, group: np.ndarray, label: str) -> np.ndarray:
-    """Labels exchanged between groups that have one each, otherwise between rows."""
+    """Labels exchanged between groups that have one each, whole sequences between groups of equal size, otherwise rows."""
+    if label == "sequence":
+        out, sizes = y.copy(), np.bincount(group)
+        for size in np.unique(sizes):
+            rows = np.stack([np.flatnonzero(group == each) for each in np.flatnonzero(sizes == size)])
+            out[rows] = y[random.permutation(rows)]
+        return out
     if label != "group":
         return random.permutation(y)
     first = np.unique(group, return_index=True)[1]
@@ -493,6 +544,18 @@ def _ridge_scores(x: np.ndarray, labels: np.ndarray, fold: np.ndarray) -> np.nda
     return np.asarray((said.argmax(1) == targets.argmax(1)).mean(0))
 
 
+def _ridge_right(x: np.ndarray, y: np.ndarray, fold: np.ndarray) -> np.ndarray:
+    """[rows]: whether a ridge of the other folds is right."""
+    right = np.empty(len(y))
+    for each in np.unique(fold):
+        fit, held = fold != each, fold == each
+        centre, scale, aim = x[fit].mean(0), x[fit].std(0) + 1e-12, y[fit] - y[fit].mean()
+        a, b = (x[fit] - centre) / scale, (x[held] - centre) / scale
+        said = b @ np.linalg.solve(a.T @ a + np.eye(a.shape[1]), a.T @ aim) + y[fit].mean()
+        right[held] = (said > 0.5) == y[held]
+    return right
+
+
 def _scikit_learn_scores(x: np.ndarray, labels: np.ndarray, fold: np.ndarray) -> np.ndarray:
     """AUROC of scikit-learn's logistic regression for labels [rows, permutations]: mean over folds with both classes."""
     found = np.full((fold.max() + 1, labels.shape[1]), np.nan)
@@ -514,13 +577,13 @@ PLAINS = (
     Plain("10 % of one class, unequal groups", 60, 0, 4, 1.4, "rare"),
     Plain("12 groups of 5, label of the row", 12, 5, 4, 1.2),
     Plain("12 groups of 5, label of the group", 12, 5, 4, 2.5, "group"),
-    Plain("40 unequal groups, label of the row", 40, 0, 8, 0.9),
+    Plain("40 unequal groups, label of the row", 40, 0, 8, 0.9, confounder="group"),
     Plain("40 unequal groups, label of the group", 40, 0, 8, 1.5, "group"),
     Plain("40 rows of 200 columns", 40, width=200, effect=5.0),
     Plain("3 classes, 80 groups", 80, effect=1.2, label="classes:3"),
     Plain("numbers, 60 groups", 60, effect=0.8, label="number"),
-    Plain("tokens that the rows hold, 100 groups", 100, effect=1.6, tokens=20),
-    Plain("positions that the rows hold, 50 groups of 3", 50, 3, 8, 1.2, positions=True),
+    Plain("tokens that the rows hold, 100 groups", 100, effect=1.6, tokens=20, confounder="token"),
+    Plain("positions that the rows hold, 50 groups of 3", 50, 3, 8, 1.2, positions=True, confounder="position"),
 )
 
 

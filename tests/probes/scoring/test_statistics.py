@@ -1,5 +1,6 @@
 """Intervals cover, permutations respect roots, corrections correct, and everything is reproducible."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -32,7 +33,7 @@ from replaylens.probes.intervals import (
     means_over_groups,
     ratio_over_groups,
 )
-from replaylens.probes.permutations import Null, group_permutations, max_statistic
+from replaylens.probes.permutations import PARTNERS, Null, group_permutations, max_statistic, with_partners
 from replaylens.probes.probe import fit_probe
 from replaylens.probes.questions.forced import outcome_at_fork, viable_branch
 from replaylens.probes.questions.judge import judge
@@ -208,6 +209,25 @@ def test_corrected_t_test() -> None:
     assert corrected_p(np.ones((1, 60)), roots, 5)[0] == 0.5**30, "never zero"
 
 
+def test_partners_of_equal_length() -> None:
+    """Groups keep their first rows, as many as four others at least, with the fewest rows left out. By trying all cuts."""
+    generator = np.random.default_rng(3)
+    for count in (5, 9, 10, 12, 16):
+        sizes = np.maximum(1, np.round(4 * np.exp(generator.normal(size=count)))).astype(int)
+        groups = generator.permutation(np.repeat(np.arange(count), sizes))
+        kept = with_partners(groups)
+        lengths = np.array([kept[groups == group].sum() for group in range(count)])
+        assert all(kept[groups == group][:length].all() for group, length in enumerate(lengths))
+        assert (np.unique(lengths, return_counts=True)[1] >= PARTNERS).all()
+        ordered, least = np.sort(sizes)[::-1], np.inf
+        for inside in itertools.product((False, True), repeat=count - 1):
+            parts = np.split(ordered, 1 + np.flatnonzero(inside))
+            if all(len(part) >= PARTNERS for part in parts):
+                least = min(least, sum((part - part.min()).sum() for part in parts))
+        assert (~kept).sum() == least
+    assert with_partners(np.repeat(np.arange(3), 4)).all(), "of one size: nothing is left out"
+
+
 def test_max_statistic_pays_for_looking_often() -> None:
     """The best of many null cells is significant on its own but not over the family. A real effect is significant in both."""
     generator = np.random.default_rng(1)
@@ -225,16 +245,19 @@ def test_max_statistic_pays_for_looking_often() -> None:
 
 def test_spreads_of_few_draws() -> None:
     """Cells of one spread are compared by their scores, those of different ones by their own; any draw may be the observed
-    one, so that 5 % of them are shown."""
+    one, so that 5 % of them are shown. So are cells of one centre, and of different ones."""
     generator = np.random.default_rng(2)
     alike, apart = generator.normal(size=(40, 3)), generator.normal(size=(40, 3)) * [1, 10, 100]
     every = [np.roll(alike, turn, 0) for turn in range(40)]
     least = [max_statistic([Null(turn[0], turn[1:])])[0].min() for turn in every]
     assert np.mean(np.array(least) <= 0.05) == 0.05
     seen = np.vstack(Null(alike[0], alike[1:]).standard())
-    assert np.allclose(seen.std(0) / seen.std(0)[0], alike.std(0) / alike.std(0)[0])  # one scale for all cells
+    assert np.allclose(np.diff(seen - alike / alike.std(0) * seen.std(0), axis=1), 0)  # one scale and centre for all cells
     other = np.vstack(Null(apart[0], apart[1:]).standard())
-    assert np.allclose(other.std(0), 1, atol=0.01)
+    assert np.allclose(other.std(0), 1, atol=0.02) and abs(other.mean(0)).max() < 0.3
+    far = alike + np.array([0, 9, 99])
+    moved = np.vstack(Null(far[0], far[1:]).standard())
+    assert abs(moved.mean(0)).max() < 0.05, "centres that differ are taken out"
 
 
 def test_max_statistic_runs_over_all_families() -> None:
@@ -242,7 +265,7 @@ def test_max_statistic_runs_over_all_families() -> None:
     generator = np.random.default_rng(2)
     few = Null(np.array([2.2]), generator.normal(size=(199, 1)))
     table = np.vstack([[0.0, 1.5, 0.5] + [0.0] * 37, generator.normal(size=(199, 40))])
-    table *= 2 / table.std(0)  # equal spreads, which are not drawn together
+    table = (table - table.mean(0)) * 2 / table.std(0)  # equal centres and spreads, which are not drawn together
     many = Null(table[0], table[1:])
     whole = {id(null): np.vstack([null.observed, null.drawn]) for null in (few, many)}
     best = []
