@@ -446,7 +446,7 @@ def _heads(edit: Edit, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The edited heads, in order; empty: all."""
     if edit.heads is None:
         return ()
-    if len(shape) != 2 or name.endswith(BY_SLOT):
+    if (len(shape) != 2 and not name.endswith(STATE)) or name.endswith(BY_SLOT):
         raise BadEdit(f"heads was given, but {name} has no heads. Edit attn.hook_z, hook_q, hook_k or hook_v instead.")
     if not edit.heads or len(set(edit.heads)) < len(edit.heads):
         raise BadEdit(f"Invalid heads={list(edit.heads)}. Give at least one, and each only once.")
@@ -456,18 +456,16 @@ def _heads(edit: Edit, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _of_heads(value: Tensor, name: str, shape: tuple[int, ...], heads: list[int]) -> Tensor:
-    """A value of some heads, or of all, as one of all heads with zeros for the others: [..., heads, d_head]."""
-    value = value.to("cpu", torch.float32)
-    if tuple(value.shape[-2:]) == shape:
-        value = value[..., heads, :]
-    if tuple(value.shape[-2:]) != (len(heads), shape[1]):
+    """A value of some heads, or of all, as one of all heads with zeros for the others: [..., heads, d_head], or of states."""
+    value, first, chosen = value.to("cpu", torch.float32), -len(shape), torch.tensor(heads)
+    if tuple(value.shape[first:]) == shape:
+        value = value.index_select(first, chosen)
+    if tuple(value.shape[first:]) != (wanted := (len(heads), *shape[1:])):
         raise BadEdit(
-            f"The value for {name} has shape {tuple(value.shape)}; it must end with {(len(heads), shape[1])} for the edited "
-            f"heads, or with {shape} for all."
+            f"The value for {name} has shape {tuple(value.shape)}; it must end with {wanted} for the edited heads, or with "
+            f"{shape} for all."
         )
-    full = value.new_zeros(*value.shape[:-2], *shape)
-    full[..., heads, :] = value
-    return full
+    return value.new_zeros(*value.shape[:first], *shape).index_copy(first, chosen, value)
 
 
 def _check_value(op: str, value: Tensor | None, name: str, shape: tuple[int, ...], count: int | None) -> Tensor | None:

@@ -95,6 +95,17 @@ def test_a_state_patched_into_another_branch(name: str, at: int) -> None:
     assert not torch.equal(whole.activations[LATER][at + 1], plain.activations[LATER][at + 1]), "later rows read it"
 
 
+def test_the_state_of_one_head() -> None:
+    """Given for all heads or for the edited ones, the others keep theirs."""
+    subject, state = engine("qwen3-next"), other("qwen3-next").state(0)
+    plain = subject.prompt(TOKENS[:30]).state(0)
+    for value in (state, state[[1]]):
+        patched = subject.prompt(TOKENS[:30], edits=[Edit(SITE, "set", value, positions=29, heads=[1])]).state(0)
+        assert torch.equal(patched[1], state[1]) and torch.equal(patched[[0, 2, 3]], plain[[0, 2, 3]])
+    with pytest.raises(BadEdit, match=r"must end with \(2, 6, 10\)"):
+        subject.prompt(TOKENS, edits=[Edit(SITE, "set", state[[1]], positions=3, heads=[1, 2])])
+
+
 def test_forks_and_rollbacks_keep_an_edited_state() -> None:
     """A fork with an edit in the open chunk, a rollback across its end, and a fork before the edit."""
     patch = Edit(SITE, "set", other("qwen3-next").state(0), positions=50)
