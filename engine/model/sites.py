@@ -3,7 +3,7 @@
 import difflib
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -232,7 +232,7 @@ class SiteTable:
                     # later entries win: with post-norms, the output of the post-norm is added to the residual stream
                     self.aliases |= {f"blocks.{layer}.{each}": f"blocks.{layer}.{name}" for each in (alias or "").split()}
         if config.gated_mlp:  # the linear half of a gated MLP has its own legacy name
-            for layer in (layer for layer in range(config.num_layers) if not config.sparse(layer)):
+            for layer in (layer for layer in config.layers_with("mlp") if not config.sparse(layer)):
                 begin = f"blocks.{layer}.mlp."
                 own = begin if config.mixture is None else f"{begin}dense_"
                 self.aliases[f"{begin}hook_pre_linear"] = f"{own}in.hook_out"
@@ -240,6 +240,13 @@ class SiteTable:
         for name, site in self.sites.items():
             self.sites[name] = replace(site, aliases=tuple(a for a, of in self.aliases.items() if of == name))
         self._name_twice()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.in_order())
+
+    def __repr__(self) -> str:
+        names = self.in_order()
+        return f"{type(self).__name__}({len(names)} sites: {names[0]}, {names[1]}, ..., {names[-1]})"
 
     def _name_twice(self) -> None:
         """Mutates: adds the names of `SAME_VALUES`, and says what cannot be edited."""
@@ -345,7 +352,7 @@ class SiteTable:
     def resolve(self, name: str) -> str:
         """The TransformerLens 4 name of a name or alias; UnknownSite lists the nearest names."""
         if not isinstance(name, str):
-            raise UnknownSite(f"Invalid site {name!r:.60}. Give a name as text; engine.sites lists them.")
+            raise UnknownSite(f"Invalid site {name!r:.60}. Give a name as text; list(engine.sites) has them.")
         if name in self.sites:
             return name
         if name in self.names:
@@ -395,6 +402,8 @@ class SiteTable:
                 names.update(name for letter in word for name in self.letter(letter))
             else:
                 names.add(self.resolve(word))
+        if not names and not lens and _words(sites):
+            raise UnknownSite(f"No layer of this {self.config.family} model has {sites}. Choose other sites.")
         order = {name: i for i, name in enumerate(self.in_order())}
         return tuple(sorted(names, key=order.__getitem__)), lens
 

@@ -477,7 +477,7 @@ def _check_value(op: str, value: Tensor | None, name: str, shape: tuple[int, ...
         raise BadEdit(f"The op {op!r} needs a value.")
     value = finite_float32(value, name)
     if op == "project_out":
-        return _orthonormal(value.reshape(-1, *shape) if value.shape[-1:] == shape[-1:] else value, shape)
+        return _orthonormal(value.reshape(-1, *shape) if tuple(value.shape[-1:]) == shape else value, shape)
     if op == "resample" and not len(value):
         raise BadEdit(f"The value for {name} has no rows to draw from.")
     several = (len(value), *shape) if op == "resample" else (count, *shape) if count else shape

@@ -17,7 +17,7 @@ from replaylens.engine.loop.lane import Lane, Statistics
 from replaylens.engine.loop.loop import Loop
 from replaylens.engine.memory.tree import BranchRecord, BranchStatus, BranchTree
 from replaylens.engine.model import modes
-from replaylens.engine.model.sites import STATE, SiteTable
+from replaylens.engine.model.sites import STATE, SiteTable, layer_of, numbered
 from replaylens.engine.model.text import Text
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.capture import Recording
@@ -299,8 +299,11 @@ class Branch(NotCopyable):
         it into another branch.
         """
         self._check_open()
-        site = self.engine.sites.resolve(f"blocks.{as_int('layer', layer, 0)}.{STATE}")
-        (at,) = chosen([position], self.length)
+        site, table = f"blocks.{as_int('layer', layer, 0, self.engine.config.num_layers - 1)}.{STATE}", self.engine.sites.sites
+        if site not in table:
+            own = numbered(layer_of(each) or 0 for each in table if each.endswith(STATE))
+            raise BadRequest(f"Layer {layer} has no recurrent state; layers that have: {own}. Keys and values are in kv().")
+        at = as_int("position", position, -self.length, self.length - 1) % self.length
         (rows,) = Completer(self.engine.forest).final_rows([self.lane], [at], site)
         return rows[0]
 

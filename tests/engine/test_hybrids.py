@@ -218,6 +218,32 @@ def change(value: Tensor, hook: object) -> Tensor:
     return value + 1
 
 
+def test_what_verbs_say_of_layers_without_a_part() -> None:
+    """Layer 0 of the one recurs, layer 1 attends; the other has neither attention nor MLPs."""
+    mixed, recurrent, pair = engine("qwen3-next"), engine("mamba2"), (TOKENS[:5], TOKENS[5:10])
+    for verb in (rl.patch, lambda e, a, b, **more: rl.ablate(e, [a], **more)):
+        with pytest.raises(BadRequest, match="Layer 0 is recurrent and has no attention heads"):
+            verb(mixed, *pair, metric=(7, 8), heads=[(0, 0)])
+    with pytest.raises(BadRequest, match="at least 1"):
+        rl.path_patch(mixed, *pair, metric=(7, 8), receivers=[(0, 0)])
+    with pytest.raises(BadRequest, match="No layer below 1 has attention heads"):
+        rl.path_patch(mixed, *pair, metric=(7, 8), receivers=[(1, 0)])
+    assert rl.path_patch(mixed, *pair, metric=(7, 8)).raw["heads"].shape == (1, mixed.config.num_heads)
+    with pytest.raises(BadRequest, match="No layer of this mamba2 model has attention heads"):
+        rl.path_patch(recurrent, *pair, metric=(7, 8))
+    for call in (
+        lambda: rl.compare(recurrent, recurrent, [pair[0]], sites="STC"),
+        lambda: rl.patch(recurrent, *pair, metric=(7, 8), sites="C"),
+    ):
+        with pytest.raises(BadRequest, match="No layer of this mamba2 model has C"):
+            call()
+    with pytest.raises(UnknownSite, match="No layer of this mamba2 model has C"):
+        recurrent.prompt(TOKENS[:3], sites="C")
+    with pytest.raises(UnknownSite, match="Unknown site"):
+        recurrent.prompt(TOKENS[:3], sites=["blocks.1.mlp.hook_pre"])
+    assert SITE in list(mixed.sites) and repr(mixed.sites).startswith("SiteTable(")
+
+
 def test_what_hybrids_refuse() -> None:
     subject = engine("qwen3-next")
     with pytest.raises(BadEdit, match="take no tokens"):
@@ -226,7 +252,11 @@ def test_what_hybrids_refuse() -> None:
         subject.prompt(TOKENS[:3], hooks=[(SITE, change)])
     with pytest.raises(NoGradient, match="recurrent layers is not implemented"):
         subject.prompt(TOKENS[:9]).gradients((3, 4), ["blocks.0.hook_in"])
-    with pytest.raises(UnknownSite, match="hook_state"):
+    with pytest.raises(BadRequest, match="Layer 1 has no recurrent state; layers that have: 0"):
         subject.prompt(TOKENS[:3]).state(1)
+    with pytest.raises(BadRequest, match="position=99"):
+        subject.prompt(TOKENS[:3]).state(0, 99)
+    with pytest.raises(BadEdit, match="project_out needs a site with vectors"):
+        subject.prompt(TOKENS[:3], edits=[Edit(SITE, "project_out", torch.ones(other("qwen3-next").state(0).shape[-1]))])
     with pytest.raises(BadRequest, match="at most 64"):
         Engine(decoder("qwen3-next"), page_size=128)

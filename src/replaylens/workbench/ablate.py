@@ -15,6 +15,8 @@ from tqdm.auto import tqdm
 
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.gradients.attribution import one_for_each
+from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.sites import numbered
 from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.edits import Edit, Positions
 from replaylens.engine.request.placed import drawn
@@ -44,17 +46,26 @@ def chosen_heads(engine: Core, heads: Any, layers: Sequence[int] | None = None) 
         heads = range(config.num_heads)
     given = as_list("heads", heads, FORMS)
     where = config.layers_with("attn") if layers is None else layers
-    if not config.layers_with("attn"):
-        raise BadRequest(f"No layer of this {config.family} model has attention heads. Edit its mixer sites instead.")
     if given and all(integer(each) is not None for each in given):
         numbers = [as_int("heads", each, 0, config.num_heads - 1) for each in given]
+        require_attention(config, where)
         return [(layer, head) for layer in where for head in dict.fromkeys(numbers)]
     if layers is not None and given:
         raise BadRequest(f"layers was given with heads={short_repr(heads)}, which name their layers. Leave one of the two out.")
     found = [pair_of("heads", pair, config.num_layers, config.num_heads) for pair in given]
     if not found:
         raise BadRequest(f"heads is empty. Give {FORMS}.")
+    require_attention(config, [layer for layer, _ in found])
     return list(dict.fromkeys(found))
+
+
+def require_attention(config: ModelConfig, layers: Sequence[int]) -> None:
+    """BadRequest if one of the layers has no attention heads, or if none of the model's has."""
+    attends = config.layers_with("attn")
+    if not attends:
+        raise BadRequest(f"No layer of this {config.family} model has attention heads. Edit its mixer sites instead.")
+    if bad := [layer for layer in layers if layer not in attends]:
+        raise BadRequest(f"Layer {bad[0]} is recurrent and has no attention heads. Layers that have: {numbered(attends)}.")
 
 
 def pair_of(name: str, pair: Any, layers: int, count: int) -> tuple[int, int]:

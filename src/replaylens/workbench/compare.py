@@ -165,6 +165,9 @@ def _letters(engine_a: Core, engine_b: Core, sites: str) -> tuple[str, ...]:
             f"The models have (layers, d_model) {shape(engine_a)} and {shape(engine_b)}, so that their activations do not "
             "correspond. Give sites='' to compare predictions only."
         )
+    for engine in (engine_a, engine_b):
+        if missing := [letter for letter in letters if not engine.sites.per_layer(letter)]:
+            raise BadRequest(f"No layer of this {engine.config.family} model has {missing[0]}. Leave it out of sites.")
     return letters
 
 

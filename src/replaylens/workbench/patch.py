@@ -21,7 +21,7 @@ from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.values import as_instance, as_int, as_list, short_repr, verb
 from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.request import At, chosen
-from replaylens.workbench.ablate import HeadChoice, chosen_heads, chosen_layers, pair_of
+from replaylens.workbench.ablate import HeadChoice, chosen_heads, chosen_layers, pair_of, require_attention
 from replaylens.workbench.drawing import Grid, Metric, RowMetric, figure, paragraph, plain, view, words
 
 # ---- aligned ---------------------------------------------------------------------------------------------------------
@@ -383,6 +383,8 @@ def _cells(
 def _layers(engine: Core, letter: str, layers: Sequence[int] | None) -> list[int]:
     """The chosen layers of a letter; BadRequest for one that lacks it, as some of a hybrid do."""
     names = _names(engine, letter)
+    if not names:
+        raise BadRequest(f"No layer of this {engine.config.family} model has {letter}. Leave it out of sites.")
     found = list(names) if layers is None else chosen_layers(layers, engine.config.num_layers + (letter == "S"))
     if bad := [layer for layer in found if layer not in names]:
         raise BadRequest(f"No {letter} at layer {bad[0]}. It has layers {numbered(names)}.")
@@ -465,15 +467,19 @@ def path_patch(
     path, count, everywhere = two.base, engine.config.num_heads, range(len(two.base))
     ends = [] if isinstance(receivers, str) and receivers == "logits" else _receivers(engine, receivers, into)
     last = max((layer for layer, _, _ in ends), default=engine.config.num_layers)
-    outputs = [engine.sites.resolve(f"blocks.{layer}.attn.hook_z") for layer in range(last)]
+    layers = [layer for layer in engine.config.layers_with("attn") if layer < last]
+    require_attention(engine.config, layers)
+    if not layers:
+        raise BadRequest(f"No layer below {last} has attention heads that could send. Give receivers in later layers.")
+    outputs = [engine.sites.resolve(f"blocks.{layer}.attn.hook_z") for layer in layers]
     changed, held = activations(engine, two.source, outputs), activations(engine, path, outputs)
-    senders = [(layer, head) for layer in range(last) for head in range(count)]
+    senders = [(number, head) for number in range(len(layers)) for head in range(count)]
     sent = [
         [
-            Edit(outputs[layer], "set", changed[outputs[layer]][two.there], positions=two.at, heads=[head]),
-            *(Edit(name, "set", held[name], positions=everywhere) for name in outputs[layer + 1 :]),
+            Edit(outputs[number], "set", changed[outputs[number]][two.there], positions=two.at, heads=[head]),
+            *(Edit(name, "set", held[name], positions=everywhere) for name in outputs[number + 1 :]),
         ]
-        for layer, head in senders
+        for number, head in senders
     ]
     with engine.variants(path, keep=list(dict.fromkeys(site for _, site, _ in ends))) as base:
         if ends:
@@ -481,8 +487,8 @@ def path_patch(
             sent = [_received(ends, arrived, number, everywhere) for number in range(len(senders))]
         found = base.read([[], *sent], [-1], lambda logits: measure(logits[:, 0]), progress)
     there = of_source(engine, two.source, measure, float(found[0]))
-    raw, numbers = {"heads": found[1:].view(last, count)}, tuple(range(count))
-    columns, rows = {"heads": tuple(map(str, numbers))}, {"heads": tuple(range(last))}
+    raw, numbers = {"heads": found[1:].view(len(layers), count)}, tuple(range(count))
+    columns, rows = {"heads": tuple(map(str, numbers))}, {"heads": tuple(layers)}
     return PatchResult(f"{measure.name}, by path", direction, float(found[0]), there, raw, columns, {"heads": numbers}, rows)
 
 
@@ -498,6 +504,7 @@ def _receivers(engine: Core, receivers: Sequence[tuple[int, int]], into: Into) -
     for pair in as_list("receivers", receivers, "(layer, head) pairs, or 'logits'"):
         layer, head = pair_of("receivers", pair, config.num_layers, config.num_heads)
         as_int("receivers (layer)", layer, 1)
+        require_attention(config, [layer])
         made.append((layer, engine.sites.resolve(f"blocks.{layer}.attn.hook_{into}"), head // group))
     if not made:
         raise BadRequest("No receivers. Give (layer, head) pairs, or 'logits'.")
