@@ -299,7 +299,10 @@ class Branch(NotCopyable):
         it into another branch.
         """
         self._check_open()
-        site, table = f"blocks.{as_int('layer', layer, 0, self.engine.config.num_layers - 1)}.{STATE}", self.engine.sites.sites
+        site, table = (
+            f"blocks.{as_int('layer', layer, 0, self.engine.sites.config.num_layers - 1)}.{STATE}",
+            self.engine.sites.sites,
+        )
         if site not in table:
             own = numbered(layer_of(each) or 0 for each in table if each.endswith(STATE))
             raise BadRequest(f"Layer {layer} has no recurrent state; layers that have: {own}. Keys and values are in kv().")
