@@ -12,7 +12,7 @@ from torch import Tensor
 
 import replaylens as rl
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadEdit, BadRequest, BadWeights, KVCorruption, NoGradient, UnknownSite
+from replaylens.engine.errors import BadEdit, BadRequest, BadWeights, KVCorruption, NoGradient, NonFinite, UnknownSite
 from replaylens.engine.model.loading import load, weights_hash
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
@@ -205,6 +205,21 @@ def test_dumps_and_resampling(tmp_path: Path) -> None:
 
 def change(value: Tensor, hook: object) -> Tensor:
     return value + 1
+
+
+def test_states_that_overflow_are_not_committed() -> None:
+    """Also where no row reads them: k and v of one row make a state of 1e50, and later queries are zero."""
+    subject, mixer = engine("mamba2"), "blocks.0.mixer."
+    big = {part: torch.full(subject.sites.sites[mixer + part].shape, 1e25) for part in ("hook_k", "hook_v")}
+    edits = [Edit(mixer + part, "set", value, positions=slice(10, 11)) for part, value in big.items()]
+    edits.append(Edit(mixer + "hook_q", "zero", positions=slice(10, LENGTH)))
+    branch = subject.prompt(TOKENS[:63], edits=edits)
+    for refused in (lambda: subject.prompt(TOKENS[:64], edits=edits), lambda: branch.state(0, 10), lambda: branch.generate(2)):
+        with pytest.raises(NonFinite, match="recurrent states"):
+            refused()
+    assert branch.tokens[:63] == TOKENS[:63]
+    (mended,) = branch.fork(at=63, edits=[Edit(SITE, "zero", positions=slice(63, 64))])
+    assert mended.force(TOKENS[63:]).length == LENGTH, "an edit makes the state finite again"
 
 
 def test_what_hybrids_refuse() -> None:
