@@ -188,7 +188,7 @@ class Core(Generation, NotCopyable):
         cache_tokens = as_int("cache_tokens", cache_tokens, page_size)
         lone_rows = _CUDA_LONE_ROWS if max_rows is None and on_cuda else 0
         max_rows = (_CUDA_ROWS if on_cuda else _CPU_ROWS) if max_rows is None else as_int("max_rows", max_rows, 16)
-        require_memory(self.config, cache_tokens, model.dtype, model.device)
+        require_memory(self.config, cache_tokens, page_size, model.dtype, model.device)
         canary, record = as_bool("canary", canary), as_bool("record", record)
         capture_buffer = as_int("capture_buffer", capture_buffer, SMALLEST_RING)
         if draft_model is not None:

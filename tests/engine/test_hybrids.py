@@ -13,6 +13,7 @@ from torch import Tensor
 import replaylens as rl
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadRequest, BadWeights, KVCorruption, NoGradient, NonFinite, UnknownSite
+from replaylens.engine.memory.cache import require_memory
 from replaylens.engine.model.loading import load, weights_hash
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
@@ -220,6 +221,17 @@ def test_states_that_overflow_are_not_committed() -> None:
     assert branch.tokens[:63] == TOKENS[:63]
     (mended,) = branch.fork(at=63, edits=[Edit(SITE, "zero", positions=slice(63, 64))])
     assert mended.force(TOKENS[63:]).length == LENGTH, "an edit makes the state finite again"
+
+
+def test_memory_is_counted_with_a_state_per_page() -> None:
+    """What fits in pages of 64 positions does not in pages of one, which have 64 times the states."""
+    given = torch.float32, torch.device("cpu")
+    with pytest.raises(BadRequest, match=r"Give at most \d+") as refused:
+        require_memory(engine("mamba2").config, 10**13, 64, *given)
+    most = int(str(refused.value).rsplit(" ", 1)[1].strip("."))
+    require_memory(engine("mamba2").config, most, 64, *given)
+    with pytest.raises(BadRequest, match=r"for KV and states in pages of 1,.*at most \d+, or page_size=64"):
+        require_memory(engine("mamba2").config, most, 1, *given)
 
 
 def test_what_hybrids_refuse() -> None:
