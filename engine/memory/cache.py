@@ -154,18 +154,21 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
-def require_memory(config: ModelConfig, num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+def require_memory(config: ModelConfig, num_tokens: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
     """Raise BadRequest if the KV of `num_tokens` tokens exceeds the total memory of the machine or device."""
     wanted = num_tokens * len(config.layers_with("attn")) * math.prod(config.kv_shape) * dtype.itemsize
+    what, hint = "KV", ""
     if (mixer := config.mixer) is not None:  # in float32, whatever the model's dtype
-        floats = mixer.columns[-1] + math.prod(mixer.state_shape) // CHUNK
-        wanted += num_tokens * len(config.layers_with("mixer")) * floats * torch.float32.itemsize
+        floats = num_tokens * mixer.columns[-1] + num_tokens // page_size * math.prod(mixer.state_shape)
+        wanted += len(config.layers_with("mixer")) * floats * torch.float32.itemsize
+        what = f"KV and states in pages of {page_size}"
+        hint = f", or page_size={CHUNK}: each page has room for a state" if page_size < CHUNK else ""
     if device.type == "cuda":
         there = torch.cuda.get_device_properties(device).total_memory
     else:
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if wanted > there:
         raise BadRequest(
-            f"cache_tokens={num_tokens} needs {wanted / 2**30:,.0f} GiB for KV, but there are only {there / 2**30:,.0f} GiB of "
-            f"memory. Give at most {num_tokens * there // wanted}."
+            f"cache_tokens={num_tokens} needs {wanted / 2**30:,.0f} GiB for {what}, but there are only "
+            f"{there / 2**30:,.0f} GiB of memory. Give at most {num_tokens * there // wanted}{hint}."
         )

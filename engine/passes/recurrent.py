@@ -50,6 +50,16 @@ class Walk:
         for i in range(len(batch.segments)):
             if i not in plain:
                 self._walk(i, batch.segments[i], [edit for edit in batch.segments[i].edits if edit.site == site])
+        if pages := self._ended():  # that no row has read an infinite part of a state yet does not make it finite
+            finite(self.memory.states[pages], "recurrent states")
+
+    def _ended(self) -> list[int]:
+        """The pages with the states at the ends of the chunks that the pass completes."""
+        size, found = self.batch.pool.page_size, []
+        for segment in self.batch.segments:
+            ends = range(segment.start - segment.start % CHUNK + CHUNK, segment.end + 1, CHUNK)
+            found += [segment.table.pages[(end - 1) // size] for end in ends]
+        return found
 
     def _piece(self, segment: int, start: int, end: int, since: int | None = None, initial: Tensor | None = None) -> Piece:
         row = self.batch.offsets[segment] + start - self.batch.segments[segment].start
@@ -104,4 +114,4 @@ class Walk:
         recur(*self.given, self.memory, asked, paged.pages, paged.page_size)
         for row, state in self.edited.items():
             out[row] = state
-        return out
+        return finite(out, "recurrent states")

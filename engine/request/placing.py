@@ -476,12 +476,19 @@ def _check_value(op: str, value: Tensor | None, name: str, shape: tuple[int, ...
     if value is None:
         raise BadEdit(f"The op {op!r} needs a value.")
     value = finite_float32(value, name)
-    if op == "project_out":
-        return _orthonormal(value.reshape(-1, *shape) if tuple(value.shape[-1:]) == shape else value, shape)
-    if op == "resample" and not len(value):
-        raise BadEdit(f"The value for {name} has no rows to draw from.")
-    several = (len(value), *shape) if op == "resample" else (count, *shape) if count else shape
-    if tuple(value.shape) not in ((several,) if op == "resample" else (shape, several)):
+    if op == "project_out" and len(shape) != 1:
+        raise BadEdit(
+            f"project_out is for sites with one vector per row; those of {name} have shape {shape}. Edit such a site."
+        )
+    if op in ("project_out", "resample"):
+        fits = value.shape[-1:] == shape if op == "project_out" else value.dim() and tuple(value.shape[1:]) == shape
+        if not fits or not value.numel():
+            number = "directions" if op == "project_out" else "rows"
+            wanted = f"({', '.join(map(str, (number, *shape)))})"
+            raise BadEdit(f"The value for {name} has shape {tuple(value.shape)}; expected {wanted}, at least one of them.")
+        return _orthonormal(value.reshape(-1, *shape)) if op == "project_out" else value
+    several = (count, *shape) if count else shape
+    if tuple(value.shape) not in (shape, several):
         if count is None and tuple(value.shape[1:]) == shape:
             raise BadEdit(
                 f"The value for {name} has shape {tuple(value.shape)}, one row per position, but no positions were given. "
@@ -492,9 +499,8 @@ def _check_value(op: str, value: Tensor | None, name: str, shape: tuple[int, ...
     return value
 
 
-def _orthonormal(directions: Tensor, shape: tuple[int, ...]) -> Tensor:
-    if len(shape) != 1 or directions.dim() != 2:
-        raise BadEdit(f"project_out needs a site with vectors; its rows have shape {shape}.")
+def _orthonormal(directions: Tensor) -> Tensor:
+    """Directions [n, d] of length 1, each without its part along earlier ones."""
     found: list[np.ndarray] = []
     with modes.arithmetic():
         largest = max(math.sqrt(math.fsum(row * row)) for row in directions.double().numpy())

@@ -149,7 +149,7 @@ class Core(Generation, NotCopyable):
     """A model, its KV cache and its tree of branches.
 
     cache_tokens   positions in the KV cache; when it is full, requests wait or are preempted and computed again
-    page_size      positions per page; changes no bit. Default: 16; of a hybrid on CUDA 64, since a page has room for a state
+    page_size      positions per page; changes no bit. Default: 16; of a hybrid 64, since every page has room for a state
     max_rows       rows per pass; changes no bit. Default: 512; on CUDA 1024, or 8192 for prompts alone that capture nothing
     draft_model    a smaller model with the same tokenizer, for the `model` drafter
     lens_layer     the early-exit layer of the `lens` and `tree` drafters; default: the middle
@@ -183,12 +183,12 @@ class Core(Generation, NotCopyable):
         self.model = as_instance("model", model, Decoder, "a Decoder; Engine.load takes other sources")
         self._require_device(model)
         self.config, on_cuda = model.config, model.device.type == "cuda"
-        usual = CHUNK if on_cuda and model.config.mixer is not None else _PAGE
+        usual = _PAGE if model.config.mixer is None else CHUNK
         page_size = usual if page_size is None else as_int("page_size", page_size, 1)
         cache_tokens = as_int("cache_tokens", cache_tokens, page_size)
         lone_rows = _CUDA_LONE_ROWS if max_rows is None and on_cuda else 0
         max_rows = (_CUDA_ROWS if on_cuda else _CPU_ROWS) if max_rows is None else as_int("max_rows", max_rows, 16)
-        require_memory(self.config, cache_tokens, model.dtype, model.device)
+        require_memory(self.config, cache_tokens, page_size, model.dtype, model.device)
         canary, record = as_bool("canary", canary), as_bool("record", record)
         capture_buffer = as_int("capture_buffer", capture_buffer, SMALLEST_RING)
         if draft_model is not None:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 import replaylens as rl
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadEdit, BadRequest, BadWeights, KVCorruption, NoGradient, UnknownSite
+from replaylens.engine.errors import BadEdit, BadRequest, BadWeights, KVCorruption, NoGradient, NonFinite, UnknownSite
+from replaylens.engine.memory.cache import require_memory
 from replaylens.engine.model.loading import load, weights_hash
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
@@ -244,6 +245,32 @@ def test_what_verbs_say_of_layers_without_a_part() -> None:
     assert SITE in list(mixed.sites) and repr(mixed.sites).startswith("SiteTable(")
 
 
+def test_states_that_overflow_are_not_committed() -> None:
+    """Also where no row reads them: k and v of one row make a state of 1e50, and later queries are zero."""
+    subject, mixer = engine("mamba2"), "blocks.0.mixer."
+    big = {part: torch.full(subject.sites.sites[mixer + part].shape, 1e25) for part in ("hook_k", "hook_v")}
+    edits = [Edit(mixer + part, "set", value, positions=slice(10, 11)) for part, value in big.items()]
+    edits.append(Edit(mixer + "hook_q", "zero", positions=slice(10, LENGTH)))
+    branch = subject.prompt(TOKENS[:63], edits=edits)
+    for refused in (lambda: subject.prompt(TOKENS[:64], edits=edits), lambda: branch.state(0, 10), lambda: branch.generate(2)):
+        with pytest.raises(NonFinite, match="recurrent states"):
+            refused()
+    assert branch.tokens[:63] == TOKENS[:63]
+    (mended,) = branch.fork(at=63, edits=[Edit(SITE, "zero", positions=slice(63, 64))])
+    assert mended.force(TOKENS[63:]).length == LENGTH, "an edit makes the state finite again"
+
+
+def test_memory_is_counted_with_a_state_per_page() -> None:
+    """What fits in pages of 64 positions does not in pages of one, which have 64 times the states."""
+    given = torch.float32, torch.device("cpu")
+    with pytest.raises(BadRequest, match=r"Give at most \d+") as refused:
+        require_memory(engine("mamba2").config, 10**13, 64, *given)
+    most = int(str(refused.value).rsplit(" ", 1)[1].strip("."))
+    require_memory(engine("mamba2").config, most, 64, *given)
+    with pytest.raises(BadRequest, match=r"for KV and states in pages of 1,.*at most \d+, or page_size=64"):
+        require_memory(engine("mamba2").config, most, 1, *given)
+
+
 def test_what_hybrids_refuse() -> None:
     subject = engine("qwen3-next")
     with pytest.raises(BadEdit, match="take no tokens"):
@@ -256,7 +283,7 @@ def test_what_hybrids_refuse() -> None:
         subject.prompt(TOKENS[:3]).state(1)
     with pytest.raises(BadRequest, match="position=99"):
         subject.prompt(TOKENS[:3]).state(0, 99)
-    with pytest.raises(BadEdit, match="project_out needs a site with vectors"):
+    with pytest.raises(BadEdit, match="project_out is for sites with one vector per row"):
         subject.prompt(TOKENS[:3], edits=[Edit(SITE, "project_out", torch.ones(other("qwen3-next").state(0).shape[-1]))])
     with pytest.raises(BadRequest, match="at most 64"):
         Engine(decoder("qwen3-next"), page_size=128)

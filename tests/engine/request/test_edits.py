@@ -252,6 +252,13 @@ def test_content_hash_sees_every_part_of_an_edit() -> None:
         (Edit("blocks.0.hook_in", "add", VECTOR, positions=-LENGTH - 1), "none before 0"),
         (Edit("blocks.0.hook_in", "add", VECTOR, positions=slice(0, 9, 2)), "step 1"),
         (Edit("blocks.0.hook_in", "project_out", torch.stack([VECTOR, VECTOR])), "linearly dependent"),
+        (Edit("blocks.0.hook_in", "project_out", VECTOR[:5]), r"has shape \(5,\); expected"),
+        (Edit("blocks.0.hook_in", "project_out", torch.eye(5)), r"has shape \(5, 5\); expected"),
+        (Edit("blocks.0.hook_in", "project_out", torch.tensor(1.0)), r"has shape \(\); expected"),
+        (Edit("blocks.0.hook_in", "project_out", ROWS[:0]), r"has shape \(0, \d+\); expected"),
+        (Edit("blocks.0.attn.hook_z", "project_out", torch.ones(8)), "one vector per row"),
+        (Edit("blocks.0.hook_in", "resample", torch.tensor(1.0)), r"has shape \(\); expected \(rows, \d+\)"),
+        (Edit("blocks.0.hook_in", "resample", VECTOR), r"expected \(rows, \d+\)"),
         (Edit("S", "add", VECTOR, layers=[9]), "layers 0 to"),
         (Edit("blocks.0.hook_in", "add", VECTOR, layers=[1]), "letters"),
         (Edit("unembed.hook_out", "zero"), "not edited"),
@@ -567,7 +574,7 @@ def test_every_row_goes_to_its_position(site: str, positions: list[int]) -> None
         (Edit(PATTERN, "mask", positions=14, keys=slice(0, 3 * 10**7)), "shorter"),
         (Edit("blocks.*.hook_out", "zero", layers=[0, 99]), "layer 99"),
         (Edit("blocks.*.hook_out", "zero", layers=[-1, 0]), "layer -1"),
-        (Edit("S", "resample", torch.randn(0, 32)), "no rows"),
+        (Edit("S", "resample", torch.randn(0, 32)), "at least one of them"),
     ],
 )
 def test_refused(edit: Edit, says: str) -> None:
