@@ -157,7 +157,7 @@ def test_states_of_shared_prefixes_and_copied_pages() -> None:
 
 
 def test_the_canary_watches_states() -> None:
-    subject = Engine(decoder("qwen3-next"), canary=True)
+    subject = Engine(decoder("qwen3-next"), canary=True, page_size=16)
     branch = subject.prompt(TOKENS[:70]).generate(2)
     subject.runner.cache.states[:, branch.lane.table.pages[3], 0, 0, 0] += 1
     with pytest.raises(KVCorruption, match="position 63"):

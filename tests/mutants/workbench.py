@@ -9,8 +9,8 @@ WORKBENCH = (
     Mutant(
         "path-patch-without-align",
         "replaylens.workbench.patch",
-        "changed[outputs[layer]][two.there], positions=two.at, heads=[head])",
-        "changed[outputs[layer]][[min(i, len(two.source) - 1) for i in two.at]], positions=two.at, heads=[head])",
+        "changed[outputs[number]][two.there], positions=two.at, heads=[head])",
+        "changed[outputs[number]][[min(i, len(two.source) - 1) for i in two.at]], positions=two.at, heads=[head])",
         "a sender takes the rows of its counterparts",
         ("tests/workbench/test_grids.py::test_the_sender_takes_the_rows_of_its_counterparts",),
     ),
