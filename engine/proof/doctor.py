@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -222,9 +223,10 @@ def _recurrence(delta: bool, from_pass: bool = False) -> Tensor:
     q, k, v = numbers(13, 150, 1, 6) / 8, numbers(14, 150, 1, 6) / 8, numbers(15, 150, 2, 10)
     square = (numbers(16, 150, 2) / 4) * (numbers(16, 150, 2) / 4)
     g, beta = -square * square, numbers(17, 150, 2).abs() / 4 if delta else None
-    memory = kernels.LayerMemory(torch.zeros(176, 28), torch.zeros(11, 2, 6, 10), (0, 6, 26), 1)
+    zeros = partial(torch.zeros, dtype=torch.float32)
+    memory = kernels.LayerMemory(zeros(176, 28), zeros(11, 2, 6, 10), (0, 6, 26), 1)
     memory.entries[16:166, :6], memory.entries[16:166, 26:] = k[:, 0], g
-    out, state = torch.zeros_like(v), torch.zeros(2, 6, 10)
+    out, state = torch.zeros_like(v), zeros(2, 6, 10)
     for start, end in ((0, 40), (40, 64), (64, 70), (70, 150)):
         since, initial = (start, state.clone()) if from_pass else (start - start % CHUNK, None)
         for given in (v.flip(0), v):  # the first of them are drafts
