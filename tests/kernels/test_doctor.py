@@ -85,6 +85,7 @@ def test_a_recurrence_whose_chunks_begin_with_the_pass_is_found(moved: bool, mon
         return out * (1 + 1e-6 * len(out)) if moved else out
 
     monkeypatch.setattr(doctor_cuda.CanonicalCudaOps, "recur", wrong)
+    monkeypatch.setattr(doctor_cuda, "RECURRED", 70)
     model = decoder("mamba2").to("cuda" if torch.cuda.is_available() else "cpu")
     random = lambda *shape: torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(model.device)  # noqa: E731
     found: list[Finding] = []
