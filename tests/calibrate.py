@@ -12,7 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from sklearn.metrics import roc_auc_score
 from sklearn.preprocessing import StandardScaler
 
 from replaylens.probes.areas import area, area_gains, balanced_accuracy
+from replaylens.probes.errors import BadRows
 from replaylens.probes.groups import near_duplicates
 from replaylens.probes.intervals import mean_over_groups
 from replaylens.probes.questions.transfer import transfer_across
@@ -82,12 +82,15 @@ class Noise:
     """of the groups: equal, unequal (lognormal), or by label (3 rows for one class, 1 for the other)"""
 
     def found(self, seed: int) -> bool:
-        """Whether a sweep over cells of noise shows any of them."""
+        """Whether a sweep over cells of noise shows any of them. A label too rare to split is refused: not shown."""
         generator = np.random.default_rng([seed, 1])
         rows = noise(generator, self)
         how: dict[str, Any] = dict(controls=False, permutations=self.permutations, seed=seed)
-        table = sweep(rows, "label", sites="S", positions="all", estimators=self.estimator, split=self.split, **how).table
-        return bool(shown(table).any())
+        try:
+            found = sweep(rows, "label", sites="S", positions="all", estimators=self.estimator, split=self.split, **how)
+        except BadRows:
+            return False
+        return bool(shown(found.table).any())
 
 
 NULLS = (
@@ -697,10 +700,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--plain", action="store_true", help="only the settings of plain arrays and of leaks")
     options = parser.parse_args()
-    started, found = time.monotonic(), []
+    started, found, faults = time.monotonic(), list[Rate](), list[BaseException]()
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        for lines in pool.map(rates_of, (*PLAINS, *LEAKS) if options.plain else SETTINGS, repeat(options.simulations)):
-            for each in lines:
+        settings = (*PLAINS, *LEAKS) if options.plain else SETTINGS
+        for job in [pool.submit(rates_of, setting, options.simulations) for setting in settings]:
+            if failed := job.exception():  # the others still count; the run fails at its end
+                faults.append(failed)
+                continue
+            for each in job.result():
                 found.append(each)
                 said = f"{each.rate:.3f} ({each.error:.3f}) {'' if each.held else 'missed'}"
                 print(f"{each.kind:9} {each.setting:70} {said}", flush=True)
@@ -708,6 +715,8 @@ def main() -> None:
             rates = [asdict(each) | {"error": each.error, "held": each.held} for each in found]
             options.out.write_text(json.dumps(about | {"rates": rates}, indent=1) + "\n")  # a killed run leaves what it has
     print(table(found), f"\n{round(time.monotonic() - started)} seconds")
+    if faults:
+        raise ExceptionGroup(f"{len(faults)} settings failed", [each for each in faults if isinstance(each, Exception)])
 
 
 if __name__ == "__main__":
