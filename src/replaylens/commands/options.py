@@ -42,7 +42,7 @@ def complete_drafter(incomplete: str) -> list[str]:
 def complete_model(incomplete: str) -> list[str]:
     from replaylens.engine.model import hub
 
-    known = (*zoo.PLAIN, *zoo.THINKING, hub.SMOLLM2)
+    known = (*zoo.PLAIN, *zoo.THINKING, *hub.PACKAGED)
     return [name for name in known if name.startswith(incomplete)]
 
 

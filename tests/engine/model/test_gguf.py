@@ -286,6 +286,30 @@ def test_long_factors_of_phi_3() -> None:
     assert llama.rope.divisors == tuple(long) and llama.rope.attention_factor == 1.0 and llama.max_positions == 4096
 
 
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_lone_file_brings_its_tokenizer(begins: bool, tmp_path: Path) -> None:
+    """Texts can be given without any other file, and begin with the special token if the file says so."""
+    model, words = made("llama", **WIDE), ["<unk>", "<s>", "</s>", "\u2581", "a", "b", "\u2581a", "ab", "\u2581ab"]
+    real = gguf.GGUFWriter.write_header_to_file
+
+    def with_words(writer: Any) -> None:
+        names = words + [f"<{number}>" for number in range(len(words), model.config.vocab_size)]
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(names)
+        writer.add_token_scores([-float(number) for number in range(len(names))])
+        writer.add_token_types([2, 3, 3, *[1] * (len(names) - 3)])
+        for name, number in (("bos", 1), ("eos", 2), ("unk", 0)):
+            getattr(writer, f"add_{name}_token_id")(number)
+        writer.add_add_bos_token(begins)
+        real(writer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf.GGUFWriter, "write_header_to_file", with_words)
+        file = write(model, tmp_path / "model.gguf", "llama")
+    tokens = Engine.load(file, check=False).prompt("ab a").tokens
+    assert tokens == [1] * begins + [8, 6]
+
+
 def test_an_adapter_is_merged_into_a_gguf_file(tmp_path: Path) -> None:
     trained("llama", {"r": 4, "target_modules": ["q_proj", "down_proj"]}, tmp_path / "base", tmp_path / "adapter")
     file = write(hugging_face("llama"), tmp_path / "x.gguf", "llama")

