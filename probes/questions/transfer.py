@@ -8,12 +8,23 @@ import numpy as np
 import torch
 
 from replaylens.engine.dump.reader import Dump
+from replaylens.engine.engine import Engine
 from replaylens.engine.replay.run import Run
 from replaylens.probes.areas import balanced_accuracy
 from replaylens.probes.checks import folds_and_seed
-from replaylens.probes.controls import Goal, majority, make_goal, token_identity
+from replaylens.probes.controls import (
+    DRAWS,
+    Goal,
+    bags,
+    contexts,
+    control_labels,
+    majority,
+    make_goal,
+    token_identity,
+    untrained_rows,
+)
 from replaylens.probes.errors import BadRows, NoTask, ProbeError
-from replaylens.probes.groups import groups_of, independent
+from replaylens.probes.groups import groups_of, histories, independent, why_no_histories
 from replaylens.probes.heldout import held_out
 from replaylens.probes.intervals import difference_over_groups, means_over_groups, ratio_over_groups
 from replaylens.probes.permutations import group_permutations
@@ -25,6 +36,14 @@ from replaylens.probes.splits import Split, fold_of_groups
 # ---- transfer --------------------------------------------------------------------------------------------------------
 # `transfer`: do probes fitted on accepted branches read rejected ones, and how much is due to shared prefixes?
 
+ALL_CONTROLS = (SHUFFLED, TOKEN, BAG, CONTROL_TASK, UNTRAINED) = (
+    "shuffled labels", "token alone", "bag of tokens", "control task", "untrained model",
+)  # fmt: skip
+"""labels exchanged between roots before the fit; the row's token; tokens of its path; a random class per type of context"""
+CONTROLS = (SHUFFLED, TOKEN)
+"""of transfer across tasks and runs, whose texts differ"""
+_DRAWS = 4
+"""shuffled fits per cell"""
 WAYS = (("accepted", "accepted"), ("accepted", "rejected"), ("rejected", "rejected"), ("rejected", "accepted"))
 
 
@@ -38,16 +57,24 @@ def transfer(
     estimator: str = "logistic",
     folds: int = 5,
     seed: int = 0,
+    engine: Engine | None = None,
 ) -> Report:
     """Accuracy of probes from accepted to rejected rows and back, on roots that they were not fitted on.
 
     The line `same roots` of each cell also fits on accepted rows of the SAME roots. Its gain is leakage through shared
-    prefixes, not transfer. Only rows after the prompt count, since prompts have no rejected rows.
+    prefixes, not transfer. Only rows after the prompt count, since prompts have no rejected rows. Controls go the same way,
+    from accepted to rejected rows: `CONTROLS`, and an untrained model if the rows' `engine` is given. Shown: some cell is above
+    every one of them and above the majority; the intervals of the differences hold for all cells jointly.
     """
-    rows = ProbeRows.of(given)
-    if rows.about.task is None:
+    every = ProbeRows.of(given)
+    if every.about.task is None:
         raise NoTask("Transfer compares branches, and rows from arrays have none. Give a dump or a run with rejected drafts.")
-    here = rows.at(position)
+    blank: ProbeRows | None = None
+    if engine is not None:
+        every.require(engine)
+        every = every.renumbered()
+        blank = untrained_rows(every, engine, sorted({cell.site for cell in every.cells(sites, layers)}), seed)
+    here = every.at(position)
     here = here.where(here.frame["since_query"] > 0)
     _require_both(here.frame["accepted"].to_numpy(dtype=bool), position)
     chosen = independent(here)
@@ -62,8 +89,11 @@ def transfer(
     ways = {(fit, test): (~inside & _side(accepted, fit), inside & _side(accepted, test)) for fit, test in WAYS}
     for (fit, test), masks in ways.items():
         Split(f"{fit} to {test}", *masks, rows.roots).check(rows)
-    lines: list[dict[str, Any]] = []
-    for cell in rows.cells(sites, layers):
+    main, cells = ways["accepted", "rejected"], rows.cells(sites, layers)
+    held = _Controls(rows, goal, groups, accepted, main, estimator, seed)
+    notes += held.notes if blank is not None else [*held.notes, f"Skipped the control {UNTRAINED!r}: no engine was given."]
+    lines = [_line(f"{name}: accepted to rejected", None, goal, rows, right, main) for name, right in held.of_text.items()]
+    for cell in cells:
         x = torch.from_numpy(rows.matrix(cell.site, cell.layer)).double()[None]
         said = {way: _right(estimator, x, goal, groups, *masks) for way, masks in ways.items()}
         for (fit, test), masks in ways.items():
@@ -75,8 +105,68 @@ def transfer(
         leaked = difference_over_groups(gain[~accepted], groups[~accepted], folds=folds)
         size: dict[str, Any] = dict(majority=None, **sizes(rows, ~accepted))
         lines.append(score_line(f"{cell}: leakage", "difference", leaked, int((~accepted).sum()), cell, **size))
+        other = None if blank is None else replace(rows, source=blank.source).matrix(cell.site, cell.layer)
+        held.add(x, said["accepted", "rejected"], other)
+    lines += _gain_lines(held.gains, cells, "accepted to rejected", rows, groups, ~accepted, seed, folds)
     settings = dict(label=label, position=position, estimator=estimator, folds=folds, seed=seed)
-    return Report("transfer", lines, about_rows(rows), settings, notes, _say(lines))
+    return Report("transfer", lines, about_rows(rows), settings, notes, _say(lines, label))
+
+
+class _Controls:
+    """What the way from accepted to rejected rows is held against; `gains` of each control grow by a line for every cell."""
+
+    def __init__(
+        self,
+        rows: ProbeRows,
+        goal: Goal,
+        groups: np.ndarray,
+        accepted: np.ndarray,
+        masks: tuple[np.ndarray, np.ndarray],
+        estimator: str,
+        seed: int,
+    ) -> None:
+        self._goal, self._groups, self._masks, self._estimator, self._tested = goal, groups, masks, estimator, ~accepted
+        self.gains: dict[str, list[np.ndarray]] = {}
+        """control -> [rejected rows] of each cell"""
+        self.notes: list[str] = []
+        tokens = rows.frame["token"].to_numpy()
+        self.of_text = {TOKEN: token_identity(goal.codes, tokens, *masks) == goal.codes}
+        """control -> [rows]: whether the text alone tells the class"""
+        self._labels = {SHUFFLED: _shuffled(goal, groups, self._tested, seed)}
+        if (paths := histories(rows)) is None:
+            self.notes.append(f"Skipped the controls {BAG!r} and {CONTROL_TASK!r}: {why_no_histories(rows)}")
+            return
+        bag = torch.from_numpy(bags(paths)).double()[None]
+        self.of_text[BAG] = _right("logistic", bag, goal, groups, *masks)
+        if (types := contexts(paths)) is None:
+            self.notes.append(f"Skipped the control {CONTROL_TASK!r}: the contexts have too few types.")
+            return
+        draws = [replace(goal, codes=control_labels(types[0], goal.codes, seed + draw)) for draw in range(DRAWS)]
+        self._labels[CONTROL_TASK] = draws
+
+    def add(self, x: torch.Tensor, right: np.ndarray, untrained: np.ndarray | None) -> None:
+        """Mutates: the gains of one cell, whose rows are x [1, rows, width] and were read correctly or not [rows]."""
+        split, found = Split("", *self._masks, self._groups), dict[str, np.ndarray](self.of_text)
+        for name, goals in self._labels.items():
+            found[name] = _right_across(self._estimator, x, goals, split, self._groups).mean(0)
+        if untrained is not None:
+            blank = torch.from_numpy(untrained).double()[None]
+            found[UNTRAINED] = _right(self._estimator, blank, self._goal, self._groups, *self._masks)
+        for name, each in found.items():
+            self.gains.setdefault(name, []).append((right.astype(float) - each)[self._tested])
+
+
+def _gain_lines(
+    gains: dict[str, list[np.ndarray]], cells: Sequence[Cell], way: str, rows: ProbeRows, groups: np.ndarray,
+    tested: np.ndarray, seed: int, folds: int,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """What each cell has above each control, with intervals that hold for all cells jointly."""
+    lines = []
+    for name, each in gains.items():
+        for cell, gain in zip(cells, means_over_groups(np.stack(each), groups[tested], seed=seed, folds=folds), strict=True):
+            size: dict[str, Any] = dict(majority=None, **sizes(rows, tested))
+            lines.append(score_line(f"{cell}: {way} minus {name}", "difference", gain, int(tested.sum()), cell, **size))
+    return lines
 
 
 def _require_both(accepted: np.ndarray, position: str) -> None:
@@ -99,7 +189,7 @@ def _right(estimator: str, x: torch.Tensor, goal: Goal, groups: np.ndarray, trai
 
 
 def _line(
-    what: str, cell: Cell, goal: Goal, rows: ProbeRows, right: np.ndarray, masks: tuple[np.ndarray, np.ndarray]
+    what: str, cell: Cell | None, goal: Goal, rows: ProbeRows, right: np.ndarray, masks: tuple[np.ndarray, np.ndarray]
 ) -> dict[str, Any]:
     tested = np.asarray(masks[1].any(0))
     score = ratio_over_groups(right[tested][None], np.ones(tested.sum()), groups_of(rows)[tested], folds=len(masks[1]))[0]
@@ -107,26 +197,35 @@ def _line(
     return score_line(what, "accuracy", score, int(tested.sum()), cell, **size)
 
 
-def _say(lines: list[dict[str, Any]]) -> list[str]:
-    """The lines of the cell that is best on accepted rows: both directions and the leakage."""
-    ways = [line for line in lines if line["what"].endswith("accepted to accepted")]
-    best = max(ways, key=lambda line: line["accuracy"])["what"].split(":")[0]
+def _say(lines: list[dict[str, Any]], label: str) -> list[str]:
+    """The lines of the cell with the largest lead over its controls, and the verdict."""
+    named, way = {line["what"]: line for line in lines}, "accepted to rejected"
+    best, lead = _leading(named, way)
     said = []
     for line in lines:
-        if line["what"].split(":")[0] != best:
+        if ("layer" in line and not line["what"].startswith(f"{best}: ")) or " minus " in line["what"]:
             continue
         score = percent(line["accuracy"], line["low"], line["high"])
         extra = "" if line["majority"] is None else f", majority {100 * line['majority']:.1f} %, {line['rows']} rows"
         said.append(f"{line['what']}: {score}{extra}.")
-    return said
+    for name in (name for name in ALL_CONTROLS if f"{best}: {way} minus {name}" in named):
+        gain = named[f"{best}: {way} minus {name}"]
+        said.append(f"{best}: above {name} by {percent(gain['accuracy'], gain['low'], gain['high'])}.")
+    score = named[f"{best}: {way}"]
+    verdict = "Shown" if lead > 0 and score["low"] > score["majority"] else "Not shown"
+    return [*said, f"{verdict}: a probe of {label!r} fitted on accepted rows reads rejected ones, best at {best}."]
+
+
+def _leading(named: dict[str, dict[str, Any]], way: str) -> tuple[str, float]:
+    """(the cell with the largest lead, its lead): the lowest end of the intervals of its differences to controls."""
+    cells = [what.removesuffix(f": {way}") for what in named if what.endswith(f": {way}") and "layer" in named[what]]
+    gains = {cell: [line["low"] for what, line in named.items() if what.startswith(f"{cell}: {way} minus ")] for cell in cells}
+    best = max(cells, key=lambda cell: min(gains[cell]))
+    return best, min(gains[best])
 
 
 # ---- across ----------------------------------------------------------------------------------------------------------
 # `transfer_across`: does a probe of one task, prompt style or run read another's rows?
-
-CONTROLS = (SHUFFLED, TOKEN) = ("shuffled labels", "token alone")
-_DRAWS = 4
-"""shuffled fits per cell"""
 
 
 def transfer_across(
@@ -177,10 +276,7 @@ def transfer_across(
                 gains[SHUFFLED].append((right - mixed)[tested])
                 if here.has_tokens:
                     gains[TOKEN].append((right.astype(float) - token)[tested])
-    for name, each in gains.items():
-        for cell, gain in zip(cells, means_over_groups(np.stack(each), groups[tested], seed=seed, folds=folds), strict=True):
-            what = f"{cell}: {fit_on} to {test_on} minus {name}"
-            lines.append(score_line(what, "difference", gain, int(tested.sum()), cell, **sizes(here, tested)))
+    lines += _gain_lines(gains, cells, f"{fit_on} to {test_on}", here, groups, tested, seed, folds)
     settings = dict(label=label, fit_on=fit_on, test_on=test_on, position=position, estimator=estimator, folds=folds, seed=seed)
     return Report(
         "transfer_across", lines, about_rows(here), settings, notes, _say_across(lines, f"{fit_on} to {test_on}", label)
@@ -237,15 +333,12 @@ def _line_across(
 
 def _say_across(lines: list[dict[str, Any]], way: str, label: str) -> list[str]:
     named = {line["what"]: line for line in lines}
-    cells = [what.removesuffix(f": {way}") for what in named if what.endswith(f": {way}")]
-    gains = [(cell, named.get(f"{cell}: {way} minus {name}")) for cell in cells for name in CONTROLS]
-    lead = {cell: min(gain["low"] for of, gain in gains if gain is not None and of == cell) for cell in cells}
-    best = max(cells, key=lambda cell: lead[cell])
+    best, lead = _leading(named, way)
     said = [
         f"{what}: {percent(line['accuracy'], line['low'], line['high'])}."
         for what, line in named.items()
         if what.startswith((f"{best}: ", "token alone"))
     ]
     score = named[f"{best}: {way}"]
-    verdict = "Shown" if lead[best] > 0 and score["low"] > score["chance"] else "Not shown"
+    verdict = "Shown" if lead > 0 and score["low"] > score["chance"] else "Not shown"
     return [*said, f"{verdict}: a probe of {label!r} reads {way}, best at {best} (chance {100 * score['chance']:.1f} %)."]
