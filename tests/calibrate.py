@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -27,7 +27,7 @@ from replaylens.probes.areas import area, area_gains, balanced_accuracy
 from replaylens.probes.errors import BadRows
 from replaylens.probes.groups import near_duplicates
 from replaylens.probes.intervals import mean_over_groups
-from replaylens.probes.questions.transfer import transfer_across
+from replaylens.probes.questions.transfer import transfer, transfer_across
 from replaylens.probes.report import shown
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.sweeps import sweep
@@ -619,6 +619,20 @@ def across(seed: int, same: bool) -> bool:
     return report.findings[-1].startswith("Shown")
 
 
+def drafted(seed: int, effect: float, by_token: bool = False) -> bool:
+    """Whether a probe of accepted rows is shown to read rejected ones at any of two layers: labels of rows, planted or not, or
+    the parity of the row's token, which the rows hold."""
+    random = np.random.default_rng([seed, 81])
+    root, count = np.repeat(np.arange(60), 4), 240
+    token, label = random.integers(20, size=count), random.integers(2, size=count)
+    label = token % 2 if by_token else label
+    x = random.normal(size=(2, count, 16)) + np.repeat(random.normal(size=(2, 60, 16)), 4, 1)
+    x[1, :, 0] += effect * (label - 0.5)
+    rows = labelled_rows(x, root, label, token=token, accepted=np.arange(count) % 4 < 2)
+    rows = replace(rows, frame=rows.frame.assign(since_query=1))
+    return transfer(rows, "label", position="all", estimator="ridge", seed=seed).findings[-1].startswith("Shown")
+
+
 @dataclass(frozen=True)
 class Leak:
     """Coin tosses that nothing but a leak can tell."""
@@ -633,6 +647,9 @@ LEAKS = (
     Leak("texts that come twice, without keys (the leak itself)", partial(repeated, keyed=False), (0.9, 1.0)),
     Leak("transfer_across, the same prompts in another order", partial(across, same=True), (0.0, 0.05)),
     Leak("transfer_across, other prompts", partial(across, same=False), (0.0, 0.05)),
+    Leak("transfer to rejected rows, nothing is there", partial(drafted, effect=0.0), (0.0, 0.05)),
+    Leak("transfer to rejected rows, the token tells", partial(drafted, effect=2.0, by_token=True), (0.0, 0.05)),
+    Leak("transfer to rejected rows, a planted label", partial(drafted, effect=3.0), (0.9, 1.0)),
 )
 
 

@@ -30,7 +30,7 @@ from replaylens.probes.questions.forced import (
 )
 from replaylens.probes.questions.judge import MINUS, judge
 from replaylens.probes.questions.judge import _say as _say_judged
-from replaylens.probes.questions.transfer import transfer, transfer_across
+from replaylens.probes.questions.transfer import ALL_CONTROLS, transfer, transfer_across
 from replaylens.probes.report import Report
 from replaylens.probes.rows import Cell, ProbeRows, sequences
 from replaylens.probes.sources import MemorySource
@@ -56,7 +56,21 @@ def test_transfer(steps_dump: Dump) -> None:
     implied, truth = (transfer(steps_dump, label, layers=[1]) for label in ("implied", "face"))
     assert line(implied, "S1: accepted to rejected")["accuracy"] > 0.8
     assert line(truth, "S1: accepted to rejected")["accuracy"] < line(implied, "S1: accepted to rejected")["accuracy"] - 0.1
-    assert len(implied.lines) == 6 and implied.findings
+    assert implied.findings[-1] == "Shown: a probe of 'implied' fitted on accepted rows reads rejected ones, best at S1."
+
+
+def test_transfer_is_held_against_controls(steps_dump: Dump, engine: Engine) -> None:
+    """A coin per root is not shown, nor is a class that the row's token or an untrained model tells as well."""
+    rows = ProbeRows.of(steps_dump)
+    assert transfer(rows, "shuffled", layers=[1]).findings[-1].startswith("Not shown")
+    odd = replace(rows, frame=rows.frame.assign(odd=rows.frame["token"] % 2))
+    told = transfer(odd, "odd", layers=[0, 1], position="all", estimator="ridge")
+    assert line(told, "token alone: accepted to rejected")["accuracy"] > 0.95
+    assert line(told, "S0: accepted to rejected")["accuracy"] > 0.95 and told.findings[-1].startswith("Not shown")
+    implied = transfer(rows, "implied", layers=[1], engine=engine)
+    gains = [name for name in ALL_CONTROLS if line(implied, f"S1: accepted to rejected minus {name}")["low"] > 0]
+    assert gains == list(ALL_CONTROLS) and not implied.notes
+    assert transfer(rows, "implied", layers=[1]).notes[-1] == "Skipped the control 'untrained model': no engine was given."
 
 
 def test_transfer_needs_both_kinds(steps_dump: Dump) -> None:
