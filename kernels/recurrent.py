@@ -4,8 +4,9 @@ The arithmetic is portable float32 in every dtype: a model in bfloat16 rounds wh
 entry, per page a state, as `kernels/cpu_recurrent.py` has them.
 
 **One program walks over the rows of a sequence**, for one head and some columns of its values, whose sums do not mix. It takes
-up to `_ROWS` rows of a chunk at a time. What they read from the state at the start of the chunk and from its earlier rows are
-dots; among themselves, a row's update is followed by one multiply-add of every later row.
+up to 16 rows of a chunk at a time. What they read from the state at the start of the chunk and from its earlier rows are
+dots; among themselves, a row's update is followed by one multiply-add of every later row. Where every sequence has one row, as
+in decoding, a kernel of its own takes it: query and key are the two rows of its dots, and it stores key and decay itself.
 
 **Terms that take no part** are -1 times 0: adding -0 changes no number, where adding +0 would turn -0 into +0.
 """
@@ -16,14 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from replaylens.kernels.definition import CHUNK
+from replaylens.kernels.exact import activate as portable_activation
 from replaylens.kernels.exact import exp
-from replaylens.kernels.launch import EXACT, ceil_div, next_power_of_2, require, require_rows, require_shape
+from replaylens.kernels.launch import EXACT, GemmTile, ceil_div, next_power_of_2, require, require_rows, require_shape
+from replaylens.kernels.norm import activate
 from replaylens.kernels.shared import PagedRows
 
-_ROWS = 16
-"""rows of a tile. Moves no bit"""
-_COLUMNS = 32
-"""columns of values of a program. Moves no bit"""
+WALK, STEP = GemmTile(16, 32, 32, 4, 2), GemmTile(2, 32, 32, 4, 2)
+"""of the rows of a sequence, and of a single one: rows, columns of values, depth of a step along keys. They move no bit"""
 _BLOCK = 256
 
 # ---- entries ---------------------------------------------------------------------------------------------------------
@@ -62,46 +63,100 @@ def _require_entries(entries: Tensor) -> None:
 # ---- short convolutions ----------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["stride_t"])
+@triton.jit(do_not_specialize=["stride_x", "stride_t"])
 def _short_conv_kernel(
-    ENTRIES, WEIGHT, BIAS, OUT, SEQUENCE, POSITION, TABLES, channels, entry, stride_t,
-    TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    X, ENTRIES, WEIGHT, BIAS, OUT, SEQUENCE, POSITION, TABLES, channels, stride_x, entry, stride_t,
+    TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < channels
-    position = tl.load(POSITION + row)
-    TABLE = TABLES + tl.load(SEQUENCE + row).to(tl.int64) * stride_t
+    position, mine = tl.load(POSITION + row), tl.load(SEQUENCE + row)
+    TABLE = TABLES + mine.to(tl.int64) * stride_t
     y = tl.zeros((BLOCK,), tl.float32)
     for tap in tl.static_range(TAPS):
-        at = position - (TAPS - 1 - tap)
-        seen = inside & (at >= 0)
+        at, other = position - (TAPS - 1 - tap), row - (TAPS - 1 - tap)
+        # the rows of this pass are read from X: their entries are being written
+        here = (other >= 0) & (tl.load(SEQUENCE + tl.maximum(other, 0)) == mine)
+        here = here & (tl.load(POSITION + tl.maximum(other, 0)) == at)
         page = tl.load(TABLE + tl.maximum(at, 0) // PAGE).to(tl.int64)
-        x = tl.load(ENTRIES + (page * PAGE + tl.maximum(at, 0) % PAGE) * entry + column, mask=seen, other=0.0)
+        KEPT = ENTRIES + (page * PAGE + tl.maximum(at, 0) % PAGE) * entry
+        before = tl.load(KEPT + column, mask=inside & (at >= 0) & (here == 0), other=0.0)
+        now = tl.load(X + other * stride_x + column, mask=inside & here, other=0.0).to(tl.float32)
+        x = tl.where(here, now, before)
         w = tl.load(WEIGHT + tap * channels + column, mask=inside, other=0.0).to(tl.float32)
-        y = tl.where(seen, tl.fma(w, x, y), y)
+        y = tl.where(inside & (at >= 0), tl.fma(w, x, y), y)
+        if tap == TAPS - 1:
+            tl.store(KEPT + column, x, mask=inside)
     if HAS_BIAS:
         y += tl.load(BIAS + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(OUT + row * channels + column, y.to(OUT.dtype.element_ty), mask=inside)
+    y = y.to(OUT.dtype.element_ty)
+    if SILU:  # of the rounded number, as if it had been stored
+        y = activate(y.to(tl.float32), "silu", OUT.dtype.element_ty == tl.float32).to(OUT.dtype.element_ty)
+    tl.store(OUT + row * channels + column, y, mask=inside)
 
 
-def short_conv(entries: Tensor, weight: Tensor, bias: Tensor | None, rows: PagedRows, page_size: int) -> Tensor:
-    """The convolution of each row's inputs with weight [taps, channels] over the positions up to its own: [rows, channels].
+def short_conv(
+    x: Tensor, entries: Tensor, weight: Tensor, bias: Tensor | None, rows: PagedRows, page_size: int, silu: bool = False
+) -> Tensor:
+    """The convolution of x [rows, channels] with weight [taps, channels] over the positions up to each row's own, activated if
+    asked to: [rows, channels]. Mutates: x becomes the first columns of the rows' entries.
 
-    entries  [slots, columns], of which the first `channels` are the inputs, those of the rows included
+    entries  [slots, columns], with the inputs of earlier passes. A sequence's rows are neighbours, in order of position
     """
     taps, channels = weight.shape
     _require_entries(entries)
+    require_rows("x", x)
     require(weight.is_contiguous(), "weight must be contiguous.")
     num_rows = len(rows.position)
+    require_shape("x", x, (num_rows, channels))
     out = torch.empty(num_rows, channels, dtype=weight.dtype, device=weight.device)
     if num_rows:
         _short_conv_kernel[(num_rows, ceil_div(channels, _BLOCK))](
-            entries, weight, weight if bias is None else bias, out, rows.sequence, rows.position, rows.page_table,
-            channels, entries.stride(0), rows.page_table.stride(0), taps, bias is not None, page_size, _BLOCK,
-            num_warps=4, **EXACT,
+            x, entries, weight, weight if bias is None else bias, out, rows.sequence, rows.position, rows.page_table,
+            channels, x.stride(0), entries.stride(0), rows.page_table.stride(0), taps, bias is not None, silu, page_size,
+            _BLOCK, num_warps=4, **EXACT,
         )  # fmt: skip
     return out
+
+
+# ---- rates -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _rates_kernel(
+    X, A_LOG, STEP_BIAS, DECAY, STRENGTH, heads, stride_x, scale, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, BLOCK)
+    inside = head < heads
+    x = tl.load(X + row * stride_x + head, mask=inside, other=0.0).to(tl.float32)
+    strength = portable_activation(x, "sigmoid").to(STRENGTH.dtype.element_ty)
+    if SCALED:
+        strength = (strength.to(tl.float32) * scale).to(STRENGTH.dtype.element_ty)
+    tl.store(STRENGTH + row * heads + head, strength, mask=inside)
+    step = tl.load(X + row * stride_x + heads + head, mask=inside, other=0.0).to(tl.float32)
+    step = portable_activation(step + tl.load(STEP_BIAS + head, mask=inside, other=0.0), "softplus")
+    decay = -exp(tl.load(A_LOG + head, mask=inside, other=0.0)) * step
+    tl.store(DECAY + row * heads + head, decay, mask=inside)
+
+
+def rates(x: Tensor, a_log: Tensor, step_bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Of x [rows, strengths | steps]: scale sigmoid(strength), in its dtype, and -exp(a_log) softplus(step + step_bias), in
+    float32: [rows, heads] each."""
+    require_rows("x", x)
+    heads = x.shape[1] // 2
+    for name, w in (("a_log", a_log), ("step_bias", step_bias)):
+        require_shape(name, w, (heads,))
+        require(w.dtype == torch.float32, "{} is {}. Expected float32.", name, w.dtype)
+    strength = torch.empty(len(x), heads, dtype=x.dtype, device=x.device)
+    decay = torch.empty(len(x), heads, dtype=torch.float32, device=x.device)
+    if len(x):
+        _rates_kernel[(len(x),)](
+            x, a_log, step_bias, decay, strength, heads, x.stride(0), scale, scale != 1.0, next_power_of_2(heads),
+            num_warps=1, **EXACT,
+        )  # fmt: skip
+    return strength, decay
 
 
 # ---- recurrences -----------------------------------------------------------------------------------------------------
@@ -135,17 +190,25 @@ def _decays(G, TABLE, base, t, end, entry, PAGE: tl.constexpr, CHUNK: tl.constex
     return exp(after), exp(whole)
 
 
+@triton.jit
+def _follows(SEQUENCE, POSITION, row):
+    """Whether a row goes on with the sequence of the row before it; padding of a graph does not."""
+    one, other = tl.maximum(row - 1, 0), tl.maximum(row, 0)
+    same = tl.load(SEQUENCE + one) == tl.load(SEQUENCE + other)
+    return (row > 0) & same & (tl.load(POSITION + one) + 1 == tl.load(POSITION + other))
+
+
 @triton.jit(do_not_specialize=["rows", "at_key", "at_update", "at_decay", "stride_t"])
 def _recur_kernel(
     Q, V, BETA, ENTRIES, STATES, OUT, SEQUENCE, POSITION, TABLES, rows, entry, at_key, at_update, at_decay, stride_t,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
-    mine = tl.load(SEQUENCE + row)
-    if (row > 0) & (tl.load(SEQUENCE + tl.maximum(row - 1, 0)) == mine):
+    if _follows(SEQUENCE, POSITION, row):
         return  # the program of the sequence's first row takes all of them
-    i, j, a = tl.arange(0, ROWS), tl.arange(0, CHUNK), tl.arange(0, D_BLOCK)
+    mine = tl.load(SEQUENCE + row)
+    i, j, depth = tl.arange(0, ROWS), tl.arange(0, CHUNK), tl.arange(0, DEPTH)
     c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     inside = c < WIDTH
     TABLE = TABLES + mine.to(tl.int64) * stride_t
@@ -164,26 +227,38 @@ def _recur_kernel(
         end = begun + count
         known = j < end
         slot = _slots(TABLE, base + j, known, PAGE) * entry
-        k = tl.load(KEYS + slot[None, :] + a[:, None], mask=known[None, :] & (a[:, None] < D), other=0.0)  # [D, CHUNK]
         left, whole = _decays(ENTRIES + at_decay + head, TABLE, base, t, end, entry, PAGE, CHUNK)
         page = tl.load(TABLE + tl.maximum(base - 1, 0) // PAGE).to(tl.int64)
-        START = STATES + (page * HEADS + head) * D * WIDTH + a[:, None] * WIDTH + c[None, :]
-        state = tl.load(START, mask=(base > 0) & (a[:, None] < D) & inside[None, :], other=0.0)
-        u = tl.load(UPDATES + slot[:, None] + c[None, :], mask=(j < begun)[:, None] & inside[None, :], other=0.0)
-
+        START = STATES + (page * HEADS + head) * D * WIDTH
         own = (row + i).to(tl.int64)
-        real = valid[:, None] & (a[None, :] < D)
-        q = tl.load(Q + (own[:, None] * (HEADS // GROUP) + head // GROUP) * D + a[None, :], mask=real, other=0.0)
-        q = tl.where(a[None, :] < D, q.to(tl.float32), -1.0)
-        read = tl.dot(q, state, input_precision="ieee") * whole[:, None]
-        weight = tl.dot(q, k, input_precision="ieee") * left  # [ROWS, CHUNK]
-        read = tl.dot(tl.where((j < begun)[None, :], weight, -1.0), u, read, input_precision="ieee")
+        QUERY = Q + (own * (HEADS // GROUP) + head // GROUP) * D
+        KEY = KEYS + _slots(TABLE, base + t, valid, PAGE) * entry
+        read = tl.zeros((ROWS, COLUMNS), tl.float32)
+        told = read
+        weight = tl.zeros((ROWS, CHUNK), tl.float32)
+        share = weight
+        for first in tl.range(0, D, DEPTH):
+            a = first + depth
+            real = a < D
+            state = tl.load(
+                START + a[:, None] * WIDTH + c[None, :], mask=(base > 0) & real[:, None] & inside[None, :], other=0.0
+            )
+            k = tl.load(KEYS + slot[None, :] + a[:, None], mask=known[None, :] & real[:, None], other=0.0)  # [DEPTH, CHUNK]
+            q = tl.load(QUERY[:, None] + a[None, :], mask=valid[:, None] & real[None, :], other=0.0).to(tl.float32)
+            q = tl.where(real[None, :], q, -1.0)
+            read = tl.dot(q, state, read, input_precision="ieee")
+            weight = tl.dot(q, k, weight, input_precision="ieee")
+            if DELTA:
+                x = tl.load(KEY[:, None] + a[None, :], mask=valid[:, None] & real[None, :], other=0.0)
+                x = tl.where(real[None, :], x, -1.0)
+                told = tl.dot(x, state, told, input_precision="ieee")
+                share = tl.dot(x, k, share, input_precision="ieee")
+        u = tl.load(UPDATES + slot[:, None] + c[None, :], mask=(j < begun)[:, None] & inside[None, :], other=0.0)
+        weight = weight * left
+        read = tl.dot(tl.where((j < begun)[None, :], weight, -1.0), u, read * whole[:, None], input_precision="ieee")
         if DELTA:
-            x = tl.load(KEYS + _slots(TABLE, base + t, valid, PAGE)[:, None] * entry + a[None, :], mask=real, other=0.0)
-            x = tl.where(a[None, :] < D, x, -1.0)
-            told = tl.dot(x, state, input_precision="ieee") * whole[:, None]
-            share = tl.dot(x, k, input_precision="ieee") * left
-            told = tl.dot(tl.where((j < begun)[None, :], share, -1.0), u, told, input_precision="ieee")
+            share = share * left
+            told = tl.dot(tl.where((j < begun)[None, :], share, -1.0), u, told * whole[:, None], input_precision="ieee")
         for n in tl.range(0, count):
             at = ((row + n).to(tl.int64) * HEADS + head) * WIDTH
             new = tl.load(V + at + c, mask=inside, other=0.0).to(tl.float32)
@@ -204,35 +279,129 @@ def _recur_kernel(
         if end == CHUNK:
             last = (t == CHUNK - 1) & valid
             u = tl.load(UPDATES + slot[:, None] + c[None, :], mask=inside[None, :], other=0.0)
-            state = state * tl.max(tl.where(last, whole, float("-inf")), 0)
-            state = tl.dot(k * _picked(left, last[:, None], 0)[None, :], u, state, input_precision="ieee")
             page = tl.load(TABLE + (base + CHUNK - 1) // PAGE).to(tl.int64)
-            AFTER = STATES + (page * HEADS + head) * D * WIDTH + a[:, None] * WIDTH + c[None, :]
-            tl.store(AFTER, state, mask=(a[:, None] < D) & inside[None, :])
+            AFTER = STATES + (page * HEADS + head) * D * WIDTH
+            rest, by = tl.max(tl.where(last, whole, float("-inf")), 0), _picked(left, last[:, None], 0)
+            _carry(START, AFTER, KEYS, slot, u, rest, by, base, c, inside, D, DEPTH, WIDTH)
             tl.debug_barrier()
         row += count
         position = tl.load(POSITION + tl.minimum(row, rows - 1))
-        going = (row < rows) & (tl.load(SEQUENCE + tl.minimum(row, rows - 1)) == mine)
+        going = (row < rows) & _follows(SEQUENCE, POSITION, tl.minimum(row, rows - 1))
+
+
+@triton.jit
+def _carry(
+    START, AFTER, KEYS, slot, u, whole, left, base, c, inside, D: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr
+):
+    """The state after a chunk with updates u [CHUNK, columns]; what is left of it is `whole`, of the rows `left` [CHUNK]."""
+    for first in tl.range(0, D, DEPTH):
+        a = first + tl.arange(0, DEPTH)
+        place, real = a[:, None] * WIDTH + c[None, :], (a[:, None] < D) & inside[None, :]
+        state = tl.load(START + place, mask=(base > 0) & real, other=0.0) * whole
+        k = tl.load(KEYS + slot[None, :] + a[:, None], mask=a[:, None] < D, other=0.0)
+        tl.store(AFTER + place, tl.dot(k * left[None, :], u, state, input_precision="ieee"), mask=real)
+
+
+@triton.jit(do_not_specialize=["at_key", "at_update", "at_decay", "stride_t"])
+def _step_kernel(
+    Q, K, V, DECAY, BETA, ENTRIES, STATES, OUT, SEQUENCE, POSITION, TABLES, entry, at_key, at_update, at_decay, stride_t,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr, DELTA: tl.constexpr,
+):  # fmt: skip
+    """One row, the only one of its sequence. Rows of the dots: its query, and its key."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i, j, depth = tl.arange(0, 2)[:, None], tl.arange(0, CHUNK), tl.arange(0, DEPTH)
+    c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = c < WIDTH
+    position = tl.load(POSITION + row)
+    begun = position % CHUNK
+    base = position - begun
+    TABLE = TABLES + tl.load(SEQUENCE + row).to(tl.int64) * stride_t
+    KEYS = ENTRIES + at_key + head // GROUP * D
+    UPDATES = ENTRIES + at_update + head * WIDTH
+    MINE = (row * (HEADS // GROUP) + head // GROUP) * D
+    slot = _slots(TABLE, base + j, j <= begun, PAGE) * entry
+    place = (tl.load(TABLE + position // PAGE).to(tl.int64) * PAGE + position % PAGE) * entry
+    page = tl.load(TABLE + tl.maximum(base - 1, 0) // PAGE).to(tl.int64)
+    START = STATES + (page * HEADS + head) * D * WIDTH
+    u = tl.load(UPDATES + slot[:, None] + c[None, :], mask=(j < begun)[:, None] & inside[None, :], other=0.0)
+
+    lane = CHUNK - 1 - j  # log decays are added from the row's own back
+    g = tl.load(
+        ENTRIES + at_decay + head + _slots(TABLE, base + lane, lane < begun, PAGE) * entry, mask=lane < begun, other=0.0
+    )
+    decay = tl.load(DECAY + row * HEADS + head)
+    g = tl.where(lane == begun, decay, g)[None, :]
+    left = exp(tl.dot(g, (lane[:, None] > j[None, :]).to(tl.float32), input_precision="ieee"))  # [1, CHUNK]
+    whole = exp(tl.dot(g, tl.full((CHUNK, 16), 1.0, tl.float32), input_precision="ieee"))  # sixteen equal columns
+    whole = tl.max(whole)
+
+    total = tl.zeros((2, COLUMNS), tl.float32)
+    score = tl.zeros((2, CHUNK), tl.float32)
+    for first in tl.range(0, D, DEPTH):
+        a = first + depth
+        real = a < D
+        k = tl.load(K + MINE + a, mask=real, other=-1.0).to(tl.float32)
+        q = tl.load(Q + MINE + a, mask=real, other=-1.0).to(tl.float32)
+        x = tl.where(i == 0, q[None, :], k[None, :])
+        state = tl.load(START + a[:, None] * WIDTH + c[None, :], mask=(base > 0) & real[:, None] & inside[None, :], other=0.0)
+        seen = tl.load(KEYS + slot[None, :] + a[:, None], mask=(j < begun)[None, :] & real[:, None], other=0.0)
+        seen = tl.where((j == begun)[None, :] & real[:, None], k[:, None], seen)
+        total = tl.dot(x, state, total, input_precision="ieee")
+        score = tl.dot(x, seen, score, input_precision="ieee")
+    weight = score * left
+    total = tl.dot(tl.where((j < begun)[None, :], weight, -1.0), u, total * whole, input_precision="ieee")
+    new = tl.load(V + (row * HEADS + head) * WIDTH + c, mask=inside, other=0.0).to(tl.float32)
+    if DELTA:
+        strength = tl.load(BETA + row * HEADS + head).to(tl.float32)
+        new = strength * (new - _picked(total, i == 1, 0))
+    by = tl.max(tl.where((i == 0) & (j == begun)[None, :], weight, float("-inf")))
+    read = tl.fma(tl.zeros_like(new) + by, new, _picked(total, i == 0, 0))
+    tl.store(OUT + (row * HEADS + head) * WIDTH + c, read.to(OUT.dtype.element_ty), mask=inside)
+    tl.store(UPDATES + place + c, new, mask=inside)
+    if tl.program_id(2) == 0:
+        tl.store(ENTRIES + at_decay + head + place, decay)
+        if head % GROUP == 0:
+            for first in tl.range(0, D, DEPTH):
+                a = first + depth
+                tl.store(KEYS + place + a, tl.load(K + MINE + a, mask=a < D).to(tl.float32), mask=a < D)
+    if begun == CHUNK - 1:
+        u = tl.where((j == begun)[:, None], new[None, :], u)
+        page = tl.load(TABLE + position // PAGE).to(tl.int64)
+        AFTER = STATES + (page * HEADS + head) * D * WIDTH
+        for first in tl.range(0, D, DEPTH):
+            a = first + depth
+            to, real = a[:, None] * WIDTH + c[None, :], (a[:, None] < D) & inside[None, :]
+            state = tl.load(START + to, mask=(base > 0) & real, other=0.0) * whole
+            seen = tl.load(KEYS + slot[None, :] + a[:, None], mask=(j < begun)[None, :] & (a[:, None] < D), other=0.0)
+            k = tl.load(K + MINE + a, mask=a < D, other=0.0).to(tl.float32)
+            seen = tl.where((j == begun)[None, :], k[:, None], seen)
+            tl.store(AFTER + to, tl.dot(seen * left, u, state, input_precision="ieee"), mask=real)
 
 
 def recur(
     q: Tensor,
+    k: Tensor,
     v: Tensor,
+    decay: Tensor,
     beta: Tensor | None,
     entries: Tensor,
     states: Tensor,
     at: tuple[int, int, int],
     rows: PagedRows,
     page_size: int,
+    single: bool = False,
 ) -> Tensor:
-    """Mutates entries and states: the updates of all rows, and the states of chunks that end with one of them.
+    """Mutates entries and states: keys, updates and log decays of all rows, and the states of chunks that end with one of them.
 
-    q        [rows, key heads, d]
+    q, k     [rows, key heads, d]
     v        [rows, heads, width]
+    decay    [rows, heads]: logarithms, float32
     beta     [rows, heads]; None: an update is v itself
-    entries  [slots, columns], with the keys and log decays of the rows
+    entries  [slots, columns]
     states   [pages, heads, d, width]
     at       columns of an entry at which keys, updates and log decays begin
+    single   whether every sequence has one row. Moves no bit
 
     Returns what the rows read, in the dtype of q: [rows, heads, width]. A sequence's rows are neighbours, in order of position.
     """
@@ -242,17 +411,34 @@ def recur(
     require(
         states.dtype == torch.float32 and states.is_contiguous(), "states are {}. Expected contiguous float32.", states.dtype
     )
-    require_shape("q", q, (num_rows, None, d))
+    for name, x in (("q", q), ("k", k)):
+        require_shape(name, x, (num_rows, key_heads, d))
     require_shape("v", v, (num_rows, heads, width))
-    if beta is not None:
-        require_shape("beta", beta, (num_rows, heads))
-    q, v, beta = q.contiguous(), v.contiguous(), None if beta is None else beta.contiguous()
+    for name, x in (("decay", decay), ("beta", beta)):
+        if x is not None:
+            require_shape(name, x, (num_rows, heads))
+    q, k, v, decay, beta = q.contiguous(), k.contiguous(), v.contiguous(), decay.contiguous(), _whole(beta)
     out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
-    if num_rows:
-        _recur_kernel[(num_rows, heads, ceil_div(width, _COLUMNS))](
-            q, v, v if beta is None else beta, entries, states, out, rows.sequence, rows.position, rows.page_table,
-            num_rows, entries.stride(0), *at, rows.page_table.stride(0), heads, heads // key_heads, d,
-            next_power_of_2(max(d, 16)), width, _COLUMNS, _ROWS, page_size, CHUNK, beta is not None,
-            num_warps=4, **EXACT,
+    if not num_rows:
+        return out
+    tile = STEP if single else WALK
+    sizes = (heads, heads // key_heads, d, min(tile.depth, next_power_of_2(max(d, 16))), width, tile.columns)
+    grid, options = (num_rows, heads, ceil_div(width, tile.columns)), dict(num_warps=tile.warps, num_stages=tile.stages)
+    table, rule = (rows.page_table, entries.stride(0), *at, rows.page_table.stride(0)), v if beta is None else beta
+    if single:
+        _step_kernel[grid](
+            q, k, v, decay, rule, entries, states, out, rows.sequence, rows.position, *table, *sizes, page_size, CHUNK,
+            beta is not None, **options, **EXACT,
         )  # fmt: skip
+        return out
+    put(k.flatten(1), entries, at[0], rows, page_size)
+    put(decay, entries, at[2], rows, page_size)
+    _recur_kernel[grid](
+        q, v, rule, entries, states, out, rows.sequence, rows.position, table[0], num_rows, *table[1:], *sizes, tile.rows,
+        page_size, CHUNK, beta is not None, **options, **EXACT,
+    )  # fmt: skip
     return out
+
+
+def _whole(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()

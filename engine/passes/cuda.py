@@ -31,7 +31,7 @@ from replaylens.kernels.launch import KV_BLOCK, attention_tile, grouped_rows, he
 from replaylens.kernels.matmul import head_matmul, head_plan, matmul
 from replaylens.kernels.norm import activation, norm_pair, norm_scale
 from replaylens.kernels.norm import norm as norm_kernel
-from replaylens.kernels.recurrent import put, recur, short_conv
+from replaylens.kernels.recurrent import rates, recur, short_conv
 from replaylens.kernels.rope import can_fuse, norm_rotate_and_store, rotate, rotate_and_store, store
 from replaylens.kernels.route import Plan, plan
 from replaylens.kernels.sample import judge, sample_logits
@@ -492,10 +492,21 @@ class CanonicalCudaOps(HeadOps):
     def softplus(self, x: Tensor) -> Tensor:
         return _numbers(x, "softplus")
 
-    def short_conv(self, x: Tensor, conv: Conv, layer: int) -> Tensor:
+    def scaled_norms(self, q: Tensor, k: Tensor, norm: Norm, scales: tuple[float, float]) -> tuple[Tensor, Tensor]:
+        heads = q.shape[1]
+        both = q.as_strided((len(q), 2 * heads, q.shape[2]), q.stride()) if _neighbours(q, k) else torch.cat([q, k], dim=1)
+        out = norm_pair(both, heads, (norm.weight, norm.weight), norm.eps, norm.kind, scales)
+        return out[:, :heads], out[:, heads:]
+
+    def gated_norm(self, x: Tensor, gate: Tensor, norm: Norm) -> Tensor:
+        return norm_kernel(x, norm.weight, None, norm.eps, norm.kind, gate=gate)
+
+    def rates(self, x: Tensor, a_log: Tensor, step_bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        return rates(x, a_log, step_bias, scale)
+
+    def short_conv(self, x: Tensor, conv: Conv, layer: int, silu: bool = False) -> Tensor:
         entries, size = self.cache.entries[self.cache.mixed[layer]], self.cache.pool.page_size
-        put(x, entries, 0, self.rows, size)
-        return short_conv(entries, conv.weight, conv.bias, self.rows, size)
+        return short_conv(x, entries, conv.weight, conv.bias, self.rows, size, silu)
 
     def recur(self, given: Recurrence, layer: int, observe: Callable[[Tensor], object] | None = None) -> Tensor:
         if observe is not None:
@@ -504,10 +515,9 @@ class CanonicalCudaOps(HeadOps):
             )
         mixer, place, size = self.cache.mixer, self.cache.mixed[layer], self.cache.pool.page_size
         assert mixer is not None  # the layer recurs
-        entries, at = self.cache.entries[place], mixer.columns[:3]
-        put(given.k.flatten(1), entries, at[0], self.rows, size)
-        put(given.decay, entries, at[2], self.rows, size)
-        return recur(given.q, given.v, given.strength, entries, self.cache.states[place], at, self.rows, size)
+        entries, states, at = self.cache.entries[place], self.cache.states[place], mixer.columns[:3]
+        parts = given.q, given.k, given.v, given.decay, given.strength
+        return recur(*parts, entries, states, at, self.rows, size, single=self.rows.tiles is None)
 
     def norm_heads(self, q_norm: Norm, k_norm: Norm, rotary: Rotary) -> bool:
         plain = not q_norm.by_head and q_norm.bias is None and k_norm.bias is None
