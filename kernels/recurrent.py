@@ -136,8 +136,10 @@ def _rates_kernel(
         strength = (strength.to(tl.float32) * scale).to(STRENGTH.dtype.element_ty)
     tl.store(STRENGTH + row * heads + head, strength, mask=inside)
     step = tl.load(X + row * stride_x + heads + head, mask=inside, other=0.0).to(tl.float32)
-    step = portable_activation(step + tl.load(STEP_BIAS + head, mask=inside, other=0.0), "softplus")
-    decay = -exp(tl.load(A_LOG + head, mask=inside, other=0.0)) * step
+    step += tl.load(STEP_BIAS + head, mask=inside, other=0.0).to(tl.float32)
+    if STEP_BIAS.dtype.element_ty == X.dtype.element_ty:  # a sum of two such numbers is one
+        step = step.to(X.dtype.element_ty).to(tl.float32)
+    decay = -exp(tl.load(A_LOG + head, mask=inside, other=0.0).to(tl.float32)) * portable_activation(step, "softplus")
     tl.store(DECAY + row * heads + head, decay, mask=inside)
 
 
@@ -148,7 +150,6 @@ def rates(x: Tensor, a_log: Tensor, step_bias: Tensor, scale: float) -> tuple[Te
     heads = x.shape[1] // 2
     for name, w in (("a_log", a_log), ("step_bias", step_bias)):
         require_shape(name, w, (heads,))
-        require(w.dtype == torch.float32, "{} is {}. Expected float32.", name, w.dtype)
     strength = torch.empty(len(x), heads, dtype=x.dtype, device=x.device)
     decay = torch.empty(len(x), heads, dtype=torch.float32, device=x.device)
     if len(x):
