@@ -11,6 +11,8 @@ in decoding, a kernel of its own takes it: query and key are the two rows of its
 **Terms that take no part** are -1 times 0: adding -0 changes no number, where adding +0 would turn -0 into +0.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -30,34 +32,58 @@ _BLOCK = 256
 # ---- entries ---------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
+class LayerMemory:
+    """One layer's part of the cache."""
+
+    entries: Tensor
+    """[slots of rooms, columns], float32: the inputs of the convolution, then keys, updates and log decays"""
+    states: Tensor
+    """[rooms, heads, d, width], float32"""
+    at: tuple[int, int, int]
+    """columns at which keys, updates and log decays begin"""
+    entry_of: Tensor
+    """page -> room of its entries, int32"""
+    state_of: Tensor
+    """page -> room of the state after it"""
+    page_size: int
+
+    def __post_init__(self) -> None:
+        for name, x, dims in (("entries", self.entries, 2), ("states", self.states, 4)):
+            fits = x.dtype == torch.float32 and x.dim() == dims and x.is_contiguous()
+            require(fits, "{} are {} {}. Expected contiguous float32.", name, x.dtype, x.shape)
+
+
+@triton.jit
+def _slot(TABLE, ENTRY_OF, at, PAGE: tl.constexpr):
+    """The slot of position `at` in the room of its page's entries."""
+    room = tl.load(ENTRY_OF + tl.load(TABLE + at // PAGE)).to(tl.int64)
+    return room * PAGE + at % PAGE
+
+
 @triton.jit(do_not_specialize=["stride_t", "at"])
 def _put_kernel(
-    X, ENTRIES, SEQUENCE, POSITION, TABLES, width, stride_x, entry, at, stride_t, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    X, ENTRIES, ENTRY_OF, SEQUENCE, POSITION, TABLES, width, stride_x, entry, at, stride_t,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     position = tl.load(POSITION + row)
-    page = tl.load(TABLES + tl.load(SEQUENCE + row).to(tl.int64) * stride_t + position // PAGE).to(tl.int64)
+    TABLE = TABLES + tl.load(SEQUENCE + row).to(tl.int64) * stride_t
+    slot = _slot(TABLE, ENTRY_OF, position, PAGE)
     x = tl.load(X + row * stride_x + column, mask=column < width).to(tl.float32)
-    tl.store(ENTRIES + (page * PAGE + position % PAGE) * entry + at + column, x, mask=column < width)
+    tl.store(ENTRIES + slot * entry + at + column, x, mask=column < width)
 
 
-def put(x: Tensor, entries: Tensor, at: int, rows: PagedRows, page_size: int) -> None:
+def _put(x: Tensor, memory: LayerMemory, at: int, rows: PagedRows) -> None:
     """Mutates: x [rows, width] becomes the columns of the rows' entries from `at` on."""
     require_rows("x", x)
-    _require_entries(entries)
     require_shape("rows.sequence", rows.sequence, (len(x),))
-    require(at + x.shape[1] <= entries.shape[1], "{} columns from {} on do not fit into an entry.", x.shape[1], at)
-    if len(x):
-        _put_kernel[(len(x), ceil_div(x.shape[1], _BLOCK))](
-            x, entries, rows.sequence, rows.position, rows.page_table, x.shape[1], x.stride(0), entries.stride(0), at,
-            rows.page_table.stride(0), page_size, _BLOCK, num_warps=4, **EXACT,
-        )  # fmt: skip
-
-
-def _require_entries(entries: Tensor) -> None:
-    fits = entries.dtype == torch.float32 and entries.dim() == 2 and entries.is_contiguous()
-    require(fits, "entries are {} {}. Expected contiguous float32, [slots, columns].", entries.dtype, entries.shape)
+    entries, table = memory.entries, rows.page_table
+    _put_kernel[(len(x), ceil_div(x.shape[1], _BLOCK))](
+        x, entries, memory.entry_of, rows.sequence, rows.position, table, x.shape[1], x.stride(0), entries.stride(0), at,
+        table.stride(0), memory.page_size, _BLOCK, num_warps=4, **EXACT,
+    )  # fmt: skip
 
 
 # ---- short convolutions ----------------------------------------------------------------------------------------------
@@ -65,7 +91,7 @@ def _require_entries(entries: Tensor) -> None:
 
 @triton.jit(do_not_specialize=["stride_x", "stride_t"])
 def _short_conv_kernel(
-    X, ENTRIES, WEIGHT, BIAS, OUT, SEQUENCE, POSITION, TABLES, channels, stride_x, entry, stride_t,
+    X, ENTRIES, ENTRY_OF, WEIGHT, BIAS, OUT, SEQUENCE, POSITION, TABLES, channels, stride_x, entry, stride_t,
     TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -79,8 +105,7 @@ def _short_conv_kernel(
         # the rows of this pass are read from X: their entries are being written
         here = (other >= 0) & (tl.load(SEQUENCE + tl.maximum(other, 0)) == mine)
         here = here & (tl.load(POSITION + tl.maximum(other, 0)) == at)
-        page = tl.load(TABLE + tl.maximum(at, 0) // PAGE).to(tl.int64)
-        KEPT = ENTRIES + (page * PAGE + tl.maximum(at, 0) % PAGE) * entry
+        KEPT = ENTRIES + _slot(TABLE, ENTRY_OF, tl.maximum(at, 0), PAGE) * entry
         before = tl.load(KEPT + column, mask=inside & (at >= 0) & (here == 0), other=0.0)
         now = tl.load(X + other * stride_x + column, mask=inside & here, other=0.0).to(tl.float32)
         x = tl.where(here, now, before)
@@ -97,15 +122,13 @@ def _short_conv_kernel(
 
 
 def short_conv(
-    x: Tensor, entries: Tensor, weight: Tensor, bias: Tensor | None, rows: PagedRows, page_size: int, silu: bool = False
+    x: Tensor, memory: LayerMemory, weight: Tensor, bias: Tensor | None, rows: PagedRows, silu: bool = False
 ) -> Tensor:
     """The convolution of x [rows, channels] with weight [taps, channels] over the positions up to each row's own, activated if
-    asked to: [rows, channels]. Mutates: x becomes the first columns of the rows' entries.
-
-    entries  [slots, columns], with the inputs of earlier passes. A sequence's rows are neighbours, in order of position
+    asked to: [rows, channels]. Mutates: x becomes the first columns of the rows' entries, which have the inputs of earlier
+    passes. A sequence's rows are neighbours, in order of position.
     """
-    taps, channels = weight.shape
-    _require_entries(entries)
+    (taps, channels), entries = weight.shape, memory.entries
     require_rows("x", x)
     require(weight.is_contiguous(), "weight must be contiguous.")
     num_rows = len(rows.position)
@@ -113,9 +136,9 @@ def short_conv(
     out = torch.empty(num_rows, channels, dtype=weight.dtype, device=weight.device)
     if num_rows:
         _short_conv_kernel[(num_rows, ceil_div(channels, _BLOCK))](
-            x, entries, weight, weight if bias is None else bias, out, rows.sequence, rows.position, rows.page_table,
-            channels, x.stride(0), entries.stride(0), rows.page_table.stride(0), taps, bias is not None, silu, page_size,
-            _BLOCK, num_warps=4, **EXACT,
+            x, entries, memory.entry_of, weight, weight if bias is None else bias, out, rows.sequence, rows.position,
+            rows.page_table, channels, x.stride(0), entries.stride(0), rows.page_table.stride(0), taps, bias is not None,
+            silu, memory.page_size, _BLOCK, num_warps=4, **EXACT,
         )  # fmt: skip
     return out
 
@@ -164,10 +187,16 @@ def rates(x: Tensor, a_log: Tensor, step_bias: Tensor, scale: float) -> tuple[Te
 
 
 @triton.jit
-def _slots(TABLE, at, known, PAGE: tl.constexpr):
-    """The slots of positions `at`; of those that are not known, in the null page."""
-    page = tl.load(TABLE + at // PAGE, mask=known, other=0).to(tl.int64)
-    return page * PAGE + at % PAGE
+def _slots(TABLE, ENTRY_OF, at, known, PAGE: tl.constexpr):
+    """The slots of positions `at`; of those that are not known, in room 0."""
+    page = tl.load(TABLE + at // PAGE, mask=known, other=0)
+    return tl.load(ENTRY_OF + page, mask=known, other=0).to(tl.int64) * PAGE + at % PAGE
+
+
+@triton.jit
+def _state(TABLE, STATE_OF, at, PAGE: tl.constexpr):
+    """The room of the state after the page of position `at`."""
+    return tl.load(STATE_OF + tl.load(TABLE + at // PAGE)).to(tl.int64)
 
 
 @triton.jit
@@ -177,14 +206,14 @@ def _picked(x, chosen, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _decays(G, TABLE, base, t, end, entry, PAGE: tl.constexpr, CHUNK: tl.constexpr):
+def _decays(G, TABLE, ENTRY_OF, base, t, end, entry, PAGE: tl.constexpr, CHUNK: tl.constexpr):
     """What is left at rows t [ROWS] of a chunk of each of its rows, [ROWS, CHUNK], and of the state before it, [ROWS].
 
     G  addresses of log decays, without their slots. They are added from a row's own back: dots over lanes from last to first
     """
     lane = CHUNK - 1 - tl.arange(0, CHUNK)
     j = tl.arange(0, CHUNK)
-    g = tl.load(G + _slots(TABLE, base + lane, lane < end, PAGE) * entry, mask=lane < end, other=0.0)
+    g = tl.load(G + _slots(TABLE, ENTRY_OF, base + lane, lane < end, PAGE) * entry, mask=lane < end, other=0.0)
     seen = tl.where(lane[None, :] <= t[:, None], g[None, :], 0.0)
     after = tl.dot(seen, (lane[:, None] > j[None, :]).to(tl.float32), input_precision="ieee")
     whole = tl.max(tl.dot(seen, tl.full((CHUNK, 16), 1.0, tl.float32), input_precision="ieee"), 1)  # sixteen equal columns
@@ -201,7 +230,8 @@ def _follows(SEQUENCE, POSITION, row):
 
 @triton.jit(do_not_specialize=["rows", "at_key", "at_update", "at_decay", "stride_t"])
 def _recur_kernel(
-    Q, V, BETA, ENTRIES, STATES, OUT, SEQUENCE, POSITION, TABLES, rows, entry, at_key, at_update, at_decay, stride_t,
+    Q, V, BETA, ENTRIES, STATES, OUT, ENTRY_OF, STATE_OF, SEQUENCE, POSITION, TABLES, entry, at_key, at_update, at_decay,
+    stride_t, rows,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
@@ -227,13 +257,12 @@ def _recur_kernel(
         begun = position - base
         end = begun + count
         known = j < end
-        slot = _slots(TABLE, base + j, known, PAGE) * entry
-        left, whole = _decays(ENTRIES + at_decay + head, TABLE, base, t, end, entry, PAGE, CHUNK)
-        page = tl.load(TABLE + tl.maximum(base - 1, 0) // PAGE).to(tl.int64)
-        START = STATES + (page * HEADS + head) * D * WIDTH
+        slot = _slots(TABLE, ENTRY_OF, base + j, known, PAGE) * entry
+        left, whole = _decays(ENTRIES + at_decay + head, TABLE, ENTRY_OF, base, t, end, entry, PAGE, CHUNK)
+        START = STATES + (_state(TABLE, STATE_OF, tl.maximum(base - 1, 0), PAGE) * HEADS + head) * D * WIDTH
         own = (row + i).to(tl.int64)
         QUERY = Q + (own * (HEADS // GROUP) + head // GROUP) * D
-        KEY = KEYS + _slots(TABLE, base + t, valid, PAGE) * entry
+        KEY = KEYS + _slots(TABLE, ENTRY_OF, base + t, valid, PAGE) * entry
         read = tl.zeros((ROWS, COLUMNS), tl.float32)
         told = read
         weight = tl.zeros((ROWS, CHUNK), tl.float32)
@@ -272,16 +301,14 @@ def _recur_kernel(
             by = _picked(weight, j[None, :] == begun + n, 1)
             more = tl.fma(tl.broadcast_to(by[:, None], read.shape), tl.broadcast_to(new[None, :], read.shape), read)
             read = tl.where(i[:, None] >= n, more, read)
-            place = tl.load(TABLE + (position + n) // PAGE).to(tl.int64) * PAGE + (position + n) % PAGE
-            tl.store(UPDATES + place * entry + c, new, mask=inside)
+            tl.store(UPDATES + _slot(TABLE, ENTRY_OF, position + n, PAGE) * entry + c, new, mask=inside)
         OWN = OUT + (own[:, None] * HEADS + head) * WIDTH + c[None, :]
         tl.store(OWN, read.to(OUT.dtype.element_ty), mask=valid[:, None] & inside[None, :])
         tl.debug_barrier()  # every thread has stored its updates before others read them
         if end == CHUNK:
             last = (t == CHUNK - 1) & valid
             u = tl.load(UPDATES + slot[:, None] + c[None, :], mask=inside[None, :], other=0.0)
-            page = tl.load(TABLE + (base + CHUNK - 1) // PAGE).to(tl.int64)
-            AFTER = STATES + (page * HEADS + head) * D * WIDTH
+            AFTER = STATES + (_state(TABLE, STATE_OF, base + CHUNK - 1, PAGE) * HEADS + head) * D * WIDTH
             rest, by = tl.max(tl.where(last, whole, float("-inf")), 0), _picked(left, last[:, None], 0)
             _carry(START, AFTER, KEYS, slot, u, rest, by, base, c, inside, D, DEPTH, WIDTH)
             tl.debug_barrier()
@@ -305,7 +332,8 @@ def _carry(
 
 @triton.jit(do_not_specialize=["at_key", "at_update", "at_decay", "stride_t"])
 def _step_kernel(
-    Q, K, V, DECAY, BETA, ENTRIES, STATES, OUT, SEQUENCE, POSITION, TABLES, entry, at_key, at_update, at_decay, stride_t,
+    Q, V, BETA, ENTRIES, STATES, OUT, ENTRY_OF, STATE_OF, SEQUENCE, POSITION, TABLES, entry, at_key, at_update, at_decay,
+    stride_t, K, DECAY,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
@@ -321,16 +349,14 @@ def _step_kernel(
     KEYS = ENTRIES + at_key + head // GROUP * D
     UPDATES = ENTRIES + at_update + head * WIDTH
     MINE = (row * (HEADS // GROUP) + head // GROUP) * D
-    slot = _slots(TABLE, base + j, j <= begun, PAGE) * entry
-    place = (tl.load(TABLE + position // PAGE).to(tl.int64) * PAGE + position % PAGE) * entry
-    page = tl.load(TABLE + tl.maximum(base - 1, 0) // PAGE).to(tl.int64)
-    START = STATES + (page * HEADS + head) * D * WIDTH
+    slot = _slots(TABLE, ENTRY_OF, base + j, j <= begun, PAGE) * entry
+    place = _slot(TABLE, ENTRY_OF, position, PAGE) * entry
+    START = STATES + (_state(TABLE, STATE_OF, tl.maximum(base - 1, 0), PAGE) * HEADS + head) * D * WIDTH
     u = tl.load(UPDATES + slot[:, None] + c[None, :], mask=(j < begun)[:, None] & inside[None, :], other=0.0)
 
     lane = CHUNK - 1 - j  # log decays are added from the row's own back
-    g = tl.load(
-        ENTRIES + at_decay + head + _slots(TABLE, base + lane, lane < begun, PAGE) * entry, mask=lane < begun, other=0.0
-    )
+    earlier = _slots(TABLE, ENTRY_OF, base + lane, lane < begun, PAGE) * entry
+    g = tl.load(ENTRIES + at_decay + head + earlier, mask=lane < begun, other=0.0)
     decay = tl.load(DECAY + row * HEADS + head)
     g = tl.where(lane == begun, decay, g)[None, :]
     left = exp(tl.dot(g, (lane[:, None] > j[None, :]).to(tl.float32), input_precision="ieee"))  # [1, CHUNK]
@@ -368,8 +394,7 @@ def _step_kernel(
                 tl.store(KEYS + place + a, tl.load(K + MINE + a, mask=a < D).to(tl.float32), mask=a < D)
     if begun == CHUNK - 1:
         u = tl.where((j == begun)[:, None], new[None, :], u)
-        page = tl.load(TABLE + position // PAGE).to(tl.int64)
-        AFTER = STATES + (page * HEADS + head) * D * WIDTH
+        AFTER = STATES + (_state(TABLE, STATE_OF, position, PAGE) * HEADS + head) * D * WIDTH
         for first in tl.range(0, D, DEPTH):
             a = first + depth
             to, real = a[:, None] * WIDTH + c[None, :], (a[:, None] < D) & inside[None, :]
@@ -386,60 +411,44 @@ def recur(
     v: Tensor,
     decay: Tensor,
     beta: Tensor | None,
-    entries: Tensor,
-    states: Tensor,
-    at: tuple[int, int, int],
+    memory: LayerMemory,
     rows: PagedRows,
-    page_size: int,
     single: bool = False,
 ) -> Tensor:
-    """Mutates entries and states: keys, updates and log decays of all rows, and the states of chunks that end with one of them.
+    """Mutates the memory: keys, updates and log decays of all rows, and the states of chunks that end with one of them.
 
-    q, k     [rows, key heads, d]
-    v        [rows, heads, width]
-    decay    [rows, heads]: logarithms, float32
-    beta     [rows, heads]; None: an update is v itself
-    entries  [slots, columns]
-    states   [pages, heads, d, width]
-    at       columns of an entry at which keys, updates and log decays begin
-    single   whether every sequence has one row. Moves no bit
+    q, k    [rows, key heads, d]
+    v       [rows, heads, width]
+    decay   [rows, heads]: logarithms, float32
+    beta    [rows, heads]; None: an update is v itself
+    single  whether every sequence has one row. Moves no bit
 
     Returns what the rows read, in the dtype of q: [rows, heads, width]. A sequence's rows are neighbours, in order of position.
     """
     num_rows, key_heads = q.shape[:2]
-    heads, d, width = states.shape[1:]
-    _require_entries(entries)
-    require(
-        states.dtype == torch.float32 and states.is_contiguous(), "states are {}. Expected contiguous float32.", states.dtype
-    )
+    heads, d, width = memory.states.shape[1:]
     for name, x in (("q", q), ("k", k)):
         require_shape(name, x, (num_rows, key_heads, d))
     require_shape("v", v, (num_rows, heads, width))
-    for name, x in (("decay", decay), ("beta", beta)):
-        if x is not None:
-            require_shape(name, x, (num_rows, heads))
-    q, k, v, decay, beta = q.contiguous(), k.contiguous(), v.contiguous(), decay.contiguous(), _whole(beta)
-    out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
+    for name, y in (("decay", decay), ("beta", beta)):
+        if y is not None:
+            require_shape(name, y, (num_rows, heads))
+    q, k, v, decay = q.contiguous(), k.contiguous(), v.contiguous(), decay.contiguous()
+    rule, out = v if beta is None else beta.contiguous(), torch.empty(v.shape, dtype=q.dtype, device=q.device)
     if not num_rows:
         return out
-    tile = STEP if single else WALK
+    tile, table = STEP if single else WALK, rows.page_table
     sizes = (heads, heads // key_heads, d, min(tile.depth, next_power_of_2(max(d, 16))), width, tile.columns)
     grid, options = (num_rows, heads, ceil_div(width, tile.columns)), dict(num_warps=tile.warps, num_stages=tile.stages)
-    table, rule = (rows.page_table, entries.stride(0), *at, rows.page_table.stride(0)), v if beta is None else beta
-    if single:
-        _step_kernel[grid](
-            q, k, v, decay, rule, entries, states, out, rows.sequence, rows.position, *table, *sizes, page_size, CHUNK,
-            beta is not None, **options, **EXACT,
-        )  # fmt: skip
-        return out
-    put(k.flatten(1), entries, at[0], rows, page_size)
-    put(decay, entries, at[2], rows, page_size)
-    _recur_kernel[grid](
-        q, v, rule, entries, states, out, rows.sequence, rows.position, table[0], num_rows, *table[1:], *sizes, tile.rows,
-        page_size, CHUNK, beta is not None, **options, **EXACT,
+    given = (
+        q, v, rule, memory.entries, memory.states, out, memory.entry_of, memory.state_of, rows.sequence, rows.position, table,
+        memory.entries.stride(0), *memory.at, table.stride(0),
     )  # fmt: skip
+    rest = (memory.page_size, CHUNK, beta is not None)
+    if single:
+        _step_kernel[grid](*given, k, decay, *sizes, *rest, **options, **EXACT)
+        return out
+    _put(k.flatten(1), memory, memory.at[0], rows)
+    _put(decay, memory, memory.at[2], rows)
+    _recur_kernel[grid](*given, num_rows, *sizes, tile.rows, *rest, **options, **EXACT)
     return out
-
-
-def _whole(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()

@@ -31,7 +31,7 @@ from replaylens.kernels.launch import KV_BLOCK, attention_tile, grouped_rows, he
 from replaylens.kernels.matmul import head_matmul, head_plan, matmul
 from replaylens.kernels.norm import activation, norm_pair, norm_scale
 from replaylens.kernels.norm import norm as norm_kernel
-from replaylens.kernels.recurrent import rates, recur, short_conv
+from replaylens.kernels.recurrent import LayerMemory, rates, recur, short_conv
 from replaylens.kernels.rope import can_fuse, norm_rotate_and_store, rotate, rotate_and_store, store
 from replaylens.kernels.route import Plan, plan
 from replaylens.kernels.sample import judge, sample_logits
@@ -505,19 +505,21 @@ class CanonicalCudaOps(HeadOps):
         return rates(x, a_log, step_bias, scale)
 
     def short_conv(self, x: Tensor, conv: Conv, layer: int, silu: bool = False) -> Tensor:
-        entries, size = self.cache.entries[self.cache.mixed[layer]], self.cache.pool.page_size
-        return short_conv(x, entries, conv.weight, conv.bias, self.rows, size, silu)
+        return short_conv(x, self._memory(layer), conv.weight, conv.bias, self.rows, silu)
 
     def recur(self, given: Recurrence, layer: int, observe: Callable[[Tensor], object] | None = None) -> Tensor:
         if observe is not None:
             raise UnsupportedModel(
                 "Cannot capture recurrent states on CUDA: the kernel stores only those that end chunks. Use device='cpu'."
             )
-        mixer, place, size = self.cache.mixer, self.cache.mixed[layer], self.cache.pool.page_size
-        assert mixer is not None  # the layer recurs
-        entries, states, at = self.cache.entries[place], self.cache.states[place], mixer.columns[:3]
         parts = given.q, given.k, given.v, given.decay, given.strength
-        return recur(*parts, entries, states, at, self.rows, size, single=self.rows.tiles is None)
+        return recur(*parts, self._memory(layer), self.rows, single=self.rows.tiles is None)
+
+    def _memory(self, layer: int) -> LayerMemory:
+        cache, place = self.cache, self.cache.mixed[layer]
+        assert cache.mixer is not None  # the layer recurs
+        at, size = cache.mixer.columns[:3], cache.pool.page_size
+        return LayerMemory(cache.entries[place], cache.states[place], at, cache.entry_of, cache.state_of, size)
 
     def norm_heads(self, q_norm: Norm, k_norm: Norm, rotary: Rotary) -> bool:
         plain = not q_norm.by_head and q_norm.bias is None and k_norm.bias is None

@@ -99,6 +99,8 @@ def decode_on_device(loop: Loop) -> None:
 
 AnyBranch = TypeVar("AnyBranch", bound=Branch)
 _CPU_ROWS, _CUDA_ROWS, _CUDA_LONE_ROWS = 512, 1024, 8192
+_OPEN = 64
+"""open chunks of a hybrid whose entries are kept: one for every request that runs"""
 """default of `max_rows`; a device needs more rows to be busy, and has them if nobody waits for a pass"""
 
 _PAGE = 16
@@ -113,6 +115,7 @@ class EngineKeywords(TypedDict, total=False):
 
     cache_tokens: int
     page_size: int | None
+    state_tokens: int | None
     max_rows: int | None
     lens_layer: int | None
     tree_width: int
@@ -149,7 +152,9 @@ class Core(Generation, NotCopyable):
     """A model, its KV cache and its tree of branches.
 
     cache_tokens   positions in the KV cache; when it is full, requests wait or are preempted and computed again
-    page_size      positions per page; changes no bit. Default: 16; of a hybrid 64, since every page has room for a state
+    page_size      positions per page; changes no bit. Default: 16; of a hybrid 64, and otherwise a divisor of it
+    state_tokens   positions of a hybrid whose recurrent entries are kept. Those of others, and states beyond the memory
+                   of KV, are computed again if a rollback or a fork needs them; changes no bit. Default: 64 requests and a pass
     max_rows       rows per pass; changes no bit. Default: 512; on CUDA 1024, or 8192 for prompts alone that capture nothing
     draft_model    a smaller model with the same tokenizer, for the `model` drafter
     lens_layer     the early-exit layer of the `lens` and `tree` drafters; default: the middle
@@ -172,6 +177,7 @@ class Core(Generation, NotCopyable):
         *,
         cache_tokens: int = 8192,
         page_size: int | None = None,
+        state_tokens: int | None = None,
         max_rows: int | None = None,
         draft_model: Decoder | None = None,
         lens_layer: int | None = None,
@@ -188,7 +194,10 @@ class Core(Generation, NotCopyable):
         cache_tokens = as_int("cache_tokens", cache_tokens, page_size)
         lone_rows = _CUDA_LONE_ROWS if max_rows is None and on_cuda else 0
         max_rows = (_CUDA_ROWS if on_cuda else _CPU_ROWS) if max_rows is None else as_int("max_rows", max_rows, 16)
-        require_memory(self.config, cache_tokens, page_size, model.dtype, model.device)
+        least = max_rows + 4 * CHUNK  # a pass, the chunk before it and the tail of another
+        state_tokens = max_rows + _OPEN * CHUNK if state_tokens is None else as_int("state_tokens", state_tokens, least)
+        lone_rows = lone_rows if self.config.mixer is None else min(lone_rows, state_tokens // 2)
+        require_memory(self.config, cache_tokens, page_size, model.dtype, model.device, state_tokens)
         canary, record = as_bool("canary", canary), as_bool("record", record)
         capture_buffer = as_int("capture_buffer", capture_buffer, SMALLEST_RING)
         if draft_model is not None:
@@ -200,7 +209,7 @@ class Core(Generation, NotCopyable):
         self.tree = BranchTree()
         self.lenses = KnownLenses(model)
         spare = int(on_cuda)  # an extra page for the padding rows of CUDA graphs
-        self.runner = Runner(model, cache_tokens // page_size + spare, page_size, canary, capture_buffer)
+        self.runner = Runner(model, cache_tokens // page_size + spare, page_size, canary, capture_buffer, state_tokens)
         self.prefix = PrefixIndex(self.runner.pool, self.fingerprint.digest.encode())
         drafters = make_drafters(self.runner, draft_model, lens_layer, tree_width)
         self.loop = Loop(self.runner, self.tree, self.prefix, drafters, self.text, max_rows, lone_rows, self.lenses)
@@ -230,8 +239,12 @@ class Core(Generation, NotCopyable):
             "KV pages": f"{used} of {pool.num_pages} in use, {pool.page_size} positions each",
         }
         if (mixer := self.config.mixer) is not None:
-            layers, size = len(self.config.layers_with("mixer")), math.prod(mixer.state_shape)
-            facts["recurrent layers"] = f"{layers}, each with {mixer.columns[-1]} numbers per position and {size} per state"
+            cache, layers = self.runner.cache, len(self.config.layers_with("mixer"))
+            positions, states = cache.entries.shape[1] - pool.page_size, cache.states.shape[1] - 1
+            facts["recurrent layers"] = (
+                f"{layers}, each with {mixer.columns[-1]} numbers of {positions} positions and {math.prod(mixer.state_shape)} "
+                f"of {states} states"
+            )
         held = [i for i in self.tree.roots() if self.tree.branch(i).status is not BranchStatus.RELEASED]
         recordings = {i: lane.recording for i, lane in self.loop.lanes.items()}
         trees = [tree_of(self.tree.branch(root), recordings, self.text) for root in held[-MAX_TREES:]]

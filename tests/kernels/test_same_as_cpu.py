@@ -15,7 +15,7 @@ from replaylens.kernels.cpu_attention import HostRows, attend
 from replaylens.kernels.launch import GemmTile
 from replaylens.kernels.matmul import matmul
 from replaylens.kernels.norm import FUNCTIONS, activation, norm, norm_pair, norm_scale
-from replaylens.kernels.recurrent import rates, recur, short_conv
+from replaylens.kernels.recurrent import LayerMemory, rates, recur, short_conv
 from replaylens.kernels.rope import rotate
 from replaylens.kernels.sample import sample_logits
 from replaylens.kernels.shared import PagedRows
@@ -103,16 +103,19 @@ def test_recurrences(device: str, delta: bool, depth: int, same: Same, monkeypat
     entries, states = ours.memory.entries.to(device), ours.memory.states.to(device)
     entries, states = (torch.cat([x, torch.zeros_like(x[: len(x) // len(states)])]) for x in (entries, states))  # a spare page
     table = torch.cat([ours.pages, torch.full_like(ours.pages, len(states) - 1)]).int().to(device)
+    rooms = torch.randperm(len(states), generator=torch.Generator().manual_seed(0)).int()  # of pages: any will do
+    entries = entries.view(len(states), 16, -1)[rooms.argsort()].flatten(0, 1)
+    memory = LayerMemory(entries, states, AT, rooms.to(device), torch.arange(len(states), device=device).int(), 16)
     for end in (1, 2, 60, 62, 63, 64, 65, 66, 127, 128, LENGTH):
         q, k, v, g, beta = (torch.cat([x[done:end], x[:2]]).to(device) for x in given)
         sequence = torch.tensor([0] * (end - done) + [1, 1], dtype=torch.int32, device=device)
         position = torch.tensor([*range(done, end), 0, 0], dtype=torch.int32, device=device)
         rows = PagedRows(sequence, position, table)
-        out = recur(q, k, v, g, beta if delta else None, entries, states, AT, rows, 16, single=end - done == 1)
+        out = recur(q, k, v, g, beta if delta else None, memory, rows, single=end - done == 1)
         found.append(out[:-2].cpu())
         done = end
     same(torch.cat(found), whole)
-    same(entries[:-16].cpu(), theirs.memory.entries)
+    same(entries.view(len(states), 16, -1)[rooms.long()].flatten(0, 1)[:-16].cpu(), theirs.memory.entries)
     same(states[:-1].cpu(), theirs.memory.states)
 
 
@@ -123,14 +126,15 @@ def test_short_convolutions(device: str, bias: bool, same: Same) -> None:
     layer.memory.entries[layer.pages[0, at // 3] * 3 + at % 3, :CHANNELS] = x
     theirs = cpu_recurrent.short_conv(layer.memory.entries, weight, given, HostRows(0 * at, at, layer.pages, 3, at))
     rows = PagedRows((0 * at).int().to(device), at.int().to(device), layer.pages.int().to(device))
-    entries = torch.zeros_like(layer.memory.entries).to(device)
+    entries, pages = torch.zeros_like(layer.memory.entries).to(device), torch.arange(len(layer.memory.states)).int().to(device)
+    memory = LayerMemory(entries, layer.memory.states.to(device), AT, pages, pages, 3)
     there, found = None if given is None else given.to(device), []
     for part in (slice(0, 2), slice(2, 3), slice(3, 9)):  # a row finds the rows before it in its pass, or in the entries
         some = PagedRows(rows.sequence[part], rows.position[part], rows.page_table)
-        found.append(short_conv(x[part].to(device), entries, weight.to(device), there, some, 3).cpu())
+        found.append(short_conv(x[part].to(device), memory, weight.to(device), there, some).cpu())
     same(torch.cat(found), theirs)
     same(entries.cpu(), layer.memory.entries)
-    activated = short_conv(x.to(device), entries, weight.to(device), there, rows, 3, silu=True)
+    activated = short_conv(x.to(device), memory, weight.to(device), there, rows, silu=True)
     same(activated.cpu(), cpu.activate(theirs, "silu", False))
 
 
