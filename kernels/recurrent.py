@@ -413,15 +413,13 @@ def recur(
     beta: Tensor | None,
     memory: LayerMemory,
     rows: PagedRows,
-    single: bool = False,
 ) -> Tensor:
     """Mutates the memory: keys, updates and log decays of all rows, and the states of chunks that end with one of them.
 
-    q, k    [rows, key heads, d]
-    v       [rows, heads, width]
-    decay   [rows, heads]: logarithms, float32
-    beta    [rows, heads]; None: an update is v itself
-    single  whether every sequence has one row. Moves no bit
+    q, k   [rows, key heads, d]
+    v      [rows, heads, width]
+    decay  [rows, heads]: logarithms, float32
+    beta   [rows, heads]; None: an update is v itself
 
     Returns what the rows read, in the dtype of q: [rows, heads, width]. A sequence's rows are neighbours, in order of position.
     """
@@ -437,7 +435,7 @@ def recur(
     rule, out = v if beta is None else beta.contiguous(), torch.empty(v.shape, dtype=q.dtype, device=q.device)
     if not num_rows:
         return out
-    tile, table = STEP if single else WALK, rows.page_table
+    tile, table = STEP if rows.single else WALK, rows.page_table
     sizes = (heads, heads // key_heads, d, min(tile.depth, next_power_of_2(max(d, 16))), width, tile.columns)
     grid, options = (num_rows, heads, ceil_div(width, tile.columns)), dict(num_warps=tile.warps, num_stages=tile.stages)
     given = (
@@ -445,7 +443,7 @@ def recur(
         memory.entries.stride(0), *memory.at, table.stride(0),
     )  # fmt: skip
     rest = (memory.page_size, CHUNK, beta is not None)
-    if single:
+    if rows.single:
         _step_kernel[grid](*given, k, decay, *sizes, *rest, **options, **EXACT)
         return out
     _put(k.flatten(1), memory, memory.at[0], rows)

@@ -137,7 +137,8 @@ class Rooms:
             self.states.touch(table.pages[base // size - 1], self.now)
             self.entries.touch(table.pages[base // size - 1], self.now)
             restored = int(start - base < self.tail and not self.entries.of[table.pages[base // size - 1]])
-        needed = -(-end // size) - start // size + restored, end // CHUNK - start // CHUNK
+        roomless = sum(not self.entries.of[page] for page in table.pages[start // size : -(-end // size)])
+        needed = self.pool.num_needed(table, start, end) + roomless + restored, end // CHUNK - start // CHUNK
         for what, count, shelf in zip(("pages of entries", "states"), needed, (self.entries, self.states), strict=True):
             if count > shelf.num_free(self.now):
                 raise OutOfStates(what, count, shelf.num_free(self.now), shelf.count)

@@ -513,7 +513,7 @@ class CanonicalCudaOps(HeadOps):
                 "Cannot capture recurrent states on CUDA: the kernel stores only those that end chunks. Use device='cpu'."
             )
         parts = given.q, given.k, given.v, given.decay, given.strength
-        return recur(*parts, self._memory(layer), self.rows, single=self.rows.tiles is None)
+        return recur(*parts, self._memory(layer), self.rows)
 
     def _memory(self, layer: int) -> LayerMemory:
         cache, place = self.cache, self.cache.mixed[layer]
@@ -630,4 +630,5 @@ def device_rows(batch: Batch, cache: KVCache) -> PagedRows:
         max_keys,
         per_tile if tiles is not None else 0,
         sharing.keys(cache.data.device) if sharing is not None else None,
+        single=longest == 1,
     )

@@ -99,8 +99,8 @@ def decode_on_device(loop: Loop) -> None:
 
 AnyBranch = TypeVar("AnyBranch", bound=Branch)
 _CPU_ROWS, _CUDA_ROWS, _CUDA_LONE_ROWS = 512, 1024, 8192
-_OPEN = 64
-"""open chunks of a hybrid whose entries are kept: one for every request that runs"""
+_OPEN = 32
+"""requests of a hybrid that run at once, each with the entries of two chunks: the open one, and the next"""
 """default of `max_rows`; a device needs more rows to be busy, and has them if nobody waits for a pass"""
 
 _PAGE = 16
@@ -154,7 +154,8 @@ class Core(Generation, NotCopyable):
     cache_tokens   positions in the KV cache; when it is full, requests wait or are preempted and computed again
     page_size      positions per page; changes no bit. Default: 16; of a hybrid 64, and otherwise a divisor of it
     state_tokens   positions of a hybrid whose recurrent entries are kept. Those of others, and states beyond the memory
-                   of KV, are computed again if a rollback or a fork needs them; changes no bit. Default: 64 requests and a pass
+                   of KV, are computed again if a rollback or a fork needs them; changes no bit. A request that runs
+                   takes up to 128. Default: for a pass and a quarter of the cache, 32 requests at most
     max_rows       rows per pass; changes no bit. Default: 512; on CUDA 1024, or 8192 for prompts alone that capture nothing
     draft_model    a smaller model with the same tokenizer, for the `model` drafter
     lens_layer     the early-exit layer of the `lens` and `tree` drafters; default: the middle
@@ -195,7 +196,12 @@ class Core(Generation, NotCopyable):
         lone_rows = _CUDA_LONE_ROWS if max_rows is None and on_cuda else 0
         max_rows = (_CUDA_ROWS if on_cuda else _CPU_ROWS) if max_rows is None else as_int("max_rows", max_rows, 16)
         least = max_rows + 4 * CHUNK  # a pass, the chunk before it and the tail of another
-        state_tokens = max_rows + _OPEN * CHUNK if state_tokens is None else as_int("state_tokens", state_tokens, least)
+        usual = max(least, max_rows + min(cache_tokens // 4, 2 * _OPEN * CHUNK))
+        if state_tokens is not None and self.config.mixer is None:
+            raise BadRequest(
+                f"This {self.config.family} model has no recurrent layers, so state_tokens is of no use. Leave it out."
+            )
+        state_tokens = usual if state_tokens is None else as_int("state_tokens", state_tokens, least)
         lone_rows = lone_rows if self.config.mixer is None else min(lone_rows, state_tokens // 2)
         require_memory(self.config, cache_tokens, page_size, model.dtype, model.device, state_tokens)
         canary, record = as_bool("canary", canary), as_bool("record", record)

@@ -401,3 +401,5 @@ def test_what_hybrids_refuse() -> None:
             Engine(decoder("qwen3-next"), page_size=size)
     with pytest.raises(BadRequest, match="state_tokens=100"):
         Engine(decoder("qwen3-next"), state_tokens=100)
+    with pytest.raises(BadRequest, match="no recurrent layers"):
+        Engine(decoder("llama"), state_tokens=1000)

@@ -110,8 +110,8 @@ def test_recurrences(device: str, delta: bool, depth: int, same: Same, monkeypat
         q, k, v, g, beta = (torch.cat([x[done:end], x[:2]]).to(device) for x in given)
         sequence = torch.tensor([0] * (end - done) + [1, 1], dtype=torch.int32, device=device)
         position = torch.tensor([*range(done, end), 0, 0], dtype=torch.int32, device=device)
-        rows = PagedRows(sequence, position, table)
-        out = recur(q, k, v, g, beta if delta else None, memory, rows, single=end - done == 1)
+        rows = PagedRows(sequence, position, table, single=end - done == 1)
+        out = recur(q, k, v, g, beta if delta else None, memory, rows)
         found.append(out[:-2].cpu())
         done = end
     same(torch.cat(found), whole)
