@@ -21,11 +21,12 @@ from replaylens.engine.memory.pages import page_matrix
 from replaylens.engine.model.config import Activation, ModelConfig, Routing, sigmoid
 from replaylens.engine.model.layers import Conv, Experts, Linear, Norm, Rotary, is_packed
 from replaylens.engine.model.ops import AttentionSpec, Heads, Observer, Recurrence, softcap, weighted
-from replaylens.engine.passes.batch import Batch, SharedRun, shared_runs
+from replaylens.engine.passes.batch import Batch, SharedRun, finite, shared_runs
 from replaylens.engine.request.placed import PATTERN, PlacedEdit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.kernels import grouped, route
 from replaylens.kernels.attention import MAX_REST, MAX_VALUES, attention
+from replaylens.kernels.definition import CHUNK
 from replaylens.kernels.edges import HIDDEN, REPLACED, CutPairs, cut_edges
 from replaylens.kernels.launch import KV_BLOCK, attention_tile, grouped_rows, heads_together, next_power_of_2
 from replaylens.kernels.matmul import head_matmul, head_plan, matmul
@@ -508,12 +509,11 @@ class CanonicalCudaOps(HeadOps):
         return short_conv(x, self._memory(layer), conv.weight, conv.bias, self.rows, silu)
 
     def recur(self, given: Recurrence, layer: int, observe: Callable[[Tensor], object] | None = None) -> Tensor:
+        memory = self._memory(layer)
+        out = recur(given.q, given.k, given.v, given.decay, given.strength, memory, self.rows)
         if observe is not None:
-            raise UnsupportedModel(
-                "Cannot capture recurrent states on CUDA: the kernel stores only those that end chunks. Use device='cpu'."
-            )
-        parts = given.q, given.k, given.v, given.decay, given.strength
-        return recur(*parts, self._memory(layer), self.rows)
+            observe(_states(memory, self.rows, given.k.shape[1]))
+        return out
 
     def _memory(self, layer: int) -> LayerMemory:
         cache, place = self.cache, self.cache.mixed[layer]
@@ -593,6 +593,31 @@ def _cut_on_host(
     host = None if sinks is None else sinks.cpu()
     z = edged(q[rows.to(q.device)].cpu(), k, v, paged, spec, host, Cut(cut.site, cut.mask[rows], cut.put[rows]))
     out[rows.to(out.device)] = z.to(out.device)
+
+
+def _states(memory: LayerMemory, rows: PagedRows, key_heads: int) -> Tensor:
+    """The state after every row, [rows, heads, d, width], from the rows' entries: in portable arithmetic, which the host has,
+    too. The kernel stores only those that end chunks."""
+    from replaylens.kernels import cpu_recurrent as host
+
+    size, heads, d, width = memory.page_size, *memory.states.shape[1:]
+    owner, position, tables = (x.cpu().long() for x in (rows.sequence, rows.position, rows.page_table))
+    base = position - position % CHUNK
+    used = torch.zeros_like(tables, dtype=torch.bool)
+    for sequence, first, last in zip(owner.tolist(), base.tolist(), position.tolist(), strict=True):
+        used[sequence, max(0, first - 1) // size : last // size + 1] = True
+    pages, place = tables[used].unique(return_inverse=True)
+    mine = torch.zeros_like(tables)
+    mine[used] = place
+    there = pages.to(memory.entries.device)
+    entries = memory.entries.unflatten(0, (-1, size))[memory.entry_of[there].long()].flatten(0, 1).cpu()
+    held = host.LayerMemory(entries, memory.states[memory.state_of[there].long()].cpu(), memory.at, key_heads)
+    out = torch.empty(len(owner), heads, d, width)
+    places = zip(owner.tolist(), position.tolist(), base.tolist(), strict=True)
+    asked = [host.Piece(sequence, 0, at + 1, 0, first, final=out[i]) for i, (sequence, at, first) in enumerate(places)]
+    none = out.new_empty(0, key_heads, d), out.new_empty(0, heads, width)
+    host.recur(*none, None, held, asked, mine, mine, size)
+    return finite(out, "recurrent states").to(memory.states.device)
 
 
 class FastCudaOps(FastHeadOps, CanonicalCudaOps):

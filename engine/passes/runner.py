@@ -316,7 +316,7 @@ class Runner:
         """The residual stream after the last block, from a graph. None if the pass has no graph and must be launched."""
         if self.graphs is None or not isinstance(tap, PassTap | None) or any(s.hooks for s in batch.segments):
             return None
-        if batch.cuts_edges:
+        if batch.cuts_edges or (tap is not None and any(site.endswith(sites.STATE) for site in tap.wanted)):
             return None
         ran = self.graphs.run(batch, tap.wanted if tap is not None else frozenset(), exact, self._program(batch))
         if ran is None:
