@@ -57,11 +57,7 @@ class KVCache:
         """layer -> its place in `data`"""
         self.data = _zeros((len(self.index), planes, *inner, width), dtype, device)
         mixer, layers = config.mixer, config.layers_with("mixer")
-        if mixer is not None and CHUNK % pool.page_size:
-            raise BadRequest(
-                f"page_size={pool.page_size} does not fit a hybrid: {CHUNK} positions, after which a state is kept, must be "
-                f"whole pages. Give a divisor of {CHUNK}."
-            )
+        require_page_size(config, pool.page_size)
         self.mixer, self.mixed = mixer, {layer: i for i, layer in enumerate(layers)}
         """recurrent layer -> its place in `entries` and `states`"""
         plan = RoomPlan.of(config, pool.num_pages, pool.page_size, dtype, state_tokens)
@@ -205,6 +201,15 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
     if hasattr(mmap, "MADV_NOHUGEPAGE"):  # each head has slots of its own, so the first token would touch every huge page
         pages.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+def require_page_size(config: ModelConfig, page_size: int, what: str = "a hybrid") -> None:
+    """Raise BadRequest if the model cannot have pages of this size."""
+    if config.mixer is not None and CHUNK % page_size:
+        raise BadRequest(
+            f"page_size={page_size} does not fit {what}: {CHUNK} positions, after which a state is kept, must be whole pages. "
+            f"Give a divisor of {CHUNK}."
+        )
 
 
 @dataclass(frozen=True)

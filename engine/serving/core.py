@@ -22,7 +22,7 @@ from replaylens.engine.loop.drafters import (
 )
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.loop.loop import Loop
-from replaylens.engine.memory.cache import require_memory
+from replaylens.engine.memory.cache import require_memory, require_page_size
 from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.memory.tree import BranchStatus, BranchTree
 from replaylens.engine.model import modes, sites
@@ -78,6 +78,7 @@ def make_drafters(runner: Runner, draft_model: Decoder | None, layer: int | None
         "forced": ForcedDrafter(),
     }
     if draft_model is not None:
+        require_page_size(draft_model.config, runner.pool.page_size, "a hybrid draft model")
         certificates.certificate_for(draft_model)
         own = Runner(draft_model, runner.pool.num_pages, runner.pool.page_size)
         drafters["model"] = ModelDrafter(own, config.vocab_size)

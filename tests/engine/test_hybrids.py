@@ -5,6 +5,7 @@ import random
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -29,6 +30,8 @@ from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
 from replaylens.kernels.definition import CHUNK
+from replaylens.probes.probe import LinearProbe
+from replaylens.probes.rows import Cell
 from tests.engine.passes.packed import relative, sequences
 from tests.engine.reference import decoder
 from tests.families import HYBRIDS, hugging_face
@@ -292,6 +295,45 @@ def test_verbs_of_the_workbench(name: str) -> None:
     assert len(rl.lens(subject, base).tokens) == 12
 
 
+@pytest.mark.parametrize(
+    "name, kinds",
+    [
+        ("qwen3-next", {"head": 6, "mixer head": 4}),
+        ("falcon-h1", {"head": 12, "mixer head": 16}),
+        ("lfm2", {"head": 6, "mixer": 1}),
+    ],
+)
+def test_parts_of_a_logit_by_head(name: str, kinds: dict[str, int]) -> None:
+    """Attention heads and those of recurrent layers differ in number. A gated convolution has no heads."""
+    found = rl.dla(engine(name), TOKENS[:9], (3, 4), by="head")
+    assert {kind: sum(part.kind == kind for part in found.parts) for kind in kinds} == kinds
+    assert [grid.values.size for grid in found._grids()] == [number for kind, number in kinds.items() if "head" in kind]
+    assert found._repr_html_() and found.plot()
+    colours = rl.dla(engine(name), TOKENS[:9], (3, 4)).plot().axes[0].get_legend().get_texts()
+    assert [text.get_text() for text in colours] == ["mixer", "attention", "MLP", "others"]
+
+
+def test_patterns_name_the_layers_that_have_a_site() -> None:
+    subject = engine("nemotron-h")
+    branch = subject.prompt(TOKENS[:5], sites="blocks.*.mixer.hook_out")
+    assert list(branch.activations.sites()) == [
+        f"blocks.{layer}.mixer.hook_out" for layer in subject.config.layers_with("mixer")
+    ]
+    legacy = subject.prompt(TOKENS[:5], sites=["blocks.*.hook_attn_out"]).activations
+    assert torch.equal(legacy["blocks.0.hook_attn_out"], branch.activations["blocks.0.mixer.hook_out"])
+    with pytest.raises(UnknownSite, match=r"No site matches 'blocks\.\*\.mixer\.hook_beta'"):
+        subject.prompt(TOKENS[:5], sites="blocks.*.mixer.hook_beta")
+
+
+def test_a_probe_of_a_state_does_not_steer_the_residual_stream() -> None:
+    subject, means = engine("qwen3-next"), np.eye(2, 240)
+    probe = LinearProbe(means[:1], np.zeros(1), means, ("a", "b"), "label", SITE, Cell("S", 0), "last", "ridge", {})
+    with pytest.raises(
+        BadRequest, match="blocks.0.mixer.hook_state has 240 numbers, but steer adds to the residual stream, of 36"
+    ):
+        rl.steer(subject, probe, [TOKENS[:4]], layers=[0], strengths=[1.0])
+
+
 def test_dumps_and_resampling(tmp_path: Path) -> None:
     subject = engine("nemotron-h")
     dump = subject.replay([TOKENS[:70], TOKENS[20:60]], sites=["S", "T", "blocks.0.mixer.hook_read"]).save(tmp_path / "dump")
@@ -399,6 +441,8 @@ def test_what_hybrids_refuse() -> None:
     for size in (24, 128):
         with pytest.raises(BadRequest, match="Give a divisor of 64"):
             Engine(decoder("qwen3-next"), page_size=size)
+    with pytest.raises(BadRequest, match="page_size=24 does not fit a hybrid draft model"):
+        Engine(decoder("llama"), draft_model=decoder("qwen3-next"), page_size=24)
     with pytest.raises(BadRequest, match="state_tokens=100"):
         Engine(decoder("qwen3-next"), state_tokens=100)
     with pytest.raises(BadRequest, match="no recurrent layers"):

@@ -150,6 +150,11 @@ def _vectors(engine: Core, given: Tensor | Contrast | LinearProbe, layers: list[
         if len(given.classes) != 2:
             raise BadRequest(f"The probe has {len(given.classes)} classes. Give the vector probe.direction(origin, target).")
         first, second = given.classes
+        if (length := len(given.direction(first, second))) != width:
+            raise BadRequest(
+                f"The probe's direction at {given.site} has {length} numbers, but steer adds to the residual stream, of {width}."
+                " Fit the probe on S, or add the direction where it was fitted: Edit(site, 'add', direction)."
+            )
         given = torch.from_numpy(given.direction(first, second) * given.gap(first, second)).float()
     if isinstance(given, Tensor):
         if given.shape != (width,):
