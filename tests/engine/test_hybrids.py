@@ -328,9 +328,7 @@ def test_patterns_name_the_layers_that_have_a_site() -> None:
 def test_a_probe_of_a_state_does_not_steer_the_residual_stream() -> None:
     subject, means = engine("qwen3-next"), np.eye(2, 240)
     probe = LinearProbe(means[:1], np.zeros(1), means, ("a", "b"), "label", SITE, Cell("S", 0), "last", "ridge", {})
-    with pytest.raises(
-        BadRequest, match="blocks.0.mixer.hook_state has 240 numbers, but steer adds to the residual stream, of 36"
-    ):
+    with pytest.raises(BadRequest, match="direction of 240 numbers, and the residual stream, which is steered, has 36"):
         rl.steer(subject, probe, [TOKENS[:4]], layers=[0], strengths=[1.0])
 
 

@@ -152,8 +152,8 @@ def _vectors(engine: Core, given: Tensor | Contrast | LinearProbe, layers: list[
         first, second = given.classes
         if (length := len(given.direction(first, second))) != width:
             raise BadRequest(
-                f"The probe's direction at {given.site} has {length} numbers, but steer adds to the residual stream, of {width}."
-                " Fit the probe on S, or add the direction where it was fitted: Edit(site, 'add', direction)."
+                f"The probe of {given.site} has a direction of {length} numbers, and the residual stream, which is steered, "
+                f"has {width}. Fit the probe on S, or add the direction where it was fitted: Edit(site, 'add', direction)."
             )
         given = torch.from_numpy(given.direction(first, second) * given.gap(first, second)).float()
     if isinstance(given, Tensor):
