@@ -19,6 +19,7 @@ from torch import Tensor
 from benchmarks.harness import Line, Lines, case, random_tokens, seconds
 from benchmarks.subjects import ENDLESS, SHAPE, random_decoder
 from replaylens.engine.engine import Engine
+from replaylens.engine.memory.cache import cache_bytes, kv_bytes
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.model.config import Activation, MixerConfig, MixtureConfig, ModelConfig, Rope, Routing
 from replaylens.engine.model.decoder import Decoder, Mixture
@@ -401,12 +402,35 @@ def load(requests: int = 64, tokens: int = 64) -> Lines:
     found.note(**{f"{arm}_tokens_per_s": requests * tokens / taken for arm, taken in found.values.items()})
 
 
-@case("hybrid-gpu", ours="hybrid", baseline="attention only", needs="gpu", clock="wall", cost=True, rounds=3, warm=1)
+def transformers_prompt(shape: ModelConfig, length: int) -> Any:
+    """A forward pass of transformers over a prompt, without logits but the last: torch's chunked delta rule, random weights."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    m = shape.mixer
+    assert m is not None
+    sizes = dict(hidden_size=shape.d_model, intermediate_size=shape.d_mlp, num_hidden_layers=shape.num_layers)
+    heads = dict(num_attention_heads=shape.num_heads, num_key_value_heads=shape.num_kv_heads, head_dim=shape.d_head)
+    linear = dict(linear_num_key_heads=m.key_heads, linear_num_value_heads=m.heads, linear_conv_kernel_dim=m.taps)
+    linear |= dict(linear_key_head_dim=m.d_key, linear_value_head_dim=m.d_value)
+    config = Qwen3NextConfig(**sizes, **heads, **linear, num_experts=0, vocab_size=shape.vocab_size, tie_word_embeddings=True)
+    with torch.device("cuda"):
+        torch.set_default_dtype(torch.bfloat16)
+        model = Qwen3NextForCausalLM(config).eval()
+        torch.set_default_dtype(torch.float32)
+    path = torch.tensor(random_tokens(1, length, shape.vocab_size, seed=length), device="cuda")
+    return torch.inference_mode()(lambda: model(path, logits_to_keep=1).logits)
+
+
+@case(
+    "hybrid-gpu", ours="hybrid", baseline="attention only", others=("transformers",), needs="gpu", clock="wall", cost=True,
+    rounds=3, warm=1,
+)  # fmt: skip
 def hybrid(batches: tuple[int, ...] = (1, 64), tokens: int = 64, lengths: tuple[int, ...] = (2048, 8192)) -> Lines:
     """A hybrid of about 4B against the same model with attention in every layer: decoding, prompts, forks, and the memory of
-    its states. First its bits: a request alone and in company."""
+    its states. The longest prompt also against transformers. First its bits: a request alone and in company."""
     shapes = {"hybrid": HYBRID, "attention only": replace(HYBRID, mixer=None, parts=())}
-    engines = {arm: Engine(random_mixture(shape), cache_tokens=2**14) for arm, shape in shapes.items()}
+    room: dict[str, Any] = {"hybrid": {"state_tokens": 1024 + 128 * max(batches)}}
+    engines = {arm: Engine(random_mixture(shape), cache_tokens=2**14, **room.get(arm, {})) for arm, shape in shapes.items()}
     engine, made = certified(engines["hybrid"]), list[Any]()
     yield from contract(engine, "STC", 4)
     for count in batches:
@@ -424,10 +448,19 @@ def hybrid(batches: tuple[int, ...] = (1, 64), tokens: int = 64, lengths: tuple[
     for length in lengths:
         (path,) = random_tokens(1, length, HYBRID.vocab_size, seed=length)
         arms = {arm: lambda own=own, path=path: own.prompt(path) for arm, own in engines.items()}  # type: ignore[misc]
-        yield Line(f"a prompt of {length}", arms, after=lambda arm, made: released(engines[arm], [made]), per=length)
+        if length == max(lengths):
+            arms["transformers"] = transformers_prompt(HYBRID, length)
+        after = lambda arm, made: released(engines[arm], [made]) if arm in engines else None  # noqa: E731
+        found = yield Line(f"a prompt of {length}", arms, after=after)
+        if "transformers" in arms:
+            found.note(of_transformers_speed=found.values["transformers"] / found.values["hybrid"])
     root = engine.prompt(prompts(engine, 1, 1000)[0])
     taken, forks = seconds(lambda: root.fork(1024), "wall")
-    numbers = {"ms_a_fork": taken / 1.024, "states_gb": engine.runner.cache.states.numel() * 4 / 1e9}
-    numbers["kv_and_entries_gb"] = engine.runner.cache.num_bytes / 1e9 - numbers["states_gb"]
-    yield Line("1,024 forks at 1,000 tokens; the cache of 16,384 positions", numbers=numbers)
+    numbers = {"ms_a_fork": taken / 1.024}
     released(engine, [*forks, root])
+    for count in (2**14, 2**17):  # positions
+        kept = cache_bytes(HYBRID, count, 64, torch.bfloat16, 5120)
+        numbers[f"kb_a_position_of_{count}"] = kept / count / 1e3
+        numbers[f"kb_if_all_were_kept_of_{count}"] = cache_bytes(HYBRID, count, 64, torch.bfloat16, None) / count / 1e3
+    numbers["kv_kb_a_position"] = kv_bytes(HYBRID, torch.bfloat16) / 1e3
+    yield Line("1,024 forks at 1,000 tokens; the memory of a position", numbers=numbers)

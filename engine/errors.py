@@ -118,6 +118,19 @@ class OutOfPages(EngineError, RuntimeError):
         return cls(needed, free, total, text)
 
 
+class OutOfStates(OutOfPages):
+    """The rows of a pass need more entries or states of a hybrid's recurrent layers than an engine keeps at once."""
+
+    def __init__(self, what: str, needed: int, free: int, total: int) -> None:
+        super().__init__(
+            needed,
+            free,
+            total,
+            f"{needed} {what} of recurrent layers needed, {free} of {total} free. Make the engine with a larger state_tokens, "
+            "or compute fewer rows at once.",
+        )
+
+
 class CannotCopy(EngineError, TypeError):
     """An attempt to copy or pickle an engine, or a handle on one."""
 

@@ -1,7 +1,7 @@
 """Portable recurrences on a CPU over a paged cache: short convolutions, gated delta nets, Mamba-2.
 
-Per position the cache holds an entry: what a later row of its chunk needs. Per page it holds one state: that after the position
-in the page which ends a chunk, if there is one. So a row follows from its own pages, whatever was computed in which pass.
+Per position the cache holds an entry: what a later row of its chunk needs. Of a page that ends with a chunk it holds the state
+after it. So a row follows from its own pages, whatever was computed in which pass.
 """
 
 from collections.abc import Sequence
@@ -133,10 +133,10 @@ def _carry(start, keys, updates, left, count, d, width, out):
                 y[i] = fma(weight, row[i], y[i])
 
 
-@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)")
+@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)")
 def _recur(
-    q, v, beta, entries, entry, at_key, at_update, at_decay, states, table, pages, page_size, heads, group, d, width, pieces,
-    out, bad, first, end,
+    q, v, beta, entries, entry, at_key, at_update, at_decay, states, table, kept, pages, page_size, heads, group, d, width,
+    pieces, out, bad, first, end,
 ):  # fmt: skip
     """Work items [first, end): one (piece, head) each. See `recur`."""
     size = d * width
@@ -146,19 +146,19 @@ def _recur(
     g, scores = updates + 4 * CHUNK * width, updates + 4 * CHUNK * (width + 1)
     left, nothing = scores + 4 * CHUNK, scores + 4 * (2 * CHUNK + 8)
     read = nothing + 4 * size
-    kept, line, fine = floats(g, CHUNK), floats(read, width), True
+    decays, line, fine = floats(g, CHUNK), floats(read, width), True
     for item in range(first, end):
         head, piece = item % heads, integers(pieces + 8 * 7 * (item // heads), 7)
-        own = integers(table + 8 * piece[0] * pages, pages)
+        own, ends = integers(table + 8 * piece[0] * pages, pages), integers(kept + 8 * piece[0] * pages, pages)
         row, start, since, count = piece[1], piece[2], piece[4], 0
         state = piece[5] + 4 * head * size if piece[5] else nothing
         if since and not piece[5]:
-            state = states + 4 * size * (own[(since - 1) // page_size] * heads + head)
+            state = states + 4 * size * (ends[(since - 1) // page_size] * heads + head)
         for at in range(since, start + piece[3]):
             address = entries + 4 * entry * (own[at // page_size] * page_size + at % page_size)
             k, u = address + 4 * (at_key + head // group * d), floats(address + 4 * (at_update + head * width), width)
             _turn(k, d, keys + 4 * count)
-            kept[count] = floats(address + 4 * (at_decay + head), 1)[0]
+            decays[count] = floats(address + 4 * (at_decay + head), 1)[0]
             count += 1
             if at >= start:
                 given, strength = floats(v + 4 * (row * heads + head) * width, width), _ONE
@@ -178,7 +178,7 @@ def _recur(
             _read(state, keys, updates, left, count, x, d, width, scores, y)
             row += 1
             if (at + 1) % CHUNK == 0:
-                after = states + 4 * size * (own[at // page_size] * heads + head)
+                after = states + 4 * size * (ends[at // page_size] * heads + head)
                 _carry(state, keys, updates, left, count, d, width, after)
                 state, count = after, 0
         if piece[6]:
@@ -221,16 +221,27 @@ class LayerMemory:
 
 
 def recur(
-    q: Tensor, v: Tensor, beta: Tensor | None, memory: LayerMemory, pieces: Sequence[Piece], pages: Tensor, page_size: int
+    q: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    memory: LayerMemory,
+    pieces: Sequence[Piece],
+    pages: Tensor,
+    ends: Tensor,
+    page_size: int,
 ) -> Tensor | None:
     """Mutates the memory: the updates of all rows of the pieces, and the states of chunks that end with one of them.
 
     Returns [rows, heads, width], what rows of the pieces read with q [rows, key heads, d]; None if an update is not finite.
     v [rows, heads, width]; beta [rows, heads]: without it, an update is v itself. Keys and log decays are in the memory.
+    pages, ends [sequences, pages]: of each page of a sequence, where its entries and the state after it are
     """
     heads, d, width = memory.states.shape[1:]
     require_integers(pages)
+    require_integers(ends)
+    require(ends.shape == pages.shape, f"states of {tuple(pages.shape)} pages", ends)
     _require_pages(memory.entries, pages, page_size)
+    _require_pages(memory.states, ends, 1)
     for x, shape in ((q, (memory.key_heads, d)), (v, (heads, width)), *(() if beta is None else ((beta, (heads,)),))):
         require(x.dtype == torch.float32 and x.is_contiguous() and x.shape[1:] == shape, f"contiguous rows of {shape}", x)
     require(memory.entries.is_contiguous() and memory.states.is_contiguous(), "a contiguous memory", memory.states)
@@ -239,8 +250,8 @@ def recur(
     table, bad, out = np.array(listed, np.int64), np.zeros(1, np.int64), torch.empty(v.shape, dtype=torch.float32)
     fixed = (
         q.data_ptr(), v.data_ptr(), address(beta), memory.entries.data_ptr(), memory.entries.shape[1], *memory.at,
-        memory.states.data_ptr(), pages.data_ptr(), pages.shape[1], page_size, heads, heads // memory.key_heads, d, width,
-        table.ctypes.data, out.data_ptr(), bad.ctypes.data,
+        memory.states.data_ptr(), pages.data_ptr(), ends.data_ptr(), pages.shape[1], page_size, heads,
+        heads // memory.key_heads, d, width, table.ctypes.data, out.data_ptr(), bad.ctypes.data,
     )  # fmt: skip
     items, rows = len(pieces) * heads, sum(max(1, piece.count) for piece in pieces)
     divided(lambda i, n: _recur(*fixed, *share(i, n, items)), 2.0 * rows * heads * (d + CHUNK) * width, items)

@@ -44,9 +44,12 @@ def moments(X, valid, width, eps, LAYER: tl.constexpr, ROWS: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "inner"])
 def _norm_kernel(
     X, WEIGHT, OTHER, BIAS, OUT, rows, inner, width, eps, stride_xo, stride_xi, stride_o,
+    GATE, stride_go, stride_gi, scale, other_scale,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, LAYER: tl.constexpr, HAS_BIAS: tl.constexpr, FIRST: tl.constexpr,
+    GATED: tl.constexpr = False, SCALED: tl.constexpr = False,
 ):  # fmt: skip
-    """FIRST: only so many of the `inner` vectors of a row have the weight WEIGHT, the rest OTHER; 0: all of them."""
+    """FIRST: only so many of the `inner` vectors of a row have the weight WEIGHT, the rest OTHER; 0: all of them. The rounded
+    result is multiplied by a number (SCALED) or by silu of a GATE (GATED), as if it had been stored before."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column[None, :] < width
@@ -75,6 +78,13 @@ def _norm_kernel(
             y = y * weight + bias
     else:
         y = y * weight
+    if SCALED:
+        factor = tl.where((row % inner)[:, None] < FIRST, scale, other_scale)
+        y = y.to(OUT.dtype.element_ty).to(tl.float32) * factor
+    if GATED:
+        from_gate = (row // inner) * stride_go + (row % inner) * stride_gi
+        gate = tl.load(GATE + from_gate[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        y = activate_gated(gate, y.to(OUT.dtype.element_ty).to(tl.float32), "silu", X.dtype.element_ty == tl.float32)
     tl.store(OUT + row[:, None] * stride_o + column[None, :], y.to(OUT.dtype.element_ty), mask=mask)
 
 
@@ -98,9 +108,18 @@ def _scale_kernel(
 
 
 def norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, kind: str = "rms", out: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    kind: str = "rms",
+    out: Tensor | None = None,
+    gate: Tensor | None = None,
 ) -> Tensor:
-    """RMSNorm ("rms") or LayerNorm ("layer") of x [rows, width] or [rows, heads, width] over its last dimension."""
+    """RMSNorm ("rms") or LayerNorm ("layer") of x [rows, width] or [rows, heads, width] over its last dimension.
+
+    gate  of the shape of x: its silu is multiplied into the rounded result, to the bit as `activation` would do it
+    """
     require(kind in ("rms", "layer"), "Unknown norm {!r}. Use rms or layer.", kind)
     require(x.dim() in (2, 3), "x has shape {}. Expected [rows, width] or [rows, heads, width].", x.shape)
     require_float("x", x)
@@ -117,16 +136,23 @@ def norm(
     rows = x.shape[0] * inner
     if rows:
         x, shape = uniform(x), norm_shape(width)
+        by = x if gate is None else uniform(gate)
+        require(by.shape == x.shape and by.dtype == x.dtype, "gate must be {} of shape {}.", x.dtype, x.shape)
         _norm_kernel[(ceil_div(rows, shape.rows),)](
             x, weight, weight, bias if bias is not None else weight, out, rows, inner, width, eps,
-            x.stride(0), x.stride(1) if x.dim() == 3 else 0, width,
-            shape.rows, shape.block, kind == "layer", bias is not None, 0, num_warps=shape.warps, **EXACT,
+            x.stride(0), x.stride(1) if x.dim() == 3 else 0, width, by, by.stride(0), by.stride(1) if x.dim() == 3 else 0,
+            1.0, 1.0, shape.rows, shape.block, kind == "layer", bias is not None, 0, gate is not None,
+            num_warps=shape.warps, **EXACT,
         )  # fmt: skip
     return out
 
 
-def norm_pair(x: Tensor, first: int, weights: tuple[Tensor, Tensor], eps: float, kind: str) -> Tensor:
+def norm_pair(
+    x: Tensor, first: int, weights: tuple[Tensor, Tensor], eps: float, kind: str, scales: tuple[float, float] | None = None
+) -> Tensor:
     """The norm of every head of x [rows, heads, width]: the first heads have one weight [width], the rest another.
+
+    scales  of the first heads and of the rest: the rounded results are multiplied by them
 
     To the bit: `norm` of both parts. One launch instead of two.
     """
@@ -143,8 +169,9 @@ def norm_pair(x: Tensor, first: int, weights: tuple[Tensor, Tensor], eps: float,
     if rows:
         x, shape = uniform(x), norm_shape(width)
         _norm_kernel[(ceil_div(rows * heads, shape.rows),)](
-            x, *weights, weights[0], out, rows * heads, heads, width, eps, x.stride(0), x.stride(1), width,
-            shape.rows, shape.block, kind == "layer", False, first, num_warps=shape.warps, **EXACT,
+            x, *weights, weights[0], out, rows * heads, heads, width, eps, x.stride(0), x.stride(1), width, x, 0, 0,
+            *(scales or (1.0, 1.0)), shape.rows, shape.block, kind == "layer", False, first, False, scales is not None,
+            num_warps=shape.warps, **EXACT,
         )  # fmt: skip
     return out
 

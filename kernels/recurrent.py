@@ -4,11 +4,14 @@ The arithmetic is portable float32 in every dtype: a model in bfloat16 rounds wh
 entry, per page a state, as `kernels/cpu_recurrent.py` has them.
 
 **One program walks over the rows of a sequence**, for one head and some columns of its values, whose sums do not mix. It takes
-up to `_ROWS` rows of a chunk at a time. What they read from the state at the start of the chunk and from its earlier rows are
-dots; among themselves, a row's update is followed by one multiply-add of every later row.
+up to 16 rows of a chunk at a time. What they read from the state at the start of the chunk and from its earlier rows are
+dots; among themselves, a row's update is followed by one multiply-add of every later row. Where every sequence has one row, as
+in decoding, a kernel of its own takes it: query and key are the two rows of its dots, and it stores key and decay itself.
 
 **Terms that take no part** are -1 times 0: adding -0 changes no number, where adding +0 would turn -0 into +0.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -16,102 +19,184 @@ import triton.language as tl
 from torch import Tensor
 
 from replaylens.kernels.definition import CHUNK
+from replaylens.kernels.exact import activate as portable_activation
 from replaylens.kernels.exact import exp
-from replaylens.kernels.launch import EXACT, ceil_div, next_power_of_2, require, require_rows, require_shape
+from replaylens.kernels.launch import EXACT, GemmTile, ceil_div, next_power_of_2, require, require_rows, require_shape
+from replaylens.kernels.norm import activate
 from replaylens.kernels.shared import PagedRows
 
-_ROWS = 16
-"""rows of a tile. Moves no bit"""
-_COLUMNS = 32
-"""columns of values of a program. Moves no bit"""
+WALK, STEP = GemmTile(16, 32, 32, 4, 2), GemmTile(2, 32, 32, 4, 2)
+"""of the rows of a sequence, and of a single one: rows, columns of values, depth of a step along keys. They move no bit"""
 _BLOCK = 256
 
 # ---- entries ---------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
+class LayerMemory:
+    """One layer's part of the cache."""
+
+    entries: Tensor
+    """[slots of rooms, columns], float32: the inputs of the convolution, then keys, updates and log decays"""
+    states: Tensor
+    """[rooms, heads, d, width], float32"""
+    at: tuple[int, int, int]
+    """columns at which keys, updates and log decays begin"""
+    entry_of: Tensor
+    """page -> room of its entries, int32"""
+    state_of: Tensor
+    """page -> room of the state after it"""
+    page_size: int
+
+    def __post_init__(self) -> None:
+        for name, x, dims in (("entries", self.entries, 2), ("states", self.states, 4)):
+            fits = x.dtype == torch.float32 and x.dim() == dims and x.is_contiguous()
+            require(fits, "{} are {} {}. Expected contiguous float32.", name, x.dtype, x.shape)
+
+
+@triton.jit
+def _slot(TABLE, ENTRY_OF, at, PAGE: tl.constexpr):
+    """The slot of position `at` in the room of its page's entries."""
+    room = tl.load(ENTRY_OF + tl.load(TABLE + at // PAGE)).to(tl.int64)
+    return room * PAGE + at % PAGE
+
+
 @triton.jit(do_not_specialize=["stride_t", "at"])
 def _put_kernel(
-    X, ENTRIES, SEQUENCE, POSITION, TABLES, width, stride_x, entry, at, stride_t, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    X, ENTRIES, ENTRY_OF, SEQUENCE, POSITION, TABLES, width, stride_x, entry, at, stride_t,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     position = tl.load(POSITION + row)
-    page = tl.load(TABLES + tl.load(SEQUENCE + row).to(tl.int64) * stride_t + position // PAGE).to(tl.int64)
+    TABLE = TABLES + tl.load(SEQUENCE + row).to(tl.int64) * stride_t
+    slot = _slot(TABLE, ENTRY_OF, position, PAGE)
     x = tl.load(X + row * stride_x + column, mask=column < width).to(tl.float32)
-    tl.store(ENTRIES + (page * PAGE + position % PAGE) * entry + at + column, x, mask=column < width)
+    tl.store(ENTRIES + slot * entry + at + column, x, mask=column < width)
 
 
-def put(x: Tensor, entries: Tensor, at: int, rows: PagedRows, page_size: int) -> None:
+def _put(x: Tensor, memory: LayerMemory, at: int, rows: PagedRows) -> None:
     """Mutates: x [rows, width] becomes the columns of the rows' entries from `at` on."""
     require_rows("x", x)
-    _require_entries(entries)
     require_shape("rows.sequence", rows.sequence, (len(x),))
-    require(at + x.shape[1] <= entries.shape[1], "{} columns from {} on do not fit into an entry.", x.shape[1], at)
-    if len(x):
-        _put_kernel[(len(x), ceil_div(x.shape[1], _BLOCK))](
-            x, entries, rows.sequence, rows.position, rows.page_table, x.shape[1], x.stride(0), entries.stride(0), at,
-            rows.page_table.stride(0), page_size, _BLOCK, num_warps=4, **EXACT,
-        )  # fmt: skip
-
-
-def _require_entries(entries: Tensor) -> None:
-    fits = entries.dtype == torch.float32 and entries.dim() == 2 and entries.is_contiguous()
-    require(fits, "entries are {} {}. Expected contiguous float32, [slots, columns].", entries.dtype, entries.shape)
+    entries, table = memory.entries, rows.page_table
+    _put_kernel[(len(x), ceil_div(x.shape[1], _BLOCK))](
+        x, entries, memory.entry_of, rows.sequence, rows.position, table, x.shape[1], x.stride(0), entries.stride(0), at,
+        table.stride(0), memory.page_size, _BLOCK, num_warps=4, **EXACT,
+    )  # fmt: skip
 
 
 # ---- short convolutions ----------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["stride_t"])
+@triton.jit(do_not_specialize=["stride_x", "stride_t"])
 def _short_conv_kernel(
-    ENTRIES, WEIGHT, BIAS, OUT, SEQUENCE, POSITION, TABLES, channels, entry, stride_t,
-    TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    X, ENTRIES, ENTRY_OF, WEIGHT, BIAS, OUT, SEQUENCE, POSITION, TABLES, channels, stride_x, entry, stride_t,
+    TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < channels
-    position = tl.load(POSITION + row)
-    TABLE = TABLES + tl.load(SEQUENCE + row).to(tl.int64) * stride_t
+    position, mine = tl.load(POSITION + row), tl.load(SEQUENCE + row)
+    TABLE = TABLES + mine.to(tl.int64) * stride_t
     y = tl.zeros((BLOCK,), tl.float32)
     for tap in tl.static_range(TAPS):
-        at = position - (TAPS - 1 - tap)
-        seen = inside & (at >= 0)
-        page = tl.load(TABLE + tl.maximum(at, 0) // PAGE).to(tl.int64)
-        x = tl.load(ENTRIES + (page * PAGE + tl.maximum(at, 0) % PAGE) * entry + column, mask=seen, other=0.0)
+        at, other = position - (TAPS - 1 - tap), row - (TAPS - 1 - tap)
+        # the rows of this pass are read from X: their entries are being written
+        here = (other >= 0) & (tl.load(SEQUENCE + tl.maximum(other, 0)) == mine)
+        here = here & (tl.load(POSITION + tl.maximum(other, 0)) == at)
+        KEPT = ENTRIES + _slot(TABLE, ENTRY_OF, tl.maximum(at, 0), PAGE) * entry
+        before = tl.load(KEPT + column, mask=inside & (at >= 0) & (here == 0), other=0.0)
+        now = tl.load(X + other * stride_x + column, mask=inside & here, other=0.0).to(tl.float32)
+        x = tl.where(here, now, before)
         w = tl.load(WEIGHT + tap * channels + column, mask=inside, other=0.0).to(tl.float32)
-        y = tl.where(seen, tl.fma(w, x, y), y)
+        y = tl.where(inside & (at >= 0), tl.fma(w, x, y), y)
+        if tap == TAPS - 1:
+            tl.store(KEPT + column, x, mask=inside)
     if HAS_BIAS:
         y += tl.load(BIAS + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(OUT + row * channels + column, y.to(OUT.dtype.element_ty), mask=inside)
+    y = y.to(OUT.dtype.element_ty)
+    if SILU:  # of the rounded number, as if it had been stored
+        y = activate(y.to(tl.float32), "silu", OUT.dtype.element_ty == tl.float32).to(OUT.dtype.element_ty)
+    tl.store(OUT + row * channels + column, y, mask=inside)
 
 
-def short_conv(entries: Tensor, weight: Tensor, bias: Tensor | None, rows: PagedRows, page_size: int) -> Tensor:
-    """The convolution of each row's inputs with weight [taps, channels] over the positions up to its own: [rows, channels].
-
-    entries  [slots, columns], of which the first `channels` are the inputs, those of the rows included
+def short_conv(
+    x: Tensor, memory: LayerMemory, weight: Tensor, bias: Tensor | None, rows: PagedRows, silu: bool = False
+) -> Tensor:
+    """The convolution of x [rows, channels] with weight [taps, channels] over the positions up to each row's own, activated if
+    asked to: [rows, channels]. Mutates: x becomes the first columns of the rows' entries, which have the inputs of earlier
+    passes. A sequence's rows are neighbours, in order of position.
     """
-    taps, channels = weight.shape
-    _require_entries(entries)
+    (taps, channels), entries = weight.shape, memory.entries
+    require_rows("x", x)
     require(weight.is_contiguous(), "weight must be contiguous.")
     num_rows = len(rows.position)
+    require_shape("x", x, (num_rows, channels))
     out = torch.empty(num_rows, channels, dtype=weight.dtype, device=weight.device)
     if num_rows:
         _short_conv_kernel[(num_rows, ceil_div(channels, _BLOCK))](
-            entries, weight, weight if bias is None else bias, out, rows.sequence, rows.position, rows.page_table,
-            channels, entries.stride(0), rows.page_table.stride(0), taps, bias is not None, page_size, _BLOCK,
-            num_warps=4, **EXACT,
+            x, entries, memory.entry_of, weight, weight if bias is None else bias, out, rows.sequence, rows.position,
+            rows.page_table, channels, x.stride(0), entries.stride(0), rows.page_table.stride(0), taps, bias is not None,
+            silu, memory.page_size, _BLOCK, num_warps=4, **EXACT,
         )  # fmt: skip
     return out
+
+
+# ---- rates -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _rates_kernel(
+    X, A_LOG, STEP_BIAS, DECAY, STRENGTH, heads, stride_x, scale, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, BLOCK)
+    inside = head < heads
+    x = tl.load(X + row * stride_x + head, mask=inside, other=0.0).to(tl.float32)
+    strength = portable_activation(x, "sigmoid").to(STRENGTH.dtype.element_ty)
+    if SCALED:
+        strength = (strength.to(tl.float32) * scale).to(STRENGTH.dtype.element_ty)
+    tl.store(STRENGTH + row * heads + head, strength, mask=inside)
+    step = tl.load(X + row * stride_x + heads + head, mask=inside, other=0.0).to(tl.float32)
+    step += tl.load(STEP_BIAS + head, mask=inside, other=0.0).to(tl.float32)
+    if STEP_BIAS.dtype.element_ty == X.dtype.element_ty:  # a sum of two such numbers is one
+        step = step.to(X.dtype.element_ty).to(tl.float32)
+    decay = -exp(tl.load(A_LOG + head, mask=inside, other=0.0).to(tl.float32)) * portable_activation(step, "softplus")
+    tl.store(DECAY + row * heads + head, decay, mask=inside)
+
+
+def rates(x: Tensor, a_log: Tensor, step_bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Of x [rows, strengths | steps]: scale sigmoid(strength), in its dtype, and -exp(a_log) softplus(step + step_bias), in
+    float32: [rows, heads] each."""
+    require_rows("x", x)
+    heads = x.shape[1] // 2
+    for name, w in (("a_log", a_log), ("step_bias", step_bias)):
+        require_shape(name, w, (heads,))
+    strength = torch.empty(len(x), heads, dtype=x.dtype, device=x.device)
+    decay = torch.empty(len(x), heads, dtype=torch.float32, device=x.device)
+    if len(x):
+        _rates_kernel[(len(x),)](
+            x, a_log, step_bias, decay, strength, heads, x.stride(0), scale, scale != 1.0, next_power_of_2(heads),
+            num_warps=1, **EXACT,
+        )  # fmt: skip
+    return strength, decay
 
 
 # ---- recurrences -----------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _slots(TABLE, at, known, PAGE: tl.constexpr):
-    """The slots of positions `at`; of those that are not known, in the null page."""
-    page = tl.load(TABLE + at // PAGE, mask=known, other=0).to(tl.int64)
-    return page * PAGE + at % PAGE
+def _slots(TABLE, ENTRY_OF, at, known, PAGE: tl.constexpr):
+    """The slots of positions `at`; of those that are not known, in room 0."""
+    page = tl.load(TABLE + at // PAGE, mask=known, other=0)
+    return tl.load(ENTRY_OF + page, mask=known, other=0).to(tl.int64) * PAGE + at % PAGE
+
+
+@triton.jit
+def _state(TABLE, STATE_OF, at, PAGE: tl.constexpr):
+    """The room of the state after the page of position `at`."""
+    return tl.load(STATE_OF + tl.load(TABLE + at // PAGE)).to(tl.int64)
 
 
 @triton.jit
@@ -121,31 +206,40 @@ def _picked(x, chosen, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _decays(G, TABLE, base, t, end, entry, PAGE: tl.constexpr, CHUNK: tl.constexpr):
+def _decays(G, TABLE, ENTRY_OF, base, t, end, entry, PAGE: tl.constexpr, CHUNK: tl.constexpr):
     """What is left at rows t [ROWS] of a chunk of each of its rows, [ROWS, CHUNK], and of the state before it, [ROWS].
 
     G  addresses of log decays, without their slots. They are added from a row's own back: dots over lanes from last to first
     """
     lane = CHUNK - 1 - tl.arange(0, CHUNK)
     j = tl.arange(0, CHUNK)
-    g = tl.load(G + _slots(TABLE, base + lane, lane < end, PAGE) * entry, mask=lane < end, other=0.0)
+    g = tl.load(G + _slots(TABLE, ENTRY_OF, base + lane, lane < end, PAGE) * entry, mask=lane < end, other=0.0)
     seen = tl.where(lane[None, :] <= t[:, None], g[None, :], 0.0)
     after = tl.dot(seen, (lane[:, None] > j[None, :]).to(tl.float32), input_precision="ieee")
     whole = tl.max(tl.dot(seen, tl.full((CHUNK, 16), 1.0, tl.float32), input_precision="ieee"), 1)  # sixteen equal columns
     return exp(after), exp(whole)
 
 
+@triton.jit
+def _follows(SEQUENCE, POSITION, row):
+    """Whether a row goes on with the sequence of the row before it; padding of a graph does not."""
+    one, other = tl.maximum(row - 1, 0), tl.maximum(row, 0)
+    same = tl.load(SEQUENCE + one) == tl.load(SEQUENCE + other)
+    return (row > 0) & same & (tl.load(POSITION + one) + 1 == tl.load(POSITION + other))
+
+
 @triton.jit(do_not_specialize=["rows", "at_key", "at_update", "at_decay", "stride_t"])
 def _recur_kernel(
-    Q, V, BETA, ENTRIES, STATES, OUT, SEQUENCE, POSITION, TABLES, rows, entry, at_key, at_update, at_decay, stride_t,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    Q, V, BETA, ENTRIES, STATES, OUT, ENTRY_OF, STATE_OF, SEQUENCE, POSITION, TABLES, entry, at_key, at_update, at_decay,
+    stride_t, rows,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
-    mine = tl.load(SEQUENCE + row)
-    if (row > 0) & (tl.load(SEQUENCE + tl.maximum(row - 1, 0)) == mine):
+    if _follows(SEQUENCE, POSITION, row):
         return  # the program of the sequence's first row takes all of them
-    i, j, a = tl.arange(0, ROWS), tl.arange(0, CHUNK), tl.arange(0, D_BLOCK)
+    mine = tl.load(SEQUENCE + row)
+    i, j, depth = tl.arange(0, ROWS), tl.arange(0, CHUNK), tl.arange(0, DEPTH)
     c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     inside = c < WIDTH
     TABLE = TABLES + mine.to(tl.int64) * stride_t
@@ -163,27 +257,38 @@ def _recur_kernel(
         begun = position - base
         end = begun + count
         known = j < end
-        slot = _slots(TABLE, base + j, known, PAGE) * entry
-        k = tl.load(KEYS + slot[None, :] + a[:, None], mask=known[None, :] & (a[:, None] < D), other=0.0)  # [D, CHUNK]
-        left, whole = _decays(ENTRIES + at_decay + head, TABLE, base, t, end, entry, PAGE, CHUNK)
-        page = tl.load(TABLE + tl.maximum(base - 1, 0) // PAGE).to(tl.int64)
-        START = STATES + (page * HEADS + head) * D * WIDTH + a[:, None] * WIDTH + c[None, :]
-        state = tl.load(START, mask=(base > 0) & (a[:, None] < D) & inside[None, :], other=0.0)
-        u = tl.load(UPDATES + slot[:, None] + c[None, :], mask=(j < begun)[:, None] & inside[None, :], other=0.0)
-
+        slot = _slots(TABLE, ENTRY_OF, base + j, known, PAGE) * entry
+        left, whole = _decays(ENTRIES + at_decay + head, TABLE, ENTRY_OF, base, t, end, entry, PAGE, CHUNK)
+        START = STATES + (_state(TABLE, STATE_OF, tl.maximum(base - 1, 0), PAGE) * HEADS + head) * D * WIDTH
         own = (row + i).to(tl.int64)
-        real = valid[:, None] & (a[None, :] < D)
-        q = tl.load(Q + (own[:, None] * (HEADS // GROUP) + head // GROUP) * D + a[None, :], mask=real, other=0.0)
-        q = tl.where(a[None, :] < D, q.to(tl.float32), -1.0)
-        read = tl.dot(q, state, input_precision="ieee") * whole[:, None]
-        weight = tl.dot(q, k, input_precision="ieee") * left  # [ROWS, CHUNK]
-        read = tl.dot(tl.where((j < begun)[None, :], weight, -1.0), u, read, input_precision="ieee")
+        QUERY = Q + (own * (HEADS // GROUP) + head // GROUP) * D
+        KEY = KEYS + _slots(TABLE, ENTRY_OF, base + t, valid, PAGE) * entry
+        read = tl.zeros((ROWS, COLUMNS), tl.float32)
+        told = read
+        weight = tl.zeros((ROWS, CHUNK), tl.float32)
+        share = weight
+        for first in tl.range(0, D, DEPTH):
+            a = first + depth
+            real = a < D
+            state = tl.load(
+                START + a[:, None] * WIDTH + c[None, :], mask=(base > 0) & real[:, None] & inside[None, :], other=0.0
+            )
+            k = tl.load(KEYS + slot[None, :] + a[:, None], mask=known[None, :] & real[:, None], other=0.0)  # [DEPTH, CHUNK]
+            q = tl.load(QUERY[:, None] + a[None, :], mask=valid[:, None] & real[None, :], other=0.0).to(tl.float32)
+            q = tl.where(real[None, :], q, -1.0)
+            read = tl.dot(q, state, read, input_precision="ieee")
+            weight = tl.dot(q, k, weight, input_precision="ieee")
+            if DELTA:
+                x = tl.load(KEY[:, None] + a[None, :], mask=valid[:, None] & real[None, :], other=0.0)
+                x = tl.where(real[None, :], x, -1.0)
+                told = tl.dot(x, state, told, input_precision="ieee")
+                share = tl.dot(x, k, share, input_precision="ieee")
+        u = tl.load(UPDATES + slot[:, None] + c[None, :], mask=(j < begun)[:, None] & inside[None, :], other=0.0)
+        weight = weight * left
+        read = tl.dot(tl.where((j < begun)[None, :], weight, -1.0), u, read * whole[:, None], input_precision="ieee")
         if DELTA:
-            x = tl.load(KEYS + _slots(TABLE, base + t, valid, PAGE)[:, None] * entry + a[None, :], mask=real, other=0.0)
-            x = tl.where(a[None, :] < D, x, -1.0)
-            told = tl.dot(x, state, input_precision="ieee") * whole[:, None]
-            share = tl.dot(x, k, input_precision="ieee") * left
-            told = tl.dot(tl.where((j < begun)[None, :], share, -1.0), u, told, input_precision="ieee")
+            share = share * left
+            told = tl.dot(tl.where((j < begun)[None, :], share, -1.0), u, told * whole[:, None], input_precision="ieee")
         for n in tl.range(0, count):
             at = ((row + n).to(tl.int64) * HEADS + head) * WIDTH
             new = tl.load(V + at + c, mask=inside, other=0.0).to(tl.float32)
@@ -196,63 +301,152 @@ def _recur_kernel(
             by = _picked(weight, j[None, :] == begun + n, 1)
             more = tl.fma(tl.broadcast_to(by[:, None], read.shape), tl.broadcast_to(new[None, :], read.shape), read)
             read = tl.where(i[:, None] >= n, more, read)
-            place = tl.load(TABLE + (position + n) // PAGE).to(tl.int64) * PAGE + (position + n) % PAGE
-            tl.store(UPDATES + place * entry + c, new, mask=inside)
+            tl.store(UPDATES + _slot(TABLE, ENTRY_OF, position + n, PAGE) * entry + c, new, mask=inside)
         OWN = OUT + (own[:, None] * HEADS + head) * WIDTH + c[None, :]
         tl.store(OWN, read.to(OUT.dtype.element_ty), mask=valid[:, None] & inside[None, :])
         tl.debug_barrier()  # every thread has stored its updates before others read them
         if end == CHUNK:
             last = (t == CHUNK - 1) & valid
             u = tl.load(UPDATES + slot[:, None] + c[None, :], mask=inside[None, :], other=0.0)
-            state = state * tl.max(tl.where(last, whole, float("-inf")), 0)
-            state = tl.dot(k * _picked(left, last[:, None], 0)[None, :], u, state, input_precision="ieee")
-            page = tl.load(TABLE + (base + CHUNK - 1) // PAGE).to(tl.int64)
-            AFTER = STATES + (page * HEADS + head) * D * WIDTH + a[:, None] * WIDTH + c[None, :]
-            tl.store(AFTER, state, mask=(a[:, None] < D) & inside[None, :])
+            AFTER = STATES + (_state(TABLE, STATE_OF, base + CHUNK - 1, PAGE) * HEADS + head) * D * WIDTH
+            rest, by = tl.max(tl.where(last, whole, float("-inf")), 0), _picked(left, last[:, None], 0)
+            _carry(START, AFTER, KEYS, slot, u, rest, by, base, c, inside, D, DEPTH, WIDTH)
             tl.debug_barrier()
         row += count
         position = tl.load(POSITION + tl.minimum(row, rows - 1))
-        going = (row < rows) & (tl.load(SEQUENCE + tl.minimum(row, rows - 1)) == mine)
+        going = (row < rows) & _follows(SEQUENCE, POSITION, tl.minimum(row, rows - 1))
+
+
+@triton.jit
+def _carry(
+    START, AFTER, KEYS, slot, u, whole, left, base, c, inside, D: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr
+):
+    """The state after a chunk with updates u [CHUNK, columns]; what is left of it is `whole`, of the rows `left` [CHUNK]."""
+    for first in tl.range(0, D, DEPTH):
+        a = first + tl.arange(0, DEPTH)
+        place, real = a[:, None] * WIDTH + c[None, :], (a[:, None] < D) & inside[None, :]
+        state = tl.load(START + place, mask=(base > 0) & real, other=0.0) * whole
+        k = tl.load(KEYS + slot[None, :] + a[:, None], mask=a[:, None] < D, other=0.0)
+        tl.store(AFTER + place, tl.dot(k * left[None, :], u, state, input_precision="ieee"), mask=real)
+
+
+@triton.jit(do_not_specialize=["at_key", "at_update", "at_decay", "stride_t"])
+def _step_kernel(
+    Q, V, BETA, ENTRIES, STATES, OUT, ENTRY_OF, STATE_OF, SEQUENCE, POSITION, TABLES, entry, at_key, at_update, at_decay,
+    stride_t, K, DECAY,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr, DELTA: tl.constexpr,
+):  # fmt: skip
+    """One row, the only one of its sequence. Rows of the dots: its query, and its key."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i, j, depth = tl.arange(0, 2)[:, None], tl.arange(0, CHUNK), tl.arange(0, DEPTH)
+    c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = c < WIDTH
+    position = tl.load(POSITION + row)
+    begun = position % CHUNK
+    base = position - begun
+    TABLE = TABLES + tl.load(SEQUENCE + row).to(tl.int64) * stride_t
+    KEYS = ENTRIES + at_key + head // GROUP * D
+    UPDATES = ENTRIES + at_update + head * WIDTH
+    MINE = (row * (HEADS // GROUP) + head // GROUP) * D
+    slot = _slots(TABLE, ENTRY_OF, base + j, j <= begun, PAGE) * entry
+    place = _slot(TABLE, ENTRY_OF, position, PAGE) * entry
+    START = STATES + (_state(TABLE, STATE_OF, tl.maximum(base - 1, 0), PAGE) * HEADS + head) * D * WIDTH
+    u = tl.load(UPDATES + slot[:, None] + c[None, :], mask=(j < begun)[:, None] & inside[None, :], other=0.0)
+
+    lane = CHUNK - 1 - j  # log decays are added from the row's own back
+    earlier = _slots(TABLE, ENTRY_OF, base + lane, lane < begun, PAGE) * entry
+    g = tl.load(ENTRIES + at_decay + head + earlier, mask=lane < begun, other=0.0)
+    decay = tl.load(DECAY + row * HEADS + head)
+    g = tl.where(lane == begun, decay, g)[None, :]
+    left = exp(tl.dot(g, (lane[:, None] > j[None, :]).to(tl.float32), input_precision="ieee"))  # [1, CHUNK]
+    whole = exp(tl.dot(g, tl.full((CHUNK, 16), 1.0, tl.float32), input_precision="ieee"))  # sixteen equal columns
+    whole = tl.max(whole)
+
+    total = tl.zeros((2, COLUMNS), tl.float32)
+    score = tl.zeros((2, CHUNK), tl.float32)
+    for first in tl.range(0, D, DEPTH):
+        a = first + depth
+        real = a < D
+        k = tl.load(K + MINE + a, mask=real, other=-1.0).to(tl.float32)
+        q = tl.load(Q + MINE + a, mask=real, other=-1.0).to(tl.float32)
+        x = tl.where(i == 0, q[None, :], k[None, :])
+        state = tl.load(START + a[:, None] * WIDTH + c[None, :], mask=(base > 0) & real[:, None] & inside[None, :], other=0.0)
+        seen = tl.load(KEYS + slot[None, :] + a[:, None], mask=(j < begun)[None, :] & real[:, None], other=0.0)
+        seen = tl.where((j == begun)[None, :] & real[:, None], k[:, None], seen)
+        total = tl.dot(x, state, total, input_precision="ieee")
+        score = tl.dot(x, seen, score, input_precision="ieee")
+    weight = score * left
+    total = tl.dot(tl.where((j < begun)[None, :], weight, -1.0), u, total * whole, input_precision="ieee")
+    new = tl.load(V + (row * HEADS + head) * WIDTH + c, mask=inside, other=0.0).to(tl.float32)
+    if DELTA:
+        strength = tl.load(BETA + row * HEADS + head).to(tl.float32)
+        new = strength * (new - _picked(total, i == 1, 0))
+    by = tl.max(tl.where((i == 0) & (j == begun)[None, :], weight, float("-inf")))
+    read = tl.fma(tl.zeros_like(new) + by, new, _picked(total, i == 0, 0))
+    tl.store(OUT + (row * HEADS + head) * WIDTH + c, read.to(OUT.dtype.element_ty), mask=inside)
+    tl.store(UPDATES + place + c, new, mask=inside)
+    if tl.program_id(2) == 0:
+        tl.store(ENTRIES + at_decay + head + place, decay)
+        if head % GROUP == 0:
+            for first in tl.range(0, D, DEPTH):
+                a = first + depth
+                tl.store(KEYS + place + a, tl.load(K + MINE + a, mask=a < D).to(tl.float32), mask=a < D)
+    if begun == CHUNK - 1:
+        u = tl.where((j == begun)[:, None], new[None, :], u)
+        AFTER = STATES + (_state(TABLE, STATE_OF, position, PAGE) * HEADS + head) * D * WIDTH
+        for first in tl.range(0, D, DEPTH):
+            a = first + depth
+            to, real = a[:, None] * WIDTH + c[None, :], (a[:, None] < D) & inside[None, :]
+            state = tl.load(START + to, mask=(base > 0) & real, other=0.0) * whole
+            seen = tl.load(KEYS + slot[None, :] + a[:, None], mask=(j < begun)[None, :] & (a[:, None] < D), other=0.0)
+            k = tl.load(K + MINE + a, mask=a < D, other=0.0).to(tl.float32)
+            seen = tl.where((j == begun)[None, :], k[:, None], seen)
+            tl.store(AFTER + to, tl.dot(seen * left, u, state, input_precision="ieee"), mask=real)
 
 
 def recur(
     q: Tensor,
+    k: Tensor,
     v: Tensor,
+    decay: Tensor,
     beta: Tensor | None,
-    entries: Tensor,
-    states: Tensor,
-    at: tuple[int, int, int],
+    memory: LayerMemory,
     rows: PagedRows,
-    page_size: int,
 ) -> Tensor:
-    """Mutates entries and states: the updates of all rows, and the states of chunks that end with one of them.
+    """Mutates the memory: keys, updates and log decays of all rows, and the states of chunks that end with one of them.
 
-    q        [rows, key heads, d]
-    v        [rows, heads, width]
-    beta     [rows, heads]; None: an update is v itself
-    entries  [slots, columns], with the keys and log decays of the rows
-    states   [pages, heads, d, width]
-    at       columns of an entry at which keys, updates and log decays begin
+    q, k   [rows, key heads, d]
+    v      [rows, heads, width]
+    decay  [rows, heads]: logarithms, float32
+    beta   [rows, heads]; None: an update is v itself
 
     Returns what the rows read, in the dtype of q: [rows, heads, width]. A sequence's rows are neighbours, in order of position.
     """
     num_rows, key_heads = q.shape[:2]
-    heads, d, width = states.shape[1:]
-    _require_entries(entries)
-    require(
-        states.dtype == torch.float32 and states.is_contiguous(), "states are {}. Expected contiguous float32.", states.dtype
-    )
-    require_shape("q", q, (num_rows, None, d))
+    heads, d, width = memory.states.shape[1:]
+    for name, x in (("q", q), ("k", k)):
+        require_shape(name, x, (num_rows, key_heads, d))
     require_shape("v", v, (num_rows, heads, width))
-    if beta is not None:
-        require_shape("beta", beta, (num_rows, heads))
-    q, v, beta = q.contiguous(), v.contiguous(), None if beta is None else beta.contiguous()
-    out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
-    if num_rows:
-        _recur_kernel[(num_rows, heads, ceil_div(width, _COLUMNS))](
-            q, v, v if beta is None else beta, entries, states, out, rows.sequence, rows.position, rows.page_table,
-            num_rows, entries.stride(0), *at, rows.page_table.stride(0), heads, heads // key_heads, d,
-            next_power_of_2(max(d, 16)), width, _COLUMNS, _ROWS, page_size, CHUNK, beta is not None,
-            num_warps=4, **EXACT,
-        )  # fmt: skip
+    for name, y in (("decay", decay), ("beta", beta)):
+        if y is not None:
+            require_shape(name, y, (num_rows, heads))
+    q, k, v, decay = q.contiguous(), k.contiguous(), v.contiguous(), decay.contiguous()
+    rule, out = v if beta is None else beta.contiguous(), torch.empty(v.shape, dtype=q.dtype, device=q.device)
+    if not num_rows:
+        return out
+    tile, table = STEP if rows.single else WALK, rows.page_table
+    sizes = (heads, heads // key_heads, d, min(tile.depth, next_power_of_2(max(d, 16))), width, tile.columns)
+    grid, options = (num_rows, heads, ceil_div(width, tile.columns)), dict(num_warps=tile.warps, num_stages=tile.stages)
+    given = (
+        q, v, rule, memory.entries, memory.states, out, memory.entry_of, memory.state_of, rows.sequence, rows.position, table,
+        memory.entries.stride(0), *memory.at, table.stride(0),
+    )  # fmt: skip
+    rest = (memory.page_size, CHUNK, beta is not None)
+    if rows.single:
+        _step_kernel[grid](*given, k, decay, *sizes, *rest, **options, **EXACT)
+        return out
+    _put(k.flatten(1), memory, memory.at[0], rows)
+    _put(decay, memory, memory.at[2], rows)
+    _recur_kernel[grid](*given, num_rows, *sizes, tile.rows, *rest, **options, **EXACT)
     return out

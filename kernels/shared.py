@@ -221,6 +221,8 @@ class PagedRows:
     """rows per tile that `tiles` was planned for; 0: the most that any plan has"""
     shared: SharedKeys | None = None
     """keys that are read once for many rows; None: every row reads its own"""
+    single: bool = False
+    """whether every sequence has one row, except padding: a recurrence then takes them side by side"""
 
     def __post_init__(self) -> None:
         require_shape("position", self.position, tuple(self.sequence.shape))

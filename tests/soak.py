@@ -124,10 +124,11 @@ def work(name: str, number: int, folder: Path) -> tuple[int, int]:
 
 
 def check(machine: Any, known: dict[str, str]) -> None:
-    """Recompute every path in pages of 5 tokens and two rounds of rows, and compare with an earlier process."""
+    """Recompute every path in pages of 5 or 8 tokens and two rounds of rows, and compare with an earlier process."""
     if not known:
         return
-    engine = Engine(random_decoder(machine.config), page_size=5, max_rows=33, cache_tokens=2000)
+    size = 5 if machine.config.mixer is None else 8
+    engine = Engine(random_decoder(machine.config), page_size=size, max_rows=33, cache_tokens=2000)
     for path, kv in known.items():
         tokens = json.loads(path)
         branch = engine.prompt(tokens)

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import torch
 
-from replaylens.engine.errors import OutOfPages
+from replaylens.engine.errors import OutOfPages, OutOfStates
 from replaylens.engine.loop.drafters import REPEATED, Drafter, SelfDrafter
 from replaylens.engine.loop.lane import Job, Lane, Statistics, Turn, Window
 from replaylens.engine.memory.pages import PageTable
@@ -121,6 +121,8 @@ class Reservations:
     def __init__(self, runner: Runner, prefix: PrefixIndex, lanes: dict[int, Lane], preempted: Callable[[Job], None]) -> None:
         self.runner, self.pool, self.prefix, self.lanes = runner, runner.pool, prefix, lanes
         self.preempted = preempted
+        self.out_of_states: OutOfStates | None = None
+        """the last such failure"""
 
     def reserve(self, turn: Turn, width: int, jobs: list[Job], victims: Callable[[], list[Job]]) -> bool:
         """Give the turn `width` tables with room for its rows and drafts. False: the turn must wait, and holds nothing new.
@@ -148,10 +150,18 @@ class Reservations:
         self.pool.truncate(lane.table, 0)
         lane.computed = 0
 
+    def forget(self, lane: Lane, known: int) -> None:
+        """Mutates: the KV from `known` on is computed again, with the states of recurrent layers that were not kept."""
+        lane.computed = known
+        self.pool.truncate(lane.table, known)
+
     def _reserve(self, table: PageTable, start: int, end: int, jobs: list[Job], victims: Callable[[], list[Job]]) -> None:
         while True:
             try:
                 return self.runner.reserve(table, start, end)
+            except OutOfStates as full:  # others' pages would not help: whatever this step does not use was free to take
+                self.out_of_states = full
+                raise
             except OutOfPages as full:  # rare, so jobs are looked at only now
                 if not self.reclaim(full.needed - full.free, {job.lane.branch for job in jobs}, victims()):
                     raise
@@ -230,6 +240,7 @@ class Admission:
         No job starves: if the oldest job had no turn in the last step, it goes first in this one, and its turn is certain.
         """
         self._clock += 1
+        self.runner.cache.begin()
         self._jobs, self._alone = jobs, alone
         self._deciding = sum(job.exact and job.remaining > 0 for job in jobs)
         self._drafting = any(job.exact and job.remaining > 0 and self._stepwise(job) for job in jobs)
@@ -266,7 +277,7 @@ class Admission:
     def _plan(self, job: Job, budget: int) -> Turn | None:
         """The job's next rows: those without KV, up to the budget. Drafts come only after the last token. None: it waits."""
         tokens = self.tree.branch(job.lane.branch).tokens
-        start = job.first_row(len(tokens))
+        start = self._start(job, len(tokens))
         rows = tokens[start : start + budget]
         turn = Turn(job, start, rows, complete=start + len(rows) == len(tokens))
         if turn.deciding and job.exact and self._stepwise(job):
@@ -282,6 +293,18 @@ class Admission:
         if self._alone and turn.deciding and len(rows) == 1 and not turn.num_drafts and self._may_burst(job, start):
             turn.burst = min(job.remaining, MAX_BURST)
         return turn
+
+    def _start(self, job: Job, num_tokens: int) -> int:
+        """The job's first row. Mutates: where states of a hybrid are gone, what follows the last ones is computed again."""
+        start, window, table = job.first_row(num_tokens), job.window_open, job.lane.table
+        known = self.runner.cache.known(table, start)
+        if known < start:
+            self.reservations.forget(job.lane, known)
+            job.window_open = None
+            return known
+        if window is not None and self.runner.cache.known(table, table.length) < table.length:
+            window.lose_rows()
+        return start
 
     def _stepwise(self, job: Job) -> bool:
         """Whether the job takes its drafts one per step from the fast batch."""
@@ -372,11 +395,16 @@ class Admission:
 
     def _last_resort(self, job: Job) -> Turn | None:
         """For the oldest job, whose window does not fit even with all pages to itself: a turn without drafts, or failure."""
+        self.runner.cache.begin()  # nobody has a turn: all rooms of recurrent layers may be taken
         turn, pool = self._plan(job, self.max_rows), self.runner.pool
         assert turn is not None  # `submit` refuses windows larger than a pass
         turn.num_drafts, turn.burst, turn.drafting, job.window_open = 0, 0, False, None
+        self.reservations.out_of_states = None
         if self._make_room(turn):
             return turn
+        if self.reservations.out_of_states is not None:
+            self.fail(job, self.reservations.out_of_states)
+            return None
         needed = pool.num_needed(job.lane.table, turn.start, turn.end)
         length = len(self.tree.branch(job.lane.branch).tokens)
         full = (needed, pool.num_free, pool.num_pages)

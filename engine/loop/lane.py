@@ -61,6 +61,10 @@ class Window:
         self.ended = token in stop_tokens
         self._pages = table.pages[(self.at - 1) // page_size :]
 
+    def lose_rows(self) -> None:
+        """Mutates: the next draft runs all rows again."""
+        self._pages = None
+
     def _kept(self, table: PageTable, page_size: int) -> bool:
         """Whether the KV of earlier rows is where it was written. A page that was shared in the meantime is replaced."""
         return self._pages is not None and self._pages == table.pages[(self.at - 1) // page_size :]

@@ -4,12 +4,15 @@ import hashlib
 import math
 import mmap
 import os
+from bisect import bisect
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, KVCorruption
-from replaylens.engine.memory.pages import PageCopy, PagePool
+from replaylens.engine.memory.pages import PageCopy, PagePool, PageTable
+from replaylens.engine.memory.rooms import Rooms
 from replaylens.engine.model.config import ModelConfig
 from replaylens.kernels.definition import CHUNK
 
@@ -25,8 +28,8 @@ class KVCache:
     attention there is one vector per slot, [layers, 1, 1, slots, rank + rotary_dim], which is both key and value.
 
     A hybrid has keys and values of its layers with attention only. Of the recurrent ones, `entries` holds what a position
-    leaves for later rows, [layers, slots, columns], and `states` the state after the position of a page that ends a chunk, if
-    one does: [layers, pages, heads, d_key, d_value]. So whoever shares or copies pages has their states.
+    leaves for later rows, [layers, slots of rooms, columns], and `states` the state after a page that ends a chunk: [layers,
+    rooms, heads, d_key, d_value]. Every page has a room of either kind (`entry_of`, `state_of`), or only some have (`rooms`).
 
     With `canary=True`, every slot also has a hash chained over (token, position, previous slot's hash) and a hash of its
     bytes. `check` recomputes both and reports the first slot that does not hold what its branch expects.
@@ -40,7 +43,9 @@ class KVCache:
         device: str = "cpu",
         canary: bool = False,
         kernels: bool = False,
+        state_tokens: int | None = None,
     ) -> None:
+        """state_tokens  positions of a hybrid whose entries are held at once; None: all"""
         slots, by_slot = (pool.num_pages + 1) * pool.page_size, kernels or device != "cpu"
         self.slot_dim = 2 if by_slot else 3
         planes, heads, width = config.kv_shape
@@ -52,24 +57,62 @@ class KVCache:
         """layer -> its place in `data`"""
         self.data = _zeros((len(self.index), planes, *inner, width), dtype, device)
         mixer, layers = config.mixer, config.layers_with("mixer")
-        if mixer is not None and pool.page_size > CHUNK:
-            raise BadRequest(
-                f"page_size={pool.page_size} is too large for a hybrid: a page holds one state at most. Give at most {CHUNK}."
-            )
+        require_page_size(config, pool.page_size)
         self.mixer, self.mixed = mixer, {layer: i for i, layer in enumerate(layers)}
         """recurrent layer -> its place in `entries` and `states`"""
-        states = (len(layers), pool.num_pages + 1, *(mixer.state_shape if mixer else ()))
-        self.entries = _zeros((len(layers), slots, mixer.columns[-1] if mixer else 0), torch.float32, device)
+        plan = RoomPlan.of(config, pool.num_pages, pool.page_size, dtype, state_tokens)
+        self.entries = _zeros((len(layers), (plan.entries + 1) * pool.page_size, plan.columns), torch.float32, device)
+        states = (len(layers), plan.states + 1, *(mixer.state_shape if mixer else ()))
         self.states = _zeros(states, torch.float32, device)  # in any dtype of the model: errors of a state add up
+        self.tails = _zeros((len(layers), plan.states + 1, *plan.tail), torch.float32, device)
+        self.rooms = Rooms(pool, plan.entries, plan.states, plan.tail[0]) if plan.chosen else None
+        """which pages of a hybrid have rooms; None: every page has its own"""
+        every = torch.arange(pool.num_pages + 1, dtype=torch.int32)
+        self.entry_of = (every if self.rooms is None else torch.from_numpy(self.rooms.entries.of)).to(device)
+        """page -> room of its entries; 0: none. On a CPU the very numbers of `rooms`, on CUDA a copy"""
+        self.state_of = (every if self.rooms is None else torch.from_numpy(self.rooms.states.of)).to(device)
         self.worth_sharing = _WORTH_SHARING[device]
         """bytes of keys and values per layer that reading shared pages once must save, or every row reads its own; below,
         dividing the rows takes as long. Moves no bit"""
         self.chain: dict[int, int] | None = {} if canary else None
-        self.digest: dict[int, bytes] = {}
+        self.digest: dict[int, tuple[bytes, ...]] = {}
+        """slot -> of its KV, of its entries, and of the state after it; empty: it has none"""
 
     @property
     def num_bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in (self.data, self.entries, self.states))
+        return sum(x.numel() * x.element_size() for x in (self.data, self.entries, self.states, self.tails))
+
+    def known(self, table: PageTable, length: int) -> int:
+        """The last position up to `length` at which a row of the table can be computed: of a hybrid perhaps an earlier one."""
+        return length if self.rooms is None else self.rooms.known(table, length)
+
+    def begin(self) -> None:
+        """Mutates: a step begins, and rooms of recurrent layers that the last one needed may be taken."""
+        if self.rooms is not None:
+            self.rooms.begin()
+
+    def reserve(self, table: PageTable, start: int, end: int) -> None:
+        """Make [start, end) of `table` writable and copy shared pages. Mutates table, pool and cache, or raises OutOfPages."""
+        if self.rooms is None:
+            return self.copy(self.pool.reserve(table, start, end))
+        self.rooms.prepare(table, start, end)
+        copies = self.pool.reserve(table, start, end)
+        moves = self.rooms.take(table, start, end, copies)
+        size, tail = self.pool.page_size, self.tails.shape[2:]
+        for move in moves:
+            if move.kind == "copy":
+                source, target = move.source * size, move.target * size
+                self.entries[:, target : target + move.count] = self.entries[:, source : source + move.count]
+            elif move.kind == "save":
+                last = (move.source + 1) * size
+                self.tails[:, move.target] = self.entries[:, last - tail[0] : last, : tail[1]]
+            else:
+                last = (move.target + 1) * size
+                self.entries[:, last - tail[0] : last, : tail[1]] = self.tails[:, move.source]
+        self.copy(copies)
+        if self.entry_of.is_cuda:
+            self.entry_of.copy_(torch.from_numpy(self.rooms.entries.of), non_blocking=True)
+            self.state_of.copy_(torch.from_numpy(self.rooms.states.of), non_blocking=True)
 
     def planes(self, layer: int) -> tuple[Tensor, Tensor]:
         """The keys and values of all slots in place, [slots, kv_heads, width] each, as kernels read them. Latents, which are
@@ -83,10 +126,8 @@ class KVCache:
         for copy in copies:
             source, target, n = copy.source * size, copy.target * size, copy.num_slots
             self.data.narrow(self.slot_dim, target, n).copy_(self.data.narrow(self.slot_dim, source, n))
-            if self.mixer is not None:
+            if self.mixer is not None and self.rooms is None:
                 self.entries[:, target : target + n] = self.entries[:, source : source + n]
-                if (copy.first + n) // CHUNK > copy.first // CHUNK:  # a chunk ends among them
-                    self.states[:, copy.target] = self.states[:, copy.source]
             if self.chain is not None:
                 for i in range(n):
                     self.chain[target + i] = self.chain[source + i]
@@ -98,8 +139,13 @@ class KVCache:
         return self.data.index_select(self.slot_dim, index).movedim(self.slot_dim, 0).contiguous()
 
     def mixed_rows(self, slots: list[int]) -> Tensor:
-        """A copy of what recurrent layers hold in `slots`: [rows, layers, columns]."""
-        return self.entries[:, slots].movedim(1, 0).contiguous()
+        """A copy of what recurrent layers hold of `slots`, whose pages have rooms: [rows, layers, columns]."""
+        return self.entries[:, self.entry_slots(torch.tensor(slots, dtype=torch.int64))].movedim(1, 0).contiguous()
+
+    def entry_slots(self, slots: Tensor) -> Tensor:
+        """Slots of pages -> slots of the rooms of their entries."""
+        size = self.pool.page_size
+        return slots if self.rooms is None else self.entry_of[slots // size] * size + slots % size
 
     def seal(self, tokens: list[int], slots: list[int], start: int) -> None:
         """Record what positions [start, len(tokens)) now hold. Mutates the canary; no-op without one."""
@@ -123,21 +169,24 @@ class KVCache:
                     f"Slot {slot} (page {slot // self.pool.page_size}) does not hold position {position}, token {token} "
                     "of this path. A page-table entry, a rollback or a prefix entry is wrong."
                 )
-            if self.digest[slot] != self._bytes_digest(slot, position):
+            now = self._bytes_digest(slot, position)
+            if any(new and old != new for old, new in zip(self.digest[slot], now, strict=True)):  # what is lost is empty
                 raise KVCorruption(
                     f"The bytes of slot {slot} (page {slot // self.pool.page_size}), position {position}, token {token} "
                     "changed after they were committed."
                 )
 
-    def _bytes_digest(self, slot: int, position: int) -> bytes:
-        held = [self.data.select(self.slot_dim, slot)]
-        if self.mixer is not None:
-            held.append(self.entries[:, slot])
-            held += [self.states[:, slot // self.pool.page_size]] * ((position + 1) % CHUNK == 0)
-        found = hashlib.blake2b(digest_size=8)
-        for x in held:
-            found.update(x.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
-        return found.digest()
+    def _bytes_digest(self, slot: int, position: int) -> tuple[bytes, ...]:
+        page, at = divmod(slot, self.pool.page_size)
+        entry, state = (int(of[page]) if self.mixer is not None else 0 for of in (self.entry_of, self.state_of))
+        whole = self.rooms is None or bool(self.rooms.whole[page])
+        held = [self.data.select(self.slot_dim, slot), self.entries[:, entry * self.pool.page_size + at], self.states[:, state]]
+        there = True, bool(entry) and whole, bool(state) and (position + 1) % CHUNK == 0
+        return tuple(_digest(x) if is_there else b"" for x, is_there in zip(held, there, strict=True))
+
+
+def _digest(x: Tensor) -> bytes:
+    return hashlib.blake2b(x.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes(), digest_size=8).digest()
 
 
 def _next_link(previous: int, token: int, position: int) -> int:
@@ -154,21 +203,82 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
-def require_memory(config: ModelConfig, num_tokens: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise BadRequest if the KV of `num_tokens` tokens exceeds the total memory of the machine or device."""
-    wanted = num_tokens * len(config.layers_with("attn")) * math.prod(config.kv_shape) * dtype.itemsize
-    what, hint = "KV", ""
+def require_page_size(config: ModelConfig, page_size: int, what: str = "a hybrid") -> None:
+    """Raise BadRequest if the model cannot have pages of this size."""
+    if config.mixer is not None and CHUNK % page_size:
+        raise BadRequest(
+            f"page_size={page_size} does not fit {what}: {CHUNK} positions, after which a state is kept, must be whole pages. "
+            f"Give a divisor of {CHUNK}."
+        )
+
+
+@dataclass(frozen=True)
+class RoomPlan:
+    """How many pages of a hybrid have rooms."""
+
+    entries: int
+    states: int
+    columns: int = 0
+    tail: tuple[int, int] = (0, 0)
+    """inputs of a convolution that are kept with a state, and their width"""
+    chosen: bool = False
+    """whether fewer pages have rooms than there are"""
+
+    @classmethod
+    def of(
+        cls, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, state_tokens: int | None
+    ) -> "RoomPlan":
+        """One state for every open chunk, and beside them states that take no more memory than the KV of all positions."""
+        mixer = config.mixer
+        if mixer is None:
+            return cls(0, 0)
+        tail = (mixer.taps - 1, mixer.channels)
+        if state_tokens is None or state_tokens >= num_pages * page_size or page_size < tail[0]:
+            return cls(num_pages, num_pages, mixer.columns[-1], tail)
+        kv = num_pages * page_size * kv_bytes(config, dtype)
+        state = len(config.layers_with("mixer")) * max(1, math.prod(mixer.state_shape)) * torch.float32.itemsize
+        states = min(num_pages, state_tokens // CHUNK + kv // state)
+        return cls(state_tokens // page_size, states, mixer.columns[-1], tail, chosen=True)
+
+
+def kv_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Of a position."""
+    return len(config.layers_with("attn")) * math.prod(config.kv_shape) * dtype.itemsize
+
+
+def cache_bytes(config: ModelConfig, num_tokens: int, page_size: int, dtype: torch.dtype, state_tokens: int | None) -> int:
+    """Of a cache of `num_tokens` positions."""
+    found = num_tokens * kv_bytes(config, dtype)
     if (mixer := config.mixer) is not None:  # in float32, whatever the model's dtype
-        floats = num_tokens * mixer.columns[-1] + num_tokens // page_size * math.prod(mixer.state_shape)
-        wanted += len(config.layers_with("mixer")) * floats * torch.float32.itemsize
-        what = f"KV and states in pages of {page_size}"
-        hint = f", or page_size={CHUNK}: each page has room for a state" if page_size < CHUNK else ""
+        plan = RoomPlan.of(config, num_tokens // page_size, page_size, dtype, state_tokens)
+        floats = plan.entries * page_size * plan.columns + plan.states * (math.prod(mixer.state_shape) + math.prod(plan.tail))
+        found += len(config.layers_with("mixer")) * floats * torch.float32.itemsize
+    return found
+
+
+def require_memory(
+    config: ModelConfig,
+    num_tokens: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    state_tokens: int | None = None,
+) -> None:
+    """Raise BadRequest if the KV of `num_tokens` tokens exceeds the total memory of the machine or device."""
     if device.type == "cuda":
         there = torch.cuda.get_device_properties(device).total_memory
     else:
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if wanted > there:
-        raise BadRequest(
-            f"cache_tokens={num_tokens} needs {wanted / 2**30:,.0f} GiB for {what}, but there are only "
-            f"{there / 2**30:,.0f} GiB of memory. Give at most {num_tokens * there // wanted}{hint}."
-        )
+    needs = lambda tokens: cache_bytes(config, tokens, page_size, dtype, state_tokens)  # noqa: E731
+    if needs(num_tokens) <= there:
+        return
+    most = bisect(range(num_tokens), there, key=needs) - 1
+    what = "KV" if config.mixer is None else f"KV and recurrent states in pages of {page_size}"
+    hint = ""
+    if config.mixer is not None:
+        smaller = f"page_size={CHUNK}: each page has room for a state" if page_size < CHUNK else "a smaller state_tokens"
+        hint = f", or {smaller}"
+    raise BadRequest(
+        f"cache_tokens={num_tokens} needs {needs(num_tokens) / 2**30:,.0f} GiB for {what}, but there are only "
+        f"{there / 2**30:,.0f} GiB of memory. Give at most {most}{hint}."
+    )

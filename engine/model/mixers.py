@@ -42,8 +42,9 @@ class Mixer(nn.Module):
 
     def _convolved(self, x: Tensor, ops: Ops, tap: Tap | None, activate: bool = True) -> Tensor:
         """x [rows, channels] -> likewise"""
-        out = ops.short_conv(tapped(tap, self.conv_in_site, x), self.conv, self.layer)
-        return tapped(tap, self.conv_site, ops.activate(out, "silu", gated=False) if activate else out)
+        return tapped(
+            tap, self.conv_site, ops.short_conv(tapped(tap, self.conv_in_site, x), self.conv, self.layer, silu=activate)
+        )
 
     def _recurred(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor | None, ops: Ops, tap: Tap | None
@@ -89,16 +90,13 @@ class DeltaNet(Mixer):
     def forward(self, x: Tensor, rotary: Rotary | None, ops: Ops, tap: Tap | None) -> Tensor:
         m, rows = self.mixer, len(x)
         mixed, gate = ops.linear(x, self.up).split([m.channels, self.values], dim=-1)
-        gate = tapped(tap, self.gate_site, gate.reshape(rows, m.heads, -1))
-        strength, step = ops.linear(x, self.rates).chunk(2, dim=-1)
-        strength = ops.sigmoid(strength) if m.beta_scale == 1.0 else ops.sigmoid(strength) * m.beta_scale
-        decay = -ops.exp(self.a_log) * ops.softplus(step + self.step_bias)
+        gate = tapped(tap, self.gate_site, gate.unflatten(1, (m.heads, m.d_value)))
+        strength, decay = ops.rates(ops.linear(x, self.rates), self.a_log, self.step_bias, m.beta_scale)
         q, k, v = self._convolved(mixed, ops, tap).split([self.keys, self.keys, self.values], dim=-1)
-        q, k = (ops.norm(x.reshape(rows, m.key_heads, m.d_key), self.unit_norm) for x in (q, k))
-        q, k = q * (1 / m.d_key), k * m.d_key**-0.5  # queries have the length d_key ** -0.5, keys 1
+        q, k = (x.unflatten(1, (m.key_heads, m.d_key)) for x in (q, k))
+        q, k = ops.scaled_norms(q, k, self.unit_norm, (1 / m.d_key, m.d_key**-0.5))  # lengths of d_key ** -0.5 and 1
         out = self._recurred(q, k, v.reshape(rows, m.heads, -1), decay, strength, ops, tap)
-        out = ops.activate(torch.cat([gate, ops.norm(out, self.norm)], dim=-1), "silu", gated=True)
-        return tapped(tap, self.z_site, out).reshape(rows, -1)
+        return tapped(tap, self.z_site, ops.gated_norm(out, gate, self.norm)).reshape(rows, -1)
 
 
 class Mamba2(Mixer):

@@ -219,8 +219,20 @@ class Ops(RowOps, Protocol):
         """log(1 + exp(x)) of every number"""
         ...
 
-    def short_conv(self, x: Tensor, conv: Conv, layer: int) -> Tensor:
+    def short_conv(self, x: Tensor, conv: Conv, layer: int, silu: bool = False) -> Tensor:
         """The convolution of x [rows, channels] with the inputs of the positions before each row, which a cache keeps."""
+        ...
+
+    def scaled_norms(self, q: Tensor, k: Tensor, norm: Norm, scales: tuple[float, float]) -> tuple[Tensor, Tensor]:
+        """The norms of q and k, [rows, heads, width] each, times a number each."""
+        ...
+
+    def gated_norm(self, x: Tensor, gate: Tensor, norm: Norm) -> Tensor:
+        """silu(gate) times the norm of x, both [rows, heads, width]"""
+        ...
+
+    def rates(self, x: Tensor, a_log: Tensor, step_bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """x [rows, strengths | steps] -> scale sigmoid(strength), and -exp(a_log) softplus(step + step_bias) in float32"""
         ...
 
     def recur(self, given: Recurrence, layer: int, observe: Callable[[Tensor], object] | None = None) -> Tensor:
@@ -329,6 +341,18 @@ class TorchOps:
 
     def softplus(self, x: Tensor) -> Tensor:
         return F.softplus(x)
+
+    def scaled_norms(self, q: Tensor, k: Tensor, norm: Norm, scales: tuple[float, float]) -> tuple[Tensor, Tensor]:
+        return self.norm(q, norm) * scales[0], self.norm(k, norm) * scales[1]
+
+    def gated_norm(self, x: Tensor, gate: Tensor, norm: Norm) -> Tensor:
+        return self.activate(torch.cat([gate, self.norm(x, norm)], dim=-1), "silu", gated=True)
+
+    def rates(self, x: Tensor, a_log: Tensor, step_bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        strength, step = x.chunk(2, dim=-1)
+        strength = self.sigmoid(strength)
+        decay = -self.exp(a_log) * self.softplus(step + step_bias)
+        return strength if scale == 1.0 else strength * scale, decay
 
     def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
         return residual + self.linear(x, linear)
@@ -443,11 +467,12 @@ class SequenceOps(TorchOps):
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.scale)
         return out.transpose(1, 2).reshape(rows, heads, d_head)
 
-    def short_conv(self, x: Tensor, conv: Conv, layer: int) -> Tensor:
+    def short_conv(self, x: Tensor, conv: Conv, layer: int, silu: bool = False) -> Tensor:
         taps = len(conv.weight)
         seen = [F.pad(each, (0, 0, taps - 1, 0)).unfold(0, taps, 1) for each in x.split(self.lengths)]  # [rows, channels, taps]
         out = (torch.cat(seen) * conv.weight.t()).sum(-1)
-        return out if conv.bias is None else out + conv.bias
+        out = out if conv.bias is None else out + conv.bias
+        return self.activate(out, "silu", gated=False) if silu else out
 
     def recur(self, given: Recurrence, layer: int, observe: Callable[[Tensor], object] | None = None) -> Tensor:
         group = given.v.shape[1] // given.q.shape[1]

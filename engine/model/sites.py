@@ -360,6 +360,16 @@ class SiteTable:
         near = difflib.get_close_matches(name, [*self.sites, *self.names], n=4, cutoff=0.4)
         raise UnknownSite(f"Unknown site {name!r}. Nearest: {', '.join(near) or 'none'}. Letters: {LETTERS}.")
 
+    def matching(self, word: str) -> dict[str, str]:
+        """Name -> its site, of a name or of all names that match a pattern, where a star stands for one part of a name."""
+        if not isinstance(word, str) or "*" not in word:
+            return {word: self.resolve(word)}
+        pattern = re.compile(re.escape(word).replace(r"\*", "[^.]*"))
+        found = {name: self.resolve(name) for name in (*self.sites, *self.aliases) if pattern.fullmatch(name)}
+        if not found:
+            raise UnknownSite(f"No site matches {word!r}. engine.sites lists the sites.")
+        return found
+
     def editable(self, name: str) -> str:
         """As `resolve`, but BadEdit for names whose value can be captured and not edited."""
         site = self.resolve(name)
@@ -393,7 +403,8 @@ class SiteTable:
                 raise UnknownSite(f"No site per layer for the letter {letter!r}. Known: S, T, C.")
 
     def select(self, sites: str | list[str] | tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
-        """Resolve "STCZ", "S,T", a name, or a list of these into (site names in model order, whether Z is selected)."""
+        """Resolve "STCZ", "S,T", a name, a pattern such as blocks.*.mixer.hook_out, or a list of these into (site names in
+        model order, whether Z is selected)."""
         names: set[str] = set()
         lens = False
         for word in _words(sites):
@@ -401,7 +412,7 @@ class SiteTable:
                 lens |= "Z" in word
                 names.update(name for letter in word for name in self.letter(letter))
             else:
-                names.add(self.resolve(word))
+                names.update(self.matching(word).values())
         if not names and not lens and _words(sites):
             raise UnknownSite(f"No layer of this {self.config.family} model has {sites}. Choose other sites.")
         order = {name: i for i, name in enumerate(self.in_order())}
@@ -411,8 +422,12 @@ class SiteTable:
         """Site -> the names that it is asked for by, where these are not just its own. Precondition: `select` takes them."""
         found: dict[str, dict[str, None]] = {}
         for word in _words(sites):
-            for name in [self.resolve(word)] if not _is_letters(word) else [n for each in word for n in self.letter(each)]:
-                found.setdefault(name, {})[name if _is_letters(word) else word] = None
+            if _is_letters(word):
+                pairs = {name: name for each in word for name in self.letter(each)}
+            else:
+                pairs = self.matching(word)
+            for asked, name in pairs.items():
+                found.setdefault(name, {})[asked] = None
         return {site: tuple(names) for site, names in found.items() if tuple(names) != (site,)}
 
     def in_order(self) -> list[str]:

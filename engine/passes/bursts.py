@@ -269,7 +269,7 @@ class DecodeGraph:
         self.pages = torch.full((size, key.max_pages), spare, dtype=torch.int32, device=device)
         sequence = torch.arange(size, dtype=torch.int32, device=device)
         self.shared = room(key.shared, size, device) if key.shared else None
-        rows = PagedRows(sequence, self.short_positions, self.pages, shared=self.shared)
+        rows = PagedRows(sequence, self.short_positions, self.pages, shared=self.shared, single=True)
         self.ops = (CanonicalCudaOps if key.exact else FastCudaOps)(runner.cache, rows)
         self.edits = ProgramTap(key.edits, size, runner.vectors)
         self.targets = [lens.targets_on(device) for lens in key.lenses]

@@ -174,10 +174,11 @@ class CpuOps(CpuRowOps):
             portable.rotate_(turned, heads.rotary.table, heads.rotary.positions)
         return heads.q, heads.joined[:, num_queries:]
 
-    def short_conv(self, x: Tensor, conv: Conv, layer: int) -> Tensor:
+    def short_conv(self, x: Tensor, conv: Conv, layer: int, silu: bool = False) -> Tensor:
         from replaylens.engine.passes.recurrent import convolve  # its kernels are compiled for hybrids only
 
-        return convolve(x, conv, layer, self.batch, self.cache)
+        out = convolve(x, conv, layer, self.batch, self.cache)
+        return self.activate(out, "silu", gated=False) if silu else out
 
     def recur(self, given: Recurrence, layer: int, observe: Callable[[Tensor], object] | None = None) -> Tensor:
         from replaylens.engine.passes.recurrent import Walk

@@ -21,17 +21,18 @@ from replaylens.engine.memory.pages import page_matrix
 from replaylens.engine.model.config import Activation, ModelConfig, Routing, sigmoid
 from replaylens.engine.model.layers import Conv, Experts, Linear, Norm, Rotary, is_packed
 from replaylens.engine.model.ops import AttentionSpec, Heads, Observer, Recurrence, softcap, weighted
-from replaylens.engine.passes.batch import Batch, SharedRun, shared_runs
+from replaylens.engine.passes.batch import Batch, SharedRun, finite, shared_runs
 from replaylens.engine.request.placed import PATTERN, PlacedEdit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.kernels import grouped, route
 from replaylens.kernels.attention import MAX_REST, MAX_VALUES, attention
+from replaylens.kernels.definition import CHUNK
 from replaylens.kernels.edges import HIDDEN, REPLACED, CutPairs, cut_edges
 from replaylens.kernels.launch import KV_BLOCK, attention_tile, grouped_rows, heads_together, next_power_of_2
 from replaylens.kernels.matmul import head_matmul, head_plan, matmul
 from replaylens.kernels.norm import activation, norm_pair, norm_scale
 from replaylens.kernels.norm import norm as norm_kernel
-from replaylens.kernels.recurrent import put, recur, short_conv
+from replaylens.kernels.recurrent import LayerMemory, rates, recur, short_conv
 from replaylens.kernels.rope import can_fuse, norm_rotate_and_store, rotate, rotate_and_store, store
 from replaylens.kernels.route import Plan, plan
 from replaylens.kernels.sample import judge, sample_logits
@@ -492,22 +493,33 @@ class CanonicalCudaOps(HeadOps):
     def softplus(self, x: Tensor) -> Tensor:
         return _numbers(x, "softplus")
 
-    def short_conv(self, x: Tensor, conv: Conv, layer: int) -> Tensor:
-        entries, size = self.cache.entries[self.cache.mixed[layer]], self.cache.pool.page_size
-        put(x, entries, 0, self.rows, size)
-        return short_conv(entries, conv.weight, conv.bias, self.rows, size)
+    def scaled_norms(self, q: Tensor, k: Tensor, norm: Norm, scales: tuple[float, float]) -> tuple[Tensor, Tensor]:
+        heads = q.shape[1]
+        both = q.as_strided((len(q), 2 * heads, q.shape[2]), q.stride()) if _neighbours(q, k) else torch.cat([q, k], dim=1)
+        out = norm_pair(both, heads, (norm.weight, norm.weight), norm.eps, norm.kind, scales)
+        return out[:, :heads], out[:, heads:]
+
+    def gated_norm(self, x: Tensor, gate: Tensor, norm: Norm) -> Tensor:
+        return norm_kernel(x, norm.weight, None, norm.eps, norm.kind, gate=gate)
+
+    def rates(self, x: Tensor, a_log: Tensor, step_bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        return rates(x, a_log, step_bias, scale)
+
+    def short_conv(self, x: Tensor, conv: Conv, layer: int, silu: bool = False) -> Tensor:
+        return short_conv(x, self._memory(layer), conv.weight, conv.bias, self.rows, silu)
 
     def recur(self, given: Recurrence, layer: int, observe: Callable[[Tensor], object] | None = None) -> Tensor:
+        memory = self._memory(layer)
+        out = recur(given.q, given.k, given.v, given.decay, given.strength, memory, self.rows)
         if observe is not None:
-            raise UnsupportedModel(
-                "Cannot capture recurrent states on CUDA: the kernel stores only those that end chunks. Use device='cpu'."
-            )
-        mixer, place, size = self.cache.mixer, self.cache.mixed[layer], self.cache.pool.page_size
-        assert mixer is not None  # the layer recurs
-        entries, at = self.cache.entries[place], mixer.columns[:3]
-        put(given.k.flatten(1), entries, at[0], self.rows, size)
-        put(given.decay, entries, at[2], self.rows, size)
-        return recur(given.q, given.v, given.strength, entries, self.cache.states[place], at, self.rows, size)
+            observe(_states(memory, self.rows, given.k.shape[1]))
+        return out
+
+    def _memory(self, layer: int) -> LayerMemory:
+        cache, place = self.cache, self.cache.mixed[layer]
+        assert cache.mixer is not None  # the layer recurs
+        at, size = cache.mixer.columns[:3], cache.pool.page_size
+        return LayerMemory(cache.entries[place], cache.states[place], at, cache.entry_of, cache.state_of, size)
 
     def norm_heads(self, q_norm: Norm, k_norm: Norm, rotary: Rotary) -> bool:
         plain = not q_norm.by_head and q_norm.bias is None and k_norm.bias is None
@@ -583,6 +595,31 @@ def _cut_on_host(
     out[rows.to(out.device)] = z.to(out.device)
 
 
+def _states(memory: LayerMemory, rows: PagedRows, key_heads: int) -> Tensor:
+    """The state after every row, [rows, heads, d, width], from the rows' entries: in portable arithmetic, which the host has,
+    too. The kernel stores only those that end chunks."""
+    from replaylens.kernels import cpu_recurrent as host
+
+    size, heads, d, width = memory.page_size, *memory.states.shape[1:]
+    owner, position, tables = (x.cpu().long() for x in (rows.sequence, rows.position, rows.page_table))
+    base = position - position % CHUNK
+    used = torch.zeros_like(tables, dtype=torch.bool)
+    for sequence, first, last in zip(owner.tolist(), base.tolist(), position.tolist(), strict=True):
+        used[sequence, max(0, first - 1) // size : last // size + 1] = True
+    pages, place = tables[used].unique(return_inverse=True)
+    mine = torch.zeros_like(tables)
+    mine[used] = place
+    there = pages.to(memory.entries.device)
+    entries = memory.entries.unflatten(0, (-1, size))[memory.entry_of[there].long()].flatten(0, 1).cpu()
+    held = host.LayerMemory(entries, memory.states[memory.state_of[there].long()].cpu(), memory.at, key_heads)
+    out = torch.empty(len(owner), heads, d, width)
+    places = zip(owner.tolist(), position.tolist(), base.tolist(), strict=True)
+    asked = [host.Piece(sequence, 0, at + 1, 0, first, final=out[i]) for i, (sequence, at, first) in enumerate(places)]
+    none = out.new_empty(0, key_heads, d), out.new_empty(0, heads, width)
+    host.recur(*none, None, held, asked, mine, mine, size)
+    return finite(out, "recurrent states").to(memory.states.device)
+
+
 class FastCudaOps(FastHeadOps, CanonicalCudaOps):
     """The fast path."""
 
@@ -618,4 +655,5 @@ def device_rows(batch: Batch, cache: KVCache) -> PagedRows:
         max_keys,
         per_tile if tiles is not None else 0,
         sharing.keys(cache.data.device) if sharing is not None else None,
+        single=longest == 1,
     )

@@ -121,7 +121,13 @@ class PassGraph:
         self.tiles = zeros(shape.tiles, 2) if shape.per_tile else None
         self.shared = room(shape.shared, shape.rows, self.pages.device) if shape.shared else None
         rows = PagedRows(
-            self.sequence, self.short_positions, self.pages, self.tiles, per_tile=shape.per_tile, shared=self.shared
+            self.sequence,
+            self.short_positions,
+            self.pages,
+            self.tiles,
+            per_tile=shape.per_tile,
+            shared=self.shared,
+            single=not shape.per_tile,
         )
         self.ops = (CanonicalCudaOps if shape.exact else FastCudaOps)(cache, rows)
         self.graph, (self.residual, self.values) = recorded(self._pass, 2, pool)  # before, writes go to the spare page

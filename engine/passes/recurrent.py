@@ -18,8 +18,8 @@ from replaylens.kernels.definition import CHUNK
 def convolve(x: Tensor, conv: Conv, layer: int, batch: Batch, cache: KVCache) -> Tensor:
     """x [rows, channels], convolved with what comes before each row. Mutates the cache at the rows of the batch."""
     entries = cache.entries[cache.mixed[layer]]
-    entries[batch.write_slots, : x.shape[1]] = finite(x, "inputs of a convolution")
-    return short_conv(entries, conv.weight, conv.bias, batch.paged)
+    entries[cache.entry_slots(batch.write_slots), : x.shape[1]] = finite(x, "inputs of a convolution")
+    return short_conv(entries, conv.weight, conv.bias, replace(batch.paged, pages=cache.entry_of[batch.paged.pages].long()))
 
 
 class Walk:
@@ -28,13 +28,16 @@ class Walk:
 
     def __init__(self, given: Recurrence, layer: int, batch: Batch, cache: KVCache) -> None:
         """Mutates the cache at the rows of the batch."""
-        mixer, slots, entries = cache.mixer, batch.write_slots, cache.entries[cache.mixed[layer]]
+        mixer, slots, entries = cache.mixer, cache.entry_slots(batch.write_slots), cache.entries[cache.mixed[layer]]
         assert mixer is not None  # the layer recurs
         inputs, keys, updates, _ = mixer.columns
         entries[slots, inputs:keys] = finite(given.k, "keys").flatten(1)
         entries[slots, updates:] = finite(given.decay, "decays")
         self.memory = LayerMemory(entries, cache.states[cache.mixed[layer]], (inputs, keys, updates), mixer.key_heads)
         self.batch, site = batch, f"blocks.{layer}.{STATE}"
+        self.state_of, pages = cache.state_of, batch.paged.pages
+        self.tables = cache.entry_of[pages].long(), cache.state_of[pages].long()
+        """rooms of the sequences' entries and states: [sequences, pages] each"""
         self.given = (
             given.q.contiguous(),
             given.v.contiguous(),
@@ -54,11 +57,11 @@ class Walk:
             finite(self.memory.states[pages], "recurrent states")
 
     def _ended(self) -> list[int]:
-        """The pages with the states at the ends of the chunks that the pass completes."""
+        """The rooms with the states at the ends of the chunks that the pass completes."""
         size, found = self.batch.pool.page_size, []
         for segment in self.batch.segments:
             ends = range(segment.start - segment.start % CHUNK + CHUNK, segment.end + 1, CHUNK)
-            found += [segment.table.pages[(end - 1) // size] for end in ends]
+            found += [int(self.state_of[segment.table.pages[(end - 1) // size]]) for end in ends]
         return found
 
     def _piece(self, segment: int, start: int, end: int, since: int | None = None, initial: Tensor | None = None) -> Piece:
@@ -71,8 +74,7 @@ class Walk:
         """Mutates the outputs and the memory."""
         if not pieces:
             return
-        paged = self.batch.paged
-        found = recur(*self.given, self.memory, pieces, paged.pages, paged.page_size)
+        found = recur(*self.given, self.memory, pieces, *self.tables, self.batch.pool.page_size)
         if found is None:
             raise not_finite("updates of a recurrent state")
         if sum(piece.count for piece in pieces) == len(self.out):  # the usual case: no state is edited
@@ -95,8 +97,8 @@ class Walk:
             if place >= segment.start:
                 self.edited[self.batch.row(index, place)] = initial
             if (place + 1) % CHUNK == 0:
-                page = segment.table.pages[place // self.batch.pool.page_size]
-                self.memory.states[page], initial = initial, None
+                room = int(self.state_of[segment.table.pages[place // self.batch.pool.page_size]])
+                self.memory.states[room], initial = initial, None
         if at < segment.end:
             self._run([self._piece(index, at, segment.end, since, initial)])
 
@@ -110,8 +112,7 @@ class Walk:
                 chunk = end - 1 - (end - 1) % CHUNK
                 since, initial = (piece.since, piece.initial) if piece.since >= chunk else (chunk, None)
                 asked.append(Piece(segment, 0, end, 0, since, initial, out[piece.row + i]))
-        paged = self.batch.paged
-        recur(*self.given, self.memory, asked, paged.pages, paged.page_size)
+        recur(*self.given, self.memory, asked, *self.tables, self.batch.pool.page_size)
         for row, state in self.edited.items():
             out[row] = state
         return finite(out, "recurrent states")

@@ -188,8 +188,12 @@ class Runner:
         page_size: int,
         canary: bool = False,
         capture_buffer: int = RING_BYTES,
+        state_tokens: int | None = None,
     ) -> None:
-        """capture_buffer  bytes of pinned memory through which captured rows leave a GPU"""
+        """
+        capture_buffer  bytes of pinned memory through which captured rows leave a GPU
+        state_tokens    positions of a hybrid whose entries are held at once; None: all
+        """
         self.model, self.capture_buffer = model, capture_buffer
         self.pool = PagePool(num_pages, page_size)
         self.device = model.device.type
@@ -197,7 +201,7 @@ class Runner:
         """whether the arithmetic is that of our kernels. Tests set it on a CPU, where Triton's interpreter runs them"""
         self.graphs: PassGraphs | None = None
         """captured passes; None on a CPU, where every pass is launched"""
-        self.cache = KVCache(model.config, self.pool, model.dtype, self.device, canary)
+        self.cache = KVCache(model.config, self.pool, model.dtype, self.device, canary, state_tokens=state_tokens)
         self.weights = FrozenWeights(model)
 
     @cached_property
@@ -233,7 +237,7 @@ class Runner:
 
     def reserve(self, table: PageTable, start: int, end: int) -> None:
         """Make [start, end) of `table` writable and copy shared pages. Mutates table, pool and cache, or raises OutOfPages."""
-        self.cache.copy(self.pool.reserve(table, start, end))
+        self.cache.reserve(table, start, end)
 
     def _held(self) -> AbstractContextManager[None]:
         """`modes.canonical` for a pass. On CUDA a pass computes nothing on the host, so it neither needs nor pays for it."""
@@ -312,7 +316,7 @@ class Runner:
         """The residual stream after the last block, from a graph. None if the pass has no graph and must be launched."""
         if self.graphs is None or not isinstance(tap, PassTap | None) or any(s.hooks for s in batch.segments):
             return None
-        if batch.cuts_edges:
+        if batch.cuts_edges or (tap is not None and any(site.endswith(sites.STATE) for site in tap.wanted)):
             return None
         ran = self.graphs.run(batch, tap.wanted if tap is not None else frozenset(), exact, self._program(batch))
         if ran is None:

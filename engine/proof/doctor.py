@@ -226,13 +226,13 @@ def _recurrence(delta: bool, from_pass: bool = False) -> Tensor:
     zeros = partial(torch.zeros, dtype=torch.float32)
     memory = kernels.LayerMemory(zeros(176, 28), zeros(11, 2, 6, 10), (0, 6, 26), 1)
     memory.entries[16:166, :6], memory.entries[16:166, 26:] = k[:, 0], g
-    out, state = torch.zeros_like(v), zeros(2, 6, 10)
+    out, state, pages = torch.zeros_like(v), zeros(2, 6, 10), torch.arange(1, 11)[None]
     for start, end in ((0, 40), (40, 64), (64, 70), (70, 150)):
         since, initial = (start, state.clone()) if from_pass else (start - start % CHUNK, None)
         for given in (v.flip(0), v):  # the first of them are drafts
             own, piece = slice(start, end), kernels.Piece(0, 0, start, end - start, since, initial, state)
             strength = None if beta is None else beta[own]
-            found = kernels.recur(q[own], given[own], strength, memory, [piece], torch.arange(1, 11)[None], 16)
+            found = kernels.recur(q[own], given[own], strength, memory, [piece], pages, pages, 16)
             out[own] = math.nan if found is None else found
     return torch.cat([out.flatten(), state.flatten()])
 

@@ -271,7 +271,7 @@ def _recurrence(model: Decoder, random: Random, findings: list[Finding]) -> None
         cache, out, start = KVCache(config, PagePool(12, size), model.dtype, device.type, kernels=True), list[Tensor](), 0
         for end in ends:
             own, at = slice(start, end), torch.arange(first + start, first + end, dtype=torch.int32, device=device)
-            ops = CanonicalCudaOps(cache, PagedRows(torch.zeros_like(at), at, table))
+            ops = CanonicalCudaOps(cache, PagedRows(torch.zeros_like(at), at, table, single=len(at) == 1))
             out.append(ops.short_conv(x[own], conv, layers[0]))
             if mixer.heads:
                 rule = strength[own] if mixer.kind == "delta" else None

@@ -13,7 +13,7 @@ from torch import Tensor
 from replaylens.engine.errors import BadRequest, IntegrityError, UnknownSite
 from replaylens.engine.model import modes
 from replaylens.engine.model.ops import MASKED
-from replaylens.engine.model.sites import KEY_SITES, SCORES
+from replaylens.engine.model.sites import KEY_SITES, SCORES, STATE
 from replaylens.engine.records import LensSpec
 from replaylens.engine.request.values import as_instance
 
@@ -119,8 +119,11 @@ class CaptureSpec:
 
     @property
     def on_device(self) -> bool:
-        """Whether a device computes all of it without the host: a tuned lens and long lists of tokens need the host."""
+        """Whether a device computes all of it without the host: a tuned lens, long lists of tokens and recurrent states need
+        the host."""
         lens = self.lens
+        if any(site.endswith(STATE) for site in self.sites):
+            return False
         return lens is None or (lens.fits_kernel and lens.tuned is None)
 
     @property

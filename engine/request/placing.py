@@ -1,7 +1,6 @@
 """Placing edits: an `Edit` on a branch of known length becomes `PlacedEdit`s of its sites, or a BadEdit that says why not."""
 
 import math
-import re
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -400,8 +399,7 @@ def _names(edit: Edit, table: SiteTable) -> list[str]:
 
 def _matching(edit: Edit, table: SiteTable) -> list[str]:
     """The sites whose name or legacy name matches a pattern, in the order of a pass. A star stands for one part of a name."""
-    pattern = re.compile(re.escape(edit.site).replace(r"\*", "[^.]*"))
-    found = {table.editable(name) for name in (*table.sites, *table.aliases) if pattern.fullmatch(name)}
+    found = {table.editable(name) for name in table.matching(edit.site)}
     if edit.layers is not None:
         there = {layer_of(name) for name in found}
         if unknown := [layer for layer in edit.layers if layer not in there]:
@@ -410,8 +408,7 @@ def _matching(edit: Edit, table: SiteTable) -> list[str]:
             )
         found = {name for name in found if layer_of(name) in edit.layers}
     if not found:
-        at = "" if edit.layers is None else f" at layers {list(edit.layers)}"
-        raise UnknownSite(f"No site matches {edit.site!r}{at}. engine.sites lists the sites.")
+        raise UnknownSite(f"No site matches {edit.site!r} at layers {list(edit.layers or ())}. engine.sites lists the sites.")
     return [name for name in table.in_order() if name in found]
 
 

@@ -22,7 +22,7 @@ from replaylens.engine.loop.drafters import (
 )
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.loop.loop import Loop
-from replaylens.engine.memory.cache import require_memory
+from replaylens.engine.memory.cache import require_memory, require_page_size
 from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.memory.tree import BranchStatus, BranchTree
 from replaylens.engine.model import modes, sites
@@ -78,6 +78,7 @@ def make_drafters(runner: Runner, draft_model: Decoder | None, layer: int | None
         "forced": ForcedDrafter(),
     }
     if draft_model is not None:
+        require_page_size(draft_model.config, runner.pool.page_size, "a hybrid draft model")
         certificates.certificate_for(draft_model)
         own = Runner(draft_model, runner.pool.num_pages, runner.pool.page_size)
         drafters["model"] = ModelDrafter(own, config.vocab_size)
@@ -99,6 +100,8 @@ def decode_on_device(loop: Loop) -> None:
 
 AnyBranch = TypeVar("AnyBranch", bound=Branch)
 _CPU_ROWS, _CUDA_ROWS, _CUDA_LONE_ROWS = 512, 1024, 8192
+_OPEN = 32
+"""requests of a hybrid that run at once, each with the entries of two chunks: the open one, and the next"""
 """default of `max_rows`; a device needs more rows to be busy, and has them if nobody waits for a pass"""
 
 _PAGE = 16
@@ -113,6 +116,7 @@ class EngineKeywords(TypedDict, total=False):
 
     cache_tokens: int
     page_size: int | None
+    state_tokens: int | None
     max_rows: int | None
     lens_layer: int | None
     tree_width: int
@@ -149,7 +153,10 @@ class Core(Generation, NotCopyable):
     """A model, its KV cache and its tree of branches.
 
     cache_tokens   positions in the KV cache; when it is full, requests wait or are preempted and computed again
-    page_size      positions per page; changes no bit. Default: 16; of a hybrid 64, since every page has room for a state
+    page_size      positions per page; changes no bit. Default: 16; of a hybrid 64, and otherwise a divisor of it
+    state_tokens   positions of a hybrid whose recurrent entries are kept. Those of others, and states beyond the memory
+                   of KV, are computed again if a rollback or a fork needs them; changes no bit. A request that runs
+                   takes up to 128. Default: for a pass and a quarter of the cache, 32 requests at most
     max_rows       rows per pass; changes no bit. Default: 512; on CUDA 1024, or 8192 for prompts alone that capture nothing
     draft_model    a smaller model with the same tokenizer, for the `model` drafter
     lens_layer     the early-exit layer of the `lens` and `tree` drafters; default: the middle
@@ -172,6 +179,7 @@ class Core(Generation, NotCopyable):
         *,
         cache_tokens: int = 8192,
         page_size: int | None = None,
+        state_tokens: int | None = None,
         max_rows: int | None = None,
         draft_model: Decoder | None = None,
         lens_layer: int | None = None,
@@ -188,7 +196,15 @@ class Core(Generation, NotCopyable):
         cache_tokens = as_int("cache_tokens", cache_tokens, page_size)
         lone_rows = _CUDA_LONE_ROWS if max_rows is None and on_cuda else 0
         max_rows = (_CUDA_ROWS if on_cuda else _CPU_ROWS) if max_rows is None else as_int("max_rows", max_rows, 16)
-        require_memory(self.config, cache_tokens, page_size, model.dtype, model.device)
+        least = max_rows + 4 * CHUNK  # a pass, the chunk before it and the tail of another
+        usual = max(least, max_rows + min(cache_tokens // 4, 2 * _OPEN * CHUNK))
+        if state_tokens is not None and self.config.mixer is None:
+            raise BadRequest(
+                f"This {self.config.family} model has no recurrent layers, so state_tokens is of no use. Leave it out."
+            )
+        state_tokens = usual if state_tokens is None else as_int("state_tokens", state_tokens, least)
+        lone_rows = lone_rows if self.config.mixer is None else min(lone_rows, state_tokens // 2)
+        require_memory(self.config, cache_tokens, page_size, model.dtype, model.device, state_tokens)
         canary, record = as_bool("canary", canary), as_bool("record", record)
         capture_buffer = as_int("capture_buffer", capture_buffer, SMALLEST_RING)
         if draft_model is not None:
@@ -200,7 +216,7 @@ class Core(Generation, NotCopyable):
         self.tree = BranchTree()
         self.lenses = KnownLenses(model)
         spare = int(on_cuda)  # an extra page for the padding rows of CUDA graphs
-        self.runner = Runner(model, cache_tokens // page_size + spare, page_size, canary, capture_buffer)
+        self.runner = Runner(model, cache_tokens // page_size + spare, page_size, canary, capture_buffer, state_tokens)
         self.prefix = PrefixIndex(self.runner.pool, self.fingerprint.digest.encode())
         drafters = make_drafters(self.runner, draft_model, lens_layer, tree_width)
         self.loop = Loop(self.runner, self.tree, self.prefix, drafters, self.text, max_rows, lone_rows, self.lenses)
@@ -230,8 +246,12 @@ class Core(Generation, NotCopyable):
             "KV pages": f"{used} of {pool.num_pages} in use, {pool.page_size} positions each",
         }
         if (mixer := self.config.mixer) is not None:
-            layers, size = len(self.config.layers_with("mixer")), math.prod(mixer.state_shape)
-            facts["recurrent layers"] = f"{layers}, each with {mixer.columns[-1]} numbers per position and {size} per state"
+            cache, layers = self.runner.cache, len(self.config.layers_with("mixer"))
+            positions, states = cache.entries.shape[1] - pool.page_size, cache.states.shape[1] - 1
+            facts["recurrent layers"] = (
+                f"{layers}, each with {mixer.columns[-1]} numbers of {positions} positions and {math.prod(mixer.state_shape)} "
+                f"of {states} states"
+            )
         held = [i for i in self.tree.roots() if self.tree.branch(i).status is not BranchStatus.RELEASED]
         recordings = {i: lane.recording for i, lane in self.loop.lanes.items()}
         trees = [tree_of(self.tree.branch(root), recordings, self.text) for root in held[-MAX_TREES:]]

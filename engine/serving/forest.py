@@ -278,6 +278,8 @@ class Forest:
             str(self.tree.check_integrity()),
             str(self.prefix.check_integrity()),
         ]
+        if self.runner.cache.rooms is not None:
+            lines.append(str(self.runner.cache.rooms.check_integrity()))
         for lane in self.loop.lanes.values():
             tokens = len(self.tree.branch(lane.branch).tokens)
             if lane.computed > min(lane.table.length, tokens):

@@ -8,7 +8,7 @@ again. Nothing of a variant is committed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -184,9 +184,11 @@ class Variants:
     def _pass(self, lane: Lane, chunk: list[EditedCopy], at: Tensor, out: dict[str, Tensor]) -> bool:
         """False: the base lacks KV. Precondition: the lock is held."""
         pool, length = self.runner.pool, int(at.max()) + 1  # no row sees a later one
-        live = [variant for variant in chunk if variant.start < length]
         if lane.computed < length:
             return False
+        self.runner.cache.begin()
+        starts = [self.runner.cache.known(lane.table, min(variant.start, length)) for variant in chunk]
+        live = [replace(variant, start=start) for variant, start in zip(chunk, starts, strict=True) if variant.start < length]
         if not live:
             return True
         tables = [pool.fork(lane.table, v.start) for v in live]

@@ -124,9 +124,13 @@ def differences(branch: Branch, reference: Reference) -> list[str]:
     if not same_bits(held, reference.kv(path[: branch.lane.computed])):
         found.append(f"KV of branch {branch.id}")
     runner, computed = branch.engine.runner, branch.lane.computed
-    mixed = runner.cache.mixed_rows(runner.pool.slots(branch.lane.table, 0, computed))
-    if runner.model.config.mixer is not None and not same_bits(mixed, reference.mixed(path[:computed])):
-        found.append(f"recurrent rows of branch {branch.id}")
+    if runner.model.config.mixer is not None:
+        slots, rooms = runner.pool.slots(branch.lane.table, 0, computed), runner.cache.rooms
+        page = [slot // runner.pool.page_size for slot in slots]
+        there = [i for i in range(computed) if rooms is None or (rooms.entries.of[page[i]] and rooms.whole[page[i]])]
+        mixed = runner.cache.mixed_rows([slots[i] for i in there])
+        if not same_bits(mixed, reference.mixed(path[:computed])[there]):
+            found.append(f"recurrent rows of branch {branch.id}")
     recording = branch.lane.recording
     if recording is None:
         return found

@@ -5,6 +5,7 @@ import random
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,12 +13,25 @@ from torch import Tensor
 
 import replaylens as rl
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadEdit, BadRequest, BadWeights, KVCorruption, NoGradient, NonFinite, UnknownSite
-from replaylens.engine.memory.cache import require_memory
+from replaylens.engine.errors import (
+    BadEdit,
+    BadRequest,
+    BadWeights,
+    KVCorruption,
+    NoGradient,
+    NonFinite,
+    OutOfStates,
+    UnknownSite,
+)
+from replaylens.engine.memory.cache import RoomPlan, cache_bytes, kv_bytes, require_memory
+from replaylens.engine.model.config import MixerConfig, ModelConfig
 from replaylens.engine.model.loading import load, weights_hash
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
+from replaylens.kernels.definition import CHUNK
+from replaylens.probes.probe import LinearProbe
+from replaylens.probes.rows import Cell
 from tests.engine.passes.packed import relative, sequences
 from tests.engine.reference import decoder
 from tests.families import HYBRIDS, hugging_face
@@ -88,7 +102,7 @@ def test_a_state_patched_into_another_branch(name: str, at: int) -> None:
     patch = Edit(SITE, "set", other(name).state(0, at), positions=at)
     edits = [Edit(SITE, "add", torch.ones(other(name).state(0).shape), positions=5), patch, Edit(SITE, "zero", positions=70)]
     whole, plain = (engine(name).prompt(TOKENS, sites=[SITE, LATER], edits=some) for some in (edits, []))
-    single = in_pieces(name, edits, page_size=3)
+    single = in_pieces(name, edits, page_size=4)
     for site in (SITE, LATER):
         assert torch.equal(whole.activations[site], single.activations[site])
     assert torch.equal(whole.activations[LATER][:5], plain.activations[LATER][:5])
@@ -132,7 +146,8 @@ def test_random_histories_with_edited_states(name: str, seed: int) -> None:
         value = torch.randn(other(name).state(0).shape, generator=torch.Generator().manual_seed(at))
         op, value = draw.choice([("add", value), ("set", value), ("zero", None)])
         edits.append(Edit(f"blocks.{layer}.mixer.hook_state", op, value, positions=slice(at, at + count)))
-    sizes = {"page_size": draw.choice([1, 3, 16, 24]), "max_rows": draw.choice([16, 17, 64])}
+    sizes = {"page_size": draw.choice([1, 4, 16, 32]), "max_rows": draw.choice([16, 17, 64])}
+    sizes["state_tokens"] = sizes["max_rows"] + 4 * CHUNK
     branch = Engine(decoder(name), canary=True, **sizes).prompt(TOKENS[:20], sites=sites, edits=edits)
     while branch.length < LENGTH:
         branch.force(TOKENS[branch.length : branch.length + draw.choice([1, 2, 7, 30])])
@@ -146,8 +161,8 @@ def test_random_histories_with_edited_states(name: str, seed: int) -> None:
 
 
 def test_states_of_shared_prefixes_and_copied_pages() -> None:
-    """Pages of 24 positions end within chunks: a fork copies the page with the end of a chunk, and its state."""
-    subject = Engine(decoder("qwen3-next"), page_size=24)
+    """A fork copies a page of an open chunk, and a prompt shares the state of a closed one."""
+    subject = Engine(decoder("qwen3-next"), page_size=16)
     root = subject.prompt(TOKENS[:70], sites=[LATER])
     (fork,) = root.fork(at=66)
     fork.force(TOKENS[66:])
@@ -159,9 +174,90 @@ def test_states_of_shared_prefixes_and_copied_pages() -> None:
 def test_the_canary_watches_states() -> None:
     subject = Engine(decoder("qwen3-next"), canary=True, page_size=16)
     branch = subject.prompt(TOKENS[:70]).generate(2)
-    subject.runner.cache.states[:, branch.lane.table.pages[3], 0, 0, 0] += 1
+    cache = subject.runner.cache
+    cache.states[:, int(cache.state_of[branch.lane.table.pages[3]]), 0, 0, 0] += 1
     with pytest.raises(KVCorruption, match="position 63"):
         branch.generate(2)
+
+
+# ---- rooms ---------------------------------------------------------------------------------------------------------------
+
+
+def crowded(name: str, page_size: int = 16, **options: bool) -> Engine:
+    """An engine that keeps as few entries and states as it can."""
+    subject = Engine(decoder(name), page_size=page_size, max_rows=16, state_tokens=16 + 4 * CHUNK, cache_tokens=4096, **options)
+    rooms = subject.runner.cache.rooms
+    assert rooms is not None
+    rooms.states.page, rooms.states.used, rooms.states.later = (  # fewer than tiny states would take of the memory of KV
+        x[:4].copy() for x in (rooms.states.page, rooms.states.used, rooms.states.later)
+    )
+    rooms.states.count = 3
+    return subject
+
+
+@pytest.mark.parametrize("name, page_size", [("qwen3-next", 64), ("mamba2", 4), ("lfm2", 64), ("nemotron-h", 16)])
+def test_what_is_not_kept_is_computed_again(name: str, page_size: int) -> None:
+    """Forks, rollbacks, prompts with shared prefixes and several branches at once: states and entries that were lost."""
+    subject, tokens, draw = crowded(name, page_size, canary=name == "lfm2"), (TOKENS * 2)[:240], random.Random(page_size)
+    whole = engine(name).prompt(tokens, sites=[LATER]).activations[LATER]
+    kv = engine(name).prompt(tokens).kv()
+    kept = [subject.prompt(tokens[:2], sites=[LATER]).force(tokens[2:])]
+    for _ in range(8):
+        branch = draw.choice(kept)
+        at = draw.choice([2, 63, 64, 65, 100, 128, 129, 192, 193, 200, 238])
+        if draw.random() < 0.5 and len(kept) > 1:
+            branch.rollback(min(at, branch.length))
+        else:
+            (branch,) = branch.fork(at=min(at, branch.length))
+            kept.append(branch)
+        if branch.length < len(tokens):
+            branch.force(tokens[branch.length : branch.length + draw.choice([1, 40, 110])])
+        assert torch.equal(branch.activations[LATER], whole[: branch.length])
+        if subject.config.layers_with("attn"):
+            assert torch.equal(branch.kv(), kv[: branch.length])
+        subject.check_integrity()
+    again = subject.prompts([tokens[:130], tokens[:230], tokens[:66]])  # may share prefixes
+    together = subject.generate(again, 5)
+    alone = engine(name).generate(engine(name).prompts([tokens[:130], tokens[:230], tokens[:66]]), 5)
+    assert [b.tokens for b in together] == [b.tokens for b in alone]
+    assert any("pages have entries" in line for line in subject.check_integrity())
+    edits = [Edit("T", "zero", positions=at, layers=[0]) for at in (30, 70, 140)]
+    found = subject.logits_under(tokens[:150], [[edit] for edit in edits])
+    assert all(
+        torch.equal(row, engine(name).logits(tokens[:150], edits=[edit])) for row, edit in zip(found, edits, strict=True)
+    )
+
+
+def test_drafts_of_a_crowded_engine() -> None:
+    """Windows of the fast path and of other drafters, whose rows may be lost before they are verified."""
+    subject, some = crowded("qwen3-next"), [TOKENS[i : i + 70] for i in range(6)]
+    for drafter in ("self", "lens", "ngram", "tree"):
+        found = subject.generate(subject.prompts(some), 9, drafter=drafter, window=4)
+        expected = engine("qwen3-next").generate(engine("qwen3-next").prompts(some), 9)
+        assert [b.tokens for b in found] == [b.tokens for b in expected]
+
+
+def test_control_lost_entries_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a path went on where its entries are gone, its rows would differ."""
+    subject, whole = crowded("qwen3-next"), engine("qwen3-next").prompt(TOKENS, sites=[LATER])
+    root = subject.prompt(TOKENS[:100], sites=[LATER])
+    for seed in range(8):
+        subject.prompt(sequences((100,), seed=seed)[0].tolist())
+    rooms = subject.runner.cache.rooms
+    assert rooms is not None and rooms.known(root.lane.table, 100) < 100
+    monkeypatch.setattr(rooms, "known", lambda table, length: length)
+    root.force(TOKENS[100:])
+    assert not torch.equal(root.activations[LATER], whole.activations[LATER])
+
+
+def test_old_states_are_kept_at_growing_distances() -> None:
+    subject = crowded("mamba2", 64)
+    root, rooms = subject.prompt((TOKENS * 10)[: 16 * CHUNK]), subject.runner.cache.rooms
+    assert rooms is not None
+    kept = [i + 1 for i, page in enumerate(root.lane.table.pages) if rooms.states.of[page]]
+    assert kept == [8, 15, 16]  # the last step used 15
+    with pytest.raises(OutOfStates, match="larger state_tokens"):  # the rows of a grid are computed in one pass
+        subject.logits_under((TOKENS * 10)[: 8 * CHUNK], [[Edit("T", "zero", positions=0, layers=[0])]])
 
 
 # ---- verbs ---------------------------------------------------------------------------------------------------------------
@@ -199,6 +295,43 @@ def test_verbs_of_the_workbench(name: str) -> None:
     assert len(rl.lens(subject, base).tokens) == 12
 
 
+@pytest.mark.parametrize(
+    "name, kinds",
+    [
+        ("qwen3-next", {"head": 6, "mixer head": 4}),
+        ("falcon-h1", {"head": 12, "mixer head": 16}),
+        ("lfm2", {"head": 6, "mixer": 1}),
+    ],
+)
+def test_parts_of_a_logit_by_head(name: str, kinds: dict[str, int]) -> None:
+    """Attention heads and those of recurrent layers differ in number. A gated convolution has no heads."""
+    found = rl.dla(engine(name), TOKENS[:9], (3, 4), by="head")
+    assert {kind: sum(part.kind == kind for part in found.parts) for kind in kinds} == kinds
+    assert [grid.values.size for grid in found._grids()] == [number for kind, number in kinds.items() if "head" in kind]
+    assert found._repr_html_() and found.plot()
+    colours = rl.dla(engine(name), TOKENS[:9], (3, 4)).plot().axes[0].get_legend().get_texts()
+    assert [text.get_text() for text in colours] == ["mixer", "attention", "MLP", "others"]
+
+
+def test_patterns_name_the_layers_that_have_a_site() -> None:
+    subject = engine("nemotron-h")
+    branch = subject.prompt(TOKENS[:5], sites="blocks.*.mixer.hook_out")
+    assert list(branch.activations.sites()) == [
+        f"blocks.{layer}.mixer.hook_out" for layer in subject.config.layers_with("mixer")
+    ]
+    legacy = subject.prompt(TOKENS[:5], sites=["blocks.*.hook_attn_out"]).activations
+    assert torch.equal(legacy["blocks.0.hook_attn_out"], branch.activations["blocks.0.mixer.hook_out"])
+    with pytest.raises(UnknownSite, match=r"No site matches 'blocks\.\*\.mixer\.hook_beta'"):
+        subject.prompt(TOKENS[:5], sites="blocks.*.mixer.hook_beta")
+
+
+def test_a_probe_of_a_state_does_not_steer_the_residual_stream() -> None:
+    subject, means = engine("qwen3-next"), np.eye(2, 240)
+    probe = LinearProbe(means[:1], np.zeros(1), means, ("a", "b"), "label", SITE, Cell("S", 0), "last", "ridge", {})
+    with pytest.raises(BadRequest, match="direction of 240 numbers, and the residual stream, which is steered, has 36"):
+        rl.steer(subject, probe, [TOKENS[:4]], layers=[0], strengths=[1.0])
+
+
 def test_dumps_and_resampling(tmp_path: Path) -> None:
     subject = engine("nemotron-h")
     dump = subject.replay([TOKENS[:70], TOKENS[20:60]], sites=["S", "T", "blocks.0.mixer.hook_read"]).save(tmp_path / "dump")
@@ -207,7 +340,7 @@ def test_dumps_and_resampling(tmp_path: Path) -> None:
     assert torch.equal(dump.to_torch(site)[:70], subject.prompt(TOKENS[:70], sites="T").activations[site])
     rollouts = [
         Engine(decoder("nemotron-h"), page_size=size).prompt(TOKENS[:66]).resample(at=[60, 66], n=3, max_new=4, sampling=warm)
-        for size, warm in ((16, Sampling(1.0)), (5, Sampling(1.0)))
+        for size, warm in ((16, Sampling(1.0)), (4, Sampling(1.0)))
     ]
     assert rollouts[0].digest == rollouts[1].digest
 
@@ -263,12 +396,30 @@ def test_states_that_overflow_are_not_committed() -> None:
 def test_memory_is_counted_with_a_state_per_page() -> None:
     """What fits in pages of 64 positions does not in pages of one, which have 64 times the states."""
     given = torch.float32, torch.device("cpu")
-    with pytest.raises(BadRequest, match=r"Give at most \d+") as refused:
+    with pytest.raises(BadRequest, match=r"Give at most \d+, or a smaller state_tokens") as refused:
         require_memory(engine("mamba2").config, 10**13, 64, *given)
-    most = int(str(refused.value).rsplit(" ", 1)[1].strip("."))
+    most = int(str(refused.value).split("at most ")[1].split(",")[0])
     require_memory(engine("mamba2").config, most, 64, *given)
-    with pytest.raises(BadRequest, match=r"for KV and states in pages of 1,.*at most \d+, or page_size=64"):
+    with pytest.raises(BadRequest, match="Give at most"):
+        require_memory(engine("mamba2").config, most + 64, 64, *given)
+    with pytest.raises(BadRequest, match=r"for KV and recurrent states in pages of 1,.*at most \d+, or page_size=64"):
         require_memory(engine("mamba2").config, most, 1, *given)
+    require_memory(engine("qwen3-next").config, most, 64, *given, state_tokens=640)
+
+
+def test_states_take_no_more_memory_than_kv() -> None:
+    """Of a model of Qwen3-Next's sizes: beside one state per open chunk."""
+    mixer = MixerConfig("delta", taps=4, channels=8192, heads=32, key_heads=16, d_key=128, d_value=128)
+    config = ModelConfig(
+        num_layers=48, d_model=2048, num_heads=16, num_kv_heads=2, d_head=256, d_mlp=5120, vocab_size=151936,
+        max_positions=2**18, norm_eps=1e-6, rotary_dim=64, mixer=mixer, parts=("mixer mlp",) * 3 * 12 + ("attn mlp",) * 12,
+    )  # fmt: skip
+    tokens, dtype, state_tokens = 2**17, torch.bfloat16, 5120
+    plan, kv = RoomPlan.of(config, tokens // 64, 64, dtype, state_tokens), tokens * kv_bytes(config, dtype)
+    state = 36 * 32 * 128 * 128 * 4
+    assert 0.9 * kv < (plan.states - state_tokens // 64) * state <= kv
+    needed = [cache_bytes(config, tokens, 64, dtype, some) / tokens for some in (None, state_tokens)]
+    assert needed[0] > 18 * needed[1] and needed[1] < 8 * kv_bytes(config, dtype)
 
 
 def test_what_hybrids_refuse() -> None:
@@ -285,5 +436,12 @@ def test_what_hybrids_refuse() -> None:
         subject.prompt(TOKENS[:3]).state(0, 99)
     with pytest.raises(BadEdit, match="project_out is for sites with one vector per row"):
         subject.prompt(TOKENS[:3], edits=[Edit(SITE, "project_out", torch.ones(other("qwen3-next").state(0).shape[-1]))])
-    with pytest.raises(BadRequest, match="at most 64"):
-        Engine(decoder("qwen3-next"), page_size=128)
+    for size in (24, 128):
+        with pytest.raises(BadRequest, match="Give a divisor of 64"):
+            Engine(decoder("qwen3-next"), page_size=size)
+    with pytest.raises(BadRequest, match="page_size=24 does not fit a hybrid draft model"):
+        Engine(decoder("llama"), draft_model=decoder("qwen3-next"), page_size=24)
+    with pytest.raises(BadRequest, match="state_tokens=100"):
+        Engine(decoder("qwen3-next"), state_tokens=100)
+    with pytest.raises(BadRequest, match="no recurrent layers"):
+        Engine(decoder("llama"), state_tokens=1000)

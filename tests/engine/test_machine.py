@@ -136,6 +136,7 @@ class Sessions(RuleBasedStateMachine):
 
     def new_engine(self, page_size: int, max_rows: int, seed: int) -> Engine:
         """An engine with a small cache, on any number of threads."""
+        page_size = page_size if self.config.mixer is None or page_size != 3 else 8  # a hybrid's divides 64
         sizes = {"cache_tokens": self.cache_tokens, "page_size": page_size, "max_rows": max_rows}
         engine = Engine(self.model, draft_model=perturbed(self.model, 0.02), canary=True, record=True, **sizes)
         engine.loop.admission.planner = AnyWindow(seed)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadEdit, UnsupportedModel
+from replaylens.engine.errors import BadEdit
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.model.config import ModelConfig
@@ -99,10 +99,12 @@ def test_a_hybrid_has_the_bits_of_a_cpu(name: str, same: Callable[[Tensor, Tenso
     same(logits(name), Engine(load(hugging_face(name))).prompt(PATH).logits(range(len(PATH))))
 
 
-def test_states_of_recurrent_layers_are_neither_shown_nor_edited() -> None:
-    engine, site = served(DEVICE, decoder("mamba2")), "blocks.0.mixer.hook_state"
-    with pytest.raises(UnsupportedModel, match="Cannot capture recurrent states on CUDA"):
-        engine.prompt(PATH[:3], sites=[site])
+def test_states_of_recurrent_layers_are_shown_but_not_edited(same: Callable[[Tensor, Tensor], None]) -> None:
+    engine, site, paths = served(DEVICE, decoder("mamba2")), "blocks.0.mixer.hook_state", [PATH[:6], PATH[2:5]]
+    expected = Engine(decoder("mamba2")).prompts(paths, sites=[site])
+    for ours, theirs in zip(engine.prompts(paths, sites=[site]), expected, strict=True):
+        same(ours.activations[site].cpu(), theirs.activations[site])
+        same(ours.state(0, 1).cpu(), theirs.state(0, 1))
     with pytest.raises(BadEdit, match="on CUDA: recurrent states are not made there"):
         engine.prompt(PATH[:3], edits=[Edit(site, "zero")])
 

@@ -1,6 +1,7 @@
 """Kernels of a GPU compute float32 in portable arithmetic: the bits of `kernels/cpu.py`, in the interpreter and on a device."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,13 +9,13 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.proof.doctor import numbers
-from replaylens.kernels import cpu, cpu_recurrent, parts
+from replaylens.kernels import cpu, cpu_recurrent, parts, recurrent
 from replaylens.kernels.attention import attention
 from replaylens.kernels.cpu_attention import HostRows, attend
 from replaylens.kernels.launch import GemmTile
 from replaylens.kernels.matmul import matmul
-from replaylens.kernels.norm import FUNCTIONS, activation, norm, norm_scale
-from replaylens.kernels.recurrent import put, recur, short_conv
+from replaylens.kernels.norm import FUNCTIONS, activation, norm, norm_pair, norm_scale
+from replaylens.kernels.recurrent import LayerMemory, rates, recur, short_conv
 from replaylens.kernels.rope import rotate
 from replaylens.kernels.sample import sample_logits
 from replaylens.kernels.shared import PagedRows
@@ -90,26 +91,31 @@ def test_attention(device: str, cap: float, window: int, more: str, split: bool,
     same(rotate(q.to(device), table.to(device), rows).cpu(), cpu.rotate_(q.clone(), table, position))
 
 
-@pytest.mark.parametrize("delta", [True, False])
-def test_recurrences(device: str, delta: bool, same: Same) -> None:
-    """Passes that end within a chunk, at its end and beyond it, beside the padding of a graph."""
+@pytest.mark.parametrize("delta, depth", [(True, 32), (False, 32), (True, 4)])
+def test_recurrences(device: str, delta: bool, depth: int, same: Same, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes that end within a chunk, at its end and beyond it, and single rows, beside the padding of a graph."""
+    if device == "cuda" and depth < 16:
+        pytest.skip("a dot on the device has at least 16 products")
+    for tile in ("WALK", "STEP"):
+        monkeypatch.setattr(recurrent, tile, replace(getattr(recurrent, tile), depth=depth))
     theirs, ours, given, done = Layer(16, delta), Layer(16, delta), inputs(), 0
     whole, found = theirs.add(0, LENGTH, given), []
     entries, states = ours.memory.entries.to(device), ours.memory.states.to(device)
     entries, states = (torch.cat([x, torch.zeros_like(x[: len(x) // len(states)])]) for x in (entries, states))  # a spare page
     table = torch.cat([ours.pages, torch.full_like(ours.pages, len(states) - 1)]).int().to(device)
-    for end in (1, 2, 60, 66, LENGTH):
+    rooms = torch.randperm(len(states), generator=torch.Generator().manual_seed(0)).int()  # of pages: any will do
+    entries = entries.view(len(states), 16, -1)[rooms.argsort()].flatten(0, 1)
+    memory = LayerMemory(entries, states, AT, rooms.to(device), torch.arange(len(states), device=device).int(), 16)
+    for end in (1, 2, 60, 62, 63, 64, 65, 66, 127, 128, LENGTH):
         q, k, v, g, beta = (torch.cat([x[done:end], x[:2]]).to(device) for x in given)
         sequence = torch.tensor([0] * (end - done) + [1, 1], dtype=torch.int32, device=device)
         position = torch.tensor([*range(done, end), 0, 0], dtype=torch.int32, device=device)
-        rows = PagedRows(sequence, position, table)
-        put(k.flatten(1), entries, AT[0], rows, 16)
-        put(g, entries, AT[2], rows, 16)
-        out = recur(q, v, beta if delta else None, entries, states, AT, rows, 16)
+        rows = PagedRows(sequence, position, table, single=end - done == 1)
+        out = recur(q, k, v, g, beta if delta else None, memory, rows)
         found.append(out[:-2].cpu())
         done = end
     same(torch.cat(found), whole)
-    same(entries[:-16].cpu(), theirs.memory.entries)
+    same(entries.view(len(states), 16, -1)[rooms.long()].flatten(0, 1)[:-16].cpu(), theirs.memory.entries)
     same(states[:-1].cpu(), theirs.memory.states)
 
 
@@ -120,10 +126,32 @@ def test_short_convolutions(device: str, bias: bool, same: Same) -> None:
     layer.memory.entries[layer.pages[0, at // 3] * 3 + at % 3, :CHANNELS] = x
     theirs = cpu_recurrent.short_conv(layer.memory.entries, weight, given, HostRows(0 * at, at, layer.pages, 3, at))
     rows = PagedRows((0 * at).int().to(device), at.int().to(device), layer.pages.int().to(device))
-    entries = torch.zeros_like(layer.memory.entries).to(device)
-    put(x.to(device), entries, 0, rows, 3)
-    there = None if given is None else given.to(device)
-    same(short_conv(entries, weight.to(device), there, rows, 3).cpu(), theirs)
+    entries, pages = torch.zeros_like(layer.memory.entries).to(device), torch.arange(len(layer.memory.states)).int().to(device)
+    memory = LayerMemory(entries, layer.memory.states.to(device), AT, pages, pages, 3)
+    there, found = None if given is None else given.to(device), []
+    for part in (slice(0, 2), slice(2, 3), slice(3, 9)):  # a row finds the rows before it in its pass, or in the entries
+        some = PagedRows(rows.sequence[part], rows.position[part], rows.page_table)
+        found.append(short_conv(x[part].to(device), memory, weight.to(device), there, some).cpu())
+    same(torch.cat(found), theirs)
+    same(entries.cpu(), layer.memory.entries)
+    activated = short_conv(x.to(device), memory, weight.to(device), there, rows, silu=True)
+    same(activated.cpu(), cpu.activate(theirs, "silu", False))
+
+
+def test_parts_of_a_delta_net(device: str, same: Same) -> None:
+    """Norms with factors and gates, strengths and decays: one launch has the bits of several."""
+    x, gate, weight, ones = numbers(1, 3, 4, 40), numbers(2, 3, 4, 40), numbers(3, 40), torch.ones(40)
+    there = lambda x: x.to(device)  # noqa: E731
+    normed = cpu.norm(x.flatten(0, 1), weight, None, 1e-5, "rms")
+    expected = cpu.activate(torch.cat([gate.flatten(0, 1), normed], dim=-1), "silu", True)
+    same(norm(there(x), there(weight), None, 1e-5, "rms", gate=there(gate)).cpu().flatten(0, 1), expected)
+    pair = norm_pair(there(x), 1, (there(ones), there(ones)), 1e-5, "rms", (0.3, 0.7)).cpu()
+    plain = cpu.norm(x.flatten(0, 1), ones, None, 1e-5, "rms").view(x.shape)
+    same(pair, torch.cat([plain[:, :1] * 0.3, plain[:, 1:] * 0.7], dim=1))
+    given, a_log, bias = numbers(4, 5, 12) * 4, numbers(5, 6), numbers(6, 6)
+    strength, decay = rates(there(given), there(a_log), there(bias), 2.0)
+    same(strength.cpu(), cpu.apply("sigmoid", given[:, :6].contiguous()) * 2.0)
+    same(decay.cpu(), -cpu.apply("exp", a_log) * cpu.apply("softplus", given[:, 6:] + bias))
 
 
 def test_sampling(device: str) -> None:

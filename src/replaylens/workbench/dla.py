@@ -17,8 +17,9 @@ from torch import Tensor
 from replaylens.engine.display import picture, wrapped
 from replaylens.engine.errors import BadMetric, BadRequest
 from replaylens.engine.gradients.gradients import LogitDifference
-from replaylens.engine.model.decoder import Block, Mlp
+from replaylens.engine.model.decoder import Attention, Block, LatentAttention, Mlp
 from replaylens.engine.model.layers import Linear, Norm
+from replaylens.engine.model.mixers import Mixer
 from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.values import short_repr, verb
 from replaylens.engine.serving.core import Core
@@ -68,7 +69,7 @@ class DlaResult:
         """Layers: bars in the order of a pass. Heads: a heat map, layers by heads. Neurons: the largest parts."""
         title = f"Direct logit attribution\n{plain(self.metric)}: {self.total:.2f}"
         if self.by == "head":
-            made = figure([self._grid()], "part of the logit difference", "layer", "head")
+            made = figure(self._grids(), "part of the logit difference", "layer", "head")
             title = f"{title}\n{wrapped(self._rest(), made.get_figwidth(), 9)}"
         elif self.by == "layer":
             made = self._bars()
@@ -85,22 +86,30 @@ class DlaResult:
         names = list(dict.fromkeys(map(place, self.parts)))
         made = picture(min(2.5 + 0.32 * len(names), 24), 3.6)
         axis = made.subplots()
-        for kind, shift, colour in (("attention", -0.2, "tab:blue"), ("MLP", 0.2, "tab:orange"), ("others", 0.0, "0.5")):
+        colours = {"mixer": "tab:green", "attention": "tab:blue", "MLP": "tab:orange"}
+        kinds = [kind for kind in colours if any(part.kind == kind for part in self.parts)]
+        for kind in (*kinds, "others"):
             own = [part for part in self.parts if (part.layer is None if kind == "others" else part.kind == kind)]
+            width = 0.8 / max(2, len(kinds))
+            shift = 0.0 if kind == "others" else (kinds.index(kind) - (len(kinds) - 1) / 2) * width
             at = [names.index(place(part)) + shift for part in own]
-            axis.bar(at, [part.value for part in own], 0.4, color=colour, label=kind)
+            axis.bar(at, [part.value for part in own], width, color=colours.get(kind, "0.5"), label=kind)
         axis.axhline(0, color="black", linewidth=0.5)
         axis.set(ylabel="part of the logit difference", xlabel="layer", xticks=range(len(names)))
         axis.set_xticklabels(names, rotation=90, fontsize=7)
         axis.legend(fontsize=7)
         return made
 
-    def _grid(self) -> Grid:
-        """The heads, layers by heads."""
-        found = [part for part in self.parts if part.kind == "head"]
-        layers = list(dict.fromkeys(str(part.layer) for part in found))
-        values = np.array([part.value for part in found]).reshape(len(layers), -1)
-        return Grid("attention heads", layers, [str(head) for head in range(values.shape[1])], values, around=0.0)
+    def _grids(self) -> list[Grid]:
+        """The heads, layers by heads; of a hybrid those of its recurrent layers, too."""
+        grids = []
+        for kind, title in (("head", "attention heads"), ("mixer head", "heads of recurrent layers")):
+            found = [part for part in self.parts if part.kind == kind]
+            layers = list(dict.fromkeys(str(part.layer) for part in found))
+            if found:
+                values = np.array([part.value for part in found]).reshape(len(layers), -1)
+                grids.append(Grid(title, layers, [str(head) for head in range(values.shape[1])], values, around=0.0))
+        return grids
 
     def _rest(self) -> str:
         """All parts but heads and neurons: those of no layer, and sums over layers of the others."""
@@ -114,7 +123,7 @@ class DlaResult:
     def _repr_html_(self) -> str:
         lead = paragraph(f"{self.metric}: {self.total:.3f} in all. {self._rest()}.")
         if self.by == "head":
-            return view([self._grid()], lead)
+            return view(self._grids(), lead)
         top = self.frame.head(MAX_BARS)
         return view([Grid("Largest parts", [""], list(top["part"]), top["value"].to_numpy()[None], around=0.0)], lead)
 
@@ -124,7 +133,8 @@ def dla(engine: Core, prompt: Prompt, metric: MetricTokens | LogitDifference, *,
     """Split the logit difference after a prompt into what each part of the model writes to the residual stream.
 
     metric  a pair of tokens: the logit of the first minus that of the second
-    by      "layer": attention and MLP of each layer; "head": heads instead of attention; "neuron": neurons instead of MLPs
+    by      "layer": attention and MLP of each layer; "head": heads instead of attention; "neuron": neurons instead of MLPs. Of
+            a hybrid, recurrent parts ("mixer") and their heads (L0M3) stand beside these
 
     The embedding, biases and the rounding of the model's dtype are parts too, so that the parts sum to `total`. Norms are
     linear here: the scale that they divide by is held at that of the row, and their weights and biases are included. Of a
@@ -187,7 +197,11 @@ class _Read:
 
     def _attention_sites(self, block: Block) -> Iterator[str]:
         for part, sites in block.writers:
-            yield from _sites(sites, block.ln1_post, part.z_site if self.by == "head" else None)
+            yield from _sites(sites, block.ln1_post, part.z_site if self._by_head(part) else None)
+
+    def _by_head(self, part: Attention | LatentAttention | Mixer) -> bool:
+        """Whether the part is divided into its heads. A gated convolution has none."""
+        return self.by == "head" and (not isinstance(part, Mixer) or part.heads > 1)
 
     def _mlp_sites(self, block: Block) -> Iterator[str]:
         if block.mlp is None:
@@ -215,14 +229,14 @@ class _Read:
     def _attention(self, rows: dict[str, Tensor], layer: int, block: Block, stream: Tensor) -> Iterator[LogitPart]:
         for part, written in block.writers:
             what = "mixer" if part is block.mixer else "attention"
-            sites = list(_sites(written, block.ln1_post, part.z_site if self.by == "head" else None))
-            if self.by != "head":
+            sites = list(_sites(written, block.ln1_post, part.z_site if self._by_head(part) else None))
+            if not self._by_head(part):
                 yield LogitPart(f"L{layer} {what}", what, layer, None, float(rows[sites[0]] @ stream))
                 continue
             own, constant = _within(part.o, block.ln1_post, block.scale, rows[sites[-1]], stream)
             each = reduce(rows[sites[0]].flatten() * own, "(heads d) -> heads", "sum", heads=part.heads)
-            head = "M" if part is block.mixer else "H"
-            yield from (LogitPart(f"L{layer}{head}{i}", "head", layer, i, value) for i, value in enumerate(each.tolist()))
+            head, kind = ("M", "mixer head") if part is block.mixer else ("H", "head")
+            yield from (LogitPart(f"L{layer}{head}{i}", kind, layer, i, value) for i, value in enumerate(each.tolist()))
             if part.o.bias is not None or constant:
                 yield LogitPart(f"L{layer} {what} bias", f"{what} bias", layer, None, constant)
 

@@ -150,6 +150,11 @@ def _vectors(engine: Core, given: Tensor | Contrast | LinearProbe, layers: list[
         if len(given.classes) != 2:
             raise BadRequest(f"The probe has {len(given.classes)} classes. Give the vector probe.direction(origin, target).")
         first, second = given.classes
+        if (length := len(given.direction(first, second))) != width:
+            raise BadRequest(
+                f"The probe of {given.site} has a direction of {length} numbers, and the residual stream, which is steered, "
+                f"has {width}. Fit the probe on S, or add the direction where it was fitted: Edit(site, 'add', direction)."
+            )
         given = torch.from_numpy(given.direction(first, second) * given.gap(first, second)).float()
     if isinstance(given, Tensor):
         if given.shape != (width,):

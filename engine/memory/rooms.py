@@ -1,0 +1,179 @@
+"""`Rooms`: which pages of a hybrid hold their part of the recurrent layers' memory.
+
+A position's entry and a chunk's state are far larger than its keys and values, and later rows need few of them: the entries of
+the open chunk, and the state before it. So there are fewer rooms than pages. What has no room is computed again from the last
+boundary whose state is still there, as what a preempted branch lost is: `known` says where, and the bits are the same.
+
+    position        0        64       128      192      256   270
+    states          |--------S--------.--------S--------S           a state belongs to the page that ends with its chunk
+    entries                                             EEEEEE      of the open chunk: all of them, or it begins again
+
+When rooms run out, the one whose loss costs least is taken: of a free page, or of the page that was used least recently, where
+the boundary of 2, 4, 8, ... chunks counts as used later. So of an old path every n-th state is kept, and n grows with its age.
+
+The last inputs of the convolutions before a boundary go with its state (the `tail`): they are saved when the entries are lost.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from replaylens.engine.errors import IntegrityError, InternalError, OutOfStates
+from replaylens.engine.memory.pages import PageCopy, PagePool, PageTable
+from replaylens.kernels.definition import CHUNK
+
+_LATER = 256
+"""steps by which a boundary of twice as many chunks counts as used later"""
+
+
+class Move(NamedTuple):
+    """What `KVCache` must copy, in order, before the next pass."""
+
+    kind: str
+    """"copy": entries of a room to another; "save": the last inputs of a room to a state's tail; "restore": the other way"""
+    source: int
+    target: int
+    count: int
+    """slots"""
+
+
+class Shelf:
+    """Rooms 1..count, each of at most one page; room 0 belongs to no page, and what is written there is never read."""
+
+    def __init__(self, count: int, pool: PagePool) -> None:
+        self.pool, self.count = pool, count
+        self.of = np.zeros(pool.num_pages + 1, np.int32)
+        """page -> room; 0: it has none"""
+        self.page: NDArray[np.int32] = np.zeros(count + 1, np.int32)
+        """room -> page; 0: it is free"""
+        self.used = np.full(count + 1, -1, np.int64)
+        """room -> the step that last used it"""
+        self.later = np.zeros(count + 1, np.int64)
+
+    def num_free(self, now: int) -> int:
+        """Rooms that may be taken in step `now`: those that it does not use."""
+        return int((self.used[1:] != now).sum())
+
+    def touch(self, page: int, now: int) -> None:
+        """Mutates: the page's room, if it has one, is used."""
+        self.used[self.of[page]] = now
+
+    def take(self, page: int, now: int, chunk: int = 0) -> tuple[int, int]:
+        """(room, the page that lost it). Mutates: gives the page a room, unless it has one. 0: no page lost one."""
+        room, lost = int(self.of[page]), 0
+        if not room:
+            counts = self.pool._refcounts
+            idle = np.fromiter((counts[owner] == 0 for owner in self.page), bool, self.count + 1)  # page 0 has none
+            score = np.where(idle, -1, self.used + self.later)
+            score[self.used == now] = np.iinfo(np.int64).max
+            score[0] = np.iinfo(np.int64).max
+            room = int(score.argmin())
+            lost = int(self.page[room])
+            self.of[lost], self.of[page], self.page[room] = 0, room, page
+        self.used[room], self.later[room] = now, _LATER * ((chunk & -chunk).bit_length() - 1) if chunk else 0
+        return room, lost
+
+    def drop(self, page: int) -> None:
+        """Mutates: the page has no room any more."""
+        room = int(self.of[page])
+        if room:
+            self.of[page], self.page[room], self.used[room] = 0, 0, -1
+
+    def check_integrity(self) -> int:
+        """How many pages have rooms. Raises IntegrityError with the first fault."""
+        for room, page in enumerate(self.page.tolist()):
+            if room and page and self.of[page] != room:
+                raise IntegrityError(f"Room {room} is page {page}'s, whose room is {self.of[page]}.")
+        held, taken = (int((x[1:] > 0).sum()) for x in (self.of, self.page))
+        if held != taken:
+            raise IntegrityError(f"{held} pages have rooms, but {taken} rooms have pages.")
+        return held
+
+
+class Rooms:
+    """Entries and states of pages, and where a path can go on. Precondition: the page size divides a chunk."""
+
+    def __init__(self, pool: PagePool, entries: int, states: int, tail: int) -> None:
+        """
+        entries, states  numbers of rooms
+        tail             inputs of a convolution that a row needs beside its own; at most a page
+        """
+        self.pool, self.size, self.tail = pool, pool.page_size, tail
+        self.entries, self.states = Shelf(entries, pool), Shelf(states, pool)
+        self.whole = np.zeros(pool.num_pages + 1, bool)
+        """page -> whether its room has all entries, not only the restored tail"""
+        self.now = 0
+
+    def begin(self) -> None:
+        """Mutates: a new step begins, and rooms that the last one used may be taken."""
+        self.now += 1
+
+    def known(self, table: PageTable, length: int) -> int:
+        """The last position up to `length` at which a row of the table can be computed."""
+        base = length - length % CHUNK
+        open_pages = table.pages[base // self.size : -(-length // self.size)]
+        if not all(self.entries.of[page] and self.whole[page] for page in open_pages):
+            length = base
+        while base and not self.states.of[table.pages[base // self.size - 1]]:
+            base -= CHUNK
+            length = base
+        return length
+
+    def prepare(self, table: PageTable, start: int, end: int) -> None:
+        """Check that there are rooms for rows [start, end). Mutates: what they need is marked as used.
+
+        Raises OutOfStates before anything is lost. Precondition: `known(table, start) == start`
+        """
+        if start == end:
+            return
+        if self.known(table, start) != start:
+            raise InternalError(f"Recurrent states at position {start} are gone. Ask `known` first.")
+        base, size, restored = start - start % CHUNK, self.size, 0
+        for page in table.pages[base // size : -(-start // size)]:
+            self.entries.touch(page, self.now)
+        if base:
+            self.states.touch(table.pages[base // size - 1], self.now)
+            self.entries.touch(table.pages[base // size - 1], self.now)
+            restored = int(start - base < self.tail and not self.entries.of[table.pages[base // size - 1]])
+        roomless = sum(not self.entries.of[page] for page in table.pages[start // size : -(-end // size)])
+        needed = self.pool.num_needed(table, start, end) + roomless + restored, end // CHUNK - start // CHUNK
+        for what, count, shelf in zip(("pages of entries", "states"), needed, (self.entries, self.states), strict=True):
+            if count > shelf.num_free(self.now):
+                raise OutOfStates(what, count, shelf.num_free(self.now), shelf.count)
+
+    def take(self, table: PageTable, start: int, end: int, copies: Sequence[PageCopy]) -> list[Move]:
+        """What must be copied. Mutates: gives rooms to the pages of rows [start, end), after `PagePool.reserve`."""
+        moves: list[Move] = []
+        base, size, sources = start - start % CHUNK, self.size, {copy.target: copy for copy in copies}
+        if start == end:
+            return moves
+        if base and start - base < self.tail:
+            before = table.pages[base // size - 1]
+            if not self.entries.of[before]:
+                room = self._entry(before, moves, whole=False)
+                moves.append(Move("restore", int(self.states.of[before]), room, self.tail))
+        for index in range(start // size, -(-end // size)):
+            page, copy = table.pages[index], sources.get(table.pages[index])
+            room = self._entry(page, moves, whole=True)
+            if copy is not None and self.entries.of[copy.source]:
+                moves.append(Move("copy", int(self.entries.of[copy.source]), room, copy.num_slots))
+            last = (index + 1) * size
+            if last % CHUNK == 0 and last <= end:
+                self.states.take(page, self.now, last // CHUNK)
+            else:
+                self.states.drop(page)
+        return moves
+
+    def _entry(self, page: int, moves: list[Move], whole: bool) -> int:
+        room, lost = self.entries.take(page, self.now)
+        if lost and self.whole[lost] and self.states.of[lost]:
+            moves.append(Move("save", room, int(self.states.of[lost]), self.tail))
+        self.whole[page] = whole
+        return room
+
+    def check_integrity(self) -> str:
+        """The counts. Raises IntegrityError with the first fault."""
+        counts = (f"{shelf.check_integrity()} of {shelf.count}" for shelf in (self.entries, self.states))
+        return "recurrent layers: {} pages have entries, {} states".format(*counts)
