@@ -55,6 +55,7 @@ class Engine(TransformerLensVerbs):
         source: Any,
         *,
         device: str = "cpu",
+        devices: Sequence[str] | None = None,
         dtype: torch.dtype | None = None,
         tokenizer: Any = None,
         adapter: str | Path | None = None,
@@ -71,6 +72,8 @@ class Engine(TransformerLensVerbs):
         file, a transformers or peft model, a TransformerBridge or a Decoder. A path of that name comes before the hub.
 
         device       "cpu" (float32) or "cuda" (default dtype: bfloat16)
+        devices      instead of `device`: several, such as ["cuda:0", "cuda:1"], to divide the layers over, weights and KV, in
+                     proportion to their free memory. Changes no bit. Embedding, head and captured rows are on the first
         tokenizer    replaces the source's own
         adapter      a LoRA adapter in peft's format, a folder or a name on the hub, merged into the weights of a folder, a
                      .gguf file or a name. The fingerprint names it. An adapter's own folder loads by itself if its config
@@ -85,7 +88,13 @@ class Engine(TransformerLensVerbs):
 
         The other parameters are those of `Core`.
         """
+        where: loading.Where = device
+        if devices is not None:
+            where = placed_devices(devices, device)
+            device = "cuda" if where[0] != "cpu" else "cpu"
+            dtype = torch.float32 if dtype is None and "cpu" in where else dtype
         dtype = default_dtype(device, dtype)
+        _require_float32(dtype, where)
         if draft_model is None and isinstance(source, str) and source == "coin-plain":
             draft_model = "coin-draft"
         hub = HubOptions(revision, token, cache_dir, local_files_only)
@@ -97,6 +106,7 @@ class Engine(TransformerLensVerbs):
         source = _located(source, adapter, hub)
         if (found := _thinking_model(source)) is not None:
             loading.require_unchecked(bool(check), "a Thinking-States model")
+            _require_one_place(where, "a Thinking-States model")
             on_disk = isinstance(source, loading.LocatedModel)
             _require_no_adapter(source.adapter if on_disk else adapter, "a Thinking-States model")
             if not on_disk:
@@ -110,7 +120,7 @@ class Engine(TransformerLensVerbs):
         if not isinstance(guess, str) or guess != "empty":  # an array answers != with an array
             _require_guess(guess)
         check = loading.is_live(source) if check is None else check
-        model, text = load_model(source, dtype, check, device, adapter, hub, packed=True)
+        model, text = load_model(source, dtype, check, where, adapter, hub, packed=True)
         return cls(_owned(model), text if tokenizer is None else tokenizer, draft_model=draft, **options)
 
     @named_options
@@ -220,11 +230,37 @@ def default_dtype(device: str, dtype: torch.dtype | None = None) -> torch.dtype:
     return dtype
 
 
+def placed_devices(given: Any, device: str) -> tuple[str, ...]:
+    """`devices` of `Engine.load`, each with its number; BadRequest if one is missing, or `device` names another kind."""
+    listed = [given] if isinstance(given, str) else list(given)
+    known = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    named = tuple("cuda:0" if isinstance(each, str) and each == "cuda" else each for each in listed)
+    if not named or any(each not in known for each in named):
+        raise BadRequest(f"Invalid devices={short_repr(given)}. Give a list of {', '.join(known)}.")
+    if device != "cpu" and not any(each.startswith(device) for each in named):
+        raise BadRequest(f"device={device!r} and devices={list(named)} were given. Give one of them.")
+    if named[0] != "cpu" and torch.device(named[0]).index != torch.cuda.current_device():
+        raise BadRequest(
+            f"The first of devices={list(named)} is not the current one. Call torch.cuda.set_device({named[0]!r})."
+        )
+    return named
+
+
+def _require_float32(dtype: torch.dtype, where: loading.Where) -> None:
+    if "cpu" in where and dtype != torch.float32:
+        raise BadRequest(f"A CPU is among devices={list(where)}, and it does not compute in {dtype}. Use torch.float32.")
+
+
+def _require_one_place(where: loading.Where, what: str) -> None:
+    if not isinstance(where, str):
+        raise UnsupportedModel(f"The layers of {what} are not divided over devices. Leave devices out.")
+
+
 def load_model(
     source: Any,
     dtype: torch.dtype,
     check: bool,
-    device: str = "cpu",
+    device: loading.Where = "cpu",
     adapter: str | Path | None = None,
     hub: HubOptions = HubOptions(),  # noqa: B008 (frozen)
     packed: bool = False,

@@ -4,6 +4,7 @@ import hashlib
 import math
 import mmap
 import os
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -40,28 +41,31 @@ class KVCache:
         device: str = "cpu",
         canary: bool = False,
         kernels: bool = False,
+        layers: range | None = None,
     ) -> None:
+        """layers  those it is for; default: all"""
         slots, by_slot = (pool.num_pages + 1) * pool.page_size, kernels or device != "cpu"
+        own = range(config.num_layers) if layers is None else layers
         self.slot_dim = 2 if by_slot else 3
         planes, heads, width = config.kv_shape
         inner = (slots, heads) if by_slot else (heads, slots)
         self.pool, self.num_heads = pool, config.num_heads
         self.value_width = width if config.latent is None else config.latent.rank
         """columns of a value"""
-        self.index = {layer: i for i, layer in enumerate(config.layers_with("attn"))}
+        self.index = {layer: i for i, layer in enumerate(x for x in config.layers_with("attn") if x in own)}
         """layer -> its place in `data`"""
         self.data = _zeros((len(self.index), planes, *inner, width), dtype, device)
-        mixer, layers = config.mixer, config.layers_with("mixer")
+        mixer, recurrent = config.mixer, [x for x in config.layers_with("mixer") if x in own]
         if mixer is not None and pool.page_size > CHUNK:
             raise BadRequest(
                 f"page_size={pool.page_size} is too large for a hybrid: a page holds one state at most. Give at most {CHUNK}."
             )
-        self.mixer, self.mixed = mixer, {layer: i for i, layer in enumerate(layers)}
+        self.mixer, self.mixed = mixer, {layer: i for i, layer in enumerate(recurrent)}
         """recurrent layer -> its place in `entries` and `states`"""
-        states = (len(layers), pool.num_pages + 1, *(mixer.state_shape if mixer else ()))
-        self.entries = _zeros((len(layers), slots, mixer.columns[-1] if mixer else 0), torch.float32, device)
+        states = (len(recurrent), pool.num_pages + 1, *(mixer.state_shape if mixer else ()))
+        self.entries = _zeros((len(recurrent), slots, mixer.columns[-1] if mixer else 0), torch.float32, device)
         self.states = _zeros(states, torch.float32, device)  # in any dtype of the model: errors of a state add up
-        self.worth_sharing = _WORTH_SHARING[device]
+        self.worth_sharing = _WORTH_SHARING[torch.device(device).type]
         """bytes of keys and values per layer that reading shared pages once must save, or every row reads its own; below,
         dividing the rows takes as long. Moves no bit"""
         self.chain: dict[int, int] | None = {} if canary else None
@@ -140,6 +144,47 @@ class KVCache:
         return found.digest()
 
 
+class PlacedCache:
+    """The caches of layers on several devices. They hold the same pages of one pool."""
+
+    def __init__(self, parts: Sequence[KVCache]) -> None:
+        self.parts, self.pool = list(parts), parts[0].pool
+
+    @property
+    def chain(self) -> dict[int, int] | None:
+        """The canary of the first; each has its own."""
+        return self.parts[0].chain
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+    def copy(self, copies: list[PageCopy]) -> None:
+        """As `KVCache.copy`."""
+        for part in self.parts:
+            part.copy(copies)
+
+    def rows(self, slots: list[int]) -> Tensor:
+        """As `KVCache.rows`, on the first device."""
+        found = [part.rows(slots) for part in self.parts]
+        return torch.cat([x.to(found[0].device) for x in found], dim=1)
+
+    def mixed_rows(self, slots: list[int]) -> Tensor:
+        """As `KVCache.mixed_rows`, on the first device."""
+        found = [part.mixed_rows(slots) for part in self.parts]
+        return torch.cat([x.to(found[0].device) for x in found], dim=1)
+
+    def seal(self, tokens: list[int], slots: list[int], start: int) -> None:
+        """As `KVCache.seal`."""
+        for part in self.parts:
+            part.seal(tokens, slots, start)
+
+    def check(self, tokens: list[int], slots: list[int]) -> None:
+        """As `KVCache.check`."""
+        for part in self.parts:
+            part.check(tokens, slots)
+
+
 def _next_link(previous: int, token: int, position: int) -> int:
     return ((previous ^ (token + 1)) * _MIX + position + 1) & (2**64 - 1)
 
@@ -154,8 +199,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
-def require_memory(config: ModelConfig, num_tokens: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise BadRequest if the KV of `num_tokens` tokens exceeds the total memory of the machine or device."""
+def require_memory(config: ModelConfig, num_tokens: int, page_size: int, dtype: torch.dtype, *devices: torch.device) -> None:
+    """Raise BadRequest if the KV of `num_tokens` tokens exceeds the total memory of the machine or its devices."""
     wanted = num_tokens * len(config.layers_with("attn")) * math.prod(config.kv_shape) * dtype.itemsize
     what, hint = "KV", ""
     if (mixer := config.mixer) is not None:  # in float32, whatever the model's dtype
@@ -163,10 +208,8 @@ def require_memory(config: ModelConfig, num_tokens: int, page_size: int, dtype: 
         wanted += len(config.layers_with("mixer")) * floats * torch.float32.itemsize
         what = f"KV and states in pages of {page_size}"
         hint = f", or page_size={CHUNK}: each page has room for a state" if page_size < CHUNK else ""
-    if device.type == "cuda":
-        there = torch.cuda.get_device_properties(device).total_memory
-    else:
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    there = sum(host if x.type == "cpu" else torch.cuda.get_device_properties(x).total_memory for x in devices)
     if wanted > there:
         raise BadRequest(
             f"cache_tokens={num_tokens} needs {wanted / 2**30:,.0f} GiB for {what}, but there are only "

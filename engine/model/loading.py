@@ -30,7 +30,7 @@ from replaylens.engine.model.hub import HubOptions, cache_folder, fetch_snapshot
 from replaylens.engine.model.layers import Packable
 from replaylens.engine.model.lora import ADAPTER_FILE, Adapter, base_tensors, is_adapted, read_fields
 from replaylens.engine.model.quantised import dequantised
-from replaylens.engine.model.source import HEAD, WEIGHTS_FILE, Filler, Shards, Source
+from replaylens.engine.model.source import HEAD, WEIGHTS_FILE, Filler, Shards, Source, Where
 
 # ---- fields ----------------------------------------------------------------------------------------------------------
 # Config fields that change what a model computes, and what becomes of one that a family does not read.
@@ -174,7 +174,7 @@ def from_hugging_face(
     source: Source,
     dtype: torch.dtype,
     reference: Callable[[], nn.Module] | None = None,
-    device: str = "cpu",
+    device: Where = "cpu",
     adapter: str = "",
     revision: str = "",
     packed: bool = False,
@@ -247,7 +247,7 @@ def load_path(
     path: Path,
     dtype: torch.dtype,
     check: bool,
-    device: str,
+    device: Where,
     adapter: str | Path | None,
     revision: str = "",
     packed: bool = False,
@@ -346,7 +346,7 @@ def _translated(
     source: Source,
     dtype: torch.dtype,
     check: bool,
-    device: str,
+    device: Where,
     folder: Path | None,
     revision: str = "",
     packed: bool = False,
@@ -361,7 +361,7 @@ def _translated(
 
 
 def _own(
-    path: Path, dtype: torch.dtype, check: bool, device: str, adapter: Path | None, revision: str, packed: bool
+    path: Path, dtype: torch.dtype, check: bool, device: Where, adapter: Path | None, revision: str, packed: bool
 ) -> Decoder:
     """A checkpoint of our own."""
     require_unchecked(check, f"the checkpoint {path}")
@@ -479,7 +479,7 @@ def load(
     source: Any,
     dtype: torch.dtype = torch.float32,
     check: bool = False,
-    device: str = "cpu",
+    device: Where = "cpu",
     adapter: str | Path | None = None,
     revision: str = "",
     packed: bool = False,
@@ -561,7 +561,7 @@ def _leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
             yield f"{path}.{leaf}".removeprefix("."), module, leaf
 
 
-def build(config: ModelConfig, tensors: Tensors, dtype: torch.dtype, device: str = "cpu") -> Decoder:
+def build(config: ModelConfig, tensors: Tensors, dtype: torch.dtype, device: Where = "cpu") -> Decoder:
     """A decoder with these tensors (our names), checked; BadWeights names the tensors at fault.
 
     Mutates: takes each tensor out of `tensors` as it is copied, so that the weights are in memory only once.
@@ -579,7 +579,7 @@ def in_dtype(model: M, dtype: torch.dtype) -> M:
     return model
 
 
-def _load_live(model: nn.Module, dtype: torch.dtype, check: bool, device: str) -> Decoder:
+def _load_live(model: nn.Module, dtype: torch.dtype, check: bool, device: Where) -> Decoder:
     headless = getattr(model, "get_output_embeddings", lambda: model)() is None
     if headless and not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
         raise UnsupportedModel(
@@ -593,7 +593,7 @@ def _load_live(model: nn.Module, dtype: torch.dtype, check: bool, device: str) -
     return from_hugging_face(text_config(model.config), source, dtype, (lambda: model) if check else None, device)
 
 
-def _load_adapted(model: Any, dtype: torch.dtype, check: bool, device: str) -> Decoder:
+def _load_adapted(model: Any, dtype: torch.dtype, check: bool, device: Where) -> Decoder:
     """A model that holds a LoRA adapter beside its weights, merged with the bits of `adapter=`."""
     adapter = Adapter.of_model(model)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -602,7 +602,7 @@ def _load_adapted(model: Any, dtype: torch.dtype, check: bool, device: str) -> D
     return from_hugging_face(raw, source, dtype, (lambda: base) if check else None, device, adapter.digest)
 
 
-def _load_bridge(bridge: Any, dtype: torch.dtype, check: bool, device: str) -> Decoder:
+def _load_bridge(bridge: Any, dtype: torch.dtype, check: bool, device: Where) -> Decoder:
     """A bridge nests the modules of its model under `_original_component` and keeps further copies of them."""
     if getattr(bridge, "_weights_processed", False):  # norms folded into products, weights centred
         raise UnsupportedModel(

@@ -188,7 +188,8 @@ class Core(Generation, NotCopyable):
         cache_tokens = as_int("cache_tokens", cache_tokens, page_size)
         lone_rows = _CUDA_LONE_ROWS if max_rows is None and on_cuda else 0
         max_rows = (_CUDA_ROWS if on_cuda else _CPU_ROWS) if max_rows is None else as_int("max_rows", max_rows, 16)
-        require_memory(self.config, cache_tokens, page_size, model.dtype, model.device)
+        places = {stage.device for stage in model.stages} or {model.device}
+        require_memory(self.config, cache_tokens, page_size, model.dtype, *places)
         canary, record = as_bool("canary", canary), as_bool("record", record)
         capture_buffer = as_int("capture_buffer", capture_buffer, SMALLEST_RING)
         if draft_model is not None:
@@ -204,7 +205,7 @@ class Core(Generation, NotCopyable):
         self.prefix = PrefixIndex(self.runner.pool, self.fingerprint.digest.encode())
         drafters = make_drafters(self.runner, draft_model, lens_layer, tree_width)
         self.loop = Loop(self.runner, self.tree, self.prefix, drafters, self.text, max_rows, lone_rows, self.lenses)
-        if self.runner.device == "cuda":
+        if self.runner.device == "cuda" and not model.stages:  # a graph belongs to one device
             decode_on_device(self.loop)
         self.lock = EngineLock()
         trace = Trace(self.fingerprint) if record else None
