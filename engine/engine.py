@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
 from replaylens.engine import zoo
-from replaylens.engine.errors import BadRequest, BadTexts, FetchFailed, UnsupportedModel, nearest, no_such
+from replaylens.engine.errors import BadRequest, BadTexts, FetchFailed, FingerprintMismatch, UnsupportedModel, nearest, no_such
 from replaylens.engine.model import loading
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.hub import SMOLLM2, HubOptions, fetched_folder, is_hub_name
 from replaylens.engine.model.layers import freeze
 from replaylens.engine.model.text import Text, load_text
+from replaylens.engine.passes.ranks import TIMEOUT, Ranks, follow, launched
+from replaylens.engine.proof.doctor import Certificate, examine_ranks, require
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import as_bool, as_instance, as_int, named_options, short_repr
+from replaylens.engine.request.values import as_bool, as_float, as_instance, as_int, named_options, short_repr
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import EngineKeywords
 from replaylens.engine.serving.request import SAMPLING
@@ -48,6 +51,9 @@ class Engine(TransformerLensVerbs):
     (17, torch.Size([16, 128]))
     """
 
+    ranks: Ranks | None = None
+    """the processes that compute with this one; None: none"""
+
     @classmethod
     @named_options
     def load(
@@ -56,6 +62,8 @@ class Engine(TransformerLensVerbs):
         *,
         device: str = "cpu",
         devices: Sequence[str] | None = None,
+        ranks: int = 1,
+        rank_timeout: float = TIMEOUT,
         dtype: torch.dtype | None = None,
         tokenizer: Any = None,
         adapter: str | Path | None = None,
@@ -74,6 +82,9 @@ class Engine(TransformerLensVerbs):
         device       "cpu" (float32) or "cuda" (default dtype: bfloat16)
         devices      instead of `device`: several, such as ["cuda:0", "cuda:1"], to divide the layers over, weights and KV, in
                      proportion to their free memory. Changes no bit. Embedding, head and captured rows are on the first
+        ranks        processes that divide the products among them, each with a part of the weights; this one is rank 0 and
+                     starts the others, unless torchrun did: there they serve within `load` and end with it. Changes no bit
+        rank_timeout seconds to wait for an answer of a rank; then RankFailed
         tokenizer    replaces the source's own
         adapter      a LoRA adapter in peft's format, a folder or a name on the hub, merged into the weights of a folder, a
                      .gguf file or a name. The fingerprint names it. An adapter's own folder loads by itself if its config
@@ -95,6 +106,11 @@ class Engine(TransformerLensVerbs):
             dtype = torch.float32 if dtype is None and "cpu" in where else dtype
         dtype = default_dtype(device, dtype)
         _require_float32(dtype, where)
+        ranks = as_int("ranks", ranks, 1)
+        if ranks > 1:
+            _require_one_place(where, "a model over several ranks")
+            if (found := launched(ranks)) is not None and found[0]:
+                follow(device)
         if draft_model is None and isinstance(source, str) and source == "coin-plain":
             draft_model = "coin-draft"
         hub = HubOptions(revision, token, cache_dir, local_files_only)
@@ -106,7 +122,7 @@ class Engine(TransformerLensVerbs):
         source = _located(source, adapter, hub)
         if (found := _thinking_model(source)) is not None:
             loading.require_unchecked(bool(check), "a Thinking-States model")
-            _require_one_place(where, "a Thinking-States model")
+            _require_one_place(where, "a Thinking-States model", ranks)
             on_disk = isinstance(source, loading.LocatedModel)
             _require_no_adapter(source.adapter if on_disk else adapter, "a Thinking-States model")
             if not on_disk:
@@ -120,8 +136,28 @@ class Engine(TransformerLensVerbs):
         if not isinstance(guess, str) or guess != "empty":  # an array answers != with an array
             _require_guess(guess)
         check = loading.is_live(source) if check is None else check
-        model, text = load_model(source, dtype, check, where, adapter, hub, packed=True)
-        return cls(_owned(model), text if tokenizer is None else tokenizer, draft_model=draft, **options)
+        if ranks == 1:
+            model, text = load_model(source, dtype, check, where, adapter, hub, packed=True)
+            return cls(_owned(model), text if tokenizer is None else tokenizer, draft_model=draft, **options)
+        group = Ranks(ranks, device, dtype, as_float("rank_timeout", rank_timeout))
+        read = partial(load_model, source, dtype, device=device, adapter=adapter, hub=hub, packed=group)
+        model, text = read(check=check)
+        engine = cls(_owned(group.take(model)), text if tokenizer is None else tokenizer, draft_model=draft, **options)
+        engine._follow(group, lambda: group.take(read(check=False)[0]))
+        return engine
+
+    def _follow(self, group: Ranks, send: Callable[[], object]) -> None:
+        """Mutates: examines the ranks; from now on they can be restarted. NotCertified if they do not have the bits of one."""
+        found = examine_ranks(group)
+        self.certificate = require(Certificate((*self.certificate.findings, *found)))
+        weights, model = self.fingerprint.weights, self.model
+
+        def reload() -> None:
+            send()
+            if loading.weights_hash(model) != weights:
+                raise FingerprintMismatch("The source holds other weights than when it was loaded. Load a new engine.")
+
+        group.reload, self.ranks = reload, group
 
     @named_options
     def replay(
@@ -240,9 +276,8 @@ def placed_devices(given: Any, device: str) -> tuple[str, ...]:
     if device != "cpu" and not any(each.startswith(device) for each in named):
         raise BadRequest(f"device={device!r} and devices={list(named)} were given. Give one of them.")
     if named[0] != "cpu" and torch.device(named[0]).index != torch.cuda.current_device():
-        raise BadRequest(
-            f"The first of devices={list(named)} is not the current one. Call torch.cuda.set_device({named[0]!r})."
-        )
+        advice = f"Call torch.cuda.set_device({named[0]!r}) before."
+        raise BadRequest(f"The first of devices={list(named)} is not the current one. {advice}")
     return named
 
 
@@ -251,9 +286,9 @@ def _require_float32(dtype: torch.dtype, where: loading.Where) -> None:
         raise BadRequest(f"A CPU is among devices={list(where)}, and it does not compute in {dtype}. Use torch.float32.")
 
 
-def _require_one_place(where: loading.Where, what: str) -> None:
-    if not isinstance(where, str):
-        raise UnsupportedModel(f"The layers of {what} are not divided over devices. Leave devices out.")
+def _require_one_place(where: loading.Where, what: str, ranks: int = 1) -> None:
+    if not isinstance(where, str) or ranks > 1:
+        raise UnsupportedModel(f"Not supported: {what} over {'devices' if ranks == 1 else 'ranks'}. Leave it out.")
 
 
 def load_model(
@@ -263,7 +298,7 @@ def load_model(
     device: loading.Where = "cpu",
     adapter: str | Path | None = None,
     hub: HubOptions = HubOptions(),  # noqa: B008 (frozen)
-    packed: bool = False,
+    packed: bool | loading.Divider = False,
 ) -> tuple[Decoder, Text]:
     """A decoder and its tokenizer, from any source of `Engine.load`; the options as in `loading.load`."""
     if isinstance(source, str) and source in zoo.PLAIN:

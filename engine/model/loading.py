@@ -30,7 +30,7 @@ from replaylens.engine.model.hub import HubOptions, cache_folder, fetch_snapshot
 from replaylens.engine.model.layers import Packable
 from replaylens.engine.model.lora import ADAPTER_FILE, Adapter, base_tensors, is_adapted, read_fields
 from replaylens.engine.model.quantised import dequantised
-from replaylens.engine.model.source import HEAD, WEIGHTS_FILE, Filler, Shards, Source, Where
+from replaylens.engine.model.source import HEAD, WEIGHTS_FILE, Divider, Filler, Shards, Source, Where
 
 # ---- fields ----------------------------------------------------------------------------------------------------------
 # Config fields that change what a model computes, and what becomes of one that a family does not read.
@@ -177,7 +177,7 @@ def from_hugging_face(
     device: Where = "cpu",
     adapter: str = "",
     revision: str = "",
-    packed: bool = False,
+    packed: bool | Divider = False,
 ) -> Decoder:
     """Translate a Hugging Face config and its tensors. A tensor or field that is not used is an error, never dropped.
 
@@ -250,7 +250,7 @@ def load_path(
     device: Where,
     adapter: str | Path | None,
     revision: str = "",
-    packed: bool = False,
+    packed: bool | Divider = False,
 ) -> Decoder:
     """A decoder from a folder or a .gguf file, with an adapter merged into its weights.
 
@@ -349,7 +349,7 @@ def _translated(
     device: Where,
     folder: Path | None,
     revision: str = "",
-    packed: bool = False,
+    packed: bool | Divider = False,
 ) -> Decoder:
     reference = (lambda: _reference(path)) if check else None
     if folder is None:
@@ -361,7 +361,7 @@ def _translated(
 
 
 def _own(
-    path: Path, dtype: torch.dtype, check: bool, device: Where, adapter: Path | None, revision: str, packed: bool
+    path: Path, dtype: torch.dtype, check: bool, device: Where, adapter: Path | None, revision: str, packed: bool | Divider
 ) -> Decoder:
     """A checkpoint of our own."""
     require_unchecked(check, f"the checkpoint {path}")
@@ -482,7 +482,7 @@ def load(
     device: Where = "cpu",
     adapter: str | Path | None = None,
     revision: str = "",
-    packed: bool = False,
+    packed: bool | Divider = False,
 ) -> Decoder:
     """A decoder from any source: a path (folder or .gguf), a transformers model, a TransformerBridge, or a Decoder.
 
@@ -547,7 +547,8 @@ def _shape_and_pieces(module: nn.Module, leaf: str) -> tuple[str, Iterable[Tenso
     """dtype and shape of a weight, and its numbers, of a packed one a few rows at a time."""
     if isinstance(module, Packable) and leaf in module.panels:
         panels, turned = module.panels[leaf], leaf in module.turned
-        return f"{torch.float32} {panels.shape[::-1] if turned else panels.shape}", panels.pieces(turned)
+        dtype = getattr(panels, "dtype", torch.float32)  # of a weight that is divided over ranks: the model's
+        return f"{dtype} {panels.shape[::-1] if turned else panels.shape}", panels.pieces(turned)
     x = getattr(module, leaf)
     return f"{x.dtype} {tuple(x.shape)}", (x,)
 

@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -14,6 +14,7 @@ from torch import Tensor
 from replaylens.engine.errors import BadWeights, MissingTensor, NotEnoughMemory
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder, divided
+from replaylens.engine.model.layers import Packable
 
 # ---- source ----------------------------------------------------------------------------------------------------------
 
@@ -164,6 +165,18 @@ Where = str | tuple[str, ...]
 """a device; or several, to divide the layers over"""
 
 
+class Divider(Protocol):
+    """Who takes weights of products in the place of a model's modules: ranks, which divide them."""
+
+    def packable(self, model: Decoder) -> dict[str, tuple[Packable, str]]:
+        """The weights that it takes, by name: (module, name within it)."""
+        ...
+
+    def split(self, name: str, module: Packable, leaf: str, weight: Tensor) -> bool:
+        """Mutates the module. False: the weight is not divided."""
+        ...
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes; of a CPU those of the machine."""
     if device.type == "cuda":
@@ -174,9 +187,9 @@ def free_memory(device: torch.device) -> int:
 class Filler:
     """Copies each weight to its device, in its dtype, as it is set (`filler[name] = tensor`). The given one can be freed."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: Where = "cpu", packed: bool = False) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: Where = "cpu", packed: bool | Divider = False) -> None:
         """device  several: layers are divided over them in proportion to their free memory; the rest is on the first
-        packed  hold float32 weights as products read them, where they are packable"""
+        packed  hold float32 weights as products read them, where they are packable; or give weights to a divider"""
         with torch.device("meta"):
             self.model = Decoder(config)
         self.dtype, self.device = dtype, device if isinstance(device, str) else device[0]
@@ -185,6 +198,8 @@ class Filler:
             sizes = [sum(x.numel() for x in block.parameters()) for block in self.model.blocks]
             self.model.stages = divided(sizes, devices, [free_memory(each) for each in devices])
         self.packable = self.model.packable(self.device.split(":")[0]) if packed and dtype == torch.float32 else {}
+        self.divider = None if isinstance(packed, bool) else packed
+        self.divided = {} if self.divider is None else self.divider.packable(self.model)
         self.wanted = {name: tuple(x.shape) for name, x in self.model.state_dict().items()}
         self._held: dict[str, Tensor] = {}
         self._seen: set[str] = set()
@@ -199,7 +214,7 @@ class Filler:
             self._faults.append(f"{name} has shape {tuple(x.shape)}, the config asks for {self.wanted[name]}")
         elif not x.is_floating_point():
             self._faults.append(f"{name} holds {x.dtype}, not floating-point numbers")
-        else:
+        elif not self._divides(name, x):
             taken = x.detach().to(self._place(name), self.dtype) if name in self.packable else self._copied(name, x)
             if not _finite(taken):
                 self._faults.append(f"{name} holds NaN or infinity as {self.dtype}")
@@ -207,6 +222,15 @@ class Filler:
                 self._held[name] = taken
             elif not self.packable[name][0].pack(self.packable[name][1], taken):
                 self._held[name] = self._copied(name, x)
+
+    def _divides(self, name: str, x: Tensor) -> bool:
+        """Mutates: gives a weight to the divider. False: it is not one that it takes."""
+        if self.divider is None or name not in self.divided:
+            return False
+        taken = x.detach().to("cpu", self.dtype)
+        if not _finite(taken):
+            self._faults.append(f"{name} holds NaN or infinity as {self.dtype}")
+        return self.divider.split(name, *self.divided[name], taken)
 
     def _place(self, name: str) -> str:
         """The device of a weight."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from replaylens.engine.model.decoder import Decoder, Stage
 from replaylens.engine.model.layers import FrozenWeights
 from replaylens.engine.model.ops import Ops, RowOps, Tap, wanted
 from replaylens.engine.passes.batch import Batch, Segment, finite
+from replaylens.engine.passes.ranks import is_split, split_ops
 from replaylens.engine.passes.transfer import RING_BYTES, HostCopy, PendingRows
 from replaylens.engine.request.capture import PassTap, Rows
 from replaylens.engine.request.edits import BatchHook, NamedHook
@@ -158,6 +159,7 @@ class HookContext:
 
 Keep = Literal["host", "device"]
 AnyCache = KVCache | PlacedCache
+T = TypeVar("T")
 
 LENS_ROWS = 256
 _WHOLE_PAGE = 64
@@ -229,6 +231,8 @@ class Runner:
         """captured passes; None on a CPU, where every pass is launched"""
         self.cache = self._cache(self.pool, canary)
         self.weights = FrozenWeights(model)
+        self.split = is_split(model)
+        """whether ranks compute a part of the products"""
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -399,11 +403,16 @@ class Runner:
         if not self._uses_kernels(batch.tokens.device):
             from replaylens.engine.passes import cpu
 
-            return cpu.CpuOps(batch, cache, self.products if exact else self.products.in_one_chain())
+            return self._kind(cpu.CpuOps, exact)(batch, cache, self.products if exact else self.products.in_one_chain())
         from replaylens.engine.passes import cuda  # its kernels need triton, which a CPU machine may lack
 
         rows = cuda.device_rows(batch, cache)
-        return (cuda.CanonicalCudaOps if exact else cuda.FastCudaOps)(cache, rows, batch if batch.cuts_edges else None)
+        kind = self._kind(cuda.CanonicalCudaOps if exact else cuda.FastCudaOps, exact)
+        return kind(cache, rows, batch if batch.cuts_edges else None)
+
+    def _kind(self, kind: type[T], exact: bool) -> type[T]:
+        """A class of ops, divided over ranks if the model is."""
+        return split_ops(kind, not exact) if self.split else kind
 
     def _uses_kernels(self, device: torch.device) -> bool:
         return self.kernels if device.type == self.device else device.type != "cpu"
@@ -413,10 +422,10 @@ class Runner:
         if not self.kernels:
             from replaylens.engine.passes.cpu import CpuRowOps
 
-            return CpuRowOps(self.products if exact else self.products.in_one_chain())
+            return self._kind(CpuRowOps, exact)(self.products if exact else self.products.in_one_chain())
         from replaylens.engine.passes import cuda
 
-        return cuda.HeadOps() if exact else cuda.FastHeadOps()
+        return self._kind(cuda.HeadOps if exact else cuda.FastHeadOps, exact)()
 
     def logits(self, residual: Tensor) -> Tensor:
         """Canonical logits of residual rows [rows, d_model] after any layer: the model's own, or the logit lens."""
