@@ -157,7 +157,8 @@ class Engine(TransformerLensVerbs):
             if loading.weights_hash(model) != weights:
                 raise FingerprintMismatch("The source holds other weights than when it was loaded. Load a new engine.")
 
-        group.reload, self.ranks = reload, group
+        group.ready(reload)
+        self.ranks = group
 
     @named_options
     def replay(

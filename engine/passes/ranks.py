@@ -40,8 +40,8 @@ from replaylens.engine.terminal import defer_interrupt
 
 UNIT = 16
 """columns that stay together; a weight of fewer columns stays on rank 0"""
-TIMEOUT = 60.0
-"""seconds"""
+TIMEOUT = START = 60.0
+"""seconds to wait for an answer, and for one while weights are sent"""
 
 
 def share(columns: int, rank: int, ranks: int) -> slice:
@@ -66,8 +66,8 @@ class Slice(Packable):
 
     def put(self, leaf: str, tensor: Tensor) -> None:
         """Mutates: takes a weight or a bias."""
-        if leaf in self.__dict__:
-            delattr(self, leaf)
+        for held in (self.__dict__, self.panels, self._parameters):
+            held.pop(leaf, None)
         self.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
         if "bias" not in leaf and tensor.dtype == torch.float32:
             self.pack(leaf)
@@ -184,7 +184,13 @@ class Ranks:
         self._numbers: dict[str, int] = {}
         self._failed: str | None = None
         self._followers: Followers
+        self._ready = False
         self._start()
+
+    @property
+    def limit(self) -> float:
+        """Seconds to wait for an answer now."""
+        return self.timeout if self._ready else max(self.timeout, START)
 
     def __repr__(self) -> str:
         return f"Ranks({self.size}, {'failed: ' + self._failed if self._failed else 'ready'})"
@@ -202,8 +208,14 @@ class Ranks:
         if self.reload is None or self._followers.by_torchrun:
             raise RankFailed("These ranks were started by torchrun. Start the program again; a dump goes on with resume=True.")
         self._end()
+        self._ready = False
         self._start()
         self.reload()
+        self._ready = True
+
+    def ready(self, reload: Callable[[], None]) -> None:
+        """Mutates: all weights are sent, and `reload` sends them again. From now on answers must come within the timeout."""
+        self.reload, self._ready = reload, True
 
     def close(self) -> None:
         """End the followers. The engine computes no longer."""
@@ -292,7 +304,7 @@ class Ranks:
         payload, rank = [header, *(x.detach().cpu().contiguous() for x in tensors)], 0
         with self._lock, defer_interrupt():  # an answer that nobody takes would be the next one's
             try:
-                group, limit = self._followers.group, timedelta(seconds=self.timeout)
+                group, limit = self._followers.group, timedelta(seconds=self.limit)
                 sends = [(rank := r, _sent(group, x, r)) for r in asked for x in payload]
                 shapes = {r: (1,) if leading is None else (*leading, split.columns(r, activated)) for r in asked}
                 waiting = {(rank := r): _received(group, shape, dtype, r) for r, shape in shapes.items()}
@@ -303,7 +315,7 @@ class Ranks:
                 for rank, work in sends:  # noqa: B007 (the handler names it)
                     work.wait(limit)
             except BaseException as error:
-                self._failed = f"rank {rank} of {self.size} {self._followers.reason(rank, error, self.timeout)}"
+                self._failed = f"rank {rank} of {self.size} {self._followers.reason(rank, error, self.limit)}"
                 self._followers.end(self._followers, os.getpid())
                 if isinstance(error, RuntimeError):
                     raise RankFailed(self._explained()) from error
@@ -338,7 +350,7 @@ class Followers:
         self.by_torchrun = launched() is not None
         self.processes: list[subprocess.Popen[bytes]] = []
         self.folder = tempfile.TemporaryDirectory(prefix="replaylens-ranks-")  # for this user alone
-        wait = max(timeout, 60.0)
+        wait = max(timeout, START)
         try:
             if self.by_torchrun:
                 self.group = _group(*_of_torchrun(), wait)
@@ -393,7 +405,7 @@ class Followers:
         code = None
         if 0 < rank <= len(self.processes):
             with suppress(subprocess.TimeoutExpired):
-                code = self.processes[rank - 1].wait(0.5)
+                code = self.processes[rank - 1].wait(0.0 if "Timed out" in str(error) else 2.0)
         if code is not None:
             said = self._log(rank).read_text(errors="replace").strip().splitlines() if self._log(rank).exists() else []
             return f"ended with exit code {code}{': ' + said[-1][:200] if said else ''}"
@@ -542,6 +554,7 @@ class Follower:
         with suppress(RuntimeError):
             _, word = self._take((128,), torch.uint8)
             dtype = getattr(torch, json.loads(bytes(word.tolist()))["dtype"])
+            self._warm(dtype)
             own = identity(self.device, dtype).encode()
             self._answer(torch.tensor([*own, *[32] * (256 - len(own))], dtype=torch.uint8))
         with ExitStack() as stack:
@@ -553,6 +566,12 @@ class Follower:
                 except RuntimeError:  # the connection is closed
                     return
                 self._answer(self._computed(words))
+
+    def _warm(self, dtype: torch.dtype) -> None:
+        """Loads or compiles the kernels, which would make a first answer late."""
+        piece, x = Slice(gated=False), torch.zeros(2, 32, dtype=dtype, device=self.device)
+        piece.put("weight", torch.zeros(32, 32, dtype=dtype, device=self.device))
+        row_ops(self.device.type, False).linear_activate(x, piece, "silu", gated=True)
 
     def _take(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[None, Tensor]:
         work, out = _received(self.group, shape, dtype, 0)

@@ -205,7 +205,7 @@ class Core(Generation, NotCopyable):
         self.prefix = PrefixIndex(self.runner.pool, self.fingerprint.digest.encode())
         drafters = make_drafters(self.runner, draft_model, lens_layer, tree_width)
         self.loop = Loop(self.runner, self.tree, self.prefix, drafters, self.text, max_rows, lone_rows, self.lenses)
-        if self.runner.device == "cuda" and not model.stages:  # a graph belongs to one device
+        if self.runner.device == "cuda" and not model.stages and not self.runner.split:  # a graph belongs to one device
             decode_on_device(self.loop)
         self.lock = EngineLock()
         trace = Trace(self.fingerprint) if record else None
