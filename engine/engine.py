@@ -109,7 +109,7 @@ class Engine(TransformerLensVerbs):
         ranks = as_int("ranks", ranks, 1)
         if ranks > 1:
             _require_one_place(where, "a model over several ranks")
-            if (found := launched(ranks)) is not None and found[0]:
+            if (place := launched(ranks)) is not None and place[0]:
                 follow(device)
         if draft_model is None and isinstance(source, str) and source == "coin-plain":
             draft_model = "coin-draft"

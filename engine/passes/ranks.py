@@ -88,24 +88,18 @@ class Split:
 
     def weight(self, turned: bool = False) -> Tensor:
         """The weight again, from all ranks."""
-        out = torch.cat([piece.flatten() for piece in self.pieces()]).view(self.shape).to(self.device)
-        return out.mT.contiguous() if turned else out
+        return torch.cat([piece.flatten() for piece in self.pieces(turned)]).view(self.shape).to(self.device)
 
     def pieces(self, turned: bool = False) -> Iterator[Tensor]:
         """The rows of `weight`, some at a time, on the host."""
-        if turned:
-            yield self.weight(turned=True)
-            return
-        held = getattr(self.own, self.leaf).cpu()
-        several = len(self.shape) > 2
-        for i in range(self.shape[0] if several else 1):
-            own = held[i] if several else held
-            for first in range(0, self.shape[-2], _FETCHED):
-                end = min(first + _FETCHED, self.shape[-2])
-                words = [FETCH, self.number, LEAVES.index(self.leaf), i if several else -1, first, end]
-                yield self.join(
-                    self.ranks.ask(words, [], self, (end - first,), self.dtype, lambda own=own, f=first, e=end: own[f:e])
-                )  # type: ignore[misc]
+        assert not turned  # only an embedding is, which is not divided
+        held, several = getattr(self.own, self.leaf).cpu(), len(self.shape) > 2
+        for index in range(self.shape[0] if several else 1):
+            own = held[index] if several else held
+            for rows in range(0, self.shape[-2], _FETCHED):
+                some = own[rows : rows + _FETCHED]
+                words = [FETCH, self.number, LEAVES.index(self.leaf), index if several else -1, rows, rows + len(some)]
+                yield self.join({**self.ranks.ask(words, [], self, (len(some),), self.dtype, None), 0: some})
 
     def columns(self, rank: int, activated: bool = False) -> int:
         """How many columns the answer of a rank has."""
@@ -119,7 +113,7 @@ class Split:
     def join(self, parts: Mapping[int, Tensor], activated: bool = False) -> Tensor:
         """The columns of all ranks, [..., columns] each, side by side."""
         blocks, width = 1 if activated else self.blocks, self.shape[-1] // self.blocks
-        first = parts[0]
+        first = parts[0]  # on the device, if there is one
         out = first.new_empty(*first.shape[:-1], blocks, width)
         for rank, part in parts.items():
             out[..., share(width, rank, self.ranks.size)] = part.to(out.device).unflatten(-1, (blocks, -1))
@@ -130,7 +124,7 @@ class Split:
 # A message is HEADER integers, then tensors whose shapes they say. The answer is one tensor, whose shape rank 0 knows.
 
 HEADER = 16
-LINEAR, HIDDEN, OUT, FETCH, PUT, STOP = range(6)
+LINEAR, HIDDEN, OUT, FETCH, PUT = range(5)
 LEAVES = ("weight", "bias", "up", "up_bias", "down", "down_bias")
 KINDS: tuple[Activation | None, ...] = (None, "silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
@@ -150,8 +144,8 @@ def _received(group: Any, shape: tuple[int, ...], dtype: torch.dtype, rank: int)
 
 def _group(store: Any, rank: int, ranks: int, host: str, timeout: float) -> Any:
     """A group of processes of its own: an engine may be one of several, and others may use torch's default group."""
-    options = dist.ProcessGroupGloo._Options()
-    gloo = dist.ProcessGroupGloo
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
     options._devices = [gloo.create_device(hostname=host) if host else gloo.create_default_device()]
     options._timeout = timedelta(seconds=timeout)
     return gloo(store, rank, ranks, options)

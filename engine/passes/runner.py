@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -159,7 +159,6 @@ class HookContext:
 
 Keep = Literal["host", "device"]
 AnyCache = KVCache | PlacedCache
-T = TypeVar("T")
 
 LENS_ROWS = 256
 _WHOLE_PAGE = 64
@@ -243,6 +242,12 @@ class Runner:
     def one_device(self) -> bool:
         """Whether all layers are where the rest of the model is."""
         return all(stage.device == self.model.device for stage in self.stages)
+
+    @property
+    def one_cache(self) -> KVCache:
+        """The cache. Precondition: the layers are not divided over devices."""
+        assert isinstance(self.cache, KVCache)
+        return self.cache
 
     def _cache(self, pool: PagePool, canary: bool = False, kernels: bool = False) -> AnyCache:
         """An empty cache; the keys and values of a layer are on its device."""
@@ -410,7 +415,7 @@ class Runner:
         kind = self._kind(cuda.CanonicalCudaOps if exact else cuda.FastCudaOps, exact)
         return kind(cache, rows, batch if batch.cuts_edges else None)
 
-    def _kind(self, kind: type[T], exact: bool) -> type[T]:
+    def _kind(self, kind: Any, exact: bool) -> Any:
         """A class of ops, divided over ranks if the model is."""
         return split_ops(kind, not exact) if self.split else kind
 

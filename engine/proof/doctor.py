@@ -296,7 +296,7 @@ def examine_ranks(ranks: Ranks) -> tuple[Finding, ...]:
 
 
 def _product_with(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    made = Linear(*weight.shape, bias=bias is not None)
+    made = Linear(len(weight), weight.shape[1], bias is not None)
     made.weight = nn.Parameter(weight.contiguous(), False)
     made.bias = None if bias is None else nn.Parameter(bias, False)
     return made

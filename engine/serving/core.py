@@ -92,7 +92,7 @@ def decode_on_device(loop: Loop) -> None:
 
     runner = loop.runner
     loop.bursts = Bursts(runner, partial(cuda_lens.columns, runner.model))
-    runner.graphs = PassGraphs(runner.model, runner.cache, loop.bursts.spare.pages[0], runner.vectors)
+    runner.graphs = PassGraphs(runner.model, runner.one_cache, loop.bursts.spare.pages[0], runner.vectors)
 
 
 # ---- core ------------------------------------------------------------------------------------------------------------

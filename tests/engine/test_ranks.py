@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
 import replaylens as rl
 from replaylens.engine.cluster import dump_on_cluster
+from replaylens.engine.dump.maker import ShardMaker, make_plan, write_dump
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine, _owned, load_model
 from replaylens.engine.errors import BadRequest, RankFailed, UnsupportedModel
@@ -33,6 +34,7 @@ from replaylens.engine.serving.branch import Branch
 from tests import digests
 from tests.engine import reference, test_machine, test_tree_machine
 from tests.engine.test_machine import Sessions, some
+from tests.quick_ray import python_path
 from tests.test_digests import KNOWN
 
 TEXT = "A coin's state is heads. Alice flips, then Bob does not flip. What's the state? A:"
@@ -98,8 +100,7 @@ def same(ours: Branch, theirs: Branch) -> bool:
 
 @pytest.mark.parametrize("name", SHORT)
 def test_layers_over_devices_have_the_digests(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    placed: Callable[[Decoder], Decoder] = lambda model: _owned(loading.load(model, device=("cpu", "cpu")))
-    monkeypatch.setattr(digests, "Engine", Elsewhere(placed))
+    monkeypatch.setattr(digests, "Engine", Elsewhere(lambda model: _owned(loading.load(model, device=("cpu", "cpu")))))
     assert digests.cases()[name]() == KNOWN[name]
 
 
@@ -126,7 +127,7 @@ def test_layers_go_where_there_is_room() -> None:
 def test_devices_that_cannot_be_used_are_refused() -> None:
     with pytest.raises(BadRequest, match="Give a list of cpu"):
         Engine.load("coin-plain", devices=["cpu", "tpu"])
-    with pytest.raises(BadRequest, match="torch.float32"):
+    with pytest.raises(BadRequest, match=r"torch\.float32"):
         Engine.load("coin-plain", devices=["cpu", "cpu"], dtype=torch.bfloat16)
     for options in ({"devices": ["cpu", "cpu"]}, {"ranks": 2}):
         with pytest.raises(UnsupportedModel, match="a Thinking-States model over"):
@@ -211,7 +212,7 @@ def test_ranks_that_die_or_hang_cost_no_token(tmp_path: Path) -> None:
     assert engine.replay(examples, sites="ST", drafter="ngram", progress=False).save(tmp_path / "again").digest == whole
     os.kill(_follower(engine).pid, signal.SIGSTOP)
     began = time.monotonic()
-    with pytest.raises(RankFailed, match="rank 1 of 2 did not answer within 1.5 s"):
+    with pytest.raises(RankFailed, match=r"rank 1 of 2 did not answer within 1\.5 s"):
         fork.force([3, 4])
     assert time.monotonic() - began < 5 and fork.length == 9
     assert _follower(engine).poll() is not None, "what hangs is ended"
@@ -228,3 +229,139 @@ def test_followers_end_with_their_engine() -> None:
     assert process.poll() is None
     del ranks
     assert process.poll() is not None
+
+
+# ---- slow: sessions, torchrun, Ray ---------------------------------------------------------------------------------------
+
+
+class OverRanks(Sessions):
+    """Random sessions of an engine whose products are divided; the reference is one process."""
+
+    ranks: Ranks
+    split: Decoder | None = None
+    killed = 0
+
+    def new_engine(self, page_size: int, max_rows: int, seed: int) -> Engine:
+        cls, whole = type(self), self.model
+        self.model = cls.split = cls.split or over(cls.ranks, whole)
+        return super().new_engine(page_size, max_rows, seed)
+
+    @rule(pick=st.integers(0, 99))
+    @precondition(lambda self: self.open() and type(self).killed < 2)
+    def kill_a_rank(self, pick: int) -> None:
+        """A token is committed as a whole or not at all; the same branch goes on with new ranks."""
+        cls, one = type(self), self.pick_open(pick)
+        cls.killed += 1
+        cls.ranks._followers.processes[pick % (cls.ranks.size - 1)].kill()
+        with pytest.raises(RankFailed):
+            one.branch.force([1, 2])
+        assert one.branch.tokens == one.path
+        cls.ranks.restart()
+        one.branch.force([1, 2])
+        one.path += [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ten_thousand_comparisons(ranks: int, narrow: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared, group = count(), Ranks(ranks, "cpu", torch.float32)
+    truth = reference.same_bits
+    monkeypatch.setattr(reference, "same_bits", lambda ours, theirs: (next(compared), truth(ours, theirs))[1])
+    kinds = (Sessions, test_machine.Experts, test_machine.Latents, *test_machine.HYBRIDS)
+    before = 0
+    for kind in kinds:
+        own: Any = type(f"{kind.__name__}OverRanks", (OverRanks, kind), {"ranks": group, "reference": None, "split": None})
+        group.ready(lambda own=own: _again(group, own))  # type: ignore[misc]
+        run_state_machine_as_test(own, settings=some(6, 30))
+        assert own.killed and group.answers > before + 1000, "control: ranks took part, and died"
+        before = group.answers
+    total = next(compared)
+    print(f"{ranks} ranks: {total} comparisons, {group.answers} answers, {group.sent_bytes + group.received_bytes} bytes")
+    assert total >= 10_000
+    group.close()
+
+
+def _again(group: Ranks, machine: Any) -> None:
+    """Sends the weights of the machine's model to new ranks, under the numbers that it has."""
+    fresh = loading.load(machine.reference.runner.model)
+    first = min(held.number for held in _splits(machine.split))
+    paths = {number: path for path, number in group._numbers.items()}
+    scope = paths[first].split(".")[0]
+    group.divide({f"{scope}.{name}": found for name, found in group.packable(fresh).items()})
+
+
+def _splits(model: Decoder) -> list[Split]:
+    return [x for module in model.modules() for x in getattr(module, "panels", {}).values() if isinstance(x, Split)]
+
+
+@pytest.mark.slow
+def test_random_trees_over_ranks(two: Ranks, narrow: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    known: dict[int, Decoder] = {}
+
+    def make(model: Decoder, **options: Any) -> Engine:
+        if id(model) not in known:  # the reference's
+            known[id(model)] = model
+            return Engine(model, **options)
+        return Engine(over(two, model), **options)
+
+    monkeypatch.setattr(test_tree_machine, "Engine", make)
+    before = two.answers
+    run_state_machine_as_test(test_tree_machine.Trees, settings=some(8, 40))
+    assert two.answers > before + 500
+
+
+@pytest.mark.slow
+def test_a_dump_goes_on_from_its_last_shard(tmp_path: Path) -> None:
+    coin = rl.tasks.get("coin")(flips=(2, 4))
+    alone, engine = Engine.load("coin-plain"), Engine.load("coin-plain", ranks=2)
+    plan = make_plan(engine, coin, 6, sites="ST", examples_per_shard=2)
+    made, before = [], ShardMaker.make
+
+    def make(self: ShardMaker, number: int) -> Any:
+        if number == 1 and not made:
+            made.append(number)
+            _follower(engine).kill()
+        return before(self, number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardMaker, "make", make)
+        with pytest.raises(RankFailed, match="resume=True"):
+            write_dump(engine, plan, tmp_path / "dump")
+        assert engine.ranks is not None
+        engine.ranks.restart()
+        dump = write_dump(engine, plan, tmp_path / "dump", resume=True)
+    whole = write_dump(alone, make_plan(alone, coin, 6, sites="ST", examples_per_shard=2), tmp_path / "whole")
+    assert dump is not None and whole is not None and dump.digest == whole.digest
+
+
+@pytest.mark.slow
+def test_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import replaylens as rl\n"
+        "engine = rl.Engine.load('coin-plain', ranks=3)\n"
+        f"print('tokens', engine.prompt({TEXT!r}).generate(3).tokens)\n"
+    )
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(script)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(run, capture_output=True, text=True, timeout=300, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    tokens = Engine.load("coin-plain").prompt(TEXT).generate(3).tokens
+    assert [line for line in done.stdout.splitlines() if line.startswith("tokens")] == [f"tokens {tokens}"]
+
+
+@pytest.mark.slow
+def test_two_workers_of_two_ranks_write_the_dump_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path / "hidden"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    alone = Engine.load("coin-plain")
+    whole = write_dump(alone, make_plan(alone, rl.tasks.get("coin")(), 8, examples_per_shard=2), tmp_path / "whole")
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
+    try:
+        dump = dump_on_cluster(
+            "coin-plain", tmp_path / "dump", "coin", 8, workers=2, engine_options={"ranks": 2}, examples_per_shard=2
+        )
+    finally:
+        ray.shutdown()
+    assert isinstance(dump, Dump) and whole is not None and dump.digest == whole.digest
