@@ -421,7 +421,7 @@ class Block(nn.Module):
 
 
 @dataclass(frozen=True)
-class Stage:
+class LayerStage:
     """Consecutive layers on one device."""
 
     first: int
@@ -429,7 +429,7 @@ class Stage:
     device: torch.device
 
 
-def divided(sizes: Sequence[int], devices: Sequence[torch.device], free: Sequence[int]) -> tuple[Stage, ...]:
+def divided(sizes: Sequence[int], devices: Sequence[torch.device], free: Sequence[int]) -> tuple[LayerStage, ...]:
     """Layers of these sizes over devices, at least one each, in proportion to their free memory. BadRequest if there are more
     devices than layers."""
     if len(devices) > len(sizes):
@@ -439,7 +439,7 @@ def divided(sizes: Sequence[int], devices: Sequence[torch.device], free: Sequenc
         wanted = done[-1] * share[i - 1] / share[-1]
         nearest = min(range(len(done)), key=lambda layer: abs(done[layer] - wanted)) + 1
         ends.append(min(max(nearest, ends[-1] + 1), len(sizes) - len(devices) + i))
-    return tuple(Stage(a, b, device) for a, b, device in zip(ends, [*ends[1:], len(sizes)], devices, strict=True))
+    return tuple(LayerStage(a, b, device) for a, b, device in zip(ends, [*ends[1:], len(sizes)], devices, strict=True))
 
 
 def scaled_logits(x: Tensor, config: ModelConfig, ops: RowOps) -> Tensor:
@@ -455,7 +455,7 @@ class Decoder(Packable):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.stages: tuple[Stage, ...] = ()
+        self.stages: tuple[LayerStage, ...] = ()
         """the devices of the layers; empty: all are where the rest is"""
         self._tables: dict[tuple[int, torch.device], Tensor] = {}
         self.embed = nn.Parameter(torch.empty(config.vocab_size, config.d_model, dtype=torch.float32))

@@ -78,13 +78,17 @@ class Slice(Packable):
         return super().stored(name if known else "down")
 
 
-class Split:
+class SplitWeight:
     """A weight of which every rank has some columns. Stands among a module's packed weights."""
 
     def __init__(self, ranks: "Ranks", number: int, leaf: str, weight: Tensor, blocks: int, own: Slice) -> None:
         """weight  [..., inputs, outputs], of which nothing is kept"""
         self.ranks, self.number, self.leaf, self.blocks, self.own = ranks, number, leaf, blocks, own
         self.shape, self.dtype, self.device = tuple(weight.shape), weight.dtype, ranks.device
+
+    def __deepcopy__(self, memo: object) -> "SplitWeight":
+        """A copy of a model has the same weights, on the same ranks."""
+        return self
 
     def weight(self, turned: bool = False) -> Tensor:
         """The weight again, from all ranks."""
@@ -219,7 +223,7 @@ class Ranks:
     # ---- weights
 
     def split(self, name: str, module: Packable, leaf: str, weight: Tensor) -> bool:
-        """Mutates: sends every rank its columns of a weight, which the module then holds as a `Split`. False: the weight is too
+        """Mutates: sends every rank its columns of a weight, which the module then holds as a `SplitWeight`. False: the weight is too
         narrow, and stays."""
         given = module.as_multiplied(leaf, weight.detach()).cpu()
         path, gated = name.rpartition(".")[0], bool(getattr(module, "gated", False))
@@ -231,8 +235,8 @@ class Ranks:
         if any(x is not None and x.shape[-1] <= 2 * UNIT for x in [given, *narrow]):
             return False
         held = module.panels.get("down" if leaf == "up" else "up")
-        own = held.own if isinstance(held, Split) else Slice(gated)
-        split = Split(self, self._numbers.setdefault(path, len(self._numbers)), leaf, given, blocks, own)
+        own = held.own if isinstance(held, SplitWeight) else Slice(gated)
+        split = SplitWeight(self, self._numbers.setdefault(path, len(self._numbers)), leaf, given, blocks, own)
         self._put(split, leaf, given, gated)
         module.panels[leaf] = split
         module._parameters.pop(leaf, None)
@@ -249,7 +253,7 @@ class Ranks:
             if leaf not in module.panels:
                 self.split(name, module, leaf, getattr(module, leaf))
             held, bias_name = module.panels.get(leaf), "bias" if leaf == "weight" else f"{leaf}_bias"
-            if isinstance(held, Split) and (bias := getattr(module, bias_name, None)) is not None:
+            if isinstance(held, SplitWeight) and (bias := getattr(module, bias_name, None)) is not None:
                 self._put(held, bias_name, bias.detach().cpu(), held.own.gated)
 
     def ops(self, divided: bool) -> Any:
@@ -262,7 +266,7 @@ class Ranks:
         whole = ("embed",) if self.device.type == "cpu" else ("embed", "unembed.weight")
         return {name: found for name, found in model.packable("cuda").items() if name not in whole}
 
-    def _put(self, split: Split, leaf: str, tensor: Tensor, gated: bool) -> None:
+    def _put(self, split: SplitWeight, leaf: str, tensor: Tensor, gated: bool) -> None:
         for rank in range(self.size):
             piece = cut(tensor.to(split.dtype), split.blocks, rank, self.size)
             if not rank:
@@ -278,7 +282,7 @@ class Ranks:
         self,
         words: list[int],
         tensors: list[Tensor],
-        split: Split,
+        split: SplitWeight,
         leading: tuple[int, ...] | None,
         dtype: torch.dtype,
         own: Callable[[], Tensor] | None,
@@ -450,17 +454,19 @@ class SplitOps:
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         """[rows, inputs] -> [rows, outputs]"""
         held = linear.panels.get("weight")
-        return self._linear(x, held) if isinstance(held, Split) else self._base().linear(x, linear)
+        return self._linear(x, held) if isinstance(held, SplitWeight) else self._base().linear(x, linear)
 
     def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
         """residual + linear(x)"""
         held = linear.panels.get("weight")
-        return residual + self._linear(x, held) if isinstance(held, Split) else self._base().linear_add(x, linear, residual)
+        return (
+            residual + self._linear(x, held) if isinstance(held, SplitWeight) else self._base().linear_add(x, linear, residual)
+        )
 
     def linear_activate(self, x: Tensor, linear: Linear, kind: Activation, gated: bool) -> Tensor:
         """activate(linear(x))"""
         held = linear.panels.get("weight")
-        if not isinstance(held, Split):
+        if not isinstance(held, SplitWeight):
             return self._base().linear_activate(x, linear, kind, gated)
         if held.blocks != (2 if gated else 1):
             return self._base().activate(self._linear(x, held), kind, gated)
@@ -468,12 +474,12 @@ class SplitOps:
 
     def unembed(self, x: Tensor, table: Any) -> Tensor:
         """[rows, d] -> [rows, vocab]"""
-        return self._linear(x, table) if isinstance(table, Split) else self._base().unembed(x, table)
+        return self._linear(x, table) if isinstance(table, SplitWeight) else self._base().unembed(x, table)
 
     def experts_hidden(self, x: Tensor, chosen: Tensor, experts: Experts, kind: Activation) -> Tensor:
         """[rows, d_model] -> [rows, top, d_expert]"""
         held = experts.panels.get("up")
-        if not isinstance(held, Split):
+        if not isinstance(held, SplitWeight):
             return self._base().experts_hidden(x, chosen, experts, kind)
         own = lambda: self._base().experts_hidden(x, chosen, held.own, kind)  # noqa: E731
         return self._asked(HIDDEN, held, x, chosen, own, kind, experts.gated, activated=True)
@@ -481,7 +487,7 @@ class SplitOps:
     def experts_out(self, hidden: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
         """[rows, top, d_expert] -> [rows, top, d_model]"""
         held = experts.panels.get("down")
-        if not isinstance(held, Split):
+        if not isinstance(held, SplitWeight):
             return self._base().experts_out(hidden, chosen, experts)
         own = lambda: self._base().experts_out(hidden, chosen, held.own)  # noqa: E731
         return self._asked(OUT, held, hidden, chosen, own, None, False, activated=False)
@@ -490,14 +496,14 @@ class SplitOps:
         """The ops of the device, on this object."""
         return super()
 
-    def _linear(self, x: Tensor, held: Split, kind: Activation | None = None, gated: bool = False) -> Tensor:
+    def _linear(self, x: Tensor, held: SplitWeight, kind: Activation | None = None, gated: bool = False) -> Tensor:
         own = lambda: _linear(self._base(), x, held.own, kind, gated)  # noqa: E731
         return self._asked(LINEAR, held, x, None, own, kind, gated, activated=kind is not None)
 
     def _asked(
         self,
         op: int,
-        held: Split,
+        held: SplitWeight,
         x: Tensor,
         chosen: Tensor | None,
         own: Callable[[], Tensor],
@@ -524,13 +530,13 @@ def _linear(ops: Any, x: Tensor, linear: Any, kind: Activation | None, gated: bo
 @cache
 def split_ops(kind: Any, fast: bool) -> Any:
     """A class of ops, divided over ranks. fast: those of the fast path"""
-    return type(f"Split{kind.__name__}", (SplitOps, kind), {"fast": fast})
+    return type(f"SplitWeight{kind.__name__}", (SplitOps, kind), {"fast": fast})
 
 
 def is_split(model: Decoder) -> bool:
     """Whether ranks hold weights of the model."""
     held = (each for module in model.modules() if isinstance(module, Packable) for each in module.panels.values())
-    return any(isinstance(each, Split) for each in held)
+    return any(isinstance(each, SplitWeight) for each in held)
 
 
 # ---- followers -------------------------------------------------------------------------------------------------------

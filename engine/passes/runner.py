@@ -13,7 +13,7 @@ from replaylens.engine.errors import BadEdit
 from replaylens.engine.memory.cache import KVCache, PlacedCache
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.model import modes, sites
-from replaylens.engine.model.decoder import Decoder, Stage
+from replaylens.engine.model.decoder import Decoder, LayerStage
 from replaylens.engine.model.layers import FrozenWeights
 from replaylens.engine.model.ops import Ops, RowOps, Tap, wanted
 from replaylens.engine.passes.batch import Batch, Segment, finite
@@ -234,9 +234,9 @@ class Runner:
         """whether ranks compute a part of the products"""
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
+    def stages(self) -> tuple[LayerStage, ...]:
         """The layers by device."""
-        return self.model.stages or (Stage(0, self.model.config.num_layers, self.model.device),)
+        return self.model.stages or (LayerStage(0, self.model.config.num_layers, self.model.device),)
 
     @property
     def one_device(self) -> bool:

@@ -28,12 +28,12 @@ from replaylens.engine.model import loading
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder, divided
 from replaylens.engine.passes import ranks as ranks_file
-from replaylens.engine.passes.ranks import Ranks, Split
+from replaylens.engine.passes.ranks import Ranks, SplitWeight
 from replaylens.engine.proof import doctor
 from replaylens.engine.serving.branch import Branch
 from tests import digests
 from tests.engine import reference, test_machine, test_tree_machine
-from tests.engine.test_machine import Sessions, some
+from tests.engine.test_machine import AnyWindow, Sessions, some
 from tests.quick_ray import python_path
 from tests.test_digests import KNOWN
 
@@ -163,7 +163,7 @@ def test_every_column_belongs_to_one_rank(columns: int, ranks: int) -> None:
 def test_a_divided_weight_can_be_read_as_a_whole(two: Ranks) -> None:
     model = digests.model_of(ModelConfig(**{**digests._DENSE, **digests._MORE["sinks and clamped experts"]}))
     split = over(two, model)
-    held = [x for module in split.modules() for x in getattr(module, "panels", {}).values() if isinstance(x, Split)]
+    held = [x for module in split.modules() for x in getattr(module, "panels", {}).values() if isinstance(x, SplitWeight)]
     assert len(held) >= 6
     assert loading.weights_hash(split) == loading.weights_hash(_owned(loading.load(model)))
     ours, theirs = split.state_dict(), model.state_dict()
@@ -177,11 +177,11 @@ def test_the_doctor_knows_a_sum_over_ranks(two: Ranks, monkeypatch: pytest.Monke
         ("experts", "over 2 ranks", True, False),
         ("product", "over 2 ranks", False, True),
     ]
-    monkeypatch.setattr(Split, "join", lambda self, parts, activated=False: _swapped(self, parts, activated))
+    monkeypatch.setattr(SplitWeight, "join", lambda self, parts, activated=False: _swapped(self, parts, activated))
     assert not doctor.Certificate(doctor.examine_ranks(two)).certified, "control: columns in another order are found"
 
 
-def _swapped(split: Split, parts: dict[int, torch.Tensor], activated: bool, join: Any = Split.join) -> torch.Tensor:
+def _swapped(split: SplitWeight, parts: dict[int, torch.Tensor], activated: bool, join: Any = SplitWeight.join) -> torch.Tensor:
     return join(split, parts, activated).roll(1, -1)
 
 
@@ -242,9 +242,14 @@ class OverRanks(Sessions):
     killed = 0
 
     def new_engine(self, page_size: int, max_rows: int, seed: int) -> Engine:
-        cls, whole = type(self), self.model
-        self.model = cls.split = cls.split or over(cls.ranks, whole)
-        return super().new_engine(page_size, max_rows, seed)
+        """As the parent's, over ranks. Traces are replayed in one process."""
+        cls = type(self)
+        cls.split = cls.split or over(cls.ranks, self.model)
+        sizes = {"cache_tokens": self.cache_tokens, "page_size": page_size, "max_rows": max_rows}
+        engine = Engine(cls.split, draft_model=reference.perturbed(self.model, 0.02), canary=True, record=True, **sizes)
+        engine.loop.admission.planner = AnyWindow(seed)
+        engine.loop.listeners.append(self.count)
+        return engine
 
     @rule(pick=st.integers(0, 99))
     @precondition(lambda self: self.open() and type(self).killed < 2)
@@ -290,8 +295,8 @@ def _again(group: Ranks, machine: Any) -> None:
     group.divide({f"{scope}.{name}": found for name, found in group.packable(fresh).items()})
 
 
-def _splits(model: Decoder) -> list[Split]:
-    return [x for module in model.modules() for x in getattr(module, "panels", {}).values() if isinstance(x, Split)]
+def _splits(model: Decoder) -> list[SplitWeight]:
+    return [x for module in model.modules() for x in getattr(module, "panels", {}).values() if isinstance(x, SplitWeight)]
 
 
 @pytest.mark.slow
