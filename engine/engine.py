@@ -17,7 +17,7 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.hub import SMOLLM2, HubOptions, fetched_folder, is_hub_name
 from replaylens.engine.model.layers import freeze
 from replaylens.engine.model.text import Text, load_text
-from replaylens.engine.passes.ranks import TIMEOUT, Ranks, follow, launched
+from replaylens.engine.passes.ranks import OTHERS, TIMEOUT, Ranks, follow, launched
 from replaylens.engine.proof.doctor import Certificate, examine_ranks, require
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.edits import Edit
@@ -140,10 +140,11 @@ class Engine(TransformerLensVerbs):
             model, text = load_model(source, dtype, check, where, adapter, hub, packed=True)
             return cls(_owned(model), text if tokenizer is None else tokenizer, draft_model=draft, **options)
         group = Ranks(ranks, device, dtype, as_float("rank_timeout", rank_timeout))
-        read = partial(load_model, source, dtype, device=device, adapter=adapter, hub=hub, packed=group)
-        model, text = read(check=check)
-        engine = cls(_owned(group.take(model)), text if tokenizer is None else tokenizer, draft_model=draft, **options)
-        engine._follow(group, lambda: group.take(read(check=False)[0]))
+        with group.closed_by_errors():
+            read = partial(load_model, source, dtype, device=device, adapter=adapter, hub=hub, packed=group)
+            model, text = read(check=check)
+            engine = cls(_owned(group.take(model)), text if tokenizer is None else tokenizer, draft_model=draft, **options)
+            engine._follow(group, lambda: group.take(read(check=False)[0]))
         return engine
 
     def _follow(self, group: Ranks, send: Callable[[], object]) -> None:
@@ -155,7 +156,7 @@ class Engine(TransformerLensVerbs):
         def reload() -> None:
             send()
             if loading.weights_hash(model) != weights:
-                raise FingerprintMismatch("The source holds other weights than when it was loaded. Load a new engine.")
+                raise FingerprintMismatch(OTHERS)
 
         group.ready(reload)
         self.ranks = group

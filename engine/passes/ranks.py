@@ -17,7 +17,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -40,6 +40,7 @@ from replaylens.engine.terminal import defer_interrupt
 
 UNIT = 16
 """columns that stay together; a weight of fewer columns stays on rank 0"""
+OTHERS = "The source holds other weights than when it was loaded. Load a new engine."
 TIMEOUT = START = 60.0
 """seconds to wait for an answer, and for one while weights are sent"""
 
@@ -180,6 +181,7 @@ class Ranks:
         self.answers = self.sent_bytes = self.received_bytes = 0
         self._lock = threading.RLock()
         self._numbers: dict[str, int] = {}
+        self._shapes: dict[str, torch.Size] = {}
         self._failed: str | None = None
         self._followers: Followers
         self._ready = False
@@ -208,7 +210,8 @@ class Ranks:
         self._end()
         self._ready = False
         self._start()
-        self.reload()
+        with self.closed_by_errors():  # ranks with other weights would compute other bits
+            self.reload()
         self._ready = True
 
     def ready(self, reload: Callable[[], None]) -> None:
@@ -220,11 +223,20 @@ class Ranks:
         self._failed = "closed"
         self._end()
 
+    @contextmanager
+    def closed_by_errors(self) -> Iterator[None]:
+        """An error within ends the followers: in a notebook, it would keep them."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
     # ---- weights
 
     def split(self, name: str, module: Packable, leaf: str, weight: Tensor) -> bool:
-        """Mutates: sends every rank its columns of a weight, which the module then holds as a `SplitWeight`. False: the weight is too
-        narrow, and stays."""
+        """Mutates: sends every rank its columns of a weight, which the module then holds as a `SplitWeight`. False: the weight
+        is too narrow, and stays."""
         given = module.as_multiplied(leaf, weight.detach()).cpu()
         path, gated = name.rpartition(".")[0], bool(getattr(module, "gated", False))
         blocks = 2 if leaf == "up" and gated else 1
@@ -236,6 +248,10 @@ class Ranks:
             return False
         held = module.panels.get("down" if leaf == "up" else "up")
         own = held.own if isinstance(held, SplitWeight) else Slice(gated)
+        if self._shapes.setdefault(name, given.shape) != given.shape:
+            raise FingerprintMismatch(
+                f"{name} has the shape {tuple(given.shape)} now, not {tuple(self._shapes[name])}. {OTHERS}"
+            )
         split = SplitWeight(self, self._numbers.setdefault(path, len(self._numbers)), leaf, given, blocks, own)
         self._put(split, leaf, given, gated)
         module.panels[leaf] = split
@@ -552,7 +568,7 @@ class Follower:
     def serve(self) -> None:
         """Returns when rank 0 ends, or closes the connection."""
         with suppress(RuntimeError):
-            _, word = self._take((128,), torch.uint8)
+            word = self._take((128,), torch.uint8)
             dtype = getattr(torch, json.loads(bytes(word.tolist()))["dtype"])
             self._warm(dtype)
             own = identity(self.device, dtype).encode()
@@ -562,7 +578,7 @@ class Follower:
             stack.enter_context(modes.canonical() if self.device.type == "cpu" else torch.cuda.device(self.device))
             while True:
                 try:
-                    words = self._take((HEADER,), torch.int64)[1].tolist()
+                    words = self._take((HEADER,), torch.int64).tolist()
                 except RuntimeError:  # the connection is closed
                     return
                 self._answer(self._computed(words))
@@ -573,10 +589,10 @@ class Follower:
         piece.put("weight", torch.zeros(32, 32, dtype=dtype, device=self.device))
         row_ops(self.device.type, False).linear_activate(x, piece, "silu", gated=True)
 
-    def _take(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[None, Tensor]:
+    def _take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         work, out = _received(self.group, shape, dtype, 0)
         work.wait(timedelta(days=1000))  # a notebook may rest
-        return None, out
+        return out
 
     def _answer(self, x: Tensor) -> None:
         held = x.cpu().contiguous()
@@ -592,8 +608,8 @@ class Follower:
             held = getattr(piece, LEAVES[leaf])
             return (held if index < 0 else held[index])[first:end]
         kind, gated, fast, dtype, rows, middle, width, top, *_ = more
-        x = self._take((rows, width) if not middle else (rows, middle, width), DTYPES[dtype])[1].to(self.device)
-        chosen = self._take((rows, top), torch.int64)[1].to(self.device) if top else None
+        x = self._take((rows, width) if not middle else (rows, middle, width), DTYPES[dtype]).to(self.device)
+        chosen = self._take((rows, top), torch.int64).to(self.device) if top else None
         ops = row_ops(self.device.type, bool(fast))
         if op == HIDDEN:
             return ops.experts_hidden(x, chosen, piece, KINDS[kind])
@@ -602,7 +618,7 @@ class Follower:
         return _linear(ops, x, piece, KINDS[kind], bool(gated))
 
     def _put(self, number: int, leaf: int, gated: int, dtype: int, dims: int, *shape: int) -> Tensor:
-        given = self._take(shape[:dims], DTYPES[dtype])[1]
+        given = self._take(shape[:dims], DTYPES[dtype])
         self.slices.setdefault(number, Slice(bool(gated))).put(LEAVES[leaf], given.to(self.device))
         return torch.tensor([number])
 
