@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -141,21 +142,21 @@ class Engine(TransformerLensVerbs):
             return cls(_owned(model), text if tokenizer is None else tokenizer, draft_model=draft, **options)
         group = Ranks(ranks, device, dtype, as_float("rank_timeout", rank_timeout))
         with group.closed_by_errors():
-            read = partial(load_model, source, dtype, device=device, adapter=adapter, hub=hub, packed=group)
-            model, text = read(check=check)
+            read = partial(load_model, source, dtype, device=device, adapter=adapter, hub=hub)
+            model, text = read(check=check, packed=group)
             engine = cls(_owned(group.take(model)), text if tokenizer is None else tokenizer, draft_model=draft, **options)
-            engine._follow(group, lambda: group.take(read(check=False)[0]))
+            engine._follow(group, partial(read, check=False))
         return engine
 
-    def _follow(self, group: Ranks, send: Callable[[], object]) -> None:
+    def _follow(self, group: Ranks, read: Callable[..., tuple[Decoder, Text]]) -> None:
         """Mutates: examines the ranks; from now on they can be restarted. NotCertified if they do not have the bits of one."""
         found = examine_ranks(group)
         self.certificate = require(Certificate((*self.certificate.findings, *found)))
-        weights, model = self.fingerprint.weights, self.model
+        weights, held = self.fingerprint.weights, weakref.ref(self.model)
 
-        def reload() -> None:
-            send()
-            if loading.weights_hash(model) != weights:
+        def reload(ranks: Ranks) -> None:
+            ranks.take(read(packed=ranks)[0])
+            if (model := held()) is not None and loading.weights_hash(model) != weights:
                 raise FingerprintMismatch(OTHERS)
 
         group.ready(reload)

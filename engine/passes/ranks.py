@@ -176,8 +176,8 @@ class Ranks:
         """Starts them, unless torchrun did. timeout: seconds to wait for an answer"""
         self.size, self.timeout, self.dtype = size, timeout, dtype
         self.device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
-        self.reload: Callable[[], None] | None = None
-        """sends all weights again"""
+        self.reload: Callable[[Ranks], None] | None = None
+        """sends all weights again; holds neither these ranks nor the model, which would keep each other"""
         self.answers = self.sent_bytes = self.received_bytes = 0
         self._lock = threading.RLock()
         self._numbers: dict[str, int] = {}
@@ -211,10 +211,10 @@ class Ranks:
         self._ready = False
         self._start()
         with self.closed_by_errors():  # ranks with other weights would compute other bits
-            self.reload()
+            self.reload(self)
         self._ready = True
 
-    def ready(self, reload: Callable[[], None]) -> None:
+    def ready(self, reload: "Callable[[Ranks], None]") -> None:
         """Mutates: all weights are sent, and `reload` sends them again. From now on answers must come within the timeout."""
         self.reload, self._ready = reload, True
 
