@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -372,13 +373,15 @@ class Followers:
                 path = str(Path(self.folder.name, "store"))
                 for rank in range(1, size):
                     self._spawn(rank, size, path, device)
+                self._await_start(wait)
                 self.group = _group(dist.FileStore(path, size), 0, size, "127.0.0.1", wait)
             self._greet(size, identity(device, dtype), str(dtype).removeprefix("torch."), wait)
         except BaseException as error:
-            reasons = [self.reason(rank, error, wait) for rank in range(1, size) if not self.by_torchrun]
+            bad = [i + 1 for i, process in enumerate(self.processes) if process.poll() is not None] or [1]
+            reason = self.reason(bad[0], error, wait)
             self.end(self, os.getpid())
-            if isinstance(error, RuntimeError) and not isinstance(error, FingerprintMismatch):
-                raise RankFailed(f"{size} ranks did not start: {'; '.join(reasons) or error}. Try again.") from error
+            if isinstance(error, RuntimeError):
+                raise RankFailed(f"The {size} ranks did not start: rank {bad[0]} {reason}. Nothing is left of them.") from error
             raise
 
     def _spawn(self, rank: int, size: int, store: str, device: torch.device) -> None:
@@ -398,6 +401,16 @@ class Followers:
                     start_new_session=True,  # Ctrl-C is for rank 0
                 )
             )
+
+    def _await_start(self, wait: float) -> None:
+        """Returns once all have started; a group would wait in vain for one that cannot."""
+        end, signs = time.monotonic() + wait, [_started(self.folder.name, i + 1) for i in range(len(self.processes))]
+        while not all(sign.exists() for sign in signs):
+            if any(process.poll() is not None for process in self.processes):
+                raise RuntimeError("A process ended.")
+            if time.monotonic() > end:
+                raise RuntimeError("Timed out")
+            time.sleep(0.02)
 
     def _greet(self, size: int, own: str, dtype: str, wait: float) -> None:
         """All ranks compute alike, or FingerprintMismatch."""
@@ -438,6 +451,11 @@ class Followers:
         followers.group = None  # under torchrun, followers end when their connection does
         with suppress(OSError):
             followers.folder.cleanup()
+
+
+def _started(folder: str | Path, rank: int) -> Path:
+    """The file by which a follower says that its process runs."""
+    return Path(folder, f"started{rank}")
 
 
 def launched(wanted: int = 0) -> tuple[int, int] | None:
@@ -651,6 +669,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=kind, required=True)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
+    _started(Path(given.store).parent, given.rank).touch()
     group = _group(dist.FileStore(given.store, given.ranks), given.rank, given.ranks, "127.0.0.1", 600.0)
     Follower(group, torch.device(given.device)).serve()
 

@@ -240,6 +240,14 @@ def test_followers_end_with_their_engine(monkeypatch: pytest.MonkeyPatch) -> Non
     assert started[1].poll() is not None
 
 
+def test_ranks_that_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    began = time.monotonic()
+    with pytest.raises(RankFailed, match="The 3 ranks did not start: rank 1 ended with exit code 1"):
+        Engine.load("coin-plain", ranks=3)
+    assert time.monotonic() - began < 10
+
+
 def test_torchrun_must_start_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("RANK", "1"), ("WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
