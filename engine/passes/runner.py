@@ -26,7 +26,7 @@ from replaylens.engine.request.sampling import Sampling
 
 if TYPE_CHECKING:
     from replaylens.engine.passes.edits_cuda import EditProgram, Vectors
-    from replaylens.engine.passes.graphs import PassGraphs
+    from replaylens.engine.passes.graphs import PassGraphs, PlacedGraphs
     from replaylens.engine.passes.products import Products
 
 # ---- taps ------------------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ class Runner:
         self.device = model.device.type
         self.kernels = self.device != "cpu"
         """whether the arithmetic is that of our kernels. Tests set it on a CPU, where Triton's interpreter runs them"""
-        self.graphs: PassGraphs | None = None
+        self.graphs: PassGraphs | PlacedGraphs | None = None
         """captured passes; None on a CPU, where every pass is launched"""
         self.cache = self._cache(self.pool, canary)
         self.weights = FrozenWeights(model)

@@ -22,7 +22,8 @@ from replaylens.engine.loop.drafters import (
 )
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.loop.loop import Loop
-from replaylens.engine.memory.cache import require_memory
+from replaylens.engine.memory.cache import PlacedCache, require_memory
+from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.memory.tree import BranchStatus, BranchTree
 from replaylens.engine.model import modes, sites
@@ -93,6 +94,24 @@ def decode_on_device(loop: Loop) -> None:
     runner = loop.runner
     loop.bursts = Bursts(runner, partial(cuda_lens.columns, runner.model))
     runner.graphs = PassGraphs(runner.model, runner.one_cache, loop.bursts.spare.pages[0], runner.vectors)
+
+
+def replay_on_devices(runner: Runner) -> None:
+    """Mutates: the passes of layers on several CUDA devices are graphs, one per device. Decode steps are passes, too."""
+    from replaylens.engine.passes.edits_cuda import Vectors
+    from replaylens.engine.passes.graphs import PassGraphs, PlacedGraphs
+
+    model, spare = runner.model, PageTable()
+    runner.pool.reserve(spare, 0, 1)
+    assert isinstance(runner.cache, PlacedCache)
+    runner.graphs = PlacedGraphs(
+        [
+            PassGraphs(model, part, spare.pages[0], Vectors(model.dtype, str(stage.device)), stage=stage)
+            for stage, part in zip(model.stages, runner.cache.parts, strict=True)
+        ],
+        spare,
+        model.device,
+    )
 
 
 # ---- core ------------------------------------------------------------------------------------------------------------
@@ -205,8 +224,10 @@ class Core(Generation, NotCopyable):
         self.prefix = PrefixIndex(self.runner.pool, self.fingerprint.digest.encode())
         drafters = make_drafters(self.runner, draft_model, lens_layer, tree_width)
         self.loop = Loop(self.runner, self.tree, self.prefix, drafters, self.text, max_rows, lone_rows, self.lenses)
-        if self.runner.device == "cuda" and not model.stages and not self.runner.split:  # a graph belongs to one device
+        if on_cuda and not model.stages and not self.runner.split:
             decode_on_device(self.loop)
+        elif on_cuda and all(stage.device.type == "cuda" for stage in model.stages) and not self.runner.split:
+            replay_on_devices(self.runner)
         self.lock = EngineLock()
         trace = Trace(self.fingerprint) if record else None
         self.forest = Forest(self.runner, self.tree, self.prefix, self.loop, self.lock, trace)

@@ -14,6 +14,7 @@ from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder, Mixture
 from replaylens.engine.model.loading import load
 from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.passes import graphs
 from replaylens.engine.passes import ranks as ranks_file
 from replaylens.engine.passes.batch import Batch, Segment
 from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, FastHeadOps, HeadOps, device_rows
@@ -23,6 +24,7 @@ from replaylens.engine.proof.doctor import Finding
 from replaylens.engine.request.capture import PassTap
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.serving.branch import Branch
+from replaylens.engine.serving.core import replay_on_devices
 from tests.engine.passes.packed import alone
 from tests.engine.reference import decoder, same_bits
 from tests.families import HYBRIDS, MORE, NEW_WIRINGS, hugging_face
@@ -325,3 +327,50 @@ def test_products_over_ranks_have_the_bits_of_one(kind: str | None, device: str,
     assert torch.equal(branches[0].kv(), branches[1].kv())
     for site, rows in branches[0].activations.items():
         assert same_bits(rows, branches[1].activations[site])
+
+
+# ---- devices ----------------------------------------------------------------------------------------------------------
+# Layers over devices as graphs, one per device. A stand-in for CUDA's graphs launches the same again.
+
+
+class Again:
+    """A recorded step: a replay launches it again, into the tensors that it returned first."""
+
+    replays = 0
+
+    def __init__(self, step: Callable[[], tuple[Tensor, dict[str, Tensor]]]) -> None:
+        self.step, self.found = step, step()
+
+    def replay(self) -> None:
+        type(self).replays += 1
+        residual, values = self.step()
+        self.found[0].copy_(residual)
+        for site, value in values.items():
+            self.found[1][site].copy_(value)
+
+    def pool(self) -> None:
+        return None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["softmax of all, a shared expert with a gate", None])
+def test_graphs_of_layers_on_devices(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured rows and an edit, at a shape that occurs again."""
+    monkeypatch.setattr(graphs, "recorded", lambda step, *_: (again := Again(step), again.found))
+    model = random_model() if kind is None else mixture_model(kind)
+    edits = [Edit("blocks.1.hook_in", "add", torch.linspace(-1, 1, model.config.d_model), [1])]
+    found = []
+    for stages in (False, True):
+        engine = served("cpu", load(model, device=("cpu", "cpu")) if stages else model)
+        if stages:
+            engine.runner.cache = engine.runner._cache(engine.runner.pool, kernels=True)
+            replay_on_devices(engine.runner)
+            assert isinstance(engine.runner.graphs, graphs.PlacedGraphs)
+            for part in engine.runner.graphs.parts:
+                part.worth = 1
+        branches = [engine.prompt(path, sites="ST", edits=edits).generate(1, window=1) for path in (PATHS[1], PATHS[1][::-1])]
+        found.append(
+            [x for b in branches for x in (torch.tensor(b.tokens), b.kv(), *(b.activations[s] for s in b.activations))]
+        )
+    assert Again.replays >= 8
+    assert all(same_bits(ours, theirs) for ours, theirs in zip(*found, strict=True))
