@@ -110,7 +110,8 @@ def dump_on_cluster(
     model     a name or folder that `Engine.load` takes, on every machine
     address   of a running cluster; "local" starts one on this machine, or uses the one that this process is part of
     workers   maximal number of actors; default: one per GPU if the engines use GPUs, else one per CPU. Actors that the
-              cluster has no room for wait; the others do the work
+              cluster has no room for wait; the others do the work. With `ranks` or `devices` among the engine options, an
+              actor takes as many GPUs or CPUs of one machine
     knobs     settings of the task
     others    those of `make_plan`; a function for positions, or a tuned lens, cannot be sent
     """
@@ -137,9 +138,10 @@ class Pool:
     def __init__(self, ray: Any, kind: type, model: str, engine_options: dict[str, Any], workers: int | None) -> None:
         self.ray, self._given = ray, (model, json.dumps(engine_options))
         self._actors: list[Any] = []
-        gpus = 1 if engine_options.get("device") == "cuda" else 0
-        self._actor = ray.remote(kind).options(num_cpus=1, num_gpus=gpus, max_restarts=0)
-        known = int(ray.cluster_resources().get("GPU" if gpus else "CPU", 0))
+        each = max(len(engine_options.get("devices") or ()), engine_options.get("ranks", 1))  # all on one machine
+        gpus = each if "cuda" in str([engine_options.get(name) for name in ("device", "devices")]) else 0
+        self._actor = ray.remote(kind).options(num_cpus=each, num_gpus=gpus, max_restarts=0)
+        known = int(ray.cluster_resources().get("GPU" if gpus else "CPU", 0)) // each
         self.size = known if workers is None else workers
         if self.size < 1:
             raise BadRequest(

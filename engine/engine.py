@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
 from replaylens.engine import zoo
-from replaylens.engine.errors import BadRequest, BadTexts, FetchFailed, UnsupportedModel, nearest, no_such
+from replaylens.engine.errors import BadRequest, BadTexts, FetchFailed, FingerprintMismatch, UnsupportedModel, nearest, no_such
 from replaylens.engine.model import loading
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.hub import PACKAGED, HubOptions, fetched_folder, is_hub_name
 from replaylens.engine.model.layers import freeze
 from replaylens.engine.model.text import Text, load_text
+from replaylens.engine.passes.ranks import OTHERS, TIMEOUT, Ranks, follow, launched
+from replaylens.engine.proof.doctor import Certificate, examine_ranks, require
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import as_bool, as_instance, as_int, named_options, short_repr
+from replaylens.engine.request.values import as_bool, as_float, as_instance, as_int, named_options, short_repr
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import EngineKeywords
 from replaylens.engine.serving.request import SAMPLING
@@ -48,6 +52,9 @@ class Engine(TransformerLensVerbs):
     (17, torch.Size([16, 128]))
     """
 
+    ranks: Ranks | None = None
+    """the processes that compute with this one; None: none"""
+
     @classmethod
     @named_options
     def load(
@@ -55,6 +62,9 @@ class Engine(TransformerLensVerbs):
         source: Any,
         *,
         device: str = "cpu",
+        devices: Sequence[str] | None = None,
+        ranks: int = 1,
+        rank_timeout: float = TIMEOUT,
         dtype: torch.dtype | None = None,
         tokenizer: Any = None,
         adapter: str | Path | None = None,
@@ -71,6 +81,11 @@ class Engine(TransformerLensVerbs):
         file, a transformers or peft model, a TransformerBridge or a Decoder. A path of that name comes before the hub.
 
         device       "cpu" (float32) or "cuda" (default dtype: bfloat16)
+        devices      instead of `device`: several, such as ["cuda:0", "cuda:1"], to divide the layers over, weights and KV, in
+                     proportion to their free memory. Changes no bit. Embedding, head and captured rows are on the first
+        ranks        processes that divide the products among them, each with a part of the weights; this one is rank 0 and
+                     starts the others, unless torchrun did: there they serve within `load` and end with it. Changes no bit
+        rank_timeout seconds to wait for an answer of a rank; then RankFailed
         tokenizer    replaces the source's own
         adapter      a LoRA adapter in peft's format, a folder or a name on the hub, merged into the weights of a folder, a
                      .gguf file or a name. The fingerprint names it. An adapter's own folder loads by itself if its config
@@ -85,7 +100,18 @@ class Engine(TransformerLensVerbs):
 
         The other parameters are those of `Core`.
         """
+        where: loading.Where = device
+        if devices is not None:
+            where = placed_devices(devices, device)
+            device = "cuda" if where[0] != "cpu" else "cpu"
+            dtype = torch.float32 if dtype is None and "cpu" in where else dtype
         dtype = default_dtype(device, dtype)
+        _require_float32(dtype, where)
+        ranks = as_int("ranks", ranks, 1)
+        if ranks > 1:
+            _require_one_place(where, "a model over several ranks")
+            if (place := launched(ranks)) is not None and place[0]:
+                follow(device)
         if draft_model is None and isinstance(source, str) and source == "coin-plain":
             draft_model = "coin-draft"
         hub = HubOptions(revision, token, cache_dir, local_files_only)
@@ -97,6 +123,7 @@ class Engine(TransformerLensVerbs):
         source = _located(source, adapter, hub)
         if (found := _thinking_model(source)) is not None:
             loading.require_unchecked(bool(check), "a Thinking-States model")
+            _require_one_place(where, "a Thinking-States model", ranks)
             on_disk = isinstance(source, loading.LocatedModel)
             _require_no_adapter(source.adapter if on_disk else adapter, "a Thinking-States model")
             if not on_disk:
@@ -110,8 +137,30 @@ class Engine(TransformerLensVerbs):
         if not isinstance(guess, str) or guess != "empty":  # an array answers != with an array
             _require_guess(guess)
         check = loading.is_live(source) if check is None else check
-        model, text = load_model(source, dtype, check, device, adapter, hub, packed=True)
-        return cls(_owned(model), text if tokenizer is None else tokenizer, draft_model=draft, **options)
+        if ranks == 1:
+            model, text = load_model(source, dtype, check, where, adapter, hub, packed=True)
+            return cls(_owned(model), text if tokenizer is None else tokenizer, draft_model=draft, **options)
+        group = Ranks(ranks, device, dtype, as_float("rank_timeout", rank_timeout))
+        with group.closed_by_errors():
+            read = partial(load_model, source, dtype, device=device, adapter=adapter, hub=hub)
+            model, text = read(check=check, packed=group)
+            engine = cls(_owned(group.take(model)), text if tokenizer is None else tokenizer, draft_model=draft, **options)
+            engine._follow(group, partial(read, check=False))
+        return engine
+
+    def _follow(self, group: Ranks, read: Callable[..., tuple[Decoder, Text]]) -> None:
+        """Mutates: examines the ranks; from now on they can be restarted. NotCertified if they do not have the bits of one."""
+        found = examine_ranks(group)
+        self.certificate = require(Certificate((*self.certificate.findings, *found)))
+        weights, held = self.fingerprint.weights, weakref.ref(self.model)
+
+        def reload(ranks: Ranks) -> None:
+            ranks.take(read(packed=ranks)[0])
+            if (model := held()) is not None and loading.weights_hash(model) != weights:
+                raise FingerprintMismatch(OTHERS)
+
+        group.ready(reload)
+        self.ranks = group
 
     @named_options
     def replay(
@@ -220,14 +269,39 @@ def default_dtype(device: str, dtype: torch.dtype | None = None) -> torch.dtype:
     return dtype
 
 
+def placed_devices(given: Any, device: str) -> tuple[str, ...]:
+    """`devices` of `Engine.load`, each with its number; BadRequest if one is missing, or `device` names another kind."""
+    listed = [given] if isinstance(given, str) else list(given)
+    known = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    named = tuple("cuda:0" if isinstance(each, str) and each == "cuda" else each for each in listed)
+    if not named or any(each not in known for each in named):
+        raise BadRequest(f"Invalid devices={short_repr(given)}. Give a list of {', '.join(known)}.")
+    if device != "cpu" and not any(each.startswith(device) for each in named):
+        raise BadRequest(f"device={device!r} and devices={list(named)} were given. Give one of them.")
+    if named[0] != "cpu" and torch.device(named[0]).index != torch.cuda.current_device():
+        advice = f"Call torch.cuda.set_device({named[0]!r}) before."
+        raise BadRequest(f"The first of devices={list(named)} is not the current one. {advice}")
+    return named
+
+
+def _require_float32(dtype: torch.dtype, where: loading.Where) -> None:
+    if "cpu" in where and dtype != torch.float32:
+        raise BadRequest(f"A CPU is among devices={list(where)}, and it does not compute in {dtype}. Use torch.float32.")
+
+
+def _require_one_place(where: loading.Where, what: str, ranks: int = 1) -> None:
+    if not isinstance(where, str) or ranks > 1:
+        raise UnsupportedModel(f"Not supported: {what} over {'devices' if ranks == 1 else 'ranks'}. Leave it out.")
+
+
 def load_model(
     source: Any,
     dtype: torch.dtype,
     check: bool,
-    device: str = "cpu",
+    device: loading.Where = "cpu",
     adapter: str | Path | None = None,
     hub: HubOptions = HubOptions(),  # noqa: B008 (frozen)
-    packed: bool = False,
+    packed: bool | loading.Divider = False,
 ) -> tuple[Decoder, Text]:
     """A decoder and its tokenizer, from any source of `Engine.load`; the options as in `loading.load`."""
     if isinstance(source, str) and source in zoo.PLAIN:

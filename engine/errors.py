@@ -276,6 +276,10 @@ class ClusterFailed(EngineError, RuntimeError):
     """The Ray cluster could not be reached, or its workers died repeatedly on the same shard."""
 
 
+class RankFailed(EngineError, RuntimeError):
+    """A process that computes a part of the products died, hangs or did not start. Nothing of the pass was committed."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that a misspelt one is nearest to; None: it is like none of them."""
     return next(iter(get_close_matches(name, list(known), n=1, cutoff=0.7)), None)

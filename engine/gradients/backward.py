@@ -341,6 +341,8 @@ class Tape:
 
         backward  False: only values and metrics will be read, so nothing else is kept
         """
+        if not runner.one_device:
+            raise NoGradient("No gradient through layers on several devices. Load the model on one, or with ranks.")
         if runner.kernels and (inside := [site for site in asked if site.endswith(("hook_pattern", "hook_attn_scores"))]):
             raise NoGradient(f"No gradient at {inside[0]} on a GPU, whose kernels never store it. Use device='cpu'.")
         if fixed := [edit.site for edit in edits if edit.site.endswith("attn.hook_pattern")]:

@@ -5,6 +5,7 @@ import math
 import mmap
 import os
 from bisect import bisect
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,34 +45,39 @@ class KVCache:
         canary: bool = False,
         kernels: bool = False,
         state_tokens: int | None = None,
+        layers: range | None = None,
     ) -> None:
-        """state_tokens  positions of a hybrid whose entries are held at once; None: all"""
+        """
+        state_tokens  positions of a hybrid whose entries are held at once; None: all
+        layers        those it is for; default: all
+        """
         slots, by_slot = (pool.num_pages + 1) * pool.page_size, kernels or device != "cpu"
+        own = range(config.num_layers) if layers is None else layers
         self.slot_dim = 2 if by_slot else 3
         planes, heads, width = config.kv_shape
         inner = (slots, heads) if by_slot else (heads, slots)
         self.pool, self.num_heads = pool, config.num_heads
         self.value_width = width if config.latent is None else config.latent.rank
         """columns of a value"""
-        self.index = {layer: i for i, layer in enumerate(config.layers_with("attn"))}
+        self.index = {layer: i for i, layer in enumerate(x for x in config.layers_with("attn") if x in own)}
         """layer -> its place in `data`"""
         self.data = _zeros((len(self.index), planes, *inner, width), dtype, device)
-        mixer, layers = config.mixer, config.layers_with("mixer")
+        mixer, recurrent = config.mixer, [x for x in config.layers_with("mixer") if x in own]
         require_page_size(config, pool.page_size)
-        self.mixer, self.mixed = mixer, {layer: i for i, layer in enumerate(layers)}
+        self.mixer, self.mixed = mixer, {layer: i for i, layer in enumerate(recurrent)}
         """recurrent layer -> its place in `entries` and `states`"""
         plan = RoomPlan.of(config, pool.num_pages, pool.page_size, dtype, state_tokens)
-        self.entries = _zeros((len(layers), (plan.entries + 1) * pool.page_size, plan.columns), torch.float32, device)
-        states = (len(layers), plan.states + 1, *(mixer.state_shape if mixer else ()))
+        self.entries = _zeros((len(recurrent), (plan.entries + 1) * pool.page_size, plan.columns), torch.float32, device)
+        states = (len(recurrent), plan.states + 1, *(mixer.state_shape if mixer else ()))
         self.states = _zeros(states, torch.float32, device)  # in any dtype of the model: errors of a state add up
-        self.tails = _zeros((len(layers), plan.states + 1, *plan.tail), torch.float32, device)
+        self.tails = _zeros((len(recurrent), plan.states + 1, *plan.tail), torch.float32, device)
         self.rooms = Rooms(pool, plan.entries, plan.states, plan.tail[0]) if plan.chosen else None
         """which pages of a hybrid have rooms; None: every page has its own"""
         every = torch.arange(pool.num_pages + 1, dtype=torch.int32)
         self.entry_of = (every if self.rooms is None else torch.from_numpy(self.rooms.entries.of)).to(device)
         """page -> room of its entries; 0: none. On a CPU the very numbers of `rooms`, on CUDA a copy"""
         self.state_of = (every if self.rooms is None else torch.from_numpy(self.rooms.states.of)).to(device)
-        self.worth_sharing = _WORTH_SHARING[device]
+        self.worth_sharing = _WORTH_SHARING[torch.device(device).type]
         """bytes of keys and values per layer that reading shared pages once must save, or every row reads its own; below,
         dividing the rows takes as long. Moves no bit"""
         self.chain: dict[int, int] | None = {} if canary else None
@@ -189,6 +195,61 @@ def _digest(x: Tensor) -> bytes:
     return hashlib.blake2b(x.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes(), digest_size=8).digest()
 
 
+class PlacedCache:
+    """The caches of layers on several devices. They hold the same pages of one pool."""
+
+    def __init__(self, parts: Sequence[KVCache]) -> None:
+        self.parts, self.pool = list(parts), parts[0].pool
+
+    @property
+    def chain(self) -> dict[int, int] | None:
+        """The canary of the first; each has its own."""
+        return self.parts[0].chain
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+    rooms = None
+    """every page of a hybrid has its own: parts with different rooms would know different positions"""
+
+    def known(self, table: PageTable, length: int) -> int:
+        """As `KVCache.known`."""
+        return length
+
+    def begin(self) -> None:
+        """As `KVCache.begin`: nothing is taken from a page."""
+
+    def reserve(self, table: PageTable, start: int, end: int) -> None:
+        """As `KVCache.reserve`."""
+        self.copy(self.pool.reserve(table, start, end))
+
+    def copy(self, copies: list[PageCopy]) -> None:
+        """As `KVCache.copy`."""
+        for part in self.parts:
+            part.copy(copies)
+
+    def rows(self, slots: list[int]) -> Tensor:
+        """As `KVCache.rows`, on the first device."""
+        found = [part.rows(slots) for part in self.parts]
+        return torch.cat([x.to(found[0].device) for x in found], dim=1)
+
+    def mixed_rows(self, slots: list[int]) -> Tensor:
+        """As `KVCache.mixed_rows`, on the first device."""
+        found = [part.mixed_rows(slots) for part in self.parts]
+        return torch.cat([x.to(found[0].device) for x in found], dim=1)
+
+    def seal(self, tokens: list[int], slots: list[int], start: int) -> None:
+        """As `KVCache.seal`."""
+        for part in self.parts:
+            part.seal(tokens, slots, start)
+
+    def check(self, tokens: list[int], slots: list[int]) -> None:
+        """As `KVCache.check`."""
+        for part in self.parts:
+            part.check(tokens, slots)
+
+
 def _next_link(previous: int, token: int, position: int) -> int:
     return ((previous ^ (token + 1)) * _MIX + position + 1) & (2**64 - 1)
 
@@ -261,14 +322,12 @@ def require_memory(
     num_tokens: int,
     page_size: int,
     dtype: torch.dtype,
-    device: torch.device,
+    devices: Collection[torch.device],
     state_tokens: int | None = None,
 ) -> None:
-    """Raise BadRequest if the KV of `num_tokens` tokens exceeds the total memory of the machine or device."""
-    if device.type == "cuda":
-        there = torch.cuda.get_device_properties(device).total_memory
-    else:
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Raise BadRequest if the KV of `num_tokens` tokens exceeds the total memory of the machine or its devices."""
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    there = sum(host if x.type == "cpu" else torch.cuda.get_device_properties(x).total_memory for x in devices)
     needs = lambda tokens: cache_bytes(config, tokens, page_size, dtype, state_tokens)  # noqa: E731
     if needs(num_tokens) <= there:
         return

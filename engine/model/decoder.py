@@ -1,12 +1,15 @@
 """`Decoder`: one config-driven transformer over packed rows. Wiring only: the arithmetic is in `Ops`."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.config import ModelConfig, barred, without_barred
 from replaylens.engine.model.layers import (
     Experts,
@@ -417,6 +420,28 @@ class Block(nn.Module):
         return residual + wrote
 
 
+@dataclass(frozen=True)
+class LayerStage:
+    """Consecutive layers on one device."""
+
+    first: int
+    end: int
+    device: torch.device
+
+
+def divided(sizes: Sequence[int], devices: Sequence[torch.device], free: Sequence[int]) -> tuple[LayerStage, ...]:
+    """Layers of these sizes over devices, at least one each, in proportion to their free memory. BadRequest if there are more
+    devices than layers."""
+    if len(devices) > len(sizes):
+        raise BadRequest(f"{len(devices)} devices were given for {len(sizes)} layers. Give at most one device per layer.")
+    ends, done, share = [0], list(accumulate(sizes)), list(accumulate(free))
+    for i in range(1, len(devices)):
+        wanted = done[-1] * share[i - 1] / share[-1]
+        nearest = min(range(len(done)), key=lambda layer: abs(done[layer] - wanted)) + 1
+        ends.append(min(max(nearest, ends[-1] + 1), len(sizes) - len(devices) + i))
+    return tuple(LayerStage(a, b, device) for a, b, device in zip(ends, [*ends[1:], len(sizes)], devices, strict=True))
+
+
 def scaled_logits(x: Tensor, config: ModelConfig, ops: RowOps) -> Tensor:
     """What leaves the unembedding [rows, vocab] -> logits."""
     return ops.softcap(x if config.logit_scale == 1.0 else x * config.logit_scale, config.logit_softcap)
@@ -430,6 +455,9 @@ class Decoder(Packable):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.stages: tuple[LayerStage, ...] = ()
+        """the devices of the layers; empty: all are where the rest is"""
+        self._tables: dict[tuple[int, torch.device], Tensor] = {}
         self.embed = nn.Parameter(torch.empty(config.vocab_size, config.d_model, dtype=torch.float32))
         self.pos_embed = (
             nn.Parameter(torch.empty(config.max_positions, config.d_model, dtype=torch.float32))
@@ -525,8 +553,17 @@ class Decoder(Packable):
 
     def rotary(self, positions: Tensor) -> list[Rotary | None]:
         """The rotation of rows at `positions` [rows], by layer; None: none. Layers with the same angles share one."""
-        made = [Rotary(getattr(self, f"rotary_{i}"), positions) for i in range(len(self._ropes))]
+        made = [Rotary(self._table(i, positions.device), positions) for i in range(len(self._ropes))]
         return [None if i is None else made[i] for i in self._rope_index]
+
+    def _table(self, i: int, device: torch.device) -> Tensor:
+        """A rotary table on a device of the layers; copied there once."""
+        own: Tensor = getattr(self, f"rotary_{i}")
+        if own.device == device:
+            return own
+        if (i, device) not in self._tables:
+            self._tables[i, device] = own.to(device)
+        return self._tables[i, device]
 
     @property
     def unembedding(self) -> Tensor:

@@ -155,6 +155,11 @@ class Packable(nn.Module):
         held = self.panels.get(name)
         return held.tensor if isinstance(held, Narrow) else getattr(self, name)
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of a weight as it is multiplied, without a copy of it."""
+        held = self.panels.get(name)
+        return tuple(held.shape) if held is not None else tuple(self.as_multiplied(name, getattr(self, name)).shape)
+
     def as_multiplied(self, name: str, weight: Tensor) -> Tensor:
         """A weight as products take it: [..., inputs, outputs]"""
         return weight.mT if name in self.turned else weight

@@ -30,7 +30,7 @@ from replaylens.engine.model.hub import HubOptions, cache_folder, fetch_snapshot
 from replaylens.engine.model.layers import Packable
 from replaylens.engine.model.lora import ADAPTER_FILE, Adapter, base_tensors, is_adapted, read_fields
 from replaylens.engine.model.quantised import dequantised
-from replaylens.engine.model.source import HEAD, WEIGHTS_FILE, Filler, Shards, Source
+from replaylens.engine.model.source import HEAD, WEIGHTS_FILE, Divider, Filler, Shards, Source, Where
 
 # ---- fields ----------------------------------------------------------------------------------------------------------
 # Config fields that change what a model computes, and what becomes of one that a family does not read.
@@ -174,10 +174,10 @@ def from_hugging_face(
     source: Source,
     dtype: torch.dtype,
     reference: Callable[[], nn.Module] | None = None,
-    device: str = "cpu",
+    device: Where = "cpu",
     adapter: str = "",
     revision: str = "",
-    packed: bool = False,
+    packed: bool | Divider = False,
 ) -> Decoder:
     """Translate a Hugging Face config and its tensors. A tensor or field that is not used is an error, never dropped.
 
@@ -247,10 +247,10 @@ def load_path(
     path: Path,
     dtype: torch.dtype,
     check: bool,
-    device: str,
+    device: Where,
     adapter: str | Path | None,
     revision: str = "",
-    packed: bool = False,
+    packed: bool | Divider = False,
 ) -> Decoder:
     """A decoder from a folder or a .gguf file, with an adapter merged into its weights.
 
@@ -346,10 +346,10 @@ def _translated(
     source: Source,
     dtype: torch.dtype,
     check: bool,
-    device: str,
+    device: Where,
     folder: Path | None,
     revision: str = "",
-    packed: bool = False,
+    packed: bool | Divider = False,
 ) -> Decoder:
     reference = (lambda: _reference(path)) if check else None
     if folder is None:
@@ -361,7 +361,7 @@ def _translated(
 
 
 def _own(
-    path: Path, dtype: torch.dtype, check: bool, device: str, adapter: Path | None, revision: str, packed: bool
+    path: Path, dtype: torch.dtype, check: bool, device: Where, adapter: Path | None, revision: str, packed: bool | Divider
 ) -> Decoder:
     """A checkpoint of our own."""
     require_unchecked(check, f"the checkpoint {path}")
@@ -479,10 +479,10 @@ def load(
     source: Any,
     dtype: torch.dtype = torch.float32,
     check: bool = False,
-    device: str = "cpu",
+    device: Where = "cpu",
     adapter: str | Path | None = None,
     revision: str = "",
-    packed: bool = False,
+    packed: bool | Divider = False,
 ) -> Decoder:
     """A decoder from any source: a path (folder or .gguf), a transformers model, a TransformerBridge, or a Decoder.
 
@@ -547,7 +547,8 @@ def _shape_and_pieces(module: nn.Module, leaf: str) -> tuple[str, Iterable[Tenso
     """dtype and shape of a weight, and its numbers, of a packed one a few rows at a time."""
     if isinstance(module, Packable) and leaf in module.panels:
         panels, turned = module.panels[leaf], leaf in module.turned
-        return f"{torch.float32} {panels.shape[::-1] if turned else panels.shape}", panels.pieces(turned)
+        dtype = getattr(panels, "dtype", torch.float32)  # of a weight that is divided over ranks: the model's
+        return f"{dtype} {panels.shape[::-1] if turned else panels.shape}", panels.pieces(turned)
     x = getattr(module, leaf)
     return f"{x.dtype} {tuple(x.shape)}", (x,)
 
@@ -561,7 +562,7 @@ def _leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
             yield f"{path}.{leaf}".removeprefix("."), module, leaf
 
 
-def build(config: ModelConfig, tensors: Tensors, dtype: torch.dtype, device: str = "cpu") -> Decoder:
+def build(config: ModelConfig, tensors: Tensors, dtype: torch.dtype, device: Where = "cpu") -> Decoder:
     """A decoder with these tensors (our names), checked; BadWeights names the tensors at fault.
 
     Mutates: takes each tensor out of `tensors` as it is copied, so that the weights are in memory only once.
@@ -579,7 +580,7 @@ def in_dtype(model: M, dtype: torch.dtype) -> M:
     return model
 
 
-def _load_live(model: nn.Module, dtype: torch.dtype, check: bool, device: str) -> Decoder:
+def _load_live(model: nn.Module, dtype: torch.dtype, check: bool, device: Where) -> Decoder:
     headless = getattr(model, "get_output_embeddings", lambda: model)() is None
     if headless and not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
         raise UnsupportedModel(
@@ -593,7 +594,7 @@ def _load_live(model: nn.Module, dtype: torch.dtype, check: bool, device: str) -
     return from_hugging_face(text_config(model.config), source, dtype, (lambda: model) if check else None, device)
 
 
-def _load_adapted(model: Any, dtype: torch.dtype, check: bool, device: str) -> Decoder:
+def _load_adapted(model: Any, dtype: torch.dtype, check: bool, device: Where) -> Decoder:
     """A model that holds a LoRA adapter beside its weights, merged with the bits of `adapter=`."""
     adapter = Adapter.of_model(model)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -602,7 +603,7 @@ def _load_adapted(model: Any, dtype: torch.dtype, check: bool, device: str) -> D
     return from_hugging_face(raw, source, dtype, (lambda: base) if check else None, device, adapter.digest)
 
 
-def _load_bridge(bridge: Any, dtype: torch.dtype, check: bool, device: str) -> Decoder:
+def _load_bridge(bridge: Any, dtype: torch.dtype, check: bool, device: Where) -> Decoder:
     """A bridge nests the modules of its model under `_original_component` and keeps further copies of them."""
     if getattr(bridge, "_weights_processed", False):  # norms folded into products, weights centred
         raise UnsupportedModel(

@@ -1,10 +1,11 @@
 """`Source`: tensors by their Hugging Face names, from files or from a model in memory."""
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from replaylens.engine.errors import BadWeights, MissingTensor, NotEnoughMemory
 from replaylens.engine.model.config import ModelConfig
-from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.decoder import Decoder, divided
+from replaylens.engine.model.layers import Packable
 
 # ---- source ----------------------------------------------------------------------------------------------------------
 
@@ -159,15 +161,45 @@ _ROWS = 512
 """rows of a source tensor that are transposed together: they fit into a cache"""
 
 
+Where = str | tuple[str, ...]
+"""a device; or several, to divide the layers over"""
+
+
+class Divider(Protocol):
+    """Who takes weights of products in the place of a model's modules: ranks, which divide them."""
+
+    def packable(self, model: Decoder) -> dict[str, tuple[Packable, str]]:
+        """The weights that it takes, by name: (module, name within it)."""
+        ...
+
+    def split(self, name: str, module: Packable, leaf: str, weight: Tensor) -> bool:
+        """Mutates the module. False: the weight is not divided."""
+        ...
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes; of a CPU those of the machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 class Filler:
     """Copies each weight to its device, in its dtype, as it is set (`filler[name] = tensor`). The given one can be freed."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str = "cpu", packed: bool = False) -> None:
-        """packed  hold float32 weights as products read them, where they are packable"""
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: Where = "cpu", packed: bool | Divider = False) -> None:
+        """device  several: layers are divided over them in proportion to their free memory; the rest is on the first
+        packed  hold float32 weights as products read them, where they are packable; or give weights to a divider"""
         with torch.device("meta"):
             self.model = Decoder(config)
-        self.dtype, self.device = dtype, device
-        self.packable = self.model.packable(device) if packed and dtype == torch.float32 else {}
+        self.dtype, self.device = dtype, device if isinstance(device, str) else device[0]
+        if not isinstance(device, str):
+            devices = [torch.device(each) for each in device]
+            sizes = [sum(x.numel() for x in block.parameters()) for block in self.model.blocks]
+            self.model.stages = divided(sizes, devices, [free_memory(each) for each in devices])
+        self.packable = self.model.packable(self.device.split(":")[0]) if packed and dtype == torch.float32 else {}
+        self.divider = None if isinstance(packed, bool) else packed
+        self.divided = {} if self.divider is None else self.divider.packable(self.model)
         self.wanted = {name: tuple(x.shape) for name, x in self.model.state_dict().items()}
         self._held: dict[str, Tensor] = {}
         self._seen: set[str] = set()
@@ -182,8 +214,8 @@ class Filler:
             self._faults.append(f"{name} has shape {tuple(x.shape)}, the config asks for {self.wanted[name]}")
         elif not x.is_floating_point():
             self._faults.append(f"{name} holds {x.dtype}, not floating-point numbers")
-        else:
-            taken = x.detach().to(self.device, self.dtype) if name in self.packable else self._copied(name, x)
+        elif not self._divides(name, x):
+            taken = x.detach().to(self._place(name), self.dtype) if name in self.packable else self._copied(name, x)
             if not _finite(taken):
                 self._faults.append(f"{name} holds NaN or infinity as {self.dtype}")
             if name not in self.packable:
@@ -191,16 +223,30 @@ class Filler:
             elif not self.packable[name][0].pack(self.packable[name][1], taken):
                 self._held[name] = self._copied(name, x)
 
+    def _divides(self, name: str, x: Tensor) -> bool:
+        """Mutates: gives a weight to the divider. False: it is not one that it takes."""
+        if self.divider is None or name not in self.divided:
+            return False
+        taken = x.detach().to("cpu", self.dtype)
+        if not _finite(taken):
+            self._faults.append(f"{name} holds NaN or infinity as {self.dtype}")
+        return self.divider.split(name, *self.divided[name], taken)
+
+    def _place(self, name: str) -> str:
+        """The device of a weight."""
+        layer = int(name.split(".")[1]) if name.startswith("blocks.") else -1
+        return next((str(s.device) for s in self.model.stages if s.first <= layer < s.end), self.device)
+
     def _copied(self, name: str, x: Tensor) -> Tensor:
         try:
-            return _copied(x, self.dtype, self.device)
+            return _copied(x, self.dtype, self._place(name))
         except (torch.OutOfMemoryError, RuntimeError) as e:  # a CPU's allocator has no error of its own
             if not isinstance(e, torch.OutOfMemoryError) and "alloc" not in str(e):
                 raise
             held = sum(x.nbytes for x in self._held.values())
             raise NotEnoughMemory(
-                f"{self.device} has no memory for {name} in {self.dtype}, after {held / 1e9:.1f} GB of weights: {e}. "
-                "Use a smaller model, or free memory."
+                f"{self._place(name)} has no memory for {name} in {self.dtype}, after {held / 1e9:.1f} GB of weights: {e}. "
+                "Use a smaller model, free memory, or give several devices."
             ) from e
 
     def finished(self) -> Decoder:
@@ -214,7 +260,9 @@ class Filler:
         self.model.load_state_dict(self._held, assign=True)
         for weight in self.model.held():
             weight.requires_grad_(False)
-        return self.model.eval().to(self.device)
+        for name, table in self.model.named_buffers():
+            self.model.register_buffer(name, table.to(self.device), persistent=False)
+        return self.model.eval()
 
 
 def _copied(x: Tensor, dtype: torch.dtype, device: str) -> Tensor:

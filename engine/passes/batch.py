@@ -57,6 +57,15 @@ class Batch:
         for s in segments:
             self.offsets.append(self.offsets[-1] + len(s.tokens))
 
+    def on(self, device: torch.device) -> "Batch":
+        """The same rows on another device."""
+        if device == self.tokens.device:
+            return self
+        other = Batch.__new__(Batch)
+        other.segments, other.pool, other.num_rows, other.offsets = self.segments, self.pool, self.num_rows, self.offsets
+        other.tokens, other.positions = self.tokens.to(device), self.positions.to(device)
+        return other
+
     @cached_property
     def cuts_edges(self) -> bool:
         """Whether an edit may change an edge of a row's attention."""

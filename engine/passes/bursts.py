@@ -270,7 +270,7 @@ class DecodeGraph:
         sequence = torch.arange(size, dtype=torch.int32, device=device)
         self.shared = room(key.shared, size, device) if key.shared else None
         rows = PagedRows(sequence, self.short_positions, self.pages, shared=self.shared, single=True)
-        self.ops = (CanonicalCudaOps if key.exact else FastCudaOps)(runner.cache, rows)
+        self.ops = (CanonicalCudaOps if key.exact else FastCudaOps)(runner.one_cache, rows)
         self.edits = ProgramTap(key.edits, size, runner.vectors)
         self.targets = [lens.targets_on(device) for lens in key.lenses]
         """of each lens; the graph reads them at every replay"""
@@ -417,7 +417,7 @@ class Bursts:
         tables = [place.table for place in places]
         width = next_power_of_2(max(len(table.pages) for table in tables))
         pages = page_matrix(tables, (len(tables), width), self.spare.pages[0])
-        cache, starts = self.runner.cache, [place.position for place in places]
+        cache, starts = self.runner.one_cache, [place.position for place in places]
         sharing = find_sharing(pages, starts, [1] * len(places), KeyLayout.of(cache), cache.worth_sharing)
         key = self._key(places, pages, sharing, exact, program)
         graph, wanted = self._graph(key), [place.wanted for place in places]

@@ -8,7 +8,8 @@ kernel gives a row the same bits at any number of rows, so replayed and launched
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -18,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from replaylens.engine.memory.cache import KVCache
-from replaylens.engine.memory.pages import page_matrix
-from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.memory.pages import PageTable, page_matrix
+from replaylens.engine.model.decoder import Decoder, LayerStage
 from replaylens.engine.model.sites import table
 from replaylens.engine.passes.batch import Batch
 from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, KeyLayout, LevelShape, Sharing, room, sharing_of
@@ -54,11 +55,12 @@ def kept(graphs: OrderedDict[K, G], key: K, make: Callable[[Any], G], most: int)
     return graphs[key]
 
 
-def recorded(step: Callable[[], T], runs: int, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
+def recorded(step: Callable[[], T], runs: int, pool: Any = None, on: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
     """A graph of what `step` launches, and what it returns: tensors that every replay writes.
 
     runs  of the step beforehand, which compile its kernels
     pool  torch's handle to the memory of other graphs, to share
+    on    the stream to record on; None: torch's own, which belongs to one device
     """
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())  # the inputs are being written there
@@ -68,7 +70,7 @@ def recorded(step: Callable[[], T], runs: int, pool: Any = None) -> tuple[torch.
                 step()
         stream.synchronize()
         # thread_local: other threads wait for captured rows meanwhile, which a global recording would take for an error
-        with pause_collector(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with pause_collector(), torch.cuda.graph(graph, pool=pool, stream=on, capture_error_mode="thread_local"):
             found = step()
     return graph, found
 
@@ -107,17 +109,31 @@ class PassShape:
 
 
 class PassGraph:
-    """One captured pass. Its outputs are valid until the next `run` of any graph."""
+    """One captured pass, or the layers of one that are on a device. Its outputs are valid until the next `run` of any graph."""
 
-    def __init__(self, model: Decoder, cache: KVCache, shape: PassShape, spare: int, vectors: Vectors, pool: Any) -> None:
-        self.model, self.shape, self.spare = model, shape, spare
+    def __init__(
+        self,
+        model: Decoder,
+        cache: KVCache,
+        shape: PassShape,
+        spare: int,
+        vectors: Vectors,
+        pool: Any,
+        stage: LayerStage | None = None,
+        stream: Any = None,
+    ) -> None:
+        """stage  its layers; default: all. stream: as in `recorded`"""
+        self.model, self.shape, self.spare, device = model, shape, spare, vectors.device
+        self.layers = (0, model.config.num_layers) if stage is None else (stage.first, stage.end)
         self.edits = ProgramTap(shape.edits, shape.rows, vectors)
-        zeros = lambda *size, dtype=torch.int32: torch.zeros(size, dtype=dtype, device="cuda")  # noqa: E731
+        zeros = lambda *size, dtype=torch.int32: torch.zeros(size, dtype=dtype, device=device)  # noqa: E731
+        self.entering = zeros(shape.rows, model.config.d_model, dtype=vectors.dtype) if self.layers[0] else None
+        """the residual stream that enters the first layer; None: from the tokens"""
         self.tokens = zeros(shape.rows, dtype=torch.int64)
         self.positions = zeros(shape.rows, dtype=torch.int64)
-        self.sequence = torch.full((shape.rows,), shape.sequences, dtype=torch.int32, device="cuda")
+        self.sequence = torch.full((shape.rows,), shape.sequences, dtype=torch.int32, device=device)
         self.short_positions = zeros(shape.rows)
-        self.pages = torch.full((shape.sequences + 1, shape.pages), spare, dtype=torch.int32, device="cuda")
+        self.pages = torch.full((shape.sequences + 1, shape.pages), spare, dtype=torch.int32, device=device)
         self.tiles = zeros(shape.tiles, 2) if shape.per_tile else None
         self.shared = room(shape.shared, shape.rows, self.pages.device) if shape.shared else None
         rows = PagedRows(
@@ -130,15 +146,27 @@ class PassGraph:
             single=not shape.per_tile,
         )
         self.ops = (CanonicalCudaOps if shape.exact else FastCudaOps)(cache, rows)
-        self.graph, (self.residual, self.values) = recorded(self._pass, 2, pool)  # before, writes go to the spare page
+        self.graph, (self.residual, self.values) = recorded(self._pass, 2, pool, stream)  # before, writes go to the spare page
 
     def _pass(self) -> tuple[Tensor, dict[str, Tensor]]:
         tap = self.edits.inner = PassTap(self.shape.sites)
-        residual = self.model(self.tokens, self.positions, self.ops, self.edits)
-        return residual, tap.values
+        x = self.model.embedding(self.tokens, self.positions, self.edits) if self.entering is None else self.entering
+        return self.model.run_blocks(x, self.positions, self.ops, self.edits, *self.layers), tap.values
 
-    def run(self, batch: Batch, pages: NDArray[np.int32], sharing: Sharing | None, program: EditProgram | None) -> None:
-        """Replay the pass on a batch of its shape. The results are in `residual` and `values`, with padding rows at the end."""
+    def run(
+        self,
+        batch: Batch,
+        pages: NDArray[np.int32],
+        sharing: Sharing | None,
+        program: EditProgram | None,
+        entering: Tensor | None = None,
+    ) -> None:
+        """Replay the pass on a batch of its shape. The results are in `residual` and `values`, with padding rows at the end.
+
+        entering  what enters its first layer, with padding rows; None: the tokens do
+        """
+        if self.entering is not None and entering is not None:
+            self.entering.copy_(entering)
         shape, pad = self.shape, self.shape.rows - batch.num_rows
         tokens = [token for s in batch.segments for token in s.tokens] + [0] * pad
         positions = [p for s in batch.segments for p in range(s.start, s.end)] + [0] * pad
@@ -157,18 +185,45 @@ class PassGraph:
         self.graph.replay()
 
 
+@dataclass(frozen=True, eq=False)
+class PlacedPass:
+    """The results of a pass over several devices."""
+
+    residual: Tensor
+    values: dict[str, Tensor]
+
+
 class PassGraphs:
     """Graphs by shape, captured when a shape occurs for the `worth`-th time."""
 
-    def __init__(self, model: Decoder, cache: KVCache, spare: int, vectors: Vectors, worth: int = WORTH) -> None:
-        """spare  a page that padding rows may write to; it belongs to the caller"""
+    def __init__(
+        self,
+        model: Decoder,
+        cache: KVCache,
+        spare: int,
+        vectors: Vectors,
+        worth: int = WORTH,
+        stage: LayerStage | None = None,
+    ) -> None:
+        """spare  a page that padding rows may write to; it belongs to the caller
+        stage  the layers that the graphs are of; default: all"""
+        self.stage, self._stream = stage, None
+        if stage is not None and stage.device.type == "cuda":
+            self._stream = torch.cuda.Stream(stage.device)
         self.model, self.cache, self.spare, self.vectors, self.worth = model, cache, spare, vectors, worth
         self._seen: Counter[PassShape] = Counter()
         self.graphs: OrderedDict[PassShape, PassGraph] = OrderedDict()
         self._captured: dict[frozenset[str], int] = {}
         """bytes of a row of these sites, at most"""
 
-    def run(self, batch: Batch, sites: frozenset[str], exact: bool, program: EditProgram | None = None) -> PassGraph | None:
+    def run(
+        self,
+        batch: Batch,
+        sites: frozenset[str],
+        exact: bool,
+        program: EditProgram | None = None,
+        entering: Tensor | None = None,
+    ) -> PassGraph | None:
         """The graph that ran the pass, or None if the pass must be launched: its shape is new, or it is too large."""
         rows = next((size for size in SIZES if size >= batch.num_rows), None)
         if rows is None or not self._fits(rows, sites):
@@ -181,9 +236,10 @@ class PassGraphs:
         self._seen[shape] += 1
         if shape not in self.graphs and self._seen[shape] < self.worth:
             return None
-        make = lambda pool: PassGraph(self.model, self.cache, shape, self.spare, self.vectors, pool)  # noqa: E731
+        more = (self.stage, self._stream)
+        make = lambda pool: PassGraph(self.model, self.cache, shape, self.spare, self.vectors, pool, *more)  # noqa: E731
         graph = kept(self.graphs, shape, make, MAX_GRAPHS)
-        graph.run(batch, pages, sharing, program)
+        graph.run(batch, pages, sharing, program, entering)
         return graph
 
     def _fits(self, rows: int, sites: frozenset[str]) -> bool:
@@ -214,3 +270,28 @@ class PassGraphs:
             edits=edits,
             shared=() if sharing is None else sharing.shape,
         )
+
+
+class PlacedGraphs:
+    """Graphs of layers on several devices, replayed one after the other. All of them meet the same passes, so that each device
+    has a graph of a shape when the first has one."""
+
+    def __init__(self, parts: Sequence[PassGraphs], spare: PageTable, home: torch.device) -> None:
+        """spare  the page that padding rows write to; never freed. home: where results go"""
+        self.parts, self.spare, self.home = parts, spare, home
+
+    @torch.inference_mode()
+    def run(self, batch: Batch, sites: frozenset[str], exact: bool, program: EditProgram | None = None) -> PlacedPass | None:
+        """As `PassGraphs.run`."""
+        x: Tensor | None = None
+        values: dict[str, Tensor] = {}
+        for part in self.parts:
+            assert part.stage is not None
+            with torch.cuda.device(part.stage.device) if part.stage.device.type == "cuda" else nullcontext():
+                ran = part.run(batch, sites, exact, program, x)
+            if ran is None:
+                return None
+            x = ran.residual
+            values |= {site: value.to(self.home) for site, value in ran.values.items()}
+        assert x is not None
+        return PlacedPass(x.to(self.home), values)

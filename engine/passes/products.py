@@ -36,8 +36,9 @@ class Products:
 
     def of(self, module: Packable, name: str = "weight", turned: bool = False) -> Panels:
         """A module's weight as products read it; turned: transposed, for gradients."""
-        if not turned and name in module.panels:
-            return module.panels[name]
+        held = module.panels.get(name)
+        if not turned and isinstance(held, Panels):
+            return held
         key = module, name, turned
         if key not in self._of_modules:
             weight = module.as_multiplied(name, getattr(module, name))

@@ -3,20 +3,21 @@
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadEdit
-from replaylens.engine.memory.cache import KVCache
+from replaylens.engine.memory.cache import KVCache, PlacedCache
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.model import modes, sites
-from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.decoder import Decoder, LayerStage
 from replaylens.engine.model.layers import FrozenWeights
 from replaylens.engine.model.ops import Ops, RowOps, Tap, wanted
 from replaylens.engine.passes.batch import Batch, Segment, finite
+from replaylens.engine.passes.ranks import is_split, split_ops
 from replaylens.engine.passes.transfer import RING_BYTES, HostCopy, PendingRows
 from replaylens.engine.request.capture import PassTap, Rows
 from replaylens.engine.request.edits import BatchHook, NamedHook
@@ -25,7 +26,7 @@ from replaylens.engine.request.sampling import Sampling
 
 if TYPE_CHECKING:
     from replaylens.engine.passes.edits_cuda import EditProgram, Vectors
-    from replaylens.engine.passes.graphs import PassGraphs
+    from replaylens.engine.passes.graphs import PassGraphs, PlacedGraphs
     from replaylens.engine.passes.products import Products
 
 # ---- taps ------------------------------------------------------------------------------------------------------------
@@ -85,6 +86,35 @@ class EditTap:
             value[each] = new
 
 
+class HomeTap:
+    """Shows the inner tap values of all devices on one."""
+
+    def __init__(self, inner: Tap, home: torch.device) -> None:
+        self.inner, self.home = inner, home
+
+    def wants(self, site: str) -> bool:
+        return self.inner.wants(site)
+
+    def __call__(self, site: str, value: Tensor) -> Tensor:
+        there = value.to(self.home)
+        shown = self.inner(site, there)
+        return value if shown is there else shown.to(value.device)
+
+
+class PlacedTap:
+    """A tap of each device."""
+
+    def __init__(self, taps: "Mapping[torch.device, Tap | None]") -> None:
+        self.taps = taps
+
+    def wants(self, site: str) -> bool:
+        return any(tap is not None and tap.wants(site) for tap in self.taps.values())
+
+    def __call__(self, site: str, value: Tensor) -> Tensor:
+        tap = self.taps[value.device]
+        return value if tap is None or not tap.wants(site) else tap(site, value)
+
+
 class UneditedTap:
     """Keeps the values that `inner` is about to edit at some sites."""
 
@@ -128,6 +158,7 @@ class HookContext:
 # ---- runner ----------------------------------------------------------------------------------------------------------
 
 Keep = Literal["host", "device"]
+AnyCache = KVCache | PlacedCache
 
 LENS_ROWS = 256
 _WHOLE_PAGE = 64
@@ -199,10 +230,35 @@ class Runner:
         self.device = model.device.type
         self.kernels = self.device != "cpu"
         """whether the arithmetic is that of our kernels. Tests set it on a CPU, where Triton's interpreter runs them"""
-        self.graphs: PassGraphs | None = None
+        self.graphs: PassGraphs | PlacedGraphs | None = None
         """captured passes; None on a CPU, where every pass is launched"""
-        self.cache = KVCache(model.config, self.pool, model.dtype, self.device, canary, state_tokens=state_tokens)
+        self.cache = self._cache(self.pool, canary, state_tokens=state_tokens)
         self.weights = FrozenWeights(model)
+        self.split = is_split(model)
+        """whether ranks compute a part of the products"""
+
+    @property
+    def stages(self) -> tuple[LayerStage, ...]:
+        """The layers by device."""
+        return self.model.stages or (LayerStage(0, self.model.config.num_layers, self.model.device),)
+
+    @property
+    def one_device(self) -> bool:
+        """Whether all layers are where the rest of the model is."""
+        return all(stage.device == self.model.device for stage in self.stages)
+
+    @property
+    def one_cache(self) -> KVCache:
+        """The cache. Precondition: the layers are not divided over devices."""
+        assert isinstance(self.cache, KVCache)
+        return self.cache
+
+    def _cache(self, pool: PagePool, canary: bool = False, kernels: bool = False, state_tokens: int | None = None) -> AnyCache:
+        """An empty cache; the keys and values of a layer are on its device."""
+        make = partial(KVCache, self.model.config, pool, self.model.dtype)
+        if not self.model.stages:
+            return make(self.device, canary, kernels, state_tokens)
+        return PlacedCache([make(str(s.device), canary, kernels, layers=range(s.first, s.end)) for s in self.stages])
 
     @cached_property
     def products(self) -> "Products":
@@ -241,7 +297,31 @@ class Runner:
 
     def _held(self) -> AbstractContextManager[None]:
         """`modes.canonical` for a pass. On CUDA a pass computes nothing on the host, so it neither needs nor pays for it."""
-        return modes.canonical() if self.device == "cpu" else nullcontext()
+        on_host = any(stage.device.type == "cpu" for stage in self.stages)
+        return modes.canonical() if on_host else nullcontext()
+
+    def _blocks(
+        self,
+        x: Tensor,
+        batch: Batch,
+        cache: AnyCache,
+        tap: Tap | None,
+        first: int = 0,
+        end: int | None = None,
+        rows: Tensor | None = None,
+        exact: bool = True,
+    ) -> Tensor:
+        """`Decoder.run_blocks`, each block on its device; x and the result are where the model's head is."""
+        last = self.model.config.num_layers if end is None else end
+        for stage, part in zip(self.stages, cache.parts if isinstance(cache, PlacedCache) else [cache], strict=True):
+            begin, stop = max(first, stage.first), min(last, stage.end)
+            if begin < stop:
+                here, only = batch.on(stage.device), rows if stop == last else None
+                only = None if only is None else only.to(stage.device)
+                with torch.cuda.device(stage.device) if stage.device.type == "cuda" else nullcontext():
+                    ops = self.ops(here, part, exact)
+                    x = self.model.run_blocks(x.to(stage.device), here.positions, ops, tap, begin, stop, only)
+        return x.to(self.model.device)
 
     @torch.inference_mode()
     def exact(self, segments: list[Segment], tap: Tap | None = None, stop_at_layer: int | None = None) -> PassResult:
@@ -250,8 +330,7 @@ class Runner:
         with self._held():
             residual = self._replayed(batch, tap, exact=True) if stop_at_layer is None else None
             if residual is None:
-                ops = self.ops(batch, self.cache)
-                residual = self.model(batch.tokens, batch.positions, ops, self._edited(batch, tap), stop_at_layer)
+                residual = self._launched(batch, self.cache, self._edited(batch, tap), stop_at_layer)
             rows, none = batch.logit_rows(), residual.new_empty(0, self.model.config.vocab_size)
             logits = self._head(residual[rows], PassTap(frozenset())) if rows else none
         return PassResult(batch, residual, finite(logits, "logits"))
@@ -262,12 +341,12 @@ class Runner:
         self.weights.require_unchanged()
         num_rows, pool = len(tokens), PagePool(-(-len(tokens) // _WHOLE_PAGE), _WHOLE_PAGE)
         pool.reserve(table := PageTable(), 0, num_rows)
-        cache = KVCache(self.model.config, pool, self.model.dtype, self.device, kernels=self.kernels)
+        cache = self._cache(pool, kernels=self.kernels)
         batch = Batch([Segment(table, 0, tokens, 1, edits)], pool, self.device)
         edited = self._edited(batch, tap)
         outer = None if edited is None else UneditedTap(frozenset(edit.site for edit in edits), edited)
         with self._held():
-            residual = self.model(batch.tokens, batch.positions, self.ops(batch, cache), outer)[:num_rows]
+            residual = self._launched(batch, cache, outer)[:num_rows]
             logits = finite(self._head(residual[-1:], PassTap(frozenset())), "logits")[0]
         before = {} if outer is None else {site: value[:num_rows] for site, value in outer.values.items()}
         return WholePass(residual, logits, {site: value[:num_rows] for site, value in tap.values.items()}, before)
@@ -284,7 +363,7 @@ class Runner:
         """
         batch = Batch(segments, self.pool, self.device)
         with self._held():
-            ops, tap = self.ops(batch, self.cache), self._edited(batch, tap)
+            tap = self._edited(batch, tap)
             if entering is None:
                 x = self.model.embedding(batch.tokens, batch.positions, tap)
             else:
@@ -292,7 +371,7 @@ class Runner:
             rows = torch.tensor(ends, dtype=torch.int64, device=x.device)
             all_rows = wanted(tap, *self.model.late_sites)
             number = self.model.config.num_layers
-            residual = self.model.run_blocks(x, batch.positions, ops, tap, layer, number, None if all_rows else rows)
+            residual = self._blocks(x, batch, self.cache, tap, layer, number, None if all_rows else rows)
             residual = residual[rows] if all_rows else residual
         return PassResult(batch, residual, residual.new_empty(0, self.model.config.vocab_size))
 
@@ -302,8 +381,7 @@ class Runner:
         batch = Batch(segments, self.pool, self.device)
         residual = self._replayed(batch, tap, exact=False)
         if residual is None:
-            ops = self.ops(batch, self.cache, exact=False)
-            residual = self.model(batch.tokens, batch.positions, ops, self._edited(batch, tap))
+            residual = self._launched(batch, self.cache, self._edited(batch, tap), exact=False)
         rows = batch.logit_rows()
         logits = (
             self.model.logits(residual[rows], self.head_ops(exact=False))
@@ -325,26 +403,38 @@ class Runner:
             tap.values.update(ran.values)
         return ran.residual
 
+    def _launched(self, batch: Batch, cache: AnyCache, tap: Tap | None, end: int | None = None, exact: bool = True) -> Tensor:
+        """A pass from the tokens up to block `end`, launched: [rows, d_model]"""
+        return self._blocks(self.model.embedding(batch.tokens, batch.positions, tap), batch, cache, tap, 0, end, exact=exact)
+
     def ops(self, batch: Batch, cache: KVCache, exact: bool = True) -> Ops:
-        """The arithmetic of a pass over a batch with pages in `cache`: the runner's cache, or another of the same layout."""
-        if not self.kernels:
+        """The arithmetic of a pass over a batch with pages in `cache`, on the batch's device."""
+        if not self._uses_kernels(batch.tokens.device):
             from replaylens.engine.passes import cpu
 
-            return cpu.CpuOps(batch, cache, self.products if exact else self.products.in_one_chain())
+            return self._kind(cpu.CpuOps, exact)(batch, cache, self.products if exact else self.products.in_one_chain())
         from replaylens.engine.passes import cuda  # its kernels need triton, which a CPU machine may lack
 
         rows = cuda.device_rows(batch, cache)
-        return (cuda.CanonicalCudaOps if exact else cuda.FastCudaOps)(cache, rows, batch if batch.cuts_edges else None)
+        kind = self._kind(cuda.CanonicalCudaOps if exact else cuda.FastCudaOps, exact)
+        return kind(cache, rows, batch if batch.cuts_edges else None)
+
+    def _kind(self, kind: Any, exact: bool) -> Any:
+        """A class of ops, divided over ranks if the model is."""
+        return split_ops(kind, not exact) if self.split else kind
+
+    def _uses_kernels(self, device: torch.device) -> bool:
+        return self.kernels if device.type == self.device else device.type != "cpu"
 
     def head_ops(self, exact: bool = True) -> RowOps:
         """Ops for rows outside a pass: norms and products, no attention."""
         if not self.kernels:
             from replaylens.engine.passes.cpu import CpuRowOps
 
-            return CpuRowOps(self.products if exact else self.products.in_one_chain())
+            return self._kind(CpuRowOps, exact)(self.products if exact else self.products.in_one_chain())
         from replaylens.engine.passes import cuda
 
-        return cuda.HeadOps() if exact else cuda.FastHeadOps()
+        return self._kind(cuda.HeadOps if exact else cuda.FastHeadOps, exact)()
 
     def logits(self, residual: Tensor) -> Tensor:
         """Canonical logits of residual rows [rows, d_model] after any layer: the model's own, or the logit lens."""
@@ -375,16 +465,24 @@ class Runner:
         """The tap, called after the edits and hooks of the batch. None if nothing is kept or edited."""
         if isinstance(tap, PassTap) and not tap.wanted:
             tap = None
+        if self.one_device:
+            return self._edited_on(batch, tap, self.model.device)
+        inner = None if tap is None else HomeTap(tap, self.model.device)
+        return PlacedTap({s.device: self._edited_on(batch, inner, s.device) for s in self.stages})
+
+    def _edited_on(self, batch: Batch, tap: Tap | None, device: torch.device) -> Tap | None:
+        """As `_edited`, for the layers on one device."""
         if not any(s.edits or s.hooks for s in batch.segments):
             return tap
-        if not self.kernels:
+        if not self._uses_kernels(device):
             return EditTap(batch, tap)
         inner = EditTap(batch, tap, edits=False) if any(s.hooks for s in batch.segments) else tap
         if (program := self._program(batch)) is None:
             return inner
-        from replaylens.engine.passes.edits_cuda import ProgramTap
+        from replaylens.engine.passes.edits_cuda import ProgramTap, Vectors
 
-        edited = ProgramTap(program.shape(), batch.num_rows, self.vectors, inner)
+        vectors = self.vectors if self.one_device else Vectors(self.model.dtype, str(device))
+        edited = ProgramTap(program.shape(), batch.num_rows, vectors, inner)
         edited.load(program, batch.num_rows)
         return edited
 

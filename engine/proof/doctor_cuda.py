@@ -55,7 +55,7 @@ def examine_experts(model: Decoder, random: Random, findings: list[Finding]) -> 
     """Mutates `findings`: one mixture of every shape."""
     seen = set()
     for name, module in model.named_modules():
-        if isinstance(module, Mixture) and (shape := tuple(module.experts.up.shape)) not in seen:
+        if isinstance(module, Mixture) and (shape := module.experts.shape_of("up")) not in seen:
             seen.add(shape)
             x = random(max(ROWS), model.config.d_model)
             for part in (_routing, _hidden, _outputs, _mixed):
@@ -134,8 +134,8 @@ def examine(model: Decoder) -> Certificate:
 def _products(model: Decoder, random: Random, findings: list[Finding]) -> None:
     ops, seen = HeadOps(), set()
     for name, module in model.named_modules():
-        if isinstance(module, Linear) and tuple(module.weight.shape) not in seen:
-            seen.add(tuple(module.weight.shape))
+        if isinstance(module, Linear) and module.shape_of("weight") not in seen:
+            seen.add(module.shape_of("weight"))
             compare(name, random(max(ROWS), len(module.weight)), partial(ops.linear, linear=module), findings)
             _control(name, random(256, len(module.weight)), module.weight, findings)
     unembed = partial(ops.unembed, table=model.stored_unembedding)

@@ -22,7 +22,8 @@ from replaylens.engine.loop.drafters import (
 )
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.loop.loop import Loop
-from replaylens.engine.memory.cache import require_memory, require_page_size
+from replaylens.engine.memory.cache import PlacedCache, require_memory, require_page_size
+from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.memory.tree import BranchStatus, BranchTree
 from replaylens.engine.model import modes, sites
@@ -93,16 +94,34 @@ def decode_on_device(loop: Loop) -> None:
 
     runner = loop.runner
     loop.bursts = Bursts(runner, partial(cuda_lens.columns, runner.model))
-    runner.graphs = PassGraphs(runner.model, runner.cache, loop.bursts.spare.pages[0], runner.vectors)
+    runner.graphs = PassGraphs(runner.model, runner.one_cache, loop.bursts.spare.pages[0], runner.vectors)
+
+
+def replay_on_devices(runner: Runner) -> None:
+    """Mutates: the passes of layers on several CUDA devices are graphs, one per device. Decode steps are passes, too."""
+    from replaylens.engine.passes.edits_cuda import Vectors
+    from replaylens.engine.passes.graphs import PassGraphs, PlacedGraphs
+
+    model, spare = runner.model, PageTable()
+    runner.pool.reserve(spare, 0, 1)
+    assert isinstance(runner.cache, PlacedCache)
+    runner.graphs = PlacedGraphs(
+        [
+            PassGraphs(model, part, spare.pages[0], Vectors(model.dtype, str(stage.device)), stage=stage)
+            for stage, part in zip(model.stages, runner.cache.parts, strict=True)
+        ],
+        spare,
+        model.device,
+    )
 
 
 # ---- core ------------------------------------------------------------------------------------------------------------
 
 AnyBranch = TypeVar("AnyBranch", bound=Branch)
 _CPU_ROWS, _CUDA_ROWS, _CUDA_LONE_ROWS = 512, 1024, 8192
+"""default of `max_rows`; a device needs more rows to be busy, and has them if nobody waits for a pass"""
 _OPEN = 32
 """requests of a hybrid that run at once, each with the entries of two chunks: the open one, and the next"""
-"""default of `max_rows`; a device needs more rows to be busy, and has them if nobody waits for a pass"""
 
 _PAGE = 16
 """default of `page_size`"""
@@ -202,9 +221,12 @@ class Core(Generation, NotCopyable):
             raise BadRequest(
                 f"This {self.config.family} model has no recurrent layers, so state_tokens is of no use. Leave it out."
             )
+        if state_tokens is not None and model.stages:
+            raise BadRequest("Over several devices, a hybrid keeps the states of all positions. Leave state_tokens out.")
         state_tokens = usual if state_tokens is None else as_int("state_tokens", state_tokens, least)
         lone_rows = lone_rows if self.config.mixer is None else min(lone_rows, state_tokens // 2)
-        require_memory(self.config, cache_tokens, page_size, model.dtype, model.device, state_tokens)
+        places = {stage.device for stage in model.stages} or {model.device}
+        require_memory(self.config, cache_tokens, page_size, model.dtype, places, None if model.stages else state_tokens)
         canary, record = as_bool("canary", canary), as_bool("record", record)
         capture_buffer = as_int("capture_buffer", capture_buffer, SMALLEST_RING)
         if draft_model is not None:
@@ -220,8 +242,10 @@ class Core(Generation, NotCopyable):
         self.prefix = PrefixIndex(self.runner.pool, self.fingerprint.digest.encode())
         drafters = make_drafters(self.runner, draft_model, lens_layer, tree_width)
         self.loop = Loop(self.runner, self.tree, self.prefix, drafters, self.text, max_rows, lone_rows, self.lenses)
-        if self.runner.device == "cuda":
+        if on_cuda and not model.stages and not self.runner.split:
             decode_on_device(self.loop)
+        elif on_cuda and all(stage.device.type == "cuda" for stage in model.stages) and not self.runner.split:
+            replay_on_devices(self.runner)
         self.lock = EngineLock()
         trace = Trace(self.fingerprint) if record else None
         self.forest = Forest(self.runner, self.tree, self.prefix, self.loop, self.lock, trace)
@@ -247,7 +271,8 @@ class Core(Generation, NotCopyable):
         }
         if (mixer := self.config.mixer) is not None:
             cache, layers = self.runner.cache, len(self.config.layers_with("mixer"))
-            positions, states = cache.entries.shape[1] - pool.page_size, cache.states.shape[1] - 1
+            held = cache.parts[0] if isinstance(cache, PlacedCache) else cache
+            positions, states = held.entries.shape[1] - pool.page_size, held.states.shape[1] - 1
             facts["recurrent layers"] = (
                 f"{layers}, each with {mixer.columns[-1]} numbers of {positions} positions and {math.prod(mixer.state_shape)} "
                 f"of {states} states"

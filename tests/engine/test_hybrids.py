@@ -395,7 +395,7 @@ def test_states_that_overflow_are_not_committed() -> None:
 
 def test_memory_is_counted_with_a_state_per_page() -> None:
     """What fits in pages of 64 positions does not in pages of one, which have 64 times the states."""
-    given = torch.float32, torch.device("cpu")
+    given = torch.float32, {torch.device("cpu")}
     with pytest.raises(BadRequest, match=r"Give at most \d+, or a smaller state_tokens") as refused:
         require_memory(engine("mamba2").config, 10**13, 64, *given)
     most = int(str(refused.value).split("at most ")[1].split(",")[0])

@@ -14,18 +14,23 @@ from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder, Mixture
 from replaylens.engine.model.loading import load
 from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.passes import graphs
+from replaylens.engine.passes import ranks as ranks_file
 from replaylens.engine.passes.batch import Batch, Segment
-from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, device_rows
+from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, FastHeadOps, HeadOps, device_rows
+from replaylens.engine.passes.ranks import Follower, Ranks, SplitWeight
 from replaylens.engine.proof import doctor_cuda
 from replaylens.engine.proof.doctor import Finding
 from replaylens.engine.request.capture import PassTap
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.serving.branch import Branch
+from replaylens.engine.serving.core import replay_on_devices
 from tests.engine.passes.packed import alone
-from tests.engine.reference import decoder
+from tests.engine.reference import decoder, same_bits
 from tests.families import HYBRIDS, MORE, NEW_WIRINGS, hugging_face
 from tests.kernels.interpreted import DEVICES, served
 from tests.tiny_mixtures import MIXTURES, mixture_model
+from tests.toy_model import random_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONFIG = ModelConfig(2, 32, 4, 2, 8, 48, 61, 64, rotary_dim=8)
@@ -266,3 +271,108 @@ def test_gradients_through_latents(device: str) -> None:
     assert found.certified
     for site in truth:
         torch.testing.assert_close(found[site], truth[site], rtol=1e-3, atol=1e-4 * float(truth[site].abs().max()))
+
+
+# ---- ranks ------------------------------------------------------------------------------------------------------------
+# Products divided over ranks in a CUDA device's arithmetic. The ranks are in this process: what they compute is the same.
+
+
+class Near(Follower):
+    """A follower that is asked directly."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(None, torch.device(device))
+        self.given: list[Tensor] = []
+
+    def _take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        found = self.given.pop(0)
+        assert found.shape == shape and found.dtype == dtype
+        return found
+
+
+class NearRanks(Ranks):
+    """Ranks within this process."""
+
+    def _start(self) -> None:
+        self.near = [Near(str(self.device)) for _ in range(self.size)]
+
+    def ask(
+        self,
+        words: list[int],
+        tensors: list[Tensor],
+        split: SplitWeight,
+        leading: tuple[int, ...] | None,
+        dtype: torch.dtype,
+        own: Callable[[], Tensor] | None,
+        activated: bool = False,
+        only: int | None = None,
+    ) -> dict[int, Tensor]:
+        found = {} if own is None else {0: own()}
+        for rank in [only] if only is not None else [r for r in range(1, self.size) if split.columns(r)]:
+            self.near[rank].given = [x.cpu() for x in tensors]
+            found[rank] = self.near[rank]._computed(words).cpu()
+            assert leading is None or (*leading, split.columns(rank, activated)) == found[rank].shape
+            self.answers += 1
+        return found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", [pytest.param(None, marks=pytest.mark.slow), "softmax of all, a shared expert with a gate"])
+def test_products_over_ranks_have_the_bits_of_one(kind: str | None, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_file, "UNIT", 4)
+    monkeypatch.setattr(ranks_file, "row_ops", lambda device, fast: FastHeadOps() if fast else HeadOps())
+    model = random_model() if kind is None else mixture_model(kind)
+    ranks = NearRanks(3, device, torch.float32)
+    engines = [served(device, made) for made in (model, ranks.take(load(model)))]
+    branches = [engine.prompt(PATHS[1], sites="ST").generate(1, window=1) for engine in engines]
+    assert ranks.answers > 30 and branches[0].tokens == branches[1].tokens
+    assert torch.equal(branches[0].kv(), branches[1].kv())
+    for site, rows in branches[0].activations.items():
+        assert same_bits(rows, branches[1].activations[site])
+
+
+# ---- devices ----------------------------------------------------------------------------------------------------------
+# Layers over devices as graphs, one per device. A stand-in for CUDA's graphs launches the same again.
+
+
+class Again:
+    """A recorded step: a replay launches it again, into the tensors that it returned first."""
+
+    replays = 0
+
+    def __init__(self, step: Callable[[], tuple[Tensor, dict[str, Tensor]]]) -> None:
+        self.step, self.found = step, step()
+
+    def replay(self) -> None:
+        type(self).replays += 1
+        residual, values = self.step()
+        self.found[0].copy_(residual)
+        for site, value in values.items():
+            self.found[1][site].copy_(value)
+
+    def pool(self) -> None:
+        return None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["softmax of all, a shared expert with a gate", None])
+def test_graphs_of_layers_on_devices(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured rows and an edit, at a shape that occurs again."""
+    monkeypatch.setattr(graphs, "recorded", lambda step, *_: (again := Again(step), again.found))
+    model = random_model() if kind is None else mixture_model(kind)
+    edits = [Edit("blocks.1.hook_in", "add", torch.linspace(-1, 1, model.config.d_model), [1])]
+    found = []
+    for stages in (False, True):
+        engine = served("cpu", load(model, device=("cpu", "cpu")) if stages else model)
+        if stages:
+            engine.runner.cache = engine.runner._cache(engine.runner.pool, kernels=True)
+            replay_on_devices(engine.runner)
+            assert isinstance(engine.runner.graphs, graphs.PlacedGraphs)
+            for part in engine.runner.graphs.parts:
+                part.worth = 1
+        branches = [engine.prompt(path, sites="ST", edits=edits).generate(1, window=1) for path in (PATHS[1], PATHS[1][::-1])]
+        found.append(
+            [x for b in branches for x in (torch.tensor(b.tokens), b.kv(), *(b.activations[s] for s in b.activations))]
+        )
+    assert Again.replays >= 8
+    assert all(same_bits(ours, theirs) for ours, theirs in zip(*found, strict=True))

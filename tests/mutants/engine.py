@@ -636,4 +636,28 @@ ENGINE = (
         "tree drafts have the request's own noise",
         ("tests/engine/loop/test_drafters.py::test_drafts_of_the_last_layer_are_the_models_own_with_its_noise",),
     ),
+    Mutant(
+        "ranks-without-biases",
+        "replaylens.engine.passes.ranks",
+        "self._put(held, bias_name, bias.detach().cpu(), held.own.gated)",
+        "pass",
+        "every rank adds the biases of its columns",
+        ("tests/engine/test_ranks.py::test_two_ranks_have_the_digests",),
+    ),
+    Mutant(
+        "ranks-forget-that-one-died",
+        "replaylens.engine.passes.ranks",
+        "        if self._failed is not None:\n            raise RankFailed(self._explained())\n        asked",
+        "        asked",
+        "after a rank has died, requests say so",
+        ("tests/engine/test_ranks.py::test_ranks_that_die_or_hang_cost_no_token",),
+    ),
+    Mutant(
+        "pages-copied-on-one-device",
+        "replaylens.engine.memory.cache",
+        "for part in self.parts:\n            part.copy(copies)",
+        "for part in self.parts[:1]:\n            part.copy(copies)",
+        "a fork has its pages on every device",
+        ("tests/engine/test_ranks.py::test_the_keys_of_a_layer_are_with_its_weights",),
+    ),
 )

@@ -6,20 +6,25 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from replaylens.commands.options import MODEL_HELP
+from replaylens.commands.options import MODEL_HELP, RanksOption
 from replaylens.engine.engine import default_dtype, load_model
 from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.passes.ranks import Ranks
 from replaylens.engine.proof import certificates
-from replaylens.engine.proof.doctor import Certificate
+from replaylens.engine.proof.doctor import Certificate, examine_ranks
 
 
 def doctor(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)] = "coin-plain",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    ranks: RanksOption = 1,
     json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
 ) -> None:
     """Check that a CPU has the bits of every machine, that on a GPU no row depends on its batch. Exit code 1 if not."""
     certificate = certificates.examine(_load(model, device))
+    if ranks > 1:
+        found = examine_ranks(Ranks(ranks, device, default_dtype(device)))
+        certificate = Certificate((*certificate.findings, *found))
     if json:
         typer.echo(certificate.to_json())
     else:

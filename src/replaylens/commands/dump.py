@@ -24,6 +24,7 @@ from replaylens.commands.options import (
     ModelOption,
     OwnTaskOption,
     QuietOption,
+    RanksOption,
     SeedOption,
     TemperatureOption,
     WindowOption,
@@ -91,6 +92,7 @@ def dump(
     label: LabelOption = None,
     model: ModelOption = MODEL,
     device: DeviceOption = "cpu",
+    ranks: RanksOption = 1,
     sites: Annotated[str, typer.Option(help="Letters of STCZ, or site names separated by commas.")] = "STCZ",
     drafter: DrafterOption = "lens",
     draft_model: DraftModelOption = None,
@@ -129,7 +131,8 @@ def dump(
         options |= PlanKeywords(probabilities=probabilities, max_new=max_new, examples_per_shard=shard_examples)
         options["sampling"] = Sampling(temperature=temperature, seed=seed)
         labels = [name.strip() for each in label or () for name in each.split(",") if name.strip()]
-        loaded, common = dict(device=device, draft_model=draft_model), dict(batch=batch, resume=resume, progress=not quiet)
+        loaded: dict[str, Any] = dict(device=device, draft_model=draft_model) | (dict(ranks=ranks) if ranks > 1 else {})
+        common = dict(batch=batch, resume=resume, progress=not quiet)
         wanted = _Wanted(out, task, n, texts, text, labels, model, settings(knob), loaded, common)
         if ray is None and workers is None:
             made = _dump_here(wanted, {**options, "features": encoders(features), "keep": keep}, _part(shard), writers or 1)

@@ -61,6 +61,7 @@ MakerOption = Annotated[
     ),
 ]
 DeviceOption = Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")]
+RanksOption = Annotated[int, typer.Option(min=1, help="Processes that divide the products among them; changes no bit.")]
 DrafterOption = Annotated[
     str, typer.Option(help=f"The drafter: {', '.join(DRAFTERS)}. For none, use --window 1.", autocompletion=complete_drafter)
 ]
