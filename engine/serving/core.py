@@ -271,8 +271,8 @@ class Core(Generation, NotCopyable):
         }
         if (mixer := self.config.mixer) is not None:
             cache, layers = self.runner.cache, len(self.config.layers_with("mixer"))
-            held = cache.parts[0] if isinstance(cache, PlacedCache) else cache
-            positions, states = held.entries.shape[1] - pool.page_size, held.states.shape[1] - 1
+            part = cache.parts[0] if isinstance(cache, PlacedCache) else cache
+            positions, states = part.entries.shape[1] - pool.page_size, part.states.shape[1] - 1
             facts["recurrent layers"] = (
                 f"{layers}, each with {mixer.columns[-1]} numbers of {positions} positions and {math.prod(mixer.state_shape)} "
                 f"of {states} states"

@@ -205,9 +205,8 @@ def _say(lines: list[dict[str, Any]], label: str) -> list[str]:
     for line in lines:
         if ("layer" in line and not line["what"].startswith(f"{best}: ")) or " minus " in line["what"]:
             continue
-        score = percent(line["accuracy"], line["low"], line["high"])
         extra = "" if line["majority"] is None else f", majority {100 * line['majority']:.1f} %, {line['rows']} rows"
-        said.append(f"{line['what']}: {score}{extra}.")
+        said.append(f"{line['what']}: {percent(line['accuracy'], line['low'], line['high'])}{extra}.")
     for name in (name for name in ALL_CONTROLS if f"{best}: {way} minus {name}" in named):
         gain = named[f"{best}: {way} minus {name}"]
         said.append(f"{best}: above {name} by {percent(gain['accuracy'], gain['low'], gain['high'])}.")
