@@ -281,6 +281,8 @@ class Admission:
                 return None  # a shorter window would make the rejected branches depend on the load
         if self._alone and turn.deciding and len(rows) == 1 and not turn.num_drafts and self._may_burst(job, start):
             turn.burst = min(job.remaining, MAX_BURST)
+            if turn.burst == job.remaining and job.final and (job.lane.capture is None or not job.lane.capture.lag):
+                turn.burst += 1  # the row of the last token; what follows it is dropped
         return turn
 
     def _stepwise(self, job: Job) -> bool:

@@ -375,10 +375,8 @@ class Committer:
 
     def _accept_rows(self, turn: Turn) -> None:
         branch = turn.job.lane.branch
-        states, first = self.tree.branch(branch).states, turn.start
-        while first < turn.end and states[first] not in (TokenState.PENDING, TokenState.DRAFT):
-            first += 1
-        self.tree.mark(branch, first, turn.end, TokenState.ACCEPTED)
+        first = max(turn.start, self.tree.branch(branch).states.num_committed)
+        self.tree.mark(branch, min(first, turn.end), turn.end, TokenState.ACCEPTED)
 
     def _accept_kv(self, turn: Turn, outcome: Outcome) -> None:
         lane, pool = turn.job.lane, self.runner.pool

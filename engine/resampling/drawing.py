@@ -40,7 +40,7 @@ from replaylens.engine.resampling.plan import (
 from replaylens.engine.resampling.rollouts import Rollout, Row, WaveFolder
 from replaylens.engine.serving.forest import Completer, Forest
 from replaylens.engine.serving.request import SAMPLING, Request, logits_of
-from replaylens.engine.terminal import hidden
+from replaylens.engine.terminal import hidden, pause_collector
 
 # ---- waves -----------------------------------------------------------------------------------------------------------
 # `Waves`: rollouts of a plan, some at a time, as forks of one branch that are computed together.
@@ -108,7 +108,7 @@ class Waves:
     def generate(self, indices: Sequence[int]) -> list[Continuation]:
         """The continuations with these indices, in this order. Answers are read here, in the caller's thread: its function may
         expect that."""
-        with ExitStack() as open_branches, self.engine.forest.quiet():
+        with pause_collector(), ExitStack() as open_branches, self.engine.forest.quiet():
             forks = self.forked(indices, open_branches)
             reasons = self.generated(forks, indices)
             found = [self._taken(fork, index, why) for fork, index, why in zip(forks, indices, reasons, strict=True)]
