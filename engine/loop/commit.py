@@ -485,7 +485,8 @@ class Endings:
         """The verdict up to the token that ends the job, if one does. Mutates the job: counts, finish reason."""
         job, chain = turn.job, turn.chains[verdict.chain][: verdict.num_accepted]
         new = [*chain, verdict.token]
-        for i, token in enumerate(new):
+        limit = job.new_tokens - job.generated
+        for i, token in enumerate(new) if not job.certain or limit <= len(new) else ():
             if job.sampling.stop_tokens and token in job.sampling.stop_tokens:
                 job.finish_reason = "eos"
             elif job.sampling.stop and self._stops(turn, new[: i + 1]):

@@ -71,12 +71,22 @@ class BurstRows:
         self._live = self._all = num_requests
         self._views: weakref.WeakSet[StepRows] = weakref.WeakSet()
         self._sparse = sparse
+        self._steps: dict[Keep, tuple[list[tuple[StepBlock, int]], bool]] = {}
 
     def view(self, request: int, keep: Keep, names: Mapping[str, str]) -> "StepRows":
         """The rows of one request, one per step that keeps it. names: site -> name in the blocks"""
         view = StepRows(self, request, keep, names)
         self._views.add(view)
         return view
+
+    def steps(self, request: int, keep: Keep) -> list[tuple[StepBlock, int]]:
+        """The block of each row of a request, and the number of its step there. Precondition: all steps were taken."""
+        if keep not in self._steps:
+            blocks = self.blocks[keep]
+            every = [(block, step) for block in blocks for step in range(block.steps)]
+            self._steps[keep] = every, all(block.held == blocks[0].held for block in blocks)
+        every, alike = self._steps[keep]
+        return every if alike else [each for each in every if request in each[0].held]
 
     def dropped(self) -> None:
         """Mutates: one view is gone. If few are left, they move out, so that the rest can be freed."""
@@ -130,11 +140,8 @@ class StepRows(PlacedRows):
         burst = self._burst
         if burst is None:
             return self._rows, number, None
-        for block in burst.blocks[self._keep]:
-            if number < len(own := block.of(self._request)):
-                return block.rows, own[number], self._names
-            number -= len(own)
-        raise InternalError(f"Request {self._request} of a burst has {number} rows fewer than asked for.")
+        block, step = burst.steps(self._request, self._keep)[number]
+        return block.rows, step * len(block.held) + block.held.index(self._request), self._names
 
     def _joined(self, places: Sequence[tuple[StepBlock, Sequence[int]]]) -> Rows:
         """Copies of these rows, in this order, by site."""
