@@ -191,7 +191,7 @@ class Reservations:
 # ---- admission -------------------------------------------------------------------------------------------------------
 
 MAX_BURST, LONG_BURST = 16, 32
-"""direct decode steps on the device between two looks by the host; the second if nothing but its length can end the request, and
+"""direct decode steps on the device between two looks by the host; the second if only its length can end a request, and
 nobody reads its tokens as they come"""
 
 
