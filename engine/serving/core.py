@@ -321,8 +321,8 @@ class Core(Generation, NotCopyable):
 
     @modes.plainly
     def activations(self, branches: Sequence[Branch]) -> list[dict[str, Tensor]]:
-        """What each branch captured, by site: [rows, ...], copies of `branch.activations`, made in a fraction of its time. A tensor
-        that is kept keeps those of its branch's other sites in memory; clone it if you need only that one."""
+        """What each branch captured, by site: [rows, ...], copied as by `branch.activations`, but faster. A tensor that is kept
+        keeps those of its branch's other sites in memory, too; clone it if you need only that one."""
         given = as_list("branches", branches, "a list of branches, such as engine.prompts(...)")
         return [self._own(branch).activations.copied() for branch in given]
 
