@@ -30,7 +30,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from tqdm.auto import tqdm
 
-from replaylens.engine.dump.content import CORE, LOCATORS, Content, combine, concatenate, count_accepted
+from replaylens.engine.dump.content import CORE, LOCATORS, Content, RowHash, combine, concatenate, count_accepted
 from replaylens.engine.dump.lock import FINISH, LOCK_OR_CLAIM, PATIENCE, DumpLock, lock_name, sweep
 from replaylens.engine.dump.manifest import (
     COMPRESSION,
@@ -447,10 +447,10 @@ class DumpWriter:
     def write_shard(self, number: int, content: Content, sites: dict[str, SiteEntry]) -> None:
         """Write one shard: its tensors, its index, and last part-K.json, which marks both as complete."""
         indices = self.plan.indices(number)
-        with self.store.writing(shard_name(number)) as file, ThreadPoolExecutor(1) as hashing:
-            digests = hashing.submit(content.digests)  # beside the hash of the file
-            write_shard(file, content.tensors)
-            digest, accepted_digest = digests.result()
+        with self.store.writing(shard_name(number)) as file:
+            hashed = RowHash(content.index)
+            write_shard(file, content.tensors, hashed)
+            digest, accepted_digest = hashed.digests()
             self.plan_file.check_digest(number, digest)  # if it fails, the file does not appear
         entry = ShardEntry(
             name=shard_name(number),
