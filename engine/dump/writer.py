@@ -318,6 +318,7 @@ class DumpWriter:
         self,
         make: Make,
         describe: Describe,
+        expect: Callable[[list[int]], object] = lambda numbers: None,
         *,
         resume: bool = False,
         part: WorkerPart = (0, 1),
@@ -326,6 +327,7 @@ class DumpWriter:
     ) -> Dump | None:
         """Make and write every missing shard of this part, then finish the dump if no shard of any part is missing.
 
+        expect   called with the numbers of the shards before the first one is made
         writers  threads that hash and write shards while the next ones are made, and so shards in memory besides those
 
         If a write fails, the next call of the progress callback raises its error. If the dump fails before its first shard is
@@ -343,6 +345,7 @@ class DumpWriter:
                 bar.update(count)
                 queue.check()
 
+            expect(missing)
             for number in missing:
                 content = make(number, done)
                 queue.put(self.write_shard, number, content, describe(content))
