@@ -365,7 +365,7 @@ class Recording:
 
     @modes.plainly
     def copied(self) -> Rows:
-        """A copy of all rows of every site, by the names they are listed by. Sites of one shape share a piece of memory, which is
+        """A copy of all rows of every site, by the names they are listed by. Sites of one shape share a piece of memory: it is
         mapped faster than many small ones."""
         pieces, found = {name: self.pieces(name) for name in self.keys()}, Rows()
         groups: dict[tuple[torch.Size, torch.dtype], list[str]] = {}
