@@ -541,14 +541,14 @@ class ShardMaker:
         """The rows of any examples of the plan. `change` may replace a result before its rows are read."""
         with self.engine.forest.quiet():  # the dump is its own record, and a trace must not grow with it
             while missing := [index for index in indices if index not in self._ahead]:
-                self._replay_some(missing[: self.batch])
+                count = self._replay_some(missing[: self.batch])
                 # captured rows are always computed, so cached prefixes of their prompts would never be used
                 self.engine.lock.alone(self.engine.prefix.clear)
-                done(len(missing[: self.batch]))
+                done(count)
             return assemble(self.engine, self.plan, [change(self._ahead.pop(index)) for index in indices])
 
-    def _replay_some(self, own: list[int]) -> None:
-        """Mutates: replays these examples, and as many of those that come next as there is room for in a batch."""
+    def _replay_some(self, own: list[int]) -> int:
+        """Mutates: replays these examples, and as many of those that come next as a batch has room for. Returns how many."""
         for index in own:
             self._coming.pop(index, None)
         more = list(islice(self._coming, self.batch - len(own)))
@@ -561,6 +561,7 @@ class ShardMaker:
         self._ahead |= zip((*own, *more), found, strict=True)
         for index in more:
             del self._coming[index]
+        return len(own) + len(more)
 
     @property
     def wanted(self) -> list[str]:

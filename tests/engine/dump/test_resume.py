@@ -23,7 +23,7 @@ from replaylens.engine.dump import store as dump_store
 from replaylens.engine.dump import writer as dump_writer
 from replaylens.engine.dump.content import Content, Joiner, Pieces, RowHash, first_difference
 from replaylens.engine.dump.lock import DumpLock, LockOwner, lock_name
-from replaylens.engine.dump.maker import ShardMaker, write_dump
+from replaylens.engine.dump.maker import ShardMaker, make_plan, write_dump
 from replaylens.engine.dump.manifest import Manifest, PlanFile, ShardParts
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
@@ -43,8 +43,10 @@ from replaylens.engine.errors import (
 )
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.proof.trace import Trace
+from replaylens.engine.replay.replayer import Result
 from replaylens.probes.rows import ProbeRows
-from replaylens.tasks import WordTokenizer
+from replaylens.tasks import Example, WordTokenizer
+from replaylens.tasks.task import AnyTask
 from tests.engine.dump.damage import flip_bit
 
 Planned = Callable[..., DumpPlan]
@@ -752,3 +754,34 @@ def test_rows_of_a_probe_are_its_own(size: int) -> None:
         assert torch.equal(x[: len(before)], before)
         x += 1
     assert torch.equal(run[0].activations["blocks.1.hook_in"], before)
+
+
+# ---- batches beyond a shard ------------------------------------------------------------------------------------------
+
+
+def test_batches_reach_beyond_small_shards(
+    engine: Engine, coin: AnyTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards of two examples, replayed five at a time: the same dump as example by example. One that fails is its own shard's
+    matter: those before it are written."""
+    plan = make_plan(engine, coin, 9, sites="S", max_new=2, examples_per_shard=2)
+    replayed, replay = list[list[int]](), ShardMaker._replay
+
+    def watched(self: ShardMaker, examples: list[Example]) -> list[Result]:
+        replayed.append([example.index for example in examples])
+        if failing is not None and failing in replayed[-1]:
+            raise BadRequest("cannot be replayed")
+        return replay(self, examples)
+
+    failing: int | None = None
+    monkeypatch.setattr(ShardMaker, "_replay", watched)
+    together, apart = (write_dump(engine, plan, tmp_path / str(batch), batch=batch) for batch in (5, 1))
+    assert together is not None and apart is not None and together.digest == apart.digest
+    assert [len(some) for some in replayed[:2]] == [5, 4] and len(replayed) == 2 + 9
+    failing = 4
+    with pytest.raises(BadRequest, match="cannot be replayed"):
+        write_dump(engine, plan, tmp_path / "failed", batch=5)
+    assert {file.name for file in (tmp_path / "failed").glob("part-*.json")} == {"part-00000.json", "part-00001.json"}
+    failing = None
+    resumed = write_dump(engine, plan, tmp_path / "failed", batch=5, resume=True)
+    assert resumed is not None and resumed.digest == apart.digest
