@@ -198,7 +198,7 @@ class RowHash:
             chosen = np.flatnonzero(mask[self._first : self._first + len(block)])
             if len(chosen) and block.numel():
                 own = block if len(chosen) == len(block) else self._joiner.rows(block, torch.from_numpy(chosen))
-                digest.update(bits_of(own).numpy())
+                digest.update(bits_of(own).numpy().data)
         self._first += len(block)
 
     def digests(self) -> tuple[str, str]:

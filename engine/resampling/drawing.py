@@ -108,7 +108,7 @@ class Waves:
     def generate(self, indices: Sequence[int]) -> list[Continuation]:
         """The continuations with these indices, in this order. Answers are read here, in the caller's thread: its function may
         expect that."""
-        with pause_collector(), ExitStack() as open_branches, self.engine.forest.quiet():
+        with ExitStack() as open_branches, self.engine.forest.quiet():
             forks = self.forked(indices, open_branches)
             reasons = self.generated(forks, indices)
             found = [self._taken(fork, index, why) for fork, index, why in zip(forks, indices, reasons, strict=True)]
@@ -138,7 +138,9 @@ class Waves:
                 open_branches.callback(start.release)
                 start.force(self.plan.replace[place])
                 at = len(start.record.tokens)
-            for index, fork in zip(own, start.fork(len(own), at=at), strict=True):
+            with pause_collector():  # they are many objects, which live as long as the wave
+                made = start.fork(len(own), at=at)
+            for index, fork in zip(own, made, strict=True):
                 open_branches.callback(fork.release)
                 self._capture(fork.lane, at - 1)
                 forks[index] = fork
