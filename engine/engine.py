@@ -320,6 +320,14 @@ def load_model(
     return loading.load(source, dtype, check, device, adapter), Text(getattr(source, "tokenizer", None))
 
 
+def folder_of(source: str) -> Path:
+    """Where a named model is: its folder, or its .gguf file. Fetched from the hub if need be."""
+    if source in (*zoo.PLAIN, *zoo.THINKING):
+        return zoo.CHECKPOINTS / source
+    found: loading.LocatedModel = _located(source, None, HubOptions())
+    return found.path
+
+
 def _located(source: Any, adapter: str | Path | None, hub: HubOptions) -> Any:
     """Where a path, smollm2 or a name on the hub is, as a `LocatedModel`; other sources as they are."""
     if not isinstance(source, str | Path) or source in (*zoo.PLAIN, *zoo.THINKING):

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 from replaylens.tasks.errors import BadTokenizer, UnknownToken, UnknownWord
 from replaylens.tasks.reading import Label, Offset, Reading
@@ -82,16 +83,19 @@ class WordTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the ids. Special tokens have no text."""
-        return "".join(token for token in map(self.token, ids) if token not in SPECIALS)
+        return "".join(self._pieces(list(ids)))
 
     def decode_with_offsets(self, ids: Sequence[int]) -> tuple[str, list[Offset]]:
         """The text of the ids, and for each the characters [start, end) it adds to it; special tokens add none."""
-        texts, unknown = self._texts, len(self._tokens)
-        if bad := [token_id for token_id in ids if not 0 <= token_id < unknown]:
-            raise UnknownToken(bad[0], unknown)
-        pieces = [texts[token_id] for token_id in ids]
+        pieces = self._pieces(ids)
         ends = list(accumulate(map(len, pieces)))
         return "".join(pieces), list(zip([0, *ends[:-1]], ends, strict=True)) if ends else []
+
+    def _pieces(self, ids: Sequence[int]) -> list[str]:
+        texts, unknown = self._texts, len(self._tokens)
+        if ids and not 0 <= min(ids) <= max(ids) < unknown:
+            raise UnknownToken(next(token_id for token_id in ids if not 0 <= token_id < unknown), unknown)
+        return [texts[token_id] for token_id in ids]
 
     def token(self, token_id: int) -> str:
         """The word or special with this id."""
@@ -155,6 +159,9 @@ class WordTokenizer:
 
 _WINDOW = 8
 """byte-level tokens that are decoded again with each of the next ones"""
+_HALF = "\N{REPLACEMENT CHARACTER}"
+_known: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
+"""tokenizer -> token -> its text"""
 
 
 def label_tokens(
@@ -216,13 +223,26 @@ def _ends(tokenizer: Any, ids: Sequence[int], start: int) -> list[int]:
     ends: list[int] = []
     before = _raw(tokenizer, ids[:start])
     done, length = (start, len(before)) if before == _complete(before) else (0, 0)
+    texts = _texts(tokenizer, ids[start:])
     for count in range(start + 1, len(ids) + 1):
+        alone = texts[ids[count - 1]]
+        if done == count - 1 and _HALF not in alone:  # whole characters after whole characters
+            done, length = count, length + len(alone)
+            ends.append(length)
+            continue
         text = _raw(tokenizer, ids[done:count])
         whole = _complete(text)
         ends.append(length + len(whole))
         if count - done >= _WINDOW and whole == text:
             done, length = count, ends[-1]
     return ends
+
+
+def _texts(tokenizer: Any, ids: Sequence[int]) -> dict[int, str]:
+    """The text of each token on its own, of these and of all that were asked for before."""
+    known = _known.setdefault(tokenizer, {})
+    known.update({token: _raw(tokenizer, [token]) for token in set(ids).difference(known)})
+    return known
 
 
 def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
@@ -238,4 +258,4 @@ def _raw(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 def _complete(text: str) -> str:
-    return text.rstrip("\N{REPLACEMENT CHARACTER}")
+    return text.rstrip(_HALF)

@@ -10,7 +10,6 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,11 +28,12 @@ else:
 # ---- pieces ----------------------------------------------------------------------------------------------------------
 # `Pieces`: the rows of a shard's sites as they were captured, branch by branch, joined only when somebody asks for a tensor.
 #
-# Files and digests take the pieces one after another. Joining them first would copy every byte of a dump into fresh memory,
-# which costs more than computing the rows on a GPU.
+# Files and digests take the pieces in blocks, which a `Joiner` copies into the same memory again and again. Joining them all in
+# fresh memory would cost more than computing the rows on a GPU. Handling them one by one would, too: a thread that writes or
+# hashes waits for the interpreter after each of them.
 
-_LARGE = 1 << 17
-"""bytes; smaller pieces are joined with their neighbours, because handling each of them costs more than the copy"""
+_BLOCK = 1 << 24
+"""bytes of a block, at most; larger pieces are blocks of their own"""
 
 
 class Pieces(Mapping[str, "Tensor"]):
@@ -41,7 +41,7 @@ class Pieces(Mapping[str, "Tensor"]):
 
     def __init__(self, pieces: Mapping[str, list[Tensor]]) -> None:
         """Precondition: every site has at least one piece, and nobody changes them."""
-        self._pieces = {site: _small_ones_joined(some) for site, some in pieces.items()}
+        self._pieces = dict(pieces)
         self._own: set[str] = set()
         """sites whose rows are shared with nobody"""
 
@@ -63,9 +63,8 @@ class Pieces(Mapping[str, "Tensor"]):
 
 
 def pieces_of(tensors: Mapping[str, Tensor], site: str) -> list[Tensor]:
-    """The contiguous pieces of a site in order, of which there is at least one."""
-    some = tensors.pieces(site) if isinstance(tensors, Pieces) else [tensors[site]]
-    return [piece.contiguous() for piece in some]
+    """The pieces of a site in order, of which there is at least one."""
+    return tensors.pieces(site) if isinstance(tensors, Pieces) else [tensors[site]]
 
 
 def bits_of(x: Tensor) -> Tensor:
@@ -73,17 +72,47 @@ def bits_of(x: Tensor) -> Tensor:
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
-def _small_ones_joined(pieces: list[Tensor]) -> list[Tensor]:
-    """Large pieces stay as they are; those between them are joined."""
-    joined: list[Tensor] = []
-    for small, some in groupby(pieces, key=_is_small):
-        members = list(some)
-        joined += [torch.cat(members)] if small and len(members) > 1 else members
-    return joined
+class Joiner:
+    """Copies rows into memory that it uses again."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def blocks(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
+        """The rows of one site in contiguous blocks. Each is valid until the next one is asked for."""
+        waiting: list[Tensor] = []
+        size = 0
+        for piece in pieces:
+            if waiting and size + piece.nbytes > _BLOCK:
+                yield self._joined(waiting)
+                waiting, size = [], 0
+            waiting.append(piece)
+            size += piece.nbytes
+        if waiting:
+            yield self._joined(waiting)
+
+    def rows(self, block: Tensor, chosen: Tensor) -> Tensor:
+        """Some rows of a block, by number; valid until the next call."""
+        return torch.index_select(block, 0, chosen, out=self._room(block, len(chosen)))
+
+    def _joined(self, pieces: list[Tensor]) -> Tensor:
+        if len(pieces) == 1:
+            return pieces[0].contiguous()
+        return torch.cat(pieces, out=self._room(pieces[0], sum(piece.shape[0] for piece in pieces)))
+
+    def _room(self, like: Tensor, rows: int) -> Tensor:
+        size = rows * math.prod(like.shape[1:]) * like.element_size()
+        if len(self._bytes) < size:
+            self._bytes = torch.empty(size, dtype=torch.uint8)
+        return self._bytes[:size].view(like.dtype).view(rows, *like.shape[1:])
 
 
-def _is_small(piece: Tensor) -> bool:
-    return piece.numel() * piece.element_size() < _LARGE
+def blocks_of(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Every site's rows in blocks, of which each site has at least one, sorted by site; a block is valid until the next."""
+    joiner = Joiner()
+    for name in sorted(tensors):
+        for block in joiner.blocks(pieces_of(tensors, name)):
+            yield name, block
 
 
 # ---- content ---------------------------------------------------------------------------------------------------------
@@ -124,19 +153,10 @@ class Content:
 
     def digests(self) -> tuple[str, str]:
         """(digest of everything, digest of the accepted rows)."""
-        accepted = self.index.column("accepted").to_numpy(zero_copy_only=False).astype(bool)
-        kept, dropped = self._hash(accepted), self._hash(~accepted)
-        return hashlib.sha256(f"accepted {kept}\nrejected {dropped}\n".encode()).hexdigest(), kept
-
-    def _hash(self, mask: np.ndarray) -> str:
-        digest, part = hashlib.sha256(), self.index.filter(pa.array(mask))
-        for name in sorted(self.tensors):
-            for block in _tensor_bytes(name, pieces_of(self.tensors, name), mask):
-                digest.update(block)
-        for name in sorted(part.column_names):
-            for block in _column_bytes(name, part.column(name)):
-                digest.update(block)
-        return digest.hexdigest()
+        hashed = RowHash(self.index)
+        for name, block in blocks_of(self.tensors):
+            hashed.add(name, block)
+        return hashed.digests()
 
     def select(self, rows: np.ndarray) -> Content:
         """Select rows by number or by mask, in order."""
@@ -158,22 +178,38 @@ def combine(digests: Iterable[str]) -> str:
     return hashlib.sha256("".join(f"{digest}\n" for digest in digests).encode()).hexdigest()
 
 
-def _runs(mask: np.ndarray) -> list[tuple[int, int]]:
-    """Half-open ranges of rows where the mask is true. Adjacent rows are hashed together, without a copy."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
-    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+class RowHash:
+    """The digests of rows that are given in the order of `blocks_of`. Accepted rows and rejected ones have a hash each."""
 
+    def __init__(self, index: pa.Table) -> None:
+        self.index, self._joiner = index, Joiner()
+        accepted = index.column("accepted").to_numpy(zero_copy_only=False).astype(bool)
+        self._parts = [(hashlib.sha256(), mask) for mask in (accepted, ~accepted)]
+        self._name, self._first = "", 0
 
-def _tensor_bytes(name: str, pieces: list[Tensor], mask: np.ndarray) -> Iterable[Any]:
-    """The chosen rows of a tensor, given in pieces, after a line with its name, type and shape."""
-    shape, dtype = [int(mask.sum()), *pieces[0].shape[1:]], str(pieces[0].dtype).removeprefix("torch.")
-    yield f"tensor {name} {dtype} {shape}\n".encode()
-    first = 0
-    for piece in pieces:
-        raw = bits_of(piece).numpy()
-        for start, end in _runs(mask[first : first + len(raw)]):
-            yield raw[start:end]
-        first += len(raw)
+    def add(self, name: str, block: Tensor) -> None:
+        """Mutates: adds the next rows of a site."""
+        if name != self._name:
+            self._name, self._first = name, 0
+            for digest, mask in self._parts:
+                shape, dtype = [int(mask.sum()), *block.shape[1:]], str(block.dtype).removeprefix("torch.")
+                digest.update(f"tensor {name} {dtype} {shape}\n".encode())
+        for digest, mask in self._parts:
+            chosen = np.flatnonzero(mask[self._first : self._first + len(block)])
+            if len(chosen) and block.numel():
+                own = block if len(chosen) == len(block) else self._joiner.rows(block, torch.from_numpy(chosen))
+                digest.update(bits_of(own).numpy().data)
+        self._first += len(block)
+
+    def digests(self) -> tuple[str, str]:
+        """Mutates: adds the index. Returns the digest of everything, and that of the accepted rows."""
+        for digest, mask in self._parts:
+            part = self.index.filter(pa.array(mask))
+            for name in sorted(part.column_names):
+                for block in _column_bytes(name, part.column(name)):
+                    digest.update(block)
+        kept, dropped = (digest.hexdigest() for digest, _ in self._parts)
+        return hashlib.sha256(f"accepted {kept}\nrejected {dropped}\n".encode()).hexdigest(), kept
 
 
 def _column_bytes(name: str, column: pa.ChunkedArray) -> Iterable[bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypedDict
@@ -467,7 +468,9 @@ def _pieces(paths: list[ExamplePath], site: str, chosen: Tensor) -> list[Tensor]
     """The chosen rows of all rows of the paths, in the given order. As captured, without a copy, if all are chosen in order."""
     pieces = [piece for path in paths for piece in path.recording.pieces(site)]
     alike = len({piece.shape[1:] for piece in pieces}) == 1
-    if alike and sum(map(len, pieces)) == len(chosen) and torch.equal(chosen, torch.arange(len(chosen))):
+    if (
+        alike and sum(piece.shape[0] for piece in pieces) == len(chosen) and bool((chosen.diff() == 1).all())
+    ):  # of as many, all in order
         return pieces
     return [torch.cat(pieces)[chosen]]
 
@@ -517,6 +520,13 @@ class ShardMaker:
             raise BadRequest(f"Invalid batch {batch}. Give at least 1.")
         self.engine, self.plan, self.batch = engine, plan, batch
         self.task = task or plan.make_task()
+        self._coming: dict[int, None] = {}
+        """examples of the shards to make, in order, that were not replayed yet"""
+        self._ahead: dict[int, Result] = {}
+
+    def expect(self, numbers: Iterable[int]) -> None:
+        """These shards will be made, in this order: where a batch has room, their examples are replayed ahead."""
+        self._coming = dict.fromkeys(index for number in numbers for index in self.plan.indices(number))
 
     def make(self, number: int, done: Callable[[int], object] = lambda count: None) -> Content:
         """The content of one shard. Calls `done` with the number of examples just finished."""
@@ -529,15 +539,29 @@ class ShardMaker:
         change: Callable[[Result], Result] = lambda result: result,
     ) -> Content:
         """The rows of any examples of the plan. `change` may replace a result before its rows are read."""
-        results: list[Result] = []
         with self.engine.forest.quiet():  # the dump is its own record, and a trace must not grow with it
-            for first in range(0, len(indices), self.batch):
-                some = [self.task.example(index) for index in indices[first : first + self.batch]]
-                results += self._replay(some)
+            while missing := [index for index in indices if index not in self._ahead]:
+                count = self._replay_some(missing[: self.batch])
                 # captured rows are always computed, so cached prefixes of their prompts would never be used
                 self.engine.lock.alone(self.engine.prefix.clear)
-                done(len(some))
-            return assemble(self.engine, self.plan, [change(result) for result in results])
+                done(count)
+            return assemble(self.engine, self.plan, [change(self._ahead.pop(index)) for index in indices])
+
+    def _replay_some(self, own: list[int]) -> int:
+        """Mutates: replays these examples, and as many of those that come next as a batch has room for. Returns how many."""
+        for index in own:
+            self._coming.pop(index, None)
+        more = list(islice(self._coming, self.batch - len(own)))
+        try:
+            found = self._replay([self.task.example(index) for index in (*own, *more)])
+        except Exception:  # if it is that of a later example, its own shard says so
+            if not more:
+                raise
+            more, found = [], self._replay([self.task.example(index) for index in own])
+        self._ahead |= zip((*own, *more), found, strict=True)
+        for index in more:
+            del self._coming[index]
+        return len(own) + len(more)
 
     @property
     def wanted(self) -> list[str]:
@@ -608,4 +632,4 @@ def write_dump(
     maker = ShardMaker(engine, plan, batch)
     writers = as_int("writers", writers, 1)
     writer = DumpWriter(path, plan, engine.fingerprint)
-    return writer.write(maker.make, maker.sites, resume=resume, part=part, progress=progress, writers=writers)
+    return writer.write(maker.make, maker.sites, maker.expect, resume=resume, part=part, progress=progress, writers=writers)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import math
 import mmap
 import os
 import time
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from replaylens.engine.dump.content import bits_of, pieces_of
+from replaylens.engine.dump.content import RowHash, bits_of, blocks_of, pieces_of
 from replaylens.engine.dump.manifest import Manifest, ShardEntry, SiteEntry
 from replaylens.engine.dump.store import HashingFile, Store
 from replaylens.engine.errors import BadDump, DamagedShard, StoreFailed
@@ -41,22 +42,29 @@ _USUAL_HEADER = 1 << 14
 """bytes read first; most headers are shorter, so that one request suffices"""
 
 
-def write_shard(file: HashingFile, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors [rows, ...] as safetensors, without metadata and sorted by name: equal tensors give equal bytes."""
+def write_shard(file: HashingFile, tensors: Mapping[str, Tensor], beside: RowHash | None = None) -> None:
+    """Write tensors [rows, ...] as safetensors, without metadata and sorted by name: equal tensors give equal bytes.
+
+    beside  takes the rows, too, while they are written and the file is hashed
+    """
     header, offset = {}, 0
     for name in sorted(tensors):
         pieces = pieces_of(tensors, name)
-        end = offset + sum(x.numel() * x.element_size() for x in pieces)
-        code, shape = _CODES[str(pieces[0].dtype).removeprefix("torch.")], [sum(map(len, pieces)), *pieces[0].shape[1:]]
-        header[name] = {"dtype": code, "shape": shape, "data_offsets": [offset, end]}
+        x, rows = pieces[0], sum(piece.shape[0] for piece in pieces)
+        end = offset + rows * math.prod(x.shape[1:]) * x.element_size()
+        code = _CODES[str(x.dtype).removeprefix("torch.")]
+        header[name] = {"dtype": code, "shape": [rows, *x.shape[1:]], "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the format requires aligned data
     file.write(len(text).to_bytes(8, "little") + text)
-    for name in sorted(tensors):
-        for x in pieces_of(tensors, name):
-            if x.numel():
-                file.write(bits_of(x).numpy().reshape(-1))
+    with ThreadPoolExecutor(1) as threads:
+        for name, block in blocks_of(tensors):
+            hashing = None if beside is None else threads.submit(beside.add, name, block)
+            if block.numel():
+                file.write(bits_of(block).numpy().reshape(-1))
+            if hashing is not None:
+                hashing.result()
 
 
 class ShardFile:

@@ -30,7 +30,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from tqdm.auto import tqdm
 
-from replaylens.engine.dump.content import CORE, LOCATORS, Content, combine, concatenate, count_accepted
+from replaylens.engine.dump.content import CORE, LOCATORS, Content, RowHash, combine, concatenate, count_accepted
 from replaylens.engine.dump.lock import FINISH, LOCK_OR_CLAIM, PATIENCE, DumpLock, lock_name, sweep
 from replaylens.engine.dump.manifest import (
     COMPRESSION,
@@ -318,6 +318,7 @@ class DumpWriter:
         self,
         make: Make,
         describe: Describe,
+        expect: Callable[[list[int]], object] = lambda numbers: None,
         *,
         resume: bool = False,
         part: WorkerPart = (0, 1),
@@ -326,6 +327,7 @@ class DumpWriter:
     ) -> Dump | None:
         """Make and write every missing shard of this part, then finish the dump if no shard of any part is missing.
 
+        expect   called with the numbers of the shards before the first one is made
         writers  threads that hash and write shards while the next ones are made, and so shards in memory besides those
 
         If a write fails, the next call of the progress callback raises its error. If the dump fails before its first shard is
@@ -343,6 +345,7 @@ class DumpWriter:
                 bar.update(count)
                 queue.check()
 
+            expect(missing)
             for number in missing:
                 content = make(number, done)
                 queue.put(self.write_shard, number, content, describe(content))
@@ -447,10 +450,10 @@ class DumpWriter:
     def write_shard(self, number: int, content: Content, sites: dict[str, SiteEntry]) -> None:
         """Write one shard: its tensors, its index, and last part-K.json, which marks both as complete."""
         indices = self.plan.indices(number)
-        with self.store.writing(shard_name(number)) as file, ThreadPoolExecutor(1) as hashing:
-            digests = hashing.submit(content.digests)  # beside the hash of the file
-            write_shard(file, content.tensors)
-            digest, accepted_digest = digests.result()
+        with self.store.writing(shard_name(number)) as file:
+            hashed = RowHash(content.index)
+            write_shard(file, content.tensors, hashed)
+            digest, accepted_digest = hashed.digests()
             self.plan_file.check_digest(number, digest)  # if it fails, the file does not appear
         entry = ShardEntry(
             name=shard_name(number),

@@ -200,8 +200,9 @@ class Reservations:
 
 # ---- admission -------------------------------------------------------------------------------------------------------
 
-MAX_BURST = 16
-"""direct decode steps on the device between two looks by the host"""
+MAX_BURST, LONG_BURST = 16, 32
+"""direct decode steps on the device between two looks by the host; the second if only its length can end a request, and
+nobody reads its tokens as they come"""
 
 
 class Admission:
@@ -291,7 +292,9 @@ class Admission:
             if num_drafts and (1 + num_drafts) * self._width(job, turn.end) > budget:
                 return None  # a shorter window would make the rejected branches depend on the load
         if self._alone and turn.deciding and len(rows) == 1 and not turn.num_drafts and self._may_burst(job, start):
-            turn.burst = min(job.remaining, MAX_BURST)
+            turn.burst = min(job.remaining, LONG_BURST if job.certain else MAX_BURST)
+            if turn.burst == job.remaining and job.final and (job.lane.capture is None or not job.lane.capture.lag):
+                turn.burst += 1  # the row of the last token; what follows it is dropped
         return turn
 
     def _start(self, job: Job, num_tokens: int) -> int:
@@ -359,7 +362,7 @@ class Admission:
         """Whether the device can take steps of the job on its own: no hook functions, no edits of patterns or of chosen tokens
         at positions to come, and sampling does not need the host."""
         lane = job.lane
-        if any((edit.on_pattern or edit.tokens) and edit.touches(start, start + MAX_BURST) for edit in lane.edits):
+        if any((edit.on_pattern or edit.tokens) and edit.touches(start, start + LONG_BURST + 1) for edit in lane.edits):
             return False
         plain = not lane.hooks and self.runner.cache.chain is None
         return self._alone and plain and job.sampling.bare and job.forced_drafts is None

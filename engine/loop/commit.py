@@ -375,10 +375,8 @@ class Committer:
 
     def _accept_rows(self, turn: Turn) -> None:
         branch = turn.job.lane.branch
-        states, first = self.tree.branch(branch).states, turn.start
-        while first < turn.end and states[first] not in (TokenState.PENDING, TokenState.DRAFT):
-            first += 1
-        self.tree.mark(branch, first, turn.end, TokenState.ACCEPTED)
+        first = max(turn.start, self.tree.branch(branch).states.num_committed)
+        self.tree.mark(branch, min(first, turn.end), turn.end, TokenState.ACCEPTED)
 
     def _accept_kv(self, turn: Turn, outcome: Outcome) -> None:
         lane, pool = turn.job.lane, self.runner.pool
@@ -487,7 +485,8 @@ class Endings:
         """The verdict up to the token that ends the job, if one does. Mutates the job: counts, finish reason."""
         job, chain = turn.job, turn.chains[verdict.chain][: verdict.num_accepted]
         new = [*chain, verdict.token]
-        for i, token in enumerate(new):
+        limit = job.new_tokens - job.generated
+        for i, token in enumerate(new) if not job.certain or limit <= len(new) else ():
             if job.sampling.stop_tokens and token in job.sampling.stop_tokens:
                 job.finish_reason = "eos"
             elif job.sampling.stop and self._stops(turn, new[: i + 1]):

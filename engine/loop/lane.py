@@ -215,6 +215,12 @@ class Job:
     def remaining(self) -> int:
         return 0 if self.finish_reason else self.new_tokens - self.generated
 
+    @property
+    def certain(self) -> bool:
+        """Whether its number of tokens is known, and no stream yields them as they come."""
+        ends = self.sampling.stop_tokens or self.sampling.stop or self.until is not None
+        return not ends and self.lane.streamed is not self
+
     def first_row(self, num_tokens: int) -> int:
         """Where the next pass over a path of `num_tokens` starts. Choosing the next token takes the last token's row, even if
         its KV is known."""

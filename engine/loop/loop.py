@@ -41,6 +41,8 @@ class JobQueue:
     ) -> None:
         self.runner, self.tree, self.prefix, self.drafters, self.max_rows = runner, tree, prefix, drafters, max_rows
         self.jobs: list[Job] = []
+        self._busy: set[int] = set()
+        """their branches"""
         self.listeners: list[Listener] = []
 
     def submit(self, job: Job) -> None:
@@ -50,12 +52,14 @@ class JobQueue:
             self.end(job, refusal)
         else:
             self.close_if_done(job)
-        self.jobs += [] if job.done else [job]
+        if not job.done:
+            self.jobs.append(job)
+            self._busy.add(job.lane.branch)
 
     def refusal(self, job: Job) -> EngineError | None:
         """Why a job cannot be served, regardless of other jobs' load; None: it can."""
         record, vocab = self.tree.branch(job.lane.branch), self.runner.model.config.vocab_size
-        if job.lane.unread or any(other.lane is job.lane for other in self.jobs):
+        if job.lane.unread or record.id in self._busy:
             return BadRequest(f"Branch {record.id} is busy with another request. Finish it or close its stream first.")
         if record.status is BranchStatus.REJECTED:
             return ClosedBranch(f"Branch {record.id} is rejected. Fork it to continue from its tokens.")
@@ -124,18 +128,21 @@ class JobQueue:
         """Mutates: stops a job that is not done and removes it from the queue; nothing happens if it is in no queue."""
         if job in self.jobs and not job.done:
             self.end(job)
-        self.jobs = [other for other in self.jobs if other is not job]
+        self._keep([other for other in self.jobs if other is not job])
 
     def forget_done(self) -> None:
         """Mutates: removes the jobs that are done."""
-        self.jobs = [job for job in self.jobs if not job.done]
+        self._keep([job for job in self.jobs if not job.done])
+
+    def _keep(self, jobs: list[Job]) -> None:
+        self.jobs, self._busy = jobs, {job.lane.branch for job in jobs}
 
     def end_all(self, error: Exception) -> None:
         """Mutates: ends every job with the error."""
         for job in self.jobs:
             if not job.done:
                 self.end(job, error)
-        self.jobs = []
+        self._keep([])
 
     def _finish(self, job: Job, reason: str | None) -> None:
         job.lane.statistics.add(job.statistics)

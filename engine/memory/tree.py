@@ -172,10 +172,11 @@ class BranchTree:
         branch = self._changeable(branch_id, BranchStatus.OPEN, BranchStatus.FINISHED)
         if not 0 <= start <= end <= len(branch.tokens):
             raise BadRange(f"Branch {branch_id} has {len(branch.tokens)} tokens. Cannot mark [{start}, {end}).")
-        for position in range(start, end):
+        for position in (start, end - 1) if start < end else ():  # states are in order: those between are in between
             old = branch.states[position]
             if state not in TRANSITIONS.get(old, ()):
-                raise BadTransition(f"Branch {branch_id}, position {position}: {old.value} cannot become {state.value}.")
+                first = max(start, branch.states.index(old))
+                raise BadTransition(f"Branch {branch_id}, position {first}: {old.value} cannot become {state.value}.")
         if start < end and start > 0 and branch.states[start - 1] in (PENDING, DRAFT):
             raise BadTransition(
                 f"Branch {branch_id}: position {start - 1} is still {branch.states[start - 1].value}. "

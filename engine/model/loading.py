@@ -276,6 +276,17 @@ def load_path(
     return _translated(path, raw, source, dtype, check, device, adapter, revision, packed)
 
 
+def config_of(path: Path) -> ModelConfig:
+    """The config of a folder or a .gguf file, without its weights. Whether the head is tied is what the config says."""
+    if (path / CONFIG_FILE).exists():
+        return ModelConfig.from_json((path / CONFIG_FILE).read_text())
+    if not exists(path if path.suffix == ".gguf" else path / "config.json"):
+        raise UnsupportedModel(f"{path} does not exist, or holds no model. Give the path of a folder or a .gguf file.")
+    raw = dict(GgufFile(path).config if path.suffix == ".gguf" else _read_config(path))
+    raw.pop("quantization_config", None)
+    return FAMILIES[family_of(raw)].config(raw)
+
+
 @dataclass(frozen=True)
 class LocatedModel:
     """Where a model is."""

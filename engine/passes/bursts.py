@@ -10,7 +10,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,7 @@ from replaylens.engine.passes.graphs import kept, recorded
 from replaylens.engine.passes.runner import Keep, Runner
 from replaylens.engine.passes.transfer import PendingRows, SiteGroup
 from replaylens.engine.records import LensSpec
-from replaylens.engine.request.capture import CaptureSpec, PassTap, PickableRows, Rows
+from replaylens.engine.request.capture import CaptureSpec, PassTap, Place, PlacedRows, Rows
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.kernels.launch import next_power_of_2
@@ -72,12 +71,22 @@ class BurstRows:
         self._live = self._all = num_requests
         self._views: weakref.WeakSet[StepRows] = weakref.WeakSet()
         self._sparse = sparse
+        self._steps: dict[Keep, tuple[list[tuple[StepBlock, int]], bool]] = {}
 
     def view(self, request: int, keep: Keep, names: Mapping[str, str]) -> "StepRows":
         """The rows of one request, one per step that keeps it. names: site -> name in the blocks"""
         view = StepRows(self, request, keep, names)
         self._views.add(view)
         return view
+
+    def steps(self, request: int, keep: Keep) -> list[tuple[StepBlock, int]]:
+        """The block of each row of a request, and the number of its step there. Precondition: all steps were taken."""
+        if keep not in self._steps:
+            blocks = self.blocks[keep]
+            every = [(block, step) for block in blocks for step in range(block.steps)]
+            self._steps[keep] = every, all(block.held == blocks[0].held for block in blocks)
+        every, alike = self._steps[keep]
+        return every if alike else [each for each in every if request in each[0].held]
 
     def dropped(self) -> None:
         """Mutates: one view is gone. If few are left, they move out, so that the rest can be freed."""
@@ -92,7 +101,7 @@ class BurstRows:
                 view.own()
 
 
-class StepRows(PickableRows):
+class StepRows(PlacedRows):
     """The rows of one request in a burst, stacked when somebody looks."""
 
     def __init__(self, burst: BurstRows, request: int, keep: Keep, names: Mapping[str, str]) -> None:
@@ -126,16 +135,13 @@ class StepRows(PickableRows):
         self._burst = None
         burst.dropped()
 
-    def picked(self, numbers: Sequence[int]) -> Rows:
-        """Some of the rows, by their number, without copying the others."""
+    def place(self, number: int) -> Place:
+        """Where a row lies, by its number."""
         burst = self._burst
         if burst is None:
-            return {site: rows[list(numbers)] for site, rows in self._rows.items()}
-        blocks = burst.blocks[self._keep]
-        places = [(block, row) for block in blocks for row in block.of(self._request)]
-        chosen = groupby((places[number] for number in numbers), key=lambda place: id(place[0]))
-        found = [(some[0][0], [row for _, row in some]) for some in (list(them) for _, them in chosen)]
-        return self._joined(found or [(blocks[0], [])])
+            return self._rows, number, None
+        block, step = burst.steps(self._request, self._keep)[number]
+        return block.rows, step * len(block.held) + block.held.index(self._request), self._names
 
     def _joined(self, places: Sequence[tuple[StepBlock, Sequence[int]]]) -> Rows:
         """Copies of these rows, in this order, by site."""

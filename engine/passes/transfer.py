@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.errors import InternalError
+from replaylens.engine.request.capture import Place, PlacedRows
 from replaylens.engine.terminal import defer_interrupt
 
 # ---- ring ------------------------------------------------------------------------------------------------------------
@@ -197,7 +198,7 @@ class PendingRows:
             view.own()
 
 
-class RowView(Mapping[str, Tensor]):
+class RowView(PlacedRows):
     """Some rows of a block, by site."""
 
     def __init__(self, block: PendingRows, sites: tuple[str, ...], first: int, end: int) -> None:
@@ -208,6 +209,11 @@ class RowView(Mapping[str, Tensor]):
     def __getitem__(self, site: str) -> Tensor:
         block = self._block  # read once: another thread may be in `own`
         return self._rows[site] if block is None else block[site][self._first : self._end]
+
+    def place(self, number: int) -> Place:
+        """Where a row lies, by its number."""
+        block = self._block
+        return (self._rows, number, None) if block is None else (block, self._first + number, None)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sites)

@@ -33,6 +33,8 @@ ROWS = (1, 3, 16, 17, 33, 64, 129, 512)
 """batch sizes"""
 RECURRED = 150
 """positions of a path through a recurrent layer"""
+TURNS = 8
+"""processes that share an examination, at most: more begin with the same parts"""
 Random = Callable[..., Tensor]
 
 
@@ -114,31 +116,39 @@ def _control_experts(name: str, mixture: Mixture, x: Tensor, findings: list[Find
 
 
 @torch.no_grad()
-def examine(model: Decoder) -> Certificate:
-    """Examine every op and shape of the model on its device. Does not raise: the certificate lists the failures."""
+def examine(model: Decoder, turn: int = 0) -> Certificate:
+    """Examine every op and shape of the model on its device. Does not raise: the certificate lists the failures.
+
+    turn  where to begin. Processes that examine one shape at the same time compile different kernels first, and then find each
+          other's on disk
+    """
     require_supported(model.config)
     device, dtype = model.device, model.dtype
     generator = torch.Generator(device).manual_seed(2024)
     random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
     findings: list[Finding] = []
-    _products(model, random, findings)
-    _by_head(model, random, findings)
-    _rowwise(model, random, findings)
-    examine_experts(model, random, findings)
-    _attention(model, random, findings)
-    _recurrence(model, random, findings)
-    _lens(model, random, findings)
+    linears: dict[tuple[int, ...], tuple[str, Linear]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            linears.setdefault(tuple(module.shape_of("weight")), (name, module))
+    parts: list[Callable[[Decoder, Random, list[Finding]], None]] = [
+        *(partial(_product, *each) for each in linears.values()),
+        *(_unembed, _by_head, _rowwise, examine_experts, _attention, _recurrence, _lens),
+    ]
+    first = turn * len(parts) // TURNS % len(parts)
+    for part in (*parts[first:], *parts[:first]):
+        part(model, random, findings)
     return Certificate(tuple(findings))
 
 
-def _products(model: Decoder, random: Random, findings: list[Finding]) -> None:
-    ops, seen = HeadOps(), set()
-    for name, module in model.named_modules():
-        if isinstance(module, Linear) and module.shape_of("weight") not in seen:
-            seen.add(module.shape_of("weight"))
-            compare(name, random(max(ROWS), len(module.weight)), partial(ops.linear, linear=module), findings)
-            _control(name, random(256, len(module.weight)), module.weight, findings)
-    unembed = partial(ops.unembed, table=model.stored_unembedding)
+def _product(name: str, linear: Linear, model: Decoder, random: Random, findings: list[Finding]) -> None:
+    width = len(linear.weight)
+    compare(name, random(max(ROWS), width), partial(HeadOps().linear, linear=linear), findings)
+    _control(name, random(256, width), linear.weight, findings)
+
+
+def _unembed(model: Decoder, random: Random, findings: list[Finding]) -> None:
+    unembed = partial(HeadOps().unembed, table=model.stored_unembedding)
     compare("unembed", random(max(ROWS), model.config.d_model), unembed, findings)
 
 

@@ -2,11 +2,14 @@
 
 import re
 from abc import abstractmethod
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
+from math import prod
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -188,12 +191,22 @@ class PassTap:
 # `Recording`: the captured rows of one branch, committed together with its tokens and KV.
 
 
-class PickableRows(Mapping[str, Tensor]):
-    """Rows by site that lie in several places. Looking at a site copies them together."""
+class Block(Protocol):
+    """Rows by site."""
+
+    def __getitem__(self, site: str, /) -> Tensor: ...
+
+
+Place = tuple[Block, int, Mapping[str, str] | None]
+"""a block of rows, the number of a row in it, and site -> its name there; None: they are the same"""
+
+
+class PlacedRows(Mapping[str, Tensor]):
+    """Rows by site that lie in blocks with those of other requests."""
 
     @abstractmethod
-    def picked(self, numbers: Sequence[int]) -> Mapping[str, Tensor]:
-        """The rows with these numbers, in this order, without copying the others."""
+    def place(self, number: int) -> Place:
+        """Where a row lies."""
 
 
 @dataclass
@@ -214,12 +227,10 @@ class Chunk:
         rows, count = self.rows[site], len(self.positions)
         return rows if rows.shape[0] == count else rows[self.first : self.first + count]
 
-    def picked(self, positions: Sequence[int]) -> Mapping[str, Tensor]:
-        """The rows of some of its positions, in their order, by site: a copy."""
-        numbers = [self.first + self.positions.index(position) for position in positions]
-        if isinstance(self.rows, PickableRows):
-            return self.rows.picked(numbers)
-        return {site: rows[numbers] for site, rows in self.rows.items()}
+    def place(self, position: int) -> Place:
+        """Where the row of a position lies."""
+        number = self.first + self.positions.index(position)
+        return self.rows.place(number) if isinstance(self.rows, PlacedRows) else (self.rows, number, None)
 
     def upto(self, length: int) -> "Chunk":
         """The part before position `length`."""
@@ -355,30 +366,29 @@ class Recording:
         pieces = self.pieces(site)
         return pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces)
 
+    @modes.plainly
+    def copied(self) -> Rows:
+        """A copy of all rows of every site, by the names they are listed by. Sites of one shape share a piece of memory: it is
+        mapped faster than many small ones."""
+        pieces, found = {name: self.pieces(name) for name in self.keys()}, Rows()
+        groups: dict[tuple[torch.Size, torch.dtype], list[str]] = {}
+        for name, own in pieces.items():
+            groups.setdefault((own[0].shape[1:], own[0].dtype), []).append(name)
+        for names in groups.values():
+            own = pieces[names[0]]
+            whole = _unmapped(own[0], (len(names), sum(map(len, own)), *own[0].shape[1:]))
+            for name, rows in zip(names, whole, strict=True):
+                found[name] = torch.cat(pieces[name], out=rows)
+        return {name: found[name] for name in pieces}
+
     def peek(self, site: str) -> Tensor:
         """As `recording[site]`, but possibly without a copy. The caller must not change it."""
         pieces = self.pieces(site)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def picked(self, positions: Sequence[int]) -> dict[str, Tensor]:
-        """The rows of some positions, in their order, by captured site: copies of these alone.
-
-        Precondition: every position has a row.
-        """
-        found: list[Mapping[str, Tensor]] = []
-        order: list[int] = []
-        for chunk in self.chunks:
-            own = [i for i, position in enumerate(positions) if chunk.start <= position < chunk.end]
-            if own:
-                found.append(chunk.picked([positions[i] for i in own]))
-                order += own
-        if not found:
-            return {}
-        whole = {site: torch.cat([with_keys(site, rows[site], self.end) for rows in found]) for site in self.sites()}
-        if order == list(range(len(order))):
-            return whole
-        back = torch.tensor(order).argsort()
-        return {site: rows[back] for site, rows in whole.items()}
+    def place(self, position: int) -> Place:
+        """Where the row of a position lies. Precondition: it has one."""
+        return self.chunks[bisect_right(self.chunks, position, key=lambda chunk: chunk.start) - 1].place(position)
 
     def pieces(self, site: str) -> list[Tensor]:
         """The rows of a site, chunk by chunk and without a copy. The caller must not change them."""
@@ -401,6 +411,62 @@ class Recording:
     def _pieces(self, site: str) -> list[Tensor]:
         """The rows of a captured site, chunk by chunk."""
         return [with_keys(site, chunk.piece(site), self.end) for chunk in self.chunks if chunk.rows]
+
+
+@dataclass
+class _Picks:
+    """Rows of one block that are wanted."""
+
+    block: Block
+    names: Mapping[str, str] | None
+    keys: int
+    """of the path of its last row; only blocks of a single path have rows with keys"""
+    rows: list[int] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+    """where they go"""
+
+
+def picked(recordings: Sequence[Recording | None], positions: Sequence[Sequence[int]]) -> list[Rows]:
+    """The rows of some positions of each recording, in their order, by captured site: copies of these alone. Those that many
+    recordings have in one block are picked together. Precondition: every position has a row."""
+    picks: dict[int, _Picks] = {}
+    counts = [0 if recording is None else len(wanted) for recording, wanted in zip(recordings, positions, strict=True)]
+    asked = [(recording, wanted) for recording, wanted in zip(recordings, positions, strict=True) if recording and wanted]
+    target = count()
+    for recording, wanted in asked:
+        for position in wanted:
+            block, row, names = recording.place(position)
+            found = picks.get(id(block)) or picks.setdefault(id(block), _Picks(block, names, recording.end))
+            found.rows.append(row)
+            found.targets.append(next(target))
+    sites = asked[0][0].sites() if asked else []
+    whole = _copied(list(picks.values()), sites, sum(counts))
+    parts = {site: rows.split(counts) for site, rows in whole.items()}
+    return [
+        {site: with_keys(site, parts[site][i], recording.end).clone() for site in sites if counts[i]} if recording else {}
+        for i, recording in enumerate(recordings)
+    ]
+
+
+def _copied(picks: Sequence[_Picks], sites: Iterable[str], total: int) -> Rows:
+    """The picked rows, in one tensor per site."""
+    made, longest = Rows(), max((found.keys for found in picks), default=0)
+    for found in picks:
+        rows, targets = torch.tensor(found.rows), torch.tensor(found.targets)
+        for site in sites:
+            x = found.block[site if found.names is None else found.names[site]][rows]
+            x = with_keys(site, with_keys(site, x, found.keys), longest)
+            if site not in made:
+                made[site] = x.new_empty(total, *x.shape[1:])
+            made[site][targets] = x
+    return made
+
+
+def _unmapped(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Uninitialised memory where `like` is, of its dtype. On a CPU from numpy, which asks for huge pages."""
+    if like.device.type != "cpu":
+        return like.new_empty(shape)
+    return torch.from_numpy(np.empty(prod(shape) * like.element_size(), dtype=np.uint8)).view(like.dtype).view(shape)
 
 
 def with_keys(site: str, rows: Tensor, count: int) -> Tensor:

@@ -115,6 +115,12 @@ class Sampling:
             "ignore_eos": as_bool("ignore_eos", self.ignore_eos),
         }
 
+    def derived(self, **fields: Any) -> Sampling:
+        """A copy with other values of some fields. Precondition: they are valid. Nothing is checked, which takes long."""
+        made = object.__new__(Sampling)
+        made.__dict__.update(self.__dict__, **fields)
+        return made
+
     def to_json(self) -> dict[str, Any]:
         """Plain values, for traces, dump plans and workers."""
         return asdict(self)

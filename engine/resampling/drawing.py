@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -18,7 +21,7 @@ from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.model.text import Text
 from replaylens.engine.records import Fingerprint
-from replaylens.engine.request.capture import CaptureSpec, Recording
+from replaylens.engine.request.capture import CaptureSpec, Recording, picked
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_bool, as_instance, as_int, as_list, integer, short_repr, token_ids
 from replaylens.engine.resampling.plan import (
@@ -37,7 +40,7 @@ from replaylens.engine.resampling.plan import (
 from replaylens.engine.resampling.rollouts import Rollout, Row, WaveFolder
 from replaylens.engine.serving.forest import Completer, Forest
 from replaylens.engine.serving.request import SAMPLING, Request, logits_of
-from replaylens.engine.terminal import hidden
+from replaylens.engine.terminal import hidden, pause_collector
 
 # ---- waves -----------------------------------------------------------------------------------------------------------
 # `Waves`: rollouts of a plan, some at a time, as forks of one branch that are computed together.
@@ -79,6 +82,19 @@ class Served(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Continuation:
+    """A rollout that was generated and not read yet. It needs no branch any more."""
+
+    index: int
+    tokens: list[int]
+    stopped: str
+    recording: Recording | None
+    answer: FoundAnswer | None = None
+    outcome: str | None = None
+    probabilities: tuple[float, ...] = ()
+
+
 class Waves:
     """Draws rollouts. Which are drawn together changes no bit of them."""
 
@@ -87,13 +103,27 @@ class Waves:
 
     def draw(self, indices: Sequence[int]) -> list[Rollout]:
         """The rollouts with these indices, in this order."""
+        return self.read(self.generate(indices))
+
+    def generate(self, indices: Sequence[int]) -> list[Continuation]:
+        """The continuations with these indices, in this order. Answers are read here, in the caller's thread: its function may
+        expect that."""
         with ExitStack() as open_branches, self.engine.forest.quiet():
             forks = self.forked(indices, open_branches)
             reasons = self.generated(forks, indices)
-            found = [self._read(fork, index, why) for fork, index, why in zip(forks, indices, reasons, strict=True)]
+            found = [self._taken(fork, index, why) for fork, index, why in zip(forks, indices, reasons, strict=True)]
             if self.plan.answer is not None and self.plan.answer.tokens:
                 found = self._with_choices(forks, found)
         return found
+
+    def read(self, found: Sequence[Continuation]) -> list[Rollout]:
+        """The rollouts, with their texts and kept rows. Touches no branch: a thread may read a wave while the next one is
+        generated."""
+        said = [self._own(each) for each in found]
+        rows = [self._kept(each, own) for each, own in zip(found, said, strict=True)]
+        recordings = [each.recording for each in found]
+        states = picked(recordings, [[position for _, position in own] for own in rows])
+        return [self._rollout(*each) for each in zip(found, said, rows, states, strict=True)]
 
     def forked(self, indices: Sequence[int], open_branches: ExitStack) -> list[Forked]:
         """One fork per rollout, which `open_branches` releases. Forks at one place share pages, replaced tokens included."""
@@ -108,7 +138,9 @@ class Waves:
                 open_branches.callback(start.release)
                 start.force(self.plan.replace[place])
                 at = len(start.record.tokens)
-            for index, fork in zip(own, start.fork(len(own), at=at), strict=True):
+            with pause_collector():  # they are many objects, which live as long as the wave
+                made = start.fork(len(own), at=at)
+            for index, fork in zip(own, made, strict=True):
                 open_branches.callback(fork.release)
                 self._capture(fork.lane, at - 1)
                 forks[index] = fork
@@ -143,39 +175,42 @@ class Waves:
         assert self.plan.answer is not None
         return self.plan.answer.certain(self.engine.text.decode(tokens))
 
-    def _read(self, fork: Forked, index: int, why: str) -> Rollout:
-        plan, text = self.plan, self.engine.text
-        place, number = plan.rollout(index)
-        start = len(plan.prefix(place))
-        tokens = list(fork.record.tokens[start:])
-        own = tokens[:-1] if why == "eos" and tokens[-1] == text.eos_id else tokens
-        said = text.decode(own) if own else ""
-        answer = None if plan.answer is None or plan.answer.tokens else plan.answer.read(said)
-        rows, states = self._kept(fork.lane, start, own, answer, len(tokens))
+    def _taken(self, fork: Forked, index: int, why: str) -> Continuation:
+        answer = self.plan.answer
+        made = Continuation(index, fork.record.tokens[self.plan.length(index, 0) :], why, fork.lane.recording)
+        if answer is None or answer.tokens:
+            return made
+        own = self._own(made)
+        return replace(made, answer=answer.read(self.engine.text.decode(own) if own else ""))
+
+    def _own(self, found: Continuation) -> list[int]:
+        """The tokens of its text: without the end-of-sequence token."""
+        ended = found.stopped == "eos" and found.tokens[-1] == self.engine.text.eos_id
+        return found.tokens[:-1] if ended else found.tokens
+
+    def _kept(self, found: Continuation, own: list[int]) -> list[Row]:
+        """The rows of the plan's places."""
+        if found.recording is None:
+            return []
+        start = self.plan.length(found.index, 0)
+        return places(self.plan, self.engine.text, start, own, found.answer, len(found.tokens))
+
+    def _rollout(self, found: Continuation, own: list[int], rows: list[Row], states: Mapping[str, Tensor]) -> Rollout:
+        place, number = self.plan.rollout(found.index)
         return Rollout(
-            plan.positions[place],
+            self.plan.positions[place],
             number,
-            plan.sampling_of(index).seed,
-            tuple(tokens),
-            said,
-            None if answer is None else answer.outcome,
-            why,
-            (),
-            rows,
+            self.plan.seed_of(found.index),
+            tuple(found.tokens),
+            self.engine.text.decode(own) if own else "",
+            found.outcome if found.answer is None else found.answer.outcome,
+            found.stopped,
+            found.probabilities,
+            tuple(rows),
             states,
         )
 
-    def _kept(
-        self, lane: Lane, start: int, own: list[int], answer: FoundAnswer | None, count: int
-    ) -> tuple[tuple[Row, ...], dict[str, Tensor]]:
-        """The rows of the plan's places on a rollout of `count` tokens from `start` on, and what is captured there."""
-        recording = lane.recording
-        if recording is None:
-            return (), {}
-        rows = places(self.plan, self.engine.text, start, own, answer, count)
-        return tuple(rows), recording.picked([position for _, position in rows])
-
-    def _with_choices(self, forks: Sequence[Forked], found: list[Rollout]) -> list[Rollout]:
+    def _with_choices(self, forks: Sequence[Forked], found: list[Continuation]) -> list[Continuation]:
         """The rollouts with the probabilities of the choices as the token after them, and after the forced text."""
         answer, forest = self.plan.answer, self.engine.forest
         assert answer is not None
@@ -195,12 +230,8 @@ class Waves:
             logits = forest.lock.alone(logits_of, forest.runner, row, None)[0].double()
             shares = logits.softmax(-1)[columns].tolist()
             outcome = names[max(range(len(shares)), key=shares.__getitem__)]
-            made.append(_replaced(rollout, outcome, (*shares, max(0.0, 1.0 - sum(shares)))))
+            made.append(replace(rollout, outcome=outcome, probabilities=(*shares, max(0.0, 1.0 - sum(shares)))))
         return made
-
-
-def _replaced(rollout: Rollout, outcome: str, shares: tuple[float, ...]) -> Rollout:
-    return Rollout(**{**vars(rollout), "outcome": outcome, "probabilities": shares})
 
 
 def places(plan: ResamplePlan, text: Text, start: int, own: list[int], answer: FoundAnswer | None, count: int) -> list[Row]:
@@ -324,28 +355,52 @@ def _edits(lane: Lane, positions: Sequence[int]) -> tuple[tuple[dict[str, Any], 
     return tuple(tuple(edit.to_json() for edit in edits if edit.needs <= at) for at in positions) if edits else ()
 
 
-def drawn(branch: Forked, plan: ResamplePlan, wave: int, folder: str | Path | None, progress: bool) -> Iterator[Rollout]:
-    """The rollouts of a plan, drawn when they are read, on a fork that stays on the path, whatever becomes of the branch."""
+def drawn(
+    branch: Forked, plan: ResamplePlan, wave: int, folder: str | Path | None, progress: bool, ahead: bool
+) -> Iterator[Rollout]:
+    """The rollouts of a plan, drawn when they are read, on a fork that stays on the path, whatever becomes of the branch.
+
+    ahead  a wave is read and written while the next one is generated, so that this one is not lazy
+    """
     with branch.engine.forest.quiet():
         (path,) = branch.fork()
-    return _drawn(path, plan, wave, folder, as_bool("progress", progress))
+    return _drawn(path, plan, wave, folder, as_bool("progress", progress), ahead)
 
 
-def _drawn(path: Any, plan: ResamplePlan, wave: int, folder: str | Path | None, progress: bool) -> Iterator[Rollout]:
-    with path:
+def _drawn(
+    path: Any, plan: ResamplePlan, wave: int, folder: str | Path | None, progress: bool, ahead: bool
+) -> Iterator[Rollout]:
+    with path, ExitStack() as threads:
         waves = waves_of(path.engine, path, plan)
         files = None if folder is None else WaveFolder.create(folder, plan, wave)
         wave = wave if files is None else files.wave
         finished = set[int]() if files is None else files.finished()
-        with tqdm(total=len(plan), unit="rollout", disable=hidden(progress)) as bar:
-            for number in range(-(-len(plan) // wave)):
-                indices = range(number * wave, min((number + 1) * wave, len(plan)))
-                if files is None:
-                    found = waves.draw(indices)
-                else:
-                    found = files.read(number) if number in finished else files.write(number, waves.draw(indices))
-                bar.update(len(found))
-                yield from found
+        pool = threads.enter_context(ThreadPoolExecutor(1, "rollouts")) if ahead else None
+        bar = threads.enter_context(tqdm(total=len(plan), unit="rollout", disable=hidden(progress)))
+
+        def finish(number: int, found: Sequence[Continuation]) -> list[Rollout]:
+            read = waves.read(found)
+            return read if files is None else files.write(number, read)
+
+        def begin(number: int) -> Callable[[], list[Rollout]]:
+            """Generates a wave. Returns what waits for its rollouts."""
+            if files is not None and number in finished:
+                return partial(files.read, number)
+            found = waves.generate(range(number * wave, min((number + 1) * wave, len(plan))))
+            return partial(finish, number, found) if pool is None else pool.submit(finish, number, found).result
+
+        waiting: list[Callable[[], list[Rollout]]] = []
+        for number in range(-(-len(plan) // wave)):
+            waiting.append(begin(number))
+            while len(waiting) > ahead:
+                yield from _counted(bar, waiting.pop(0)())
+        for rest in waiting:
+            yield from _counted(bar, rest())
+
+
+def _counted(bar: Any, found: list[Rollout]) -> list[Rollout]:
+    bar.update(len(found))
+    return found
 
 
 def waves_of(engine: Resampler, branch: Any, plan: ResamplePlan) -> Waves:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from struct import pack, unpack
 from typing import Any
@@ -291,8 +291,12 @@ class ResamplePlan:
 
     def sampling_of(self, index: int) -> Sampling:
         """The sampling of rollout `index`, with its own seed."""
+        return self.sampling.derived(seed=self.seed_of(index))
+
+    def seed_of(self, index: int) -> int:
+        """The seed of rollout `index`."""
         place, number = self.rollout(index)
-        return replace(self.sampling, seed=rollout_seed(self.sampling.seed, self.positions[place], number))
+        return rollout_seed(self.sampling.seed, self.positions[place], number)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values."""

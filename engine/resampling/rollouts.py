@@ -75,14 +75,18 @@ class Rollout:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values of everything but the states."""
-        raw = {name: value for name, value in vars(self).items() if name != "states"}
-        plain: dict[str, Any] = json.loads(json.dumps(raw))
+        plain: dict[str, Any] = json.loads(json.dumps(self.record))
         return plain
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Everything but the states; a JSON file spells tuples as lists."""
+        return {name: value for name, value in vars(self).items() if name != "states"}
 
     @property
     def digest(self) -> str:
         """SHA-256 of everything, states included."""
-        found = hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode())
+        found = hashlib.sha256(json.dumps(self.record, sort_keys=True).encode())
         for site in sorted(self.states):
             rows = self.states[site].detach().cpu().contiguous()
             found.update(f"{site} {rows.dtype} {tuple(rows.shape)}".encode())
@@ -258,10 +262,13 @@ class WaveFolder:
         digest = None
         kept = [each for each in rollouts if each.rows]
         if kept:
-            content = save({site: joined(site, [each.states[site].cpu() for each in kept]) for site in kept[0].states})
-            digest = hashlib.sha256(content).hexdigest()
-            _write(self._file(number, "safetensors"), content)
-        records = json.loads(json.dumps([each.to_json() for each in rollouts]))
+            content = _file_of({site: joined(site, [each.states[site].cpu() for each in kept]) for site in kept[0].states})
+            hashed = hashlib.sha256()
+            for part in content:
+                hashed.update(part)
+            digest = hashed.hexdigest()
+            _write(self._file(number, "safetensors"), *content)
+        records = [each.record for each in rollouts]
         raw = {"rollouts": records, "sha256": digest, "plan": self._plan, "digest": _digest(records, digest, self._plan)}
         _write(self._file(number, "json"), json.dumps(raw).encode())
         return self._with_rows(number, rollouts)
@@ -390,20 +397,33 @@ def _content(file: Path) -> bytes:
         raise BadRollouts(f"{file} cannot be read: {error}.") from error
 
 
-def _write(file: Path, content: bytes) -> None:
+def _file_of(tensors: Mapping[str, Tensor]) -> list[Any]:
+    """What a safetensors file of these tensors holds, without a copy: `save` makes two, and keeps other threads waiting."""
+    empty = save({name: x[:0].contiguous() for name, x in tensors.items()})  # it knows the order and the names of dtypes
+    header, end = json.loads(empty[8:]), 0
+    for name, entry in header.items():
+        start, end = end, end + tensors[name].nbytes
+        entry |= {"shape": list(tensors[name].shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    flat = [tensors[name].contiguous().view(-1).view(torch.uint8).numpy() for name in header]
+    return [len(text).to_bytes(8, "little") + text, *flat]
+
+
+def _write(file: Path, *content: Any) -> None:
     """Write a file that appears as a whole, on disk before its name is. Threads, processes and machines may write the same."""
     while not _written(file, content):
         pass  # a machine that does not see the lock has removed the part
 
 
-def _written(file: Path, content: bytes) -> bool:
+def _written(file: Path, content: Sequence[Any]) -> bool:
     """Whether the file was written; False if its part was removed meanwhile. DumpWriteFailed if the disk refuses it."""
     part = file.with_name(f"{file.name}.{uuid4().hex}.part")
     try:
         with open(part, "wb") as opened:
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(opened, fcntl.LOCK_EX)
-            opened.write(content)
+            opened.writelines(content)
             opened.flush()
             os.fsync(opened.fileno())
             try:

@@ -468,18 +468,19 @@ class Branch(NotCopyable):
         from replaylens.engine.resampling.rollouts import Rollouts
 
         plan, wave = plan_rollouts(self, n, at, sampling, max_new, answer, sites, keep, replace, wave)
-        return Rollouts(plan, tuple(drawn(self, plan, wave, folder, progress)))
+        return Rollouts(plan, tuple(drawn(self, plan, wave, folder, progress, ahead=True)))
 
     @named_options
     def stream_rollouts(
         self, n: int, *, folder: str | Path | None = None, progress: bool = False, **options: Unpack[ResampleKeywords]
     ) -> Iterator[Rollout]:
         """Yield the rollouts of `resample` in their order, wave by wave. What is not yielded yet is not drawn, and what is not
-        held is not kept. With a `folder`, those of finished waves are yielded again, from their files."""
+        held is not kept. With a `folder`, those of finished waves are yielded again, from their files, and one more wave is
+        drawn: the last one is written meanwhile."""
         from replaylens.engine.resampling.drawing import drawn, plan_rollouts
 
         plan, wave = plan_rollouts(self, n, **options)
-        return drawn(self, plan, wave, folder, progress)
+        return drawn(self, plan, wave, folder, progress, ahead=folder is not None)
 
     def _check_open(self) -> None:
         if self.status is BranchStatus.RELEASED:

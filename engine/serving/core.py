@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypedDict, TypeVar, Unpack
 
+import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadEdit, BadRequest, NotRecorded
@@ -35,7 +37,7 @@ from replaylens.engine.proof import certificates
 from replaylens.engine.proof import trace as fingerprint
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.records import LensSpec
-from replaylens.engine.request.capture import CaptureSpec, PositionSlice
+from replaylens.engine.request.capture import CaptureSpec, PositionSlice, Recording
 from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import place_all, warn_of_no_match
@@ -125,6 +127,8 @@ _OPEN = 32
 
 _PAGE = 16
 """default of `page_size`"""
+_COPYING = 12
+"""threads that copy captured rows for a caller, at most"""
 
 SITES = "letters such as 'STCZ', a site name, or a list of these"
 """the accepted values of `sites`, for error messages"""
@@ -363,6 +367,15 @@ class Core(Generation, NotCopyable):
         """A new root branch with its prompt computed. Options as in `prompts`."""
         (branch,) = self.prompts([text], **options)
         return branch
+
+    @modes.plainly
+    def activations(self, branches: Sequence[Branch]) -> list[dict[str, Tensor]]:
+        """What each branch captured, by site: [rows, ...], copied as by `branch.activations`, but faster. A tensor that is kept
+        keeps those of its branch's other sites in memory, too; clone it if you need only that one."""
+        given = as_list("branches", branches, "a list of branches, such as engine.prompts(...)")
+        recordings = [self._own(branch).activations for branch in given]
+        with ThreadPoolExecutor(min(_COPYING, torch.get_num_threads())) as threads:  # one fills fresh memory slowly
+            return list(threads.map(Recording.copied, recordings))
 
     def _named(self, branches: list[AnyBranch], sites: str | Sequence[str] | None) -> list[AnyBranch]:
         """Mutates: captured rows are listed by the names that they were asked for. Returns the branches."""

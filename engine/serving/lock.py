@@ -18,7 +18,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model import modes
-from replaylens.engine.terminal import defer_interrupt
+from replaylens.engine.terminal import defer_interrupt, pause_collector
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -97,7 +97,7 @@ class EngineLock:
             depth = self._depth
             try:
                 self._stepping, self._depth = threading.get_ident(), depth + 1
-                with modes.plain():
+                with modes.plain(), pause_collector():  # a step makes many objects, and a look at all of them finds nothing
                     step()
             finally:
                 self._stepping, self._depth = None, depth

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn, TypedDict
 
 import torch
@@ -77,7 +77,7 @@ class Request:
         return Job(
             lane,
             new_tokens=self.n,
-            sampling=replace(self.sampling, stop_tokens=tuple(dict.fromkeys(stop))),
+            sampling=self.sampling.derived(stop_tokens=tuple(dict.fromkeys(stop))),
             drafter=self.drafter,
             window=self.window,
             exact=self.deterministic,

@@ -27,6 +27,7 @@ import replaylens
 COMMANDS = {
     "demo": "demo",
     "doctor": "doctor",
+    "warm": "doctor",
     "replay": "replay",
     "dump": "dump",
     "inspect": "inspect",

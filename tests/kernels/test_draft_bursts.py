@@ -10,8 +10,10 @@ from replaylens.engine.loop.commit import _drawn_together
 from replaylens.engine.loop.lane import Job, Lane, Turn, Window
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.passes.batch import Segment
-from replaylens.engine.passes.bursts import BurstRequest
+from replaylens.engine.passes.bursts import BurstRequest, BurstRows, StepBlock, StepRows
 from replaylens.engine.passes.runner import PassResult, Runner
+from replaylens.engine.passes.transfer import PendingRows
+from replaylens.engine.request.capture import PassTap
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.request import Request
 from tests.toy_model import random_model
@@ -26,16 +28,26 @@ class StandIn:
     def __init__(self, runner: Runner) -> None:
         self.runner, self.calls, self.spare = runner, list[tuple[int, int, bool]](), PageTable()
 
-    def run(self, places: list[BurstRequest], steps: int, exact: bool) -> tuple[list[list[int]], list[None]]:
+    def run(self, places: list[BurstRequest], steps: int, exact: bool) -> tuple[list[list[int]], list[StepRows | None]]:
         self.calls.append((len(places), steps, exact))
         tokens: list[list[int]] = [[] for _ in places]
+        wanted = [(i, place.wanted) for i, place in enumerate(places) if place.wanted is not None]
+        sites, rows_of = (
+            sorted({site for _, each in wanted for site in each.spec.sites}),
+            BurstRows(len(wanted), lambda rows: None),
+        )
         for step in range(steps):
             last = [[own[-1] if own else place.token] for own, place in zip(tokens, places, strict=True)]
             rows = [Segment(p.table, p.position + step, own, 1, p.edits) for p, own in zip(places, last, strict=True)]
-            result = self.runner.exact(rows) if exact else self.runner.fast(rows)
+            tap = PassTap(frozenset(sites))
+            result = self.runner.exact(rows, tap) if exact else self.runner.fast(rows, tap)
+            if held := [i for i, each in wanted if step in each.steps]:
+                kept = PendingRows([(names, x[:, held]) for names, x in tap.stacked(sites)], 0)
+                rows_of.blocks["host"].append(StepBlock(kept, held, 1))
             for i, (own, place) in enumerate(zip(tokens, places, strict=True)):
                 own.append(result.choose(i, place.sampling, [0] * (place.position + step + 1), 0))
-        return tokens, [None] * len(places)
+        views = {i: rows_of.view(i, "host", {site: site for site in each.spec.sites}) for i, each in wanted}
+        return tokens, [views.get(i) for i in range(len(places))]
 
 
 @pytest.fixture
@@ -80,6 +92,46 @@ def test_windows_fill_on_the_device(wrong_drafts: None) -> None:
     assert max(steps for _, steps, exact in bursts.calls if not exact) > 2, "no window was filled by a burst"
     assert any(branch.statistics.rejected for branch in branches), "no draft was wrong: the test shows nothing"
     engine.check_integrity()
+
+
+@pytest.mark.parametrize("sites", [None, "S", "SZ"])
+def test_the_last_row_is_part_of_the_burst(sites: str | None) -> None:
+    """With `final`, the last token's row is one more step, unless Z wants the token after it. Tokens, KV and rows are those of
+    an engine without bursts; a stop token ends a request within the burst."""
+    engine, bursts = made()
+    plain, ends = Engine(random_model(), cache_tokens=1024), drawn(1, stop_tokens=(alone(1, drawn(1))[5],))
+    passes = list[int]()
+    for subject in (engine, plain):
+        branches = subject.prompts(PROMPTS[:2], sites=sites)
+        run = subject.runner.exact
+        subject.runner.exact = lambda *given, run=run: (passes.append(1), run(*given))[1]  # type: ignore[method-assign]
+        subject.generate(branches, N, sampling=[drawn(0), ends], window=1, final=True)
+        subject.runner.exact = run  # type: ignore[method-assign]
+        if subject is engine:
+            taken, mine = len(passes), branches
+    assert [(each.tokens, each.states[-1]) for each in mine] == [(each.tokens, "generated") for each in branches]
+    assert len(mine[1].generated) <= 6, "nothing ended within a burst"
+    for one, other in zip(mine, branches, strict=True):
+        assert torch.equal(one.kv(), other.kv())
+        if sites is not None:
+            assert all(
+                torch.equal(one.activations[site].nan_to_num(), other.activations[site].nan_to_num())
+                for site in other.activations
+            )
+    steps = sum(number for _, number, _ in bursts.calls)
+    assert sites == "SZ" or taken == steps, "a pass beside the bursts computed the last row"
+    engine.check_integrity()
+
+
+def test_long_bursts_only_where_nobody_looks() -> None:
+    """Requests that may end early, and streams, come back to the host after 16 steps."""
+    for options, longest in [({}, 32), ({"stop_tokens": (0,)}, 16), ({"stop": ("never",)}, 16)]:
+        engine, bursts = made()
+        engine.prompt(PROMPTS[0]).generate(40, sampling=drawn(0, **options))
+        assert max(steps for _, steps, _ in bursts.calls) == longest
+    engine, bursts = made()
+    assert len(list(engine.prompt(PROMPTS[0]).stream(40, sampling=drawn(0)))) == 40
+    assert max(steps for _, steps, _ in bursts.calls) == 16
 
 
 def test_all_requests_come_on_alike(wrong_drafts: None, monkeypatch: pytest.MonkeyPatch) -> None:

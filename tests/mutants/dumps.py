@@ -6,7 +6,7 @@ DUMPS = (
     Mutant(
         "digest-without-shapes",
         "replaylens.engine.dump.content",
-        "shape, dtype = [int(mask.sum()), *pieces[0].shape[1:]],",
+        "shape, dtype = [int(mask.sum()), *block.shape[1:]],",
         "shape, dtype = [int(mask.sum())],",
         "the digest covers the shape of every tensor",
         ("tests/engine/dump/test_verify.py",),

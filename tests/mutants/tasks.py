@@ -46,7 +46,7 @@ TASKS = (
     Mutant(
         "half-a-character-counted",
         "replaylens.tasks.tokenizer",
-        'return text.rstrip("\\N{REPLACEMENT CHARACTER}")',
+        "return text.rstrip(_HALF)",
         "return text",
         "a piece of a character adds nothing to the text",
         ("tests/tasks/test_reading.py",),

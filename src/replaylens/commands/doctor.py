@@ -1,17 +1,29 @@
-"""`replaylens doctor`: checks that this device computes as it must."""
+"""`replaylens doctor`: checks that this device computes as it must; `replaylens warm`: compiles a model's kernels ahead."""
 
-from typing import Annotated
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
+from time import monotonic
+from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from replaylens.commands.options import MODEL_HELP, RanksOption
-from replaylens.engine.engine import default_dtype, load_model
+from replaylens.engine.engine import Engine, default_dtype, folder_of, load_model
+from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.loading import config_of
 from replaylens.engine.passes.ranks import Ranks
 from replaylens.engine.proof import certificates
 from replaylens.engine.proof.doctor import Certificate, examine_ranks
+from replaylens.engine.request.sampling import Sampling
+
+# ---- doctor ----------------------------------------------------------------------------------------------------------
 
 
 def doctor(
@@ -57,3 +69,71 @@ def _show(certificate: Certificate, model: str) -> None:
     else:
         compared = [f for f in certificate.findings if not f.control]
         console.print(f"[green]certified[/green]: {len(compared)} comparisons of bits, all equal", highlight=False)
+
+
+# ---- warm ------------------------------------------------------------------------------------------------------------
+# Kernels depend on a model's shape and on the number of rows, not on weights or on how many layers there are. So every process
+# makes one layer of each kind with random weights, and computes as many rows as requests bring, each beginning elsewhere.
+
+_PROMPTS = {"cuda": (1, 16, 64, 256, 1024), "cpu": (16, 64)}
+_BRANCHES = {"cuda": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024), "cpu": (1, 8)}
+_NEW = 17
+"""tokens of a branch, so that a device decodes in bursts"""
+
+
+def warm(
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)] = "coin-plain",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cuda",
+    processes: Annotated[int, typer.Option(min=1, help="Processes that compile at the same time.")] = 8,
+) -> None:
+    """Compile the kernels of a model ahead. They are kept in Triton's cache, or numba's on a CPU, for all later processes."""
+    default_dtype(device)
+    config, begun = few_layers(config_of(folder_of(model))), monotonic()
+    if device == "cpu":
+        processes = 1  # numba's kernels are few
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        list(pool.map(partial(_warm, config.to_json(), device), range(processes)))
+    Console().print(f"{model}: kernels for {device} are compiled ({monotonic() - begun:.1f} s, {processes} processes)")
+
+
+def few_layers(config: ModelConfig) -> ModelConfig:
+    """The config with the first layer of each kind."""
+    mixture = config.mixture
+    lists = [config.windows, config.rotary_layers, config.parts, () if mixture is None else mixture.layers]
+    kinds: dict[tuple[Any, ...], int] = {}
+    for layer in range(config.num_layers):
+        kinds.setdefault(tuple(each[layer] for each in lists if each), layer)
+    windows, rotary, parts, experts = (tuple(each[layer] for layer in kinds.values()) if each else each for each in lists)
+    few = {"num_layers": len(kinds), "windows": windows, "rotary_layers": rotary, "parts": parts}
+    return replace(config, **few, mixture=None if mixture is None else replace(mixture, layers=experts))  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def _warm(config: str, device: str, turn: int) -> None:
+    """Compute with a model of this shape, beginning with part `turn` of the work."""
+    model = Decoder(ModelConfig.from_json(config)).initialize(0).to(default_dtype(device)).to(device).requires_grad_(False)
+    if device == "cuda":
+        from replaylens.engine.proof import doctor_cuda  # its kernels need triton
+
+        doctor_cuda.examine(model, turn)
+    most = max(_BRANCHES[device])
+    engine = Engine(model, cache_tokens=8192 + most * 64, max_rows=max(1024, most))
+    room = engine.config.max_positions - _NEW
+    work: list[Callable[[], None]] = [partial(_prompt, engine, min(rows, room)) for rows in _PROMPTS[device]]
+    work += [partial(_decode, engine, count, min(16, room)) for count in _BRANCHES[device]]
+    first = turn * 3 % len(work)
+    for each in (*work[first:], *work[:first]):
+        each()
+
+
+def _prompt(engine: Engine, rows: int) -> None:
+    engine.prompt([0] * rows).release()
+    engine.prefix.clear()
+
+
+def _decode(engine: Engine, count: int, rows: int) -> None:
+    with engine.prompt([0] * rows) as root:
+        forks = root.fork(count)
+        engine.generate(forks, _NEW, sampling=[Sampling(temperature=1.0, seed=seed, ignore_eos=True) for seed in range(count)])
+        for fork in forks:
+            fork.release()

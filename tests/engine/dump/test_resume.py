@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,9 @@ import replaylens as rl
 from replaylens.engine.dump import content as module
 from replaylens.engine.dump import store as dump_store
 from replaylens.engine.dump import writer as dump_writer
-from replaylens.engine.dump.content import Content, Pieces, first_difference
+from replaylens.engine.dump.content import Content, Joiner, Pieces, RowHash, first_difference
 from replaylens.engine.dump.lock import DumpLock, LockOwner, lock_name
-from replaylens.engine.dump.maker import ShardMaker, write_dump
+from replaylens.engine.dump.maker import ShardMaker, make_plan, write_dump
 from replaylens.engine.dump.manifest import Manifest, PlanFile, ShardParts
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
@@ -43,8 +43,10 @@ from replaylens.engine.errors import (
 )
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.proof.trace import Trace
+from replaylens.engine.replay.replayer import Result
 from replaylens.probes.rows import ProbeRows
-from replaylens.tasks import WordTokenizer
+from replaylens.tasks import Example, WordTokenizer
+from replaylens.tasks.task import AnyTask
 from tests.engine.dump.damage import flip_bit
 
 Planned = Callable[..., DumpPlan]
@@ -700,15 +702,15 @@ def test_a_trace(tmp_path: Path) -> None:
 # Rows in pieces: the same digest and file as joined rows, no copy on the way to the file, and no tensor shared with a run.
 
 
-@pytest.fixture(params=["small", "large"])
-def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Whether pieces count as small, and are joined at once."""
-    monkeypatch.setattr(module, "_LARGE", 1 << 40 if request.param == "small" else 1)
-    yield request.param
+@pytest.fixture(params=[1, 1 << 12, 1 << 40])
+def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Bytes of a block: every piece is one, some are joined, all are."""
+    monkeypatch.setattr(module, "_BLOCK", request.param)
+    return int(request.param)
 
 
 @pytest.mark.parametrize("cuts", [[], [1], [7, 8, 30]])
-def test_pieces_have_the_digest_and_the_file_of_joined_rows(reference: Dump, size: str, cuts: list[int]) -> None:
+def test_pieces_have_the_digest_and_the_file_of_joined_rows(reference: Dump, size: int, cuts: list[int]) -> None:
     content = reference.files.content(0)
     cut = Content(
         Pieces({site: list(x.tensor_split(cuts)) for site, x in content.tensors.items()}),
@@ -717,30 +719,31 @@ def test_pieces_have_the_digest_and_the_file_of_joined_rows(reference: Dump, siz
     assert cut.digests() == content.digests()
     files = [HashingFile(io.BytesIO()) for _ in range(2)]
     for file, each in zip(files, (content, cut), strict=True):
-        write_shard(file, each.tensors)
+        hashed = RowHash(each.index)
+        write_shard(file, each.tensors, hashed)
+        assert hashed.digests() == content.digests(), "the digest is taken while the file is written"
     assert files[0].sha256 == files[1].sha256 and files[0].num_bytes == files[1].num_bytes
     assert first_difference(content, cut) is None
     assert cut.digests() == content.digests()
 
 
-def test_large_pieces_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LARGE", 1)
-    rows = list(torch.arange(12.0).view(6, 2).split(2))
-    kept = Pieces({"S": rows})
-    assert [piece.data_ptr() for piece in kept.pieces("S")] == [row.data_ptr() for row in rows]
+def test_blocks_are_joined_in_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in dumps of long prompts with a few tokens generated one by one: what is large is not copied, and copies take no fresh
+    memory."""
+    monkeypatch.setattr(module, "_BLOCK", 100)
+    rows = [torch.full((n, 4), float(i)) for i, n in enumerate([1, 2, 50, 1, 1, 0, 1, 70, 2, 1])]
+    joiner, found, copies = Joiner(), list[torch.Tensor](), set[int]()
+    for block in joiner.blocks(rows):
+        found.append(block.clone())
+        if len(block) < 50:
+            copies.add(block.data_ptr())
+        else:
+            assert block.data_ptr() in (rows[2].data_ptr(), rows[7].data_ptr())
+    assert [len(block) for block in found] == [3, 50, 3, 70, 3] and len(copies) == 1
+    assert torch.equal(torch.cat(found), torch.cat(rows))
 
 
-def test_small_pieces_between_large_ones_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in dumps of long prompts with a few tokens generated one by one: the prompts' rows must not be copied for them."""
-    monkeypatch.setattr(module, "_LARGE", 100)
-    rows = [torch.full((n, 4), float(i)) for i, n in enumerate([1, 2, 50, 1, 1, 1, 70])]
-    kept = Pieces({"S": rows})
-    assert [len(piece) for piece in kept.pieces("S")] == [3, 50, 3, 70]
-    assert kept.pieces("S")[1].data_ptr() == rows[2].data_ptr() and kept.pieces("S")[3].data_ptr() == rows[6].data_ptr()
-    assert torch.equal(kept["S"], torch.cat(rows))
-
-
-def test_rows_of_a_probe_are_its_own(size: str) -> None:
+def test_rows_of_a_probe_are_its_own(size: int) -> None:
     """What is done to them does not reach the activations of the run, nor rows made from it later."""
     engine = rl.Engine.load("coin-plain")
     run = engine.replay(rl.tasks.get("coin")().examples(1), sites="S")
@@ -751,3 +754,34 @@ def test_rows_of_a_probe_are_its_own(size: str) -> None:
         assert torch.equal(x[: len(before)], before)
         x += 1
     assert torch.equal(run[0].activations["blocks.1.hook_in"], before)
+
+
+# ---- batches beyond a shard ------------------------------------------------------------------------------------------
+
+
+def test_batches_reach_beyond_small_shards(
+    engine: Engine, coin: AnyTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards of two examples, replayed five at a time: the same dump as example by example. One that fails is its own shard's
+    matter: those before it are written."""
+    plan = make_plan(engine, coin, 9, sites="S", max_new=2, examples_per_shard=2)
+    replayed, replay = list[list[int]](), ShardMaker._replay
+
+    def watched(self: ShardMaker, examples: list[Example]) -> list[Result]:
+        replayed.append([example.index for example in examples])
+        if failing is not None and failing in replayed[-1]:
+            raise BadRequest("cannot be replayed")
+        return replay(self, examples)
+
+    failing: int | None = None
+    monkeypatch.setattr(ShardMaker, "_replay", watched)
+    together, apart = (write_dump(engine, plan, tmp_path / str(batch), batch=batch) for batch in (5, 1))
+    assert together is not None and apart is not None and together.digest == apart.digest
+    assert [len(some) for some in replayed[:2]] == [5, 4] and len(replayed) == 2 + 9
+    failing = 4
+    with pytest.raises(BadRequest, match="cannot be replayed"):
+        write_dump(engine, plan, tmp_path / "failed", batch=5)
+    assert {file.name for file in (tmp_path / "failed").glob("part-*.json")} == {"part-00000.json", "part-00001.json"}
+    failing = None
+    resumed = write_dump(engine, plan, tmp_path / "failed", batch=5, resume=True)
+    assert resumed is not None and resumed.digest == apart.digest

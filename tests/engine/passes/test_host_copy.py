@@ -12,7 +12,7 @@ from replaylens.engine.errors import InternalError
 from replaylens.engine.passes import bursts, transfer
 from replaylens.engine.passes.bursts import ENOUGH, BurstRows, StepBlock, step_buffers
 from replaylens.engine.passes.transfer import SMALLEST_RING, HostCopy, Memory, PendingRows, RingAllocator
-from replaylens.engine.request.capture import Chunk, Recording
+from replaylens.engine.request.capture import Chunk, Recording, picked
 
 
 def groups(seed: int, rows: int = 5):
@@ -254,10 +254,26 @@ def test_picked_rows_are_those_of_the_whole(enough: int) -> None:
     view = burst.view(2, "host", {site: site for site in SITES})
     for _ in range(2):  # out of the burst, then out of the view's own copy
         for number, site in enumerate(SITES):
-            assert torch.equal(view.picked([4, 0, 4])[site], values[number, 2, [4, 0, 4]])
+            for row in (4, 0, 4):
+                block, at, names = view.place(row)
+                assert torch.equal(block[site if names is None else names[site]][at], values[number, 2, row])
         assert torch.equal(view[SITES[1]], values[1, 2])
-    assert burst.view(1, "host", {SITES[0]: SITES[0]}).picked([])[SITES[0]].shape == (0, 4)
-    assert torch.equal(burst.view(0, "host", {SITES[0]: SITES[0]}).picked([2])[SITES[0]], values[0, 0, 2:3])
+
+
+def test_rows_of_several_recordings_are_picked_together() -> None:
+    """Requests 0 and 2 of one burst under another name, one recording without a row, one that is not asked, one of its own."""
+    burst, values = burst_of_three(ENOUGH)
+    recordings: list[Recording | None] = []
+    for request in (2, 0):
+        recordings.append(Recording(5))
+        recordings[-1].add(Chunk(5, 5 + STEPS, range(5, 5 + STEPS), burst.view(request, "host", {"x": SITES[1]})))
+    own, third = Recording(5), recordings[1]
+    own.append(5, {"x": torch.ones(2, 4)})
+    found = picked([*recordings, None, third, own], [[8, 5], [6], [], [], [6, 6]])
+    assert torch.equal(found[0]["x"], values[1, 2, [3, 0]]) and torch.equal(found[1]["x"], values[1, 0, 1:2])
+    assert found[2] == found[3] == {} and torch.equal(found[4]["x"], torch.ones(2, 4))
+    found[0]["x"].zero_()
+    assert values[1, 2, 3].any() and not torch.equal(found[0]["x"], burst.view(2, "host", {"x": SITES[1]})["x"][[3, 0]])
 
 
 def test_a_recording_picks_positions_out_of_all_kinds_of_chunks() -> None:
@@ -268,9 +284,9 @@ def test_a_recording_picks_positions_out_of_all_kinds_of_chunks() -> None:
     recording.add(Chunk(11, 11 + STEPS, range(11, 11 + STEPS), view))  # replaces position 11
     recording.truncate(15)
     for positions in ([10], [14, 10, 12], [12, 12], list(range(10, 15)), []):
-        picked = recording.picked(positions)
-        assert set(picked) == (set(SITES) if positions else set())
-        for site, rows in picked.items():
+        (found,) = picked([recording], [positions])
+        assert set(found) == (set(SITES) if positions else set())
+        for site, rows in found.items():
             assert torch.equal(rows, recording.peek(site)[[position - 10 for position in positions]])
 
 
@@ -279,8 +295,11 @@ def test_keys_are_padded_as_in_the_whole() -> None:
     recording = Recording(0)
     recording.append(0, {site: torch.rand(2, 3, 2)})
     recording.append(2, {site: torch.rand(1, 3, 16)})
-    assert torch.equal(recording.picked([2, 1])[site], recording.peek(site)[[2, 1]])
-    assert recording.picked([0])[site].shape == (1, 3, 3)
+    longer = Recording(0)
+    longer.append(0, {site: torch.rand(4, 3, 4)})
+    found = picked([recording, longer, recording], [[2, 1], [3], [0]])
+    assert torch.equal(found[0][site], recording.peek(site)[[2, 1]]) and torch.equal(found[1][site], longer.peek(site)[3:])
+    assert found[2][site].shape == (1, 3, 3)
 
 
 def test_lost_rows_stay_with_their_burst() -> None:

@@ -13,10 +13,13 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 from replaylens import cli
+from replaylens.commands import doctor as commands
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, NotCertified
 from replaylens.engine.model import loading
 from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.passes.batch import Segment
+from replaylens.engine.passes.runner import Runner
 from replaylens.engine.proof import certificates, doctor
 from replaylens.engine.proof.doctor import Certificate, Finding
 from replaylens.kernels import cpu, cpu_attention, cpu_recurrent
@@ -305,3 +308,67 @@ def test_the_command_refuses_what_is_not_there(
     assert left.value.code == 2
     said = capsys.readouterr().err
     assert said.startswith(error) and advice in said
+
+
+# ---- kernels compiled ahead ------------------------------------------------------------------------------------------
+
+
+class Inline:
+    """As a pool of processes, in this one."""
+
+    def __init__(self, processes: int, context: object) -> None:
+        self.processes = processes
+
+    def __enter__(self) -> "Inline":
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    map = staticmethod(map)
+
+
+def test_kernels_are_compiled_without_weights(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "ProcessPoolExecutor", Inline)
+    for file in Path(folder).glob("*.safetensors"):
+        file.unlink()
+    seen, exact = set[tuple[int, int]](), Runner.exact
+
+    def watched(self: Runner, segments: list[Segment], *more: Any) -> Any:
+        seen.add((self.model.config.num_layers, sum(len(segment.tokens) for segment in segments)))
+        return exact(self, segments, *more)
+
+    monkeypatch.setattr(Runner, "exact", watched)
+    result = CliRunner().invoke(cli.app, ["warm", folder, "--device", "cpu"], env={"COLUMNS": "160"})
+    assert result.exit_code == 0 and "kernels for cpu are compiled" in result.stdout
+    assert {(1, 16), (1, 64), (1, 1), (1, 8)} <= seen, "prompts and steps of one layer"
+
+
+@pytest.mark.parametrize("name", [FAMILY, HYBRID, "gemma3"])
+def test_few_layers_are_of_every_kind(name: str) -> None:
+    whole = decoder(name).config
+    few = commands.few_layers(whole)
+
+    def kinds(config: ModelConfig) -> set[tuple[object, ...]]:
+        mixture = config.mixture
+        lists = (config.windows, config.rotary_layers, config.parts, mixture.layers if mixture is not None else ())
+        return {tuple(each[layer] for each in lists if each) for layer in range(config.num_layers)}
+
+    assert kinds(few) == kinds(whole) and few.num_layers == len(kinds(whole))
+    assert Engine(random_decoder(few)).prompt([1, 2, 3]).generate(2).length == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "advice"),
+    [
+        (["coin-plain"], "BadRequest", "Use device='cpu'"),
+        (["no/where/at-all", "--device", "cpu"], "UnsupportedModel", "no/where/at-all does not exist"),
+        (["smollm2", "--device", "cpu"], "BadRequest", "`replaylens fetch smollm2`"),
+    ],
+)
+def test_nothing_is_compiled_for_what_is_not_there(
+    arguments: list[str], error: str, advice: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("REPLAYLENS_CACHE", str(tmp_path))
+    found = CliRunner().invoke(cli.app, ["warm", *arguments]).exception
+    assert type(found).__name__ == error and advice in str(found)

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import signal
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -176,6 +177,25 @@ def test_streams_draw_what_is_asked_for(chain: Branch) -> None:
     finally:
         del chain.engine.runner.exact
     assert list(chain.engine.loop.lanes) == [chain.id]
+
+
+def test_an_interrupt_does_not_wait_for_the_wave(chain: Branch) -> None:
+    """Ctrl-C ends a wave after the current step, and releases its forks."""
+    passes, calls = chain.engine.runner.exact, list[int]()
+
+    def interrupted(*given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return passes(*given)
+
+    chain.engine.runner.exact = interrupted  # type: ignore[method-assign]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            chain.resample(4, at=[9, 12], max_new=5, sites="S")
+    finally:
+        del chain.engine.runner.exact
+    assert len(calls) == 2 and list(chain.engine.loop.lanes) == [chain.id]
 
 
 def test_positions(chain: Branch) -> None:

@@ -100,11 +100,12 @@ def test_a_huge_plan_is_not_enumerated(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_resumed_in_the_middle(tmp_path: Path, reference: Rollouts) -> None:
-    """A stream that is left after its second wave: the rest is drawn by the next call, which draws nothing twice."""
+    """A stream that is left in its first wave, while the second one was drawn: the rest is drawn by the next call, which draws
+    nothing twice."""
     stream = path().stream_rollouts(
         6, at=[4, 6], sampling=HOT, max_new=6, answer=ANSWER, sites="S", keep=["fork", 0], wave=4, folder=tmp_path
     )
-    for _ in range(5):
+    for _ in range(4):
         next(stream)
     stream.close()  # type: ignore[attr-defined]
     with pytest.raises(BadRollouts, match="1 unfinished waves"):

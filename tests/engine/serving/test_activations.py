@@ -711,3 +711,29 @@ def test_the_checker_finds_a_request_that_is_half_done(monkeypatch: pytest.Monke
     with pytest.raises(EngineError):
         CASES[name][0](desk)
     assert not same(before, desk.look()) or desk.numbers() != numbers
+
+
+# ---- many branches ---------------------------------------------------------------------------------------------------
+
+
+def test_all_sites_of_many_branches_in_one_call() -> None:
+    """Patterns, whose rows grow with the path, Z, names, rows that a fork with edits lacks; never the branch's own memory."""
+    subject = engine()
+    asked = ["S", "Z", "blocks.0.attn.hook_pattern", "blocks.1.hook_resid_post"]
+    root, other = subject.prompts([PROMPT, PROMPT[:4]], sites=asked)
+    branches = [
+        root.generate(3),
+        other,
+        root.fork(at=6, edits=[EDIT])[0],
+        subject.prompt(PROMPT[:2], sites="S", positions="last"),
+    ]
+    for _ in range(2):
+        found = subject.activations(branches)
+        for rows, branch in zip(found, branches, strict=True):
+            assert list(rows) == list(branch.activations.keys())
+            for site, x in rows.items():
+                assert torch.equal(x.nan_to_num(7.0), branch.activations[site].nan_to_num(7.0)), site
+                x.fill_(5)
+    assert subject.activations([]) == []
+    with pytest.raises(BadRequest, match="another engine"):
+        engine().activations(branches)
