@@ -3,12 +3,15 @@
 import base64
 import io
 import math
+import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from matplotlib.colors import to_rgba
@@ -16,17 +19,24 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from replaylens.engine.engine import Engine
+from replaylens.engine.errors import BadRequest
+from replaylens.engine.features.rows import FeatureRows
+from replaylens.engine.gradients.attribution import Attribution
 from replaylens.engine.memory.tree import HOOKED, ORDINARY, TokenState
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.resampling.plan import NO_ANSWER, OTHER
 from replaylens.engine.serving.branch import Branch
 from replaylens.probes import report
+from replaylens.probes.intervals import difference_over_groups
 from replaylens.views import draw, maps, sections
 from replaylens.views.data import Check, Fill, Frame, Phase, Slot
 from replaylens.views.html import CHECK, INK, KINDS, LOOKS, PAGES, css_variables, kind_of, svg_style
 from replaylens.views.pictures import timeline
 from replaylens.views.rollouts import FILLS, REST, colours
+from replaylens.workbench.compare import ComparedText, CompareResult
+from replaylens.workbench.dla import DlaResult, LogitPart
 from replaylens.workbench.drawing import Grid, figure
+from replaylens.workbench.patch import PatchResult
 from tests.drawings import (
     FIGURES,
     HIGH,
@@ -45,6 +55,7 @@ from tests.drawings import (
     fork_result,
     importance_result,
     lens_result,
+    numbers,
     patch_result,
     resilience_result,
     rollouts,
@@ -296,6 +307,260 @@ def test_curves_of_complexity_and_bars() -> None:
     axis = report.bars(bar_table(), "bars").axes[0]
     assert [bar.get_width() for bar in axis.patches] == [0.6, 0.8]
     assert np.allclose([segment[:, 0] for segment in axis.collections[0].get_segments()], [[0.5, 0.7], [0.7, 0.95]])
+
+
+# ---- tables of results ----------------------------------------------------------------------------------------------------
+# Every cell of every frame, against loops over the results' own numbers.
+
+
+def lines_of(frame: Any) -> list[tuple[Any, ...]]:
+    """The lines of a frame; None for what is missing, numbers to nine digits."""
+    plain = lambda x: None if x is pd.NA or x != x else float(f"{x:.9g}") if isinstance(x, float | np.floating) else x  # noqa: E731
+    return [tuple(plain(value) for value in line) for line in frame.itertuples(index=False)]
+
+
+def agree(frame: Any, wanted: list[tuple[Any, ...]]) -> bool:
+    """Line by line, in this order; numbers that are not whole to five digits."""
+    pairs = [pair for lines in zip(lines_of(frame), wanted, strict=True) for pair in zip(*lines, strict=True)]
+    return all(a == (pytest.approx(b, rel=1e-5, abs=1e-6) if isinstance(b, float) else b) for a, b in pairs)
+
+
+def strongest_first(lines: list[tuple[Any, ...]], at: int) -> list[tuple[Any, ...]]:
+    return lines_of(pd.DataFrame(sorted(lines, key=lambda line: -abs(line[at])), dtype=object))
+
+
+@pytest.mark.parametrize("token", [None, " Paris"])
+def test_a_table_of_the_lens(token: str | None) -> None:
+    result = lens_result(token)
+    assert list(result.frame.columns) == [
+        "layer",
+        "name",
+        "position",
+        "token",
+        "top",
+        "probability",
+        "entropy",
+        "kl",
+        "rank",
+        "logprob",
+    ]
+    wanted = []
+    for layer, name in enumerate(result.layers):
+        for at, word in enumerate(WORDS):
+            known = (layer, name, at, word, word, math.exp(float(result.top_logprobs[layer, at, 0])))
+            numbers = (float(getattr(result, each)[layer, at]) for each in ("entropy", "kl"))
+            wanted.append((*known, *numbers, (layer * 7 + at) ** 3 * 6, float(result.logprob[layer, at])))
+    assert agree(result.frame, wanted)
+    about = "rank of the next token" if token is None else "rank of ' Paris'"
+    assert repr(result) == f"LensResult(3 layers, 7 tokens, {about})"
+    facts = result.grid("entropy").facts
+    assert facts is not None and facts(1, 2) == (
+        "S1 after ' of'",
+        f"{math.exp(float(result.top_logprobs[1, 2, 0])):.3f}\t' of'",
+        f"{math.exp(float(result.top_logprobs[1, 2, 1])):.3f}\t' no'",
+        f"rank 4374\t{'the next token' if token is None else repr(token)}, log-probability {float(result.logprob[1, 2]):.3f}",
+    )
+
+
+def test_a_table_of_attention() -> None:
+    """Means over all queries but the first. Token 1 is at 1, 3 and 5: after it came 2, and then 2 and 4."""
+    result = attention_result()
+    found = {(line[0], line[1]): line[2:] for line in lines_of(result.frame)}
+    assert list(result.frame.columns) == ["layer", "head", "entropy", "previous", "first", "own", "induction"]
+    assert list(found) == [(layer, head) for layer in (1, 5) for head in range(3)]
+    for (layer, head), line in found.items():
+        p = result.pattern[(1, 5).index(layer), head].double().tolist()
+        spread = -sum(x * math.log(x) for q in range(1, 7) for x in p[q][: q + 1]) / 6
+        sums = [
+            sum(p[q][k] for q, k in places) / 6
+            for places in ([(q, q - 1) for q in range(1, 7)], [(q, 0) for q in range(1, 7)], [(q, q) for q in range(1, 7)])
+        ]
+        assert line == pytest.approx((spread, *sums, (p[3][2] + p[5][2] + p[5][4]) / 2))
+    assert repr(result) == "AttentionResult(2 layers, 3 heads, 7 tokens)"
+
+
+def test_tables_of_routing() -> None:
+    result = routing_result()
+    wanted = []
+    for draft, routed in enumerate((result.path, *result.drafts)):
+        for layer in range(2):
+            for at, word in enumerate(routed.tokens):
+                for each in range(2):
+                    place = (draft - 1, routed.start + at, word, (0, 2)[layer])
+                    wanted.append((*place, int(routed.chosen[layer, at, each]), float(routed.weights[layer, at, each])))
+    assert lines_of(result.frame) == lines_of(pd.DataFrame(wanted))
+    assert list(result.frame.columns) == ["draft", "position", "token", "layer", "expert", "weight"]
+    load = lines_of(result.load)
+    assert [line[:3] for line in load] == [
+        (0, 0, 1),
+        (0, 1, 1),
+        (0, 2, 3),
+        (0, 3, 1),
+        (2, 0, 3),
+        (2, 1, 1),
+        (2, 2, 1),
+        (2, 3, 1),
+    ]
+    assert [line[3] for line in load] == pytest.approx([0.2, 0.6, 1.7, 0.5, 1.9, 0.1, 0.7, 0.3])
+    assert lines_of(result.beside) == [
+        (0, 2, 0, WORDS[3], WORDS[2], (0, 2), (2, 3), 1),
+        (0, 2, 2, WORDS[3], WORDS[2], (0, 1), (0, 2), 1),
+    ]
+    late = replace(result, drafts=(replace(result.drafts[0], start=3), replace(result.drafts[0], start=0)))
+    assert [line[:2] for line in lines_of(late.beside)] == [(1, 0), (1, 0)], "what lies behind the path has nothing beside it"
+    assert repr(result) == "RoutingResult(2 layers, 4 experts, 3 tokens, 1 rejected drafts)"
+    facts = result.path.grid("", result.layers, 1).facts
+    assert facts is not None and facts(1, 2) == ("layer 2, position 2", "expert 2: 0.7", "expert 0: 0.3")
+
+
+def test_tables_of_features() -> None:
+    rows = feature_rows()
+    dense = rows.dense()
+    wanted = [(i, i, WORDS[i], f, float(dense[i, f])) for i in range(7) for f in range(6) if dense[i, f]]
+    assert lines_of(rows.frame()) == lines_of(pd.DataFrame(wanted)) and len(wanted) == 9
+    assert torch.equal(rows.columns([3, 1, 4]), dense[:, [3, 1, 4]]) and torch.equal(rows.columns(4), dense[:, [4]])
+    axis = rows.plot([2, 4]).axes[0]
+    assert np.array_equal(axis.images[0].get_array(), dense[:, [2, 4]].T.numpy())
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["2", "4"] and rows.strongest(2) == [4, 1]
+    assert repr(rows) == "FeatureRows(7 rows, 6 features, 1.3 active per row)" and rows.counts.tolist() == [1, 2, 1, 2, 1, 1, 1]
+    many = FeatureRows.of_dense([torch.arange(8.0).repeat(201, 1)], 8)
+    html = many._repr_html_()
+    assert html.count("<tr>") == 1 + 200 and "7: 7  6: 6  5: 5  4: 4  3: 3</td>" in html and "the first 200 shown" in html
+
+
+def test_a_table_of_patches_and_its_mean() -> None:
+    first = patch_result()
+    second = replace(first, base=1.0, source=3.0, raw={site: 2 * values for site, values in first.raw.items()}, length=7)
+    first = replace(first, length=7)
+    effects = [{s: ((r - p.base) / (p.source - p.base)).double() for s, r in p.raw.items()} for p in (first, second)]
+    for result, own in ((first, effects[:1]), (PatchResult.mean([first, second]), effects)):
+        wanted = []
+        for site in ("S", "heads"):
+            each, raw = torch.stack([effect[site] for effect in own]), result.raw[site]
+            for layer in range(2):
+                for at in range(raw.shape[1]):
+                    values = each[:, layer, at]
+                    place = (site, layer, at if site == "S" else None, WORDS[at] if site == "S" else None)
+                    known = (float(raw[layer, at]), float(values.mean()))
+                    half = 12.706205 * float(values.std()) / math.sqrt(2) if len(own) > 1 else 0.0
+                    ends = (known[1] - half, known[1] + half, 2) if len(own) > 1 else ()
+                    wanted.append((*place, *known, *ends, None if site == "S" else at))
+        frame = result.frame[[*(name for name in result.frame if name != "head"), "head"]]
+        assert agree(frame, sorted(wanted, key=lambda line: -abs(line[5])))
+    assert (result.base, result.source) == (1.5, 3.5) and torch.allclose(result.raw["S"], 1.5 * first.raw["S"])
+    assert result.columns["S"] == WORDS and "Means over 2 pairs." in result._repr_html_() and "mean of 2 pairs" in repr(result)
+    assert "1.500 unpatched, 3.500 in the source prompt." in result._repr_html_()
+    other = replace(second, metric="log p", columns={**second.columns, "S": ("x", *WORDS[1:])})
+    mixed = PatchResult.mean([first, other])
+    assert mixed.metric == "metric" and mixed.columns["S"][1:] == WORDS[1:] and mixed.columns["S"][0] not in ("x", WORDS[0])
+
+
+def test_a_table_of_ablations() -> None:
+    result = ablate_result("neuron")
+    effect = (result.ablated - result.plain).double()
+    wanted = []
+    for i, values in enumerate(effect):
+        half = 4.302653 * float(values.std()) / math.sqrt(3)  # Student's t with two degrees of freedom
+        middle = float(values.mean())
+        wanted.append((result.units[i], "neuron", i // 2, i % 2, middle, middle - half, middle + half, 3))
+    assert agree(result.frame, sorted(wanted, key=lambda line: -abs(line[4])))
+    single = replace(result, plain=result.plain[:1], ablated=result.ablated[:, :1]).frame
+    assert single["low"].isna().all() and single["high"].isna().all() and set(single["prompts"]) == {1}
+
+
+@pytest.mark.parametrize("heads", [0, 3])
+def test_a_table_of_attributions(heads: int) -> None:
+    """Also of a mean over pairs, whose interval is Student's with one degree of freedom."""
+    one = attribution(heads)
+    assert one.real is not None
+    two = replace(one, before=3.0, after=5.0, estimate=one.estimate.flip(0), real=one.real.flip(0), certified=False)
+    for result, own in ((one, [one]), (Attribution.mean([one, two]), [one, two])):
+        wanted = []
+        for at in np.ndindex(*one.estimate.shape):
+            values = [float(each.estimate[at]) for each in own]
+            real, middle = np.mean([float(each.real[at]) for each in own if each.real is not None]), float(np.mean(values))
+            half = 12.706205 * float(np.std(values, ddof=1)) / math.sqrt(2) if len(own) > 1 else 0.0
+            ends = (middle - half, middle + half) if len(own) > 1 else ()
+            wanted.append((one.sites[at[0]], at[1], WORDS[at[1]], *at[2:], middle, float(real), *ends))
+        place = 3 + bool(heads)
+        assert agree(result.frame, sorted(wanted, key=lambda line: -abs(line[place])))
+        errors = [(*line, line[place] - line[place + 1]) for line in wanted]
+        assert agree(result.worst(4), sorted(errors, key=lambda line: -abs(line[-1]))[:4])
+    assert (result.before, result.after, result.certified, len(result.worst(4))) == (2.0, 3.5, False, 4)
+    noisy = replace(one, real=one.real + one.estimate.flip(1))
+    assert noisy.real is not None
+    r = float(np.corrcoef(one.estimate.flatten(), noisy.real.flatten())[0, 1])
+    assert (
+        noisy.correlation == pytest.approx(r, abs=1e-6) and 0.1 < abs(r) < 0.99 and f"correlation {r:.2f} with" in repr(noisy)
+    )
+    size = "2 sites, 7 positions, 3 heads" if heads else "2 sites, 7 positions"
+    assert repr(replace(one, real=None)) == f"Attribution(1 to 2; {size})" and f"; 2 pairs, {size}, corr" in repr(result)
+    html = noisy._repr_html_()
+    assert f"1.000 of the patched prompt, 2.000 of the other one. Correlation of estimates and real effects: {r:.3f}." in html
+    assert html.count("<tr") == 1 + 12 and f"<td>{one.frame['estimate'][11]:.4f}</td>" in html
+    with pytest.raises(BadRequest, match="Pair 1 of 2 has 6 tokens, and the first has 7"):
+        Attribution.mean([one, replace(one, words=WORDS[:6])])
+
+
+def test_tables_of_a_comparison() -> None:
+    texts = tuple(
+        ComparedText(
+            WORDS[:n],
+            *(torch.cat([numbers(n - 1, k).double()[:, 0].abs(), torch.full((1,), math.nan)]) for k in (1, 2)),
+            numbers(n, 3).double()[:, 0].abs(),
+            {"S": numbers(3, n).double(), "T": numbers(2, n).double() * 3},
+        )
+        for n in (4, 7)
+    )
+    result = CompareResult(texts)
+    wanted = [
+        (
+            number,
+            at,
+            WORDS[at],
+            *(float(x[at]) for x in (text.loss_a, text.loss_b, text.kl, text.difference["S"][2], text.difference["T"][1])),
+        )
+        for number, text in enumerate(texts)
+        for at in range(len(text.tokens))
+    ]
+    assert lines_of(result.frame) == lines_of(pd.DataFrame(wanted))
+    assert list(result.frame.columns) == ["text", "position", "token", "loss_a", "loss_b", "kl", "S", "T"]
+    for (site, layer, value, low, high), place in zip(
+        lines_of(result.layers), [("S", 0), ("S", 1), ("S", 2), ("T", 0), ("T", 1)], strict=True
+    ):
+        own = [text.difference[site][layer].numpy() for text in texts]
+        found = difference_over_groups(np.concatenate(own), np.repeat([0, 1], [4, 7]), bounded=False)
+        assert (site, layer) == place and (value, low, high) == pytest.approx((found.value, found.low, found.high))
+    a, b = (float(torch.cat([getattr(text, name)[:-1] for text in texts]).mean()) for name in ("loss_a", "loss_b"))
+    kl = float(torch.cat([text.kl for text in texts]).mean())
+    said = f"2 texts: loss {a:.4g} and {b:.4g} nats per token, KL divergence {kl:.4g}"
+    assert repr(result) == f"CompareResult({said})" and f"{said}." in result._repr_html_()
+    shown = re.findall(r"<td class=\"rl-cell[^>]*>([^<]*)<", result._repr_html_().split("residual stream")[0])
+    first = texts[0]
+    assert shown == [f"{x:.2f}" for row in (first.loss_a, first.loss_b, first.kl) for x in row.tolist() if x == x], (
+        "from the top down"
+    )
+
+
+def test_tables_of_direct_attribution() -> None:
+    """The largest part first; sums over layers of what is no head and no neuron."""
+    parts = (
+        LogitPart("embedding", "embedding", None, None, 0.5), LogitPart("L0H0", "head", 0, 0, -2.0),
+        LogitPart("L0H1", "head", 0, 1, 0.25),
+        LogitPart("attention bias 0", "attention bias", 0, None, 0.125), LogitPart("MLP 0", "MLP", 0, None, 1.0),
+        LogitPart("L2H0", "head", 2, 0, 2.0), LogitPart("L2H1", "head", 2, 1, -0.75), LogitPart("MLP 2", "MLP", 2, None, -3.0),
+        LogitPart("rounding", "rounding", None, None, 0.0),
+    )  # fmt: skip
+    result = DlaResult("a - b", "head", -1.875, parts)
+    assert lines_of(result.frame) == strongest_first([tuple(part) for part in parts], 4)
+    assert repr(result) == "DlaResult(a - b: -1.875 in 9 parts, of which rounding 0.0e+00)"
+    rest = "embedding 0.50, attention bias of all layers 0.12, MLP of all layers -2.00, rounding 0.00"
+    assert f"a - b: -1.875 in all. {rest}." in result._repr_html_()
+    made = result.plot()
+    assert meshes(made)[0].tolist() == [[-2.0, 0.25], [2.0, -0.75]] and rest in made.get_suptitle().replace("\n", " ")
+    assert [label.get_text() for label in made.axes[0].get_yticklabels()] == ["0", "2"]
+    (line,) = replace(result, by="neuron")._repr_html_().split("<tbody>")[1:]
+    assert re.findall(r"<td class=\"rl-cell[^>]*>([^<]*)<", line) == [f"{value:.2f}" for *_, value in result.frame.itertuples()]
 
 
 # ---- numbers on the report page -------------------------------------------------------------------------------------------
