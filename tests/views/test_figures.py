@@ -563,6 +563,71 @@ def test_tables_of_direct_attribution() -> None:
     assert re.findall(r"<td class=\"rl-cell[^>]*>([^<]*)<", line) == [f"{value:.2f}" for *_, value in result.frame.itertuples()]
 
 
+def words_of(figure: Figure) -> list[list[str]]:
+    """Title, labels of both axes, tick labels and legend of each panel; of a colour bar, its label."""
+    found = []
+    for axis in figure.axes:
+        legend = [text.get_text() for text in axis.get_legend().get_texts()] if axis.get_legend() else []
+        ticks = [label.get_text() for label in (*axis.get_xticklabels(), *axis.get_yticklabels())]
+        names = [axis.get_title(), axis.get_xlabel(), axis.get_ylabel()]
+        found.append(names[2:] if axis.get_label() == "<colorbar>" else [*names, *ticks, *legend])
+    return found
+
+
+def test_words_of_a_comparison() -> None:
+    some = torch.cat([numbers(3), torch.full((1,), math.nan)]).double()
+    text = ComparedText(
+        WORDS[:4], some, some * 3, numbers(4, 1)[:, 0].double(), {"S": numbers(2, 4).double(), "C": numbers(14, 4).double()}
+    )
+    made = CompareResult((text, text)).plot(1)
+    top, stream, mlp = (axis for axis in made.axes if axis.get_label() != "<colorbar>")
+    names, layers = ["The", "capital", "of", r"\$Fr\$ance"], [str(layer) for layer in range(0, 14, 2)]
+    words = [[text.strip() for text in panel] for panel in words_of(made)]
+    assert words[0][:3] == ["", "", "nats"] and words[0][-2:] == ["loss of b - loss of a, next token", "KL(a || b), next token"]
+    assert words[1][:3] == ["residual stream", "", "layer"] and words[1][-2:] == ["0", "1"]
+    assert words[2] == ["MLP output", "", "layer", *names, *layers] and words[3:] == [["|b - a| / |a|"]] * 2
+    assert made.get_suptitle() == "Text 1 of 2" and top.lines[0].get_ydata() == [0, 0] and top.get_xlim() == stream.get_xlim()
+    assert [round(bar.get_x() + bar.get_width() / 2, 6) for bar in top.patches] == [i + x for x in (0.3, 0.7) for i in range(4)]
+    assert mlp.get_xticks().tolist() == [0.5, 1.5, 2.5, 3.5] and stream.get_yticks().tolist() == [0.5, 1.5]
+    assert [mesh.get_clim()[1] for axis in (stream, mlp) for mesh in axis.collections] == [
+        float(x.max()) for x in text.difference.values()
+    ]
+    heights = [axis.get_position().height for axis in (top, stream, mlp)]
+    assert heights[1] < heights[0] < heights[2], "room for every layer"
+
+
+def test_words_of_direct_attribution() -> None:
+    parts = [LogitPart("embedding", "embedding", None, None, 0.5), LogitPart("final bias", "final bias", None, None, -1.0)]
+    parts[1:1] = [LogitPart(f"{kind} {i}", kind, i, None, i + 0.5) for i in range(2) for kind in ("attention", "MLP")]
+    made = DlaResult("a - b", "layer", 3.5, tuple(parts)).plot()
+    names = ["embedding", "0", "1", "final bias"]
+    (words,) = words_of(made)
+    assert words[:7] == ["", "layer", "part of the logit difference", *names] and words[-3:] == ["attention", "MLP", "others"]
+    assert made.get_suptitle() == "Direct logit attribution\na - b: 3.50" and made.axes[0].lines[0].get_ydata() == [0, 0]
+    bars = {group.get_label(): [(bar.get_x() + 0.2, bar.get_height()) for bar in group] for group in made.axes[0].containers}
+    places = {"attention": [(0.8, 0.5), (1.8, 1.5)], "MLP": [(1.2, 0.5), (2.2, 1.5)], "others": [(0, 0.5), (3, -1.0)]}
+    assert {name: np.allclose(bars[name], places[name]) for name in bars} == dict.fromkeys(places, True)
+    many = DlaResult("a - b", "neuron", 1.0, tuple(LogitPart(f"L0N{i}", "neuron", 0, i, i + 1.0) for i in range(45))).plot()
+    assert [bar.get_width() for bar in many.axes[0].patches] == [45.0 - i for i in range(40)], "the 40 largest"
+    assert (
+        many.axes[0].get_xlabel() == "part of the logit difference" and many.axes[0].get_yticklabels()[0].get_text() == "L0N44"
+    )
+
+
+def test_a_view_of_attention_has_what_there_is_to_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = attention_result()
+    options = re.findall(r'<option value="(\d)">([^<]*)<', result._repr_html_())
+    assert options == [(str(i), f"L{layer}H{head}") for i, (layer, head) in enumerate((l, h) for l in (1, 5) for h in range(3))]
+    two, one = (replace(result, tokens=WORDS[:n], pattern=result.pattern[..., :n, :n], path=(3, 3)[:n]) for n in (2, 1))
+    assert two.frame[["entropy", "previous", "first", "own"]].notna().all(axis=None) and two.frame["induction"].isna().all()
+    assert two.frame["previous"].tolist() == pytest.approx(two.pattern[..., 1, 0].flatten().tolist())
+    assert "Mean attention by kind of key" in two._repr_html_() and "Mean attention" not in one._repr_html_()
+    assert "previous token" in two._repr_html_() and ">induction<" not in two._repr_html_()
+    for most, shown in ((result.pattern.numel(), True), (result.pattern.numel() - 1, False)):
+        monkeypatch.setattr("replaylens.workbench.attention._MAX_CELLS", most)
+        assert ("data-weights" in result._repr_html_()) is shown and "Mean attention by kind" in result._repr_html_()
+
+
 # ---- numbers on the report page -------------------------------------------------------------------------------------------
 
 
