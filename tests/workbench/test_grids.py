@@ -12,7 +12,20 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from replaylens import Edit, Engine, ablate, attention, attribution_patching, compare, lens, patch, path_patch, routing, steer
+from replaylens import (
+    Edit,
+    Engine,
+    ablate,
+    attention,
+    attribution_patching,
+    compare,
+    dla,
+    lens,
+    patch,
+    path_patch,
+    routing,
+    steer,
+)
 from replaylens.engine.errors import BadRequest, NotCaptured, UnknownPromptWord
 from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.lens.lens import TunedLens, _ranks, unembed_hash
@@ -712,6 +725,8 @@ AT_THE_BOUND: list[tuple[str, str, Callable[[Engine, int], Any], int, int]] = [
     ("coin", "receiver head", lambda e, i: path_patch(e, *TWO, **PAIRED, receivers=[(1, i)]), 3, 0),
     ("coin", "steer", lambda e, i: steer(e, torch.ones(128), TWO[:1], layers=[i], strengths=[1], n=1), 4, 0),
     ("coin", "compare plot", lambda e, i: compare(e, e, TWO).plot(i), 1, 0),
+    ("coin", "dla token", lambda e, i: dla(e, TWO[0], (i, 5)), 105, 0),
+    ("coin", "attribution token", lambda e, i: attribution_patching(e, *TWO, i, "S", compare=True), 105, 0),
     ("coin", "lens token", lambda e, i: lens(e, TWO[0], token=i), 105, 0),
 ]  # fmt: skip
 

@@ -105,7 +105,7 @@ def test_a_tuned_lens_of_a_model_in_bfloat16() -> None:
 
 
 def test_training_minimises_the_divergence_from_the_final_distribution() -> None:
-    """One step against plain float64 code: the loss that is told, and Adam's first step, which is lr against the gradient's sign.
+    """One step against plain float64 code: the loss that is told, and Adam's first step, lr against the gradient's sign.
     Later steps draw other rows and go on from there."""
     model = random_model(num_layers=2, d_model=16, vocab_size=23)
     rows = torch.randn(9, 3, 16, generator=torch.Generator().manual_seed(0))

@@ -457,11 +457,11 @@ def test_a_sweep_in_words() -> None:
         "0.840] at S1, best control 0.790 (control task), p = 0.012 over the grid (permutation; 90 rows of 30 groups).",
         "  decided by the margin over control task: lower bound -0.050, not above 0.",
         "  The probe learns a random class per context as well. Hold out contexts to tell them apart: sweep(groups=).",
-        "Not shown: guess at query (logistic): none of 2 cells; best balanced accuracy 0.500 [0.460, 0.530] at S4, best control "
-        "0.610 (bag of tokens), p = 0.010 over the grid (permutation; 90 rows of 30 groups).",
+        "Not shown: guess at query (logistic): none of 2 cells; best balanced accuracy 0.500 [0.460, 0.530] at S4, best "
+        "control 0.610 (bag of tokens), p = 0.010 over the grid (permutation; 90 rows of 30 groups).",
         "  decided by the majority, which scores as well.",
-        "Shown: late at query (ridge): 1 of 1 cells; best AUROC 0.660 [0.620, 0.690] at S, no controls, p = 0.040 over the grid "
-        "(corrected t; 90 rows of 30 groups).",
+        "Shown: late at query (ridge): 1 of 1 cells; best AUROC 0.660 [0.620, 0.690] at S, no controls, p = 0.040 over the "
+        "grid (corrected t; 90 rows of 30 groups).",
         "  decided by p over the grid <= 0.05.",
         "Known zero coin at query: chance 0.500 inside 2 of 3 intervals (at 95 %, about one in twenty falls outside); farthest "
         "0.370.",
@@ -472,7 +472,9 @@ def test_a_sweep_in_words() -> None:
         "A probe shows that a label can be read off, not that the model uses it. Test the direction causally.",
     ]
     alone = summarise(pd.DataFrame(lines[:2]))
-    assert "p < 0.001 over the grid (permutation; 90 rows, 41 distinct of 30 groups)." in alone[0] and "1 of 2 cells" in alone[0]
+    assert (
+        "1 of 2 cells" in alone[0] and "p < 0.001 over the grid (permutation; 90 rows, 41 distinct of 30 groups)." in alone[0]
+    )
     assert alone[2] == "  AUROC there 0.770 [0.710, 0.830]." and "Tests: permutation, corrected" in alone[-2]
     alone = summarise(pd.DataFrame(lines[:1]).assign(bag_of_tokens=math.nan, margin=math.nan))
     assert "best control 0.520 (token identity), without bag of tokens, p = 0.200" in alone[0] and "none of 1 cells" in alone[0]
