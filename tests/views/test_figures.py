@@ -8,6 +8,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations, pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,9 +29,11 @@ from replaylens.engine.resampling.plan import NO_ANSWER, OTHER
 from replaylens.engine.serving.branch import Branch
 from replaylens.probes import report
 from replaylens.probes.intervals import difference_over_groups
+from replaylens.probes.report import Report
 from replaylens.views import draw, maps, sections
-from replaylens.views.data import Check, Fill, Frame, Phase, Slot
+from replaylens.views.data import Check, Fill, Frame, LensGuess, LensLayer, Phase, Slot, Token
 from replaylens.views.html import CHECK, INK, KINDS, LOOKS, PAGES, css_variables, kind_of, svg_style
+from replaylens.views.maps import HeatmapCell
 from replaylens.views.pictures import timeline
 from replaylens.views.rollouts import FILLS, REST, colours
 from replaylens.workbench.compare import ComparedText, CompareResult
@@ -645,6 +648,217 @@ def test_the_interval_of_an_average_knows_how_few_roots_there_are() -> None:
     cell = maps._average(values, 0)
     half = 1.96 * math.sqrt(13) / math.sqrt(3)  # the variance of 1, 3 and 8 is 26 / 2
     assert cell.facts == ("mean\t4.0000", f"95 %\t{4 - half:.4f} to {4 + half:.4f}", "roots\t3")
+
+
+def cells_of(html: str) -> list[tuple[str, ...]]:
+    """(classes, share of the colour scale, tooltip, text) of every cell of a heat map that has a number."""
+    return re.findall(r'<td class="(rl-cell[^"]*)" style="--v:(-?\d+%)"(?: title="([^"]*)")?>([^<]*)', html)
+
+
+def test_a_heat_map_as_a_table() -> None:
+    """Shares of the scale, cut off at its ends; strong from 55 % on; a line above the first control; gaps stay gaps."""
+    shown = [
+        [HeatmapCell(x, f"{x:g}", ("a\tb", f"{x}") if x else (), marked=x == 3, small="s" * (x == 2)) for x in line]
+        for line in ([1, 2, 3.0], [3.2, 3.25, 9])
+    ]
+    rows = (*shown, [None, HeatmapCell(math.nan, "nan"), HeatmapCell(0, "0")])
+    drawn = maps.Heatmap("T", ("x", "y", "c"), ("i", "j", "k"), tuple(map(tuple, rows)), 1.0, 5.0, "a note", controls=1)
+    html = str(maps.draw(drawn))
+    shares, strong = ["0%", "25%", "50%", "55%", "56%", "100%", "0%"], [False, False, False, False, True, True, False]
+    found = cells_of(html)
+    assert [cell[1] for cell in found] == shares and ["rl-strong" in cell[0] for cell in found] == strong
+    assert ["rl-marked" in cell[0] for cell in found] == [False, False, True, False, False, False, False]
+    assert (
+        [cell[3] for cell in found] == ["1", "2", "3", "3.2", "3.25", "9", "0"] and found[1][2] == "a\tb\n2" and not found[6][2]
+    )
+    assert html.count('class="rl-none"') == 2 and "<small>s</small>" in html and '<p class="rl-quiet">a note</p>' in html
+    assert re.findall(r"<th>([^<]*)</th>", html) == ["", "i", "j", "k", "x", "y", "c"]
+    assert [bool(rule) for rule in re.findall(r'<tr( class="rl-rule")?><th>[xyc]<', html)] == [False, False, True]
+    assert [cell[1] for cell in cells_of(str(maps.draw(replace(drawn, low=2.0, high=2.0))))] == ["0%"] * 7
+    assert maps.span([2.0, math.nan, -1.0]) == (-1.0, 2.0) and maps.span([math.nan]) == (0.0, 1.0)
+
+
+def test_the_ends_of_a_colour_scale() -> None:
+    assert maps.clipped([*range(101), math.nan]) == (5.0, 95.0) and maps.clipped([math.nan]) == (0.0, 1.0)
+    assert maps.clipped([1.0] * 50 + [3.0]) == (1.0, 3.0) and maps.clipped([2.0]) == (2.0, 2.0)
+
+
+def dumped(root: str, prompt: int, z: dict[int, list[float]], width: int = 5) -> Any:
+    """A dumped example with so many prompt tokens, whose rows have the number of their position, and in each layer a number."""
+    tokens = [SimpleNamespace(state=TokenState.PROMPT if i < prompt else TokenState.ACCEPTED) for i in range(9)]
+    rows = np.array([*z.values()], dtype=np.float32).reshape(len(z), width)
+    readings = SimpleNamespace(
+        row_of={at: i for i, at in enumerate(z)}, z={name: rows * k for k, name in enumerate(maps.MEASURES, 1)}
+    )
+    return SimpleNamespace(root=root, readings=readings, tree=SimpleNamespace(trunk=SimpleNamespace(tokens=tokens)))
+
+
+def test_averages_of_the_lens_by_hand() -> None:
+    """Means within roots, then over roots; offsets from the first generated token; a row with NaN does not count."""
+    nan = [math.nan] * 5
+    examples = [
+        dumped("a", 3, {2: [1, 2, 3, 4, 5], 3: [1, 1, 1, 1, 1]}),
+        dumped("a", 4, {3: [3, 4, 5, 6, 7], 4: [5, 5, 5, 5, 5], 5: nan}),
+        dumped("b", 2, {0: [7, 7, 7, 7, 7], 1: [8, 9, 10, 11, 12], 2: [0, 9, 8, 7, 6]}),
+    ]
+    empty = SimpleNamespace(readings=None)
+    made = maps.averages([*examples, empty]).maps()  # type: ignore[list-item]
+    assert [each.title for each in made] == list(maps.MEASURES.values())
+    for k, each in enumerate(made, 1):
+        assert each.columns == ("-1", "+0") and each.rows == ("output", "S3", "S2", "S1", "S0")
+        first = [
+            (np.array([2, 3, 4, 5, 6]) + np.array([8, 9, 10, 11, 12])) / 2,
+            (np.full(5, 3.0) + np.array([0, 9, 8, 7, 6])) / 2,
+        ]
+        wanted = k * np.stack(first, 1)[::-1]
+        assert np.allclose([[cell.value for cell in line if cell] for line in each.cells], wanted)
+        low, high = np.percentile(wanted[1:-1], (5, 95))
+        assert (each.low, each.high) == pytest.approx((low, high)) and f"go from {low:.2f} to {high:.2f}" in each.note
+        cell = each.cells[0][0]
+        assert (
+            cell is not None
+            and cell.shown == f"{9 * k:.2f}"
+            and cell.facts[0] == f"mean\t{9 * k:.4f}"
+            and cell.facts[2] == "roots\t2"
+        )
+    few = maps.averages([dumped("a", 3, {2: [9, 1, -9]}, 3)]).maps()[0]
+    assert (few.low, few.high) == pytest.approx(tuple(np.percentile([9, 1, -9], (5, 95)))), "of three layers none is left out"
+    assert few.cells[0][0] is not None and few.cells[0][0].facts == ("mean\t-9.0000", "roots\t1")
+
+
+@pytest.mark.parametrize(
+    ("counts", "offsets"),
+    [
+        ({-3: 9, -1: 10, 0: 10, 1: 2, 2: 1}, [-1, 0, 1]),
+        ({-3: 2, -2: 1, -1: 10}, [-3, -1]),
+        ({at: 1 for at in range(-60, 60)}, list(range(-1, 39))),
+        ({at: 1 for at in range(-60, 0)}, list(range(-40, 0))),
+        ({}, []),
+    ],
+)
+def test_columns_that_few_roots_reach_are_left_out(counts: dict[int, int], offsets: list[int]) -> None:
+    assert maps._well_filled({at: [np.zeros(1)] * count for at, count in counts.items()}) == offsets
+
+
+def test_the_lens_of_a_path() -> None:
+    """One column per token with Z, the output on top; the prompt's map ends before the row that predicts the answer."""
+    chance = lambda i, layer: (i + 1) / 20 + layer / 4  # noqa: E731
+    tokens = tuple(
+        Token(
+            f" t{i}",
+            i,
+            TokenState.PROMPT if i < 3 else TokenState.ACCEPTED,
+            lens=tuple(
+                LensLayer(name, (LensGuess(f" g{i}{layer}", chance(i, layer)), LensGuess(" no", 0.01)))
+                for layer, name in enumerate(("S0", "S1", "output"))
+            ),
+        )
+        for i in range(6)
+    )
+    bare = Token(" bare", 6, TokenState.ACCEPTED)
+    prompt, answer = maps.example_maps((*tokens, bare))
+    assert prompt is not None and answer is not None and prompt.rows == answer.rows == ("output", "S1", "S0")
+    assert prompt.columns == (" t0", " t1") and answer.columns == (" t2", " t3", " t4", " t5")
+    for drawn, first in ((prompt, 0), (answer, 2)):
+        wanted = [[chance(first + at, layer) for at in range(len(drawn.columns))] for layer in (2, 1, 0)]
+        assert [[cell.value for cell in line if cell] for line in drawn.cells] == wanted
+        assert (
+            drawn.low == 0.0
+            and drawn.high == pytest.approx(np.percentile(wanted, 95))
+            and f"up to {drawn.high:.2f}." in drawn.note
+        )
+    cell = answer.cells[1][3]
+    assert cell is not None and cell.shown == " g51" and cell.facts == ("S1 after position 5", "0.550\t g51", "0.010\t no")
+    for some in (tokens[:3], tokens[3:]):
+        none, whole = maps.example_maps(some)
+        assert none is None and whole is not None and len(whole.columns) == 3
+    assert maps.example_maps((bare,)) == (None, None)
+
+
+def question(what: str, **more: Any) -> dict[str, Any]:
+    return {"what": what, "accuracy": 0.5, "low": 0.25, "high": 0.75, **more}
+
+
+def test_lines_of_a_question_on_the_page() -> None:
+    """Columns that some line has; scores with their interval on a scale from 0 to 1, beside the majority."""
+    lines = [
+        question("a", rows=12, share=0.123456, flag=True, majority=0.4, empty=None),
+        question("b", low=-0.5, high=1.5, share=math.nan),
+        question("c", low=None), question("d", accuracy=None), question("e", low=0.5, high=0.5, accuracy=1.25),
+    ]  # fmt: skip
+    html = str(sections._table(lines))
+    assert re.findall(r"<th>([^<]*)</th>", html) == ["what", "rows", "share", "flag", "majority", "score, 95 %", ""]
+    body = [re.findall(r"<td[^>]*>([^<]*)<", line) for line in html.split("<tbody>")[1].split("<tr>")[1:]]
+    assert [line[:6] for line in body] == [
+        ["a", "12", "0.1235", "True", "0.4", "0.500 [0.250, 0.750]"], ["b", "", "", "", "", "0.500 [-0.500, 1.500]"],
+        ["c", "", "", "", "", "0.500"], ["d", "", "", "", "", ""], ["e", "", "", "", "", "1.250 [0.500, 0.500]"],
+    ]  # fmt: skip
+    assert re.findall(r"<i style=\"([^\"]*)\"", html) == [
+        "left:25.0%;width:50.0%",
+        "left:0.0%;width:100.0%",
+        "left:50.0%;width:0.4%",
+    ]
+    assert re.findall(r"<u style=\"([^\"]*)\"", html) == ["left:40.0%"]
+    assert re.findall(r"<b style=\"([^\"]*)\"", html) == ["left:50.0%", "left:50.0%", "left:100.0%"]
+    many = str(sections._table([question(str(i)) for i in range(203)]))
+    assert many.count("<tr>") == 201 and "and 3 more lines" in many and "more lines" not in html
+    assert sections._points(["a", "  b", " c", "d"]) == ["a b c", "d"] and sections._points([" a"]) == [" a"]
+
+
+def test_the_page_opens_with_the_best_cells() -> None:
+    """Of each label, estimator and position, beside every control that ran; findings that are shown come first."""
+    table = sweep_table().assign(shuffled=math.nan, margin=math.nan)
+    lines = [
+        {**line, "test": "permutation", "rows": 9, "distinct": 9, "groups": 3, "chance": 0.5}
+        for line in table.to_dict("records")
+    ]
+    zero = [{**lines[0], "known_zero": True, "accuracy": 1.0, "p_family": math.nan}]
+    named = [{**line, "label": "later", "layer": math.nan, "p_family": 0.5} for line in lines[:1]]
+    report = Report("sweep", [*named, *lines, *zero], {}, {})
+    html = str(sections.draw_opening([report, Report("transfer", [], {}, {}, findings=["first", "second"])], "12 examples."))
+    assert re.findall(r"<th>([^<]*)</th>", html) == [
+        "label",
+        "position",
+        "probe",
+        "best at",
+        "score, 95 %",
+        "majority",
+        "bag of tokens",
+        "shown",
+    ]
+    body = [re.findall(r"<td>([^<]*)</td>", line) for line in html.split("<tbody>")[1].split("<tr>")[1:]]
+    score = "balanced accuracy {} [0.400, 0.900]"
+    assert body == [
+        ["later", "a long name of a position", "logistic", "S", score.format("0.550"), "0.500", "0.300", "no"],
+        ["face", "a long name of a position", "logistic", "S2", score.format("0.750"), "0.500", "0.350", "yes"],
+        ["face", "query", "logistic", "S2", score.format("0.750"), "0.500", "0.350", "yes"],
+    ]
+    told = re.findall(r"<li>([^<]*)</li>", html)
+    assert [line.split(":")[:2] for line in told] == [
+        ["Shown", " face at a long name of a position (logistic)"],
+        ["Not shown", " later at a long name of a position (logistic)"],
+        ["transfer", " first"],
+    ]
+    assert html.startswith("<p>12 examples.</p>") and "transfer: second" not in html
+    many = [{**line, "label": f"l{i}"} for i in range(13) for line in lines[:1]]
+    assert str(sections.draw_opening([Report("sweep", many, {}, {})])).count("<tr>") == 1 + 12
+
+
+def test_the_example_that_a_page_opens_with() -> None:
+    """The first that is right and has a rejected branch; failing that, the first of all."""
+    of = lambda rejected, correct: SimpleNamespace(num_rejected=rejected, correct=correct)  # noqa: E731
+    plain, wrong, told, later, text = of(0, True), of(2, False), of(1, True), of(3, True), of(1, None)
+    for some, chosen in (
+        ([plain, wrong], plain),
+        ([wrong, plain], wrong),
+        ([plain, told, later], told),
+        ([wrong, text, told], text),
+        ([told, plain], told),
+    ):
+        found: Any = None
+        for each in some:
+            found = sections.better(found, each)  # type: ignore[arg-type]
+        assert found is chosen
 
 
 # ---- palette ---------------------------------------------------------------------------------------------------------
