@@ -2,7 +2,7 @@
 
 from tests.mutants.mutant import Mutant
 
-_FIGURES = "tests/views/test_figures.py::test_"
+_FIGURES, _TABLES = "tests/views/test_figures.py::test_", "tests/views/test_tables.py::test_"
 
 VIEWS = (
     Mutant(
@@ -11,7 +11,7 @@ VIEWS = (
         "values[:, layer].std(ddof=1)",
         "values[:, layer].std()",
         "the interval of an average counts its degrees of freedom",
-        (f"{_FIGURES}the_interval_of_an_average_knows_how_few_roots_there_are",),
+        (f"{_TABLES}the_interval_of_an_average_knows_how_few_roots_there_are",),
     ),
     Mutant(
         "mean-control-for-the-best",
@@ -19,7 +19,7 @@ VIEWS = (
         'best = own.groupby("position", sort=False)[name].max()',
         'best = own.groupby("position", sort=False)[name].mean()',
         "a score stands beside the best of its controls",
-        (f"{_FIGURES}a_control_is_the_best_of_all_layers",),
+        (f"{_TABLES}a_control_is_the_best_of_all_layers",),
     ),
     Mutant(
         "perplexities-averaged-plainly",

@@ -1,0 +1,586 @@
+"""Every cell of the tables that results and pages show, against loops over the results' own numbers."""
+
+import math
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+from replaylens.engine.errors import BadRequest
+from replaylens.engine.features.rows import FeatureRows
+from replaylens.engine.gradients.attribution import Attribution
+from replaylens.engine.memory.tree import TokenState
+from replaylens.probes.intervals import difference_over_groups
+from replaylens.probes.report import Report
+from replaylens.views import maps, sections
+from replaylens.views.data import LensGuess, LensLayer, Token
+from replaylens.views.maps import HeatmapCell
+from replaylens.workbench.compare import ComparedText, CompareResult
+from replaylens.workbench.dla import DlaResult, LogitPart
+from replaylens.workbench.patch import PatchResult
+from tests.drawings import (
+    WORDS,
+    ablate_result,
+    attention_result,
+    attribution,
+    feature_rows,
+    lens_result,
+    numbers,
+    patch_result,
+    routing_result,
+    sweep_table,
+)
+from tests.views.checks import meshes
+
+# ---- results --------------------------------------------------------------------------------------------------------------
+
+
+def lines_of(frame: Any) -> list[tuple[Any, ...]]:
+    """The lines of a frame; None for what is missing, numbers to nine digits."""
+    plain = lambda x: None if x is pd.NA or x != x else float(f"{x:.9g}") if isinstance(x, float | np.floating) else x  # noqa: E731
+    return [tuple(plain(value) for value in line) for line in frame.itertuples(index=False)]
+
+
+def agree(frame: Any, wanted: list[tuple[Any, ...]]) -> bool:
+    """Line by line, in this order; numbers that are not whole to five digits."""
+    pairs = [pair for lines in zip(lines_of(frame), wanted, strict=True) for pair in zip(*lines, strict=True)]
+    return all(a == (pytest.approx(b, rel=1e-5, abs=1e-6) if isinstance(b, float) else b) for a, b in pairs)
+
+
+def strongest_first(lines: list[tuple[Any, ...]], at: int) -> list[tuple[Any, ...]]:
+    return lines_of(pd.DataFrame(sorted(lines, key=lambda line: -abs(line[at])), dtype=object))
+
+
+@pytest.mark.parametrize("token", [None, " Paris"])
+def test_a_table_of_the_lens(token: str | None) -> None:
+    result = lens_result(token)
+    assert list(result.frame.columns) == [
+        "layer",
+        "name",
+        "position",
+        "token",
+        "top",
+        "probability",
+        "entropy",
+        "kl",
+        "rank",
+        "logprob",
+    ]
+    wanted = []
+    for layer, name in enumerate(result.layers):
+        for at, word in enumerate(WORDS):
+            known = (layer, name, at, word, word, math.exp(float(result.top_logprobs[layer, at, 0])))
+            numbers = (float(getattr(result, each)[layer, at]) for each in ("entropy", "kl"))
+            wanted.append((*known, *numbers, (layer * 7 + at) ** 3 * 6, float(result.logprob[layer, at])))
+    assert agree(result.frame, wanted)
+    about = "rank of the next token" if token is None else "rank of ' Paris'"
+    assert repr(result) == f"LensResult(3 layers, 7 tokens, {about})"
+    facts = result.grid("entropy").facts
+    assert facts is not None and facts(1, 2) == (
+        "S1 after ' of'",
+        f"{math.exp(float(result.top_logprobs[1, 2, 0])):.3f}\t' of'",
+        f"{math.exp(float(result.top_logprobs[1, 2, 1])):.3f}\t' no'",
+        f"rank 4374\t{'the next token' if token is None else repr(token)}, log-probability {float(result.logprob[1, 2]):.3f}",
+    )
+
+
+def test_a_table_of_attention() -> None:
+    """Means over all queries but the first. Token 1 is at 1, 3 and 5: after it came 2, and then 2 and 4."""
+    result = attention_result()
+    found = {(line[0], line[1]): line[2:] for line in lines_of(result.frame)}
+    assert list(result.frame.columns) == ["layer", "head", "entropy", "previous", "first", "own", "induction"]
+    assert list(found) == [(layer, head) for layer in (1, 5) for head in range(3)]
+    for (layer, head), line in found.items():
+        p = result.pattern[(1, 5).index(layer), head].double().tolist()
+        spread = -sum(x * math.log(x) for q in range(1, 7) for x in p[q][: q + 1]) / 6
+        sums = [
+            sum(p[q][k] for q, k in places) / 6
+            for places in ([(q, q - 1) for q in range(1, 7)], [(q, 0) for q in range(1, 7)], [(q, q) for q in range(1, 7)])
+        ]
+        assert line == pytest.approx((spread, *sums, (p[3][2] + p[5][2] + p[5][4]) / 2))
+    assert repr(result) == "AttentionResult(2 layers, 3 heads, 7 tokens)"
+
+
+def test_tables_of_routing() -> None:
+    result = routing_result()
+    wanted = []
+    for draft, routed in enumerate((result.path, *result.drafts)):
+        for layer in range(2):
+            for at, word in enumerate(routed.tokens):
+                for each in range(2):
+                    place = (draft - 1, routed.start + at, word, (0, 2)[layer])
+                    wanted.append((*place, int(routed.chosen[layer, at, each]), float(routed.weights[layer, at, each])))
+    assert lines_of(result.frame) == lines_of(pd.DataFrame(wanted))
+    assert list(result.frame.columns) == ["draft", "position", "token", "layer", "expert", "weight"]
+    load = lines_of(result.load)
+    assert [line[:3] for line in load] == [
+        (0, 0, 1),
+        (0, 1, 1),
+        (0, 2, 3),
+        (0, 3, 1),
+        (2, 0, 3),
+        (2, 1, 1),
+        (2, 2, 1),
+        (2, 3, 1),
+    ]
+    assert [line[3] for line in load] == pytest.approx([0.2, 0.6, 1.7, 0.5, 1.9, 0.1, 0.7, 0.3])
+    assert lines_of(result.beside) == [
+        (0, 2, 0, WORDS[3], WORDS[2], (0, 2), (2, 3), 1),
+        (0, 2, 2, WORDS[3], WORDS[2], (0, 1), (0, 2), 1),
+    ]
+    late = replace(result, drafts=(replace(result.drafts[0], start=3), replace(result.drafts[0], start=0)))
+    assert [line[:2] for line in lines_of(late.beside)] == [(1, 0), (1, 0)], "what lies behind the path has nothing beside it"
+    assert repr(result) == "RoutingResult(2 layers, 4 experts, 3 tokens, 1 rejected drafts)"
+    facts = result.path.grid("", result.layers, 1).facts
+    assert facts is not None and facts(1, 2) == ("layer 2, position 2", "expert 2: 0.7", "expert 0: 0.3")
+
+
+def test_tables_of_features() -> None:
+    rows = feature_rows()
+    dense = rows.dense()
+    wanted = [(i, i, WORDS[i], f, float(dense[i, f])) for i in range(7) for f in range(6) if dense[i, f]]
+    assert lines_of(rows.frame()) == lines_of(pd.DataFrame(wanted)) and len(wanted) == 9
+    assert torch.equal(rows.columns([3, 1, 4]), dense[:, [3, 1, 4]]) and torch.equal(rows.columns(4), dense[:, [4]])
+    axis = rows.plot([2, 4]).axes[0]
+    assert np.array_equal(axis.images[0].get_array(), dense[:, [2, 4]].T.numpy())
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["2", "4"] and rows.strongest(2) == [4, 1]
+    assert repr(rows) == "FeatureRows(7 rows, 6 features, 1.3 active per row)" and rows.counts.tolist() == [1, 2, 1, 2, 1, 1, 1]
+    many = FeatureRows.of_dense([torch.arange(8.0).repeat(201, 1)], 8)
+    html = many._repr_html_()
+    assert html.count("<tr>") == 1 + 200 and "7: 7  6: 6  5: 5  4: 4  3: 3</td>" in html and "the first 200 shown" in html
+
+
+def test_a_table_of_patches_and_its_mean() -> None:
+    first = patch_result()
+    second = replace(first, base=1.0, source=3.0, raw={site: 2 * values for site, values in first.raw.items()}, length=7)
+    first = replace(first, length=7)
+    effects = [{s: ((r - p.base) / (p.source - p.base)).double() for s, r in p.raw.items()} for p in (first, second)]
+    for result, own in ((first, effects[:1]), (PatchResult.mean([first, second]), effects)):
+        wanted = []
+        for site in ("S", "heads"):
+            each, raw = torch.stack([effect[site] for effect in own]), result.raw[site]
+            for layer in range(2):
+                for at in range(raw.shape[1]):
+                    values = each[:, layer, at]
+                    place = (site, layer, at if site == "S" else None, WORDS[at] if site == "S" else None)
+                    known = (float(raw[layer, at]), float(values.mean()))
+                    half = 12.706205 * float(values.std()) / math.sqrt(2) if len(own) > 1 else 0.0
+                    ends = (known[1] - half, known[1] + half, 2) if len(own) > 1 else ()
+                    wanted.append((*place, *known, *ends, None if site == "S" else at))
+        frame = result.frame[[*(name for name in result.frame if name != "head"), "head"]]
+        assert agree(frame, sorted(wanted, key=lambda line: -abs(line[5])))
+    assert (result.base, result.source) == (1.5, 3.5) and torch.allclose(result.raw["S"], 1.5 * first.raw["S"])
+    assert result.columns["S"] == WORDS and "Means over 2 pairs." in result._repr_html_() and "mean of 2 pairs" in repr(result)
+    assert "1.500 unpatched, 3.500 in the source prompt." in result._repr_html_()
+    other = replace(second, metric="log p", columns={**second.columns, "S": ("x", *WORDS[1:])})
+    mixed = PatchResult.mean([first, other])
+    assert mixed.metric == "metric" and mixed.columns["S"][1:] == WORDS[1:] and mixed.columns["S"][0] not in ("x", WORDS[0])
+
+
+def test_a_table_of_ablations() -> None:
+    result = ablate_result("neuron")
+    effect = (result.ablated - result.plain).double()
+    wanted = []
+    for i, values in enumerate(effect):
+        half = 4.302653 * float(values.std()) / math.sqrt(3)  # Student's t with two degrees of freedom
+        middle = float(values.mean())
+        wanted.append((result.units[i], "neuron", i // 2, i % 2, middle, middle - half, middle + half, 3))
+    assert agree(result.frame, sorted(wanted, key=lambda line: -abs(line[4])))
+    single = replace(result, plain=result.plain[:1], ablated=result.ablated[:, :1]).frame
+    assert single["low"].isna().all() and single["high"].isna().all() and set(single["prompts"]) == {1}
+
+
+@pytest.mark.parametrize("heads", [0, 3])
+def test_a_table_of_attributions(heads: int) -> None:
+    """Also of a mean over pairs, whose interval is Student's with one degree of freedom."""
+    one = attribution(heads)
+    assert one.real is not None
+    two = replace(one, before=3.0, after=5.0, estimate=one.estimate.flip(0), real=one.real.flip(0), certified=False)
+    for result, own in ((one, [one]), (Attribution.mean([one, two]), [one, two])):
+        wanted = []
+        for at in np.ndindex(*one.estimate.shape):
+            values = [float(each.estimate[at]) for each in own]
+            real, middle = np.mean([float(each.real[at]) for each in own if each.real is not None]), float(np.mean(values))
+            half = 12.706205 * float(np.std(values, ddof=1)) / math.sqrt(2) if len(own) > 1 else 0.0
+            ends = (middle - half, middle + half) if len(own) > 1 else ()
+            wanted.append((one.sites[at[0]], at[1], WORDS[at[1]], *at[2:], middle, float(real), *ends))
+        place = 3 + bool(heads)
+        assert agree(result.frame, sorted(wanted, key=lambda line: -abs(line[place])))
+        errors = [(*line, line[place] - line[place + 1]) for line in wanted]
+        assert agree(result.worst(4), sorted(errors, key=lambda line: -abs(line[-1]))[:4])
+    assert (result.before, result.after, result.certified, len(result.worst(4))) == (2.0, 3.5, False, 4)
+    noisy = replace(one, real=one.real + one.estimate.flip(1))
+    assert noisy.real is not None
+    r = float(np.corrcoef(one.estimate.flatten(), noisy.real.flatten())[0, 1])
+    assert (
+        noisy.correlation == pytest.approx(r, abs=1e-6) and 0.1 < abs(r) < 0.99 and f"correlation {r:.2f} with" in repr(noisy)
+    )
+    size = "2 sites, 7 positions, 3 heads" if heads else "2 sites, 7 positions"
+    assert repr(replace(one, real=None)) == f"Attribution(1 to 2; {size})" and f"; 2 pairs, {size}, corr" in repr(result)
+    html = noisy._repr_html_()
+    assert f"1.000 of the patched prompt, 2.000 of the other one. Correlation of estimates and real effects: {r:.3f}." in html
+    assert html.count("<tr") == 1 + 12 and f"<td>{one.frame['estimate'][11]:.4f}</td>" in html
+    with pytest.raises(BadRequest, match="Pair 1 of 2 has 6 tokens, and the first has 7"):
+        Attribution.mean([one, replace(one, words=WORDS[:6])])
+
+
+def test_tables_of_a_comparison() -> None:
+    texts = tuple(
+        ComparedText(
+            WORDS[:n],
+            *(torch.cat([numbers(n - 1, k).double()[:, 0].abs(), torch.full((1,), math.nan)]) for k in (1, 2)),
+            numbers(n, 3).double()[:, 0].abs(),
+            {"S": numbers(3, n).double(), "T": numbers(2, n).double() * 3},
+        )
+        for n in (4, 7)
+    )
+    result = CompareResult(texts)
+    wanted = [
+        (
+            number,
+            at,
+            WORDS[at],
+            *(float(x[at]) for x in (text.loss_a, text.loss_b, text.kl, text.difference["S"][2], text.difference["T"][1])),
+        )
+        for number, text in enumerate(texts)
+        for at in range(len(text.tokens))
+    ]
+    assert lines_of(result.frame) == lines_of(pd.DataFrame(wanted))
+    assert list(result.frame.columns) == ["text", "position", "token", "loss_a", "loss_b", "kl", "S", "T"]
+    for (site, layer, value, low, high), place in zip(
+        lines_of(result.layers), [("S", 0), ("S", 1), ("S", 2), ("T", 0), ("T", 1)], strict=True
+    ):
+        own = [text.difference[site][layer].numpy() for text in texts]
+        found = difference_over_groups(np.concatenate(own), np.repeat([0, 1], [4, 7]), bounded=False)
+        assert (site, layer) == place and (value, low, high) == pytest.approx((found.value, found.low, found.high))
+    a, b = (float(torch.cat([getattr(text, name)[:-1] for text in texts]).mean()) for name in ("loss_a", "loss_b"))
+    kl = float(torch.cat([text.kl for text in texts]).mean())
+    said = f"2 texts: loss {a:.4g} and {b:.4g} nats per token, KL divergence {kl:.4g}"
+    assert repr(result) == f"CompareResult({said})" and f"{said}." in result._repr_html_()
+    shown = re.findall(r"<td class=\"rl-cell[^>]*>([^<]*)<", result._repr_html_().split("residual stream")[0])
+    first = texts[0]
+    assert shown == [f"{x:.2f}" for row in (first.loss_a, first.loss_b, first.kl) for x in row.tolist() if x == x], (
+        "from the top down"
+    )
+
+
+def test_tables_of_direct_attribution() -> None:
+    """The largest part first; sums over layers of what is no head and no neuron."""
+    parts = (
+        LogitPart("embedding", "embedding", None, None, 0.5), LogitPart("L0H0", "head", 0, 0, -2.0),
+        LogitPart("L0H1", "head", 0, 1, 0.25),
+        LogitPart("attention bias 0", "attention bias", 0, None, 0.125), LogitPart("MLP 0", "MLP", 0, None, 1.0),
+        LogitPart("L2H0", "head", 2, 0, 2.0), LogitPart("L2H1", "head", 2, 1, -0.75), LogitPart("MLP 2", "MLP", 2, None, -3.0),
+        LogitPart("rounding", "rounding", None, None, 0.0),
+    )  # fmt: skip
+    result = DlaResult("a - b", "head", -1.875, parts)
+    assert lines_of(result.frame) == strongest_first([tuple(part) for part in parts], 4)
+    assert repr(result) == "DlaResult(a - b: -1.875 in 9 parts, of which rounding 0.0e+00)"
+    rest = "embedding 0.50, attention bias of all layers 0.12, MLP of all layers -2.00, rounding 0.00"
+    assert f"a - b: -1.875 in all. {rest}." in result._repr_html_()
+    made = result.plot()
+    assert meshes(made)[0].tolist() == [[-2.0, 0.25], [2.0, -0.75]] and rest in made.get_suptitle().replace("\n", " ")
+    assert [label.get_text() for label in made.axes[0].get_yticklabels()] == ["0", "2"]
+    (line,) = replace(result, by="neuron")._repr_html_().split("<tbody>")[1:]
+    assert re.findall(r"<td class=\"rl-cell[^>]*>([^<]*)<", line) == [f"{value:.2f}" for *_, value in result.frame.itertuples()]
+
+
+def words_of(figure: Figure) -> list[list[str]]:
+    """Title, labels of both axes, tick labels and legend of each panel; of a colour bar, its label."""
+    found = []
+    for axis in figure.axes:
+        legend = [text.get_text() for text in axis.get_legend().get_texts()] if axis.get_legend() else []
+        ticks = [label.get_text() for label in (*axis.get_xticklabels(), *axis.get_yticklabels())]
+        names = [axis.get_title(), axis.get_xlabel(), axis.get_ylabel()]
+        found.append(names[2:] if axis.get_label() == "<colorbar>" else [*names, *ticks, *legend])
+    return found
+
+
+def test_words_of_a_comparison() -> None:
+    some = torch.cat([numbers(3), torch.full((1,), math.nan)]).double()
+    text = ComparedText(
+        WORDS[:4], some, some * 3, numbers(4, 1)[:, 0].double(), {"S": numbers(2, 4).double(), "C": numbers(14, 4).double()}
+    )
+    made = CompareResult((text, text)).plot(1)
+    top, stream, mlp = (axis for axis in made.axes if axis.get_label() != "<colorbar>")
+    names, layers = ["The", "capital", "of", r"\$Fr\$ance"], [str(layer) for layer in range(0, 14, 2)]
+    words = [[text.strip() for text in panel] for panel in words_of(made)]
+    assert words[0][:3] == ["", "", "nats"] and words[0][-2:] == ["loss of b - loss of a, next token", "KL(a || b), next token"]
+    assert words[1][:3] == ["residual stream", "", "layer"] and words[1][-2:] == ["0", "1"]
+    assert words[2] == ["MLP output", "", "layer", *names, *layers] and words[3:] == [["|b - a| / |a|"]] * 2
+    assert made.get_suptitle() == "Text 1 of 2" and top.lines[0].get_ydata() == [0, 0] and top.get_xlim() == stream.get_xlim()
+    assert [round(bar.get_x() + bar.get_width() / 2, 6) for bar in top.patches] == [i + x for x in (0.3, 0.7) for i in range(4)]
+    assert mlp.get_xticks().tolist() == [0.5, 1.5, 2.5, 3.5] and stream.get_yticks().tolist() == [0.5, 1.5]
+    assert [mesh.get_clim()[1] for axis in (stream, mlp) for mesh in axis.collections] == [
+        float(x.max()) for x in text.difference.values()
+    ]
+    heights = [axis.get_position().height for axis in (top, stream, mlp)]
+    assert heights[1] < heights[0] < heights[2], "room for every layer"
+
+
+def test_words_of_direct_attribution() -> None:
+    parts = [LogitPart("embedding", "embedding", None, None, 0.5), LogitPart("final bias", "final bias", None, None, -1.0)]
+    parts[1:1] = [LogitPart(f"{kind} {i}", kind, i, None, i + 0.5) for i in range(2) for kind in ("attention", "MLP")]
+    made = DlaResult("a - b", "layer", 3.5, tuple(parts)).plot()
+    names = ["embedding", "0", "1", "final bias"]
+    (words,) = words_of(made)
+    assert words[:7] == ["", "layer", "part of the logit difference", *names] and words[-3:] == ["attention", "MLP", "others"]
+    assert made.get_suptitle() == "Direct logit attribution\na - b: 3.50" and made.axes[0].lines[0].get_ydata() == [0, 0]
+    bars = {group.get_label(): [(bar.get_x() + 0.2, bar.get_height()) for bar in group] for group in made.axes[0].containers}
+    places = {"attention": [(0.8, 0.5), (1.8, 1.5)], "MLP": [(1.2, 0.5), (2.2, 1.5)], "others": [(0, 0.5), (3, -1.0)]}
+    assert {name: np.allclose(bars[name], places[name]) for name in bars} == dict.fromkeys(places, True)
+    many = DlaResult("a - b", "neuron", 1.0, tuple(LogitPart(f"L0N{i}", "neuron", 0, i, i + 1.0) for i in range(45))).plot()
+    assert [bar.get_width() for bar in many.axes[0].patches] == [45.0 - i for i in range(40)], "the 40 largest"
+    assert (
+        many.axes[0].get_xlabel() == "part of the logit difference" and many.axes[0].get_yticklabels()[0].get_text() == "L0N44"
+    )
+
+
+def test_a_view_of_attention_has_what_there_is_to_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = attention_result()
+    options = re.findall(r'<option value="(\d)">([^<]*)<', result._repr_html_())
+    assert options == [(str(i), f"L{layer}H{head}") for i, (layer, head) in enumerate((l, h) for l in (1, 5) for h in range(3))]
+    two, one = (replace(result, tokens=WORDS[:n], pattern=result.pattern[..., :n, :n], path=(3, 3)[:n]) for n in (2, 1))
+    assert two.frame[["entropy", "previous", "first", "own"]].notna().all(axis=None) and two.frame["induction"].isna().all()
+    assert two.frame["previous"].tolist() == pytest.approx(two.pattern[..., 1, 0].flatten().tolist())
+    assert "Mean attention by kind of key" in two._repr_html_() and "Mean attention" not in one._repr_html_()
+    assert "previous token" in two._repr_html_() and ">induction<" not in two._repr_html_()
+    for most, shown in ((result.pattern.numel(), True), (result.pattern.numel() - 1, False)):
+        monkeypatch.setattr("replaylens.workbench.attention._MAX_CELLS", most)
+        assert ("data-weights" in result._repr_html_()) is shown and "Mean attention by kind" in result._repr_html_()
+
+
+# ---- numbers on the report page -------------------------------------------------------------------------------------------
+
+
+def test_a_control_is_the_best_of_all_layers() -> None:
+    table = sweep_table().assign(shown=False)
+    drawn = sections._map("S", table[table["site"] == "S"], 0.0, 1.0)
+    assert drawn.rows == ("S2", "S1", "S0", "majority", "bag of tokens") and drawn.controls == 2
+    assert [cell.shown for cell in drawn.cells[-1] if cell] == ["0.70", "0.70"], "not the mean, 0.45"
+    assert [cell.shown for cell in drawn.cells[0] if cell] == ["0.75", "0.75"]
+    assert drawn.cells[0][0] is not None and drawn.cells[0][0].small == "0.40–0.90"
+
+
+def test_the_interval_of_an_average_knows_how_few_roots_there_are() -> None:
+    values = np.array([[1.0, 0.0], [3.0, 0.0], [8.0, 0.0]])
+    cell = maps._average(values, 0)
+    half = 1.96 * math.sqrt(13) / math.sqrt(3)  # the variance of 1, 3 and 8 is 26 / 2
+    assert cell.facts == ("mean\t4.0000", f"95 %\t{4 - half:.4f} to {4 + half:.4f}", "roots\t3")
+
+
+def cells_of(html: str) -> list[tuple[str, ...]]:
+    """(classes, share of the colour scale, tooltip, text) of every cell of a heat map that has a number."""
+    return re.findall(r'<td class="(rl-cell[^"]*)" style="--v:(-?\d+%)"(?: title="([^"]*)")?>([^<]*)', html)
+
+
+def test_a_heat_map_as_a_table() -> None:
+    """Shares of the scale, cut off at its ends; strong from 55 % on; a line above the first control; gaps stay gaps."""
+    shown = [
+        [HeatmapCell(x, f"{x:g}", ("a\tb", f"{x}") if x else (), marked=x == 3, small="s" * (x == 2)) for x in line]
+        for line in ([1, 2, 3.0], [3.2, 3.25, 9])
+    ]
+    rows = (*shown, [None, HeatmapCell(math.nan, "nan"), HeatmapCell(0, "0")])
+    drawn = maps.Heatmap("T", ("x", "y", "c"), ("i", "j", "k"), tuple(map(tuple, rows)), 1.0, 5.0, "a note", controls=1)
+    html = str(maps.draw(drawn))
+    shares, strong = ["0%", "25%", "50%", "55%", "56%", "100%", "0%"], [False, False, False, False, True, True, False]
+    found = cells_of(html)
+    assert [cell[1] for cell in found] == shares and ["rl-strong" in cell[0] for cell in found] == strong
+    assert ["rl-marked" in cell[0] for cell in found] == [False, False, True, False, False, False, False]
+    assert (
+        [cell[3] for cell in found] == ["1", "2", "3", "3.2", "3.25", "9", "0"] and found[1][2] == "a\tb\n2" and not found[6][2]
+    )
+    assert html.count('class="rl-none"') == 2 and "<small>s</small>" in html and '<p class="rl-quiet">a note</p>' in html
+    assert re.findall(r"<th>([^<]*)</th>", html) == ["", "i", "j", "k", "x", "y", "c"]
+    assert [bool(rule) for rule in re.findall(r'<tr( class="rl-rule")?><th>[xyc]<', html)] == [False, False, True]
+    assert [cell[1] for cell in cells_of(str(maps.draw(replace(drawn, low=2.0, high=2.0))))] == ["0%"] * 7
+    assert maps.span([2.0, math.nan, -1.0]) == (-1.0, 2.0) and maps.span([math.nan]) == (0.0, 1.0)
+
+
+def test_the_ends_of_a_colour_scale() -> None:
+    assert maps.clipped([*range(101), math.nan]) == (5.0, 95.0) and maps.clipped([math.nan]) == (0.0, 1.0)
+    assert maps.clipped([1.0] * 50 + [3.0]) == (1.0, 3.0) and maps.clipped([2.0]) == (2.0, 2.0)
+
+
+def dumped(root: str, prompt: int, z: dict[int, list[float]], width: int = 5) -> Any:
+    """A dumped example with so many prompt tokens, whose rows have the number of their position, and in each layer a number."""
+    tokens = [SimpleNamespace(state=TokenState.PROMPT if i < prompt else TokenState.ACCEPTED) for i in range(9)]
+    rows = np.array([*z.values()], dtype=np.float32).reshape(len(z), width)
+    readings = SimpleNamespace(
+        row_of={at: i for i, at in enumerate(z)}, z={name: rows * k for k, name in enumerate(maps.MEASURES, 1)}
+    )
+    return SimpleNamespace(root=root, readings=readings, tree=SimpleNamespace(trunk=SimpleNamespace(tokens=tokens)))
+
+
+def test_averages_of_the_lens_by_hand() -> None:
+    """Means within roots, then over roots; offsets from the first generated token; a row with NaN does not count."""
+    nan = [math.nan] * 5
+    examples = [
+        dumped("a", 3, {2: [1, 2, 3, 4, 5], 3: [1, 1, 1, 1, 1]}),
+        dumped("a", 4, {3: [3, 4, 5, 6, 7], 4: [5, 5, 5, 5, 5], 5: nan}),
+        dumped("b", 2, {0: [7, 7, 7, 7, 7], 1: [8, 9, 10, 11, 12], 2: [0, 9, 8, 7, 6]}),
+    ]
+    empty = SimpleNamespace(readings=None)
+    made = maps.averages([*examples, empty]).maps()  # type: ignore[list-item]
+    assert [each.title for each in made] == list(maps.MEASURES.values())
+    for k, each in enumerate(made, 1):
+        assert each.columns == ("-1", "+0") and each.rows == ("output", "S3", "S2", "S1", "S0")
+        first = [
+            (np.array([2, 3, 4, 5, 6]) + np.array([8, 9, 10, 11, 12])) / 2,
+            (np.full(5, 3.0) + np.array([0, 9, 8, 7, 6])) / 2,
+        ]
+        wanted = k * np.stack(first, 1)[::-1]
+        assert np.allclose([[cell.value for cell in line if cell] for line in each.cells], wanted)
+        low, high = np.percentile(wanted[1:-1], (5, 95))
+        assert (each.low, each.high) == pytest.approx((low, high)) and f"go from {low:.2f} to {high:.2f}" in each.note
+        cell = each.cells[0][0]
+        assert (
+            cell is not None
+            and cell.shown == f"{9 * k:.2f}"
+            and cell.facts[0] == f"mean\t{9 * k:.4f}"
+            and cell.facts[2] == "roots\t2"
+        )
+    few = maps.averages([dumped("a", 3, {2: [9, 1, -9]}, 3)]).maps()[0]
+    assert (few.low, few.high) == pytest.approx(tuple(np.percentile([9, 1, -9], (5, 95)))), "of three layers none is left out"
+    assert few.cells[0][0] is not None and few.cells[0][0].facts == ("mean\t-9.0000", "roots\t1")
+
+
+@pytest.mark.parametrize(
+    ("counts", "offsets"),
+    [
+        ({-3: 9, -1: 10, 0: 10, 1: 2, 2: 1}, [-1, 0, 1]),
+        ({-3: 2, -2: 1, -1: 10}, [-3, -1]),
+        ({at: 1 for at in range(-60, 60)}, list(range(-1, 39))),
+        ({at: 1 for at in range(-60, 0)}, list(range(-40, 0))),
+        ({}, []),
+    ],
+)
+def test_columns_that_few_roots_reach_are_left_out(counts: dict[int, int], offsets: list[int]) -> None:
+    assert maps._well_filled({at: [np.zeros(1)] * count for at, count in counts.items()}) == offsets
+
+
+def test_the_lens_of_a_path() -> None:
+    """One column per token with Z, the output on top; the prompt's map ends before the row that predicts the answer."""
+    chance = lambda i, layer: (i + 1) / 20 + layer / 4  # noqa: E731
+    tokens = tuple(
+        Token(
+            f" t{i}",
+            i,
+            TokenState.PROMPT if i < 3 else TokenState.ACCEPTED,
+            lens=tuple(
+                LensLayer(name, (LensGuess(f" g{i}{layer}", chance(i, layer)), LensGuess(" no", 0.01)))
+                for layer, name in enumerate(("S0", "S1", "output"))
+            ),
+        )
+        for i in range(6)
+    )
+    bare = Token(" bare", 6, TokenState.ACCEPTED)
+    prompt, answer = maps.example_maps((*tokens, bare))
+    assert prompt is not None and answer is not None and prompt.rows == answer.rows == ("output", "S1", "S0")
+    assert prompt.columns == (" t0", " t1") and answer.columns == (" t2", " t3", " t4", " t5")
+    for drawn, first in ((prompt, 0), (answer, 2)):
+        wanted = [[chance(first + at, layer) for at in range(len(drawn.columns))] for layer in (2, 1, 0)]
+        assert [[cell.value for cell in line if cell] for line in drawn.cells] == wanted
+        assert (
+            drawn.low == 0.0
+            and drawn.high == pytest.approx(np.percentile(wanted, 95))
+            and f"up to {drawn.high:.2f}." in drawn.note
+        )
+    cell = answer.cells[1][3]
+    assert cell is not None and cell.shown == " g51" and cell.facts == ("S1 after position 5", "0.550\t g51", "0.010\t no")
+    for some in (tokens[:3], tokens[3:]):
+        none, whole = maps.example_maps(some)
+        assert none is None and whole is not None and len(whole.columns) == 3
+    assert maps.example_maps((bare,)) == (None, None)
+
+
+def question(what: str, **more: Any) -> dict[str, Any]:
+    return {"what": what, "accuracy": 0.5, "low": 0.25, "high": 0.75, **more}
+
+
+def test_lines_of_a_question_on_the_page() -> None:
+    """Columns that some line has; scores with their interval on a scale from 0 to 1, beside the majority."""
+    lines = [
+        question("a", rows=12, share=0.123456, flag=True, majority=0.4, empty=None),
+        question("b", low=-0.5, high=1.5, share=math.nan),
+        question("c", low=None), question("d", accuracy=None), question("e", low=0.5, high=0.5, accuracy=1.25),
+    ]  # fmt: skip
+    html = str(sections._table(lines))
+    assert re.findall(r"<th>([^<]*)</th>", html) == ["what", "rows", "share", "flag", "majority", "score, 95 %", ""]
+    body = [re.findall(r"<td[^>]*>([^<]*)<", line) for line in html.split("<tbody>")[1].split("<tr>")[1:]]
+    assert [line[:6] for line in body] == [
+        ["a", "12", "0.1235", "True", "0.4", "0.500 [0.250, 0.750]"], ["b", "", "", "", "", "0.500 [-0.500, 1.500]"],
+        ["c", "", "", "", "", "0.500"], ["d", "", "", "", "", ""], ["e", "", "", "", "", "1.250 [0.500, 0.500]"],
+    ]  # fmt: skip
+    assert re.findall(r"<i style=\"([^\"]*)\"", html) == [
+        "left:25.0%;width:50.0%",
+        "left:0.0%;width:100.0%",
+        "left:50.0%;width:0.4%",
+    ]
+    assert re.findall(r"<u style=\"([^\"]*)\"", html) == ["left:40.0%"]
+    assert re.findall(r"<b style=\"([^\"]*)\"", html) == ["left:50.0%", "left:50.0%", "left:100.0%"]
+    many = str(sections._table([question(str(i)) for i in range(203)]))
+    assert many.count("<tr>") == 201 and "and 3 more lines" in many and "more lines" not in html
+    assert sections._points(["a", "  b", " c", "d"]) == ["a b c", "d"] and sections._points([" a"]) == [" a"]
+
+
+def test_the_page_opens_with_the_best_cells() -> None:
+    """Of each label, estimator and position, beside every control that ran; findings that are shown come first."""
+    table = sweep_table().assign(shuffled=math.nan, margin=math.nan)
+    lines = [
+        {**line, "test": "permutation", "rows": 9, "distinct": 9, "groups": 3, "chance": 0.5}
+        for line in table.to_dict("records")
+    ]
+    zero = [{**lines[0], "known_zero": True, "accuracy": 1.0, "p_family": math.nan}]
+    named = [{**line, "label": "later", "layer": math.nan, "p_family": 0.5} for line in lines[:1]]
+    report = Report("sweep", [*named, *lines, *zero], {}, {})
+    html = str(sections.draw_opening([report, Report("transfer", [], {}, {}, findings=["first", "second"])], "12 examples."))
+    assert re.findall(r"<th>([^<]*)</th>", html) == [
+        "label",
+        "position",
+        "probe",
+        "best at",
+        "score, 95 %",
+        "majority",
+        "bag of tokens",
+        "shown",
+    ]
+    body = [re.findall(r"<td>([^<]*)</td>", line) for line in html.split("<tbody>")[1].split("<tr>")[1:]]
+    score = "balanced accuracy {} [0.400, 0.900]"
+    assert body == [
+        ["later", "a long name of a position", "logistic", "S", score.format("0.550"), "0.500", "0.300", "no"],
+        ["face", "a long name of a position", "logistic", "S2", score.format("0.750"), "0.500", "0.350", "yes"],
+        ["face", "query", "logistic", "S2", score.format("0.750"), "0.500", "0.350", "yes"],
+    ]
+    told = re.findall(r"<li>([^<]*)</li>", html)
+    assert [line.split(":")[:2] for line in told] == [
+        ["Shown", " face at a long name of a position (logistic)"],
+        ["Not shown", " later at a long name of a position (logistic)"],
+        ["transfer", " first"],
+    ]
+    assert html.startswith("<p>12 examples.</p>") and "transfer: second" not in html
+    many = [{**line, "label": f"l{i}"} for i in range(13) for line in lines[:1]]
+    assert str(sections.draw_opening([Report("sweep", many, {}, {})])).count("<tr>") == 1 + 12
+
+
+def test_the_example_that_a_page_opens_with() -> None:
+    """The first that is right and has a rejected branch; failing that, the first of all."""
+    of = lambda rejected, correct: SimpleNamespace(num_rejected=rejected, correct=correct)  # noqa: E731
+    plain, wrong, told, later, text = of(0, True), of(2, False), of(1, True), of(3, True), of(1, None)
+    for some, chosen in (
+        ([plain, wrong], plain),
+        ([wrong, plain], wrong),
+        ([plain, told, later], told),
+        ([wrong, text, told], text),
+        ([told, plain], told),
+    ):
+        found: Any = None
+        for each in some:
+            found = sections.better(found, each)  # type: ignore[arg-type]
+        assert found is chosen
