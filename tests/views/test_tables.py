@@ -23,6 +23,7 @@ from replaylens.views.data import LensGuess, LensLayer, Token
 from replaylens.views.maps import HeatmapCell
 from replaylens.workbench.compare import ComparedText, CompareResult
 from replaylens.workbench.dla import DlaResult, LogitPart
+from replaylens.workbench.drawing import Grid, figure, table
 from replaylens.workbench.patch import PatchResult
 from tests.drawings import (
     WORDS,
@@ -354,6 +355,49 @@ def test_a_view_of_attention_has_what_there_is_to_see(monkeypatch: pytest.Monkey
     for most, shown in ((result.pattern.numel(), True), (result.pattern.numel() - 1, False)):
         monkeypatch.setattr("replaylens.workbench.attention._MAX_CELLS", most)
         assert ("data-weights" in result._repr_html_()) is shown and "Mean attention by kind" in result._repr_html_()
+
+
+def test_cells_of_a_grid() -> None:
+    """A word in the middle of its cell, white on dark; in a table at most 64 columns, and it says so."""
+    values, words = np.array([[0.0, 1.0, math.nan], [2.0, 3.0, 4.0]]), [["a", " b ", "n"], ["  ", "longerword", "e"]]
+    grid = Grid("t", ["0", "1"], ["x", "y", "z"], values, words)
+    axis = figure([grid], "label", "rows", "columns").axes[0]
+    assert [text.get_position() for text in axis.texts] == [(j + 0.5, i + 0.5) for i in range(2) for j in range(3)]
+    assert [text.get_text() for text in axis.texts] == ["a", "b", "n", "␣␣", "longer…", "e"]
+    assert [text.get_color() for text in axis.texts] == ["white", "white", "black", "white", "black", "black"]
+    assert (axis.get_xlabel(), axis.get_ylabel(), axis.get_xticks().tolist()) == ("columns", "rows", [0.5, 1.5, 2.5])
+    for count, written in ((300, True), (301, False)):
+        wide = Grid("t", ["0", "1"], ["x"] * count, np.zeros((2, count)), [["w"] * count] * 2)
+        assert bool(figure([wide], "", "", "").axes[0].texts) is written
+    for count, note in ((64, ""), (65, " The first 64 of 65 columns.")):
+        made = table(Grid("t", ["0", "1"], [str(i) for i in range(count)], np.arange(2 * count).reshape(2, count)), "Note.")
+        assert made.note == f"Note.{note}" and len(made.columns) == 64 and made.rows == ("1", "0"), (
+            "the first row at the bottom"
+        )
+        assert [cell.shown for cell in made.cells[0] if cell] == [f"{count + j:.2f}" for j in range(64)]
+        assert (made.low, made.high) == (0.0, 2 * count - 1) and made.cells[1][3] == HeatmapCell(3.0, "3.00", ("3",))
+
+
+@pytest.mark.parametrize(
+    ("values", "around", "limits", "shades"),
+    [
+        ([[1.0, 3.0]], None, (1.0, 3.0), [1.0, 3.0]),
+        ([[1.0, 3.0]], 0.0, (-3.0, 3.0), [1.0, 3.0]),
+        ([[-5.0, 3.0]], 1.0, (-5.0, 7.0), [6.0, 2.0]),
+        ([[math.nan, 2.0]], 2.0, (2.0 - 1e-9, 2.0 + 1e-9), [math.nan, 0.0]),
+        ([[math.inf, 2.0]], None, (2.0, 2.0), [math.inf, 2.0]),
+    ],
+)
+def test_scales_of_a_grid(values: Any, around: float | None, limits: tuple[float, float], shades: list[float]) -> None:
+    """Around its middle, a figure's scale is as wide on both sides, and a table shades by the distance from it."""
+    grid = Grid("t", ["0"], ["x", "y"], np.array(values), around=around)
+    assert grid.limits() == limits
+    made = table(grid)
+    assert [cell.value for cell in made.cells[0] if cell] == pytest.approx(shades, nan_ok=True)
+    assert (made.low, made.high) == pytest.approx(limits if around is None else (0.0, limits[1] - around))
+    ranks = Grid("t", ["0"], ["x", "y"], np.array([[0, 20]]), ranks=True)
+    assert [cell.value for cell in table(ranks).cells[0] if cell] == pytest.approx([0.0, -math.log(21)])
+    assert (table(ranks).low, table(ranks).high) == pytest.approx((-math.log(21), 0.0))
 
 
 # ---- numbers on the report page -------------------------------------------------------------------------------------------
