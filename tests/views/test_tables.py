@@ -10,16 +10,32 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.features.rows import FeatureRows
 from replaylens.engine.gradients.attribution import Attribution
-from replaylens.engine.memory.tree import TokenState
+from replaylens.engine.memory.tree import ORDINARY, TokenState
 from replaylens.probes.intervals import difference_over_groups
 from replaylens.probes.report import Report
-from replaylens.views import maps, sections
-from replaylens.views.data import LensGuess, LensLayer, Token
+from replaylens.views import maps, page, sections
+from replaylens.views.data import (
+    GUESSES,
+    Check,
+    DrawnPath,
+    Fill,
+    Frame,
+    LensGuess,
+    LensLayer,
+    Paths,
+    Phase,
+    Readings,
+    Slot,
+    Token,
+    capacity,
+)
+from replaylens.views.html import KINDS
 from replaylens.views.maps import HeatmapCell
 from replaylens.workbench.compare import ComparedText, CompareResult
 from replaylens.workbench.dla import DlaResult, LogitPart
@@ -628,3 +644,103 @@ def test_the_example_that_a_page_opens_with() -> None:
         for each in some:
             found = sections.better(found, each)  # type: ignore[arg-type]
         assert found is chosen
+
+
+# ---- plain data -----------------------------------------------------------------------------------------------------------
+
+
+def test_readings_of_a_path() -> None:
+    """Of the model's output, which comes last; the log-probability of any token among the top k, and None of others."""
+    ids, logs = numbers(2, 3, 6).argsort(-1), -numbers(2, 3, 6).abs()
+    emitted = torch.tensor([[0.1, 0.2, -0.5], [0.3, 0.4, math.nan]])
+    z = {"Z.entropy": numbers(2, 3), "Z.kl": numbers(2, 3), "Z.emitted": emitted, "Z.top_ids": ids, "Z.top_logprobs": logs}
+    read = Readings({4: 0, 7: 1}, {name: value.numpy() for name, value in z.items()}, lambda token: f"<{token}>")
+    assert [read.has(at) for at in (4, 5, 7)] == [True, False, True] and read.entropy(5) is read.emitted(5) is read.logprob(
+        5, 1
+    ) is None
+    assert read.entropy(7) == float(z["Z.entropy"][1, 2]) and read.emitted(4) == pytest.approx(-0.5) and read.emitted(7) is None
+    for place in range(6):
+        assert read.logprob(7, int(ids[1, 2, place])) == float(logs[1, 2, place])
+    assert read.logprob(7, 99) is None and read.layers(5) == ()
+    layers = read.layers(4)
+    assert [layer.site for layer in layers] == ["S0", "S1", "output"]
+    for layer, found in enumerate(layers):
+        shown = [(guess.token, guess.probability) for guess in found.guesses]
+        pairs = zip(ids[0, layer].tolist(), logs[0, layer].tolist(), strict=True)
+        assert (
+            shown == [(f"<{token}>", pytest.approx(math.exp(log))) for token, log in pairs][: len(shown)]
+            and len(shown) == GUESSES
+        )
+
+
+def test_paths_in_the_order_of_drawing() -> None:
+    """Children with the latest fork first, so that no lines cross; walked in the order of creation, each with its depth."""
+    token = lambda at, **more: Token(f"t{at}", at, TokenState.ACCEPTED, **more)  # noqa: E731
+    trunk = DrawnPath(0, None, 0, "open", tuple(token(i) for i in range(9)))
+    forks = [
+        DrawnPath(1, 0, 3, "open", (token(3), token(5))),
+        DrawnPath(2, 0, 6, "open", ()),
+        DrawnPath(4, 1, 4, "rejected", (token(4),)),
+    ]
+    forks += [DrawnPath(5, 0, 1, "open", (token(1, why=ORDINARY),))]
+    paths = Paths((trunk, *forks))
+    assert {branch: [path.branch for path in found] for branch, found in paths.children.items()} == {
+        0: [2, 1, 5],
+        1: [4],
+        2: [],
+        4: [],
+        5: [],
+    }
+    assert [(path.branch, depth) for path, depth in paths.walk()] == [(0, 0), (1, 1), (4, 2), (2, 1), (5, 1)]
+    assert [path.end for path in paths.paths] == [9, 6, 6, 5, 2]
+    assert [kind for kind in KINDS if kind not in Paths((trunk,)).kinds] == ["ordinary"] and paths.kinds == list(KINDS)
+    assert [each.standing for each in (token(1, why=ORDINARY), token(1))] == [ORDINARY, "accepted"]
+
+
+def test_frames_in_words() -> None:
+    fill = Fill(6, 2, 3, 1)
+    assert fill.total == 12 and fill.by_kind() == [("prompt", 6), ("accepted", 2), ("ordinary", 1), ("draft", 3)]
+    assert Fill(0, 1).by_kind() == [("accepted", 1)]
+    frames = [Frame(Phase.DECODE, "", Fill(6, 0, 3)), Frame(Phase.VERIFY, "", Fill(6, 2)), Frame(Phase.ACCEPT, "", Fill(6))]
+    assert capacity(frames) == 9 and capacity([]) == 0
+    for numbers_of, said in {
+        (0, 0, 0, 0): "",
+        (1, 0, 0, 0): "1 other request running",
+        (2, 1, 0, 0): "2 other requests running, 1 of them ordinary",
+        (0, 0, 1, 0): "no other requests running; 1 has ended",
+        (3, 0, 2, 1): "3 other requests running; 2 have ended; 1 has its prompt and waits",
+        (0, 0, 0, 2): "no other requests running; 2 have their prompts and wait",
+    }.items():
+        assert Frame(Phase.DECODE, "", fill, (), (), (), *numbers_of).beside == said
+    slot = lambda state, **more: Slot(" x", state, 3, **more)  # noqa: E731
+    assert [slot(TokenState.DRAFT, **more).name for more in ({}, {"drafted": True}, {"label": "Z1"})] == ["T3", "T3′", "Z1"]
+    draft, said_yes, said_no = slot(TokenState.DRAFT), slot(TokenState.ACCEPTED), slot(TokenState.PENDING)
+    marks = {
+        (draft, said_yes): "✓ =",
+        (draft, said_no): "✓ ≠",
+        (None, said_no): "✓ free",
+        (draft, None): "✗",
+        (draft, slot(TokenState.REJECTED)): "✗",
+    }
+    assert {pair: Check(*pair).mark for pair in marks} == marks
+    assert [Check(*pair).accepted for pair in marks] == [True, False, False, False, False]
+
+
+def test_a_page_links_to_its_sections_and_says_what_it_is() -> None:
+    sections_of = [page.Section("one", "First", Markup("<p>a</p>")), page.Section("two", "Second", Markup("<p>b</p>"))]
+    html = page.assemble("A <title>", "the lead", sections_of, Markup("<i>data</i>"), code="let x = 1;")
+    assert (
+        re.findall(r'<a href="#(\w+)">(\w+)</a>', html)
+        == re.findall(r'<section id="(\w+)"><h2>(\w+)</h2>', html)
+        == [("one", "First"), ("two", "Second")]
+    )
+    assert html.startswith('<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">') and '<meta name="viewport"' in html
+    assert (
+        "<title>A &lt;title&gt;</title>" in html
+        and "<h1>A &lt;title&gt;</h1>" in html
+        and '<p class="rl-quiet">the lead</p>' in html
+    )
+    assert f'<meta name="generator" content="{page.MADE_BY}' in html and html.count("let x = 1;") == 1 and "<i>data</i>" in html
+    packed = str(page.packed_blocks(f"f{i}" for i in range(2 * page.PER_BLOCK + 1)))
+    assert re.findall(r'data-count="(\d+)"', packed) == [str(page.PER_BLOCK)] * 2 + ["1"]
+    assert str(page.packed_blocks(["a"] * page.PER_BLOCK)).count("<script") == 1 and str(page.packed_blocks([])) == ""
