@@ -42,15 +42,26 @@ from replaylens.workbench.dla import DlaResult, LogitPart
 from replaylens.workbench.drawing import Grid, figure, table
 from replaylens.workbench.patch import PatchResult
 from tests.drawings import (
+    HIGH,
+    LOW,
+    MIDDLE,
+    SENTENCE,
+    TEXTS,
     WORDS,
     ablate_result,
     attention_result,
     attribution,
+    change_result,
+    curve_result,
     feature_rows,
+    fork_result,
+    importance_result,
     lens_result,
     numbers,
     patch_result,
+    resilience_result,
     routing_result,
+    sibling_result,
     sweep_table,
 )
 from tests.views.checks import meshes
@@ -414,6 +425,64 @@ def test_scales_of_a_grid(values: Any, around: float | None, limits: tuple[float
     ranks = Grid("t", ["0"], ["x", "y"], np.array([[0, 20]]), ranks=True)
     assert [cell.value for cell in table(ranks).cells[0] if cell] == pytest.approx([0.0, -math.log(21)])
     assert (table(ranks).low, table(ranks).high) == pytest.approx((-math.log(21), 0.0))
+
+
+def test_tables_of_forks() -> None:
+    curve = curve_result()
+    wanted = [
+        (curve.positions[i], TEXTS[i], curve.outcomes[k], 9, *(float(x[i, k]) for x in (curve.value, curve.low, curve.high)))
+        for i in range(3)
+        for k in range(2)
+    ]
+    assert agree(curve.frame, wanted) and repr(curve) == "OutcomeCurve(3 positions, 27 rollouts, tails, no answer)"
+    assert list(curve.frame.columns) == ["position", "text", "outcome", "rollouts", "probability", "low", "high"]
+    changes = change_result()
+    assert (
+        agree(changes.frame, [(1, 1, 2, 9, SENTENCE, 0.7, 0.4)])
+        and repr(changes) == "ChangePoints(1 of 3 positions, P(any) = 0.800)"
+    )
+    assert not changes.shown and replace(changes, number=np.array([0.05, 0.95]), level=0.95).shown
+    tokens = fork_result()
+    survival = [(1 - 0.1, 1.0), (0.9 * 0.4, 0.5), (0.9 * 0.4 * 0.8, 0.5)]
+    hazards = [(0.0, 0.1), (0.5, 0.6), (0.0, 0.2)]
+    assert agree(tokens.frame, [(i, "abc"[i], *hazards[i], *survival[i], i == 1) for i in range(3)])
+    assert repr(tokens) == "ForkingTokens(1 of 3 tokens, threshold 0.2)"
+    assert re.findall(r"<td>([^<]*)</td>", tokens._repr_html_()) == ["1", "b", "0.5", "0.6", "0.36", "0.5", "True"], (
+        "forks alone"
+    )
+    found = importance_result()
+    ends = [(MIDDLE[i], MIDDLE[i], LOW[i], HIGH[i], (0.001, 0.5, 0.001)[i], (0.001, 0.9, 0.001)[i]) for i in range(3)]
+    assert agree(found.frame, [((4, 9, 15)[i], TEXTS[i], *map(float, ends[i]), i != 1, True, 2, 2) for i in range(3)])
+    assert repr(found) == "Importance(resampling, tv, 3 units, 2 shown)"
+    few = replace(found, possible=np.array([True, False, False]), p_family=np.array([0.05, 0.0501, 1.0]))
+    assert repr(few).endswith("3 units, 1 shown; 2 with too few rollouts or outcomes to be shown, whatever they say)")
+    back = resilience_result()
+    wanted = [
+        ((4, 9, 15)[i], TEXTS[i], 9, LOW[i], MIDDLE[i], LOW[i], HIGH[i], (0.1, 0.15, 0.2)[i], 1 / (1 - MIDDLE[i]))
+        for i in range(3)
+    ]
+    assert agree(back.frame, wanted) and repr(back) == "Resilience(3 units, 27 rollouts)"
+    siblings = sibling_result()
+    apart = [
+        (i + 1, 3, *(x[i] for x in (MIDDLE, LOW, HIGH)), *(x[2 - i] for x in (MIDDLE, LOW, HIGH)), LOW[i], LOW[i], False)
+        for i in range(3)
+    ]
+    assert agree(siblings.frame, apart) and repr(siblings) == "SiblingDivergence(3 depths, 0 with a gap between outcomes)"
+    names = [
+        "depth",
+        "pairs",
+        "distance",
+        "distance_low",
+        "distance_high",
+        "gap",
+        "gap_low",
+        "gap_high",
+        "p",
+        "p_family",
+        "shown",
+    ]
+    assert list(siblings.frame.columns) == names
+    assert replace(siblings, p_family=np.array([0.05, 0.0501, 0.0])).shown.tolist() == [True, False, True]
 
 
 # ---- numbers on the report page -------------------------------------------------------------------------------------------
