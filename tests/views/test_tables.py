@@ -1,8 +1,12 @@
 """Every cell of the tables that results and pages show, against loops over the results' own numbers."""
 
+import base64
+import gzip
+import json
 import math
 import re
 from dataclasses import replace
+from html import unescape
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,14 +16,17 @@ import pytest
 import torch
 from markupsafe import Markup
 from matplotlib.figure import Figure
+from scipy import stats
 
+from replaylens.engine.dump.verify import Verification
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.features.rows import FeatureRows
 from replaylens.engine.gradients.attribution import Attribution
 from replaylens.engine.memory.tree import ORDINARY, TokenState
 from replaylens.probes.intervals import difference_over_groups
 from replaylens.probes.report import Report
-from replaylens.views import maps, page, sections
+from replaylens.views import maps, page, report, sections
+from replaylens.views import rollouts as rollout_views
 from replaylens.views.data import (
     GUESSES,
     Check,
@@ -37,6 +44,7 @@ from replaylens.views.data import (
 )
 from replaylens.views.html import KINDS
 from replaylens.views.maps import HeatmapCell
+from replaylens.views.rollouts import FILLS, REST, RolloutTree
 from replaylens.workbench.compare import ComparedText, CompareResult
 from replaylens.workbench.dla import DlaResult, LogitPart
 from replaylens.workbench.drawing import Grid, figure, table
@@ -668,8 +676,8 @@ def test_the_page_opens_with_the_best_cells() -> None:
     ]
     zero = [{**lines[0], "known_zero": True, "accuracy": 1.0, "p_family": math.nan}]
     named = [{**line, "label": "later", "layer": math.nan, "p_family": 0.5} for line in lines[:1]]
-    report = Report("sweep", [*named, *lines, *zero], {}, {})
-    html = str(sections.draw_opening([report, Report("transfer", [], {}, {}, findings=["first", "second"])], "12 examples."))
+    found = Report("sweep", [*named, *lines, *zero], {}, {})
+    html = str(sections.draw_opening([found, Report("transfer", [], {}, {}, findings=["first", "second"])], "12 examples."))
     assert re.findall(r"<th>([^<]*)</th>", html) == [
         "label",
         "position",
@@ -813,3 +821,151 @@ def test_a_page_links_to_its_sections_and_says_what_it_is() -> None:
     packed = str(page.packed_blocks(f"f{i}" for i in range(2 * page.PER_BLOCK + 1)))
     assert re.findall(r'data-count="(\d+)"', packed) == [str(page.PER_BLOCK)] * 2 + ["1"]
     assert str(page.packed_blocks(["a"] * page.PER_BLOCK)).count("<script") == 1 and str(page.packed_blocks([])) == ""
+
+
+# ---- rollouts -------------------------------------------------------------------------------------------------------------
+
+UNITS = [" own", " b", " b", " c", " own", " a", " a", " a"]
+ROLLED = RolloutTree(
+    texts=(" own", " next", " none"),
+    outcomes=("x", "no answer", "y"),
+    fork=(0, 0, 0, 0, 0, 0, 0, 0, 1, 1),
+    units=(*((unit, " tail") for unit in UNITS), (" else",), ()),
+    outcome=(0, 0, 2, 2, 1, 2, 2, 0, 2, 2),
+    prompt="P<",
+)
+"""at the first fork: own twice (x, no answer), a three times (y, y, x), b twice (x, y), c once (y)"""
+
+
+def test_tiles_of_rollouts_are_as_wide_as_they_are_probable() -> None:
+    """The path's own branch first, with a frame; then by count, then by name. Within a tile, heights are shares of outcomes."""
+    html = str(ROLLED.draw())
+    columns = re.findall(r'<g [^>]*class="rl-column"[^>]*>.*?</g>|<g.*?</g>', html, re.S)
+    rects = [dict(re.findall(r'([\w-]+)="([^"]*)"', rect)) for rect in re.findall(r"<rect[^>]*>", columns[0])]
+    tiles = [(float(r["x"]), float(r["y"]), float(r["height"]), r["style"]) for r in rects if r["class"] == "rl-tile"]
+    width = (1000 - 34) / 3
+    left, wide = 34 + 0.08 * width, 0.84 * width
+    starts = [left + wide * before / 8 for before in (0, 2, 5, 7)]
+    places = [(0, (0, 1), (1, 1)), (1, (0, 1), (2, 2)), (2, (0, 1), (2, 1)), (3, (2, 1))]
+    wanted = []
+    for at, *parts in places:
+        y, size = 174.0, sum(count for _, count in parts)
+        for outcome, count in parts:
+            wanted.append((starts[at], y, 66 * count / size, f"fill:var(--o{outcome})"))
+            y += 66 * count / size
+    assert len(tiles) == len(wanted)
+    for found, tile in zip(tiles, wanted, strict=True):
+        assert found[:3] == pytest.approx(tile[:3], abs=0.051) and found[3] == tile[3]
+    (own,) = [r for r in rects if r["class"] == "rl-own"]
+    assert (float(own["x"]), float(own["y"]), float(own["height"])) == pytest.approx((left, 174, 66), abs=0.051)
+    assert float(own["width"]) == pytest.approx(wide / 4 - 0.6, abs=0.051)
+    (hit,) = [r for r in rects if r["class"] == "rl-hit"]
+    assert float(hit["width"]) == pytest.approx(width, abs=0.051) and float(hit["height"]) == 174 + 66
+    many = RolloutTree((" own",), ("x",), (0,) * 20, tuple((f" u{i:02d}",) for i in range(20)), (0,) * 20)
+    assert str(many.draw()).count('class="rl-tile"') == 8 + 1, "the rarest share one"
+
+
+def test_facts_of_rollouts() -> None:
+    html = str(ROLLED.draw())
+    tips = [unescape(tip) for tip in re.findall(r'<span class="rl-unit"[^>]*data-tip="([^"]*)"', html, re.S)]
+    assert tips == re_tips(html) and tips[0] == "before unit 1:  own\nx\t37.5%\t3\nno answer\t12.5%\t1\ny\t50.0%\t4"
+    assert tips[1] == "before unit 2:  next\nx\t0.0%\t0\nno answer\t0.0%\t0\ny\t100.0%\t2" and "x\t0.0%\t0" in tips[2]
+    assert re.findall(r"border-color:var\(--o(\d)\)", html) == ["2", "2"], "what most rollouts have; none, no colour"
+    assert re.findall(r"<sup>(\d)</sup>([^<]*)", html) == [("1", " own"), ("2", " next"), ("3", " none")]
+    assert re.findall(r"<b>([^<]*)</b> (\d+)", html) == [("x", "3"), ("no answer", "1"), ("y", "6")] and "P&lt;" in html
+    assert 'data-first="0"' in html and ROLLED.counts().tolist() == [[3, 1, 4], [0, 0, 2], [0, 0, 0]]
+    (packed,) = re.findall(r'class="rl-rollout-data">([^<]*)<|<script[^>]*rl-rollout-data[^>]*>([^<]*)<', html)
+    data = json.loads(gzip.decompress(base64.b64decode("".join(packed))))
+    flat = iter(data["flat"])
+    assert [tuple(data["units"][next(flat)] for _ in range(n)) for n in data["lengths"]] == list(ROLLED.units)
+    assert (tuple(data["fork"]), tuple(data["outcome"])) == (ROLLED.fork, ROLLED.outcome) and len(set(data["units"])) == len(
+        data["units"]
+    )
+    assert repr(ROLLED) == "RolloutTree(10 rollouts from 3 forks, x, no answer, y)"
+
+
+def re_tips(html: str) -> list[str]:
+    """The same facts are on columns and on units."""
+    return [unescape(tip) for tip in re.findall(r'<g [^>]*data-tip="([^"]*)"', html, re.S)]
+
+
+@pytest.mark.parametrize(
+    ("table", "first"),
+    [
+        ([[5, 5], [5, 5], [9, 1]], 1),
+        ([[5, 5], [9, 1], [1, 9], [1, 9]], 1),
+        ([[9, 1], [5, 5], [6, 4]], 0),
+        ([[0, 0], [4, 4], [4, 4]], 1),
+        ([[9, 1], [0, 0], [1, 9]], 0),
+        ([], 0),
+    ],
+)
+def test_the_fork_that_is_open_at_first_changes_most(table: list[list[int]], first: int) -> None:
+    assert rollout_views._largest_change(np.array(table, dtype=np.int64).reshape(-1, 2)) == first
+
+
+def test_a_curve_of_outcomes() -> None:
+    """Marks in the middle of their columns at the height of their share; bands between Jeffreys' ends; gaps stay gaps."""
+    html = str(ROLLED.draw())
+    width, height = (1000 - 34) / 3, lambda share: 8 + (150 - 8 - 4) * (1 - share)
+    lines = [
+        [tuple(map(float, pair.split(","))) for pair in points.split()]
+        for points in re.findall(r'<polyline points="([^"]*)"', html)
+    ]
+    shares = [[3 / 8, 0.0], [1 / 8, 0.0], [4 / 8, 1.0]]
+    for line, own in zip(lines, shares, strict=True):
+        wanted = [(34 + (i + 0.5) * width, height(share)) for i, share in enumerate(own)]
+        assert np.allclose(line, wanted, atol=0.051)
+    bands = [
+        [tuple(map(float, pair.split(","))) for pair in points.split()]
+        for points in re.findall(r'<polygon points="([^"]*)"', html)
+    ]
+    low, high = (float(stats.beta.ppf(q, 3.5, 5.5)) for q in (0.025, 0.975))
+    none = float(stats.beta.ppf(0.975, 0.5, 2.5))
+    x = [34 + 0.5 * width, 34 + 1.5 * width]
+    assert np.allclose(
+        bands[0], [(x[0], height(high)), (x[1], height(none)), (x[1], height(0)), (x[0], height(low))], atol=0.051
+    )
+    assert bands[2][1][1] == pytest.approx(height(1.0)), "all of them: up to the end"
+    assert html.count("<circle") == 6 and [text for text in re.findall(r'text-anchor="middle"[^>]*>([^<]*)<', html)] == [
+        "1",
+        "2",
+        "3",
+    ]
+    single = str(rollout_views.curve(["a"], ["x"], *(np.array([[share]]) for share in (0.5, 0.25, 0.75))))
+    (points,) = re.findall(r'<polyline points="([^"]*)"', single)
+    assert points == f"{517 - 12:.1f},{height(0.5):.1f} {517 + 12:.1f},{height(0.5):.1f}"
+    many = str(rollout_views.curve(["a"] * 81, ["x"], *(np.full((81, 1), 0.5) for _ in range(3))))
+    assert many.count("<circle") == 0 and re.findall(r'text-anchor="middle"[^>]*>([^<]*)<', many) == [
+        str(i) for i in range(1, 82, 4)
+    ]
+    assert rollout_views.colours(["a", "other", "b"]) == [FILLS[0], REST, FILLS[1]] and set(
+        rollout_views.colours(["a"] * 9)[8:]
+    ) == {REST}
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([(True, 1), (False, 0), (None, 0)], "3 examples, 50% answered right, with 1 rejected branch."),
+        ([(None, 2), (None, 0)], "2 examples, with 2 rejected branches."),
+        ([(True, 0)], "1 examples, 100% answered right, with 0 rejected branches."),
+    ],
+)
+def test_what_was_replayed_in_words(rows: list[tuple[bool | None, int]], said: str) -> None:
+    seen = report._Seen()
+    seen.rows = [report.TableRow(i, "p", "g", "a", right, rejected) for i, (right, rejected) in enumerate(rows)]
+    assert seen.told() == said
+    assert "have a tree" not in str(report._explorer(3, 3)) and "The first 2 of 3 examples have a tree." in str(
+        report._explorer(3, 2)
+    )
+    names = ["example", "prompt", "generated", "answer", "right", "rejected"]
+    assert re.findall(r"<th[^>]*>(\w+)</th>", str(report._explorer(3, 3))) == names == list(report.TableRow._fields)
+
+
+@pytest.mark.parametrize(("status", "mark"), [("verified", "✓"), ("mismatch", "✗"), ("other fingerprint", "–")])
+def test_a_verdict_on_the_page(status: str, mark: str) -> None:
+    html = str(report._verdict(Verification(status, ("a <file>",), None, 2, 3, ("a note",))))
+    assert f'data-status="{status}"' in html and f"<b>{mark} {status}: 2 examples replayed, 3 rows compared</b>" in html
+    assert re.findall(r'<p class="rl-quiet">([^<]*)</p>', html) == ["a &lt;file&gt;", "a note"]
+    assert "Not replayed" in str(report._verdict(None))
