@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from replaylens.engine.dump.verify import verify
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, BadTexts, NoChatTemplate, NonFinite, NotCertified, UnknownSite
 from replaylens.engine.memory.tree import BranchStatus
+from replaylens.engine.replay import replayer
 from replaylens.engine.replay.replayer import Result, _last_word
 from replaylens.engine.replay.run import Run
 from replaylens.engine.request.sampling import Sampling
@@ -731,3 +733,28 @@ def test_damaged_edits_are_refused_by_name(coin: Engine) -> None:
     task = GivenTexts(texts=[{"tokens": coin.tokens_of(TAILS), "text": TAILS, "edits": [{"site": "S"}]}])
     with pytest.raises(BadRequest, match="Text 0 has edits that cannot be read"):
         coin.replay(task)
+
+
+def test_what_an_example_generates() -> None:
+    """Two tokens more than its answer has, or as many as asked for, within all positions; seeds by index, modulo 2^64."""
+    encoded: list[tuple[str, bool]] = []
+    text = SimpleNamespace(encode=lambda words, special: (encoded.append((words, special)), [1, 2, 3])[1], eos_id=9)
+    subject = SimpleNamespace(text=text, config=SimpleNamespace(max_positions=20))
+    example = SimpleNamespace(index=3, completion=" tails.", given=None)
+
+    def asked(length: int = 5, of: Any = example, **options: Any) -> Any:
+        branch = SimpleNamespace(length=length, root_length=5)
+        return replayer._request(subject, of, branch, replayer.ReplayOptions(**options))  # type: ignore[arg-type]
+
+    assert asked().n == 5 and encoded == [(" tails.", False)] and asked(max_new=7).n == 7 and asked(max_new=0) is None
+    assert [asked(length, max_new=7).n for length in (13, 14, 19)] == [7, 6, 1]
+    with pytest.raises(BadRequest, match="prompt of 20 tokens leaves no room"):
+        asked(20)
+    for seed, own in ((0, 3), (7, 10), (2**64 - 3, 0), (2**64 - 1, 2)):
+        assert asked(sampling=Sampling(seed=seed)).sampling.seed == own
+    request = asked(drafter="lens", window=3, deterministic=False)
+    assert (request.drafter, request.window, request.deterministic, request.final) == ("lens", 3, False, True)
+    for tokens, prompt, n in (((1, 2), 2, 4), ((1, 2, 9), 2, None), ((1, 2, 9), 3, 4), ((1, 9, 2), 2, 4)):
+        given = SimpleNamespace(index=0, given=SimpleNamespace(tokens=tokens, num_prompt=prompt))
+        found = asked(of=given, max_new=4)
+        assert (found if found is None else found.n) == n and asked(of=given) is None, "a text that ended generates nothing"
