@@ -822,6 +822,7 @@ def test_sites_and_labels_that_differ_are_named() -> None:
     one, other = SiteEntry("float32", (4,), 0, "S", ()), SiteEntry("float32", (5,), 0, "S", ())
     assert sites_differ({"b": one, "a": one}, {"a": one, "b": one}) is None
     assert str(sites_differ({"a": one, "b": one}, {"a": one})) == "site b: present here, missing there"
+    assert str(sites_differ({"a": one}, {"a": one, "b": one})) == "site b: missing here, present there"
     assert str(sites_differ({"a": other, "b": one}, {"a": one})) == "site a, shape: [5] here, [4] there"
     types = {"face": "string", "step": "int64"}
     assert labels_differ(types, dict(reversed(types.items())), False) is None
