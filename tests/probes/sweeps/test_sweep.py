@@ -265,6 +265,45 @@ def test_an_unseen_token_takes_the_most_frequent_class() -> None:
     assert controls.token_identity(other, tokens, fit, ~fit).tolist()[5:] == [2, 0, 2], "whichever class leads"
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_controls_by_loops(seed: int) -> None:
+    """Guesses of the frequent class, by token, and shares by value: fold by fold, from the fitted rows alone."""
+    generator = np.random.default_rng(seed)
+    codes, tokens, fold = (generator.integers(count, size=40) for count in (3, 6, 4))
+    test = np.arange(4)[:, None] == fold
+    train = ~test & (generator.random((4, 40)) < 0.8)
+    guesses, said, shares = np.empty(40), np.empty(40), np.empty((40, 3))
+    for row in range(40):
+        fitted = np.flatnonzero(train[fold[row]])
+        counts = [int((codes[fitted] == k).sum()) for k in range(3)]
+        own = [int(((codes == k) & (tokens == tokens[row]))[fitted].sum()) for k in range(3)]
+        guesses[row] = counts.index(max(counts)) == codes[row]
+        said[row] = own.index(max(own)) if sum(own) else counts.index(max(counts))
+        shares[row] = [(own[k] + counts[k] / len(fitted)) / (sum(own) + 1) for k in range(3)]
+    assert controls.majority(codes, train, test) == pytest.approx(max(guesses.mean(), np.bincount(codes).max() / 40))
+    assert np.array_equal(controls.token_identity(codes, tokens, train, test), said)
+    assert np.allclose(controls.shares_of(codes, tokens, train, test, 3), shares)
+    paths = [generator.integers(5, size=generator.integers(1, 6)) * 7 for _ in range(10)]
+    names = sorted({int(token) for path in paths for token in path})
+    assert controls.bags(paths).tolist() == [[path.tolist().count(token) for token in names] for path in paths]
+
+
+def test_bins_of_positions() -> None:
+    """Few values as they are; many in bins, a value at a border in the upper one; nothing if there is nothing to tell."""
+    few = pd.Series([3, 1, 2, 3])
+    assert controls.position_bins(few, np.ones(4, bool)).tolist() == [3, 1, 2, 3]  # type: ignore[union-attr]
+    assert controls.position_bins(few, np.array([True, False, False, True])) is None
+    assert controls.position_bins(pd.Series([3, None, 2, 3]), np.ones(4, bool)) is None
+    many = np.repeat(np.arange(30), 20)
+    bins = controls.position_bins(pd.Series(many), np.ones(600, bool))
+    places = [599 * k / controls.POSITION_BINS for k in range(1, controls.POSITION_BINS)]
+    borders = {many[int(at)] + (many[int(at) + 1] - many[int(at)]) * (at - int(at)) for at in places}
+    assert bins is not None and bins.tolist() == [sum(border <= value for border in borders) for value in many]
+    assert any(border in many for border in borders)
+    edge = pd.Series(np.arange(controls.POSITION_BINS))
+    assert np.array_equal(controls.position_bins(edge, np.ones(len(edge), bool)), edge)  # type: ignore[arg-type]
+
+
 def test_control_labels_by_hand() -> None:
     """Types get the class that most rows still lack, so that classes are as frequent as the real ones; -1 stays -1."""
     types, codes = np.repeat(np.arange(6), 4), np.repeat([0, 1, 2], 8)
