@@ -25,7 +25,7 @@ from replaylens.engine.gradients.attribution import Attribution
 from replaylens.engine.memory.tree import ORDINARY, TokenState
 from replaylens.probes.intervals import difference_over_groups
 from replaylens.probes.report import Report
-from replaylens.views import maps, page, report, sections
+from replaylens.views import draw, examples, maps, page, report, sections
 from replaylens.views import rollouts as rollout_views
 from replaylens.views.data import (
     GUESSES,
@@ -45,6 +45,7 @@ from replaylens.views.data import (
 from replaylens.views.html import KINDS
 from replaylens.views.maps import HeatmapCell
 from replaylens.views.rollouts import FILLS, REST, RolloutTree
+from replaylens.views.thoughts import DrawnRound, step_facts
 from replaylens.workbench.compare import ComparedText, CompareResult
 from replaylens.workbench.dla import DlaResult, LogitPart
 from replaylens.workbench.drawing import Grid, figure, table
@@ -969,3 +970,117 @@ def test_a_verdict_on_the_page(status: str, mark: str) -> None:
     assert f'data-status="{status}"' in html and f"<b>{mark} {status}: 2 examples replayed, 3 rows compared</b>" in html
     assert re.findall(r'<p class="rl-quiet">([^<]*)</p>', html) == ["a &lt;file&gt;", "a note"]
     assert "Not replayed" in str(report._verdict(None))
+
+
+# ---- dumped examples ------------------------------------------------------------------------------------------------------
+
+
+def index_lines() -> pd.DataFrame:
+    """An example of two prompt tokens and two answers, and a rejected branch of one token at position 3, in rows 4 to 8."""
+    lines = [
+        (0, 0, 0, 10, "p", "prompt", math.nan, 0.5, True, "x"), (0, 0, 1, 11, "q", "prompt", -1.0, 0.25, True, None),
+        (0, 0, 2, 12, "r", "accepted", -2.0, 0.75, True, "y"), (0, 0, 3, 13, "", "accepted", -3.0, math.nan, True, "z"),
+        (1, 3, 3, 14, "no", "rejected", -4.0, 1.5, False, "n"),
+    ]  # fmt: skip
+    names = ["branch", "fork_position", "position", "token", "text", "token_state", "logprob", "entropy", "accepted", "label"]
+    return pd.DataFrame(lines, columns=names).assign(row=range(4, 9), root="the root", correct=False)
+
+
+def test_an_example_of_a_dump() -> None:
+    """Texts, states, numbers and labels of every token; readings of its own rows, if all of Z is there without holes."""
+    z = {name: numbers(9, 2).numpy() for name in ("Z.entropy", "Z.kl", "Z.emitted")}
+    z |= {"Z.top_ids": numbers(9, 2, 3).argsort(-1).numpy(), "Z.top_logprobs": -numbers(9, 2, 3).abs().numpy()}
+    decode = lambda token: f"<{token}>"  # noqa: E731
+    found = examples._example(7, "the answer", index_lines(), z, decode, ["label"])
+    assert (found.index, found.root, found.prompt, found.generated, found.answer) == (7, "the root", "pq", "r", "the answer")
+    assert (found.correct, found.num_rejected, found.tree.title) == (False, 1, "example 7, wrong")
+    trunk, other = found.tree.paths
+    assert [(t.text, t.position, t.state.value, t.logprob, t.entropy, t.labels) for t in (*trunk.tokens, *other.tokens)] == [
+        ("p", 0, "prompt", None, 0.5, (("label", "x"),)), ("q", 1, "prompt", -1.0, 0.25, ()), ("r", 2, "accepted", -2.0,
+        0.75, (("label", "y"),)),
+        ("<13>", 3, "accepted", -3.0, None, (("label", "z"),)), ("no", 3, "rejected", -4.0, 1.5, (("label", "n"),)),
+    ]  # fmt: skip
+    assert (other.branch, other.parent, other.fork_position, other.status) == (1, 0, 3, "rejected") and trunk.parent is None
+    assert found.readings is not None and found.readings.row_of == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert np.array_equal(found.readings.z["Z.kl"], z["Z.kl"][4:8]) and [len(t.lens) for t in trunk.tokens] == [2] * 4
+    assert other.tokens[0].lens[1].guesses[0].probability == pytest.approx(math.exp(z["Z.top_logprobs"][8, 1, 0]))
+    for some, lines in (
+        ({}, index_lines()),
+        ({name: z[name] for name in list(z)[:4]}, index_lines()),
+        (z, index_lines().drop(index=1)),
+    ):
+        bare = examples._example(7, "", lines, some, decode, [])
+        assert bare.readings is None and not any(token.lens for token in bare.tree.trunk.tokens)
+    alone = examples._example(7, "", index_lines()[4:], {}, decode, [])
+    assert [(path.branch, len(path.tokens)) for path in alone.tree.paths] == [(0, 0), (1, 1)] and alone.num_rejected == 1
+    for correct, title in ((True, "example 7, right"), (None, "example 7")):
+        assert examples._example(7, "", index_lines().assign(correct=correct), {}, decode, []).tree.title == title
+
+
+def test_thoughts_of_a_dump() -> None:
+    """A chunk ends at a row with a thought, whose last token ends it; its state is that of all its rows."""
+    tokens = np.array([[-1, -1, -1], [5, 6, 2], [-1, -1, -1], [7, 2, -1], [-1, -1, -1]])
+    likely = np.array([[math.nan] * 3, [0.5, 0.25, 1.0], [math.nan] * 3, [0.125, 1.0, math.nan], [math.nan] * 3])
+    squares = np.array([9.0, 16.0, 0.0, 4.0, 1.0])
+    thoughts = examples.DumpedThoughts(
+        SimpleNamespace(rejected=True, drafter_settings={}), lambda t: f"<{t}>", tokens, squares, likely
+    )  # type: ignore[arg-type]
+    path = DrawnPath(0, None, 0, "finished", tuple(Token(text, i, TokenState.ACCEPTED) for i, text in enumerate("abcde")))
+    chunks = thoughts._chunks(path, np.arange(5))
+    assert [(chunk.tokens, chunk.thought, chunk.state) for chunk in chunks] == [
+        (("a", "b"), ("<5>", "<6>", "<EOS>"), 5.0), (("c", "d"), ("<7>", "<EOS>"), 2.0), (("e",), (), 1.0),
+    ]  # fmt: skip
+    assert chunks[0].facts == step_facts([0.5, 0.25, 1.0]) and chunks[1].facts == step_facts([0.125, 1.0])
+    assert (
+        thoughts._chunks(path, np.array([0, 2])) == []
+        and replace(thoughts, squares=None)._chunks(path, np.arange(2))[0].state is None
+    )
+    dropped = (chunks[1],)
+    assert thoughts._rounds(chunks, {2: dropped}) == [DrawnRound(0, 1, 2, dropped), DrawnRound(1, 2, 2)]
+    assert thoughts._rounds(chunks, {}) == [DrawnRound(0, 2, 2)]
+    orderly = replace(thoughts, plan=SimpleNamespace(rejected=True, drafter_settings={"thoughts": "sequential"}))  # type: ignore[arg-type]
+    assert orderly._rounds(chunks, {}) == [DrawnRound(0, 1, 1), DrawnRound(1, 2, 2)]
+    assert replace(thoughts, plan=SimpleNamespace(rejected=False))._rounds(chunks, {}) == []  # type: ignore[arg-type]
+
+
+def test_slots_that_fit_and_how_wide_they_are() -> None:
+    """The last ones, and how many come before them. A draft is as wide as the verifier's token below it, and no other."""
+    slot = lambda text, number, drafted=False: Slot(text, TokenState.DRAFT, number, drafted)  # noqa: E731
+    slots = [slot("x" * 10, i) for i in range(40)]
+    shown, before = draw._window(slots)
+    room = (draw.RIGHT - draw.LEFT - 150.0) // (draw._width("x" * 10) + 4)
+    assert len(shown) == room and before == 40 - room and [each.number for each in shown] == list(range(40 - int(room), 40))
+    assert draw._window(slots[:3]) == (slots[:3], 0) and draw._window([]) == ([], 0)
+    huge = [slot("y" * 24, i) for i in range(2)]
+    assert draw._window(huge)[1] == 0 and draw._width("y" * 24) == draw._width("y" * 99) > draw._width("") == 26.0
+    checks = [
+        Check(slot("a", 1, True), slot("longer", 1)),
+        Check(slot("b", 2, True), slot("much longer", 2)),
+        Check(None, slot("z" * 20, 3)),
+    ]
+    assert draw._slot_width(slot("a", 1, True), checks) == draw._width("longer")
+    assert draw._slot_width(slot("b", 2, True), checks) == draw._width("much longer") and draw._slot_width(
+        slot("a", 1), checks
+    ) == draw._width("a")
+    assert draw._slot_width(slot("wider than that", 1, True), checks) == draw._width("wider than that")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_first_line_of_a_page(count: int) -> None:
+    probes = (
+        Report("sweep", [], {"task": "coin"}, {}),
+        Report("transfer", [question("a")], {"task": None}, {}, findings=["f"]),
+    )
+    html = report.ReportPage(probes=probes, results=(attention_result(),) * count, rollouts=(ROLLED,)).html()
+    parts = ["judge, 0 lines", "transfer, 1 lines", "1 result" if count == 1 else "2 results", repr(ROLLED)]
+    assert f'<p class="rl-quiet">{"; ".join(parts)}</p>' in html and "<title>replaylens: coin, arrays</title>" in html
+    assert re.findall(r'<section id="(\w+)"', html) == ["found", "probes", "results", "rollouts"]
+    assert "<title>replaylens: rollouts</title>" in report.ReportPage(rollouts=(ROLLED,)).html()
+    assert "<title>mine</title>" in report.ReportPage(rollouts=(ROLLED,), title="mine").html()
+
+
+def test_a_summary_of_attention_names_layers_and_heads() -> None:
+    made = attention_result().plot()
+    for axis in made.axes[:4]:
+        assert [label.get_text() for label in axis.get_xticklabels()] == ["0", "1", "2"]
+    assert [label.get_text() for label in made.axes[0].get_yticklabels()] == ["1", "5"]
