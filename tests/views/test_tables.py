@@ -1068,7 +1068,7 @@ def test_slots_that_fit_and_how_wide_they_are() -> None:
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_first_line_of_a_page(count: int) -> None:
     probes = (
-        Report("sweep", [], {"task": "coin"}, {}),
+        Report("judge", [], {"task": "coin"}, {}, findings=["g"]),
         Report("transfer", [question("a")], {"task": None}, {}, findings=["f"]),
     )
     html = report.ReportPage(probes=probes, results=(attention_result(),) * count, rollouts=(ROLLED,)).html()
