@@ -14,7 +14,7 @@ from torch import Tensor
 
 from replaylens import Engine
 from replaylens.engine.errors import BadConfig, BadRequest, BadWeights, FetchFailed, UnsupportedModel
-from replaylens.engine.model.loading import load, save, weights_hash
+from replaylens.engine.model.loading import load, located, save, weights_hash
 from replaylens.engine.model.lora import ADAPTER_FILE, WEIGHTS_FILE, Adapter, AdapterConfig, Lora
 from replaylens.engine.proof.trace import take
 from tests.engine.model.test_weights import edit_json
@@ -239,6 +239,9 @@ def test_a_peft_model_that_cannot_be_merged_is_refused(tmp_path: Path) -> None:
 def test_an_adapter_folder_loads_by_itself_if_its_base_is_here(folders: tuple[Path, Path]) -> None:
     base, adapter = folders
     assert weights_hash(load(adapter)) == weights_hash(load(base, adapter=adapter))
+    (link := adapter.parent / "link").symlink_to(adapter)
+    for same in (adapter, link, adapter / ".." / adapter.name):  # the folder that holds it is no second adapter
+        assert located(adapter, same).adapter == same
     edit_json(adapter / ADAPTER_FILE, base_model_name_or_path="someone/some-model")
     with pytest.raises(FetchFailed, match=r"base model 'someone/some-model'.*Engine.load\(base, adapter="):
         load(adapter)

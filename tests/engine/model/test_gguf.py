@@ -4,6 +4,7 @@ import copy
 import json
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -539,6 +540,30 @@ def test_a_device_without_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(filler, "_copied", full)
     with pytest.raises(NotEnoughMemory, match=r"cpu has no memory for embed in torch.float32.*9 GiB.*smaller model"):
         into["embed"] = torch.zeros(config.vocab_size, config.d_model)
+    into._held = {str(i): SimpleNamespace(nbytes=400_000_000) for i in range(4)}  # type: ignore[assignment]
+    with pytest.raises(NotEnoughMemory, match=r"after 1\.6 GB of weights"):
+        into["embed"] = torch.zeros(config.vocab_size, config.d_model)
+    monkeypatch.setattr(filler, "_copied", lambda *args: raised(RuntimeError("another fault")))
+    with pytest.raises(RuntimeError, match="another fault"):
+        into["embed"] = torch.zeros(config.vocab_size, config.d_model)
+
+
+def raised(error: Exception) -> Tensor:
+    raise error
+
+
+@pytest.mark.parametrize("numbers", [0, 1, 2])
+def test_a_tensor_that_is_not_read_is_an_error_if_it_holds_a_number(numbers: int, tmp_path: Path) -> None:
+    """One is enough; a tensor without any changes nothing."""
+    model = hugging_face("llama")
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "model.layers.0.extra": torch.zeros(numbers)}, tmp_path / "model.safetensors", {"format": "pt"})
+    if numbers:
+        with pytest.raises(BadWeights, match=r"1 tensors that a llama model does not have, such as model\.layers\.0\.extra"):
+            load(tmp_path)
+    else:
+        assert weights_hash(load(tmp_path)) == weights_hash(load(model))
 
 
 def test_the_engine_loads_shards_like_one_file(tmp_path: Path) -> None:
