@@ -63,6 +63,13 @@ def test_transfer(steps_dump: Dump) -> None:
     assert line(implied, "S1: accepted to rejected")["accuracy"] > 0.8
     assert line(truth, "S1: accepted to rejected")["accuracy"] < line(implied, "S1: accepted to rejected")["accuracy"] - 0.1
     assert len(implied.lines) == 6 and implied.findings
+    for report in (implied, truth):  # leakage is what the same roots add, row by row
+        gain = (
+            line(report, "S1: accepted to rejected, same roots")["accuracy"]
+            - line(report, "S1: accepted to rejected")["accuracy"]
+        )
+        assert line(report, "S1: leakage")["accuracy"] == pytest.approx(gain)
+    assert line(truth, "S1: leakage")["accuracy"] != 0.0, "accepted rows of the same roots were fitted on"
 
 
 def test_transfer_needs_both_kinds(steps_dump: Dump) -> None:
