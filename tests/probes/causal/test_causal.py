@@ -16,6 +16,7 @@ from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, EngineError, FingerprintMismatch, UnknownSite
+from replaylens.probes import causal
 from replaylens.probes.causal import Effect, InterventionRunner, Subject, Variant, _probe, ablate, interchange, steer
 from replaylens.probes.errors import BadPosition, BadProbeFile, BadRows, MissingLabel, NotLinear, ProbeError
 from replaylens.probes.probe import LinearProbe, TokenScores, fit_probe, placebo_probes
@@ -443,3 +444,24 @@ def test_a_saved_probe_has_finite_numbers_only(name: str, tmp_path: Path) -> Non
             LinearProbe.load(replace(probe, **{name: broken}).save(tmp_path / "bad"))
     with pytest.raises(BadProbeFile, match=f"{name} has shape"):
         LinearProbe.load(replace(probe, **{name: getattr(probe, name)[:2]}).save(tmp_path / "bad"))
+
+
+def test_lines_of_effects_by_hand() -> None:
+    """Rates and pulls are means over prompts, and over placebos; rows are prompts, however many placebos there are."""
+    generator, roots = np.random.default_rng(5), np.array([f"r{i // 2}" for i in range(12)])
+    effects = [Effect(generator.integers(2, size=12).astype(float), generator.normal(size=12)) for _ in range(4)]
+    own, placebos = effects[0], effects[1:]
+    one, several = causal.line_of("own", own, roots), causal.line_of_placebos("others", placebos, roots, 0)
+    apart = causal.difference("apart", own, placebos, roots, 0)
+    flips, pulls = np.stack([each.flipped for each in placebos]), np.stack([each.pull for each in placebos])
+    assert (one["what"], one["metric"], one["rows"]) == ("own", "flip rate", 12) and several["rows"] == apart["rows"] == 12
+    assert (one["accuracy"], one["nats"]) == pytest.approx((own.flipped.mean(), own.pull.mean()))
+    assert (several["accuracy"], several["nats"]) == pytest.approx((flips.mean(), pulls.mean()))
+    assert (apart["accuracy"], apart["nats"]) == pytest.approx(
+        (own.flipped.mean() - flips.mean(), own.pull.mean() - pulls.mean())
+    )
+    for found in (one, several, apart):
+        assert found["low"] < found["accuracy"] < found["high"] and found["nats_low"] < found["nats"] < found["nats_high"]
+    sure = Effect(np.ones(12), own.pull)
+    certain, other = causal.difference("sure", sure, placebos, roots, 0), causal.line_of("sure", sure, roots)
+    assert (certain["low"], certain["high"]) == pytest.approx((other["low"] - several["high"], other["high"] - several["low"]))
