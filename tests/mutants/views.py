@@ -157,4 +157,28 @@ VIEWS = (
         "a table of features shows positions",
         ("tests/engine/features/test_features.py::test_tables_and_pictures_of_some_positions_name_these",),
     ),
+    Mutant(
+        "summary-layers-renumbered",
+        "replaylens.workbench.attention",
+        "grids.append(Grid(title, [str(l) for l in self.layers], [str(h) for h in range(heads)], values))",
+        "grids.append(Grid(title, [str(l) for l in range(len(self.layers))], [str(h) for h in range(heads)], values))",
+        "a summary names the chosen layers",
+        ("tests/views/test_tables.py::test_a_summary_of_attention_names_layers_and_heads",),
+    ),
+    Mutant(
+        "readings-of-an-incomplete-lens",
+        "replaylens.views.examples",
+        "if len(z) < len(_LENS) or not np.array_equal(np.diff(positions), np.ones(len(positions) - 1)):",
+        "if not z or not np.array_equal(np.diff(positions), np.ones(len(positions) - 1)):",
+        "a dump with a part of Z has no readings",
+        ("tests/views/test_tables.py::test_an_example_of_a_dump",),
+    ),
+    Mutant(
+        "one-results",
+        "replaylens.views.report",
+        "lead += [f\"{len(results)} result{'s' * (len(results) > 1)}\"] if results else []",
+        "lead += [f\"{len(results)} result{'s' * (len(results) >= 1)}\"] if results else []",
+        "one result is no results",
+        ("tests/views/test_tables.py::test_the_first_line_of_a_page",),
+    ),
 )
