@@ -203,7 +203,7 @@ def _say(lines: list[dict[str, Any]], label: str) -> list[str]:
     best, lead = _leading(named, way)
     said = []
     for line in lines:
-        if ("layer" in line and not line["what"].startswith(f"{best}: ")) or " minus " in line["what"]:
+        if line["what"].split(": ")[0] not in (best, *ALL_CONTROLS) or " minus " in line["what"]:
             continue
         extra = "" if line["majority"] is None else f", majority {100 * line['majority']:.1f} %, {line['rows']} rows"
         said.append(f"{line['what']}: {percent(line['accuracy'], line['low'], line['high'])}{extra}.")
@@ -217,9 +217,12 @@ def _say(lines: list[dict[str, Any]], label: str) -> list[str]:
 
 def _leading(named: dict[str, dict[str, Any]], way: str) -> tuple[str, float]:
     """(the cell with the largest lead, its lead): the lowest end of the intervals of its differences to controls."""
-    cells = [what.removesuffix(f": {way}") for what in named if what.endswith(f": {way}") and "layer" in named[what]]
-    gains = {cell: [line["low"] for what, line in named.items() if what.startswith(f"{cell}: {way} minus ")] for cell in cells}
-    best = max(cells, key=lambda cell: min(gains[cell]))
+    gains: dict[str, list[float]] = {}
+    for what, line in named.items():
+        cell, minus, _ = what.partition(f": {way} minus ")
+        if minus:
+            gains.setdefault(cell, []).append(line["low"])
+    best = max(gains, key=lambda cell: min(gains[cell]))
     return best, min(gains[best])
 
 

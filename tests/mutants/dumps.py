@@ -363,4 +363,28 @@ DUMPS = (
         "inspect shows the edited positions",
         ("tests/engine/dump/test_cli.py::test_inspect_shows_the_edits_of_branches",),
     ),
+    Mutant(
+        "bfloat16-becomes-half",
+        "replaylens.engine.dump.feed",
+        "x = x.float() if x.dtype is torch.bfloat16 else x",
+        "x = x.half() if x.dtype is torch.bfloat16 else x",
+        "bfloat16 is read without loss",
+        ("tests/engine/dump/test_feed.py::test_arrow_has_the_numbers_of_a_tensor",),
+    ),
+    Mutant(
+        "alias-over-a-stored-name",
+        "replaylens.engine.dump.reader",
+        "if alias == name or alias not in rows:  # a stored name comes before an alias",
+        "if alias:",
+        "a stored name comes before an alias",
+        ("tests/engine/dump/test_reader.py::test_a_stored_name_comes_before_an_alias",),
+    ),
+    Mutant(
+        "a-site-only-there-is-overlooked",
+        "replaylens.engine.dump.verify",
+        "for name in sorted({*here, *there}):\n        mine, yours = here.get(name), there.get(name)",
+        "for name in sorted(here):\n        mine, yours = here.get(name), there.get(name)",
+        "a site of one side alone is a difference",
+        ("tests/engine/dump/test_verify.py::test_sites_and_labels_that_differ_are_named",),
+    ),
 )

@@ -163,4 +163,28 @@ TASKS = (
         "all kinds that leave the count within its bounds are possible",
         ("tests/tasks/test_examples.py::test_equations_hold_and_counts_stay_within_their_bounds",),
     ),
+    Mutant(
+        "one-test-side-of-train-roots",
+        "replaylens.tasks.splits",
+        "if self.train.test or not all(side.test for side in self.tests.values()):",
+        "if self.train.test or not any(side.test for side in self.tests.values()):",
+        "every test side has test roots",
+        ("tests/tasks/test_conformance.py::test_a_hand_made_split_is_checked",),
+    ),
+    Mutant(
+        "a-missing-label-is-another-kind",
+        "replaylens.tasks.reading",
+        "update({type(value)} - {type(None)})",
+        "update({type(value)})",
+        "a missing value has no kind",
+        ("tests/tasks/test_reading.py::test_no_texts_and_mixed_labels_are_refused",),
+    ),
+    Mutant(
+        "json-defaults-as-text",
+        "replaylens.commands.tasks",
+        'knobs = {spec.name: {"default": spec.default,',
+        'knobs = {spec.name: {"default": _shown(spec.default),',
+        "JSON has numbers as numbers",
+        ("tests/tasks/test_registry.py::test_the_list_as_json_has_values_as_they_are",),
+    ),
 )

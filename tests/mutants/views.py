@@ -2,7 +2,7 @@
 
 from tests.mutants.mutant import Mutant
 
-_FIGURES = "tests/views/test_figures.py::test_"
+_FIGURES, _TABLES = "tests/views/test_figures.py::test_", "tests/views/test_tables.py::test_"
 
 VIEWS = (
     Mutant(
@@ -11,7 +11,7 @@ VIEWS = (
         "values[:, layer].std(ddof=1)",
         "values[:, layer].std()",
         "the interval of an average counts its degrees of freedom",
-        (f"{_FIGURES}the_interval_of_an_average_knows_how_few_roots_there_are",),
+        (f"{_TABLES}the_interval_of_an_average_knows_how_few_roots_there_are",),
     ),
     Mutant(
         "mean-control-for-the-best",
@@ -19,7 +19,7 @@ VIEWS = (
         'best = own.groupby("position", sort=False)[name].max()',
         'best = own.groupby("position", sort=False)[name].mean()',
         "a score stands beside the best of its controls",
-        (f"{_FIGURES}a_control_is_the_best_of_all_layers",),
+        (f"{_TABLES}a_control_is_the_best_of_all_layers",),
     ),
     Mutant(
         "perplexities-averaged-plainly",
@@ -156,5 +156,29 @@ VIEWS = (
         "at = i",
         "a table of features shows positions",
         ("tests/engine/features/test_features.py::test_tables_and_pictures_of_some_positions_name_these",),
+    ),
+    Mutant(
+        "summary-layers-renumbered",
+        "replaylens.workbench.attention",
+        "grids.append(Grid(title, [str(l) for l in self.layers], [str(h) for h in range(heads)], values))",
+        "grids.append(Grid(title, [str(l) for l in range(len(self.layers))], [str(h) for h in range(heads)], values))",
+        "a summary names the chosen layers",
+        ("tests/views/test_tables.py::test_a_summary_of_attention_names_layers_and_heads",),
+    ),
+    Mutant(
+        "readings-of-an-incomplete-lens",
+        "replaylens.views.examples",
+        "if len(z) < len(_LENS) or not np.array_equal(np.diff(positions), np.ones(len(positions) - 1)):",
+        "if not z or not np.array_equal(np.diff(positions), np.ones(len(positions) - 1)):",
+        "a dump with a part of Z has no readings",
+        ("tests/views/test_tables.py::test_an_example_of_a_dump",),
+    ),
+    Mutant(
+        "one-results",
+        "replaylens.views.report",
+        "lead += [f\"{len(results)} result{'s' * (len(results) > 1)}\"] if results else []",
+        "lead += [f\"{len(results)} result{'s' * (len(results) >= 1)}\"] if results else []",
+        "one result is no results",
+        ("tests/views/test_tables.py::test_the_first_line_of_a_page",),
     ),
 )

@@ -150,4 +150,12 @@ WORKBENCH = (
         "panels have a common colour scale",
         ("tests/views/test_figures.py::test_panels_share_one_scale_that_reaches_all_of_them",),
     ),
+    Mutant(
+        "steering-from-second-to-first",
+        "replaylens.workbench.steer",
+        "given.direction(first, second) * given.gap(first, second)",
+        "given.direction(second, first) * given.gap(first, second)",
+        "a probe steers from its first class to its second",
+        ("tests/workbench/test_drawn.py::test_a_probe_steers_from_its_first_class_to_its_second",),
+    ),
 )

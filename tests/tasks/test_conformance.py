@@ -548,7 +548,7 @@ def test_a_hand_made_split_is_checked() -> None:
     train, test = Side(coin(), 3, test=False), Side(coin(), 3, test=True)
     with pytest.raises(BadSplit, match="no test side"):
         TaskSplit("mine", train, {})
-    for bad in ((test, {"a": test}), (train, {"a": train})):
+    for bad in ((test, {"a": test}), (train, {"a": train}), (train, {"a": test, "b": train}), (train, {"a": train, "b": test})):
         with pytest.raises(BadSplit, match="mixes its sides"):
             TaskSplit("mine", *bad)
 

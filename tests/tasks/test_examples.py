@@ -3,10 +3,12 @@
 import json
 import os
 import pickle
+import random
 import re
 import subprocess
 import sys
 from collections import Counter
+from hashlib import sha256
 from itertools import product
 from math import sqrt
 
@@ -22,6 +24,7 @@ from replaylens.tasks.hops import RELATIONS, Hops
 from replaylens.tasks.reading import Event
 from replaylens.tasks.task import AnyTask, Draws, Example
 from replaylens.tasks.tokenizer import WordTokenizer
+from tests.tasks.conftest import Wander
 
 # Digests over the whole example, labels included. A change here changes every dump and checkpoint made with the task: never
 # repin without an entry in the change log.
@@ -42,6 +45,38 @@ PINNED: dict[str, list[str]] = {
     "coin steps": ["9a616c25443f8d37", "83df70f4baa2f51f", "ce523ed6de67b8a3"],
 }
 
+# Likewise of the variants of `conftest.py`: more examples, and texts that lie.
+VARIANTS: dict[str, str] = {
+    "coin": "5f3a5afcebf1978f",
+    "coin-distractors=2-phrasing=mixed-names=all-p=0.3": "2b5896238241593b",
+    "coin-rendering=states-distractors=1": "1b365281e3266d37",
+    "coin-rendering=states-phrasing=idle-names=held-out": "074d471a08415bdb",
+    "coin-rendering=wei": "c6450be686ed64c5",
+    "coin-rendering=wei-verb=turn-phrasing=mixed-start=tails": "7a64ed3641acaaba",
+    "coin-rendering=symbols-flips=12": "ddafe476a04edbae",
+    "coin-rendering=steps-distractors=1": "02b6881dac0a88df",
+    "coins": "b955382105678add",
+    "coins-coins=6-names=held-out-p=0.8": "7c6391ab832df7ea",
+    "coin-resets": "1464662c54d82f03",
+    "coin-resets-reset=0.6": "187936605c9f27ff",
+    "shell": "74113f3860b55314",
+    "shell-cups=5-start=fixed-p=0.6": "446b945365321c21",
+    "words": "a6135c3ad0f93188",
+    "words-group=Z60-seed=3": "b319cbbed910c351",
+    "words-group=A4xZ5-length=6": "480054c0d535032a",
+    "fork": "01e247b4d3e25240",
+    "fork-depth=8": "04771621052651c6",
+    "boxes-boxes=7": "d37017207f5e65e9",
+    "boxes-boxes=3-moves=10": "da46d33a70e3e677",
+    "variables": "571fc656430eb50d",
+    "variables-variables=8-modulus=7-operations=12": "ff94b37e81398b16",
+    "variables-variables=2-modulus=2-seed=5": "b8306ce7dcb61ae3",
+    "hops": "759bfc5d1086d65d",
+    "hops-hops=(1, 6)-people=12-relations=4": "020aa40419c8dc4c",
+    "counts": "08c581396462edc2",
+    "counts-people=4-operations=(2, 12)-most=99-change=9": "6df9f723299ba0b7",
+}
+
 SCRIPT = """
 import json
 from replaylens import tasks
@@ -54,6 +89,20 @@ def test_digests_are_pinned(pinned: str) -> None:
     name, *rendering = pinned.split()
     task = tasks.get(name)(**{"rendering": rendering[0]} if rendering else {})
     assert [task.example(index).digest[:16] for index in (0, 1, 12345)] == PINNED[pinned]
+
+
+def test_variants_are_pinned(task: AnyTask, wander: Wander, request: pytest.FixtureRequest) -> None:
+    """Examples of every variant, and readings of texts that its grammar allows and that mostly lie; chances and answers."""
+    dice = random.Random(11)
+    told = [wander(task, dice.choice, 40) for _ in range(12)]
+    read = [task.read(text, 5) for text in told]
+    spans = [[(span.start, span.end, dict(span.labels)) for span in reading.spans] for reading in read]
+    steps = [[(step.start, step.end, step.reveals, step.thought) for step in reading.steps] for reading in read]
+    zeros = [tuple(zero) for zero in task.known_zero]
+    facts = [task.answers(), task.next_action_chance(), zeros, task.label_names, task.vocabulary(), told, spans, steps]
+    digests = [example.digest for example in task.examples(12)]
+    found = sha256(json.dumps([digests, facts]).encode()).hexdigest()[:16]
+    assert found == VARIANTS[request.node.callspec.id]
 
 
 def test_every_task_is_pinned() -> None:

@@ -350,10 +350,39 @@ def test_no_texts_and_mixed_labels_are_refused() -> None:
             GivenTexts(**none)
     with pytest.raises(MixedLabel, match="Label 'x' has values of the types bool and int"):
         GivenTexts(texts=[RAW | {"labels": {"x": 1}}, RAW | {"labels": {"x": True}}])
+    some = [RAW | {"labels": {"x": value}} for value in (None, "a", None)]
+    assert len(GivenTexts(texts=some).examples(3)) == 3, "a missing value is of no type"
+    with pytest.raises(MixedLabel, match="'x' has values of the types int and str"):
+        GivenTexts(texts=[*some, RAW | {"spans": {"x": [[0, 1, 2]]}}])
     with pytest.raises(NoSuchText, match="no text 2: 2 were given"):
         GivenTexts(texts=[RAW, RAW]).examples([0, 2])
     with pytest.raises(BadIndex):
         GivenTexts(texts=[RAW]).example(-1)
+
+
+@pytest.mark.parametrize(
+    ("change", "fits"),
+    [
+        ({"prompt": 1}, True), ({"prompt": 3}, True), ({"prompt": 0}, False), ({"prompt": 4}, False), ({"tokens": [0, 1, 2]},
+        True),
+        ({"tokens": []}, False), ({"tokens": [1, -1, 2]}, False), ({"tokens": [1, 2.0, 3]}, False), ({"tokens": [True, 1,
+        2]}, False),
+        ({"labels": {"x": 2**63 - 1}}, True), ({"labels": {"x": 2**63}}, False), ({"labels": {"x": -(2**63)}}, True),
+        ({"labels": {"x": float("nan")}}, False), ({"labels": {"x": None}}, True), ({"labels": {"x": [1]}}, False),
+        ({"spans": {"x": [[0, 3, "a"]]}}, True), ({"spans": {"x": [[0, 4, "a"]]}}, False), ({"spans": {"x": [[1, 1, "a"]]}},
+        False),
+        ({"spans": {"x": [[0, 1, "a"], [1, 2, "b"]]}}, True), ({"spans": {"x": [[0, 2, "a"], [1, 3, "b"]]}}, False),
+        ({"spans": {"x": [[1, 2, "a"], [0, 1, "b"]]}}, False), ({"spans": {"x": [[0, 1, None]]}}, False),
+        ({"labels": {"x": 1}, "spans": {"x": [[0, 1, 2]]}}, False), ({"labels": {"position": 1}}, False), ({"more": 1}, False),
+    ],
+)  # fmt: skip
+def test_records_of_texts_at_their_bounds(change: dict[str, Any], fits: bool) -> None:
+    record = {"tokens": [5, 6, 7], "text": "a b c"} | change
+    if fits:
+        assert GivenTexts(texts=[record]).example(0).given is not None
+    else:
+        with pytest.raises(BadKnob):
+            GivenTexts(texts=[record])
 
 
 def test_what_texts_lack_is_refused_by_name() -> None:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from replaylens import tasks
 from replaylens.cli import app
+from replaylens.commands import tasks as commands
 from replaylens.commands.train import Changes, changed_thinking
 from replaylens.engine.training import embedded_thinking as thinking_zoo
 from replaylens.tasks import registry as plugins
@@ -30,6 +31,7 @@ from replaylens.tasks.errors import (
     UnknownTask,
 )
 from replaylens.tasks.task import Knobs
+from replaylens.tasks.tokenizer import WordTokenizer
 from tests.tasks.square import file_of_page, own_registry, square_module, write_files
 
 BUILT_IN = ("coin", "coins", "coin-resets", "shell", "words", "fork", "boxes", "variables", "hops", "counts")
@@ -463,6 +465,45 @@ def test_list_names_every_task_and_knob() -> None:
     for name in tasks.names():
         assert name in output
     assert "number of actors" in output and "1,8" in output
+
+
+def test_the_list_as_json_has_values_as_they_are() -> None:
+    """Defaults as numbers, ranges and words, help and labels, of every task."""
+    listed = json.loads(run_of_commands("list", "--json"))
+    assert [each["name"] for each in listed] == list(tasks.names())
+    for each in listed:
+        task = tasks.get(each["name"])
+        known = {spec.name: {"default": spec.default, "help": spec.metadata["help"]} for spec in fields(task.knobs_class)}
+        assert each["knobs"] == json.loads(json.dumps(known)) and each["labels"] == list(task().label_names)
+        assert each["description"] == task.description
+    assert listed[0]["knobs"]["flips"]["default"] == [1, 8]
+
+
+@pytest.mark.parametrize(
+    ("widths", "room", "lines"),
+    [
+        ([3, 3, 3], 9, [(0, 3)]), ([3, 3, 3], 8, [(0, 2), (2, 3)]), ([9, 1, 1], 4, [(0, 1), (1, 3)]), ([1, 9, 1], 4, [(0, 1),
+        (1, 2), (2, 3)]),
+        ([9], 4, [(0, 1)]), ([2, 2, 2, 2], 4, [(0, 2), (2, 4)]),
+    ],
+)  # fmt: skip
+def test_columns_are_split_into_lines_that_fit(widths: list[int], room: int, lines: list[tuple[int, int]]) -> None:
+    """As many as fit, in order; a wider one has a line of its own, and no line is empty."""
+    assert list(commands._lines(widths, room)) == lines
+
+
+def test_shown_tokens_and_labels_are_those_of_the_example() -> None:
+    example = tasks.get("coin")(flips=2).example(0)
+    tokenizer = WordTokenizer(tasks.get("coin").vocabulary())
+    ids, offsets = tokenizer.encode_with_offsets(example.text)
+    labels = example.labels_at(offsets, ["face", "flips"])
+    shown = [line.plain for line in commands._aligned(example, tokenizer, ["face", "flips"], 40)]
+    assert all(len(line) <= 40 for line in shown) and len(shown) % 4 == 0 and set(shown[3::4]) == {""}
+    for row, values in ((0, [tokenizer.token(token).strip() for token in ids]), (1, labels["face"]), (2, labels["flips"])):
+        found = [word for line in shown[row::4] for word in line[7:].split()]
+        assert found == ["-" if value is None else str(value) for value in values]
+    starts = [[line.index(word, 7) for word in dict.fromkeys(line[7:].split())] for line in shown[:2]]
+    assert starts[1][0] == 7 and shown[1].startswith("face") and starts[0][0] == 7, "a label starts below its token"
 
 
 def test_labels_stand_under_their_tokens() -> None:

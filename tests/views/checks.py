@@ -3,6 +3,9 @@
 import re
 from html.parser import HTMLParser
 
+import numpy as np
+from matplotlib.figure import Figure
+
 VOID = {"meta", "input", "br", "img", "link", "hr"}
 
 
@@ -54,3 +57,9 @@ def assert_harmless(html: str, scripts: int) -> _Nesting:
     assert all(target.startswith("#") for target in targets)
     assert not re.search(r"url\(|@import|fetch\(|XMLHttpRequest|WebSocket|import\(", html)
     return found
+
+
+def meshes(figure: Figure) -> list[np.ndarray]:
+    """The numbers of the heat maps, without those of colour bars."""
+    found = [mesh for axis in figure.axes for mesh in axis.collections if hasattr(mesh, "get_coordinates") and axis.get_title()]
+    return [np.asarray(mesh.get_array()) for mesh in found]

@@ -21,7 +21,7 @@ from replaylens.engine.proof.trace import Trace
 from replaylens.engine.resampling.plan import NO_ANSWER, OTHER
 from replaylens.engine.serving.branch import Branch
 from replaylens.probes import report
-from replaylens.views import draw, maps, sections
+from replaylens.views import draw
 from replaylens.views.data import Check, Fill, Frame, Phase, Slot
 from replaylens.views.html import CHECK, INK, KINDS, LOOKS, PAGES, css_variables, kind_of, svg_style
 from replaylens.views.pictures import timeline
@@ -54,6 +54,7 @@ from tests.drawings import (
     sweep_table,
 )
 from tests.toy_model import VOCAB, continuation, engine, toy
+from tests.views.checks import meshes
 
 
 def outside(figure: Figure) -> list[float]:
@@ -89,12 +90,6 @@ def test_no_legend_covers_what_is_drawn(name: str) -> None:
 
 
 # ---- what is drawn --------------------------------------------------------------------------------------------------------
-
-
-def meshes(figure: Figure) -> list[np.ndarray]:
-    """The numbers of the heat maps, without those of colour bars."""
-    found = [mesh for axis in figure.axes for mesh in axis.collections if hasattr(mesh, "get_coordinates") and axis.get_title()]
-    return [np.asarray(mesh.get_array()) for mesh in found]
 
 
 def test_lens_shows_the_token_that_was_asked_about() -> None:
@@ -296,25 +291,6 @@ def test_curves_of_complexity_and_bars() -> None:
     axis = report.bars(bar_table(), "bars").axes[0]
     assert [bar.get_width() for bar in axis.patches] == [0.6, 0.8]
     assert np.allclose([segment[:, 0] for segment in axis.collections[0].get_segments()], [[0.5, 0.7], [0.7, 0.95]])
-
-
-# ---- numbers on the report page -------------------------------------------------------------------------------------------
-
-
-def test_a_control_is_the_best_of_all_layers() -> None:
-    table = sweep_table().assign(shown=False)
-    drawn = sections._map("S", table[table["site"] == "S"], 0.0, 1.0)
-    assert drawn.rows == ("S2", "S1", "S0", "majority", "bag of tokens") and drawn.controls == 2
-    assert [cell.shown for cell in drawn.cells[-1] if cell] == ["0.70", "0.70"], "not the mean, 0.45"
-    assert [cell.shown for cell in drawn.cells[0] if cell] == ["0.75", "0.75"]
-    assert drawn.cells[0][0] is not None and drawn.cells[0][0].small == "0.40–0.90"
-
-
-def test_the_interval_of_an_average_knows_how_few_roots_there_are() -> None:
-    values = np.array([[1.0, 0.0], [3.0, 0.0], [8.0, 0.0]])
-    cell = maps._average(values, 0)
-    half = 1.96 * math.sqrt(13) / math.sqrt(3)  # the variance of 1, 3 and 8 is 26 / 2
-    assert cell.facts == ("mean\t4.0000", f"95 %\t{4 - half:.4f} to {4 + half:.4f}", "roots\t3")
 
 
 # ---- palette ---------------------------------------------------------------------------------------------------------

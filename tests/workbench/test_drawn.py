@@ -3,6 +3,7 @@
 import base64
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ from replaylens.engine.model.config import MixtureConfig, Routing
 from replaylens.engine.model.decoder import Decoder, Mlp
 from replaylens.engine.model.ops import SequenceOps
 from replaylens.probes.intervals import difference_over_groups
+from replaylens.probes.probe import LinearProbe
+from replaylens.probes.rows import Cell
 from replaylens.workbench.dla import DlaResult
 from tests.engine.features.tiny import write
 from tests.engine.reference import perturbed
@@ -355,6 +358,37 @@ def test_options_of_steering() -> None:
             steer(served, vector, **{"prompts": [HEADS], "layers": [2], "strengths": [1], **options})  # type: ignore[arg-type]
     with pytest.raises(BadRequest, match="layers=9"):
         steer(served, vector, [HEADS], layers=[9], strengths=[1])
+
+
+def test_a_probe_steers_from_its_first_class_to_its_second(served: Engine) -> None:
+    """By the distance of their means at strength 1: that is the vector given by itself."""
+    weight, means = torch.randn(1, 128, generator=torch.Generator().manual_seed(1)).double().numpy(), np.zeros((2, 128))
+    means[1, 3] = -5.0
+    probe = LinearProbe(weight, np.zeros(1), means, ("a", "b"), "face", "blocks.1.hook_in", Cell("S", 1), "query", "ridge", {})
+    found = steer(served, probe, [HEADS], layers=[1], strengths=[1.0], n=2)
+    vector = torch.from_numpy(5.0 * weight[0] / np.linalg.norm(weight[0])).float()
+    assert torch.allclose(found.vectors[1], vector, atol=1e-6)
+    same = steer(served, found.vectors[1], [HEADS], layers=[1], strengths=[1.0], n=2)
+    assert found.frame["text"].tolist() == same.frame["text"].tolist() and found.frame["effect"][1] == same.frame["effect"][1]
+    with pytest.raises(BadRequest, match="The probe has 3 classes"):
+        steer(served, replace(probe, classes=("a", "b", "c")), [HEADS], layers=[1], strengths=[1.0])
+
+
+def test_whole_prompts_and_kept_norms(served: Engine) -> None:
+    """Each option is its edit, alone and with the other."""
+    vector = torch.randn(128, generator=torch.Generator().manual_seed(2))
+    length, site = len(served.tokens_of(HEADS)), served.sites.per_layer("S")[2]
+    for whole in (False, True):
+        for keep in (False, True):
+            found = steer(
+                served, vector, [HEADS], layers=[2], strengths=[8], n=2, keep_norm=keep, whole_prompt=whole
+            ).frame.iloc[1]
+            where = slice(None if whole else length - 1, None)
+            branch = served.prompt(HEADS, edits=[Edit(site, "add", vector, where, factor=8.0, keep_norm=keep)]).generate(2)
+            assert found["text"] == served.text.decode(branch.generated)
+            steered = branch.logits(slice(length - 1, -1)).double().log_softmax(-1)
+            plain = served.logits(branch.tokens, positions=slice(length - 1, -1)).double().log_softmax(-1)
+            assert found["effect"] == pytest.approx(float((steered.exp() * (steered - plain)).sum(-1).mean()), rel=1e-4)
 
 
 def test_refused_steering_leaves_no_branch() -> None:

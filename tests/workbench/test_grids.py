@@ -1,6 +1,7 @@
 """`patch`, `ablate` and `lens`: the numbers of hook functions, and in every cell the bits of its edit made alone."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,20 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from replaylens import Edit, Engine, ablate, attribution_patching, lens, patch, path_patch, routing
+from replaylens import (
+    Edit,
+    Engine,
+    ablate,
+    attention,
+    attribution_patching,
+    compare,
+    dla,
+    lens,
+    patch,
+    path_patch,
+    routing,
+    steer,
+)
 from replaylens.engine.errors import BadRequest, NotCaptured, UnknownPromptWord
 from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.lens.lens import TunedLens, _ranks, unembed_hash
@@ -671,3 +685,85 @@ def test_what_cannot_be_shown_is_refused(engine: Engine) -> None:
         routing(engine, engine.prompt(PROMPT, sites="S"))
     with pytest.raises(BadRequest, match="has no experts"):
         routing(Engine(random_model()), PROMPT)
+
+
+def test_experts_are_ablated_one_at_a_time(engine: Engine) -> None:
+    """Their weights become 0 and the others keep theirs, as under the edit made alone."""
+    last = [(2, 5), (0, 1), (2, 0)]
+    result = ablate(engine, [PROMPT, PROMPT[:5]], metric=(3, 8), experts=last)
+    assert result.units == ("L2E5", "L0E1", "L2E0") and result.where[0] == ("expert", 2, 5)
+    for number, prompt in enumerate((PROMPT, PROMPT[:5])):
+        for unit, (layer, expert) in enumerate(last):
+            edit = Edit(f"blocks.{layer}.mlp.gate.hook_out", "reweight", experts=[expert], factor=0.0)
+            logits = engine.logits(prompt, edits=[edit], tokens=(3, 8))
+            assert torch.equal(result.ablated[unit, number], logits[0] - logits[1])
+    assert len(set(result.effect.flatten().tolist())) > 3
+
+
+# ---- all -------------------------------------------------------------------------------------------------------------
+
+TWO = (COIN.format("heads"), COIN.format("tails"))
+PAIRED = {"metric": (" tails", " heads")}
+AT_THE_BOUND: list[tuple[str, str, Callable[[Engine, int], Any], int, int]] = [
+    ("coin", "ablate heads", lambda e, i: ablate(e, TWO, **PAIRED, heads=[i]), 3, 0),
+    ("coin", "ablate pair", lambda e, i: ablate(e, TWO, **PAIRED, heads=[(0, i)]), 3, 0),
+    ("coin", "ablate layer", lambda e, i: ablate(e, TWO, **PAIRED, heads=[(i, 0)]), 3, 0),
+    ("coin", "ablate neuron", lambda e, i: ablate(e, TWO, **PAIRED, neurons=[(0, i)]), 383, 0),
+    ("coin", "ablate direction", lambda e, i: ablate(e, TWO, **PAIRED, directions=[(i, torch.ones(128))]), 4, 0),
+    ("mixture", "ablate expert", lambda e, i: ablate(e, [PROMPT], metric=5, experts=[(2, i)]), 5, 0),
+    ("mixture", "routing", lambda e, i: routing(e, PROMPT, layers=[i]), 2, 0),
+    ("coin", "attention", lambda e, i: attention(e, TWO[0], layers=[i]), 3, 0),
+    ("coin", "attention plot", lambda e, i: attention(e, TWO[0], layers=[1]).plot(1, i), 3, 0),
+    ("coin", "patch S", lambda e, i: patch(e, *TWO, **PAIRED, layers=[i], positions=[4]), 4, 0),
+    ("coin", "patch T", lambda e, i: patch(e, *TWO, **PAIRED, sites="T", layers=[i], positions=[4]), 3, 0),
+    ("coin", "patch heads", lambda e, i: patch(e, *TWO, **PAIRED, heads=[i], layers=[3]), 3, 0),
+    ("coin", "patch heads of layers", lambda e, i: patch(e, *TWO, **PAIRED, heads=[0], layers=[i]), 3, 0),
+    ("coin", "patch positions", lambda e, i: patch(e, *TWO, **PAIRED, layers=[1], positions=[i]), 14, -15),
+    ("coin", "align clean", lambda e, i: patch(e, *TWO, **PAIRED, layers=[1], align=[(i, 4)]), 14, -15),
+    ("coin", "align corrupt", lambda e, i: patch(e, *TWO, **PAIRED, layers=[1], align=[(4, i)]), 14, -15),
+    ("coin", "receiver layer", lambda e, i: path_patch(e, *TWO, **PAIRED, receivers=[(i, 0)]), 3, 1),
+    ("coin", "receiver head", lambda e, i: path_patch(e, *TWO, **PAIRED, receivers=[(1, i)]), 3, 0),
+    ("coin", "steer", lambda e, i: steer(e, torch.ones(128), TWO[:1], layers=[i], strengths=[1], n=1), 4, 0),
+    ("coin", "compare plot", lambda e, i: compare(e, e, TWO).plot(i), 1, 0),
+    ("coin", "dla token", lambda e, i: dla(e, TWO[0], (i, 5)), 105, 0),
+    ("coin", "attribution token", lambda e, i: attribution_patching(e, *TWO, i, "S", compare=True), 105, 0),
+    ("coin", "lens token", lambda e, i: lens(e, TWO[0], token=i), 105, 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "most", "least"), [(kind, *rest) for kind, _, *rest in AT_THE_BOUND], ids=[row[1] for row in AT_THE_BOUND]
+)
+def test_numbers_are_taken_up_to_their_bounds(
+    kind: str, call: Callable[[Engine, int], Any], most: int, least: int, engine: Engine
+) -> None:
+    """The last number is taken, and the first one beyond it refused, on both sides. No branch stays, done or refused."""
+    served = engine if kind == "mixture" else coin()
+    for number in (most, least):
+        call(served, number)
+    for number in (most + 1, least - 1):
+        with pytest.raises(BadRequest):
+            call(served, number)
+    assert not served.loop.lanes, "what verbs make, they release"
+
+
+@cache
+def coin() -> Engine:
+    return Engine.load("coin-plain")
+
+
+def test_a_title_names_the_metric_if_it_is_one() -> None:
+    made = [ablate(coin(), TWO, metric=metric, heads=[(0, 0)]) for metric in ((" tails", " heads"), [(" tails", " heads"), 5])]
+    assert [each.metric for each in made] == ["logit difference ' tails' - ' heads'", "metric"]
+    assert repr(made[1]) == "AblateResult(metric, zero: 1 units, 2 prompts)"
+
+
+def test_experts_are_only_zeroed(engine: Engine) -> None:
+    for how in ("mean", "resample"):
+        with pytest.raises(BadRequest, match="is not for experts"):
+            ablate(engine, [PROMPT, PROMPT[:5]], metric=5, experts=[(0, 1)], heads=[(0, 0)], how=how)  # type: ignore[arg-type]
+    for where, message in (((1, 0), "layer 1 has no experts"), ((3, 0), "experts")):
+        with pytest.raises(BadRequest, match=message):
+            ablate(engine, [PROMPT], metric=5, experts=[where])
+    with pytest.raises(BadRequest, match="not a pair"):
+        ablate(engine, [PROMPT], metric=5, directions=[(0, [1.0], 2)])  # type: ignore[list-item]

@@ -10,8 +10,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from replaylens import Edit
+from replaylens import Edit, tasks
 from replaylens.cli import app as whole_app
 from replaylens.commands import options
 from replaylens.commands.dump import diff as diff_command
@@ -31,15 +33,20 @@ from replaylens.commands.reporting import size
 from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.plan import DumpPlan, ends_of
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.verify import VERIFIED, diff, verify
+from replaylens.engine.dump.verify import VERIFIED, Comparison, Verification, diff, verify
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadDump, BadEdit, BadRequest, NotCaptured, PlanMismatch
 from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.replay.replayer import ReplayOptions
 from replaylens.engine.replay.run import Run
+from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.resampling.plan import Answer
 from replaylens.engine.training import trainer
+from replaylens.probes.report import Report
 from replaylens.tasks import WordTokenizer
 from replaylens.tasks.task import AnyTask
 from replaylens.tasks.texts import GivenTexts
+from tests.drawings import SENTENCE, rollouts
 from tests.engine.dump.conftest import EXAMPLES, NEW, PER_SHARD
 from tests.engine.dump.damage import edit_manifest, flip_bit
 
@@ -370,7 +377,9 @@ def test_a_page_replaces_a_page(reference: Dump, tmp_path: Path) -> None:
 
 
 def test_sizes_are_never_rounded_to_nothing() -> None:
-    assert [size(n) for n in (12, 20_500, 3_140_000, 2.5e9)] == ["12 bytes", "20.5 kB", "3.1 MB", "2.5 GB"]
+    assert [size(n) for n in (12, 999, 1000, 20_500, 3_140_000, 2.5e9)] == [
+        "12 bytes", "999 bytes", "1.0 kB", "20.5 kB", "3.1 MB", "2.5 GB",
+    ]  # fmt: skip
 
 
 # ---- texts -----------------------------------------------------------------------------------------------------------
@@ -644,3 +653,259 @@ def test_edits_survive_json(edits: list[Edit]) -> None:
         assert edit.value is None or torch.equal(back.value, edit.value)
     with pytest.raises(BadEdit, match="Not an edit"):
         Edit.from_json({"site": "S"})
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+# Every option of a command reaches the call that it stands for. What is called is replaced; whole calls are compared.
+
+
+class Calls:
+    """Stands for functions, and notes how they are called."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.monkeypatch, self.made = monkeypatch, dict[str, tuple[tuple[Any, ...], dict[str, Any]]]()
+
+    def replace(self, where: str, result: Any) -> None:
+        name = where.rpartition(".")[2]
+
+        def call(*given: Any, **options: Any) -> Any:
+            self.made[name] = (given, options)
+            return result
+
+        self.monkeypatch.setattr(where, call)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(monkeypatch)
+
+
+def told(words: str) -> str:
+    """The output of a command line that succeeds."""
+    done = CliRunner().invoke(whole_app, shlex.split(words))
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_options_of_probe(calls: Calls, tmp_path: Path) -> None:
+    found = Report("question", [{"a": 1}], {}, {}, findings=["Found."], notes=["Note."])
+    calls.replace("replaylens.probes.sweeps.sweep", found)
+    calls.replace("replaylens.commands.probe._open", "the dump")
+    calls.replace("replaylens.engine.engine.Engine.load", "the engine")
+    assert told("probe d --quiet") == "Found.\nNote.\n"
+    usual: dict[str, Any] = {
+        "sites": None, "positions": None, "estimators": ("logistic",), "split": "root", "engine": None, "resume": None,
+        "jobs": 1,
+        "backend": None, "progress": False, "folds": 5, "permutations": 99, "metric": "auto", "branches": "accepted",
+        "controls": True, "code_length": False, "precision": "double", "device": "cpu", "seed": 0, "layers": None,
+        "residualise": (),
+    }  # fmt: skip
+    assert calls.made == {"_open": (("d", True, None), {}), "sweep": (("the dump", ("state",)), usual)}
+    said = told(
+        f"probe d --label 'face, parity' --sites ST --layers 1,3 --positions 'step,\"text:a, b\",query-1'"
+        f" --estimators ridge,logistic"
+        f" --split length:3 --folds 4 --permutations 19 --metric auroc --branches all --model m --task t"
+        f" --no-controls --residualise"
+        f" position,steps --code-length --precision single --device cuda --jobs 2 --backend loky --resume {tmp_path}/r --seed 7"
+        f" --no-check --out {tmp_path}/o --json"
+    )
+    assert json.loads(said) == json.loads((tmp_path / "o" / "report.json").read_text()) and json.loads(said)["rows"] == [
+        {"a": 1}
+    ]
+    other = {
+        "sites": "ST", "positions": ("step", "text:a, b", "query-1"), "estimators": ("ridge", "logistic"), "split": "length:3",
+        "engine": "the engine", "resume": f"{tmp_path}/r", "jobs": 2, "backend": "loky", "progress": True, "folds": 4,
+        "permutations": 19, "metric": "auroc", "branches": "all", "controls": False, "code_length": True, "precision": "single",
+        "device": "cuda", "seed": 7, "layers": (1, 3), "residualise": ("position", "steps"),
+    }  # fmt: skip
+    assert calls.made["sweep"] == (("the dump", ("face", "parity")), other)
+    assert calls.made["_open"] == (("d", False, "t"), {}) and calls.made["load"] == (("m",), {"device": "cuda"})
+
+
+@pytest.mark.parametrize("test", ["steer", "ablate", "interchange"])
+def test_options_of_steer(calls: Calls, tmp_path: Path, test: str) -> None:
+    calls.replace(f"replaylens.probes.causal.{test}", Report(test, [], {}, {}, findings=["Found."]))
+    for where, result in {
+        "commands.probe._open": "the dump", "commands.probe._unseen": ["prompts"],
+        "commands.probe.engine_that_made": "its maker",
+        "engine.engine.Engine.load": "the engine", "probes.probe.fit_probe": "a probe",
+        "probes.probe.placebo_probes": ["placebo"],
+        "probes.probe.LinearProbe.load": "a saved probe",
+    }.items():  # fmt: skip
+        calls.replace(f"replaylens.{where}", result)
+    more = {"factor": 1.0} if test == "steer" else {}
+    assert told(f"steer d --test {test}") == "Found.\n" and "load" not in calls.made
+    assert calls.made["fit_probe"] == (
+        ("the dump", "state"),
+        {"site": "S", "layer": None, "position": "query", "estimator": "mass-mean"},
+    )
+    assert calls.made[test] == (
+        ("its maker", "a probe", ["prompts"]),
+        {"placebos": 8, "seed": 0, "untrained": ["placebo"], **more},
+    )
+    assert calls.made["_unseen"] == (("the dump", 100), {}) and calls.made["engine_that_made"] == (("the dump", "cpu"), {})
+    told(
+        f"steer d --test {test} --label face --site T --layer 2 --position step --estimator ridge --factor 2.5 --n 9"
+        f" --placebos 3"
+        f" --model m --task t --device cuda --seed 4 --no-check --out {tmp_path}/o"
+    )
+    more = {"factor": 2.5} if test == "steer" else {}
+    assert calls.made["fit_probe"] == (
+        ("the dump", "face"),
+        {"site": "T", "layer": 2, "position": "step", "estimator": "ridge"},
+    )
+    assert calls.made[test] == (
+        ("the engine", "a probe", ["prompts"]),
+        {"placebos": 3, "seed": 4, "untrained": ["placebo"], **more},
+    )
+    assert calls.made["placebo_probes"] == (("the dump", "a probe"), {"count": 3, "seed": 4})
+    assert calls.made["_open"] == (("d", False, "t"), {}) and calls.made["_unseen"] == (("the dump", 9), {})
+    assert calls.made["load"] == (("m",), {"device": "cuda"}) and (tmp_path / "o" / "summary.txt").read_text() == "Found.\n"
+    del calls.made["fit_probe"]
+    told(f"steer d --test {test} --probe {tmp_path}/p")
+    assert calls.made[test][0] == ("its maker", "a saved probe", ["prompts"]) and "fit_probe" not in calls.made
+
+
+def test_options_of_resample(calls: Calls, tmp_path: Path) -> None:
+    branch = SimpleNamespace()
+    drawn = rollouts()
+    seen: list[tuple[int, dict[str, Any]]] = []
+    branch.resample = lambda n, **options: (seen.append((n, options)), drawn)[1]
+    calls.replace("replaylens.engine.engine.Engine.load", "the engine")
+    calls.replace("replaylens.commands.resample.chain_of", nullcontext(branch))
+    calls.replace("replaylens.commands.resample._write_dump", None)
+    said = told(f"resample --out {tmp_path}/r --prompt 'A coin.' --quiet").splitlines()
+    usual: dict[str, Any] = {
+        "folder": tmp_path / "r", "progress": False, "at": None, "max_new": 64, "sites": None, "replace": None, "wave": None,
+        "keep": ["sentences", "answer", "last"], "sampling": Sampling(temperature=1.0, seed=0), "answer": None,
+    }  # fmt: skip
+    assert seen == [(20, usual)] and calls.made["chain_of"] == (("the engine", "A coin.", ""), {})
+    assert calls.made["load"] == (("coin-plain",), {"device": "cpu", "cache_tokens": 8192}) and "_write_dump" not in calls.made
+    assert said == [
+        "position\theads\ttails\tno answer\ttext", f"4\t0.000\t0.667\t0.333\t{SENTENCE[:60]!r}",
+        "9\t1.000\t0.000\t0.000\t'Bob $waits$.'",
+        "15\t0.667\t0.000\t0.333\t''", f"{tmp_path}/r: 9 rollouts, 0 rows kept", f"digest {drawn.digest}",
+    ]  # fmt: skip
+    seen.clear()
+    out = told(
+        f"resample --out {tmp_path}/r --prompt 'A coin.' --chain ' It turns.' --model m --device cuda --at 3,5 --n 7"
+        f" --max-new 9"
+        f" --temperature 0.5 --seed 3 --choice ' a' --choice ' b' --after ' So' --replace ' No.' --sites S"
+        f" --keep fork,-2 --wave 4"
+        f" --cache-tokens 64 --dump {tmp_path}/d --json"
+    )
+    other = {
+        "folder": tmp_path / "r", "progress": True, "at": [3, 5], "max_new": 9, "sites": "S", "replace": " No.", "wave": 4,
+        "keep": ["fork", -2], "sampling": Sampling(temperature=0.5, seed=3), "answer": Answer.choices([" a", " b"],
+        after=" So"),
+    }  # fmt: skip
+    assert seen == [(7, other)] and calls.made["chain_of"] == (("the engine", "A coin.", " It turns."), {})
+    assert calls.made["load"] == (("m",), {"device": "cuda", "cache_tokens": 64})
+    assert calls.made["_write_dump"] == (("the engine", drawn, f"{tmp_path}/d", True), {})
+    counts = drawn.outcomes()
+    facts = {
+        "path": f"{tmp_path}/r",
+        "digest": drawn.digest,
+        "rollouts": 9,
+        "positions": [4, 9, 15],
+        "outcomes": counts.outcomes,
+    }
+    assert json.loads(out) == facts | {
+        "counts": counts.counts.tolist(),
+        "shares": counts.shares.tolist(),
+        "texts": counts.texts,
+    }
+    told(f"resample --out {tmp_path}/r --prompt x --answer 'is (.*)' --at sentences --quiet")
+    assert (seen[-1][1]["answer"], seen[-1][1]["at"]) == (Answer.regex("is (.*)"), "sentences")
+
+
+def test_options_of_replay(calls: Calls) -> None:
+    engine = SimpleNamespace(sites=SimpleNamespace(per_layer=lambda letter: [f"{letter}0", f"{letter}1"]))
+    seen: list[tuple[Any, dict[str, Any]]] = []
+    engine.replay = lambda examples, **options: (seen.append((examples, options)), Run(engine, [], ReplayOptions()))[1]  # type: ignore[arg-type]
+    calls.replace("replaylens.engine.engine.Engine.load", engine)
+    assert told("replay --quiet") == "0 examples, nan% correct, nothing drafted\n"
+    usual = {
+        "drafter": "lens",
+        "window": None,
+        "sampling": Sampling(),
+        "max_new": None,
+        "batch": 32,
+        "sites": ["S1"],
+        "progress": False,
+    }
+    assert seen == [(tasks.get("coin")().examples(3), usual)]
+    assert calls.made["load"] == (("coin-plain",), {"device": "cpu", "draft_model": None, "record": False})
+    words = "replay --task counts --knob people=2 --n 2 --model m --device cuda --drafter model --draft-model d --window 3"
+    out = told(f"{words} --temperature 0.5 --seed 4 --max-new 8 --batch 5 --json")
+    assert json.loads(out)["examples"] == [] and json.loads(out)["acceptance"] is None
+    other = {"drafter": "model", "window": 3, "sampling": Sampling(temperature=0.5, seed=4), "max_new": 8, "batch": 5}
+    assert seen[1] == (tasks.get("counts")(people=2).examples(2), other | {"sites": ["S1"], "progress": True})
+    assert calls.made["load"] == (("m",), {"device": "cuda", "draft_model": "d", "record": False})
+
+
+def test_options_of_dump(calls: Calls, tmp_path: Path) -> None:
+    calls.replace(
+        "replaylens.engine.engine.Engine.load", engine := SimpleNamespace(texts=lambda *given, **options: (given, options))
+    )
+    calls.replace("replaylens.commands.dump.make_plan", "the plan")
+    calls.replace("replaylens.commands.dump.write_dump", None)
+    calls.replace("replaylens.commands.dump.encoders", {"encoders": 1})
+    said = told(f"dump --out {tmp_path}/d --quiet")
+    assert said == f"{tmp_path}/d: this part is done; the dump is not finished yet\n"
+    usual: dict[str, Any] = {
+        "sites": "STCZ", "drafter": "lens", "window": None, "positions": "all", "dtype": None, "rejected": True,
+        "probabilities": True,
+        "max_new": None, "examples_per_shard": 128, "sampling": Sampling(), "features": {"encoders": 1}, "keep": None,
+    }  # fmt: skip
+    assert calls.made["make_plan"] == ((engine, tasks.get("coin")(), 100), usual)
+    how = {"part": (0, 1), "writers": 1, "batch": 32, "resume": False, "progress": False}
+    assert calls.made["write_dump"] == ((engine, "the plan", f"{tmp_path}/d"), how) and calls.made["encoders"] == ((None,), {})
+    assert calls.made["load"] == (("coin-plain",), {"device": "cpu", "draft_model": None})
+    out = told(
+        f"dump --out {tmp_path}/d --task counts --knob people=2 --n 5 --model m --device cuda --sites S"
+        f" --drafter model --draft-model"
+        f" d --window 3 --positions query --dtype float16 --no-rejected --no-probabilities --features f --keep 9"
+        f" --temperature 0.5"
+        f" --seed 4 --max-new 8 --shard-examples 6 --batch 7 --shard 2/3 --writers 2 --json"
+    )
+    assert json.loads(out) == {"path": f"{tmp_path}/d", "finished": False}
+    other = {
+        "sites": "S", "drafter": "model", "window": 3, "positions": "query", "dtype": "float16", "rejected": False,
+        "probabilities": False, "max_new": 8, "examples_per_shard": 6, "sampling": Sampling(temperature=0.5, seed=4),
+        "features": {"encoders": 1}, "keep": 9,
+    }  # fmt: skip
+    assert calls.made["make_plan"] == ((engine, tasks.get("counts")(people=2), 5), other)
+    how = {"part": (2, 3), "writers": 2, "batch": 7, "resume": False, "progress": True}
+    assert calls.made["write_dump"][1] == how and calls.made["encoders"] == ((["f"],), {})
+    assert calls.made["load"] == (("m",), {"device": "cuda", "draft_model": "d"})
+    engine.texts = lambda *given, **options: [given, options]
+    for n, count in (("", 2), ("--n 1", 1), ("--n 9", 2)):
+        told(f"dump --out {tmp_path}/d --texts t.jsonl --text said --label 'a, b' --label c {n} --quiet")
+        given = [("t.jsonl",), {"text": "said", "labels": ["a", "b", "c"]}]
+        assert calls.made["make_plan"][0] == (engine, given, count)
+
+
+def test_options_of_verify_and_diff(calls: Calls, reference: Dump) -> None:
+    calls.replace("replaylens.engine.engine.Engine.load", "the engine")
+    calls.replace("replaylens.commands.dump.encoders", {"encoders": 1})
+    calls.replace("replaylens.commands.dump.know_task", None)
+    calls.replace("replaylens.commands.dump.verify_dump", Verification(VERIFIED))
+    calls.replace("replaylens.commands.dump.diff_dumps", Comparison(None, (), ("portable-1", "portable-1")))
+    assert told(f"verify {reference.url} --model m --quiet").startswith("verified")
+    usual = {"progress": False, "sample": "all", "seed": 0, "batch": 32, "features": {"encoders": 1}}
+    assert calls.made["verify_dump"] == ((reference.url, "the engine"), usual)
+    told(f"verify {reference.url} --model m --device cuda --sample 7 --task t --features f --seed 5 --batch 3")
+    other = {"progress": True, "sample": 7, "seed": 5, "batch": 3, "features": {"encoders": 1}}
+    assert calls.made["verify_dump"] == ((reference.url, "the engine"), other) and calls.made["know_task"] == (
+        ("t", reference.url),
+        {},
+    )
+    assert calls.made["load"] == (("m",), {"device": "cuda"}) and calls.made["encoders"] == ((["f"],), {})
+    for given, wanted in (("0.25", 0.25), ("25%", 0.25), ("all", "all"), ("12", 12)):
+        told(f"verify {reference.url} --model m --sample {given}")
+        assert calls.made["verify_dump"][1]["sample"] == wanted and type(calls.made["verify_dump"][1]["sample"]) is type(wanted)
+    told("diff a b")
+    assert calls.made["diff_dumps"] == (("a", "b"), {"accepted": False, "progress": True})
+    assert json.loads(told("diff a b --accepted --quiet --json"))["same"] is True
+    assert calls.made["diff_dumps"] == (("a", "b"), {"accepted": True, "progress": False})

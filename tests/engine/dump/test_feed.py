@@ -1,6 +1,7 @@
 """The feed: every row once per epoch, in an order of the seed alone, resumed to the bit; a sparse autoencoder on it."""
 
 import json
+import math
 import pickle
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -322,3 +323,16 @@ def test_a_sparse_autoencoder_trained_from_the_feed(reference: Dump, monkeypatch
     loader.close()
     other = reference.feed(SITE, batch_size=32, seed=5, epochs=None)
     assert not SparseAutoencoder(32, 0).train(other.activations(), 40).equals(whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int32])
+@pytest.mark.parametrize("shape", [(3,), (3, 2), (2, 3, 2)])
+def test_arrow_has_the_numbers_of_a_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Without loss, also of numbers that a half cannot hold."""
+    x = (torch.arange(math.prod(shape)).reshape(shape) * 10_000 + 3).to(dtype)
+    if dtype is torch.bfloat16:
+        x[..., 0] = 1e30
+    if dtype is not torch.float16:
+        assert feeds._arrow(x).to_pylist() == x.tolist()
+    else:
+        assert [np.array(row, dtype=np.float64).tolist() for row in feeds._arrow(x).to_pylist()] == x.double().tolist()

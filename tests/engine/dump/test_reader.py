@@ -4,10 +4,13 @@ import json
 import pickle
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,6 +20,7 @@ from safetensors.torch import load_file
 from replaylens import tasks
 from replaylens.engine.dump import files
 from replaylens.engine.dump.content import combine
+from replaylens.engine.dump.files import Filter
 from replaylens.engine.dump.maker import ShardMaker, make_plan, write_dump
 from replaylens.engine.dump.manifest import IndexEntry, Manifest, ShardEntry, SiteEntry, shard_name
 from replaylens.engine.dump.plan import DumpPlan, compact
@@ -770,3 +774,41 @@ def test_memory_does_not_grow_with_the_dump(model: Decoder, tokenizer: WordToken
     written(engine, planned(engine=engine, drafter="tree", sites="S"), tmp_path)
     assert (len(engine.tree), engine.loop.lanes, engine.trace.events) == (0, {}, [])
     engine.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fits"),
+    [
+        (None, lambda x: x is None),
+        (2, lambda x: x == 2),
+        ([1, 3], lambda x: x in (1, 3)),
+        ({2}, lambda x: x == 2),
+        (slice(2, None), lambda x: x is not None and x >= 2),
+        (slice(None, 2), lambda x: x is not None and x < 2),
+        (slice(1, 3), lambda x: x in (1, 2)),
+        (slice(None), lambda x: x is not None),
+        (range(1, 3), lambda x: x in (1, 2)),
+        (range(0, 4, 3), lambda x: x in (0, 3)),
+    ],
+)
+def test_conditions_on_a_column_with_missing_values(wanted: Any, fits: Callable[[Any], bool]) -> None:
+    """A missing value fits nothing but None; a range ends before its end. Also of a column without any value."""
+    values = [0, 1, None, 2, 3, None]
+    for column in (pd.array(values, dtype="Int64"), pd.array([None] * 6, dtype="Int64")):
+        frame = pd.DataFrame({"x": column})
+        own = [None if value is pd.NA else int(value) for value in column]
+        assert Filter("x", wanted).mask(frame).tolist() == [bool(fits(value)) for value in own]
+    several = pd.DataFrame({"x": pd.array(values, dtype="Int64")})
+    assert Filter(None, lambda f: f.x > 1).mask(several).tolist() == [False, False, False, True, True, False]
+
+
+def test_a_stored_name_comes_before_an_alias(reference: Dump, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One site has another's name among its aliases: in a cache each stored name has its own rows."""
+    first, second = list(reference.manifest.sites)[:2]
+    sites = dict(reference.manifest.sites)
+    sites[second] = replace(sites[second], aliases=(first, "other"))
+    fake = SimpleNamespace(manifest=SimpleNamespace(sites=sites, plan=SimpleNamespace(positions="all")))
+    rows = {first: torch.zeros(3, 2), second: torch.ones(3, 2)}
+    fake._path_rows = lambda example, branch: rows
+    cache = Dump.to_activation_cache(fake, 0)  # type: ignore[arg-type]
+    assert not cache[first].any() and cache[second].all() and cache["other"].all() and cache[first].shape == (1, 3, 2)

@@ -17,11 +17,22 @@ import torch
 
 from replaylens import tasks
 from replaylens.engine.dump import verify as dump_verify
-from replaylens.engine.dump.content import Content, combine, first_difference
+from replaylens.engine.dump.content import Content, Difference, combine, first_difference
 from replaylens.engine.dump.maker import assemble, make_plan, write_dump
+from replaylens.engine.dump.manifest import SiteEntry
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.verify import MISMATCH, OTHER, VERIFIED, diff, verify
+from replaylens.engine.dump.verify import (
+    MISMATCH,
+    OTHER,
+    VERIFIED,
+    Comparison,
+    Verification,
+    diff,
+    labels_differ,
+    sites_differ,
+    verify,
+)
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadDump, BadRequest, NotCertified, UnfinishedDump
 from replaylens.engine.model.decoder import Decoder
@@ -781,3 +792,41 @@ def test_a_sample_of_all_rows_is_all(engine: Engine, copy: Path, reference: Dump
     monkeypatch.setattr(dump_verify, "_drawn", None)
     found = verify(copy, engine, sample=10**9)
     assert found and found.rows == reference.manifest.rows and found.examples == len(reference.manifest.plan.examples)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((3, 1, 7, "S", 2), "example 3, branch 1, position 7: S (layer 2): 1 here, 2 there"),
+        ((0, 0, 0, "token", 0), "example 0, branch 0, position 0: token (layer 0): 1 here, 2 there"),
+        ((None, None, None, "site S", None), "site S: 1 here, 2 there"),
+        ((4, None, None, "rows", None), "example 4: rows: 1 here, 2 there"),
+    ],
+)
+def test_a_difference_in_words(given: tuple[Any, ...], said: str) -> None:
+    """Numbers that are 0 are named; what is not known is not."""
+    found = Difference(*given, "1", "2")
+    assert str(found) == said
+    assert (
+        str(Comparison(found, ("plan: n",), ("portable-1", "cuda-1")))
+        == f"{said}\narithmetic: portable-1 here, cuda-1 there\nplan: n"
+    )
+    assert str(Comparison(None, (), ("portable-1",) * 2)) == "the same content\narithmetic: portable-1 on both sides"
+    part = Verification(MISMATCH, ("a file",), found, 3, 20, ("a note",), 9, 21)
+    assert str(part) == f"mismatch: 3 of 9 examples replayed, 20 of 21 rows compared\na file\n{said}\na note" and not part
+    assert str(Verification(VERIFIED, (), None, 9, 21, (), 9, 21)) == "verified: 9 examples replayed, 21 rows compared"
+
+
+def test_sites_and_labels_that_differ_are_named() -> None:
+    """The first by name, whatever the order; `accepted` forgives labels that only rejected rows have."""
+    one, other = SiteEntry("float32", (4,), 0, "S", ()), SiteEntry("float32", (5,), 0, "S", ())
+    assert sites_differ({"b": one, "a": one}, {"a": one, "b": one}) is None
+    assert str(sites_differ({"a": one, "b": one}, {"a": one})) == "site b: present here, missing there"
+    assert str(sites_differ({"a": one}, {"a": one, "b": one})) == "site b: missing here, present there"
+    assert str(sites_differ({"a": other, "b": one}, {"a": one})) == "site a, shape: [5] here, [4] there"
+    types = {"face": "string", "step": "int64"}
+    assert labels_differ(types, dict(reversed(types.items())), False) is None
+    assert str(labels_differ(types, {"face": "string"}, True)) == "label step: int64 here, missing there"
+    for accepted in (False, True):
+        found = labels_differ(types, {**types, "face": "null"}, accepted)
+        assert (found is None) is accepted and (accepted or str(found) == "label face: string here, null there")

@@ -1,6 +1,7 @@
 """Features: edits that do what a hook function would, but certified; encoding; files."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -360,6 +361,17 @@ def test_no_rows_and_no_features(tmp_path: Path) -> None:
     assert len(features.encode(rows(0))) == 0 and features.decode(features.encode(rows(0))).shape == (0, WIDTH)
     with pytest.raises(BadRequest, match="nothing to plot"):
         silent.plot()
+
+
+def test_a_feature_at_its_threshold_is_not_active(tmp_path: Path) -> None:
+    """Of rows whose products are zero, so that the biases alone decide: at, just below and just above the threshold."""
+    features = SparseFeatures.load(write(tmp_path, "jumprelu"))
+    w = features.weights
+    w.b_enc.copy_(w.b_enc.abs() + 0.5)
+    x = w.b_dec.expand(2, -1) if features.config.apply_b_dec_to_input else torch.zeros(2, WIDTH)
+    for other, active in ((0.0, False), (math.inf, False), (-math.inf, True)):
+        w.threshold.copy_(w.b_enc if other == 0.0 else torch.nextafter(w.b_enc, torch.full_like(w.b_enc, other)))  # type: ignore[union-attr]
+        assert set(features.encode(x).counts.tolist()) == {len(features) if active else 0}
 
 
 def test_a_row_with_one_of_several_features_is_edited(tmp_path: Path, served: Engine) -> None:

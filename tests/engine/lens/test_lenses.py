@@ -17,6 +17,7 @@ from replaylens.engine.lens import lens as tuned
 from replaylens.engine.lens import lens as tuned_lens
 from replaylens.engine.lens.lens import TunedLens
 from replaylens.engine.model import loading
+from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.records import LensSpec
 from tests.families import hugging_face
 from tests.toy_model import engine, random_model
@@ -101,6 +102,33 @@ def test_a_tuned_lens_of_a_model_in_bfloat16() -> None:
     lens = tuned_lens.train(model, rows, steps=3)
     assert lens.weight.dtype == torch.float32 and lens.require(model) is lens
     assert lens.translate(rows).dtype == torch.bfloat16
+
+
+def test_training_minimises_the_divergence_from_the_final_distribution() -> None:
+    """One step against plain float64 code: the loss that is told, and Adam's first step, lr against the gradient's sign.
+    Later steps draw other rows and go on from there."""
+    model = random_model(num_layers=2, d_model=16, vocab_size=23)
+    rows = torch.randn(9, 3, 16, generator=torch.Generator().manual_seed(0))
+    chosen = rows[torch.randint(9, (4,), generator=torch.Generator().manual_seed(5))].double()
+    weight, bias = (torch.zeros(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 16, 16), (2, 16)))
+    reference, ops = deepcopy(model).double(), SequenceOps([4])
+    final, losses = reference.logits(chosen[:, 2], ops).log_softmax(-1).detach(), []
+    for layer in range(2):
+        moved = chosen[:, layer] + chosen[:, layer] @ weight[layer].T + bias[layer]
+        log_p = reference.logits(moved, ops).log_softmax(-1)
+        losses.append(torch.nn.functional.kl_div(log_p, final, log_target=True, reduction="batchmean"))
+    loss = (losses[0] + losses[1]) / 2
+    loss.backward()
+    told: list[tuple[int, float]] = []
+    lens = tuned_lens.train(model, rows, steps=1, batch=4, lr=0.5, seed=5, tell=lambda *news: told.append(news))
+    assert [step for step, _ in told] == [0] and told[0][1] == pytest.approx(loss.item(), rel=1e-5)
+    for found, wanted in ((lens.weight, weight), (lens.bias, bias)):
+        assert wanted.grad is not None
+        clear = wanted.grad.abs() > 0.02 * wanted.grad.abs().max()  # Adam adds 1e-8 to the size
+        assert torch.allclose(found[clear], -0.5 * wanted.grad[clear].sign().float(), rtol=1e-2) and clear.float().mean() > 0.5
+    more: list[float] = []
+    lens = tuned_lens.train(model, rows, steps=60, batch=9, lr=0.01, tell=lambda step, loss: more.append(loss))
+    assert len(more) == 60 and sum(more[-9:]) < 0.5 * sum(more[:9])
 
 
 def test_the_digest_of_a_lens_covers_all_of_it() -> None:

@@ -16,6 +16,7 @@ from replaylens.engine.memory.path import PathHistory
 from replaylens.engine.memory.tree import ACCEPTED, DRAFT, PENDING, PROMPT, REJECTED, BranchStatus
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes.runner import Runner
+from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
 from tests.toy_model import VOCAB, Reference, continuation, engine, random_model, scripted_model, toy, watch_passes
@@ -632,3 +633,15 @@ def test_every_pass_gains_at_least_one_token(shared: Engine, t: list[int], data:
     assert torch.equal(branch.kv(), Reference(toy(), branch.tokens).kv[: branch.lane.computed])
     shared.check_integrity()
     branch.release()
+
+
+def test_a_model_drafts_for_itself_under_the_edits_of_the_branch() -> None:
+    """Its drafts are its own next tokens then, so that all are accepted. Control: the edit changes what it says."""
+    subject = engine()
+    vector = torch.randn(subject.config.d_model, generator=torch.Generator().manual_seed(4)) * 30
+    edit = Edit("blocks.1.hook_in", "add", vector)
+    edited, plain = subject.prompt([1, 2, 3], edits=[edit]), subject.prompt([1, 2, 3])
+    for branch in (edited, plain):
+        branch.generate(12, drafter="self", window=4)
+        assert branch.statistics.rejected == 0 < branch.statistics.accepted
+    assert edited.generated != plain.generated

@@ -456,6 +456,20 @@ def test_a_fork_and_its_release_count_no_page() -> None:
     assert pool.num_free == 600 - 256, "forks keep the pages"
 
 
+def test_sharers_of_every_page() -> None:
+    """A fork shares the pages up to its length; the page after a common run is its owner's alone. Pages are numbered from the
+    null page to the last."""
+    pool = PagePool(9, 2)
+    table = filled(pool, 10)
+    forks = [pool.fork(table, length) for length in (4, 4, 8)]
+    assert [pool.sharers(table, index) for index in range(5)] == [4, 4, 2, 2, 1]
+    assert [pool.sharers(forks[2], index) for index in range(4)] == [4, 4, 2, 2]
+    assert pool.refcount(0) == pool.refcount(9) == 0 and pool.refcount(table.pages[4]) == 1
+    for page in (-1, 10):
+        with pytest.raises(BadPage, match="Pages are 0 to 9"):
+            pool.refcount(page)
+
+
 def test_a_forgotten_table_or_retainer_is_found() -> None:
     pool = PagePool(4, 2)
     table = filled(pool, 4)

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from replaylens.engine.errors import BadRange, BadRollback, BadTransition, ClosedBranch, IntegrityError, UnknownBranch
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.memory.path import PathStates, TokenPath
-from replaylens.engine.memory.tree import BranchRecord, BranchStatus, BranchTree, TokenState
+from replaylens.engine.memory.tree import HOOKED, ORDINARY, BranchRecord, BranchStatus, BranchTree, TokenState
 
 PROMPT, DRAFT = TokenState.PROMPT, TokenState.DRAFT
 ACCEPTED, PENDING, REJECTED = TokenState.ACCEPTED, TokenState.PENDING, TokenState.REJECTED
@@ -42,10 +42,23 @@ class Naive:
     children: list[int] = field(default_factory=list)
     held: BranchRecord | None = None
     """the tree's own record, as a handle would hold it"""
+    given: set[int] = field(default_factory=set)
+    """positions that a caller forced"""
+    doubt: tuple[int, str] | None = None
+    """from where on nothing is promised, and why"""
 
     @property
     def text(self) -> str:
         return "".join(letter for _, letter in self.pairs)
+
+    def words(self) -> list[str]:
+        names = dict(zip("PA~DR", ("prompt", "generated", "pending", "draft", "rejected"), strict=True))
+        return ["forced" if i in self.given and c in "PA" else names[c] for i, c in enumerate(self.text)]
+
+    def up_to(self, length: int) -> dict[str, Any]:
+        """What a branch that begins with these tokens inherits."""
+        doubt = None if self.doubt is None else (min(self.doubt[0], length), self.doubt[1])
+        return {"given": {at for at in self.given if at < length}, "doubt": doubt}
 
 
 class TreeMachine(RuleBasedStateMachine):
@@ -80,15 +93,30 @@ class TreeMachine(RuleBasedStateMachine):
         self.made(self.tree.plant(tokens), Naive(None, 0, [(token, "P") for token in tokens]))
 
     @precondition(lambda self: self.model)
-    @rule(data=st.data(), tokens=st.lists(st.integers(0, 3), max_size=4), letter=st.sampled_from("PAA~~DDDR"))
-    def append(self, data: st.DataObject, tokens: list[int], letter: str) -> None:
+    @rule(
+        data=st.data(),
+        tokens=st.lists(st.integers(0, 3), max_size=4),
+        letter=st.sampled_from("PAA~~DDDR"),
+        forced=st.booleans(),
+    )
+    def append(self, data: st.DataObject, tokens: list[int], letter: str, forced: bool) -> None:
         branch_id, record, allowed = self.pick(data, "open")
         if not allowed:
             return self.refused(ClosedBranch, self.tree.append, branch_id, tokens, LETTERS[letter])
         if tokens and (letter == "R" or not legal(record.text + letter * len(tokens))):
             return self.refused(BadTransition, self.tree.append, branch_id, tokens, LETTERS[letter])
-        self.tree.append(branch_id, tokens, LETTERS[letter])
+        self.tree.append(branch_id, tokens, LETTERS[letter], forced)
         record.pairs += [(token, letter) for token in tokens]
+        record.given |= set(range(len(record.pairs) - len(tokens), len(record.pairs))) if forced else set()
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), why=st.sampled_from([ORDINARY, HOOKED]))
+    def uncertify(self, data: st.DataObject, why: str) -> None:
+        branch_id, record, _ = self.pick(data)
+        position = data.draw(st.integers(0, len(record.pairs)))
+        self.tree.uncertify(branch_id, position, why)
+        first = max(position, record.text.count("P"))
+        record.doubt = (first, why) if record.doubt is None else (min(first, record.doubt[0]), record.doubt[1])
 
     @precondition(lambda self: self.model)
     @rule(data=st.data(), letter=st.sampled_from("AAAAAPD~R"), leftmost=st.booleans())
@@ -115,25 +143,32 @@ class TreeMachine(RuleBasedStateMachine):
         left_at = len(record.pairs) if length is None else length
         wanted = "D" if "~" in record.text or "D" in record.text else "A"
         pairs = [(token, letter.replace("R", wanted)) for token, letter in record.pairs[:left_at]]
-        self.made(self.tree.fork(branch_id, length), Naive(branch_id, left_at, pairs))
+        child = Naive(branch_id, left_at, pairs, **record.up_to(left_at))
+        if "R" in record.text[:left_at]:  # who forks there asks for them
+            child.given = {at for at in child.given if at < record.left_at} | set(range(record.left_at, left_at))
+        self.made(self.tree.fork(branch_id, length), child)
 
     @precondition(lambda self: self.model)
-    @rule(data=st.data(), keep=st.booleans())
-    def rollback(self, data: st.DataObject, keep: bool) -> None:
+    @rule(data=st.data(), keep=st.booleans(), reopen=st.booleans())
+    def rollback(self, data: st.DataObject, keep: bool, reopen: bool) -> None:
         branch_id, record, allowed = self.pick(data, "open", "finished")
         length = data.draw(st.integers(-1, len(record.pairs) + 1))
         if not allowed:
             return self.refused(ClosedBranch, self.tree.rollback, branch_id, length, keep)
         if not record.text.count("P") <= length <= len(record.pairs):
             return self.refused(BadRollback, self.tree.rollback, branch_id, length, keep)
-        kept_id = self.tree.rollback(branch_id, length, keep)
+        reopen = reopen and record.text[:length].endswith("A")
+        kept_id = self.tree.rollback(branch_id, length, keep, reopen)
         cut = record.pairs[length:]
         if keep and cut:
             pairs = record.pairs[:length] + [(token, "R") for token, _ in cut]
-            self.made(kept_id, Naive(branch_id, length, pairs, "rejected"))
+            rejected = Naive(branch_id, length, pairs, "rejected", doubt=record.doubt, given=record.up_to(length)["given"])
+            self.made(kept_id, rejected)
         else:
             assert kept_id is None
         del record.pairs[length:]
+        record.pairs[-1:] = [(record.pairs[-1][0], "~")] if reopen else record.pairs[-1:]
+        record.given, record.doubt = record.up_to(length)["given"], record.up_to(length)["doubt"]
         record.status, record.reason, record.left_at = "open", None, min(record.left_at, length)
 
     @precondition(lambda self: self.model)
@@ -194,6 +229,9 @@ class TreeMachine(RuleBasedStateMachine):
             assert tree.children(branch_id) == record.children
             assert [cut.id for cut in branch.cut] == [child for child in record.children if "R" in model[child].text]
             assert branch.root_length == record.text.count("P")
+            assert branch.words() == record.words()
+            doubt = None if branch.uncertified_from is None else (branch.uncertified_from, branch.uncertified_why)
+            assert doubt == record.doubt
         assert tree.roots() == [branch_id for branch_id, record in model.items() if record.parent is None]
         for branch_id in [*self.gone[-2:], self.num_made]:
             self.refused(UnknownBranch, tree.path, branch_id)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from replaylens import Engine
 from replaylens.engine.errors import BadConfig, BadRequest, BadWeights, FetchFailed, UnsupportedModel
-from replaylens.engine.model.loading import load, save, weights_hash
-from replaylens.engine.model.lora import ADAPTER_FILE, WEIGHTS_FILE, Adapter, Lora
+from replaylens.engine.model.loading import load, located, save, weights_hash
+from replaylens.engine.model.lora import ADAPTER_FILE, WEIGHTS_FILE, Adapter, AdapterConfig, Lora
 from replaylens.engine.proof.trace import take
 from tests.engine.model.test_weights import edit_json
 from tests.families import hugging_face
@@ -82,6 +82,65 @@ def test_the_merged_model_is_pefts(kind: str, tmp_path: Path) -> None:
         changed += not torch.equal(x, base.state_dict()[key])
         assert torch.equal(x, base.state_dict()[key]) == torch.equal(theirs.state_dict()[key], base.state_dict()[key]), key
     assert changed
+
+
+MODULES = (
+    "q_proj", "lm_head", "model.lm_head", "xq_proj", "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj",
+    "model.layers.11.self_attn.q_proj", "model.layers.1.mlp.up_proj", "model.layers.1.mlp.q_proj_extra",
+    "model.layers.1.q_proj.x",
+    "model.layers.1.experts.0.q_proj", "transformer.h.1.attn.q_proj", "layers.1.q_proj", "1.q_proj",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": ["q_proj"]},
+        {"target_modules": ["q_proj", "lm_head", "self_attn.q_proj"]},
+        {"target_modules": ["proj"]},
+        {"target_modules": r".*\.self_attn\.q_proj"},
+        {"target_modules": r"model\.layers\.1"},
+        {"target_modules": ["q_proj"], "layers_to_transform": 1},
+        {"target_modules": ["q_proj"], "layers_to_transform": [0, 11]},
+        {"target_modules": ["q_proj"], "layers_to_transform": []},
+        {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": "h"},
+        {"target_modules": ["q_proj"], "layers_to_transform": [1, 0], "layers_pattern": ["experts", "layers"]},
+        {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": ["h", "layers"]},
+        {"target_modules": ["q_proj", "lm_head"], "exclude_modules": ["lm_head"]},
+        {"target_modules": ["q_proj", "lm_head"], "exclude_modules": ["model.lm_head", "self_attn.q_proj"]},
+        {"target_modules": ["q_proj"], "exclude_modules": r".*layers\.1\..*"},
+        {"target_modules": ["q_proj"], "exclude_modules": r"layers"},
+    ],
+    ids=str,
+)
+def test_modules_are_chosen_as_peft_chooses_them(fields: dict[str, Any], tmp_path: Path) -> None:
+    """By name alone, whichever a model has: whole names, ends, expressions, layers and exceptions."""
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    theirs, ours = (
+        LoraConfig(r=4, **fields),
+        AdapterConfig.of(tmp_path, {"peft_type": "LORA", "r": 4, "lora_alpha": 8, **fields}),
+    )
+    wanted = [name for name in MODULES if check_target_module_exists(theirs, name)]
+    assert [name for name in MODULES if ours.targets(name) and not ours.excludes(name)] == wanted
+    assert len(wanted) < len(MODULES)
+
+
+@pytest.mark.parametrize("stabilised", [False, True])
+def test_ranks_and_scales_are_those_of_the_first_pattern_that_fits(stabilised: bool, tmp_path: Path) -> None:
+    from peft.utils.other import get_pattern_key
+
+    ranks, alphas = (
+        {"q_proj": 2, r"layers\.1\..*": 3, "up_proj": 9},
+        {r"model\.layers\.\d\.mlp\.up_proj": 5.0, "proj": 70.0, "q_proj": 6},
+    )
+    given = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["x"], "use_rslora": stabilised}
+    config = AdapterConfig.of(tmp_path, {**given, "rank_pattern": ranks, "alpha_pattern": alphas})
+    for name in MODULES:
+        rank, alpha = ranks.get(get_pattern_key(list(ranks), name), 4), alphas.get(get_pattern_key(list(alphas), name), 8)
+        assert config.scale(name) == (rank, alpha / (rank**0.5 if stabilised else rank))
+    assert len({config.scale(name) for name in MODULES}) > 3
 
 
 def test_a_weight_is_the_sum_rounded_once(folders: tuple[Path, Path]) -> None:
@@ -180,6 +239,9 @@ def test_a_peft_model_that_cannot_be_merged_is_refused(tmp_path: Path) -> None:
 def test_an_adapter_folder_loads_by_itself_if_its_base_is_here(folders: tuple[Path, Path]) -> None:
     base, adapter = folders
     assert weights_hash(load(adapter)) == weights_hash(load(base, adapter=adapter))
+    (link := adapter.parent / "link").symlink_to(adapter)
+    for same in (adapter, link, adapter / ".." / adapter.name):  # the folder that holds it is no second adapter
+        assert located(adapter, same).adapter == same
     edit_json(adapter / ADAPTER_FILE, base_model_name_or_path="someone/some-model")
     with pytest.raises(FetchFailed, match=r"base model 'someone/some-model'.*Engine.load\(base, adapter="):
         load(adapter)

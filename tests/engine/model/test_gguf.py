@@ -4,6 +4,7 @@ import copy
 import json
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -310,6 +311,62 @@ def test_a_lone_file_brings_its_tokenizer(begins: bool, tmp_path: Path) -> None:
     assert tokens == [1] * begins + [8, 6]
 
 
+def fields(architecture: str, tensors: tuple[str, ...] = (), **keys: Any) -> dict[str, Any]:
+    """The Hugging Face fields of a file with eight heads of width 16; `__` stands for a dot. None leaves a key out."""
+    sizes = {
+        "context_length": 256, "embedding_length": 128, "block_count": 3, "feed_forward_length": 200, "attention.head_count": 8,
+        "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-5, "attention.layer_norm_epsilon": 1e-4,
+        "attention.sliding_window": 64, "attention.scale": 0.5, "embedding_scale": 3.0, "residual_scale": 0.25,
+        "logit_scale": 4.0,
+    }  # fmt: skip
+    known = {key: value for key, value in sizes.items() if key in ARCHITECTURES[architecture].fields}
+    given = known | {key.replace("__", "."): value for key, value in keys.items()}
+    held = {key: value for key, value in given.items() if value is not None}
+    return dict(config_of(architecture, held, 97, ["token_embd.weight", *tensors], {}).to_dict())
+
+
+PLAIN = {"rope_theta": 10000.0, "rope_type": "default"}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys", "wanted"),
+    [
+        ("llama", {}, {"num_key_value_heads": 2, "head_dim": 16, "rope_parameters": PLAIN, "tie_word_embeddings": True}),
+        ("llama", {"attention__head_count_kv": None}, {"num_key_value_heads": 8}),
+        ("llama", {"attention__key_length": 20, "attention__value_length": 20}, {"head_dim": 20}),
+        ("llama", {"rope__freq_base": 5e5}, {"rope_parameters": PLAIN | {"rope_theta": 5e5}}),
+        ("llama", {"rope__scaling__type": "linear", "rope__scaling__factor": 2.0}, {"rope_parameters": {**PLAIN,
+        "rope_type": "linear", "factor": 2.0}}),
+        ("llama", {"rope__scaling__type": "linear", "rope__scaling__factor": 1.0}, {"rope_parameters": PLAIN}),
+        ("llama", {"rope__scaling__type": "none", "rope__scaling__factor": 2.0}, {"rope_parameters": PLAIN}),
+        ("llama", {"tensors": ("output.weight",)}, {"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False}),
+        ("llama", {"tensors": ("blk.0.attn_q.bias",)}, {"attention_bias": True, "mlp_bias": False}),
+        ("llama", {"tensors": ("blk.0.ffn_up.bias",)}, {"attention_bias": False, "mlp_bias": True}),
+        ("granite", {}, {"attention_multiplier": 0.5, "embedding_multiplier": 3.0, "residual_multiplier": 0.25,
+        "logits_scaling": 4.0}),
+        ("gemma2", {}, {"sliding_window": 64, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+        "query_pre_attn_scalar": 16}),
+        ("gemma2", {"attention__sliding_window": None, "attn_logit_softcapping": 7.0}, {"sliding_window": 4096,
+        "attn_logit_softcapping": 7.0}),
+        ("gemma3", {}, {"final_logit_softcapping": None, "rope_parameters": {"full_attention": PLAIN,
+        "sliding_attention": PLAIN}}),
+        ("phi3", {"attention__sliding_window": None}, {"sliding_window": None}),
+        ("phi3", {"rope__dimension_count": 8}, {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}}),
+        ("starcoder2", {"tensors": ("blk.0.attn_q.bias",)}, {"use_bias": True, "norm_epsilon": 1e-4}),
+        ("gpt2", {}, {"n_positions": 256, "n_inner": 200, "layer_norm_epsilon": 1e-4, "tie_word_embeddings": True}),
+    ],
+)  # fmt: skip
+def test_keys_become_fields(architecture: str, keys: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Also those that a file leaves out."""
+    found = fields(architecture, **keys)
+    assert {name: found[name] for name in wanted} == wanted and found["vocab_size"] == 97
+    lacking = next(key for key in ARCHITECTURES[architecture].fields if key == "context_length")
+    with pytest.raises(BadWeights, match=rf"lacks {architecture}\.{lacking}"):
+        fields(architecture, **keys | {lacking: None})
+    with pytest.raises(UnsupportedModel, match=r"with another .* in each layer"):
+        fields(architecture, **keys | {"feed_forward_length": [200, 200, 100]})
+
+
 def test_an_adapter_is_merged_into_a_gguf_file(tmp_path: Path) -> None:
     trained("llama", {"r": 4, "target_modules": ["q_proj", "down_proj"]}, tmp_path / "base", tmp_path / "adapter")
     file = write(hugging_face("llama"), tmp_path / "x.gguf", "llama")
@@ -507,6 +564,30 @@ def test_a_device_without_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(filler, "_copied", full)
     with pytest.raises(NotEnoughMemory, match=r"cpu has no memory for embed in torch.float32.*9 GiB.*smaller model"):
         into["embed"] = torch.zeros(config.vocab_size, config.d_model)
+    into._held = {str(i): SimpleNamespace(nbytes=400_000_000) for i in range(4)}  # type: ignore[assignment]
+    with pytest.raises(NotEnoughMemory, match=r"after 1\.6 GB of weights"):
+        into["embed"] = torch.zeros(config.vocab_size, config.d_model)
+    monkeypatch.setattr(filler, "_copied", lambda *args: raised(RuntimeError("another fault")))
+    with pytest.raises(RuntimeError, match="another fault"):
+        into["embed"] = torch.zeros(config.vocab_size, config.d_model)
+
+
+def raised(error: Exception) -> Tensor:
+    raise error
+
+
+@pytest.mark.parametrize("numbers", [0, 1, 2])
+def test_a_tensor_that_is_not_read_is_an_error_if_it_holds_a_number(numbers: int, tmp_path: Path) -> None:
+    """One is enough; a tensor without any changes nothing."""
+    model = hugging_face("llama")
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "model.layers.0.extra": torch.zeros(numbers)}, tmp_path / "model.safetensors", {"format": "pt"})
+    if numbers:
+        with pytest.raises(BadWeights, match=r"1 tensors that a llama model does not have, such as model\.layers\.0\.extra"):
+            load(tmp_path)
+    else:
+        assert weights_hash(load(tmp_path)) == weights_hash(load(model))
 
 
 def test_the_engine_loads_shards_like_one_file(tmp_path: Path) -> None:

@@ -252,6 +252,8 @@ def test_select_reads_all_spellings() -> None:
     assert sites.select("S,T") == sites.select("S T") == sites.select(["S", "T"]) == sites.select(("TS",))
     assert sites.select("S,T")[0] == sites.select("ST")[0]
     assert sites.select("Z") == ((), True)
+    for given in (["Z", "S"], "Z,S", ["S", "Z", "T"], "ZT,S"):
+        assert sites.select(given)[1] and len(sites.select(given)[0]) > 0, "Z may come before others"
     assert sites.select("") == sites.select([]) == ((), False)
     names, lens = sites.select(["C", "blocks.1.hook_mlp_out", "blocks.0.hook_resid_pre", "Z"])
     assert names == ("blocks.0.hook_in", *(f"blocks.{layer}.mlp.hook_out" for layer in range(3))) and lens

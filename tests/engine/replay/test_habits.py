@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from replaylens import Edit, tasks
+from replaylens.engine import transformer_lens
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadRequest, BadWeights, FingerprintMismatch, NotFolded, UnknownSite
 from replaylens.engine.lens import lens as tuned_lens
@@ -576,3 +578,82 @@ def test_tuned_lens_is_saved_with_its_unembedding(
     about.write_text(about.read_text().replace(loaded.digest, "0" * 64))
     with pytest.raises(BadWeights, match="do not match"):
         TunedLens.load(tmp_path / "lens.safetensors")
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+# Positions, layers, padding and losses at their bounds, against lists and plain loops.
+
+
+def test_positions_of_a_slice_are_those_of_a_list() -> None:
+    """A single position keeps its dimension; others are Python's, within the sequence and beyond it."""
+    items, ends = list(range(7)), (None, -9, -7, -2, 0, 3, 6, 7, 9)
+    for at in range(-7, 7):
+        assert items[transformer_lens.slice_of(at, 7)] == [items[at]]
+    for where in [slice(a, b, step) for a in ends for b in ends for step in (None, 1, 2, 9)]:
+        assert items[transformer_lens.slice_of(where, 7)] == items[where], where
+    assert items[transformer_lens.slice_of(None, 7)] == items
+    for bad in (7, -8, slice(0, 3, 0), slice(0, 3, -1), 1.5):
+        with pytest.raises(BadRequest, match="pos_slice"):
+            transformer_lens.slice_of(bad, 7)  # type: ignore[arg-type]
+
+
+def test_a_run_stops_where_a_list_of_blocks_would(llama: Engine) -> None:
+    """Of the blocks, those before the stop; at all of them, the stream that leaves the last, and no logits."""
+    count, sites = llama.config.num_layers, llama.sites.in_order()
+    for stop in range(-count, count + 1):
+        at = transformer_lens.layer_number(llama, stop)
+        assert at == (stop if stop >= 0 else count + stop)
+        wanted = f"blocks.{count - 1}.hook_out" if at == count else f"blocks.{at}.hook_in"
+        assert transformer_lens.residual_site(llama, at) == wanted
+        run = [site for site in sites if transformer_lens._runs(site, at)]
+        layers = {int(site.split(".")[1]) for site in run if site.startswith("blocks.")}
+        assert layers == set(range(count)[:stop]) and not any(site.startswith(("ln_final", "unembed")) for site in run)
+        assert any(site.startswith("embed") for site in run)
+    assert transformer_lens.layer_number(llama, None) is None and all(transformer_lens._runs(site, None) for site in sites)
+    assert transformer_lens.residual_site(llama, None) == f"blocks.{count - 1}.hook_out"
+    for bad in (count + 1, -count - 1):
+        with pytest.raises(BadRequest, match="stop_at_layer"):
+            transformer_lens.layer_number(llama, bad)
+
+
+def test_padding_is_what_ends_a_sequence_of_several() -> None:
+    """Not what is within, not the last token that is left, and none of a single sequence."""
+    subject = SimpleNamespace(text=SimpleNamespace(pad_id=0))
+    for paths, lengths in (
+        ([[1, 0, 2, 0, 0], [3, 4, 5, 6, 7]], [3, 5]),
+        ([[0, 0, 0], [0, 0, 1]], [1, 3]),
+        ([[1, 0, 0]], [3]),
+        ([[1, 2, 0], [1, 0, 0]], [2, 1]),
+    ):
+        assert transformer_lens.path_lengths(subject, paths) == lengths  # type: ignore[arg-type]
+    subject.text.pad_id = None
+    assert transformer_lens.path_lengths(subject, [[1, 0], [1, 1]]) == [2, 2]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("lengths", [[4, 4], [4, 3], [2, 4], [4, 1]])
+def test_a_loss_by_hand(lengths: list[int]) -> None:
+    logits = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(1))
+    paths = [[1, 2, 3, 4], [4, 3, 0, 1]]
+    single = torch.zeros(2, 3)
+    for i, path in enumerate(paths):
+        for at in range(lengths[i] - 1):
+            single[i, at] = -logits[i, at].log_softmax(-1)[path[at + 1]]
+    assert torch.allclose(transformer_lens._loss(logits, paths, lengths, True), single, atol=1e-6)
+    mean = single.sum() / (sum(lengths) - 2)
+    assert transformer_lens._loss(logits, paths, lengths, False) == pytest.approx(float(mean), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("bos", "ids", "prepend", "wanted"),
+    [
+        (1, [1, 5], None, "text"), (1, [1, 5], True, [1, 5]), (1, [1, 5], False, [5]), (1, [5, 1], True, [1, 5, 1]),
+        (1, [5, 1], False, [5, 1]), (None, [5, 1], False, [5, 1]), (1, [], True, [1]), (0, [0, 5], False, [5]), (0, [5],
+        True, [0, 5]),
+    ],
+)  # fmt: skip
+def test_what_a_text_begins_with(bos: int | None, ids: list[int], prepend: bool | None, wanted: Any) -> None:
+    subject = SimpleNamespace(text=SimpleNamespace(bos_id=bos, encode=lambda text: list(ids)))
+    assert transformer_lens._with_bos(subject, "text", prepend) == wanted  # type: ignore[arg-type]
+    subject.text.bos_id = None
+    with pytest.raises(BadRequest, match="no beginning-of-sequence token"):
+        transformer_lens._with_bos(subject, "text", True)  # type: ignore[arg-type]

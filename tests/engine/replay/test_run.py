@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from replaylens.engine.dump.verify import verify
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, BadTexts, NoChatTemplate, NonFinite, NotCertified, UnknownSite
 from replaylens.engine.memory.tree import BranchStatus
+from replaylens.engine.replay import replayer, texts
 from replaylens.engine.replay.replayer import Result, _last_word
 from replaylens.engine.replay.run import Run
 from replaylens.engine.request.sampling import Sampling
@@ -731,3 +733,74 @@ def test_damaged_edits_are_refused_by_name(coin: Engine) -> None:
     task = GivenTexts(texts=[{"tokens": coin.tokens_of(TAILS), "text": TAILS, "edits": [{"site": "S"}]}])
     with pytest.raises(BadRequest, match="Text 0 has edits that cannot be read"):
         coin.replay(task)
+
+
+def test_what_an_example_generates() -> None:
+    """Two tokens more than its answer has, or as many as asked for, within all positions; seeds by index, modulo 2^64."""
+    encoded: list[tuple[str, bool]] = []
+    text = SimpleNamespace(encode=lambda words, special: (encoded.append((words, special)), [1, 2, 3])[1], eos_id=9)
+    subject = SimpleNamespace(text=text, config=SimpleNamespace(max_positions=20))
+    example = SimpleNamespace(index=3, completion=" tails.", given=None)
+
+    def asked(length: int = 5, of: Any = example, **options: Any) -> Any:
+        branch = SimpleNamespace(length=length, root_length=5)
+        return replayer._request(subject, of, branch, replayer.ReplayOptions(**options))  # type: ignore[arg-type]
+
+    assert asked().n == 5 and encoded == [(" tails.", False)] and asked(max_new=7).n == 7 and asked(max_new=0) is None
+    assert [asked(length, max_new=7).n for length in (13, 14, 19)] == [7, 6, 1]
+    with pytest.raises(BadRequest, match="prompt of 20 tokens leaves no room"):
+        asked(20)
+    for seed, own in ((0, 3), (7, 10), (2**64 - 3, 0), (2**64 - 1, 2)):
+        assert asked(sampling=Sampling(seed=seed)).sampling.seed == own
+    request = asked(drafter="lens", window=3, deterministic=False)
+    assert (request.drafter, request.window, request.deterministic, request.final) == ("lens", 3, False, True)
+    for tokens, prompt, n in (((1, 2), 2, 4), ((1, 2, 9), 2, None), ((1, 2, 9), 3, 4), ((1, 9, 2), 2, 4)):
+        given = SimpleNamespace(index=0, given=SimpleNamespace(tokens=tokens, num_prompt=prompt))
+        found = asked(of=given, max_new=4)
+        assert (found if found is None else found.n) == n and asked(of=given) is None, "a text that ended generates nothing"
+
+
+@pytest.mark.parametrize(
+    ("values", "runs"),
+    [
+        (["a", "a", "b"], ((0, 2, "a"), (2, 3, "b"))),
+        ([None, "a", None, "a"], ((1, 2, "a"), (3, 4, "a"))),
+        ([1, True, 1.0, 1.0], ((0, 1, 1), (1, 2, True), (2, 4, 1.0))),
+        ([0, False, None], ((0, 1, 0), (1, 2, False))),
+        ([], ()),
+    ],
+)
+def test_runs_of_equal_labels(values: list[Any], runs: tuple[tuple[int, int, Any], ...]) -> None:
+    """Equal and of one type: True is not 1."""
+    found = texts._runs(values)
+    assert found == runs and [type(run[2]) for run in found] == [type(run[2]) for run in runs]
+
+
+@pytest.mark.parametrize(
+    ("spans", "values"),
+    [
+        ([(0, 3, "a")], ["a", None, None]),
+        ([(0, 4, "a")], ["a", "a", None]),
+        ([(2, 4, "a")], ["a", "a", None]),
+        ([(3, 6, "a"), (6, 9, "b")], [None, "a", "b"]),
+        ([(0, 5, "a"), (5, 9, "b")], ["a", "b", "b"]),
+        ([(4, 9, "b"), (0, 4, "a")], ["a", "b", "b"]),
+        ([(4, 5, "a"), (3, 4, "b")], [None, "b", None]),
+    ],
+)
+def test_spans_of_characters_at_tokens(spans: list[tuple[int, int, str]], values: list[str | None]) -> None:
+    """Of three tokens with three characters each: else the last span that overlaps it."""
+    given = [{"start": start, "end": end, "value": value} for start, end, value in spans]
+    assert texts._at_tokens(given, [(0, 3), (3, 6), (6, 9)], "here") == values
+    with pytest.raises(BadTexts, match=r"the characters \[9, 11\) are in no token"):
+        texts._at_tokens([{"start": 9, "end": 11, "value": "x"}], [(0, 3), (3, 6), (6, 9)], "here")
+
+
+def test_an_example_twice_is_not_saved(tmp_path: Path) -> None:
+    """Two lines of one example would have the same place in the dump."""
+    subject = Engine.load("coin-plain")
+    examples = tasks.get("coin")(flips=1).examples(2)
+    run = subject.replay([examples[0], examples[1], examples[0]], sites="S")
+    with pytest.raises(BadRequest, match="some occur twice"):
+        run.save(tmp_path / "d")
+    assert not (tmp_path / "d").exists()

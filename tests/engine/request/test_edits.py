@@ -1,5 +1,6 @@
 """Edits: equal to another library's result of the same intervention, with the same bits on every code path."""
 
+import random
 import struct
 from dataclasses import fields
 from typing import Any
@@ -14,7 +15,7 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadRequest, BadTrace, UnknownSite
 from replaylens.engine.model import loading
 from replaylens.engine.records import EditRecord, PlacedEditRecord
-from replaylens.engine.request.capture import PositionSlice, before
+from replaylens.engine.request.capture import Chunk, PositionSlice, Recording, before
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placed import PlacedEdit, page_keys
 from replaylens.engine.request.placing import place
@@ -664,3 +665,85 @@ def test_names():
 def test_anything_else_is_refused(text):
     with pytest.raises(BadRequest):
         PositionSlice.parse(text)
+
+
+# ---- positions and rows ----------------------------------------------------------------------------------------------
+# Which positions an edit or a capture has, and which rows a recording holds, against lists and sets.
+
+
+@pytest.mark.parametrize("tokens", [(), (7,), (7, 9)])
+@pytest.mark.parametrize("where", [(0, None, ()), (2, None, ()), (2, 5, ()), (3, 3, ()), (2, 7, (2, 6)), (4, 5, (4,))])
+def test_positions_of_a_placed_edit(where: tuple[int, int | None, tuple[int, ...]], tokens: tuple[int, ...]) -> None:
+    start, stop, picks = where
+    edit = PlacedEdit("S", "zero", None, start, stop, picks, 1.0, 0, tokens=tokens)
+    path = [7, 8, 9, 7, 9, 8, 7, 7]
+    every = [at for at in range(8) if (at in picks if picks else at >= start and (stop is None or at < stop))]
+    assert edit.first == (every[0] if every else start)
+    for first in range(9):
+        for end in range(first, 9):
+            own = [at for at in every if first <= at < end]
+            assert edit.positions(first, end) == own and (not own or edit.touches(first, end))
+            assert edit.edited(first, path[first:end]) == [at for at in own if not tokens or path[at] in tokens]
+            if first < end and start != stop:
+                assert edit.touches(first, end) is bool(own)
+    placed, held = edit.on_path(path), [at for at in every if not tokens or path[at] in tokens]
+    if not tokens:
+        assert placed is edit
+    else:
+        assert (placed is None) is (not held) and (placed is None or (placed.positions(0, 8), placed.tokens) == (held, ()))
+    assert [edit.place(at) for at in every] == list(range(len(every)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_recording_holds_what_a_dictionary_would(seed: int) -> None:
+    """Appended, replaced, cut back and forked at random; rows of some positions only, from a base on."""
+    dice = random.Random(seed)
+    base = dice.choice([0, 0, 3])
+    made, model, end = Recording(base), dict[int, int](), base
+    for step in range(60):
+        match dice.choice(["add", "add", "add", "truncate", "fork"]):
+            case "add":
+                start = dice.randint(max(0, end - 4), end)
+                stop = start + dice.randint(1, 5)
+                kept = [at for at in range(start, stop) if dice.random() < 0.7]
+                rows = torch.tensor([[float(at), float(step)] for at in kept]).view(-1, 2)
+                made.add(Chunk(start, stop, kept, {"S": rows}))
+                if stop > base:
+                    model = {at: own for at, own in model.items() if at < start} | {at: step for at in kept if at >= base}
+                    end = stop
+            case "truncate":
+                length = dice.randint(base, end + 1)
+                made.truncate(length)
+                model, end = {at: own for at, own in model.items() if at < length}, min(end, length)
+            case "fork" if base == 0:
+                length, kept_rows = dice.randint(0, end), made["S"].clone() if made.sites() else None
+                fork = made.fork(length)
+                assert fork.positions() == [at for at in model if at < length] and fork.end == min(end, length)
+                if dice.random() < 0.3:
+                    made, model, end = fork, {at: own for at, own in model.items() if at < length}, min(end, length)
+                else:
+                    fork.append(length, {"S": torch.full((2, 2), -1.0)})
+                    assert kept_rows is None or torch.equal(made["S"], kept_rows), "a fork changes nothing of its parent"
+        made.check_integrity()
+        assert (
+            made.positions() == list(model)
+            and made.end == end
+            and repr(made).startswith(f"Recording(positions {base} to {end - 1},")
+        )
+        if made.sites():
+            wanted = torch.tensor([[float(at), float(own)] for at, own in model.items()]).view(-1, 2)
+            assert torch.equal(made["S"], wanted) and torch.equal(made.peek("S"), wanted)
+            chosen = dice.sample(list(model), min(len(model), 4))
+            if chosen:
+                assert torch.equal(made.picked(chosen)["S"], torch.tensor([[float(at), float(model[at])] for at in chosen]))
+
+
+def test_rows_that_wait_for_their_next_token_go_with_it() -> None:
+    """Of a path that is cut to n tokens, n - lag rows stay; all, if the last was read without its next token."""
+    made = Recording()
+    made.append(0, {"S": torch.zeros(5, 1)}, open_end=True)
+    assert [made.num_valid(n, 1) for n in (4, 5, 6)] == [3, 5, 6] and made.fork(5).open_end and not made.fork(4).open_end
+    made.truncate(5)
+    assert made.open_end
+    made.truncate(4)
+    assert not made.open_end and [made.num_valid(n, 1) for n in (3, 4, 5)] == [2, 3, 4]

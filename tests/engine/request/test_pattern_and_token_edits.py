@@ -215,6 +215,22 @@ def test_no_weight_is_set_where_a_row_sees_no_key() -> None:
     assert torch.equal(edited[blind], plain[blind]) and not edited[blind][:, :, 4].any()
 
 
+@pytest.mark.parametrize(
+    ("keys", "left"), [([0, 1, 2], True), ([1, 2, 3], True), ([0, 1, 2, 3], False), ([0, 1, 2, 3, 4], False), ([4], None)]
+)
+def test_a_mask_leaves_a_row_one_key(keys: list[int], left: bool | None) -> None:
+    """Its own or an earlier one; later keys are not its own to hide. The row's weights are then all on what is left."""
+    subject, site = toy_engine(), "blocks.0.attn.hook_pattern"
+    edit = Edit(site, "mask", positions=[3], keys=keys)
+    if left is None or not left:
+        with pytest.raises(BadEdit, match="hides every key from position 3" if left is False else "changes nothing"):
+            place(edit, subject.sites, 6)
+        return
+    pattern = subject.prompt([1, 2, 3, 4, 5, 6], sites=[site], edits=[edit]).activations[site]
+    rest = [key for key in range(4) if key not in keys]
+    assert torch.allclose(pattern[3][:, rest].sum(-1), torch.ones(pattern.shape[1])) and not pattern[3][:, keys].any()
+
+
 def test_an_unknown_op_is_refused_at_once() -> None:
     with pytest.raises(BadEdit, match="Unknown op 'zeroo'"):
         Edit("S", "zeroo")  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import signal
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +20,17 @@ from replaylens.engine.model.ops import MASKED
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.resampling import drawing
-from replaylens.engine.resampling.drawing import plan_rollouts, waves_of
-from replaylens.engine.resampling.plan import Answer, FoundAnswer, rollout_seed, sentence_ends, sentence_spans, sentence_starts
+from replaylens.engine.resampling.drawing import places, plan_rollouts, waves_of
+from replaylens.engine.resampling.plan import (
+    Answer,
+    FoundAnswer,
+    ResamplePlan,
+    positions_of,
+    rollout_seed,
+    sentence_ends,
+    sentence_spans,
+    sentence_starts,
+)
 from replaylens.engine.resampling.rollouts import OutcomeCounts, Rollout, Rollouts
 from replaylens.engine.serving.branch import Branch
 from tests.toy_model import VOCAB, engine
@@ -294,6 +304,114 @@ def test_counts_are_checked() -> None:
         OutcomeCounts([1], ["a", "b"], np.zeros((1, 1), dtype=np.int64), [""])
     with pytest.raises(BadRequest, match="texts"):
         OutcomeCounts([1], ["a"], np.zeros((1, 1), dtype=np.int64), [])
+
+
+def test_tables_of_rollouts_by_hand() -> None:
+    """Made-up rollouts of three positions: every cell of frame, index and counts, with and without choices."""
+    plan = ResamplePlan("f", tuple(range(12)), 3, (4, 7, 12), (" a<b", " c", ""), 2, 5, Sampling(temperature=1.0), None, ("S",))
+    outcomes, stops = ["x", None, "a", "x", None, None], ["answer", "length", "eos", "answer", "stop", "length"]
+    made = [
+        Rollout(
+            plan.positions[i // 2],
+            i % 2,
+            10 + i,
+            tuple(range(i)),
+            f"t{i}",
+            outcomes[i],
+            stops[i],
+            rows=((("last", 20 + i),) * (i % 3)),
+        )
+        for i in range(6)
+    ]
+    made = [
+        replace(each, states={"s": torch.full((len(each.rows), 2), float(i))} if each.rows else {})
+        for i, each in enumerate(made)
+    ]
+    found = Rollouts(plan, tuple(made))
+    names = ["position", "number", "seed", "tokens", "text", "outcome", "stopped"]
+    assert list(found.frame.columns) == names
+    assert found.frame.to_numpy().tolist() == [[getattr(each, name) for name in names] for each in made]
+    kept = [(4, 1, 21), (7, 0, 22), (7, 0, 22), (12, 0, 24), (12, 1, 25), (12, 1, 25)]
+    assert found.index.to_numpy().tolist() == [[position, number, "last", token] for position, number, token in kept]
+    assert (
+        found.states["s"][:, 0].tolist() == [1, 2, 2, 4, 5, 5]
+        and repr(found) == "Rollouts(2 at each of 3 positions, 6 rows of 1 sites)"
+    )
+    counts = found.outcomes()
+    assert counts.outcomes == ["a", "x", "no answer"] and counts.counts.tolist() == [[0, 1, 1], [1, 1, 0], [0, 0, 2]]
+    assert (counts.positions, counts.texts, counts.probabilities) == ([4, 7, 12], [" a<b", " c", ""], None)
+    html = found._repr_html_()
+    assert (
+        "<th>a</th><th>x</th><th>no answer</th>" in html
+        and "<td>4</td><td>a&lt;b</td><td>0.00</td><td>0.50</td><td>0.50</td>" in html
+    )
+    chosen = replace(plan, answer=Answer.choices(["a", 7]), sites=())
+    shares = [(0.1 * i, 0.3, 0.7 - 0.1 * i) for i in range(6)]
+    found = Rollouts(chosen, tuple(replace(each, outcome="a7"[i % 2], probabilities=shares[i]) for i, each in enumerate(made)))
+    assert [found.frame[f"p({name})"].tolist() for name in ("a", "7", "other")] == [
+        list(column) for column in zip(*shares, strict=True)
+    ]
+    counts = found.outcomes()
+    assert counts.outcomes == ["a", "7", "other"] and counts.counts.tolist() == [[1, 1, 0]] * 3
+    assert np.allclose(counts.shares, [[0.05, 0.3, 0.65], [0.25, 0.3, 0.45], [0.45, 0.3, 0.25]])
+    assert repr(found) == "Rollouts(2 at each of 3 positions)"
+
+
+def test_a_plan_counts_tokens_and_rollouts() -> None:
+    plan = ResamplePlan("f", tuple(range(9)), 3, (4, 7), ("", ""), 3, 5, Sampling(temperature=1.0, seed=8))
+    assert len(plan) == 6 and [plan.rollout(i) for i in range(6)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert plan.prefix(1) == list(range(7)) and [plan.length(i, 2) for i in (2, 3)] == [6, 9]
+    assert plan.sampling_of(4) == replace(plan.sampling, seed=rollout_seed(8, 7, 1))
+    other = replace(plan, replace=((50, 51), (52,)))
+    assert other.prefix(0) == [0, 1, 2, 3, 50, 51] and [other.length(i, 2) for i in (2, 3)] == [8, 10]
+    assert plan.differences(other.to_json()) == ["replace"] and plan.digest != other.digest
+    changed = {"n": 4, "max_new": 6, "keep": ("fork",), "sites": ("T",), "texts": ("", "x"), "answer": FACE, "num_prompt": 2}
+    for name, value in changed.items():
+        assert plan.differences(replace(plan, **{name: value}).to_json()) == [name]
+
+
+@pytest.mark.parametrize(
+    ("keep", "rows"),
+    [
+        (("fork", "last"), [("fork", 5), ("last", 14)]),
+        (("last", "fork"), [("fork", 5), ("last", 14)]),
+        (("sentences",), [("sentences", 8), ("sentences", 12), ("sentences", 13)]),
+        (("answer",), [("answer", 11)]),
+        (("all",), [("all", at) for at in range(6, 15)]),
+        ((-9, 8, -10, 9, -1), [("-9", 6), ("8", 14), ("-1", 14)]),
+    ],
+)
+def test_places_of_a_rollout(coin: Engine, keep: tuple[str | int, ...], rows: list[tuple[str, int]]) -> None:
+    """From position 6 on. The answer ends before the full stop; the end token is the last row, and in no sentence."""
+    plan = ResamplePlan("f", tuple(range(6)), 3, (6,), ("",), 1, 9, Sampling(temperature=1.0), FACE, ("S",), keep)
+    own = coin.text.encode(" Bob flips. A: tails. Alice", special=False)
+    answer = FACE.read(coin.text.decode(own))
+    assert [coin.text.token(each) for each in own] == [" Bob", " flips", ".", " A", ":", " tails", ".", " Alice"]
+    assert places(plan, coin.text, 6, own, answer, len(own) + 1) == rows
+    assert places(plan, coin.text, 6, own, None, 9) == [row for row in rows if row[0] != "answer"]
+
+
+@pytest.mark.parametrize(
+    ("at", "found"), [(1, (1,)), (9, (9,)), ([9, 1, 9], (1, 9)), ("tokens", (3, 4, 5, 6, 7, 8)), (None, (9,))]
+)
+def test_positions_up_to_the_bounds(coin: Engine, at: Any, found: tuple[int, ...]) -> None:
+    tokens = coin.text.encode("A coin's state is heads. Alice flips.")
+    assert len(tokens) == 9 and positions_of(at, tokens, 3, coin.text) == found
+    for beyond in (0, 10, [1, 10], [0, 9]):
+        with pytest.raises(BadRequest, match="at="):
+            positions_of(beyond, tokens, 3, coin.text)
+    for at in ("tokens", "sentences", lambda position, text: True):
+        with pytest.raises(BadRequest, match="there are none"):
+            positions_of(at, tokens, 9, coin.text)
+        assert positions_of(at, tokens, 8, coin.text) == (8,)
+    seen: list[tuple[int, str]] = []
+    assert positions_of(lambda position, text: seen.append((position, text)) or position % 2 == 0, tokens, 0, coin.text) == (
+        2,
+        4,
+        6,
+        8,
+    )
+    assert seen == [(i, coin.text.token(tokens[i])) for i in range(1, 9)]
 
 
 # ---- keys ------------------------------------------------------------------------------------------------------------

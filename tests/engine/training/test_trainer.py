@@ -720,3 +720,76 @@ def test_the_command_of_variables(method: Method, tmp_path: Path, monkeypatch: p
     assert "--task variables" in card and "| steps | variables |" in card
     _, tokenizer = (thinking_zoo.load if method == "thinking" else zoo.load)(tmp_path)
     assert tokenizer.encode(" a 0") == [tokenizer.id(" a"), tokenizer.id(" 0")]
+
+
+# ---- cards and shares ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("weights", "batch", "counts"),
+    [
+        ([1, 1], 8, [4, 4]),
+        ([1, 2], 8, [3, 5]),
+        ([1, 1, 1], 8, [3, 2, 3]),
+        ([0.5, 0.25, 0.25], 6, [3, 1, 2]),
+        ([7], 5, [5]),
+        ([1, 9], 4, [0, 4]),
+    ],
+)
+def test_shares_of_a_batch_are_rounded_and_add_up(weights: list[float], batch: int, counts: list[int]) -> None:
+    """Each part ends where its share of the whole ends, to the nearest text."""
+    given = SimpleNamespace(parts=[SimpleNamespace(weight=weight) for weight in weights], batch=batch)
+    assert Recipe.sequences(given) == counts and sum(counts) == batch  # type: ignore[arg-type]
+
+
+def test_cards_tell_every_number_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SimpleNamespace(num_layers=2, d_model=3, num_heads=4, d_head=5, d_mlp=6)
+    thinking = SimpleNamespace(chunk=7, write_layer=8, read_layer=9, max_thought=10)
+    parts = [
+        SimpleNamespace(task="coin", knobs=(("rendering", "wei"),), weight=0.25),
+        SimpleNamespace(task="boxes", knobs=(), weight=0.75),
+    ]
+    recipe = SimpleNamespace(
+        config=config, thinking=thinking, parts=parts, backbone=None, method="states", longest=11, pool=12,
+        completion_weight=13.5,
+        steps=14, batch=15, seed=16, lr=0.017, precision="bf16", curriculum=0.18, warmup=19, init_scale=0.2,
+    )  # fmt: skip
+    model: Any = torch.nn.Linear(30, 40)
+    monkeypatch.setattr(command, "weights_hash", lambda given: "hash")
+    monkeypatch.setattr(command.loading, "weights_hash", lambda given: "hash")
+    monkeypatch.setattr(command, "accuracies", lambda *given: [f"accuracies of {given[2:]}"])
+    shape = "layers: 2, d_model 3, 4 heads of 5, gated MLP of 6, rotary positions, RMSNorm, tied embeddings; 1,240 weights"
+    growth = "the longest text grows from 1 step to 11 over the first 18%"
+    assert command.thinking_card("mine", recipe, model, "made", 21, True).splitlines() == [  # type: ignore[arg-type]
+        "# mine", "", "| | |", "|---|---|",
+        f"| backbone | from scratch; {shape} with T and C, float32 |",
+        "| method | states; chunks of 7 tokens, state added after block 8, T reads block 9, thoughts of up to 10 tokens |",
+        "| data | boxes, coin: wei 0.25, boxes 0.75; 1 to 11 steps, 12 examples per part and length |",
+        "| held out | every eighth prompt, by its hash, for every seed |",
+        "| loss | next token (after the prompt: weight 13.5) + tokens of the gold thoughts |",
+        f"| run | 14 steps of 15 rows, seed 16; AdamW, peak rate 0.017, cosine, bf16; {growth} |",
+        "| made by | made |", "| weights | `hash` |", "", "## Accuracy", "", "accuracies of (21, True)",
+    ]  # fmt: skip
+    betas = f"betas {trainer.BETAS[0]} and {trainer.BETAS[1]}, weight decay {trainer.WEIGHT_DECAY}"
+    assert command.facts(recipe, model, "made", "the data", "flip") == [  # type: ignore[arg-type]
+        "| | |", "|---|---|", f"| model | {shape}, float32 |", "| data | the data |",
+        "| held out | every eighth prompt, by its hash, for every seed |",
+        "| loss | next token at every position; tokens after the prompt have weight 13.5, others 1 |",
+        f"| run | 14 steps of 15 texts, seed 16; {growth.replace('1 step', '1 flip')} of the steps |",
+        f"| optimizer | AdamW, {betas}; peak learning rate 0.017 after 19 steps, cosine down to {trainer.FINAL_LR:.0%}; "
+        "initial matrices scaled by 0.2 |",
+        "| made by | made |", "| weights | `hash` |",
+    ]  # fmt: skip
+
+
+def test_lines_of_a_card_are_shares_of_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right answers before right thoughts; a length without held-out prompts says so."""
+    recipe = SimpleNamespace(
+        parts=[Part("boxes", 1.0)], longest=2, tokenizer=lambda: "t", method="m", thinking="t", precision="p"
+    )
+    scores = [SimpleNamespace(answered=i < 3, thought=i < 1) for i in range(4)]
+    monkeypatch.setattr(command, "score", lambda *given, **options: scores)
+    monkeypatch.setattr(command, "tested", lambda part, length, number: [1] * number if length == 2 else [])
+    said = command.accuracies(recipe, None, 4)  # type: ignore[arg-type]
+    assert said[0].startswith("Percent of 4 held-out examples") and said[1] == "above 2 were never trained on."
+    assert said[3:] == ["| steps | boxes |", "|---:|---:|", f"| 1 | {command.NONE_HELD_OUT} |", "| 2 | 75.0% / 25.0% |"]

@@ -16,9 +16,10 @@ from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, EngineError, FingerprintMismatch, UnknownSite
+from replaylens.probes import causal
 from replaylens.probes.causal import Effect, InterventionRunner, Subject, Variant, _probe, ablate, interchange, steer
 from replaylens.probes.errors import BadPosition, BadProbeFile, BadRows, MissingLabel, NotLinear, ProbeError
-from replaylens.probes.probe import LinearProbe, fit_probe, placebo_probes
+from replaylens.probes.probe import LinearProbe, TokenScores, fit_probe, placebo_probes
 from replaylens.probes.questions.forced import forced_rows
 from replaylens.probes.report import Report
 from replaylens.probes.rows import Cell
@@ -387,3 +388,80 @@ def test_every_direction_is_exchanged_equally_far(
     assert len(placebos) == 4 and (own > 0).all() and (ceiling > own).all()
     for far in placebos:
         assert far == pytest.approx(own, rel=1e-6)
+
+
+# ---- probes by hand --------------------------------------------------------------------------------------------------
+
+MADE = np.random.default_rng(3).normal(size=(3, 5))
+
+
+def made_probe(classes: int) -> LinearProbe:
+    k = 1 if classes == 2 else classes
+    about = {"label": "face", "site": "blocks.1.hook_in", "cell": Cell("S", 1), "position": "query", "estimator": "ridge"}
+    names = tuple("abc"[:classes])
+    return LinearProbe(MADE[:k], np.arange(k) / 4, MADE[::-1][:classes] * 2, names, source={}, roots=("x", "y"), **about)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_scores_directions_and_gaps(classes: int) -> None:
+    """Of two classes one line, positive for the second; else a line per class, and the largest decides."""
+    probe, X = made_probe(classes), np.random.default_rng(4).normal(size=(6, 5))
+    scores = np.array([[float(np.dot(row, w)) + b for w, b in zip(probe.weight, probe.bias, strict=True)] for row in X])
+    found = probe.scores(X)
+    assert np.allclose(found, scores[:, 0] if classes == 2 else scores) and found.ndim == classes - 1
+    best = ["ab"[int(score[0] > 0)] if classes == 2 else "abc"[int(np.argmax(score))] for score in scores]
+    assert probe.predict(X).tolist() == best and len(set(best)) > 1
+    assert probe.predict(np.zeros((1, 5))).tolist() == ["a" if classes == 2 else "c"], "a score of zero is the first's"
+    for origin in probe.classes:
+        for target in set(probe.classes) - {origin}:
+            i, j = "abc".index(origin), "abc".index(target)
+            way = probe.weight[0] * (1 if j > i else -1) if classes == 2 else probe.weight[j] - probe.weight[i]
+            assert np.allclose(probe.direction(origin, target), way / np.linalg.norm(way))
+            assert probe.gap(origin, target) == pytest.approx(np.linalg.norm(probe.means[j] - probe.means[i]))
+    assert (
+        repr(probe)
+        == f"LinearProbe(face at S1 (blocks.1.hook_in), query: {', '.join('abc'[:classes])}; ridge on 2 roots, d = 5)"
+    )
+    table = TokenScores("face", probe.classes, [["p", "q"], ["r"]], [found[:2], found[2:3]]).table
+    assert (
+        table["text"].tolist() == [0, 0, 1]
+        and table["position"].tolist() == [0, 1, 0]
+        and table["token"].tolist() == ["p", "q", "r"]
+    )
+    assert table["predicted"].tolist() == best[:3]
+    columns = ["score"] if classes == 2 else ["score a", "score b", "score c"]
+    assert np.allclose(table[columns].to_numpy(), scores[:3])
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "means"])
+def test_a_saved_probe_has_finite_numbers_only(name: str, tmp_path: Path) -> None:
+    probe = made_probe(3)
+    assert LinearProbe.load(probe.save(tmp_path / "good")).roots == ("x", "y")
+    for value in (np.nan, np.inf):
+        broken = getattr(probe, name).copy()
+        broken.flat[-1] = value
+        with pytest.raises(BadProbeFile, match=f"{name} has shape"):
+            LinearProbe.load(replace(probe, **{name: broken}).save(tmp_path / "bad"))
+    with pytest.raises(BadProbeFile, match=f"{name} has shape"):
+        LinearProbe.load(replace(probe, **{name: getattr(probe, name)[:2]}).save(tmp_path / "bad"))
+
+
+def test_lines_of_effects_by_hand() -> None:
+    """Rates and pulls are means over prompts, and over placebos; rows are prompts, however many placebos there are."""
+    generator, roots = np.random.default_rng(5), np.array([f"r{i // 2}" for i in range(12)])
+    effects = [Effect(generator.integers(2, size=12).astype(float), generator.normal(size=12)) for _ in range(4)]
+    own, placebos = effects[0], effects[1:]
+    one, several = causal.line_of("own", own, roots), causal.line_of_placebos("others", placebos, roots, 0)
+    apart = causal.difference("apart", own, placebos, roots, 0)
+    flips, pulls = np.stack([each.flipped for each in placebos]), np.stack([each.pull for each in placebos])
+    assert (one["what"], one["metric"], one["rows"]) == ("own", "flip rate", 12) and several["rows"] == apart["rows"] == 12
+    assert (one["accuracy"], one["nats"]) == pytest.approx((own.flipped.mean(), own.pull.mean()))
+    assert (several["accuracy"], several["nats"]) == pytest.approx((flips.mean(), pulls.mean()))
+    assert (apart["accuracy"], apart["nats"]) == pytest.approx(
+        (own.flipped.mean() - flips.mean(), own.pull.mean() - pulls.mean())
+    )
+    for found in (one, several, apart):
+        assert found["low"] < found["accuracy"] < found["high"] and found["nats_low"] < found["nats"] < found["nats_high"]
+    sure = Effect(np.ones(12), own.pull)
+    certain, other = causal.difference("sure", sure, placebos, roots, 0), causal.line_of("sure", sure, roots)
+    assert (certain["low"], certain["high"]) == pytest.approx((other["low"] - several["high"], other["high"] - several["low"]))

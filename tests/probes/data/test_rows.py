@@ -4,6 +4,7 @@ import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -185,6 +186,59 @@ def test_depths_and_lengths_are_whole_numbers_of_tokens_and_steps(rows: ProbeRow
         fitted, tested = (rows.frame[column][mask.any(0)] for mask in (split.train, split.test))
         most = {"depth": 1, "steps": 3}[column]
         assert fitted.max() == most and tested.min() == most + 1
+
+
+def test_sides_of_every_split_by_definition(rows: ProbeRows) -> None:
+    """Fold by fold: fitted are rows of other folds' groups that the split fits on, tested those of its own that it tests."""
+    rows = groups.independent(rows).rows
+    rows = replace(rows, frame=rows.frame.assign(correct=[root < "8" for root in rows.roots]))
+    frame, own = rows.frame, groups.groups_of(rows)
+    accepted, right = frame["accepted"].to_numpy(bool), frame["correct"].to_numpy(bool)
+    shallow, every = (frame["depth"] <= 1).to_numpy(), np.ones(len(rows), bool)
+    made = {
+        "root": (splits.by_root(rows, 4, 3), every, every),
+        "fitted on accepted": (splits.by_acceptance(rows, folds=4, seed=3), accepted, ~accepted),
+        "fitted on rejected": (splits.by_acceptance(rows, "rejected", 4, 3), ~accepted, accepted),
+        "depth above 1": (splits.by_depth(rows, 1, 4, 3), shallow, ~shallow),
+        "right answers": (splits.by_answer(rows, 4, 3), right, every),
+    }
+    ranked = sorted(set(own), key=lambda group: hashlib.sha256(f"3:{group}".encode()).hexdigest())
+    fold = np.array([ranked.index(group) % 4 for group in own])
+    for name, (split, fit, test) in made.items():
+        assert split.name == name and len(split) == 4
+        for number, (fitted, tested) in enumerate(split):
+            assert np.array_equal(fitted, (fold != number) & fit) and np.array_equal(tested, (fold == number) & test), name
+    steps = frame["steps"].to_numpy()
+    (fitted, tested), split = next(iter(splits.by_length(rows, 3))), splits.by_length(rows, 3)
+    assert np.array_equal(fitted, steps <= 3) and np.array_equal(tested, steps > 3) and split.name == "length above 3"
+    digests = {each.digest for each, *_ in made.values()} | {split.digest, splits.by_root(rows, 4, 4).digest}
+    assert len(digests) == 7 and splits.by_root(rows, 4, 3).digest == made["root"][0].digest
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_groups_are_what_shared_rows_connect(seed: int) -> None:
+    """Against a search: roots with a common key, also through others, are one group, named after its first root."""
+    generator = np.random.default_rng(seed)
+    roots, keys = (np.array([f"{x:02d}" for x in generator.integers(count, size=24)]) for count in (16, 14))
+    found = groups.groups_of(SimpleNamespace(frame=pd.DataFrame({"root": roots}), roots=roots), keys)  # type: ignore[arg-type]
+    for i in range(24):
+        reached, grown = {roots[i]}, set[str]()
+        while reached != grown:
+            grown = set(reached)
+            reached |= set(roots[np.isin(keys, keys[np.isin(roots, list(reached))])])
+        assert found[i] == min(reached)
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 0.3, 0.6])
+def test_near_duplicates_are_linked_by_chains(tolerance: float) -> None:
+    X = np.random.default_rng(1).normal(size=(30, 3))
+    X[20:] = X[:10]
+    reach = tolerance * np.median(np.linalg.norm(X - X.mean(0), axis=1))
+    close = np.linalg.norm(X[:, None] - X[None], axis=-1) <= reach
+    for _ in range(30):
+        close = close @ close
+    found = groups.near_duplicates(X, tolerance)
+    assert np.array_equal(found[:, None] == found[None], close) and 1 < len(set(found)) <= 20
 
 
 def test_a_split_across_branches_is_refused(rows: ProbeRows) -> None:

@@ -688,3 +688,19 @@ def test_nullspace_projection_takes_one_direction_less_than_classes() -> None:
         assert once.basis_.shape == (2, 20) and np.allclose(once.basis_ @ once.basis_.T, np.eye(2))
         assert np.linalg.norm(once.basis_[:, :2]) > 1.35, "both lie in the plane that was planted"
         assert len(cleaner.basis_) % 2 == 0 and np.linalg.matrix_rank(cleaner.transform(X)) == 20 - len(cleaner.basis_)
+
+
+def test_inlp_removes_what_a_balanced_classifier_reads() -> None:
+    """One step: the direction of scikit-learn's classifier with equal weight for both classes. Control: unweighted, another."""
+    generator = np.random.default_rng(2)
+    y = (np.arange(120) < 18).astype(int)
+    X = (
+        generator.normal(size=(120, 5))
+        + np.outer(y, [2.0, 1.0, 0, 0, 0])
+        + np.outer(generator.normal(size=120), [0, 1.0, 1.0, 0, 0])
+    )
+    (found,) = Inlp(iterations=1).fit(X, y).basis_
+    for weights, same in ((np.where(y == 1, 120 / 36, 120 / 204), True), (np.ones(120), False)):
+        way = RidgeClassifier().fit(X, y, sample_weight=weights).coef_.reshape(-1)
+        assert (abs(float(found @ way)) > (1 - 1e-9) * float(np.linalg.norm(way))) is same
+    assert np.allclose(Inlp(iterations=1).fit_transform(X, y) @ found, 0.0)

@@ -14,11 +14,17 @@ from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import FingerprintMismatch
+from replaylens.probes import causal, sweeps
 from replaylens.probes.errors import BadRows, MissingLabel, ProbeError, SeveralTasks, SharedRows
+from replaylens.probes.forks import outcome_probe
+from replaylens.probes.forks.outcome_probe import GAIN, LOSS
+from replaylens.probes.forks.tokens import DraftAgreement
 from replaylens.probes.groups import distinct, histories
 from replaylens.probes.intervals import Estimate
 from replaylens.probes.positions import add_places
 from replaylens.probes.probe import fit_probe
+from replaylens.probes.questions import erasure, forced
+from replaylens.probes.questions import transfer as transfer_module
 from replaylens.probes.questions.erasure import _Eraser, _say_amnesic, amnesic, steering_reach
 from replaylens.probes.questions.forced import (
     _own_words,
@@ -57,6 +63,13 @@ def test_transfer(steps_dump: Dump) -> None:
     assert line(implied, "S1: accepted to rejected")["accuracy"] > 0.8
     assert line(truth, "S1: accepted to rejected")["accuracy"] < line(implied, "S1: accepted to rejected")["accuracy"] - 0.1
     assert implied.findings[-1] == "Shown: a probe of 'implied' fitted on accepted rows reads rejected ones, best at S1."
+    for report in (implied, truth):  # leakage is what the same roots add, row by row
+        gain = (
+            line(report, "S1: accepted to rejected, same roots")["accuracy"]
+            - line(report, "S1: accepted to rejected")["accuracy"]
+        )
+        assert line(report, "S1: leakage")["accuracy"] == pytest.approx(gain)
+    assert line(truth, "S1: leakage")["accuracy"] != 0.0, "accepted rows of the same roots were fitted on"
 
 
 def test_transfer_is_held_against_controls(steps_dump: Dump, engine: Engine) -> None:
@@ -566,3 +579,185 @@ def test_claims_that_are_not_there() -> None:
     assert "own claim" in report.notes[0] and "wrong branch is held" not in report.findings[0]
     with pytest.raises(BadRows, match=r"All \d+ answers are right"):
         viable_branch(ProbeRows(rows.frame.assign(correct=True), rows.source, rows.numbers))
+
+
+# ---- findings --------------------------------------------------------------------------------------------------------
+# What reports say, word for word, of made-up lines. A bound of exactly zero, or of exactly chance, shows nothing.
+
+
+def scored(what: str, value: float, low: float, high: float, **more: Any) -> dict[str, Any]:
+    return {"what": what, "accuracy": value, "low": low, "high": high, **more}
+
+
+def test_findings_of_the_judge() -> None:
+    good, frame = np.array([True, False, True, False]), pd.DataFrame({"accepted": [True, False, False, False]})
+    lines = [scored("kl alone", 0.5, 0.4, 0.6), scored(f"judge at S1 and the three{MINUS}", 0.1, 0.0, 0.2)]
+    assert _say_judged(lines, good, SimpleNamespace(frame=frame)) == [  # type: ignore[arg-type]
+        "4 draft tokens, 50.0% good; of 3 rejected ones 33.3% good.",
+        "kl alone: 0.500 [0.400, 0.600].",
+        f"judge at S1 and the three{MINUS}: 0.100 [0.000, 0.200].",
+        "Not shown: a linear judge knows more than divergence, entropy, log-probability and token (judge at S1 and the three).",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lowest", "low", "verdict"), [(0.01, 0.56, "Shown"), (0.0, 0.56, "Not shown"), (0.01, 0.55, "Not shown")]
+)
+def test_findings_of_a_transfer(lowest: float, low: float, verdict: str) -> None:
+    """Of the cell whose worst gain is the surest; it counts if that gain and the score itself are above nothing and majority."""
+    ways = ("accepted to accepted", "accepted to rejected", "leakage")
+    lines = [scored("token alone: accepted to rejected", 0.5, 0.4, 0.6, majority=0.55, rows=40)]
+    for layer, values, gain in ((1, (0.9, 0.9, 0.2), lowest - 0.2), (2, (0.8, 0.7, 0.1), lowest)):
+        for way, value, share in zip(ways, values, (0.5, 0.55, None), strict=True):
+            lines.append(scored(f"S{layer}: {way}", value, low, 0.95, majority=share, rows=40))
+        for name, least in (("control task", 0.3), ("token alone", gain)):
+            lines.append(scored(f"S{layer}: accepted to rejected minus {name}", 0.4, least, 0.6, majority=None))
+    at = f"[{100 * low:.1f}, 95.0]"
+    assert transfer_module._say(lines, "face") == [
+        "token alone: accepted to rejected: 50.0 % [40.0, 60.0], majority 55.0 %, 40 rows.",
+        f"S2: accepted to accepted: 80.0 % {at}, majority 50.0 %, 40 rows.",
+        f"S2: accepted to rejected: 70.0 % {at}, majority 55.0 %, 40 rows.",
+        f"S2: leakage: 10.0 % {at}.",
+        f"S2: above token alone by 40.0 % [{100 * lowest:.1f}, 60.0].",
+        "S2: above control task by 40.0 % [30.0, 60.0].",
+        f"{verdict}: a probe of 'face' fitted on accepted rows reads rejected ones, best at S2.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lowest", "low", "verdict"),
+    [(0.01, 0.51, "Shown"), (0.0, 0.51, "Not shown"), (0.01, 0.5, "Not shown"), (-0.2, 0.4, "Not shown")],
+)
+def test_findings_of_a_transfer_across(lowest: float, low: float, verdict: str) -> None:
+    """The cell whose worse gain is the surest; it counts if that gain and the score itself are above nothing and chance."""
+    way = "a to b"
+    lines = [scored(f"token alone, {way}", 0.55, 0.5, 0.6)]
+    for cell, gains in (("S1", (0.3, lowest - 0.3)), ("S2", (lowest, lowest + 0.05))):
+        lines += [scored(f"{cell}: {way}", 0.8, low if cell == "S2" else 0.7, 0.9, chance=0.5)]
+        names = ("shuffled labels", "token alone")
+        lines += [scored(f"{cell}: {way} minus {name}", 0.4, gain, 0.6) for name, gain in zip(names, gains, strict=True)]
+    said = transfer_module._say_across(lines, way, "face")
+    assert said[0] == "token alone, a to b: 55.0 % [50.0, 60.0]." and said[1] == f"S2: a to b: 80.0 % [{100 * low:.1f}, 90.0]."
+    assert len(said) == 5 and all(line.startswith("S2: a to b") for line in said[1:4])
+    assert said[-1] == f"{verdict}: a probe of 'face' reads a to b, best at S2 (chance 50.0 %)."
+
+
+def test_findings_of_lies_and_outcomes() -> None:
+    ends = {"S1": (0.9, 0.51, 0.95), "S2": (0.2, 0.1, 0.49), "S3": (0.5, 0.5, 0.6), "S4": (0.5, 0.4, 0.5)}
+    lines = [scored(f"{cell}: follows the text", *numbers) for cell, numbers in ends.items()] + [
+        scored("S1: right", 1.0, 0.9, 1.0)
+    ]
+    assert forced._say_text_or_truth(lines, [scored("own words follow the text", 0.75, 0.5, 0.875)]) == [
+        "S1 follows the text: 90.0 % [51.0, 95.0] of rows agree with the text.",
+        "S2 follows the truth: 20.0 % [10.0, 49.0] of rows agree with the text.",
+        "S3 follows neither clearly: 50.0 % [50.0, 60.0] of rows agree with the text.",
+        "S4 follows neither clearly: 50.0 % [40.0, 50.0] of rows agree with the text.",
+        "own words follow the text in 75.0 % [50.0, 87.5].",
+    ]
+    gains = [scored("S1 minus", 0.3, 0.0, 0.5, metric="gain"), scored("S2 minus", 0.4, -0.1, 0.9, metric="gain")]
+    assert forced._say_outcome([scored("state", 0.25, 0.1, 0.5, metric="r2"), *gains]) == [
+        "state: r2 0.250 [0.100, 0.500].",
+        "Not shown: rows explain more than state and number of steps side by side; best S1 minus: +0.300 [+0.000, +0.500].",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "claim", "tokens", "verdict"),
+    [
+        (0.51, 0.4, (None, None), "the truth is still readable"),
+        (0.51, 0.51, (None, None), "the truth is still readable, and so is the wrong branch"),
+        (0.5, 0.51, (None, None), "the wrong branch is held instead"),
+        (0.5, 0.5, (None, None), "neither the truth nor the wrong branch is readable"),
+        (0.5, None, (None, None), "the truth is not readable"),
+        (0.51, 0.51, (0.0, 0.01), "the wrong branch is held instead"),
+        (0.51, 0.51, (0.0, 0.0), "no more than the answer's token tells"),
+    ],
+)
+def test_findings_of_a_viable_branch(wrong: float, claim: float | None, tokens: tuple[float | None, ...], verdict: str) -> None:
+    more = {"chance": 0.5, "groups": forced.MIN_GROUPS}
+    lines = [
+        scored("S1 at query: right answers", 0.9, 0.8, 1.0, **more),
+        scored("S1 at query: wrong answers", 0.6, wrong, 0.7, **more),
+    ]
+    lines += [] if claim is None else [scored(f"S1 at query: {forced.CLAIM}", 0.6, claim, 0.7, **more)]
+    for name, low in zip(("wrong answers", forced.CLAIM), tokens, strict=True):
+        lines += [] if low is None else [scored(f"S1 at query: {name}, probe minus token", 0.1, low, 0.2)]
+    (said,) = forced._say_viable(lines)
+    assert said.startswith(
+        f"S1 at query: 90.0 % [80.0, 100.0] on right answers, 60.0 % [{100 * wrong:.1f}, 70.0] on wrong ones (chance 50.0 %)"
+    )
+    assert said.endswith(f": {verdict}.") and ("; the position contains the answer" in said) is (tokens != (None, None))
+    assert ("agree with the model's own claim" in said) is (claim is not None)
+    for few in ({"groups": forced.MIN_GROUPS - 1}, {"chance": 1.0}):
+        assert "No verdict: wrong answers of" in forced._say_viable([lines[0], lines[1] | few])[0]
+
+
+@pytest.mark.parametrize(("low", "verdict"), [(0.001, "Shown"), (0.0, "Not shown")])
+def test_findings_of_interventions(low: float, verdict: str) -> None:
+    pull = {"nats": 1.234, "nats_low": low, "nats_high": 2.0}
+    about = {"label": "face", "site": "S3", "position": "query", "estimator": "ridge"}
+    lines = [scored("probe's direction", 0.8, 0.7, 0.9, **pull), scored("probe minus random direction", 0.5, low, 0.75)]
+    assert causal._say("steering", lines, about) == [
+        f"probe's direction, face at S3, query (ridge): answer flipped in 80.0 % [70.0, 90.0], 1.23 nats [{low:.2f}, 2.00].",
+        f"{verdict}: steering along the probe's direction flips more answers than the random direction: 50.0 % "
+        f"[{100 * low:.1f}, 75.0] more.",
+    ]
+    rates = [
+        scored(name, value, value - 0.05, value + 0.1) for name, value in (("nothing", 0.1), ("own", 0.6), ("random", 0.2))
+    ]
+    rates += [scored("more", 0.4, low, 0.5, **pull), scored("refit: site, after", 0.5, 0.45, 0.6, majority=0.45)]
+    assert _say_amnesic("leace", "face", 2, rates) == [
+        "leace (rank 2): 10.0 % [5.0, 20.0] wrong answers with nothing erased, 60.0 % [55.0, 70.0] without 'face', 20.0 "
+        "% [15.0, 30.0] without "
+        "random directions; a new probe at the site reads 'face' in 50.0 % [45.0, 60.0] (majority 45.0 %).",
+        f"{verdict}: leace: the model needs 'face' there: 40.0 % [{100 * low:.1f}, 50.0] more wrong answers than random "
+        f"directions cost.",
+        f"{verdict}: leace: erasing 'face' changes what follows more than random directions do: +1.23 nats [{low:+.3g}, +2].",
+    ]
+    reach = [
+        {"site": "S", "layer": 2, "position": "step", **scored("S2: probe minus random direction", 0.5, low, 0.75)},
+        lines[0],
+    ]
+    where = "within reach" if low > 0 else "out of reach"
+    assert erasure._say_reach(reach) == [f"S2 at step: {where}, 50.0 % [{100 * low:.1f}, 75.0] more flips."]
+
+
+def test_findings_of_a_curve() -> None:
+    """The first of the strongest regularisations that is not worse; p of exactly one half of a tenth is."""
+    lines = [
+        scored(f"C = {c}", value, value - 0.1, value + 0.1, p_worse=p, complexity=complexity, majority=0.5)
+        for c, value, p, complexity in (
+            (0.01, 0.5, 0.01, 0.1),
+            (0.1, 0.7, 0.05, 0.2),
+            (1, 0.75, 0.0501, 0.3),
+            (10, 0.8, 1.0, 0.4),
+        )
+    ]
+    assert sweeps._say(lines, "face") == [
+        "face: best accuracy 80.0 % [70.0, 90.0] at C = 10, complexity 40.0 %.",
+        "The strongest regularisation that is not worse (p > 0.05) is C = 1: accuracy 75.0 % [65.0, 85.0], complexity 30.0 % "
+        "(share of exchanged labels that it fits; the majority class is 50.0 %).",
+    ]
+
+
+def test_findings_of_outcome_probes_and_drafts() -> None:
+    """The lowest bound decides, which need not be that of the least gain; both are named then."""
+    loss = [scored("S1", 0.4, 0.3, 0.5, metric=LOSS, state=None, share_explained=0.625)]
+    gains = [("position", 0.2, 0.1, 0.3), ("text", 0.3, 0.0, 0.5)]
+    lines = [scored(f"S1 against {name}", value, low, high, metric=GAIN, state="S1") for name, value, low, high in gains]
+    begins = "tells more of the coming outcomes than every baseline. Loss 0.400 nats, 62% of what can be explained; least gain"
+    begins += " +0.200"
+    (said,) = outcome_probe._say([*loss, *lines])
+    assert said == (
+        f"Not shown: S1 {begins} nats over position (+0.100 to +0.300). The lowest bound decides: +0.000 over text "
+        f"(gain +0.300)."
+    )
+    assert outcome_probe._say([*loss, lines[0]]) == [f"Shown: S1 {begins} nats over position (+0.100 to +0.300)."]
+    found, mass = Estimate(0.5, 0.25, 0.75), Estimate(0.125, 0.0, 0.25)
+    for p, low, verdict in ((0.05, 0.001, "Shown"), (0.0501, 0.001, "Not shown"), (0.05, 0.0, "Not shown")):
+        made = DraftAgreement(found=found, mass=mass, control=0.0625, gain=Estimate(0.1, low, 0.2), p=p, forks=7)
+        assert str(made) == (
+            f"{verdict}: rejected drafts are among the resamples not taken. 7 forks; found 0.500 [0.250, 0.750], share of "
+            f"resamples 0.125 [0.000, 0.250], other forks' drafts 0.062, p = {p:.3f}."
+        )
+    assert 0.25 in found and 0.75 in found and 0.76 not in found

@@ -15,7 +15,7 @@ from replaylens import tasks
 from replaylens.cli import app
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
-from replaylens.probes import area, balanced_accuracy, complexity_curve, fit_probe, steer, sweep, transfer_across
+from replaylens.probes import area, balanced_accuracy, checks, complexity_curve, fit_probe, steer, sweep, transfer_across
 from replaylens.probes.arrays import OWN
 from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, NoTask, ProbeError, UnknownEstimator
 from replaylens.probes.intervals import ratio_over_groups
@@ -260,3 +260,14 @@ def test_a_label_without_values_is_skipped_and_the_others_are_probed(empty: list
     for call in (lambda: sweep(rows, "empty", **how), lambda: fit_probe(rows, "empty", site="X", position="all")):
         with pytest.raises(ProbeError, match="'empty'"):
             call()
+
+
+def test_names_stand_between_commas_or_spaces() -> None:
+    assert checks.names("labels", "a, b c,,d") == checks.names("labels", ["a", "b", "c", "d"]) == ("a", "b", "c", "d")
+    for given, text in (("a b a", "'a' 2 times"), (["a", 3], "3 is a int, not a name")):
+        with pytest.raises(ProbeError, match=text):
+            checks.names("labels", given)
+    for lengths, text in (((2, 3), "x 2, y 3"), ((0, 0), "x and y have no rows")):
+        with pytest.raises(BadRows, match=text):
+            checks.same_length(x=np.zeros(lengths[0]), y=np.zeros((4, lengths[1])))
+    checks.same_length(x=np.zeros(3), y=np.zeros((4, 3)))

@@ -1,6 +1,7 @@
 """Sweeps: the report is reproducible, resumed or not; controls work as documented; every bad setting raises a named error."""
 
 import json
+import math
 import re
 import runpy
 from pathlib import Path
@@ -264,6 +265,45 @@ def test_an_unseen_token_takes_the_most_frequent_class() -> None:
     assert controls.token_identity(other, tokens, fit, ~fit).tolist()[5:] == [2, 0, 2], "whichever class leads"
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_controls_by_loops(seed: int) -> None:
+    """Guesses of the frequent class, by token, and shares by value: fold by fold, from the fitted rows alone."""
+    generator = np.random.default_rng(seed)
+    codes, tokens, fold = (generator.integers(count, size=40) for count in (3, 6, 4))
+    test = np.arange(4)[:, None] == fold
+    train = ~test & (generator.random((4, 40)) < 0.8)
+    guesses, said, shares = np.empty(40), np.empty(40), np.empty((40, 3))
+    for row in range(40):
+        fitted = np.flatnonzero(train[fold[row]])
+        counts = [int((codes[fitted] == k).sum()) for k in range(3)]
+        own = [int(((codes == k) & (tokens == tokens[row]))[fitted].sum()) for k in range(3)]
+        guesses[row] = counts.index(max(counts)) == codes[row]
+        said[row] = own.index(max(own)) if sum(own) else counts.index(max(counts))
+        shares[row] = [(own[k] + counts[k] / len(fitted)) / (sum(own) + 1) for k in range(3)]
+    assert controls.majority(codes, train, test) == pytest.approx(max(guesses.mean(), np.bincount(codes).max() / 40))
+    assert np.array_equal(controls.token_identity(codes, tokens, train, test), said)
+    assert np.allclose(controls.shares_of(codes, tokens, train, test, 3), shares)
+    paths = [generator.integers(5, size=generator.integers(1, 6)) * 7 for _ in range(10)]
+    names = sorted({int(token) for path in paths for token in path})
+    assert controls.bags(paths).tolist() == [[path.tolist().count(token) for token in names] for path in paths]
+
+
+def test_bins_of_positions() -> None:
+    """Few values as they are; many in bins, a value at a border in the upper one; nothing if there is nothing to tell."""
+    few = pd.Series([3, 1, 2, 3])
+    assert controls.position_bins(few, np.ones(4, bool)).tolist() == [3, 1, 2, 3]  # type: ignore[union-attr]
+    assert controls.position_bins(few, np.array([True, False, False, True])) is None
+    assert controls.position_bins(pd.Series([3, None, 2, 3]), np.ones(4, bool)) is None
+    many = np.repeat(np.arange(30), 20)
+    bins = controls.position_bins(pd.Series(many), np.ones(600, bool))
+    places = [599 * k / controls.POSITION_BINS for k in range(1, controls.POSITION_BINS)]
+    borders = {many[int(at)] + (many[int(at) + 1] - many[int(at)]) * (at - int(at)) for at in places}
+    assert bins is not None and bins.tolist() == [sum(border <= value for border in borders) for value in many]
+    assert any(border in many for border in borders)
+    edge = pd.Series(np.arange(controls.POSITION_BINS))
+    assert np.array_equal(controls.position_bins(edge, np.ones(len(edge), bool)), edge)  # type: ignore[arg-type]
+
+
 def test_control_labels_by_hand() -> None:
     """Types get the class that most rows still lack, so that classes are as frequent as the real ones; -1 stays -1."""
     types, codes = np.repeat(np.arange(6), 4), np.repeat([0, 1, 2], 8)
@@ -417,6 +457,89 @@ def test_a_verdict_names_the_controls_that_it_lacks() -> None:
     table = sweep(rows_of(roots=40), "face", sites="S", layers=[1], positions="all", permutations=0).table
     assert not any("without" in line for line in summarise(table))
     assert any("without bag of tokens" in line for line in summarise(table.assign(bag_of_tokens=np.nan)))
+
+
+def sweep_line(label: str, layer: float, accuracy: float, p_family: float, **more: Any) -> dict[str, Any]:
+    """One line of a sweep's table, with controls below its score unless told."""
+    own = {"label": label, "estimator": "logistic", "site": "S", "layer": layer, "position": "query", "metric": "accuracy"}
+    own |= {"accuracy": accuracy, "low": accuracy - 0.04, "high": accuracy + 0.03, "p_family": p_family, "known_zero": False}
+    own |= {"majority": 0.5, "token_identity": 0.52, "bag_of_tokens": 0.61, "control_task": 0.4, "chance": 0.5}
+    own |= {"margin": 0.02, "margin_over": "bag_of_tokens", "margin_without_task": 0.02, "test": "permutation"}
+    return own | {"rows": 90, "distinct": 90, "groups": 30} | more
+
+
+def test_a_sweep_in_words() -> None:
+    """Every number and name of the text, of a table that has all verdicts and both kinds of tests."""
+    readable = {"margin": -0.05, "margin_over": "control_task", "margin_without_task": 0.1, "control_task": 0.79}
+    area = {"auroc": 0.77, "auroc_low": 0.71, "auroc_high": 0.83}
+    nothing = dict.fromkeys(["majority", "token_identity", "bag_of_tokens", "control_task", "margin", "margin_over"])
+    lines = [
+        sweep_line("face", 0, 0.97, 0.2),
+        sweep_line("face", 1, 0.7, 0.0004, distinct=41, **area),
+        sweep_line("face", 2, 0.8, 0.05, selectivity=0.41, selectivity_low=0.2, selectivity_high=0.6),
+        sweep_line("face", 3, 0.9, 0.001, margin=0.0),
+        sweep_line("own", 1, 0.81, 0.0123, **readable),
+        sweep_line("own", 2, 0.85, 0.01, margin=-0.2, margin_over="token_identity", token_identity=0.84),
+        sweep_line("guess", 4, 0.5, 0.01, metric="balanced_accuracy"),
+        sweep_line("guess", 3, 0.45, 0.01),
+        sweep_line("late", math.nan, 0.66, 0.04, estimator="ridge", metric="auroc", test="corrected t", **nothing),
+        sweep_line("coin", 0, 0.6, math.nan, known_zero=True, low=0.5),
+        sweep_line("coin", 1, 0.37, math.nan, known_zero=True, high=0.49),
+        sweep_line("coin", 2, 0.5, math.nan, known_zero=True),
+    ]
+    assert summarise(pd.DataFrame(lines), {"permutations": 199}) == [
+        "Shown: face at query (logistic): 2 of 4 cells; best accuracy 0.800 [0.760, 0.830] at S2, best control 0.610 (bag of "
+        "tokens), p = 0.050 over the grid (permutation; 90 rows of 30 groups).",
+        "  decided by the margin over bag of tokens: lower bound +0.020, above 0.",
+        "  selectivity there 0.410 [0.200, 0.600] (control task 0.400).",
+        "Readable, not separable from the control task: own at query (logistic): 1 of 2 cells; best accuracy 0.810 [0.770, "
+        "0.840] at S1, best control 0.790 (control task), p = 0.012 over the grid (permutation; 90 rows of 30 groups).",
+        "  decided by the margin over control task: lower bound -0.050, not above 0.",
+        "  The probe learns a random class per context as well. Hold out contexts to tell them apart: sweep(groups=).",
+        "Not shown: guess at query (logistic): none of 2 cells; best balanced accuracy 0.500 [0.460, 0.530] at S4, best "
+        "control 0.610 (bag of tokens), p = 0.010 over the grid (permutation; 90 rows of 30 groups).",
+        "  decided by the majority, which scores as well.",
+        "Shown: late at query (ridge): 1 of 1 cells; best AUROC 0.660 [0.620, 0.690] at S, no controls, p = 0.040 over the "
+        "grid (corrected t; 90 rows of 30 groups).",
+        "  decided by p over the grid <= 0.05.",
+        "Known zero coin at query: chance 0.500 inside 2 of 3 intervals (at 95 %, about one in twenty falls outside); farthest "
+        "0.370.",
+        "Controls not run: position_only, shuffled, untrained.",
+        "Grid of 9 cells (1 site, 5 layers, 1 position, 4 labels, 2 estimators). Tests: permutation (199 permutations: no p is "
+        "below 0.005), corrected by the maximum statistic over the grid; corrected t, with Bonferroni's correction over the "
+        "grid; margins over controls: one-sided, 5 % over the grid.",
+        "A probe shows that a label can be read off, not that the model uses it. Test the direction causally.",
+    ]
+    alone = summarise(pd.DataFrame(lines[:2]))
+    assert (
+        "1 of 2 cells" in alone[0] and "p < 0.001 over the grid (permutation; 90 rows, 41 distinct of 30 groups)." in alone[0]
+    )
+    assert alone[2] == "  AUROC there 0.770 [0.710, 0.830]." and "Tests: permutation, corrected" in alone[-2]
+    alone = summarise(pd.DataFrame(lines[:1]).assign(bag_of_tokens=math.nan, margin=math.nan))
+    assert "best control 0.520 (token identity), without bag of tokens, p = 0.200" in alone[0] and "none of 1 cells" in alone[0]
+    assert alone[1] == "  decided by p over the grid > 0.05." and alone[-2].endswith("statistic over the grid.")
+    assert summarise(pd.DataFrame()) == summarise(pd.DataFrame([{"accuracy": 1.0}])) == ["No lines."]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"p_family": math.nan}, (None, None)),
+        ({"p_family": None}, (None, None)),
+        ({"p_family": 0.0501}, ("not shown", "p_family")),
+        ({"accuracy": 0.5}, ("not shown", "majority")),
+        ({"accuracy": 0.5, "majority": None}, ("shown", "bag_of_tokens")),
+        ({"margin": math.nan}, ("shown", "p_family")),
+        ({"margin": 0.0}, ("not shown", "bag_of_tokens")),
+        ({"margin": 0.0, "margin_over": "control_task"}, ("readable", "control_task")),
+        ({"margin": 0.0, "margin_over": "control_task", "margin_without_task": math.nan}, ("readable", "control_task")),
+        ({"margin": 0.0, "margin_over": "control_task", "margin_without_task": None}, ("readable", "control_task")),
+        ({"margin": 0.0, "margin_over": "control_task", "margin_without_task": 0.0}, ("not shown", "control_task")),
+    ],
+)
+def test_verdicts_at_their_bounds(more: dict[str, Any], said: tuple[str | None, str | None]) -> None:
+    line = sweep_line("face", 1, 0.9, 0.05)
+    assert verdict_of(line) == ("shown", "bag_of_tokens") and verdict_of(line | more) == said
 
 
 # Metrics and verdicts
