@@ -126,8 +126,8 @@ QUESTIONS = (
     Mutant(
         "token-control-ignored",
         "replaylens.probes.questions.transfer",
-        "for cell in cells for name in CONTROLS]",
-        "for cell in cells for name in CONTROLS[:1]]",
+        "        if minus:\n",
+        "        if minus and TOKEN not in what:\n",
         "a transfer that the token explains is not shown",
         ("tests/probes/questions/test_questions.py::test_tokens_that_tell_the_label_are_a_control",),
     ),

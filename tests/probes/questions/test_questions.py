@@ -604,7 +604,7 @@ def test_findings_of_the_judge() -> None:
     ("lowest", "low", "verdict"), [(0.01, 0.56, "Shown"), (0.0, 0.56, "Not shown"), (0.01, 0.55, "Not shown")]
 )
 def test_findings_of_a_transfer(lowest: float, low: float, verdict: str) -> None:
-    """Of the cell whose worst gain is the surest; it counts if that gain and the score itself are above nothing and majority."""
+    """Of the cell whose worst gain is the surest; it counts if that gain and the score are above nothing and majority."""
     ways = ("accepted to accepted", "accepted to rejected", "leakage")
     lines = [scored("token alone: accepted to rejected", 0.5, 0.4, 0.6, majority=0.55, rows=40)]
     for layer, values, gain in ((1, (0.9, 0.9, 0.2), lowest - 0.2), (2, (0.8, 0.7, 0.1), lowest)):
