@@ -102,7 +102,7 @@ class KVCache:
         for move in moves:
             if move.kind == "copy":
                 source, target = move.source * size, move.target * size
-                self.entries[:, target : target + move.count] = self.entries[:, source : source + move.count]
+                self.entries[:, target : target + move.slots] = self.entries[:, source : source + move.slots]
             elif move.kind == "save":
                 last = (move.source + 1) * size
                 self.tails[:, move.target] = self.entries[:, last - tail[0] : last, : tail[1]]

@@ -35,8 +35,7 @@ class Move(NamedTuple):
     """"copy": entries of a room to another; "save": the last inputs of a room to a state's tail; "restore": the other way"""
     source: int
     target: int
-    count: int
-    """slots"""
+    slots: int
 
 
 class Shelf:

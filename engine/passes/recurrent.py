@@ -53,8 +53,8 @@ class Walk:
         for i in range(len(batch.segments)):
             if i not in plain:
                 self._walk(i, batch.segments[i], [edit for edit in batch.segments[i].edits if edit.site == site])
-        if pages := self._ended():  # that no row has read an infinite part of a state yet does not make it finite
-            finite(self.memory.states[pages], "recurrent states")
+        if rooms := self._ended():  # that no row has read an infinite part of a state yet does not make it finite
+            finite(self.memory.states[rooms], "recurrent states")
 
     def _ended(self) -> list[int]:
         """The rooms with the states at the ends of the chunks that the pass completes."""
