@@ -245,7 +245,7 @@ def _tile(SEQUENCE, POSITION, row, rows, ROWS: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "at_key", "at_update", "at_decay", "stride_t"])
 def _weigh_kernel(
     Q, ENTRIES, ENTRY_OF, SEQUENCE, POSITION, TABLES, WEIGHTS, SHARES, WHOLE, entry, at_key, at_update, at_decay, stride_t,
-    rows, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr,
+    rows, stride_q, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr,
     PAGE: tl.constexpr, CHUNK: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
     """What rows take of the updates of their chunk: by their queries and, of a delta net, by their keys, each [rows, heads,
@@ -262,7 +262,7 @@ def _weigh_kernel(
     KEYS = ENTRIES + at_key + head // GROUP * D
     slot = _slots(TABLE, ENTRY_OF, base + j, j < end, PAGE) * entry
     own = (row + i).to(tl.int64)
-    QUERY = Q + (own * (HEADS // GROUP) + head // GROUP) * D
+    QUERY = Q + own * stride_q + head // GROUP * D
     KEY = KEYS + _slots(TABLE, ENTRY_OF, base + t, valid, PAGE) * entry
     weight = tl.zeros((ROWS, CHUNK), tl.float32)
     share = weight
@@ -286,7 +286,7 @@ def _weigh_kernel(
 @triton.jit(do_not_specialize=["rows", "at_key", "at_update", "at_decay", "stride_t"])
 def _walk_kernel(
     V, BETA, ENTRIES, STATES, ENTRY_OF, STATE_OF, SEQUENCE, POSITION, TABLES, SHARES, WHOLE, TOLD,
-    entry, at_key, at_update, at_decay, stride_t, rows,
+    entry, at_key, at_update, at_decay, stride_t, rows, stride_v,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
@@ -310,6 +310,7 @@ def _walk_kernel(
         START = STATES + (_state(TABLE, STATE_OF, tl.maximum(base - 1, 0), PAGE) * HEADS + head) * D * WIDTH
         own = ((row + i).to(tl.int64) * HEADS + head)[:, None]
         first = row.to(tl.int64) * HEADS + head
+        VALUES = V + row.to(tl.int64) * stride_v + head * WIDTH + c
         mine = _slots(TABLE, ENTRY_OF, position + i, valid, PAGE)[:, None] * entry
         real = valid[:, None] & inside[None, :]
         if DELTA:
@@ -326,13 +327,13 @@ def _walk_kernel(
                 for m in tl.static_range(n):
                     by = tl.load(SHARES + (first + n * HEADS) * CHUNK + begun + m, mask=n < count, other=0.0)
                     line = tl.fma(tl.zeros_like(line) + by, made[m], line)
-                new = tl.load(V + (first + n * HEADS) * WIDTH + c, mask=there, other=0.0).to(tl.float32)
+                new = tl.load(VALUES + n * stride_v, mask=there, other=0.0).to(tl.float32)
                 new = tl.load(BETA + first + n * HEADS, mask=n < count, other=0.0).to(tl.float32) * (new - line)
-                made = made + (new,)  # noqa: RUF005 (what the compiler reads)
+                made = made + (new,)  # type: ignore[assignment]  # noqa: RUF005 (what the compiler reads)
                 place = _slot(TABLE, ENTRY_OF, tl.minimum(position + n, position + count - 1), PAGE)
                 tl.store(UPDATES + place * entry + c, new, mask=there)
         else:
-            new = tl.load(V + own * WIDTH + c[None, :], mask=real, other=0.0).to(tl.float32)
+            new = tl.load(VALUES[None, :] + i[:, None] * stride_v, mask=real, other=0.0).to(tl.float32)
             tl.store(UPDATES + mine + c[None, :], new, mask=real)
         tl.debug_barrier()
         if begun + count == CHUNK:
@@ -364,6 +365,7 @@ def _from_state(X, START, valid, base, c, inside, D: tl.constexpr, DEPTH: tl.con
 @triton.jit(do_not_specialize=["rows", "at_update", "stride_t"])
 def _read_kernel(
     Q, ENTRIES, STATES, OUT, ENTRY_OF, STATE_OF, SEQUENCE, POSITION, TABLES, WEIGHTS, WHOLE, entry, at_update, stride_t, rows,
+    stride_q,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -381,7 +383,7 @@ def _read_kernel(
     UPDATES = ENTRIES + at_update + head * WIDTH
     START = STATES + (_state(TABLE, STATE_OF, tl.maximum(base - 1, 0), PAGE) * HEADS + head) * D * WIDTH
     own = ((row + i).to(tl.int64) * HEADS + head)[:, None]
-    QUERY = Q + ((row + i).to(tl.int64) * (HEADS // GROUP) + head // GROUP)[:, None] * D
+    QUERY = Q + (row + i).to(tl.int64)[:, None] * stride_q + head // GROUP * D
     read = _from_state(QUERY, START, valid, base, c, inside, D, DEPTH, WIDTH)
     read = read * tl.load(WHOLE + own, mask=valid[:, None], other=0.0)
     slot = _slots(TABLE, ENTRY_OF, base + j, j < begun, PAGE) * entry
@@ -419,7 +421,7 @@ def _carry(
 @triton.jit(do_not_specialize=["at_key", "at_update", "at_decay", "stride_t"])
 def _step_kernel(
     Q, V, BETA, ENTRIES, STATES, OUT, ENTRY_OF, STATE_OF, SEQUENCE, POSITION, TABLES, entry, at_key, at_update, at_decay,
-    stride_t, K, DECAY,
+    stride_t, K, DECAY, stride_q, stride_k, stride_v,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
@@ -434,7 +436,7 @@ def _step_kernel(
     TABLE = TABLES + tl.load(SEQUENCE + row).to(tl.int64) * stride_t
     KEYS = ENTRIES + at_key + head // GROUP * D
     UPDATES = ENTRIES + at_update + head * WIDTH
-    MINE = (row * (HEADS // GROUP) + head // GROUP) * D
+    QUERY, KEY = Q + row * stride_q + head // GROUP * D, K + row * stride_k + head // GROUP * D
     slot = _slots(TABLE, ENTRY_OF, base + j, j <= begun, PAGE) * entry
     place = _slot(TABLE, ENTRY_OF, position, PAGE) * entry
     START = STATES + (_state(TABLE, STATE_OF, tl.maximum(base - 1, 0), PAGE) * HEADS + head) * D * WIDTH
@@ -454,8 +456,8 @@ def _step_kernel(
     for first in tl.range(0, D, DEPTH):
         a = first + depth
         real = a < D
-        k = tl.load(K + MINE + a, mask=real, other=-1.0).to(tl.float32)
-        q = tl.load(Q + MINE + a, mask=real, other=-1.0).to(tl.float32)
+        k = tl.load(KEY + a, mask=real, other=-1.0).to(tl.float32)
+        q = tl.load(QUERY + a, mask=real, other=-1.0).to(tl.float32)
         x = tl.where(i == 0, q[None, :], k[None, :])
         state = tl.load(START + a[:, None] * WIDTH + c[None, :], mask=(base > 0) & real[:, None] & inside[None, :], other=0.0)
         seen = tl.load(KEYS + slot[None, :] + a[:, None], mask=(j < begun)[None, :] & real[:, None], other=0.0)
@@ -464,7 +466,7 @@ def _step_kernel(
         score = tl.dot(x, seen, score, input_precision="ieee")
     weight = score * left
     total = tl.dot(tl.where((j < begun)[None, :], weight, -1.0), u, total * whole, input_precision="ieee")
-    new = tl.load(V + (row * HEADS + head) * WIDTH + c, mask=inside, other=0.0).to(tl.float32)
+    new = tl.load(V + row * stride_v + head * WIDTH + c, mask=inside, other=0.0).to(tl.float32)
     if DELTA:
         strength = tl.load(BETA + row * HEADS + head).to(tl.float32)
         new = strength * (new - _picked(total, i == 1, 0))
@@ -477,11 +479,11 @@ def _step_kernel(
         if head % GROUP == 0:
             for first in tl.range(0, D, DEPTH):
                 a = first + depth
-                tl.store(KEYS + place + a, tl.load(K + MINE + a, mask=a < D).to(tl.float32), mask=a < D)
+                tl.store(KEYS + place + a, tl.load(KEY + a, mask=a < D).to(tl.float32), mask=a < D)
     if begun == CHUNK - 1:
         u = tl.where((j == begun)[:, None], new[None, :], u)
         AFTER = STATES + (_state(TABLE, STATE_OF, position, PAGE) * HEADS + head) * D * WIDTH
-        _carry(START, AFTER, KEYS, slot, K + MINE, begun, u, whole, left, base, c, inside, D, WIDTH)
+        _carry(START, AFTER, KEYS, slot, KEY, begun, u, whole, left, base, c, inside, D, WIDTH)
 
 
 def recur(
@@ -510,20 +512,21 @@ def recur(
     for name, y in (("decay", decay), ("beta", beta)):
         if y is not None:
             require_shape(name, y, (num_rows, heads))
-    q, k, v, decay = q.contiguous(), k.contiguous(), v.contiguous(), decay.contiguous()
-    rule, out = v if beta is None else beta.contiguous(), torch.empty(v.shape, dtype=q.dtype, device=q.device)
     if not num_rows:
-        return out
+        return torch.empty(v.shape, dtype=q.dtype, device=q.device)
+    q, k, v = (x if x[0].is_contiguous() else x.contiguous() for x in (q, k, v))  # rows may lie apart
+    decay = decay.contiguous()
+    rule, out = v if beta is None else beta.contiguous(), torch.empty(v.shape, dtype=q.dtype, device=q.device)
     tile, table = STEP if rows.single else WALK, rows.page_table
     sizes = (heads, heads // key_heads, d, min(tile.depth, next_power_of_2(max(d, 16))), width, tile.columns)
     grid, options = (num_rows, heads, ceil_div(width, tile.columns)), dict(num_warps=tile.warps, num_stages=tile.stages)
     of, placed = (memory.entry_of, memory.state_of), (rows.sequence, rows.position, table)
     entry, at, stride = memory.entries.stride(0), memory.at, table.stride(0)
-    delta, paged = beta is not None, (memory.page_size, CHUNK)
+    delta, paged, strides = beta is not None, (memory.page_size, CHUNK), (q.stride(0), k.stride(0), v.stride(0))
     if rows.single:
         _step_kernel[grid](
-            q, v, rule, memory.entries, memory.states, out, *of, *placed, entry, *at, stride, k, decay, *sizes, *paged, delta,
-            **options, **EXACT,
+            q, v, rule, memory.entries, memory.states, out, *of, *placed, entry, *at, stride, k, decay, *strides, *sizes,
+            *paged, delta, **options, **EXACT,
         )  # fmt: skip
         return out
     _put(k.flatten(1), memory, at[0], rows)
@@ -532,15 +535,15 @@ def recur(
     weights, whole = empty(CHUNK), empty()
     shares, told = (empty(CHUNK), empty(width)) if delta else (weights, weights)
     _weigh_kernel[grid[:2]](
-        q, memory.entries, of[0], *placed, weights, shares, whole, entry, *at, stride, num_rows, *sizes[:4], tile.rows, *paged,
-        delta, **options, **EXACT,
-    )  # fmt: skip
-    _walk_kernel[grid](
-        v, rule, memory.entries, memory.states, *of, *placed, shares, whole, told, entry, *at, stride, num_rows, *sizes,
+        q, memory.entries, of[0], *placed, weights, shares, whole, entry, *at, stride, num_rows, strides[0], *sizes[:4],
         tile.rows, *paged, delta, **options, **EXACT,
     )  # fmt: skip
+    _walk_kernel[grid](
+        v, rule, memory.entries, memory.states, *of, *placed, shares, whole, told, entry, *at, stride, num_rows, strides[2],
+        *sizes, tile.rows, *paged, delta, **options, **EXACT,
+    )  # fmt: skip
     _read_kernel[grid](
-        q, memory.entries, memory.states, out, *of, *placed, weights, whole, entry, at[1], stride, num_rows, *sizes, tile.rows,
-        *paged, **options, **EXACT,
+        q, memory.entries, memory.states, out, *of, *placed, weights, whole, entry, at[1], stride, num_rows, strides[0], *sizes,
+        tile.rows, *paged, **options, **EXACT,
     )  # fmt: skip
     return out
