@@ -3,10 +3,11 @@
 The arithmetic is portable float32 in every dtype: a model in bfloat16 rounds what goes in and what comes out. Per position an
 entry, per page a state, as `kernels/cpu_recurrent.py` has them.
 
-**One program walks over the rows of a sequence**, for one head and some columns of its values, whose sums do not mix. It takes
-up to 16 rows of a chunk at a time. What they read from the state at the start of the chunk and from its earlier rows are
-dots; among themselves, a row's update is followed by one multiply-add of every later row. Where every sequence has one row, as
-in decoding, a kernel of its own takes it: query and key are the two rows of its dots, and it stores key and decay itself.
+**One program walks over the rows of a sequence**, for one head and some columns of its values, whose sums do not mix, 16 rows
+of a chunk at a time. It computes only what has an order: a delta net's updates, and the states at the ends of chunks. How much
+a row takes of each update (`_weigh_kernel`) is computed before, and what rows read (`_read_kernel`) after it, side by side.
+Where every sequence has one row, as in decoding, a kernel of its own takes it: query and key are the two rows of its dots, and
+it stores key and decay itself.
 
 **Terms that take no part** are -1 times 0: adding -0 changes no number, where adding +0 would turn -0 into +0.
 """
@@ -25,7 +26,7 @@ from replaylens.kernels.launch import EXACT, GemmTile, ceil_div, next_power_of_2
 from replaylens.kernels.norm import activate
 from replaylens.kernels.shared import PagedRows
 
-WALK, STEP = GemmTile(16, 32, 32, 4, 2), GemmTile(2, 32, 32, 4, 2)
+WALK, STEP = GemmTile(16, 32, 32, 4, 1), GemmTile(2, 32, 64, 4, 1)
 """of the rows of a sequence, and of a single one: rows, columns of values, depth of a step along keys. They move no bit"""
 _BLOCK = 256
 
@@ -228,112 +229,199 @@ def _follows(SEQUENCE, POSITION, row):
     return (row > 0) & same & (tl.load(POSITION + one) + 1 == tl.load(POSITION + other))
 
 
+@triton.jit
+def _tile(SEQUENCE, POSITION, row, rows, ROWS: tl.constexpr):
+    """The rows of a sequence from `row` on that lie in the same tile of positions: (position, valid [ROWS], their number).
+
+    Tiles of ROWS positions are counted from 0, so that none crosses the end of a chunk."""
+    i = tl.arange(0, ROWS)
+    position = tl.load(POSITION + row)
+    valid = (row + i < rows) & (position % ROWS + i < ROWS)
+    valid = valid & (tl.load(SEQUENCE + row + i, mask=valid, other=-1) == tl.load(SEQUENCE + row))
+    valid = valid & (tl.load(POSITION + row + i, mask=valid, other=-1) == position + i)  # not so of a graph's padding
+    return position, valid, tl.sum(valid.to(tl.int32), 0)
+
+
 @triton.jit(do_not_specialize=["rows", "at_key", "at_update", "at_decay", "stride_t"])
-def _recur_kernel(
-    Q, V, BETA, ENTRIES, STATES, OUT, ENTRY_OF, STATE_OF, SEQUENCE, POSITION, TABLES, entry, at_key, at_update, at_decay,
-    stride_t, rows,
+def _weigh_kernel(
+    Q, ENTRIES, ENTRY_OF, SEQUENCE, POSITION, TABLES, WEIGHTS, SHARES, WHOLE, entry, at_key, at_update, at_decay, stride_t,
+    rows, stride_q, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr,
+    PAGE: tl.constexpr, CHUNK: tl.constexpr, DELTA: tl.constexpr,
+):  # fmt: skip
+    """What rows take of the updates of their chunk: by their queries and, of a delta net, by their keys, each [rows, heads,
+    CHUNK]; and what is left of the state before it, [rows, heads]. No row waits for another."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    if _follows(SEQUENCE, POSITION, row) & (tl.load(POSITION + row) % ROWS != 0):
+        return  # the program of the tile's first row takes all of them
+    i, j, depth = tl.arange(0, ROWS), tl.arange(0, CHUNK), tl.arange(0, DEPTH)
+    position, valid, count = _tile(SEQUENCE, POSITION, row, rows, ROWS)
+    base = position // CHUNK * CHUNK
+    t = position - base + i
+    end = position - base + count
+    TABLE = TABLES + tl.load(SEQUENCE + row).to(tl.int64) * stride_t
+    KEYS = ENTRIES + at_key + head // GROUP * D
+    slot = _slots(TABLE, ENTRY_OF, base + j, j < end, PAGE) * entry
+    own = (row + i).to(tl.int64)
+    QUERY = Q + own * stride_q + head // GROUP * D
+    KEY = KEYS + _slots(TABLE, ENTRY_OF, base + t, valid, PAGE) * entry
+    weight = tl.zeros((ROWS, CHUNK), tl.float32)
+    share = weight
+    for first in tl.range(0, D, DEPTH):
+        a = first + depth
+        real = a < D
+        k = tl.load(KEYS + slot[None, :] + a[:, None], mask=(j < end)[None, :] & real[:, None], other=0.0)  # [DEPTH, CHUNK]
+        q = tl.load(QUERY[:, None] + a[None, :], mask=valid[:, None] & real[None, :], other=0.0).to(tl.float32)
+        weight = tl.dot(tl.where(real[None, :], q, -1.0), k, weight, input_precision="ieee")
+        if DELTA:
+            x = tl.load(KEY[:, None] + a[None, :], mask=valid[:, None] & real[None, :], other=0.0)
+            share = tl.dot(tl.where(real[None, :], x, -1.0), k, share, input_precision="ieee")
+    left, whole = _decays(ENTRIES + at_decay + head, TABLE, ENTRY_OF, base, t, end, entry, PAGE, CHUNK)
+    place = (own * HEADS + head)[:, None] * CHUNK + j[None, :]
+    tl.store(WEIGHTS + place, weight * left, mask=valid[:, None])
+    if DELTA:
+        tl.store(SHARES + place, share * left, mask=valid[:, None])
+    tl.store(WHOLE + own * HEADS + head, whole, mask=valid)
+
+
+@triton.jit(do_not_specialize=["rows", "at_key", "at_update", "at_decay", "stride_t"])
+def _walk_kernel(
+    V, BETA, ENTRIES, STATES, ENTRY_OF, STATE_OF, SEQUENCE, POSITION, TABLES, SHARES, WHOLE, TOLD,
+    entry, at_key, at_update, at_decay, stride_t, rows, stride_v,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
+    """The updates of all rows of a sequence, tile by tile, and the states at the ends of chunks. TOLD [rows, heads, WIDTH] is
+    room for what rows are told of earlier ones."""
     row, head = tl.program_id(0), tl.program_id(1)
     if _follows(SEQUENCE, POSITION, row):
         return  # the program of the sequence's first row takes all of them
-    mine = tl.load(SEQUENCE + row)
-    i, j, depth = tl.arange(0, ROWS), tl.arange(0, CHUNK), tl.arange(0, DEPTH)
+    i, j = tl.arange(0, ROWS), tl.arange(0, CHUNK)
     c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     inside = c < WIDTH
-    TABLE = TABLES + mine.to(tl.int64) * stride_t
+    TABLE = TABLES + tl.load(SEQUENCE + row).to(tl.int64) * stride_t
     KEYS = ENTRIES + at_key + head // GROUP * D
     UPDATES = ENTRIES + at_update + head * WIDTH
-    position = tl.load(POSITION + row)
     going = True
     while going:
-        base = position // CHUNK * CHUNK
-        t = position - base + i
-        valid = (row + i < rows) & (t < CHUNK)
-        valid = valid & (tl.load(SEQUENCE + row + i, mask=valid, other=-1) == mine)
-        valid = valid & (tl.load(POSITION + row + i, mask=valid, other=-1) == position + i)  # not so of a graph's padding
-        count = tl.sum(valid.to(tl.int32), 0)
-        begun = position - base
-        end = begun + count
-        known = j < end
-        slot = _slots(TABLE, ENTRY_OF, base + j, known, PAGE) * entry
-        left, whole = _decays(ENTRIES + at_decay + head, TABLE, ENTRY_OF, base, t, end, entry, PAGE, CHUNK)
+        position, valid, count = _tile(SEQUENCE, POSITION, row, rows, ROWS)
+        begun = position % CHUNK
+        base = position - begun
+        slot = _slots(TABLE, ENTRY_OF, base + j, j < begun + count, PAGE) * entry
         START = STATES + (_state(TABLE, STATE_OF, tl.maximum(base - 1, 0), PAGE) * HEADS + head) * D * WIDTH
-        own = (row + i).to(tl.int64)
-        QUERY = Q + (own * (HEADS // GROUP) + head // GROUP) * D
-        KEY = KEYS + _slots(TABLE, ENTRY_OF, base + t, valid, PAGE) * entry
-        read = tl.zeros((ROWS, COLUMNS), tl.float32)
-        told = read
-        weight = tl.zeros((ROWS, CHUNK), tl.float32)
-        share = weight
-        for first in tl.range(0, D, DEPTH):
-            a = first + depth
-            real = a < D
-            state = tl.load(
-                START + a[:, None] * WIDTH + c[None, :], mask=(base > 0) & real[:, None] & inside[None, :], other=0.0
-            )
-            k = tl.load(KEYS + slot[None, :] + a[:, None], mask=known[None, :] & real[:, None], other=0.0)  # [DEPTH, CHUNK]
-            q = tl.load(QUERY[:, None] + a[None, :], mask=valid[:, None] & real[None, :], other=0.0).to(tl.float32)
-            q = tl.where(real[None, :], q, -1.0)
-            read = tl.dot(q, state, read, input_precision="ieee")
-            weight = tl.dot(q, k, weight, input_precision="ieee")
-            if DELTA:
-                x = tl.load(KEY[:, None] + a[None, :], mask=valid[:, None] & real[None, :], other=0.0)
-                x = tl.where(real[None, :], x, -1.0)
-                told = tl.dot(x, state, told, input_precision="ieee")
-                share = tl.dot(x, k, share, input_precision="ieee")
-        u = tl.load(UPDATES + slot[:, None] + c[None, :], mask=(j < begun)[:, None] & inside[None, :], other=0.0)
-        weight = weight * left
-        read = tl.dot(tl.where((j < begun)[None, :], weight, -1.0), u, read * whole[:, None], input_precision="ieee")
+        own = ((row + i).to(tl.int64) * HEADS + head)[:, None]
+        first = row.to(tl.int64) * HEADS + head
+        VALUES = V + row.to(tl.int64) * stride_v + head * WIDTH + c
+        mine = _slots(TABLE, ENTRY_OF, position + i, valid, PAGE)[:, None] * entry
+        real = valid[:, None] & inside[None, :]
         if DELTA:
-            share = share * left
-            told = tl.dot(tl.where((j < begun)[None, :], share, -1.0), u, told * whole[:, None], input_precision="ieee")
-        for n in tl.range(0, count):
-            at = ((row + n).to(tl.int64) * HEADS + head) * WIDTH
-            new = tl.load(V + at + c, mask=inside, other=0.0).to(tl.float32)
-            if DELTA:
-                strength = tl.load(BETA + (row + n).to(tl.int64) * HEADS + head).to(tl.float32)
-                new = strength * (new - _picked(told, i[:, None] == n, 0))
-                by = _picked(share, j[None, :] == begun + n, 1)
-                more = tl.fma(tl.broadcast_to(by[:, None], told.shape), tl.broadcast_to(new[None, :], told.shape), told)
-                told = tl.where(i[:, None] > n, more, told)
-            by = _picked(weight, j[None, :] == begun + n, 1)
-            more = tl.fma(tl.broadcast_to(by[:, None], read.shape), tl.broadcast_to(new[None, :], read.shape), read)
-            read = tl.where(i[:, None] >= n, more, read)
-            tl.store(UPDATES + _slot(TABLE, ENTRY_OF, position + n, PAGE) * entry + c, new, mask=inside)
-        OWN = OUT + (own[:, None] * HEADS + head) * WIDTH + c[None, :]
-        tl.store(OWN, read.to(OUT.dtype.element_ty), mask=valid[:, None] & inside[None, :])
-        tl.debug_barrier()  # every thread has stored its updates before others read them
-        if end == CHUNK:
-            last = (t == CHUNK - 1) & valid
+            told = _from_state(KEYS + mine, START, valid, base, c, inside, D, DEPTH, WIDTH)
+            told = told * tl.load(WHOLE + own, mask=valid[:, None], other=0.0)
+            u = tl.load(UPDATES + slot[:, None] + c[None, :], mask=(j < begun)[:, None] & inside[None, :], other=0.0)
+            share = tl.load(SHARES + own * CHUNK + j[None, :], mask=valid[:, None] & (j < begun)[None, :], other=-1.0)
+            tl.store(TOLD + own * WIDTH + c[None, :], tl.dot(share, u, told, input_precision="ieee"), mask=real)
+            tl.debug_barrier()  # every thread has stored its part before others read it
+            made = ()
+            for n in tl.static_range(ROWS):
+                there = inside & (n < count)
+                line = tl.load(TOLD + (first + n * HEADS) * WIDTH + c, mask=there, other=0.0)
+                for m in tl.static_range(n):
+                    by = tl.load(SHARES + (first + n * HEADS) * CHUNK + begun + m, mask=n < count, other=0.0)
+                    line = tl.fma(tl.zeros_like(line) + by, made[m], line)
+                new = tl.load(VALUES + n * stride_v, mask=there, other=0.0).to(tl.float32)
+                new = tl.load(BETA + first + n * HEADS, mask=n < count, other=0.0).to(tl.float32) * (new - line)
+                made = made + (new,)  # type: ignore[assignment]  # noqa: RUF005 (what the compiler reads)
+                place = _slot(TABLE, ENTRY_OF, tl.minimum(position + n, position + count - 1), PAGE)
+                tl.store(UPDATES + place * entry + c, new, mask=there)
+        else:
+            new = tl.load(VALUES[None, :] + i[:, None] * stride_v, mask=real, other=0.0).to(tl.float32)
+            tl.store(UPDATES + mine + c[None, :], new, mask=real)
+        tl.debug_barrier()
+        if begun + count == CHUNK:
+            lane = CHUNK - 1 - j
+            g = tl.load(ENTRIES + at_decay + head + _slots(TABLE, ENTRY_OF, base + lane, j >= 0, PAGE) * entry)[None, :]
+            left = exp(tl.dot(g, (lane[:, None] > j[None, :]).to(tl.float32), input_precision="ieee"))  # [1, CHUNK]
             u = tl.load(UPDATES + slot[:, None] + c[None, :], mask=inside[None, :], other=0.0)
             AFTER = STATES + (_state(TABLE, STATE_OF, base + CHUNK - 1, PAGE) * HEADS + head) * D * WIDTH
-            rest, by = tl.max(tl.where(last, whole, float("-inf")), 0), _picked(left, last[:, None], 0)
-            _carry(START, AFTER, KEYS, slot, u, rest, by, base, c, inside, D, DEPTH, WIDTH)
+            whole = tl.load(WHOLE + first + (count - 1) * HEADS)
+            _carry(START, AFTER, KEYS, slot, KEYS, -1, u, whole, left, base, c, inside, D, WIDTH)
             tl.debug_barrier()
         row += count
-        position = tl.load(POSITION + tl.minimum(row, rows - 1))
         going = (row < rows) & _follows(SEQUENCE, POSITION, tl.minimum(row, rows - 1))
 
 
 @triton.jit
-def _carry(
-    START, AFTER, KEYS, slot, u, whole, left, base, c, inside, D: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr
-):
-    """The state after a chunk with updates u [CHUNK, columns]; what is left of it is `whole`, of the rows `left` [CHUNK]."""
+def _from_state(X, START, valid, base, c, inside, D: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows at the addresses X [ROWS, 1] times the state before a chunk: [ROWS, columns]"""
+    total = tl.zeros((valid.shape[0], c.shape[0]), tl.float32)
     for first in tl.range(0, D, DEPTH):
         a = first + tl.arange(0, DEPTH)
+        real = a < D
+        state = tl.load(START + a[:, None] * WIDTH + c[None, :], mask=(base > 0) & real[:, None] & inside[None, :], other=0.0)
+        x = tl.load(X + a[None, :], mask=valid[:, None] & real[None, :], other=0.0).to(tl.float32)
+        total = tl.dot(tl.where(real[None, :], x, -1.0), state, total, input_precision="ieee")
+    return total
+
+
+@triton.jit(do_not_specialize=["rows", "at_update", "stride_t"])
+def _read_kernel(
+    Q, ENTRIES, STATES, OUT, ENTRY_OF, STATE_OF, SEQUENCE, POSITION, TABLES, WEIGHTS, WHOLE, entry, at_update, stride_t, rows,
+    stride_q,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """What the rows of a tile read. All updates and states are known, and no row waits for another."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    if _follows(SEQUENCE, POSITION, row) & (tl.load(POSITION + row) % ROWS != 0):
+        return
+    i, j = tl.arange(0, ROWS), tl.arange(0, CHUNK)
+    c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = c < WIDTH
+    position, valid, count = _tile(SEQUENCE, POSITION, row, rows, ROWS)
+    begun = position % CHUNK
+    base = position - begun
+    TABLE = TABLES + tl.load(SEQUENCE + row).to(tl.int64) * stride_t
+    UPDATES = ENTRIES + at_update + head * WIDTH
+    START = STATES + (_state(TABLE, STATE_OF, tl.maximum(base - 1, 0), PAGE) * HEADS + head) * D * WIDTH
+    own = ((row + i).to(tl.int64) * HEADS + head)[:, None]
+    QUERY = Q + (row + i).to(tl.int64)[:, None] * stride_q + head // GROUP * D
+    read = _from_state(QUERY, START, valid, base, c, inside, D, DEPTH, WIDTH)
+    read = read * tl.load(WHOLE + own, mask=valid[:, None], other=0.0)
+    slot = _slots(TABLE, ENTRY_OF, base + j, j < begun, PAGE) * entry
+    u = tl.load(UPDATES + slot[:, None] + c[None, :], mask=(j < begun)[:, None] & inside[None, :], other=0.0)
+    weight = tl.load(WEIGHTS + own * CHUNK + j[None, :], mask=valid[:, None] & (j < begun)[None, :], other=-1.0)
+    read = tl.dot(weight, u, read, input_precision="ieee")
+    for m in tl.static_range(ROWS):
+        place = _slot(TABLE, ENTRY_OF, tl.minimum(position + m, position + count - 1), PAGE)
+        new = tl.load(UPDATES + place * entry + c, mask=inside, other=0.0)[None, :]
+        by = tl.load(WEIGHTS + own * CHUNK + begun + m, mask=valid[:, None] & (i >= m)[:, None], other=0.0)
+        more = tl.fma(tl.broadcast_to(by, read.shape), tl.broadcast_to(new, read.shape), read)
+        read = tl.where(i[:, None] >= m, more, read)
+    real = valid[:, None] & inside[None, :]
+    tl.store(OUT + own * WIDTH + c[None, :], read.to(OUT.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _carry(
+    START, AFTER, KEYS, slot, OWN, own, u, whole, left, base, c, inside, D: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The state after a chunk with updates u [CHUNK, columns]; what is left of it is `whole`, of the rows `left` [1, CHUNK].
+
+    The key of row `own` is not stored yet, but at OWN. In few rows at a time: they happen seldom, and hold many registers."""
+    j = tl.arange(0, slot.shape[0])
+    for first in tl.range(0, D, 16):
+        a = first + tl.arange(0, 16)
         place, real = a[:, None] * WIDTH + c[None, :], (a[:, None] < D) & inside[None, :]
         state = tl.load(START + place, mask=(base > 0) & real, other=0.0) * whole
-        k = tl.load(KEYS + slot[None, :] + a[:, None], mask=a[:, None] < D, other=0.0)
-        tl.store(AFTER + place, tl.dot(k * left[None, :], u, state, input_precision="ieee"), mask=real)
+        k = tl.load(KEYS + slot[None, :] + a[:, None], mask=(j != own)[None, :] & (a[:, None] < D), other=0.0)
+        mine = tl.load(OWN + a, mask=(a < D) & (own >= 0), other=0.0).to(tl.float32)
+        k = tl.where((j == own)[None, :], mine[:, None], k)
+        tl.store(AFTER + place, tl.dot(k * left, u, state, input_precision="ieee"), mask=real)
 
 
 @triton.jit(do_not_specialize=["at_key", "at_update", "at_decay", "stride_t"])
 def _step_kernel(
     Q, V, BETA, ENTRIES, STATES, OUT, ENTRY_OF, STATE_OF, SEQUENCE, POSITION, TABLES, entry, at_key, at_update, at_decay,
-    stride_t, K, DECAY,
+    stride_t, K, DECAY, stride_q, stride_k, stride_v,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
@@ -348,7 +436,7 @@ def _step_kernel(
     TABLE = TABLES + tl.load(SEQUENCE + row).to(tl.int64) * stride_t
     KEYS = ENTRIES + at_key + head // GROUP * D
     UPDATES = ENTRIES + at_update + head * WIDTH
-    MINE = (row * (HEADS // GROUP) + head // GROUP) * D
+    QUERY, KEY = Q + row * stride_q + head // GROUP * D, K + row * stride_k + head // GROUP * D
     slot = _slots(TABLE, ENTRY_OF, base + j, j <= begun, PAGE) * entry
     place = _slot(TABLE, ENTRY_OF, position, PAGE) * entry
     START = STATES + (_state(TABLE, STATE_OF, tl.maximum(base - 1, 0), PAGE) * HEADS + head) * D * WIDTH
@@ -368,8 +456,8 @@ def _step_kernel(
     for first in tl.range(0, D, DEPTH):
         a = first + depth
         real = a < D
-        k = tl.load(K + MINE + a, mask=real, other=-1.0).to(tl.float32)
-        q = tl.load(Q + MINE + a, mask=real, other=-1.0).to(tl.float32)
+        k = tl.load(KEY + a, mask=real, other=-1.0).to(tl.float32)
+        q = tl.load(QUERY + a, mask=real, other=-1.0).to(tl.float32)
         x = tl.where(i == 0, q[None, :], k[None, :])
         state = tl.load(START + a[:, None] * WIDTH + c[None, :], mask=(base > 0) & real[:, None] & inside[None, :], other=0.0)
         seen = tl.load(KEYS + slot[None, :] + a[:, None], mask=(j < begun)[None, :] & real[:, None], other=0.0)
@@ -378,7 +466,7 @@ def _step_kernel(
         score = tl.dot(x, seen, score, input_precision="ieee")
     weight = score * left
     total = tl.dot(tl.where((j < begun)[None, :], weight, -1.0), u, total * whole, input_precision="ieee")
-    new = tl.load(V + (row * HEADS + head) * WIDTH + c, mask=inside, other=0.0).to(tl.float32)
+    new = tl.load(V + row * stride_v + head * WIDTH + c, mask=inside, other=0.0).to(tl.float32)
     if DELTA:
         strength = tl.load(BETA + row * HEADS + head).to(tl.float32)
         new = strength * (new - _picked(total, i == 1, 0))
@@ -391,18 +479,11 @@ def _step_kernel(
         if head % GROUP == 0:
             for first in tl.range(0, D, DEPTH):
                 a = first + depth
-                tl.store(KEYS + place + a, tl.load(K + MINE + a, mask=a < D).to(tl.float32), mask=a < D)
+                tl.store(KEYS + place + a, tl.load(KEY + a, mask=a < D).to(tl.float32), mask=a < D)
     if begun == CHUNK - 1:
         u = tl.where((j == begun)[:, None], new[None, :], u)
         AFTER = STATES + (_state(TABLE, STATE_OF, position, PAGE) * HEADS + head) * D * WIDTH
-        for first in tl.range(0, D, DEPTH):
-            a = first + depth
-            to, real = a[:, None] * WIDTH + c[None, :], (a[:, None] < D) & inside[None, :]
-            state = tl.load(START + to, mask=(base > 0) & real, other=0.0) * whole
-            seen = tl.load(KEYS + slot[None, :] + a[:, None], mask=(j < begun)[None, :] & (a[:, None] < D), other=0.0)
-            k = tl.load(K + MINE + a, mask=a < D, other=0.0).to(tl.float32)
-            seen = tl.where((j == begun)[None, :], k[:, None], seen)
-            tl.store(AFTER + to, tl.dot(seen * left, u, state, input_precision="ieee"), mask=real)
+        _carry(START, AFTER, KEYS, slot, KEY, begun, u, whole, left, base, c, inside, D, WIDTH)
 
 
 def recur(
@@ -431,22 +512,38 @@ def recur(
     for name, y in (("decay", decay), ("beta", beta)):
         if y is not None:
             require_shape(name, y, (num_rows, heads))
-    q, k, v, decay = q.contiguous(), k.contiguous(), v.contiguous(), decay.contiguous()
-    rule, out = v if beta is None else beta.contiguous(), torch.empty(v.shape, dtype=q.dtype, device=q.device)
     if not num_rows:
-        return out
+        return torch.empty(v.shape, dtype=q.dtype, device=q.device)
+    q, k, v = (x if x[0].is_contiguous() else x.contiguous() for x in (q, k, v))  # rows may lie apart
+    decay = decay.contiguous()
+    rule, out = v if beta is None else beta.contiguous(), torch.empty(v.shape, dtype=q.dtype, device=q.device)
     tile, table = STEP if rows.single else WALK, rows.page_table
     sizes = (heads, heads // key_heads, d, min(tile.depth, next_power_of_2(max(d, 16))), width, tile.columns)
     grid, options = (num_rows, heads, ceil_div(width, tile.columns)), dict(num_warps=tile.warps, num_stages=tile.stages)
-    given = (
-        q, v, rule, memory.entries, memory.states, out, memory.entry_of, memory.state_of, rows.sequence, rows.position, table,
-        memory.entries.stride(0), *memory.at, table.stride(0),
-    )  # fmt: skip
-    rest = (memory.page_size, CHUNK, beta is not None)
+    of, placed = (memory.entry_of, memory.state_of), (rows.sequence, rows.position, table)
+    entry, at, stride = memory.entries.stride(0), memory.at, table.stride(0)
+    delta, paged, strides = beta is not None, (memory.page_size, CHUNK), (q.stride(0), k.stride(0), v.stride(0))
     if rows.single:
-        _step_kernel[grid](*given, k, decay, *sizes, *rest, **options, **EXACT)
+        _step_kernel[grid](
+            q, v, rule, memory.entries, memory.states, out, *of, *placed, entry, *at, stride, k, decay, *strides, *sizes,
+            *paged, delta, **options, **EXACT,
+        )  # fmt: skip
         return out
-    _put(k.flatten(1), memory, memory.at[0], rows)
-    _put(decay, memory, memory.at[2], rows)
-    _recur_kernel[grid](*given, num_rows, *sizes, tile.rows, *rest, **options, **EXACT)
+    _put(k.flatten(1), memory, at[0], rows)
+    _put(decay, memory, at[2], rows)
+    empty = lambda *shape: torch.empty(num_rows, heads, *shape, dtype=torch.float32, device=q.device)  # noqa: E731
+    weights, whole = empty(CHUNK), empty()
+    shares, told = (empty(CHUNK), empty(width)) if delta else (weights, weights)
+    _weigh_kernel[grid[:2]](
+        q, memory.entries, of[0], *placed, weights, shares, whole, entry, *at, stride, num_rows, strides[0], *sizes[:4],
+        tile.rows, *paged, delta, **options, **EXACT,
+    )  # fmt: skip
+    _walk_kernel[grid](
+        v, rule, memory.entries, memory.states, *of, *placed, shares, whole, told, entry, *at, stride, num_rows, strides[2],
+        *sizes, tile.rows, *paged, delta, **options, **EXACT,
+    )  # fmt: skip
+    _read_kernel[grid](
+        q, memory.entries, memory.states, out, *of, *placed, weights, whole, entry, at[1], stride, num_rows, strides[0], *sizes,
+        tile.rows, *paged, **options, **EXACT,
+    )  # fmt: skip
     return out

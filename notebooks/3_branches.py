@@ -15,10 +15,13 @@
 # **What to expect.** Five drafters, one output. A tree with red branches, and how it came about. Then two questions. Does a
 # probe of accepted branches read rejected ones? Mostly, and the exception is telling: it reads what the *text* implies rather
 # than what is true. And after a false statement is forced into the chain of thought, does the state follow the text or the
-# truth? Mostly the text. Both with few stories, so with wide intervals. About a minute and a half; nothing is downloaded.
+# truth? Mostly the text. Both with few stories, so with wide intervals. At last, recurrent
+# states move from one branch to another. About a minute and a half; nothing is downloaded.
 
 # %%
 import pandas as pd
+import torch
+from transformers import Qwen3NextConfig, Qwen3NextForCausalLM, logging
 
 import replaylens as rl
 
@@ -101,5 +104,39 @@ print(report)
 report.table.set_index("what")[["accuracy", "low", "high", "rows", "roots"]].round(2)
 
 # %% [markdown]
+# ## States patched into another branch
+#
+# Recurrent layers of a hybrid ([models](../docs/models.md#hybrids)) sum up all earlier tokens in one state per head. Branches
+# share states as they share keys and values, and edits move them from one branch to another. Here is a tiny Qwen3-Next with
+# random weights, whose layers 0 to 2 recur and hardly forget.
+
+# %%
+logging.set_verbosity_error()  # it would say that kernels are missing which replaylens does not use
+torch.manual_seed(0)
+sizes = dict(vocab_size=64, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+heads = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8)
+model = Qwen3NextForCausalLM(Qwen3NextConfig(**sizes, **heads, num_experts=0, intermediate_size=64))
+for layer in model.model.layers[:3]:
+    layer.linear_attn.A_log.data.fill_(-5.0)
+hybrid = rl.Engine.load(model)
+
+site = "blocks.2.mixer.hook_read"
+one, other = (hybrid.prompt(text, sites=[site]) for text in ([3, 14, 15, 9, 2], [6, 5, 35, 8, 9, 7]))
+patch = [rl.Edit(f"blocks.{layer}.mixer.hook_state", "set", other.state(layer), positions=-1) for layer in range(3)]
+(patched,) = one.fork(edits=patch)
+print("patched states:", all(torch.equal(patched.state(layer), other.state(layer)) for layer in range(3)))
+
+read = {}
+for name, branch in {"one": one, "other": other, "patched": patched}.items():
+    branch.force([11, 12, 13, 20, 21, 22])
+    read[name] = branch.activations[site][-6:].flatten(1)  # what layer 2 reads at the six tokens
+for name in ("one", "other"):
+    cosines = torch.cosine_similarity(read["patched"], read[name]).tolist()
+    print(f"cosines of patched and {name}:", [round(x, 2) for x in cosines])
+
+# %% [markdown]
+# The patched branch has the tokens of `one` and mostly reads what `other` reads. They are not equal: at the first three tokens
+# convolutions still see the last inputs of `one`, and what these tokens add stays in the states.
+#
 # More of these questions: `outcome_at_fork`, `judge`, `viable_branch`, `steering_reach` ([probes](../docs/probes.md)).
 # Next: a model whose thoughts are words, [4_thinking_states](4_thinking_states.ipynb).

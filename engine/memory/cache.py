@@ -108,7 +108,7 @@ class KVCache:
         for move in moves:
             if move.kind == "copy":
                 source, target = move.source * size, move.target * size
-                self.entries[:, target : target + move.rows] = self.entries[:, source : source + move.rows]
+                self.entries[:, target : target + move.slots] = self.entries[:, source : source + move.slots]
             elif move.kind == "save":
                 last = (move.source + 1) * size
                 self.tails[:, move.target] = self.entries[:, last - tail[0] : last, : tail[1]]
@@ -116,9 +116,10 @@ class KVCache:
                 last = (move.target + 1) * size
                 self.entries[:, last - tail[0] : last, : tail[1]] = self.tails[:, move.source]
         self.copy(copies)
-        if self.entry_of.is_cuda:
-            self.entry_of.copy_(torch.from_numpy(self.rooms.entries.of), non_blocking=True)
-            self.state_of.copy_(torch.from_numpy(self.rooms.states.of), non_blocking=True)
+        for shelf, there in ((self.rooms.entries, self.entry_of), (self.rooms.states, self.state_of)):
+            if shelf.changed and there.is_cuda:
+                there.copy_(torch.from_numpy(shelf.of), non_blocking=True)
+            shelf.changed = False
 
     def planes(self, layer: int) -> tuple[Tensor, Tensor]:
         """The keys and values of all slots in place, [slots, kv_heads, width] each, as kernels read them. Latents, which are

@@ -35,8 +35,7 @@ class Move(NamedTuple):
     """"copy": entries of a room to another; "save": the last inputs of a room to a state's tail; "restore": the other way"""
     source: int
     target: int
-    rows: int
-    """slots"""
+    slots: int
 
 
 class Shelf:
@@ -51,6 +50,8 @@ class Shelf:
         self.used = np.full(count + 1, -1, np.int64)
         """room -> the step that last used it"""
         self.later = np.zeros(count + 1, np.int64)
+        self.changed = False
+        """whether `of` has changed since a device last got a copy of it"""
 
     def num_free(self, now: int) -> int:
         """Rooms that may be taken in step `now`: those that it does not use."""
@@ -72,6 +73,7 @@ class Shelf:
             room = int(score.argmin())
             lost = int(self.page[room])
             self.of[lost], self.of[page], self.page[room] = 0, room, page
+            self.changed = True
         self.used[room], self.later[room] = now, _LATER * ((chunk & -chunk).bit_length() - 1) if chunk else 0
         return room, lost
 
@@ -80,6 +82,7 @@ class Shelf:
         room = int(self.of[page])
         if room:
             self.of[page], self.page[room], self.used[room] = 0, 0, -1
+            self.changed = True
 
     def check_integrity(self) -> int:
         """How many pages have rooms. Raises IntegrityError with the first fault."""

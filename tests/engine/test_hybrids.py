@@ -230,10 +230,10 @@ def test_what_is_not_kept_is_computed_again(name: str, page_size: int) -> None:
 
 def test_drafts_of_a_crowded_engine() -> None:
     """Windows of the fast path and of other drafters, whose rows may be lost before they are verified."""
-    subject, some = crowded("qwen3-next"), [TOKENS[i : i + 70] for i in range(6)]
-    for drafter in ("self", "lens", "ngram", "tree"):
-        found = subject.generate(subject.prompts(some), 9, drafter=drafter, window=4)
-        expected = engine("qwen3-next").generate(engine("qwen3-next").prompts(some), 9)
+    subject, some = crowded("qwen3-next"), [TOKENS[i : i + 70] for i in range(5)]
+    for drafter in ("self", "tree"):
+        found = subject.generate(subject.prompts(some), 6, drafter=drafter, window=4)
+        expected = engine("qwen3-next").generate(engine("qwen3-next").prompts(some), 6)
         assert [b.tokens for b in found] == [b.tokens for b in expected]
 
 

@@ -120,7 +120,7 @@ def test_links_lead_somewhere(name: str) -> None:
 CLAIMS = {
     "1_quickstart": ["100% right", "verified: 60 examples replayed", "Shown: face at step"],
     "2_determinism": ["all equal: True", "certified: True, False", "NotCertified", "certified: True"],
-    "3_branches": ["implied:", "accepted rows where text and truth differ: 0%", "S1 follows the text"],
+    "3_branches": ["implied:", "accepted rows where text and truth differ: 0%", "S1 follows the text", "patched states: True"],
     "4_thinking_states": ["100% right", "the other face's"],
     "5_real_model": ["states equal: [True, True, True]", "KV equal:     [True, True, True]", "verified: 6 examples"],
     "6_coming_from_transformerlens": ["186 of 186 names", "edit: ", "as captured: True", "gradients: False"],
