@@ -297,17 +297,17 @@ def test_ten_thousand_comparisons(ranks: int, narrow: None, monkeypatch: pytest.
     truth = reference.same_bits
     monkeypatch.setattr(reference, "same_bits", lambda ours, theirs: (next(compared), truth(ours, theirs))[1])
     kinds = (Sessions, test_machine.Experts, test_machine.Latents, *test_machine.HYBRIDS)
-    before = 0
+    before = killed = 0
     for kind in kinds:
         own: Any = type(f"{kind.__name__}OverRanks", (OverRanks, kind), {"ranks": group, "reference": None, "split": None})
         group.ready(lambda ranks, own=own: _again(ranks, own))  # type: ignore[misc]
-        run_state_machine_as_test(own, settings=some(6, 30))
+        run_state_machine_as_test(own, settings=some(2, 30))
         print(f"{own.__name__}: {group.answers - before} answers of {ranks - 1} ranks", flush=True)
-        assert own.killed and group.answers > before + 1000, "control: ranks took part, and died"
-        before = group.answers
+        assert group.answers > before + 500, "control: ranks took part"
+        before, killed = group.answers, killed + own.killed
     total = next(compared)
     print(f"{ranks} ranks: {total} comparisons, {group.answers} answers, {group.sent_bytes + group.received_bytes} bytes")
-    assert total >= 10_000
+    assert total >= 10_000 and killed >= 3
     group.close()
 
 
