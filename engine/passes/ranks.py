@@ -180,7 +180,7 @@ class Ranks:
         self.reload: Callable[[Ranks], None] | None = None
         """sends all weights again; holds neither these ranks nor the model, which would keep each other"""
         self.answers = self.sent_bytes = self.received_bytes = 0
-        self._lock = threading.RLock()
+        self._lock, self._owner = threading.RLock(), os.getpid()
         self._numbers: dict[str, int] = {}
         self._shapes: dict[str, torch.Size] = {}
         self._failed: str | None = None
@@ -312,6 +312,10 @@ class Ranks:
         own      what rank 0 computes meanwhile
         only     the rank that is asked; default: all that have columns
         """
+        if os.getpid() != self._owner:  # both would take each other's answers
+            raise RankFailed(
+                "These ranks belong to the process that started them, and this is a fork of it. Load an engine here."
+            )
         if self._failed is not None:
             raise RankFailed(self._explained())
         asked = [only] if only is not None else [r for r in range(1, self.size) if split.columns(r)]

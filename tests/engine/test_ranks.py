@@ -116,6 +116,10 @@ def test_the_keys_of_a_layer_are_with_its_weights() -> None:
     assert same(ours.generate(2), theirs.generate(2)) and same(*forks)
 
 
+def test_one_device_is_no_division() -> None:
+    assert Engine.load("coin-plain", devices=["cpu"]).model.stages == ()
+
+
 def test_layers_go_where_there_is_room() -> None:
     here, there = torch.device("cpu"), torch.device("meta")
     stages = divided([1] * 8, [here, there], [6 << 30, 2 << 30])
@@ -171,6 +175,15 @@ def test_a_divided_weight_can_be_read_as_a_whole(two: Ranks) -> None:
     assert loading.weights_hash(split) == loading.weights_hash(_owned(loading.load(model)))
     ours, theirs = split.state_dict(), model.state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_fork_of_the_process_is_refused(two: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(over(two, digests.model_of(ModelConfig(**digests._DENSE))))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)
+        with pytest.raises(RankFailed, match="a fork of it"):
+            engine.prompt([1, 2, 3])
+    assert engine.prompt([1, 2, 3]).length == 3
 
 
 def test_the_doctor_knows_a_sum_over_ranks(two: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,6 +251,30 @@ def test_followers_end_with_their_engine(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(FingerprintMismatch, match="Rank 1 would compute other bits"):
         Ranks(2, "cpu", torch.float32)
     assert started[1].poll() is not None
+
+
+@pytest.mark.slow
+def test_followers_end_if_rank_0_is_killed() -> None:
+    code = "import time, torch\nfrom replaylens.engine.passes.ranks import Ranks\n"
+    code += "ranks = Ranks(2, 'cpu', torch.float32)\nprint(ranks._followers.processes[0].pid, flush=True)\ntime.sleep(99)"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env) as leader:
+        assert leader.stdout is not None
+        follower = int(leader.stdout.readline())
+        assert _runs(follower)
+        leader.kill()
+    end = time.monotonic() + 20
+    while _runs(follower) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not _runs(follower)
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_ranks_that_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
