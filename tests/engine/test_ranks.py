@@ -338,7 +338,7 @@ def test_ten_thousand_comparisons(ranks: int, narrow: None, monkeypatch: pytest.
     for kind in kinds:
         own: Any = type(f"{kind.__name__}OverRanks", (OverRanks, kind), {"ranks": group, "reference": None, "split": None})
         group.ready(lambda ranks, own=own: _again(ranks, own))  # type: ignore[misc]
-        run_state_machine_as_test(own, settings=some(2, 30))
+        run_state_machine_as_test(own, settings=some(4, 30))
         print(f"{own.__name__}: {group.answers - before} answers of {ranks - 1} ranks", flush=True)
         assert group.answers > before + 500, "control: ranks took part"
         before, killed = group.answers, killed + own.killed
@@ -406,10 +406,10 @@ def test_new_ranks_get_the_weights_that_were_loaded(tmp_path: Path) -> None:
     loading.save(load_model("coin-plain", torch.float32, check=False)[0], tmp_path)
     engine = Engine.load(tmp_path, ranks=2)
     assert engine.ranks is not None
-    branch = engine.prompt([1, 2, 3])
+    branch = engine.prompt([1, 2, 3], sites="ST")
     engine.ranks.restart()
     loading.save(load_model("coin-draft", torch.float32, check=False)[0], tmp_path)
-    assert same(branch.generate(2), Engine.load("coin-plain").prompt([1, 2, 3]).generate(2))
+    assert same(branch.generate(2), Engine.load("coin-plain").prompt([1, 2, 3], sites="ST").generate(2))
     with pytest.raises(EngineError):
         engine.ranks.restart()
     with pytest.raises(RankFailed):
