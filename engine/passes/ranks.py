@@ -418,12 +418,13 @@ class Followers:
 
     def _greet(self, size: int, own: str, dtype: str, wait: float) -> None:
         """All ranks compute alike, or FingerprintMismatch."""
+        word = json.dumps({"dtype": dtype}).encode()
+        hello = torch.tensor([*word, *[32] * (128 - len(word))], dtype=torch.uint8)
+        sends = [_sent(self.group, hello, rank) for rank in range(1, size)]  # all load their kernels at a time
         for rank in range(1, size):
-            word = json.dumps({"dtype": dtype}).encode()
-            hello = torch.tensor([*word, *[32] * (128 - len(word))], dtype=torch.uint8)
-            _sent(self.group, hello, rank).wait(timedelta(seconds=wait))
             work, answer = _received(self.group, (256,), torch.uint8, rank)
             work.wait(timedelta(seconds=wait))
+            sends[rank - 1].wait(timedelta(seconds=wait))
             theirs = bytes(answer.tolist()).decode().strip()
             if theirs != own:
                 raise FingerprintMismatch(f"Rank {rank} would compute other bits: it has {theirs}, rank 0 {own}.")
