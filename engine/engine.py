@@ -102,8 +102,9 @@ class Engine(TransformerLensVerbs):
         """
         where: loading.Where = device
         if devices is not None:
-            where = placed_devices(devices, device)
-            device = "cuda" if where[0] != "cpu" else "cpu"
+            named = placed_devices(devices, device)
+            device = "cuda" if named[0] != "cpu" else "cpu"
+            where = named if len(named) > 1 else device
             dtype = torch.float32 if dtype is None and "cpu" in where else dtype
         dtype = default_dtype(device, dtype)
         _require_float32(dtype, where)

@@ -180,7 +180,7 @@ class Ranks:
         self.reload: Callable[[Ranks], None] | None = None
         """sends all weights again; holds neither these ranks nor the model, which would keep each other"""
         self.answers = self.sent_bytes = self.received_bytes = 0
-        self._lock = threading.RLock()
+        self._lock, self._owner = threading.RLock(), os.getpid()
         self._numbers: dict[str, int] = {}
         self._shapes: dict[str, torch.Size] = {}
         self._failed: str | None = None
@@ -312,6 +312,10 @@ class Ranks:
         own      what rank 0 computes meanwhile
         only     the rank that is asked; default: all that have columns
         """
+        if os.getpid() != self._owner:  # both would take each other's answers
+            raise RankFailed(
+                "These ranks belong to the process that started them, and this is a fork of it. Load an engine here."
+            )
         if self._failed is not None:
             raise RankFailed(self._explained())
         asked = [only] if only is not None else [r for r in range(1, self.size) if split.columns(r)]
@@ -414,12 +418,13 @@ class Followers:
 
     def _greet(self, size: int, own: str, dtype: str, wait: float) -> None:
         """All ranks compute alike, or FingerprintMismatch."""
+        word = json.dumps({"dtype": dtype}).encode()
+        hello = torch.tensor([*word, *[32] * (128 - len(word))], dtype=torch.uint8)
+        sends = [_sent(self.group, hello, rank) for rank in range(1, size)]  # all load their kernels at a time
         for rank in range(1, size):
-            word = json.dumps({"dtype": dtype}).encode()
-            hello = torch.tensor([*word, *[32] * (128 - len(word))], dtype=torch.uint8)
-            _sent(self.group, hello, rank).wait(timedelta(seconds=wait))
             work, answer = _received(self.group, (256,), torch.uint8, rank)
             work.wait(timedelta(seconds=wait))
+            sends[rank - 1].wait(timedelta(seconds=wait))
             theirs = bytes(answer.tolist()).decode().strip()
             if theirs != own:
                 raise FingerprintMismatch(f"Rank {rank} would compute other bits: it has {theirs}, rank 0 {own}.")

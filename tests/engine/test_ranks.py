@@ -116,6 +116,10 @@ def test_the_keys_of_a_layer_are_with_its_weights() -> None:
     assert same(ours.generate(2), theirs.generate(2)) and same(*forks)
 
 
+def test_one_device_is_no_division() -> None:
+    assert Engine.load("coin-plain", devices=["cpu"]).model.stages == ()
+
+
 def test_layers_go_where_there_is_room() -> None:
     here, there = torch.device("cpu"), torch.device("meta")
     stages = divided([1] * 8, [here, there], [6 << 30, 2 << 30])
@@ -171,6 +175,15 @@ def test_a_divided_weight_can_be_read_as_a_whole(two: Ranks) -> None:
     assert loading.weights_hash(split) == loading.weights_hash(_owned(loading.load(model)))
     ours, theirs = split.state_dict(), model.state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_fork_of_the_process_is_refused(two: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(over(two, digests.model_of(ModelConfig(**digests._DENSE))))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)
+        with pytest.raises(RankFailed, match="a fork of it"):
+            engine.prompt([1, 2, 3])
+    assert engine.prompt([1, 2, 3]).length == 3
 
 
 def test_the_doctor_knows_a_sum_over_ranks(two: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,6 +253,30 @@ def test_followers_end_with_their_engine(monkeypatch: pytest.MonkeyPatch) -> Non
     assert started[1].poll() is not None
 
 
+@pytest.mark.slow
+def test_followers_end_if_rank_0_is_killed() -> None:
+    code = "import time, torch\nfrom replaylens.engine.passes.ranks import Ranks\n"
+    code += "ranks = Ranks(2, 'cpu', torch.float32)\nprint(ranks._followers.processes[0].pid, flush=True)\ntime.sleep(99)"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env) as leader:
+        assert leader.stdout is not None
+        follower = int(leader.stdout.readline())
+        assert _runs(follower)
+        leader.kill()
+    end = time.monotonic() + 20
+    while _runs(follower) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not _runs(follower)
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def test_ranks_that_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     began = time.monotonic()
@@ -297,17 +334,17 @@ def test_ten_thousand_comparisons(ranks: int, narrow: None, monkeypatch: pytest.
     truth = reference.same_bits
     monkeypatch.setattr(reference, "same_bits", lambda ours, theirs: (next(compared), truth(ours, theirs))[1])
     kinds = (Sessions, test_machine.Experts, test_machine.Latents, *test_machine.HYBRIDS)
-    before = 0
+    before = killed = 0
     for kind in kinds:
         own: Any = type(f"{kind.__name__}OverRanks", (OverRanks, kind), {"ranks": group, "reference": None, "split": None})
         group.ready(lambda ranks, own=own: _again(ranks, own))  # type: ignore[misc]
-        run_state_machine_as_test(own, settings=some(6, 30))
+        run_state_machine_as_test(own, settings=some(4, 30))
         print(f"{own.__name__}: {group.answers - before} answers of {ranks - 1} ranks", flush=True)
-        assert own.killed and group.answers > before + 1000, "control: ranks took part, and died"
-        before = group.answers
+        assert group.answers > before + 500, "control: ranks took part"
+        before, killed = group.answers, killed + own.killed
     total = next(compared)
     print(f"{ranks} ranks: {total} comparisons, {group.answers} answers, {group.sent_bytes + group.received_bytes} bytes")
-    assert total >= 10_000
+    assert total >= 10_000 and killed >= 3
     group.close()
 
 
@@ -369,10 +406,10 @@ def test_new_ranks_get_the_weights_that_were_loaded(tmp_path: Path) -> None:
     loading.save(load_model("coin-plain", torch.float32, check=False)[0], tmp_path)
     engine = Engine.load(tmp_path, ranks=2)
     assert engine.ranks is not None
-    branch = engine.prompt([1, 2, 3])
+    branch = engine.prompt([1, 2, 3], sites="ST")
     engine.ranks.restart()
     loading.save(load_model("coin-draft", torch.float32, check=False)[0], tmp_path)
-    assert same(branch.generate(2), Engine.load("coin-plain").prompt([1, 2, 3]).generate(2))
+    assert same(branch.generate(2), Engine.load("coin-plain").prompt([1, 2, 3], sites="ST").generate(2))
     with pytest.raises(EngineError):
         engine.ranks.restart()
     with pytest.raises(RankFailed):
