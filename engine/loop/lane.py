@@ -217,8 +217,8 @@ class Job:
 
     @property
     def certain(self) -> bool:
-        """Whether its number of tokens is known, and no stream yields them as they come."""
-        ends = self.sampling.stop_tokens or self.sampling.stop or self.until is not None
+        """Whether its number of tokens is known, and no stream yields them as they come, or did when it was recorded."""
+        ends = self.sampling.stop_tokens or self.sampling.stop or self.until is not None or self.cancel_at is not None
         return not ends and self.lane.streamed is not self
 
     def first_row(self, num_tokens: int) -> int:

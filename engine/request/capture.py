@@ -191,13 +191,13 @@ class PassTap:
 # `Recording`: the captured rows of one branch, committed together with its tokens and KV.
 
 
-class Block(Protocol):
+class RowBlock(Protocol):
     """Rows by site."""
 
     def __getitem__(self, site: str, /) -> Tensor: ...
 
 
-Place = tuple[Block, int, Mapping[str, str] | None]
+Place = tuple[RowBlock, int, Mapping[str, str] | None]
 """a block of rows, the number of a row in it, and site -> its name there; None: they are the same"""
 
 
@@ -417,7 +417,7 @@ class Recording:
 class _Picks:
     """Rows of one block that are wanted."""
 
-    block: Block
+    block: RowBlock
     names: Mapping[str, str] | None
     keys: int
     """of the path of its last row; only blocks of a single path have rows with keys"""

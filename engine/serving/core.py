@@ -236,8 +236,12 @@ class Core(Generation, NotCopyable):
         if draft_model is not None:
             self._require_device(as_instance("draft_model", draft_model, Decoder, "a Decoder; Engine.load takes other sources"))
         self.text = tokenizer if isinstance(tokenizer, Text) else Text(tokenizer)
-        self.certificate = certificates.certificate_for(model)
-        self.fingerprint = self._fingerprint()
+        with ThreadPoolExecutor(1) as hashing:  # of gigabytes, while the first examination of a GPU compiles kernels
+            taken = hashing.submit(self._fingerprint)
+            if not on_cuda:  # side by side, both take longer
+                taken.result()
+            self.certificate = certificates.certificate_for(model)
+            self.fingerprint = taken.result()
         self.sites = self._site_table()
         self.tree = BranchTree()
         self.lenses = KnownLenses(model)

@@ -1,5 +1,6 @@
 """Windows that the device fills on its own, with a stand-in for its decode graphs: same tokens, all requests come on alike."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -132,6 +133,8 @@ def test_long_bursts_only_where_nobody_looks() -> None:
     engine, bursts = made()
     assert len(list(engine.prompt(PROMPTS[0]).stream(40, sampling=drawn(0)))) == 40
     assert max(steps for _, steps, _ in bursts.calls) == 16
+    job = engine._job(engine.prompt(PROMPTS[0]), Request(40, drawn(0)))
+    assert job.certain and not replace(job, cancel_at=16).certain, "a stream that is replayed ends where it was closed"
 
 
 def test_all_requests_come_on_alike(wrong_drafts: None, monkeypatch: pytest.MonkeyPatch) -> None:
