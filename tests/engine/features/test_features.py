@@ -553,3 +553,18 @@ def test_features_of_another_model_are_refused(tmp_path: Path) -> None:
     (folder / "cfg.json").write_text(json.dumps(turned))
     with pytest.raises(BadConfig, match="is computed before"):
         SparseFeatures.load(folder).require(served)
+
+
+def test_edits_of_some_captured_rows_are_at_their_positions(tmp_path: Path, served: Engine) -> None:
+    """Rows of every fourth position from 2 on: the edit is there, not at the numbers of the rows, and is that of all rows."""
+    features = load(tmp_path, "topk")
+    some, whole = (served.prompt(PATH, sites=[HOOK], positions=where) for where in ("all[2::4]", "all"))
+    rows = features.of(whole)
+    feature = int(rows.row(6)[0][0])
+    (edit,) = features.edits(some, ablate=[feature])
+    active = [at for at in range(2, len(PATH), 4) if feature in rows.row(at)[0].tolist()]
+    assert edit.positions == active and 6 in active and max(active) >= len(some.activations.positions())
+    (same,) = features.edits(whole, ablate=[feature], positions=active)
+    assert same.positions == active and torch.equal(same.value, edit.value)
+    (single,) = features.edits(some, ablate=[feature], positions=6)
+    assert single.positions == [6] and torch.equal(single.value[0], edit.value[active.index(6)])

@@ -135,6 +135,15 @@ def ids(text: Text, content: str) -> list[int]:
     return [tokenizer.convert_tokens_to_ids(letter) for letter in (chr(b) for b in content.encode())]
 
 
+def test_a_byte_within_a_run_that_is_no_text_starts_none() -> None:
+    """Half a character makes a whole run of bytes unreadable, also the letters after it. Control: the letters alone."""
+    text = byte_fallback()
+    letters = ids(text, "a" * 200)
+    for tokens, found in ((letters, True), ([*ids(text, "好")[:1], *letters], False)):
+        past = PathHistory(tokens)
+        assert Stops(text).completed(("aa",), past.path(len(tokens), []), 0) is found is oracle(text.decode, ("aa",), tokens)
+
+
 def test_a_byte_fallback_that_turns_a_long_run_into_characters() -> None:
     """The last byte of a character makes the whole run valid, however far back it began."""
     text = byte_fallback()

@@ -351,6 +351,10 @@ def test_a_fork_of_what_was_rejected_unverified_starts_with_drafts() -> None:
     assert rejected is not None
     assert letters(tree.branch(tree.fork(rejected))) == "PPP~DDD"
     tree.check_integrity()
+    tree, root, _, _ = drafted()
+    rejected = tree.rollback(root, 4, keep=True)  # T0 alone is pending
+    assert rejected is not None and letters(tree.branch(rejected)) == "PPP~RRR"
+    assert letters(tree.branch(tree.fork(rejected))) == "PPP~DDD"
 
 
 # Refusals

@@ -389,3 +389,29 @@ def test_pattern_of_ragged_sequences_is_refused() -> None:
     """The pattern of ragged sequences is not a tensor. The error says so instead of padding."""
     with pytest.raises(ValueError, match="ragged"):
         logits(decoder("llama"), sequences((3, 5)), Capture("blocks.0.attn.hook_pattern"))
+
+
+@pytest.mark.parametrize(
+    ("name", "reads", "edited"),
+    [
+        ("olmo2", {"attn.hook_in": "hook_in", "attn.q.hook_in": "hook_in", "mlp.hook_in": "ln2.hook_in"}, ()),
+        (
+            "phi-plain",
+            {"attn.hook_in": "ln1.hook_out", "mlp.hook_in": "ln1.hook_out", "mlp.in.hook_in": "ln1.hook_out"},
+            ("attn.hook_in", "mlp.in.hook_in"),
+        ),
+        (
+            "llama",
+            {"attn.hook_in": "ln1.hook_out", "attn.q.hook_in": "ln1.hook_out", "mlp.hook_in": "ln2.hook_out"},
+            ("attn.hook_in", "mlp.hook_in"),
+        ),
+    ],
+)
+def test_what_a_model_without_a_norm_reads_is_not_edited_there(
+    name: str, reads: dict[str, str], edited: tuple[str, ...]
+) -> None:
+    """Its attention or MLP reads what others read too, such as the stream: the name has that value, and takes no edit."""
+    sites = table(load(hugging_face(name)).config)
+    for own, site in reads.items():
+        assert sites.names[f"blocks.1.{own}"] == f"blocks.1.{site}"
+        assert (f"blocks.1.{own}" in sites.read_only) is (own not in edited), own

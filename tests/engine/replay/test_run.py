@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from replaylens.engine.memory.tree import BranchStatus
 from replaylens.engine.replay import replayer, texts
 from replaylens.engine.replay.replayer import Result, _last_word
 from replaylens.engine.replay.run import Run
+from replaylens.engine.request.capture import PositionSlice
 from replaylens.engine.request.sampling import Sampling
 from replaylens.probes.rows import ProbeRows
 from replaylens.tasks import Example, WordTokenizer
@@ -804,3 +806,21 @@ def test_an_example_twice_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="some occur twice"):
         run.save(tmp_path / "d")
     assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"rejected": True}, {"positions": "response[2:9:3]"}, {"positions": "last"}, {"keep": "device"},
+        {"sites": "SZ", "top_k": 3, "targets": [1, 2], "full": True},
+        {"sites": ["unembed.hook_out", "Z"], "positions": "prompt[-2:]"},
+    ],
+)  # fmt: skip
+def test_a_trace_tells_what_was_captured(options: dict[str, Any]) -> None:
+    """Every option comes back from its JSON, as an event of a trace holds it; older ones lack some."""
+    spec = toy_engine().capture_spec(**{"sites": "S", **options})
+    raw = json.loads(json.dumps(asdict(spec)))
+    assert replayer._capture(raw) == spec
+    assert replayer._capture(raw | {"thoughts": ["thinking.tokens"]}) == replace(spec, thoughts=("thinking.tokens",))
+    older = {name: value for name, value in raw.items() if name not in ("positions", "keep", "thoughts")}
+    assert replayer._capture(older) == replace(spec, positions=PositionSlice(), keep="host") and replayer._capture(None) is None

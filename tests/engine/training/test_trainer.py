@@ -793,3 +793,14 @@ def test_lines_of_a_card_are_shares_of_examples(monkeypatch: pytest.MonkeyPatch)
     said = command.accuracies(recipe, None, 4)  # type: ignore[arg-type]
     assert said[0].startswith("Percent of 4 held-out examples") and said[1] == "above 2 were never trained on."
     assert said[3:] == ["| steps | boxes |", "|---:|---:|", f"| 1 | {command.NONE_HELD_OUT} |", "| 2 | 75.0% / 25.0% |"]
+
+
+def test_two_chunks_may_fill_all_positions() -> None:
+    most = SHAPE.max_positions
+    for chunk, fits in ((most // 2, True), (most // 2 + 1, False)):
+        thinking = replace(TINY_OF_THINKING.thinking, chunk=chunk)
+        if fits:
+            assert replace(TINY_OF_THINKING, thinking=thinking).thinking.chunk == chunk
+        else:
+            with pytest.raises(BadRecipe, match=f"Chunks of {chunk} tokens are too large: .* has {most} positions"):
+                replace(TINY_OF_THINKING, thinking=thinking)

@@ -14,7 +14,7 @@ from replaylens import tasks
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import FingerprintMismatch
-from replaylens.probes import causal, sweeps
+from replaylens.probes import causal, groups, sweeps
 from replaylens.probes.errors import BadRows, MissingLabel, ProbeError, SeveralTasks, SharedRows
 from replaylens.probes.forks import outcome_probe
 from replaylens.probes.forks.outcome_probe import GAIN, LOSS
@@ -173,6 +173,14 @@ def test_outcomes(coin_dump: Dump) -> None:
         other.about.knobs.clear()
         object.__setattr__(other.source, "about", type(other.about)("fork", {}, "", None))
         outcome_at_fork(other)
+
+
+def test_outcomes_are_those_of_accepted_rows(steps_dump: Dump) -> None:
+    """Rejected drafts, which end at steps too, have no part in it."""
+    rows = ProbeRows.of(steps_dump)
+    assert (~rows.at("step").frame["accepted"].astype(bool)).any()
+    found, alone = (outcome_at_fork(given, layers=[1]) for given in (steps_dump, rows.accepted()))
+    assert found.lines == alone.lines and found.lines[0]["rows"] == len(groups.independent(rows.accepted().at("step")).rows)
 
 
 def test_judge(coin_dump: Dump) -> None:
