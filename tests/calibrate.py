@@ -712,7 +712,7 @@ def table(found: list[Rate]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--simulations", type=int, default=200, help="of each setting (default: 200)")
+    parser.add_argument("--simulations", type=int, default=300, help="of each setting (default: 300)")
     parser.add_argument("--jobs", type=int, default=2, help="processes side by side (default: 2)")
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--plain", action="store_true", help="only the settings of plain arrays and of leaks")
