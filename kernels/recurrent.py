@@ -34,7 +34,7 @@ _BLOCK = 256
 
 
 @dataclass(frozen=True, eq=False)
-class LayerMemory:
+class RecurrentMemory:
     """One layer's part of the cache."""
 
     entries: Tensor
@@ -76,7 +76,7 @@ def _put_kernel(
     tl.store(ENTRIES + slot * entry + at + column, x, mask=column < width)
 
 
-def _put(x: Tensor, memory: LayerMemory, at: int, rows: PagedRows) -> None:
+def _put(x: Tensor, memory: RecurrentMemory, at: int, rows: PagedRows) -> None:
     """Mutates: x [rows, width] becomes the columns of the rows' entries from `at` on."""
     require_rows("x", x)
     require_shape("rows.sequence", rows.sequence, (len(x),))
@@ -123,7 +123,7 @@ def _short_conv_kernel(
 
 
 def short_conv(
-    x: Tensor, memory: LayerMemory, weight: Tensor, bias: Tensor | None, rows: PagedRows, silu: bool = False
+    x: Tensor, memory: RecurrentMemory, weight: Tensor, bias: Tensor | None, rows: PagedRows, silu: bool = False
 ) -> Tensor:
     """The convolution of x [rows, channels] with weight [taps, channels] over the positions up to each row's own, activated if
     asked to: [rows, channels]. Mutates: x becomes the first columns of the rows' entries, which have the inputs of earlier
@@ -492,7 +492,7 @@ def recur(
     v: Tensor,
     decay: Tensor,
     beta: Tensor | None,
-    memory: LayerMemory,
+    memory: RecurrentMemory,
     rows: PagedRows,
 ) -> Tensor:
     """Mutates the memory: keys, updates and log decays of all rows, and the states of chunks that end with one of them.

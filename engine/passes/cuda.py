@@ -32,7 +32,7 @@ from replaylens.kernels.launch import KV_BLOCK, attention_tile, grouped_rows, he
 from replaylens.kernels.matmul import head_matmul, head_plan, matmul
 from replaylens.kernels.norm import activation, norm_pair, norm_scale
 from replaylens.kernels.norm import norm as norm_kernel
-from replaylens.kernels.recurrent import LayerMemory, rates, recur, short_conv
+from replaylens.kernels.recurrent import RecurrentMemory, rates, recur, short_conv
 from replaylens.kernels.rope import can_fuse, norm_rotate_and_store, rotate, rotate_and_store, store
 from replaylens.kernels.route import Plan, plan
 from replaylens.kernels.sample import judge, sample_logits
@@ -515,11 +515,11 @@ class CanonicalCudaOps(HeadOps):
             observe(_states(memory, self.rows, given.k.shape[1]))
         return out
 
-    def _memory(self, layer: int) -> LayerMemory:
+    def _memory(self, layer: int) -> RecurrentMemory:
         cache, place = self.cache, self.cache.mixed[layer]
         assert cache.mixer is not None  # the layer recurs
         at, size = cache.mixer.columns[:3], cache.pool.page_size
-        return LayerMemory(cache.entries[place], cache.states[place], at, cache.entry_of, cache.state_of, size)
+        return RecurrentMemory(cache.entries[place], cache.states[place], at, cache.entry_of, cache.state_of, size)
 
     def norm_heads(self, q_norm: Norm, k_norm: Norm, rotary: Rotary) -> bool:
         plain = not q_norm.by_head and q_norm.bias is None and k_norm.bias is None
@@ -595,7 +595,7 @@ def _cut_on_host(
     out[rows.to(out.device)] = z.to(out.device)
 
 
-def _states(memory: LayerMemory, rows: PagedRows, key_heads: int) -> Tensor:
+def _states(memory: RecurrentMemory, rows: PagedRows, key_heads: int) -> Tensor:
     """The state after every row, [rows, heads, d, width], from the rows' entries: in portable arithmetic, which the host has,
     too. The kernel stores only those that end chunks."""
     from replaylens.kernels import cpu_recurrent as host
