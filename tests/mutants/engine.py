@@ -636,4 +636,12 @@ ENGINE = (
         "tree drafts have the request's own noise",
         ("tests/engine/loop/test_drafters.py::test_drafts_of_the_last_layer_are_the_models_own_with_its_noise",),
     ),
+    Mutant(
+        "byte-tokens-start-ends",
+        "replaylens.engine.loop.commit",
+        "apart = piece.startswith(_HALF) or _BYTE.fullmatch(self.text.name(token)) is not None",
+        "apart = piece.startswith(_HALF)",
+        "a byte of a character starts no text",
+        ("tests/engine/loop/test_commit.py::test_a_byte_within_a_run_that_is_no_text_starts_none",),
+    ),
 )
