@@ -75,12 +75,4 @@ HOLES = (
         "requests that are released leave nothing behind",
         ("tests/engine/serving/test_memory.py::test_forks_of_a_branch_that_stays",),
     ),
-    Mutant(
-        "edit-at-row-numbers",
-        "replaylens.engine.features.features",
-        "at = [captured[row] for row, moves in zip(rows, moved.tolist(), strict=True) if moves]",
-        "at = [row for row, moves in zip(rows, moved.tolist(), strict=True) if moves]",
-        "an edit of features is at the rows' positions",
-        ("tests/engine/features/test_features.py::test_edits_of_some_captured_rows_are_at_their_positions",),
-    ),
 )
