@@ -660,4 +660,12 @@ ENGINE = (
         "a fork has its pages on every device",
         ("tests/engine/test_ranks.py::test_the_keys_of_a_layer_are_with_its_weights",),
     ),
+    Mutant(
+        "byte-tokens-start-ends",
+        "replaylens.engine.loop.commit",
+        "apart = piece.startswith(_HALF) or _BYTE.fullmatch(self.text.name(token)) is not None",
+        "apart = piece.startswith(_HALF)",
+        "a byte of a character starts no text",
+        ("tests/engine/loop/test_commit.py::test_a_byte_within_a_run_that_is_no_text_starts_none",),
+    ),
 )

@@ -228,4 +228,12 @@ MEMORY = (
         "nothing is promised of what follows a fork of an uncertified branch",
         ("tests/views/test_tree.py::test_nothing_is_promised_of_a_fork_of_a_hooked_prompt",),
     ),
+    Mutant(
+        "fork-of-rejected-after-pending-accepted",
+        "replaylens.engine.memory.tree",
+        "committed = states.num_committed == cut",
+        "committed = states.num_committed >= cut - 1",
+        "after a token that waits, forked drafts are drafts",
+        ("tests/engine/memory/test_tree.py::test_a_fork_of_what_was_rejected_unverified_starts_with_drafts",),
+    ),
 )

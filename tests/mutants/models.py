@@ -172,4 +172,12 @@ MODELS = (
         "accumulated_bias(mlp_input=True) leaves the MLP of the layer out",
         ("tests/engine/replay/test_habits.py::test_methods_of_the_cache",),
     ),
+    Mutant(
+        "single-number-tensors-left-out",
+        "replaylens.engine.model.loading",
+        "[name for name in extra if source.read(name).numel()]",
+        "[name for name in extra if source.read(name).numel() > 1]",
+        "no tensor with numbers is left out",
+        ("tests/engine/model/test_gguf.py::test_a_tensor_that_is_not_read_is_an_error_if_it_holds_a_number",),
+    ),
 )

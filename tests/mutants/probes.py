@@ -259,4 +259,12 @@ PROBES = (
         "at most deepest tokens away",
         ("tests/probes/data/test_rows.py::test_depths_and_lengths_are_whole_numbers_of_tokens_and_steps",),
     ),
+    Mutant(
+        "outcomes-of-rejected-rows",
+        "replaylens.probes.questions.forced",
+        'every = ProbeRows.of(given).accepted()\n    task = every.about.make_task()\n    if not hasattr(task, "outcomes"):',
+        'every = ProbeRows.of(given)\n    task = every.about.make_task()\n    if not hasattr(task, "outcomes"):',
+        "outcomes are those of accepted rows",
+        ("tests/probes/questions/test_questions.py::test_outcomes_are_those_of_accepted_rows",),
+    ),
 )

@@ -158,4 +158,12 @@ WORKBENCH = (
         "a probe steers from its first class to its second",
         ("tests/workbench/test_drawn.py::test_a_probe_steers_from_its_first_class_to_its_second",),
     ),
+    Mutant(
+        "edit-at-row-numbers",
+        "replaylens.engine.features.features",
+        "at = [captured[row] for row, moves in zip(rows, moved.tolist(), strict=True) if moves]",
+        "at = [row for row, moves in zip(rows, moved.tolist(), strict=True) if moves]",
+        "an edit of features is at the rows' positions",
+        ("tests/engine/features/test_features.py::test_edits_of_some_captured_rows_are_at_their_positions",),
+    ),
 )
