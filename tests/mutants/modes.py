@@ -136,8 +136,8 @@ MODES = (
     Mutant(
         "steps-in-the-callers-modes",
         "replaylens.engine.serving.lock",
-        "                with modes.plain():\n                    step()",
-        "                if True:\n                    step()",
+        "                with modes.plain(), pause_collector():\n                    step()",
+        "                with pause_collector():\n                    step()",
         "another thread's step leaves that thread's modes",
         ("tests/engine/serving/test_callers_modes.py::test_streams_are_stepped_in_no_callers_mode",),
     ),
