@@ -137,16 +137,6 @@ def hostwork(ways: tuple[str, ...] = tuple(WAYS), count: int = BRANCHES) -> Line
 
         arms = {at(length): lambda: work(engine, given) for length in LENGTHS}
         yield Line(name, dict(arms), per=STEPS * count, before=before, after=after)
-    batches: list[Batch] = []
-
-    def index(arm: str) -> None:
-        length = int(arm.split()[1])
-        given[:] = branches(engine, length, count)
-        batches[:] = [Batch([Segment(b.lane.table, length - 1, [0]) for b in given], engine.runner.pool, (1,))]
-
-    keys: dict[str, Callable[[], Any]] = {at(length): lambda: batches[0].groups for length in LENGTHS}
-    what = "the attention's index of keys (part of the arithmetic)"
-    yield Line(what, keys, per=count, before=index, after=after, rounds=3, aim="")
 
 
 def fork_by_fork(root: Branch) -> int:

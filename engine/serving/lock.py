@@ -97,7 +97,8 @@ class EngineLock:
             depth = self._depth
             try:
                 self._stepping, self._depth = threading.get_ident(), depth + 1
-                with modes.plain(), pause_collector():  # a step makes many objects, and a look at all of them finds nothing
+                # a step makes many objects, and looking through all of them finds no cycles
+                with modes.plain(), pause_collector():
                     step()
             finally:
                 self._stepping, self._depth = None, depth
