@@ -137,9 +137,11 @@ class Rooms:
             self.states.touch(table.pages[base // size - 1], self.now)
             self.entries.touch(table.pages[base // size - 1], self.now)
             restored = int(start - base < self.tail and not self.entries.of[table.pages[base // size - 1]])
-        first, beyond, shared = start // size, -(-end // size), self.pool._plan(table, start, end)[0]
+        first, beyond, shared = start // size, -(-end // size), set(self.pool._plan(table, start, end)[0])
         kept = (self.entries.of[page] for i, page in enumerate(table.pages[first:beyond], first) if i not in shared)
-        in_use = sum(room > 0 and self.entries.used[room] == self.now for room in kept)  # others may be taken by the first pages
+        in_use = sum(
+            room > 0 and self.entries.used[room] == self.now for room in kept
+        )  # others may be lost to these
         needed = beyond - first - in_use + restored, end // CHUNK - start // CHUNK
         for what, count, shelf in zip(("pages of entries", "states"), needed, (self.entries, self.states), strict=True):
             if count > shelf.num_free(self.now):

@@ -266,7 +266,7 @@ def test_rows_that_are_written_again_need_their_rooms() -> None:
         rooms.entries.drop(page)
     rooms.begin()
     taken(rooms, PageTable(), 0, 4)
-    with pytest.raises(OutOfStates, match="4 pages of entries .* 2 of 10 free"):
+    with pytest.raises(OutOfStates, match=r"4 pages of entries .* 2 of 10 free"):
         taken(rooms, path, 4, 8)
 
 
