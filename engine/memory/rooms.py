@@ -140,8 +140,12 @@ class Rooms:
             self.states.touch(table.pages[base // size - 1], self.now)
             self.entries.touch(table.pages[base // size - 1], self.now)
             restored = int(start - base < self.tail and not self.entries.of[table.pages[base // size - 1]])
-        roomless = sum(not self.entries.of[page] for page in table.pages[start // size : -(-end // size)])
-        needed = self.pool.num_needed(table, start, end) + roomless + restored, end // CHUNK - start // CHUNK
+        first, beyond, shared = start // size, -(-end // size), set(self.pool._plan(table, start, end)[0])
+        kept = (self.entries.of[page] for i, page in enumerate(table.pages[first:beyond], first) if i not in shared)
+        in_use = sum(
+            room > 0 and self.entries.used[room] == self.now for room in kept
+        )  # others may be lost to these
+        needed = beyond - first - in_use + restored, end // CHUNK - start // CHUNK
         for what, count, shelf in zip(("pages of entries", "states"), needed, (self.entries, self.states), strict=True):
             if count > shelf.num_free(self.now):
                 raise OutOfStates(what, count, shelf.num_free(self.now), shelf.count)
@@ -159,9 +163,11 @@ class Rooms:
                 moves.append(Move("restore", int(self.states.of[before]), room, self.tail))
         for index in range(start // size, -(-end // size)):
             page, copy = table.pages[index], sources.get(table.pages[index])
-            room = self._entry(page, moves, whole=True)
-            if copy is not None and self.entries.of[copy.source]:
-                moves.append(Move("copy", int(self.entries.of[copy.source]), room, copy.num_slots))
+            source = page if copy is None else copy.source
+            held = bool(self.whole[source] and self.entries.of[source])
+            room = self._entry(page, moves, whole=held or min(table.length, (index + 1) * size) <= end)
+            if copy is not None and self.entries.of[source]:
+                moves.append(Move("copy", int(self.entries.of[source]), room, copy.num_slots))
             last = (index + 1) * size
             if last % CHUNK == 0 and last <= end:
                 self.states.take(page, self.now, last // CHUNK)

@@ -199,7 +199,8 @@ class Ranks:
     def _start(self) -> None:
         self._followers = Followers(self.size, self.device, self.dtype, self.timeout)
         self._failed = None
-        self._end = weakref.finalize(self, Followers.end, self._followers, os.getpid())
+        self._owner = os.getpid()
+        self._end = weakref.finalize(self, Followers.end, self._followers, self._owner)
 
     def restart(self) -> None:
         """Start new followers and send them the weights again, from the model's source. All branches go on where they are.
@@ -208,10 +209,10 @@ class Ranks:
         """
         if self.reload is None or self._followers.by_torchrun:
             raise RankFailed("These ranks were started by torchrun. Start the program again; a dump goes on with resume=True.")
-        self._end()
         self._ready = False
-        self._start()
         with self.closed_by_errors():  # ranks with other weights would compute other bits
+            self._end()
+            self._start()
             self.reload(self)
         self._ready = True
 
@@ -312,9 +313,16 @@ class Ranks:
         own      what rank 0 computes meanwhile
         only     the rank that is asked; default: all that have columns
         """
+<<<<<<< HEAD
         if os.getpid() != self._owner:  # both would take each other's answers
             raise RankFailed(
                 "These ranks belong to the process that started them, and this is a fork of it. Load an engine here."
+=======
+        if os.getpid() != self._owner:  # its messages would mix with those of the owner, on the same connections
+            raise RankFailed(
+                f"A product was not computed: process {os.getpid()} is a fork of process {self._owner}, whose ranks these are. "
+                "Load an engine in each process."
+>>>>>>> brk
             )
         if self._failed is not None:
             raise RankFailed(self._explained())

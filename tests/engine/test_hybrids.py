@@ -24,6 +24,8 @@ from replaylens.engine.errors import (
     UnknownSite,
 )
 from replaylens.engine.memory.cache import RoomPlan, cache_bytes, kv_bytes, require_memory
+from replaylens.engine.memory.pages import PagePool, PageTable
+from replaylens.engine.memory.rooms import Rooms
 from replaylens.engine.model.config import MixerConfig, ModelConfig
 from replaylens.engine.model.loading import load, weights_hash
 from replaylens.engine.request.edits import Edit
@@ -248,6 +250,35 @@ def test_control_lost_entries_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rooms, "known", lambda table, length: length)
     root.force(TOKENS[100:])
     assert not torch.equal(root.activations[LATER], whole.activations[LATER])
+
+
+def taken(rooms: Rooms, table: PageTable, start: int, end: int) -> None:
+    rooms.prepare(table, start, end)
+    rooms.take(table, start, end, rooms.pool.reserve(table, start, end))
+
+
+def test_rows_that_are_written_again_need_their_rooms() -> None:
+    """Of 10 rooms, this step uses 4 of a path and 4 of another. The path's 4 drafts had the last 2, and need 4."""
+    rooms, path = Rooms(PagePool(64, 1), 10, 4, tail=3), PageTable()
+    rooms.begin()
+    taken(rooms, path, 0, 8)
+    for page in path.pages[6:]:
+        rooms.entries.drop(page)
+    rooms.begin()
+    taken(rooms, PageTable(), 0, 4)
+    with pytest.raises(OutOfStates, match=r"4 pages of entries .* 2 of 10 free"):
+        taken(rooms, path, 4, 8)
+
+
+def test_a_page_written_in_part_has_no_entries_that_it_lost() -> None:
+    """Rows 0 to 6 of a page of 16 whose room was lost, on a path of 12: the others are not there."""
+    rooms, table = Rooms(PagePool(8, 16), 4, 4, tail=3), PageTable()
+    taken(rooms, table, 0, 12)
+    taken(rooms, table, 0, 6)
+    assert rooms.known(table, 12) == 12
+    rooms.entries.drop(table.pages[0])
+    taken(rooms, table, 0, 6)
+    assert rooms.known(table, 12) == 0
 
 
 def test_old_states_are_kept_at_growing_distances() -> None:

@@ -201,7 +201,7 @@ def _swapped(split: SplitWeight, parts: dict[int, torch.Tensor], activated: bool
     return join(split, parts, activated).roll(1, -1)
 
 
-def test_ranks_that_die_or_hang_cost_no_token(tmp_path: Path) -> None:
+def test_ranks_that_die_or_hang_cost_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a bound, by name; branches stay, and go on with new ranks. A dump goes on from its last shard."""
     alone, engine = Engine.load("coin-plain"), Engine.load("coin-plain", ranks=2, rank_timeout=1.5)
     assert engine.ranks is not None and engine.fingerprint == alone.fingerprint
@@ -226,6 +226,12 @@ def test_ranks_that_die_or_hang_cost_no_token(tmp_path: Path) -> None:
     engine.ranks.restart()
     assert same(branch.generate(2, drafter="lens"), truth.generate(2, drafter="lens"))
     assert engine.replay(examples, sites="ST", drafter="ngram", progress=False).save(tmp_path / "again").digest == whole
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ranks_file.Followers, "_await_start", _interrupted)
+        engine.ranks.restart()
+    with pytest.raises(RankFailed, match="closed"):
+        fork.force([3, 4])
+    engine.ranks.restart()
     os.kill(_follower(engine).pid, signal.SIGSTOP)
     began = time.monotonic()
     with pytest.raises(RankFailed, match=r"rank 1 of 2 did not answer within 1\.5 s"):
@@ -234,9 +240,27 @@ def test_ranks_that_die_or_hang_cost_no_token(tmp_path: Path) -> None:
     assert _follower(engine).poll() is not None, "what hangs is ended"
 
 
+def _interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def _follower(engine: Engine) -> "subprocess.Popen[bytes]":
     assert engine.ranks is not None
     return engine.ranks._followers.processes[0]
+
+
+def test_a_fork_of_the_process_asks_no_rank(two: Ranks, narrow: None) -> None:
+    """Its messages would mix with its parent's."""
+    engine, alone = (Engine(model) for model in (over(two, reference.decoder("llama")), reference.decoder("llama")))
+    if not (child := os.fork()):
+        try:
+            engine.prompt([1, 2, 3])
+        except RankFailed as error:
+            os._exit(0 if "is a fork of process" in str(error) else 2)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(engine.prompt([1, 2, 3]).kv(), alone.prompt([1, 2, 3]).kv())
 
 
 @pytest.mark.slow
