@@ -180,7 +180,7 @@ class Ranks:
         self.reload: Callable[[Ranks], None] | None = None
         """sends all weights again; holds neither these ranks nor the model, which would keep each other"""
         self.answers = self.sent_bytes = self.received_bytes = 0
-        self._lock, self._owner = threading.RLock(), os.getpid()
+        self._lock = threading.RLock()
         self._numbers: dict[str, int] = {}
         self._shapes: dict[str, torch.Size] = {}
         self._failed: str | None = None
@@ -313,16 +313,9 @@ class Ranks:
         own      what rank 0 computes meanwhile
         only     the rank that is asked; default: all that have columns
         """
-<<<<<<< HEAD
         if os.getpid() != self._owner:  # both would take each other's answers
             raise RankFailed(
                 "These ranks belong to the process that started them, and this is a fork of it. Load an engine here."
-=======
-        if os.getpid() != self._owner:  # its messages would mix with those of the owner, on the same connections
-            raise RankFailed(
-                f"A product was not computed: process {os.getpid()} is a fork of process {self._owner}, whose ranks these are. "
-                "Load an engine in each process."
->>>>>>> brk
             )
         if self._failed is not None:
             raise RankFailed(self._explained())
