@@ -139,9 +139,7 @@ class Rooms:
             restored = int(start - base < self.tail and not self.entries.of[table.pages[base // size - 1]])
         first, beyond, shared = start // size, -(-end // size), set(self.pool._plan(table, start, end)[0])
         kept = (self.entries.of[page] for i, page in enumerate(table.pages[first:beyond], first) if i not in shared)
-        in_use = sum(
-            room > 0 and self.entries.used[room] == self.now for room in kept
-        )  # others may be lost to these
+        in_use = sum(room > 0 and self.entries.used[room] == self.now for room in kept)  # others may be lost to these
         needed = beyond - first - in_use + restored, end // CHUNK - start // CHUNK
         for what, count, shelf in zip(("pages of entries", "states"), needed, (self.entries, self.states), strict=True):
             if count > shelf.num_free(self.now):
