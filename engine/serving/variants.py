@@ -194,7 +194,9 @@ class Variants:
         tables = [pool.fork(lane.table, v.start) for v in live]
         try:
             self._make_room(lane, sum(pool.num_needed(table, table.length, length) for table in tables), len(live) == 1)
-            for table in tables:
+            for i, table in enumerate(tables):  # the states that one goes on from may have been lost to those before it
+                pool.truncate(table, self.runner.cache.known(table, table.length))
+                live[i] = replace(live[i], start=table.length)
                 self.runner.reserve(table, table.length, length)
             segments = [Segment(t, v.start, self.path[v.start : length], 0, v.edits) for t, v in zip(tables, live, strict=True)]
             first = live[0].layer

@@ -252,6 +252,16 @@ def test_control_lost_entries_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.equal(root.activations[LATER], whole.activations[LATER])
 
 
+def test_variants_whose_entries_are_lost_to_one_another() -> None:
+    """Others leave a text only the entries that two variants go on from, and the first takes the second's."""
+    subject, tokens = crowded("mamba2"), TOKENS[:134]
+    edits = [[Edit("T", "zero", positions=at, layers=[0])] for at in (124, 131)]
+    with subject.variants(tokens) as variants:
+        others = [subject.prompt([i, *TOKENS[:15]]) for i in range(12)]
+        found = variants.read(edits, [133], lambda logits: logits)[:, 0]
+    assert len(others) == 12 and torch.equal(found, engine("mamba2").logits_under(tokens, edits))
+
+
 def taken(rooms: Rooms, table: PageTable, start: int, end: int) -> None:
     rooms.prepare(table, start, end)
     rooms.take(table, start, end, rooms.pool.reserve(table, start, end))

@@ -175,7 +175,7 @@ MEMORY = (
     Mutant(
         "page-copied-without-its-entries",
         "replaylens.engine.memory.rooms",
-        'moves.append(Move("copy", int(self.entries.of[copy.source]), room, copy.num_slots))',
+        'moves.append(Move("copy", int(self.entries.of[source]), room, copy.num_slots))',
         "pass",
         "a copied page has the recurrent entries of its source",
         ("tests/engine/test_hybrids.py::test_what_is_not_kept_is_computed_again",),
