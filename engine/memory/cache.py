@@ -4,6 +4,7 @@ import hashlib
 import math
 import mmap
 import os
+import sys
 from bisect import bisect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -332,7 +333,7 @@ def require_memory(
     needs = lambda tokens: cache_bytes(config, tokens, page_size, dtype, state_tokens)  # noqa: E731
     if needs(num_tokens) <= there:
         return
-    most = bisect(range(num_tokens), there, key=needs) - 1
+    most = bisect(range(min(num_tokens, sys.maxsize)), there, key=needs) - 1
     what = "KV" if config.mixer is None else f"KV and recurrent states in pages of {page_size}"
     hint = ""
     if config.mixer is not None:

@@ -612,7 +612,7 @@ def _states(memory: RecurrentMemory, rows: PagedRows, key_heads: int) -> Tensor:
     there = pages.to(memory.entries.device)
     entries = memory.entries.unflatten(0, (-1, size))[memory.entry_of[there].long()].flatten(0, 1).cpu()
     held = host.LayerMemory(entries, memory.states[memory.state_of[there].long()].cpu(), memory.at, key_heads)
-    out = torch.empty(len(owner), heads, d, width)
+    out = torch.empty(len(owner), heads, d, width, dtype=torch.float32)
     places = zip(owner.tolist(), position.tolist(), base.tolist(), strict=True)
     asked = [host.Piece(sequence, 0, at + 1, 0, first, final=out[i]) for i, (sequence, at, first) in enumerate(places)]
     none = out.new_empty(0, key_heads, d), out.new_empty(0, heads, width)

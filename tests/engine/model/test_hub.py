@@ -199,7 +199,12 @@ def test_half_of_a_thinking_states_model_is_refused(cache: Path) -> None:
         (Path("gpt2"), {}, UnsupportedModel, "gpt2 does not exist"),
         ("coin-plian", {}, UnsupportedModel, "did you mean 'coin-plain'"),
         ("SmolLM2", {}, UnsupportedModel, "did you mean 'smollm2'"),
-        ("banana", {}, FetchFailed, r"banana is neither a path here.*Models of replaylens: coin-plain, .*smollm2\."),
+        (
+            "banana",
+            {},
+            FetchFailed,
+            r"banana is neither a path.*Models of replaylens: coin-plain, .*smollm2, gemma3-270m\.",
+        ),
         ("", {}, UnsupportedModel, r"'' does not exist.*Known: coin-plain"),
         (None, {}, UnsupportedModel, r"None \(NoneType\).*a name such as 'smollm2' or 'gpt2', a folder"),
         ("coin-plain", {"revision": "x"}, BadRequest, "not with 'coin-plain', which is a model of replaylens"),

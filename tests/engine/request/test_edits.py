@@ -15,7 +15,7 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadRequest, BadTrace, UnknownSite
 from replaylens.engine.model import loading
 from replaylens.engine.records import EditRecord, PlacedEditRecord
-from replaylens.engine.request.capture import Chunk, PositionSlice, Recording, before
+from replaylens.engine.request.capture import Chunk, PositionSlice, Recording, before, picked
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placed import PlacedEdit, page_keys
 from replaylens.engine.request.placing import place
@@ -735,7 +735,9 @@ def test_a_recording_holds_what_a_dictionary_would(seed: int) -> None:
             assert torch.equal(made["S"], wanted) and torch.equal(made.peek("S"), wanted)
             chosen = dice.sample(list(model), min(len(model), 4))
             if chosen:
-                assert torch.equal(made.picked(chosen)["S"], torch.tensor([[float(at), float(model[at])] for at in chosen]))
+                assert torch.equal(
+                    picked([made], [chosen])[0]["S"], torch.tensor([[float(at), float(model[at])] for at in chosen])
+                )
 
 
 def test_rows_that_wait_for_their_next_token_go_with_it() -> None:

@@ -200,10 +200,12 @@ def test_an_interrupt_does_not_wait_for_the_wave(chain: Branch) -> None:
         return passes(*given)
 
     chain.engine.runner.exact = interrupted  # type: ignore[method-assign]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes ignore it
     try:
         with pytest.raises(KeyboardInterrupt):
             chain.resample(4, at=[9, 12], max_new=5, sites="S")
     finally:
+        signal.signal(signal.SIGINT, before)
         del chain.engine.runner.exact
     assert len(calls) == 2 and list(chain.engine.loop.lanes) == [chain.id]
 
