@@ -119,7 +119,7 @@ class Engine(TransformerLensVerbs):
         beside = replace(hub, revision=None)  # the draft model may be on the hub, too
         draft = None
         if draft_model is not None:
-            draft = _owned(load_model(draft_model, dtype, check=False, device=device, hub=beside, packed=True)[0])
+            draft = _owned(load_model(draft_model, dtype, False, device, hub=beside, packed=True, with_text=False)[0])
         check = None if check is None else as_bool("check", check)
         source = _located(source, adapter, hub)
         if (found := _thinking_model(source)) is not None:
@@ -139,14 +139,14 @@ class Engine(TransformerLensVerbs):
             _require_guess(guess)
         check = loading.is_live(source) if check is None else check
         if ranks == 1:
-            model, text = load_model(source, dtype, check, where, adapter, hub, packed=True)
+            model, text = load_model(source, dtype, check, where, adapter, hub, packed=True, with_text=tokenizer is None)
             return cls(_owned(model), text if tokenizer is None else tokenizer, draft_model=draft, **options)
         group = Ranks(ranks, device, dtype, as_float("rank_timeout", rank_timeout))
         with group.closed_by_errors():
             read = partial(load_model, source, dtype, device=device, adapter=adapter, hub=hub)
-            model, text = read(check=check, packed=group)
+            model, text = read(check=check, packed=group, with_text=tokenizer is None)
             engine = cls(_owned(group.take(model)), text if tokenizer is None else tokenizer, draft_model=draft, **options)
-            engine._follow(group, partial(read, check=False))
+            engine._follow(group, partial(read, check=False, with_text=False))
         return engine
 
     def _follow(self, group: Ranks, read: Callable[..., tuple[Decoder, Text]]) -> None:
@@ -303,8 +303,12 @@ def load_model(
     adapter: str | Path | None = None,
     hub: HubOptions = HubOptions(),  # noqa: B008 (frozen)
     packed: bool | loading.Divider = False,
+    with_text: bool = True,
 ) -> tuple[Decoder, Text]:
-    """A decoder and its tokenizer, from any source of `Engine.load`; the options as in `loading.load`."""
+    """A decoder and its tokenizer, from any source of `Engine.load`; the options as in `loading.load`.
+
+    with_text  whether a file's tokenizer is read, which may take half a minute or be impossible, for somebody who has his own
+    """
     if isinstance(source, str) and source in zoo.PLAIN:
         loading.require_unchecked(check, source)
         _require_no_adapter(adapter, source)
@@ -314,7 +318,7 @@ def load_model(
         return loading.load(loading.load(folder), dtype, device=device), Text(words)
     found = _located(source, adapter, hub)
     if isinstance(found, loading.LocatedModel):
-        places = [place for place in (found.adapter, found.path) if place is not None]
+        places = [place for place in (found.adapter, found.path) if place is not None and with_text]
         text = next((found for found in map(load_text, places) if found.tokenizer is not None), Text(None))
         return loading.load(found.path, dtype, check, device, found.adapter, found.revision, packed), text
     hub.require_unused(source)

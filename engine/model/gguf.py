@@ -289,8 +289,8 @@ class GgufFile:
             found: Any = AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name)
         except (NotImplementedError, KeyError, ValueError, OSError) as e:
             raise UnsupportedModel(
-                f"transformers cannot read the tokenizer in {self.path}: {e}. Convert the file to a Hugging Face folder, and "
-                "give that."
+                f"transformers cannot read the tokenizer in {self.path}: {e}. Give another by tokenizer=, or convert the file "
+                "to a Hugging Face folder."
             ) from e
         begins = (field := fields.get("tokenizer.ggml.add_bos_token")) is not None and bool(field.contents())
         if begins and found("a").input_ids[:1] != [found.bos_token_id]:

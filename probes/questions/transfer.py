@@ -63,8 +63,8 @@ def transfer(
 
     The line `same roots` of each cell also fits on accepted rows of the SAME roots. Its gain is leakage through shared
     prefixes, not transfer. Only rows after the prompt count, since prompts have no rejected rows. Controls go the same way,
-    from accepted to rejected rows: `CONTROLS`, and an untrained model if the rows' `engine` is given. Shown: some cell is above
-    every one of them and above the majority; the intervals of the differences hold for all cells jointly.
+    from accepted to rejected rows: `ALL_CONTROLS`, the untrained model if the rows' `engine` is given. Shown: some cell is
+    above every one of them and above the majority; the intervals of the differences hold for all cells jointly.
     """
     every = ProbeRows.of(given)
     if every.about.task is None:

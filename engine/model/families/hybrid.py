@@ -11,7 +11,7 @@ from torch import Tensor
 from replaylens.engine.errors import UnsupportedModel
 from replaylens.engine.model.config import MixerConfig, MixtureConfig, ModelConfig, Rope, Routing
 from replaylens.engine.model.families.llama import BIASES, LLAMA, LLAMA_NAMES, OLMO2, PARTIAL, names_of, reads_of
-from replaylens.engine.model.families.moe import COUNTS, GRANITEMOE, QWEN2_MOE, qwen2_mixture
+from replaylens.engine.model.families.moe import COUNTS, GRANITEMOE, QWEN2_MOE, qwen2_mixture, sigmoids_in_groups
 from replaylens.engine.model.family import Arrange, ExpertNames, Names, Raw, ReadField, main_rope, rotary_width
 
 ATTENTION, MIXER = "attn mlp", "mixer mlp"
@@ -390,19 +390,9 @@ def _nemotron(raw: Raw) -> MixerConfig | None:
 
 def _nemotron_mixture(raw: Raw) -> MixtureConfig | None:
     kinds = raw["layers_block_type"]
-    routing = Routing(
-        raw["num_experts_per_tok"],
-        "sigmoid",
-        normalised=raw["norm_topk_prob"],
-        scale=raw["routed_scaling_factor"],
-        groups=raw["n_group"],
-        chosen_groups=raw["topk_group"],
-        group_best=2,
-        correction=True,
-    )
     shared, width = raw["moe_shared_expert_intermediate_size"], raw["moe_intermediate_size"]
-    sparse = tuple(kind == "moe" for kind in kinds)
-    return MixtureConfig(raw["n_routed_experts"], width, routing, sparse, d_shared=shared) if "moe" in kinds else None
+    routing, sparse = sigmoids_in_groups(raw), tuple(kind == "moe" for kind in kinds)
+    return MixtureConfig(raw["n_routed_experts"], width, routing, sparse, d_shared=shared) if any(sparse) else None
 
 
 NEMOTRON_H = replace(

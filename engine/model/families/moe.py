@@ -219,11 +219,9 @@ def deepseek_v2_mixture(raw: Raw) -> MixtureConfig | None:
     return _deepseek(raw, routing, layers)
 
 
-def deepseek_v3_mixture(raw: Raw) -> MixtureConfig | None:
+def sigmoids_in_groups(raw: Raw) -> Routing:
     """Sigmoids; the choice adds a trained bias to them. A group is as good as its two best experts together."""
-    if not any(layers := _deepseek_layers(raw)):
-        return None
-    routing = Routing(
+    return Routing(
         _top(raw),
         "sigmoid",
         normalised=raw["norm_topk_prob"],
@@ -233,7 +231,12 @@ def deepseek_v3_mixture(raw: Raw) -> MixtureConfig | None:
         group_best=2,
         correction=True,
     )
-    return _deepseek(raw, routing, layers)
+
+
+def deepseek_v3_mixture(raw: Raw) -> MixtureConfig | None:
+    if not any(layers := _deepseek_layers(raw)):
+        return None
+    return _deepseek(raw, sigmoids_in_groups(raw), layers)
 
 
 def _deepseek_layers(raw: Raw) -> tuple[bool, ...]:

@@ -46,7 +46,7 @@ def doctor(
 
 
 def _load(name: str, device: str) -> Decoder:
-    return load_model(name, default_dtype(device), check=False, device=device)[0]
+    return load_model(name, default_dtype(device), check=False, device=device, with_text=False)[0]
 
 
 def _show(certificate: Certificate, model: str) -> None:

@@ -25,6 +25,7 @@ from replaylens.engine.model.families import FAMILIES
 from replaylens.engine.model.gguf import ARCHITECTURES, config_of
 from replaylens.engine.model.loading import WEIGHTS_FILE, load, text_config, weights_hash
 from replaylens.engine.model.source import Filler, Shards, Source
+from replaylens.tasks import WordTokenizer
 from tests.engine.model.test_adapter import trained
 from tests.engine.model.test_weights import assert_same, edit
 from tests.families import hugging_face
@@ -309,6 +310,11 @@ def test_a_lone_file_brings_its_tokenizer(begins: bool, tmp_path: Path) -> None:
         file = write(model, tmp_path / "model.gguf", "llama")
     tokens = Engine.load(file, check=False).prompt("ab a").tokens
     assert tokens == [1] * begins + [8, 6]
+    with pytest.MonkeyPatch.context() as patch:  # somebody's own tokenizer takes the place of one that cannot be read
+        patch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: {}["no such kind"])
+        with pytest.raises(UnsupportedModel, match=r"no such kind.*Give another by tokenizer="):
+            Engine.load(file, check=False)
+        assert Engine.load(file, check=False, tokenizer=WordTokenizer(["a", "b"])).prompt([1, 8]).length == 2
 
 
 def fields(architecture: str, tensors: tuple[str, ...] = (), **keys: Any) -> dict[str, Any]:
