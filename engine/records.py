@@ -279,6 +279,8 @@ class EditRecord:
     when: TensorRecord | UnsetType = UNSET
     tokens: tuple[str | Count, ...] | UnsetType = UNSET
     experts: tuple[Count, ...] | UnsetType = UNSET
+    match_norm: bool | UnsetType = UNSET
+    above: float | UnsetType = UNSET
 
 
 @dataclass(frozen=True)
@@ -299,6 +301,8 @@ class PlacedEditRecord:
     keep_norm: bool = False
     when: TensorRecord | UnsetType = UNSET
     tokens: tuple[Count, ...] = ()
+    match_norm: bool = False
+    above: float = 0.0
 
 
 # ---- lens ------------------------------------------------------------------------------------------------------------

@@ -282,8 +282,9 @@ def _through_edit(g: Tensor, rows: Tensor, edit: PlacedEdit, positions: list[int
     """The gradient [n, ...] of rows before one edit: of those, and of those heads, that it changes.
 
     keep_norm:  y = e |x| / |e|, e = x + v      dx = (g - e (g . e) / |e|^2) |x| / |e| + x (g . e) / (|x| |e|)
+    match_norm: y = x + e, e = c v |x| / |v|    dx = g + x (g . e) / |x|^2
     """
-    marked = replace(edit, op="set", value=rows.new_full(rows.shape[1:], torch.nan), keep_norm=False)
+    marked = replace(edit, op="set", value=rows.new_full(rows.shape[1:], torch.nan), keep_norm=False, match_norm=False)
     changed = marked.apply(rows, positions).isnan()
     plain = replace(edit, keep_norm=False, when=None, heads=())
     dx = g
@@ -291,6 +292,9 @@ def _through_edit(g: Tensor, rows: Tensor, edit: PlacedEdit, positions: list[int
         dx = plain.apply(g, positions)
     elif edit.op != "add":
         dx = torch.zeros_like(g)
+    elif edit.match_norm:
+        e = plain.apply(rows, positions) - rows
+        dx = g + rows * (portable.row_sums(g * e) / portable.row_sums(rows * rows))
     elif edit.keep_norm:
         e = plain.apply(rows, positions)
         old, new = portable.row_sums(rows * rows).sqrt(), portable.row_sums(e * e).sqrt()

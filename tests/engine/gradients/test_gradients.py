@@ -325,6 +325,9 @@ def test_rows_without_the_edit_are_left_alone() -> None:
     [
         Edit("blocks.1.attn.hook_z", "zero", None, None, heads=[1, 3]),
         Edit("S", "add", WIDE[0], None, [1], keep_norm=True),
+        Edit("S", "add", WIDE[0], None, [1], factor=0.7, match_norm=True),
+        Edit("S", "add", WIDE[0], None, [1], match_norm=True, when=WIDE[1], above=0.4),
+        Edit("blocks.1.attn.hook_z", "add", WIDE[0].view(4, 8), None, heads=[1, 3], match_norm=True),
         Edit("S", "add", WIDE[0], None, [1], when=WIDE[1]),
         Edit("S", "add", WIDE[0], None, [1], keep_norm=True, when=WIDE[1]),
         Edit("S", "project_out", WIDE[:2], None, [1], when=WIDE[2]),
