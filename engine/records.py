@@ -305,6 +305,29 @@ class PlacedEditRecord:
     above: float = 0.0
 
 
+# ---- probes ----------------------------------------------------------------------------------------------------------
+# How dumps name the probes whose scores they hold.
+
+
+@dataclass(frozen=True)
+class ProbeRecord:
+    """A linear probe: score = weight x + bias, one line for two classes (positive: the second), else one per class."""
+
+    name: str
+    site: str
+    label: str
+    classes: tuple[str, ...]
+    weight: TensorRecord
+    """[k, d]"""
+    bias: TensorRecord
+    """[k]"""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all but its name."""
+        return digest_of({name: value for name, value in asdict(self).items() if name != "name"})
+
+
 # ---- lens ------------------------------------------------------------------------------------------------------------
 # How Z is stored: in dump plans, and in what a request captures.
 

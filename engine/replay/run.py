@@ -17,6 +17,7 @@ from replaylens.engine.records import Citation, Identifier
 from replaylens.engine.replay.replayer import ReplayOptions, Result
 from replaylens.engine.request.values import as_bool, as_int
 from replaylens.engine.serving.core import Core
+from replaylens.engine.serving.watch import Watch
 
 if TYPE_CHECKING:
     from replaylens.engine.dump.content import Content
@@ -156,6 +157,7 @@ class Run(Sequence[Result]):
         probabilities: bool = True,
         features: Encoders = MappingProxyType({}),
         keep: int | None = None,
+        watch: Watch | None = None,
         resume: bool = False,
     ) -> Dump:
         """Write the run as a dump: bit for bit the one that `write_dump` makes from the same plan.
@@ -171,7 +173,7 @@ class Run(Sequence[Result]):
 
         resume = as_bool("resume", resume)
         how: dict[str, Any] = dict(positions=positions, dtype=dtype, probabilities=probabilities, features=features, keep=keep)
-        plan, assembled = self._planned(examples_per_shard=examples_per_shard, **how)
+        plan, assembled = self._planned(examples_per_shard=examples_per_shard, watch=watch, **how)
 
         def make(number: int, done: Callable[[int], object]) -> Content:
             content = assembled(number)

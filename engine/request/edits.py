@@ -133,7 +133,7 @@ class Edit:
     match_norm for `add`: scale value to the length of the row that it is added to, before factor: the row x becomes
                x + factor * value * |x| / |value|
     when       a direction [*site shape]: edit only rows whose projection on it is greater than `above`
-    above      with `when`: the threshold. Of a probe's score w x + b, when=w and above=-b; `Watch.when` gives both
+    above      with `when`: the threshold. Of a probe's score w x + b, when=w and above=-b; `Watch.edit` makes such edits
     tokens     a token or several, as text or ids: edit only positions that hold one of them, also those still to come
     experts    for `force`, `forbid` and `reweight`: which experts, by index
 
