@@ -97,8 +97,8 @@ def _unturned(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unwindowed(real: Callable[..., Any]) -> Callable[..., Any]:
-    def changed(g: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, want: bool, products: Any) -> Any:
-        return real(g, q, k, v, AttentionSpec(spec.layer, spec.scale, spec.softcap, 0), want, products)
+    def changed(g: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *more: Any) -> Any:
+        return real(g, q, k, v, AttentionSpec(spec.layer, spec.scale, spec.softcap, 0), *more)
 
     return changed
 
