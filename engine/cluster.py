@@ -373,7 +373,7 @@ class WaveWorker(Worker):
         given["answer"] = None if given["answer"] is None else Answer.from_json(given["answer"])
         with chain_of(self.engine, **json.loads(path)) as branch:
             plan, wave = plan_rollouts(branch, **given)
-        return json.dumps({"plan": plan.to_json(), "wave": wave})
+        return json.dumps({"plan": plan.to_json(), "wave": wave, "made_by": self.engine.fingerprint.parts()})
 
     def write(self, folder: str, number: int) -> int:
         """Draw and write one wave of a folder. Returns its number."""
@@ -423,7 +423,8 @@ def resample_on_cluster(
     sent = sendable({**options, "n": n, "sampling": drawn, "answer": None if answer is None else answer.to_json()})
     with connected(address) as ray, Pool(ray, WaveWorker, model, engine_options or {}, workers) as pool:
         raw = json.loads(pool.call("plan", sendable({"prompt": prompt, "chain": chain}), sent))
-        files = WaveFolder.create(folder, ResamplePlan.from_json(raw["plan"]), raw["wave"])
+        made_by = build(Fingerprint, raw["made_by"], "The fingerprint", BadRequest)
+        files = WaveFolder.create(folder, ResamplePlan.from_json(raw["plan"]), raw["wave"], made_by)
         finished = files.finished()
         missing = [number for number in range(files.num_waves) if number not in finished]
         with tqdm(total=len(files.plan), unit="rollout", disable=hidden(progress)) as bar:

@@ -1,12 +1,19 @@
-"""How tokens and figures are shown, wherever they are: words of tokens, visible blanks, figures for notebooks."""
+"""How tokens and figures are shown: words of tokens, visible blanks, figures, and the identifier in a figure's file."""
 
+import hashlib
+import re
+from collections.abc import Callable
 from functools import cache, lru_cache
-from io import BytesIO
+from io import BytesIO, TextIOBase
+from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unicodedata import category
+from zlib import crc32
 
+from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.text import Text
+from replaylens.engine.records import SCHEME, Identifier
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,7 +60,28 @@ def _picture() -> "type[Figure]":
     from matplotlib.figure import Figure
 
     class Picture(Figure):
-        """A figure that displays itself, whatever pyplot's backend."""
+        """A figure that displays itself, whatever pyplot's backend. Its PNG and SVG files carry their identifier."""
+
+        source: Callable[[], str] | None = None
+        """gives the identifier of the result that it shows"""
+
+        def savefig(self, fname: Any, *, format: str | None = None, metadata: Any = None, **options: Any) -> None:
+            """As matplotlib's, without its time stamp and version, so that equal figures of one machine are equal files."""
+            import matplotlib
+
+            named = isinstance(fname, str | Path)
+            kind = format or (Path(fname).suffix.removeprefix(".").lower() if named else "") or "png"
+            if kind not in _STAMPED:
+                return super().savefig(fname, format=format, metadata=metadata, **options)
+            drawn = BytesIO()
+            plain = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}[kind]
+            with matplotlib.rc_context({"svg.hashsalt": "replaylens"}):
+                super().savefig(drawn, format=kind, metadata=plain | (metadata or {}), **options)
+            content = stamped(drawn.getvalue(), "" if self.source is None else self.source())
+            if named:  # a name without an ending gets one, as in matplotlib
+                Path(fname if Path(fname).suffix else f"{fname}.{kind}").write_bytes(content)
+            else:
+                fname.write(content.decode() if isinstance(fname, TextIOBase) else content)
 
         def _repr_png_(self) -> bytes:
             buffer = BytesIO()
@@ -66,6 +94,86 @@ def _picture() -> "type[Figure]":
 def picture(width: float, height: float) -> "Figure":
     """An empty figure, so many inches wide and high. Its background is not transparent: dark pages show it as light ones do."""
     return _picture()(figsize=(width, height), layout="constrained", facecolor="white")
+
+
+def shows(figure: "Figure", source: Callable[[], str]) -> "Figure":
+    """Mutates: the figure's files will name the result that it shows, by its identifier. Returns it."""
+    if isinstance(figure, _picture()):
+        figure.source = source  # type: ignore[attr-defined]
+    return figure
+
+
+# ---- stamps ----------------------------------------------------------------------------------------------------------
+# The identifier of a figure, within its own file: a text chunk of a PNG, an element of an SVG or HTML file. Its digest is the
+# SHA-256 of the file without this stamp, so that whoever has the file can check it.
+
+_STAMPED = ("png", "svg", "html")
+_PNG = b"\x89PNG\r\n\x1a\n"
+_WORDS = rb"(replaylens:sha256:[0-9a-f]{64})(?: of (replaylens:sha256:[0-9a-f]{64}))?"
+_SVG_STAMP = re.compile(rb'<metadata id="replaylens">' + _WORDS + rb"</metadata>")
+_HTML_STAMP = re.compile(rb'<meta name="replaylens" content="' + _WORDS + rb'">')
+_CHUNK = b"tEXtreplaylens\x00"
+
+
+class Stamp(NamedTuple):
+    """What a figure's file says, and what it is."""
+
+    identifier: str
+    source: str
+    """identifier of the result that the figure shows; empty: none is named"""
+    digest: str
+    """SHA-256 of the file without its stamp; of an intact file, that of `identifier`"""
+
+    @property
+    def intact(self) -> bool:
+        return Identifier.parse(self.identifier).digest == self.digest
+
+
+def stamped(content: bytes, source: str = "") -> bytes:
+    """A PNG, SVG or HTML file with its identifier, and that of the result that it shows, if it is known. `source` is hashed,
+    too."""
+    told = f" of {source}" if source else ""
+    words = f"{SCHEME}{_digest(content, source)}{told}".encode()
+    if content.startswith(_PNG):
+        body = _CHUNK + words
+        end = 8 + 25  # the signature, and the header, which is the first chunk
+        return content[:end] + len(body[4:]).to_bytes(4) + body + crc32(body).to_bytes(4) + content[end:]
+    html = re.search(rb"<head>", content)
+    opening = html or re.search(rb"<svg[^>]*>", content)
+    if opening is None:
+        raise BadRequest("This is neither a PNG, an SVG nor an HTML file, so there is no place for an identifier.")
+    stamp = b'<meta name="replaylens" content="%s">' if html else b'<metadata id="replaylens">%s</metadata>'
+    return content[: opening.end()] + stamp % words + content[opening.end() :]
+
+
+def stamp_of(content: bytes) -> Stamp | None:
+    """The stamp of a figure's file; None if it has none. BadRequest for a PNG that is cut off."""
+    if content.startswith(_PNG):
+        return _png_stamp(content)
+    found = _HTML_STAMP.search(content) or _SVG_STAMP.search(content)
+    return None if found is None else _read(found, content[: found.start()] + content[found.end() :])
+
+
+def _png_stamp(content: bytes) -> Stamp | None:
+    at = len(_PNG)
+    while at < len(content):
+        end = at + 12 + int.from_bytes(content[at : at + 4])
+        if end > len(content):
+            raise BadRequest("The PNG file is cut off. Copy it again.")
+        if content[at + 4 : end].startswith(_CHUNK):
+            found = re.fullmatch(_WORDS, content[at + 4 + len(_CHUNK) : end - 4])
+            return None if found is None else _read(found, content[:at] + content[end:])
+        at = end
+    return None
+
+
+def _read(found: re.Match[bytes], rest: bytes) -> Stamp:
+    source = (found[2] or b"").decode()
+    return Stamp(found[1].decode(), source, _digest(rest, source))
+
+
+def _digest(content: bytes, source: str) -> str:
+    return hashlib.sha256(content + source.encode()).hexdigest()
 
 
 def plain(text: str) -> str:

@@ -194,6 +194,10 @@ class NoChatTemplate(BadTexts):
     """A chat was given, but the tokenizer has no template to write it with."""
 
 
+class RewrittenTurn(BadTexts):
+    """A chat template writes an earlier turn differently once a later one follows, so that no path can hold both."""
+
+
 class UnknownOption(BadRequest, TypeError):
     """A call with an option that does not exist, with too many values, or without one that it needs."""
 

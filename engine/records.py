@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from replaylens.engine.errors import EngineError
+from replaylens.engine.errors import BadRequest, EngineError
 from replaylens.engine.terminal import Later
 
 if TYPE_CHECKING:
@@ -135,6 +136,12 @@ class Fingerprint:
     def _of_gpu(self) -> bool:
         return self.canonical.startswith("cuda")
 
+    @property
+    def cited(self) -> dict[str, str]:
+        """What a citation says of the computation."""
+        model = self.revision or f"weights sha256:{self.weights}"
+        return {"model": model, "arithmetic": self.arithmetic, "replaylens": self.replaylens}
+
     def to_json(self) -> str:
         return json.dumps(self.parts(), sort_keys=True)
 
@@ -147,6 +154,92 @@ class Fingerprint:
         mine, theirs, binding = asdict(self), asdict(other), self._binding | other._binding
         differ = [name for name in mine if name in binding and mine[name] != theirs[name]]
         return [f"{name}: {mine[name]} here, {theirs[name]} there" for name in differ]
+
+
+# ---- citation --------------------------------------------------------------------------------------------------------
+# `Identifier`: the name of a result in a paper, the same wherever the result is computed again. `Citation`: text and BibTeX.
+
+SCHEME = "replaylens:sha256:"
+_IDENTIFIER = re.compile(rf"{SCHEME}([0-9a-f]{{64}})(?:#([0-9]{{1,15}})\.([0-9]{{1,15}})\.([0-9]{{1,15}}))?")
+
+
+@dataclass(frozen=True)
+class Identifier:
+    """replaylens:sha256:DIGEST of a dump, rollouts, a report or a figure; of a row, #EXAMPLE.BRANCH.POSITION follows.
+
+    The digest is that of the content, as its class defines it. The place of a row says where to look, and is not hashed.
+
+    >>> str(Identifier("0" * 64, (3, 0, 17)))[-12:]
+    '00000#3.0.17'
+    """
+
+    digest: str
+    row: tuple[int, int, int] | None = None
+    """example, branch and position"""
+
+    def __str__(self) -> str:
+        return f"{SCHEME}{self.digest}" + ("" if self.row is None else f"#{'.'.join(map(str, self.row))}")
+
+    @classmethod
+    def parse(cls, text: str) -> Identifier:
+        """Inverse of `str`; BadRequest for other texts."""
+        found = _IDENTIFIER.fullmatch(text)
+        if found is None:
+            form = f"{SCHEME} and 64 hexadecimal digits; of a row, #EXAMPLE.BRANCH.POSITION after them"
+            raise BadRequest(f"Invalid identifier {text[:100]!r}. Give {form}.")
+        example, branch, position = found.groups()[1:]
+        return cls(found[1], None if example is None else (int(example), int(branch), int(position)))
+
+
+def digest_of(value: Any) -> str:
+    """SHA-256 of a JSON value. The order of keys does not count; NaN and Infinity are no JSON."""
+    plain = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(plain.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Citation:
+    """How to cite a result. `text` and `bibtex` are ready to paste; `str` gives both."""
+
+    identifier: str
+    what: str
+    """the result in a few words"""
+    check: str
+    """the command that checks it"""
+    replaylens: str | None = None
+    """the version that computed it; None: computed elsewhere, as given arrays are"""
+    model: str | None = None
+    """name@commit on the Hugging Face hub, or the digest of the weights"""
+    arithmetic: str | None = None
+    """such as portable-1, whose bits are those of every machine"""
+    fingerprint: str | None = None
+    """digest of all that the bits depend on"""
+
+    @property
+    def _facts(self) -> str:
+        given = {"replaylens": self.replaylens, "model": self.model, "arithmetic": self.arithmetic}
+        given["fingerprint"] = None if self.fingerprint is None else self.fingerprint[:16]
+        return ", ".join(f"{name} {value}" for name, value in given.items() if value) or "rows computed elsewhere"
+
+    @property
+    def text(self) -> str:
+        return f"{self.what} ({self._facts}). {self.identifier}. Check: {self.check}"
+
+    @property
+    def bibtex(self) -> str:
+        key = f"replaylens-{Identifier.parse(self.identifier).digest[:12]}"
+        fields = {"key": "replaylens", "title": f"{{{_tex(self.what)}}}"}
+        fields |= {"howpublished": rf"\texttt{{{_tex(self.identifier)}}}", "note": _tex(self._facts)}
+        return "\n".join([f"@misc{{{key},", *(f"  {name} = {{{value}}}," for name, value in fields.items()), "}"])
+
+    def __str__(self) -> str:
+        return f"{self.text}\n\n{self.bibtex}"
+
+
+def _tex(text: str) -> str:
+    """Text whose special characters BibTeX and LaTeX take as they are."""
+    special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    return re.sub(r"[\\~^{}%#&_$]", lambda found: special.get(found[0], f"\\{found[0]}"), text)
 
 
 # ---- edits -----------------------------------------------------------------------------------------------------------
@@ -186,6 +279,8 @@ class EditRecord:
     when: TensorRecord | UnsetType = UNSET
     tokens: tuple[str | Count, ...] | UnsetType = UNSET
     experts: tuple[Count, ...] | UnsetType = UNSET
+    match_norm: bool | UnsetType = UNSET
+    above: float | UnsetType = UNSET
 
 
 @dataclass(frozen=True)
@@ -206,6 +301,31 @@ class PlacedEditRecord:
     keep_norm: bool = False
     when: TensorRecord | UnsetType = UNSET
     tokens: tuple[Count, ...] = ()
+    match_norm: bool = False
+    above: float = 0.0
+
+
+# ---- probes ----------------------------------------------------------------------------------------------------------
+# How dumps name the probes whose scores they hold.
+
+
+@dataclass(frozen=True)
+class ProbeRecord:
+    """A linear probe: score = weight x + bias, one line for two classes (positive: the second), else one per class."""
+
+    name: str
+    site: str
+    label: str
+    classes: tuple[str, ...]
+    weight: TensorRecord
+    """[k, d]"""
+    bias: TensorRecord
+    """[k]"""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all but its name."""
+        return digest_of({name: value for name, value in asdict(self).items() if name != "name"})
 
 
 # ---- lens ------------------------------------------------------------------------------------------------------------

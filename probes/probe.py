@@ -22,6 +22,7 @@ from replaylens.engine.errors import FingerprintMismatch
 from replaylens.engine.replay.run import Run
 from replaylens.engine.request.values import verb
 from replaylens.engine.serving.core import Core
+from replaylens.engine.serving.watch import probe_record
 from replaylens.engine.terminal import hidden
 from replaylens.probes import registry
 from replaylens.probes.arrays import LABEL
@@ -79,6 +80,11 @@ class LinearProbe:
             f"LinearProbe({self.label} at {where}, {self.position}: {', '.join(self.classes)}; {self.estimator} on "
             f"{len(self.roots) or 'unknown'} roots, d = {self.weight.shape[1]})"
         )
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of weights, bias, classes, label and site, in float32: what `engine.watch` computes with, and dumps name."""
+        return probe_record(self.label, self, self.site).digest
 
     def scores(self, X: Any) -> np.ndarray:
         """[rows] for two classes, else [rows, classes], of rows [rows, d]: a tensor, array, list or DataFrame."""

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from replaylens.engine.display import DPI, picture, plain, short, wrapped
+from replaylens.engine.display import DPI, picture, plain, short, shows, wrapped
+from replaylens.engine.records import Citation, Identifier, digest_of
 from replaylens.engine.request.values import output_path
 from replaylens.probes.checks import make_folder
 from replaylens.probes.errors import BadProbeFile, ProbeError
@@ -221,22 +222,43 @@ class Report:
         table = pd.DataFrame(fitting)
         return fitting[table.index.get_loc(best_of(table).name)]
 
+    @property
+    def digest(self) -> str:
+        """SHA-256 of kind, source, settings, notes, findings and lines. The order of their keys does not count, nor does the
+        version that computed the rows."""
+        raw = self.to_json()
+        raw["source"] = {name: value for name, value in raw["source"].items() if name != "replaylens"}
+        return digest_of({name: value for name, value in raw.items() if name not in ("summary", "digest")})
+
+    def cite(self) -> Citation:
+        """How to cite the report, a verdict with its controls: text and BibTeX with an identifier that holds on every
+        machine."""
+        found, source = Identifier(self.digest), self.source
+        rows = f" {Identifier(source['digest'])}" if len(source.get("digest") or "") == 64 else ""
+        task = source.get("task") or "arrays"
+        what = f"{self.kind} report, {len(self.lines)} lines, on {source.get('rows')} rows of {task}{rows}"
+        made = {name: source.get(name) for name in ("model", "arithmetic", "replaylens", "fingerprint")}
+        return Citation(str(found), what, f"replaylens verify {found} --in FOLDER", **made)
+
     # ---- figures ------------------------------------------------------------------------------------------------
 
     def heatmap(self, label: str | None = None, *, estimator: str | None = None) -> "Figure":
         """Score by layer and position, one panel per site; see `figures.heatmap`."""
 
-        return heatmap(self.table, label, estimator)
+        return self._figure(heatmap(self.table, label, estimator))
 
     def curves(self, label: str | None = None, *, estimator: str | None = None) -> "Figure":
         """Score by layer with its interval and controls, one panel per position; see `figures.curves`."""
 
-        return curves(self.table, label, estimator)
+        return self._figure(curves(self.table, label, estimator))
 
     def complexity(self) -> "Figure":
         """Accuracy against complexity and C, of a `complexity_curve`; see `figures.complexity`."""
 
-        return complexity(self.table, self.settings["label"])
+        return self._figure(complexity(self.table, self.settings["label"]))
+
+    def _figure(self, made: "Figure") -> "Figure":
+        return shows(made, lambda: str(Identifier(self.digest)))
 
     # ---- on disk ------------------------------------------------------------------------------------------------
 
@@ -257,11 +279,12 @@ class Report:
     def save(self, folder: str | Path, figures: bool = True) -> Path:
         """Write report.json, summary.txt, table.csv and PNG figures, over an older report. Returns the folder."""
         folder = report_folder(make_folder(folder))
-        (folder / FILE).write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
+        raw = self.to_json() | {"digest": self.digest}
+        (folder / FILE).write_text(json.dumps(raw, indent=1, allow_nan=False) + "\n")
         (folder / SUMMARY).write_text(self.text() + "\n")
         self.table.to_csv(folder / TABLE, index=False)
         if figures:
-            save_all(self.kind, self.table, folder)
+            save_all(self.kind, self.table, folder, self._figure)
         return folder
 
     @classmethod
@@ -274,9 +297,12 @@ class Report:
             if raw["format"] != FORMAT or raw["schema"] != SCHEMA:
                 raise BadProbeFile(f"{path} has format {raw['format']} {raw['schema']} instead of {FORMAT} {SCHEMA}.")
             fields = {name: raw[name] for name in ("kind", "source", "settings", "notes", "findings")}
-            return cls(lines=raw["rows"], **fields)
+            found = cls(lines=raw["rows"], **fields)
         except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
             raise BadProbeFile(f"{path} is not a report ({error}).") from error
+        if raw.get("digest", found.digest) != found.digest:  # older reports have none
+            raise BadProbeFile(f"{path} was changed: it does not have its digest. Copy it again, or run the probe again.")
+        return found
 
 
 def report_folder(given: str | Path) -> Path:
@@ -301,6 +327,7 @@ def about_rows(rows: ProbeRows) -> dict[str, Any]:
         "knobs": about.cited_knobs,
         "digest": about.digest,
         "fingerprint": about.fingerprint.digest if about.fingerprint else None,
+        **({} if about.fingerprint is None else about.fingerprint.cited),
         "rows": len(rows),
         "roots": int(rows.frame["root"].nunique()),
     }
@@ -430,8 +457,8 @@ def bars(table: pd.DataFrame, title: str) -> Figure:
     return figure
 
 
-def save_all(kind: str, table: pd.DataFrame, folder: Path) -> list[Path]:
-    """Save every figure of a report of this kind as PNG. The files contain no timestamps."""
+def save_all(kind: str, table: pd.DataFrame, folder: Path, named: Callable[[Figure], Figure]) -> list[Path]:
+    """Save every figure of a report of this kind as PNG, named by its source. The files contain no timestamps."""
     made = {}
     if kind == "sweep":
         main = table[~table["known_zero"].astype(bool)]
@@ -445,7 +472,7 @@ def save_all(kind: str, table: pd.DataFrame, folder: Path) -> list[Path]:
     paths = []
     for name, figure in made.items():
         paths.append(folder / f"{name}.png")
-        figure.savefig(paths[-1], dpi=DPI, metadata={"Software": None})
+        named(figure).savefig(paths[-1], dpi=DPI)
     return paths
 
 

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from replaylens.engine.model.sites import layer_of
+from replaylens.engine.records import Identifier
 from replaylens.engine.terminal import Later
 
 if TYPE_CHECKING:
@@ -171,6 +172,11 @@ class Content:
     def of_examples(self, examples: Sequence[int]) -> Content:
         """The rows of some examples."""
         return self.select(np.isin(self.index.column("example").to_numpy(), np.asarray(examples)))
+
+    def row_identifier(self, row: int) -> Identifier:
+        """What one row is cited by: the digest of a content of this row alone, and its place."""
+        alone = self.select(np.array([row]))
+        return Identifier(alone.digests()[0], _place(alone, 0))
 
 
 def combine(digests: Iterable[str]) -> str:

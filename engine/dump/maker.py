@@ -21,6 +21,7 @@ from replaylens.engine.dump.plan import (
     FORMS,
     POSITIONS,
     PREFIX,
+    PROBES,
     DumpPlan,
     Encoders,
     ExamplePath,
@@ -49,6 +50,7 @@ from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_bool, as_instance, as_int, defines, short_repr, verb
 from replaylens.engine.serving.core import Core
+from replaylens.engine.serving.watch import Watch, scorers
 from replaylens.tasks.reading import RESERVED
 from replaylens.tasks.registry import require_own_name
 from replaylens.tasks.task import AnyTask, Example
@@ -106,6 +108,7 @@ def make_plan(
     probabilities: bool = True,
     features: Encoders = MappingProxyType({}),
     keep: int | None = None,
+    watch: Watch | None = None,
 ) -> DumpPlan:
     """A plan for this engine, with every name resolved. It cites the task by name; TaskNameTaken if another task is
     registered under it.
@@ -122,13 +125,15 @@ def make_plan(
                whether to store log-probability and entropy of every row, which takes the unembedding of all of them
     features   sparse features to store, name -> `SparseFeatures`; sites="" stores nothing else
     keep       the largest number of features per row, the strongest; default: k of a TopK SAE, else 64
+    watch      of `engine.watch`: also store the scores of its probes, as tensors probes.NAME. The plan holds their weights
     """
     require_own_name(type(task))
     edits, indices = engine.tokenized(edits), compact(examples)
     _check_positions(task, positions, indices)
     spec = engine.capture_spec(sites, rejected=rejected, top_k=top_k, targets=targets, full=full, lens=lens)
     stored = planned(engine, features, keep)
-    if not spec.sites and not spec.thoughts and spec.lens is None and not stored:
+    watched = () if watch is None else as_instance("watch", watch, Watch, "the result of engine.watch").records
+    if not spec.sites and not spec.thoughts and spec.lens is None and not stored and not watched:
         raise BadRequest(f"sites={sites!r} stores nothing. Give letters of STCZ, or site names.")
     _check_widths(engine, spec.sites)
     drafter = as_instance("drafter", drafter, str, "the name of a drafter")
@@ -150,6 +155,7 @@ def make_plan(
         edits=tuple(edit.to_json() for edit in edits),
         probabilities=as_bool("probabilities", probabilities),
         features=stored,
+        probes=watched,
         end=engine.text.foreign_end,
         selector=None if isinstance(positions, str) else positions,
         encoders=dict(features),
@@ -439,7 +445,8 @@ def _tensors(engine: Core, plan: DumpPlan, paths: list[ExamplePath], rows: np.nd
     found = {site: [_cast(site, piece, plan.dtype) for piece in _pieces(paths, site, chosen)] for site in plan.sites}
     lens = _lens_rows(engine, plan.lens, paths, chosen) if plan.lens is not None else {}
     sparse = _feature_rows(plan, paths, chosen) if plan.features else {}
-    return Pieces(found | {name: [x] for name, x in (lens | sparse).items()})
+    scored = _probe_rows(plan, paths, chosen) if plan.probes else {}
+    return Pieces(found | {name: [x] for name, x in (lens | sparse | scored).items()})
 
 
 def _feature_rows(plan: DumpPlan, paths: list[ExamplePath], chosen: Tensor) -> Rows:
@@ -452,6 +459,15 @@ def _feature_rows(plan: DumpPlan, paths: list[ExamplePath], chosen: Tensor) -> R
     return made
 
 
+def _probe_rows(plan: DumpPlan, paths: list[ExamplePath], chosen: Tensor) -> Rows:
+    """The scores of the kept rows, from the rows as they were captured."""
+    made = Rows()
+    for site, score in scorers(plan.probes).items():
+        rows = _gather(paths, _captured(plan, paths, site), chosen if len(chosen) else torch.tensor([0]))
+        made |= {f"{PROBES}{name}": x[: len(chosen)] for name, x in score(rows).items()}
+    return made
+
+
 def _captured(plan: DumpPlan, paths: list[ExamplePath], site: str) -> str:
     """The captured site that holds the rows of `site`: itself, or the stream entering the next block if nothing edits it."""
     there = set.intersection(*(set(path.recording.sites()) for path in paths))
@@ -461,7 +477,9 @@ def _captured(plan: DumpPlan, paths: list[ExamplePath], site: str) -> str:
         return site
     if following in there and not plan.edits and not any(p.example.given and p.example.given.edits for p in paths):
         return following
-    raise UnknownSite(f"{site}, the site of the features, was not captured. Ask for it: replay(..., sites=[..., {site!r}]).")
+    raise UnknownSite(
+        f"{site}, the site of features or probes, was not captured. Ask for it: replay(..., sites=[..., {site!r}])."
+    )
 
 
 def _pieces(paths: list[ExamplePath], site: str, chosen: Tensor) -> list[Tensor]:
@@ -568,7 +586,7 @@ class ShardMaker:
         """The sites to capture: the stored ones, those that the lens reads, and the model's output for probabilities."""
         streams = self.plan.lens.sites if self.plan.lens is not None else ()
         final = self.engine.sites.per_layer("S")[-1:] if self.plan.probabilities else []
-        encoded = [stored.site for stored in self.plan.features]
+        encoded = [stored.site for stored in (*self.plan.features, *self.plan.probes)]
         return [*self.plan.sites, *streams, *final, *encoded]
 
     @property
@@ -603,7 +621,7 @@ def describe_sites(engine: Core, content: Content) -> dict[str, SiteEntry]:
     found = {}
     for name in content.tensors:
         x = pieces_of(content.tensors, name)[0]
-        aliases = () if name.startswith(("Z.", PREFIX)) else engine.sites.sites[name].aliases
+        aliases = () if name.startswith(("Z.", PREFIX, PROBES)) else engine.sites.sites[name].aliases
         letter = "Z" if name.startswith("Z.") else letters.get(name)
         dtype = str(x.dtype).removeprefix("torch.")
         found[name] = SiteEntry(dtype, tuple(x.shape[1:]), layer_of(name), letter, aliases)

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from msgspec import Meta
 
 from replaylens.engine.dump.content import combine
-from replaylens.engine.dump.plan import DumpPlan
+from replaylens.engine.dump.plan import PROBES, DumpPlan
 from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import BadDump, EngineError, FingerprintMismatch, PlanMismatch, ReplayMismatch, UnfinishedDump
 from replaylens.engine.model.sites import by_layer
@@ -215,6 +215,10 @@ class _Checks:
             shapes = [manifest.sites[name].shape if name in manifest.sites else None for name in stored.tensors]
             fine = shapes == [(stored.keep,), (stored.keep,), ()]
             self.need(fine, f"the features {stored.name!r} of its plan are not stored as planned")
+        for probe in plan.probes:
+            count, entry = probe.weight.shape[0] if probe.weight.shape else 0, manifest.sites.get(f"{PROBES}{probe.name}")
+            fine = entry is not None and entry.shape == (() if count == 1 else (count,))
+            self.need(fine, f"the scores of the probe {probe.name[:60]!r} of its plan are not stored as planned")
         self.need(
             len(manifest.shards) == plan.num_shards,
             f"it lists {len(manifest.shards)} shards, but {plan.num_shards} are planned",

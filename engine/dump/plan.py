@@ -15,7 +15,7 @@ from msgspec import UNSET, UnsetType
 
 from replaylens import tasks
 from replaylens.engine.errors import BadDump, BadRequest, no_such
-from replaylens.engine.records import Count, EditRecord, Hash, LensSpec, Positive, build
+from replaylens.engine.records import Count, EditRecord, Hash, LensSpec, Positive, ProbeRecord, build
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_instance, as_int, as_list, integer, short_repr
 from replaylens.engine.terminal import Later
@@ -153,6 +153,8 @@ class ExamplePath:
 
 PARTS = ("indices", "values", "counts")
 PREFIX = "features."
+PROBES = "probes."
+"""prefix of the scores of watched probes"""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,60}")
 KEEP = 64
 """features per row, unless the caller or the k of a TopK SAE says otherwise"""
@@ -302,6 +304,8 @@ class DumpPlan:
     """whether the index has log-probability and entropy of every row; False: both are null, and the unembedding is not run"""
     features: tuple[StoredFeatures, ...] = ()
     """sparse features to store, besides the sites"""
+    probes: tuple[ProbeRecord, ...] = ()
+    """linear probes whose scores are stored, with their weights"""
     end: int | None = None
     """the token that ends a generation, where the tokenizer comes from elsewhere: versions of one may differ in it"""
     selector: Selector | None = field(default=None, compare=False, repr=False)
@@ -319,6 +323,9 @@ class DumpPlan:
             "The plan has no examples. Give at least one.": len(self.examples) > 0,
             "Two sets of features have the same name. Give each its own.": len({each.name for each in self.features})
             == len(self.features),
+            "Two probes have the same name, or one has other characters than letters, digits, - and _. Give each its own.": (
+                len({each.name for each in self.probes if _NAME.fullmatch(each.name)}) == len(self.probes)
+            ),
             f"Unknown positions {self.positions!r:.60}. Use one of {', '.join(POSITIONS)}, {FORMS}, or a function.": (
                 self.positions in POSITIONS
                 or self.positions.startswith(CUSTOM)
@@ -355,11 +362,15 @@ class DumpPlan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values; `from_json` restores it, except for a custom selector and the weights of features."""
-        usual = dict(edits=(), probabilities=True, features=(), end=None)  # left out, as in dumps older than these options
+        usual = dict(
+            edits=(), probabilities=True, features=(), probes=(), end=None
+        )  # left out, as in dumps older than these options
         unwritten = ("selector", "encoders")
         raw = {name: value for name, value in vars(self).items() if name not in unwritten and value != usual.get(name, ...)}
         if self.features:
             raw["features"] = [asdict(each) for each in self.features]
+        if self.probes:
+            raw["probes"] = [asdict(each) for each in self.probes]
         indices = self.examples
         spelled = {"start": indices.start, "stop": indices.stop} if isinstance(indices, range) else {"indices": list(indices)}
         lens = None if self.lens is None else asdict(self.lens)
@@ -376,13 +387,14 @@ class DumpPlan:
         edits = _checked_edits(raw["edits"]) if raw.get("edits") else ()
         return cls(**{**vars(read), "examples": read.examples.listed(), "edits": edits})
 
-    def differences(self, other: DumpPlan) -> list[str]:
+    def differences(self, there: DumpPlan) -> list[str]:
         """One readable line per option that differs."""
-        mine, theirs = ({"features": [], "end": None, "probabilities": True, **plan.to_json()} for plan in (self, other))
+        mine, theirs = ({"features": [], "end": None, "probabilities": True, **plan.to_json()} for plan in (self, there))
         if mine["knobs"] != theirs["knobs"]:  # texts are too long for a line
-            mine["knobs"], theirs["knobs"] = self.cited_knobs, other.cited_knobs
-        other_edits = ["edits: other interventions"] if mine.pop("edits", None) != theirs.pop("edits", None) else []
-        return other_edits + [f"{name}: {mine[name]} here, {theirs[name]} there" for name in mine if mine[name] != theirs[name]]
+            mine["knobs"], theirs["knobs"] = self.cited_knobs, there.cited_knobs
+        told = {"edits": "other interventions", "probes": "other probes"}  # whose tensors are too long for a line
+        other = [f"{name}: {said}" for name, said in told.items() if mine.pop(name, None) != theirs.pop(name, None)]
+        return other + [f"{name}: {mine[name]} here, {theirs[name]} there" for name in mine if mine[name] != theirs[name]]
 
 
 def _checked_edits(raw: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
@@ -433,6 +445,7 @@ class PlanRecord:
     edits: tuple[EditRecord, ...] = ()
     probabilities: bool = True
     features: tuple[StoredFeatures, ...] = ()
+    probes: tuple[ProbeRecord, ...] = ()
     end: Count | None = None
 
 

@@ -7,6 +7,7 @@ X, y, groups = dump.where(accepted=True).matrix("S", layer=2, label="face")
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,6 +36,7 @@ from replaylens.engine.dump.plan import named, to_rows
 from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import BadDump, BadRequest, UnknownSite, no_such
 from replaylens.engine.model.sites import BY_SLOT, at_layer, same_value, warn_of_mixed_experts
+from replaylens.engine.records import Citation, Identifier
 from replaylens.engine.request.values import as_bool, as_instance, as_int, as_list, hides, short_repr
 
 if TYPE_CHECKING:
@@ -132,6 +134,27 @@ class Dump:
     def accepted_digest(self) -> str:
         """Digest of the accepted rows; the same for every drafter."""
         return self.manifest.accepted_digest
+
+    def cite(self, row: int | None = None) -> Citation:
+        """How to cite the dump, or one row of it: text and BibTeX with an identifier that holds on every machine.
+
+        row  its number in `index`. The row's own digest covers its rows at all sites and its line of the index
+        """
+        plan, fingerprint = self.manifest.plan, self.manifest.fingerprint
+        some = f"{len(self)} of " * bool(self.filters)
+        what = f"activation dump of {plan.task}, {len(plan.examples)} examples, {some}{self.manifest.rows} rows"
+        found = Identifier(self.digest)
+        if row is not None:
+            found = self._row_identifier(as_int("row", row, -len(self), len(self) - 1))
+            what = "example {}, branch {}, position {} of the ".format(*found.row or ()) + f"{what} {Identifier(self.digest)}"
+        check = f"replaylens verify {found} --in {shlex.quote(self.url)}"
+        return Citation(str(found), what, check, fingerprint=fingerprint.digest, **fingerprint.cited)
+
+    def _row_identifier(self, row: int) -> Identifier:
+        chosen = self._selected()
+        number = row % len(self) if chosen is None else int(chosen[row])
+        located = Located.of(shard_starts(self.files), np.array([number]))
+        return self.files.content(int(located.shards[0])).row_identifier(int(located.rows[0]))
 
     @property
     def sites(self) -> dict[str, SiteEntry]:

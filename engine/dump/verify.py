@@ -5,7 +5,7 @@ content, then a replay of a sample. Under another fingerprint, bits are not comp
 """
 
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -129,6 +129,7 @@ def verify(
     task: AnyTask | None = None,
     selector: Selector | None = None,
     features: Encoders = MappingProxyType({}),
+    rows: Sequence[tuple[int, int, int]] | None = None,
     progress: bool = False,
 ) -> Verification:
     """Check files, digests and fingerprint, then replay the examples, or a sample, and compare every bit.
@@ -139,6 +140,7 @@ def verify(
     task      required if the dump's task is not registered
     selector  required if the dump's positions were chosen by a function
     features  required if the dump holds sparse features: name -> `SparseFeatures`
+    rows      replay these (example, branch, position) instead of a sample
 
     Damaged files are a mismatch. A folder without a manifest, or with one that is damaged or edited, is no dump to compare
     with: BadDump or UnfinishedDump.
@@ -168,7 +170,9 @@ def verify(
         return Verification(OTHER, (*lines, "Load the model with the tokenizer that made the dump (tokenizer=)."))
     replay = _Replay(dump, engine, batch, task, selector, features)
     try:
-        if count is None:
+        if rows is not None:
+            found = replay.run_rows(_named(rows), progress)
+        elif count is None:
             found = replay.run(_sampled(dump.manifest, sample, seed), progress)
         else:
             found = replay.run_rows(_drawn(dump.files, count, seed, replay.accepted_only), progress)
@@ -188,6 +192,15 @@ def _sampled(manifest: Manifest, sample: float | str, seed: int) -> list[int]:
 
 _Rows = Mapping[tuple[int, int], set[int]]
 """positions of rows by (example, branch)"""
+
+
+def _named(rows: Sequence[tuple[int, int, int]]) -> _Rows:
+    found: dict[tuple[int, int], set[int]] = {}
+    for example, branch, position in rows:
+        found.setdefault((example, branch), set()).add(position)
+    return found
+
+
 _REPLAYED = 4
 """rows of replayed examples for each row of a sample: examples are replayed whole, so more would spread it further, and cost
 more than reading Z at its rows"""

@@ -5,7 +5,7 @@ of the canonical kernels. So its gradients have the same bits in any company, af
 of a CPU have them on every machine. They are float32, whatever the dtype of the weights.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -104,9 +104,12 @@ class Backward:
         edits: tuple[PlacedEdit, ...],
         asked: frozenset[str],
         products: BackwardProducts,
+        own: bool = False,
     ) -> None:
         """forward  with the values of `needed_sites`
-        asked    the sites whose gradients are kept in `found`"""
+        asked    the sites whose gradients are kept in `found`
+        own      every row's gradient is that of the row itself: nothing passes from one position to another"""
+        self.own = own
         self.model, self.forward, self.asked, self.products = model, forward, asked, products
         self.num_rows = num_rows = len(forward.residual)
         self.edits: dict[str, list[PlacedEdit]] = {}
@@ -117,7 +120,10 @@ class Backward:
 
     def run(self, g: Tensor) -> dict[str, Tensor]:
         """The gradients at the asked sites, from that of the last row's logits, g [vocab]."""
-        x = self._logits(g)
+        return self.through_blocks(self._logits(g))
+
+    def through_blocks(self, x: Tensor) -> dict[str, Tensor]:
+        """The gradients at the asked sites, from that of the stream after the last block, x [rows, d_model]."""
         first = min((layer_of(site) or 0 for site in self.asked - self.found.keys()), default=self.model.config.num_layers)
         for layer in reversed(range(first, self.model.config.num_layers)):
             x = self._block(layer, x)
@@ -218,12 +224,12 @@ class Backward:
         rotary, config, want_pattern = self.rotary[layer], self.model.config, attn.pattern_site in self.asked
         if isinstance(attn, LatentAttention):
             assert rotary is not None
-            out, pattern = through_latent(attn, g, rotary, self._value, self._at, want_pattern, self.products)
+            out, pattern = through_latent(attn, g, rotary, self._value, self._at, want_pattern, self.products, self.own)
             if pattern is not None:
                 self.found[attn.pattern_site] = pattern
             return out
         q, k, v = (self._value(site) for site in (*_attended(config, layer), attn.v_site))
-        dq, dk, dv, pattern = through_attention(g, q, k, v, attn.spec, want_pattern, self.products)
+        dq, dk, dv, pattern = through_attention(g, q, k, v, attn.spec, want_pattern, self.products, self.own)
         if pattern is not None:
             self.found[attn.pattern_site] = pattern
         if attn.norm_is_last:
@@ -282,8 +288,9 @@ def _through_edit(g: Tensor, rows: Tensor, edit: PlacedEdit, positions: list[int
     """The gradient [n, ...] of rows before one edit: of those, and of those heads, that it changes.
 
     keep_norm:  y = e |x| / |e|, e = x + v      dx = (g - e (g . e) / |e|^2) |x| / |e| + x (g . e) / (|x| |e|)
+    match_norm: y = x + e, e = c v |x| / |v|    dx = g + x (g . e) / |x|^2
     """
-    marked = replace(edit, op="set", value=rows.new_full(rows.shape[1:], torch.nan), keep_norm=False)
+    marked = replace(edit, op="set", value=rows.new_full(rows.shape[1:], torch.nan), keep_norm=False, match_norm=False)
     changed = marked.apply(rows, positions).isnan()
     plain = replace(edit, keep_norm=False, when=None, heads=())
     dx = g
@@ -291,6 +298,9 @@ def _through_edit(g: Tensor, rows: Tensor, edit: PlacedEdit, positions: list[int
         dx = plain.apply(g, positions)
     elif edit.op != "add":
         dx = torch.zeros_like(g)
+    elif edit.match_norm:
+        e = plain.apply(rows, positions) - rows
+        dx = g + rows * (portable.row_sums(g * e) / portable.row_sums(rows * rows))
     elif edit.keep_norm:
         e = plain.apply(rows, positions)
         old, new = portable.row_sums(rows * rows).sqrt(), portable.row_sums(e * e).sqrt()
@@ -376,6 +386,30 @@ class Tape:
             kept = _in_order(self.asked, found, num_keys)
         values = _in_order(self.asked, self.forward.values, num_keys)
         return Gradients(value, self.tokens, certified and products.certified, values, kept, aliases)
+
+    @torch.inference_mode()
+    def own_jacobians(self, picked: Sequence[int], tell: Callable[[int], object]) -> Tensor:
+        """The sums over some positions of the Jacobians of the final stream by the streams at the asked sites, each at the same
+        position: [sites, d_model (of the final stream), d_model], on the host. On a CPU in portable arithmetic.
+
+        What a position does to the final stream at the same position passes through no other one. So one backward pass, in
+        which rows keep to themselves, gives one line of the Jacobians of all positions and layers.
+
+        tell  called after each line
+        """
+        width, device = self.runner.model.config.d_model, self.runner.device
+        out, products = torch.empty(len(self.asked), width, width, dtype=torch.float32), self._products()
+        with modes.canonical():
+            for line in range(width):
+                g = torch.zeros(self.forward.residual.shape, dtype=torch.float32, device=device)
+                g[:, line] = 1.0
+                backward = Backward(self.runner.model, self.forward, self.edits, frozenset(self.asked), products, own=True)
+                found = backward.through_blocks(g)
+                for number, site in enumerate(self.asked):
+                    rows = finite(found[site], f"Jacobians at {site}")[list(picked)].cpu()
+                    out[number, line] = portable.row_sums(rows.t().contiguous())[:, 0]
+                tell(line)
+        return out
 
     def _products(self) -> BackwardProducts:
         if not self.runner.kernels:

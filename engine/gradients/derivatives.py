@@ -179,11 +179,20 @@ class AttentionGradients(NamedTuple):
 
 
 def through_attention(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, want_pattern: bool, products: BackwardProducts
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    want_pattern: bool,
+    products: BackwardProducts,
+    own: bool = False,
 ) -> AttentionGradients:
     """g [rows, heads, d_value] is the gradient of z = p v with p = softmax(cap(scale q k^T)), rows at positions 0, 1, ...
 
     dv = p^T g,  dp = g v^T,  ds = p (dp - sum(dp p)) cap',  dq = scale ds k,  dk = scale ds^T q
+
+    own  keys and values get what they do to their own row alone, so that no row's gradient depends on another row's
     """
     rows, heads, _ = q.shape
     k, v = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()  # [kv_heads, rows, d]
@@ -195,7 +204,11 @@ def through_attention(
         part, keys = slice(first, end), slice(low, end)
         hidden = ~visible(torch.arange(first - low, end - low, device=q.device), end - low, spec.window)
         bias = position_bias(spec.slopes, end, q)[:, low:] if spec.slopes else None
-        dq[part], by_k, by_v, dp = _through_rows(g[part], q[part], k[:, keys], v[:, keys], spec, hidden, bias, products)
+        others = None
+        if own:
+            others = torch.arange(first, end, device=q.device)[:, None] != torch.arange(low, end, device=q.device)
+        found = _through_rows(g[part], q[part], k[:, keys], v[:, keys], spec, hidden, bias, products, others)
+        dq[part], by_k, by_v, dp = found
         dk[:, keys] += by_k
         dv[:, keys] += by_v
         if pattern is not None:
@@ -212,9 +225,13 @@ def _through_rows(
     hidden: Tensor,
     bias: Tensor | None,
     products: BackwardProducts,
+    others: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """g, q [rows, heads, width], k, v [kv_heads, keys, width], hidden [rows, keys], bias [heads, keys]
-    -> dq, dk, dv as these, dp [rows, heads, keys]"""
+    -> dq, dk, dv as these, dp [rows, heads, keys]
+
+    others  [rows, keys]: edges that give their keys and values no gradient
+    """
     (rows, heads, _), kv_heads = q.shape, len(k)
     fold = lambda x: rearrange(x, "rows (kv group) d -> kv (group rows) d", kv=kv_heads)  # noqa: E731
     back = lambda x: rearrange(x, "kv (group rows) d -> rows (kv group) d", rows=rows)  # noqa: E731
@@ -228,7 +245,11 @@ def _through_rows(
     p = softmax(scores.masked_fill(unseen, -torch.inf), products)
     dp = product(g, v.transpose(1, 2)).masked_fill_(unseen, 0.0)
     ds = through_softcap(through_softmax(dp, p, products), capped, spec.softcap)
-    return back(product(ds, k).mul_(spec.scale)), product(ds.transpose(1, 2), q), product(p.transpose(1, 2), g), back(dp)
+    dq = back(product(ds, k).mul_(spec.scale))
+    if others is not None:
+        cut = repeat(others, "rows keys -> (group rows) keys", group=heads // kv_heads)
+        ds, p = ds.masked_fill(cut, 0.0), p.masked_fill(cut, 0.0)
+    return dq, product(ds.transpose(1, 2), q), product(p.transpose(1, 2), g), back(dp)
 
 
 # ---- latent ----------------------------------------------------------------------------------------------------------
@@ -252,13 +273,14 @@ def through_latent(
     at: AtSite,
     want_pattern: bool,
     products: BackwardProducts,
+    own: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """g [rows, heads, d_value], of the heads' outputs -> the gradient of the normed stream [rows, d_model], and of the pattern.
 
     value  the value at a site, in float32
     """
     q, k, v = (value(site) for site in (attn.q_site, attn.k_site, attn.v_site))
-    dq, dk, dv, pattern = through_attention(g, q, k, v, attn.spec, want_pattern, products)
+    dq, dk, dv, pattern = through_attention(g, q, k, v, attn.spec, want_pattern, products, own)
     return _queries(attn, dq, rotary, value, at, products) + _keys(attn, dk, dv, rotary, value, at, products), pattern
 
 

@@ -63,6 +63,11 @@ class Text:
         """A chat as the tokenizer's template writes it, special tokens included. If its last message is the assistant's, the
         text ends within it, to be continued; else it ends with the words that begin an answer."""
         messages = [_message(number, each) for number, each in enumerate(chat)]
+        goes_on = bool(messages) and messages[-1]["role"] == "assistant"
+        return self.templated(messages, add_generation_prompt=not goes_on, continue_final_message=goes_on)
+
+    def templated(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """Messages as the tokenizer's template writes them. `options`: those of `apply_chat_template`, such as tools."""
         if self.tokenizer is None:
             raise BadRequest("This engine has no tokenizer. Give token ids instead of a chat, or load it with a tokenizer.")
         if getattr(self.tokenizer, "chat_template", None) is None:
@@ -70,13 +75,8 @@ class Text:
                 f"A chat was given, but the tokenizer {type(self.tokenizer).__name__} has no chat template. Load a model that "
                 "was trained on chats, set the tokenizer's chat_template, or give the text as the model was trained to read it."
             )
-        goes_on = messages[-1]["role"] == "assistant"
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=not goes_on, continue_final_message=goes_on
-                )
-            )
+            return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
         except ImportError as error:
             raise MissingPackage(f"Chat templates need a package that is missing: {error}") from None
         except Exception as error:  # templates are programs, and raise what they like

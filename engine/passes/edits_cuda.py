@@ -24,8 +24,9 @@ from replaylens.kernels.matmul import matmul
 
 _MAX_TABLES = 256
 """edits whose vectors stay on the device"""
-NUMBERS = 5
-"""of a row in a stage: its code, its vector, whether it keeps its lengths, its condition, whether it is multiplied"""
+NUMBERS = 6
+"""of a row in a stage: its code, its vector, whether it keeps its lengths, its condition, whether it is multiplied, and the
+bits of the factor of a vector that is scaled to the row's lengths"""
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,9 @@ class EditStage:
         """[rows] int32: 0, or the number of the row's condition, from 1 on"""
         self.multiplied = np.zeros_like(self.codes)
         """[rows] int32: whether the row is multiplied by its vector; the code keeps it then"""
+        self.matched = np.zeros_like(self.codes)
+        """[rows] int32: bits of the float32 that the row's vector, scaled to the row's lengths, is multiplied by before it is
+        added; 0: it is not. The code keeps the row then"""
         self.num_vectors = 0
         """of all tables"""
         self._firsts: dict[bytes, int] = {}
@@ -127,6 +131,8 @@ class StageShape(NamedTuple):
     wide: bool
     multiplied: bool
     """whether some rows are multiplied by their vectors"""
+    matched: int = 0
+    """vectors of a row that are scaled to its own; 0: those of no row are"""
 
 
 EditShape = tuple[tuple[str, tuple[StageShape, ...]], ...]
@@ -179,6 +185,7 @@ def _stage_shape(stage: EditStage) -> StageShape:
         next_power_of_2(len(stage.conditions)) if stage.conditions else 0,
         stage.wide,
         bool(stage.multiplied.any()),
+        stage.num_heads if stage.matched.any() else 0,
     )
 
 
@@ -199,7 +206,8 @@ def _enter(stage: EditStage, edit: PlacedEdit, positions: list[int], shift: int,
         known[rows] = True
         return
     stage.multiplied[rows] = edit.op == "reweight"
-    stage.codes[rows] = {"add": ADD, "zero": ZERO, "reweight": KEEP}.get(edit.op, SET)
+    stage.codes[rows] = KEEP if edit.match_norm else {"add": ADD, "zero": ZERO, "reweight": KEEP}.get(edit.op, SET)
+    stage.matched[rows] = np.float32(edit.factor).view(np.int32) if edit.match_norm else 0
     if edit.op != "zero":
         stage.index[rows] = _vector_rows(stage, edit, positions, rank)
 
@@ -223,7 +231,7 @@ class Vectors:
 
     def of(self, edit: PlacedEdit, width: int, dtype: torch.dtype) -> Tensor:
         """[vectors, width]; of an `add`, times its factor."""
-        factor = edit.factor if edit.op == "add" else 1.0
+        factor = edit.factor if edit.op == "add" and not edit.match_norm else 1.0
         return self._there(edit.key, edit.vectors.reshape(-1, width), factor, dtype)
 
     def condition(self, edit: PlacedEdit) -> Tensor:
@@ -258,6 +266,8 @@ class _Loaded:
         self.directions = [make(count, width, dtype=self.dtype) for count in shape.directions]
         self.masks = make(len(shape.directions), rows, dtype=torch.bool)
         self.conditions = make(width, shape.conditions, dtype=self.dtype)
+        self.above = make(shape.conditions, dtype=torch.float32)
+        """what a projection must be greater than, for each condition"""
         self._keys: tuple[bytes, ...] = ()
 
     def load(self, stage: EditStage) -> None:
@@ -275,14 +285,20 @@ class _Loaded:
         if stage.conditions:
             together = torch.cat([self.vectors.condition(edit) for edit in stage.conditions])
             self.conditions[:, : len(together)] = together.t()
+            above = torch.tensor([edit.above for edit in stage.conditions], dtype=torch.float32)
+            self.above[: len(together)] = above.to(self.above.device)
         self._keys = keys
 
     def apply(self, x: Tensor) -> Tensor:
         """x [rows, width]. In the order of `PlacedEdit.apply`."""
-        codes, index, kept, when, multiplied = self.numbers
+        codes, index, kept, when, multiplied, matched = self.numbers
         edited = x if self.table is None else edit_rows(x, codes, index, self.table)
         if self.shape.multiplied and self.table is not None:
             edited = torch.where(multiplied[:, None] > 0, x * self.table.index_select(0, index), edited)
+        if self.shape.matched and self.table is not None:
+            vectors = keep_lengths(x, self.table.index_select(0, index), (matched != 0).to(torch.int32), self.shape.matched)
+            factor = matched.view(torch.float32).to(x.dtype)[:, None]
+            edited = torch.where(matched[:, None] != 0, x + vectors * factor, edited)
         for directions, mask in zip(self.directions, self.masks, strict=True):
             for direction in directions:
                 edited = torch.where(mask[:, None], without_direction(edited, direction), edited)
@@ -290,7 +306,8 @@ class _Loaded:
             edited = keep_lengths(x, edited, kept, self.shape.lengths)
         if self.shape.conditions:  # all directions in one product: a column's bits do not depend on the others
             dots = matmul(x, self.conditions, out_dtype=torch.float32)
-            holds = dots.gather(1, (when.long() - 1).clamp(min=0)[:, None]) > 0
+            which = (when.long() - 1).clamp(min=0)
+            holds = dots.gather(1, which[:, None]) > self.above[which][:, None]
             edited = torch.where(holds | (when == 0)[:, None], edited, x)
         if self.columns is not None:  # a row that is zeroed as a whole has no vector, hence no columns
             changed = self.columns.index_select(0, index) | (codes == ZERO)[:, None]
@@ -345,7 +362,7 @@ def rows_of(program: EditProgram, rows: int) -> tuple[np.ndarray, np.ndarray]:
     stages = [stage for _, stages in sorted(program.stages.items()) for stage in stages]
     numbers = np.zeros((len(stages), NUMBERS, rows), dtype=np.int32)
     for target, stage in zip(numbers, stages, strict=True):
-        target[:, : program.num_rows] = stage.codes, stage.index, stage.kept, stage.when, stage.multiplied
+        target[:, : program.num_rows] = stage.codes, stage.index, stage.kept, stage.when, stage.multiplied, stage.matched
     found = [mask for stage in stages for _, mask in stage.projections]
     masks = np.zeros((len(found), rows), dtype=bool)
     for target, mask in zip(masks, found, strict=True):

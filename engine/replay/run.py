@@ -13,13 +13,15 @@ import numpy as np
 from replaylens.engine.display import word
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model import modes
+from replaylens.engine.records import Citation, Identifier
 from replaylens.engine.replay.replayer import ReplayOptions, Result
 from replaylens.engine.request.values import as_bool, as_int
 from replaylens.engine.serving.core import Core
+from replaylens.engine.serving.watch import Watch
 
 if TYPE_CHECKING:
     from replaylens.engine.dump.content import Content
-    from replaylens.engine.dump.plan import Encoders, Selector
+    from replaylens.engine.dump.plan import DumpPlan, Encoders, Selector
     from replaylens.engine.dump.reader import Dump
     from replaylens.views.pictures import Timeline, Tree
     from replaylens.views.thoughts import Thinking
@@ -155,6 +157,7 @@ class Run(Sequence[Result]):
         probabilities: bool = True,
         features: Encoders = MappingProxyType({}),
         keep: int | None = None,
+        watch: Watch | None = None,
         resume: bool = False,
     ) -> Dump:
         """Write the run as a dump: bit for bit the one that `write_dump` makes from the same plan.
@@ -165,22 +168,15 @@ class Run(Sequence[Result]):
 
         BadRequest if the examples are not of one task, or if nothing was captured.
         """
-        from replaylens.engine.dump.maker import assemble, describe_sites, plan_of_run
+        from replaylens.engine.dump.maker import describe_sites
         from replaylens.engine.dump.writer import DumpWriter
 
         resume = as_bool("resume", resume)
-        by_index = {result.example.index: result for result in self.results}
-        makers = {result.example.maker for result in self.results}
-        if len(makers) != 1 or len(by_index) != len(self.results):
-            raise BadRequest("The examples are not of one task and setting, or some occur twice. Replay them as separate runs.")
-        if self.options.sites is None:
-            raise BadRequest("Nothing was captured. Replay with sites='STCZ' or site names.")
         how: dict[str, Any] = dict(positions=positions, dtype=dtype, probabilities=probabilities, features=features, keep=keep)
-        how["examples_per_shard"] = examples_per_shard
-        plan = plan_of_run(self.engine, makers.pop(), list(by_index), self.options, **how)
+        plan, assembled = self._planned(examples_per_shard=examples_per_shard, watch=watch, **how)
 
         def make(number: int, done: Callable[[int], object]) -> Content:
-            content = assemble(self.engine, plan, [by_index[index] for index in plan.indices(number)])
+            content = assembled(number)
             done(len(plan.indices(number)))
             return content
 
@@ -188,3 +184,32 @@ class Run(Sequence[Result]):
         dump = writer.write(make, partial(describe_sites, self.engine), resume=resume)
         assert dump is not None  # there are no other writers
         return dump
+
+    def _planned(self, **how: Any) -> tuple[DumpPlan, Callable[[int], Content]]:
+        """The plan of the run's dump, and what makes the content of a shard by its number."""
+        from replaylens.engine.dump.maker import assemble, plan_of_run
+
+        by_index = {result.example.index: result for result in self.results}
+        makers = {result.example.maker for result in self.results}
+        if len(makers) != 1 or len(by_index) != len(self.results):
+            raise BadRequest("The examples are not of one task and setting, or some occur twice. Replay them as separate runs.")
+        if self.options.sites is None:
+            raise BadRequest("Nothing was captured. Replay with sites='STCZ' or site names.")
+        plan = plan_of_run(self.engine, makers.pop(), list(by_index), self.options, **how)
+        return plan, lambda number: assemble(self.engine, plan, [by_index[index] for index in plan.indices(number)])
+
+    @cached_property
+    @modes.plainly
+    def digest(self) -> str:
+        """Digest of the dump that `save` writes with its default options; nothing is written. Computed once."""
+        from replaylens.engine.dump.content import combine
+
+        plan, assembled = self._planned()
+        return combine(assembled(number).digests()[0] for number in range(plan.num_shards))
+
+    def cite(self) -> Citation:
+        """How to cite the run: by the identifier of the dump that `save` writes with its default options."""
+        fingerprint, found = self.engine.fingerprint, Identifier(self.digest)
+        what = f"replay of {self[0].example.maker.name}, {len(self)} examples"
+        check = f"replaylens verify {found} --in FOLDER, after run.save(FOLDER)"
+        return Citation(str(found), what, check, fingerprint=fingerprint.digest, **fingerprint.cited)

@@ -130,7 +130,10 @@ class Edit:
                weights: [keys], [heads, keys] or [number of positions, heads, keys]; without keys, rows from key 0 on, as long
                as what their position sees, such as captured ones
     keep_norm  for `add`: scale the result back to the length that the vector had
-    when       a direction [*site shape]: edit only rows with a positive projection on it
+    match_norm for `add`: scale value to the length of the row that it is added to, before factor: the row x becomes
+               x + factor * value * |x| / |value|
+    when       a direction [*site shape]: edit only rows whose projection on it is greater than `above`
+    above      with `when`: the threshold. Of a probe's score w x + b, when=w and above=-b; `Watch.edit` makes such edits
     tokens     a token or several, as text or ids: edit only positions that hold one of them, also those still to come
     experts    for `force`, `forbid` and `reweight`: which experts, by index
 
@@ -154,6 +157,8 @@ class Edit:
     when: Tensor | None = None
     tokens: str | int | Sequence[str | int] | None = None
     experts: Sequence[int] | None = None
+    match_norm: bool = False
+    above: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.op, str) or self.op not in _OPS:
@@ -171,7 +176,8 @@ class Edit:
         out |= {"factor": plain.factor, "seed": plain.seed}
         out |= {} if plain.heads is None else {"heads": plain.heads}
         out |= {} if plain.keys is None else {"keys": _positions_to_json(plain.keys)}
-        out |= {"keep_norm": True} if plain.keep_norm else {}
+        out |= {name: True for name in ("keep_norm", "match_norm") if getattr(plain, name)}
+        out |= {"above": plain.above} if plain.above else {}
         out |= {} if plain.tokens is None else {"tokens": plain.tokens}
         out |= {} if plain.experts is None else {"experts": plain.experts}
         tensors = {"value": plain.value, "when": plain.when}
@@ -193,6 +199,12 @@ class Edit:
         keep_norm = as_bool("keep_norm", self.keep_norm, BadEdit)
         if keep_norm and self.op != "add":
             raise BadEdit(f"keep_norm was given for the op {self.op!r}. Only 'add' takes it.")
+        match_norm, above = as_bool("match_norm", self.match_norm, BadEdit), as_float("above", self.above, BadEdit)
+        if match_norm and (self.op != "add" or keep_norm):
+            other = "keep_norm" if keep_norm else f"the op {self.op!r}"
+            raise BadEdit(f"match_norm was given with {other}. Only 'add' takes it, without keep_norm.")
+        if above and self.when is None:
+            raise BadEdit(f"above={above} is the threshold of a projection, and there is no direction. Give when=, too.")
         return Edit(
             site,
             self.op,
@@ -207,6 +219,8 @@ class Edit:
             _plain_tensor("when", site, self.when),
             _plain_tokens(self.tokens),
             _plain_list("experts", self.experts),
+            match_norm,
+            float(np.float32(above)),
         )
 
     @classmethod
@@ -229,6 +243,8 @@ class Edit:
                 when,
                 raw.get("tokens"),
                 raw.get("experts"),
+                raw.get("match_norm", False),
+                raw.get("above", 0.0),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadEdit(f"Not an edit: {error!r}.") from error

@@ -43,14 +43,20 @@ class PlacedEdit:
     """of an attention pattern: the keys whose edges from the edited rows change"""
     keep_norm: bool = False
     when: Tensor | None = None
-    """[*site shape]: only rows with a positive projection on it are edited"""
+    """[*site shape]: only rows whose projection on it is greater than `above` are edited"""
     tokens: tuple[int, ...] = ()
     """only positions that hold one of these tokens are edited; empty: all"""
+    match_norm: bool = False
+    """the value is scaled to the length of the row that it is added to"""
+    above: float = 0.0
+    """a float32"""
 
     def keyed(self) -> "PlacedEdit":
         """The same edit with its content hash, which covers everything but `needs`."""
         parts: tuple[Any, ...] = (self.site, self.op, self.start, self.stop, self.picks, self.factor, self.seed)
-        if extra := {name: getattr(self, name) for name in ("heads", "keys", "keep_norm", "tokens") if getattr(self, name)}:
+        extra = {name: getattr(self, name) for name in ("heads", "keys", "keep_norm", "tokens") if getattr(self, name)}
+        extra |= {name: getattr(self, name) for name in ("match_norm", "above") if getattr(self, name)}
+        if extra:
             parts = (*parts, extra)  # an edit without them keeps the hash that it has in older traces
         digest = hashlib.blake2b(repr(parts).encode(), digest_size=16)
         for name, tensor in (("", self.value), ("when", self.when)):
@@ -99,7 +105,7 @@ class PlacedEdit:
     def apply(self, rows: Tensor, positions: list[int]) -> Tensor:
         """The edited rows [n, ...] at these positions. Precondition: all are edited. No row depends on another."""
         if self.when is not None:
-            return self._where_positive(rows, positions, self.when.to(rows))
+            return self._where_above(rows, positions, self.when.to(rows))
         edited = self._changed(rows, positions)
         if self.keep_norm:
             edited = edited * (_lengths(rows) / _lengths(edited))
@@ -108,9 +114,9 @@ class PlacedEdit:
             edited[:, list(self.heads)] = chosen
         return edited
 
-    def _where_positive(self, rows: Tensor, positions: list[int], direction: Tensor) -> Tensor:
-        """Rows with a positive projection are edited. The others are not computed: their derivative may not exist."""
-        chosen = (_dots(rows, direction) > 0).squeeze(-1).nonzero().squeeze(-1)
+    def _where_above(self, rows: Tensor, positions: list[int], direction: Tensor) -> Tensor:
+        """Rows that meet the condition are edited. The others are not computed: their derivative may not exist."""
+        chosen = (_dots(rows, direction) > self.above).squeeze(-1).nonzero().squeeze(-1)
         edited = rows.clone()
         if len(chosen):
             edited[chosen] = replace(self, when=None).apply(rows[chosen], [positions[i] for i in chosen.tolist()])
@@ -129,6 +135,10 @@ class PlacedEdit:
             value = value[[self.place(p) for p in positions]]
         if self.op == "reweight":
             return rows * value
+        if self.match_norm:
+            value = value.expand_as(rows)
+            lengths = _lengths(value)
+            value = value * (_lengths(rows) / torch.where(lengths > 0, lengths, 1.0))  # those of other heads may be 0
         return value.expand_as(rows) if self.op == "set" else rows + value * self.factor
 
     def draws(self, positions: list[int]) -> list[int]:
@@ -150,7 +160,8 @@ class PlacedEdit:
         out: dict[str, Any] = {name: getattr(self, name) for name in ("site", "op", "start", "stop", "factor", "seed", "needs")}
         out["picks"] = list(self.picks)
         out |= {name: list(getattr(self, name)) for name in ("heads", "keys", "tokens") if getattr(self, name)}
-        out |= {"keep_norm": True} if self.keep_norm else {}
+        out |= {name: True for name in ("keep_norm", "match_norm") if getattr(self, name)}
+        out |= {"above": self.above} if self.above else {}
         tensors = {"value": self.value, "when": self.when}
         return out | {name: tensor_to_json(tensor) for name, tensor in tensors.items() if tensor is not None}
 
@@ -172,6 +183,8 @@ class PlacedEdit:
             keep_norm=raw.get("keep_norm", False),
             when=when,
             tokens=tuple(raw.get("tokens", ())),
+            match_norm=raw.get("match_norm", False),
+            above=raw.get("above", 0.0),
         ).keyed()
 
 

@@ -48,8 +48,8 @@ def on_pattern(
             f"{name} takes the ops 'mask' (hide keys from the softmax), 'zero' (zero weights after it), both with keys, and "
             "'set', with a value: Edit(site, 'mask', positions=queries, keys=keys, heads=heads)."
         )
-    if edit.keep_norm or edit.when is not None or (edit.value is not None and edit.op != "set"):
-        raise BadEdit(f"Edits of {name} take neither keep_norm nor when, and only 'set' takes a value.")
+    if edit.keep_norm or edit.match_norm or edit.when is not None or (edit.value is not None and edit.op != "set"):
+        raise BadEdit(f"Edits of {name} take neither keep_norm, match_norm nor when, and only 'set' takes a value.")
     start, stop, picks = where
     value = _weights(edit, name) if edit.op == "set" else None
     keys = tuple(range(value.shape[-1])) if value is not None and edit.keys is None else _keys(edit, length)
@@ -361,9 +361,17 @@ def _on_rows(
         value = _of_heads(value, name, shape, list(edit.heads or ()))
     count = len(picks) or (stop - start if stop is not None else None)
     value = _check_value(op, value, name, shape, count)
-    more = dict(heads=heads, keep_norm=edit.keep_norm, when=when)
+    if edit.match_norm and value is not None and not bool(_edited_lengths(value, heads).all()):
+        raise BadEdit(f"The value for {name} is zero, which no factor scales to the length of a row. Leave match_norm out.")
+    more = dict(heads=heads, keep_norm=edit.keep_norm, when=when, match_norm=edit.match_norm, above=edit.above)
     factor = 1.0 if op == "reweight" else edit.factor  # it is in the value
     return PlacedEdit(name, op, value, start, stop, picks, factor, edit.seed, **more)  # type: ignore[arg-type]
+
+
+def _edited_lengths(value: Tensor, heads: tuple[int, ...]) -> Tensor:
+    """The lengths of the vectors of a value, of edited heads only."""
+    found = torch.linalg.vector_norm(value.double(), dim=-1)
+    return found[..., list(heads)] if heads else found
 
 
 def _factors(edit: Edit, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from replaylens.engine.errors import BadRequest, NotCertified
+from replaylens.engine.errors import BadRequest, FingerprintMismatch, NotCertified
 from replaylens.engine.loop.lane import Job, Lane
 from replaylens.engine.memory.tree import BranchRecord
 from replaylens.engine.model.config import ModelConfig
@@ -22,6 +22,7 @@ from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.model.text import Text
 from replaylens.engine.records import Fingerprint
 from replaylens.engine.request.capture import CaptureSpec, Recording, picked
+from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_bool, as_instance, as_int, as_list, integer, short_repr, token_ids
 from replaylens.engine.resampling.plan import (
@@ -37,7 +38,7 @@ from replaylens.engine.resampling.plan import (
     sentence_ends,
     unit_texts,
 )
-from replaylens.engine.resampling.rollouts import Rollout, Row, WaveFolder
+from replaylens.engine.resampling.rollouts import Rollout, Rollouts, Row, WaveFolder
 from replaylens.engine.serving.forest import Completer, Forest
 from replaylens.engine.serving.request import SAMPLING, Request, logits_of
 from replaylens.engine.terminal import hidden, pause_collector
@@ -372,7 +373,7 @@ def _drawn(
 ) -> Iterator[Rollout]:
     with path, ExitStack() as threads:
         waves = waves_of(path.engine, path, plan)
-        files = None if folder is None else WaveFolder.create(folder, plan, wave)
+        files = None if folder is None else WaveFolder.create(folder, plan, wave, path.engine.fingerprint)
         wave = wave if files is None else files.wave
         finished = set[int]() if files is None else files.finished()
         pool = threads.enter_context(ThreadPoolExecutor(1, "rollouts")) if ahead else None
@@ -406,6 +407,32 @@ def _counted(bar: Any, found: list[Rollout]) -> list[Rollout]:
 def waves_of(engine: Resampler, branch: Any, plan: ResamplePlan) -> Waves:
     """What draws the rollouts of a plan on a branch with its path."""
     return Waves(engine, branch, plan, _capture_of(engine, plan))
+
+
+def redrawn(engine: Any, found: Rollouts, indices: Sequence[int]) -> list[Rollout]:
+    """Rollouts of a plan, drawn again from its path, to be compared with those that were found.
+
+    FingerprintMismatch if the engine would compute other bits, BadRequest if a function read the answers: no file holds it.
+    """
+    plan = found.plan
+    if plan.fingerprint != engine.fingerprint.digest:
+        raise FingerprintMismatch("The rollouts were drawn under another fingerprint. Load the engine that drew them.")
+    if plan.answer is None and any(each.outcome is not None or each.stopped == "answer" for each in found):
+        raise BadRequest("A function read the answers of these rollouts, and no file holds it. Draw them again with its code.")
+    made = dict[int, Rollout]()
+    for place in sorted({plan.rollout(index)[0] for index in indices}):
+        own = [index for index in indices if plan.rollout(index)[0] == place]
+        with _path_of(engine, plan, place) as branch:
+            made |= zip(own, waves_of(engine, branch, plan).draw(own), strict=True)
+    return [made[index] for index in indices]
+
+
+def _path_of(engine: Any, plan: ResamplePlan, place: int) -> Any:
+    """A branch with the path of a plan, under the edits that its rollouts at one position have."""
+    if plan.edits:  # they may need tokens that follow the prompt
+        return engine.planted([list(plan.tokens)], None, [tuple(PlacedEdit.from_json(raw) for raw in plan.edits[place])])[0]
+    branch = engine.prompt(plan.tokens[: plan.num_prompt])
+    return branch.force(plan.tokens[plan.num_prompt :]) if len(plan.tokens) > plan.num_prompt else branch
 
 
 def _capture_of(engine: Resampler, plan: ResamplePlan) -> CaptureSpec | None:

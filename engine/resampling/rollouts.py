@@ -35,7 +35,7 @@ from replaylens.engine.errors import (
     UnknownSite,
     UnsealedRollouts,
 )
-from replaylens.engine.records import Hash, Positive, build, parse, read
+from replaylens.engine.records import Citation, Fingerprint, Hash, Identifier, Positive, build, digest_of, parse, read
 from replaylens.engine.request.capture import with_keys
 from replaylens.engine.resampling.plan import NO_ANSWER, OTHER, ResamplePlan
 
@@ -195,12 +195,16 @@ class WaveRecord:
 class WaveFolder:
     """The waves of one plan: wave i has the rollouts [i * wave, (i + 1) * wave). Processes may share the work."""
 
-    def __init__(self, folder: str | Path, plan: ResamplePlan, wave: int, sha256: str) -> None:
+    def __init__(
+        self, folder: str | Path, plan: ResamplePlan, wave: int, sha256: str, made_by: Fingerprint | None = None
+    ) -> None:
         """`sha256`: of the plan as the folder spells it. A function that reads answers stands there by its name."""
         self.folder, self.plan, self.wave, self._plan = Path(folder), plan, wave, sha256
+        self.made_by = made_by
+        """of the engine that began the folder; None: an older version did"""
 
     @classmethod
-    def create(cls, folder: str | Path, plan: ResamplePlan, wave: int) -> WaveFolder:
+    def create(cls, folder: str | Path, plan: ResamplePlan, wave: int, made_by: Fingerprint | None = None) -> WaveFolder:
         """A new folder, or the one that is there: it keeps its size of waves. PlanMismatch if it has other rollouts.
 
         BadRollouts if the folder is not empty and holds no rollouts, DumpWriteFailed if it cannot be made or written.
@@ -216,16 +220,17 @@ class WaveFolder:
                 raise BadRollouts(
                     f"{folder} is not empty, and holds no rollouts but {min(foreign)[:100]}. Give a new or an empty folder."
                 )
-            _write(path / PLAN, _plan_file(plan.to_json(), wave))
+            _write(path / PLAN, _plan_file(plan.to_json(), wave, made_by))
         _remove_parts(path)
-        raw, wave, sealed = _stored(path)
+        found = _stored(path)
+        raw, wave = found.plan, found.wave
         if names := plan.differences(raw):
             raise PlanMismatch(
                 f"{folder} holds rollouts of another plan. Other: {', '.join(names)}. Use another folder, or these options."
             )
-        if not sealed:  # every field was just compared
-            _write(path / PLAN, _plan_file(raw, wave))
-        return cls(folder, plan, wave, _sha256(raw))
+        if found.sha256 is None:  # every field was just compared
+            _write(path / PLAN, _plan_file(raw, wave, found.made_by))
+        return cls(folder, plan, wave, digest_of(raw), found.made_by)
 
     @classmethod
     def open(cls, folder: str | Path) -> WaveFolder:
@@ -233,15 +238,15 @@ class WaveFolder:
 
         Warns (UnsealedRollouts) of a plan without a hash, as older versions wrote it.
         """
-        raw, wave, sealed = _stored(Path(folder))
-        if not sealed:
+        found = _stored(Path(folder))
+        if found.sha256 is None:
             warnings.warn(
                 f"{folder}/{PLAN} has no SHA-256: an older version wrote it, and a change of it would not be noticed. Resume "
                 "the folder with the call that made it, which compares the plan and adds the hash.",
                 UnsealedRollouts,
                 stacklevel=3,
             )
-        return cls(folder, ResamplePlan.from_json(raw), wave, _sha256(raw))
+        return cls(folder, ResamplePlan.from_json(found.plan), found.wave, digest_of(found.plan), found.made_by)
 
     @property
     def num_waves(self) -> int:
@@ -347,42 +352,45 @@ class FileRows(Mapping[str, Tensor]):
 
 @dataclass(frozen=True)
 class _PlanFile:
-    """The content of plan.json. Older versions wrote no hash."""
+    """The content of plan.json. Older versions wrote neither a hash nor the parts of the fingerprint."""
 
     plan: dict[str, Any]
+    """as JSON values"""
     wave: Positive
+    """rollouts in a wave"""
     sha256: Hash | None = None
+    """of both"""
+    made_by: Fingerprint | None = None
+    """whose digest the plan names"""
 
 
-def _plan_file(plan: dict[str, Any], wave: int) -> bytes:
-    return json.dumps({"plan": plan, "wave": wave, "sha256": _sha256([plan, wave])}, indent=1).encode()
+def _plan_file(plan: dict[str, Any], wave: int, made_by: Fingerprint | None) -> bytes:
+    raw = {"plan": plan, "wave": wave, "sha256": digest_of([plan, wave])}
+    return json.dumps(raw if made_by is None else raw | {"made_by": made_by.parts()}, indent=1).encode()
 
 
-def _stored(folder: Path) -> tuple[dict[str, Any], int, bool]:
-    """The plan of a folder as JSON values, the number of rollouts in a wave, and whether their hash was there to check."""
+def _stored(folder: Path) -> _PlanFile:
+    """The plan file of a folder, checked."""
     file = folder / PLAN
     try:
         content = file.read_bytes()
     except OSError as error:
         raise BadRollouts(f"{folder} holds no rollouts: {error}.") from error
     found = read(_PlanFile, content, str(file), BadRollouts)
-    if found.sha256 not in (None, _sha256([found.plan, found.wave])):
+    if found.sha256 not in (None, digest_of([found.plan, found.wave])):
         raise BadRollouts(f"{file} was changed: it does not have its SHA-256. Copy it again, or draw into another folder.")
     try:
         ResamplePlan.from_json(found.plan)
     except EngineError as error:
         raise BadRollouts(f"{file} is damaged: {error} Copy it again, or draw into another folder.") from error
-    return found.plan, found.wave, found.sha256 is not None
-
-
-def _sha256(value: Any) -> str:
-    """Of a JSON value, however a file spells it."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    if found.made_by is not None and found.made_by.digest != found.plan["fingerprint"]:
+        raise BadRollouts(f"{file} was changed: its plan has another fingerprint than made_by. Copy it again.")
+    return found
 
 
 def _digest(records: list[Any], rows: str | None, plan: str | None) -> str:
     """The SHA-256 of rollouts as JSON values, of the hash of their rows, and of their plan's if it was written."""
-    return _sha256([records, rows] if plan is None else [records, rows, plan])
+    return digest_of([records, rows] if plan is None else [records, rows, plan])
 
 
 def _missing_rows(file: Path) -> BadRollouts:
@@ -462,6 +470,8 @@ class Rollouts:
 
     plan: ResamplePlan
     rollouts: tuple[Rollout, ...]
+    made_by: Fingerprint | None = None
+    """of the engine that drew them; None: they are those of a folder that an older version wrote"""
 
     @classmethod
     def load(cls, folder: str | Path) -> Rollouts:
@@ -469,7 +479,8 @@ class Rollouts:
         files = WaveFolder.open(folder)
         if missing := files.num_waves - len(files.finished()):
             raise BadRollouts(f"{folder} has {missing} unfinished waves of {files.num_waves}. Resume it with the same call.")
-        return cls(files.plan, tuple(rollout for number in range(files.num_waves) for rollout in files.read(number)))
+        every = tuple(rollout for number in range(files.num_waves) for rollout in files.read(number))
+        return cls(files.plan, every, files.made_by)
 
     def __len__(self) -> int:
         return len(self.rollouts)
@@ -539,9 +550,16 @@ class Rollouts:
         """SHA-256 of all rollouts with their rows. The same for any waves and any number of workers."""
         return hashlib.sha256("".join(each.digest for each in self.rollouts).encode()).hexdigest()
 
+    def cite(self) -> Citation:
+        """How to cite the rollouts: text and BibTeX with an identifier that holds on every machine."""
+        plan, found = self.plan, Identifier(self.digest)
+        what = f"{len(self)} rollouts, {plan.n} at each of {len(plan.positions)} positions of {len(plan.tokens)} tokens"
+        made = {} if self.made_by is None else self.made_by.cited
+        return Citation(str(found), what, f"replaylens verify {found} --in FOLDER", fingerprint=plan.fingerprint, **made)
+
     def plot(self) -> Figure:
         """Shares of the outcomes at each fork, one bar per fork from top to bottom, named by the text after it."""
-        from replaylens.engine.display import picture, plain, short
+        from replaylens.engine.display import picture, plain, short, shows
         from replaylens.views.rollouts import colours
 
         counts = self.outcomes()
@@ -557,7 +575,7 @@ class Rollouts:
         axis.set_yticks(rows, names, fontsize=8)
         axis.set(xlabel="share of rollouts", xlim=(0, 1), ylim=(len(rows) - 0.5, -0.5), ylabel="fork before (position)")
         figure.legend(loc="outside upper center", ncols=min(4, len(counts.outcomes)), fontsize=8)
-        return figure
+        return shows(figure, lambda: str(Identifier(self.digest)))
 
     def _repr_html_(self) -> str:
         counts = self.outcomes()

@@ -20,6 +20,7 @@ from replaylens.engine.model import modes
 from replaylens.engine.model.sites import STATE, SiteTable, layer_of, numbered
 from replaylens.engine.model.text import Text
 from replaylens.engine.proof.trace import Trace
+from replaylens.engine.records import Fingerprint
 from replaylens.engine.request.capture import Recording
 from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
 from replaylens.engine.request.placed import PlacedEdit
@@ -88,6 +89,7 @@ class Owner(Protocol):
     """What a branch needs from its engine."""
 
     text: Text
+    fingerprint: Fingerprint
     sites: SiteTable
     tree: BranchTree
     loop: Loop
@@ -468,7 +470,8 @@ class Branch(NotCopyable):
         from replaylens.engine.resampling.rollouts import Rollouts
 
         plan, wave = plan_rollouts(self, n, at, sampling, max_new, answer, sites, keep, replace, wave)
-        return Rollouts(plan, tuple(drawn(self, plan, wave, folder, progress, ahead=True)))
+        every = tuple(drawn(self, plan, wave, folder, progress, ahead=True))
+        return Rollouts(plan, every, self.engine.fingerprint)
 
     @named_options
     def stream_rollouts(

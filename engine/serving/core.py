@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypedDict, TypeVar, Unpack
@@ -58,6 +58,7 @@ from replaylens.engine.serving.generation import Generation
 from replaylens.engine.serving.lock import EngineLock, reading
 from replaylens.engine.serving.request import At, NotCopyable, chosen
 from replaylens.engine.serving.variants import Variants
+from replaylens.engine.serving.watch import Probe, Watch
 from replaylens.engine.terminal import defer_interrupt
 from replaylens.kernels.definition import CHUNK
 
@@ -430,6 +431,14 @@ class Core(Generation, NotCopyable):
     def handle(self, lane: Lane) -> Branch:
         """The user's handle on a lane."""
         return Branch(self, lane)
+
+    def watch(self, probes: Probe | Mapping[str, Probe]) -> Watch:
+        """Fitted linear probes that read every token while it is generated: scores as a stream, as stop conditions, and as
+        conditions of edits.
+
+        probes  one, which is named by its label, or a dict from names to probes
+        """
+        return Watch(self, probes)
 
     def logits(
         self,

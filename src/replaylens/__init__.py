@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens.engine.resampling.plan import Answer as Answer
     from replaylens.engine.resampling.rollouts import Rollouts as Rollouts
     from replaylens.engine.serving.branch import Branch as Branch
+    from replaylens.engine.serving.conversation import Conversation as Conversation
     from replaylens.views.report import report as report
     from replaylens.workbench.ablate import ablate as ablate
     from replaylens.workbench.attention import attention as attention
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "Answer": "replaylens.engine.resampling.plan:Answer",
     "Branch": "replaylens.engine.serving.branch:Branch",
+    "Conversation": "replaylens.engine.serving.conversation:Conversation",
     "Dump": "replaylens.engine.dump.reader:Dump",
     "Edit": "replaylens.engine.request.edits:Edit",
     "Engine": "replaylens.engine.engine:Engine",
@@ -66,6 +68,7 @@ _WHERE = {
 __all__ = [
     "Answer",
     "Branch",
+    "Conversation",
     "Dump",
     "Edit",
     "Engine",

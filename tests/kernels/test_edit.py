@@ -108,6 +108,8 @@ def test_lengths_and_conditions(case):
         [],
         [Edit(site, "scale", factor=1.7, when=draw[0]), Edit(site, "scale", factor=0.6, positions=slice(2, None))],
         [Edit(site, "project_out", draw[2], when=-draw[1]), Edit(site, "add", draw[1], keep_norm=True, when=draw[0])],
+        [Edit(site, "add", draw[2], factor=-1.3, match_norm=True), Edit(site, "add", draw[0], match_norm=True, when=draw[1])],
+        [Edit(site, "add", draw[0], when=draw[1], above=1.5), Edit(site, "zero", when=draw[2], above=-2.0)],
     ]
     placed = [place_all(edits, TABLE, 5) for edits in lists]
     x = case.randn(5 * len(lists), 32)
@@ -124,6 +126,7 @@ def test_lengths_and_conditions(case):
             assert torch.equal(_run(case, [EditedRows(row, 1, edits)], site, alone), mine[row : row + 1])
     assert torch.equal(got[10:15], x[10:15])
     assert not torch.equal(got[:5], x[:5]) and not torch.equal(got[5:10], x[5:10]), "control: the edits change something"
+    assert not torch.equal(got[25:30], x[25:30])
 
 
 def _run(case, rows, site, x):

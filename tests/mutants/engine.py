@@ -270,8 +270,8 @@ ENGINE = (
     Mutant(
         "edit-hash-without-heads",
         "replaylens.engine.request.placed",
-        'for name in ("heads", "keys", "keep_norm", "tokens") if getattr(self, name)}:',
-        'for name in ("keys", "keep_norm", "tokens") if getattr(self, name)}:',
+        'for name in ("heads", "keys", "keep_norm", "tokens") if getattr(self, name)}',
+        'for name in ("keys", "keep_norm", "tokens") if getattr(self, name)}',
         "edits of other heads share no KV",
         ("tests/engine/request/test_edits.py::test_new_fields_are_part_of_the_hash_and_survive_json",),
     ),
@@ -310,8 +310,8 @@ ENGINE = (
     Mutant(
         "edit-hash-without-tokens",
         "replaylens.engine.request.placed",
-        'for name in ("heads", "keys", "keep_norm", "tokens") if getattr(self, name)}:',
-        'for name in ("heads", "keys", "keep_norm") if getattr(self, name)}:',
+        'for name in ("heads", "keys", "keep_norm", "tokens") if getattr(self, name)}',
+        'for name in ("heads", "keys", "keep_norm") if getattr(self, name)}',
         "edits of other tokens share no KV",
         ("tests/engine/request/test_pattern_and_token_edits.py::test_they_are_part_of_the_hash_and_survive_json",),
     ),

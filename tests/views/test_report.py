@@ -332,7 +332,7 @@ def sections(page: str) -> list[str]:
 
 def test_findings_come_first_and_the_certificate_last(coin: Dump, swept: Report) -> None:
     page = ReportPage(coin, (swept,)).html()
-    assert sections(page) == ["found", "examples", "probes", "lens", "overview", "certificate"]
+    assert sections(page) == ["found", "examples", "probes", "lens", "overview", "certificate", "cite"]
     found = page.split('id="found"')[1].split("</section>")[0]
     headline = next(line for line in swept.summary() if line.startswith(("Shown", "Not shown")))
     assert headline in entities.unescape(found), "the headline"
@@ -363,7 +363,7 @@ def test_a_section_that_is_not_known_comes_before_what_the_page_rests_on() -> No
 
 def test_probes_alone_open_with_their_findings(swept: Report) -> None:
     page = ReportPage(probes=(swept,)).html()
-    assert sections(page) == ["found", "probes"] and 'class="rl-headline"' in page
+    assert sections(page) == ["found", "probes", "cite"] and 'class="rl-headline"' in page
 
 
 # ---- how it was decoded --------------------------------------------------------------------------------------------------

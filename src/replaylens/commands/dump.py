@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from replaylens import tasks
+from replaylens.commands.cited import Checked, Found, check_figure, check_report, check_rollouts, find, kind_of
 from replaylens.commands.inspect import facts_of
 from replaylens.commands.options import (
     MODEL,
@@ -41,12 +42,14 @@ from replaylens.engine.dump.manifest import MANIFEST, PLAN
 from replaylens.engine.dump.plan import DTYPES, FORMS, POSITIONS
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.store import Store
-from replaylens.engine.dump.verify import OTHER, VERIFIED
+from replaylens.engine.dump.verify import OTHER, VERIFIED, Verification
 from replaylens.engine.dump.verify import diff as diff_dumps
 from replaylens.engine.dump.verify import verify as verify_dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.records import SCHEME, Identifier
 from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.resampling.rollouts import Rollouts
 
 # ---- dump ------------------------------------------------------------------------------------------------------------
 
@@ -217,13 +220,16 @@ def _part(given: str | None) -> tuple[int, int]:
 
 
 def verify(
-    path: Annotated[str, typer.Argument(help="A dump's folder.")],
+    what: Annotated[str, typer.Argument(help="A dump, rollouts, a report or a figure; or its replaylens:sha256: identifier.")],
     model: MakerOption = None,
     device: DeviceOption = "cpu",
     sample: Annotated[
         str, typer.Option(help="Rows to replay, such as 200; or a share of the examples, such as 0.01 or 1%; or all.")
     ] = "all",
     every: Annotated[bool, typer.Option("--all", help="Replay every example, the default.")] = False,
+    where: Annotated[
+        list[str] | None, typer.Option("--in", help="Folders to look for an identifier in.  [default: this folder]")
+    ] = None,
     task: DumpTaskOption = None,
     features: FeaturesOption = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sample.")] = 0,
@@ -231,21 +237,45 @@ def verify(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Check a dump's hashes, then replay its examples, or a sample of its rows, and compare every bit."""
+    """Check hashes, then replay a dump's examples or draw rollouts again, all or a sample, and compare every bit. Of a report
+    or a figure, the digest alone is checked."""
     with reporting():
         if every and sample != "all":
             raise BadRequest(f"--all and --sample {sample} contradict each other. Give one of them.")
         drawn = _sample(sample)
-        know_task(task, path)
-        dump = Dump.open(path, check_files=False)
-        maker = engine_that_made(dump, device) if model is None else Engine.load(model, device=device)
-        engine = maker or Engine.load(MODEL, device=device)  # any engine can check the files
-        how: dict[str, Any] = {"sample": drawn, "seed": seed, "batch": batch, "features": encoders(features)}
-        verdict = verify_dump(path, engine, progress=not quiet, **how)
-        if verdict.status == OTHER and maker is None:
-            verdict = replace(verdict, notes=(f"{unknown_maker(Dump.open(path, check_files=False))}.",))
+        if where is not None and not what.startswith(SCHEME):
+            raise BadRequest(f"--in says where to look for an identifier, and {what} is a path. Leave it out.")
+        wanted = Identifier.parse(what) if what.startswith(SCHEME) else None
+        found = Found(kind_of(what), what) if wanted is None else find(wanted, where or ["."])
+        verdict: Verification | Checked
+        if found.kind == "figure":
+            verdict = check_figure(found.path)
+        elif found.kind == "report":
+            verdict = check_report(found.path)
+        elif found.kind == "rollouts":
+            verdict = check_rollouts(found.path, _drawer(found.path, model, device), drawn, seed)
+        else:
+            know_task(task, found.path)
+            dump = Dump.open(found.path, check_files=False)
+            maker = engine_that_made(dump, device) if model is None else Engine.load(model, device=device)
+            engine = maker or Engine.load(MODEL, device=device)  # any engine can check the files
+            how: dict[str, Any] = {"sample": drawn, "seed": seed, "batch": batch, "features": encoders(features)}
+            if wanted is not None and wanted.row is not None:
+                how["rows"] = [wanted.row]
+            verdict = verify_dump(found.path, engine, progress=not quiet, **how)
+            if verdict.status == OTHER and maker is None:
+                verdict = replace(verdict, notes=(f"{unknown_maker(dump)}.",))
     typer.echo(json.dumps(asdict(verdict), indent=1) if as_json else str(verdict))
     raise typer.Exit({VERIFIED: 0, OTHER: 2}.get(verdict.status, 1))
+
+
+def _drawer(path: str, model: str | None, device: str) -> Engine:
+    """The engine that draws rollouts again; BadRequest if it is not known."""
+    rollouts = Rollouts.load(path)
+    engine = engine_that_made(rollouts, device) if model is None else Engine.load(model, device=device)
+    if engine is None:
+        raise BadRequest(f"{unknown_maker(rollouts)}.")
+    return engine
 
 
 def _sample(given: str) -> int | float | str:

@@ -99,7 +99,7 @@ def _words(raw: dict[str, Any], where: Any) -> str:
         where = f"{where['start'] or 0} to {'the end' if where['stop'] is None else where['stop'] - 1}"
     at = "all positions" if where is None else f"positions {where}"
     more = [f"{name} {raw[name]}" for name in ("layers", "heads", "keys", "tokens", "experts") if raw.get(name)]
-    more += ["keep_norm"] if raw.get("keep_norm") else []
-    more += ["when"] if "when" in raw else []
+    more += [name for name in ("keep_norm", "match_norm") if raw.get(name)]
+    more += [f"when above {raw['above']}" if raw.get("above") else "when"] if "when" in raw else []
     shape = f" of shape {raw['value']['shape']}" if "value" in raw else ""
     return ", ".join([f"{raw['op']}{shape} at {raw['site']}", at, *more])

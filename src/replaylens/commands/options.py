@@ -9,10 +9,12 @@ from replaylens import tasks
 from replaylens.engine import zoo
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import BadDump, BadRequest, EngineError
+from replaylens.engine.records import Fingerprint
 
 if TYPE_CHECKING:  # listing a dump or the tasks needs no engine
     from replaylens.engine.engine import Engine
     from replaylens.engine.features.features import SparseFeatures
+    from replaylens.engine.resampling.rollouts import Rollouts
 
 # ---- replay options --------------------------------------------------------------------------------------------------
 # Command-line options of the commands that replay examples.
@@ -108,26 +110,33 @@ def verify_command(
     return shlex.join(["replaylens", "verify", dump, "--all", *given])
 
 
-def engine_that_made(dump: Dump, device: str) -> "Engine | None":
-    """An engine with the model that made a dump: of the hub, by the revision that the dump names, if the cache has it; or the
-    embedded one with its weights. None if there is none. Nothing is downloaded because a dump asks for it."""
+def engine_that_made(made: "Dump | Rollouts", device: str) -> "Engine | None":
+    """An engine with the model that made a dump or rollouts: of the hub, by the revision that they name, if the cache has it;
+    or the embedded one with its weights. None if there is none. Nothing is downloaded because a file asks for it."""
     from replaylens.engine.engine import Engine
 
-    if revision := dump.manifest.fingerprint.revision:
+    made_by = _fingerprint(made)
+    if made_by is None:
+        return None
+    if made_by.revision:
         try:
-            return Engine.load(revision, device=device, local_files_only=True)
+            return Engine.load(made_by.revision, device=device, local_files_only=True)
         except EngineError:
             return None
-    made_by = dump.manifest.fingerprint.weights
     loaded = (Engine.load(name, device=device) for name in (*zoo.PLAIN, *zoo.THINKING))
-    return next((engine for engine in loaded if engine.fingerprint.weights == made_by), None)
+    return next((engine for engine in loaded if engine.fingerprint.weights == made_by.weights), None)
 
 
-def unknown_maker(dump: Dump) -> str:
+def unknown_maker(made: "Dump | Rollouts") -> str:
     """What to say if `engine_that_made` finds none."""
-    if revision := dump.manifest.fingerprint.revision:
-        return f"{revision} made this dump, and the cache of the hub does not hold it. Fetch it with --model {revision}"
-    return "No embedded model made this dump. Name its model with --model"
+    made_by, what = _fingerprint(made), "this dump" if isinstance(made, Dump) else "these rollouts"
+    if made_by is not None and (revision := made_by.revision):
+        return f"{revision} made {what}, and the cache of the hub does not hold it. Fetch it with --model {revision}"
+    return f"No embedded model made {what}. Name the model with --model"
+
+
+def _fingerprint(made: "Dump | Rollouts") -> Fingerprint | None:
+    return made.manifest.fingerprint if isinstance(made, Dump) else made.made_by
 
 
 def encoders(given: list[str] | None) -> "dict[str, SparseFeatures]":

@@ -5,9 +5,10 @@ out of reach, 130 Ctrl-C, 143 SIGTERM.
 """
 
 import json
+import shlex
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -36,6 +37,9 @@ from replaylens.views.page import MAX_TREES
 if TYPE_CHECKING:
     from replaylens.probes.report import Report
 
+SHARE = 0.01
+"""of the examples that are replayed by default"""
+
 
 def report(
     sources: Annotated[list[str], typer.Argument(help="A dump's folder, probe reports, or both.")],
@@ -44,7 +48,7 @@ def report(
     task: DumpTaskOption = None,
     features: FeaturesOption = None,
     device: Annotated[str, typer.Option(help="Device of the replay: cpu or cuda.")] = "cpu",
-    verify: Annotated[float, typer.Option(min=0, max=1, help="Share of the examples to replay; 0: none.")] = 0.01,
+    verify: Annotated[float, typer.Option(min=0, max=1, help="Share of the examples to replay; 0: none.")] = SHARE,
     trees: Annotated[int, typer.Option(min=0, help="Maximum number of examples with a tree.")] = MAX_TREES,
     title: Annotated[str, typer.Option(help="Title of the page.")] = "",
     as_json: JsonOption = False,
@@ -65,7 +69,10 @@ def report(
         decode = (lambda token: word(engine.text, token)) if engine is not None else None
         check = "" if dump is None else verify_command(dump.url, model, task, device, features)
         layers = engine.thinking.layers if isinstance(engine, ThinkingEngine) else None
-        page = ReportPage(dump, probes, verdict, decode, trees, title, check=check, layers=layers)
+        given: dict[str, Any] = {"--model": model, "--task": task, "--title": title, "--features": features}
+        given |= {"--device": device * (device != "cpu"), "--verify": str(verify) * (verify != SHARE)}
+        again = _again(sources, out, given | {"--trees": str(trees) * (trees != MAX_TREES)})
+        page = ReportPage(dump, probes, verdict, decode, trees, title, check=check, layers=layers, command=again)
         written = page.save(out, progress=not quiet)
     found, count = "not replayed" if verdict is None else verdict.status, written.stat().st_size
     if as_json:
@@ -74,6 +81,15 @@ def report(
         typer.echo(f"{written}: {size(count)}; {found}")
     if verdict is not None and verdict.status == MISMATCH:
         raise typer.Exit(1)
+
+
+def _again(sources: list[str], out: Path, options: dict[str, Any]) -> str:
+    """The command that makes the page, to paste into a shell."""
+    words = ["replaylens", "report", *sources, "--out", str(out)]
+    for name, value in options.items():
+        for each in [value] if isinstance(value, str) else value or ():
+            words += [name, each] if each else []
+    return shlex.join(words)
 
 
 def _open(sources: list[str]) -> "tuple[Dump | None, tuple[Report, ...]]":

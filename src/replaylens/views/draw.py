@@ -7,7 +7,7 @@ from itertools import groupby
 from markupsafe import Markup
 from rich.text import Text
 
-from replaylens.engine.display import visible
+from replaylens.engine.display import stamped, visible
 from replaylens.engine.memory.tree import TokenState
 from replaylens.views.data import Check, DrawnPath, Fill, Frame, LensLayer, Paths, Phase, Slot, Token
 from replaylens.views.data import capacity as most_positions
@@ -69,7 +69,7 @@ _SANS = "system-ui,'Segoe UI',Helvetica,Arial,sans-serif"
 
 
 def document(frames: Sequence[Frame], capacity: int) -> str:
-    """An SVG file with one or more frames, two per row. Light or dark follows the viewer's system."""
+    """An SVG file with one or more frames, two per row, and its identifier. Light or dark follows the viewer's system."""
     columns = min(2, len(frames))
     rows = -(-len(frames) // 2)
     panels = [
@@ -79,7 +79,8 @@ def document(frames: Sequence[Frame], capacity: int) -> str:
     size: Attributes = {"width": columns * WIDTH, "height": rows * HEIGHT, "viewBox": f"0 0 {columns * WIDTH} {rows * HEIGHT}"}
     style = tag("style", Markup(svg_style()))
     page = tag("rect", class_="page", width="100%", height="100%")
-    return tag("svg", style, page, *panels, xmlns="http://www.w3.org/2000/svg", role="img", **size)
+    drawn = tag("svg", style, page, *panels, xmlns="http://www.w3.org/2000/svg", role="img", **size)
+    return stamped(drawn.encode()).decode()
 
 
 def stepper(frames: Sequence[Frame], title: str) -> Markup:

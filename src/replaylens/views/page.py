@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 import replaylens
+from replaylens.engine.display import stamped
 from replaylens.views.html import asset, join, script_json, style, tag, void
 
 NO_STYLE = Markup()
@@ -35,11 +36,19 @@ class Section:
 
 
 def assemble(
-    title: str, lead: str, sections: Sequence[Section], data: Markup, *, code: str = "", more_style: Markup = NO_STYLE
+    title: str,
+    lead: str,
+    sections: Sequence[Section],
+    data: Markup,
+    *,
+    code: str = "",
+    more_style: Markup = NO_STYLE,
+    source: str = "",
 ) -> str:
     """The whole file. `data`: blocks for the page's script. Equal content gives equal bytes.
 
     code, more_style  of views that are not on every page
+    source            identifier of the dump that it shows
     """
     code = asset("view.js") + asset("report.js", "replaylens.views") + code
     head = [
@@ -53,11 +62,15 @@ def assemble(
     top = tag("header", tag("h1", title), tag("p", lead, class_="rl-quiet"), menu)
     parts = [tag("section", tag("h2", s.title), s.body, id=s.key) for s in sections]
     needs = tag("noscript", tag("p", "The examples need this page's script; certificate and heatmaps do not."))
-    return document(code, head, [top, needs, tag("main", *parts), data], "rl-view rl-page")
+    return document(code, head, [top, needs, tag("main", *parts), data], "rl-view rl-page", source)
 
 
-def document(code: str, head: Sequence[Markup], body: Sequence[Markup], look: str) -> str:
-    """A file whose policy allows no request and no script except `code`, which runs last. `look`: classes of the body."""
+def document(code: str, head: Sequence[Markup], body: Sequence[Markup], look: str, source: str = "") -> str:
+    """A file whose policy allows no request and no script except `code`, which runs last. It carries its identifier.
+
+    look    classes of the body
+    source  identifier of the result that it shows
+    """
     allowed = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
     policy = (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'; base-uri 'none'; form-action 'none'"
@@ -68,7 +81,8 @@ def document(code: str, head: Sequence[Markup], body: Sequence[Markup], look: st
         void("meta", name="viewport", content="width=device-width, initial-scale=1"),
     ]
     last = Markup(f"<script>{code}</script>")
-    return f"<!DOCTYPE html>\n{tag('html', tag('head', *first, *head), tag('body', *body, last, class_=look), lang='en')}\n"
+    text = f"<!DOCTYPE html>\n{tag('html', tag('head', *first, *head), tag('body', *body, last, class_=look), lang='en')}\n"
+    return stamped(text.encode(), source).decode()
 
 
 def _theme_button() -> Markup:

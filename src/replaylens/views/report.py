@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import MISMATCH, VERIFIED, Verification
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.records import Citation, Identifier
 from replaylens.engine.request.values import output_path, verb
 from replaylens.engine.terminal import hidden
 from replaylens.probes.report import Report
@@ -44,6 +45,7 @@ class ReportPage:
     decoded  timelines of examples, which show how they were decoded
     check    the command that verifies the dump; default: for an embedded model
     layers   of a Thinking-States model: the blocks where states are added and thoughts are read; None: not known
+    command  the command that makes the page again; default: none is known, because Python made it
     """
 
     dump: Dump | None = None
@@ -57,6 +59,7 @@ class ReportPage:
     decoded: tuple[Timeline, ...] = ()
     check: str = ""
     layers: tuple[int, int] | None = None
+    command: str = ""
 
     def add(self, *results: Reportable) -> ReportPage:
         """The same page with more results at its end."""
@@ -86,6 +89,8 @@ class ReportPage:
             sections.append(page.Section("decoded", "How it was decoded", _decoded(self.decoded)))
         if self.dump is None and self.probes:
             sections.append(page.Section("found", "What was found", draw_opening(self.probes)))
+        if cited := [*([] if self.dump is None else [self.dump.cite()]), *(report.cite() for report in self.probes)]:
+            sections.append(page.Section("cite", "Cite", _cited(cited, self.command)))
         results = checked(self.results)
         if results:
             sections.append(page.Section("results", "Results", draw_results(results)))
@@ -100,7 +105,8 @@ class ReportPage:
         lead += [f"{len(results)} result{'s' * (len(results) > 1)}"] if results else []
         lead += [repr(tree) for tree in self.rollouts]
         code, look = (asset("rollouts.js"), rollout_style()) if self.rollouts else ("", page.NO_STYLE)
-        return page.assemble(title, "; ".join(lead), sections, data, code=code, more_style=look)
+        source = "" if self.dump is None else str(Identifier(self.dump.digest))
+        return page.assemble(title, "; ".join(lead), sections, data, code=code, more_style=look, source=source)
 
 
 @verb
@@ -200,6 +206,16 @@ def _certificate(dump: Dump, wanted: ReportPage) -> Markup:
     again = wanted.check or f"replaylens verify {shlex.quote(dump.url)} --all"
     check = tag("p", "Check it, where this page was made: ", tag("code", again, id="rl-check"))
     return join([_verdict(wanted.verdict), tag("p", promise), fact_list(facts), check])
+
+
+def _cited(given: Sequence[Citation], command: str) -> Markup:
+    """Citations of what the page shows, and the line that reproduces the page."""
+    parts = []
+    for each in given:
+        bibtex = tag("details", tag("summary", "BibTeX"), tag("pre", each.bibtex))
+        parts.append(tag("div", tag("p", each.text), bibtex))
+    again = [tag("p", "Make this page again: ", tag("code", command, id="rl-again"))] if command else []
+    return join([*parts, *again])
 
 
 def _verdict(verdict: Verification | None) -> Markup:

@@ -31,7 +31,7 @@ OPENING_LINES = 12
 """limit of best cells"""
 ORDER = ("found", "decoded", "examples", "probes", "lens")
 """sections that come first; then those that it does not name; last what the page rests on"""
-LAST = ("overview", "certificate")
+LAST = ("overview", "certificate", "cite")
 
 
 def rank(key: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from replaylens.engine.display import word
+from replaylens.engine.display import picture, plain, word
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.features.rows import FeatureRows
@@ -194,3 +194,61 @@ def lens(
     about = None if target is None else word(engine.text, target)
     rank = rank if target is None else rank.long()
     return LensResult(words(engine, path), names, about, top, ids, logprobs, entropy, kl, rank, logprob, lines)
+
+
+# ---- several lenses --------------------------------------------------------------------------------------------------
+
+PLAIN = "plain"
+
+
+@dataclass(frozen=True, eq=False)
+class LensComparison:
+    """Several lenses over the same texts, layer by layer."""
+
+    frame: pd.DataFrame
+    """one line per lens and layer: `kl`, of the lens from the model's output in nats, and `agreement`, the share of positions
+    where both have the same likeliest token; means over positions"""
+    positions: int
+
+    def __repr__(self) -> str:
+        return f"LensComparison({self.frame['lens'].nunique()} lenses, {self.positions} positions)"
+
+    def plot(self) -> Figure:
+        """KL divergence and agreement by layer, a line for each lens."""
+        drawn = picture(8.4, 3.4)
+        for axis, column, label in zip(
+            drawn.subplots(1, 2), ("kl", "agreement"), ("KL divergence, nats", "same likeliest token"), strict=True
+        ):
+            for name, own in self.frame.groupby("lens", sort=False):
+                axis.plot(own["layer"], own[column], marker="o", markersize=3, label=plain(str(name)))
+            axis.set(xlabel="layer", ylabel=label)
+            axis.set_ylim(bottom=0)
+        drawn.legend(*drawn.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=8)
+        return drawn
+
+    def _repr_html_(self) -> str:
+        table: str = self.frame.round(4).to_html(index=False)
+        return table
+
+
+@verb
+def compare_lenses(engine: Core, texts: Sequence[Prompt], lenses: Mapping[str, TunedLens], *, first: int = 1) -> LensComparison:
+    """How well lenses read a model's output from its layers: the plain lens, and tuned or Jacobian ones by name.
+
+    Give texts that no lens was fitted on.
+
+    first  the first position that counts, as in `fit_jacobian_lens`
+    """
+    if PLAIN in lenses:
+        raise BadRequest(f"{PLAIN!r} is the plain lens, which is always shown. Give the lens another name.")
+    given = as_list("texts", texts, "a list of texts, token ids or chats")
+    parts = []
+    for name, tuned in ((PLAIN, None), *lenses.items()):
+        read = [lens(engine, text, tuned=tuned, top_k=1) for text in given]
+        kl = np.concatenate([each.kl[:, first:].double().numpy() for each in read], axis=1)  # [layers, positions]
+        best = np.concatenate([each.top_ids[:, first:, 0].numpy() for each in read], axis=1)
+        if not kl.shape[1]:
+            raise BadRequest(f"No text has a token from position {first} on. Give longer texts.")
+        agreement = (best == best[-1]).mean(1)
+        parts.append(pd.DataFrame({"lens": name, "layer": range(len(kl)), "kl": kl.mean(1), "agreement": agreement}))
+    return LensComparison(pd.concat(parts, ignore_index=True), kl.shape[1])

@@ -97,8 +97,8 @@ def _unturned(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unwindowed(real: Callable[..., Any]) -> Callable[..., Any]:
-    def changed(g: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, want: bool, products: Any) -> Any:
-        return real(g, q, k, v, AttentionSpec(spec.layer, spec.scale, spec.softcap, 0), want, products)
+    def changed(g: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *more: Any) -> Any:
+        return real(g, q, k, v, AttentionSpec(spec.layer, spec.scale, spec.softcap, 0), *more)
 
     return changed
 
@@ -325,6 +325,9 @@ def test_rows_without_the_edit_are_left_alone() -> None:
     [
         Edit("blocks.1.attn.hook_z", "zero", None, None, heads=[1, 3]),
         Edit("S", "add", WIDE[0], None, [1], keep_norm=True),
+        Edit("S", "add", WIDE[0], None, [1], factor=0.7, match_norm=True),
+        Edit("S", "add", WIDE[0], None, [1], match_norm=True, when=WIDE[1], above=0.4),
+        Edit("blocks.1.attn.hook_z", "add", WIDE[0].view(4, 8), None, heads=[1, 3], match_norm=True),
         Edit("S", "add", WIDE[0], None, [1], when=WIDE[1]),
         Edit("S", "add", WIDE[0], None, [1], keep_norm=True, when=WIDE[1]),
         Edit("S", "project_out", WIDE[:2], None, [1], when=WIDE[2]),

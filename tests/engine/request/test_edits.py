@@ -317,6 +317,19 @@ def longer(value: Tensor, hook: Any = None) -> Tensor:
     return moved * (value.norm(dim=-1, keepdim=True) / moved.norm(dim=-1, keepdim=True))
 
 
+def matched(value: Tensor, hook: Any = None) -> Tensor:
+    return value + 3 * VECTOR * (value.norm(dim=-1, keepdim=True) / VECTOR.norm())
+
+
+ABOVE = 1.0
+
+
+def far(value: Tensor, hook: Any = None) -> Tensor:
+    chosen = value @ VECTOR > ABOVE
+    assert 0 < chosen.sum() < (value @ VECTOR > 0).sum(), "the threshold leaves some rows out"
+    return torch.where(chosen[..., None], value + 3 * VECTOR, value)
+
+
 def where(value: Tensor, hook: Any = None) -> Tensor:
     return torch.where((value @ VECTOR > 0)[..., None], value + 3 * VECTOR, value)
 
@@ -345,6 +358,8 @@ CASES_OF_MORE_EDITS: dict[str, tuple[str, Any, Any]] = {
         lambda d: dict(op="mask", positions=9, keys=[2, 3, 4, 5], heads=[1]),
     ),
     "keep norm": ("blocks.1.hook_in", longer, lambda d: dict(op="add", value=VECTOR, factor=3.0, keep_norm=True)),
+    "match norm": ("blocks.1.hook_in", matched, lambda d: dict(op="add", value=VECTOR, factor=3.0, match_norm=True)),
+    "above": ("blocks.1.hook_in", far, lambda d: dict(op="add", value=VECTOR, factor=3.0, when=VECTOR, above=ABOVE)),
     "when": ("blocks.1.hook_in", where, lambda d: dict(op="add", value=VECTOR, factor=3.0, when=VECTOR)),
 }
 
@@ -368,6 +383,7 @@ def edits(d_head: int) -> list[Edit]:
         Edit("blocks.1.attn.hook_pattern", "mask", heads=[0, 2], positions=slice(18, None), keys=[1, 4]),
         Edit("blocks.2.attn.hook_pattern", "zero", positions=22, keys=slice(0, 30)),
         Edit("blocks.1.hook_out", "add", VECTOR, keep_norm=True, when=ROWS[0], positions=slice(19, None), factor=4.0),
+        Edit("blocks.1.hook_out", "add", ROWS[1], match_norm=True, when=ROWS[0], above=0.3, positions=slice(20, None)),
     ]
 
 
@@ -439,7 +455,9 @@ def test_new_fields_are_part_of_the_hash_and_survive_json() -> None:
     variants = [
         base,
         Edit("blocks.0.hook_in", "add", VECTOR, keep_norm=True),
+        Edit("blocks.0.hook_in", "add", VECTOR, match_norm=True),
         Edit("blocks.0.hook_in", "add", VECTOR, when=VECTOR),
+        Edit("blocks.0.hook_in", "add", VECTOR, when=VECTOR, above=0.25),
         Edit("blocks.0.hook_in", "add", VECTOR, when=-VECTOR),
         Edit("blocks.0.hook_in", "scale", factor=2.0),
         Edit("blocks.0.hook_in", "scale", factor=0.5),
@@ -479,6 +497,11 @@ def test_the_hash_of_an_old_edit_has_not_moved() -> None:
         (Edit("blocks.0.attn.hook_pattern", "mask", positions=5, keys=6), "changes nothing"),
         (Edit("blocks.0.attn.hook_pattern", "mask", positions=2, keys=[0, 1, 2]), "hides every key"),
         (Edit("blocks.0.hook_in", "zero", keep_norm=True), "Only 'add'"),
+        (Edit("blocks.0.hook_in", "zero", match_norm=True), "match_norm was given with the op 'zero'"),
+        (Edit("blocks.0.hook_in", "add", VECTOR, match_norm=True, keep_norm=True), "match_norm was given with keep_norm"),
+        (Edit("blocks.0.hook_in", "add", 0 * VECTOR, match_norm=True), "is zero, which no factor scales"),
+        (Edit("blocks.0.hook_in", "add", VECTOR, above=0.5), "there is no direction"),
+        (Edit("blocks.0.hook_in", "add", VECTOR, when=VECTOR, above=float("nan")), "Invalid above=nan"),
         (Edit("blocks.0.hook_in", "add", VECTOR, when=VECTOR[:3]), "one finite direction"),
         (Edit("blocks.0.hook_in", "zero", positions=77), r"changes nothing: the branch has 24 tokens.*slice\(77, 78\)"),
         (Edit("blocks.0.hook_in", "zero", positions=[30, 31]), "changes nothing"),

@@ -727,7 +727,7 @@ def test_other_workers_are_refused(fake: Any, tmp_path: Path, monkeypatch: pytes
     fake()
     created = WaveFolder.create
 
-    def with_another_model(folder: Any, plan: Any, wave: int) -> WaveFolder:
+    def with_another_model(folder: Any, plan: Any, wave: int, made_by: Any) -> WaveFolder:
         from dataclasses import replace
 
         return created(folder, replace(plan, fingerprint="0" * 64), wave)

@@ -1,0 +1,335 @@
+"""`Watch`: fitted probes that read every token while it is generated. Scores are streamed, stop requests and condition edits.
+
+A score is computed from one captured row, on its own, in portable arithmetic on the host. So it is a function of weights, path
+and edits, as the row is: of any batch, drafter, fork or replay. It is kept nowhere: a row that is rolled back takes its score
+with it, a rejected draft has the scores of its own rows, and a pending token, which has no row yet, has no score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple, Protocol, Self, Unpack, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from replaylens.engine.errors import BadRequest, no_such
+from replaylens.engine.loop.lane import Job, Lane
+from replaylens.engine.model import modes
+from replaylens.engine.records import ProbeRecord, TensorRecord
+from replaylens.engine.request.capture import Recording
+from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.placed import Op, tensor_from_json, tensor_to_json
+from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.request.values import as_float, as_list, hides, named_options, short_repr
+from replaylens.engine.serving.branch import Branch, Owner
+from replaylens.engine.serving.request import GenerateKeywords, Request, Stream
+from replaylens.kernels import cpu
+
+Scores = dict[str, Tensor]
+"""name of a probe -> its score: [] for two classes (positive: the second), else [classes]; with several rows, [rows, ...]"""
+Stop = Mapping[str, float] | Callable[[Scores], bool]
+"""thresholds by name, any of which ends a request at the first token whose score is greater; or a function of the scores"""
+_STOP = "a dict from names of probes to thresholds, or a function of the scores of one token"
+
+
+class Probe(Protocol):
+    """What is watched: a linear probe, such as `fit_probe` returns."""
+
+    weight: np.ndarray
+    """[k, d]"""
+    bias: np.ndarray
+    """[k]"""
+    classes: tuple[str, ...]
+    label: str
+    site: str
+
+
+class Scored(NamedTuple):
+    """A generated token with its scores."""
+
+    token: int
+    position: int
+    scores: Scores
+
+
+# ---- scoring ---------------------------------------------------------------------------------------------------------
+
+
+def probe_record(name: str, probe: Probe, site: str) -> ProbeRecord:
+    """A probe as dumps name it, in float32."""
+    tensors = (tensor_to_json(torch.from_numpy(np.ascontiguousarray(x))) for x in (probe.weight, probe.bias))
+    weight, bias = (TensorRecord(tuple(raw["shape"]), raw["data"]) for raw in tensors)
+    return ProbeRecord(name, site, probe.label, tuple(map(str, probe.classes)), weight, bias)
+
+
+class Scorer:
+    """The probes of one site, as one product. Adding a probe changes no bit of the others: a column is summed on its own."""
+
+    def __init__(self, records: Sequence[ProbeRecord]) -> None:
+        self.records = tuple(records)
+        weights = [tensor_from_json(vars(each.weight)) for each in records]
+        self._panels = cpu.Panels.of(torch.cat(weights).t())
+        self._bias = torch.cat([tensor_from_json(vars(each.bias)) for each in records])
+        self._ends = np.cumsum([len(each) for each in weights]).tolist()
+
+    @modes.plainly
+    def __call__(self, rows: Tensor) -> Scores:
+        """rows [n, ...] of the site, in any dtype and on any device -> scores [n] or [n, classes], on the host."""
+        flat = rows.reshape(len(rows), -1).to("cpu", torch.float32).contiguous()
+        found = cpu.product(flat, self._panels, self._bias)
+        parts = zip(self.records, [0, *self._ends], self._ends, strict=False)
+        return {each.name: found[:, a:b].squeeze(1) if b - a == 1 else found[:, a:b] for each, a, b in parts}
+
+
+def scorers(records: Sequence[ProbeRecord]) -> dict[str, Scorer]:
+    """One scorer for each site."""
+    return {site: Scorer([each for each in records if each.site == site]) for site in dict.fromkeys(r.site for r in records)}
+
+
+# ---- watch -----------------------------------------------------------------------------------------------------------
+
+
+class Watching(Owner, Protocol):
+    """What a watch needs from its engine."""
+
+    def prompt(self, text: Any, **options: Any) -> Branch: ...
+
+    def _job(self, branch: Any, request: Request) -> Job: ...
+
+
+@hides("records")
+class Watch:
+    """Probes on an engine. Make one with `engine.watch`. Immutable, and holds no rows."""
+
+    def __init__(self, engine: Watching, probes: Probe | Mapping[str, Probe]) -> None:
+        given = probes if isinstance(probes, Mapping) else {getattr(probes, "label", "probe"): probes}
+        if not given:
+            raise BadRequest("No probes to watch. Give a fitted probe, or a dict from names to probes.")
+        self.engine = engine
+        self.records = tuple(self._record(str(name), probe) for name, probe in given.items())
+
+    def _record(self, name: str, probe: Any) -> ProbeRecord:
+        missing = [each for each in ("weight", "bias", "classes", "label", "site") if not hasattr(probe, each)]
+        if missing:
+            raise BadRequest(f"{short_repr(probe)} is no linear probe: it has no {missing[0]}. Give one, such as of fit_probe.")
+        if hasattr(probe, "require"):
+            probe.require(self.engine)  # FingerprintMismatch if it was fitted on another engine's rows
+        site = self.engine.sites.resolve(probe.site)
+        width = prod(self.engine.sites.sites[site].shape)
+        if probe.weight.shape[1] != width:
+            raise BadRequest(f"The probe {name!r} reads {probe.weight.shape[1]} numbers, and a row of {site} has {width}.")
+        return probe_record(name, probe, site)
+
+    def __repr__(self) -> str:
+        return f"Watch({', '.join(f'{each.name} at {each.site}' for each in self.records)})"
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """What a branch must capture to be watched."""
+        return tuple(self._scorers)
+
+    @cached_property
+    def _scorers(self) -> dict[str, Scorer]:
+        return scorers(self.records)
+
+    def prompt(self, text: Any, *, sites: str | Sequence[str] = (), **options: Any) -> Branch:
+        """A root branch that can be watched, and so can its forks: `engine.prompt`, which captures what the probes read.
+
+        sites  what to capture besides
+        """
+        more = [sites] if isinstance(sites, str) else list(sites)
+        return self.engine.prompt(text, sites=[*more, *self.sites], **options)
+
+    def scores(self, branch: Branch) -> Scores:
+        """The scores of all captured rows of a branch, in the order of `branch.activations.positions()`: [rows, ...]."""
+        return self._of(branch.activations)
+
+    def edit(self, name: str, op: Op, value: Any = None, *, above: float = 0.0, **options: Any) -> Edit:
+        """An edit of the rows that a probe of two classes scores greater than `above`, at the probe's own site.
+
+        options  of `Edit`, such as factor, positions or match_norm
+
+        Whether a row is edited is decided on the row as it is before the edit, in the pass itself: also on tokens to come.
+        """
+        record = self._named(name)
+        weight, bias = tensor_from_json(vars(record.weight)), tensor_from_json(vars(record.bias))
+        if len(weight) != 1:
+            raise BadRequest(f"The probe {name!r} has {len(record.classes)} classes. A condition takes a probe of two.")
+        limit = float(np.float32(as_float("above", above)) - np.float32(bias[0]))
+        return Edit(record.site, op, value, when=weight[0], above=limit, **options)
+
+    # ---- generating ---------------------------------------------------------------------------------------------
+
+    @named_options
+    def stream(
+        self,
+        branch: Branch,
+        n: int,
+        *,
+        sampling: Sampling | None = None,
+        stop: Stop | None = None,
+        **options: Unpack[GenerateKeywords],
+    ) -> WatchStream:
+        """Generate up to `n` tokens and yield each with its scores, once its row is computed. Options as in `Branch.stream`.
+
+        stop  ends the stream after the first token that meets it; the branch ends with that token
+
+        As with `Branch.stream`, closing early rolls the branch back to the tokens that were yielded.
+        """
+        test = self._test(stop)
+        self._require(branch)
+        return WatchStream(self, branch, branch.stream(n, sampling=sampling, **options | {"final": True}), test)
+
+    @named_options
+    def generate(
+        self,
+        branches: Sequence[Branch],
+        n: int,
+        *,
+        stop: Stop,
+        sampling: Sampling | None = None,
+        **options: Unpack[GenerateKeywords],
+    ) -> list[Scored | None]:
+        """Generate up to `n` tokens on all branches together, each up to the first token that meets `stop`. Returns that token
+        of each branch, with its scores; None: no token met it. To watch without stopping, generate as usual and read `scores`.
+        """
+        test = self._test(stop)
+        given = as_list("branches", branches, "a list of branches")
+        for branch in given:
+            self._require(branch)
+        starts = [branch.length for branch in given]
+        request = Request(n, Sampling() if sampling is None else sampling, **options | {"final": True})
+        assert test is not None
+
+        def jobs() -> list[Job]:
+            made = [self.engine._job(branch, request) for branch in given]
+            for job, start in zip(made, starts, strict=True):
+                job.until = _Looking(self, job.lane, start, test).met
+            return made
+
+        self.engine.forest.serve(jobs)
+        found = [self._first(branch, start, test) for branch, start in zip(given, starts, strict=True)]
+        for branch, hit in zip(given, found, strict=True):
+            if hit is not None and branch.length > hit.position + 1:
+                branch.rollback(to=hit.position + 1)
+        return found
+
+    def _first(self, branch: Branch, start: int, test: Callable[[Scores], bool]) -> Scored | None:
+        """The first generated token that meets the condition, whatever the passes were."""
+        tokens = branch.tokens
+        for position, scores in self._since(branch.activations, start, len(tokens)):
+            if test(scores):
+                return Scored(tokens[position], position, scores)
+        return None
+
+    def _since(self, recording: Recording, start: int, end: int) -> list[tuple[int, Scores]]:
+        """The scores of each captured position of [start, end)."""
+        chunks = [chunk.since(start) if chunk.start < start else chunk for chunk in recording.chunks if chunk.end > start]
+        part = recording.like(start, [chunk.upto(end) for chunk in chunks if chunk.start < end])
+        positions = part.positions()
+        if not positions:
+            return []
+        every = self._of(part)
+        return [(at, {name: x[i] for name, x in every.items()}) for i, at in enumerate(positions)]
+
+    def _of(self, recording: Recording) -> Scores:
+        found: Scores = {}
+        for site, score in self._scorers.items():
+            found |= score(recording.peek(site))
+        return {each.name: found[each.name] for each in self.records}
+
+    def _test(self, stop: Stop | None) -> Callable[[Scores], bool] | None:
+        if stop is None or callable(stop):
+            return cast("Callable[[Scores], bool] | None", stop)
+        if not isinstance(stop, Mapping) or not stop:
+            raise BadRequest(f"Invalid stop={short_repr(stop)}. Give {_STOP}.")
+        limits = {name: as_float(f"stop[{name!r}]", limit) for name, limit in stop.items()}
+        if several := [name for name in limits if len(self._named(name).classes) != 2]:
+            raise BadRequest(f"The probe {several[0]!r} has more than two classes. Give stop as a function of the scores.")
+        return lambda scores: any(float(scores[name]) > limit for name, limit in limits.items())
+
+    def _named(self, name: str) -> ProbeRecord:
+        for each in self.records:
+            if each.name == name:
+                return each
+        raise BadRequest(no_such("probe", str(name)[:60], [each.name for each in self.records]))
+
+    def _require(self, branch: Branch) -> None:
+        """Raise BadRequest if the branch does not capture what the probes read at every token to come."""
+        capture = branch.lane.capture
+        kept = capture is not None and len(capture.positions.kept(branch.length, branch.length + 2, branch.root_length)) == 2
+        there = set() if capture is None else {*capture.sites}
+        twins = branch.lane.recording.twins if branch.lane.recording is not None else {}
+        if not kept or any(site not in there and twins.get(site) not in there for site in self.sites):
+            raise BadRequest(
+                f"Branch {branch.id} does not capture {', '.join(self.sites)} at all tokens. Make it with watch.prompt(...)."
+            )
+
+
+class _Looking:
+    """Whether some row of a job that was committed meets the condition. It ends the job early; what counts is decided after."""
+
+    def __init__(self, watch: Watch, lane: Lane, start: int, test: Callable[[Scores], bool]) -> None:
+        self.watch, self.lane, self.seen, self.test = watch, lane, start, test
+
+    def met(self, tokens: Sequence[int]) -> bool:
+        recording = self.lane.recording
+        if recording is None or recording.end <= self.seen:
+            return False
+        start, self.seen = self.seen, recording.end
+        return any(self.test(scores) for _, scores in self.watch._since(recording, start, recording.end))
+
+
+class WatchStream(Iterator[Scored]):
+    """Yields every token of a request with its scores. `stopped` says whether the stop condition ended it."""
+
+    def __init__(self, watch: Watch, branch: Branch, stream: Stream, test: Callable[[Scores], bool] | None) -> None:
+        self.branch, self.stopped = branch, False
+        self._watch, self._stream, self._test = watch, stream, test
+        self._at = self._taken = branch.length
+        """the next position to yield, and the next one to take from the stream"""
+        self._ready: list[Scored] = []
+        self._closed = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Scored:
+        if self._closed:
+            raise StopIteration
+        while not self._ready:
+            try:
+                next(self._stream)
+                self._taken += 1
+            except StopIteration:
+                self._ready = self._watch.engine.lock.alone(self._scored)
+                if not self._ready:
+                    self._closed = True
+                    raise
+            else:
+                self._ready = self._watch.engine.lock.alone(self._scored)
+        found = self._ready.pop(0)
+        self._at = found.position + 1
+        if self._test is not None and self._test(found.scores):
+            self.stopped = True
+            self.close()
+        return found
+
+    def _scored(self) -> list[Scored]:
+        """The taken tokens whose rows are computed."""
+        recording, tokens = self.branch.lane.recording, self.branch.record.tokens
+        assert recording is not None
+        return [Scored(tokens[at], at, scores) for at, scores in self._watch._since(recording, self._at, self._taken)]
+
+    def close(self) -> None:
+        """Stop the request, and cut the branch back to the tokens that were yielded."""
+        if not self._closed:
+            self._closed = True
+            self._stream.close()
+            if self.branch.length > self._at:
+                self.branch.rollback(to=self._at)
+            self._watch.engine.forest.compute([self.branch.lane])  # the last token's row, which it was yielded with

@@ -1,0 +1,187 @@
+"""What an identifier names: finding it in folders, and checking reports, figures, rollouts and single rows for `verify`.
+
+A dump is checked by `engine.dump.verify`. Everything here is read only; nothing in a file is executed.
+"""
+
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from replaylens.engine.display import stamp_of
+from replaylens.engine.dump.content import KEYS
+from replaylens.engine.dump.manifest import MANIFEST
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.verify import MISMATCH, VERIFIED
+from replaylens.engine.errors import BadRequest, EngineError
+from replaylens.engine.records import Identifier
+from replaylens.engine.resampling.drawing import redrawn
+from replaylens.engine.resampling.rollouts import PLAN, Rollouts
+from replaylens.engine.serving.core import Core
+
+if TYPE_CHECKING:
+    from replaylens.probes.report import Report
+
+FIGURES = (".png", ".svg", ".html")
+REPORT = "report.json"
+"""as in `probes.report`, which needs pandas"""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The verdict on something that is not a whole dump."""
+
+    status: str
+    """verified or mismatch"""
+    kind: str
+    """row, rollouts, report or figure"""
+    identifier: str
+    lines: tuple[str, ...]
+    """what was compared, and what was not"""
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.status}: {self.kind} {self.identifier}", *self.lines])
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where an identifier leads."""
+
+    kind: str
+    """dump, row, rollouts, report or figure"""
+    path: str
+
+
+# ---- finding ---------------------------------------------------------------------------------------------------------
+
+
+def kind_of(path: str) -> str:
+    """What a path holds: rollouts, a report or a figure; anything else must be a dump."""
+    here = Path(path)
+    if "://" in path:
+        return "dump"
+    if here.is_file() and here.suffix.lower() in FIGURES:
+        return "figure"
+    if (here.is_file() and here.suffix == ".json") or ((here / REPORT).is_file() and not (here / MANIFEST).exists()):
+        return "report"
+    rollouts = (here / PLAN).is_file() and not (here / MANIFEST).exists() and b'"wave"' in (here / PLAN).read_bytes()
+    return "rollouts" if rollouts else "dump"
+
+
+def find(wanted: Identifier, folders: Sequence[str]) -> Found:
+    """What has this identifier in some folders, or below them. BadRequest says how much was looked at."""
+    seen, damaged = 0, 0
+    for found in (each for folder in folders for each in _candidates(folder)):
+        seen += 1
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                if _NAMES[found.kind](found.path, wanted):
+                    return Found("row", found.path) if wanted.row is not None else found
+        except EngineError:
+            damaged += 1
+    unread = f", of which {damaged} could not be read" * bool(damaged)
+    where = ", ".join(folders)
+    raise BadRequest(f"{wanted} is in none of {seen} results below {where}{unread}. Name another folder with --in.")
+
+
+def _candidates(folder: str) -> Iterator[Found]:
+    if "://" in folder:
+        yield Found("dump", folder)
+        return
+    if not Path(folder).exists():
+        raise BadRequest(f"{folder} does not exist. Name the folder to look in with --in.")
+    if Path(folder).is_file():
+        yield Found(kind_of(folder), folder)
+    for here, below, files in os.walk(folder):
+        below[:] = sorted(each for each in below if not each.startswith("."))
+        if not {MANIFEST, PLAN, REPORT}.isdisjoint(files):
+            yield Found(kind_of(here), here)
+        for name in sorted(files):
+            if Path(name).suffix.lower() in FIGURES:
+                yield Found("figure", str(Path(here) / name))
+
+
+def _dump_is(path: str, wanted: Identifier) -> bool:
+    dump = Dump.open(path, check_files=False)
+    if wanted.row is None:
+        return wanted.digest in (dump.digest, dump.accepted_digest)
+    return stored_row(dump, wanted) == wanted
+
+
+def stored_row(dump: Dump, wanted: Identifier) -> Identifier | None:
+    """The identifier of the row at the place of `wanted`; None if the dump has no such row."""
+    assert wanted.row is not None
+    if wanted.row[0] not in dump.manifest.plan.examples:
+        return None
+    content = dump.files.content(dump.files.shard_of(wanted.row[0]))
+    keys = np.stack([content.index.column(key).to_numpy() for key in KEYS], axis=1)
+    (rows,) = np.nonzero((keys == wanted.row).all(1))
+    return content.row_identifier(int(rows[0])) if len(rows) else None
+
+
+def _figure_is(path: str, wanted: Identifier) -> bool:
+    stamp = stamp_of(Path(path).read_bytes())
+    return stamp is not None and stamp.identifier == str(wanted)
+
+
+_NAMES: dict[str, Callable[[str, Identifier], bool]] = {
+    "dump": _dump_is,
+    "rollouts": lambda path, wanted: Rollouts.load(path).digest == wanted.digest,
+    "report": lambda path, wanted: _report(path).digest == wanted.digest,
+    "figure": _figure_is,
+}
+
+
+# ---- checking --------------------------------------------------------------------------------------------------------
+
+
+def check_figure(path: str) -> Checked:
+    """Whether a figure is the one that its stamp names."""
+    stamp = stamp_of(Path(path).read_bytes())
+    if stamp is None:
+        raise BadRequest(f"{path} carries no identifier: an older version or another program wrote it. Save the figure again.")
+    told = (f"it shows {stamp.source}",) if stamp.source else ()
+    if not stamp.intact:
+        return Checked(MISMATCH, "figure", stamp.identifier, (f"the file has digest {stamp.digest}", *told))
+    return Checked(VERIFIED, "figure", stamp.identifier, ("the file has the digest that it carries", *told))
+
+
+def _report(path: str) -> "Report":
+    from replaylens.probes.report import Report
+
+    return Report.load(path)
+
+
+def check_report(path: str) -> Checked:
+    """Whether a report has the digest that it was written with. BadProbeFile if it has not, or is none."""
+    report = _report(path)
+    rows = report.cite().what
+    return Checked(VERIFIED, "report", str(Identifier(report.digest)), (rows, "its numbers were not computed again"))
+
+
+def check_rollouts(path: str, engine: Core, sample: int | float | str, seed: int) -> Checked:
+    """Draw rollouts of a folder again, or a sample of them, and compare every bit. BadRollouts if files are damaged."""
+    found = Rollouts.load(path)
+    name, count = str(Identifier(found.digest)), _count(sample, len(found))
+    indices = sorted(random.Random(f"{found.digest} {seed}").sample(range(len(found)), count))
+    told = f"{count} of {len(found)} rollouts drawn again"
+    for index, again in zip(indices, redrawn(engine, found, indices), strict=True):
+        if again.digest != found[index].digest:
+            where = f"rollout {found[index].number} at position {found[index].position} differs: {again.text[:80]!r} here"
+            return Checked(MISMATCH, "rollouts", name, (told, where))
+    return Checked(VERIFIED, "rollouts", name, (told,))
+
+
+def _count(sample: int | float | str, most: int) -> int:
+    """The number of a sample's rollouts."""
+    if isinstance(sample, str):
+        return most
+    count = sample if isinstance(sample, int) else max(1, round(sample * most))
+    if count < 1 or (isinstance(sample, float) and sample > 1):
+        raise BadRequest(f"Invalid --sample {sample}. Give a number of rollouts from 1 on, a share up to 1.0, or all.")
+    return min(count, most)

@@ -1,0 +1,292 @@
+"""Identifiers: a changed bit changes them, the order of metadata and the machine do not; `verify` finds what they name."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+import replaylens
+from replaylens import Answer, Dump, Edit, Engine, Run, Sampling, tasks
+from replaylens.cli import app
+from replaylens.engine.display import picture, stamp_of, stamped
+from replaylens.engine.errors import BadRequest, BadRollouts, FingerprintMismatch
+from replaylens.engine.records import Citation, Identifier, digest_of
+from replaylens.engine.resampling.drawing import redrawn
+from replaylens.engine.resampling.rollouts import Rollouts
+from replaylens.probes.errors import BadProbeFile
+from replaylens.probes.report import Report
+from replaylens.views.report import ReportPage
+from tests.engine.dump.damage import flip_bit
+
+ROOT = Path(__file__).parents[1]
+PROMPT = "A coin's state is heads. Alice flips. What's the state? A:"
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine.load("coin-plain")
+
+
+@pytest.fixture(scope="module")
+def run(engine: Engine) -> Run:
+    return engine.replay(tasks.get("coin")(flips=2).examples(3), sites="S", drafter="lens")
+
+
+@pytest.fixture(scope="module")
+def folder(engine: Engine, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dump, rollouts, a report and a figure."""
+    made = tmp_path_factory.mktemp("results")
+    run.save(made / "dump")
+    with engine.prompt(PROMPT) as root:
+        answer = Answer.regex("heads|tails")
+        root.resample(4, max_new=3, answer=answer, sites="S", keep="last", folder=made / "rollouts")
+    made_report(run).save(made / "report")
+    return made
+
+
+def made_report(run: Run) -> Report:
+    lines = [{"what": "a_b", "accuracy": 0.75, "low": 0.5, "high": 1.0, "rows": 4}]
+    source = {"task": "coin", "digest": run.digest, "rows": 4, **run.engine.fingerprint.cited}
+    return Report("transfer", lines, source, {"folds": 5}, [], ["said"])
+
+
+def called(*words: Any) -> tuple[int, str]:
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    return done.exit_code, done.stdout + done.stderr
+
+
+# ---- one definition ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", [None, (3, 0, 17)])
+def test_an_identifier_is_read_as_it_is_written(place: tuple[int, int, int] | None) -> None:
+    one = Identifier("ab" * 32, place)
+    assert Identifier.parse(str(one)) == one
+
+
+@pytest.mark.parametrize("text", ["", "ab" * 32, "replaylens:sha256:AB", f"replaylens:sha256:{'a' * 64}#1.2", "sha256:x"])
+def test_other_texts_are_no_identifier(text: str) -> None:
+    with pytest.raises(BadRequest, match="Give replaylens:sha256:"):
+        Identifier.parse(text)
+
+
+def test_order_of_keys_does_not_count_and_a_value_does() -> None:
+    assert digest_of({"a": 1, "b": [2]}) == digest_of({"b": [2], "a": 1}) != digest_of({"a": 1, "b": [3]})
+
+
+def test_citations_say_what_is_needed(run: Run, folder: Path) -> None:
+    """Version, model, arithmetic, and a BibTeX entry whose braces match and whose special characters are escaped."""
+    dump = Dump.open(folder / "dump")
+    rollouts = Rollouts.load(folder / "rollouts")
+    for cited in (dump.cite(), dump.cite(row=3), run.cite(), rollouts.cite(), made_report(run).cite()):
+        assert all(word in cited.text for word in ("replaylens 0.1.0", "portable-1", run.engine.fingerprint.weights))
+        assert str(Identifier.parse(cited.identifier)) in str(cited)
+        assert cited.bibtex.count("{") - cited.bibtex.count(r"\{") == cited.bibtex.count("}") - cited.bibtex.count(r"\}")
+        assert cited.bibtex.startswith(f"@misc{{replaylens-{Identifier.parse(cited.identifier).digest[:12]},")
+    hard = Citation(str(Identifier("0" * 64)), "50 % of a_b {c} \\d #1", "check").bibtex
+    assert r"{50 \% of a\_b \{c\} \textbackslash{}d \#1}" in hard and "computed elsewhere" in hard
+
+
+# ---- what an identifier covers --------------------------------------------------------------------------------------------
+
+
+def test_a_run_has_the_identifier_of_its_dump(run: Run, folder: Path) -> None:
+    assert run.cite().identifier == Dump.open(folder / "dump").cite().identifier == str(Identifier(run.digest))
+
+
+def test_a_changed_bit_of_a_row_changes_its_identifier_and_no_other(folder: Path) -> None:
+    content = Dump.open(folder / "dump").files.content(0)
+    names = sorted(content.tensors, reverse=True)  # another order of the sites
+    tensors = {name: content.tensors[name].clone() for name in names}
+    same = replace(content, tensors=tensors)
+    assert [same.row_identifier(row) for row in (0, 5)] == [content.row_identifier(row) for row in (0, 5)]
+    tensors[names[0]][5].view(torch.int32)[7] ^= 1
+    assert same.row_identifier(0) == content.row_identifier(0) and same.row_identifier(5) != content.row_identifier(5)
+    moved = replace(content, index=content.index.select(sorted(content.index.column_names)))
+    assert moved.row_identifier(5) == content.row_identifier(5)
+
+
+def test_a_filtered_dump_cites_its_rows(folder: Path) -> None:
+    dump = Dump.open(folder / "dump")
+    some = dump.where(position=2)
+    place = Identifier.parse(some.cite(row=1).identifier).row
+    assert place is not None and place[2] == 2 and some.cite().identifier == dump.cite().identifier
+    number = dump.index.query("position == 2").index[1]
+    assert dump.cite(row=int(number)).identifier == some.cite(row=1).identifier
+
+
+def test_a_report_has_its_digest(run: Run, tmp_path: Path) -> None:
+    report = made_report(run)
+    again = Report.load(report.save(tmp_path / "a"))
+    assert again.digest == report.digest
+    assert replace(report, source=dict(reversed(report.source.items())) | {"replaylens": "9"}).digest == report.digest
+    assert replace(report, lines=[report.lines[0] | {"accuracy": 0.7500000001}]).digest != report.digest
+    file = tmp_path / "a" / "report.json"
+    file.write_text(file.read_text().replace("0.75", "0.76"))
+    with pytest.raises(BadProbeFile, match="digest"):
+        Report.load(file)
+
+
+def test_reports_without_a_digest_are_read(run: Run, tmp_path: Path) -> None:
+    """Older versions wrote none."""
+    file = made_report(run).save(tmp_path, figures=False) / "report.json"
+    raw = json.loads(file.read_text())
+    del raw["digest"]
+    file.write_text(json.dumps(raw))
+    assert Report.load(file).digest == made_report(run).digest
+
+
+# ---- figures --------------------------------------------------------------------------------------------------------------
+
+
+def drawn(height: float = 1.0) -> Any:
+    figure = picture(2, 2)
+    figure.subplots().plot([0, height])
+    return figure
+
+
+@pytest.mark.parametrize("kind", ["png", "svg"])
+def test_a_figure_carries_its_digest(tmp_path: Path, kind: str) -> None:
+    files = [tmp_path / f"{name}.{kind}" for name in "abc"]
+    for file, height in zip(files, (1, 1, 1.5), strict=True):
+        drawn(height).savefig(file)
+    one, two, other = (stamp_of(file.read_bytes()) for file in files)
+    assert one is not None and one == two != other and one.intact and one.source == ""
+    damaged = bytearray(files[0].read_bytes())
+    damaged[-20] ^= 1
+    found = stamp_of(bytes(damaged))
+    assert found is not None and found.identifier == one.identifier and not found.intact
+
+
+def test_a_png_is_still_a_png(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    drawn().savefig(tmp_path / "a.png", dpi=50)
+    assert imread(tmp_path / "a.png").shape == (100, 100, 4) and drawn()._repr_png_().startswith(b"\x89PNG")
+    with pytest.raises(BadRequest, match="cut off"):
+        stamp_of((tmp_path / "a.png").read_bytes()[:50])
+    with pytest.raises(BadRequest, match="neither"):
+        stamped(b"%PDF")
+    drawn().savefig(tmp_path / "a.pdf")
+    assert stamp_of((tmp_path / "a.pdf").read_bytes()) is None
+
+
+def test_a_report_page_names_its_dump_and_how_to_make_it_again(run: Run, folder: Path, tmp_path: Path) -> None:
+    words = ["report", folder / "dump", folder / "report", "--out", tmp_path / "page.html", "--verify", 0, "--quiet"]
+    assert called(*words)[0] == 0
+    page = (tmp_path / "page.html").read_bytes()
+    stamp = stamp_of(page)
+    assert stamp is not None and stamp.intact and stamp.source == Dump.open(folder / "dump").cite().identifier
+    line = re.search(r'id="rl-again">(.*?)</code>', page.decode())
+    assert line is not None and line[1].split()[:2] == ["replaylens", "report"]
+    assert called(*line[1].split()[1:], "--quiet")[0] == 0 and (tmp_path / "page.html").read_bytes() == page
+    assert made_report(run).cite().identifier in page.decode() and "@misc" in page.decode()
+    assert not stamp_of(page.replace(b"coin", b"cent", 1)).intact  # type: ignore[union-attr]
+    assert "rl-again" not in ReportPage(probes=(made_report(run),)).html()
+
+
+# ---- verify ---------------------------------------------------------------------------------------------------------------
+
+
+def test_verify_finds_each_kind(run: Run, folder: Path) -> None:
+    dump = Dump.open(folder / "dump")
+    figure = stamp_of((folder / "report" / "transfer.png").read_bytes())
+    assert figure is not None and figure.source == made_report(run).cite().identifier
+    wanted = {
+        dump.cite().identifier: "examples replayed",
+        dump.cite(row=2).identifier: "1 of",
+        Rollouts.load(folder / "rollouts").cite().identifier: "rollouts drawn again",
+        made_report(run).cite().identifier: "report",
+        figure.identifier: "it shows replaylens:sha256:",
+    }
+    for identifier, said in wanted.items():
+        code, out = called("verify", identifier, "--in", folder, "--quiet", "--sample", 1)
+        assert code == 0 and out.startswith("verified") and said in out, out
+
+
+def test_an_identifier_of_nothing(folder: Path, tmp_path: Path) -> None:
+    for words, said in (
+        ([Identifier("0" * 64), "--in", folder], "in none of 4 results"),
+        ([Identifier("0" * 64, (0, 0, 0)), "--in", folder], "in none of"),
+        ([Identifier("0" * 64), "--in", tmp_path / "gone"], "does not exist"),
+        ([folder / "dump", "--in", folder], "is a path"),
+        (["replaylens:sha256:12"], "Invalid identifier"),
+    ):
+        code, out = called("verify", *words)
+        assert code == 2 and said in out.replace("\n", " "), out
+
+
+def test_verify_names_damage(folder: Path, tmp_path: Path) -> None:
+    drawn().savefig(tmp_path / "plain.svg")
+    code, out = called("verify", tmp_path / "plain.svg")
+    assert code == 0 and "verified: figure" in out
+    text = (tmp_path / "plain.svg").read_text()
+    (tmp_path / "plain.svg").write_text(text.replace("stroke", "strake", 1))
+    assert called("verify", tmp_path / "plain.svg")[0] == 1
+    (tmp_path / "foreign.svg").write_text("<svg></svg>")
+    code, out = called("verify", tmp_path / "foreign.svg")
+    assert code == 2 and "carries no identifier" in out
+    (tmp_path / "other.json").write_text("{}")
+    assert called("verify", tmp_path / "other.json")[0] == 2
+
+
+def test_rollouts_are_drawn_again(engine: Engine, folder: Path, tmp_path: Path) -> None:
+    code, out = called("verify", folder / "rollouts", "--sample", "50%")
+    assert code == 0 and "2 of 4 rollouts drawn again" in out, out
+    found = Rollouts.load(folder / "rollouts")
+    state = {site: rows.clone() for site, rows in found[2].states.items()}
+    next(iter(state.values())).view(torch.int32)[0, 0] ^= 1
+    assert redrawn(engine, found, [2, 0])[0].digest == found[2].digest != replace(found[2], states=state).digest
+    for file in (folder / "rollouts").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    flip_bit(next(tmp_path.glob("*.safetensors")), 200)
+    code, out = called("verify", tmp_path)
+    assert code == 2 and "was changed" in out, out
+
+
+def test_rollouts_under_edits_are_drawn_again(engine: Engine) -> None:
+    edit = Edit("S", "scale", layers=[2], factor=3.0, positions=slice(3, None))
+    with engine.prompt(PROMPT) as root:
+        found = root.fork(edits=[edit])[0].resample(3, max_new=4, sampling=Sampling(temperature=1.5), sites="S")
+        plain = root.resample(3, max_new=4, sampling=Sampling(temperature=1.5), sites="S")
+    assert [each.digest for each in redrawn(engine, found, range(3))] == [each.digest for each in found]
+    assert plain.digest != found.digest
+
+
+def test_rollouts_that_cannot_be_drawn_again(engine: Engine, folder: Path, tmp_path: Path) -> None:
+    found = Rollouts.load(folder / "rollouts")
+    with pytest.raises(BadRequest, match="function"):
+        redrawn(engine, replace(found, plan=replace(found.plan, answer=None)), [0])
+    other: Any = SimpleNamespace(fingerprint=replace(engine.fingerprint, dtype="bfloat16"))
+    with pytest.raises(FingerprintMismatch):
+        redrawn(other, found, [0])
+    for file in (folder / "rollouts").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    raw = json.loads((tmp_path / "plan.json").read_text())
+    assert raw["made_by"]["canonical"] == "portable-1"
+    raw["made_by"]["dtype"] = "bfloat16"
+    (tmp_path / "plan.json").write_text(json.dumps(raw))
+    with pytest.raises(BadRollouts, match="made_by"):
+        Rollouts.load(tmp_path)
+    del raw["made_by"]
+    (tmp_path / "plan.json").write_text(json.dumps(raw))
+    assert Rollouts.load(tmp_path).digest == found.digest
+    code, out = called("verify", tmp_path)
+    assert code == 2 and "--model" in out
+    assert called("verify", tmp_path, "--model", "coin-plain")[0] == 0
+
+
+# ---- CITATION.cff ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_citation_file_is_valid_and_current() -> None:
+    found = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= set(found) and found["cff-version"] == "1.2.0"
+    assert found["version"] == replaylens.__version__ and found["type"] == "software" and found["authors"]
