@@ -8,7 +8,7 @@ from pathlib import Path
 
 from studies.common import HERE, execute, save_figure
 
-STUDIES = ("rejected_branches", "state_tracking")
+STUDIES = ("rejected_branches", "state_tracking", "what_decides", "reproduce")
 
 
 def main(words: Sequence[str] | None = None) -> None:
