@@ -562,7 +562,7 @@ def hugging_face(model: Decoder) -> Any:
     import transformers as tf
 
     c = model.config
-    if c.family != "llama":
+    if c.family not in ("llama", "replaylens"):
         raise BadRequest(f"Only models of the llama family become Hugging Face models; this one is {c.family}. Load it there.")
     config = tf.LlamaConfig(
         vocab_size=c.vocab_size, hidden_size=c.d_model, intermediate_size=c.d_mlp, num_hidden_layers=c.num_layers,

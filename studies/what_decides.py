@@ -5,6 +5,7 @@ three sentences at temperature 0.7. Part `stopping` draws no text: it simulates 
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,10 @@ import replaylens as rl
 from replaylens.engine.resampling.plan import Race
 from studies.common import COLOURS, QUIET, digest, inputs, legend, picture, share
 
-PARTS = ("stopping", "smollm2", "gemma3-270m")
-ROLLOUTS, SAMPLING, MAX_NEW = 10, rl.Sampling(temperature=0.7, seed=1), 24
+PARTS = ("stopping", "tracking", "chains", "arithmetic")
+MODEL = "smollm2"
+ROLLOUTS, SAMPLING = 10, rl.Sampling(temperature=0.7, seed=1)
+MAX_NEW = {"arithmetic": 20, "tracking": 12}
 ALPHA = 0.05
 CHAINS, AGAIN, TOKEN_CHAINS, READ_CHAINS = 24, 12, 4, 12
 """chains resampled at sentences, rollouts at each; chains forked at tokens; chains whose attention is read"""
@@ -73,25 +76,23 @@ def tracking(random: np.random.Generator) -> tuple[str, str]:
 
 def run(quick: bool, part: str) -> dict[str, Any]:
     if part == "stopping":
-        return simulate(200 if quick else 4000, 100)
-    engine = rl.Engine.load(part)
-    found: dict[str, Any] = {"rollouts": ROLLOUTS, "temperature": SAMPLING.temperature}
-    texts: list[str] = []
-    for kind in KINDS:
-        asked = questions(kind, 4 if quick else 100)
-        texts += [prompt for prompt, _ in asked]
-        found[kind] = outcomes(engine, kind, asked)
-        print(part, kind, "outcomes", flush=True)
+        return simulate(200 if quick else 2000, 100)
+    engine = rl.Engine.load(MODEL)
+    if part in KINDS:
+        asked = questions(part, 4 if quick else 100)
+        return {"inputs": inputs(engine, questions=digest(text for text, _ in asked)), **outcomes(engine, part, asked)}
     asked = questions("tracking", 3 if quick else CHAINS)
     chains = [chain for prompt, _ in asked if (chain := written(engine, prompt)) is not None]
-    found["sentences"] = sentences(chains, 4 if quick else AGAIN)
-    print(part, "sentences", flush=True)
-    found["forced"] = forced(chains)
-    found["masking"] = masking(engine, chains[: 2 if quick else READ_CHAINS])
-    found["receivers"] = receivers(engine, chains[: 4 if quick else READ_CHAINS])
-    print(part, "attention", flush=True)
-    found["tokens"] = tokens(engine, chains[: 1 if quick else TOKEN_CHAINS], 4 if quick else 16)
-    return {"inputs": inputs(engine, questions=digest(texts)), **found}
+    few = chains[: 2 if quick else READ_CHAINS]
+    return {
+        "inputs": inputs(engine, questions=digest(text for text, _ in asked)),
+        "temperature": SAMPLING.temperature,
+        "sentences": sentences(chains, 4 if quick else AGAIN),
+        "forced": forced(chains),
+        "masking": masking(engine, few),
+        "receivers": receivers(engine, few),
+        "tokens": tokens(engine, chains[: 1 if quick else TOKEN_CHAINS], 4 if quick else 16),
+    }
 
 
 def outcomes(engine: rl.Engine, kind: str, asked: Sequence[tuple[str, str]]) -> dict[str, Any]:
@@ -101,7 +102,7 @@ def outcomes(engine: rl.Engine, kind: str, asked: Sequence[tuple[str, str]]) -> 
     states, right, sure, saved, digests, paths = [], [], [], [], [], []
     for number, (prompt, answer) in enumerate(asked):
         with engine.prompt(prompt, sites=[site], positions="last") as root:
-            rollouts = root.resample(ROLLOUTS, sampling=seeded(number), max_new=MAX_NEW, answer=ANSWERS[kind])
+            rollouts = root.resample(ROLLOUTS, sampling=seeded(number), max_new=MAX_NEW[kind], answer=ANSWERS[kind])
             states.append(root.activations[site][-1].double().numpy())
             paths.append(np.array(root.tokens))
         said = [each.outcome for each in rollouts]
@@ -121,6 +122,8 @@ def outcomes(engine: rl.Engine, kind: str, asked: Sequence[tuple[str, str]]) -> 
     settled = [leader == answer for leader, answer in sure if leader is not None]
     made = {
         "questions": len(asked),
+        "rollouts": ROLLOUTS,
+        "temperature": SAMPLING.temperature,
         "right": share(right, range(len(right))),
         "questions_always_right": int(sum(each == 1 for each in right)),
         "questions_never_right": int(sum(each == 0 for each in right)),
@@ -165,7 +168,7 @@ def _frequent(counts: np.ndarray, most: int = 5) -> np.ndarray:
 def written(engine: rl.Engine, prompt: str) -> Any:
     """The model's own chain, greedily: the answer line of the prompt. None without a chain of two sentences or more."""
     root = engine.prompt(prompt)
-    text = root.fork()[0].generate(MAX_NEW).generated_text.split("\n")[0]
+    text = root.fork()[0].generate(MAX_NEW["tracking"]).generated_text.split("\n")[0]
     return root.force(text) if text.count(".") >= 2 else None
 
 
@@ -176,7 +179,7 @@ def sentences(chains: Sequence[Any], again: int) -> dict[str, Any]:
     """Resampling importance and resilience of every sentence, and change points of whole chains."""
     lines, shown, changed, back = [], 0, 0, []
     for number, chain in enumerate(chains):
-        rollouts = chain.resample(again, at="sentences", sampling=seeded(number), max_new=MAX_NEW, answer=ANSWERS["tracking"])
+        rollouts = chain.resample(again, at="sentences", sampling=seeded(number), max_new=MAX_NEW["tracking"], answer=ANSWERS["tracking"])
         texts = rl.probes.RolloutTexts.of(rollouts)
         if len(rollouts.plan.positions) > 1:
             found = rl.probes.importance(rollouts.outcomes())
@@ -209,7 +212,7 @@ def forced(chains: Sequence[Any]) -> dict[str, Any]:
         starts = chain.resample(1, at="sentences", max_new=0, answer=FORCED).plan.positions
         at = [*starts[:3], starts[3] if len(starts) > 3 else chain.length]
         p = chain.resample(1, at=at, max_new=0, answer=FORCED).outcomes().probabilities
-        moves += [dict(chain=number, unit=i, tv=float(0.5 * abs(b - a).sum())) for i, (a, b) in enumerate(zip(p, p[1:], strict=False))]
+        moves += [dict(chain=number, unit=i, tv=float(0.5 * abs(b - a).sum())) for i, (a, b) in enumerate(pairwise(p))]
     return {"chains": len(chains), "moved": by_unit(moves, "tv")}
 
 
@@ -218,7 +221,7 @@ def masking(engine: rl.Engine, chains: Sequence[Any]) -> dict[str, Any]:
     lines: list[dict[str, Any]] = []
     for number, chain in enumerate(chains):
         starts = [*chain.resample(1, at="sentences", max_new=0, answer=FORCED).plan.positions, chain.length]
-        spans = list(zip(starts, starts[1:], strict=False))[:3]
+        spans = list(pairwise(starts))[:3]
         path = chain.tokens
         for j, (first, end) in enumerate(spans):
             rows = slice(first - 1, end - 1)
@@ -275,7 +278,7 @@ def tokens(engine: rl.Engine, chains: Sequence[Any], n: int) -> dict[str, Any]:
             counts = []
             for seed, token in enumerate((taken, other)):
                 sampling = rl.Sampling(temperature=SAMPLING.temperature, seed=10 + seed)
-                after = chain.resample(n, at=position, replace=[token], sampling=sampling, max_new=24, answer=ANSWERS["tracking"])
+                after = chain.resample(n, at=position, replace=[token], sampling=sampling, max_new=12, answer=ANSWERS["tracking"])
                 counts.append([sum(each.outcome == name for each in after) for name in ("red", "blue", "green", None)])
             words = [engine.text.token(token) for token in (taken, other)]
             forks.append(rl.probes.TokenFork(position, words, chances[[taken, other]].numpy(), np.array(counts)))
@@ -331,21 +334,21 @@ def simulate(runs: int, most: int) -> dict[str, Any]:
 def draw(parts: dict[str, dict[str, Any]]) -> Figure:
     made, axes = picture(3)
     left, middle, right = axes[0]
-    models = [name for name in ("smollm2", "gemma3-270m") if name in parts]
-    for number, name in enumerate(models):
-        for kind, style in zip(KINDS, ("-", "--"), strict=True):
-            values = np.sort(parts[name][kind]["shares_right"])
-            left.plot(np.linspace(0, 1, len(values)), values, style, color=COLOURS[number], label=f"{name}, {kind}")
-        for key, style in (("importance", "-"), ("forced", "--")):
-            found = parts[name]["sentences"]["importance"] if key == "importance" else parts[name]["forced"]["moved"]
-            label = f"{name}, {'resampled' if key == 'importance' else 'forced answer'}"
-            y = [each["value"] for each in found[:3]]
-            error = [[each["value"] - each["low"] for each in found[:3]], [each["high"] - each["value"] for each in found[:3]]]
-            middle.errorbar(np.arange(1, len(y) + 1) + 0.06 * number, y, error, fmt="o" + style, color=COLOURS[number], label=label, markersize=3)
+    for number, kind in enumerate(kind for kind in KINDS if kind in parts):
+        values = np.sort(parts[kind]["shares_right"])
+        left.plot(np.linspace(0, 1, len(values)), values, color=COLOURS[number], label=kind)
+    if "chains" in parts:
+        own = {"rollouts without and with it": parts["chains"]["sentences"]["importance"]}
+        own["answer forced before and after it"] = parts["chains"]["forced"]["moved"]
+        for number, (label, found) in enumerate(own.items()):
+            y = np.array([each["value"] for each in found[:3]])
+            ends = [y - [each["low"] for each in found[:3]], np.array([each["high"] for each in found[:3]]) - y]
+            at = np.arange(1, len(y) + 1) + 0.06 * number
+            middle.errorbar(at, y, ends, fmt="o-", color=COLOURS[number], label=label, markersize=3)
     left.set(title="Questions, by share of right rollouts", xlabel="question (rank)", ylabel="share right")
     middle.set(title="How far a sentence moves the answer", xlabel="sentence of the chain", ylabel="total variation", xticks=[1, 2, 3])
     for axis in (left, middle):
-        if models:
+        if axis.has_data():
             legend(axis)
     if "stopping" in parts:
         lines = parts["stopping"]["truths"]

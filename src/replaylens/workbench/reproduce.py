@@ -153,8 +153,8 @@ def _logit_lens(load: Load) -> Found:
     kl = lens(load(SMOLLM2), STORY).kl.double()
     by_layer = kl.mean(1)
     found = float(spearmanr(np.arange(len(by_layer)), by_layer.numpy()).statistic)
-    half = int((by_layer > by_layer.max(0).values / 2).nonzero().max())
-    return Found({"rank_correlation": found, "last_layer_above_half": half}, found <= -0.8, [kl])
+    late = spearmanr(np.arange(20, len(by_layer)), by_layer[20:].numpy()).statistic
+    return Found({"rank_correlation": found, "behind_layer_20": late}, found <= -0.8, [kl])
 
 
 @_figure(
@@ -292,7 +292,7 @@ HARMLESS = [
     model=SMOLLM2,
     call="rl.steer(engine, (harmful, harmless), others, layers=[15], strengths=[1], metric=refusal, whole_prompt=True); "
     "engine.logits(chat, edits=[rl.Edit('blocks.*.hook_in', 'project_out', direction)])",
-    criterion="on other requests, removal lowers and addition raises the log-odds of a refusal by half of the gap or more",
+    criterion="on other requests, removal lowers and addition raises the log-odds of a refusal by 50 % of the gap or more",
 )
 def _refusal(load: Load) -> Found:
     engine = load(SMOLLM2)
@@ -410,7 +410,7 @@ CUP_ANSWER = Answer.regex("So (red|blue|green)")
     source="2506.19143",
     model=SMOLLM2,
     call="rl.probes.importance(chain.resample(24, at='sentences', answer=rl.Answer.regex('So (red|blue|green)')).outcomes())",
-    criterion="one sentence is shown and has half or more of all importance",
+    criterion="one sentence is shown (p of 0.05 or less) and has 50 % or more of all importance",
 )
 def _thought_anchors(load: Load) -> Found:
     counts = _resampled(load, "sentences", 24)
@@ -454,16 +454,17 @@ def _resampled(load: Load, at: str, n: int) -> Any:
     claim="Outside canonical arithmetic, 0.48 % of decoded tokens flip (0.3 to 1.3 % over five models, bfloat16 on GPUs).",
     source="2605.30218",
     model=SMOLLM2,
-    call="engine.replay(texts, max_new=24, drafter='self', window=8)",
+    call="engine.replay(texts, max_new=40, drafter='self', window=8)",
     criterion="0.3 to 1.3 % of the fast path's drafts are rejected",
 )
 def _natural_flips(load: Load) -> Found:
-    texts: Sequence[Any] = [_chat(f"Write a story about {topic}.") for topic in TOPICS[:8]]
-    run = load(SMOLLM2).replay(texts, max_new=24, drafter="self", window=8)
+    texts: Sequence[Any] = [_chat(f"Write a story about {topic}.") for topic in TOPICS[:12]]
+    run = load(SMOLLM2).replay(texts, max_new=40, drafter="self", window=8)
     flips = sum(len(result.rejected) for result in run)
     drafts = sum(result.statistics.accepted for result in run) + flips
     rate = flips / drafts if drafts else float("nan")
-    return Found({"flipped": rate, "drafts": drafts}, 0.003 <= rate <= 0.013, [[list(result.generated) for result in run]])
+    most = 1 - 0.05 ** (1 / drafts) if drafts and not flips else float("nan")  # exact, one-sided, for no flip at all
+    return Found({"flipped": rate, "drafts": drafts, "at_most_if_none": most}, 0.003 <= rate <= 0.013, [[list(result.generated) for result in run]])
 
 
 @_figure(
