@@ -17,10 +17,10 @@ from studies.common import COLOURS, QUIET, digest, inputs, legend, picture, shar
 
 PARTS = ("stopping", "tracking", "chains", "arithmetic")
 MODEL = "smollm2"
-ROLLOUTS, SAMPLING = 10, rl.Sampling(temperature=0.7, seed=1)
+ROLLOUTS, SAMPLING = 8, rl.Sampling(temperature=0.7, seed=1)
 MAX_NEW = {"arithmetic": 20, "tracking": 12}
 ALPHA = 0.05
-CHAINS, AGAIN, TOKEN_CHAINS, READ_CHAINS = 24, 12, 4, 12
+CHAINS, AGAIN, TOKEN_CHAINS, READ_CHAINS = 16, 10, 3, 6
 """chains resampled at sentences, rollouts at each; chains forked at tokens; chains whose attention is read"""
 KINDS = ("arithmetic", "tracking")
 ANSWERS = {"arithmetic": rl.Answer.regex(r"So (\d+)"), "tracking": rl.Answer.regex(r"So (red|blue|green)")}
@@ -91,7 +91,7 @@ def run(quick: bool, part: str) -> dict[str, Any]:
         "forced": forced(chains),
         "masking": masking(engine, few),
         "receivers": receivers(engine, few),
-        "tokens": tokens(engine, chains[: 1 if quick else TOKEN_CHAINS], 4 if quick else 16),
+        "tokens": tokens(engine, chains[: 1 if quick else TOKEN_CHAINS], 4 if quick else 12),
     }
 
 
@@ -137,7 +137,9 @@ def outcomes(engine: rl.Engine, kind: str, asked: Sequence[tuple[str, str]]) -> 
     }
     if len(asked) >= 20:
         few = _frequent(counts)
-        probe = rl.probes.outcome_probe({("S", layer): np.stack(states)}, few, np.arange(len(few)), tokens=paths, estimator="logistic")
+        probe = rl.probes.outcome_probe(
+            {("S", layer): np.stack(states)}, few, np.arange(len(few)), tokens=paths, estimator="logistic"
+        )
         made["probe"] = {"lines": probe.lines, "findings": list(probe.findings)}
     return made
 
@@ -179,7 +181,9 @@ def sentences(chains: Sequence[Any], again: int) -> dict[str, Any]:
     """Resampling importance and resilience of every sentence, and change points of whole chains."""
     lines, shown, changed, back = [], 0, 0, []
     for number, chain in enumerate(chains):
-        rollouts = chain.resample(again, at="sentences", sampling=seeded(number), max_new=MAX_NEW["tracking"], answer=ANSWERS["tracking"])
+        rollouts = chain.resample(
+            again, at="sentences", sampling=seeded(number), max_new=MAX_NEW["tracking"], answer=ANSWERS["tracking"]
+        )
         texts = rl.probes.RolloutTexts.of(rollouts)
         if len(rollouts.plan.positions) > 1:
             found = rl.probes.importance(rollouts.outcomes())
@@ -227,14 +231,20 @@ def masking(engine: rl.Engine, chains: Sequence[Any]) -> dict[str, Any]:
             rows = slice(first - 1, end - 1)
             plain = engine.logits(path, positions=rows).double().log_softmax(-1)
             for i, (a, b) in enumerate([(1, chain.root_length), *spans[:j]]):
-                cut = rl.Edit("blocks.*.attn.hook_pattern", "mask", positions=slice(first - 1, end - 1), keys=list(range(a, min(b, first - 1))))
+                cut = rl.Edit(
+                    "blocks.*.attn.hook_pattern",
+                    "mask",
+                    positions=slice(first - 1, end - 1),
+                    keys=list(range(a, min(b, first - 1))),
+                )
                 without = engine.logits(path, positions=rows, edits=[cut]).double().log_softmax(-1)
                 own = list(range(end - first)), path[first:end]
                 lines.append(dict(chain=number, unit=(i, j), nats=float((plain[own] - without[own]).mean())))
     units = sorted({line["unit"] for line in lines})
     return {
         ("question" if i == 0 else f"sentence {i}") + f" to sentence {j + 1}": share(
-            [line["nats"] for line in lines if line["unit"] == (i, j)], [line["chain"] for line in lines if line["unit"] == (i, j)]
+            [line["nats"] for line in lines if line["unit"] == (i, j)],
+            [line["chain"] for line in lines if line["unit"] == (i, j)],
         )
         for i, j in units
     }
@@ -258,7 +268,12 @@ def receivers(engine: rl.Engine, chains: Sequence[Any]) -> dict[str, Any]:
     mean = np.mean(scores, 0)
     heads = engine.config.num_heads
     top = [dict(layer=int(i // heads), head=int(i % heads), kurtosis=float(mean[i])) for i in np.argsort(-mean)[:8]]
-    return {"chains": len(scores), "split_half_correlation": float(pearsonr(one, two)[0]), "top": top, "median": float(np.median(mean))}
+    return {
+        "chains": len(scores),
+        "split_half_correlation": float(pearsonr(one, two)[0]),
+        "top": top,
+        "median": float(np.median(mean)),
+    }
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
@@ -278,7 +293,9 @@ def tokens(engine: rl.Engine, chains: Sequence[Any], n: int) -> dict[str, Any]:
             counts = []
             for seed, token in enumerate((taken, other)):
                 sampling = rl.Sampling(temperature=SAMPLING.temperature, seed=10 + seed)
-                after = chain.resample(n, at=position, replace=[token], sampling=sampling, max_new=12, answer=ANSWERS["tracking"])
+                after = chain.resample(
+                    n, at=position, replace=[token], sampling=sampling, max_new=12, answer=ANSWERS["tracking"]
+                )
                 counts.append([sum(each.outcome == name for each in after) for name in ("red", "blue", "green", None)])
             words = [engine.text.token(token) for token in (taken, other)]
             forks.append(rl.probes.TokenFork(position, words, chances[[taken, other]].numpy(), np.array(counts)))
@@ -346,14 +363,18 @@ def draw(parts: dict[str, dict[str, Any]]) -> Figure:
             at = np.arange(1, len(y) + 1) + 0.06 * number
             middle.errorbar(at, y, ends, fmt="o-", color=COLOURS[number], label=label, markersize=3)
     left.set(title="Questions, by share of right rollouts", xlabel="question (rank)", ylabel="share right")
-    middle.set(title="How far a sentence moves the answer", xlabel="sentence of the chain", ylabel="total variation", xticks=[1, 2, 3])
+    middle.set(
+        title="How far a sentence moves the answer", xlabel="sentence of the chain", ylabel="total variation", xticks=[1, 2, 3]
+    )
     for axis in (left, middle):
         if axis.has_data():
             legend(axis)
     if "stopping" in parts:
         lines = parts["stopping"]["truths"]
         at = np.arange(len(lines))
-        right.barh(at + 0.2, [each["plain_test_errors"] for each in lines.values()], 0.4, color=QUIET, label="plain test, every draw")
+        right.barh(
+            at + 0.2, [each["plain_test_errors"] for each in lines.values()], 0.4, color=QUIET, label="plain test, every draw"
+        )
         right.barh(at - 0.2, [each["errors"] for each in lines.values()], 0.4, color=COLOURS[0], label="settle=0.05")
         right.axvline(parts["stopping"]["alpha"], color=COLOURS[1], linewidth=1, label="allowed")
         right.set_yticks(at, list(lines))

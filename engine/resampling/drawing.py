@@ -401,7 +401,9 @@ def _drawn(
             yield from _counted(bar, rest())
 
 
-def drawn_until_settled(branch: Forked, plan: ResamplePlan, wave: int | None, alpha: float, progress: bool) -> Iterator[Rollout]:
+def drawn_until_settled(
+    branch: Forked, plan: ResamplePlan, wave: int | None, alpha: float, progress: bool
+) -> Iterator[Rollout]:
     """At each position, the first rollouts of the plan: wave by wave until the likeliest answer is settled, or all.
 
     wave  None: SMALL_WAVE. The number drawn depends on it, since waves are drawn whole; no rollout does

@@ -1,4 +1,4 @@
-"""`reproduce`: every figure has a claim, a source, a call in public names and a criterion; results have digests of their bits."""
+"""`reproduce`: figures have a claim, a source, a call in public names and a criterion; results, a digest of their bits."""
 
 import json
 import re

@@ -201,7 +201,11 @@ def _ioi(load: Load) -> Found:
     sent = paths.effect["heads"]
     total, best = float(top["effect"].sum()), float(sent.max())
     evidence = [heads.effect["heads"], sent, receivers]
-    return Found({"top_5_heads": total, "best_path": best, "heads": heads.effect["heads"].numel()}, total >= 0.5 and best >= 0.1, evidence)
+    return Found(
+        {"top_5_heads": total, "best_path": best, "heads": heads.effect["heads"].numel()},
+        total >= 0.5 and best >= 0.1,
+        evidence,
+    )
 
 
 @_figure(
@@ -218,7 +222,11 @@ def _das(load: Load) -> Found:
     report = interchange(engine, found, task.examples(range(64, 104)), placebos=4)
     rate = {line["what"]: line["accuracy"] for line in report.lines}
     own, random = rate["interchange: probe"], rate["interchange: random direction"]
-    return Found({"flipped": own, "random": random}, own >= 0.9 and random <= 0.2, [found.basis, [line["accuracy"] for line in report.lines]])
+    return Found(
+        {"flipped": own, "random": random},
+        own >= 0.9 and random <= 0.2,
+        [found.basis, [line["accuracy"] for line in report.lines]],
+    )
 
 
 # ---- steering --------------------------------------------------------------------------------------------------------
@@ -226,10 +234,13 @@ def _das(load: Load) -> Found:
 CONTRASTS: dict[str, tuple[tuple[list[str], list[str]], list[str], tuple[str, str]]] = {
     "sentiment": (
         (
-            ["I love this film, it is wonderful", "What a great and happy day", "The meal was delicious and fresh", "This is the best"],
-            ["I hate this film, it is horrible", "What an awful and sad day", "The meal was disgusting and old", "This is the worst"],
+            ["I love this film, it is wonderful", "What a great and happy day", "The meal was delicious and fresh",
+             "This is the best"],
+            ["I hate this film, it is horrible", "What an awful and sad day", "The meal was disgusting and old",
+             "This is the worst"],
         ),
-        ["I went to the new restaurant and the food was", "In my opinion the concert was", "My friend told me that the hotel was"],
+        ["I went to the new restaurant and the food was", "In my opinion the concert was",
+         "My friend told me that the hotel was"],
         (" good", " bad"),
     ),
     "agreement": (
@@ -287,7 +298,7 @@ HARMLESS = [
 
 @_figure(
     name="refusal",
-    claim="One direction mediates refusal: removing it stops refusals of harmful requests, adding it makes harmless ones refused.",
+    claim="One direction mediates refusal: without it harmful requests are answered, with it harmless ones are refused.",
     source="2406.11717",
     model=SMOLLM2,
     call="rl.steer(engine, (harmful, harmless), others, layers=[15], strengths=[1], metric=refusal, whole_prompt=True); "
@@ -313,7 +324,12 @@ def _refusal(load: Load) -> Found:
     removed = np.array([float(refusal(engine.logits(chat, edits=[gone])[None])) for chat in others[:half]])
     gap = plain[:half].mean() - plain[half:].mean()
     down, up = plain[:half].mean() - removed.mean(), added[half:].mean() - plain[half:].mean()
-    measured = {"gap": gap, "removal_lowers": down, "addition_raises": up, "refusals_plain": float(1 / (1 + np.exp(-plain[:half].mean())))}
+    measured = {
+        "gap": gap,
+        "removal_lowers": down,
+        "addition_raises": up,
+        "refusals_plain": float(1 / (1 + np.exp(-plain[:half].mean()))),
+    }
     return Found(measured, gap > 0 and min(down, up) >= gap / 2, [plain, added, removed])
 
 
@@ -324,7 +340,10 @@ TOPICS = (
     "the winter", "a violin", "the harbour", "a red kite", "bread", "the forest", "a clock", "the desert", "a river", "snow",
     "a museum", "the library", "a bicycle", "the island", "cheese", "a lantern", "the bridge", "honey", "a painter", "the wind",
 )  # fmt: skip
-STYLES = {"plain": ("Always tell the truth.", "Always tell a lie."), "styled": ("HONEST ANSWERS ONLY, FRIEND!!", "hey, make stuff up, ok? fool them")}
+STYLES = {
+    "plain": ("Always tell the truth.", "Always tell a lie."),
+    "styled": ("HONEST ANSWERS ONLY, FRIEND!!", "hey, make stuff up, ok? fool them"),
+}
 
 
 @_figure(
@@ -334,21 +353,27 @@ STYLES = {"plain": ("Always tell the truth.", "Always tell a lie."), "styled": (
     model=SMOLLM2,
     call="rl.probes.transfer_across(rl.probes.ProbeRows.join(plain=..., styled=..., without=...), 'lies', fit_on='plain', "
     "test_on='styled', layers=[15], position='last')",
-    criterion="balanced accuracy of 0.95 or more in the own style, lower by 0.1 or more in the other style and without the words",
+    criterion="balanced accuracy of 0.95 or more in the own style, lower by 0.1 or more in another style and without words",
 )
 def _probe_shift(load: Load) -> Found:
     engine = load(SMOLLM2)
     lies = [False, True] * len(TOPICS)
     asked = {
-        style: [f"{order} Tell me one thing about {topic}." for topic in TOPICS for order in orders] for style, orders in STYLES.items()
+        style: [f"{order} Tell me one thing about {topic}." for topic in TOPICS for order in orders]
+        for style, orders in STYLES.items()
     }
-    answers = [branch.generated_text for branch in engine.generate(engine.prompts([_chat(text) for text in asked["plain"]]), 12)]
+    answers = [
+        branch.generated_text for branch in engine.generate(engine.prompts([_chat(text) for text in asked["plain"]]), 12)
+    ]
     bare = [f"Tell me one thing about {topic}." for topic in TOPICS for _ in lies[:2]]
     texts: dict[str, list[Any]] = {
         **{style: [_chat(text) for text in each] for style, each in asked.items()},
         "without": [[*_chat(text), {"role": "assistant", "content": said}] for text, said in zip(bare, answers, strict=True)],
     }
-    rows = {name: ProbeRows.of(engine.replay(each, labels={"lies": lies}, sites="S", positions="last")) for name, each in texts.items()}
+    rows = {
+        name: ProbeRows.of(engine.replay(each, labels={"lies": lies}, sites="S", positions="last"))
+        for name, each in texts.items()
+    }
     joined, scores = ProbeRows.join(**rows), {}
     for other in ("styled", "without"):
         report = transfer_across(joined, "lies", fit_on="plain", test_on=other, layers=[15], position="last")
@@ -373,7 +398,7 @@ KINDS = {
     claim="A linear probe before the chain of thought predicts the answer that follows it, with an area of 0.9.",
     source="2603.01437",
     model=SMOLLM2,
-    call="rl.probes.sweep(engine.replay(questions, labels={'yes': answers}, sites='S'), 'yes', layers=[8, 15, 22], positions='last')",
+    call="rl.probes.sweep(engine.replay(questions, labels={'yes': answers}, sites='S'), 'yes', layers=[8, 15, 22])",
     criterion="area under the ROC curve of 0.9 or more at the best of three layers",
 )
 def _pre_answer(load: Load) -> Found:
@@ -386,10 +411,16 @@ def _pre_answer(load: Load) -> Found:
     says = (odds[:, 0] - odds[:, 1]).numpy()
     label = (says > np.median(says)).tolist()  # a small model says one of the two nearly always: the leaning counts
     run = engine.replay(asked, labels={"yes": label}, sites="S", positions="last")
-    report = sweep(run, "yes", sites="S", layers=[8, 15, 22], positions="last", metric="auroc", permutations=99, estimators="ridge")
+    report = sweep(
+        run, "yes", sites="S", layers=[8, 15, 22], positions="last", metric="auroc", permutations=99, estimators="ridge"
+    )
     best = max(line["auroc"] for line in report.lines if line["auroc"] is not None)
     bag = max((line["bag_of_tokens"] or 0.0) for line in report.lines)
-    return Found({"area": best, "bag_of_tokens": bag, "questions": len(asked)}, best >= 0.9, [says, [line["auroc"] for line in report.lines]])
+    return Found(
+        {"area": best, "bag_of_tokens": bag, "questions": len(asked)},
+        best >= 0.9,
+        [says, [line["auroc"] for line in report.lines]],
+    )
 
 
 # ---- rollouts --------------------------------------------------------------------------------------------------------
@@ -417,7 +448,11 @@ def _thought_anchors(load: Load) -> Found:
     found = importance(counts)
     values = found.frame["importance"].to_numpy(dtype=float)
     top = float(values.max() / values.sum()) if values.sum() else 0.0
-    return Found({"top_share": top, "largest": values.max(), "shown": found.shown.sum()}, bool(found.shown.any()) and top >= 0.5, [counts.counts, values])
+    return Found(
+        {"top_share": top, "largest": values.max(), "shown": found.shown.sum()},
+        bool(found.shown.any()) and top >= 0.5,
+        [counts.counts, values],
+    )
 
 
 @_figure(
@@ -432,7 +467,9 @@ def _forking_paths(load: Load) -> Found:
     counts = _resampled(load, "tokens", 24)
     found = change_points(counts)
     size = max((point.size for point in found.points), default=0.0)
-    return Found({"changes": len(found.points), "largest": size}, found.shown and size >= 0.3, [counts.counts, found.probability])
+    return Found(
+        {"changes": len(found.points), "largest": size}, found.shown and size >= 0.3, [counts.counts, found.probability]
+    )
 
 
 def _resampled(load: Load, at: str, n: int) -> Any:
@@ -464,7 +501,11 @@ def _natural_flips(load: Load) -> Found:
     drafts = sum(result.statistics.accepted for result in run) + flips
     rate = flips / drafts if drafts else float("nan")
     most = 1 - 0.05 ** (1 / drafts) if drafts and not flips else float("nan")  # exact, one-sided, for no flip at all
-    return Found({"flipped": rate, "drafts": drafts, "at_most_if_none": most}, 0.003 <= rate <= 0.013, [[list(result.generated) for result in run]])
+    return Found(
+        {"flipped": rate, "drafts": drafts, "at_most_if_none": most},
+        0.003 <= rate <= 0.013,
+        [[list(result.generated) for result in run]],
+    )
 
 
 @_figure(
@@ -492,7 +533,9 @@ def _routing(load: Load) -> Found:
     ratios = []
     for _, own in heaviest.groupby(level="layer"):
         experts = own.sort_index().to_numpy()
-        chance = float((np.bincount(experts, minlength=8) / len(experts) @ (np.bincount(experts, minlength=8) / len(experts))))
+        chance = float(np.bincount(experts, minlength=8) / len(experts) @ (np.bincount(experts, minlength=8) / len(experts)))
         ratios.append(float((experts[1:] == experts[:-1]).mean()) / chance)
     mean = float(np.mean(ratios[1:]))
-    return Found({"over_chance": mean, "first_layer": ratios[0], "deepest_layer": ratios[-1]}, mean >= 1.5, [heaviest.to_numpy()])
+    return Found(
+        {"over_chance": mean, "first_layer": ratios[0], "deepest_layer": ratios[-1]}, mean >= 1.5, [heaviest.to_numpy()]
+    )
