@@ -268,9 +268,9 @@ class Race:
     is ever settled with probability at most alpha. Proof: let m be a likeliest answer, and E_j the evidence of answer j against
     m from the draws after j's first; 1 before. A draw of neither changes nothing. A draw of j or m multiplies a point t > 1/2
     of the mixture by 2t or 2(1 - t). It is j's with probability q <= 1/2, so that on average the factor is
-    2(qt + (1 - q)(1 - t)) <= 1: E_j is a supermartingale. So is the sum of E_j / (j (j + 1)) over j = 1, 2, ..., which starts at
-    1: by Ville's inequality it ever reaches 1 / alpha with probability at most alpha. If j is settled, it has: m occurred at most
-    as often as the most frequent other answer, and evidence falls as `other` grows.
+    2(qt + (1 - q)(1 - t)) <= 1: E_j is a supermartingale. So is the sum of E_j / (j (j + 1)) over j = 1, 2, ..., which starts
+    at 1: by Ville's inequality it ever reaches 1 / alpha with probability at most alpha. If j is settled, it has: m occurred at
+    most as often as the most frequent other answer, and evidence falls as `other` grows.
 
     The mixture is the prior-posterior-ratio martingale of Waudby-Smith and Ramdas (arXiv 2006.04347), for pairs of answers as
     in Jain et al. (arXiv 2109.05047); weights by order of occurrence make a list of the possible answers unnecessary.

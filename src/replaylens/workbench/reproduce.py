@@ -371,7 +371,7 @@ def _probe_shift(load: Load) -> Found:
         "without": [[*_chat(text), {"role": "assistant", "content": said}] for text, said in zip(bare, answers, strict=True)],
     }
     rows = {
-        name: ProbeRows.of(engine.replay(each, labels={"lies": lies}, sites="S", positions="last"))
+        name: ProbeRows.of(engine.replay(each, labels={"lies": lies}, sites="S"))
         for name, each in texts.items()
     }
     joined, scores = ProbeRows.join(**rows), {}
@@ -410,7 +410,7 @@ def _pre_answer(load: Load) -> Found:
     odds = torch.stack([branch.logits(tokens=[" yes", " no"]) for branch in branches]).double()
     says = (odds[:, 0] - odds[:, 1]).numpy()
     label = (says > np.median(says)).tolist()  # a small model says one of the two nearly always: the leaning counts
-    run = engine.replay(asked, labels={"yes": label}, sites="S", positions="last")
+    run = engine.replay(asked, labels={"yes": label}, sites="S")
     report = sweep(
         run, "yes", sites="S", layers=[8, 15, 22], positions="last", metric="auroc", permutations=99, estimators="ridge"
     )

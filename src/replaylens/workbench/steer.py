@@ -37,8 +37,8 @@ class SteerResult:
 
     frame: pd.DataFrame
     """prompt, layer (NaN without steering), strength, text; perplexity: of the text under the unsteered model; effect: how far
-    the steered model is from the unsteered one along that text, the mean KL divergence of the next token in nats; metric: if one
-    was given, of the first token after the prompt"""
+    the steered model is from the unsteered one along that text, the mean KL divergence of the next token in nats; metric: if
+    given, of the first token after the prompt"""
     vectors: dict[int, Tensor]
     """layer -> the vector that strength 1 adds"""
 
