@@ -1,7 +1,5 @@
 """What is measured: shapes with random weights, SmolLM2-135M, and the same weights in Hugging Face and TransformerLens."""
 
-import copy
-import tempfile
 from functools import cache
 from typing import Any
 
@@ -12,6 +10,8 @@ from replaylens.engine.model import hub, loading
 from replaylens.engine.model.config import ModelConfig, Rope
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.transformer_lens import bridge as bridge
+from replaylens.engine.transformer_lens import hugging_face as hugging_face
 
 SHAPE = ModelConfig(
     num_layers=32, d_model=4096, num_heads=32, num_kv_heads=8, d_head=128, d_mlp=14336, vocab_size=128256, max_positions=8192,
@@ -68,68 +68,12 @@ def smollm2_or_shape() -> tuple[Any, str]:
     return llama(30, 576, 9, 3, 1536, 49152, 8192), "random model of SmolLM2-135M's shape"
 
 
-def hugging_face(model: Decoder) -> Any:
-    """A `LlamaForCausalLM` with the decoder's weights, device and dtype. Precondition: a decoder of the Llama family."""
-    import transformers as tf
-
-    c = model.config
-    config = tf.LlamaConfig(
-        vocab_size=c.vocab_size, hidden_size=c.d_model, intermediate_size=c.d_mlp, num_hidden_layers=c.num_layers,
-        num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads, head_dim=c.d_head,
-        max_position_embeddings=c.max_positions, rms_norm_eps=c.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": c.rope.theta}, tie_word_embeddings=c.tied_embeddings,
-        bos_token_id=0, eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
-    with model.embed.device:
-        made = tf.AutoModelForCausalLM.from_config(config, dtype=model.embed.dtype).eval()
-    made.load_state_dict(_tensors(model), strict=False)
-    return made.requires_grad_(False)
-
-
-def _tensors(model: Decoder) -> dict[str, Tensor]:
-    """Views of the decoder's weights, by Hugging Face name."""
-    c = model.config
-    out = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.ln_final.weight}
-    out["lm_head.weight"] = model.unembedding
-    widths = [c.num_heads * c.d_head, c.num_kv_heads * c.d_head, c.num_kv_heads * c.d_head]
-    for layer, block in enumerate(model.blocks):
-        name = f"model.layers.{layer}."
-        parts: dict[str, Tensor] = dict(zip("qkv", block.attn.qkv.weight.T.split(widths), strict=True))
-        out |= {f"{name}self_attn.{x}_proj.weight": part for x, part in parts.items()}
-        out[f"{name}self_attn.o_proj.weight"] = block.attn.o.weight.T
-        gate, up = block.mlp.up.weight.T.chunk(2)
-        out |= {f"{name}mlp.gate_proj.weight": gate, f"{name}mlp.up_proj.weight": up}
-        out[f"{name}mlp.down_proj.weight"] = block.mlp.down.weight.T
-        out[f"{name}input_layernorm.weight"] = block.ln1.weight
-        out[f"{name}post_attention_layernorm.weight"] = block.ln2.weight
-    return {name: x.detach() for name, x in out.items()}
-
-
 def peer(model: Decoder) -> Any:
     """As `hugging_face`; loading it again checks the mapping of the weights."""
     made = hugging_face(model)
     ours, theirs = (dict(m.state_dict()) for m in (model, loading.load(made)))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours), "the mapping of the weights is wrong"
     return made
-
-
-def bridge(model: Any) -> Any:
-    """TransformerLens around a copy of the Hugging Face model."""
-    from tokenizers import Tokenizer, models
-    from transformer_lens.model_bridge import TransformerBridge
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    model = copy.deepcopy(model)
-    with tempfile.TemporaryDirectory() as folder:
-        model.config.architectures = [type(model).__name__]
-        model.config.save_pretrained(folder)
-        words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
-        named = dict(eos_token="<eos>", bos_token="<pad>", pad_token="<pad>", unk_token="<pad>")
-        PreTrainedTokenizerFast(tokenizer_object=words, **named).save_pretrained(folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        return TransformerBridge.boot_transformers(
-            folder, hf_model=model, tokenizer=tokenizer, device="cpu", dtype=torch.float32
-        )
 
 
 def difference(a: Tensor, b: Tensor) -> float:

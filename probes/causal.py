@@ -17,6 +17,8 @@ from replaylens.engine.model.sites import by_layer, numbered
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.values import as_int
 from replaylens.engine.serving.branch import Branch
+from replaylens.engine.transformer_lens import bridge as as_bridge
+from replaylens.engine.transformer_lens import hugging_face
 from replaylens.probes.checks import example_list
 from replaylens.probes.controls import majority, make_goal
 from replaylens.probes.erasers import row_space
@@ -513,7 +515,8 @@ def find_direction(
     The target of a pair is the model's answer to the source up to the position, followed by the rest of the base: at the
     query, its answer to the source.
 
-    bridge    a `TransformerBridge` of the engine's model; TransformerLens does the search
+    bridge    a `TransformerBridge` of the engine's model; TransformerLens does the search. None: it is made of the engine's
+              weights, which must be of the llama family, as those of the embedded models are
     examples  prompts with the same number of tokens, since TransformerLens takes them as one tensor
     label     with at least two classes, for the probe's scores: nearest class mean within the subspace
     position  one row of each prompt, such as `query`, `query-1`, `step:2` or a number
@@ -521,6 +524,8 @@ def find_direction(
     """
     from transformer_lens.tools.analysis.interchange import fit_das
 
+    if bridge is None:
+        bridge = as_bridge(hugging_face(engine.model))
     name = _name(engine, site, layer)
     stage = InterventionRunner(engine, examples, name, label, position)
     tokens, places = _aligned(stage)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
 from hashlib import blake2b
+from math import comb
 from struct import pack, unpack
 from typing import Any
 
@@ -15,7 +19,7 @@ from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.text import Text
 from replaylens.engine.records import Count, Positive, build
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import as_bool, as_instance, as_int, as_list, integer, short_repr
+from replaylens.engine.request.values import as_bool, as_float, as_instance, as_int, as_list, integer, short_repr
 from replaylens.tasks.reading import Offset
 from replaylens.tasks.tokenizer import path_offsets
 
@@ -234,6 +238,68 @@ def _group(found: re.Match[str] | None) -> FoundAnswer | None:
         return None
     number = next((i for i, text in enumerate(found.groups(), 1) if text is not None), 0)
     return FoundAnswer(found[number].strip(), found.end(number))
+
+
+# ---- settled ---------------------------------------------------------------------------------------------------------
+# When enough rollouts were drawn: a sequential test of which answer is the likeliest, which may be looked at after every draw.
+
+
+@lru_cache(4096)
+def evidence(own: int, other: int) -> Fraction:
+    """How many times likelier `own` draws of one answer and `other` of another are if the first is the likelier of the two,
+    with a uniform prior on its share of both above 1/2, than if both are equally likely.
+
+    2 * integral of t**own * (1 - t)**other over 1/2 < t < 1, times 2**(own + other), in whole numbers.
+
+    >>> evidence(0, 0), evidence(3, 0), float(evidence(20, 5)) > 40
+    (Fraction(1, 1), Fraction(15, 4), True)
+    """
+    total = own + other
+    return Fraction(sum(comb(total + 1, i) for i in range(own + 1)), (total + 1) * comb(total, own))
+
+
+class Race:
+    """Which answer is the likeliest, from independent draws: `settled` names it once that is known with error `alpha`.
+
+    **The rule.** Answers are numbered j = 1, 2, ... as they first occur. Answer j is settled once, of the draws after its
+    first, `evidence(own, other) >= j * (j + 1) / alpha`, with `other` the number of the most frequent other answer.
+
+    **The error.** Whatever the distribution, number of answers and rule of stopping, an answer that is not among the likeliest
+    is ever settled with probability at most alpha. Proof: let m be a likeliest answer, and E_j the evidence of answer j against
+    m from the draws after j's first; 1 before. A draw of neither changes nothing. A draw of j or m multiplies a point t > 1/2
+    of the mixture by 2t or 2(1 - t). It is j's with probability q <= 1/2, so that on average the factor is
+    2(qt + (1 - q)(1 - t)) <= 1: E_j is a supermartingale. So is the sum of E_j / (j (j + 1)) over j = 1, 2, ..., which starts
+    at 1: by Ville's inequality it ever reaches 1 / alpha with probability at most alpha. If j is settled, it has: m occurred at
+    most as often as the most frequent other answer, and evidence falls as `other` grows.
+
+    The mixture is the prior-posterior-ratio martingale of Waudby-Smith and Ramdas (arXiv 2006.04347), for pairs of answers as
+    in Jain et al. (arXiv 2109.05047); weights by order of occurrence make a list of the possible answers unnecessary.
+
+    >>> race = Race(0.05)
+    >>> [race.add(each) for each in ["7"] * 9][-2:]
+    [None, '7']
+    """
+
+    def __init__(self, alpha: float) -> None:
+        self.alpha = as_float("settle", alpha, BadRequest)
+        if not 0 < self.alpha < 1:
+            raise BadRequest(f"Invalid settle={short_repr(alpha)}. Give the probability of an error, such as 0.05.")
+        self.settled: str | None = None
+        self._since: dict[str, Counter[str]] = {}
+
+    def add(self, outcome: str | None) -> str | None:
+        """Count one draw; None, a rollout without an answer, says nothing of answers. Returns the settled answer, if any."""
+        if outcome is None:
+            return self.settled
+        for seen in self._since.values():
+            seen[outcome] += 1
+        own = self._since.setdefault(outcome, Counter())
+        if self.settled is None and own[outcome]:
+            number = list(self._since).index(outcome) + 1
+            other = max((count for name, count in own.items() if name != outcome), default=0)
+            if evidence(own[outcome], other) * Fraction(self.alpha) >= number * (number + 1):
+                self.settled = outcome
+        return self.settled
 
 
 # ---- plan ------------------------------------------------------------------------------------------------------------

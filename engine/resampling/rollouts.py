@@ -37,7 +37,7 @@ from replaylens.engine.errors import (
 )
 from replaylens.engine.records import Citation, Fingerprint, Hash, Identifier, Positive, build, digest_of, parse, read
 from replaylens.engine.request.capture import with_keys
-from replaylens.engine.resampling.plan import NO_ANSWER, OTHER, ResamplePlan
+from replaylens.engine.resampling.plan import NO_ANSWER, OTHER, Race, ResamplePlan
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -493,7 +493,9 @@ class Rollouts:
 
     def __repr__(self) -> str:
         kept = f", {len(self.index)} rows of {len(self.states)} sites" if self.plan.sites else ""
-        return f"Rollouts({self.plan.n} at each of {len(self.plan.positions)} positions{kept})"
+        whole = len(self) == len(self.plan)
+        number = f"{self.plan.n}" if whole else f"{len(self)}, at most {self.plan.n}"
+        return f"Rollouts({number} at each of {len(self.plan.positions)} positions{kept})"
 
     @cached_property
     def frame(self) -> pd.DataFrame:
@@ -522,18 +524,32 @@ class Rollouts:
 
     def outcomes(self) -> OutcomeCounts:
         """How often each outcome followed each position."""
-        plan, n = self.plan, self.plan.n
-        names = list(self._choices) or self._found_outcomes()
+        plan, names = self.plan, list(self._choices) or self._found_outcomes()
         counts = np.zeros((len(plan.positions), len(names)), dtype=np.int64)
-        for place in range(len(plan.positions)):
-            found = Counter(each.outcome for each in self.rollouts[place * n : (place + 1) * n])
-            for outcome, count in found.items():
+        for place, drawn in enumerate(self._by_position()):
+            for outcome, count in Counter(each.outcome for each in drawn).items():
                 counts[place, names.index(NO_ANSWER if outcome is None else outcome)] = count
         shares = None
         if self._choices:
-            each = np.array([rollout.probabilities for rollout in self.rollouts]).reshape(len(plan.positions), n, len(names))
-            shares = each.mean(1)
+            shares = np.stack([np.array([each.probabilities for each in drawn]).mean(0) for drawn in self._by_position()])
         return OutcomeCounts(list(plan.positions), names, counts, list(plan.texts), shares)
+
+    def settled(self, alpha: float = 0.05) -> dict[int, str | None]:
+        """The likeliest answer at each position, where it is settled with this probability of an error; else None.
+
+        The probability holds at any number of rollouts, also if it was chosen by looking at them: see `Race`.
+        """
+        races = {position: Race(alpha) for position in self.plan.positions}
+        for each in self.rollouts:
+            races[each.position].add(each.outcome)
+        return {position: race.settled for position, race in races.items()}
+
+    def _by_position(self) -> list[list[Rollout]]:
+        """The rollouts of each position, of which some may have fewer than others."""
+        found: dict[int, list[Rollout]] = {position: [] for position in self.plan.positions}
+        for each in self.rollouts:
+            found[each.position].append(each)
+        return list(found.values())
 
     def _found_outcomes(self) -> list[str]:
         found = sorted({each.outcome for each in self.rollouts if each.outcome is not None})

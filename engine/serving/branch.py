@@ -439,6 +439,7 @@ class Branch(NotCopyable):
         replace: Replacement = None,
         wave: int | None = None,
         folder: str | Path | None = None,
+        settle: float | None = None,
         progress: bool = False,
     ) -> Rollouts:
         """Draw `n` continuations at each of some positions of this path. The branch itself is not changed.
@@ -457,6 +458,8 @@ class Branch(NotCopyable):
         wave      rollouts drawn together, which bounds memory; default: as many as the KV cache has room for, at most 1024.
                   Changes no bit
         folder    where finished waves are kept. The same call goes on with a folder that was left unfinished
+        settle    stop at a position once its likeliest answer is settled, with this probability of an error; `n` is then the
+                  most that are drawn, in waves of 8 by default. `Rollouts.settled` names the answers. Not with a folder
         progress  show a bar
 
         A rollout is the same, bit for bit, whatever `n`, `wave` and its company are.
@@ -466,11 +469,16 @@ class Branch(NotCopyable):
         >>> root.resample(20, max_new=2, answer=Answer.regex("heads|tails")).outcomes().outcomes
         ['tails']
         """
-        from replaylens.engine.resampling.drawing import drawn, plan_rollouts
+        from replaylens.engine.resampling.drawing import drawn, drawn_until_settled, plan_rollouts
         from replaylens.engine.resampling.rollouts import Rollouts
 
-        plan, wave = plan_rollouts(self, n, at, sampling, max_new, answer, sites, keep, replace, wave)
-        every = tuple(drawn(self, plan, wave, folder, progress, ahead=True))
+        plan, most = plan_rollouts(self, n, at, sampling, max_new, answer, sites, keep, replace, wave)
+        if settle is not None:
+            if folder is not None:
+                raise BadRequest("A folder holds all rollouts of its plan, and settle= draws fewer. Leave one of the two out.")
+            every = tuple(drawn_until_settled(self, plan, None if wave is None else most, settle, progress))
+        else:
+            every = tuple(drawn(self, plan, most, folder, progress, ahead=True))
         return Rollouts(plan, every, self.engine.fingerprint)
 
     @named_options

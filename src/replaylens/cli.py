@@ -38,6 +38,7 @@ COMMANDS = {
     "probe": "probe",
     "steer": "probe",
     "train": "train",
+    "reproduce": "reproduce",
     "fetch": "demo",
     "tasks": "tasks",
 }

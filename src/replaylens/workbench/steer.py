@@ -15,6 +15,7 @@ from torch import Tensor
 
 from replaylens.engine.display import picture, visible
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.gradients.attribution import one_for_each
 from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
@@ -25,6 +26,7 @@ from replaylens.engine.serving.core import Core
 from replaylens.probes.probe import LinearProbe
 from replaylens.views.html import fragment, tag
 from replaylens.workbench.ablate import chosen_layers
+from replaylens.workbench.drawing import Metric, RowMetric
 
 Contrast = tuple[Sequence[Prompt], Sequence[Prompt]]
 
@@ -35,7 +37,8 @@ class SteerResult:
 
     frame: pd.DataFrame
     """prompt, layer (NaN without steering), strength, text; perplexity: of the text under the unsteered model; effect: how far
-    the steered model is from the unsteered one along that text, the mean KL divergence of the next token in nats"""
+    the steered model is from the unsteered one along that text, the mean KL divergence of the next token in nats; metric: if
+    given, of the first token after the prompt"""
     vectors: dict[int, Tensor]
     """layer -> the vector that strength 1 adds"""
 
@@ -94,6 +97,7 @@ def steer(
     strengths: Sequence[float],
     n: int = 24,
     sampling: Sampling | None = None,
+    metric: RowMetric | Sequence[RowMetric] | None = None,
     keep_norm: bool = False,
     whole_prompt: bool = False,
     progress: bool = False,
@@ -104,6 +108,8 @@ def steer(
                of their last tokens, at each layer; or a probe with two classes: from the first class to the second, as far as
                their means are apart
     layers     of the residual stream (S): it enters block `layer`
+    metric     as in `patch`, of the first token after the prompt, or a list with one for each prompt: what the vector does to
+               a behaviour, in the column `metric`
     keep_norm  keep the length of the residual stream and change only its direction
     whole_prompt  steer all positions; else from the prompt's last token on
 
@@ -118,6 +124,7 @@ def steer(
     if not paths or not factors:
         raise BadRequest("There is nothing to steer. Give at least one prompt and one strength.")
     vectors = _vectors(engine, vector, chosen)
+    measures = None if metric is None else [Metric.of(engine, own) for own in one_for_each(metric, len(paths), "prompts")]
     made: list[Branch] = []
     try:
         roots = list(engine.prompts(paths))
@@ -135,11 +142,15 @@ def steer(
         engine.generate([branch for *_, branch in asked], n, sampling=sampling, progress=progress)
         lines = [(texts[i], at, factor, engine.text.decode(b.generated)) for i, at, factor, b in asked]
         read = _readings(engine, roots, [(i, branch) for i, _, _, branch in asked])
+        at = [roots[i].length - 1 for i, *_ in asked]
+        first = [measures[i](b.logits(slice(p, p + 1))) for p, (i, *_, b) in zip(at, asked, strict=True)] if measures else []
     finally:
         for branch in made:
             branch.release()
     frame = pd.DataFrame(lines, columns=["prompt", "layer", "strength", "text"])
     frame["perplexity"], frame["effect"] = zip(*read, strict=True)
+    if measures is not None:
+        frame["metric"] = [float(each) for each in first]
     return SteerResult(frame, vectors)
 
 

@@ -1,0 +1,43 @@
+"""`studies/what_decides.py`: its questions have right answers, and its simulation of stopping errs as rarely as promised."""
+
+import re
+
+import numpy as np
+
+from studies import what_decides as study
+
+
+def test_questions_are_different_and_answered_rightly() -> None:
+    """An independent reading of each question gives the answer that counts as right."""
+    for kind in study.KINDS:
+        asked = study.questions(kind, 100)
+        assert len({text for text, _ in asked}) == 100 and asked == study.questions(kind, 100)
+        for text, answer in asked:
+            own = text.split("Q: ")[-1]
+            if kind == "arithmetic":
+                have, one, two = map(int, re.findall(r"\d+", own))
+                assert int(answer) == have + two + (-one if "loses" in own else one)
+            else:
+                where = re.search(r"in the (\w+) cup", own)[1]  # type: ignore[index]
+                for a, b in re.findall(r"swaps (\w+) and (\w+)", own):
+                    where = {a: b, b: a}.get(where, where)
+                assert where == answer
+
+
+def test_examples_of_the_prompt_are_right() -> None:
+    """What the prompt shows is read by the same patterns as what the model writes."""
+    for kind, text in study.SHOTS.items():
+        said = study.ANSWERS[kind].read(text)
+        assert said is not None and said.outcome == {"arithmetic": "9", "tracking": "green"}[kind]
+
+
+def test_simulated_errors_are_rarer_than_alpha() -> None:
+    lines = study.simulate(150, 60)["truths"]
+    assert all(line["errors"] <= study.ALPHA + 2 * np.sqrt(study.ALPHA / 150) for line in lines.values())
+    assert max(line["plain_test_errors"] for line in lines.values()) > 2 * study.ALPHA
+    assert lines["95 : 5"]["saved"] > 0.7
+
+
+def test_saving_follows_from_the_shares() -> None:
+    assert study.simulated_saving(["a"] * 10) == 1 - 9 / 100
+    assert study.simulated_saving(["a", "b"] * 5) < 0.3
