@@ -172,10 +172,10 @@ class Replacement:
         stream = x if block.parallel else self.value(block.middle_site)
         frozen = lambda norm, x, sites: None if norm is None else self._norm(x, norm, sites)  # noqa: E731
         ln1, ln2 = frozen(block.ln1, x, block.ln1_sites), frozen(block.ln2, stream, block.ln2_sites)
-        posts = [
+        ln1_post, ln2_post = (
             None if norm is None else self._norm(self.value(site), norm, sites)
             for norm, (site, sites) in ((block.ln1_post, block.attn_sites), (block.ln2_post, block.mlp_sites))
-        ]
+        )
         bias = attn.qkv.bias
         return FrozenLayer(
             block,
@@ -184,7 +184,8 @@ class Replacement:
             self.products.packed(attn.qkv.weight[:, kv].detach().mT),
             None if bias is None else bias[kv].view(attn.kv_heads, attn.width),
             ln1,
-            *posts,
+            ln1_post,
+            ln2_post,
             ln1 if block.parallel and ln2 is None else ln2,
             writes.get(layer, write_sites(block)[0]),
         )
@@ -291,8 +292,8 @@ class Replacement:
         g += back
 
     def _through_pattern(self, pattern: Tensor, z: Tensor) -> Tensor:
-        """z [n, rows, heads, d], of the heads' outputs -> of values [n, keys, kv_heads, d]. A sum over the rows and the heads of
-        a group."""
+        """z [n, rows, heads, d], of the heads' outputs -> of values [n, keys, kv_heads, d]. A sum over rows, and over the
+        heads of a group."""
         weights = rearrange(pattern, "kv group rows keys -> kv (group rows) keys")
         of_rows = rearrange(z, "n rows (kv group) d -> kv (n d) (group rows)", kv=len(weights))
         found = [self.products.plain(x.contiguous(), self.products.packed(w)) for x, w in zip(of_rows, weights, strict=True)]
@@ -305,6 +306,10 @@ def require_place(block: Block, layer: int, reads: str | None, writes: str | Non
     stream = block.in_site if block.parallel else block.middle_site
     known = {stream, read_site(block), *([norm[1]] if read_site(block) != stream else [])}
     if reads is not None and reads not in known:
-        raise BadRequest(f"A transcoder reads {reads}, but the MLP of layer {layer} reads {', '.join(sorted(known))}. Use these.")
+        raise BadRequest(
+            f"A transcoder reads {reads}, but the MLP of layer {layer} reads {', '.join(sorted(known))}. Use these."
+        )
     if writes is not None and writes not in write_sites(block):
-        raise BadRequest(f"A transcoder writes {writes}, but the MLP of layer {layer} writes {' or '.join(write_sites(block))}.")
+        raise BadRequest(
+            f"A transcoder writes {writes}, but the MLP of layer {layer} writes {' or '.join(write_sites(block))}."
+        )
