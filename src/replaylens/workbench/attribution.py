@@ -1,7 +1,7 @@
 """`attribution_graph`: which features of transcoders, tokens and errors make a prediction, and through which others.
 
-The published method (Ameisen et al. 2025, circuit tracing): in the replacement model, attention patterns and scales of norms are
-held, and an MLP's output is the sum of its transcoder's features, a bias and an error. An edge is what a node adds to the
+The published method (Ameisen et al. 2025, circuit tracing): in the replacement model, attention patterns and scales of norms
+are held, and an MLP's output is the sum of its transcoder's features, a bias and an error. An edge is what a node adds to the
 pre-activation of another, along all paths that pass no third feature. The edges into a node sum to its pre-activation.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.display import word
-from replaylens.engine.errors import BadMetric, BadRequest
+from replaylens.engine.errors import BadMetric, BadRequest, NoGradient
 from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.features.rows import FeatureRows
 from replaylens.engine.gradients.attribution import paths_of
@@ -38,8 +38,9 @@ from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.values import as_instance, as_int, as_list, integer, short_repr, verb
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
+from replaylens.engine.thinking.core import ThinkingEngine
 from replaylens.workbench.drawing import MetricTokens, words
-from replaylens.workbench.graph import Graph, Node, exact_sums, influence_of
+from replaylens.workbench.graph import Graph, Node, influence_of, row_sums
 
 CHUNK_BYTES = 1 << 26
 """of the gradients of directions that are computed together; moves no bit"""
@@ -269,7 +270,7 @@ def _selected(builder: _Builder, targets: _Targets, shares: Sequence[float], mos
     while len(known) < most:
         sizes = np.abs(edges.numpy().astype(np.float64))
         sizes[:, bias] = 0.0
-        sizes /= np.maximum(exact_sums(sizes), 1e-300)[:, None]
+        sizes /= np.maximum(row_sums(sizes), 1e-300)[:, None]
         square = np.zeros((count, sizes.shape[1]), dtype=np.float64)
         square[known] = sizes[: len(known)]
         found = influence_of(np.concatenate([square, sizes[len(known) :]]), shares)[:count]
@@ -306,6 +307,8 @@ def attribution_graph(
     BadRequest for transcoders that do not fit the model, BadMetric for metrics that are not linear in the logits.
     """
     most = as_int("max_nodes", max_nodes, 1)
+    if isinstance(engine, ThinkingEngine):
+        raise NoGradient("No gradient flows through thoughts, so there is no attribution graph of them. Use a plain model.")
     needed = needed_values(engine.model)
     sets = feature_layers(engine, transcoders)
     seen, certified = _seen(engine, text, needed | {own.reads for own in sets})

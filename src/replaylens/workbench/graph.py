@@ -136,7 +136,7 @@ class Graph:
     def _normed(self, kept: Array) -> Array:
         """[targets, sources] float64: the edges as shares, without biases."""
         sizes = np.abs(self.weights.numpy().astype(np.float64)) * (kept & ~self._columns("bias"))
-        return sizes / np.maximum(exact_sums(sizes), 1e-300)[:, None]
+        return sizes / np.maximum(row_sums(sizes), 1e-300)[:, None]
 
     @property
     def replacement(self) -> float:
@@ -151,8 +151,8 @@ class Graph:
         """The share of what goes into nodes that does not come from errors, each node weighted by its influence."""
         shares = self._normed(np.ones_like(self.kept_edges))
         own = np.concatenate([influence_of(shares, self.shares)[: self.num_features], self.shares])
-        known = exact_sums(shares * ~self._columns("error", "rest")) * own
-        return math.fsum(known) / math.fsum(exact_sums(shares) * own)
+        known = row_sums(shares * ~self._columns("error", "rest")) * own
+        return math.fsum(known) / math.fsum(row_sums(shares) * own)
 
     def prune(self, nodes: float = 0.8, edges: float = 0.98) -> Graph:
         """The graph of the most influential nodes and edges. Tokens, biases and outputs stay.
@@ -236,9 +236,10 @@ def _as_json(node: Node, name: str, influence: float) -> dict[str, Any]:
     return {"node_id": name, **place, "clerp": str(node), "activation": node.value, "influence": influence}
 
 
-def exact_sums(x: Array) -> Array:
-    """[rows, n] -> [rows], rounded once, so that no library's order of adding matters"""
-    return np.array([math.fsum(row) for row in x.tolist()], dtype=np.float64)
+def row_sums(x: Array) -> Array:
+    """[rows, n] -> [rows], added from first to last, as on every machine"""
+    found: Array = x.cumsum(1)[:, -1]
+    return found
 
 
 def influence_of(shares: Array, outputs: Sequence[float]) -> Array:
@@ -305,21 +306,17 @@ class GraphDiff:
     @cached_property
     def edges(self) -> pd.DataFrame:
         """One line per edge that differs: source, target, before, after, change, status. An edge that is not there is 0."""
-        sides = [{node.key: i for i, node in enumerate(graph.all_nodes)} for graph in (self.before, self.after)]
-        rows = [{node.key: i for i, node in enumerate(graph.targets)} for graph in (self.before, self.after)]
-        pairs: dict[Any, tuple[Node, Node]] = {}
-        for graph in (self.after, self.before):
-            for i, j in np.argwhere(graph.kept_edges).tolist():
-                source, target = graph.all_nodes[j], graph.targets[i]
-                pairs[source.key, target.key] = source, target
-        weights = [graph.weights.tolist() for graph in (self.before, self.after)]
+        graphs = self.after, self.before
+        sources = {node.key: node for graph in graphs for node in graph.all_nodes[: graph.num_sources]}
+        targets = {node.key: node for graph in graphs for node in graph.targets}
+        known = [np.array([not self._left_out(node) for node in side.values()]) for side in (targets, sources)]
+        (after, kept), (before, kept_before) = (_aligned(graph, list(targets), list(sources)) for graph in graphs)
+        differs = (before != after) & (kept | kept_before) & known[0][:, None] & known[1]
+        rows, columns = list(targets.values()), list(sources.values())
         found: list[_Line] = []
-        for (source, target), pair in pairs.items():
-            if any(map(self._left_out, pair)):
-                continue
-            there = [source in side and target in row for side, row in zip(sides, rows, strict=True)]
-            values = [w[r[target]][s[source]] if t else 0.0 for w, r, s, t in zip(weights, rows, sides, there, strict=True)]
-            found.append((pair, values, [value != 0 for value in values]))
+        for i, j in np.argwhere(differs).tolist():
+            values = [float(before[i, j]), float(after[i, j])]
+            found.append(((columns[j], rows[i]), values, [value != 0 for value in values]))
         return _differing(found, "source", "target")
 
     def _left_out(self, node: Node) -> bool:
@@ -330,6 +327,17 @@ class GraphDiff:
     def _repr_html_(self) -> str:
         shown = self.edges.head(20).map(lambda x: str(x) if isinstance(x, Node) else x)
         return paragraph(repr(self)) + shown.to_html(index=False, float_format="{:.4f}".format)
+
+
+def _aligned(graph: Graph, targets: list[Any], sources: list[Any]) -> tuple[Array, Array]:
+    """The weights of a graph and which edges were not pruned, by the keys of other nodes; 0 of those that it does not have."""
+    rows, columns = ({key: i for i, key in enumerate(side)} for side in (targets, sources))
+    at = np.ix_(
+        [rows[node.key] for node in graph.targets], [columns[node.key] for node in graph.all_nodes[: graph.num_sources]]
+    )
+    weights, kept = np.zeros((len(rows), len(columns)), dtype=np.float32), np.zeros((len(rows), len(columns)), dtype=bool)
+    weights[at], kept[at] = graph.weights.numpy(), graph.kept_edges
+    return weights, kept
 
 
 def _differing(found: list[_Line], *names: str) -> pd.DataFrame:
