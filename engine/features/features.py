@@ -179,6 +179,10 @@ class SparseFeatures:
         """The site that is encoded, by its name in this model. Raises as `require`."""
         return self._sites(engine.sites)[0]
 
+    def site_out(self, engine: Core) -> str:
+        """The site that is decoded to, by its name in this model. Raises as `require`."""
+        return self._sites(engine.sites)[1]
+
     def _sites(self, table: SiteTable) -> tuple[str, str]:
         """The sites that are encoded and decoded to, by their names in this model."""
         found = []

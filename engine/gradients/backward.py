@@ -56,7 +56,7 @@ def needed_sites(config: ModelConfig) -> frozenset[str]:
     layers, heads = range(config.num_layers), set[str]()
     if config.latent is None:
         names += ["attn.v.hook_out"]
-        heads = {site for layer in layers for site in _attended(config, layer)}
+        heads = {site for layer in layers for site in attended(config, layer)}
         heads |= {site for layer in layers for site in _normed(config, layer) if config.qk_norm}
     else:
         names += [*NEEDED_LATENT, *(["attn.q_a_layernorm.hook_in"] if config.latent.query_rank else [])]
@@ -77,7 +77,7 @@ def _of_mlp(config: ModelConfig, layer: int) -> tuple[str, ...]:
     return (read, *(f"mlp.{name}" for name in (*NEEDED_MIXTURE, *shared)))
 
 
-def _attended(config: ModelConfig, layer: int) -> tuple[str, str]:
+def attended(config: ModelConfig, layer: int) -> tuple[str, str]:
     """The sites of the queries and keys that attention compares."""
     turned = config.rotates(layer)
     if config.qk_norm and (config.qk_norm_rotated or not turned):
@@ -228,7 +228,7 @@ class Backward:
             if pattern is not None:
                 self.found[attn.pattern_site] = pattern
             return out
-        q, k, v = (self._value(site) for site in (*_attended(config, layer), attn.v_site))
+        q, k, v = (self._value(site) for site in (*attended(config, layer), attn.v_site))
         dq, dk, dv, pattern = through_attention(g, q, k, v, attn.spec, want_pattern, self.products, self.own)
         if pattern is not None:
             self.found[attn.pattern_site] = pattern
@@ -377,7 +377,7 @@ class Tape:
 
         On a GPU, metric and edits are differentiated on the host, and everything else on the device. Results are on the host.
         """
-        num_keys, asked, products = len(self.tokens), frozenset(self.asked), self._products()
+        num_keys, asked, products = len(self.tokens), frozenset(self.asked), self.products()
         with modes.canonical():
             value, g = derivative(function, self.logits)
             found = Backward(self.runner.model, self.forward, self.edits, asked, products).run(g.to(self.runner.device))
@@ -398,7 +398,7 @@ class Tape:
         tell  called after each line
         """
         width, device = self.runner.model.config.d_model, self.runner.device
-        out, products = torch.empty(len(self.asked), width, width, dtype=torch.float32), self._products()
+        out, products = torch.empty(len(self.asked), width, width, dtype=torch.float32), self.products()
         with modes.canonical():
             for line in range(width):
                 g = torch.zeros(self.forward.residual.shape, dtype=torch.float32, device=device)
@@ -411,7 +411,8 @@ class Tape:
                 tell(line)
         return out
 
-    def _products(self) -> BackwardProducts:
+    def products(self) -> BackwardProducts:
+        """Those of a backward pass on the runner's device."""
         if not self.runner.kernels:
             return HostProducts(self.runner.products)
         from replaylens.engine.gradients.cuda import KernelProducts  # needs triton

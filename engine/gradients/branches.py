@@ -59,8 +59,8 @@ def gradients(branch: Differentiable, metric: AnyMetric | Differentiable, sites:
     return tape(branch, names).gradients(function, branch.engine.sites.names, branch.lane.certified and promised)
 
 
-def tape(branch: Differentiable, sites: tuple[str, ...]) -> Tape:
-    """The path computed alone, with the values that gradients at these sites need. Changes nothing."""
+def tape(branch: Differentiable, sites: tuple[str, ...], backward: bool = True) -> Tape:
+    """The path computed alone, with the values that gradients at these sites need. Changes nothing. `backward`: see `Tape`."""
     lane, record = branch.lane, branch.record
     if record.status is BranchStatus.RELEASED:
         raise ClosedBranch(f"Branch {record.id} was released. Use a live branch, or prompt again.")
@@ -68,7 +68,7 @@ def tape(branch: Differentiable, sites: tuple[str, ...]) -> Tape:
         raise NoGradient(f"Branch {record.id} thinks, and no gradient flows through thoughts. Use a plain model.")
     if lane.hooks:
         raise NoGradient(f"Branch {record.id} has hook functions, which have no gradient. Use edits instead.")
-    return tape_of(branch.engine, record.tokens[:], lane.edits, sites)
+    return tape_of(branch.engine, record.tokens[:], lane.edits, sites, backward)
 
 
 def tape_of(

@@ -47,6 +47,10 @@ class BackwardProducts(Protocol):
         """A weight as `plain` takes it: [..., inputs, outputs]; turned: [..., outputs, inputs]"""
         ...
 
+    def packed(self, weight: Tensor) -> Any:
+        """A tensor [n, m], which belongs to no module, as `plain` takes it. Nothing keeps it."""
+        ...
+
     def plain(self, x: Tensor, weight: Any) -> Tensor:
         """x [rows, n] times weight [n, m], in float32"""
         ...
@@ -82,6 +86,9 @@ class HostProducts:
     def weight(self, module: Packable, name: str, turned: bool = False) -> Any:
         return self.products.of(module, name, turned)
 
+    def packed(self, weight: Tensor) -> Any:
+        return portable.Panels.of(weight)
+
     def plain(self, x: Tensor, weight: Any) -> Tensor:
         return self.products.product(x, weight)
 
@@ -106,12 +113,17 @@ def through_norm(g: Tensor, x: Tensor, norm: Norm, products: BackwardProducts) -
     """
     layer, mean = norm.kind == "layer", lambda rows: products.total(rows) / rows.shape[-1]
     x = x - mean(x) if layer else x
-    r = 1 / (mean(x * x) + norm.eps).sqrt()
+    r = norm_factor(x, norm, products)
     u, h = x * r, g * norm.weight
     dx = h - u * mean(h * u)
     if layer:
         dx -= mean(h)
     return dx.mul_(r)
+
+
+def norm_factor(x: Tensor, norm: Norm, products: BackwardProducts) -> Tensor:
+    """What a norm multiplies rows x by, before its weights: [..., 1]. Precondition: those of a LayerNorm are centred."""
+    return 1 / (products.total(x * x) / x.shape[-1] + norm.eps).sqrt()
 
 
 def activation(x: Tensor, kind: Activation, products: BackwardProducts) -> tuple[Tensor, Tensor]:
@@ -238,11 +250,7 @@ def _through_rows(
     unseen = repeat(hidden, "rows keys -> (group rows) keys", group=heads // kv_heads)
     g, q = fold(g), fold(q) * spec.scale
     product = products.batched
-    raw = product(q, k.transpose(1, 2))
-    scores = capped = products.apply("tanh", raw / spec.softcap) * spec.softcap if spec.softcap else raw
-    if bias is not None:
-        scores = scores + repeat(bias, "(kv group) keys -> kv (group rows) keys", kv=kv_heads, rows=rows)
-    p = softmax(scores.masked_fill(unseen, -torch.inf), products)
+    p, capped = _scored(q, k, spec, unseen, bias, products)
     dp = product(g, v.transpose(1, 2)).masked_fill_(unseen, 0.0)
     ds = through_softcap(through_softmax(dp, p, products), capped, spec.softcap)
     dq = back(product(ds, k).mul_(spec.scale))
@@ -250,6 +258,36 @@ def _through_rows(
         cut = repeat(others, "rows keys -> (group rows) keys", group=heads // kv_heads)
         ds, p = ds.masked_fill(cut, 0.0), p.masked_fill(cut, 0.0)
     return dq, product(ds.transpose(1, 2), q), product(p.transpose(1, 2), g), back(dp)
+
+
+def _scored(
+    q: Tensor, k: Tensor, spec: AttentionSpec, unseen: Tensor, bias: Tensor | None, products: BackwardProducts
+) -> tuple[Tensor, Tensor]:
+    """q [kv_heads, group rows, width], scaled -> the pattern [kv_heads, group rows, keys], and its scores before the bias"""
+    raw = products.batched(q, k.transpose(1, 2))
+    scores = capped = products.apply("tanh", raw / spec.softcap) * spec.softcap if spec.softcap else raw
+    if bias is not None:
+        rows = q.shape[1] * len(k) // len(bias)
+        scores = scores + repeat(bias, "(kv group) keys -> kv (group rows) keys", kv=len(k), rows=rows)
+    return softmax(scores.masked_fill(unseen, -torch.inf), products), capped
+
+
+def pattern_of(q: Tensor, k: Tensor, spec: AttentionSpec, products: BackwardProducts) -> Tensor:
+    """The pattern of rows at positions 0, 1, ...: [kv_heads, group, rows, keys]. q, k [rows, heads, d_head].
+
+    On a CPU, the bits of a row do not depend on how many rows follow.
+    """
+    (rows, heads, _), kv_heads = q.shape, k.shape[1]
+    k, group = k.transpose(0, 1).contiguous(), heads // kv_heads
+    found = q.new_zeros(kv_heads, group, rows, rows)
+    for first in range(0, rows, QUERY_ROWS):
+        end = min(first + QUERY_ROWS, rows)
+        hidden = ~visible(torch.arange(first, end, device=q.device), end, spec.window)
+        bias = position_bias(spec.slopes, end, q) if spec.slopes else None
+        part = rearrange(q[first:end] * spec.scale, "rows (kv group) d -> kv (group rows) d", kv=kv_heads)
+        p, _ = _scored(part, k[:, :end], spec, hidden.repeat(group, 1), bias, products)
+        found[:, :, first:end, :end] = p.view(kv_heads, group, end - first, end)
+    return found
 
 
 # ---- latent ----------------------------------------------------------------------------------------------------------

@@ -569,7 +569,8 @@ class Rollouts:
     def cite(self) -> Citation:
         """How to cite the rollouts: text and BibTeX with an identifier that holds on every machine."""
         plan, found = self.plan, Identifier(self.digest)
-        what = f"{len(self)} rollouts, {plan.n} at each of {len(plan.positions)} positions of {len(plan.tokens)} tokens"
+        each = plan.n if len(self) == len(plan) else f"at most {plan.n}"
+        what = f"{len(self)} rollouts, {each} at each of {len(plan.positions)} positions of {len(plan.tokens)} tokens"
         made = {} if self.made_by is None else self.made_by.cited
         return Citation(str(found), what, f"replaylens verify {found} --in FOLDER", fingerprint=plan.fingerprint, **made)
 

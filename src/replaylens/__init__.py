@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens.views.report import report as report
     from replaylens.workbench.ablate import ablate as ablate
     from replaylens.workbench.attention import attention as attention
+    from replaylens.workbench.attribution import attribution_graph as attribution_graph
     from replaylens.workbench.compare import compare as compare
     from replaylens.workbench.dla import dla as dla
     from replaylens.workbench.lens import lens as lens
@@ -50,6 +51,7 @@ _WHERE = {
     "Trace": "replaylens.engine.proof.trace:Trace",
     "ablate": "replaylens.workbench.ablate:ablate",
     "attention": "replaylens.workbench.attention:attention",
+    "attribution_graph": "replaylens.workbench.attribution:attribution_graph",
     "attribution_patching": "replaylens.engine.gradients.attribution:attribution_patching",
     "compare": "replaylens.workbench.compare:compare",
     "dla": "replaylens.workbench.dla:dla",
@@ -80,6 +82,7 @@ __all__ = [
     "__version__",
     "ablate",
     "attention",
+    "attribution_graph",
     "attribution_patching",
     "compare",
     "dla",

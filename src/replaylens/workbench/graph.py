@@ -1,0 +1,351 @@
+"""`Graph`: an attribution graph, its pruning, and `GraphDiff`: the difference of two, such as those of two branches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import takewhile
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from replaylens.engine.display import visible
+from replaylens.engine.errors import BadRequest
+from replaylens.engine.request.values import as_float, as_instance
+from replaylens.workbench.drawing import paragraph
+
+Kind = Literal["feature", "error", "token", "edit", "bias", "rest", "output"]
+Array = np.ndarray[Any, np.dtype[Any]]
+
+# ---- graph -----------------------------------------------------------------------------------------------------------
+
+
+class Node(NamedTuple):
+    """A node of an attribution graph."""
+
+    kind: Kind
+    layer: int | None
+    position: int | None
+    number: int | None
+    """of a feature; of a token or an output, the token's id"""
+    text: str
+    """of the token at the position; of an output, what it is; of an edit, its site"""
+    value: float
+    """of a feature its activation, of an output its logit or difference of logits; 0 of all others"""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What makes it the same node in another graph: kind, layer, position and number. An output is the same at any
+        position."""
+        named = self.text if self.kind in ("output", "edit") else ""
+        return self.kind, self.layer, None if self.kind == "output" else self.position, self.number, named
+
+    def __str__(self) -> str:
+        place = "" if self.position is None or self.kind == "output" else f" at {self.position} {visible(self.text)!r}"
+        match self.kind:
+            case "feature":
+                return f"L{self.layer} feature {self.number}{place}"
+            case "error":
+                return f"L{self.layer} error{place}"
+            case "output":
+                return self.text
+        return f"{self.kind}{place}"
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """An attribution graph. `prune` gives one with fewer nodes and edges, which remembers the others."""
+
+    all_nodes: tuple[Node, ...]
+    """sources, features first, and after them the outputs; also those that were pruned"""
+    weights: Tensor
+    """[targets, sources] float32: targets are the features and the outputs, in the order of `all_nodes`"""
+    shares: tuple[float, ...]
+    """of the outputs: how much each counts in `influence`"""
+    tokens: tuple[int, ...]
+    words: tuple[str, ...]
+    """the text of each token"""
+    left_out: frozenset[tuple[int, int, int]]
+    """(layer, position, feature) of active features beyond `max_nodes`, whose sum is the node "rest" """
+    made_of: tuple[str, ...]
+    """fingerprint of the model and digests of the transcoders"""
+    certified: bool
+    """whether the bits are promised: the same in any batch and on every fork"""
+    kept_nodes: Array
+    """[all nodes] bool"""
+    kept_edges: Array
+    """[targets, sources] bool"""
+
+    def __repr__(self) -> str:
+        kinds = [node.kind for node in self.nodes]
+        counts = ", ".join(f"{kinds.count(kind)} {kind}s" for kind in ("feature", "error", "token", "output"))
+        return f"Graph({len(self.tokens)} tokens, {counts}, {int(self.kept_edges.sum())} edges)"
+
+    @property
+    def num_sources(self) -> int:
+        return self.weights.shape[1]
+
+    @property
+    def num_features(self) -> int:
+        return len(self.weights) - len(self.shares)
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Those that were not pruned."""
+        return [node for node, kept in zip(self.all_nodes, self.kept_nodes, strict=True) if kept]
+
+    @cached_property
+    def targets(self) -> tuple[Node, ...]:
+        """The nodes that edges go into, of all nodes: features and outputs."""
+        return self.all_nodes[: self.num_features] + self.all_nodes[self.num_sources :]
+
+    @property
+    def edges(self) -> pd.DataFrame:
+        """One line per edge that was not pruned, the strongest first: source, target, weight."""
+        at = np.argwhere(self.kept_edges)
+        weight = self.weights.numpy()[at[:, 0], at[:, 1]]
+        frame = pd.DataFrame({
+            "source": [self.all_nodes[j] for j in at[:, 1]],
+            "target": [self.targets[i] for i in at[:, 0]],
+            "weight": weight,
+        })  # fmt: skip
+        return frame.sort_values("weight", key=abs, ascending=False, kind="stable", ignore_index=True)
+
+    @property
+    def gaps(self) -> Tensor:
+        """[targets]: each target's value minus the sum of all edges into it, in float64. What float32 rounded away."""
+        sums = [math.fsum(row) for row in self.weights.tolist()]
+        return torch.tensor([node.value - total for node, total in zip(self.targets, sums, strict=True)], dtype=torch.float64)
+
+    # ---- influence --------------------------------------------------------------------------------------------------
+
+    def _columns(self, *kinds: Kind) -> Array:
+        return np.array([node.kind in kinds for node in self.all_nodes[: self.num_sources]], dtype=bool)
+
+    @property
+    def influence(self) -> Array:
+        """[sources]: the part of the outputs that passes through each, over all paths: products of edges as shares of what
+        goes into their targets, without signs. Biases have none."""
+        return influence_of(self._normed(np.ones_like(self.kept_edges)), self.shares)
+
+    def _normed(self, kept: Array) -> Array:
+        """[targets, sources] float64: the edges as shares, without biases."""
+        sizes = np.abs(self.weights.numpy().astype(np.float64)) * (kept & ~self._columns("bias"))
+        return sizes / np.maximum(row_sums(sizes), 1e-300)[:, None]
+
+    @property
+    def replacement(self) -> float:
+        """Of the influence that tokens, edits and errors have, the share that is not the errors': 1 if features explain
+        everything. Features left out count as errors."""
+        found = self.influence
+        errors, others = (math.fsum(found[self._columns(*kinds)]) for kinds in (("error", "rest"), ("token", "edit")))
+        return others / (errors + others)
+
+    @property
+    def completeness(self) -> float:
+        """The share of what goes into nodes that does not come from errors, each node weighted by its influence."""
+        shares = self._normed(np.ones_like(self.kept_edges))
+        own = np.concatenate([influence_of(shares, self.shares)[: self.num_features], self.shares])
+        known = row_sums(shares * ~self._columns("error", "rest")) * own
+        return math.fsum(known) / math.fsum(row_sums(shares) * own)
+
+    def prune(self, nodes: float = 0.8, edges: float = 0.98) -> Graph:
+        """The graph of the most influential nodes and edges. Tokens, biases and outputs stay.
+
+        nodes  share of the influence of all nodes that the kept ones have together
+        edges  likewise of the edges between kept nodes
+        """
+        shares = [as_float(name, value) for name, value in (("nodes", nodes), ("edges", edges))]
+        if not all(0 <= share <= 1 for share in shares):
+            raise BadRequest(f"Invalid nodes={nodes!r}, edges={edges!r}. Give shares of the influence, from 0 to 1.")
+        count, bias = self.num_features, self._columns("bias")
+        stay = self._columns("token", "bias")
+        kept = _top(self.influence, shares[0]) | stay
+        rows = np.concatenate([kept[:count], np.ones(len(self.shares), dtype=bool)])  # of targets
+        normed = self._normed(rows[:, None] & kept)
+        through = np.concatenate([influence_of(normed, self.shares)[:count], self.shares])
+        strong = _top((normed * through[:, None]).ravel(), shares[1]).reshape(normed.shape)
+        while True:  # a node without edges takes those of others away
+            strong &= rows[:, None] & kept
+            found = kept & (stay | strong.any(0))
+            found[:count] &= strong[:count].any(1)
+            if (found == kept).all():
+                break
+            kept, rows = found, np.concatenate([found[:count], rows[count:]])
+        strong |= rows[:, None] & bias & (self.weights.numpy() != 0)
+        return replace(self, kept_nodes=np.concatenate([kept, rows[count:]]), kept_edges=strong)
+
+    # ---- two graphs -------------------------------------------------------------------------------------------------
+
+    def diff(self, other: Graph) -> GraphDiff:
+        """What differs in another graph of the same model and transcoders, such as one of another branch.
+
+        Of pruned graphs, the nodes and edges that either keeps are compared. Their weights are those before pruning, so that no
+        edge appears to vanish because it was pruned.
+        """
+        as_instance("other", other, Graph, "the result of attribution_graph")
+        if self.made_of != other.made_of:
+            raise BadRequest("The graphs are of different models or transcoders, so their features do not correspond.")
+        same = [a == b for a, b in zip(self.tokens, other.tokens, strict=False)]
+        return GraphDiff(self, other, len(list(takewhile(bool, same))))
+
+    def to_json(self) -> dict[str, Any]:
+        """Nodes and links that were not pruned, as plain data, with the fields of published graph files."""
+        found = self.influence.tolist() + list(self.shares)
+        names = [_node_id(node, i) for i, node in enumerate(self.all_nodes)]
+        nodes = [_as_json(node, names[i], found[i]) for i, node in enumerate(self.all_nodes) if self.kept_nodes[i]]
+        at, rows = np.argwhere(self.kept_edges), [*range(self.num_features), *range(self.num_sources, len(self.all_nodes))]
+        links = [{"source": names[j], "target": names[rows[i]], "weight": float(self.weights[i, j])} for i, j in at.tolist()]
+        return {"prompt": "".join(self.words), "prompt_tokens": list(self.words), "nodes": nodes, "links": links}
+
+    def _repr_html_(self) -> str:
+        shown = self.edges.head(20).map(lambda x: str(x) if isinstance(x, Node) else x)
+        return paragraph(repr(self)) + shown.to_html(index=False, float_format="{:.4f}".format)
+
+
+_TYPES: dict[Kind, str] = {
+    "feature": "cross layer transcoder",
+    "error": "mlp reconstruction error",
+    "rest": "mlp reconstruction error",
+    "token": "embedding",
+    "output": "logit",
+    "bias": "bias",
+    "edit": "edit",
+}
+"""names of kinds in graph files"""
+
+
+def _node_id(node: Node, i: int) -> str:
+    match node.kind:
+        case "feature":
+            return f"{node.layer}_{node.number}_{node.position}"
+        case "token":
+            return f"E_{node.number}_{node.position}"
+        case "error":
+            return f"error_{node.layer}_{node.position}"
+    return f"{node.kind}_{i}"
+
+
+def _as_json(node: Node, name: str, influence: float) -> dict[str, Any]:
+    place = {"layer": node.layer, "ctx_idx": node.position, "feature": node.number, "feature_type": _TYPES[node.kind]}
+    return {"node_id": name, **place, "clerp": str(node), "activation": node.value, "influence": influence}
+
+
+def row_sums(x: Array) -> Array:
+    """[rows, n] -> [rows], added from first to last, as on every machine"""
+    found: Array = x.cumsum(1)[:, -1]
+    return found
+
+
+def influence_of(shares: Array, outputs: Sequence[float]) -> Array:
+    """shares [targets, sources] of a graph without cycles -> the influence of each source [sources]"""
+    count = len(shares) - len(outputs)
+    now = _weighted(np.array(outputs, dtype=np.float64), shares[count:])
+    total = np.zeros(shares.shape[1], dtype=np.float64)
+    while now.any():
+        total += now
+        now = _weighted(now[:count], shares[:count])
+    return total
+
+
+def _weighted(weights: Array, rows: Array) -> Array:
+    """The weighted sum of rows, from first to last."""
+    total = np.zeros(rows.shape[1], dtype=np.float64)
+    for i in np.flatnonzero(weights):
+        total += weights[i] * rows[i]
+    return total
+
+
+def _top(scores: Array, share: float) -> Array:
+    """Which of the scores are the largest that together have this share of the sum. Those equal to the last are kept as well,
+    zeros are not."""
+    order = np.sort(scores)[::-1]
+    reached = np.cumsum(order)
+    last = min(int(np.searchsorted(reached, share * reached[-1])), len(order) - 1)
+    return (scores >= order[last]) & (scores > 0)
+
+
+_Line = tuple[tuple[Node, ...], list[float], list[bool]]
+"""nodes, their numbers before and after, and whether each side has them"""
+
+
+# ---- difference ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class GraphDiff:
+    """Two graphs of one model, aligned by layer, position and feature. What has the same bits in both is left out."""
+
+    before: Graph
+    after: Graph
+    shared: int
+    """the number of tokens that both begin with. Before it, nothing differs, unless a branch is edited"""
+
+    def __repr__(self) -> str:
+        counts = self.edges["status"].value_counts()
+        found = ", ".join(f"{int(counts.get(status, 0))} {status}" for status in ("appeared", "vanished", "changed"))
+        return f"GraphDiff({self.shared} shared tokens; edges: {found})"
+
+    @cached_property
+    def nodes(self) -> pd.DataFrame:
+        """One line per node whose value differs: node, before, after, change, status. A feature that is not active is 0."""
+        sides = [{node.key: node for node in graph.all_nodes} for graph in (self.before, self.after)]
+        kept = {node.key: node for graph in (self.after, self.before) for node in graph.nodes}
+        found: list[_Line] = []
+        for key, node in kept.items():
+            if not self._left_out(node):
+                values = [side[key].value if key in side else 0.0 for side in sides]
+                found.append(((node,), values, [key in side for side in sides]))
+        return _differing(found, "node")
+
+    @cached_property
+    def edges(self) -> pd.DataFrame:
+        """One line per edge that differs: source, target, before, after, change, status. An edge that is not there is 0."""
+        graphs = self.after, self.before
+        sources = {node.key: node for graph in graphs for node in graph.all_nodes[: graph.num_sources]}
+        targets = {node.key: node for graph in graphs for node in graph.targets}
+        known = [np.array([not self._left_out(node) for node in side.values()]) for side in (targets, sources)]
+        (after, kept), (before, kept_before) = (_aligned(graph, list(targets), list(sources)) for graph in graphs)
+        differs = (before != after) & (kept | kept_before) & known[0][:, None] & known[1]
+        rows, columns = list(targets.values()), list(sources.values())
+        found: list[_Line] = []
+        for i, j in np.argwhere(differs).tolist():
+            values = [float(before[i, j]), float(after[i, j])]
+            found.append(((columns[j], rows[i]), values, [value != 0 for value in values]))
+        return _differing(found, "source", "target")
+
+    def _left_out(self, node: Node) -> bool:
+        """Whether one of the graphs does not know the node's edges, because it has too many features."""
+        key = (node.layer, node.position, node.number)
+        return node.kind == "rest" or (node.kind == "feature" and any(key in g.left_out for g in (self.before, self.after)))
+
+    def _repr_html_(self) -> str:
+        shown = self.edges.head(20).map(lambda x: str(x) if isinstance(x, Node) else x)
+        return paragraph(repr(self)) + shown.to_html(index=False, float_format="{:.4f}".format)
+
+
+def _aligned(graph: Graph, targets: list[Any], sources: list[Any]) -> tuple[Array, Array]:
+    """The weights of a graph and which edges were not pruned, by the keys of other nodes; 0 of those that it does not have."""
+    rows, columns = ({key: i for i, key in enumerate(side)} for side in (targets, sources))
+    at = np.ix_(
+        [rows[node.key] for node in graph.targets], [columns[node.key] for node in graph.all_nodes[: graph.num_sources]]
+    )
+    weights, kept = np.zeros((len(rows), len(columns)), dtype=np.float32), np.zeros((len(rows), len(columns)), dtype=bool)
+    weights[at], kept[at] = graph.weights.numpy(), graph.kept_edges
+    return weights, kept
+
+
+def _differing(found: list[_Line], *names: str) -> pd.DataFrame:
+    """The lines whose numbers or presence differ, the largest change first."""
+    lines = []
+    for nodes, (before, after), there in found:
+        if before != after or there[0] != there[1]:
+            status = "changed" if all(there) else "appeared" if there[1] else "vanished"
+            lines.append((*nodes, before, after, after - before, status))
+    frame = pd.DataFrame(lines, columns=[*names, "before", "after", "change", "status"])
+    return frame.sort_values("change", key=abs, ascending=False, kind="stable", ignore_index=True)
