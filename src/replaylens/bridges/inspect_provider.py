@@ -53,7 +53,7 @@ _REFUSED = ("best_of", "frequency_penalty", "response_schema", "modalities")
 
 
 @modelapi(name="replaylens")
-class ReplayAPI(ModelAPI):  # type: ignore[misc]
+class ReplayAPI(ModelAPI):
     """Chats, answered by an engine. Greedy unless the evaluation sets a temperature.
 
     model_name   what `Engine.load` takes, such as smollm2 or org/name; `engine` is an Engine to use instead
@@ -86,7 +86,7 @@ class ReplayAPI(ModelAPI):  # type: ignore[misc]
         super().__init__(model_name, base_url, api_key, [], config)
         self.engine = engine_of(model_name if engine is None else engine, options)
         self.chat = as_bool("chat", chat)
-        self.capture = {} if sites is None else {"sites": sites, "positions": positions}
+        self.capture: dict[str, Any] = {} if sites is None else {"sites": sites, "positions": positions}
         if sites is not None:
             self.engine.capture_spec(sites, positions=positions)  # an unknown name is an error now, not in every sample
         elif activations is not None:

@@ -34,7 +34,7 @@ _GREEDY = {"do_sample": (True, False), "num_beams": (1,), "use_cache": (True,), 
 
 
 @register_model("replaylens")
-class ReplayLM(TemplateLM):  # type: ignore[misc]
+class ReplayLM(TemplateLM):
     """Log-likelihoods and generation, as lm-eval's own `hf` model computes them on transformers.
 
     pretrained    what `Engine.load` takes: a name, a folder, a model; or an Engine

@@ -51,7 +51,7 @@ def edits_of(given: Any) -> list[Edit]:
             raise BadEdit(f"Cannot read the edits in {given}: {error}.") from error
         except ValueError as error:  # pickles and other binary files are not UTF-8, or not JSON
             raise BadEdit(
-                f"{given} is not a JSON file of edits: {error}. Write one with json.dump([each.to_json() for each in edits], file)."
+                f"{given} is not a JSON file of edits: {error}. Write one: json.dump([each.to_json() for each in edits], file)."
             ) from error
     if not isinstance(given, list | tuple):
         raise BadEdit(f"Invalid edits={short_repr(given)}. Give a list of Edits, or the path of a JSON file.")
@@ -65,7 +65,7 @@ def sampling_of(given: Mapping[str, Any], seed: int, stop: Sequence[str]) -> Sam
     if unknown := sorted(named.keys() - known):
         raise BadRequest(f"Unsupported option of generation: {', '.join(unknown)}. Supported: {', '.join(sorted(known))}.")
     if "logit_bias" in named:
-        biases = as_instance("logit_bias", named["logit_bias"], Mapping, "a mapping from token id to number")
+        biases = as_instance("logit_bias", named["logit_bias"], dict, "a dict of token ids and numbers")
         named["logit_bias"] = {int(token): as_float("logit_bias", bias) for token, bias in biases.items()}
     if "top_k" in named:  # -1 is "all" elsewhere
         named["top_k"] = max(0, as_int("top_k", named["top_k"]))
