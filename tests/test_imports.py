@@ -44,7 +44,7 @@ SATELLITES = {
     "engine/cluster": ("engine/dump", "engine/resampling"),
 }
 """rooms around the core: each may import the core, and of the others only those named here"""
-FACES = (("probes",), ("errors",), ("views",), ("workbench",), ("commands",), ("cli",), ("__main__",))
+FACES = (("probes",), ("errors",), ("views",), ("bridges",), ("workbench",), ("commands",), ("cli",), ("__main__",))
 """what people see, from the bottom up: a face may import the core, all satellites and the faces below"""
 DOORS = {
     "engine/serving": {"engine/gradients", "engine/resampling", "views"},
@@ -175,7 +175,7 @@ def module_of(file: Path) -> str:
 def modules() -> dict[str, Path]:
     """All files of the package by dotted name. Each link is followed once."""
     files = [file for link in LINKS for file in (ROOT / link).rglob("*.py")]
-    files += [file for folder in ("views", "workbench", "commands") for file in (PACKAGE / folder).rglob("*.py")]
+    files += [file for folder in ("views", "bridges", "workbench", "commands") for file in (PACKAGE / folder).rglob("*.py")]
     return {module_of(file): file for file in sorted([*files, *PACKAGE.glob("*.py")])}
 
 

@@ -91,10 +91,11 @@ def undeclared(names: Iterable[str], requirements: list[str]) -> set[str]:
 
 
 def unused(names: Iterable[str], requirements: list[str]) -> set[str]:
-    """The required packages that are not imported."""
+    """The required packages that are not imported; of what nobody has installed, the imported names are not known."""
     needed = (Requirement(text) for text in requirements)
     used = {package for name in names for package in distributions().get(name, ())}
-    return {canonicalize_name(r.name) for r in needed if r.marker is None or r.marker.evaluate()} - used
+    there = {package for packages in distributions().values() for package in packages}
+    return {canonicalize_name(r.name) for r in needed if r.marker is None or r.marker.evaluate()} & there - used
 
 
 def test_what_is_imported_is_required() -> None:

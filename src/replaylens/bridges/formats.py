@@ -1,0 +1,316 @@
+"""Other tools' files of activations and probes: lmprobe's dataset format 2.0, and ProbeBench's bundles.
+
+Both are data. Names of files come from the formats, never from a file's own metadata; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from replaylens import __version__
+from replaylens.engine.dump.reader import Dump
+from replaylens.engine.errors import BadDump, BadRequest
+from replaylens.engine.request.values import as_int, verb
+from replaylens.probes.errors import BadProbeFile
+from replaylens.probes.probe import LinearProbe
+from replaylens.probes.rows import Cell, ProbeRows
+
+# ---- lmprobe ---------------------------------------------------------------------------------------------------------
+# Format 2.0 of lmprobe's activation datasets: a Parquet index with one line per prompt, whose schema metadata says what there
+# is, and safetensors files of one layer and one shard each. Layer l is the residual stream after block l. The last token of
+# every prompt is in the shards that come first, so that probes of last tokens need only those.
+
+INDEX, VERSION = Path("index") / "train-00000-of-00001.parquet", "2.0"
+_PREFIX = "lmprobe:"
+_STREAM = re.compile(r"blocks\.(\d+)\.hook_(in|out)")
+
+
+def _shard(layer: int, shard: int) -> Path:
+    return Path("tensors") / f"hidden_layer{layer:03d}_shard{shard:03d}.safetensors"
+
+
+def _key(layer: int) -> str:
+    return f"hidden.layer_{layer}"
+
+
+def _after_block(site: str) -> int | None:
+    """The block after which the residual stream is this site; None if it is another site, or what enters the first block."""
+    found = _STREAM.fullmatch(site)
+    block = -1 if found is None else int(found[1]) - (found[2] == "in")
+    return None if block < 0 else block
+
+
+@verb
+def to_lmprobe(dump: Dump, folder: str | Path, *, model: str, label: str | None = None) -> Path:
+    """Write the accepted paths of a dump as a dataset that lmprobe reads (after an upload to the hub, as it is).
+
+    folder  new or empty
+    model   the name that lmprobe knows the model by, such as HuggingFaceTB/SmolLM2-135M-Instruct
+    label   a label of the dump: its value at the last token of each path
+
+    All stored layers of the residual stream are written, in float32. Every path needs a row for each of its tokens, from the
+    first on. Paths of equal text, whose rows are equal, are written once.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise BadRequest(f"{folder} is not empty. Give a new folder.")
+    layers = {block: site for site in dump.sites if (block := _after_block(site)) is not None}
+    if not layers:
+        raise BadRequest(f"The dump has no residual stream after a block. It has {', '.join(dump.sites)}. Dump with sites='S'.")
+    chosen = dump.where(accepted=True)
+    paths = _paths(chosen, label)
+    last = np.array([rows[-1] for _, rows, _ in paths])
+    rest = np.concatenate([rows[:-1] for _, rows, _ in paths])
+    _write_index(folder, _lines(paths), _about(dump, model, sorted(layers), len(last), len(rest)))
+    for block, site in layers.items():
+        for number, rows in enumerate([last, rest] if len(rest) else [last]):
+            (folder / _shard(block, number)).parent.mkdir(parents=True, exist_ok=True)
+            values = chosen.take(rows, [site])[site]
+            save_file({_key(block): values.reshape(len(rows), -1).float().contiguous()}, folder / _shard(block, number))
+    return folder
+
+
+def _paths(chosen: Dump, label: str | None) -> list[tuple[str, np.ndarray, Any]]:
+    """(text, its rows, label) of every path."""
+    index, found = chosen.index.reset_index(drop=True), {}
+    if label is not None and label not in chosen.labels:
+        raise BadRequest(f"The dump has no label {label!r}. It has {', '.join(chosen.labels) or 'none'}.")
+    for (example, branch), lines in index.sort_values("position").groupby(["example", "branch"], sort=True):
+        if lines["position"].tolist() != list(range(len(lines))):
+            raise BadRequest(f"Example {example}, branch {branch} lacks rows of some tokens. Dump all positions.")
+        text, value = "".join(lines["text"]), None if label is None else lines[label].iloc[-1]
+        value = value.item() if isinstance(value, np.generic) else value
+        if text in found and found[text][2] != value:
+            raise BadRequest(f"Two paths have the text {text[:60]!r} and other labels, which lmprobe cannot tell apart.")
+        found.setdefault(text, (text, lines.index.to_numpy(), value))
+    return list(found.values())
+
+
+def _lines(paths: Sequence[tuple[str, np.ndarray, Any]]) -> dict[str, pa.Array]:
+    """The columns of the index. Shard 0 has last tokens, shard 1 all others."""
+    starts = np.cumsum([0, *(len(rows) - 1 for _, rows, _ in paths)])
+    labels = [label for *_, label in paths]
+    whole = all(isinstance(each, int) for each in labels if each is not None)
+    places = np.arange(len(paths))
+    return {
+        "text": pa.array([text for text, *_ in paths], pa.string()),
+        "label": pa.array(labels, pa.int32()) if whole else pa.array([None if v is None else str(v) for v in labels]),
+        "num_tokens": pa.array([len(rows) for _, rows, _ in paths], pa.int32()),
+        "shard_index": pa.array([0] * len(paths), pa.int32()),
+        "row_offset": pa.array(places, pa.int32()),
+        "token_offset": pa.array(places, pa.int64()),
+        "token_shard_ids": pa.array([[1] * (len(rows) - 1) + [0] for _, rows, _ in paths], pa.list_(pa.int64())),
+        "token_shard_offsets": pa.array(
+            [
+                [*range(start, start + len(rows) - 1), place]
+                for place, start, (_, rows, _) in zip(places.tolist(), starts.tolist(), paths, strict=False)
+            ],
+            pa.list_(pa.int64()),
+        ),
+    }
+
+
+def _about(dump: Dump, model: str, layers: list[int], last: int, rest: int) -> dict[str, Any]:
+    """The schema metadata."""
+    shards = [{"num_prompts": last, "num_tokens": tokens} for tokens in (last, rest) if tokens]
+    site = next(entry for name, entry in dump.sites.items() if _after_block(name) is not None)
+    hidden = {
+        "type": "hidden",
+        "layers": layers,
+        "dim": math.prod(site.shape),
+        "dtype": "float32",
+        "layout": "per_layer",
+        "file_pattern": "tensors/hidden_layer{layer:03d}_shard{shard:03d}.safetensors",
+        "key_pattern": "hidden.layer_{layer}",
+        "shards": shards,
+        "storage": "full_sequence",
+        "last_token_shards": 1,
+    }
+    return {
+        "format_version": VERSION,
+        "model": {"name": model, "revision": None},
+        "num_prompts": last,
+        "prompt_ordering": "dump",
+        "tensors": {"hidden_layers": hidden},
+        "provenance": {"replaylens_version": __version__, "dump": f"replaylens:sha256:{dump.digest}"},
+    }
+
+
+def _write_index(folder: Path, columns: Mapping[str, pa.Array], about: Mapping[str, Any]) -> None:
+    (folder / INDEX).parent.mkdir(parents=True, exist_ok=True)
+    metadata = {f"{_PREFIX}{name}": json.dumps(value) for name, value in about.items()}
+    pq.write_table(pa.table(columns).replace_schema_metadata(metadata), folder / INDEX)
+
+
+@verb
+def from_lmprobe(folder: str | Path, *, layers: Sequence[int] | None = None, labels: Any = None) -> ProbeRows:
+    """Rows to probe, from a local copy of an lmprobe dataset of format 2: one per token, or one per prompt where it is pooled.
+
+    layers  of the dataset; default: all. Layer l becomes the site blocks.l.hook_out
+    labels  one value per prompt, in the index's order, where the dataset has none
+
+    Each prompt is a group. BadDump if the folder is no such dataset, or is damaged.
+    """
+    folder = Path(folder)
+    with _damage(folder, BadDump, "an lmprobe dataset of format 2"):
+        about, index = _read_index(folder)
+        hidden = about["tensors"]["hidden_layers"]
+        there = [as_int("layer", each, 0) for each in hidden["layers"]]
+        wanted = there if layers is None else list(layers)
+        if missing := set(wanted) - set(there):
+            raise ValueError(f"it has no layer {min(missing)}, only {there}")
+        places = _places(hidden, index)
+        found = {f"blocks.{block}.hook_out": _gathered(folder, block, hidden, places) for block in wanted}
+        prompt = np.repeat(np.arange(len(index["text"])), [len(each) for each in places])
+        values = index["label"] if labels is None else list(labels)
+        own = np.array(values, dtype=object)[prompt]
+    if labels is None and all(value is None for value in values):
+        raise BadRequest(f"{folder} has no labels. Give labels=, one per prompt.")
+    full = hidden.get("storage") == "full_sequence"
+    positions = np.concatenate([np.arange(len(each)) for each in places]) if full else None
+    return ProbeRows.of_arrays(found, own, groups=prompt, positions=positions)
+
+
+def _read_index(folder: Path) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """(what the metadata says, the columns)."""
+    table = pq.read_table(folder / INDEX)
+    raw = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
+    about = {key.removeprefix(_PREFIX): json.loads(value) for key, value in raw.items() if key.startswith(_PREFIX)}
+    version = str(about["format_version"])
+    if version.split(".")[0] != VERSION.split(".")[0]:
+        raise ValueError(f"format {version} instead of {VERSION}")
+    return about, table.to_pydict()
+
+
+def _places(hidden: Mapping[str, Any], index: Mapping[str, list[Any]]) -> list[np.ndarray]:
+    """[(shard, row) of every token] of every prompt."""
+    if hidden.get("layout") != "per_layer":
+        raise ValueError(f"layout {hidden.get('layout')!r} instead of 'per_layer'")
+    if hidden.get("storage") != "full_sequence":
+        ids, rows = [[each] for each in index["shard_index"]], [[each] for each in index["row_offset"]]
+    elif "token_shard_ids" in index:
+        ids, rows = index["token_shard_ids"], index["token_shard_offsets"]
+    else:  # all tokens of a prompt side by side
+        counts = list(zip(index["shard_index"], index["token_offset"], index["num_tokens"], strict=True))
+        ids, rows = [[s] * n for s, _, n in counts], [list(range(at, at + n)) for _, at, n in counts]
+    found = [
+        np.stack([np.asarray(a, dtype=np.int64), np.asarray(b, dtype=np.int64)], 1) for a, b in zip(ids, rows, strict=True)
+    ]
+    if hidden.get("storage") == "full_sequence" and [len(each) for each in found] != index["num_tokens"]:
+        raise ValueError("num_tokens does not count the tokens of every prompt")
+    return found
+
+
+def _gathered(folder: Path, block: int, hidden: Mapping[str, Any], places: Sequence[np.ndarray]) -> Tensor:
+    """The rows of one layer, in the order of prompts and tokens: [rows, dim]."""
+    places_of = np.concatenate(places)
+    out = torch.empty((len(places_of), as_int("dim", hidden["dim"], 1)), dtype=torch.float32)
+    for shard in np.unique(places_of[:, 0]).tolist():
+        stored = load_file(folder / _shard(block, shard))[_key(block)]
+        here = np.flatnonzero(places_of[:, 0] == shard)
+        rows = places_of[here, 1]
+        if shard < 0 or rows.min() < 0 or rows.max() >= len(stored) or stored.shape[1:] != out.shape[1:]:
+            raise ValueError(f"{_shard(block, shard)} has shape {list(stored.shape)}, which the index does not fit")
+        out[torch.from_numpy(here)] = stored[torch.from_numpy(rows)].float()
+    return out
+
+
+@contextmanager
+def _damage(path: Path, error: type[Exception], what: str) -> Iterator[None]:
+    """Whatever a foreign or truncated file raises becomes one named error."""
+    try:
+        yield
+    except (
+        OSError,
+        KeyError,
+        IndexError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        pa.ArrowException,
+        SafetensorError,
+    ) as problem:
+        reason = f"{type(problem).__name__}: {problem}" if isinstance(problem, KeyError) else problem
+        raise error(f"{path} is not {what}, or is damaged ({reason}). Nothing of it was used.") from problem
+
+
+# ---- ProbeBench ------------------------------------------------------------------------------------------------------
+# ProbeBench (openinterp) publishes probes as a folder: metadata, a scaler and a linear classifier with P(positive). Its
+# reference files for the last two are joblib pickles, which run code when they are read. These bundles have the same metadata
+# and numbers, in safetensors.
+
+PROBE, META = "probe.safetensors", "meta.json"
+REQUIRED = ("id", "name", "author", "category", "modelId", "layer", "license", "tasks", "artifactSha256")
+"""metadata that ProbeBench 0.0.1 requires"""
+
+
+@verb
+def to_probebench(probe: LinearProbe, folder: str | Path, about: Mapping[str, Any]) -> Path:
+    """Write a probe of two classes as a ProbeBench bundle: meta.json, and probe.safetensors with coef [1, d], intercept [1],
+    scaler.mean [d] and scaler.scale [d]. P(second class) is sigmoid(coef @ ((x - mean) / scale) + intercept).
+
+    about  ProbeBench's metadata: id, name, author, category, modelId (the model's name on the hub), license, tasks, and other
+           fields of it, such as paper. The probe gives layer, position and hash
+    """
+    if len(probe.classes) != 2:
+        raise BadRequest(f"ProbeBench's probes have two classes; this one has {len(probe.classes)}.")
+    if (layer := probe.cell.layer) is None:
+        raise BadRequest(f"ProbeBench's probes belong to a layer; this one reads {probe.site}.")
+    if missing := sorted(set(REQUIRED) - {"layer", "artifactSha256", *about}):
+        raise BadRequest(f"ProbeBench requires {', '.join(missing)}. Give it in `about`.")
+    folder, d = Path(folder), probe.weight.shape[1]
+    folder.mkdir(parents=True, exist_ok=True)
+    numbers = {"coef": probe.weight, "intercept": probe.bias, "scaler.mean": np.zeros(d), "scaler.scale": np.ones(d)}
+    save_file({key: torch.from_numpy(np.ascontiguousarray(x, dtype=np.float64)) for key, x in numbers.items()}, folder / PROBE)
+    own = {"layer": layer, "artifactSha256": sha256((folder / PROBE).read_bytes()).hexdigest(), "spec_version": "0.0.1"}
+    own |= {"probeType": "linear", "position": probe.position, "paramCount": d + 1, "site": probe.site, "label": probe.label}
+    own |= {"classes": list(probe.classes), "source": probe.source, "cell": probe.cell.site}
+    (folder / META).write_text(json.dumps({**about, **own}, indent=1, sort_keys=True) + "\n")
+    return folder
+
+
+@verb
+def from_probebench(folder: str | Path) -> LinearProbe:
+    """Read a bundle that `to_probebench`, or anybody else, wrote in that form. BadProbeFile for another folder, for numbers
+    without the SHA-256 of the metadata, and for bundles that hold only pickles, which are not read."""
+    folder = Path(folder)
+    if not (folder / PROBE).exists() and (folder / "probe.joblib").exists():
+        raise BadProbeFile(
+            f"{folder} holds its probe as a pickle (probe.joblib), which would run code. Ask for {PROBE}, or, if you trust it, "
+            "write coef, intercept, scaler.mean and scaler.scale there yourself."
+        )
+    with _damage(folder, BadProbeFile, "a ProbeBench bundle"):
+        about = json.loads((folder / META).read_bytes())
+        if missing := [key for key in REQUIRED if key not in about]:
+            raise ValueError(f"{META} lacks {', '.join(missing)}")
+        if (found := sha256((folder / PROBE).read_bytes()).hexdigest()) != about["artifactSha256"]:
+            raise ValueError(f"{PROBE} has the SHA-256 {found[:16]}…, not that of {META}")
+        stored = {key: value.double().numpy() for key, value in load_file(folder / PROBE).items()}
+        weight = stored["coef"].reshape(1, -1) / stored["scaler.scale"]
+        bias = stored["intercept"].reshape(1) - weight @ stored["scaler.mean"]
+        if not (np.isfinite(weight).all() and np.isfinite(bias).all()):
+            raise ValueError("it holds NaN or infinity, or scales by 0")
+        layer, classes = as_int("layer", about["layer"], 0), tuple(map(str, about.get("classes", ("negative", "positive"))))
+        if len(classes) != 2:
+            raise ValueError(f"it has {len(classes)} classes instead of 2")
+        site = str(about.get("site", f"blocks.{layer}.hook_out"))
+        cell = Cell(str(about.get("cell", site)), layer if "cell" in about else None)
+        means = np.zeros((2, weight.shape[1]))
+        words = {"label": str(about.get("label", about["category"])), "position": str(about.get("position", "last"))}
+        source = dict(about.get("source", {})) | {"probebench": str(about["id"])}
+        return LinearProbe(weight, bias, means, classes, site=site, cell=cell, estimator="probebench", source=source, **words)
