@@ -63,7 +63,7 @@ def _said(frame: Any) -> Any:
 
 def _small(name: str) -> Setting:
     draft = ("model", "lens", "ngram")
-    return Setting(str(TRAINED / name), _coin(flips=(2, 3)), "implied", "face", draft, 150, (0, 1, 2, 3), exchange=True,
+    return Setting(str(TRAINED / name), _coin(flips=(2, 3)), "implied", "face", draft, 120, (0, 1, 2, 3), exchange=True,
                    options={"draft_model": "coin-draft"})  # fmt: skip
 
 
@@ -75,13 +75,13 @@ def _boxes(name: str) -> Setting:
 def _pretrained(model: str, layers: tuple[int, ...], options: dict[str, Any]) -> dict[str, Setting]:
     shown = ShownCoin(rendering="steps", flips=(2, 3))
     return {
-        f"{model}, coins": Setting(model, shown, "implied", "face", ("ngram",), 48, layers, max_new=30, options=options, exchange=True),
-        f"{model}, stories": Setting(model, TwoPeople(), "who", None, ("ngram",), 40, layers, _said, 40, 0.7, options),
+        f"{model}, coins": Setting(model, shown, "implied", "face", ("ngram",), 32, layers, max_new=26, options=options, exchange=True),
+        f"{model}, stories": Setting(model, TwoPeople(), "who", None, ("ngram",), 24, layers, _said, 32, 0.7, options),
     }  # fmt: skip
 
 
 SETTINGS = {
-    "coin-plain": Setting("coin-plain", _coin(flips=(2, 6)), "implied", "face", ("model", "lens", "ngram", "self"), 240, (0, 1, 2, 3, 4), exchange=True),
+    "coin-plain": Setting("coin-plain", _coin(flips=(2, 6)), "implied", "face", ("model", "lens", "ngram", "self"), 160, (0, 1, 2, 3, 4), exchange=True),
     **{name: _small(name) for name in ("coin-1", "coin-2", "coin-3")},
     **{name: _boxes(name) for name in ("boxes-1", "boxes-2", "boxes-3")},
     **_pretrained("smollm2", (0, 8, 16, 24), {"cache_tokens": 8192}),
@@ -322,7 +322,8 @@ def foreseen(rows: rl.probes.ProbeRows, setting: Setting, lens: bool) -> dict[st
         return found | {"note": "Too few drafts of one kind."}
     if lens:
         entropy = rows.source.take("Z.entropy", None, rows.numbers[before[chosen]]).double().numpy()[:, -1]
-        top = rows.source.take("Z.top_logprobs", None, rows.numbers[before[chosen]]).double().numpy()[:, -1]
+        top = rows.source.take("Z.top_logprobs", None, rows.numbers[before[chosen]]).double().numpy()
+        top = top.reshape(len(top), len(setting.layers), -1)[:, -1]  # the model's own output
         baseline, name = np.column_stack([entropy, top[:, 0] - top[:, 1]]), "entropy and margin"
     else:
         baseline, name = frame["entropy"].to_numpy(dtype=np.float64)[before[chosen]][:, None], "entropy"
