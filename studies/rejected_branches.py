@@ -50,6 +50,8 @@ class Setting:
     """of the engine"""
     exchange: bool = False
     """whether (c) is asked: the texts state faces"""
+    probed: tuple[int, ...] = (1, 3)
+    """layers of (a), whose controls are many fits"""
 
 
 def _coin(**knobs: Any) -> Any:
@@ -63,7 +65,7 @@ def _said(frame: Any) -> Any:
 
 def _small(name: str) -> Setting:
     draft = ("model", "lens", "ngram")
-    return Setting(str(TRAINED / name), _coin(flips=(2, 3)), "implied", "face", draft, 120, (0, 1, 2, 3), exchange=True,
+    return Setting(str(TRAINED / name), _coin(flips=(2, 3)), "implied", "face", draft, 100, (0, 1, 2, 3), exchange=True,
                    options={"draft_model": "coin-draft"})  # fmt: skip
 
 
@@ -75,13 +77,13 @@ def _boxes(name: str) -> Setting:
 def _pretrained(model: str, layers: tuple[int, ...], options: dict[str, Any]) -> dict[str, Setting]:
     shown = ShownCoin(rendering="steps", flips=(2, 3))
     return {
-        f"{model}, coins": Setting(model, shown, "implied", "face", ("ngram",), 32, layers, max_new=26, options=options, exchange=True),
-        f"{model}, stories": Setting(model, TwoPeople(), "who", None, ("ngram",), 24, layers, _said, 32, 0.7, options),
+        f"{model}, coins": Setting(model, shown, "implied", "face", ("ngram",), 20, layers, max_new=26, options=options, exchange=True, probed=layers[1:3]),
+        f"{model}, stories": Setting(model, TwoPeople(), "who", None, ("ngram",), 20, layers, _said, 32, 0.7, options, probed=layers[1:3]),
     }  # fmt: skip
 
 
 SETTINGS = {
-    "coin-plain": Setting("coin-plain", _coin(flips=(2, 6)), "implied", "face", ("model", "lens", "ngram", "self"), 160, (0, 1, 2, 3, 4), exchange=True),
+    "coin-plain": Setting("coin-plain", _coin(flips=(2, 6)), "implied", "face", ("model", "lens", "ngram", "self"), 120, (0, 1, 2, 3, 4), exchange=True),
     **{name: _small(name) for name in ("coin-1", "coin-2", "coin-3")},
     **{name: _boxes(name) for name in ("boxes-1", "boxes-2", "boxes-3")},
     **_pretrained("smollm2", (0, 8, 16, 24), {"cache_tokens": 8192}),
@@ -139,12 +141,12 @@ def transferred(engine: rl.Engine, rows: rl.probes.ProbeRows, setting: Setting, 
     """The report's lines by layer, and its verdict."""
     given = None if quick else engine
     try:
-        report = rl.probes.transfer(rows, setting.label, layers=_present(rows, setting), position=setting.position, engine=given)
+        report = rl.probes.transfer(rows, setting.label, layers=setting.probed, position=setting.position, engine=given)
     except rl.errors.ProbeError as error:
         return {"note": f"Not done: {error}"}
     lines = {line["what"]: line for line in report.lines}
     layers = {}
-    for cell in (f"S{layer}" for layer in _present(rows, setting)):
+    for cell in (f"S{layer}" for layer in setting.probed):
         ways = ("accepted to accepted", "accepted to rejected", "rejected to rejected", "rejected to accepted")
         kept = {way: _value(lines[f"{cell}: {way}"]) for way in ways} | {"leakage": _value(lines[f"{cell}: leakage"])}
         above = f"{cell}: accepted to rejected minus "
@@ -364,7 +366,8 @@ def draw(parts: dict[str, dict[str, Any]]) -> Figure:
         x = [int(cell[1:]) for cell in layers]
         curve(line[0], x, [each["accepted to rejected"] for each in layers.values()], COLOURS[0], "accepted to rejected")
         if told["parted"]["layers"]:
-            curve(line[0], x, list(told["parted"]["layers"].values()), COLOURS[1], "follows the text where both part")
+            parted_at = told["parted"]["layers"]
+            curve(line[0], [int(c[1:]) for c in parted_at], list(parted_at.values()), COLOURS[1], "follows the text where both part")
         for number, control in enumerate(CONTROLS):
             if all(control in each["above"] for each in layers.values()):
                 less = [each["accepted to rejected"]["value"] - each["above"][control]["value"] for each in layers.values()]

@@ -30,8 +30,8 @@ def run(quick: bool, part: str) -> dict[str, Any]:
     if part == "coin-plain":
         return coin_plain(engine, 12 if quick else 100)
     if part == "coin-thinking":
-        return coin_thinking(engine, 4 if quick else 24)
-    return pretrained(engine, 4 if quick else 24)
+        return coin_thinking(engine, 4 if quick else 16)
+    return pretrained(engine, 4 if quick else 16)
 
 
 # ---- who sees whom -------------------------------------------------------------------------------------------------------
