@@ -1,10 +1,10 @@
 """Rejected branches know what they say: rows of rejected drafts hold their own text, in the code of the accepted rows.
 
-Four questions per model and drafter. (a) Does a probe fitted on accepted rows read rejected ones (`rl.probes.transfer`, with all
-its controls)? (b) Where what is drafted parts from the truth (coins) or from the path that was taken (stories, boxes), which one
-does the probe follow? (c) Is the rejected state used: rows at the same position are exchanged between both paths, against rows
-of other prompts. (d) From which layer on does the draft's own row tell that it will be rejected, against entropy and margin of
-the logit lens before it?
+Four questions per model and drafter. (a) Does a probe fitted on accepted rows read rejected ones (`rl.probes.transfer`, with its
+controls)? (b) Where what is drafted parts from the truth (coins) or from the path that was taken (stories, boxes), which one does
+the probe follow? (c) Is the rejected state used: rows at the same position are exchanged between both paths, against rows of
+other prompts. (d) From which layer on does the draft's own row tell that it will be rejected, against entropy and margin of the
+logit lens before it?
 """
 
 from collections.abc import Sequence
@@ -74,21 +74,23 @@ def _boxes(name: str) -> Setting:
     return Setting(str(TRAINED / name), task, "full.1", None, ("lens", "ngram"), 200, (0, 1, 2, 3), max_new=24, temperature=1.0)
 
 
-def _pretrained(model: str, layers: tuple[int, ...], options: dict[str, Any]) -> dict[str, Setting]:
+def _pretrained(model: str, layers: tuple[int, ...]) -> dict[str, Setting]:
     shown = ShownCoin(rendering="steps", flips=(2, 3))
+    how: dict[str, Any] = dict(drafters=("ngram",), n=20, layers=layers, probed=layers[1:3], options={"cache_tokens": 8192})
     return {
-        f"{model}, coins": Setting(model, shown, "implied", "face", ("ngram",), 20, layers, max_new=26, options=options, exchange=True, probed=layers[1:3]),
-        f"{model}, stories": Setting(model, TwoPeople(), "who", None, ("ngram",), 20, layers, _said, 32, 0.7, options, probed=layers[1:3]),
-    }  # fmt: skip
+        f"{model}, coins": Setting(model, shown, "implied", "face", max_new=26, exchange=True, **how),
+        f"{model}, stories": Setting(model, TwoPeople(), "who", None, position=_said, max_new=32, temperature=0.7, **how),
+    }
 
 
+_ALL = ("model", "lens", "ngram", "self")
 SETTINGS = {
-    "coin-plain": Setting("coin-plain", _coin(flips=(2, 6)), "implied", "face", ("model", "lens", "ngram", "self"), 120, (0, 1, 2, 3, 4), exchange=True),
+    "coin-plain": Setting("coin-plain", _coin(flips=(2, 6)), "implied", "face", _ALL, 120, (0, 1, 2, 3, 4), exchange=True),
     **{name: _small(name) for name in ("coin-1", "coin-2", "coin-3")},
     **{name: _boxes(name) for name in ("boxes-1", "boxes-2", "boxes-3")},
-    **_pretrained("smollm2", (0, 8, 16, 24), {"cache_tokens": 8192}),
-    **_pretrained("gemma-3-270m", (0, 4, 9, 14), {"cache_tokens": 8192}),
-}  # fmt: skip
+    **_pretrained("smollm2", (0, 8, 16, 24)),
+    **_pretrained("gemma-3-270m", (0, 4, 9, 14)),
+}
 PARTS = tuple(SETTINGS)
 
 
@@ -169,7 +171,7 @@ def _value(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def parted(rows: rl.probes.ProbeRows, setting: Setting) -> dict[str, Any]:
-    """On rejected rows whose text says one thing and the truth, or the path taken, another: share of probes that follow the text."""
+    """On rejected rows whose text says one thing and the truth, or the path taken, another: how often a probe follows the text."""
     here = rows.at(setting.position)
     here = here.where((here.frame["since_query"] > 0) & here.frame[setting.label].notna())
     frame = here.frame
@@ -305,7 +307,7 @@ def _next(engine: rl.Engine, path: list[int], variants: Sequence[Sequence[rl.Edi
 
 
 def foreseen(rows: rl.probes.ProbeRows, setting: Setting, lens: bool) -> dict[str, Any]:
-    """Area under the ROC curve for "this draft will be rejected" from the draft's own row, against entropy and margin before it.
+    """Area under the ROC curve for "this draft will be rejected", from the draft's own row and from entropy and margin before it.
 
     The verifier's own tokens in place of rejected drafts do not count: nobody drafted them. S0 holds the token alone.
     """
@@ -367,7 +369,8 @@ def draw(parts: dict[str, dict[str, Any]]) -> Figure:
         curve(line[0], x, [each["accepted to rejected"] for each in layers.values()], COLOURS[0], "accepted to rejected")
         if told["parted"]["layers"]:
             parted_at = told["parted"]["layers"]
-            curve(line[0], [int(c[1:]) for c in parted_at], list(parted_at.values()), COLOURS[1], "follows the text where both part")
+            at = [int(cell[1:]) for cell in parted_at]
+            curve(line[0], at, list(parted_at.values()), COLOURS[1], "follows the text where both part")
         for number, control in enumerate(CONTROLS):
             if all(control in each["above"] for each in layers.values()):
                 less = [each["accepted to rejected"]["value"] - each["above"][control]["value"] for each in layers.values()]

@@ -97,9 +97,8 @@ def as_edits(edges: Edges, layers: Sequence[int] | None = None) -> list[rl.Edit]
     for position, keys in edges.items():
         if keys:
             same.setdefault(tuple(sorted(keys)), []).append(position)
-    return [
-        rl.Edit(site, "mask", positions=sorted(positions), keys=list(keys)) for site in sites for keys, positions in same.items()
-    ]
+    alike = [(sorted(positions), list(keys)) for keys, positions in same.items()]
+    return [rl.Edit(site, "mask", positions=positions, keys=keys) for site in sites for positions, keys in alike]
 
 
 def conditions(spans: Spans, length: int, seed: int, layers: int = 0) -> dict[str, list[rl.Edit]]:
@@ -116,7 +115,8 @@ def conditions(spans: Spans, length: int, seed: int, layers: int = 0) -> dict[st
 
 
 def coin_spans(engine: rl.Engine, example: Any) -> Spans:
-    return Spans.of(engine, example.prompt, [step.start for step in example.steps[: len(example.events)]], example.prompt.index(" What's"))
+    starts = [step.start for step in example.steps[: len(example.events)]]
+    return Spans.of(engine, example.prompt, starts, example.prompt.index(" What's"))
 
 
 def tally(right: dict[str, list[bool]], roots: Sequence[str]) -> dict[str, Any]:
@@ -154,12 +154,13 @@ def patched(engine: rl.Engine, examples: Sequence[Any]) -> dict[str, Any]:
     for example in examples:
         path, spans = engine.tokens_of(example.prompt), coin_spans(engine, example)
         places = {"start": spans.opening, **{f"step {t + 1}": step for t, step in enumerate(spans.steps)}}
-        places |= {"all steps": [p for s in spans.steps for p in s], "question": spans.question[:-1], "query": spans.question[-1:]}
+        places["all steps"] = [p for step in spans.steps for p in step]
+        places |= {"question": spans.question[:-1], "query": spans.question[-1:]}
         for kind, text in (("other face", _other_face(example.prompt)), ("other names", _other_names(example.prompt))):
             with engine.prompt(text, sites=sites) as source:
                 rows = {layer: source.activations[site] for layer, site in enumerate(sites)}
             names = [(place, layer) for place in places for layer in layers]
-            edits = [[rl.Edit(sites[layer], "set", rows[layer][places[place]], positions=places[place])] for place, layer in names]
+            edits = [[rl.Edit(sites[at], "set", rows[at][places[place]], positions=places[place])] for place, at in names]
             (a, b), *others = engine.logits_under(path, [[], *edits], tokens=FACES)
             for (place, layer), (c, d) in zip(names, others, strict=True):
                 turned.setdefault((kind, place, layer), []).append(bool((c > d) != (a > b)))
@@ -263,7 +264,8 @@ def pretrained(engine: rl.Engine, n: int) -> dict[str, Any]:
 
 
 SOLVED = (
-    "Box 1 has the pencil. Box 2 has the glove. Box 3 is empty. Move the glove from box 2 to box 3. What is in box 3? A: glove.\n"
+    "Box 1 has the pencil. Box 2 has the glove. Box 3 is empty. Move the glove from box 2 to box 3. "
+    "What is in box 3? A: glove.\n"
     "Box 1 is empty. Box 2 has the key. Box 3 has the spoon. Move the key from box 2 to box 1. What is in box 3? A: spoon.\n"
     "Box 1 has the rope. Box 2 is empty. Box 3 has the bell. Move the bell from box 3 to box 2. What is in box 2? A: bell.\n"
 )
@@ -337,7 +339,8 @@ def draw(parts: dict[str, dict[str, Any]]) -> Figure:
         line[0].set_yticklabels(list(reversed(shown)), fontsize=7)
         for number, (place, layers) in enumerate(parts[name].get("patching", {}).get("other face", {}).items()):
             cells = list(layers)
-            curve(line[1], [int(cell[1:]) for cell in cells], [layers[c] for c in cells], COLOURS[number % 6], place, number > 5)
+            x = [int(cell[1:]) for cell in cells]
+            curve(line[1], x, [layers[c] for c in cells], COLOURS[number % 6], place, number > 5)
         states = parts[name].get("states_exchanged", {})
         for y, (each, found) in enumerate(states.items()):
             colour = QUIET if "names" in each else COLOURS[0]

@@ -6,7 +6,6 @@ draft says is compared with what the path says that was taken.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from string import printable
 
 from replaylens.tasks import Event, Task, get, register
@@ -93,10 +92,10 @@ class ToldBoxes(Boxes):
 
 # ---- stories -----------------------------------------------------------------------------------------------------------
 
-GIRLS, BOYS = ("Lily", "Mia", "Anna", "Sarah", "Emma", "Ruth", "Nora", "Clara"), ("Tom", "Ben", "Jack", "Max", "Sam", "Leo", "Paul", "Hugo")
+GIRLS = ("Lily", "Mia", "Anna", "Sarah", "Emma", "Ruth", "Nora", "Clara")
+BOYS = ("Tom", "Ben", "Jack", "Max", "Sam", "Leo", "Paul", "Hugo")
 PLACES = ("in the garden", "by the river", "at school", "in the kitchen", "on the beach", "in the woods")
 HER, HIM = ("she", "her", "hers", "herself"), ("he", "him", "his", "himself")
-PEOPLE = ("her", "him")
 _CHARACTERS = (*printable, *"“”‘’—–…é")
 
 
@@ -174,6 +173,3 @@ class TwoPeople(Task[StoryKnobs]):
 
     def next_action_chance(self) -> float:
         return 0.5
-
-
-assert not set(GIRLS) & set(BOYS) and len(list(product(GIRLS, BOYS, PLACES))) >= 384
