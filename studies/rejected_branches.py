@@ -1,10 +1,10 @@
 """Rejected branches know what they say: rows of rejected drafts hold their own text, in the code of the accepted rows.
 
-Four questions per model and drafter. (a) Does a probe fitted on accepted rows read rejected ones (`rl.probes.transfer`, with its
-controls)? (b) Where what is drafted parts from the truth (coins) or from the path that was taken (stories, boxes), which one does
-the probe follow? (c) Is the rejected state used: rows at the same position are exchanged between both paths, against rows of
-other prompts. (d) From which layer on does the draft's own row tell that it will be rejected, against entropy and margin of the
-logit lens before it?
+Four questions per model and drafter. (a) Does a probe fitted on accepted rows read rejected ones (`rl.probes.transfer`, with
+its controls)? (b) Where what is drafted parts from the truth (coins) or from the path that was taken (stories, boxes), which
+one does the probe follow? (c) Is the rejected state used: rows at the same position are exchanged between both paths, against
+rows of other prompts. (d) From which layer on does the draft's own row tell that it will be rejected, against entropy and
+margin of the logit lens before it?
 """
 
 from collections.abc import Sequence
@@ -171,7 +171,7 @@ def _value(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def parted(rows: rl.probes.ProbeRows, setting: Setting) -> dict[str, Any]:
-    """On rejected rows whose text says one thing and the truth, or the path taken, another: how often a probe follows the text."""
+    """On rejected rows whose text says one thing and the truth, or the path taken, another: does a probe follow the text?"""
     here = rows.at(setting.position)
     here = here.where((here.frame["since_query"] > 0) & here.frame[setting.label].notna())
     frame = here.frame
@@ -307,7 +307,7 @@ def _next(engine: rl.Engine, path: list[int], variants: Sequence[Sequence[rl.Edi
 
 
 def foreseen(rows: rl.probes.ProbeRows, setting: Setting, lens: bool) -> dict[str, Any]:
-    """Area under the ROC curve for "this draft will be rejected", from the draft's own row and from entropy and margin before it.
+    """Area under the ROC curve for "this draft will be rejected": of its own row, and of entropy and margin before it.
 
     The verifier's own tokens in place of rejected drafts do not count: nobody drafted them. S0 holds the token alone.
     """
