@@ -62,7 +62,10 @@ def execute(name: str, parts: Sequence[str] = (), quick: bool = False, out: Path
 
 def save_figure(name: str, parts: dict[str, Any], out: Path = HERE) -> Path:
     """Draw a study's recorded parts; the file follows the viewer's light or dark scheme."""
-    text = str(svg(import_module(f"studies.{name}").draw(parts))).replace("background:white", "background:" + _PAGE)
+    made = import_module(f"studies.{name}").draw(parts)
+    for axis in made.axes:
+        axis.title.set(color=_INK, fontsize=9)  # `set_title` takes matplotlib's own
+    text = str(svg(made)).replace("background:white", "background:" + _PAGE)
     roles = {"page": _PAGE, "text": _INK, "quiet": _QUIET}
     for role, colour in roles.items():
         text = text.replace(colour, f"var(--{role})")
@@ -126,7 +129,6 @@ def picture(columns: int, rows: int = 1, width: float = 4.2, height: float = 3.2
         axis.set_facecolor(_PAGE)
         axis.tick_params(colors=_INK, labelsize=8)
         axis.grid(color=_QUIET, linewidth=0.4, alpha=0.4)
-        axis.title.set(color=_INK, fontsize=10)
         for text in (axis.xaxis.label, axis.yaxis.label):
             text.set(color=_INK, fontsize=9)
         for side, spine in axis.spines.items():

@@ -351,6 +351,9 @@ def draw(parts: dict[str, dict[str, Any]]) -> Figure:
             line[1].set_yticklabels(list(states), fontsize=7)
         elif line[1].get_legend_handles_labels()[0]:
             line[1].set(title="answers turned by rows of the other face", xlabel="S of layer", ylim=(-0.03, 1.03))
+            line[1].set_xticks(
+                sorted({int(cell[1:]) for each in parts[name]["patching"]["other face"].values() for cell in each})
+            )
             legend(line[1], ncols=2)
         else:
             line[1].set_axis_off()
