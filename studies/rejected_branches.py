@@ -334,11 +334,11 @@ def foreseen(rows: rl.probes.ProbeRows, setting: Setting, lens: bool) -> dict[st
     fold = rl.probes.fold_of_groups(roots, FOLDS)
     base = _scores(baseline, bad, fold)
     scores = {f"S{layer}": _scores(rows.matrix("S", layer)[chosen], bad, fold) for layer in _present(rows, setting)}
-    gains = area_gains(list(scores.values()), base, bad, roots, strata=fold, folds=FOLDS)
-    found |= {"baseline": name, "areas": {name: _area(base, bad, roots, fold)}, "gains": {}}
-    for (layer, score), gain in zip(scores.items(), gains, strict=True):
-        found["areas"][layer] = _area(score, bad, roots, fold)
-        found["gains"][layer] = dict(value=gain.value, low=gain.low, high=gain.high)
+    found |= {"baseline": name, "areas": {name: _area(base, bad, roots, fold)}}
+    found["areas"] |= {layer: _area(score, bad, roots, fold) for layer, score in scores.items()}
+    for against, rival in (("gains", base), ("gains over the token", scores["S0"])):
+        gains = area_gains(list(scores.values()), rival, bad, roots, strata=fold, folds=FOLDS)
+        found[against] = {layer: dict(value=g.value, low=g.low, high=g.high) for layer, g in zip(scores, gains, strict=True)}
     return found
 
 
