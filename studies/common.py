@@ -45,12 +45,12 @@ def execute(name: str, parts: Sequence[str] = (), quick: bool = False, out: Path
     study = import_module(f"studies.{name}")
     file = out / "results" / f"{name}.json"
     record: dict[str, Any] = {"study": name, "about": " ".join((study.__doc__ or "").split("\n\n")[0].split()), "parts": {}}
-    if file.exists():
-        record["parts"] = json.loads(file.read_text())["parts"]
     for part in parts or study.PARTS:
         begun = time.process_time()
-        found = study.run(quick, part)
         where = {**provenance(), "versions": {each: metadata.version(each) for each in PACKAGES}, "quick": quick}
+        found = study.run(quick, part)
+        if file.exists():  # read late: another process may have written its own parts in the meantime
+            record["parts"] = json.loads(file.read_text())["parts"]
         record["parts"][part] = {**where, "cpu_s": round(time.process_time() - begun, 1), **found}
         order = {each: number for number, each in enumerate(study.PARTS)}
         record["parts"] = dict(sorted(record["parts"].items(), key=lambda item: order.get(item[0], len(order))))
