@@ -376,10 +376,13 @@ def draw(parts: dict[str, dict[str, Any]]) -> Figure:
                 less = [each["accepted to rejected"]["value"] - each["above"][control]["value"] for each in layers.values()]
                 line[0].plot(x, less, color=QUIET, linewidth=0.8, linestyle=(0, (1 + number, 2)), label=control)
         line[0].set(title=f"{name} ({drafter})", xlabel="S of layer", ylabel="share of rejected rows", ylim=(0, 1.03))
-        for number, (way, found) in enumerate(part.get("exchange", {}).get("follows", {}).items()):
+        exchange = {
+            way: each for way, each in part.get("exchange", {}).get("follows", {}).items() if way.startswith("into taken")
+        }
+        for number, (way, found) in enumerate(exchange.items()):
             dashed = not way.endswith("branch's row")
-            curve(line[1], [int(c[1:]) for c in found], list(found.values()), COLOURS[number % 6], way, dashed)
-        line[1].set(title="rows exchanged: answers that follow", xlabel="S of layer", ylim=(-0.03, 1.03))
+            curve(line[1], [int(c[1:]) for c in found], list(found.values()), COLOURS[number], way.partition(": ")[2], dashed)
+        line[1].set(title="row put into the accepted path: next faces that follow", xlabel="S of layer", ylim=(-0.03, 1.03))
         for number, (each, found) in enumerate(part["drafters"].items()):
             areas = found.get("foreseen", {}).get("areas", {})
             cells = [cell for cell in areas if cell.startswith("S")]
@@ -390,7 +393,7 @@ def draw(parts: dict[str, dict[str, Any]]) -> Figure:
         line[2].set(title="will be rejected (dotted: entropy and margin)", xlabel="S of layer", ylabel="AUC", ylim=(0.4, 1.02))
         for axis in line:
             if axis.get_legend_handles_labels()[0]:
-                legend(axis, fontsize=5)
+                legend(axis, fontsize=6)
     return made
 
 
