@@ -45,12 +45,12 @@ def execute(name: str, parts: Sequence[str] = (), quick: bool = False, out: Path
     study = import_module(f"studies.{name}")
     file = out / "results" / f"{name}.json"
     record: dict[str, Any] = {"study": name, "about": " ".join((study.__doc__ or "").split("\n\n")[0].split()), "parts": {}}
-    if file.exists():
-        record["parts"] = json.loads(file.read_text())["parts"]
     for part in parts or study.PARTS:
         begun = time.process_time()
-        found = study.run(quick, part)
         where = {**provenance(), "versions": {each: metadata.version(each) for each in PACKAGES}, "quick": quick}
+        found = study.run(quick, part)
+        if file.exists():  # read late: another process may have written its own parts in the meantime
+            record["parts"] = json.loads(file.read_text())["parts"]
         record["parts"][part] = {**where, "cpu_s": round(time.process_time() - begun, 1), **found}
         order = {each: number for number, each in enumerate(study.PARTS)}
         record["parts"] = dict(sorted(record["parts"].items(), key=lambda item: order.get(item[0], len(order))))
@@ -62,7 +62,10 @@ def execute(name: str, parts: Sequence[str] = (), quick: bool = False, out: Path
 
 def save_figure(name: str, parts: dict[str, Any], out: Path = HERE) -> Path:
     """Draw a study's recorded parts; the file follows the viewer's light or dark scheme."""
-    text = str(svg(import_module(f"studies.{name}").draw(parts))).replace("background:white", "background:" + _PAGE)
+    made = import_module(f"studies.{name}").draw(parts)
+    for axis in made.axes:
+        axis.title.set(color=_INK, fontsize=9)  # `set_title` takes matplotlib's own
+    text = str(svg(made)).replace("background:white", "background:" + _PAGE)
     roles = {"page": _PAGE, "text": _INK, "quiet": _QUIET}
     for role, colour in roles.items():
         text = text.replace(colour, f"var(--{role})")
@@ -126,7 +129,6 @@ def picture(columns: int, rows: int = 1, width: float = 4.2, height: float = 3.2
         axis.set_facecolor(_PAGE)
         axis.tick_params(colors=_INK, labelsize=8)
         axis.grid(color=_QUIET, linewidth=0.4, alpha=0.4)
-        axis.title.set(color=_INK, fontsize=10)
         for text in (axis.xaxis.label, axis.yaxis.label):
             text.set(color=_INK, fontsize=9)
         for side, spine in axis.spines.items():
@@ -139,8 +141,11 @@ def legend(axis: Any, **options: Any) -> None:
     axis.legend(**{"fontsize": 7, "frameon": False, "labelcolor": _INK, **options})
 
 
-def curve(axis: Any, x: Sequence[float], found: Sequence[dict[str, Any]], colour: str, label: str, dashed: bool = False) -> None:
+def curve(
+    axis: Any, x: Sequence[float], found: Sequence[dict[str, Any]], colour: str, label: str, dashed: bool = False
+) -> None:
     """Values with their intervals as a band; a missing one (None) leaves a gap."""
-    y, low, high = (np.array([np.nan if each[key] is None else each[key] for each in found]) for key in ("value", "low", "high"))
+    kept = [[np.nan if each[key] is None else each[key] for each in found] for key in ("value", "low", "high")]
+    y, low, high = np.array(kept, dtype=float)
     axis.plot(x, y, color=colour, label=label, linewidth=1.5, marker="o", markersize=3, linestyle="--" if dashed else "-")
     axis.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)

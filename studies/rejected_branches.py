@@ -1,0 +1,402 @@
+"""Rejected branches know what they say: rows of rejected drafts hold their own text, in the code of the accepted rows.
+
+Four questions per model and drafter. (a) Does a probe fitted on accepted rows read rejected ones (`rl.probes.transfer`, with
+its controls)? (b) Where what is drafted parts from the truth (coins) or from the path that was taken (stories, boxes), which
+one does the probe follow? (c) Is the rejected state used: rows at the same position are exchanged between both paths, against
+rows of other prompts. (d) From which layer on does the draft's own row tell that it will be rejected, against entropy and
+margin of the logit lens before it?
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+import replaylens as rl
+from replaylens.probes.areas import area, area_gains
+from studies.common import COLOURS, QUIET, curve, digest, inputs, legend, picture, share
+from studies.told import ShownCoin, ToldBoxes, TwoPeople
+
+TRAINED = Path(__file__).parent.parent / "trained" / "studies"
+"""models of `studies/recipes`, which the file's first line says how to train"""
+FOLDS = 5
+CONTROLS = ("shuffled labels", "token alone", "bag of tokens", "control task", "untrained model")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One model on one task."""
+
+    model: str
+    task: Any
+    label: str
+    """what the text says"""
+    truth: str | None
+    """what is true; None: what the label is at the same position of the path that was taken"""
+    drafters: tuple[str, ...]
+    n: int
+    """prompts"""
+    layers: tuple[int, ...]
+    position: Any = "step"
+    max_new: int | None = None
+    temperature: float = 0.0
+    options: dict[str, Any] = field(default_factory=dict)
+    """of the engine"""
+    exchange: bool = False
+    """whether (c) is asked: the texts state faces"""
+    probed: tuple[int, ...] = (1, 3)
+    """layers of (a), whose controls are many fits"""
+
+
+def _coin(**knobs: Any) -> Any:
+    return rl.tasks.get("coin")(rendering="steps", **knobs)
+
+
+def _said(frame: Any) -> Any:
+    """Every generated token with a label: stories have no deciding words of their own."""
+    return frame["since_query"] > 0
+
+
+def _small(name: str) -> Setting:
+    draft = ("model", "lens", "ngram")
+    return Setting(str(TRAINED / name), _coin(flips=(2, 3)), "implied", "face", draft, 100, (0, 1, 2, 3), exchange=True,
+                   options={"draft_model": "coin-draft"})  # fmt: skip
+
+
+def _boxes(name: str) -> Setting:
+    task = ToldBoxes(boxes=3, moves=(2, 3))
+    return Setting(str(TRAINED / name), task, "full.1", None, ("lens", "ngram"), 200, (0, 1, 2, 3), max_new=24, temperature=1.0)
+
+
+def _pretrained(model: str, layers: tuple[int, ...]) -> dict[str, Setting]:
+    shown = ShownCoin(rendering="steps", flips=(2, 3))
+    how: dict[str, Any] = dict(drafters=("ngram",), n=20, layers=layers, probed=layers[1:3], options={"cache_tokens": 8192})
+    return {
+        f"{model}, coins": Setting(model, shown, "implied", "face", max_new=26, exchange=True, **how),
+        f"{model}, stories": Setting(model, TwoPeople(), "who", None, position=_said, max_new=32, temperature=0.7, **how),
+    }
+
+
+_ALL = ("model", "lens", "ngram", "self")
+SETTINGS = {
+    "coin-plain": Setting("coin-plain", _coin(flips=(2, 6)), "implied", "face", _ALL, 120, (0, 1, 2, 3, 4), exchange=True),
+    **{name: _small(name) for name in ("coin-1", "coin-2", "coin-3")},
+    **{name: _boxes(name) for name in ("boxes-1", "boxes-2", "boxes-3")},
+    **_pretrained("smollm2", (0, 8, 16, 24)),
+    **_pretrained("gemma-3-270m", (0, 4, 9, 14)),
+}
+PARTS = tuple(SETTINGS)
+
+
+def run(quick: bool, part: str) -> dict[str, Any]:
+    setting = SETTINGS[part]
+    engine = rl.Engine.load(_source(setting.model), **setting.options)
+    examples = setting.task.examples(24 if quick else setting.n)
+    found: dict[str, Any] = {"inputs": inputs(engine, prompts=digest(e.prompt for e in examples)), "drafters": {}}
+    streams, runs = _streams(engine, setting.layers), []
+    small = engine.config.num_layers <= 4
+    for drafter in setting.drafters[:1] if quick else setting.drafters:
+        sampling = rl.Sampling(temperature=setting.temperature)
+        sites = [*streams, *(("Z",) if small else ())]
+        done = engine.replay(examples, sites=sites, drafter=drafter, max_new=setting.max_new, sampling=sampling)
+        rejected = sum(len(result.rejected) for result in done)
+        told: dict[str, Any] = {"prompts": len(done), "right": done.accuracy, "accepted": done.acceptance, "branches": rejected}
+        found["drafters"][drafter] = told
+        if rejected < 10:
+            told["note"] = "Too few rejected branches for any question."
+            continue
+        runs.append(done)
+        rows = rl.probes.ProbeRows.of(done)
+        told["transfer"] = transferred(engine, rows, setting, quick)
+        told["parted"] = parted(rows, setting)
+        told["foreseen"] = foreseen(rows, setting, small)
+    if setting.exchange and runs:
+        found["exchange"] = exchanged(engine, runs, setting)
+    return found
+
+
+def _source(model: str) -> str:
+    if model.startswith(str(TRAINED)) and not Path(model).exists():
+        recipe = Path(model).name.partition("-")
+        raise SystemExit(
+            f"{model} is not trained. Run: replaylens train studies/recipes/{recipe[0]}.toml --seed {recipe[2]} --out {model}"
+        )
+    cached = Path.home() / ".cache" / "replaylens" / model
+    return str(cached) if cached.exists() else model
+
+
+def _streams(engine: rl.Engine, layers: Sequence[int]) -> list[str]:
+    last = engine.config.num_layers
+    return [f"blocks.{layer}.hook_in" if layer < last else f"blocks.{last - 1}.hook_out" for layer in layers]
+
+
+# ---- (a) from accepted to rejected rows ----------------------------------------------------------------------------------
+
+
+def transferred(engine: rl.Engine, rows: rl.probes.ProbeRows, setting: Setting, quick: bool) -> dict[str, Any]:
+    """The report's lines by layer, and its verdict."""
+    given = None if quick else engine
+    try:
+        report = rl.probes.transfer(rows, setting.label, layers=setting.probed, position=setting.position, engine=given)
+    except rl.errors.ProbeError as error:
+        return {"note": f"Not done: {error}"}
+    lines = {line["what"]: line for line in report.lines}
+    layers = {}
+    for cell in (f"S{layer}" for layer in setting.probed):
+        ways = ("accepted to accepted", "accepted to rejected", "rejected to rejected", "rejected to accepted")
+        kept = {way: _value(lines[f"{cell}: {way}"]) for way in ways} | {"leakage": _value(lines[f"{cell}: leakage"])}
+        above = f"{cell}: accepted to rejected minus "
+        kept["above"] = {name: _value(lines[above + name]) for name in CONTROLS if above + name in lines}
+        layers[cell] = kept
+    alone = {name: _value(line) for name in CONTROLS if (line := lines.get(f"{name}: accepted to rejected"))}
+    return {"layers": layers, "text alone": alone, "verdict": report.findings[-1], "notes": list(report.notes)}
+
+
+def _present(rows: rl.probes.ProbeRows, setting: Setting) -> list[int]:
+    return [layer for layer in setting.layers if layer in {cell.layer for cell in rows.cells("S", None)}]
+
+
+def _value(line: dict[str, Any]) -> dict[str, Any]:
+    kept = {"value": line["accuracy"], "low": line["low"], "high": line["high"], "n": line["rows"]}
+    return kept | {name: line[name] for name in ("majority", "groups") if line.get(name) is not None}
+
+
+# ---- (b) text or truth ---------------------------------------------------------------------------------------------------
+
+
+def parted(rows: rl.probes.ProbeRows, setting: Setting) -> dict[str, Any]:
+    """On rejected rows whose text says one thing and the truth, or the path taken, another: does a probe follow the text?"""
+    here = rows.at(setting.position)
+    here = here.where((here.frame["since_query"] > 0) & here.frame[setting.label].notna())
+    frame = here.frame
+    said, other = frame[setting.label].to_numpy(dtype=str), _other(rows.frame, frame, setting)
+    accepted, roots = frame["accepted"].to_numpy(dtype=bool), frame["root"].to_numpy(dtype=str)
+    fold = rl.probes.fold_of_groups(roots, FOLDS)
+    deepest = here.matrix("S", _present(rows, setting)[-1])
+    once = np.zeros(len(frame), bool)
+    once[np.unique([row.tobytes() for row in deepest], return_index=True)[1]] = True  # equal paths have equal bits
+    apart = ~accepted & once & (other != "") & (other != said)
+    found: dict[str, Any] = {"rows": int(apart.sum()), "rejected": int((~accepted & once).sum()), "layers": {}}
+    if apart.sum() < 10 or len(np.unique(said[accepted])) < 2:
+        return found | {"note": "Too few rows where they part."}
+    for layer in _present(rows, setting):
+        x, predicted = here.matrix("S", layer).astype(np.float64), np.full(len(said), "", dtype=said.dtype)
+        for k in range(FOLDS):
+            fit, test = accepted & once & (fold != k), apart & (fold == k)
+            if test.any():
+                predicted[test] = _probe().fit(x[fit], said[fit]).predict(x[test])
+        found["layers"][f"S{layer}"] = share(predicted[apart] == said[apart], roots[apart])
+    return found
+
+
+def _other(every: Any, frame: Any, setting: Setting) -> np.ndarray:
+    """The truth at each row, or what the path that was taken says at its position; empty where there is none."""
+    if setting.truth is not None:
+        return frame[setting.truth].fillna("").to_numpy(dtype=str)
+    taken = every[every["accepted"].astype(bool) & every[setting.label].notna()]
+    known = dict(zip(zip(taken["example"], taken["position"], strict=True), taken[setting.label].astype(str), strict=True))
+    return np.array([known.get(key, "") for key in zip(frame["example"], frame["position"], strict=True)])
+
+
+def _probe() -> Any:
+    return make_pipeline(StandardScaler(), LogisticRegression(max_iter=2000))
+
+
+# ---- (c) is the rejected state used --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A drafted face that was rejected for the other one, and the text up to where the next face is due."""
+
+    root: str
+    at: int
+    """position of the face"""
+    taken: list[int]
+    """tokens of the accepted path up to the next face"""
+    drafted: list[int]
+    """the same, with the drafted face"""
+    rows: dict[str, dict[int, np.ndarray]]
+    """taken, drafted -> layer -> the row at the face"""
+
+
+def exchanged(engine: rl.Engine, runs: Sequence[rl.Run], setting: Setting, most: int = 80) -> dict[str, Any]:
+    """Rows of the face exchanged between a rejected branch and the accepted path: which next face does the model state?
+
+    Only pairs count where the drafted face changes the model's next face: elsewhere there is nothing to follow. Placebos: the
+    row of a face of another prompt that states the same as the row which is replaced, and any row of another prompt's answer.
+    """
+    faces = [engine.text.encode(word, special=False) for word in (" heads", " tails")]
+    if any(len(face) > 1 for face in faces):
+        return {"note": "The faces are no single tokens."}
+    words = {face[0]: name for face, name in zip(faces, ("heads", "tails"), strict=True)}
+    pairs = _pairs(engine, runs, words, setting.layers)[:most]
+    pools = _pools(engine, runs[0], words, setting.layers)
+    follow: dict[str, dict[int, list[tuple[bool, str]]]] = {}
+    usable, random = 0, np.random.default_rng(0)
+    for pair in pairs:
+        clean = {way: _next(engine, path, [[]])[0] for way, path in (("taken", pair.taken), ("drafted", pair.drafted))}
+        if clean["taken"] == clean["drafted"]:
+            continue
+        usable += 1
+        for into, source in (("taken", "drafted"), ("drafted", "taken")):
+            path = getattr(pair, into)
+            stated, opposite = words[path[pair.at]], words[getattr(pair, source)[pair.at]]
+            rows = {"the other branch's row": pair.rows[source]}
+            for name, pool in ((f"{into}: same face", stated), (f"{into}: other face", opposite), (f"{into}: any row", "any")):
+                others = [row for root, row in pools[pool] if root != pair.root]
+                rows[name.partition(": ")[2]] = others[random.integers(len(others))]
+            names = [(name, layer) for name in rows for layer in setting.layers if layer < engine.config.num_layers]
+            edits = [[rl.Edit(f"blocks.{layer}.hook_in", "set", rows[name][layer], positions=pair.at)] for name, layer in names]
+            for (name, layer), said in zip(names, _next(engine, path, edits), strict=True):
+                follow.setdefault(f"into {into}: {name}", {}).setdefault(layer, []).append((said == clean[source], pair.root))
+    table = {
+        name: {f"S{layer}": share([f for f, _ in each], [r for _, r in each]) for layer, each in layers.items()}
+        for name, layers in follow.items()
+    }
+    return {"pairs": len(pairs), "usable": usable, "follows": table}
+
+
+def _pairs(engine: rl.Engine, runs: Sequence[rl.Run], words: dict[int, str], layers: Sequence[int]) -> list[Pair]:
+    found: dict[tuple[str, int], Pair] = {}
+    for result in (each for done in runs for each in done):
+        later = [p for p in range(result.num_prompt, len(result.tokens)) if result.tokens[p] in words]
+        for branch in result.rejected:
+            at = branch.fork_position
+            following = next((p for p in later if p > at), None)
+            if at not in later or branch.tokens[at] not in words or branch.tokens[at] == result.tokens[at] or following is None:
+                continue
+            taken = list(result.tokens[:following])
+            drafted = [*taken[:at], branch.tokens[at], *taken[at + 1 :]]
+            sites = dict(zip(layers, _streams(engine, layers), strict=True))
+            rows = {
+                "taken": {layer: result.activations[site][at].float() for layer, site in sites.items()},
+                "drafted": {layer: branch.activations[site][0].float() for layer, site in sites.items()},
+            }
+            found.setdefault((result.example.root, at), Pair(result.example.root, at, taken, drafted, rows))
+    return list(found.values())
+
+
+def _pools(engine: rl.Engine, done: rl.Run, words: dict[int, str], layers: Sequence[int]) -> dict[str, list[Any]]:
+    """Rows of accepted paths by what they state, and any rows of the answers: (root, layer -> row)."""
+    pools: dict[str, list[Any]] = {"heads": [], "tails": [], "any": []}
+    sites = dict(zip(layers, _streams(engine, layers), strict=True))
+    for result in done:
+        length = len(result.activations[sites[layers[0]]])
+        for at in range(result.num_prompt, min(len(result.tokens), length)):
+            rows = {layer: result.activations[site][at].float() for layer, site in sites.items()}
+            pools["any"].append((result.example.root, rows))
+            if (name := words.get(result.tokens[at])) is not None:
+                pools[name].append((result.example.root, rows))
+    return pools
+
+
+def _next(engine: rl.Engine, path: list[int], variants: Sequence[Sequence[rl.Edit]]) -> list[str]:
+    """The likelier face after a path under each list of edits."""
+    logits = engine.logits_under(path, variants, tokens=[" heads", " tails"])
+    return ["heads" if float(a) > float(b) else "tails" for a, b in logits]
+
+
+# ---- (d) could the verification have known ---------------------------------------------------------------------------------
+
+
+def foreseen(rows: rl.probes.ProbeRows, setting: Setting, lens: bool) -> dict[str, Any]:
+    """Area under the ROC curve for "this draft will be rejected": of its own row, and of entropy and margin before it.
+
+    The verifier's own tokens in place of rejected drafts do not count: nobody drafted them. S0 holds the token alone.
+    """
+    frame = rows.frame
+    forks = {(e, p) for e, p, b in zip(frame["example"], frame["fork_position"], frame["branch"], strict=True) if b > 0}
+    place = list(zip(frame["example"], frame["position"], strict=True))
+    accepted = frame["accepted"].to_numpy(dtype=bool) & (frame["since_query"].to_numpy() > 0)
+    accepted &= np.array([key not in forks for key in place])
+    rejected = ~frame["accepted"].to_numpy(dtype=bool) & (frame["depth"].to_numpy() == 1)
+    taken = {key: number for number, key in enumerate(place) if frame["branch"].iat[number] == 0}
+    before = np.array([taken.get((e, p - 1), -1) for e, p in place])
+    chosen = np.flatnonzero((accepted | rejected) & (before >= 0))
+    bad, roots = rejected[chosen], frame["root"].to_numpy(dtype=str)[chosen]
+    found: dict[str, Any] = {"drafts": len(chosen), "rejected": int(bad.sum())}
+    if min(bad.sum(), (~bad).sum()) < 15:
+        return found | {"note": "Too few drafts of one kind."}
+    if lens:
+        entropy = rows.source.take("Z.entropy", None, rows.numbers[before[chosen]]).double().numpy()[:, -1]
+        top = rows.source.take("Z.top_logprobs", None, rows.numbers[before[chosen]]).double().numpy()
+        top = top.reshape(len(top), len(setting.layers), -1)[:, -1]  # the model's own output
+        baseline, name = np.column_stack([entropy, top[:, 0] - top[:, 1]]), "entropy and margin"
+    else:
+        baseline, name = frame["entropy"].to_numpy(dtype=np.float64)[before[chosen]][:, None], "entropy"
+    fold = rl.probes.fold_of_groups(roots, FOLDS)
+    base = _scores(baseline, bad, fold)
+    scores = {f"S{layer}": _scores(rows.matrix("S", layer)[chosen], bad, fold) for layer in _present(rows, setting)}
+    found |= {"baseline": name, "areas": {name: _area(base, bad, roots, fold)}}
+    found["areas"] |= {layer: _area(score, bad, roots, fold) for layer, score in scores.items()}
+    for against, rival in (("gains", base), ("gains over the token", scores["S0"])):
+        gains = area_gains(list(scores.values()), rival, bad, roots, strata=fold, folds=FOLDS)
+        found[against] = {layer: dict(value=g.value, low=g.low, high=g.high) for layer, g in zip(scores, gains, strict=True)}
+    return found
+
+
+def _scores(x: np.ndarray, bad: np.ndarray, fold: np.ndarray) -> np.ndarray:
+    """Held-out log-odds of being rejected."""
+    scores = np.zeros(len(bad))
+    for k in range(FOLDS):
+        scores[fold == k] = _probe().fit(x[fold != k].astype(np.float64), bad[fold != k]).decision_function(x[fold == k])
+    return scores
+
+
+def _area(score: np.ndarray, bad: np.ndarray, roots: np.ndarray, fold: np.ndarray) -> dict[str, Any]:
+    found = area(score, bad, roots, strata=fold, folds=FOLDS)
+    return dict(value=found.value, low=found.low, high=found.high)
+
+
+# ---- figure ----------------------------------------------------------------------------------------------------------------
+
+
+def draw(parts: dict[str, dict[str, Any]]) -> Figure:
+    """Per model: (a) and (b) by layer, (c) by layer, (d) by layer, of its first drafter that has them."""
+    shown = {name: part for name, part in parts.items() if _first(part, "transfer")}
+    made, axes = picture(3, max(1, len(shown)), width=4.0, height=2.5)
+    for line, (name, part) in zip(axes, shown.items(), strict=False):
+        drafter, told = _first(part, "transfer")
+        layers = told["transfer"]["layers"]
+        x = [int(cell[1:]) for cell in layers]
+        curve(line[0], x, [each["accepted to rejected"] for each in layers.values()], COLOURS[0], "accepted to rejected")
+        if told["parted"]["layers"]:
+            parted_at = told["parted"]["layers"]
+            at = [int(cell[1:]) for cell in parted_at]
+            curve(line[0], at, list(parted_at.values()), COLOURS[1], "follows the text where both part")
+        for number, control in enumerate(CONTROLS):
+            if all(control in each["above"] for each in layers.values()):
+                less = [each["accepted to rejected"]["value"] - each["above"][control]["value"] for each in layers.values()]
+                line[0].plot(x, less, color=QUIET, linewidth=0.8, linestyle=(0, (1 + number, 2)), label=control)
+        line[0].set(title=f"{name} ({drafter})", xlabel="S of layer", ylabel="share of rejected rows", ylim=(0, 1.03))
+        exchange = {
+            way: each for way, each in part.get("exchange", {}).get("follows", {}).items() if way.startswith("into taken")
+        }
+        for number, (way, found) in enumerate(exchange.items()):
+            dashed = not way.endswith("branch's row")
+            curve(line[1], [int(c[1:]) for c in found], list(found.values()), COLOURS[number], way.partition(": ")[2], dashed)
+        line[1].set(title="row put into the accepted path: next faces that follow", xlabel="S of layer", ylim=(-0.03, 1.03))
+        for number, (each, found) in enumerate(part["drafters"].items()):
+            areas = found.get("foreseen", {}).get("areas", {})
+            cells = [cell for cell in areas if cell.startswith("S")]
+            if cells:
+                curve(line[2], [int(c[1:]) for c in cells], [areas[c] for c in cells], COLOURS[number], f"{each}: own row")
+                base = areas[found["foreseen"]["baseline"]]["value"]
+                line[2].axhline(base, color=COLOURS[number], linewidth=0.8, linestyle=":")
+        line[2].set(title="will be rejected (dotted: entropy and margin)", xlabel="S of layer", ylabel="AUC", ylim=(0.4, 1.02))
+        for axis in line:
+            if axis.get_legend_handles_labels()[0]:
+                legend(axis, fontsize=6)
+    return made
+
+
+def _first(part: dict[str, Any], question: str) -> tuple[str, dict[str, Any]] | None:
+    kept = ((name, told) for name, told in part["drafters"].items() if "layers" in told.get(question, {}))
+    return next(kept, None)

@@ -1,0 +1,85 @@
+"""Studies: each runs end to end on coin-plain, and every committed record says where it comes from."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from replaylens.tasks.conformance import check
+from studies import common, rejected_branches, state_tracking
+from studies.__main__ import STUDIES
+from studies.told import ShownCoin, ToldBoxes, TwoPeople
+
+RECORDS = sorted((common.HERE / "results").glob("*.json"))
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("studies")
+
+
+def run(name: str, out: Path) -> dict[str, Any]:
+    common.execute(name, ["coin-plain"], quick=True, out=out)
+    return dict(json.loads((out / "results" / f"{name}.json").read_text())["parts"]["coin-plain"])
+
+
+def test_rejected_branches_quick(out: Path) -> None:
+    part = run("rejected_branches", out)
+    told = part["drafters"]["model"]
+    assert told["branches"] > 20 and told["transfer"]["verdict"].startswith("Shown")
+    assert told["transfer"]["layers"]["S1"]["above"]["bag of tokens"]["low"] > 0
+    assert part["quick"] and set(part["exchange"]) == {"pairs", "usable", "follows"}
+
+
+def test_state_tracking_quick(out: Path) -> None:
+    part = run("state_tracking", out)
+    table = part["knock_out"]
+    assert table["intact"]["value"] == 1.0
+    assert table["question sees only the last step"]["value"] < 0.8, "the last step does not hold the state"
+    names = part["patching"]["other names"]
+    assert all(found["value"] == 0 for place in names.values() for found in place.values()), "the placebo turns nothing"
+    assert part["patching"]["other face"]["query"]["S3"]["value"] > 0.8
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_figure_follows_the_viewers_scheme(name: str, out: Path) -> None:
+    run(name, out) if not (out / "figures" / f"{name}.svg").exists() else None
+    text = (out / "figures" / f"{name}.svg").read_text()
+    assert "prefers-color-scheme:dark" in text and "var(--text)" in text and "#000000" not in text
+
+
+@pytest.mark.parametrize("file", RECORDS, ids=[file.stem for file in RECORDS])
+def test_a_record_says_where_it_comes_from(file: Path) -> None:
+    record = json.loads(file.read_text())
+    for part in record["parts"].values():
+        assert len(part["commit"].removesuffix("+changes")) == 40 and part["date"] and not part["quick"]
+        assert part["machine"]["cpu"] and part["versions"]["torch"]
+        assert {"weights", "prompts"} <= part["inputs"].keys() and all(len(each) == 64 for each in part["inputs"].values())
+    page = common.HERE / f"{file.stem}.md"
+    assert len(page.read_text().split()) <= 600 and (common.HERE / "figures" / f"{file.stem}.svg").exists()
+
+
+@pytest.mark.parametrize("task", [ShownCoin(rendering="steps", flips=(1, 3)), ToldBoxes(boxes=3, moves=(1, 3)), TwoPeople()])
+def test_tasks_read_any_cut_alike(task: Any) -> None:
+    broken = [str(each) for each in check(task, 20) if not each.kept and "cut" in each.promise]
+    assert not broken
+
+
+def test_a_random_knock_out_has_as_many_edges() -> None:
+    edges = state_tracking.hidden(range(6, 10), range(2, 8))
+    drawn = state_tracking.at_random(edges, 12, np.random.default_rng(0))
+    assert sum(map(len, drawn.values())) == sum(map(len, edges.values())) == 4 + 5 + 6 + 6
+    assert all(0 < key < position for position, keys in drawn.items() for key in keys)
+
+
+def test_noise_foresees_nothing() -> None:
+    """Negative control of (d): held-out areas of pure noise cover 1/2 in most draws."""
+    random, covered = np.random.default_rng(0), 0
+    for _ in range(20):
+        bad, roots = random.random(120) < 0.3, np.repeat(np.arange(30), 4).astype(str)
+        fold = np.repeat(np.arange(30) % rejected_branches.FOLDS, 4)
+        found = rejected_branches._area(rejected_branches._scores(random.normal(size=(120, 4)), bad, fold), bad, roots, fold)
+        covered += found["low"] <= 0.5 <= found["high"]
+    assert covered >= 17
