@@ -1,20 +1,7 @@
 """Settings of the page tests: what a page assumes, which sizes are reduced, and what is not run."""
 
 GIVEN = {
-    "docs/probes.md": """
-import replaylens as rl
-engine = rl.Engine.load("coin-plain")
-examples = rl.tasks.get("coin")(flips=(1, 4), seed=1).examples(6)
-engine.replay(rl.tasks.get("coin")(flips=(1, 4)).examples(40), sites="STC", drafter="lens").save("dumps/coin")
-""",
-    "docs/dump_format.md": """
-import os
-import replaylens as rl
-run = rl.Engine.load("coin-plain").replay(rl.tasks.get("coin")(flips=8).examples(40), sites="S", drafter="lens")
-run.save("dump")
-os.chdir("dump")
-""",
-    "docs/features.md": """
+    "docs/workbench.md": """
 import json
 import os
 import torch
@@ -26,19 +13,6 @@ tensors = dict(W_enc=directions.T, b_enc=torch.full((512,), -0.5), W_dec=directi
 save_file({name: value.contiguous().clone() for name, value in tensors.items()}, "saes/block1/sae_weights.safetensors")
 config = dict(architecture="topk", k=32, d_in=128, d_sae=512, metadata=dict(hook_name="blocks.1.hook_resid_post"))
 json.dump(config, open("saes/block1/cfg.json", "w"))
-import replaylens as rl
-task = rl.tasks.get("coin")(flips=(1, 4))
-rl.Engine.load("coin-plain").replay(task.examples(40), sites="S", drafter="lens").save("dumps/coin")
-""",
-    "docs/feeding.md": """
-import replaylens as rl
-run = rl.Engine.load("coin-plain").replay(rl.tasks.get("coin")(flips=(1, 4)).examples(20), sites="STCZ", drafter="lens")
-run.save("dumps/coin")
-""",
-    "docs/views.md": """
-import replaylens as rl
-run = rl.Engine.load("coin-plain").replay(rl.tasks.get("coin")(flips=(1, 4)).examples(20), sites="SZ", drafter="lens")
-rl.probes.sweep(run.save("dumps/coin"), "face", sites="S", positions="query", estimators="ridge").save("probes/coin")
 """,
 }
 """page -> code that creates what its snippets assume"""
@@ -75,21 +49,23 @@ NETWORK = "needs a network"
 PEER = "needs another version of transformer-lens than ours"
 
 NOT_RUN = {
-    "README.md": {"pip install": NETWORK, "replaylens demo": MINUTES},
-    "docs/quickstart.md": {"git clone": NETWORK, "python3 -m venv": NETWORK, "pip install": NETWORK},
-    "docs/five_things.md": {"replaylens fetch": NETWORK, "": NETWORK},
-    "docs/texts.md": {'model = rl.Engine.load("smollm2")': NETWORK},
-    "docs/resampling.md": {'model = rl.Engine.load("smollm2")': NETWORK},
-    "docs/feeding.md": {"from sae_lens import": PEER},
-    "docs/thinking.md": {"replaylens train": MINUTES, "from replaylens.engine.training.thinking import train": MINUTES},
-    "docs/training.md": {"replaylens train": MINUTES},
-    "docs/results.md": {
-        "replaylens ": MINUTES,
-        "rl.probes.": MINUTES,
-        "for label in": MINUTES,
-        "make smollm2": NETWORK,
-        "python docs/examples/decided.py": MINUTES,
+    "README.md": {"git clone": NETWORK, "pip install": NETWORK, "replaylens fetch": NETWORK, "import replaylens as rl": NETWORK},
+    "docs/quickstart.md": {
+        "git clone": NETWORK,
+        "python3 -m venv": NETWORK,
+        "pip install": NETWORK,
+        "replaylens fetch": NETWORK,
+        "from collections import": NETWORK,
+        "seen = rl.lens": NETWORK,
+        "patched = rl.patch": NETWORK,
+        "contrast = ": NETWORK,
+        "root = engine.prompt(\"Question": NETWORK,
+        "prompts = [clean": NETWORK,
     },
+    "docs/tasks.md": {'model = rl.Engine.load("smollm2")': NETWORK},
+    "docs/branches.md": {'model = rl.Engine.load("smollm2")': NETWORK},
+    "docs/dumps.md": {"from sae_lens import": PEER},
+    "docs/models.md": {"replaylens train": MINUTES, "from replaylens.engine.training.thinking import train": MINUTES},
 }
 """page -> prefixes of shell lines and Python blocks that are not run, each with its reason"""
 
