@@ -20,6 +20,8 @@ import torch
 from matplotlib.image import imread, imsave
 from typer.testing import CliRunner
 
+import replaylens as rl
+
 from replaylens import (
     ablate,
     attention,
