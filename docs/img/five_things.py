@@ -1,4 +1,4 @@
-"""Writes the figures of docs/five_things.md, taken from the outputs of notebook 8: python docs/img/five_things.py"""
+"""Writes the figures of docs/quickstart.md, taken from the outputs of notebook 8: python docs/img/five_things.py"""
 
 import base64
 from pathlib import Path
