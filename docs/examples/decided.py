@@ -1,7 +1,7 @@
 """Where are answers decided? `python docs/examples/decided.py coin-plain|coin-thinking|smollm2 [OUT] [--scale 1]`
 
-Rollouts along coin texts, with the statistics of docs/branches.md. Writes OUT/decided-MODEL.json (default: benchmarks/results) and
-prints the tables of notes/decided.md from it. --scale multiplies the number of texts. On one core: coin-plain about two
+Rollouts along coin texts, with the statistics of docs/branches.md. Writes OUT/decided-MODEL.json (default: benchmarks/results)
+and prints the tables of notes/decided.md from it. --scale multiplies the number of texts. On one core: coin-plain about two
 minutes, coin-thinking seconds, SmolLM2-135M (`replaylens fetch smollm2`) about two minutes.
 """
 

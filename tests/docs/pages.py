@@ -49,7 +49,12 @@ NETWORK = "needs a network"
 PEER = "needs another version of transformer-lens than ours"
 
 NOT_RUN = {
-    "README.md": {"git clone": NETWORK, "pip install": NETWORK, "replaylens fetch": NETWORK, "import replaylens as rl": NETWORK},
+    "README.md": {
+        "git clone": NETWORK,
+        "pip install": NETWORK,
+        "replaylens fetch": NETWORK,
+        "import replaylens as rl": NETWORK,
+    },
     "docs/quickstart.md": {
         "git clone": NETWORK,
         "python3 -m venv": NETWORK,
@@ -59,7 +64,7 @@ NOT_RUN = {
         "seen = rl.lens": NETWORK,
         "patched = rl.patch": NETWORK,
         "contrast = ": NETWORK,
-        "root = engine.prompt(\"Question": NETWORK,
+        'root = engine.prompt("Question': NETWORK,
         "prompts = [clean": NETWORK,
     },
     "docs/tasks.md": {'model = rl.Engine.load("smollm2")': NETWORK},

@@ -16,10 +16,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
 
 import replaylens as rl
 from replaylens.cli import main
 from replaylens.engine.dump.reader import Dump
+from replaylens.engine.model import hub
 from replaylens.engine.model.families import FAMILIES
 from replaylens.probes.settings import SweepSettings
 from replaylens.tasks import registry
@@ -109,6 +112,40 @@ def test_snippets(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         FAMILIES.clear()
         FAMILIES.update(known)
     assert ran or page in NOT_RUN
+
+
+# ---- readme and site ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_readme_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    if not hub.is_fetched():
+        pytest.skip("SmolLM2-135M is not fetched")
+    program, shown = (b.text for b in blocks("README.md", TEXTS["README.md"]) if b.language in ("python", "text"))
+    exec(compile(program, "README.md", "exec"), {})
+    assert capsys.readouterr().out == shown
+
+
+def test_the_readme_is_short_and_runs_in_twelve_lines() -> None:
+    program = next(b.text for b in blocks("README.md", TEXTS["README.md"]) if b.language == "python")
+    assert TEXTS["README.md"].count("\n") <= 120 and sum(bool(line.strip()) for line in program.splitlines()) == 12
+
+
+RESOURCE = re.compile(
+    r"<(?:script|img|iframe|source|link)\b[^>]*?(?:src|srcset|href)=\"?(?:https?:)?//[^>]*>|@import|url\(\"?https?:"
+)
+
+
+def test_the_site_has_all_pages_and_loads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Built as `make docs` does: a link without a target, or a page that is missing in the navigation, is an error."""
+    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
+    config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path), strict=True)
+    build(config)
+    listed = {page for group in config.nav for pages in group.values() for each in pages for page in each.values()}
+    assert {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")} <= listed
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > 20 and [page.name for page in pages if RESOURCE.search(page.read_text())] == []
+    assert RESOURCE.search('<script async src="https://x.org/a.js">') and not RESOURCE.search('<a href="https://x.org">')
 
 
 # ---- digests ---------------------------------------------------------------------------------------------------------

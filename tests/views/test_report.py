@@ -21,7 +21,6 @@ from matplotlib.image import imread, imsave
 from typer.testing import CliRunner
 
 import replaylens as rl
-
 from replaylens import (
     ablate,
     attention,

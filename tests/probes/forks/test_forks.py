@@ -247,7 +247,7 @@ def test_counterfactual_importance_leaves_out_what_says_the_same() -> None:
 
 
 def test_rollouts_of_both_sides_are_taken_as_independent() -> None:
-    """What docs/branches.md says of shared seeds: if equal noise makes opposite outcomes, equal distributions seem to differ."""
+    """What docs/branches.md says of shared seeds: if equal noise makes opposite outcomes, equal ones seem to differ."""
     generator = np.random.default_rng(0)
     first, other = (np.stack([heads, 50 - heads], 1) for heads in generator.binomial(50, 0.5, size=(2, 400)))
     independent, same, opposite = ((distances(first, b).p <= 0.05).mean() for b in (other, first, first[:, ::-1]))
