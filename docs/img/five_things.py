@@ -14,7 +14,7 @@ import replaylens as rl
 HERE = Path(__file__).parent
 NOTEBOOK = HERE.parents[1] / "notebooks" / "8_five_things.ipynb"
 FIGURES = ("lens", "patch", "steer", "resample", "ablate")
-THEMES = {"light": {"figure.facecolor": "#ffffff"}, "dark": {"figure.facecolor": "#14171a"}}
+THEMES = {"light": ("default", "#ffffff"), "dark": ("dark_background", "#14171a")}
 
 
 def main() -> None:
@@ -29,9 +29,13 @@ def main() -> None:
 def heatmap() -> None:
     clean, corrupt = (f"When Mary and John went to the store, {name} gave a drink to" for name in ("John", "Mary"))
     patched = rl.patch(rl.Engine.load("smollm2"), clean, corrupt, metric=(" Mary", " John"), sites="STC")
-    for theme, colours in THEMES.items():
-        with plt.style.context(["dark_background" if theme == "dark" else "default", colours]):
-            patched.plot().savefig(HERE / f"patch-{theme}.png", dpi=110)
+    for theme, (style, background) in THEMES.items():
+        with plt.style.context(style):
+            figure = patched.plot()
+            figure.set_size_inches(11, 4.2)
+            for axes in figure.axes[:3]:
+                axes.set_yticks([row + 0.5 for row in range(0, 30, 5)], range(0, 30, 5))
+            figure.savefig(HERE / f"patch-{theme}.png", dpi=120, facecolor=background)
 
 
 if __name__ == "__main__":

@@ -428,7 +428,7 @@ def test_forks_of_one_chain(script: ModuleType) -> None:
 # The jobs of docs/quickstart.md are the calls of notebook 8, which runs them; their times are those of the result file.
 
 JOBS = TEXTS["docs/quickstart.md"].split("\n## ")[2]
-TIMES = TEXTS["docs/performance.md"]
+TIMES = TEXTS["docs/performance.md"].split("\n## Workbench next to TransformerLens\n")[1].split("\n## ")[0]
 SOURCE = (ROOT / "notebooks" / "8_five_things.py").read_text(encoding="utf-8")
 ROWS = json.loads((ROOT / "benchmarks" / "results" / "workbench-cpu.json").read_text())["rows"]
 
