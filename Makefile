@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint type bench notebooks soak mutants calibrate slow cluster gpu smollm2 pictures clean
+.PHONY: demo test lint type bench notebooks soak mutants calibrate slow cluster gpu smollm2 pictures docs clean
 
 demo: $(STAMP)
 	$(BIN)/replaylens demo
@@ -18,7 +18,7 @@ test: $(STAMP) lint  # types are checked beside the tests; modules and kernels a
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,notebooks,cluster,gguf]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,notebooks,cluster,gguf,docs]"
 	touch $(STAMP)
 
 lint: $(STAMP)
@@ -61,6 +61,9 @@ smollm2: $(STAMP)
 
 pictures: $(STAMP)
 	$(BIN)/python docs/img/draw.py
+
+docs: $(STAMP)  # into site/; open site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -1,6 +1,6 @@
-"""What docs/natural.md shows: tables from the numbers of `natural-gpu`, and boards of natural verifications.
+"""What notes/natural.md shows: tables from the numbers of `natural-gpu`, and boards of natural verifications.
 
-    python -m benchmarks.natural_pages         # rewrites the tables of docs/natural.md and docs/img/natural-*.svg
+    python -m benchmarks.natural_pages         # rewrites the tables of notes/natural.md and docs/img/natural-*.svg
 
 A table stands between the marks `<!-- table: NAME -->` and `<!-- end -->`. Boards are recorded on a GPU as JSON and drawn
 anywhere without the model: a record holds the trace of a few requests, their tokens, and the text of each token. Deterministic
@@ -210,7 +210,7 @@ def boards(tiny: bool = False, seconds: float = 510.0) -> Iterator[Line]:
 
 
 def main() -> None:
-    page = DOCS / "natural.md"
+    page = DOCS.parent / "notes" / "natural.md"
     page.write_text(rewritten(page.read_text(), read(RESULTS / "natural-gpu.json")))
     for kind, kept in json.loads((RESULTS / "natural-boards.json").read_text()).items():
         (DOCS / "img" / f"natural-{kind}.svg").write_text(first_round(told(kept, kind)), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The tables of Thinking States in docs/results.md: cases that train and test their runs, and the tables as Markdown.
+"""The tables of Thinking States in notes/thinking_states.md: cases that train and test their runs, and the tables as Markdown.
 
     python -m benchmarks run thinking-parity-gpu --set seconds=375
     python -m benchmarks.thinking_tables FILE.json ... [--image FILE.png]     # later files replace cells

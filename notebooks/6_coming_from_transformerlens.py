@@ -158,4 +158,4 @@ print("gradients:", cache["blocks.0.hook_in"].requires_grad)
 # %% [markdown]
 # All names with their shapes: `engine.sites.in_order()`. [What differs, and what is not there](../docs/transformer_lens.md).
 # More: [the contract](../docs/determinism.md),
-# [dumps](../docs/dump_format.md), [probes](../docs/probes.md), [views](../docs/views.md).
+# [dumps](../docs/dumps.md), [probes](../docs/probes.md), [views](../docs/branches.md).

@@ -124,4 +124,4 @@ pd.DataFrame(measured["rows"])[list(columns)].rename(columns=columns).set_index(
 
 # %% [markdown]
 # The calls with all their options are in [docs/workbench.md](../docs/workbench.md); what was measured, and how, in
-# [docs/five_things.md](../docs/five_things.md).
+# [docs/performance.md](../docs/performance.md).

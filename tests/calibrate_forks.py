@@ -2,7 +2,7 @@
 
 Everything goes through the functions that users call. `error`: how often something is shown where nothing is (nominal: at most
 5 %, over the whole family of a call); `coverage`: how often an interval holds the truth (nominal: at least 95 %); `power`: how
-often what is planted is shown; `bias`: mean error of an estimate. The table is part of docs/forks.md.
+often what is planted is shown; `bias`: mean error of an estimate. The table is part of docs/branches.md.
 """
 
 import argparse

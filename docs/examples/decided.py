@@ -1,7 +1,7 @@
 """Where are answers decided? `python docs/examples/decided.py coin-plain|coin-thinking|smollm2 [OUT] [--scale 1]`
 
-Rollouts along coin texts, with the statistics of docs/forks.md. Writes OUT/decided-MODEL.json (default: benchmarks/results) and
-prints the tables of docs/results.md from it. --scale multiplies the number of texts. On one core: coin-plain about two
+Rollouts along coin texts, with the statistics of docs/branches.md. Writes OUT/decided-MODEL.json (default: benchmarks/results)
+and prints the tables of notes/decided.md from it. --scale multiplies the number of texts. On one core: coin-plain about two
 minutes, coin-thinking seconds, SmolLM2-135M (`replaylens fetch smollm2`) about two minutes.
 """
 
@@ -293,7 +293,7 @@ def main() -> None:
 
 
 def tables(found: dict[str, Any]) -> str:
-    """The tables of docs/results.md."""
+    """The tables of notes/decided.md."""
     lines: list[str] = []
     if "tokens" in found:
         lines += ["| text | tokens | tokens shown to matter | change points [interval] |", "|---|---:|---|---|"]

@@ -178,7 +178,7 @@ def warn_of_mixed_experts(site: str, stacklevel: int = 1) -> None:
         what = "holds the numbers of the chosen experts" if site.endswith(CHOSEN) else "holds one vector per chosen expert"
         warnings.warn(
             f"{site} {what}, so that a column belongs to another expert in each row. Choose the rows of one expert by "
-            "hook_expert_indices (docs/models.md, Probing one expert), or take hook_expert_weights, a column for each expert.",
+            "hook_expert_indices (docs/models.md, Probe one expert), or take hook_expert_weights, a column for each expert.",
             MixedExperts,
             stacklevel,
         )

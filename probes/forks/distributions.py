@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Distances between outcome distributions that are known by counts: estimates without the bias of counting, intervals, tests.
 #
 # The plug-in distance of two samples of one distribution is above zero: with 100 rollouts each and two equally likely
-# outcomes, total variation is .056 on average. docs/forks.md has the formulas and their error rates. Equal input gives
+# outcomes, total variation is .056 on average. docs/branches.md has the formulas and their error rates. Equal input gives
 # equal bits.
 
 DistanceKind = Literal["tv", "kl"]
@@ -477,7 +477,7 @@ class RolloutTexts:
 
     @classmethod
     def of(cls, rollouts: Rollouts) -> "RolloutTexts":
-        """Of what `branch.resample` returns; units are sentences (docs/resampling.md)."""
+        """Of what `branch.resample` returns; units are sentences (docs/branches.md)."""
         split = lambda text: [text[start:end] for start, end in sentence_spans(text)]  # noqa: E731
         return cls.of_frame(rollouts.frame, rollouts.outcomes().texts, split=split)
 

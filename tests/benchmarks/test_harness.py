@@ -331,8 +331,8 @@ def test_prompts_differ_and_differences_are_found():
 
 
 def test_the_page_shows_the_numbers_on_file():
-    """docs/natural.md is made from benchmarks/results/natural-gpu.json."""
-    rows, page = natural_pages.read(RESULTS / "natural-gpu.json"), (ROOT_OF_NATURAL / "docs" / "natural.md").read_text()
+    """notes/natural.md is made from benchmarks/results/natural-gpu.json."""
+    rows, page = natural_pages.read(RESULTS / "natural-gpu.json"), (ROOT_OF_NATURAL / "notes" / "natural.md").read_text()
     assert natural_pages.rewritten(page, rows) == page and page.count("<!-- end -->") == len(natural_pages.TABLES)
     changed = {what: {**row, "per_1000": 99.0} if "per_1000" in row else row for what, row in rows.items()}
     assert natural_pages.rewritten(page, changed) != page

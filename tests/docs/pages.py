@@ -1,20 +1,7 @@
 """Settings of the page tests: what a page assumes, which sizes are reduced, and what is not run."""
 
 GIVEN = {
-    "docs/probes.md": """
-import replaylens as rl
-engine = rl.Engine.load("coin-plain")
-examples = rl.tasks.get("coin")(flips=(1, 4), seed=1).examples(6)
-engine.replay(rl.tasks.get("coin")(flips=(1, 4)).examples(40), sites="STC", drafter="lens").save("dumps/coin")
-""",
-    "docs/dump_format.md": """
-import os
-import replaylens as rl
-run = rl.Engine.load("coin-plain").replay(rl.tasks.get("coin")(flips=8).examples(40), sites="S", drafter="lens")
-run.save("dump")
-os.chdir("dump")
-""",
-    "docs/features.md": """
+    "docs/workbench.md": """
 import json
 import os
 import torch
@@ -26,41 +13,24 @@ tensors = dict(W_enc=directions.T, b_enc=torch.full((512,), -0.5), W_dec=directi
 save_file({name: value.contiguous().clone() for name, value in tensors.items()}, "saes/block1/sae_weights.safetensors")
 config = dict(architecture="topk", k=32, d_in=128, d_sae=512, metadata=dict(hook_name="blocks.1.hook_resid_post"))
 json.dump(config, open("saes/block1/cfg.json", "w"))
-import replaylens as rl
-task = rl.tasks.get("coin")(flips=(1, 4))
-rl.Engine.load("coin-plain").replay(task.examples(40), sites="S", drafter="lens").save("dumps/coin")
-""",
-    "docs/feeding.md": """
-import replaylens as rl
-run = rl.Engine.load("coin-plain").replay(rl.tasks.get("coin")(flips=(1, 4)).examples(20), sites="STCZ", drafter="lens")
-run.save("dumps/coin")
-""",
-    "docs/views.md": """
-import replaylens as rl
-run = rl.Engine.load("coin-plain").replay(rl.tasks.get("coin")(flips=(1, 4)).examples(20), sites="SZ", drafter="lens")
-rl.probes.sweep(run.save("dumps/coin"), "face", sites="S", positions="query", estimators="ridge").save("probes/coin")
 """,
 }
 """page -> code that creates what its snippets assume"""
 
 SMALLER = {
-    "task.examples(64)": "task.examples(12)",
     "task.examples(40)": "task.examples(20)",
     ".examples(48)": ".examples(32)",
     "steps = 1500": "steps = 10",
     "pool = 1024": "pool = 32",
-    "--n 1000": "--n 20",
     "--n 200": "--n 20",
     "--n 100": "--n 6",
-    "task.examples(80)": "task.examples(40)",
     'sites="STC", positions=["step", "query"])': 'sites="S", layers=[3], positions=["query"])',
-    '"face", sites="S", estimators="ridge")': '"face", sites="S", layers=[3], positions="query", estimators="ridge")',
     "n: int = 40": "n: int = 12",
     "--label state --sites STC": "--label state --sites S --layers 3 --positions query --permutations 19",
     "--positions step,query --estimators ridge": "--layers 3 --positions query --estimators ridge --permutations 19",
     "--sites S --positions query --estimators ridge": "--sites S --positions query --estimators ridge --permutations 19",
     'positions="step", estimators="ridge")': 'layers=[3], positions="step", estimators="ridge")',
-    "root.resample(100, max_new=64": "root.resample(10, max_new=64",
+    ".examples(80)": ".examples(40)",
     "range(100, 124)": "range(100, 108)",
     "batch = 64": "batch = 16",
     "--model coin-thinking --out": "--model coin-thinking --n 4 --out",
@@ -75,21 +45,28 @@ NETWORK = "needs a network"
 PEER = "needs another version of transformer-lens than ours"
 
 NOT_RUN = {
-    "README.md": {"pip install": NETWORK, "replaylens demo": MINUTES},
-    "docs/quickstart.md": {"git clone": NETWORK, "python3 -m venv": NETWORK, "pip install": NETWORK},
-    "docs/five_things.md": {"replaylens fetch": NETWORK, "": NETWORK},
-    "docs/texts.md": {'model = rl.Engine.load("smollm2")': NETWORK},
-    "docs/resampling.md": {'model = rl.Engine.load("smollm2")': NETWORK},
-    "docs/feeding.md": {"from sae_lens import": PEER},
-    "docs/thinking.md": {"replaylens train": MINUTES, "from replaylens.engine.training.thinking import train": MINUTES},
-    "docs/training.md": {"replaylens train": MINUTES},
-    "docs/results.md": {
-        "replaylens ": MINUTES,
-        "rl.probes.": MINUTES,
-        "for label in": MINUTES,
-        "make smollm2": NETWORK,
-        "python docs/examples/decided.py": MINUTES,
+    "README.md": {
+        "git clone": NETWORK,
+        "pip install": NETWORK,
+        "replaylens fetch": NETWORK,
+        "import replaylens as rl": NETWORK,
     },
+    "docs/quickstart.md": {
+        "git clone": NETWORK,
+        "python3 -m venv": NETWORK,
+        "pip install": NETWORK,
+        "replaylens fetch": NETWORK,
+        "from collections import": NETWORK,
+        "seen = rl.lens": NETWORK,
+        "patched = rl.patch": NETWORK,
+        "contrast = ": NETWORK,
+        'root = engine.prompt("Question': NETWORK,
+        "prompts = [clean": NETWORK,
+    },
+    "docs/tasks.md": {'model = rl.Engine.load("smollm2")': NETWORK},
+    "docs/branches.md": {'model = rl.Engine.load("smollm2")': NETWORK},
+    "docs/dumps.md": {"from sae_lens import": PEER},
+    "docs/models.md": {"replaylens train": MINUTES, "from replaylens.engine.training.thinking import train": MINUTES},
 }
 """page -> prefixes of shell lines and Python blocks that are not run, each with its reason"""
 

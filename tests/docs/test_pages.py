@@ -16,21 +16,22 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
 
 import replaylens as rl
 from replaylens.cli import main
 from replaylens.engine.dump.reader import Dump
+from replaylens.engine.model import hub
 from replaylens.engine.model.families import FAMILIES
 from replaylens.probes.settings import SweepSettings
 from replaylens.tasks import registry
-from tests.docs.blocks import PAGES, ROOT, Block, anchors, blocks, links
+from tests.docs.blocks import NOTES, PAGES, ROOT, Block, anchors, blocks, links
 from tests.docs.pages import FEWEST_PERMUTATIONS, GIVEN, NOT_RUN, PROCESS, SMALLER
 from tests.test_imports import CORE, FACES, SATELLITES
 
-TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
-RUN = [
-    page for page in PAGES if page != "docs/log.md" and any(b.language in ("sh", "python") for b in blocks(page, TEXTS[page]))
-]
+TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in [*PAGES, *NOTES]}
+RUN = [page for page in PAGES if any(b.language in ("sh", "python") for b in blocks(page, TEXTS[page]))]
 
 
 def smaller(text: str) -> str:
@@ -113,10 +114,45 @@ def test_snippets(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert ran or page in NOT_RUN
 
 
-# ---- digests ---------------------------------------------------------------------------------------------------------
-# Lines of docs/results.md that make a dump end with its digest, which every machine gives.
+# ---- readme and site ---------------------------------------------------------------------------------------------------
 
-CITED = re.findall(r"^(replaylens dump .*?--out (\w+)) +# digest (\w+)$", TEXTS["docs/results.md"], re.M)
+
+@pytest.mark.slow
+def test_the_readme_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    if not hub.is_fetched():
+        pytest.skip("SmolLM2-135M is not fetched")
+    program, shown = (b.text for b in blocks("README.md", TEXTS["README.md"]) if b.language in ("python", "text"))
+    exec(compile(program, "README.md", "exec"), {})
+    assert capsys.readouterr().out == shown
+
+
+def test_the_readme_is_short_and_runs_in_twelve_lines() -> None:
+    program = next(b.text for b in blocks("README.md", TEXTS["README.md"]) if b.language == "python")
+    assert TEXTS["README.md"].count("\n") <= 120 and sum(bool(line.strip()) for line in program.splitlines()) == 12
+
+
+RESOURCE = re.compile(
+    r"<(?:script|img|iframe|source|link)\b[^>]*?(?:src|srcset|href)=\"?(?:https?:)?//[^>]*>|@import|url\(\"?https?:"
+)
+
+
+def test_the_site_has_all_pages_and_loads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Built as `make docs` does: a link without a target, or a page that is missing in the navigation, is an error."""
+    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
+    config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path), strict=True)
+    build(config)
+    listed = {page for group in config.nav for pages in group.values() for each in pages for page in each.values()}
+    assert {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")} <= listed
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > 20 and [page.name for page in pages if RESOURCE.search(page.read_text())] == []
+    assert RESOURCE.search('<script async src="https://x.org/a.js">') and not RESOURCE.search('<a href="https://x.org">')
+
+
+# ---- digests ---------------------------------------------------------------------------------------------------------
+# Lines of the studies that make a dump end with its digest, which every machine gives.
+
+STUDIES = "".join(TEXTS[page] for page in NOTES)
+CITED = re.findall(r"^(replaylens dump .*?--out (\w+)) +# digest (\w+)$", STUDIES, re.M)
 QUICK = "eight"
 
 
@@ -135,14 +171,14 @@ def test_digests_of_results(line: str, name: str, digest: str, tmp_path: Path, m
 
 
 def test_digests_control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: a dump of other examples has another digest. Every dump that the page makes cites its own."""
+    """Negative control: a dump of other examples has another digest. Every dump that a study makes cites its own."""
     monkeypatch.chdir(tmp_path)
     line = "replaylens dump --task coin --n 2 --sites S --knob seed={} --quiet --out {}"
     run_line(line.format(0, "a"), monkeypatch)
     digest = Dump.open("a").digest
     assert has_digest(line.format(0, "b"), "b", digest[:8], monkeypatch)
     assert not has_digest(line.format(1, "c"), "c", digest[:8], monkeypatch)
-    assert len(CITED) == TEXTS["docs/results.md"].count("\nreplaylens dump ") and QUICK in [name for _, name, _ in CITED]
+    assert len(CITED) == STUDIES.count("\nreplaylens dump ") and QUICK in [name for _, name, _ in CITED]
 
 
 PLANTED = {
@@ -205,14 +241,14 @@ def broken(page: str, text: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, *NOTES])
 def test_links(page: str) -> None:
     assert broken(page, TEXTS[page]) == []
 
 
 def test_links_control() -> None:
-    text = "[a](nowhere.md) [b](docs/faq.md#no-such) [c](docs/faq.md) [d](#here)\n## Here\n"
-    assert broken("planted.md", text) == ["nowhere.md", "docs/faq.md#no-such", "#here"]
+    text = "[a](nowhere.md) [b](docs/concepts.md#no-such) [c](docs/concepts.md) [d](#here)\n## Here\n"
+    assert broken("planted.md", text) == ["nowhere.md", "docs/concepts.md#no-such", "#here"]
 
 
 # ---- docstrings ------------------------------------------------------------------------------------------------------
@@ -342,7 +378,7 @@ def test_control() -> None:
 # `docs/examples/decided.py`: its parts, and that the page says what its result files do.
 
 ROOT_OF_DECIDED = Path(__file__).parents[2]
-PAGE_OF_DECIDED = (ROOT_OF_DECIDED / "docs" / "results.md").read_text()
+PAGE_OF_DECIDED = (ROOT_OF_DECIDED / "notes" / "decided.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -388,11 +424,11 @@ def test_forks_of_one_chain(script: ModuleType) -> None:
     assert all(rows.shape == (2, engine.config.d_model) for rows in forks.states)
 
 
-# ---- five things -----------------------------------------------------------------------------------------------------
-# docs/five_things.md: its calls are those of notebook 8, which runs them; its numbers are those of the result file.
+# ---- everyday jobs ---------------------------------------------------------------------------------------------------
+# The jobs of docs/quickstart.md are the calls of notebook 8, which runs them; their times are those of the result file.
 
-PAGE_OF_FIVE_THINGS = "docs/five_things.md"
-TEXT = (ROOT / PAGE_OF_FIVE_THINGS).read_text(encoding="utf-8")
+JOBS = TEXTS["docs/quickstart.md"].split("\n## ")[2]
+TIMES = TEXTS["docs/performance.md"].split("\n## Workbench next to TransformerLens\n")[1].split("\n## ")[0]
 SOURCE = (ROOT / "notebooks" / "8_five_things.py").read_text(encoding="utf-8")
 ROWS = json.loads((ROOT / "benchmarks" / "results" / "workbench-cpu.json").read_text())["rows"]
 
@@ -400,25 +436,20 @@ ROWS = json.loads((ROOT / "benchmarks" / "results" / "workbench-cpu.json").read_
 def missing(text: str) -> list[str]:
     """Python lines of a page that the notebook does not have."""
     lines = set(SOURCE.splitlines())
-    return [
-        line
-        for b in blocks(PAGE_OF_FIVE_THINGS, text)
-        if b.language == "python"
-        for line in b.text.splitlines()
-        if line not in lines
-    ]
+    python = [b.text for b in blocks("docs/quickstart.md", text) if b.language == "python"]
+    return [line for block in python for line in block.splitlines() if line not in lines]
 
 
 def test_the_calls_are_those_of_the_notebook() -> None:
-    assert missing(TEXT) == [] and len([b for b in blocks(PAGE_OF_FIVE_THINGS, TEXT) if b.language == "python"]) == 6
-    planted = TEXT.replace('token=" Mary"', 'token=" Marie"')
+    assert missing(JOBS) == [] and len([b for b in blocks("docs/quickstart.md", JOBS) if b.language == "python"]) == 6
+    planted = JOBS.replace('token=" Mary"', 'token=" Marie"')
     assert missing(planted) == ['seen = rl.lens(engine, clean, token=" Marie")'], "control"
 
 
 def test_the_table_is_the_result_file() -> None:
     """One line per job: milliseconds here and there (in a batch, where that is possible), and the ratio, as in the table."""
     stated = re.findall(
-        r"^\| (lens|patch|steer|resample|ablate)\b.*?\| ([\d,.]+) \| ([\d,.]+)\b.*?\| ([\d.]+) \|", TEXT, re.MULTILINE
+        r"^\| (lens|patch|steer|resample|ablate)\b.*?\| ([\d,.]+) \| ([\d,.]+)\b.*?\| ([\d.]+) \|", TIMES, re.MULTILINE
     )
     measured = []
     for row in ROWS:  # against the batched form where there is one

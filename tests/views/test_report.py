@@ -20,6 +20,7 @@ import torch
 from matplotlib.image import imread, imsave
 from typer.testing import CliRunner
 
+import replaylens as rl
 from replaylens import (
     ablate,
     attention,
@@ -532,18 +533,18 @@ def test_other_things_are_refused(engine_of_results: Engine, tmp_path: Path) -> 
 
 
 # ---- docs ------------------------------------------------------------------------------------------------------------
-# The snippets of docs/views.md run as written, and its pictures exist.
+# The snippets about views in docs/branches.md do what the page says, and its pictures exist.
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_snippets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All code blocks run in sequence. The last lines of each match the page."""
+    """All code blocks of the section run in sequence. The last lines of each match the page."""
     monkeypatch.chdir(tmp_path)
-    text = (DOCS / "views.md").read_text()
-    names: dict[str, object] = {}
+    text = (DOCS / "branches.md").read_text().split("\n## Trees, timelines and boards\n")[1].split("\n## ")[0]
+    names: dict[str, object] = {"rl": rl}
     for block in re.findall(r"```python\n(.*?)```", text, re.S):
-        exec(compile(block, "docs/views.md", "exec"), names)
+        exec(compile(block, "docs/branches.md", "exec"), names)
     run, root = names["run"], names["root"]
     assert isinstance(run.tree(1), Tree) and isinstance(run.timeline(1), Timeline)  # type: ignore[attr-defined]
     assert len(root.tree().paths) >= 3  # type: ignore[attr-defined]
@@ -552,7 +553,7 @@ def test_snippets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pictures_are_there() -> None:
-    text = (DOCS / "views.md").read_text()
+    text = (DOCS / "branches.md").read_text()
     pictures = re.findall(r"!\[.*?\]\((.*?)\)", text)
     assert pictures and all((DOCS / picture).is_file() for picture in pictures)
 

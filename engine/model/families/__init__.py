@@ -17,7 +17,7 @@ from replaylens.engine.model.family import Family, Raw
 
 EXPERTS = "a table for its mixture of experts"
 S6 = "Mamba-1's recurrence, whose decay differs in every channel"
-ENCODER = "an encoder beside the decoder"
+ENCODER = "an encoder next to the decoder"
 
 REFUSED: dict[str, tuple[str, str]] = {
     # model_type: (what is missing here, the closest families)
@@ -50,7 +50,7 @@ REFUSED: dict[str, tuple[str, str]] = {
 
 _SIGNS: dict[str, tuple[str, ...]] = {
     # what a model needs: config fields that tell
-    "an encoder beside the decoder": ("is_encoder_decoder", "encoder_layers"),
+    "an encoder next to the decoder": ("is_encoder_decoder", "encoder_layers"),
     "latent attention with a compressed KV cache": ("kv_lora_rank",),
     "a mixture of experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     "layers with recurrent states or convolutions": (

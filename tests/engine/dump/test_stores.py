@@ -527,7 +527,7 @@ def _with_a_flipped_bit(original: Callable[..., Content], row: int) -> Callable[
 
 
 # ---- format ----------------------------------------------------------------------------------------------------------
-# docs/dump_format.md is sufficient: digests and seal computed from the page alone equal those of our code.
+# docs/dumps.md is sufficient: digests and seal computed from the page alone equal those of our code.
 
 KINDS = {"bool": "flag", "string": "text", "float": "number", "int32": "whole", "int64": "whole"}
 
@@ -577,7 +577,7 @@ def test_digests_and_seal_from_the_page(reference: Dump) -> None:
 
 
 def test_the_page_names_every_column_and_field(reference: Dump) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "dump_format.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "dumps.md").read_text()
     manifest = json.loads(Path(reference.url, "manifest.json").read_text())
     names = [*manifest, *manifest["plan"], *(c for c in reference.columns if c not in reference.labels)]
     assert [name for name in names if name.removesuffix("_settings") not in page] == []

@@ -474,7 +474,7 @@ def test_config_text_round_trips(name: str) -> None:
     "model_type, why",
     [
         ("dbrx", "It needs a table for its mixture of experts. Closest: cohere."),
-        ("t5", "It needs an encoder beside the decoder. Closest: gemma."),
+        ("t5", "It needs an encoder next to the decoder. Closest: gemma."),
         ("olmo4", "Closest by name: olmo, olmoe, olmo3."),
         ("no-such-model", "No family has a similar name."),
     ],
@@ -495,7 +495,7 @@ def test_unsupported_architecture_is_named(model_type: str, why: str, llama: Pat
             r"asks for latent attention .*\(kv_lora_rank = 16\), and a mixture of experts \(n_routed_experts = 4\)",
         ),
         ({"state_size": 16, "auto_map": {"AutoModel": "m.M"}}, r"recurrent states .*code comes with the checkpoint"),
-        ({"is_encoder_decoder": True}, r"asks for an encoder beside the decoder"),
+        ({"is_encoder_decoder": True}, r"asks for an encoder next to the decoder"),
         ({"is_encoder_decoder": False, "num_experts": 0}, r"'llama9' is not supported. Closest by name: llama"),
     ],
 )

@@ -442,8 +442,8 @@ def test_runs_that_do_not_end_are_said(tmp_path: Path) -> None:
 
 
 def test_the_tables_of_the_docs_are_those_of_the_files() -> None:
-    """Every line of the parity table in docs/results.md; the word problems' numbers are on file, too."""
-    page = (ROOT / "docs" / "results.md").read_text().splitlines()
+    """Every line of the parity table in notes/thinking_states.md; the word problems' numbers are on file, too."""
+    page = (ROOT / "notes" / "thinking_states.md").read_text().splitlines()
     parity = paper_table(merged([RESULTS / "thinking-parity-gpu.json", RESULTS / "thinking-parity-cut-gpu.json"]))
     assert len(parity) > 20 and [line for line in parity if line and line not in page] == []
     rows = rows_of(RESULTS / "thinking-texts-gpu.json")

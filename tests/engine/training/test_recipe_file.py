@@ -160,7 +160,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
 
 
 def test_every_field_is_documented() -> None:
-    section = (ROOT / "docs/training.md").read_text(encoding="utf-8").split("## A recipe of your own")[1].split("\n## ")[0]
+    section = (ROOT / "docs/models.md").read_text(encoding="utf-8").split("### A recipe of your own")[1].split("\n### ")[0]
     names = [spec.name for kind in (RecipeRecord, PartRecord, ThinkingRecord) for spec in fields(kind) if spec.name != "model"]
     names += [f"model.{spec.name}" for spec in fields(ModelRecord)]
     assert [name for name in names if f"`{name}`" not in section] == []

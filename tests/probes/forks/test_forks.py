@@ -247,7 +247,7 @@ def test_counterfactual_importance_leaves_out_what_says_the_same() -> None:
 
 
 def test_rollouts_of_both_sides_are_taken_as_independent() -> None:
-    """What docs/forks.md says of shared seeds: if equal noise makes opposite outcomes, equal distributions seem to differ."""
+    """What docs/branches.md says of shared seeds: if equal noise makes opposite outcomes, equal ones seem to differ."""
     generator = np.random.default_rng(0)
     first, other = (np.stack([heads, 50 - heads], 1) for heads in generator.binomial(50, 0.5, size=(2, 400)))
     independent, same, opposite = ((distances(first, b).p <= 0.05).mean() for b in (other, first, first[:, ::-1]))
@@ -284,7 +284,7 @@ def test_the_curve_covers_the_truth_of_coin(coin_paths: list[Path]) -> None:
 
 @pytest.mark.slow
 def test_the_curve_covers_the_truth_of_many_coins() -> None:
-    """The same on 300 texts, whose mean docs/forks.md gives."""
+    """The same on 300 texts, whose mean docs/branches.md gives."""
     paths = _coin_paths(range(100, 200))
     held = np.concatenate([_inside(path, joint=False) for path in paths])
     assert len(held) > 1800 and 0.94 <= held.mean() <= 0.96
@@ -788,7 +788,7 @@ MISSED = {
     "outcome curve, p = 0.98, 100 rollouts",  # holds too often: .985
     "sibling divergence, effect 1.5 at the last depth",  # found in 57 %
 }
-"""settings whose aim is missed, as docs/forks.md says"""
+"""settings whose aim is missed, as docs/branches.md says"""
 BY_NAME = {setting.name: setting for setting in SETTINGS}
 CHOSEN = (
     "importance, tv, 10 units, 30 rollouts, 2 outcomes, rarest 0.5",
