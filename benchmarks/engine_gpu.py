@@ -6,9 +6,10 @@ counts. `portable-gpu` has the 8B shape in float32, whose digests hold on every 
 are checked before every timing: a request alone and among others.
 """
 
+import os
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -24,10 +25,12 @@ from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.model.config import Activation, MixerConfig, MixtureConfig, ModelConfig, Rope, Routing
 from replaylens.engine.model.decoder import Decoder, Mixture
 from replaylens.engine.model.layers import Experts, rotary_table
+from replaylens.engine.passes import wire
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.proof import trace
 from replaylens.engine.records import LensSpec
 from replaylens.engine.request.capture import CaptureSpec, PassTap
+from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 
 EXPERTS = ModelConfig(
@@ -464,3 +467,87 @@ def hybrid(batches: tuple[int, ...] = (1, 64), tokens: int = 64, lengths: tuple[
         numbers[f"kb_if_all_were_kept_of_{count}"] = cache_bytes(HYBRID, count, 64, torch.bfloat16, None) / count / 1e3
     numbers["kv_kb_a_position"] = kv_bytes(HYBRID, torch.bfloat16) / 1e3
     yield Line("1,024 forks at 1,000 tokens; the memory of a position", numbers=numbers)
+
+
+# Several devices, several ranks
+
+
+def outcome(engine: Engine) -> dict[str, Any]:
+    """What users get of one engine: a prompt beside others, drafts and a rollback, an edit, a fork that draws."""
+    path, *others = prompts(engine, 3, 96)
+    beside = engine.prompts(others)
+    root = engine.prompt(path, sites="STC")
+    engine.generate([root, *beside], 8, drafter="ngram", window=4, sampling=ENDLESS)
+    root.rollback(to=root.length - 3)
+    (drawn,) = root.fork(1)
+    (edited,) = root.fork(1, edits=[Edit("S", "scale", factor=1.5, positions=slice(96, None), layers=[1])])
+    drawn.generate(6, sampling=DRAWN)
+    edited.generate(4, sampling=ENDLESS)
+    found: dict[str, Any] = {}
+    for name, branch in (("root", root), ("drawn", drawn), ("edited", edited)):
+        found |= {f"{name} {site}": branch.activations[site].cpu() for site in branch.activations.sites()}
+        found |= {f"{name} kv": branch.kv().cpu(), f"{name} tokens": torch.tensor(branch.tokens)}
+    released(engine, [root, drawn, edited, *beside])
+    return found
+
+
+@contextmanager
+def by_nccl(ranks: int) -> Iterator[None]:
+    """Followers that share this GPU send by NCCL. It refuses two ranks of one GPU, unless they seem to be on two hosts."""
+    before = wire.own_gpus
+
+    def chosen(size: int) -> bool:
+        os.environ["NCCL_HOSTID"] = "0"
+        return True
+
+    os.environ["NCCL_HOSTID"] = "1"  # which followers have
+    wire.own_gpus = chosen
+    try:
+        yield
+    finally:
+        wire.own_gpus = before
+        os.environ.pop("NCCL_HOSTID")
+
+
+@case("ranks-gpu", ours="several", baseline="one", needs="gpu", clock="wall", rounds=3, quick={"tiny": True})
+def several(tiny: bool = False, layers: int = 2, tokens: int = 32) -> Lines:
+    """Layers over two stages of one GPU, and ranks that share it, against one process: first every bit, then decode steps of
+    one request."""
+    place: Any = {"device": "cpu"} if tiny else {"device": "cuda", "dtype": torch.bfloat16}
+    stages = {"devices": ["cpu"] * 2 if tiny else ["cuda:0"] * 2, **({} if tiny else {"dtype": torch.bfloat16})}
+    small: dict[str, Any] = dict(num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, d_head=8, rotary_dim=8, vocab_size=401)
+    shapes = {"8B": SHAPE, "30B-A3B": EXPERTS}
+    cases: list[tuple[str, int, str, dict[str, Any]]] = [
+        *(("8B", layers, f"{n} ranks, nccl", {"ranks": n}) for n in (2, 4)),
+        ("8B", 32, "two stages", stages),
+        *(("30B-A3B", layers, f"{n} ranks, {way}", {"ranks": n}) for n in (4, 2) for way in ("gloo", "nccl")),
+        *(("8B", layers, f"{n} ranks, gloo", {"ranks": n}) for n in (2, 4)),
+    ]
+    if tiny:
+        cases = [cases[2], cases[-2]]
+    kept: dict[tuple[str, int], tuple[Decoder, Engine, dict[str, Any]]] = {}
+    for name, depth, what, given in cases:
+        if (name, depth) not in kept:
+            kept.clear()
+            shape = replace(shapes[name], **(small if tiny else {"num_layers": depth}))
+            model = random_decoder(shape, "cpu", torch.float32) if tiny else random_mixture(shape)
+            one = Engine.load(model, **place, cache_tokens=4096)
+            kept[name, depth] = model, one, outcome(one)
+        model, one, truth = kept[name, depth]
+        with by_nccl(given["ranks"]) if "nccl" in what else nullcontext():
+            engine = Engine.load(model, **{**place, **given} if "ranks" in given else given, cache_tokens=4096)
+        found = outcome(engine)
+        wrong = [key for key, value in truth.items() if not torch.equal(value, found[key])]
+        engines, made = {"several": engine, "one": one}, list[Any]()
+        arms = {arm: lambda own=own: own.generate(made, tokens, sampling=ENDLESS) for arm, own in engines.items()}  # type: ignore[misc]
+
+        def before(arm: str, engines: dict[str, Engine] = engines, made: list[Any] = made) -> None:
+            made[:] = engines[arm].prompts(prompts(engines[arm], 1, 128))
+            engines[arm].generate(made, 8, sampling=ENDLESS)
+
+        after = lambda arm, _, engines=engines, made=made: released(engines[arm], made)  # noqa: E731
+        numbers = {"tensors": len(truth), "differing": len(wrong), "layers": depth}
+        aim = ">= 0.97" if "stages" in what else ""
+        yield Line(f"{name}, {what}", arms, before=before, after=after, per=tokens, aim=aim, check=not wrong, numbers=numbers)
+        if "ranks" in given:
+            engine.ranks.close()

@@ -18,7 +18,8 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.hub import PACKAGED, HubOptions, fetched_folder, is_hub_name
 from replaylens.engine.model.layers import freeze
 from replaylens.engine.model.text import Text, load_text
-from replaylens.engine.passes.ranks import OTHERS, TIMEOUT, Ranks, follow, launched
+from replaylens.engine.passes.ranks import OTHERS, TIMEOUT, Ranks, follow
+from replaylens.engine.passes.wire import launched
 from replaylens.engine.proof.doctor import Certificate, examine_ranks, require
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.edits import Edit

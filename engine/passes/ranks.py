@@ -11,16 +11,12 @@ one that dies costs the pass, never a token.
 import argparse
 import json
 import os
-import subprocess
-import sys
-import tempfile
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import replaylens
-from replaylens.engine.errors import BadRequest, FingerprintMismatch, RankFailed
+from replaylens.engine.errors import FingerprintMismatch, RankFailed
 from replaylens.engine.model import modes
 from replaylens.engine.model.config import Activation
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.layers import Experts, Linear, Packable
+from replaylens.engine.passes.wire import START, Followers, Wire, identity, of_torchrun, started
 from replaylens.engine.terminal import defer_interrupt
 
 # ---- shares ----------------------------------------------------------------------------------------------------------
@@ -42,8 +38,8 @@ from replaylens.engine.terminal import defer_interrupt
 UNIT = 16
 """columns that stay together; a weight of fewer columns stays on rank 0"""
 OTHERS = "The source holds other weights than when it was loaded. Load a new engine."
-TIMEOUT = START = 60.0
-"""seconds to wait for an answer, and for one while weights are sent"""
+TIMEOUT = 60.0
+"""seconds to wait for an answer"""
 
 
 def share(columns: int, rank: int, ranks: int) -> slice:
@@ -136,35 +132,6 @@ KINDS: tuple[Activation | None, ...] = (None, "silu", "gelu", "gelu_tanh", "relu
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 _FETCHED = 512
 """rows of a weight that are fetched together"""
-
-
-def _sent(group: Any, tensor: Tensor, rank: int) -> Any:
-    """The work that sends a tensor; it must stay alive until the work is done."""
-    return group.send([tensor.view(-1).view(torch.uint8)], rank, 0)
-
-
-def _received(group: Any, shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> tuple[Any, Tensor]:
-    out = torch.empty(shape, dtype=dtype)
-    return group.recv([out.view(-1).view(torch.uint8)], rank, 0), out
-
-
-def _group(store: Any, rank: int, ranks: int, host: str, timeout: float) -> Any:
-    """A group of processes of its own: an engine may be one of several, and others may use torch's default group."""
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=host) if host else gloo.create_default_device()]
-    options._timeout = timedelta(seconds=timeout)
-    return gloo(store, rank, ranks, options)
-
-
-def identity(device: torch.device, dtype: torch.dtype) -> str:
-    """What must be the same on all ranks, besides weights. In float32, the machine does not matter."""
-    parts = [replaylens.__version__, str(dtype)]
-    if device.type == "cuda" and dtype != torch.float32:
-        from importlib.metadata import version
-
-        parts += [torch.cuda.get_device_name(device), torch.__version__, version("triton")]
-    return ", ".join(parts)
 
 
 # ---- rank 0 ----------------------------------------------------------------------------------------------------------
@@ -321,19 +288,18 @@ class Ranks:
             raise RankFailed(self._explained())
         asked = [only] if only is not None else [r for r in range(1, self.size) if split.columns(r)]
         header = torch.tensor(words + [0] * (HEADER - len(words)), dtype=torch.int64)
-        payload, rank = [header, *(x.detach().cpu().contiguous() for x in tensors)], 0
+        wire, rank = self._followers.wire, 0
+        payload = [header, *(wire.placed(x) for x in tensors)]
         with self._lock, defer_interrupt():  # an answer that nobody takes would be the next one's
             try:
-                group, limit = self._followers.group, timedelta(seconds=self.limit)
-                sends = [(rank := r, _sent(group, x, r)) for r in asked for x in payload]
+                sends = [(rank := r, wire.send(x, r)) for r in asked for x in payload]
                 shapes = {r: (1,) if leading is None else (*leading, split.columns(r, activated)) for r in asked}
-                waiting = {(rank := r): _received(group, shape, dtype, r) for r, shape in shapes.items()}
+                waiting = {(rank := r): wire.receive(shape, dtype, r) for r, shape in shapes.items()}
                 found, trouble = self._own(own)
-                for rank, (work, out) in waiting.items():
-                    work.wait(limit)
-                    found[rank] = out
-                for rank, work in sends:  # noqa: B007 (the handler names it)
-                    work.wait(limit)
+                works = [*((r, work) for r, (work, _) in waiting.items()), *sends]
+                for rank, work in works:
+                    wire.wait(work, self.limit, partial(self._followers.gone, rank))
+                found |= {r: out for r, (_, out) in waiting.items()}
             except BaseException as error:
                 self._failed = f"rank {rank} of {self.size} {self._followers.reason(rank, error, self.limit)}"
                 self._followers.end(self._followers, os.getpid())
@@ -361,125 +327,6 @@ class Ranks:
             f"A product was not computed: {self._failed}. Nothing of this pass was committed; all branches are as after their "
             f"last token. {again}, and repeat the request; a dump goes on with resume=True."
         )
-
-
-class Followers:
-    """The processes of ranks 1, 2, ... and the group of all ranks."""
-
-    def __init__(self, size: int, device: torch.device, dtype: torch.dtype, timeout: float) -> None:
-        self.by_torchrun = launched() is not None
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self.folder = tempfile.TemporaryDirectory(prefix="replaylens-ranks-")  # for this user alone
-        wait = max(timeout, START)
-        try:
-            if self.by_torchrun:
-                self.group = _group(*_of_torchrun(), wait)
-            else:
-                path = str(Path(self.folder.name, "store"))
-                for rank in range(1, size):
-                    self._spawn(rank, size, path, device)
-                self._await_start(wait)
-                self.group = _group(dist.FileStore(path, size), 0, size, "127.0.0.1", wait)
-            self._greet(size, identity(device, dtype), str(dtype).removeprefix("torch."), wait)
-        except BaseException as error:
-            bad = [i + 1 for i, process in enumerate(self.processes) if process.poll() is not None] or [1]
-            reason = self.reason(bad[0], error, wait)
-            self.end(self, os.getpid())
-            if isinstance(error, RuntimeError):
-                raise RankFailed(f"The {size} ranks did not start: rank {bad[0]} {reason}. Nothing is left of them.") from error
-            raise
-
-    def _spawn(self, rank: int, size: int, store: str, device: torch.device) -> None:
-        where = f"cuda:{rank % torch.cuda.device_count()}" if device.type == "cuda" else "cpu"
-        threads = max(1, torch.get_num_threads() // size)
-        given = ["--rank", rank, "--ranks", size, "--store", store, "--device", where, "--threads", threads]
-        root = str(Path(replaylens.__file__).parents[1])
-        paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        with open(self._log(rank), "wb") as log:
-            self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-P", "-m", "replaylens.engine.passes.ranks", *map(str, given)],
-                    env={**os.environ, "PYTHONPATH": paths},
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,  # Ctrl-C is for rank 0
-                )
-            )
-
-    def _await_start(self, wait: float) -> None:
-        """Returns once all have started; a group would wait in vain for one that cannot."""
-        end, signs = time.monotonic() + wait, [_started(self.folder.name, i + 1) for i in range(len(self.processes))]
-        while not all(sign.exists() for sign in signs):
-            if any(process.poll() is not None for process in self.processes):
-                raise RuntimeError("A process ended.")
-            if time.monotonic() > end:
-                raise RuntimeError("Timed out")
-            time.sleep(0.02)
-
-    def _greet(self, size: int, own: str, dtype: str, wait: float) -> None:
-        """All ranks compute alike, or FingerprintMismatch."""
-        word = json.dumps({"dtype": dtype}).encode()
-        hello = torch.tensor([*word, *[32] * (128 - len(word))], dtype=torch.uint8)
-        sends = [_sent(self.group, hello, rank) for rank in range(1, size)]  # all load their kernels at a time
-        for rank in range(1, size):
-            work, answer = _received(self.group, (256,), torch.uint8, rank)
-            work.wait(timedelta(seconds=wait))
-            sends[rank - 1].wait(timedelta(seconds=wait))
-            theirs = bytes(answer.tolist()).decode().strip()
-            if theirs != own:
-                raise FingerprintMismatch(f"Rank {rank} would compute other bits: it has {theirs}, rank 0 {own}.")
-
-    def _log(self, rank: int) -> Path:
-        return Path(self.folder.name, f"rank{rank}.log")
-
-    def reason(self, rank: int, error: BaseException, limit: float) -> str:
-        """Why a rank failed, as far as it can be known."""
-        code = None
-        if 0 < rank <= len(self.processes):
-            with suppress(subprocess.TimeoutExpired):
-                code = self.processes[rank - 1].wait(0.0 if "Timed out" in str(error) else 2.0)
-        if code is not None:
-            said = self._log(rank).read_text(errors="replace").strip().splitlines() if self._log(rank).exists() else []
-            return f"ended with exit code {code}{': ' + said[-1][:200] if said else ''}"
-        if "Timed out" in str(error):
-            return f"did not answer within {limit:g} s"
-        return f"failed ({type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''})"
-
-    @staticmethod
-    def end(followers: "Followers", owner: int) -> None:
-        """End the processes that `owner` started. A copy of it, made by a fork, leaves them alone."""
-        if os.getpid() != owner:
-            return
-        for process in followers.processes:
-            process.kill()
-            process.wait()
-        followers.group = None  # under torchrun, followers end when their connection does
-        with suppress(OSError):
-            followers.folder.cleanup()
-
-
-def _started(folder: str | Path, rank: int) -> Path:
-    """The file by which a follower says that its process runs."""
-    return Path(folder, f"started{rank}")
-
-
-def launched(wanted: int = 0) -> tuple[int, int] | None:
-    """(rank, ranks) of a process that torchrun started; None: it did not. BadRequest unless it started as many as `wanted`."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return None
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if wanted and ranks != wanted:
-        raise BadRequest(f"ranks={wanted} was given, and torchrun started {ranks} processes. Give ranks={ranks}.")
-    return rank, ranks
-
-
-def _of_torchrun() -> tuple[Any, int, int, str]:
-    from torch.distributed.rendezvous import rendezvous
-
-    store, rank, ranks = next(iter(rendezvous("env://")))
-    near = os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1")
-    return dist.PrefixStore("replaylens", store), rank, ranks, "127.0.0.1" if near else ""
 
 
 # ---- ops -------------------------------------------------------------------------------------------------------------
@@ -585,26 +432,28 @@ def is_split(model: Decoder) -> bool:
 class Follower:
     """Ranks 1, 2, ...: computes what it is asked, until rank 0 is gone."""
 
-    def __init__(self, group: Any, device: torch.device) -> None:
-        self.group, self.device = group, device
+    def __init__(self, wire: Wire, device: torch.device) -> None:
+        self.wire, self.device = wire, device
         self.slices: dict[int, Slice] = {}
 
     def serve(self) -> None:
         """Returns when rank 0 ends, or closes the connection."""
         with suppress(RuntimeError):
-            word = self._take((128,), torch.uint8)
-            dtype = getattr(torch, json.loads(bytes(word.tolist()))["dtype"])
+            word = json.loads(bytes(self._take((128,), torch.uint8, words=True).tolist()))
+            dtype = getattr(torch, word["dtype"])
             self._warm(dtype)
             own = identity(self.device, dtype).encode()
             self._answer(torch.tensor([*own, *[32] * (256 - len(own))], dtype=torch.uint8))
+            if word["nccl"]:
+                self.wire.use_nccl(self.device)
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode())
             stack.enter_context(modes.canonical() if self.device.type == "cpu" else torch.cuda.device(self.device))
             while True:
                 try:
-                    words = self._take((HEADER,), torch.int64).tolist()
+                    words = self._take((HEADER,), torch.int64, words=True).tolist()
                 except RuntimeError:  # the connection is closed
-                    return
+                    return self.wire.close()
                 self._answer(self._computed(words))
 
     def _warm(self, dtype: torch.dtype) -> None:
@@ -613,14 +462,14 @@ class Follower:
         piece.put("weight", torch.zeros(32, 32, dtype=dtype, device=self.device))
         row_ops(self.device.type, False).linear_activate(x, piece, "silu", gated=True)
 
-    def _take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        work, out = _received(self.group, shape, dtype, 0)
+    def _take(self, shape: tuple[int, ...], dtype: torch.dtype, words: bool = False) -> Tensor:
+        work, out = self.wire.receive(shape, dtype, 0, words)
         work.wait(timedelta(days=1000))  # a notebook may rest
         return out
 
     def _answer(self, x: Tensor) -> None:
-        held = x.cpu().contiguous()
-        _sent(self.group, held, 0).wait()
+        held = self.wire.placed(x)
+        self.wire.send(held, 0).wait()
 
     def _computed(self, words: list[int]) -> Tensor:
         op, number, *more = words
@@ -664,7 +513,7 @@ def row_ops(device: str, fast: bool, divided: bool = False) -> Any:
 def follow(device: str) -> None:
     """Under torchrun: serve rank 0, then end this process."""
     number = int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count())
-    Follower(_group(*_of_torchrun(), 600.0), torch.device(f"cuda:{number}" if device == "cuda" else "cpu")).serve()
+    Follower(Wire(*of_torchrun(), 600.0), torch.device(f"cuda:{number}" if device == "cuda" else "cpu")).serve()
     raise SystemExit(0)
 
 
@@ -675,9 +524,9 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=kind, required=True)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    _started(Path(given.store).parent, given.rank).touch()
-    group = _group(dist.FileStore(given.store, given.ranks), given.rank, given.ranks, "127.0.0.1", 600.0)
-    Follower(group, torch.device(given.device)).serve()
+    started(Path(given.store).parent, given.rank).touch()
+    wire = Wire(dist.FileStore(given.store, given.ranks), given.rank, given.ranks, "127.0.0.1", 600.0)
+    Follower(wire, torch.device(given.device)).serve()
 
 
 if __name__ == "__main__":
