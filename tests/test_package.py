@@ -115,7 +115,7 @@ def test_what_is_required_is_imported() -> None:
     assert unused(own, project["dependencies"]) == set()
     extras = [requirement for extra in project["optional-dependencies"].values() for requirement in extra]
     names = [*own, *(name for room in ("tests", "notebooks", "docs") for name in imported(room))]
-    tools = {"ruff", "pytest-xdist", "jupyterlab", "ipykernel"} | {"ipywidgets"}  # the last: tqdm's bars in notebooks
+    tools = {"ruff", "pytest-xdist", "jupyterlab", "ipykernel", "mkdocs-material"} | {"ipywidgets"}  # the last: tqdm's bars
     assert unused(names, extras) == tools
     assert unused(own, ["numpy>=2", "pytest>=8", "triton; platform_system == 'Nowhere'"]) == {"pytest"}, "the control"
 

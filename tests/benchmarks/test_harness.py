@@ -1,6 +1,7 @@
 """The benchmark harness: cases are declared, arms take turns, ratios and aims are right, results say where they are from."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -73,10 +74,15 @@ def test_names_and_patterns() -> None:
 
 
 def test_every_command_of_the_docs_is_a_case() -> None:
-    """`python -m benchmarks run NAME` in README, docs, notes and Makefile."""
+    """`python -m benchmarks run NAME` in README, docs, notes and Makefile; and what docs/performance.md names a table by."""
     pages = [ROOT / "README.md", ROOT / "Makefile", *(ROOT / "docs").glob("*.md"), *(ROOT / "notes").glob("*.md")]
     named = [w for page in pages for line in page.read_text().split("benchmarks run ")[1:] for w in names(line)]
-    assert len(named) > 20 and all(chosen([name]) for name in named if name != "NAME")
+    tables = re.findall(
+        r"`([a-z]+(?:-[a-z0-9]+)*-(?:cpu|gpu|cuda|solvers)(?:\.\w+)?)`", (ROOT / "docs/performance.md").read_text()
+    )
+    files = {name for name in tables if name.endswith(".json")}
+    assert len(named) + len(tables) > 30 and all(chosen([name]) for name in {*named, *tables} - files - {"NAME"})
+    assert files and all((RESULTS / name).is_file() for name in files)
 
 
 def names(text: str) -> list[str]:
