@@ -110,7 +110,7 @@ def shows(figure: "Figure", source: Callable[[], str]) -> "Figure":
 _STAMPED = ("png", "svg", "html")
 _PNG = b"\x89PNG\r\n\x1a\n"
 _WORDS = rb"(replaylens:sha256:[0-9a-f]{64})(?: of (replaylens:sha256:[0-9a-f]{64}))?"
-_SVG_STAMP = re.compile(rb'<metadata id="replaylens">' + _WORDS + rb"</metadata>")
+_SVG_STAMP = re.compile(rb'<metadata class="replaylens">' + _WORDS + rb"</metadata>")
 _HTML_STAMP = re.compile(rb'<meta name="replaylens" content="' + _WORDS + rb'">')
 _CHUNK = b"tEXtreplaylens\x00"
 
@@ -138,12 +138,12 @@ def stamped(content: bytes, source: str = "") -> bytes:
         body = _CHUNK + words
         end = 8 + 25  # the signature, and the header, which is the first chunk
         return content[:end] + len(body[4:]).to_bytes(4) + body + crc32(body).to_bytes(4) + content[end:]
-    html = re.search(rb"<head>", content)
-    opening = html or re.search(rb"<svg[^>]*>", content)
-    if opening is None:
+    html, svg = re.search(rb"</head>", content), re.search(rb"<svg[^>]*>", content)
+    at = html.start() if html else svg.end() if svg else None
+    if at is None:
         raise BadRequest("This is neither a PNG, an SVG nor an HTML file, so there is no place for an identifier.")
-    stamp = b'<meta name="replaylens" content="%s">' if html else b'<metadata id="replaylens">%s</metadata>'
-    return content[: opening.end()] + stamp % words + content[opening.end() :]
+    stamp = b'<meta name="replaylens" content="%s">' if html else b'<metadata class="replaylens">%s</metadata>'
+    return content[:at] + stamp % words + content[at:]
 
 
 def stamp_of(content: bytes) -> Stamp | None:

@@ -226,9 +226,9 @@ class Report:
     def digest(self) -> str:
         """SHA-256 of kind, source, settings, notes, findings and lines. The order of their keys does not count, nor does the
         version that computed the rows."""
-        raw = self.to_json()
-        raw["source"] = {name: value for name, value in raw["source"].items() if name != "replaylens"}
-        return digest_of({name: value for name, value in raw.items() if name not in ("summary", "digest")})
+        raw = self._plain()
+        source = {name: value for name, value in self.source.items() if name != "replaylens"}
+        return digest_of({**raw, "source": source})
 
     def cite(self) -> Citation:
         """How to cite the report, a verdict with its controls: text and BibTeX with an identifier that holds on every
@@ -264,13 +264,16 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; NaN becomes null. docs/probes.md describes the fields."""
+        return {"summary": self.summary(), "digest": self.digest, **self._plain()}
+
+    def _plain(self) -> dict[str, Any]:
+        """What the report consists of; its summary is made from it."""
         return {
             "format": FORMAT,
             "schema": SCHEMA,
             "kind": self.kind,
             "source": self.source,
             "settings": self.settings,
-            "summary": self.summary(),
             "notes": self.notes,
             "findings": self.findings,
             "rows": [{name: _plain(value) for name, value in line.items()} for line in self.lines],
@@ -279,8 +282,7 @@ class Report:
     def save(self, folder: str | Path, figures: bool = True) -> Path:
         """Write report.json, summary.txt, table.csv and PNG figures, over an older report. Returns the folder."""
         folder = report_folder(make_folder(folder))
-        raw = self.to_json() | {"digest": self.digest}
-        (folder / FILE).write_text(json.dumps(raw, indent=1, allow_nan=False) + "\n")
+        (folder / FILE).write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
         (folder / SUMMARY).write_text(self.text() + "\n")
         self.table.to_csv(folder / TABLE, index=False)
         if figures:

@@ -586,7 +586,7 @@ class ShardMaker:
         """The sites to capture: the stored ones, those that the lens reads, and the model's output for probabilities."""
         streams = self.plan.lens.sites if self.plan.lens is not None else ()
         final = self.engine.sites.per_layer("S")[-1:] if self.plan.probabilities else []
-        encoded = [stored.site for stored in (*self.plan.features, *self.plan.probes)]
+        encoded = [*(stored.site for stored in self.plan.features), *(probe.site for probe in self.plan.probes)]
         return [*self.plan.sites, *streams, *final, *encoded]
 
     @property

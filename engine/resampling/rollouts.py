@@ -364,7 +364,7 @@ class _PlanFile:
     """whose digest the plan names"""
 
 
-def _plan_file(plan: dict[str, Any], wave: int, made_by: Fingerprint | None) -> bytes:
+def _plan_file(plan: dict[str, Any], wave: int, made_by: Fingerprint | None = None) -> bytes:
     raw = {"plan": plan, "wave": wave, "sha256": digest_of([plan, wave])}
     return json.dumps(raw if made_by is None else raw | {"made_by": made_by.parts()}, indent=1).encode()
 

@@ -32,7 +32,7 @@ ANSWER = "assistant"
 
 
 @dataclass(frozen=True)
-class Turn:
+class ChatTurn:
     """One message, and its tokens [start, stop) on the path, with what the template writes around its content."""
 
     message: Message
@@ -79,13 +79,13 @@ class Conversation(NotCopyable):
         given = [_message(each) for each in as_list("messages", messages, f"a list of messages, each {_MESSAGE}")]
         if not given:
             raise BadRequest(f"A conversation needs at least one message. Give {_MESSAGE}.")
-        self._text, tokens, spans = "", list[int](), list[Turn]()
+        self._text, tokens, spans = "", list[int](), list[ChatTurn]()
         for number, message in enumerate(given):
             start = len(tokens)
             if (text := self._written(given[: number + 1], first=number + 1 < len(given))) is not None:
-                tokens += self._more(text, [*spans, Turn(message, start, start)])
+                tokens += self._more(text, [*spans, ChatTurn(message, start, start)])
                 self._text = text
-            spans.append(Turn(message, start, len(tokens)))
+            spans.append(ChatTurn(message, start, len(tokens)))
         self.branch: Branch = engine.prompt(tokens, **options)
         self.turns = tuple(spans)
         """in order; a message that the template writes only together with the next one has no tokens of its own"""
@@ -112,7 +112,7 @@ class Conversation(NotCopyable):
         given = [_message({"role": role, "content": each} if isinstance(each, str) else each) for each in messages]
         if not given:
             raise BadRequest(f"No message to append. Give {_MESSAGE}, or its content with role=.")
-        ids, added, text = list[int](), list[Turn](), self._text
+        ids, added, text = list[int](), list[ChatTurn](), self._text
         closing = self._closing()
         turns = [*self.turns[:-1], replace(self.turns[-1], stop=self._end + len(closing[1]))]
         self._text = text + closing[0]
@@ -121,8 +121,8 @@ class Conversation(NotCopyable):
                 start = self._end + len(closing[1]) + len(ids)
                 whole = self._written([*(turn.message for turn in (*turns, *added)), message])
                 assert whole is not None
-                ids += self._more(whole, [*turns, *added, Turn(message, start, start)])
-                added.append(Turn(message, start, self._end + len(closing[1]) + len(ids)))
+                ids += self._more(whole, [*turns, *added, ChatTurn(message, start, start)])
+                added.append(ChatTurn(message, start, self._end + len(closing[1]) + len(ids)))
                 self._text = whole
         except BaseException:
             self._text = text
@@ -132,7 +132,7 @@ class Conversation(NotCopyable):
         return self
 
     @named_options
-    def generate(self, n: int, *, sampling: Sampling | None = None, **options: Unpack[GenerateKeywords]) -> Turn:
+    def generate(self, n: int, *, sampling: Sampling | None = None, **options: Unpack[GenerateKeywords]) -> ChatTurn:
         """Let the model write the next turn, of up to `n` tokens, or go on with its last one if that was cut by its length.
         Returns the turn. Options as in `Engine.generate`."""
         sampling = as_instance("sampling", Sampling() if sampling is None else sampling, Sampling, SAMPLING)
@@ -142,7 +142,7 @@ class Conversation(NotCopyable):
         if last.ended:
             begun = self._written(self.messages, add_generation_prompt=True)
             assert begun is not None
-            last = Turn({"role": ANSWER, "content": ""}, self._end, self._end)
+            last = ChatTurn({"role": ANSWER, "content": ""}, self._end, self._end)
             self._grow(self._more(begun, [*self.turns, last]))
             self._text, self.turns = begun, (*self.turns, last)
         before = self.branch.length
@@ -151,7 +151,7 @@ class Conversation(NotCopyable):
         self._text += said
         message = {**last.message, "content": last.content + said}
         requests, ended = (*last.generated, (n, sampling, options)), self.branch.finish_reason is not None
-        made = Turn(message, last.start, self._end, requests, ended)
+        made = ChatTurn(message, last.start, self._end, requests, ended)
         self.turns = (*self.turns[:-1], made)
         return made
 
@@ -256,7 +256,7 @@ class Conversation(NotCopyable):
                 return None
             raise
 
-    def _more(self, text: str, turns: Sequence[Turn]) -> list[int]:
+    def _more(self, text: str, turns: Sequence[ChatTurn]) -> list[int]:
         """The tokens of `text` after those of the path so far; RewrittenTurn if it does not begin with them."""
         encode = self.engine.text.encode
         if not text.startswith(self._text):
@@ -269,9 +269,9 @@ class Conversation(NotCopyable):
             raise self._rewritten(turns, "tokens of two turns merge where they meet")
         return ids
 
-    def _rewritten(self, turns: Sequence[Turn], how: str) -> RewrittenTurn:
-        template = str(self.engine.text.tokenizer.chat_template)
-        name = getattr(self.engine.text.tokenizer, "name_or_path", "") or type(self.engine.text.tokenizer).__name__
+    def _rewritten(self, turns: Sequence[ChatTurn], how: str) -> RewrittenTurn:
+        tokenizer: Any = self.engine.text.tokenizer
+        template, name = str(tokenizer.chat_template), getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
         return RewrittenTurn(
             f"The chat template of {name} (sha256 {hashlib.sha256(template.encode()).hexdigest()[:12]}) changes what it wrote "
             f"before once turn {len(turns) - 1}, {turns[-1].role}, follows: {how}. A path cannot change its past. Use a "

@@ -39,13 +39,22 @@ _STOP = "a dict from names of probes to thresholds, or a function of the scores 
 class Probe(Protocol):
     """What is watched: a linear probe, such as `fit_probe` returns."""
 
-    weight: np.ndarray
-    """[k, d]"""
-    bias: np.ndarray
-    """[k]"""
-    classes: tuple[str, ...]
-    label: str
-    site: str
+    @property
+    def weight(self) -> np.ndarray:
+        """[k, d]"""
+
+    @property
+    def bias(self) -> np.ndarray:
+        """[k]"""
+
+    @property
+    def classes(self) -> tuple[str, ...]: ...
+
+    @property
+    def label(self) -> str: ...
+
+    @property
+    def site(self) -> str: ...
 
 
 class Scored(NamedTuple):
@@ -96,7 +105,8 @@ def scorers(records: Sequence[ProbeRecord]) -> dict[str, Scorer]:
 class Watching(Owner, Protocol):
     """What a watch needs from its engine."""
 
-    def prompt(self, text: Any, **options: Any) -> Branch: ...
+    @property
+    def prompt(self) -> Callable[..., Branch]: ...
 
     def _job(self, branch: Any, request: Request) -> Job: ...
 

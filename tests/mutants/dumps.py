@@ -254,7 +254,7 @@ DUMPS = (
     Mutant(
         "plan-of-rollouts-not-hashed",
         "replaylens.engine.resampling.rollouts",
-        "if found.sha256 not in (None, _sha256([found.plan, found.wave])):",
+        "if found.sha256 not in (None, digest_of([found.plan, found.wave])):",
         "if False:",
         "a changed plan of rollouts is refused",
         ("tests/engine/resampling/test_folder.py::test_a_changed_plan",),

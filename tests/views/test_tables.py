@@ -1075,7 +1075,7 @@ def test_the_first_line_of_a_page(count: int) -> None:
     html = report.ReportPage(probes=probes, results=(attention_result(),) * count, rollouts=(ROLLED,)).html()
     parts = ["judge, 0 lines", "transfer, 1 lines", "1 result" if count == 1 else "2 results", repr(ROLLED)]
     assert f'<p class="rl-quiet">{"; ".join(parts)}</p>' in html and "<title>replaylens: coin, arrays</title>" in html
-    assert re.findall(r'<section id="(\w+)"', html) == ["found", "probes", "results", "rollouts"]
+    assert re.findall(r'<section id="(\w+)"', html) == ["found", "probes", "results", "rollouts", "cite"]
     assert "<title>replaylens: rollouts</title>" in report.ReportPage(rollouts=(ROLLED,)).html()
     assert "<title>mine</title>" in report.ReportPage(rollouts=(ROLLED,), title="mine").html()
 

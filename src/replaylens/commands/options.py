@@ -132,7 +132,7 @@ def unknown_maker(made: "Dump | Rollouts") -> str:
     made_by, what = _fingerprint(made), "this dump" if isinstance(made, Dump) else "these rollouts"
     if made_by is not None and (revision := made_by.revision):
         return f"{revision} made {what}, and the cache of the hub does not hold it. Fetch it with --model {revision}"
-    return f"No embedded model made {what}. Name the model with --model"
+    return f"No embedded model made {what}. Name its model with --model"
 
 
 def _fingerprint(made: "Dump | Rollouts") -> Fingerprint | None:

@@ -247,7 +247,7 @@ def draw_probes(reports: Iterable[Report], digest: str | None) -> Markup:
 
 _SALT = "replaylens"
 """names of shapes in an SVG are hashes: with a fixed salt, equal figures give equal bytes"""
-_DROPPED = re.compile(r"<metadata>.*?</metadata>|<defs>\s*<style.*?</defs>|<!--.*?-->", re.S)
+_DROPPED = re.compile(r"<metadata.*?</metadata>|<defs>\s*<style.*?</defs>|<!--.*?-->", re.S)
 
 
 @runtime_checkable

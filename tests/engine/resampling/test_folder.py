@@ -558,7 +558,7 @@ def test_a_chat_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rol
         assert done.exit_code == 2 and message in " ".join(done.output.split()), done.output
 
 
-@pytest.mark.parametrize("words", [("report", "--out", "page.html"), ("inspect",), ("verify", "--all")])
+@pytest.mark.parametrize("words", [("report", "--out", "page.html"), ("inspect",), ("diff", "nothing")])
 def test_a_folder_of_rollouts_is_no_dump(tmp_path: Path, words: tuple[str, ...], rollouts: Path) -> None:
     """Finished or not, rollouts are named as such; an unfinished dump still is one (test_resume.py)."""
     for given in (rollouts, tmp_path):
@@ -566,6 +566,12 @@ def test_a_folder_of_rollouts_is_no_dump(tmp_path: Path, words: tuple[str, ...],
         done = CliRunner().invoke(app, [words[0], str(given), *words[1:]])
         assert done.exit_code == 2 and "UnfinishedDump" not in done.output, done.output
         assert "holds rollouts, not a dump" in done.output and "--dump" in done.output
+
+
+def test_unfinished_rollouts_are_not_verified(tmp_path: Path, rollouts: Path) -> None:
+    shutil.copyfile(rollouts / "plan.json", tmp_path / "plan.json")
+    done = CliRunner().invoke(app, ["verify", str(tmp_path)])
+    assert done.exit_code == 2 and "unfinished waves" in done.output
 
 
 @pytest.fixture(scope="module")
