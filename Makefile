@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint type bench notebooks soak mutants calibrate slow cluster gpu smollm2 pictures docs clean
+.PHONY: demo test lint type bench notebooks soak mutants calibrate slow cluster gpu smollm2 peers pictures docs clean
 
 demo: $(STAMP)
 	$(BIN)/replaylens demo
@@ -58,6 +58,9 @@ smollm2: $(STAMP)
 	$(BIN)/replaylens fetch smollm2
 	$(BIN)/python -m pytest -q -m slow tests/engine/model/test_smollm2.py tests/notebooks
 	$(BIN)/python docs/examples/smollm2.py dumps/smollm2
+
+peers: $(STAMP)  # other projects' own tests on our values; downloads their source packages once, and writes tests/peers/README.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.peers
 
 pictures: $(STAMP)
 	$(BIN)/python docs/img/draw.py

@@ -110,8 +110,8 @@ def _with_bos(engine: Core, text: str | Chat, prepend_bos: bool | None) -> Any:
 
 
 def decoded(engine: Core, tokens: TokenInput) -> str | list[str]:
-    """The text of token ids; of a batch, one for each."""
-    rows = as_list("tokens", tokens, "token ids, or several lists of them")
+    """The text of token ids, or of one; of a batch, one for each."""
+    rows = as_list("tokens", [tokens] if integer(tokens) is not None else tokens, "token ids, or several lists of them")
     if rows and all(isinstance(row, Sequence | np.ndarray | Tensor) and integer(row) is None for row in rows):
         return [engine.text.decode(engine._check_tokens(token_ids("tokens", row))) for row in rows]
     return engine.text.decode(engine._check_tokens(token_ids("tokens", rows)))

@@ -87,7 +87,8 @@ def to_lmprobe(dump: Dump, folder: str | Path, *, model: str, label: str | None 
 
 def _paths(chosen: Dump, label: str | None) -> list[tuple[str, np.ndarray, Any]]:
     """(text, its rows, label) of every path."""
-    index, found = chosen.index.reset_index(drop=True), {}
+    index = chosen.index.reset_index(drop=True)
+    found: dict[str, tuple[str, np.ndarray, Any]] = {}
     if label is not None and label not in chosen.labels:
         raise BadRequest(f"The dump has no label {label!r}. It has {', '.join(chosen.labels) or 'none'}.")
     for (example, branch), lines in index.sort_values("position").groupby(["example", "branch"], sort=True):
@@ -311,6 +312,6 @@ def from_probebench(folder: str | Path) -> LinearProbe:
         site = str(about.get("site", f"blocks.{layer}.hook_out"))
         cell = Cell(str(about.get("cell", site)), layer if "cell" in about else None)
         means = np.zeros((2, weight.shape[1]))
-        words = {"label": str(about.get("label", about["category"])), "position": str(about.get("position", "last"))}
+        label, position = str(about.get("label", about["category"])), str(about.get("position", "last"))
         source = dict(about.get("source", {})) | {"probebench": str(about["id"])}
-        return LinearProbe(weight, bias, means, classes, site=site, cell=cell, estimator="probebench", source=source, **words)
+        return LinearProbe(weight, bias, means, classes, label, site, cell, position, "probebench", source)
