@@ -1,4 +1,4 @@
-"""`Replacement`: the pass of one path made linear, and where a direction in it comes from.
+"""`ReplacementModel`: the pass of one path made linear, and where a direction in it comes from.
 
 Attention patterns, the scales of norms and the outputs of MLPs are held at their values in the pass. What is left is linear in
 what enters the residual stream: embeddings, MLP outputs, edits and biases. So the projection of any row on any direction is a
@@ -106,7 +106,7 @@ def write_sites(block: Block) -> tuple[str, ...]:
 
 
 def needed_values(model: Decoder) -> set[str]:
-    """The sites whose values a `Replacement` reads. NoGradient for models that it does not support."""
+    """The sites whose values a `ReplacementModel` reads. NoGradient for models that it does not support."""
     require_linear(model.config)
     found = set[str]()
     for layer, block in enumerate(blocks_of(model)):
@@ -130,7 +130,7 @@ def edited_sites(model: Decoder) -> set[str]:
     return found
 
 
-class Replacement:
+class ReplacementModel:
     """The linear replacement of one path's pass."""
 
     def __init__(self, tape: Tape, reads: Mapping[int, str], writes: Mapping[int, str]) -> None:

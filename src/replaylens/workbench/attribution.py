@@ -26,7 +26,7 @@ from replaylens.engine.gradients.branches import tape, tape_of
 from replaylens.engine.gradients.gradients import LogitDifference
 from replaylens.engine.gradients.replacement import (
     Entering,
-    Replacement,
+    ReplacementModel,
     blocks_of,
     edited_sites,
     needed_values,
@@ -114,7 +114,7 @@ class _Targets(NamedTuple):
 class _Builder:
     """The edges of one path. Columns: features, errors, tokens, edits, bias."""
 
-    model: Replacement
+    model: ReplacementModel
     sets: list[FeatureLayer]
     rows: list[FeatureRows]
     """the features of each set at all positions"""
@@ -237,7 +237,7 @@ def _outputs(engine: Core, logits: Tensor, likely: Tensor, metric: MetricTokens 
         slope[0, wrong] -= 1.0
         value = float(logits[right] - logits[wrong])
         name = f"logit difference {shown(right)} - {shown(wrong)}"
-        return _Outputs([Node("output", None, None, None, name, value)], slope, [1.0])
+        return _Outputs([Node("output", None, None, right, name, value)], slope, [1.0])
     if metric is None:
         order = likely.argsort(descending=True, stable=True)[:TOP_LOGITS].tolist()
         reached = np.cumsum([float(likely[token]) for token in order])
@@ -314,7 +314,7 @@ def attribution_graph(
     seen, certified = _seen(engine, text, needed | {own.reads for own in sets})
     writes = {layer: site for own in sets for layer, (site, _) in own.writers.items()}
     with torch.inference_mode(), modes.canonical():
-        model = engine.lock.alone(lambda: Replacement(seen, {own.layer: own.reads for own in sets}, writes))
+        model = engine.lock.alone(lambda: ReplacementModel(seen, {own.layer: own.reads for own in sets}, writes))
         rows = [own.encoder.encode(model.value(own.reads)) for own in sets]
         builder = _Builder(model, sets, rows)
         likely = seen.logits.double().softmax(-1)
