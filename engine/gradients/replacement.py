@@ -18,7 +18,7 @@ from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, NoGradient
 from replaylens.engine.gradients.backward import Tape, attended
-from replaylens.engine.gradients.derivatives import BackwardProducts, norm_factor, pattern_of
+from replaylens.engine.gradients.derivatives import HostProducts, norm_factor, pattern_of
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import FINAL_NORM, Attention, Block, Decoder
 from replaylens.engine.model.layers import Norm
@@ -49,7 +49,7 @@ class FrozenNorm:
     normalized: str
     """of its result before the weights"""
 
-    def back(self, g: Tensor, rows: slice, products: BackwardProducts, weighted: bool = True) -> Tensor:
+    def back(self, g: Tensor, rows: slice, products: HostProducts, weighted: bool = True) -> Tensor:
         """The gradient of its input, from that of its result [directions, rows, d]; not weighted: before its weights."""
         h = g * self.norm.weight if weighted else g
         if self.norm.kind == "layer":
@@ -66,7 +66,7 @@ class FrozenLayer:
     pattern: Tensor
     """[kv_heads, group, rows, keys]"""
     values: Any
-    """the product that makes values, turned, as `BackwardProducts.plain` takes it: [kv_heads d_head, d_model]"""
+    """the product that makes values, turned, as `HostProducts.plain` takes it: [kv_heads d_head, d_model]"""
     value_bias: Tensor | None
     """[kv_heads, d_head]"""
     ln1: FrozenNorm | None
@@ -139,7 +139,10 @@ class ReplacementModel:
         reads   layer -> the site that directions of this layer are about: what its MLP reads, before or after its norm
         writes  layer -> the site of what its MLP writes; default: as it is added to the stream
         """
-        self.model, self.products, self.reads = tape.runner.model, tape.products(), dict(reads)
+        products = tape.products()
+        if not isinstance(products, HostProducts):
+            raise NoGradient("The replacement model is computed on a CPU only. Load the engine with device='cpu'.")
+        self.model, self.products, self.reads = tape.runner.model, products, dict(reads)
         self._values, self._unedited, self.num_rows = tape.forward.values, tape.forward.unedited, len(tape.tokens)
         self._residual = tape.forward.residual.float()
         self.width = max(self._residual.shape[1], self.model.config.num_heads * self.model.config.d_head)

@@ -130,7 +130,10 @@ class Graph:
     def influence(self) -> np.ndarray:
         """[sources]: the part of the outputs that passes through each, over all paths: products of edges as shares of what
         goes into their targets, without signs. Biases have none."""
-        return influence_of(self._normed(np.ones_like(self.kept_edges)), self.shares)
+        return self._influence(self.weights.numpy() * ~self._columns("bias"))
+
+    def _influence(self, edges: np.ndarray) -> np.ndarray:
+        return influence_of(edges, self.shares, range(self.num_features))
 
     def _normed(self, kept: np.ndarray) -> np.ndarray:
         """[targets, sources] float64: the edges as shares, without biases."""
@@ -149,7 +152,7 @@ class Graph:
     def completeness(self) -> float:
         """The share of what goes into nodes that does not come from errors, each node weighted by its influence."""
         shares = self._normed(np.ones_like(self.kept_edges))
-        own = np.concatenate([influence_of(shares, self.shares)[: self.num_features], self.shares])
+        own = np.concatenate([self._influence(shares)[: self.num_features], self.shares])
         known = row_sums(shares * ~self._columns("error", "rest")) * own
         return math.fsum(known) / math.fsum(row_sums(shares) * own)
 
@@ -167,7 +170,7 @@ class Graph:
         kept = _top(self.influence, shares[0]) | stay
         rows = np.concatenate([kept[:count], np.ones(len(self.shares), dtype=bool)])  # of targets
         normed = self._normed(rows[:, None] & kept)
-        through = np.concatenate([influence_of(normed, self.shares)[:count], self.shares])
+        through = np.concatenate([self._influence(normed)[:count], self.shares])
         strong = _top((normed * through[:, None]).ravel(), shares[1]).reshape(normed.shape)
         while True:  # a node without edges takes those of others away
             strong &= rows[:, None] & kept
@@ -232,32 +235,38 @@ def row_sums(x: np.ndarray) -> np.ndarray:
     return x.cumsum(1)[:, -1]
 
 
-def influence_of(shares: np.ndarray, outputs: Sequence[float]) -> np.ndarray:
-    """shares [targets, sources] of a graph without cycles -> the influence of each source [sources]"""
-    count = len(shares) - len(outputs)
-    now = _weighted(np.array(outputs, dtype=np.float64), shares[count:])
-    total = np.zeros(shares.shape[1], dtype=np.float64)
+def influence_of(edges: np.ndarray, outputs: Sequence[float], columns: Sequence[int]) -> np.ndarray:
+    """The influence of each source [sources], in a graph without cycles.
+
+    edges    [targets, sources], the outputs last
+    outputs  how much each counts
+    columns  of the targets before them. There may be fewer than targets: the others have no edges yet
+    """
+    first = len(edges) - len(outputs)
+    sums = [float(np.abs(row).astype(np.float64).cumsum()[-1]) for row in edges]
+
+    def shared(weights: Sequence[float], rows: Sequence[int]) -> np.ndarray:
+        """What the targets of some rows hand on, added from first to last."""
+        total = np.zeros(edges.shape[1], dtype=np.float64)
+        for weight, row in zip(weights, rows, strict=True):
+            if weight and sums[row]:
+                total += np.abs(edges[row]).astype(np.float64) * (weight / sums[row])
+        return total
+
+    now, total = shared(outputs, range(first, len(edges))), np.zeros(edges.shape[1], dtype=np.float64)
     while now.any():
         total += now
-        now = _weighted(now[:count], shares[:count])
-    return total
-
-
-def _weighted(weights: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """The weighted sum of rows, from first to last."""
-    total = np.zeros(rows.shape[1], dtype=np.float64)
-    for i in np.flatnonzero(weights):
-        total += weights[i] * rows[i]
+        now = shared(now[list(columns)].tolist(), range(len(columns)))
     return total
 
 
 def _top(scores: np.ndarray, share: float) -> np.ndarray:
-    """Which of the scores are the largest that together have this share of the sum. Those equal to the last are kept as well,
-    zeros are not."""
+    """Which of the scores are the largest that together have this share of the sum. Those equal to the last, up to rounding, are
+    kept as well, zeros are not."""
     order = np.sort(scores)[::-1]
     reached = np.cumsum(order)
     last = min(int(np.searchsorted(reached, share * reached[-1])), len(order) - 1)
-    return (scores >= order[last]) & (scores > 0)
+    return (scores >= order[last] * (1 - 1e-9)) & (scores > 0)
 
 
 _DiffLine = tuple[tuple[Node, ...], list[float], list[bool]]
