@@ -377,6 +377,24 @@ def test_trained_transcoders(cross: bool) -> None:
     assert {node.kind for node in pruned.nodes} >= {"feature", "token", "output", "bias"}
 
 
+def test_an_edge_is_the_effect_of_an_ablation() -> None:
+    """Of a feature of the last layer on the logits, with the scale of the final norm held. Negative control: not held."""
+    served, made, last = coin(), trained(3, 3)[0], "blocks.3.hook_out"
+    branch = served.prompt(TEXT, sites=[made.site_in(served), last])
+    graph = rl.attribution_graph(served, branch, [made], (" tails", " heads"))
+    at = branch.length - 1
+    nodes = sorted((n, i) for i, n in enumerate(graph.all_nodes) if n.kind == "feature" and n.position == at)
+    strong = sorted(nodes, key=lambda pair: -abs(float(graph.weights[-1, pair[1]])))[:6]
+    right, wrong = (served.token_ids_of([token])[0] for token in (" tails", " heads"))
+    scale = lambda each: float(each.activations[last][-1].double().square().mean() + served.config.norm_eps) ** 0.5  # noqa: E731
+    value = lambda each: float(each.logits()[right] - each.logits()[wrong])  # noqa: E731
+    forks = [branch.fork(edits=made.edits(branch, ablate=[int(node.number or 0)], positions=at))[0] for node, _ in strong]
+    edges = torch.tensor([float(graph.weights[-1, i]) for _, i in strong])
+    held = torch.tensor([value(branch) - value(each) * scale(each) / scale(branch) for each in forks])
+    free = torch.tensor([value(branch) - value(each) for each in forks])
+    assert torch.allclose(held, edges, atol=1e-4) and not torch.allclose(free, edges, atol=1e-2)
+
+
 # ---- bits
 
 

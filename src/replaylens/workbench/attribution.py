@@ -302,7 +302,7 @@ def attribution_graph(
     twice 4 bytes for each of `max_nodes` times each active feature, error and token.
 
     Raises NoGradient for models whose attention is not supported, Thinking-States models, engines on a GPU and branches with
-    hook functions; BadRequest for transcoders that do not fit the model, BadMetric for metrics that are not linear in the logits.
+    hook functions; BadRequest for transcoders that do not fit the model, BadMetric for metrics that are no sums of logits.
     """
     most = as_int("max_nodes", max_nodes, 1)
     if isinstance(engine, ThinkingEngine):
@@ -375,7 +375,7 @@ def _graph(
     nodes.append(Node("bias", None, None, None, "", 0.0))
     others = sorted(set(range(len(builder.entries))) - set(chosen))
     if others:
-        rest = [math.fsum(row) for row in edges[:, others].tolist()]
+        rest = [math.fsum(row[others].tolist()) for row in edges]
         weights = torch.cat([weights, torch.tensor(rest, dtype=torch.float32)[:, None]], dim=1)
         nodes.append(Node("rest", None, None, None, "", 0.0))
     with torch.inference_mode(False):

@@ -118,7 +118,7 @@ class Graph:
     @property
     def gaps(self) -> Tensor:
         """[targets]: each target's value minus the sum of all edges into it, in float64. What float32 rounded away."""
-        sums = [math.fsum(row) for row in self.weights.tolist()]
+        sums = [math.fsum(row.tolist()) for row in self.weights]
         return torch.tensor([node.value - total for node, total in zip(self.targets, sums, strict=True)], dtype=torch.float64)
 
     # ---- influence --------------------------------------------------------------------------------------------------
@@ -261,8 +261,8 @@ def influence_of(edges: np.ndarray, outputs: Sequence[float], columns: Sequence[
 
 
 def _top(scores: np.ndarray, share: float) -> np.ndarray:
-    """Which of the scores are the largest that together have this share of the sum. Those equal to the last, up to rounding, are
-    kept as well, zeros are not."""
+    """Which of the scores are the largest that together have this share of the sum. Those equal to the last, up to rounding,
+    are kept as well, zeros are not."""
     order = np.sort(scores)[::-1]
     reached = np.cumsum(order)
     last = min(int(np.searchsorted(reached, share * reached[-1])), len(order) - 1)
