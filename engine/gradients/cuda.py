@@ -33,9 +33,6 @@ class KernelProducts:
         weight = module.as_multiplied(name, getattr(module, name))
         return weight.mT if turned else weight
 
-    def packed(self, weight: Tensor) -> Tensor:
-        return weight
-
     def plain(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._product(x, weight)
 

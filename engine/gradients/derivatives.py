@@ -47,10 +47,6 @@ class BackwardProducts(Protocol):
         """A weight as `plain` takes it: [..., inputs, outputs]; turned: [..., outputs, inputs]"""
         ...
 
-    def packed(self, weight: Tensor) -> Any:
-        """A tensor [n, m], which belongs to no module, as `plain` takes it. Nothing keeps it."""
-        ...
-
     def plain(self, x: Tensor, weight: Any) -> Tensor:
         """x [rows, n] times weight [n, m], in float32"""
         ...
@@ -86,7 +82,8 @@ class HostProducts:
     def weight(self, module: Packable, name: str, turned: bool = False) -> Any:
         return self.products.of(module, name, turned)
 
-    def packed(self, weight: Tensor) -> Any:
+    def packed(self, weight: Tensor) -> portable.Panels:
+        """A tensor [n, m], which belongs to no module, as `plain` takes it. Nothing keeps it."""
         return portable.Panels.of(weight)
 
     def plain(self, x: Tensor, weight: Any) -> Tensor:
@@ -275,7 +272,7 @@ def _scored(
 def pattern_of(q: Tensor, k: Tensor, spec: AttentionSpec, products: BackwardProducts) -> Tensor:
     """The pattern of rows at positions 0, 1, ...: [kv_heads, group, rows, keys]. q, k [rows, heads, d_head].
 
-    On a CPU, the bits of a row do not depend on how many rows follow.
+    On a CPU, the bits of a row do not depend on how many rows follow: a sum that ends with zeros has those of a shorter one.
     """
     (rows, heads, _), kv_heads = q.shape, k.shape[1]
     k, group = k.transpose(0, 1).contiguous(), heads // kv_heads

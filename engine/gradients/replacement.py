@@ -1,4 +1,4 @@
-"""`Replacement`: the pass of one path made linear, and where a direction in it comes from.
+"""`ReplacementModel`: the pass of one path made linear, and where a direction in it comes from.
 
 Attention patterns, the scales of norms and the outputs of MLPs are held at their values in the pass. What is left is linear in
 what enters the residual stream: embeddings, MLP outputs, edits and biases. So the projection of any row on any direction is a
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, NoGradient
 from replaylens.engine.gradients.backward import Tape, attended
-from replaylens.engine.gradients.derivatives import BackwardProducts, norm_factor, pattern_of
+from replaylens.engine.gradients.derivatives import HostProducts, norm_factor, pattern_of
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import FINAL_NORM, Attention, Block, Decoder
 from replaylens.engine.model.layers import Norm
@@ -49,7 +49,7 @@ class FrozenNorm:
     normalized: str
     """of its result before the weights"""
 
-    def back(self, g: Tensor, rows: slice, products: BackwardProducts, weighted: bool = True) -> Tensor:
+    def back(self, g: Tensor, rows: slice, products: HostProducts, weighted: bool = True) -> Tensor:
         """The gradient of its input, from that of its result [directions, rows, d]; not weighted: before its weights."""
         h = g * self.norm.weight if weighted else g
         if self.norm.kind == "layer":
@@ -66,7 +66,7 @@ class FrozenLayer:
     pattern: Tensor
     """[kv_heads, group, rows, keys]"""
     values: Any
-    """the product that makes values, turned, as `BackwardProducts.plain` takes it: [kv_heads d_head, d_model]"""
+    """the product that makes values, turned, as `HostProducts.plain` takes it: [kv_heads d_head, d_model]"""
     value_bias: Tensor | None
     """[kv_heads, d_head]"""
     ln1: FrozenNorm | None
@@ -106,7 +106,7 @@ def write_sites(block: Block) -> tuple[str, ...]:
 
 
 def needed_values(model: Decoder) -> set[str]:
-    """The sites whose values a `Replacement` reads. NoGradient for models that it does not support."""
+    """The sites whose values a `ReplacementModel` reads. NoGradient for models that it does not support."""
     require_linear(model.config)
     found = set[str]()
     for layer, block in enumerate(blocks_of(model)):
@@ -130,7 +130,7 @@ def edited_sites(model: Decoder) -> set[str]:
     return found
 
 
-class Replacement:
+class ReplacementModel:
     """The linear replacement of one path's pass."""
 
     def __init__(self, tape: Tape, reads: Mapping[int, str], writes: Mapping[int, str]) -> None:
@@ -139,7 +139,10 @@ class Replacement:
         reads   layer -> the site that directions of this layer are about: what its MLP reads, before or after its norm
         writes  layer -> the site of what its MLP writes; default: as it is added to the stream
         """
-        self.model, self.products, self.reads = tape.runner.model, tape.products(), dict(reads)
+        products = tape.products()
+        if not isinstance(products, HostProducts):
+            raise NoGradient("The replacement model is computed on a CPU only. Load the engine with device='cpu'.")
+        self.model, self.products, self.reads = tape.runner.model, products, dict(reads)
         self._values, self._unedited, self.num_rows = tape.forward.values, tape.forward.unedited, len(tape.tokens)
         self._residual = tape.forward.residual.float()
         self.width = max(self._residual.shape[1], self.model.config.num_heads * self.model.config.d_head)

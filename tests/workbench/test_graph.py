@@ -1,5 +1,6 @@
 """Attribution graphs: planted circuits are found exactly, edges sum to pre-activations, and bits depend on the path alone."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -235,7 +236,7 @@ def test_sums_control(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
         right = replacement.norm_factor
         monkeypatch.setattr(replacement, "norm_factor", lambda x, *rest: right(x.roll(1, 0), *rest))
     elif broken == "value bias":
-        monkeypatch.setattr(replacement.Replacement, "_bias", lambda *_: iter(()))
+        monkeypatch.setattr(replacement.ReplacementModel, "_bias", lambda *_: iter(()))
     else:
         prepare = attribution._Builder._prepare
         monkeypatch.setattr(attribution._Builder, "_prepare", lambda self, i: (prepare(self, i), self.errors[i].zero_()))
@@ -376,6 +377,24 @@ def test_trained_transcoders(cross: bool) -> None:
     assert {node.kind for node in pruned.nodes} >= {"feature", "token", "output", "bias"}
 
 
+def test_an_edge_is_the_effect_of_an_ablation() -> None:
+    """Of a feature of the last layer on the logits, with the scale of the final norm held. Negative control: not held."""
+    served, made, last = coin(), trained(3, 3)[0], "blocks.3.hook_out"
+    branch = served.prompt(TEXT, sites=[made.site_in(served), last])
+    graph = rl.attribution_graph(served, branch, [made], (" tails", " heads"))
+    at = branch.length - 1
+    nodes = sorted((n, i) for i, n in enumerate(graph.all_nodes) if n.kind == "feature" and n.position == at)
+    strong = sorted(nodes, key=lambda pair: -abs(float(graph.weights[-1, pair[1]])))[:6]
+    right, wrong = (served.token_ids_of([token])[0] for token in (" tails", " heads"))
+    scale = lambda each: float(each.activations[last][-1].double().square().mean() + served.config.norm_eps) ** 0.5  # noqa: E731
+    value = lambda each: float(each.logits()[right] - each.logits()[wrong])  # noqa: E731
+    forks = [branch.fork(edits=made.edits(branch, ablate=[int(node.number or 0)], positions=at))[0] for node, _ in strong]
+    edges = torch.tensor([float(graph.weights[-1, i]) for _, i in strong])
+    held = torch.tensor([value(branch) - value(each) * scale(each) / scale(branch) for each in forks])
+    free = torch.tensor([value(branch) - value(each) for each in forks])
+    assert torch.allclose(held, edges, atol=1e-4) and not torch.allclose(free, edges, atol=1e-2)
+
+
 # ---- bits
 
 
@@ -489,12 +508,17 @@ def test_other_places_that_a_transcoder_reads(site: str) -> None:
 
 
 def test_json_has_what_was_kept() -> None:
+    """Plain values, links between nodes that are there; biases are left out."""
     served, transcoders = planted()
-    found = rl.attribution_graph(served, [A, C, B, C], transcoders, (X, Y)).prune().to_json()
-    ids = [node["node_id"] for node in found["nodes"]]
-    assert len(set(ids)) == len(ids) and {"1_0_3", "0_0_3", "0_1_2"} <= set(ids)
-    assert {link[end] for link in found["links"] for end in ("source", "target")} <= set(ids)
-    assert len(found["prompt_tokens"]) == 4
+    graph = rl.attribution_graph(served, [A, C, B, C], transcoders, (X, Y)).prune()
+    found = json.loads(json.dumps(graph.to_json()))
+    assert found["num_layers"] == 2 and len(found["tokens"]) == 4
+    assert len(found["nodes"]) == len(graph.nodes) - 1 and len(found["links"]) == len(graph.edges) - 1
+    (first,) = [i for i, node in enumerate(found["nodes"]) if node.get("layer") == 1]
+    assert found["nodes"][first] | {"kind": "feature", "position": 3, "feature": 0} == found["nodes"][first]
+    assert found["nodes"][-1]["kind"] == "logit" and found["nodes"][-1]["token"] == X
+    weights = {(source, target): weight for source, target, weight in found["links"]}
+    assert weights[first, len(found["nodes"]) - 1] == pytest.approx(graph.all_nodes[-1].value)
 
 
 @pytest.mark.parametrize(("field", "value", "reason"), [("sinks", True, "sinks"), ("clip_qkv", 1.0, "clips its values")])

@@ -26,7 +26,7 @@ from replaylens.engine.gradients.branches import tape, tape_of
 from replaylens.engine.gradients.gradients import LogitDifference
 from replaylens.engine.gradients.replacement import (
     Entering,
-    Replacement,
+    ReplacementModel,
     blocks_of,
     edited_sites,
     needed_values,
@@ -40,7 +40,7 @@ from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
 from replaylens.engine.thinking.core import ThinkingEngine
 from replaylens.workbench.drawing import MetricTokens, words
-from replaylens.workbench.graph import Graph, Node, influence_of, row_sums
+from replaylens.workbench.graph import Graph, Node, influence_of
 
 CHUNK_BYTES = 1 << 26
 """of the gradients of directions that are computed together; moves no bit"""
@@ -114,7 +114,7 @@ class _Targets(NamedTuple):
 class _Builder:
     """The edges of one path. Columns: features, errors, tokens, edits, bias."""
 
-    model: Replacement
+    model: ReplacementModel
     sets: list[FeatureLayer]
     rows: list[FeatureRows]
     """the features of each set at all positions"""
@@ -145,7 +145,7 @@ class _Builder:
 
     def _prepare(self, layer: int) -> None:
         """Mutates: what is written to a layer, and its error."""
-        products, device = self.model.products, self.model.logits.device
+        products = self.model.products
         left = self.model.written(self.model.layers[layer].write).clone()
         bias = left.new_zeros(left.shape[1])
         own = [(i, each.writers[layer][1]) for i, each in enumerate(self.sets) if layer in each.writers]
@@ -157,12 +157,12 @@ class _Builder:
                 columns.append(torch.arange(begin, end) + self.first[i])
                 decoders.append(features.decoder[found.indices[begin:end].long()])
             if sum(map(len, columns)):
-                at, decoder = torch.cat(columns), torch.cat(decoders).to(device)
-                values = self.values[at].to(device)
+                at, decoder = torch.cat(columns), torch.cat(decoders)
+                values = self.values[at]
                 left[position] -= products.plain(values[None], products.packed(decoder))[0]
                 self.writing[layer, position] = at, values, products.packed(decoder.mT)
         for _, features in own:
-            bias += features.weights.b_dec.to(device)
+            bias += features.weights.b_dec
         self.errors[layer], self.biases[layer] = left - bias, bias
 
     def edges(self, targets: _Targets, chosen: Sequence[int]) -> Tensor:
@@ -174,7 +174,7 @@ class _Builder:
             room = CHUNK_BYTES // (4 * (position + 1) * self.model.width) or 1
             some = [i for i in order[:room] if targets.positions[chosen[i]] == position]
             numbers, order = [chosen[i] for i in some], order[len(some) :]
-            directions = torch.stack([targets.directions(number) for number in numbers]).to(self.model.logits.device)
+            directions = torch.stack([targets.directions(number) for number in numbers])
             found = out.new_zeros(len(some), out.shape[1])
             found[:, self.bias_column] = targets.constants[numbers]
             for entering in self.model.pull(position, [targets.layers[number] for number in numbers], directions):
@@ -194,7 +194,7 @@ class _Builder:
             self._enter_written(out, g, layer)
         else:
             column = self.token_column if entering.kind == "embedding" else self.edit_column[entering.site]
-            out[:, column : column + n] += self._dots(g, entering.value).cpu()
+            out[:, column : column + n] += self._dots(g, entering.value)
 
     def _enter_written(self, out: Tensor, g: Tensor, layer: int) -> None:
         """Mutates: the features, the error and the bias of a layer's MLP."""
@@ -202,13 +202,13 @@ class _Builder:
         for position in range(n):
             if (layer, position) in self.writing:
                 columns, values, decoder = self.writing[layer, position]
-                out[:, columns] += (self.model.products.plain(g[:, position].contiguous(), decoder) * values).cpu()
-        out[:, column : column + n] += self._dots(g, self.errors[layer][:n]).cpu()
+                out[:, columns] += self.model.products.plain(g[:, position].contiguous(), decoder) * values
+        out[:, column : column + n] += self._dots(g, self.errors[layer][:n])
         self._add_bias(out, g, self.biases[layer])
 
     def _add_bias(self, out: Tensor, g: Tensor, bias: Tensor) -> None:
         """Mutates: a bias that every row gets."""
-        out[:, self.bias_column] += self.model.products.total(self._dots(g, bias))[:, 0].cpu()
+        out[:, self.bias_column] += self.model.products.total(self._dots(g, bias))[:, 0]
 
     def _dots(self, g: Tensor, value: Tensor) -> Tensor:
         """[directions, rows]"""
@@ -237,7 +237,7 @@ def _outputs(engine: Core, logits: Tensor, likely: Tensor, metric: MetricTokens 
         slope[0, wrong] -= 1.0
         value = float(logits[right] - logits[wrong])
         name = f"logit difference {shown(right)} - {shown(wrong)}"
-        return _Outputs([Node("output", None, None, None, name, value)], slope, [1.0])
+        return _Outputs([Node("output", None, None, right, name, value)], slope, [1.0])
     if metric is None:
         order = likely.argsort(descending=True, stable=True)[:TOP_LOGITS].tolist()
         reached = np.cumsum([float(likely[token]) for token in order])
@@ -266,20 +266,18 @@ def _selected(builder: _Builder, targets: _Targets, shares: Sequence[float], mos
     count, outputs = len(builder.entries), list(range(len(builder.entries), len(targets.layers)))
     if count <= most:
         return list(range(count)), builder.edges(targets, range(len(targets.layers)))
-    known, edges, bias = list[int](), builder.edges(targets, outputs), builder.bias_column
+    known, last = list[int](), builder.edges(targets, outputs)
+    edges = torch.zeros(most + len(last), last.shape[1], dtype=torch.float32)  # of features known so far, then of outputs
+    edges[most:] = last
     while len(known) < most:
-        sizes = np.abs(edges.numpy().astype(np.float64))
-        sizes[:, bias] = 0.0
-        sizes /= np.maximum(row_sums(sizes), 1e-300)[:, None]
-        square = np.zeros((count, sizes.shape[1]), dtype=np.float64)
-        square[known] = sizes[: len(known)]
-        found = influence_of(np.concatenate([square, sizes[len(known) :]]), shares)[:count]
+        counted = edges[: most + len(last), : builder.bias_column].numpy()
+        found = influence_of(counted, shares, known)[:count]
         found[known] = -1.0
         more = np.argsort(-found, kind="stable")[: min(most - len(known), max(64, most // 8))].tolist()
-        edges = torch.cat([edges[: len(known)], builder.edges(targets, more), edges[len(known) :]])
+        edges[len(known) : len(known) + len(more)] = builder.edges(targets, more)
         known += more
-    order = np.argsort(known, kind="stable")
-    return sorted(known), torch.cat([edges[order.tolist()], edges[most:]])
+    order = np.argsort(known, kind="stable").tolist()
+    return [known[i] for i in order], edges[[*order, *range(most, len(edges))]]
 
 
 @verb
@@ -300,11 +298,11 @@ def attribution_graph(
                  likeliest tokens, up to 10 and 95 % of the probability. Before a softcap, if the model has one
     max_nodes    features that become nodes; of more active ones, the most influential. The sum of the others is one node
 
-    Memory: the values of the pass, patterns of all layers, 4 bytes for each node that edges go into times each active feature,
-    error and token, and 64 MiB.
+    Memory: the values of the pass, the patterns of all layers, the decoder rows of active features, 64 MiB of gradients, and
+    twice 4 bytes for each of `max_nodes` times each active feature, error and token.
 
-    Raises NoGradient for models whose attention is not supported, Thinking-States models and branches with hook functions;
-    BadRequest for transcoders that do not fit the model, BadMetric for metrics that are not linear in the logits.
+    Raises NoGradient for models whose attention is not supported, Thinking-States models, engines on a GPU and branches with
+    hook functions; BadRequest for transcoders that do not fit the model, BadMetric for metrics that are no sums of logits.
     """
     most = as_int("max_nodes", max_nodes, 1)
     if isinstance(engine, ThinkingEngine):
@@ -314,14 +312,14 @@ def attribution_graph(
     seen, certified = _seen(engine, text, needed | {own.reads for own in sets})
     writes = {layer: site for own in sets for layer, (site, _) in own.writers.items()}
     with torch.inference_mode(), modes.canonical():
-        model = engine.lock.alone(lambda: Replacement(seen, {own.layer: own.reads for own in sets}, writes))
+        model = engine.lock.alone(lambda: ReplacementModel(seen, {own.layer: own.reads for own in sets}, writes))
         rows = [own.encoder.encode(model.value(own.reads)) for own in sets]
         builder = _Builder(model, sets, rows)
         likely = seen.logits.double().softmax(-1)
-        outputs = _outputs(engine, model.logits.cpu(), likely, metric)
+        outputs = _outputs(engine, model.logits, likely, metric)
         chosen, edges = _selected(builder, _targets(builder, outputs.slopes), outputs.shares, most)
     digests = (engine.fingerprint.digest, *sorted(each.digest for own in sets for _, each in own.writers.values()))
-    return _graph(engine, builder, seen.tokens, outputs, chosen, edges, digests, certified and model.products.certified)
+    return _graph(engine, builder, seen.tokens, outputs, chosen, edges, digests, certified)
 
 
 def _seen(engine: Core, text: Prompt | Branch, needed: set[str]) -> tuple[Tape, bool]:
@@ -338,19 +336,19 @@ def _seen(engine: Core, text: Prompt | Branch, needed: set[str]) -> tuple[Tape, 
 def _targets(builder: _Builder, slopes: Tensor) -> _Targets:
     """The features, and after them the outputs."""
     model, entries, sets = builder.model, builder.entries, {own.layer: own.encoder.weights for own in builder.sets}
-    towards, constants = model.towards(slopes.to(model.logits.device))
+    towards, constants = model.towards(slopes)
     last, encoders = model.num_rows - 1, {layer: weights.W_enc.mT for layer, weights in sets.items()}
     biases = torch.tensor([float(sets[layer].b_enc[feature]) for layer, _, feature in entries], dtype=torch.float32)
 
     def direction(number: int) -> Tensor:
         if number >= len(entries):
-            return towards[number - len(entries)].cpu()
+            return towards[number - len(entries)]
         layer, _, feature = entries[number]
         return encoders[layer][feature]
 
     positions = [position for _, position, _ in entries] + [last] * len(slopes)
     layers = [layer for layer, _, _ in entries] + [len(model.layers)] * len(slopes)
-    return _Targets(positions, layers, direction, torch.cat([biases, constants.cpu()]))
+    return _Targets(positions, layers, direction, torch.cat([biases, constants]))
 
 
 def _graph(
@@ -377,7 +375,7 @@ def _graph(
     nodes.append(Node("bias", None, None, None, "", 0.0))
     others = sorted(set(range(len(builder.entries))) - set(chosen))
     if others:
-        rest = [math.fsum(row) for row in edges[:, others].tolist()]
+        rest = [math.fsum(row[others].tolist()) for row in edges]
         weights = torch.cat([weights, torch.tensor(rest, dtype=torch.float32)[:, None]], dim=1)
         nodes.append(Node("rest", None, None, None, "", 0.0))
     with torch.inference_mode(False):

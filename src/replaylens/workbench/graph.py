@@ -20,7 +20,6 @@ from replaylens.engine.request.values import as_float, as_instance
 from replaylens.workbench.drawing import paragraph
 
 Kind = Literal["feature", "error", "token", "edit", "bias", "rest", "output"]
-Array = np.ndarray[Any, np.dtype[Any]]
 
 # ---- graph -----------------------------------------------------------------------------------------------------------
 
@@ -32,7 +31,7 @@ class Node(NamedTuple):
     layer: int | None
     position: int | None
     number: int | None
-    """of a feature; of a token or an output, the token's id"""
+    """of a feature; of a token or an output, the token's id; of a logit difference, that of the first token"""
     text: str
     """of the token at the position; of an output, what it is; of an edit, its site"""
     value: float
@@ -76,9 +75,9 @@ class Graph:
     """fingerprint of the model and digests of the transcoders"""
     certified: bool
     """whether the bits are promised: the same in any batch and on every fork"""
-    kept_nodes: Array
+    kept_nodes: np.ndarray
     """[all nodes] bool"""
-    kept_edges: Array
+    kept_edges: np.ndarray
     """[targets, sources] bool"""
 
     def __repr__(self) -> str:
@@ -119,21 +118,24 @@ class Graph:
     @property
     def gaps(self) -> Tensor:
         """[targets]: each target's value minus the sum of all edges into it, in float64. What float32 rounded away."""
-        sums = [math.fsum(row) for row in self.weights.tolist()]
+        sums = [math.fsum(row.tolist()) for row in self.weights]
         return torch.tensor([node.value - total for node, total in zip(self.targets, sums, strict=True)], dtype=torch.float64)
 
     # ---- influence --------------------------------------------------------------------------------------------------
 
-    def _columns(self, *kinds: Kind) -> Array:
+    def _columns(self, *kinds: Kind) -> np.ndarray:
         return np.array([node.kind in kinds for node in self.all_nodes[: self.num_sources]], dtype=bool)
 
     @property
-    def influence(self) -> Array:
+    def influence(self) -> np.ndarray:
         """[sources]: the part of the outputs that passes through each, over all paths: products of edges as shares of what
         goes into their targets, without signs. Biases have none."""
-        return influence_of(self._normed(np.ones_like(self.kept_edges)), self.shares)
+        return self._influence(self.weights.numpy() * ~self._columns("bias"))
 
-    def _normed(self, kept: Array) -> Array:
+    def _influence(self, edges: np.ndarray) -> np.ndarray:
+        return influence_of(edges, self.shares, range(self.num_features))
+
+    def _normed(self, kept: np.ndarray) -> np.ndarray:
         """[targets, sources] float64: the edges as shares, without biases."""
         sizes = np.abs(self.weights.numpy().astype(np.float64)) * (kept & ~self._columns("bias"))
         return sizes / np.maximum(row_sums(sizes), 1e-300)[:, None]
@@ -150,7 +152,7 @@ class Graph:
     def completeness(self) -> float:
         """The share of what goes into nodes that does not come from errors, each node weighted by its influence."""
         shares = self._normed(np.ones_like(self.kept_edges))
-        own = np.concatenate([influence_of(shares, self.shares)[: self.num_features], self.shares])
+        own = np.concatenate([self._influence(shares)[: self.num_features], self.shares])
         known = row_sums(shares * ~self._columns("error", "rest")) * own
         return math.fsum(known) / math.fsum(row_sums(shares) * own)
 
@@ -168,7 +170,7 @@ class Graph:
         kept = _top(self.influence, shares[0]) | stay
         rows = np.concatenate([kept[:count], np.ones(len(self.shares), dtype=bool)])  # of targets
         normed = self._normed(rows[:, None] & kept)
-        through = np.concatenate([influence_of(normed, self.shares)[:count], self.shares])
+        through = np.concatenate([self._influence(normed)[:count], self.shares])
         strong = _top((normed * through[:, None]).ravel(), shares[1]).reshape(normed.shape)
         while True:  # a node without edges takes those of others away
             strong &= rows[:, None] & kept
@@ -195,82 +197,79 @@ class Graph:
         return GraphDiff(self, other, len(list(takewhile(bool, same))))
 
     def to_json(self) -> dict[str, Any]:
-        """Nodes and links that were not pruned, as plain data, with the fields of published graph files."""
-        found = self.influence.tolist() + list(self.shares)
-        names = [_node_id(node, i) for i, node in enumerate(self.all_nodes)]
-        nodes = [_as_json(node, names[i], found[i]) for i, node in enumerate(self.all_nodes) if self.kept_nodes[i]]
-        at, rows = np.argwhere(self.kept_edges), [*range(self.num_features), *range(self.num_sources, len(self.all_nodes))]
-        links = [{"source": names[j], "target": names[rows[i]], "weight": float(self.weights[i, j])} for i, j in at.tolist()]
-        return {"prompt": "".join(self.words), "prompt_tokens": list(self.words), "nodes": nodes, "links": links}
+        """What was not pruned as plain values: the nodes, links, tokens and num_layers that
+        `replaylens.bridges.neuronpedia.graph` takes. Biases, edits and features left out have no place there.
+        """
+        influence, last = [*self.influence.tolist(), *self.shares], len(self.tokens) - 1
+        numbers, nodes = dict[int, int](), list[dict[str, Any]]()
+        for i, node in enumerate(self.all_nodes):
+            if self.kept_nodes[i] and node.kind in _KINDS:
+                numbers[i] = len(nodes)
+                position = last if node.position is None else node.position
+                place = {name: getattr(node, field) for name, field in _KINDS[node.kind][1].items()}
+                more = {"activation": node.value} if node.kind == "feature" else {}
+                more |= {"probability": influence[i]} if node.kind == "output" else {"influence": influence[i]}
+                nodes.append({"kind": _KINDS[node.kind][0], "position": position, **place, **more, "label": str(node)})
+        rows = [*range(self.num_features), *range(self.num_sources, len(self.all_nodes))]
+        pairs = [(j, rows[i], float(self.weights[i, j])) for i, j in np.argwhere(self.kept_edges).tolist() if j in numbers]
+        links = [(numbers[source], numbers[target], weight) for source, target, weight in pairs]
+        layers = 1 + max(node.layer or 0 for node in self.all_nodes if node.kind == "error")
+        return {"nodes": nodes, "links": links, "tokens": list(self.words), "num_layers": layers}
 
     def _repr_html_(self) -> str:
         shown = self.edges.head(20).map(lambda x: str(x) if isinstance(x, Node) else x)
         return paragraph(repr(self)) + shown.to_html(index=False, float_format="{:.4f}".format)
 
 
-_TYPES: dict[Kind, str] = {
-    "feature": "cross layer transcoder",
-    "error": "mlp reconstruction error",
-    "rest": "mlp reconstruction error",
-    "token": "embedding",
-    "output": "logit",
-    "bias": "bias",
-    "edit": "edit",
+_KINDS: dict[Kind, tuple[str, dict[str, str]]] = {
+    "feature": ("feature", {"layer": "layer", "feature": "number"}),
+    "error": ("error", {"layer": "layer"}),
+    "token": ("embedding", {"token": "number"}),
+    "output": ("logit", {"token": "number"}),
 }
-"""names of kinds in graph files"""
+"""kind -> its name in graph files, and the fields that it has there"""
 
 
-def _node_id(node: Node, i: int) -> str:
-    match node.kind:
-        case "feature":
-            return f"{node.layer}_{node.number}_{node.position}"
-        case "token":
-            return f"E_{node.number}_{node.position}"
-        case "error":
-            return f"error_{node.layer}_{node.position}"
-    return f"{node.kind}_{i}"
-
-
-def _as_json(node: Node, name: str, influence: float) -> dict[str, Any]:
-    place = {"layer": node.layer, "ctx_idx": node.position, "feature": node.number, "feature_type": _TYPES[node.kind]}
-    return {"node_id": name, **place, "clerp": str(node), "activation": node.value, "influence": influence}
-
-
-def row_sums(x: Array) -> Array:
+def row_sums(x: np.ndarray) -> np.ndarray:
     """[rows, n] -> [rows], added from first to last, as on every machine"""
-    found: Array = x.cumsum(1)[:, -1]
-    return found
+    return x.cumsum(1)[:, -1]
 
 
-def influence_of(shares: Array, outputs: Sequence[float]) -> Array:
-    """shares [targets, sources] of a graph without cycles -> the influence of each source [sources]"""
-    count = len(shares) - len(outputs)
-    now = _weighted(np.array(outputs, dtype=np.float64), shares[count:])
-    total = np.zeros(shares.shape[1], dtype=np.float64)
+def influence_of(edges: np.ndarray, outputs: Sequence[float], columns: Sequence[int]) -> np.ndarray:
+    """The influence of each source [sources], in a graph without cycles.
+
+    edges    [targets, sources], the outputs last
+    outputs  how much each counts
+    columns  of the targets before them. There may be fewer than targets: the others have no edges yet
+    """
+    first = len(edges) - len(outputs)
+    sums = [float(np.abs(row).astype(np.float64).cumsum()[-1]) for row in edges]
+
+    def shared(weights: Sequence[float], rows: Sequence[int]) -> np.ndarray:
+        """What the targets of some rows hand on, added from first to last."""
+        total = np.zeros(edges.shape[1], dtype=np.float64)
+        for weight, row in zip(weights, rows, strict=True):
+            if weight and sums[row]:
+                total += np.abs(edges[row]).astype(np.float64) * (weight / sums[row])
+        return total
+
+    now, total = shared(outputs, range(first, len(edges))), np.zeros(edges.shape[1], dtype=np.float64)
     while now.any():
         total += now
-        now = _weighted(now[:count], shares[:count])
+        now = shared(now[list(columns)].tolist(), range(len(columns)))
     return total
 
 
-def _weighted(weights: Array, rows: Array) -> Array:
-    """The weighted sum of rows, from first to last."""
-    total = np.zeros(rows.shape[1], dtype=np.float64)
-    for i in np.flatnonzero(weights):
-        total += weights[i] * rows[i]
-    return total
-
-
-def _top(scores: Array, share: float) -> Array:
-    """Which of the scores are the largest that together have this share of the sum. Those equal to the last are kept as well,
-    zeros are not."""
+def _top(scores: np.ndarray, share: float) -> np.ndarray:
+    """Which of the scores are the largest that together have this share of the sum. Those equal to the last, up to rounding,
+    are kept as well, zeros are not."""
     order = np.sort(scores)[::-1]
     reached = np.cumsum(order)
     last = min(int(np.searchsorted(reached, share * reached[-1])), len(order) - 1)
-    return (scores >= order[last]) & (scores > 0)
+    return (scores >= order[last] * (1 - 1e-9)) & (scores > 0)
 
 
-_Line = tuple[tuple[Node, ...], list[float], list[bool]]
+_DiffLine = tuple[tuple[Node, ...], list[float], list[bool]]
 """nodes, their numbers before and after, and whether each side has them"""
 
 
@@ -296,7 +295,7 @@ class GraphDiff:
         """One line per node whose value differs: node, before, after, change, status. A feature that is not active is 0."""
         sides = [{node.key: node for node in graph.all_nodes} for graph in (self.before, self.after)]
         kept = {node.key: node for graph in (self.after, self.before) for node in graph.nodes}
-        found: list[_Line] = []
+        found: list[_DiffLine] = []
         for key, node in kept.items():
             if not self._left_out(node):
                 values = [side[key].value if key in side else 0.0 for side in sides]
@@ -313,7 +312,7 @@ class GraphDiff:
         (after, kept), (before, kept_before) = (_aligned(graph, list(targets), list(sources)) for graph in graphs)
         differs = (before != after) & (kept | kept_before) & known[0][:, None] & known[1]
         rows, columns = list(targets.values()), list(sources.values())
-        found: list[_Line] = []
+        found: list[_DiffLine] = []
         for i, j in np.argwhere(differs).tolist():
             values = [float(before[i, j]), float(after[i, j])]
             found.append(((columns[j], rows[i]), values, [value != 0 for value in values]))
@@ -329,7 +328,7 @@ class GraphDiff:
         return paragraph(repr(self)) + shown.to_html(index=False, float_format="{:.4f}".format)
 
 
-def _aligned(graph: Graph, targets: list[Any], sources: list[Any]) -> tuple[Array, Array]:
+def _aligned(graph: Graph, targets: list[Any], sources: list[Any]) -> tuple[np.ndarray, np.ndarray]:
     """The weights of a graph and which edges were not pruned, by the keys of other nodes; 0 of those that it does not have."""
     rows, columns = ({key: i for i, key in enumerate(side)} for side in (targets, sources))
     at = np.ix_(
@@ -340,7 +339,7 @@ def _aligned(graph: Graph, targets: list[Any], sources: list[Any]) -> tuple[Arra
     return weights, kept
 
 
-def _differing(found: list[_Line], *names: str) -> pd.DataFrame:
+def _differing(found: list[_DiffLine], *names: str) -> pd.DataFrame:
     """The lines whose numbers or presence differ, the largest change first."""
     lines = []
     for nodes, (before, after), there in found:
