@@ -12,15 +12,17 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import replaylens as rl
-from replaylens.engine.resampling.plan import Race
+from replaylens.engine.resampling.plan import Race, rollout_seed
 from studies.common import COLOURS, QUIET, digest, inputs, legend, picture, share
 
 PARTS = ("stopping", "tracking", "chains", "arithmetic")
 MODEL = "smollm2"
-ROLLOUTS, SAMPLING = 8, rl.Sampling(temperature=0.7, seed=1)
+ROLLOUTS, SAMPLING = 6, rl.Sampling(temperature=0.7, seed=1)
+TOGETHER = 25
+"""questions in one batch"""
 MAX_NEW = {"arithmetic": 20, "tracking": 12}
 ALPHA = 0.05
-CHAINS, AGAIN, TOKEN_CHAINS, READ_CHAINS = 16, 10, 3, 6
+CHAINS, AGAIN, TOKEN_CHAINS, READ_CHAINS = 12, 10, 2, 4
 """chains resampled at sentences, rollouts at each; chains forked at tokens; chains whose attention is read"""
 KINDS = ("arithmetic", "tracking")
 ANSWERS = {"arithmetic": rl.Answer.regex(r"So (\d+)"), "tracking": rl.Answer.regex(r"So (red|blue|green)")}
@@ -76,7 +78,7 @@ def tracking(random: np.random.Generator) -> tuple[str, str]:
 
 def run(quick: bool, part: str) -> dict[str, Any]:
     if part == "stopping":
-        return simulate(200 if quick else 2000, 100)
+        return simulate(200 if quick else 1000, 100)
     engine = rl.Engine.load(MODEL)
     if part in KINDS:
         asked = questions(part, 4 if quick else 100)
@@ -98,25 +100,15 @@ def run(quick: bool, part: str) -> dict[str, Any]:
 def outcomes(engine: rl.Engine, kind: str, asked: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """Rollouts of every question: how often right, what adaptive stopping saves, and whether the prompt's state tells."""
     layer = engine.config.num_layers // 2
-    site, drawn, names = f"blocks.{layer}.hook_in", [], list[str]()
-    states, right, sure, saved, digests, paths = [], [], [], [], [], []
-    for number, (prompt, answer) in enumerate(asked):
-        with engine.prompt(prompt, sites=[site], positions="last") as root:
-            rollouts = root.resample(ROLLOUTS, sampling=seeded(number), max_new=MAX_NEW[kind], answer=ANSWERS[kind])
-            states.append(root.activations[site][-1].double().numpy())
-            paths.append(np.array(root.tokens))
-        said = [each.outcome for each in rollouts]
-        drawn.append(said)
-        names += [each or "no answer" for each in said]
-        right.append(np.mean([each == answer for each in said]))
-        digests.append(rollouts.digest)
-        race, stopped = Race(ALPHA), ROLLOUTS
-        for count, each in enumerate(said, 1):
-            if race.add(each) is not None:
-                stopped = count
-                break
+    states, paths, drawn = rollouts(engine, kind, [prompt for prompt, _ in asked], f"blocks.{layer}.hook_in")
+    right = [float(np.mean([each == answer for each in said])) for said, (_, answer) in zip(drawn, asked, strict=True)]
+    sure, saved = [], []
+    for said, (_, answer) in zip(drawn, asked, strict=True):
+        race = Race(ALPHA)
+        stopped = next((count for count, each in enumerate(said, 1) if race.add(each) is not None), ROLLOUTS)
         saved.append(1 - stopped / ROLLOUTS)
         sure.append((race.settled, answer))
+    names = [each or "no answer" for said in drawn for each in said]
     known = sorted(set(names))
     counts = np.array([[sum((each or "no answer") == name for each in said) for name in known] for said in drawn])
     settled = [leader == answer for leader, answer in sure if leader is not None]
@@ -132,7 +124,7 @@ def outcomes(engine: rl.Engine, kind: str, asked: Sequence[tuple[str, str]]) -> 
         "settled_right": int(sum(settled)),
         "saved": share(saved, range(len(saved))),
         "saved_of_100": share([simulated_saving(said) for said in drawn], range(len(drawn))),
-        "rollouts_digest": digest(digests),
+        "rollouts_digest": digest(names),
         "leader_share": [float(row.max() / row.sum()) for row in counts],
     }
     if len(asked) >= 20:
@@ -142,6 +134,34 @@ def outcomes(engine: rl.Engine, kind: str, asked: Sequence[tuple[str, str]]) -> 
         )
         made["probe"] = {"lines": probe.lines, "findings": list(probe.findings)}
     return made
+
+
+def rollouts(
+    engine: rl.Engine, kind: str, prompts: Sequence[str], site: str
+) -> tuple[list[Any], list[Any], list[list[str | None]]]:
+    """(the last row of each prompt, its tokens, the outcomes of its rollouts).
+
+    The rollouts are those of `resample`, seed by seed, but of many prompts in one batch, which takes half of the time.
+    """
+    states, paths, drawn = [], [], []
+    shared = engine.prompt(SHOTS[kind]).force("Q:")  # computed once; kept, so that its pages are found
+    for first in range(0, len(prompts), TOGETHER):
+        roots = engine.prompts(prompts[first : first + TOGETHER], sites=[site], positions="last")
+        states += [root.activations[site][-1].double().numpy() for root in roots]
+        paths += [np.array(root.tokens) for root in roots]
+        forks = [fork for root in roots for fork in root.fork(ROLLOUTS)]
+        own = [
+            seeded(number).derived(seed=rollout_seed(seeded(number).seed, root.length, count))
+            for number, root in enumerate(roots, first)
+            for count in range(ROLLOUTS)
+        ]
+        texts = [fork.generated_text for fork in engine.generate(forks, MAX_NEW[kind], sampling=own)]
+        said = [None if (found := ANSWERS[kind].read(text)) is None else found.outcome for text in texts]
+        drawn += [said[at : at + ROLLOUTS] for at in range(0, len(said), ROLLOUTS)]
+        for branch in (*forks, *roots):
+            branch.release()
+    shared.release()
+    return states, paths, drawn
 
 
 def seeded(number: int) -> rl.Sampling:
