@@ -111,7 +111,8 @@ class Engine(TransformerLensVerbs):
         _require_float32(dtype, where)
         ranks = as_int("ranks", ranks, 1)
         if ranks > 1:
-            _require_one_place(where, "a model over several ranks")
+            if not isinstance(where, str):
+                raise BadRequest(f"Both devices={list(where)} and ranks={ranks} were given. Give one of them.")
             if (place := launched(ranks)) is not None and place[0]:
                 follow(device)
         if draft_model is None and isinstance(source, str) and source == "coin-plain":
@@ -276,7 +277,11 @@ def placed_devices(given: Any, device: str) -> tuple[str, ...]:
     listed = [given] if isinstance(given, str) else list(given)
     known = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     named = tuple("cuda:0" if isinstance(each, str) and each == "cuda" else each for each in listed)
-    if not named or any(each not in known for each in named):
+    if not named:
+        raise BadRequest(f"devices=[] names none. Give at least one of {', '.join(known)}.")
+    if len(known) == 1 and any(isinstance(each, str) and each.startswith("cuda") for each in named):
+        raise BadRequest("No CUDA device found. Use devices=['cpu'].")
+    if any(each not in known for each in named):
         raise BadRequest(f"Invalid devices={short_repr(given)}. Give a list of {', '.join(known)}.")
     if device != "cpu" and not any(each.startswith(device) for each in named):
         raise BadRequest(f"device={device!r} and devices={list(named)} were given. Give one of them.")

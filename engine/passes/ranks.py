@@ -11,6 +11,7 @@ one that dies costs the pass, never a token.
 import argparse
 import json
 import os
+import shutil
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from replaylens.engine.errors import FingerprintMismatch, RankFailed
+from replaylens.engine.errors import BadRequest, FingerprintMismatch, RankFailed
 from replaylens.engine.model import modes
 from replaylens.engine.model.config import Activation
 from replaylens.engine.model.decoder import Decoder
@@ -142,6 +143,8 @@ class Ranks:
 
     def __init__(self, size: int, device: str, dtype: torch.dtype, timeout: float = TIMEOUT) -> None:
         """Starts them, unless torchrun did. timeout: seconds to wait for an answer"""
+        if timeout <= 0:
+            raise BadRequest(f"Invalid rank_timeout={timeout:g}. Give seconds, more than 0.")
         self.size, self.timeout, self.dtype = size, timeout, dtype
         self.device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         self.reload: Callable[[Ranks], None] | None = None
@@ -323,9 +326,11 @@ class Ranks:
 
     def _explained(self) -> str:
         again = "Start the program again" if self._followers.by_torchrun else "Call engine.ranks.restart()"
+        if self._failed == "closed":
+            return f"The ranks of this engine were closed; all branches are as after their last token. {again} to go on."
         return (
             f"A product was not computed: {self._failed}. Nothing of this pass was committed; all branches are as after their "
-            f"last token. {again}, and repeat the request; a dump goes on with resume=True."
+            f"last token. {again}, and repeat the request; a dump goes on with resume=True, a command with --resume."
         )
 
 
@@ -435,6 +440,7 @@ class Follower:
     def __init__(self, wire: Wire, device: torch.device) -> None:
         self.wire, self.device = wire, device
         self.slices: dict[int, Slice] = {}
+        self._ops = cache(partial(row_ops, device.type))
 
     def serve(self) -> None:
         """Returns when rank 0 ends, or closes the connection."""
@@ -460,7 +466,7 @@ class Follower:
         """Loads or compiles the kernels, which would make a first answer late."""
         piece, x = Slice(gated=False), torch.zeros(2, 32, dtype=dtype, device=self.device)
         piece.put("weight", torch.zeros(32, 32, dtype=dtype, device=self.device))
-        row_ops(self.device.type, False).linear_activate(x, piece, "silu", gated=True)
+        self._ops(False).linear_activate(x, piece, "silu", gated=True)
 
     def _take(self, shape: tuple[int, ...], dtype: torch.dtype, words: bool = False) -> Tensor:
         work, out = self.wire.receive(shape, dtype, 0, words)
@@ -483,7 +489,7 @@ class Follower:
         kind, gated, fast, dtype, rows, middle, width, top, *_ = more
         x = self._take((rows, width) if not middle else (rows, middle, width), DTYPES[dtype]).to(self.device)
         chosen = self._take((rows, top), torch.int64).to(self.device) if top else None
-        ops = row_ops(self.device.type, bool(fast))
+        ops = self._ops(bool(fast))
         if op == HIDDEN:
             return ops.experts_hidden(x, chosen, piece, KINDS[kind])
         if op == OUT:
@@ -496,9 +502,8 @@ class Follower:
         return torch.tensor([number])
 
 
-@cache
 def row_ops(device: str, fast: bool, divided: bool = False) -> Any:
-    """The ops of single rows on a device; divided: over ranks."""
+    """The ops of single rows on a device; divided: over ranks. They keep the weights that they have packed."""
     if device == "cpu":
         from replaylens.engine.passes.cpu import CpuRowOps
         from replaylens.engine.passes.products import Products
@@ -527,6 +532,7 @@ def main() -> None:
     started(Path(given.store).parent, given.rank).touch()
     wire = Wire(dist.FileStore(given.store, given.ranks), given.rank, given.ranks, "127.0.0.1", 600.0)
     Follower(wire, torch.device(given.device)).serve()
+    shutil.rmtree(Path(given.store).parent, ignore_errors=True)  # rank 0 may have been killed
 
 
 if __name__ == "__main__":

@@ -116,16 +116,25 @@ def identity(device: torch.device, dtype: torch.dtype) -> str:
     return ", ".join(parts)
 
 
+_TAKEN: set[int] = set()
+"""this process, once its followers by torchrun have an engine"""
+
+
 class Followers:
     """The processes of ranks 1, 2, ... and the group of all ranks."""
 
     def __init__(self, size: int, device: torch.device, dtype: torch.dtype, timeout: float) -> None:
         self.by_torchrun = launched() is not None
+        if self.by_torchrun and _TAKEN:
+            raise BadRequest(
+                "The processes that torchrun started serve one engine, which this program has loaded. Use that one."
+            )
         self.processes: list[subprocess.Popen[bytes]] = []
         self.folder = tempfile.TemporaryDirectory(prefix="replaylens-ranks-")  # for this user alone
         wait = max(timeout, START)
         try:
             if self.by_torchrun:
+                _TAKEN.add(os.getpid())
                 self.wire = Wire(*of_torchrun(), wait)
             else:
                 path = str(Path(self.folder.name, "store"))
@@ -203,7 +212,7 @@ class Followers:
             said = self._log(rank).read_text(errors="replace").strip().splitlines() if self._log(rank).exists() else []
             return f"ended with exit code {code}{': ' + said[-1][:200] if said else ''}"
         if "Timed out" in str(error):
-            return f"did not answer within {limit:g} s"
+            return f"did not answer within {limit:g} s ({len(self.processes) + 1} processes on {os.cpu_count()} cores)"
         return f"failed ({type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''})"
 
     @staticmethod

@@ -20,6 +20,7 @@ from replaylens.probes.controls import (
     control_labels,
     majority,
     make_goal,
+    position_bins,
     token_identity,
     untrained_rows,
 )
@@ -36,14 +37,16 @@ from replaylens.probes.splits import Split, fold_of_groups
 # ---- transfer --------------------------------------------------------------------------------------------------------
 # `transfer`: do probes fitted on accepted branches read rejected ones, and how much is due to shared prefixes?
 
-ALL_CONTROLS = (SHUFFLED, TOKEN, BAG, CONTROL_TASK, UNTRAINED) = (
-    "shuffled labels", "token alone", "bag of tokens", "control task", "untrained model",
+ALL_CONTROLS = (SHUFFLED, TOKEN, POSITION, BAG, CONTROL_TASK, UNTRAINED) = (
+    "shuffled labels", "token alone", "position alone", "bag of tokens", "control task", "untrained model",
 )  # fmt: skip
-"""labels exchanged between roots before the fit; the row's token; tokens of its path; a random class per type of context"""
+"""labels exchanged between roots before the fit; the row's token; its position; tokens of its path; a random class per type of
+context"""
 CONTROLS = (SHUFFLED, TOKEN)
 """of transfer across tasks and runs, whose texts differ"""
 _DRAWS = 4
 """shuffled fits per cell"""
+_NUMBER = "Label {!r} is a number, and a transfer needs classes. Give another label, or cut it into classes."
 WAYS = (("accepted", "accepted"), ("accepted", "rejected"), ("rejected", "rejected"), ("rejected", "accepted"))
 
 
@@ -65,6 +68,8 @@ def transfer(
     prefixes, not transfer. Only rows after the prompt count, since prompts have no rejected rows. Controls go the same way,
     from accepted to rejected rows: `ALL_CONTROLS`, the untrained model if the rows' `engine` is given. Shown: some cell is
     above every one of them and above the majority; the intervals of the differences hold for all cells jointly.
+
+    Shown is not used: any function of the last words, whatever it means, may be readable in a model that knows them.
     """
     every = ProbeRows.of(given)
     if every.about.task is None:
@@ -80,9 +85,11 @@ def transfer(
     chosen = independent(here)
     rows, notes = chosen.rows, [chosen.note] if chosen.note else []
     target = rows.target(label)
+    if target.kind != "class":
+        raise BadRows(_NUMBER.format(label))
     rows, target = rows.where(target.present), target[target.present]
     accepted = rows.frame["accepted"].to_numpy(dtype=bool)
-    _require_both(accepted, position)
+    _require_both(accepted, position, f" with a value of {label!r}")
     folds, seed = folds_and_seed(folds, seed)
     goal, groups = make_goal(target), groups_of(rows)
     inside = np.arange(folds)[:, None] == fold_of_groups(groups, folds, seed)
@@ -132,6 +139,10 @@ class _Controls:
         tokens = rows.frame["token"].to_numpy()
         self.of_text = {TOKEN: token_identity(goal.codes, tokens, *masks) == goal.codes}
         """control -> [rows]: whether the text alone tells the class"""
+        if (places := position_bins(rows.frame["position"], np.ones(len(rows), dtype=bool))) is None:
+            self.notes.append(f"Skipped the control {POSITION!r}: all rows are at the same position.")
+        else:
+            self.of_text[POSITION] = token_identity(goal.codes, places, *masks) == goal.codes
         self._labels = {SHUFFLED: _shuffled(goal, groups, self._tested, seed)}
         if (paths := histories(rows)) is None:
             self.notes.append(f"Skipped the controls {BAG!r} and {CONTROL_TASK!r}: {why_no_histories(rows)}")
@@ -169,11 +180,12 @@ def _gain_lines(
     return lines
 
 
-def _require_both(accepted: np.ndarray, position: str) -> None:
+def _require_both(accepted: np.ndarray, position: str, labelled: str = "") -> None:
     if accepted.all() or not accepted.any():
+        advice = "Give another label or position." if labelled else "Dump with a drafter that makes readable errors."
         raise BadRows(
-            f"Transfer needs labelled rows of accepted and of rejected branches, but after the prompt, at {position!r}, "
-            f"{accepted.sum()} are accepted and {(~accepted).sum()} rejected. Dump with a drafter that makes readable errors."
+            f"Transfer needs labelled rows of accepted and of rejected branches, but of rows{labelled} after the prompt, at "
+            f"{position!r}, {accepted.sum()} are accepted and {(~accepted).sum()} rejected. {advice}"
         )
 
 
@@ -210,9 +222,15 @@ def _say(lines: list[dict[str, Any]], label: str) -> list[str]:
     for name in (name for name in ALL_CONTROLS if f"{best}: {way} minus {name}" in named):
         gain = named[f"{best}: {way} minus {name}"]
         said.append(f"{best}: above {name} by {percent(gain['accuracy'], gain['low'], gain['high'])}.")
-    score = named[f"{best}: {way}"]
+    score, known = named[f"{best}: {way}"], [name for name in ALL_CONTROLS if f"{best}: {way} minus {name}" in named]
+    missing = [name for name in ALL_CONTROLS if name not in known]
+    against = f"{len(known)} of {len(ALL_CONTROLS)} controls" + (f" (without: {', '.join(missing)})" if missing else "")
     verdict = "Shown" if lead > 0 and score["low"] > score["majority"] else "Not shown"
-    return [*said, f"{verdict}: a probe of {label!r} fitted on accepted rows reads rejected ones, best at {best}."]
+    closest = min(known, key=lambda name: float(named[f"{best}: {way} minus {name}"]["low"]))
+    if verdict == "Not shown":
+        against += f"; decided by {closest if lead <= 0 else 'the majority'}"
+    what = f"a probe of {label!r} fitted on accepted rows reads rejected ones, best at {best}"
+    return [*said, f"{verdict}: {what}, against {against}."]
 
 
 def _leading(named: dict[str, dict[str, Any]], way: str) -> tuple[str, float]:
@@ -297,7 +315,7 @@ def _labelled(
     here, notes = chosen.rows, [chosen.note] if chosen.note else []
     target, part = here.target(label), here.frame["part"].to_numpy()
     if target.kind != "class":
-        raise BadRows(f"Label {label!r} is a number, and a transfer needs classes. Give another label, or cut it into classes.")
+        raise BadRows(_NUMBER.format(label))
     sides = [set(target.values[target.present & (part == name)]) for name in (fit_on, test_on)]
     if len(sides[0] & sides[1]) < 2:
         there = ", ".join(sorted(map(str, sides[0] & sides[1]))) or "none"

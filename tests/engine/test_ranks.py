@@ -3,6 +3,7 @@
 The short tests need one more process, the slow ones up to three. All connections are on the loopback device.
 """
 
+import gc
 import os
 import signal
 import subprocess
@@ -139,7 +140,10 @@ def test_devices_that_cannot_be_used_are_refused() -> None:
     for options in ({"devices": ["cpu", "cpu"]}, {"ranks": 2}):
         with pytest.raises(UnsupportedModel, match="a Thinking-States model over"):
             Engine.load("coin-thinking", **options)
-    with pytest.raises(UnsupportedModel, match="a model over several ranks over devices"):
+    for wrong, said in (({"devices": []}, "at least one of"), ({"ranks": 2, "rank_timeout": 0}, "more than 0")):
+        with pytest.raises(BadRequest, match=said):
+            Engine.load("coin-plain", **wrong)  # type: ignore[arg-type]
+    with pytest.raises(BadRequest, match=r"devices=\['cpu', 'cpu'\] and ranks=2 were given"):
         Engine.load("coin-plain", devices=["cpu", "cpu"], ranks=2)
     with pytest.raises(BadRequest, match="ranks=0"):
         Engine.load("coin-plain", ranks=0)
@@ -220,7 +224,7 @@ def test_ranks_that_die_or_hang_cost_no_token(tmp_path: Path, monkeypatch: pytes
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(ranks_file.Followers, "_await_start", _interrupted)
         engine.ranks.restart()
-    with pytest.raises(RankFailed, match="closed"):
+    with pytest.raises(RankFailed, match=r"were closed.*restart\(\) to go on"):
         fork.force([3, 4])
     engine.ranks.restart()
     os.kill(_follower(engine).pid, signal.SIGSTOP)
@@ -229,6 +233,16 @@ def test_ranks_that_die_or_hang_cost_no_token(tmp_path: Path, monkeypatch: pytes
         fork.force([3, 4])
     assert time.monotonic() - began < 5 and fork.length == 9
     assert _follower(engine).poll() is not None, "what hangs is ended"
+
+
+def test_an_engine_that_is_gone_leaves_no_followers() -> None:
+    """Also if nobody closed them: a cell of a notebook that loads an engine again would keep those of the first."""
+    engine = Engine.load("coin-plain", ranks=2)
+    follower, folder = _follower(engine), Path(engine.ranks._followers.folder.name)  # type: ignore[union-attr]
+    assert follower.poll() is None and folder.exists()
+    del engine
+    gc.collect()
+    assert follower.poll() is not None and not folder.exists()
 
 
 def _interrupted(*_: object) -> None:

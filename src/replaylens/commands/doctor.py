@@ -93,7 +93,8 @@ def warm(
         processes = 1  # numba's kernels are few
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         list(pool.map(partial(_warm, config.to_json(), device), range(processes)))
-    Console().print(f"{model}: kernels for {device} are compiled ({monotonic() - begun:.1f} s, {processes} processes)")
+    with_how_many = f"{processes} processes" if processes > 1 else "1 process"
+    Console().print(f"{model}: kernels for {device} are compiled ({monotonic() - begun:.1f} s, {with_how_many})")
 
 
 def few_layers(config: ModelConfig) -> ModelConfig:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from replaylens.engine.errors import ClusterFailed, DumpLocked, EngineError, StoreFailed
+from replaylens.engine.errors import ClusterFailed, DumpLocked, EngineError, RankFailed, StoreFailed
 from replaylens.tasks.errors import TaskError
 
 NOT_DONE, OUT_OF_REACH, INTERRUPTED, TERMINATED = 2, 3, 130, 143
@@ -18,7 +18,7 @@ NOT_DONE, OUT_OF_REACH, INTERRUPTED, TERMINATED = 2, 3, 130, 143
 
 def exit_code(error: BaseException) -> int:
     """The exit code of an error that ends a command."""
-    return OUT_OF_REACH if isinstance(error, StoreFailed | ClusterFailed | DumpLocked) else NOT_DONE
+    return OUT_OF_REACH if isinstance(error, StoreFailed | ClusterFailed | DumpLocked | RankFailed) else NOT_DONE
 
 
 @contextmanager

@@ -370,10 +370,7 @@ def _probe_shift(load: Load) -> Found:
         **{style: [_chat(text) for text in each] for style, each in asked.items()},
         "without": [[*_chat(text), {"role": "assistant", "content": said}] for text, said in zip(bare, answers, strict=True)],
     }
-    rows = {
-        name: ProbeRows.of(engine.replay(each, labels={"lies": lies}, sites="S"))
-        for name, each in texts.items()
-    }
+    rows = {name: ProbeRows.of(engine.replay(each, labels={"lies": lies}, sites="S")) for name, each in texts.items()}
     joined, scores = ProbeRows.join(**rows), {}
     for other in ("styled", "without"):
         report = transfer_across(joined, "lies", fit_on="plain", test_on=other, layers=[15], position="last")

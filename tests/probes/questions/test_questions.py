@@ -62,7 +62,10 @@ def test_transfer(steps_dump: Dump) -> None:
     implied, truth = (transfer(steps_dump, label, layers=[1]) for label in ("implied", "face"))
     assert line(implied, "S1: accepted to rejected")["accuracy"] > 0.8
     assert line(truth, "S1: accepted to rejected")["accuracy"] < line(implied, "S1: accepted to rejected")["accuracy"] - 0.1
-    assert implied.findings[-1] == "Shown: a probe of 'implied' fitted on accepted rows reads rejected ones, best at S1."
+    assert implied.findings[-1] == (
+        "Shown: a probe of 'implied' fitted on accepted rows reads rejected ones, best at S1, against 5 of 6 controls (without: "
+        "untrained model)."
+    )
     for report in (implied, truth):  # leakage is what the same roots add, row by row
         gain = (
             line(report, "S1: accepted to rejected, same roots")["accuracy"]
@@ -80,6 +83,11 @@ def test_transfer_is_held_against_controls(steps_dump: Dump, engine: Engine) -> 
     told = transfer(odd, "odd", layers=[0, 1], position="all", estimator="ridge")
     assert line(told, "token alone: accepted to rejected")["accuracy"] > 0.95
     assert line(told, "S0: accepted to rejected")["accuracy"] > 0.95 and told.findings[-1].startswith("Not shown")
+    placed = replace(rows, frame=rows.frame.assign(place=[["a", "b"][p // 3 % 2] for p in rows.frame["position"]]))
+    read = transfer(placed, "place", layers=[1, 2])
+    older = [name for name in ALL_CONTROLS if name not in ("position alone", "untrained model")]
+    assert all(line(read, f"S2: accepted to rejected minus {name}")["low"] > 0 for name in older)
+    assert read.findings[-1].startswith("Not shown") and read.findings[-1].endswith("; decided by position alone.")
     implied = transfer(rows, "implied", layers=[1], engine=engine)
     gains = [name for name in ALL_CONTROLS if line(implied, f"S1: accepted to rejected minus {name}")["low"] > 0]
     assert gains == list(ALL_CONTROLS) and not implied.notes
@@ -89,6 +97,12 @@ def test_transfer_is_held_against_controls(steps_dump: Dump, engine: Engine) -> 
 def test_transfer_needs_both_kinds(steps_dump: Dump) -> None:
     with pytest.raises(BadRows, match="accepted and of rejected"):
         transfer(ProbeRows.of(steps_dump).accepted(), "face")
+    rows = ProbeRows.of(steps_dump)
+    with pytest.raises(BadRows, match="is a number, and a transfer needs classes"):
+        transfer(replace(rows, frame=rows.frame.assign(number=np.linspace(0, 1, len(rows)))), "number")
+    nowhere = replace(rows, frame=rows.frame.assign(side=np.where(rows.frame["accepted"], "a", None)))
+    with pytest.raises(BadRows, match="with a value of 'side' .* 0 rejected. Give another label"):
+        transfer(nowhere, "side")
 
 
 def test_text_or_truth(engine: Engine) -> None:
@@ -621,6 +635,7 @@ def test_findings_of_a_transfer(lowest: float, low: float, verdict: str) -> None
         for name, least in (("control task", 0.3), ("token alone", gain)):
             lines.append(scored(f"S{layer}: accepted to rejected minus {name}", 0.4, least, 0.6, majority=None))
     at = f"[{100 * low:.1f}, 95.0]"
+    decided = "" if verdict == "Shown" else f"; decided by {'token alone' if lowest <= 0 else 'the majority'}"
     assert transfer_module._say(lines, "face") == [
         "token alone: accepted to rejected: 50.0 % [40.0, 60.0], majority 55.0 %, 40 rows.",
         f"S2: accepted to accepted: 80.0 % {at}, majority 50.0 %, 40 rows.",
@@ -628,7 +643,8 @@ def test_findings_of_a_transfer(lowest: float, low: float, verdict: str) -> None
         f"S2: leakage: 10.0 % {at}.",
         f"S2: above token alone by 40.0 % [{100 * lowest:.1f}, 60.0].",
         "S2: above control task by 40.0 % [30.0, 60.0].",
-        f"{verdict}: a probe of 'face' fitted on accepted rows reads rejected ones, best at S2.",
+        f"{verdict}: a probe of 'face' fitted on accepted rows reads rejected ones, best at S2, against 2 of 6 controls (without: "
+        f"shuffled labels, position alone, bag of tokens, untrained model){decided}.",
     ]
 
 
