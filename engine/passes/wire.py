@@ -127,7 +127,7 @@ class Followers:
         self.by_torchrun = launched() is not None
         if self.by_torchrun and _TAKEN:
             raise BadRequest(
-                "The processes that torchrun started serve one engine, which this program has loaded. Use that one."
+                "The processes that torchrun started serve one engine, which was loaded before. Use that one."
             )
         self.processes: list[subprocess.Popen[bytes]] = []
         self.folder = tempfile.TemporaryDirectory(prefix="replaylens-ranks-")  # for this user alone

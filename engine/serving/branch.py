@@ -447,8 +447,8 @@ class Branch(NotCopyable):
         at        where: "sentences" (the start of each sentence after the prompt), "tokens" (each token after it), a position,
                   several, or a function of position and token text. A rollout at position p keeps the first p tokens. Default:
                   the end of the path
-        sampling  default: temperature 1. Each rollout has a seed of its own, made from this seed, position and number. Paths that
-                  are resampled at the same position share their noise: give each a seed where they must be independent
+        sampling  default: temperature 1. Each rollout has a seed of its own, made from this seed, position and number. Paths
+                  that are resampled at the same position share their noise: give each a seed where they must be independent
         max_new   maximal number of tokens; 0 with choices: they are read right at the fork
         answer    how outcomes are read: `Answer.regex`, `Answer.choices` or `Answer.function`
         sites     what to capture, such as "S"; rows are kept at the places that `keep` names

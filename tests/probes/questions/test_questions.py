@@ -63,8 +63,8 @@ def test_transfer(steps_dump: Dump) -> None:
     assert line(implied, "S1: accepted to rejected")["accuracy"] > 0.8
     assert line(truth, "S1: accepted to rejected")["accuracy"] < line(implied, "S1: accepted to rejected")["accuracy"] - 0.1
     assert implied.findings[-1] == (
-        "Shown: a probe of 'implied' fitted on accepted rows reads rejected ones, best at S1, against 5 of 6 controls (without: "
-        "untrained model)."
+        "Shown: a probe of 'implied' fitted on accepted rows reads rejected ones, best at S1, against 5 of 6 controls "
+        "(without: untrained model)."
     )
     for report in (implied, truth):  # leakage is what the same roots add, row by row
         gain = (
@@ -101,7 +101,7 @@ def test_transfer_needs_both_kinds(steps_dump: Dump) -> None:
     with pytest.raises(BadRows, match="is a number, and a transfer needs classes"):
         transfer(replace(rows, frame=rows.frame.assign(number=np.linspace(0, 1, len(rows)))), "number")
     nowhere = replace(rows, frame=rows.frame.assign(side=np.where(rows.frame["accepted"], "a", None)))
-    with pytest.raises(BadRows, match="with a value of 'side' .* 0 rejected. Give another label"):
+    with pytest.raises(BadRows, match=r"with a value of 'side' .* 0 rejected. Give another label"):
         transfer(nowhere, "side")
 
 
@@ -643,8 +643,8 @@ def test_findings_of_a_transfer(lowest: float, low: float, verdict: str) -> None
         f"S2: leakage: 10.0 % {at}.",
         f"S2: above token alone by 40.0 % [{100 * lowest:.1f}, 60.0].",
         "S2: above control task by 40.0 % [30.0, 60.0].",
-        f"{verdict}: a probe of 'face' fitted on accepted rows reads rejected ones, best at S2, against 2 of 6 controls (without: "
-        f"shuffled labels, position alone, bag of tokens, untrained model){decided}.",
+        f"{verdict}: a probe of 'face' fitted on accepted rows reads rejected ones, best at S2, against 2 of 6 controls "
+        f"(without: shuffled labels, position alone, bag of tokens, untrained model){decided}.",
     ]
 
 
