@@ -46,7 +46,7 @@ def fit_jacobian_lens(
     >>> engine = Engine.load("coin-plain")
     >>> fitted = fit_jacobian_lens(engine, ["A coin's state is heads. Alice flips."])
     >>> fitted.weight.shape, lens(engine, "A coin's state is heads.", tuned=fitted).kl.shape
-    (torch.Size([4, 128, 128]), torch.Size([5, 5]))
+    (torch.Size([4, 128, 128]), torch.Size([5, 6]))
     """
     given = as_list("texts", texts, "a list of texts, token ids or chats")
     first, centred = as_int("first", first, 0), as_bool("centred", centred)

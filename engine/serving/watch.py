@@ -8,9 +8,10 @@ with it, a rejected draft has the scores of its own rows, and a pending token, w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from math import prod
-from typing import Any, NamedTuple, Protocol, Self, Unpack, cast
+from typing import Any, NamedTuple, Protocol, Self, Unpack
 
 import numpy as np
 import torch
@@ -86,10 +87,13 @@ class Scorer:
         self._ends = np.cumsum([len(each) for each in weights]).tolist()
 
     @modes.plainly
+    def columns(self, rows: Tensor) -> Tensor:
+        """rows [n, ...] of the site, in any dtype and on any device -> all lines of all probes [n, lines], on the host."""
+        return cpu.product(rows.reshape(len(rows), -1).to("cpu", torch.float32).contiguous(), self._panels, self._bias)
+
     def __call__(self, rows: Tensor) -> Scores:
-        """rows [n, ...] of the site, in any dtype and on any device -> scores [n] or [n, classes], on the host."""
-        flat = rows.reshape(len(rows), -1).to("cpu", torch.float32).contiguous()
-        found = cpu.product(flat, self._panels, self._bias)
+        """As `columns`, by probe: [n] or [n, classes]."""
+        found = self.columns(rows)
         parts = zip(self.records, [0, *self._ends], self._ends, strict=False)
         return {each.name: found[:, a:b].squeeze(1) if b - a == 1 else found[:, a:b] for each, a, b in parts}
 
@@ -214,11 +218,12 @@ class Watch:
         starts = [branch.length for branch in given]
         request = Request(n, Sampling() if sampling is None else sampling, **options | {"final": True})
         assert test is not None
+        looking = _Looking(self, [(branch.lane, start) for branch, start in zip(given, starts, strict=True)], test)
 
         def jobs() -> list[Job]:
             made = [self.engine._job(branch, request) for branch in given]
-            for job, start in zip(made, starts, strict=True):
-                job.until = _Looking(self, job.lane, start, test).met
+            for job in made:
+                job.until = partial(looking.met, job.lane)
             return made
 
         self.engine.forest.serve(jobs)
@@ -238,8 +243,7 @@ class Watch:
 
     def _since(self, recording: Recording, start: int, end: int) -> list[tuple[int, Scores]]:
         """The scores of each captured position of [start, end)."""
-        chunks = [chunk.since(start) if chunk.start < start else chunk for chunk in recording.chunks if chunk.end > start]
-        part = recording.like(start, [chunk.upto(end) for chunk in chunks if chunk.start < end])
+        part = _part(recording, start, end)
         positions = part.positions()
         if not positions:
             return []
@@ -254,13 +258,13 @@ class Watch:
 
     def _test(self, stop: Stop | None) -> Callable[[Scores], bool] | None:
         if stop is None or callable(stop):
-            return cast("Callable[[Scores], bool] | None", stop)
+            return stop
         if not isinstance(stop, Mapping) or not stop:
             raise BadRequest(f"Invalid stop={short_repr(stop)}. Give {_STOP}.")
         limits = {name: as_float(f"stop[{name!r}]", limit) for name, limit in stop.items()}
         if several := [name for name in limits if len(self._named(name).classes) != 2]:
             raise BadRequest(f"The probe {several[0]!r} has more than two classes. Give stop as a function of the scores.")
-        return lambda scores: any(float(scores[name]) > limit for name, limit in limits.items())
+        return _Limits(limits)
 
     def _named(self, name: str) -> ProbeRecord:
         for each in self.records:
@@ -280,18 +284,74 @@ class Watch:
             )
 
 
+@dataclass(frozen=True)
+class _Limits:
+    """A stop condition by thresholds."""
+
+    limits: Mapping[str, float]
+
+    def __call__(self, scores: Scores) -> bool:
+        return any(float(scores[name]) > limit for name, limit in self.limits.items())
+
+    def of(self, scorer: Scorer) -> Tensor | None:
+        """The threshold of each line of a scorer [lines], without end for others; None: it has none."""
+        if not any(each.name in self.limits for each in scorer.records):
+            return None
+        return torch.tensor(
+            [self.limits.get(each.name, torch.inf) for each in scorer.records for _ in range(each.weight.shape[0])],
+            dtype=torch.float32,
+        )
+
+
+def _part(recording: Recording, start: int, end: int) -> Recording:
+    """The rows of positions [start, end)."""
+    chunks = list[Any]()
+    for chunk in reversed(recording.chunks):
+        if chunk.end <= start:
+            break
+        if chunk.start < end:
+            chunks.append((chunk.since(start) if chunk.start < start else chunk).upto(end))
+    return recording.like(start, reversed(chunks))
+
+
 class _Looking:
-    """Whether some row of a job that was committed meets the condition. It ends the job early; what counts is decided after."""
+    """Whether some committed row of a job meets the condition: it ends the job early. What counts is decided afterwards.
 
-    def __init__(self, watch: Watch, lane: Lane, start: int, test: Callable[[Scores], bool]) -> None:
-        self.watch, self.lane, self.seen, self.test = watch, lane, start, test
+    The new rows of all jobs are scored together, when the first of them asks.
+    """
 
-    def met(self, tokens: Sequence[int]) -> bool:
-        recording = self.lane.recording
-        if recording is None or recording.end <= self.seen:
-            return False
-        start, self.seen = self.seen, recording.end
-        return any(self.test(scores) for _, scores in self.watch._since(recording, start, recording.end))
+    def __init__(self, watch: Watch, lanes: Sequence[tuple[Lane, int]], test: Callable[[Scores], bool]) -> None:
+        self.watch, self.test = watch, test
+        self.seen = {lane.branch: start for lane, start in lanes}
+        self.lanes = [lane for lane, _ in lanes]
+        self.hit = set[int]()
+        self.limits = [
+            (site, scorer, limit)
+            for site, scorer in watch._scorers.items()
+            if isinstance(test, _Limits) and (limit := test.of(scorer)) is not None
+        ]
+
+    def met(self, lane: Lane, tokens: Sequence[int]) -> bool:
+        if lane.recording is not None and lane.recording.end > self.seen[lane.branch]:
+            self._look()
+        return lane.branch in self.hit
+
+    def _look(self) -> None:
+        new = list[tuple[int, Recording]]()
+        for lane in self.lanes:
+            recording, seen = lane.recording, self.seen[lane.branch]
+            if recording is not None and recording.end > seen:
+                self.seen[lane.branch] = recording.end
+                new.append((lane.branch, _part(recording, seen, recording.end)))
+        if not isinstance(self.test, _Limits):
+            for branch, part in new:
+                if any(self.test(scores) for _, scores in self.watch._since(part, part.base, part.end)):
+                    self.hit.add(branch)
+            return
+        for site, scorer, limit in self.limits:
+            rows = [part.peek(site) for _, part in new]
+            over = (scorer.columns(torch.cat(rows)) > limit).any(1).split([len(each) for each in rows])
+            self.hit |= {branch for (branch, _), own in zip(new, over, strict=True) if bool(own.any())}
 
 
 class WatchStream(Iterator[Scored]):

@@ -387,4 +387,20 @@ DUMPS = (
         "a site of one side alone is a difference",
         ("tests/engine/dump/test_verify.py::test_sites_and_labels_that_differ_are_named",),
     ),
+    Mutant(
+        "figure-always-intact",
+        "replaylens.engine.display",
+        "return Identifier.parse(self.identifier).digest == self.digest",
+        "return True",
+        "a figure whose file was changed is found",
+        ("tests/test_cite.py::test_a_figure_carries_its_digest", "tests/test_cite.py::test_verify_names_damage"),
+    ),
+    Mutant(
+        "made-by-not-compared",
+        "replaylens.engine.resampling.rollouts",
+        'if found.made_by is not None and found.made_by.digest != found.plan["fingerprint"]:',
+        "if False:",
+        "rollouts name the engine that drew them",
+        ("tests/test_cite.py::test_rollouts_that_cannot_be_drawn_again",),
+    ),
 )

@@ -668,4 +668,28 @@ ENGINE = (
         "a byte of a character starts no text",
         ("tests/engine/loop/test_commit.py::test_a_byte_within_a_run_that_is_no_text_starts_none",),
     ),
+    Mutant(
+        "watched-branch-not-cut",
+        "replaylens.engine.serving.watch",
+        "if hit is not None and branch.length > hit.position + 1:",
+        "if False:",
+        "a branch ends with the token that met the stop condition, in any window",
+        ("tests/engine/serving/test_watch.py::test_a_stop_is_the_same_in_any_window",),
+    ),
+    Mutant(
+        "vector-not-matched",
+        "replaylens.engine.request.placed",
+        "value = value * (_lengths(rows) / torch.where(lengths > 0, lengths, 1.0))",
+        "value = value * 1.0",
+        "with match_norm, a vector has the length of the row that it is added to",
+        ("tests/engine/request/test_edits.py::test_they_are_what_transformer_lens_hooks_do",),
+    ),
+    Mutant(
+        "past-turns-not-compared",
+        "replaylens.engine.serving.conversation",
+        "if not text.startswith(self._text):",
+        "if False:",
+        "a template that rewrites an earlier turn is named",
+        ("tests/engine/serving/test_conversation.py::test_a_template_that_changes_the_past_is_named",),
+    ),
 )

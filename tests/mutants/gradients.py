@@ -69,4 +69,12 @@ GRADIENTS = (
         "integrated gradients add up to the difference of the metric",
         ("tests/engine/attribution/test_attribution.py::test_integrated_gradients_add_up",),
     ),
+    Mutant(
+        "jacobian-of-other-positions",
+        "replaylens.engine.gradients.derivatives",
+        "ds, p = ds.masked_fill(cut, 0.0), p.masked_fill(cut, 0.0)",
+        "p = p.masked_fill(cut, 0.0)",
+        "the Jacobian lens is that of a position on itself",
+        ("tests/engine/gradients/test_jacobian.py::test_it_is_the_mean_of_the_jacobians",),
+    ),
 )
