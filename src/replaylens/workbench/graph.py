@@ -224,7 +224,7 @@ def _page(lead: str, edges: pd.DataFrame) -> str:
     """The first edges, without those of biases, as a table."""
     shown = edges[[source.kind != "bias" for source in edges["source"]]].head(20)
     named = shown.assign(source=shown["source"].map(str), target=shown["target"].map(str))
-    return paragraph(lead) + named.to_html(index=False, float_format="{:.4f}".format)
+    return str(paragraph(lead)) + named.to_html(index=False, float_format="{:.4f}".format)
 
 
 _KINDS: dict[Kind, tuple[str, dict[str, str]]] = {
