@@ -10,6 +10,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -140,7 +141,6 @@ class SparseFeatures:
             self.decoder = weights.W_dec / self._norms[:, None]
             self._norms = self._norms.to(device)
         self._encoder = weights if device == "cpu" else weights.to(device)
-        self._product = RowProduct(weights.W_enc) if device == "cpu" else KernelProduct(self._encoder.W_enc)
         self._last: tuple[bytes, FeatureRows] | None = None
         """hash of the rows that edits were last made from, and their features"""
 
@@ -203,6 +203,11 @@ class SparseFeatures:
         return found[0], found[1]
 
     # ---- encoding -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _product(self) -> RowProduct | KernelProduct:
+        """Made at first use: of a cross-layer transcoder, only one part encodes."""
+        return RowProduct(self.weights.W_enc) if self.device == "cpu" else KernelProduct(self._encoder.W_enc)
 
     @torch.no_grad()
     def encode(self, rows: Tensor) -> FeatureRows:

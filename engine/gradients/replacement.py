@@ -197,13 +197,17 @@ class ReplacementModel:
         x = x - self.products.total(x) / x.shape[-1] if norm.kind == "layer" else x
         return FrozenNorm(norm, norm_factor(x, norm, self.products), sites[2], sites[1])
 
-    def towards(self, slopes: Tensor) -> tuple[Tensor, Tensor]:
-        """Directions of the logits before their softcap [n, vocab] as directions of ln_final.hook_out [n, d_model], and what
-        the biases of the unembedding add: [n]"""
-        scaled, bias = slopes * self.model.config.logit_scale, self.model.unembed_bias
-        found = self.products.plain(scaled, self.products.weight(*self.model.head, turned=True))
-        constant = slopes.new_zeros(len(slopes)) if bias is None else self.products.total(scaled * bias.float())[:, 0]
-        return found, constant
+    def towards(self, right: Sequence[int], wrong: Sequence[int | None]) -> tuple[Tensor, Tensor]:
+        """Differences of logits before their softcap as directions of ln_final.hook_out [n, d_model], and what the biases of
+        the unembedding add: [n]
+
+        wrong  the token whose logit is subtracted; None: the mean of all
+        """
+        bias = self.model.unembed_bias
+        vectors = _differences(self.model.unembedding.detach().float(), right, wrong) * self.model.config.logit_scale
+        if bias is None:
+            return vectors, vectors.new_zeros(len(vectors))
+        return vectors, _differences(bias.detach().float()[:, None], right, wrong)[:, 0] * self.model.config.logit_scale
 
     # ---- gradients ----------------------------------------------------------------------------------------------------
 
@@ -301,6 +305,17 @@ class ReplacementModel:
         of_rows = rearrange(z, "n rows (kv group) d -> kv (n d) (group rows)", kv=len(weights))
         found = [self.products.plain(x.contiguous(), self.products.packed(w)) for x, w in zip(of_rows, weights, strict=True)]
         return rearrange(torch.stack(found), "kv (n d) keys -> n keys kv d", n=len(z)).contiguous()
+
+
+def _differences(table: Tensor, right: Sequence[int], wrong: Sequence[int | None]) -> Tensor:
+    """Rows of a table [rows, d] minus others; None: minus the mean of all, summed in float64 from first to last"""
+    mean = table.new_zeros(table.shape[1])
+    if None in wrong:
+        total = torch.zeros(table.shape[1], dtype=torch.float64)
+        for piece in table.split(4096):  # numpy adds rows of this order one by one
+            total += torch.from_numpy(piece.numpy().astype("float64", order="C").sum(0))
+        mean = (total / len(table)).float()
+    return torch.stack([table[a] - (mean if b is None else table[b]) for a, b in zip(right, wrong, strict=True)])
 
 
 def require_place(block: Block, layer: int, reads: str | None, writes: str | None) -> None:

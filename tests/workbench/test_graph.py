@@ -426,6 +426,19 @@ def test_nothing_before_a_fork_differs(extra: int) -> None:
     assert set(diff.edges["status"]) >= {"appeared"} and len(diff.edges) > 50
 
 
+def test_pruning_makes_no_edge_vanish() -> None:
+    """The difference of pruned graphs is a part of that of whole ones. Negative control: what is pruned differs."""
+    served, made = engine(), random_transcoders(32, 2)
+    one, other = (rl.attribution_graph(served, path, made, (3, 4)) for path in (PATH, [*PATH[:6], 1, 2]))
+    lines = lambda diff: {(s.key, t.key, *rest) for s, t, *rest in diff.edges.itertuples(index=False)}  # noqa: E731
+    whole, part = lines(one.diff(other)), lines(one.prune(0.6, 0.8).diff(other.prune(0.6, 0.8)))
+    assert part < whole and len(part) > 10
+    kept = [{(s.key, t.key) for s, t, _ in graph.prune(0.6, 0.8).edges.itertuples(index=False)} for graph in (one, other)]
+    pruned_once = (kept[0] ^ kept[1]) & {(source, target) for source, target, *_, status in part if status == "changed"}
+    assert pruned_once
+    assert "<table" in one._repr_html_() and "bias" not in one.diff(other)._repr_html_()
+
+
 def test_edits_are_nodes() -> None:
     """Sums hold on a branch with edits at any site that gradients pass. Negative control: without these nodes they miss."""
     served, made = engine(random_model(num_kv_heads=2)), random_transcoders(32, 2)

@@ -219,25 +219,22 @@ class _Outputs(NamedTuple):
     """What is explained."""
 
     nodes: list[Node]
-    slopes: Tensor
-    """[n, vocab]: directions of the logits"""
+    wrong: int | None
+    """the token whose logit is subtracted from those of the nodes; None: the mean of all"""
     shares: list[float]
     """how much each counts"""
 
 
 def _outputs(engine: Core, logits: Tensor, likely: Tensor, metric: MetricTokens | LogitDifference | None) -> _Outputs:
     """logits [vocab] before a softcap, and probabilities"""
-    at, shown = len(logits), lambda token: repr(word(engine.text, token))
+    shown = lambda token: repr(word(engine.text, token))  # noqa: E731
     if isinstance(metric, LogitDifference):
         metric = metric.right, metric.wrong
     if isinstance(metric, list | tuple) and len(metric) == 2:
         right, wrong = (engine._target(token) for token in metric)
-        slope = torch.zeros(1, at, dtype=torch.float32)
-        slope[0, right] += 1.0
-        slope[0, wrong] -= 1.0
         value = float(logits[right] - logits[wrong])
         name = f"logit difference {shown(right)} - {shown(wrong)}"
-        return _Outputs([Node("output", None, None, right, name, value)], slope, [1.0])
+        return _Outputs([Node("output", None, None, right, name, value)], wrong, [1.0])
     if metric is None:
         order = likely.argsort(descending=True, stable=True)[:TOP_LOGITS].tolist()
         reached = np.cumsum([float(likely[token]) for token in order])
@@ -250,11 +247,9 @@ def _outputs(engine: Core, logits: Tensor, likely: Tensor, metric: MetricTokens 
             f"Invalid metric={short_repr(metric)}. Only logits are sums over nodes: give a token, a pair of tokens (their "
             "logit difference), or None for the likeliest tokens."
         )
-    slopes = torch.full((len(tokens), at), -1.0 / at, dtype=torch.float32)
-    slopes[range(len(tokens)), tokens] += 1.0
-    mean = math.fsum(logits.tolist()) / at
+    mean = math.fsum(logits.tolist()) / len(logits)
     nodes = [Node("output", None, None, t, f"logit {shown(t)}", float(logits[t]) - mean) for t in tokens]
-    return _Outputs(nodes, slopes, shares)
+    return _Outputs(nodes, None, shares)
 
 
 def _selected(builder: _Builder, targets: _Targets, shares: Sequence[float], most: int) -> tuple[list[int], Tensor]:
@@ -317,7 +312,7 @@ def attribution_graph(
         builder = _Builder(model, sets, rows)
         likely = seen.logits.double().softmax(-1)
         outputs = _outputs(engine, model.logits, likely, metric)
-        chosen, edges = _selected(builder, _targets(builder, outputs.slopes), outputs.shares, most)
+        chosen, edges = _selected(builder, _targets(builder, outputs), outputs.shares, most)
     digests = (engine.fingerprint.digest, *sorted(each.digest for own in sets for _, each in own.writers.values()))
     return _graph(engine, builder, seen.tokens, outputs, chosen, edges, digests, certified)
 
@@ -333,10 +328,11 @@ def _seen(engine: Core, text: Prompt | Branch, needed: set[str]) -> tuple[Tape, 
     return tape(text, in_order(needed | edited), backward=False), text.certified
 
 
-def _targets(builder: _Builder, slopes: Tensor) -> _Targets:
+def _targets(builder: _Builder, outputs: _Outputs) -> _Targets:
     """The features, and after them the outputs."""
     model, entries, sets = builder.model, builder.entries, {own.layer: own.encoder.weights for own in builder.sets}
-    towards, constants = model.towards(slopes)
+    count = len(outputs.nodes)
+    towards, constants = model.towards([int(node.number or 0) for node in outputs.nodes], [outputs.wrong] * count)
     last, encoders = model.num_rows - 1, {layer: weights.W_enc.mT for layer, weights in sets.items()}
     biases = torch.tensor([float(sets[layer].b_enc[feature]) for layer, _, feature in entries], dtype=torch.float32)
 
@@ -346,8 +342,8 @@ def _targets(builder: _Builder, slopes: Tensor) -> _Targets:
         layer, _, feature = entries[number]
         return encoders[layer][feature]
 
-    positions = [position for _, position, _ in entries] + [last] * len(slopes)
-    layers = [layer for layer, _, _ in entries] + [len(model.layers)] * len(slopes)
+    positions = [position for _, position, _ in entries] + [last] * count
+    layers = [layer for layer, _, _ in entries] + [len(model.layers)] * count
     return _Targets(positions, layers, direction, torch.cat([biases, constants]))
 
 

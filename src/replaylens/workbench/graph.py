@@ -217,8 +217,14 @@ class Graph:
         return {"nodes": nodes, "links": links, "tokens": list(self.words), "num_layers": layers}
 
     def _repr_html_(self) -> str:
-        shown = self.edges.head(20).map(lambda x: str(x) if isinstance(x, Node) else x)
-        return paragraph(repr(self)) + shown.to_html(index=False, float_format="{:.4f}".format)
+        return _page(repr(self), self.edges)
+
+
+def _page(lead: str, edges: pd.DataFrame) -> str:
+    """The first edges, without those of biases, as a table."""
+    shown = edges[[source.kind != "bias" for source in edges["source"]]].head(20)
+    named = shown.assign(source=shown["source"].map(str), target=shown["target"].map(str))
+    return str(paragraph(lead)) + named.to_html(index=False, float_format="{:.4f}".format)
 
 
 _KINDS: dict[Kind, tuple[str, dict[str, str]]] = {
@@ -324,8 +330,7 @@ class GraphDiff:
         return node.kind == "rest" or (node.kind == "feature" and any(key in g.left_out for g in (self.before, self.after)))
 
     def _repr_html_(self) -> str:
-        shown = self.edges.head(20).map(lambda x: str(x) if isinstance(x, Node) else x)
-        return paragraph(repr(self)) + shown.to_html(index=False, float_format="{:.4f}".format)
+        return _page(repr(self), self.edges)
 
 
 def _aligned(graph: Graph, targets: list[Any], sources: list[Any]) -> tuple[np.ndarray, np.ndarray]:
