@@ -580,10 +580,11 @@ def hugging_face(model: Decoder) -> Any:
 def _tensors(model: Decoder) -> dict[str, Tensor]:
     """Views of the decoder's weights, by Hugging Face name."""
     c = model.config
-    out = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.ln_final.weight}
+    out: dict[str, Tensor] = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.ln_final.weight}
     out["lm_head.weight"] = model.unembedding
     widths = [c.num_heads * c.d_head, c.num_kv_heads * c.d_head, c.num_kv_heads * c.d_head]
-    for layer, block in enumerate(model.blocks):
+    blocks: Any = model.blocks
+    for layer, block in enumerate(blocks):
         name = f"model.layers.{layer}."
         parts: dict[str, Tensor] = dict(zip("qkv", block.attn.qkv.weight.T.split(widths), strict=True))
         out |= {f"{name}self_attn.{x}_proj.weight": part for x, part in parts.items()}

@@ -17,7 +17,9 @@ from studies.common import COLOURS, QUIET, digest, inputs, legend, picture, shar
 
 PARTS = ("stopping", "tracking", "chains", "arithmetic")
 MODEL = "smollm2"
-ROLLOUTS, SAMPLING = 6, rl.Sampling(temperature=0.7, seed=1)
+SAMPLING = rl.Sampling(temperature=0.7, seed=1)
+ROLLOUTS = {"arithmetic": 4, "tracking": 6}
+"""of each question; as many as the machine had time for"""
 TOGETHER = 25
 """questions in one batch"""
 MAX_NEW = {"arithmetic": 20, "tracking": 12}
@@ -99,14 +101,14 @@ def run(quick: bool, part: str) -> dict[str, Any]:
 
 def outcomes(engine: rl.Engine, kind: str, asked: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """Rollouts of every question: how often right, what adaptive stopping saves, and whether the prompt's state tells."""
-    layer = engine.config.num_layers // 2
+    n, layer = ROLLOUTS[kind], engine.config.num_layers // 2
     states, paths, drawn = rollouts(engine, kind, [prompt for prompt, _ in asked], f"blocks.{layer}.hook_in")
     right = [float(np.mean([each == answer for each in said])) for said, (_, answer) in zip(drawn, asked, strict=True)]
     sure, saved = [], []
     for said, (_, answer) in zip(drawn, asked, strict=True):
         race = Race(ALPHA)
-        stopped = next((count for count, each in enumerate(said, 1) if race.add(each) is not None), ROLLOUTS)
-        saved.append(1 - stopped / ROLLOUTS)
+        stopped = next((count for count, each in enumerate(said, 1) if race.add(each) is not None), n)
+        saved.append(1 - stopped / n)
         sure.append((race.settled, answer))
     names = [each or "no answer" for said in drawn for each in said]
     known = sorted(set(names))
@@ -114,7 +116,7 @@ def outcomes(engine: rl.Engine, kind: str, asked: Sequence[tuple[str, str]]) -> 
     settled = [leader == answer for leader, answer in sure if leader is not None]
     made = {
         "questions": len(asked),
-        "rollouts": ROLLOUTS,
+        "rollouts": n,
         "temperature": SAMPLING.temperature,
         "right": share(right, range(len(right))),
         "questions_always_right": int(sum(each == 1 for each in right)),
@@ -143,21 +145,21 @@ def rollouts(
 
     The rollouts are those of `resample`, seed by seed, but of many prompts in one batch, which takes half of the time.
     """
-    states, paths, drawn = [], [], []
+    n, states, paths, drawn = ROLLOUTS[kind], [], [], []
     shared = engine.prompt(SHOTS[kind]).force("Q:")  # computed once; kept, so that its pages are found
     for first in range(0, len(prompts), TOGETHER):
         roots = engine.prompts(prompts[first : first + TOGETHER], sites=[site], positions="last")
         states += [root.activations[site][-1].double().numpy() for root in roots]
         paths += [np.array(root.tokens) for root in roots]
-        forks = [fork for root in roots for fork in root.fork(ROLLOUTS)]
+        forks = [fork for root in roots for fork in root.fork(n)]
         own = [
             seeded(number).derived(seed=rollout_seed(seeded(number).seed, root.length, count))
             for number, root in enumerate(roots, first)
-            for count in range(ROLLOUTS)
+            for count in range(n)
         ]
         texts = [fork.generated_text for fork in engine.generate(forks, MAX_NEW[kind], sampling=own)]
         said = [None if (found := ANSWERS[kind].read(text)) is None else found.outcome for text in texts]
-        drawn += [said[at : at + ROLLOUTS] for at in range(0, len(said), ROLLOUTS)]
+        drawn += [said[at : at + n] for at in range(0, len(said), n)]
         for branch in (*forks, *roots):
             branch.release()
     shared.release()

@@ -413,6 +413,7 @@ def drawn_until_settled(
         raise BadRequest("settle= stops once an answer is settled, and none is read. Give answer=, such as Answer.regex(...).")
     step = min(SMALL_WAVE, plan.n) if wave is None else wave
     races = [Race(alpha) for _ in plan.positions]
+    path: Any
     with branch.engine.forest.quiet():
         (path,) = branch.fork()
     with path, tqdm(total=len(plan), unit="rollout", disable=hidden(as_bool("progress", progress))) as bar:

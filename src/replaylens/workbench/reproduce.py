@@ -272,7 +272,8 @@ CONTRASTS: dict[str, tuple[tuple[list[str], list[str]], list[str], tuple[str, st
 )
 def _steering(load: Load) -> Found:
     engine = load(SMOLLM2)
-    measured, rises, evidence = {}, [], Evidence()
+    measured: dict[str, float] = {}
+    rises, evidence = list[bool](), Evidence()
     for name, (contrast, prompts, words) in CONTRASTS.items():
         frame = steer(engine, contrast, prompts, layers=[15], strengths=[-1, 1], n=2, metric=words).frame
         low, plain, high = frame.groupby("strength")["metric"].mean().tolist()
@@ -371,7 +372,7 @@ def _probe_shift(load: Load) -> Found:
         "without": [[*_chat(text), {"role": "assistant", "content": said}] for text, said in zip(bare, answers, strict=True)],
     }
     rows = {name: ProbeRows.of(engine.replay(each, labels={"lies": lies}, sites="S")) for name, each in texts.items()}
-    joined, scores = ProbeRows.join(**rows), {}
+    joined, scores = ProbeRows.join(**rows), dict[str, float]()
     for other in ("styled", "without"):
         report = transfer_across(joined, "lies", fit_on="plain", test_on=other, layers=[15], position="last")
         scores |= {line["what"].split(": ")[1]: line["accuracy"] for line in report.lines if line["what"].startswith("S")}
