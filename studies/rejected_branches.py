@@ -8,7 +8,7 @@ margin of the logit lens before it?
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,11 @@ def _said(frame: Any) -> Any:
     return frame["since_query"] > 0
 
 
+def _due(frame: Any) -> Any:
+    """The colon after which a face is due: a model that writes it must know it here."""
+    return (frame["since_query"] > 0) & (frame["text"].str.strip() == ":")
+
+
 def _small(name: str) -> Setting:
     draft = ("model", "lens", "ngram")
     return Setting(str(TRAINED / name), _coin(flips=(2, 3)), "implied", "face", draft, 100, (0, 1, 2, 3), exchange=True,
@@ -83,11 +88,18 @@ def _pretrained(model: str, layers: tuple[int, ...]) -> dict[str, Setting]:
     }
 
 
+def _at_colon(setting: Setting) -> Setting:
+    """(a) and (b) again where the face is due: added when a new model did not hold it at the deciding words."""
+    return replace(setting, position=_due, drafters=("lens", "ngram"), exchange=False, probed=(2, 3))
+
+
 _ALL = ("model", "lens", "ngram", "self")
 SETTINGS = {
     "coin-plain": Setting("coin-plain", _coin(flips=(2, 6)), "implied", "face", _ALL, 120, (0, 1, 2, 3, 4), exchange=True),
     **{name: _small(name) for name in ("coin-1", "coin-2", "coin-3")},
     **{name: _boxes(name) for name in ("boxes-1", "boxes-2", "boxes-3")},
+    "coin-plain, face due": _at_colon(Setting("coin-plain", _coin(flips=(2, 6)), "implied", "face", _ALL, 80, (0, 1, 2, 3, 4))),
+    **{f"{name}, face due": _at_colon(_small(name)) for name in ("coin-1", "coin-2", "coin-3")},
     **_pretrained("smollm2", (0, 8, 16, 24)),
     **_pretrained("gemma-3-270m", (0, 4, 9, 14)),
 }
