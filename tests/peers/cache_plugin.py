@@ -21,6 +21,8 @@ PROMPTS = " ".join(
         "gave a drink to Martin. The quick brown fox jumps over the lazy dog. Hello world! This is a test",
     ]
 )
+FOLDER = tempfile.TemporaryDirectory()
+"""of the tiny model: a bridge reads its tokenizer again"""
 CONTROL = "PEERS_CONTROL"
 """set: the tests get a bridge of TransformerLens around the same model instead, to see which of them it passes"""
 
@@ -70,9 +72,10 @@ def tiny() -> tuple[Any, Any]:
     torch.manual_seed(0)
     shape = GPT2Config(vocab_size=len(words) + 2, n_embd=48, n_layer=3, n_head=4, n_positions=64, initializer_range=0.2)
     special = {"bos_token": "<end>", "eos_token": "<end>", "unk_token": "<unk>", "pad_token": "<end>"}
-    with tempfile.TemporaryDirectory() as folder:  # TransformerLens wants one that was loaded
-        PreTrainedTokenizerFast(tokenizer_object=made, **special).save_pretrained(folder)
-        return GPT2LMHeadModel(shape).eval(), AutoTokenizer.from_pretrained(folder)
+    model = GPT2LMHeadModel(shape).eval()
+    model.config.save_pretrained(FOLDER.name)
+    PreTrainedTokenizerFast(tokenizer_object=made, **special).save_pretrained(FOLDER.name)
+    return model, AutoTokenizer.from_pretrained(FOLDER.name)
 
 
 def made(boot: Any) -> Any:
@@ -80,9 +83,7 @@ def made(boot: Any) -> Any:
     model, tokenizer = tiny()
     if CONTROL not in os.environ:
         return Ours(rl.Engine.load(model, tokenizer=tokenizer))
-    with tempfile.TemporaryDirectory() as folder:
-        model.config.save_pretrained(folder)
-        return boot(folder, hf_model=copy.deepcopy(model), tokenizer=tokenizer, device="cpu", dtype=torch.float32)
+    return boot(FOLDER.name, hf_model=copy.deepcopy(model), tokenizer=tokenizer, device="cpu", dtype=torch.float32)
 
 
 def pytest_configure(config: Any) -> None:
