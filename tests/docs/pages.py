@@ -26,6 +26,14 @@ tensors = dict(W_enc=directions.T, b_enc=torch.full((512,), -0.5), W_dec=directi
 save_file({name: value.contiguous().clone() for name, value in tensors.items()}, "saes/block1/sae_weights.safetensors")
 config = dict(architecture="topk", k=32, d_in=128, d_sae=512, metadata=dict(hook_name="blocks.1.hook_resid_post"))
 json.dump(config, open("saes/block1/cfg.json", "w"))
+few = directions[:64].clone()
+tensors = dict(W_enc=few.T.contiguous(), b_enc=torch.full((64,), -0.5), W_dec=few, b_dec=torch.zeros(128))
+for layer in range(4):
+    os.makedirs(f"transcoders/{layer}")
+    save_file(tensors, f"transcoders/{layer}/sae_weights.safetensors")
+    sites = dict(hook_name=f"blocks.{layer}.ln2.hook_out", hook_name_out=f"blocks.{layer}.hook_mlp_out")
+    config = dict(architecture="transcoder", d_in=128, d_out=128, d_sae=64, apply_b_dec_to_input=False, metadata=sites)
+    json.dump(config, open(f"transcoders/{layer}/cfg.json", "w"))
 import replaylens as rl
 task = rl.tasks.get("coin")(flips=(1, 4))
 rl.Engine.load("coin-plain").replay(task.examples(40), sites="S", drafter="lens").save("dumps/coin")
