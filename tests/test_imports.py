@@ -184,7 +184,7 @@ def sources() -> Iterator[tuple[Path, str | None]]:
     for module, file in modules().items():
         is_package = file.name == "__init__.py" and module.count(".") == 1 and module != "replaylens"
         yield file, "__init__" if module == "replaylens" else None if is_package else room_of(module)
-    for folder in ("tests", "benchmarks", "notebooks"):
+    for folder in ("tests", "benchmarks", "studies", "notebooks"):
         yield from ((file, None) for file in sorted((ROOT / folder).rglob("*.py")))
 
 
