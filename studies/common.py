@@ -139,12 +139,8 @@ def legend(axis: Any, **options: Any) -> None:
     axis.legend(**{"fontsize": 7, "frameon": False, "labelcolor": _INK, **options})
 
 
-def curve(
-    axis: Any, x: Sequence[float], found: Sequence[dict[str, Any]], colour: str, label: str, dashed: bool = False
-) -> None:
+def curve(axis: Any, x: Sequence[float], found: Sequence[dict[str, Any]], colour: str, label: str, dashed: bool = False) -> None:
     """Values with their intervals as a band; a missing one (None) leaves a gap."""
-    y, low, high = (
-        np.array([np.nan if each[key] is None else each[key] for each in found]) for key in ("value", "low", "high")
-    )
+    y, low, high = (np.array([np.nan if each[key] is None else each[key] for each in found]) for key in ("value", "low", "high"))
     axis.plot(x, y, color=colour, label=label, linewidth=1.5, marker="o", markersize=3, linestyle="--" if dashed else "-")
     axis.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
