@@ -338,8 +338,7 @@ def _refusal(load: Load) -> Found:
 
 TOPICS = (
     "the sea", "a garden", "the moon", "a train", "old books", "the rain", "a small dog", "the market", "a long walk", "tea",
-    "the winter", "a violin", "the harbour", "a red kite", "bread", "the forest", "a clock", "the desert", "a river", "snow",
-    "a museum", "the library", "a bicycle", "the island", "cheese", "a lantern", "the bridge", "honey", "a painter", "the wind",
+    "the winter", "a violin", "the harbour", "a red kite", "bread", "the forest",
 )  # fmt: skip
 STYLES = {
     "plain": ("Always tell the truth.", "Always tell a lie."),
@@ -386,8 +385,8 @@ def _chat(text: str) -> list[dict[str, str]]:
 
 
 KINDS = {
-    "bird": ("sparrow", "eagle", "owl", "duck", "crow"), "fruit": ("apple", "banana", "cherry", "lemon", "plum"),
-    "tool": ("hammer", "saw", "drill", "wrench", "chisel"), "city": ("Paris", "London", "Rome", "Madrid", "Berlin"),
+    "bird": ("sparrow", "eagle", "owl", "duck"), "fruit": ("apple", "banana", "cherry", "lemon"),
+    "tool": ("hammer", "saw", "drill", "wrench"), "city": ("Paris", "London", "Rome", "Madrid"),
 }  # fmt: skip
 
 
