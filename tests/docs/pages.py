@@ -65,7 +65,7 @@ NOT_RUN = {
     },
     "docs/tasks.md": {'model = rl.Engine.load("smollm2")': NETWORK},
     "docs/branches.md": {'model = rl.Engine.load("smollm2")': NETWORK},
-    "docs/dumps.md": {"from sae_lens import": PEER},
+    "docs/dumps.md": {"from sae_lens import": PEER, "replaylens verify replaylens:": "stands for any identifier"},
     "docs/models.md": {"replaylens train": MINUTES, "from replaylens.engine.training.thinking import train": MINUTES},
 }
 """page -> prefixes of shell lines and Python blocks that are not run, each with its reason"""
