@@ -13,6 +13,14 @@ tensors = dict(W_enc=directions.T, b_enc=torch.full((512,), -0.5), W_dec=directi
 save_file({name: value.contiguous().clone() for name, value in tensors.items()}, "saes/block1/sae_weights.safetensors")
 config = dict(architecture="topk", k=32, d_in=128, d_sae=512, metadata=dict(hook_name="blocks.1.hook_resid_post"))
 json.dump(config, open("saes/block1/cfg.json", "w"))
+for layer in range(4):
+    os.makedirs(f"transcoders/{layer}")
+    draw = torch.Generator().manual_seed(layer)
+    tensors = dict(W_enc=torch.randn(128, 12, generator=draw) / 12, W_dec=torch.randn(12, 128, generator=draw) / 4)
+    save_file({**tensors, "b_enc": torch.zeros(12), "b_dec": torch.zeros(128)}, f"transcoders/{layer}/sae_weights.safetensors")
+    hooks = dict(hook_name=f"blocks.{layer}.mlp.hook_in", hook_name_out=f"blocks.{layer}.hook_mlp_out")
+    config = dict(architecture="transcoder", d_in=128, d_out=128, d_sae=12, apply_b_dec_to_input=False, metadata=hooks)
+    json.dump(config, open(f"transcoders/{layer}/cfg.json", "w"))
 """,
 }
 """page -> code that creates what its snippets assume"""
@@ -42,6 +50,7 @@ FEWEST_PERMUTATIONS = 19
 
 MINUTES = "takes minutes; the functions behind it are tested on small sizes"
 NETWORK = "needs a network"
+EXTRA = "needs the extra eval and a network"
 PEER = "needs another version of transformer-lens than ours"
 
 NOT_RUN = {
@@ -64,8 +73,9 @@ NOT_RUN = {
         "prompts = [clean": NETWORK,
     },
     "docs/tasks.md": {'model = rl.Engine.load("smollm2")': NETWORK},
-    "docs/branches.md": {'model = rl.Engine.load("smollm2")': NETWORK},
+    "docs/branches.md": {'model = rl.Engine.load("smollm2")': NETWORK, "talk = rl.Conversation": NETWORK},
     "docs/dumps.md": {"from sae_lens import": PEER, "replaylens verify replaylens:": "stands for any identifier"},
+    "docs/bridges.md": {"inspect eval": EXTRA, "python -m replaylens.bridges.lm_eval_model": EXTRA},
     "docs/models.md": {"replaylens train": MINUTES, "from replaylens.engine.training.thinking import train": MINUTES},
 }
 """page -> prefixes of shell lines and Python blocks that are not run, each with its reason"""
