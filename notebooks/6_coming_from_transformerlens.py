@@ -156,6 +156,6 @@ print("as captured:", torch.equal(stored["blocks.3.hook_in"][0], run[2].activati
 print("gradients:", cache["blocks.0.hook_in"].requires_grad)
 
 # %% [markdown]
-# All names with their shapes: `engine.sites.in_order()`. [What differs, and what is not there](../docs/transformer_lens.md).
+# All names with their shapes: `engine.sites.in_order()`. [What differs, and what is not there](../docs/bridges.md).
 # More: [the contract](../docs/determinism.md),
 # [dumps](../docs/dumps.md), [probes](../docs/probes.md), [views](../docs/branches.md).

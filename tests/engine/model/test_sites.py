@@ -133,7 +133,7 @@ def test_both_sides_of_a_module_are_the_bridges(name: str) -> None:
 
 @families
 def test_the_bridge_has_no_other_names(name: str) -> None:
-    """What is left out is listed in docs/transformer_lens.md with the reason."""
+    """What is left out is listed in docs/bridges.md with the reason."""
     left_out = ("hook_cos", "hook_sin", "rotary_emb.hook_in", "hook_hidden_states", "embed.hook_in")
     norms = tuple(f"attn.{x}_norm.hook_{part}" for x in "qk" for part in ("in", "scale", "normalized"))
     sites = table(decoder(name).config)
