@@ -141,7 +141,9 @@ def legend(axis: Any, **options: Any) -> None:
     axis.legend(**{"fontsize": 7, "frameon": False, "labelcolor": _INK, **options})
 
 
-def curve(axis: Any, x: Sequence[float], found: Sequence[dict[str, Any]], colour: str, label: str, dashed: bool = False) -> None:
+def curve(
+    axis: Any, x: Sequence[float], found: Sequence[dict[str, Any]], colour: str, label: str, dashed: bool = False
+) -> None:
     """Values with their intervals as a band; a missing one (None) leaves a gap."""
     kept = [[np.nan if each[key] is None else each[key] for each in found] for key in ("value", "low", "high")]
     y, low, high = np.array(kept, dtype=float)

@@ -284,7 +284,7 @@ class Near(Follower):
         super().__init__(None, torch.device(device))
         self.given: list[Tensor] = []
 
-    def _take(self, shape: tuple[int, ...], dtype: torch.dtype, words: bool = False) -> Tensor:
+    def _take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         found = self.given.pop(0)
         assert found.shape == shape and found.dtype == dtype
         return found

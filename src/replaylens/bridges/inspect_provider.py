@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from replaylens import __version__
-from replaylens.bridges.options import SCHEME, digest_of, edits_of, engine_of, sampling_of, scores
+from replaylens.bridges.options import digest_of, edits_of, engine_of, sampling_of, scores
 from replaylens.engine.errors import BadRequest, MissingPackage
+from replaylens.engine.records import SCHEME
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.values import as_bool, as_int
 from replaylens.engine.serving.branch import Branch

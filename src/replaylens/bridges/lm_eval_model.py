@@ -14,8 +14,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from replaylens import __version__
-from replaylens.bridges.options import SCHEME, edits_of, engine_of, sampling_of, scores
+from replaylens.bridges.options import edits_of, engine_of, sampling_of, scores
 from replaylens.engine.errors import BadRequest, MissingPackage
+from replaylens.engine.records import SCHEME
 from replaylens.engine.request.values import as_int
 
 try:

@@ -16,12 +16,12 @@ from replaylens.engine.dump.content import Content
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadRequest
 from replaylens.engine.passes.runner import LENS_ROWS
+from replaylens.engine.records import SCHEME
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_float, as_instance, as_int, short_repr
 from replaylens.engine.serving.request import logits_of
 
-SCHEME = "replaylens:sha256:"
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -73,7 +73,7 @@ def sampling_of(given: Mapping[str, Any], seed: int, stop: Sequence[str]) -> Sam
 
 
 @dataclass(frozen=True)
-class Scores:
+class TokenScores:
     """Log-probabilities of tokens, each from the row before it: [tokens], and those of the likeliest: [tokens, top]."""
 
     logprobs: Tensor
@@ -83,7 +83,7 @@ class Scores:
     top_logprobs: Tensor
 
 
-def scores(engine: Engine, residual: Tensor, tokens: Sequence[int], top: int = 0) -> Scores:
+def scores(engine: Engine, residual: Tensor, tokens: Sequence[int], top: int = 0) -> TokenScores:
     """`residual` [tokens, d_model] is the final residual stream, one row before each token. Log-softmax is in float64, and
     never more than a few hundred rows of the vocabulary are in memory."""
     parts: list[tuple[Tensor, ...]] = []
@@ -92,7 +92,7 @@ def scores(engine: Engine, residual: Tensor, tokens: Sequence[int], top: int = 0
         logprobs = logits.double().log_softmax(-1)
         best = logprobs.topk(top, dim=-1)
         parts.append((logprobs.gather(1, ids[:, None])[:, 0], logits.argmax(-1) == ids, best.indices, best.values))
-    return Scores(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    return TokenScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 def digest_of(rows: Mapping[str, Tensor], positions: Sequence[int], tokens: Sequence[int]) -> str:

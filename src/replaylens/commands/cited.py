@@ -49,7 +49,7 @@ class Checked:
 
 
 @dataclass(frozen=True)
-class Found:
+class CitedFile:
     """Where an identifier leads."""
 
     kind: str
@@ -73,7 +73,7 @@ def kind_of(path: str) -> str:
     return "rollouts" if rollouts else "dump"
 
 
-def find(wanted: Identifier, folders: Sequence[str]) -> Found:
+def find(wanted: Identifier, folders: Sequence[str]) -> CitedFile:
     """What has this identifier in some folders, or below them. BadRequest says how much was looked at."""
     seen, damaged = 0, 0
     for found in (each for folder in folders for each in _candidates(folder)):
@@ -81,7 +81,7 @@ def find(wanted: Identifier, folders: Sequence[str]) -> Found:
         try:
             with warnings.catch_warnings(action="ignore"):
                 if _NAMES[found.kind](found.path, wanted):
-                    return Found("row", found.path) if wanted.row is not None else found
+                    return CitedFile("row", found.path) if wanted.row is not None else found
         except EngineError:
             damaged += 1
     unread = f", of which {damaged} could not be read" * bool(damaged)
@@ -89,21 +89,21 @@ def find(wanted: Identifier, folders: Sequence[str]) -> Found:
     raise BadRequest(f"{wanted} is in none of {seen} results below {where}{unread}. Name another folder with --in.")
 
 
-def _candidates(folder: str) -> Iterator[Found]:
+def _candidates(folder: str) -> Iterator[CitedFile]:
     if "://" in folder:
-        yield Found("dump", folder)
+        yield CitedFile("dump", folder)
         return
     if not Path(folder).exists():
         raise BadRequest(f"{folder} does not exist. Name the folder to look in with --in.")
     if Path(folder).is_file():
-        yield Found(kind_of(folder), folder)
+        yield CitedFile(kind_of(folder), folder)
     for here, below, files in os.walk(folder):
         below[:] = sorted(each for each in below if not each.startswith("."))
         if not {MANIFEST, PLAN, REPORT}.isdisjoint(files):
-            yield Found(kind_of(here), here)
+            yield CitedFile(kind_of(here), here)
         for name in sorted(files):
             if Path(name).suffix.lower() in FIGURES:
-                yield Found("figure", str(Path(here) / name))
+                yield CitedFile("figure", str(Path(here) / name))
 
 
 def _dump_is(path: str, wanted: Identifier) -> bool:

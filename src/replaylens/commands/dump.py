@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from replaylens import tasks
-from replaylens.commands.cited import Checked, Found, check_figure, check_report, check_rollouts, find, kind_of
+from replaylens.commands.cited import Checked, CitedFile, check_figure, check_report, check_rollouts, find, kind_of
 from replaylens.commands.inspect import facts_of
 from replaylens.commands.options import (
     MODEL,
@@ -246,7 +246,7 @@ def verify(
         if where is not None and not what.startswith(SCHEME):
             raise BadRequest(f"--in says where to look for an identifier, and {what} is a path. Leave it out.")
         wanted = Identifier.parse(what) if what.startswith(SCHEME) else None
-        found = Found(kind_of(what), what) if wanted is None else find(wanted, where or ["."])
+        found = CitedFile(kind_of(what), what) if wanted is None else find(wanted, where or ["."])
         verdict: Verification | Checked
         if found.kind == "figure":
             verdict = check_figure(found.path)
