@@ -26,7 +26,7 @@ from studies.told import ShownCoin, ToldBoxes, TwoPeople
 TRAINED = Path(__file__).parent.parent / "trained" / "studies"
 """models of `studies/recipes`, which the file's first line says how to train"""
 FOLDS = 5
-CONTROLS = ("shuffled labels", "token alone", "bag of tokens", "control task", "untrained model")
+CONTROLS = ("shuffled labels", "token alone", "position alone", "bag of tokens", "control task", "untrained model")
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,7 @@ PARTS = tuple(SETTINGS)
 
 def run(quick: bool, part: str) -> dict[str, Any]:
     setting = SETTINGS[part]
+    rl.tasks.register(type(setting.task))  # runs cite it by name
     engine = rl.Engine.load(_source(setting.model), **setting.options)
     examples = setting.task.examples(24 if quick else setting.n)
     found: dict[str, Any] = {"inputs": inputs(engine, prompts=digest(e.prompt for e in examples)), "drafters": {}}

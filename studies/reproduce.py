@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+import replaylens as rl
 from replaylens.workbench.reproduce import FIGURES, reproduce
-from studies.common import COLOURS, HERE, QUIET, picture
+from studies.common import COLOURS, HERE, QUIET, inputs, picture
 
 PARTS = tuple(FIGURES)
 
@@ -19,7 +20,8 @@ PARTS = tuple(FIGURES)
 def run(quick: bool, part: str) -> dict[str, Any]:
     found = reproduce(part).to_json()
     digests = [*before(part, found["call"]), found["digest"]]
-    return {"inputs": {"model": found["model"]}, **found, "digests": digests, "same_bits": len(set(digests)) == 1}
+    known = {} if "random" in found["model"] else inputs(rl.Engine.load(found["model"]))
+    return {"inputs": known, **found, "digests": digests, "same_bits": len(set(digests)) == 1}
 
 
 def before(name: str, call: str) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from string import printable
 
-from replaylens.tasks import Event, Task, get, register
+from replaylens.tasks import Event, Task, get
 from replaylens.tasks.boxes import Boxes
 from replaylens.tasks.coin import Coin
 from replaylens.tasks.reading import Label, Scene, Script
@@ -47,7 +47,6 @@ def solved_chains(lengths: Sequence[int] = (2, 1, 3)) -> str:
     return "\n".join(made) + "\n"
 
 
-@register
 class ShownCoin(Coin):
     """Coins with chains of thought, after three solved ones: for models that were not trained on the task."""
 
@@ -74,7 +73,6 @@ class _BoxScene(Preceded):
         return labels | {"full.1": None if first is None else "empty" if first == "nothing" else "full"}
 
 
-@register
 class ToldBoxes(Boxes):
     """Boxes whose prompt ends before the first move: the model tells the moves itself."""
 
@@ -141,7 +139,6 @@ class StoryKnobs(Knobs):
     """A story has no settings but its seed."""
 
 
-@register
 class TwoPeople(Task[StoryKnobs]):
     """The beginning of a story about a girl and a boy, which the model continues."""
 

@@ -37,6 +37,7 @@ from replaylens.engine.errors import (
 )
 from replaylens.engine.records import Citation, Fingerprint, Hash, Identifier, Positive, build, digest_of, parse, read
 from replaylens.engine.request.capture import with_keys
+from replaylens.engine.request.values import hides
 from replaylens.engine.resampling.plan import NO_ANSWER, OTHER, Race, ResamplePlan
 
 if TYPE_CHECKING:
@@ -464,6 +465,7 @@ _MAX_TEXT = 48
 """characters of a fork's text in a figure"""
 
 
+@hides("made_by")
 @dataclass(frozen=True, eq=False)
 class Rollouts:
     """The result of `branch.resample`: rollouts in order of position and number. Reads like a list of `Rollout`."""

@@ -73,7 +73,7 @@ def sampling_of(given: Mapping[str, Any], seed: int, stop: Sequence[str]) -> Sam
 
 
 @dataclass(frozen=True)
-class TokenScores:
+class TokenLogProbs:
     """Log-probabilities of tokens, each from the row before it: [tokens], and those of the likeliest: [tokens, top]."""
 
     logprobs: Tensor
@@ -83,7 +83,7 @@ class TokenScores:
     top_logprobs: Tensor
 
 
-def scores(engine: Engine, residual: Tensor, tokens: Sequence[int], top: int = 0) -> TokenScores:
+def scores(engine: Engine, residual: Tensor, tokens: Sequence[int], top: int = 0) -> TokenLogProbs:
     """`residual` [tokens, d_model] is the final residual stream, one row before each token. Log-softmax is in float64, and
     never more than a few hundred rows of the vocabulary are in memory."""
     parts: list[tuple[Tensor, ...]] = []
@@ -92,7 +92,7 @@ def scores(engine: Engine, residual: Tensor, tokens: Sequence[int], top: int = 0
         logprobs = logits.double().log_softmax(-1)
         best = logprobs.topk(top, dim=-1)
         parts.append((logprobs.gather(1, ids[:, None])[:, 0], logits.argmax(-1) == ids, best.indices, best.values))
-    return TokenScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    return TokenLogProbs(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 def digest_of(rows: Mapping[str, Tensor], positions: Sequence[int], tokens: Sequence[int]) -> str:
