@@ -72,7 +72,7 @@ class Timeline:
         return draw.document([frame], self.capacity)
 
     def board(self, frames: Sequence[Frame] | None = None) -> str:
-        """Several frames as one SVG file, two per row; default: one of each kind of step, but either accept or rollback."""
+        """Several frames as one SVG file; default: one of each kind of step, but either accept or rollback."""
         found = {frame.phase for frame in self.frames}
         hidden = {Phase.ACCEPT} if Phase.ROLLBACK in found else set()
         return draw.document(list(frames or self.first(*(phase for phase in Phase if phase not in hidden))), self.capacity)

@@ -91,6 +91,11 @@ GLOSSARY = {
 """words of the page -> what they mean: a name, then a sentence"""
 
 
+def glossary() -> Markup:
+    """The words to hover."""
+    return join(["Words (hover): ", Markup(" · ").join(map(word, GLOSSARY))])
+
+
 def word(text: str) -> str:
     """A word of the glossary, which explains itself on hover; other words as they are."""
     about = GLOSSARY.get(text)
@@ -169,7 +174,7 @@ def _best(report: Report) -> Iterable[dict[str, Any]]:
 def _opening_table(cells: Sequence[Mapping[str, Any]]) -> Markup:
     controls = [name for name in CONTROLS if any(_known(cell.get(name)) for cell in cells)]
     names = ["label", "position", "probe", "best at", "score, 95 %", *(name.replace("_", " ") for name in controls), "shown"]
-    head = tag("tr", *(tag("th", name) for name in names))
+    head = tag("tr", *(tag("th", word(name)) for name in names))
     caption = tag("p", "The best cells, beside every control that was run:", class_="rl-quiet")
     body = (tag("tr", *(tag("td", value) for value in _line(cell, controls))) for cell in cells)
     return join([caption, tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="rl-scroll")])
@@ -257,8 +262,8 @@ def _map(site: str, own: "pd.DataFrame", low: float, high: float) -> Heatmap:
     for name in controls:
         best = own.groupby("position", sort=False)[name].max()
         rows.append(tuple(_control(name, float(best[position])) for position in positions))
-        names.append(name.replace("_", " "))
-    return Heatmap(site, tuple(names), tuple(map(str, positions)), tuple(rows), low, high, controls=len(controls))
+        names.append(word(name.replace("_", " ")))
+    return Heatmap(word(site), tuple(names), tuple(map(str, positions)), tuple(rows), low, high, controls=len(controls))
 
 
 def _layer(value: Any) -> int | None:
