@@ -640,6 +640,7 @@ def test_a_crossed_out_token_can_be_read(text: str) -> None:
     starts = {tuple(map(float, start.split())) for start, _ in strokes}
     assert starts == {(round(a, 1), b) for a in (x, x + wide) for b in (y, y + high)}, "the four corners"
     assert all(abs(float(along.split()[0])) <= 0.4 * wide for _, along in strokes), "the middle is free"
+    assert all(abs(float(part.split("l")[1].split()[0])) <= draw.CORNER for part in (cross.get("d") or "").split("M")[1:])
     assert "line-through" not in draw.document([Frame(Phase.DECODE, "", Fill(1), (slot,))], 2)
 
 

@@ -65,6 +65,8 @@ CHARACTER = 7.3
 """width of a character at the tokens' font size"""
 CROSS = 0.34
 """how far the strokes of a crossed-out token reach from its corners, of its width and height"""
+CORNER = 9
+"""and at most, along its width"""
 GAP = 50
 """between a draft and the verifier's token below it: the draft's name, an arrow, the verdict"""
 MAX_SIBLINGS = 2
@@ -260,8 +262,11 @@ def _box(x: float, y: float, width: float, text: str, kind: str) -> Iterable[Mar
 
 
 def _cross(x: float, y: float, width: float) -> str:
-    """Strokes from the corners towards the middle, which stays free: a line through it would make ÷ of a colon."""
-    along, down = CROSS * width, CROSS * BOX
+    """Strokes from the corners towards the middle, which stays free: a line through it would make ÷ of a colon.
+
+    In a wide box they end beside its word.
+    """
+    along, down = min(CROSS * width, CORNER), CROSS * BOX
     left = f"M{x:.1f} {y:.1f}l{along:.1f} {down:.1f}M{x:.1f} {y + BOX:.1f}l{along:.1f} {-down:.1f}"
     return left + f"M{x + width:.1f} {y:.1f}l{-along:.1f} {down:.1f}M{x + width:.1f} {y + BOX:.1f}l{-along:.1f} {-down:.1f}"
 
