@@ -206,7 +206,8 @@ def _decoded(timelines: tuple[Timeline, ...]) -> Markup:
     """Timelines to step through."""
     about = (
         "A drafter proposes tokens (yellow). One canonical pass over them decides: what it agrees with is accepted (green), "
-        "the rest is rolled back (red) with its KV. The verifier's own last token is pending (checkered). Grey: other requests."
+        "the rest is rolled back (red) with its KV. The verifier's own last token is pending (checkered). Grey: other "
+        "requests, checkered where they decode in the same round."
     )
     steps = (draw.stepper(told.frames, told.title) for told in timelines)
     return join([tag("p", about, class_="rl-quiet"), *steps])
