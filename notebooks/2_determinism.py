@@ -16,7 +16,8 @@
 # **What to expect.** First a plain model whose activations differ in their last bits, depending on how the same tokens were
 # computed (which ways differ depends on your processor). Then the same weights in an engine, where all ways agree exactly.
 # Then dumps whose digest does not depend on batch or drafter, the fast path and why its rows cannot be dumped, and the doctor,
-# which tests all this on your machine. About a minute; nothing is downloaded.
+# which tests all this on your machine. About a minute; nothing is downloaded. With `MODEL = "smollm2"` the first half runs on
+# SmolLM2-135M, after `replaylens fetch smollm2`, and takes some minutes.
 
 # %%
 import tempfile
@@ -24,11 +25,14 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from IPython.display import display
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import replaylens as rl
+from replaylens.engine.model import hub
 from replaylens.engine.proof import certificates
 
+MODEL = "tiny"  # or "smollm2"
 torch.manual_seed(0)
 shape = {
     "hidden_size": 256,
@@ -37,9 +41,10 @@ shape = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
 }
-model = LlamaForCausalLM(
-    LlamaConfig(vocab_size=512, pad_token_id=0, **shape)
-).eval()  # random weights: this is about arithmetic
+if MODEL == "smollm2":
+    model = AutoModelForCausalLM.from_pretrained(hub.model_folder(), dtype=torch.float32).eval()
+else:  # random weights: this is about arithmetic
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=512, pad_token_id=0, **shape)).eval()
 prompts = torch.randint(1, 512, (16, 40))
 
 # %% [markdown]
@@ -84,7 +89,7 @@ ways = {
     "decoded from token 30 on": torch.cat([decoded(prompt[None], 30) for prompt in prompts]),
     "decoded in a batch": decoded(prompts, 30),
 }
-compare(ways, alone)
+display(theirs := compare(ways, alone))
 
 # %% [markdown]
 # The differences are small, but such activations have no reproducible hash, and two papers cannot compare bits.
@@ -122,7 +127,20 @@ ways = {
     "token by token from 30 on": rows_of([forced(path, 30) for path in paths]),
     "after a fork and a rollback": rows_of([detoured(path) for path in paths]),
 }
-compare(ways, reference)
+display(ours := compare(ways, reference))
+
+# %% [markdown]
+# Both as a picture: the rows whose bits depend on how they were computed.
+
+# %%
+both = pd.concat({"transformers": theirs, "replaylens": ours}).iloc[::-1, 0]
+colours = ["tab:orange" if name == "transformers" else "tab:blue" for name, _ in both.index]
+axis = both.plot.barh(color=colours, xlim=(0, 1.1), figsize=(7, 3), xlabel="share of rows with other bits")
+for place, share in enumerate(both):
+    axis.text(share + 0.01, place, f"{share:.0%}", va="center")
+axis.set_yticklabels([f"{name}: {way}" for name, way in both.index])
+axis.set_ylabel("")
+axis.figure.tight_layout()
 
 # %%
 print("all equal:", all(torch.equal(reference, got) for got in ways.values()))

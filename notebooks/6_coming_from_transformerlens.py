@@ -16,12 +16,14 @@
 # **What to expect.** A bridge loaded into an engine; the same values under the same names, up to rounding; the cache's own
 # methods; a hook function and the `Edit` that does the same, with the same effect; a shared prefix with several continuations;
 # the activations of generated tokens without a second run; a dump read back as an `ActivationCache`. The model has random
-# weights: this is about the interface. Half a minute, most of it the import of transformer_lens; nothing is downloaded.
+# weights: this is about the interface. Half a minute, most of it the import of transformer_lens; nothing is downloaded. With
+# `MODEL = "smollm2"` it runs on SmolLM2-135M, after `replaylens fetch smollm2`.
 
 # %%
 import tempfile
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -29,7 +31,9 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import replaylens as rl
+from replaylens.engine.model import hub
 
+MODEL = "tiny"  # or "smollm2"
 torch.manual_seed(0)
 folder = tempfile.mkdtemp()  # a Hugging Face folder, as you would have downloaded one
 words = Tokenizer(WordLevel({f"w{i}": i for i in range(128)}, unk_token="w0"))
@@ -38,7 +42,8 @@ PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folde
 config = LlamaConfig(vocab_size=128, hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4)
 LlamaForCausalLM(config).save_pretrained(folder)
 
-bridge = TransformerBridge.boot_transformers(folder, device="cpu", dtype=torch.float32)
+weights = str(hub.model_folder()) if MODEL == "smollm2" else folder
+bridge = TransformerBridge.boot_transformers(weights, device="cpu", dtype=torch.float32)
 engine = rl.Engine.load(bridge)
 tokens = torch.randint(4, 128, (2, 24))
 
@@ -55,6 +60,18 @@ apart = max((cache[name] - theirs[name]).abs().max().item() for name in common)
 print(f"{len(common)} of {len(names)} names in common; largest difference {apart:.1e}")
 print(f"logits: {(logits - their_logits).abs().max():.1e}; type: {type(cache).__module__}.{type(cache).__name__}")
 print([name for name in names if name.startswith("blocks.2")])
+
+# %% [markdown]
+# All of them, in order of the pass: the values differ in their last bits, because the sums are added in another order.
+
+# %%
+size = [theirs[name].abs().median().item() for name in common]
+off = [(cache[name] - theirs[name]).abs().max().item() for name in common]
+figure, axis = plt.subplots(figsize=(7, 2.8), layout="constrained")
+axis.semilogy(size, ".", color="tab:blue", label="median value")
+axis.semilogy([max(x, 1e-9) for x in off], ".", color="tab:orange", label="largest difference (equal: at the bottom)")
+axis.set(xlabel="activations, in order of the pass", ylim=(5e-10, 1e3))
+legend = axis.legend(loc="upper right", ncols=2)
 
 # %% [markdown]
 # An unknown name is an error that lists the nearest ones.
@@ -95,7 +112,7 @@ print(f"loss: {(engine(tokens, return_type='loss') - bridge(tokens, return_type=
 # and replayed. Activation patching, ablation and steering vectors are edits.
 
 # %%
-direction = torch.randn(64)
+direction = torch.randn(engine.config.d_model)
 path = tokens[0].tolist()
 
 
@@ -115,6 +132,17 @@ for name, branch in {"hook": hooked, "edit": edited}.items():
     own = branch.activations["unembed.hook_out"][len(path) - 1]
     print(f"{name}: {(own - reference).abs().max():.1e} from run_with_hooks, certified {branch.certified}")
 print(f"without either: {(logits[0, -1] - reference).abs().max():.1f} away")
+
+# %% [markdown]
+# The next token's logits under the edit, against those of `run_with_hooks` (on the diagonal) and of the model left alone.
+
+# %%
+edited_logits = edited.activations["unembed.hook_out"][len(path) - 1]
+figure, axis = plt.subplots(figsize=(4, 3.6), layout="constrained")
+axis.plot(logits[0, -1], edited_logits, ".", color="lightgrey", label="model left alone")
+axis.plot(reference, edited_logits, ".", color="tab:blue", label="run_with_hooks")
+axis.set(xlabel="logit", ylabel="logit with the Edit")
+legend = axis.legend()
 
 # %% [markdown]
 # ## What is new

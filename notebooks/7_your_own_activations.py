@@ -14,11 +14,13 @@
 #
 # **What to expect.** A recurrent network, trained here in a few seconds, that keeps track of a coin; its activations as arrays,
 # swept over layers and positions; why groups are required, and what happens with wrong ones; a TransformerLens cache, whose
-# labels the tokens alone explain; a probe that is saved, and one score from plain arrays. Nothing is downloaded.
+# labels the tokens alone explain; a probe that is saved, and one score from plain arrays. Half a minute; nothing is
+# downloaded. With `MODEL = "smollm2"` the cache is one of SmolLM2-135M, after `replaylens fetch smollm2`.
 
 # %%
 import tempfile
 
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from tokenizers import Tokenizer
@@ -29,7 +31,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 import replaylens as rl
+from replaylens.engine.model import hub
 from replaylens.probes import ProbeRows, cross_validate, fit_probe, sweep
+
+MODEL = "tiny"  # or "smollm2"
 
 # %% [markdown]
 # ## A model from elsewhere
@@ -102,6 +107,9 @@ print(report)
 # report: known zeros come from a task. The untrained model is a network with random weights that read the same words.
 
 # %%
+report.heatmap()
+
+# %%
 columns = ["layer", "position", "accuracy", "low", "high", "majority", "bag_of_tokens", "shuffled", "untrained"]
 report.table[columns].round(2)
 
@@ -123,8 +131,21 @@ random = np.random.default_rng(0)
 documents = np.repeat(np.arange(60), 4)
 noise = random.normal(size=(60, 64))[documents] + 0.1 * random.normal(size=(240, 64))
 drawn = random.integers(2, size=60)[documents]
-for name, groups in {"the documents as groups": documents, "every row on its own": np.arange(240)}.items():
-    print(f"{name}: accuracy {cross_validate(noise, drawn, groups).score}")
+scores = {
+    name: cross_validate(noise, drawn, groups).score
+    for name, groups in {"the documents as groups": documents, "every row on its own": np.arange(240)}.items()
+}
+for name, score in scores.items():
+    print(f"{name}: accuracy {score}")
+
+# %%
+figure, axis = plt.subplots(figsize=(5, 1.8), layout="constrained")
+for place, score in enumerate(scores.values()):
+    axis.plot([score.low, score.high], [place, place], color="tab:blue", linewidth=3)
+    axis.plot(score.value, place, "o", color="tab:blue")
+axis.set(xlim=(0, 1.02), ylim=(-0.6, 1.6), xlabel="accuracy on pure noise; chance is 0.5")
+axis.set_yticks([0, 1], list(scores))
+chance = axis.axvline(0.5, color="black", linestyle=":", linewidth=0.8)
 
 # %% [markdown]
 # So there is no default.
@@ -150,7 +171,8 @@ special = {"unk_token": "w0", "eos_token": "w1", "bos_token": "w2", "pad_token":
 PreTrainedTokenizerFast(tokenizer_object=vocabulary, **special).save_pretrained(folder)
 config = LlamaConfig(vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
 LlamaForCausalLM(config).save_pretrained(folder)
-bridge = TransformerBridge.boot_transformers(folder, device="cpu", dtype=torch.float32)
+weights = str(hub.model_folder()) if MODEL == "smollm2" else folder
+bridge = TransformerBridge.boot_transformers(weights, device="cpu", dtype=torch.float32)
 
 prompt = torch.randint(4, 40, (120, 10))
 mask = torch.arange(10) < torch.randint(6, 11, (120, 1))  # padding on the right

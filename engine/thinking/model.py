@@ -4,9 +4,10 @@ Chunk i is c tokens. Its state S_i, one vector per token, is added to the output
 `read_layer` is H_i. The thinking block T decodes a short thought Z_{i+1} from H_i, greedily, until <EOS>. The compression
 block C turns the thought into S_{i+1}, for the next chunk:
 
-    S_1 = 0      H_i = blocks(X_i + S_i)      Z_{i+1} = T(H_i)      S_{i+1} = C(Z_{i+1})
+    S_0 = 0      H_i = blocks(X_i + S_i)      Z_{i+1} = T(H_i)      S_{i+1} = C(Z_{i+1})
 
-A thought of <EOS> alone is empty, and its state is exactly zero. The KV cache of the backbone never holds a thought.
+Chunks count from 0; the paper counts from 1. A thought of <EOS> alone is empty, and its state is exactly zero. The KV cache
+of the backbone never holds a thought.
 """
 
 import json

@@ -161,6 +161,33 @@ def test_real_model_runs(name: str) -> None:
     check(name, run(name, REPLAYLENS_CACHE=str(CACHE)))
 
 
+CHOICE = re.compile(r'^MODEL = "[a-z-]+"  # or "smollm2"$', re.M)
+BY_VARIABLE = [name for name in NAMES if CHOICE.search((FOLDER / f"{name}.py").read_text())]
+"""notebooks that run on SmolLM2 if one variable is changed"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hub.is_fetched(), reason="SmolLM2-135M is not in the cache folder")
+@pytest.mark.parametrize("name", BY_VARIABLE)
+def test_one_variable_runs_it_on_the_real_model(name: str) -> None:
+    """Every cell runs. What the outputs say of the tiny model need not hold, but bits are the same wherever they should be."""
+    notebook = build().read(FOLDER / f"{name}.py")
+    for cell in notebook.cells:
+        cell.source = CHOICE.sub('MODEL = "smollm2"', cell.source)
+    build().execute(notebook, env={**os.environ, "OMP_NUM_THREADS": "1", "REPLAYLENS_CACHE": str(CACHE)})
+    shown = "\n".join(texts(notebook))
+    assert not re.search(r"(all equal|same bits|over the whole|as captured): False|mismatch", shown)
+
+
+def test_three_run_on_the_real_model_by_one_variable() -> None:
+    assert [name[0] for name in BY_VARIABLE] == ["2", "6", "7"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_notebook_has_figures(name: str) -> None:
+    assert {"image/png", "rl-tree", "rl-timeline", "rl-thinking"} & build().drawn(committed(name))
+
+
 @pytest.mark.parametrize("name", [REAL[0], *(pytest.param(name, marks=pytest.mark.slow) for name in REAL[1:])])
 def test_without_the_real_model_its_notebook_says_what_to_do_and_stops(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

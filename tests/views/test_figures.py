@@ -554,6 +554,55 @@ def test_a_saved_trace_knows_t0_too(tmp_path: Any) -> None:
     ]
 
 
+def test_an_arrow_leads_from_each_draft_to_the_verifiers_token() -> None:
+    """Between the draft's name and the verdict, in the middle of both boxes. The verifier's extra token has none."""
+    drafts = tuple(Slot(f" d{i}", TokenState.DRAFT, i, drafted=True) for i in (1, 2))
+    said = [Slot(f" v{i}", TokenState.ACCEPTED if i < 3 else TokenState.PENDING, i) for i in (1, 2, 3)]
+    checks = tuple(map(Check, (*drafts, None), said))
+    drawn = ElementTree.fromstring(draw.document([Frame(Phase.VERIFY, "", Fill(4), drafts, checks)], 8))
+    arrows = [e.get("d", "") for e in drawn.iter() if e.get("class") == "line arrow"]
+    texts = {e.text: (float(e.get("x", "")), float(e.get("y", ""))) for e in drawn.iter() if e.tag.endswith("text")}
+    assert len(arrows) == 2
+    for arrow, name in zip(arrows, ("1", "2"), strict=True):
+        x, start, end = (
+            float(arrow[1:].split()[0]),
+            float(arrow.split()[1].split("V")[0]),
+            float(arrow.split("V")[1].split("M")[0]),
+        )
+        assert texts[f"T{name}′"][0] == texts[f"T{name}"][0] == x
+        assert texts[f"T{name}′"][1] < start < end < texts[f" v{name}"][1] - 2 * 11
+
+
+def test_what_neighbours_decode_is_checkered_until_the_round_ends() -> None:
+    """Grey prompts, then checkered tokens beside the drafts, then plain ones."""
+    looks = {}
+    for phase in (Phase.PREFILL, Phase.DECODE, Phase.VERIFY, Phase.ROLLBACK):
+        drawn = list(ElementTree.fromstring(draw.document([Frame(phase, "", Fill(4), others=2)], 8)).iter())
+        bars = [float(e.get("width", "")) for e in drawn if e.get("class") == "other"]
+        looks[phase] = set(bars), sum(e.get("class") == "check beside" for e in drawn)
+    plain, whole = {float(draw.PROMPT_BAR)}, {150.0}
+    assert list(looks.values()) == [(plain, 0), (whole, 2), (whole, 2), (whole, 0)]
+
+
+def test_a_board_is_no_wider_than_a_readme() -> None:
+    """One frame below the other, unscaled; a frame with further chains is higher, and nothing leaves its edges."""
+    chain = (Slot(" a", TokenState.DRAFT, 1, drafted=True),)
+    checks = (Check(chain[0], Slot(" b", TokenState.PENDING, 1)),)
+    frames = [
+        Frame(Phase.DECODE, "", Fill(4), chain),
+        Frame(Phase.VERIFY, "", Fill(4), chain, checks, (chain, chain), others=3),
+    ]
+    drawn = ElementTree.fromstring(draw.document(frames, 8))
+    panels = [e for e in drawn if e.get("transform")]
+    assert drawn.get("width") == str(draw.WIDTH) and draw.WIDTH <= 830
+    assert [e.get("transform") for e in panels] == ["translate(0 0)", f"translate(0 {draw.HEIGHT})"]
+    room = int(drawn.get("height", "")) - draw.HEIGHT
+    lowest = [float(e.get("y", "")) + float(e.get("height", "0")) for e in panels[1].iter() if e.get("y")]
+    bars = min(float(e.get("y", "")) for e in panels[1].iter() if e.get("class") == "other")
+    boxes = [float(e.get("y", "")) + draw.BOX for e in panels[1].iter() if e.get("height") == str(draw.BOX)]
+    assert room > draw.HEIGHT and max(lowest) <= room and max(boxes) < bars
+
+
 def test_the_verifiers_tokens_after_the_mismatch_are_crossed_out() -> None:
     """T1 accepted, T2 instead of T2′, T3 and T4 void: what the verifier chose after the rejected drafts."""
     t = continuation(toy(), P, 4)
@@ -591,6 +640,7 @@ def test_a_crossed_out_token_can_be_read(text: str) -> None:
     starts = {tuple(map(float, start.split())) for start, _ in strokes}
     assert starts == {(round(a, 1), b) for a in (x, x + wide) for b in (y, y + high)}, "the four corners"
     assert all(abs(float(along.split()[0])) <= 0.4 * wide for _, along in strokes), "the middle is free"
+    assert all(abs(float(part.split("l")[1].split()[0])) <= draw.CORNER for part in (cross.get("d") or "").split("M")[1:])
     assert "line-through" not in draw.document([Frame(Phase.DECODE, "", Fill(1), (slot,))], 2)
 
 

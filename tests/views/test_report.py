@@ -345,6 +345,53 @@ def test_findings_come_first_and_the_certificate_last(coin: Dump, swept: Report)
     assert_harmless(page, 2 + page.count('class="rl-block"'))
 
 
+def test_the_first_sentence_needs_no_knowledge(coin: Dump, swept: Report) -> None:
+    """The best cell in words, or, where nothing is shown, that it is not; without probes, what the page is about."""
+    first = lambda **parts: re.search(r'<p class="rl-first">([^<]*)</p>', ReportPage(**parts).html())[1]  # type: ignore[index]  # noqa: E731
+    best = swept.best("face")
+    told = entities.unescape(first(dump=coin, probes=(swept,)))
+    assert told.startswith("The model's next answer ") and "before it is written" in told
+    assert f"is right in {best['accuracy']:.0%} of cases" in told and not re.search(r"\b[STCZ]\d|\bp\b|ridge", told)
+    assert first(dump=coin) == "What a language model computed at every token of 16 texts, and which drafts it rejected."
+
+
+def test_a_finding_follows_the_verdict(swept: Report) -> None:
+    """Negative controls: no cell is shown; a label that is not the task's answer; a position after it."""
+    assert opening.finding(replace(swept, kind="other")) == ""
+    unlikely = replace(swept, lines=[{**line, "p_family": 0.9} for line in swept.lines])
+    assert "is not shown to be readable" in opening.finding(unlikely)
+    other = replace(swept, lines=[{**line, "label": "name", "position": "all"} for line in swept.lines])
+    assert opening.finding(other).startswith("The label 'name' ") and "before" not in opening.finding(other)
+
+
+def test_words_of_the_page_explain_themselves(coin: Dump, swept: Report) -> None:
+    page = ReportPage(coin, (swept,)).html()
+    words = dict(re.findall(r'<abbr title="([^"]*)" tabindex="0" class="rl-word">([^<]*)</abbr>', page))
+    assert set(words.values()) == {"S", "T", "C", "Z", "control task", "shown"} and all("\n" in about for about in words)
+    assert "<th><abbr" in page.split('id="found"')[1], "also where they are used"
+
+
+def transferred(verdict: str) -> Report:
+    """A transfer as the probes write it, with made-up numbers."""
+    says = [("token alone: accepted to rejected", None, 0.5), ("S1: accepted to accepted", "S", 0.9)]
+    says += [("S1: accepted to rejected", "S", 0.8), ("S1: rejected to rejected", "S", 0.7)]
+    lines = [dict(what=what, site=site, metric="accuracy", accuracy=x, low=x, high=x) for what, site, x in says]
+    found = [f"{what}: {100 * x:.1f} %." for what, _, x in says]
+    found.append(f"{verdict}: a probe of 'face' fitted on accepted rows reads rejected ones, best at S1.")
+    return Report("transfer", lines, {"task": "coin"}, {}, [], found)
+
+
+@pytest.mark.parametrize(("verdict", "read"), [("Shown", "can be read as well"), ("Not shown", "are not shown to be readable")])
+def test_the_headline_of_a_transfer_is_accepted_to_rejected(verdict: str, read: str) -> None:
+    page = ReportPage(probes=(transferred(verdict),)).html()
+    headline = entities.unescape(page.split('class="rl-headline"')[1].split("</li>")[0])
+    assert f"transfer, accepted → rejected: {verdict}: a probe" in headline and headline.endswith(
+        "S1: accepted to rejected: 80.0 %."
+    )
+    told = opening.finding(transferred(verdict))
+    assert read in told and "right in 80% of rejected cases" in told and "right in 50%" in told
+
+
 def test_the_overview_counts_what_the_dump_holds(coin: Dump) -> None:
     """Branches, not examples that have some; rows of accepted paths beside all of them. The first lines say the same."""
     page, index = ReportPage(coin).html(), coin.to_pandas()

@@ -598,16 +598,31 @@ def test_the_picture_has_the_parts_of_the_papers_figure() -> None:
     html = replace(PICTURE, layers=(0, 2))._repr_html_().split("</style>")[1].split("<script>")[0]
     assert "L_in, after block 0" in html and "L_out, after block 2" in html and "KV cache" in html
     assert html.count('class="rl-plus">+') == 3 and html.count('class="rl-up"') == 6
+    assert html.count("KV → ↑") == 2, "every chunk but the first reads the KV cache"
     assert "|S2| = 2.50" in html and "S0 = 0" in html and "+ 2.50" not in html
     assert "L_out<" in PICTURE._repr_html_(), "where the layers are not known, the names alone"
 
 
-def test_the_answer_has_the_colour_of_thoughts() -> None:
+def test_numbers_agree_with_the_formula_in_the_picture() -> None:
+    """Chunk i has S_i and thinks Z_(i+1), of which C makes S_(i+1), the state of the next chunk."""
+    html = PICTURE._repr_html_()
+    assert "Zᵢ₊₁ = T(Hᵢ)" in html and "Sᵢ₊₁ = C(Zᵢ₊₁)" in html
+    assert re.findall(r'class="rl-name">(Z\d)', html) == ["Z1", "Z2", "Z3"]
+    assert re.findall(r"\|?(S\d)\|? = ", html.split('class="rl-thinking"')[1]) == ["S0", "S1", "S2"]
+    assert re.findall(r"↘ (S\d)", html) == ["S1", "S2", "S3"]
+
+
+def test_colours_are_those_of_the_papers_figure() -> None:
+    """Blocks T and C green, thoughts Z and the answer blue, the input plain."""
     with_answer = replace(PICTURE, chunks=(*PICTURE.chunks, DrawnChunk((" heads", "."), ())))
     html = with_answer._repr_html_()
-    assert '<span class="rl-token rl-accepted"> heads</span>' in html
-    assert '<span class="rl-token rl-accepted"> tails</span>' in html, "a thought"
-    assert '<span class="rl-token rl-prompt"> flips</span>' in html
+    assert '<span class="rl-token rl-z"> heads</span>' in html
+    assert '<span class="rl-token rl-z"> tails</span>' in html, "a thought"
+    assert '<span class="rl-token rl-x"> flips</span>' in html
+    rules = dict(re.findall(r"(\.rl-thinking \.rl-[xz]|\.rl-blocks b)\{[^}]*?background:([^;}]+)", html))
+    assert rules == {
+        ".rl-blocks b": "var(--rl-accepted)", ".rl-thinking .rl-z": "var(--rl-prompt)", ".rl-thinking .rl-x": "none",
+    }  # fmt: skip
 
 
 def test_html_has_a_column_a_chunk_and_a_bar_a_round() -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 
 from markupsafe import Markup
 from rich.text import Text
@@ -59,24 +59,31 @@ LEFT, RIGHT = 150, 708
 """horizontal range of the token strip"""
 BOX = 22
 """height of a token"""
+PROMPT_BAR = 90
+"""width of another request's prompt, of the 150 of its bar"""
 CHARACTER = 7.3
 """width of a character at the tokens' font size"""
 CROSS = 0.34
 """how far the strokes of a crossed-out token reach from its corners, of its width and height"""
+CORNER = 9
+"""and at most, along its width"""
+GAP = 50
+"""between a draft and the verifier's token below it: the draft's name, an arrow, the verdict"""
 MAX_SIBLINGS = 2
 _MONO = "ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 _SANS = "system-ui,'Segoe UI',Helvetica,Arial,sans-serif"
 
 
 def document(frames: Sequence[Frame], capacity: int) -> str:
-    """An SVG file with one or more frames, two per row, and its identifier. Light or dark follows the viewer's system."""
-    columns = min(2, len(frames))
-    rows = -(-len(frames) // 2)
+    """An SVG file with one or more frames, one below the other, and its identifier. Light or dark follows the viewer's system.
+
+    It is no wider than the text of a README, where two frames side by side would be too small to read.
+    """
+    tops = list(accumulate(map(_height, frames), initial=0))
     panels = [
-        tag("g", draw_frame(frame, capacity), transform=f"translate({i % 2 * WIDTH} {i // 2 * HEIGHT})")
-        for i, frame in enumerate(frames)
+        tag("g", draw_frame(frame, capacity), transform=f"translate(0 {top})") for frame, top in zip(frames, tops, strict=False)
     ]
-    size: Attributes = {"width": columns * WIDTH, "height": rows * HEIGHT, "viewBox": f"0 0 {columns * WIDTH} {rows * HEIGHT}"}
+    size: Attributes = {"width": WIDTH, "height": tops[-1], "viewBox": f"0 0 {WIDTH} {tops[-1]}"}
     style = tag("style", Markup(svg_style()))
     page = tag("rect", class_="page", width="100%", height="100%")
     drawn = tag("svg", style, page, *panels, xmlns="http://www.w3.org/2000/svg", role="img", **size)
@@ -92,13 +99,18 @@ def stepper(frames: Sequence[Frame], title: str) -> Markup:
 
 def inline(frame: Frame, capacity: int) -> Markup:
     """One frame for a page with the views' style."""
-    size: Attributes = {"width": WIDTH, "height": HEIGHT, "viewBox": f"0 0 {WIDTH} {HEIGHT}"}
+    size: Attributes = {"width": WIDTH, "height": _height(frame), "viewBox": f"0 0 {WIDTH} {_height(frame)}"}
     return tag("svg", draw_frame(frame, capacity), role="img", aria_label=f"{frame.phase.value}: {frame.caption}", **size)
 
 
 def draw_frame(frame: Frame, capacity: int) -> Markup:
     """The picture of one frame; `capacity` positions fill the cylinder."""
     return join([_cylinder(frame.kv, capacity), *_heading(frame), *_strip(frame), *_others(frame)])
+
+
+def _height(frame: Frame) -> int:
+    """Chains beside the verified one need rows of their own below the verifier's tokens."""
+    return HEIGHT + (2 * BOX + 6 if frame.phase is Phase.VERIFY and frame.siblings else 0)
 
 
 def _heading(frame: Frame) -> Iterable[Markup]:
@@ -165,25 +177,35 @@ def _strip(frame: Frame) -> Iterable[Markup]:
         yield from _box(x, y, wide, slot.visible, slot.kind)
         yield _text(x + wide / 2, y + BOX + 13, slot.name, 11, "quiet", "middle")
         x += wide + 4
+    below = y + 1.6 * BOX + 10
     if frame.phase is Phase.VERIFY:
-        yield from _verdicts(frame, places, x, y + BOX + 34)
+        yield from _verdicts(frame, places, x, y + BOX + GAP)
+        below = y + 2 * BOX + GAP + 22
     for number, chain in enumerate(frame.siblings[:MAX_SIBLINGS]):
-        yield from _sibling(chain, places, y + (3 if frame.phase is Phase.VERIFY else 1.6) * BOX + 10 + number * (BOX + 6))
+        yield from _sibling(chain, places, below + number * (BOX + 6))
 
 
 def _verdicts(frame: Frame, places: dict[tuple[int, bool], tuple[float, float]], end: float, y: float) -> Iterable[Markup]:
-    """The verifier's token under each draft: ticked up to the first mismatch, crossed out after it."""
+    """The verifier's token under each draft, with an arrow: ticked up to the first mismatch, crossed out after it."""
     yield _text(LEFT, y + 15, "verifier", 12, "quiet")
     for check in frame.checks:
         said = check.verifier or check.draft
         assert said is not None
         x, wide = places.get((said.number, True), (end, _slot_width(said, frame.checks)))
+        if (said.number, True) in places:
+            yield _arrow(x + wide / 2, y - GAP + 17, y - 18)
         if check.verifier is None:
             yield _text(x + wide / 2, y + 16, "✗", 15, "text", "middle")
             continue
         yield from _box(x, y, wide, check.verifier.visible, check.verifier.kind)
         yield _text(x + wide / 2, y - 5, check.mark, 11, "text", "middle")
         yield _text(x + wide / 2, y + BOX + 13, check.verifier.name, 11, "quiet", "middle")
+
+
+def _arrow(x: float, start: float, end: float) -> Markup:
+    """From a draft down to the verifier's token."""
+    d = f"M{x:.1f} {start:.1f}V{end:.1f}M{x - 3:.1f} {end - 4:.1f}L{x:.1f} {end:.1f}L{x + 3:.1f} {end - 4:.1f}"
+    return tag("path", class_="line arrow", d=d, fill="none", stroke_width=1.3)
 
 
 def _sibling(chain: Sequence[Slot], places: dict[tuple[int, bool], tuple[float, float]], y: float) -> Iterable[Markup]:
@@ -240,8 +262,11 @@ def _box(x: float, y: float, width: float, text: str, kind: str) -> Iterable[Mar
 
 
 def _cross(x: float, y: float, width: float) -> str:
-    """Strokes from the corners towards the middle, which stays free: a line through it would make ÷ of a colon."""
-    along, down = CROSS * width, CROSS * BOX
+    """Strokes from the corners towards the middle, which stays free: a line through it would make ÷ of a colon.
+
+    In a wide box they end beside its word.
+    """
+    along, down = min(CROSS * width, CORNER), CROSS * BOX
     left = f"M{x:.1f} {y:.1f}l{along:.1f} {down:.1f}M{x:.1f} {y + BOX:.1f}l{along:.1f} {-down:.1f}"
     return left + f"M{x + width:.1f} {y:.1f}l{-along:.1f} {down:.1f}M{x + width:.1f} {y + BOX:.1f}l{-along:.1f} {-down:.1f}"
 
@@ -258,17 +283,25 @@ def _checks(x: float, y: float, width: float, height: float, size: float = 5.0) 
 
 
 def _others(frame: Frame) -> Iterable[Markup]:
-    """Other running requests as bars: grey, and ordinary ones, the last, as ordinary tokens look."""
-    bars = min(frame.others, 3)
+    """Other running requests as bars: grey, and ordinary ones, the last, as ordinary tokens look.
+
+    Their prompts are plain. What they decode beside this request's drafts is checkered until a round has ended, then plain.
+    """
+    bars, bottom = min(frame.others, 3), _height(frame)
     grey = min(frame.others - frame.ordinary, bars - bool(frame.ordinary))  # an ordinary one is seen, however many others run
     for i in range(bars):
-        place: Attributes = {"x": LEFT + i * 5, "y": HEIGHT - 34 + i * 5, "width": 150, "height": 10, "rx": 2}
+        x, y = LEFT + i * 5, bottom - 34 + i * 5
+        wide = PROMPT_BAR if frame.phase in (Phase.PREFILL, Phase.FORK) else 150
+        place: Attributes = {"x": x, "y": y, "width": wide, "height": 10, "rx": 2}
         if i < grey:
             yield tag("rect", class_="other", opacity=1 - i * 0.25, **place)
         else:
             yield tag("rect", class_="ordinary edge", stroke_dasharray="1 2", **place)
+        if frame.phase in (Phase.DECODE, Phase.VERIFY):
+            yield tag("path", class_="pending", d=f"M{x + PROMPT_BAR} {y}h{150 - PROMPT_BAR}v10h{PROMPT_BAR - 150}z")
+            yield tag("path", class_="check beside", d=_checks(x + PROMPT_BAR, y, 150 - PROMPT_BAR, 10))
     if frame.beside:
-        yield _text(LEFT + (176 if frame.others else 0), HEIGHT - 19, frame.beside, 12, "quiet")
+        yield _text(LEFT + (176 if frame.others else 0), bottom - 19, frame.beside, 12, "quiet")
 
 
 def _text(

@@ -109,6 +109,7 @@ def svg_style() -> str:
     """The style of a standalone picture, in plain colours, for viewers without custom properties."""
     rules = "".join(f".{kind}{{fill:{look.fill}}}" for kind, look in KINDS.items())
     fixed = f"{rules}.ink{{fill:{INK}}}.check{{fill:{CHECK}}}.other{{fill:{OTHER}}}.edge{{stroke:{INK}}}.sand{{fill:{SAND}}}"
+    fixed += ".arrow{fill:none}"
     fixed += f".cross{{fill:none;stroke:{INK};stroke-width:1;opacity:.55}}"
     return f"{fixed}{_page_rules('light')}@media (prefers-color-scheme:dark){{{_page_rules('dark')}}}"
 

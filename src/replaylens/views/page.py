@@ -37,7 +37,7 @@ class Section:
 
 def assemble(
     title: str,
-    lead: str,
+    lead: Sequence[str],
     sections: Sequence[Section],
     data: Markup,
     *,
@@ -47,6 +47,7 @@ def assemble(
 ) -> str:
     """The whole file. `data`: blocks for the page's script. Equal content gives equal bytes.
 
+    lead              paragraphs before the menu, the first of them for everybody
     code, more_style  of views that are not on every page
     source            identifier of the dump that it shows
     """
@@ -59,7 +60,8 @@ def assemble(
         more_style,
     ]
     menu = tag("nav", *(tag("a", section.title, href=f"#{section.key}") for section in sections), _theme_button())
-    top = tag("header", tag("h1", title), tag("p", lead, class_="rl-quiet"), menu)
+    first = [tag("p", text, class_="rl-quiet" if number else "rl-first") for number, text in enumerate(lead)]
+    top = tag("header", tag("h1", title), *first, menu)
     parts = [tag("section", tag("h2", s.title), s.body, id=s.key) for s in sections]
     needs = tag("noscript", tag("p", "The examples need this page's script; certificate and heatmaps do not."))
     return document(code, head, [top, needs, tag("main", *parts), data], "rl-view rl-page", source)

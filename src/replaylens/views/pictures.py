@@ -72,7 +72,7 @@ class Timeline:
         return draw.document([frame], self.capacity)
 
     def board(self, frames: Sequence[Frame] | None = None) -> str:
-        """Several frames as one SVG file, two per row; default: one of each kind of step, but either accept or rollback."""
+        """Several frames as one SVG file; default: one of each kind of step, but either accept or rollback."""
         found = {frame.phase for frame in self.frames}
         hidden = {Phase.ACCEPT} if Phase.ROLLBACK in found else set()
         return draw.document(list(frames or self.first(*(phase for phase in Phase if phase not in hidden))), self.capacity)
@@ -117,12 +117,22 @@ def timeline(
     trace: Trace, branch: int, decode: Callable[[int], str], known: Mapping[int, Sequence[int]] | None = None, title: str = ""
 ) -> Timeline:
     """The timeline of one branch of a trace. `known`: final token paths, for steps without an event."""
-    teller = _Teller(branch, decode, known or {})
+    teller = _Teller(branch, decode, known or {}, _family(trace, branch))
     for event in trace.events:
         teller.hear(event)
     if not teller.frames:
         raise BadRequest(f"The trace has no branch {branch}.")
     return Timeline(tuple(teller.frames), title or f"branch {branch}")
+
+
+def _family(trace: Trace, branch: int) -> set[int]:
+    """The branch and those that it was forked or cut from. Of all others it only counts that they run."""
+    found = {branch}
+    for event in reversed(trace.events):
+        children = {event["child"]} if event["event"] == "fork" else set(event.get("rejected", ()))
+        if children & found:
+            found.add(event["branch"])
+    return found
 
 
 @dataclass
@@ -156,10 +166,10 @@ class _Line:
 
 
 class _Teller:
-    """Follows all branches through a trace; makes the frames of one."""
+    """Follows a branch and its family through a trace; makes the frames of the branch."""
 
-    def __init__(self, branch: int, decode: Callable[[int], str], known: Mapping[int, Sequence[int]]) -> None:
-        self.branch, self.decode, self.known = branch, decode, known
+    def __init__(self, branch: int, decode: Callable[[int], str], known: Mapping[int, Sequence[int]], family: set[int]) -> None:
+        self.branch, self.decode, self.known, self.family = branch, decode, known, family
         self.lines: dict[int, _Line] = {}
         self.running: set[int] = set()
         self.mine = False
@@ -171,6 +181,8 @@ class _Teller:
     def hear(self, event: dict[str, Any]) -> None:
         """Mutates: process one event."""
         line, self.mine = self.lines.get(event["branch"]), event["branch"] == self.branch
+        if event["branch"] not in self.family and event["event"] in ("force", "draft", "verdict", "rollback"):
+            return
         made: Iterator[Frame] = iter(())
         match event["event"]:
             case "plant":
@@ -199,13 +211,13 @@ class _Teller:
             case "finish" if line is not None:
                 self.running.discard(event["branch"])
                 self._count(event)
-                made = self._finish(line, event)
+                made = self._finish(line, event) if event["branch"] in self.family else made
             case "rollback" if line is not None:
                 del line.tokens[event["to"] :]
                 line.computed = min(line.computed, event["to"])
                 line.uncertified_from = None if line.uncertified_from is None else min(line.uncertified_from, event["to"])
                 made = iter([self._frame(line, Phase.ROLLBACK, f"rolled back to {event['to']} tokens")])
-        frames = list(made)  # consumed for every branch, because that updates its line
+        frames = list(made)  # consumed for the whole family, because that updates its line
         if self.mine and frames:
             self.frames += [*frames[:-1], replace(frames[-1], ended=len(self.ended), waiting=len(self.waiting))]
             self.ended, self.waiting = set(), set()

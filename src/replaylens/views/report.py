@@ -30,7 +30,18 @@ from replaylens.views.html import asset, join, tag, void
 from replaylens.views.maps import LensAverages, example_maps
 from replaylens.views.pictures import Timeline
 from replaylens.views.rollouts import RolloutTree, rollout_style
-from replaylens.views.sections import Reportable, better, checked, draw_opening, draw_probes, draw_results, rank
+from replaylens.views.sections import (
+    Reportable,
+    better,
+    checked,
+    draw_opening,
+    draw_probes,
+    draw_results,
+    finding,
+    glossary,
+    rank,
+    word,
+)
 from replaylens.views.summary import fact_list
 
 
@@ -106,7 +117,17 @@ class ReportPage:
         lead += [repr(tree) for tree in self.rollouts]
         code, look = (asset("rollouts.js"), rollout_style()) if self.rollouts else ("", page.NO_STYLE)
         source = "" if self.dump is None else str(Identifier(self.dump.digest))
-        return page.assemble(title, "; ".join(lead), sections, data, code=code, more_style=look, source=source)
+        about = [_first_sentence(self), "; ".join(lead), *([glossary()] if self.dump is not None or self.probes else [])]
+        return page.assemble(title, about, sections, data, code=code, more_style=look, source=source)
+
+
+def _first_sentence(wanted: ReportPage) -> str:
+    """What a reader who knows nothing of the page may take away: its first finding, or else what it is about."""
+    found = next(filter(None, map(finding, wanted.probes)), "")
+    if found or wanted.dump is None:
+        return found or "What a language model computes, layer by layer and token by token."
+    count = len(wanted.dump.manifest.plan.examples)
+    return f"What a language model computed at every token of {count} text{'s' * (count != 1)}, and which drafts it rejected."
 
 
 @verb
@@ -166,7 +187,7 @@ def _about_dump(wanted: ReportPage, dump: Dump, progress: bool) -> tuple[list[pa
 def _overview(dump: Dump, seen: _Seen) -> Markup:
     plan, manifest = dump.manifest.plan, dump.manifest
     scored = [row.right for row in seen.rows if row.right is not None]
-    letters = [f"{letter}: {len(manifest.letter(letter))} tensors" for letter in "STCZ" if manifest.letter(letter)]
+    letters = [join([word(x), f": {len(manifest.letter(x))} tensors "]) for x in "STCZ" if manifest.letter(x)]
     facts: dict[str, str | int | float] = {
         "task": plan.task,
         "settings": json.dumps(plan.cited_knobs),
@@ -175,7 +196,7 @@ def _overview(dump: Dump, seen: _Seen) -> Markup:
         "rows": f"{manifest.rows}, {manifest.accepted_rows} of them on accepted paths",
         "rejected branches": sum(row.rejected for row in seen.rows),
         "drafter": f"{plan.drafter}, window {plan.window or 'chosen by timing'}",
-        "captured": ", ".join(letters),
+        "captured": join(letters),
         "labels": ", ".join(manifest.labels),
     }
     return fact_list(facts)
@@ -185,7 +206,8 @@ def _decoded(timelines: tuple[Timeline, ...]) -> Markup:
     """Timelines to step through."""
     about = (
         "A drafter proposes tokens (yellow). One canonical pass over them decides: what it agrees with is accepted (green), "
-        "the rest is rolled back (red) with its KV. The verifier's own last token is pending (checkered). Grey: other requests."
+        "the rest is rolled back (red) with its KV. The verifier's own last token is pending (checkered). Grey: other "
+        "requests, checkered where they decode in the same round."
     )
     steps = (draw.stepper(told.frames, told.title) for told in timelines)
     return join([tag("p", about, class_="rl-quiet"), *steps])

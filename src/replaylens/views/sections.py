@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from markupsafe import Markup
 
+from replaylens import tasks
 from replaylens.engine.errors import BadRequest, InternalError
 from replaylens.engine.request.values import as_list
 from replaylens.engine.request.values import short_repr as in_words
@@ -63,13 +64,99 @@ def better(one: DumpedExample | None, other: DumpedExample) -> DumpedExample:
 
 
 def _headlines(report: Report) -> list[str]:
-    """A report's first finding; of a sweep, one for each label."""
+    """A report's first finding; of a sweep, one for each label; of a transfer, accepted to rejected rows with its verdict."""
     lines = [line for line in report.summary() if not line.startswith(" ")]
     told = [line for line in lines if line.startswith(("Shown:", "Readable, ", "Not shown:"))]
+    if report.kind == "transfer" and (best := _accepted_to_rejected(report)):
+        score = next(line for line in lines if line.startswith(f"{best['what']}: "))
+        return [f"transfer, accepted → rejected: {told[0]} {score}"]
     by_label: dict[str, str] = {}
     for line in sorted(told, key=lambda line: not line.startswith("Shown:")):  # what is shown comes first
         by_label.setdefault(line.split(" at ")[0].partition(": ")[2], line)
     return list(by_label.values()) if report.kind == "sweep" and told else [f"{report.kind}: {line}" for line in lines[:1]]
+
+
+# ---- findings in words ------------------------------------------------------------------------------------------------
+
+BEFORE = ("step", "query")
+"""positions where an answer is decided and not yet written"""
+GLOSSARY = {
+    "S": "residual stream: the vector that every block reads and adds to; S0 enters block 0",
+    "T": "attention output: what a block's attention adds to the residual stream",
+    "C": "MLP output: what a block's MLP adds to the residual stream",
+    "Z": "logit lens: the next token that a layer would predict, read through the model's last layer",
+    "control task": "control: a random label for each kind of text; a probe that learns it, too, has learned the texts",
+    "shown": "verdict: significant over the whole grid, and above every control",
+}
+"""words of the page -> what they mean: a name, then a sentence"""
+
+
+def glossary() -> Markup:
+    """The words to hover."""
+    return join(["Words (hover): ", Markup(" · ").join(map(word, GLOSSARY))])
+
+
+def word(text: str) -> str:
+    """A word of the glossary, which explains itself on hover; other words as they are."""
+    about = GLOSSARY.get(text)
+    return text if about is None else tag("abbr", text, title=about.replace(": ", "\n", 1), tabindex=0, class_="rl-word")
+
+
+def finding(report: Report) -> str:
+    """What a sweep or a transfer found, in a sentence for readers who know neither; empty for other reports."""
+    return _swept(report) if report.kind == "sweep" else _transferred(report) if report.kind == "transfer" else ""
+
+
+def _swept(report: Report) -> str:
+    cell = max(_best(report), key=lambda each: (each["shown"], each["accuracy"]), default=None)
+    if cell is None:
+        return ""
+    task, subject = report.source.get("task"), f"The label {cell['label']!r}"
+    before = cell["position"] in BEFORE
+    if task in tasks.names() and cell["label"] == tasks.get(task).state_label:
+        subject = f"The model's {'next ' * before}answer"
+    read = "can be read" if cell["shown"] else "is not shown to be readable"
+    scored = "is right in {:.0%} of cases" if cell["metric"] == "accuracy" else f"scores {{:.2f}} ({cell['metric']})"
+    known = [
+        (float(cell[name]), name.replace("_", " ").replace("untrained", "an untrained model"))
+        for name in CONTROLS
+        if _known(cell.get(name))
+    ]
+    against = f". The best control ({max(known)[1]}) {scored.format(max(known)[0])}" if known else ""
+    score = (
+        f"a probe of {_place(_where(cell))}, tested on examples that it was not fitted on, {scored.format(cell['accuracy'])}"
+    )
+    return f"{subject} {read} from its activations{' before it is written' * before}: {score}{against}."
+
+
+def _transferred(report: Report) -> str:
+    best = _accepted_to_rejected(report)
+    if best is None:
+        return ""
+    shown = any(line.startswith("Shown:") for line in report.summary())
+    read = "can be read as well" if shown else "are not shown to be readable"
+    text = [line["accuracy"] for line in report.lines if line["what"].endswith(_WAY) and line.get("site") is None]
+    against = f". A guess from the tokens is right in {max(text):.0%}" if text else ""
+    probe = f"a probe of {_place(best['what'].removesuffix(_WAY))}, fitted on accepted tokens alone,"
+    score = f"is right in {best['accuracy']:.0%} of rejected cases"
+    return f"Drafts that were rejected, so that they never happened, {read}: {probe} {score}{against}."
+
+
+def _place(cell: str) -> str:
+    """A cell such as S1 in words."""
+    return f"the {GLOSSARY[cell[0]].split(':')[0]} in layer {cell[1:]}" if re.fullmatch(r"[STC]\d+", cell) else cell
+
+
+_WAY = ": accepted to rejected"
+
+
+def _accepted_to_rejected(report: Report) -> Mapping[str, Any] | None:
+    """The line of a transfer's best cell; None: the report has no verdict."""
+    cell = next((found[1] for line in report.summary() if (found := re.search(r"rejected ones, best at (\S+)\.$", line))), "")
+    return next((line for line in report.lines if cell and line["what"] == f"{cell}{_WAY}"), None)
+
+
+# ---- the best cells ---------------------------------------------------------------------------------------------------
 
 
 def _best(report: Report) -> Iterable[dict[str, Any]]:
@@ -87,18 +174,21 @@ def _best(report: Report) -> Iterable[dict[str, Any]]:
 def _opening_table(cells: Sequence[Mapping[str, Any]]) -> Markup:
     controls = [name for name in CONTROLS if any(_known(cell.get(name)) for cell in cells)]
     names = ["label", "position", "probe", "best at", "score, 95 %", *(name.replace("_", " ") for name in controls), "shown"]
-    head = tag("tr", *(tag("th", name) for name in names))
+    head = tag("tr", *(tag("th", word(name)) for name in names))
     caption = tag("p", "The best cells, beside every control that was run:", class_="rl-quiet")
     body = (tag("tr", *(tag("td", value) for value in _line(cell, controls))) for cell in cells)
     return join([caption, tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="rl-scroll")])
 
 
 def _line(cell: Mapping[str, Any], controls: Sequence[str]) -> list[str]:
-    layer = cell["layer"] if _known(cell["layer"]) else None
     score = f"{cell['metric']} {cell['accuracy']:.3f} [{cell['low']:.3f}, {cell['high']:.3f}]"
     against = [f"{cell[name]:.3f}" if _known(cell.get(name)) else "" for name in controls]
-    where = f"{cell['site']}{'' if layer is None else int(layer)}"
-    return [cell["label"], str(cell["position"]), cell["estimator"], where, score, *against, "yes" if cell["shown"] else "no"]
+    shown_as = "yes" if cell["shown"] else "no"
+    return [cell["label"], str(cell["position"]), cell["estimator"], _where(cell), score, *against, shown_as]
+
+
+def _where(cell: Mapping[str, Any]) -> str:
+    return f"{cell['site']}{int(cell['layer']) if _known(cell['layer']) else ''}"
 
 
 def _known(value: Any) -> bool:
@@ -172,8 +262,8 @@ def _map(site: str, own: "pd.DataFrame", low: float, high: float) -> Heatmap:
     for name in controls:
         best = own.groupby("position", sort=False)[name].max()
         rows.append(tuple(_control(name, float(best[position])) for position in positions))
-        names.append(name.replace("_", " "))
-    return Heatmap(site, tuple(names), tuple(map(str, positions)), tuple(rows), low, high, controls=len(controls))
+        names.append(word(name.replace("_", " ")))
+    return Heatmap(word(site), tuple(names), tuple(map(str, positions)), tuple(rows), low, high, controls=len(controls))
 
 
 def _layer(value: Any) -> int | None:

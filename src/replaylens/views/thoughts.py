@@ -1,13 +1,16 @@
 """The Thinking-States picture: chunks of input, the state added to each, and the thought after each.
 
-    Z      tails <EOS>   |   <EOS>      |   heads <EOS>      the thought of block T after the chunk
-    L_out                |              |                    the layer that T reads
+    Z      Z1 tails <EOS> |  Z2 <EOS>    |  Z3 heads <EOS>   the thought of block T after the chunk
+    L_out                 |              |                   the layer that T reads
     KV     shared by all chunks: each attends to those before it
-    L_in   S = 0         |   |S| = 4.1  |   S = 0            the layer where the state that block C made of the thought before
-                         |              |                    is added
-    X      Alice flips,  |   then Bob   |   flips. A:        the chunk's tokens
+    L_in   S0 = 0         |  |S1| = 4.1  |  S2 = 0           the layer where the state that block C made of the thought before
+                          |              |                   is added
+    X      Alice flips,   |  then Bob    |  flips. A:        the chunk's tokens
 
-The picture is plain data, which a live run, a dump or a test can provide.
+    S0 = 0      H_i = blocks(X_i + S_i)      Z_(i+1) = T(H_i)      S_(i+1) = C(Z_(i+1))
+
+Colours are those of the paper's figure: T and C green, Z and the answer blue, S sand. The picture is plain data, which a live
+run, a dump or a test can provide.
 """
 
 from collections.abc import Iterable, Sequence
@@ -87,8 +90,9 @@ class Thinking:
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         table = Table("chunk", "tokens", "state added", "thought", title=self.title)
         for number, chunk in enumerate(self.chunks):
-            thought = Line(_said(chunk), style=LOOKS[TokenState.ACCEPTED].terminal if chunk.thinks else "dim")
-            tokens = Line(visible("".join(chunk.tokens)), style=LOOKS[_origin(chunk)].terminal)
+            blue = LOOKS[TokenState.PROMPT].terminal
+            thought = Line(_said(chunk), style=blue if chunk.thinks else "dim")
+            tokens = Line(visible("".join(chunk.tokens)), style="" if chunk.thought else blue)
             table.add_row(str(number), tokens, _added(chunk, "{:.2f}", ""), thought)
         yield table
         for number, each in enumerate(self.rounds, 1):
@@ -121,9 +125,12 @@ def draw(picture: Thinking) -> Markup:
     columns.append(cache)
     bars = [bar for n, each in enumerate(picture.rounds) for bar in _bars(each, n)]
     grid = tag("div", *names, *columns, *bars, class_="rl-thinking", style=f"--n:{count}")
-    return join([tag("div", tag("b", picture.title), class_="rl-head"), tag("div", grid, class_="rl-scroll")])
+    head = tag("div", tag("b", picture.title), tag("span", FORMULA, class_="rl-quiet"), class_="rl-head")
+    return join([head, tag("div", grid, class_="rl-scroll")])
 
 
+FORMULA = "S0 = 0,  Hᵢ = blocks(Xᵢ + Sᵢ),  Zᵢ₊₁ = T(Hᵢ),  Sᵢ₊₁ = C(Zᵢ₊₁)"
+"""what the picture shows, with its numbers: chunks count from 0"""
 _Z, _BLOCKS, _OUT, _KV, _IN, _UP, _X = range(1, 8)
 """rows of the picture, from the top"""
 
@@ -141,14 +148,18 @@ def _column(chunk: DrawnChunk, number: int) -> Markup:
         return f"grid-row:{row};grid-column:{number + 2}"
 
     title = "\n".join([f"chunk {number}", *chunk.facts])
-    tokens = (tag("span", visible(token), class_=f"rl-token rl-{_origin(chunk).value}") for token in chunk.tokens)
+    tokens = (tag("span", visible(token), class_=f"rl-token rl-{'x' if chunk.thought else 'z'}") for token in chunk.tokens)
     name = tag("span", _state(chunk, number), class_=f"rl-state{'' if chunk.state else ' rl-empty'}", data_tip=title)
     plus = tag("div", name, tag("i", "→", class_="rl-arrow"), tag("b", "+", class_="rl-plus"), class_="rl-adds", style=at(_IN))
     blocks = tag("div", tag("b", "T"), tag("i", "→"), tag("b", "C"), tag("i", f"↘ S{number + 1}"), class_="rl-blocks")
     return join(
         [
-            *([_thought(chunk, "accepted", at(_Z), title)] if chunk.thought else []),
-            *([tag("div", blocks, style=at(_BLOCKS)), tag("i", "↑", class_="rl-up", style=at(_OUT))] if chunk.thought else []),
+            *(
+                [_thought(chunk, "z", at(_Z), title, f"Z{number + 1}"), tag("div", blocks, style=at(_BLOCKS))]
+                if chunk.thought
+                else []
+            ),
+            *([tag("i", f"{'KV → ' * (number > 0)}↑", class_="rl-up", style=at(_OUT))] if chunk.thought or number else []),
             plus,
             tag("i", "↑", class_="rl-up", style=at(_UP)),
             tag("div", *tokens, class_="rl-chunk", style=at(_X)),
@@ -163,9 +174,16 @@ def _state(chunk: DrawnChunk, number: int) -> str:
     return f"|S{number}| = {chunk.state:.2f}" if chunk.state else f"S{number} = 0"
 
 
-def _thought(chunk: DrawnChunk, look: str, place: str, title: str) -> Markup:
-    words = (tag("span", visible(word), class_=f"rl-token rl-{look}") for word in chunk.thought)
-    return tag("div", *words, class_=f"rl-thought{'' if chunk.thinks else ' rl-empty'}", style=place, data_tip=title)
+def _thought(chunk: DrawnChunk, look: str, place: str, title: str, name: str) -> Markup:
+    words = [tag("span", visible(word), class_=f"rl-token rl-{look}") for word in chunk.thought]
+    return tag(
+        "div",
+        tag("b", name, class_="rl-name"),
+        *words,
+        class_=f"rl-thought{'' if chunk.thinks else ' rl-empty'}",
+        style=place,
+        data_tip=title,
+    )
 
 
 def _bars(each: DrawnRound, number: int) -> Sequence[Markup]:
@@ -180,7 +198,7 @@ def _bars(each: DrawnRound, number: int) -> Sequence[Markup]:
     for i, chunk in enumerate(each.dropped, each.kept):
         state = f"state added\t{_added(chunk, '{:.2f}', 'none')}"
         title = "\n".join([f"chunk {i}, rolled back in round {number + 1}", state, *chunk.facts])
-        made.append(_thought(chunk, "rejected", at(i, i + 1), title))
+        made.append(_thought(chunk, "rejected", at(i, i + 1), title, f"Z{i + 1}"))
     if each.last > each.kept and not each.dropped:
         made.append(tag("div", "rolled back", class_="rl-bar rl-rejected", style=at(each.kept, each.last)))
     return made
@@ -190,11 +208,6 @@ def _told(each: DrawnRound, thoughts: bool = True) -> str:
     dropped = f", chunks {each.kept} to {each.last - 1} rolled back" if each.last > each.kept else ""
     said = f", which had thought: {' | '.join(map(_said, each.dropped))}" if each.dropped and thoughts else ""
     return f"chunks {each.first} to {each.last - 1} at once, KV kept up to chunk {each.kept - 1}{dropped}{said}"
-
-
-def _origin(chunk: DrawnChunk) -> TokenState:
-    """The state of its tokens: chunks with thoughts are prompt, the others are generated, in the colour of thoughts."""
-    return TokenState.PROMPT if chunk.thought else TokenState.ACCEPTED
 
 
 def _said(chunk: DrawnChunk) -> str:
@@ -263,7 +276,7 @@ def _frames(number: int, each: Round, text: Text, thoughts: Thoughts) -> Sequenc
 
     def slots(first: int, said: Sequence[tuple[int, ...]], state: TokenState) -> list[Slot]:
         words = [(i, _words_of(text, thoughts, thought)) for i, thought in enumerate(said, first)]
-        return [Slot(" ".join(w), state, i, label=f"Z{i}") for i, w in words if state is TokenState.REJECTED or len(w) > 1]
+        return [Slot(" ".join(w), state, i, label=f"Z{i + 1}") for i, w in words if state is TokenState.REJECTED or len(w) > 1]
 
     def known(end: int) -> list[Slot]:
         return slots(0, [thought.tokens for thought in thoughts.chunks[:end]], TokenState.ACCEPTED)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from replaylens.commands.demo import next_token_by_layer
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.loading import weights_hash
 from replaylens.engine.model.ops import SequenceOps
@@ -169,25 +168,6 @@ def test_card_numbers_can_be_measured_again(name: str, test: str, length: int) -
     """On the same 500 examples. Rounding on another machine may change a tie, so two examples may differ."""
     measured = zoo.accuracy(*embedded(name), examples(test, length, 500))
     assert abs(measured - card_accuracy(name, test, length)) <= 2 / 500 + 1e-9
-
-
-# Lens
-
-
-def test_lens_reads_every_layer() -> None:
-    model, tokenizer = embedded("coin-plain")
-    example = examples("picture, from heads", 3, 1)[0]
-    layers = next_token_by_layer(model, tokenizer, example.prompt, k=4)
-    assert [layer.site for layer in layers] == [*(f"blocks.{i}.hook_in" for i in range(4)), "blocks.3.hook_out"]
-    ids = torch.tensor(tokenizer.encode(example.prompt))
-    ops = SequenceOps([len(ids)])
-    for depth, layer in enumerate(layers):
-        residual = model(ids, torch.arange(len(ids)), ops, stop_at_layer=depth)
-        wanted = model.logits(residual, ops)[-1].double().softmax(-1)
-        chances = [guess.probability for guess in layer.guesses]
-        assert len(chances) == 4 and chances == sorted(chances, reverse=True)
-        assert chances == pytest.approx([float(wanted[tokenizer.id(guess.token)]) for guess in layer.guesses], rel=1e-4)
-    assert layers[-1].guesses[0].token == example.answer
 
 
 def test_checkpoints_are_found_from_anywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

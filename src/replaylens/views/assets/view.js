@@ -47,7 +47,7 @@
       if (keyboard && event.type === "mouseover") return;  // focus scrolled the page under a resting mouse
       keyboard = event.type === "focusin";
       hide();
-      target = event.target.closest?.("[data-tip],.rl-token[title],.rl-cell[title]");
+      target = event.target.closest?.("[data-tip],.rl-token[title],.rl-cell[title],.rl-word[title]");
       if (!target || !view.contains(target)) return;
       takeTitle(target);
       tip = card(view, target.dataset.tip);
