@@ -117,7 +117,9 @@ def test_a_filtered_dump_cites_its_rows(folder: Path) -> None:
     dump = Dump.open(folder / "dump")
     some = dump.where(position=2)
     place = Identifier.parse(some.cite(row=1).identifier).row
-    assert place is not None and place[2] == 2 and some.cite().identifier == dump.cite().identifier
+    assert place is not None and place[2] == 2
+    with pytest.raises(BadRequest, match="A view has no identifier of its own"):
+        some.cite()
     number = dump.index.query("position == 2").index[1]
     assert dump.cite(row=int(number)).identifier == some.cite(row=1).identifier
 
@@ -237,6 +239,18 @@ def test_verify_names_damage(folder: Path, tmp_path: Path) -> None:
     assert called("verify", tmp_path / "other.json")[0] == 2
 
 
+def test_a_changed_summary_is_a_mismatch(run: Run, tmp_path: Path) -> None:
+    """Readers look at the verdict in words."""
+    made_report(run).save(tmp_path)
+    assert called("verify", tmp_path)[0] == 0
+    raw = json.loads((tmp_path / "report.json").read_text())
+    (tmp_path / "report.json").write_text(json.dumps(raw | {"summary": ["Shown: everything."]}))
+    code, out = called("verify", tmp_path)
+    assert code == 1 and "the summary in report.json is not that of its numbers" in out, out
+    (tmp_path / "report.json").write_text(json.dumps(raw | {"findings": ["Shown: everything."]}))
+    assert called("verify", tmp_path)[0] == 1
+
+
 def test_rollouts_are_drawn_again(engine: Engine, folder: Path, tmp_path: Path) -> None:
     code, out = called("verify", folder / "rollouts", "--sample", "50%")
     assert code == 0 and "2 of 4 rollouts drawn again" in out, out
@@ -248,7 +262,20 @@ def test_rollouts_are_drawn_again(engine: Engine, folder: Path, tmp_path: Path) 
         (tmp_path / file.name).write_bytes(file.read_bytes())
     flip_bit(next(tmp_path.glob("*.safetensors")), 200)
     code, out = called("verify", tmp_path)
-    assert code == 2 and "was changed" in out, out
+    assert code == 1 and out.startswith("mismatch: rollouts") and "was changed" in out, out
+    for wrong in ("-3", "0.0", "nan", "inf"):
+        code, out = called("verify", folder / "rollouts", f"--sample={wrong}")
+        assert code == 2 and "Invalid --sample" in out, out
+
+
+def test_the_identifier_of_rollouts_covers_model_and_prompt(engine: Engine) -> None:
+    """Also where their tokens and texts are the same."""
+    made = []
+    for served, name in ((engine, "Alice"), (engine, "Bob"), (Engine.load("coin-draft"), "Alice")):
+        with served.prompt(f"A coin's state is heads. {name} flips. What's the state? A:") as root:
+            made.append(root.resample(5, max_new=2))
+    assert len({each.digest for each in made}) == 1, "control: the rollouts themselves are the same"
+    assert len({each.cite().identifier for each in made}) == 3
 
 
 def test_rollouts_under_edits_are_drawn_again(engine: Engine) -> None:

@@ -138,11 +138,12 @@ class Dump:
     def cite(self, row: int | None = None) -> Citation:
         """How to cite the dump, or one row of it: text and BibTeX with an identifier that holds on every machine.
 
-        row  its number in `index`. The row's own digest covers its rows at all sites and its line of the index
+        row  its number in `index`, that of a view for a view. The row's own digest covers it at all sites, and its line there
         """
         plan, fingerprint = self.manifest.plan, self.manifest.fingerprint
-        some = f"{len(self)} of " * bool(self.filters)
-        what = f"activation dump of {plan.task}, {len(plan.examples)} examples, {some}{self.manifest.rows} rows"
+        if self.filters and row is None:
+            raise BadRequest("A view has no identifier of its own. Cite the dump that it was made from, or one of its rows.")
+        what = f"activation dump of {plan.task}, {len(plan.examples)} examples, {self.manifest.rows} rows"
         found = Identifier(self.digest)
         if row is not None:
             found = self._row_identifier(as_int("row", row, -len(self), len(self) - 1))

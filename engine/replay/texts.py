@@ -238,8 +238,8 @@ def texts_of_rollouts(text: Text, given: "Rollouts | Sequence[Rollouts]") -> Giv
 def _texts(text: Text, rollouts: "Rollouts", more: dict[str, int]) -> list[GivenText]:
     """The paths of one chain's rollouts, with these labels besides their own."""
     plan, made = rollouts.plan, []
-    for index, rollout in enumerate(rollouts):
-        place, _ = plan.rollout(index)
+    for rollout in rollouts:  # of which some positions may have fewer than others
+        place = plan.positions.index(rollout.position)
         prefix = plan.prefix(place)
         tokens = (*prefix, *rollout.tokens)
         prompt = min(plan.num_prompt, len(prefix))

@@ -568,9 +568,16 @@ class Rollouts:
         """SHA-256 of all rollouts with their rows. The same for any waves and any number of workers."""
         return hashlib.sha256("".join(each.digest for each in self.rollouts).encode()).hexdigest()
 
+    @property
+    def identifier(self) -> Identifier:
+        """What the rollouts are cited by: of `digest` and of their plan, so of model, prompt and sampling, too. A function that
+        reads answers does not count, since no file holds it; the answers do."""
+        plan = {name: value for name, value in self.plan.to_json().items() if name != "answer"}
+        return Identifier(digest_of({"plan": plan, "rollouts": self.digest}))
+
     def cite(self) -> Citation:
         """How to cite the rollouts: text and BibTeX with an identifier that holds on every machine."""
-        plan, found = self.plan, Identifier(self.digest)
+        plan, found = self.plan, self.identifier
         each = plan.n if len(self) == len(plan) else f"at most {plan.n}"
         what = f"{len(self)} rollouts, {each} at each of {len(plan.positions)} positions of {len(plan.tokens)} tokens"
         made = {} if self.made_by is None else self.made_by.cited
@@ -594,7 +601,7 @@ class Rollouts:
         axis.set_yticks(rows, names, fontsize=8)
         axis.set(xlabel="share of rollouts", xlim=(0, 1), ylim=(len(rows) - 0.5, -0.5), ylabel="fork before (position)")
         figure.legend(loc="outside upper center", ncols=min(4, len(counts.outcomes)), fontsize=8)
-        return shows(figure, lambda: str(Identifier(self.digest)))
+        return shows(figure, lambda: str(self.identifier))
 
     def _repr_html_(self) -> str:
         counts = self.outcomes()

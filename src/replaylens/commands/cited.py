@@ -3,6 +3,7 @@
 A dump is checked by `engine.dump.verify`. Everything here is read only; nothing in a file is executed.
 """
 
+import json
 import os
 import random
 import warnings
@@ -131,7 +132,7 @@ def _figure_is(path: str, wanted: Identifier) -> bool:
 
 _NAMES: dict[str, Callable[[str, Identifier], bool]] = {
     "dump": _dump_is,
-    "rollouts": lambda path, wanted: Rollouts.load(path).digest == wanted.digest,
+    "rollouts": lambda path, wanted: Rollouts.load(path).identifier == wanted,
     "report": lambda path, wanted: _report(path).digest == wanted.digest,
     "figure": _figure_is,
 }
@@ -158,16 +159,20 @@ def _report(path: str) -> "Report":
 
 
 def check_report(path: str) -> Checked:
-    """Whether a report has the digest that it was written with. BadProbeFile if it has not, or is none."""
-    report = _report(path)
-    rows = report.cite().what
-    return Checked(VERIFIED, "report", str(Identifier(report.digest)), (rows, "its numbers were not computed again"))
+    """Whether a report has the digest that it was written with, and the summary of its numbers. BadProbeFile if the digest is
+    another, or it is none."""
+    report, file = _report(path), Path(path) / REPORT if Path(path).is_dir() else Path(path)
+    name, what = str(Identifier(report.digest)), report.cite().what
+    if json.loads(file.read_text()).get("summary") != report.summary():
+        return Checked(MISMATCH, "report", name, (what, f"the summary in {REPORT} is not that of its numbers"))
+    told = f"{REPORT} has its digest; other files were not read, and no number was computed again"
+    return Checked(VERIFIED, "report", name, (what, told))
 
 
 def check_rollouts(path: str, engine: Core, sample: int | float | str, seed: int) -> Checked:
     """Draw rollouts of a folder again, or a sample of them, and compare every bit. BadRollouts if files are damaged."""
     found = Rollouts.load(path)
-    name, count = str(Identifier(found.digest)), _count(sample, len(found))
+    name, count = str(found.identifier), _count(sample, len(found))
     indices = sorted(random.Random(f"{found.digest} {seed}").sample(range(len(found)), count))
     told = f"{count} of {len(found)} rollouts drawn again"
     for index, again in zip(indices, redrawn(engine, found, indices), strict=True):
@@ -181,7 +186,8 @@ def _count(sample: int | float | str, most: int) -> int:
     """The number of a sample's rollouts."""
     if isinstance(sample, str):
         return most
-    count = sample if isinstance(sample, int) else max(1, round(sample * most))
-    if count < 1 or (isinstance(sample, float) and sample > 1):
-        raise BadRequest(f"Invalid --sample {sample}. Give a number of rollouts from 1 on, a share up to 1.0, or all.")
-    return min(count, most)
+    if not 0 < sample <= (most if isinstance(sample, int) else 1):  # nor if it is NaN
+        if not (isinstance(sample, int) and sample > most):
+            raise BadRequest(f"Invalid --sample {sample}. Give a number of rollouts from 1 on, a share up to 1.0, or all.")
+        return most
+    return sample if isinstance(sample, int) else max(1, round(sample * most))

@@ -4,6 +4,7 @@ Exit codes: 0 done, 2 bad input, 3 store or cluster out of reach, 130 Ctrl-C, 14
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
@@ -42,11 +43,11 @@ from replaylens.engine.dump.manifest import MANIFEST, PLAN
 from replaylens.engine.dump.plan import DTYPES, FORMS, POSITIONS
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.store import Store
-from replaylens.engine.dump.verify import OTHER, VERIFIED, Verification
+from replaylens.engine.dump.verify import MISMATCH, OTHER, VERIFIED, Verification
 from replaylens.engine.dump.verify import diff as diff_dumps
 from replaylens.engine.dump.verify import verify as verify_dump
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadRequest
+from replaylens.engine.errors import BadRequest, BadRollouts
 from replaylens.engine.records import SCHEME, Identifier
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.resampling.rollouts import Rollouts
@@ -248,12 +249,8 @@ def verify(
         wanted = Identifier.parse(what) if what.startswith(SCHEME) else None
         found = CitedFile(kind_of(what), what) if wanted is None else find(wanted, where or ["."])
         verdict: Verification | Checked
-        if found.kind == "figure":
-            verdict = check_figure(found.path)
-        elif found.kind == "report":
-            verdict = check_report(found.path)
-        elif found.kind == "rollouts":
-            verdict = check_rollouts(found.path, _drawer(found.path, model, device), drawn, seed)
+        if found.kind in ("figure", "report", "rollouts"):
+            verdict = _checked(found, lambda: _drawer(found.path, model, device), drawn, seed)
         else:
             know_task(task, found.path)
             dump = Dump.open(found.path, check_files=False)
@@ -267,6 +264,20 @@ def verify(
                 verdict = replace(verdict, notes=(f"{unknown_maker(dump)}.",))
     typer.echo(json.dumps(asdict(verdict), indent=1) if as_json else str(verdict))
     raise typer.Exit({VERIFIED: 0, OTHER: 2}.get(verdict.status, 1))
+
+
+def _checked(found: CitedFile, drawer: Callable[[], Engine], sample: int | float | str, seed: int) -> Checked:
+    """The verdict on a figure, a report or rollouts. Damaged files are a mismatch, as those of a dump are."""
+    from replaylens.probes.errors import BadProbeFile
+
+    try:
+        if found.kind == "figure":
+            return check_figure(found.path)
+        return check_report(found.path) if found.kind == "report" else check_rollouts(found.path, drawer(), sample, seed)
+    except (BadRollouts, BadProbeFile) as error:
+        if found.kind == "report" and "was changed" not in str(error):  # it is none
+            raise
+        return Checked(MISMATCH, found.kind, found.path, (str(error),))
 
 
 def _drawer(path: str, model: str | None, device: str) -> Engine:

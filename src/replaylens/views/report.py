@@ -100,7 +100,8 @@ class ReportPage:
             sections.append(page.Section("decoded", "How it was decoded", _decoded(self.decoded)))
         if self.dump is None and self.probes:
             sections.append(page.Section("found", "What was found", draw_opening(self.probes)))
-        if cited := [*([] if self.dump is None else [self.dump.cite()]), *(report.cite() for report in self.probes)]:
+        rows = [] if self.dump is None or self.dump.filters else [self.dump.cite()]
+        if cited := [*rows, *(report.cite() for report in self.probes)]:
             sections.append(page.Section("cite", "Cite", _cited(cited, self.command)))
         results = checked(self.results)
         if results:

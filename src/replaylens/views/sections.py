@@ -136,7 +136,7 @@ def _transferred(report: Report) -> str:
     shown = any(line.startswith("Shown:") for line in report.summary())
     read = "can be read as well" if shown else "are not shown to be readable"
     text = [line["accuracy"] for line in report.lines if line["what"].endswith(_WAY) and line.get("site") is None]
-    against = f". A guess from the tokens is right in {max(text):.0%}" if text else ""
+    against = f". A guess from tokens or position is right in {max(text):.0%}" if text else ""
     probe = f"a probe of {_place(best['what'].removesuffix(_WAY))}, fitted on accepted tokens alone,"
     score = f"is right in {best['accuracy']:.0%} of rejected cases"
     return f"Drafts that were rejected, so that they never happened, {read}: {probe} {score}{against}."
@@ -152,7 +152,7 @@ _WAY = ": accepted to rejected"
 
 def _accepted_to_rejected(report: Report) -> Mapping[str, Any] | None:
     """The line of a transfer's best cell; None: the report has no verdict."""
-    cell = next((found[1] for line in report.summary() if (found := re.search(r"rejected ones, best at (\S+)\.$", line))), "")
+    cell = next((found[1] for line in report.summary() if (found := re.search(r"rejected ones, best at ([^\s,]+?)[,.]", line))), "")
     return next((line for line in report.lines if cell and line["what"] == f"{cell}{_WAY}"), None)
 
 

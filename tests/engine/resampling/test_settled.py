@@ -115,3 +115,16 @@ def test_settle_needs_an_answer_and_no_folder(engine: Engine, tmp_path: object) 
 
 def test_evidence_is_exact() -> None:
     assert evidence(8, 0) == Fraction(511, 9)
+
+
+def test_texts_of_settled_rollouts_have_their_own_paths() -> None:
+    """Positions may have drawn different numbers of rollouts."""
+    engine = Engine.load("coin-plain")
+    chain = engine.prompt("A coin's state is heads.").force(" Alice flips. Bob flips. What's the state? A:")
+    hot, answer = Sampling(temperature=1.2, seed=5), Answer.regex("(heads|tails)")
+    drawn = chain.resample(40, at="sentences", max_new=10, answer=answer, sampling=hot, settle=0.05)
+    counts = Counter(each.position for each in drawn)
+    assert len(set(counts.values())) > 1, "control: positions differ in their numbers"
+    texts = engine.texts(drawn).examples(len(drawn))
+    told = [(*chain.tokens[: each.position], *each.tokens) for each in drawn]
+    assert [example.given.tokens for example in texts] == told
