@@ -243,7 +243,7 @@ class Conversation(NotCopyable):
         """Raise BadRequest if the first `stop` tokens of the branch, or all of them, are not those of the turns."""
         if self.branch.tokens[:stop] != self._path[:stop]:
             raise BadRequest(
-                f"Branch {self.branch.id} of the conversation was changed by hand: its tokens are no longer those of the turns. "
+                f"Branch {self.branch.id} of the conversation was changed by hand: its tokens are not those of the turns. "
                 "Use fork(turn) with a number of turns that are still there, or make a new Conversation; to change a path by "
                 "hand, fork talk.branch."
             )

@@ -237,15 +237,9 @@ def test_a_branch_that_was_changed_by_hand_is_named(engine: Engine) -> None:
         talk.branch.fork()[0].force([5])
         wanted, turns = talk.fork(3).append("5", role="tool").tokens, talk.turns
         change(talk.branch)
-        calls: list[Any] = [
-            lambda: talk.append("more"),
-            lambda: talk.generate(2),
-            lambda: talk.replay(3, "5"),
-            lambda: talk.fork(),
-        ]
-        for call in calls:
+        for call, given in ((talk.append, ["more"]), (talk.generate, [2]), (talk.replay, [3, "5"]), (talk.fork, [])):
             with pytest.raises(BadRequest, match=r"changed by hand.*fork\(turn\).*new Conversation"):
-                call()
+                call(*given)  # type: ignore[operator]
         assert talk.turns == turns and talk.fork(3).append("5", role="tool").tokens == wanted
         assert len(talk.activations(SITE, 3)) == turns[3].stop - turns[3].start
     talk.branch.rollback(to=turns[3].start)
