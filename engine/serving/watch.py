@@ -91,8 +91,8 @@ def _check_lines(name: str, probe: Probe) -> None:
     lines, classes = len(probe.weight), len(probe.classes)
     if classes < 2 or lines != (1 if classes == 2 else classes) or len(probe.bias) != lines:
         raise BadRequest(
-            f"The probe {name!r} has {classes} classes, {lines} lines of weights and {len(probe.bias)} of bias. Two classes take "
-            "one line of each, more classes as many lines as classes."
+            f"The probe {name!r} has {classes} classes, {lines} lines of weights and {len(probe.bias)} of bias. Two classes "
+            "take one line of each, more classes as many lines as classes."
         )
 
 
@@ -109,7 +109,13 @@ class Scorer:
     @modes.plainly
     def columns(self, rows: Tensor) -> Tensor:
         """rows [n, ...] of the site, in any dtype and on any device -> all lines of all probes [n, lines], on the host."""
-        return cpu.product(rows.reshape(len(rows), -1).to("cpu", torch.float32).contiguous(), self._panels, self._bias)
+        rows, first = rows.reshape(len(rows), -1), self.records[0]
+        if rows.shape[1] != first.weight.shape[1]:
+            raise BadRequest(
+                f"Rows of {first.site} have {rows.shape[1]} numbers, such as some for each step of a thought, and the probe "
+                f"{first.name!r} reads {first.weight.shape[1]}. Watch a site with one vector for each token, such as those of S."
+            )
+        return cpu.product(rows.to("cpu", torch.float32).contiguous(), self._panels, self._bias)
 
     def __call__(self, rows: Tensor) -> Scores:
         """As `columns`, by probe: [n] or [n, classes]."""
@@ -284,13 +290,7 @@ class Watch:
     def _of(self, recording: Recording) -> Scores:
         found: Scores = {}
         for site, score in self._scorers.items():
-            rows = recording.peek(site)
-            if rows[:1].numel() not in (0, (width := score.records[0].weight.shape[1])):
-                raise BadRequest(
-                    f"Rows of {site} have {rows[0].numel()} numbers, such as one for each step of a thought, and the probe "
-                    f"{score.records[0].name!r} reads {width}. Watch another site, such as S."
-                )
-            found |= score(rows)
+            found |= score(recording.peek(site))
         return {each.name: found[each.name] for each in self.records}
 
     def _test(self, stop: Stop | None) -> Callable[[Scores], bool] | None:
@@ -312,7 +312,7 @@ class Watch:
         raise BadRequest(no_such("probe", str(name)[:60], [each.name for each in self.records]))
 
     def _require(self, branch: Branch) -> None:
-        """Raise BadRequest if it is no branch of this engine, or does not capture what the probes read at all tokens to come."""
+        """Raise BadRequest if it is no branch of this engine, or captures not all that the probes read at every token to come."""
         self.engine._own(branch)
         capture = branch.lane.capture
         kept = capture is not None and len(capture.positions.kept(branch.length, branch.length + 2, branch.root_length)) == 2
