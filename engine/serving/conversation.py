@@ -9,7 +9,8 @@ would make of their text.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -61,7 +62,11 @@ class Conversation(NotCopyable):
     tools     descriptions of tools, as JSON schemas or functions, for templates that write them
     options   of `Engine.prompt`, such as sites
 
-    `branch` is the path itself, for everything that a branch can do but grow: `generate` and `append` do that here.
+    `branch` is the path itself, to be read, forked and resampled. Growing it and cutting it back is done here: once the path is
+    not what the turns say, calls that need them raise BadRequest. A call that fails changes no turn.
+
+    Templates do not escape: special tokens in a message's text, such as "<|im_end|>", are taken for what they mean, and so can
+    end the turn and begin others. Clean a text that you do not trust.
     """
 
     _instead = "Use fork(), which copies nothing."
@@ -87,6 +92,7 @@ class Conversation(NotCopyable):
                 self._text = text
             spans.append(ChatTurn(message, start, len(tokens)))
         self.branch: Branch = engine.prompt(tokens, **options)
+        self._path, self._said = self.branch.tokens, self.branch.length
         self.turns = tuple(spans)
         """in order; a message that the template writes only together with the next one has no tokens of its own"""
 
@@ -112,23 +118,21 @@ class Conversation(NotCopyable):
         given = [_message({"role": role, "content": each} if isinstance(each, str) else each) for each in messages]
         if not given:
             raise BadRequest(f"No message to append. Give {_MESSAGE}, or its content with role=.")
-        ids, added, text = list[int](), list[ChatTurn](), self._text
-        closing = self._closing()
-        turns = [*self.turns[:-1], replace(self.turns[-1], stop=self._end + len(closing[1]))]
-        self._text = text + closing[0]
-        try:
+        self._require()
+        ids, added = list[int](), list[ChatTurn]()
+        with self._whole():
+            more, closing = self._closing()
+            turns = [*self.turns[:-1], replace(self.turns[-1], stop=self._end + len(closing), ended=True)]
+            self._text += more
             for message in given:
-                start = self._end + len(closing[1]) + len(ids)
+                start = self._end + len(closing) + len(ids)
                 whole = self._written([*(turn.message for turn in (*turns, *added)), message])
                 assert whole is not None
                 ids += self._more(whole, [*turns, *added, ChatTurn(message, start, start)])
-                added.append(ChatTurn(message, start, self._end + len(closing[1]) + len(ids)))
+                added.append(ChatTurn(message, start, self._end + len(closing) + len(ids)))
                 self._text = whole
-        except BaseException:
-            self._text = text
-            raise
-        self._grow([*closing[1], *ids])
-        self.turns = (*turns, *added)
+            self._grow([*closing, *ids])
+            self.turns = (*turns, *added)
         return self
 
     @named_options
@@ -136,23 +140,24 @@ class Conversation(NotCopyable):
         """Let the model write the next turn, of up to `n` tokens, or go on with its last one if that was cut by its length.
         Returns the turn. Options as in `Engine.generate`."""
         sampling = as_instance("sampling", Sampling() if sampling is None else sampling, Sampling, SAMPLING)
+        self._require()
         last = self.turns[-1]
         if last.role == ANSWER and last.ended:
             raise BadRequest("The last turn is the assistant's and has ended. Append a message first, or fork before the turn.")
-        if last.ended:
-            begun = self._written(self.messages, add_generation_prompt=True)
-            assert begun is not None
-            last = ChatTurn({"role": ANSWER, "content": ""}, self._end, self._end)
-            self._grow(self._more(begun, [*self.turns, last]))
-            self._text, self.turns = begun, (*self.turns, last)
-        before = self.branch.length
-        self.branch.generate(n, sampling=sampling, **options | {"final": True})
-        said = self.engine.text.decode(self._own(before))
-        self._text += said
-        message = {**last.message, "content": last.content + said}
-        requests, ended = (*last.generated, (n, sampling, options)), self.branch.finish_reason is not None
-        made = ChatTurn(message, last.start, self._end, requests, ended)
-        self.turns = (*self.turns[:-1], made)
+        with self._whole():
+            if last.ended:
+                begun = self._written(self.messages, add_generation_prompt=True)
+                assert begun is not None
+                last = ChatTurn({"role": ANSWER, "content": ""}, self._end, self._end, ended=False)
+                self._grow(self._more(begun, [*self.turns, last]))
+                self._text, self._said, self.turns = begun, self._end, (*self.turns, last)
+            self.branch.generate(n, sampling=sampling, **options | {"final": True})
+            self._path = self.branch.tokens
+            said = self.engine.text.decode(self._path[self._said : self._end])  # whole: requests may cut a character
+            self._text = self._text[: len(self._text) - len(last.content)] + said
+            requests, ended = (*last.generated, (n, sampling, options)), self.branch.finish_reason is not None
+            made = ChatTurn({**last.message, "content": said}, last.start, self._end, requests, ended)
+            self.turns = (*self.turns[:-1], made)
         return made
 
     # ---- branching ----------------------------------------------------------------------------------------------
@@ -160,14 +165,18 @@ class Conversation(NotCopyable):
     def fork(self, at: int | None = None, *, edits: Sequence[Edit] = ()) -> Conversation:
         """A new conversation with the first `at` turns, or all of them. Pages are shared; nothing is copied.
 
+        at     with a number, the path may have been changed by hand after these turns; the fork is without such changes
         edits  as in `Branch.fork`; their positions may be those of turns
         """
+        if at is None:
+            self._require()
         at = len(self.turns) if at is None else as_int("at", at, -len(self.turns) + 1, len(self.turns))
         at = at + len(self.turns) if at <= 0 else at
         made = object.__new__(type(self))
         made.engine, made.tools, made.turns = self.engine, self.tools, self.turns[:at]
+        self._require(made.turns[-1].stop)
         (made.branch,) = self.branch.fork(at=made.turns[-1].stop, edits=edits)
-        made._text = self._text
+        made._path, made._said, made._text = made.branch.tokens, self._said, self._text
         if at < len(self.turns):
             closed = made._written(made.messages)
             assert closed is not None
@@ -182,6 +191,7 @@ class Conversation(NotCopyable):
 
         message  or its content, with the role and the other keys of the turn
         """
+        self._require()
         turn = as_int("turn", turn, 1, len(self.turns) - 1)
         if self.turns[turn].generated:
             raise BadRequest(f"Turn {turn} was generated. Replay a given turn, or fork before it and append a message.")
@@ -200,6 +210,7 @@ class Conversation(NotCopyable):
     def activations(self, site: str, turn: int) -> Tensor:
         """The captured rows of one turn: [tokens, ...]; those that `positions` left out are missing."""
         own = self.turns[as_int("turn", turn, -len(self.turns), len(self.turns) - 1)]
+        self._require(own.stop)
         recorded = self.branch.activations
         places = [i for i, at in enumerate(recorded.positions()) if own.start <= at < own.stop]
         return recorded[site][places]
@@ -228,8 +239,27 @@ class Conversation(NotCopyable):
         """The length of the path without an end-of-sequence token that the model wrote: the template closes a turn itself."""
         return self.branch.length - (self.branch.finish_reason == "eos")
 
-    def _own(self, before: int) -> list[int]:
-        return self.branch.tokens[before : self._end]
+    def _require(self, stop: int | None = None) -> None:
+        """Raise BadRequest if the first `stop` tokens of the branch, or all of them, are not those of the turns."""
+        if self.branch.tokens[:stop] != self._path[:stop]:
+            raise BadRequest(
+                f"Branch {self.branch.id} of the conversation was changed by hand: its tokens are not those of the turns. "
+                "Use fork(turn) with a number of turns that are still there, or make a new Conversation; to change a path by "
+                "hand, fork talk.branch."
+            )
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """If what is done within fails, turns and path are as before, but for an end-of-sequence token that the model wrote."""
+        before, path, end = (self.turns, self._text, self._said), self.branch.tokens, self._end
+        try:
+            yield
+        except BaseException:
+            self.turns, self._text, self._said = before
+            if len(now := self.branch.tokens) > end and now != path:
+                self.branch.rollback(to=end)
+            self._path = self.branch.tokens
+            raise
 
     def _grow(self, ids: list[int]) -> None:
         """Mutates: the path goes on with given tokens."""
@@ -237,6 +267,7 @@ class Conversation(NotCopyable):
             self.branch.rollback(to=self._end)
         if ids:
             self.branch.force(ids)
+        self._path = self.branch.tokens
 
     def _closing(self) -> tuple[str, list[int]]:
         """What the template writes at the end of the last turn, if the model wrote it; else nothing."""

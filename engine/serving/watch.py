@@ -25,7 +25,7 @@ from replaylens.engine.request.capture import Recording
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placed import Op, tensor_from_json, tensor_to_json
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import as_float, as_list, hides, named_options, short_repr
+from replaylens.engine.request.values import as_bool, as_float, as_instance, as_list, hides, named_options, short_repr
 from replaylens.engine.serving.branch import Branch, Owner
 from replaylens.engine.serving.request import GenerateKeywords, Request, Stream
 from replaylens.kernels import cpu
@@ -76,6 +76,26 @@ def probe_record(name: str, probe: Probe, site: str) -> ProbeRecord:
     return ProbeRecord(name, site, probe.label, tuple(map(str, probe.classes)), weight, bias)
 
 
+def _check_lines(name: str, probe: Probe) -> None:
+    """Raise BadRequest if weight and bias are not finite in float32, or do not fit each other and the classes."""
+    for what, dims in (("weight", 2), ("bias", 1)):
+        given = getattr(probe, what)
+        if not isinstance(given, np.ndarray) or given.dtype.kind not in "fiu" or given.ndim != dims:
+            raise BadRequest(
+                f"Invalid {what} of the probe {name!r}: {short_repr(given)}. Give a NumPy array of {dims} dimensions."
+            )
+        with np.errstate(over="ignore"):
+            finite = np.isfinite(given.astype(np.float32)).all()
+        if not finite:
+            raise BadRequest(f"The {what} of the probe {name!r} has NaN, infinite or too large numbers. Fit it again.")
+    lines, classes = len(probe.weight), len(probe.classes)
+    if classes < 2 or lines != (1 if classes == 2 else classes) or len(probe.bias) != lines:
+        raise BadRequest(
+            f"The probe {name!r} has {classes} classes, {lines} lines of weights and {len(probe.bias)} of bias. Two classes "
+            "take one line of each, more classes as many lines as classes."
+        )
+
+
 class Scorer:
     """The probes of one site, as one product. Adding a probe changes no bit of the others: a column is summed on its own."""
 
@@ -89,7 +109,13 @@ class Scorer:
     @modes.plainly
     def columns(self, rows: Tensor) -> Tensor:
         """rows [n, ...] of the site, in any dtype and on any device -> all lines of all probes [n, lines], on the host."""
-        return cpu.product(rows.reshape(len(rows), -1).to("cpu", torch.float32).contiguous(), self._panels, self._bias)
+        rows, first = rows.reshape(len(rows), -1), self.records[0]
+        if rows.shape[1] != first.weight.shape[1]:
+            raise BadRequest(
+                f"Rows of {first.site} have {rows.shape[1]} numbers, such as some for each step of a thought, and the probe "
+                f"{first.name!r} reads {first.weight.shape[1]}. Watch a site with one vector for each token, such as those of S."
+            )
+        return cpu.product(rows.to("cpu", torch.float32).contiguous(), self._panels, self._bias)
 
     def __call__(self, rows: Tensor) -> Scores:
         """As `columns`, by probe: [n] or [n, classes]."""
@@ -114,17 +140,23 @@ class Watching(Owner, Protocol):
 
     def _job(self, branch: Any, request: Request) -> Job: ...
 
+    def _own(self, branch: Any) -> Any: ...
+
 
 @hides("records")
 class Watch:
     """Probes on an engine. Make one with `engine.watch`. Immutable, and holds no rows."""
 
     def __init__(self, engine: Watching, probes: Probe | Mapping[str, Probe]) -> None:
+        if isinstance(probes, list | tuple | set):
+            raise BadRequest(f"Invalid probes={short_repr(probes)}. Give a dict from names to probes, or a single probe.")
         given = probes if isinstance(probes, Mapping) else {getattr(probes, "label", "probe"): probes}
         if not given:
             raise BadRequest("No probes to watch. Give a fitted probe, or a dict from names to probes.")
         self.engine = engine
-        self.records = tuple(self._record(str(name), probe) for name, probe in given.items())
+        self.records = tuple(
+            self._record(as_instance("name of a probe", name, str, "text"), probe) for name, probe in given.items()
+        )
 
     def _record(self, name: str, probe: Any) -> ProbeRecord:
         missing = [each for each in ("weight", "bias", "classes", "label", "site") if not hasattr(probe, each)]
@@ -132,8 +164,13 @@ class Watch:
             raise BadRequest(f"{short_repr(probe)} is no linear probe: it has no {missing[0]}. Give one, such as of fit_probe.")
         if hasattr(probe, "require"):
             probe.require(self.engine)  # FingerprintMismatch if it was fitted on another engine's rows
+        _check_lines(name, probe)
         site = self.engine.sites.resolve(probe.site)
         width = prod(self.engine.sites.sites[site].shape)
+        if width == 0:
+            raise BadRequest(
+                f"Rows of {site} grow with the path, so that the probe {name!r} cannot read them. Watch another site."
+            )
         if probe.weight.shape[1] != width:
             raise BadRequest(f"The probe {name!r} reads {probe.weight.shape[1]} numbers, and a row of {site} has {width}.")
         return probe_record(name, probe, site)
@@ -257,8 +294,10 @@ class Watch:
         return {each.name: found[each.name] for each in self.records}
 
     def _test(self, stop: Stop | None) -> Callable[[Scores], bool] | None:
-        if stop is None or callable(stop):
-            return stop
+        if stop is None:
+            return None
+        if callable(stop):
+            return _Asked(stop)
         if not isinstance(stop, Mapping) or not stop:
             raise BadRequest(f"Invalid stop={short_repr(stop)}. Give {_STOP}.")
         limits = {name: as_float(f"stop[{name!r}]", limit) for name, limit in stop.items()}
@@ -273,7 +312,8 @@ class Watch:
         raise BadRequest(no_such("probe", str(name)[:60], [each.name for each in self.records]))
 
     def _require(self, branch: Branch) -> None:
-        """Raise BadRequest if the branch does not capture what the probes read at every token to come."""
+        """Raise BadRequest if it is no branch of this engine, or captures not all that the probes read at every token to come."""
+        self.engine._own(branch)
         capture = branch.lane.capture
         kept = capture is not None and len(capture.positions.kept(branch.length, branch.length + 2, branch.root_length)) == 2
         there = set() if capture is None else {*capture.sites}
@@ -282,6 +322,18 @@ class Watch:
             raise BadRequest(
                 f"Branch {branch.id} does not capture {', '.join(self.sites)} at all tokens. Make it with watch.prompt(...)."
             )
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A stop condition as a function, whose result must be a bool; a tensor or array of one is, such as of a comparison."""
+
+    function: Callable[[Scores], Any]
+
+    def __call__(self, scores: Scores) -> bool:
+        said = self.function(scores)
+        plain = said.item() if isinstance(said, Tensor | np.ndarray) and said.ndim == 0 else said
+        return as_bool(f"result of the stop function {getattr(self.function, '__name__', 'given')}", plain)
 
 
 @dataclass(frozen=True)
@@ -384,8 +436,12 @@ class WatchStream(Iterator[Scored]):
                 self._ready = self._watch.engine.lock.alone(self._scored)
         found = self._ready.pop(0)
         self._at = found.position + 1
-        if self._test is not None and self._test(found.scores):
-            self.stopped = True
+        try:
+            self.stopped = self._test is not None and self._test(found.scores)
+        except BaseException:
+            self.close()
+            raise
+        if self.stopped:
             self.close()
         return found
 

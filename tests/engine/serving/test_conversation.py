@@ -1,6 +1,7 @@
 """A conversation is a path: its tokens and rows are those of its rendering, however it was made."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -173,6 +174,79 @@ def test_a_system_message_may_need_the_next_one(engine: Engine) -> None:
     assert (talk.turns[0].start, talk.turns[0].stop) == (0, 0) and talk.turns[1].stop == talk.branch.length
     with pytest.raises(BadRequest, match="Turn 0 has no captured rows"):
         talk.states(SITE)
+
+
+def test_a_call_that_fails_changes_nothing(engine: Engine) -> None:
+    """Also the path is as before, and goes on to the tokens that it has without the failures."""
+    wanted, talk = talked(engine), Conversation(engine, FIRST, sites="S")
+    for cut in (False, True):  # before a turn is begun, and within one that was cut
+        before = talk.tokens, talk.turns, talk.messages, talk._text
+        for n, options in ((0, {}), (5, {"drafter": "nope"}), (10**6, {})):
+            with pytest.raises(BadRequest):
+                talk.generate(n, sampling=HOT, **options)  # type: ignore[arg-type]
+            assert before == (talk.tokens, talk.turns, talk.messages, talk._text)
+        with pytest.raises(BadRequest):
+            talk.append("x" * 2000)
+        assert before == (talk.tokens, talk.turns, talk.messages, talk._text)
+        talk.generate(3, sampling=HOT)
+        assert talk.turns[-1].ended is False, cut
+    talk.append("4", role="tool").generate(5, sampling=HOT)
+    assert talk.tokens == wanted.tokens and torch.equal(talk.states(SITE), wanted.states(SITE))
+    ended = Conversation(engine, FIRST).fork(edits=[towards(engine, 1)])
+    ended.generate(9)
+    copy = ended.fork()
+    with pytest.raises(BadRequest):
+        ended.append("x" * 2000)
+    assert ended.turns == copy.turns and ended.append("more").tokens == copy.append("more").tokens
+    engine.check_integrity()
+
+
+def test_a_turn_in_pieces_has_its_whole_text(engine: Engine) -> None:
+    """Also where a request ends within a character. Control: the pieces alone have none."""
+    talk = Conversation(engine, FIRST)
+    first, second = engine.text.encode("\u00e9", special=False)
+    start = talk.branch.length + len("<s>assistant:") - 2  # <s> is one token
+    assert engine.text.decode([first]) == "\ufffd", "control"
+    edits = [at(towards(engine, token), start - 1 + i) for i, token in enumerate((first, second) * 2)]
+    pieces, once = talk.fork(edits=edits), talk.fork(edits=edits)
+    for _ in range(4):
+        pieces.generate(1)
+    assert once.generate(4).content == pieces.turns[-1].content == "\u00e9\u00e9" and pieces.tokens == once.tokens
+    assert pieces.append("more").tokens == once.append("more").tokens and "\ufffd" not in pieces.branch.text
+
+
+def at(edit: Edit, position: int) -> Edit:
+    return replace(edit, positions=slice(position, position + 1))
+
+
+def test_a_turn_that_was_cut_and_closed_does_not_go_on(engine: Engine) -> None:
+    with pytest.raises(BadRequest, match="has ended"):
+        talked(engine).fork(3).generate(2)
+
+
+def test_a_branch_that_was_changed_by_hand_is_named(engine: Engine) -> None:
+    """Turns that are still there can be forked. Control: a fork of the branch may be changed."""
+    changes: list[Any] = [
+        lambda branch: branch.rollback(to=branch.length - 1),
+        lambda branch: branch.force([5, 6]),
+        lambda branch: branch.generate(2, sampling=HOT),
+        lambda branch: branch.rollback(to=branch.length - 1).force([7]),
+    ]
+    for change in changes:
+        talk = talked(engine)
+        talk.branch.fork()[0].force([5])
+        wanted, turns = talk.fork(3).append("5", role="tool").tokens, talk.turns
+        change(talk.branch)
+        for call, given in ((talk.append, ["more"]), (talk.generate, [2]), (talk.replay, [3, "5"]), (talk.fork, [])):
+            with pytest.raises(BadRequest, match=r"changed by hand.*fork\(turn\).*new Conversation"):
+                call(*given)
+        assert talk.turns == turns and talk.fork(3).append("5", role="tool").tokens == wanted
+        assert len(talk.activations(SITE, 3)) == turns[3].stop - turns[3].start
+    talk.branch.rollback(to=turns[3].start)
+    with pytest.raises(BadRequest, match="changed by hand"):
+        talk.fork(4)
+    with pytest.raises(BadRequest, match="changed by hand"):
+        talk.activations(SITE, 3)
 
 
 def test_misuse_is_named(engine: Engine) -> None:

@@ -281,3 +281,85 @@ def test_misuse_is_named(engine: Engine, watch: Watch) -> None:
     with pytest.raises(BadRequest, match="takes a probe of two"):
         watch.edit("many", "zero")
     assert "one at blocks.0.hook_in" in repr(watch)
+
+
+def test_probes_must_be_well_formed(engine: Engine) -> None:
+    with pytest.raises(BadRequest, match="name of a probe=1"):
+        engine.watch({1: probe(1), "1": probe(2)})  # type: ignore[dict-item]
+    with pytest.raises(BadRequest, match="Give a dict"):
+        engine.watch([probe(1), probe(2)])  # type: ignore[arg-type]
+    good = probe(1)
+    for what in ("weight", "bias"):
+        for value in (np.nan, np.inf, -np.inf, 1e300):
+            values = getattr(good, what).copy()
+            values.flat[0] = value
+            with pytest.raises(BadRequest, match=f"The {what} of the probe 'odd' has NaN, infinite"):
+                engine.watch({"good": good, "odd": replace(good, **{what: values})})
+    unfit: list[dict[str, Any]] = [
+        {"classes": ("a",)},
+        {"classes": ("a", "b", "c")},
+        {"weight": np.ones((2, 32)), "bias": np.ones(2)},
+        {"bias": np.ones(2)},
+        {"weight": np.ones((3, 32))},
+    ]
+    for changes in unfit:
+        with pytest.raises(BadRequest, match=r"The probe 'odd' has \d classes, \d lines of weights and \d of bias"):
+            engine.watch({"odd": replace(good, **changes)})
+    others: list[dict[str, Any]] = [
+        {"weight": np.ones(32)},
+        {"weight": np.ones((1, 32, 1))},
+        {"weight": [[1.0] * 32]},
+        {"bias": np.ones((1, 1))},
+        {"bias": np.array(["x"])},
+    ]
+    for changes in others:
+        with pytest.raises(BadRequest, match=r"Invalid (weight|bias) of the probe 'odd'"):
+            engine.watch({"odd": replace(good, **changes)})
+    with pytest.raises(BadRequest, match="grow with the path"):
+        engine.watch(probe(1, "blocks.0.attn.hook_pattern", width=0))
+
+
+def test_branches_of_other_engines_are_refused(watch: Watch) -> None:
+    other = Engine(toy()).prompt(TOKENS, sites="STC")
+    with pytest.raises(BadRequest, match="another engine"):
+        watch.stream(other, 3)
+    with pytest.raises(BadRequest, match="another engine"):
+        watch.generate([other], 3, stop={"one": 0.0})
+
+
+def test_rows_of_thoughts_that_do_not_fit_are_named() -> None:
+    """Control: rows of the same engine with one vector for each token are scored."""
+    engine = Engine.load("coin-thinking")
+    width = engine.config.d_model
+    for site in ("thinking.hook_out", "thinking.entropy", IN):
+        watch = engine.watch({"a": probe(1, site, width=width)})
+        branch = watch.prompt("A coin's state is heads.")
+        if site == IN:
+            assert watch.scores(branch)["a"].shape == (branch.length,)
+            continue
+        with pytest.raises(BadRequest, match=f"Rows of {site} have .* 'a' reads {width}"):
+            watch.scores(branch)
+        with pytest.raises(BadRequest):
+            list(watch.stream(branch, 3))
+
+
+def test_a_stop_function_says_true_or_false(engine: Engine, watch: Watch, wanted: Any, path: list[int]) -> None:
+    """A comparison of a score does, as a tensor. After another result, the branch can go on."""
+
+    def odd(scores: Any) -> Any:
+        return scores["many"].argmax()
+
+    for result in (odd, lambda scores: None, lambda scores: "no", lambda scores: scores["many"] > 0):
+        branch = watch.prompt(TOKENS)
+        name = f"stop function {'odd' if result is odd else '<lambda>'}="
+        with pytest.raises(BadRequest, match=name):
+            watch.generate([branch], 12, sampling=HOT, stop=result)  # type: ignore[arg-type]
+        stream = watch.stream(watch.prompt(TOKENS), 12, sampling=HOT, stop=result)  # type: ignore[arg-type]
+        with pytest.raises(BadRequest, match=name):
+            next(stream)
+        for each in (branch, stream.branch):
+            assert each.rollback(to=each.length - 1).generate(20 - each.length, sampling=HOT).tokens == path
+    limit, place = limit_of(wanted, path)
+    (hit,) = watch.generate([watch.prompt(TOKENS)], 12, sampling=HOT, stop=lambda scores: scores["one"] > limit)  # type: ignore[arg-type,return-value]
+    assert hit is not None and hit.position == place
+    engine.check_integrity()
