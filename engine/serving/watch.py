@@ -113,7 +113,7 @@ class Scorer:
         if rows.shape[1] != first.weight.shape[1]:
             raise BadRequest(
                 f"Rows of {first.site} have {rows.shape[1]} numbers, such as some for each step of a thought, and the probe "
-                f"{first.name!r} reads {first.weight.shape[1]}. Watch a site with one vector for each token, such as those of S."
+                f"{first.name!r} reads {first.weight.shape[1]}. Watch a site with one vector for each token, such as of S."
             )
         return cpu.product(rows.to("cpu", torch.float32).contiguous(), self._panels, self._bias)
 
@@ -312,7 +312,7 @@ class Watch:
         raise BadRequest(no_such("probe", str(name)[:60], [each.name for each in self.records]))
 
     def _require(self, branch: Branch) -> None:
-        """Raise BadRequest if it is no branch of this engine, or captures not all that the probes read at every token to come."""
+        """Raise BadRequest if it is no branch of this engine, or does not capture what the probes read at each new token."""
         self.engine._own(branch)
         capture = branch.lane.capture
         kept = capture is not None and len(capture.positions.kept(branch.length, branch.length + 2, branch.root_length)) == 2
