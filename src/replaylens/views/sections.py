@@ -152,7 +152,8 @@ _WAY = ": accepted to rejected"
 
 def _accepted_to_rejected(report: Report) -> Mapping[str, Any] | None:
     """The line of a transfer's best cell; None: the report has no verdict."""
-    cell = next((found[1] for line in report.summary() if (found := re.search(r"rejected ones, best at ([^\s,]+?)[,.]", line))), "")
+    told = (re.search(r"rejected ones, best at ([^\s,]+?)[,.]", line) for line in report.summary())
+    cell = next((found[1] for found in told if found), "")
     return next((line for line in report.lines if cell and line["what"] == f"{cell}{_WAY}"), None)
 
 
