@@ -680,7 +680,7 @@ def test_the_page_opens_with_the_best_cells() -> None:
     named = [{**line, "label": "later", "layer": math.nan, "p_family": 0.5} for line in lines[:1]]
     found = Report("sweep", [*named, *lines, *zero], {}, {})
     html = str(sections.draw_opening([found, Report("transfer", [], {}, {}, findings=["first", "second"])], "12 examples."))
-    assert re.findall(r"<th>([^<]*)</th>", html) == [
+    assert [re.sub("<[^>]*>", "", each) for each in re.findall(r"<th\b[^>]*>(.*?)</th>", html)] == [
         "label",
         "position",
         "probe",
@@ -807,7 +807,7 @@ def test_frames_in_words() -> None:
 
 def test_a_page_links_to_its_sections_and_says_what_it_is() -> None:
     sections_of = [page.Section("one", "First", Markup("<p>a</p>")), page.Section("two", "Second", Markup("<p>b</p>"))]
-    html = page.assemble("A <title>", "the lead", sections_of, Markup("<i>data</i>"), code="let x = 1;")
+    html = page.assemble("A <title>", ["A sentence.", "the lead"], sections_of, Markup("<i>data</i>"), code="let x = 1;")
     assert (
         re.findall(r'<a href="#(\w+)">(\w+)</a>', html)
         == re.findall(r'<section id="(\w+)"><h2>(\w+)</h2>', html)
@@ -817,7 +817,7 @@ def test_a_page_links_to_its_sections_and_says_what_it_is() -> None:
     assert (
         "<title>A &lt;title&gt;</title>" in html
         and "<h1>A &lt;title&gt;</h1>" in html
-        and '<p class="rl-quiet">the lead</p>' in html
+        and '<p class="rl-first">A sentence.</p><p class="rl-quiet">the lead</p>' in html
     )
     assert f'<meta name="generator" content="{page.MADE_BY}' in html and html.count("let x = 1;") == 1 and "<i>data</i>" in html
     packed = str(page.packed_blocks(f"f{i}" for i in range(2 * page.PER_BLOCK + 1)))

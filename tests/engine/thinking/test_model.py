@@ -580,7 +580,7 @@ def test_tree_and_timeline_strike_out_thoughts_that_were_rolled_back() -> None:
     frames = branch.timeline().frames
     assert [frame.phase.value for frame in frames[:5]] == ["prefill", "rollback", "prefill", "rollback", "accept"]
     struck = [slot for slot in frames[1].generated if slot.state.value == "rejected"]
-    assert len(struck) == len(dropped) and struck[0].name == "Z4"
+    assert len(struck) == len(dropped) and struck[0].name == "Z5"
     assert (frames[0].kv.draft, frames[1].kv.total) == (20, 8)
     assert 'class="cross"' in branch.timeline().still(frames[1]) and 'class="cross"' not in branch.timeline().still(frames[0])
 
