@@ -680,7 +680,7 @@ def test_the_page_opens_with_the_best_cells() -> None:
     named = [{**line, "label": "later", "layer": math.nan, "p_family": 0.5} for line in lines[:1]]
     found = Report("sweep", [*named, *lines, *zero], {}, {})
     html = str(sections.draw_opening([found, Report("transfer", [], {}, {}, findings=["first", "second"])], "12 examples."))
-    assert [re.sub("<[^>]*>", "", each) for each in re.findall(r"<th\b[^>]*>(.*?)</th>", html)] == [
+    assert [re.sub("<[^>]*>", "", each) for each in re.findall(r"(?s)<th\b[^>]*>(.*?)</th>", html)] == [
         "label",
         "position",
         "probe",
