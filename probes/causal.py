@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import UnknownSite
+from replaylens.engine.errors import BadRequest, UnknownSite
 from replaylens.engine.model.sites import by_layer, numbered
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.values import as_int
@@ -496,6 +496,17 @@ def refits(stage: InterventionRunner, variant: Variant, seed: int) -> tuple[list
 # Distributed alignment search (Geiger et al., arXiv 2303.02536) with TransformerLens; gives a probe for the causal tests.
 
 
+def _require_peer(engine: Engine, made: Any) -> None:
+    """BadRequest unless a Hugging Face model computes what the engine's does: a translation may lack a bias or a norm."""
+    tokens = [number % engine.config.vocab_size for number in range(2, 18)]
+    ours = engine.logits(tokens).double()
+    with torch.inference_mode():
+        theirs = made(torch.tensor([tokens], device=made.device)).logits[0, -1].double().cpu()
+    error = float((ours.cpu() - theirs).abs().max() / theirs.abs().max())
+    if not error < 1e-3:
+        raise BadRequest(f"A bridge of these weights computes other logits (by {error:.1e}). Give one of your own.")
+
+
 def find_direction(
     engine: Engine,
     bridge: Any,
@@ -525,7 +536,9 @@ def find_direction(
     from transformer_lens.tools.analysis.interchange import fit_das
 
     if bridge is None:
-        bridge = as_bridge(hugging_face(engine.model))
+        made = hugging_face(engine.model)
+        _require_peer(engine, made)
+        bridge = as_bridge(made)
     name = _name(engine, site, layer)
     stage = InterventionRunner(engine, examples, name, label, position)
     tokens, places = _aligned(stage)

@@ -101,3 +101,17 @@ def test_a_model_of_another_family_is_no_hugging_face_model() -> None:
     object.__setattr__(model.config, "family", "gpt2")
     with pytest.raises(BadRequest, match="this one is gpt2"):
         hugging_face(model)
+
+
+def test_a_bridge_that_lacks_something_is_refused() -> None:
+    """Biases, say, which the translation does not know: the search would run on another model."""
+    from replaylens.engine.transformer_lens import hugging_face
+    from replaylens.probes.causal import _require_peer
+
+    engine = rl.Engine.load("coin-plain")
+    made = hugging_face(engine.model)
+    _require_peer(engine, made)
+    with torch.no_grad():
+        made.model.layers[1].mlp.down_proj.weight *= 1.5
+    with pytest.raises(BadRequest, match="computes other logits"):
+        _require_peer(engine, made)
