@@ -6,9 +6,10 @@ counts. `portable-gpu` has the 8B shape in float32, whose digests hold on every 
 are checked before every timing: a request alone and among others.
 """
 
+import os
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -24,6 +25,7 @@ from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.model.config import Activation, MixerConfig, MixtureConfig, ModelConfig, Rope, Routing
 from replaylens.engine.model.decoder import Decoder, Mixture
 from replaylens.engine.model.layers import Experts, rotary_table
+from replaylens.engine.passes import wire
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.proof import trace
 from replaylens.engine.records import LensSpec
@@ -43,6 +45,10 @@ HYBRID = ModelConfig(
     parts=("mixer mlp", "mixer mlp", "mixer mlp", "attn mlp") * 8,
 )  # fmt: skip
 """three gated delta nets to one gated attention, as in Qwen3.5, about 4B"""
+HYBRID_EXPERTS = replace(
+    HYBRID, num_layers=48, d_model=2048, num_kv_heads=2, d_mlp=6144, parts=HYBRID.parts[:4] * 12, mixture=EXPERTS.mixture
+)
+"""the same with experts, about 30B of which 3B take part in a token"""
 STEPS = 16
 """decode steps that are timed together"""
 DRAWN = Sampling(ignore_eos=True, temperature=0.8, seed=3)
@@ -71,17 +77,21 @@ def kept_hash(model: torch.nn.Module) -> str:
     return f"{float(torch.stack(ends).sum()):.8e}"
 
 
-def random_mixture(shape: ModelConfig) -> Decoder:
-    """Weights made on the device in bfloat16: they do not fit there twice."""
+def random_mixture(shape: ModelConfig, like: Decoder | None = None) -> Decoder:
+    """Weights made on the device in bfloat16. They do not fit there twice: those of `like` are shared where shapes agree."""
     torch.manual_seed(0)
+    held = {} if like is None else dict(like.named_parameters())
     with torch.device("meta"):
         model = Decoder(shape)
     for name, parameter in list(model.named_parameters()):
-        module = model.get_submodule(name.rpartition(".")[0])
+        module, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+        if name in held and held[name].shape == parameter.shape:
+            setattr(module, leaf, held[name])
+            continue
         new = torch.empty(parameter.shape, dtype=torch.bfloat16, device="cuda")
         is_norm = ".ln" in name or "_norm" in name or name.startswith("ln")
         new = new.fill_(1.0) if is_norm else new.normal_(std=0.02 if "router" not in name else 0.1)
-        setattr(module, name.rpartition(".")[2], torch.nn.Parameter(new, requires_grad=False))
+        setattr(module, leaf, torch.nn.Parameter(new, requires_grad=False))
     for number, rope in enumerate(model._ropes):
         table = rotary_table(rope, shape.rotary_dim, shape.max_positions).cuda()
         model.register_buffer(f"rotary_{number}", table, persistent=False)
@@ -422,18 +432,56 @@ def transformers_prompt(shape: ModelConfig, length: int) -> Any:
     return torch.inference_mode()(lambda: model(path, logits_to_keep=1).logits)
 
 
-@case(
-    "hybrid-gpu", ours="hybrid", baseline="attention only", others=("transformers",), needs="gpu", clock="wall", cost=True,
-    rounds=3, warm=1,
-)  # fmt: skip
+HYBRIDS: dict[str, Any] = dict(ours="hybrid", baseline="attention only", needs="gpu", clock="wall", cost=True, rounds=3, warm=1)
+
+
+@case("hybrid-gpu", **HYBRIDS, others=("transformers",))
 def hybrid(batches: tuple[int, ...] = (1, 64), tokens: int = 64, lengths: tuple[int, ...] = (2048, 8192)) -> Lines:
     """A hybrid of about 4B against the same model with attention in every layer: decoding, prompts, forks, and the memory of
-    its states. The longest prompt also against transformers. First its bits: a request alone and in company."""
-    shapes = {"hybrid": HYBRID, "attention only": replace(HYBRID, mixer=None, parts=())}
-    room: dict[str, Any] = {"hybrid": {"state_tokens": 1024 + 128 * max(batches)}}
-    engines = {arm: Engine(random_mixture(shape), cache_tokens=2**14, **room.get(arm, {})) for arm, shape in shapes.items()}
-    engine, made = certified(engines["hybrid"]), list[Any]()
-    yield from contract(engine, "STC", 4)
+    its states. The longest prompt also against transformers. First its bits: a request alone and among others."""
+    engines = hybrid_engines(HYBRID, max(batches))
+    yield from hybrid_steps(engines, batches, tokens)
+    for length in lengths:
+        (path,) = random_tokens(1, length, HYBRID.vocab_size, seed=length)
+        arms = {arm: lambda own=own, path=path: own.prompt(path) for arm, own in engines.items()}  # type: ignore[misc]
+        if length == max(lengths):
+            arms["transformers"] = transformers_prompt(HYBRID, length)
+        after = lambda arm, made: released(engines[arm], [made]) if arm in engines else None  # noqa: E731
+        found = yield Line(f"a prompt of {length}", arms, after=after)
+        if "transformers" in arms:
+            found.note(of_transformers_speed=found.values["transformers"] / found.values["hybrid"])
+    engine = engines["hybrid"]
+    root = engine.prompt(prompts(engine, 1, 1000)[0])
+    taken, forks = seconds(lambda: root.fork(1024), "wall")
+    numbers = {"ms_a_fork": taken / 1.024}
+    released(engine, [*forks, root])
+    for count in (2**14, 2**17):  # positions
+        kept = cache_bytes(HYBRID, count, 64, torch.bfloat16, 5120)
+        numbers[f"kb_a_position_of_{count}"] = kept / count / 1e3
+        numbers[f"kb_if_all_were_kept_of_{count}"] = cache_bytes(HYBRID, count, 64, torch.bfloat16, None) / count / 1e3
+    numbers["kv_kb_a_position"] = kv_bytes(HYBRID, torch.bfloat16) / 1e3
+    yield Line("1,024 forks at 1,000 tokens; the memory of a position", numbers=numbers)
+
+
+@case("hybrid-gpu.experts", **HYBRIDS)
+def hybrid_experts(batches: tuple[int, ...] = (1, 64), tokens: int = 32) -> Lines:
+    """The same with experts, about 30B of which 3B take part in a token: bits, and decoding."""
+    yield from hybrid_steps(hybrid_engines(HYBRID_EXPERTS, max(batches)), batches, tokens)
+
+
+def hybrid_engines(shape: ModelConfig, most: int) -> dict[str, Engine]:
+    """The hybrid, and the same with attention in every layer, for up to `most` requests."""
+    trace.weights_hash = kept_hash
+    model = random_mixture(shape)
+    alike = random_mixture(replace(shape, mixer=None, parts=()), like=model)
+    room: dict[str, Any] = {"cache_tokens": 2**14}
+    return {"hybrid": Engine(model, state_tokens=1024 + 128 * most, **room), "attention only": Engine(alike, **room)}
+
+
+def hybrid_steps(engines: dict[str, Engine], batches: tuple[int, ...], tokens: int) -> Lines:
+    """The bits of a hybrid, then decode steps of both."""
+    made = list[Any]()
+    yield from contract(certified(engines["hybrid"]), "STC", 4)
     for count in batches:
         arms: dict[str, Any] = {
             arm: lambda own=own: own.generate(made, tokens, sampling=ENDLESS)  # type: ignore[misc]
@@ -446,25 +494,6 @@ def hybrid(batches: tuple[int, ...] = (1, 64), tokens: int = 64, lengths: tuple[
 
         after = lambda arm, _: released(engines[arm], made)  # noqa: E731
         yield Line(f"a decode step of {count}", arms, before=before, after=after, per=tokens, aim="<= 1.15")
-    for length in lengths:
-        (path,) = random_tokens(1, length, HYBRID.vocab_size, seed=length)
-        arms = {arm: lambda own=own, path=path: own.prompt(path) for arm, own in engines.items()}  # type: ignore[misc]
-        if length == max(lengths):
-            arms["transformers"] = transformers_prompt(HYBRID, length)
-        after = lambda arm, made: released(engines[arm], [made]) if arm in engines else None  # noqa: E731
-        found = yield Line(f"a prompt of {length}", arms, after=after)
-        if "transformers" in arms:
-            found.note(of_transformers_speed=found.values["transformers"] / found.values["hybrid"])
-    root = engine.prompt(prompts(engine, 1, 1000)[0])
-    taken, forks = seconds(lambda: root.fork(1024), "wall")
-    numbers = {"ms_a_fork": taken / 1.024}
-    released(engine, [*forks, root])
-    for count in (2**14, 2**17):  # positions
-        kept = cache_bytes(HYBRID, count, 64, torch.bfloat16, 5120)
-        numbers[f"kb_a_position_of_{count}"] = kept / count / 1e3
-        numbers[f"kb_if_all_were_kept_of_{count}"] = cache_bytes(HYBRID, count, 64, torch.bfloat16, None) / count / 1e3
-    numbers["kv_kb_a_position"] = kv_bytes(HYBRID, torch.bfloat16) / 1e3
-    yield Line("1,024 forks at 1,000 tokens; the memory of a position", numbers=numbers)
 
 
 # Several devices, several ranks
@@ -489,6 +518,25 @@ def outcome(engine: Engine) -> dict[str, Any]:
     return found
 
 
+@contextmanager
+def by_nccl() -> Iterator[None]:
+    """Followers that share this GPU send by NCCL. It refuses two ranks of one GPU, unless they seem to be on two hosts."""
+    before, names = wire.own_gpus, {"NCCL_HOSTID": "1", "NCCL_SOCKET_IFNAME": "lo"}  # as followers have them
+
+    def chosen(size: int) -> bool:
+        os.environ["NCCL_HOSTID"] = "0"
+        return True
+
+    os.environ.update(names)
+    wire.own_gpus = chosen
+    try:
+        yield
+    finally:
+        wire.own_gpus = before
+        for name in names:
+            os.environ.pop(name)
+
+
 @case("ranks-gpu", ours="several", baseline="one", needs="gpu", clock="wall", rounds=3, quick={"tiny": True})
 def several(tiny: bool = False, layers: int = 2, tokens: int = 32) -> Lines:
     """Layers over two stages of one GPU, and ranks that share it, against one process: first every bit, then decode steps of
@@ -498,12 +546,13 @@ def several(tiny: bool = False, layers: int = 2, tokens: int = 32) -> Lines:
     small: dict[str, Any] = dict(num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, d_head=8, rotary_dim=8, vocab_size=401)
     shapes = {"8B": SHAPE, "30B-A3B": EXPERTS}
     cases: list[tuple[str, int, str, dict[str, Any]]] = [
+        *(("8B", layers, f"{n} ranks, nccl", {"ranks": n}) for n in (2, 4)),
         ("8B", 32, "two stages", stages),
-        *(("30B-A3B", layers, f"{n} ranks", {"ranks": n}) for n in (4, 2)),
-        *(("8B", layers, f"{n} ranks", {"ranks": n}) for n in (2, 4)),
+        *(("30B-A3B", layers, f"{n} ranks, {way}", {"ranks": n}) for n in (4, 2) for way in ("gloo", "nccl")),
+        *(("8B", layers, f"{n} ranks, gloo", {"ranks": n}) for n in (2, 4)),
     ]
     if tiny:
-        cases = [cases[0], cases[-2]]
+        cases = [cases[2], cases[-2]]
     kept: dict[tuple[str, int], tuple[Decoder, Engine, dict[str, Any]]] = {}
     trace.weights_hash = kept_hash
     for name, depth, what, given in cases:
@@ -514,7 +563,8 @@ def several(tiny: bool = False, layers: int = 2, tokens: int = 32) -> Lines:
             one = Engine.load(model, **place, cache_tokens=4096)
             kept[name, depth] = model, one, outcome(one)
         model, one, truth = kept[name, depth]
-        engine = Engine.load(model, **{**place, **given} if "ranks" in given else given, cache_tokens=4096)
+        with by_nccl() if "nccl" in what else nullcontext():
+            engine = Engine.load(model, **{**place, **given} if "ranks" in given else given, cache_tokens=4096)
         found = outcome(engine)
         wrong = [key for key, value in truth.items() if not torch.equal(value, found[key])]
         engines, made = {"several": engine, "one": one}, list[Any]()

@@ -96,9 +96,9 @@ LEAST = 2
 # ---- one process -------------------------------------------------------------------------------------------------------
 
 
-def work(name: str, number: int, folder: Path) -> tuple[int, int]:
+def work(name: str, number: int, folder: Path, device: str) -> tuple[int, int]:
     """Check the paths of the last process with this model, then run sessions. Returns (operations, preemptions)."""
-    machine, ledger = MACHINES[name], folder / f"{name}.json"
+    machine, ledger = type(name, (MACHINES[name],), {"device": device}), folder / f"{name}.json"
     known: dict[str, str] = json.loads(ledger.read_text()) if ledger.exists() else {}
     check(machine, known)
     left: dict[str, str] = {}
@@ -128,7 +128,7 @@ def check(machine: Any, known: dict[str, str]) -> None:
     if not known:
         return
     size = 5 if machine.config.mixer is None else 8
-    engine = Engine(random_decoder(machine.config), page_size=size, max_rows=33, cache_tokens=2000)
+    engine = Engine(random_decoder(machine.config).to(machine.device), page_size=size, max_rows=33, cache_tokens=2000)
     for path, kv in known.items():
         tokens = json.loads(path)
         branch = engine.prompt(tokens)
@@ -137,7 +137,7 @@ def check(machine: Any, known: dict[str, str]) -> None:
 
 
 def digest(kv: Any) -> str:
-    return hashlib.sha256(kv.contiguous().numpy().tobytes()).hexdigest()
+    return hashlib.sha256(kv.cpu().contiguous().numpy().tobytes()).hexdigest()
 
 
 def how(machine: Any) -> settings:
@@ -157,7 +157,8 @@ def how(machine: Any) -> settings:
 def main(given: list[str] | None = None) -> int:
     options = arguments(given)
     if options.worker:
-        print(json.dumps(dict(zip(COUNTS, work(options.worker, options.seed, Path(options.folder)), strict=True))))
+        counts = work(options.worker, options.seed, Path(options.folder), options.device)
+        print(json.dumps(dict(zip(COUNTS, counts, strict=True))))
         return 0
     began, operations, preemptions, number = time.monotonic(), 0, 0, options.only or 0
     order = [name for name in ORDER if not options.machines or name in options.machines]
@@ -165,8 +166,9 @@ def main(given: list[str] | None = None) -> int:
         while operations < options.operations:
             name, threads, own = order[number % len(order)], THREADS[number % len(THREADS)], options.seed + number
             print(f"process {number}: {name}, seed {own}, {threads} threads", flush=True)
+            words = ["--worker", name, "--seed", str(own), "--folder", folder, "--device", options.device]
             done = subprocess.run(
-                [sys.executable, "-m", "tests.soak", "--worker", name, "--seed", str(own), "--folder", folder],
+                [sys.executable, "-m", "tests.soak", *words],
                 cwd=ROOT,
                 env=environment(threads, folder),
                 capture_output=True,
@@ -176,8 +178,8 @@ def main(given: list[str] | None = None) -> int:
                 print(done.stdout, done.stderr, sep="\n")
                 print(f"FAILED in process {number}: `python -m tests.soak --seed {options.seed} --only {number}` runs it again")
                 return 1
-            counts = json.loads(done.stdout.splitlines()[-1])
-            operations, preemptions = operations + counts["operations"], preemptions + counts["preemptions"]
+            found = json.loads(done.stdout.splitlines()[-1])
+            operations, preemptions = operations + found["operations"], preemptions + found["preemptions"]
             seconds = time.monotonic() - began
             print(f"  {operations} operations, {preemptions} preemptions, 0 differences, {seconds:.0f} s", flush=True)
             if options.only is not None:
@@ -200,6 +202,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
         "--seed", type=int, default=0, help="of the first process, counted up for the next ones (default: %(default)s)"
     )
     parser.add_argument("machines", nargs="*", help=f"of {', '.join(MACHINES)} (default: all)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: %(default)s)")
     parser.add_argument("--only", type=int, help="run this process alone")
     parser.add_argument("--worker", choices=sorted(MACHINES), help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)

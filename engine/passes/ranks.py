@@ -292,16 +292,16 @@ class Ranks:
         asked = [only] if only is not None else [r for r in range(1, self.size) if split.columns(r)]
         header = torch.tensor(words + [0] * (HEADER - len(words)), dtype=torch.int64)
         wire, rank = self._followers.wire, 0
-        payload = [header, *(x.detach().cpu().contiguous() for x in tensors)]
+        payload = [header, *(wire.placed(x) for x in tensors)]
         with self._lock, defer_interrupt():  # an answer that nobody takes would be the next one's
             try:
                 sends = [(rank := r, wire.send(x, r)) for r in asked for x in payload]
                 shapes = {r: (1,) if leading is None else (*leading, split.columns(r, activated)) for r in asked}
                 waiting = {(rank := r): wire.receive(shape, dtype, r) for r, shape in shapes.items()}
                 found, trouble = self._own(own)
-                works, limit = [(r, work) for r, (work, _) in waiting.items()], timedelta(seconds=self.limit)
-                for rank, work in [*works, *sends]:  # noqa: B007 (the handler names it)
-                    work.wait(limit)
+                works = [*((r, work) for r, (work, _) in waiting.items()), *sends]
+                for rank, work in works:
+                    wire.wait(work, self.limit, partial(self._followers.gone, rank))
                 found |= {r: out for r, (_, out) in waiting.items()}
             except BaseException as error:
                 self._failed = f"rank {rank} of {self.size} {self._followers.reason(rank, error, self.limit)}"
@@ -445,19 +445,21 @@ class Follower:
     def serve(self) -> None:
         """Returns when rank 0 ends, or closes the connection."""
         with suppress(RuntimeError):
-            word = self._take((128,), torch.uint8)
-            dtype = getattr(torch, json.loads(bytes(word.tolist()))["dtype"])
+            word = json.loads(bytes(self._take((128,), torch.uint8, words=True).tolist()))
+            dtype = getattr(torch, word["dtype"])
             self._warm(dtype)
             own = identity(self.device, dtype).encode()
             self._answer(torch.tensor([*own, *[32] * (256 - len(own))], dtype=torch.uint8))
+            if word["nccl"]:
+                self.wire.use_nccl(self.device)
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode())
             stack.enter_context(modes.canonical() if self.device.type == "cpu" else torch.cuda.device(self.device))
             while True:
                 try:
-                    words = self._take((HEADER,), torch.int64).tolist()
+                    words = self._take((HEADER,), torch.int64, words=True).tolist()
                 except RuntimeError:  # the connection is closed
-                    return
+                    return self.wire.close()
                 self._answer(self._computed(words))
 
     def _warm(self, dtype: torch.dtype) -> None:
@@ -466,13 +468,13 @@ class Follower:
         piece.put("weight", torch.zeros(32, 32, dtype=dtype, device=self.device))
         self._ops(False).linear_activate(x, piece, "silu", gated=True)
 
-    def _take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        work, out = self.wire.receive(shape, dtype, 0)
+    def _take(self, shape: tuple[int, ...], dtype: torch.dtype, words: bool = False) -> Tensor:
+        work, out = self.wire.receive(shape, dtype, 0, words)
         work.wait(timedelta(days=1000))  # a notebook may rest
         return out
 
     def _answer(self, x: Tensor) -> None:
-        held = x.cpu().contiguous()
+        held = self.wire.placed(x)
         self.wire.send(held, 0).wait()
 
     def _computed(self, words: list[int]) -> Tensor:

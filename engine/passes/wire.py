@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +26,8 @@ START = 60.0
 
 
 class Wire:
-    """The connections of a rank to the others, by gloo through the host."""
+    """The connections of a rank to the others. Integers that say what comes go by gloo. Tensors go by NCCL, from GPU to GPU, if
+    every rank has a GPU of its own, and otherwise by gloo through the host. Copies: no bit depends on the way."""
 
     def __init__(self, store: Any, rank: int, ranks: int, host: str, timeout: float) -> None:
         """A group of its own: an engine may be one of several, and others may use torch's default group."""
@@ -33,20 +35,72 @@ class Wire:
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=host) if host else gloo.create_default_device()]
         options._timeout = timedelta(seconds=timeout)
-        self._group = gloo(store, rank, ranks, options)
+        self.gloo = gloo(store, rank, ranks, options)
+        self.device = torch.device("cpu")
+        """where tensors are sent from"""
+        self._nccl: Any = None
+        self._new: Callable[[Any], Any] = lambda kind: kind(dist.PrefixStore("nccl", store), rank, ranks, kind.Options())
+
+    def use_nccl(self, device: torch.device) -> None:
+        """Mutates: tensors go from GPU to GPU from now on. All ranks must call it."""
+        held = os.environ.get(_HANDLING)
+        os.environ[_HANDLING] = "0"  # by default NCCL ends the process, here a notebook, when another rank is late
+        try:
+            self._nccl, self.device = self._new(dist.ProcessGroupNCCL), device
+        finally:
+            os.environ.pop(_HANDLING) if held is None else os.environ.update({_HANDLING: held})
+
+    def placed(self, tensor: Tensor) -> Tensor:
+        """A tensor as `send` takes it."""
+        return tensor.detach().to(self.device).contiguous()
 
     def send(self, tensor: Tensor, rank: int) -> Any:
-        """The work that sends a tensor on the host; it must stay alive until the work is done."""
-        return self._group.send([tensor.view(-1).view(torch.uint8)], rank, 0)
+        """The work that sends a tensor; it must stay alive until the work is done."""
+        group = self.gloo if tensor.device.type == "cpu" else self._nccl
+        return group.send([tensor.view(-1).view(torch.uint8)], rank, 0)
 
-    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> tuple[Any, Tensor]:
-        """The work that receives a tensor, and the tensor."""
-        out = torch.empty(shape, dtype=dtype)
-        return self._group.recv([out.view(-1).view(torch.uint8)], rank, 0), out
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int, words: bool = False) -> tuple[Any, Tensor]:
+        """The work that receives a tensor, and the tensor. words: it says what comes, and is on the host"""
+        out = torch.empty(shape, dtype=dtype, device="cpu" if words else self.device)
+        group = self.gloo if out.device.type == "cpu" else self._nccl
+        return group.recv([out.view(-1).view(torch.uint8)], rank, 0), out
+
+    def wait(self, work: Any, seconds: float, gone: Callable[[], bool]) -> None:
+        """Returns when a work is done. RuntimeError if it is not in time, or if the other process is gone."""
+        if self._nccl is not None:  # its `wait` is for streams, and returns at once
+            _poll(work, seconds, gone)
+        work.wait(timedelta(seconds=seconds))
 
     def close(self) -> None:
-        """End the connections: followers that torchrun started end with them."""
-        self._group = None
+        """End what is under way: a GPU would wait for a rank that is gone."""
+        if self._nccl is not None:
+            with suppress(RuntimeError):
+                self._nccl.abort()
+        self.gloo = self._nccl = None
+
+
+_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+def _poll(work: Any, seconds: float, gone: Callable[[], bool]) -> None:
+    """Returns when a work is done, or RuntimeError."""
+    start = looked = time.monotonic()
+    while not work.is_completed():
+        now = time.monotonic()
+        if now > start + seconds:
+            raise RuntimeError("Timed out")
+        if now > looked + 0.1:
+            looked = now
+            if gone():
+                raise RuntimeError("The process ended.")
+        if now > start + 0.01:  # a product takes less
+            time.sleep(0.0001)
+
+
+def own_gpus(ranks: int) -> bool:
+    """Whether every rank has a GPU of its own, seen from rank 0."""
+    here = int(os.environ["LOCAL_WORLD_SIZE"]) if launched() else ranks
+    return dist.is_nccl_available() and here <= torch.cuda.device_count()
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
@@ -86,7 +140,7 @@ class Followers:
                     self._spawn(rank, size, path, device)
                 self._await_start(wait)
                 self.wire = Wire(dist.FileStore(path, size), 0, size, "127.0.0.1", wait)
-            self._greet(size, identity(device, dtype), str(dtype).removeprefix("torch."), wait)
+            self._greet(size, device, dtype, wait)
         except BaseException as error:
             bad = [i + 1 for i, process in enumerate(self.processes) if process.poll() is not None] or [1]
             reason = self.reason(bad[0], error, wait)
@@ -123,18 +177,25 @@ class Followers:
                 raise RuntimeError("Timed out")
             time.sleep(0.02)
 
-    def _greet(self, size: int, own: str, dtype: str, wait: float) -> None:
-        """All ranks compute alike, or FingerprintMismatch."""
-        word = json.dumps({"dtype": dtype}).encode()
+    def _greet(self, size: int, device: torch.device, dtype: torch.dtype, wait: float) -> None:
+        """All ranks compute alike, or FingerprintMismatch. They hear how tensors will be sent."""
+        nccl, own = device.type == "cuda" and own_gpus(size), identity(device, dtype)
+        word = json.dumps({"dtype": str(dtype).removeprefix("torch."), "nccl": nccl}).encode()
         hello = torch.tensor([*word, *[32] * (128 - len(word))], dtype=torch.uint8)
         sends = [self.wire.send(hello, rank) for rank in range(1, size)]  # all load their kernels at a time
         for rank in range(1, size):
-            work, answer = self.wire.receive((256,), torch.uint8, rank)
+            work, answer = self.wire.receive((256,), torch.uint8, rank, words=True)
             work.wait(timedelta(seconds=wait))
             sends[rank - 1].wait(timedelta(seconds=wait))
             theirs = bytes(answer.tolist()).decode().strip()
             if theirs != own:
                 raise FingerprintMismatch(f"Rank {rank} would compute other bits: it has {theirs}, rank 0 {own}.")
+        if nccl:
+            self.wire.use_nccl(device)
+
+    def gone(self, rank: int) -> bool:
+        """Whether a process that was started here has ended."""
+        return 0 < rank <= len(self.processes) and self.processes[rank - 1].poll() is not None
 
     def _log(self, rank: int) -> Path:
         return Path(self.folder.name, f"rank{rank}.log")
@@ -161,7 +222,7 @@ class Followers:
             process.kill()
             process.wait()
         if (wire := getattr(followers, "wire", None)) is not None:
-            wire.close()
+            wire.close()  # under torchrun, followers end when their connection does
         with suppress(OSError):
             followers.folder.cleanup()
 
