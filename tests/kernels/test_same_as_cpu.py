@@ -95,7 +95,7 @@ def test_attention(device: str, cap: float, window: int, more: str, split: bool,
 def test_recurrences(device: str, delta: bool, depth: int, same: Same, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes that end within a chunk, at its end and beyond it, and single rows, beside the padding of a graph."""
     depth = depth if device == "cpu" else max(16, depth)  # products of a dot on the device
-    for tile in ("WALK", "STEP"):
+    for tile in ("WALK", "STEP", "STEPS"):
         monkeypatch.setattr(recurrent, tile, replace(getattr(recurrent, tile), depth=depth))
     theirs, ours, given, done = Layer(16, delta), Layer(16, delta), inputs(), 0
     whole, found = theirs.add(0, LENGTH, given), []
