@@ -26,11 +26,11 @@ from replaylens.kernels.launch import EXACT, GemmTile, ceil_div, next_power_of_2
 from replaylens.kernels.norm import activate
 from replaylens.kernels.shared import PagedRows
 
-WALK, STEP, STEPS = GemmTile(16, 32, 32, 4, 1), GemmTile(2, 32, 64, 4, 1), GemmTile(2, 128, 32, 4, 1)
+WALK, STEP, STEPS = GemmTile(16, 32, 32, 4, 1), GemmTile(2, 32, 64, 4, 1), GemmTile(2, 128, 64, 4, 1)
 """of the rows of a sequence, of single rows, and of many of them: rows, columns of values, depth of a step along keys. They
 move no bit"""
 MANY = 1024
-"""heads of single rows that fill a device without being cut into columns"""
+"""heads of single rows that fill a device without being cut into columns, each of which computes all weights again"""
 _BLOCK = 256
 
 # ---- entries ---------------------------------------------------------------------------------------------------------
@@ -454,24 +454,19 @@ def _step_kernel(
     whole = exp(tl.dot(g, tl.full((CHUNK, 16), 1.0, tl.float32), input_precision="ieee"))  # sixteen equal columns
     whole = tl.max(whole)
 
-    read, told = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
+    total = tl.zeros((2, COLUMNS), tl.float32)
     score = tl.zeros((2, CHUNK), tl.float32)
     for first in tl.range(0, D, DEPTH):
         a = first + depth
         real = a < D
         k = tl.load(KEY + a, mask=real, other=-1.0).to(tl.float32)
         q = tl.load(QUERY + a, mask=real, other=-1.0).to(tl.float32)
+        x = tl.where(i == 0, q[None, :], k[None, :])
+        state = tl.load(START + a[:, None] * WIDTH + c[None, :], mask=(base > 0) & real[:, None] & inside[None, :], other=0.0)
         seen = tl.load(KEYS + slot[None, :] + a[:, None], mask=(j < begun)[None, :] & real[:, None], other=0.0)
         seen = tl.where((j == begun)[None, :] & real[:, None], k[:, None], seen)
-        score = tl.dot(tl.where(i == 0, q[None, :], k[None, :]), seen, score, input_precision="ieee")
-        for n in tl.static_range(DEPTH):  # a dot of so few rows would fetch both its factors for every product
-            there = first + n < D
-            state = tl.load(START + (first + n) * WIDTH + c, mask=(base > 0) & there & inside, other=0.0)
-            by_query = tl.load(QUERY + first + n, mask=there, other=-1.0).to(tl.float32)
-            by_key = tl.load(KEY + first + n, mask=there, other=-1.0).to(tl.float32)
-            read = tl.fma(tl.full((COLUMNS,), by_query, tl.float32), state, read)
-            told = tl.fma(tl.full((COLUMNS,), by_key, tl.float32), state, told)
-    total = tl.where(i == 0, read[None, :], told[None, :])
+        total = tl.dot(x, state, total, input_precision="ieee")
+        score = tl.dot(x, seen, score, input_precision="ieee")
     weight = score * left
     total = tl.dot(tl.where((j < begun)[None, :], weight, -1.0), u, total * whole, input_precision="ieee")
     new = tl.load(V + row * stride_v + head * WIDTH + c, mask=inside, other=0.0).to(tl.float32)

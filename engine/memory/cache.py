@@ -148,7 +148,8 @@ class KVCache:
 
     def mixed_rows(self, slots: list[int]) -> Tensor:
         """A copy of what recurrent layers hold of `slots`, whose pages have rooms: [rows, layers, columns]."""
-        return self.entries[:, self.entry_slots(torch.tensor(slots, dtype=torch.int64))].movedim(1, 0).contiguous()
+        at = torch.tensor(slots, dtype=torch.int64, device=self.entry_of.device)
+        return self.entries[:, self.entry_slots(at)].movedim(1, 0).contiguous()
 
     def entry_slots(self, slots: Tensor) -> Tensor:
         """Slots of pages -> slots of the rooms of their entries."""

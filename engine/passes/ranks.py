@@ -299,9 +299,10 @@ class Ranks:
                 shapes = {r: (1,) if leading is None else (*leading, split.columns(r, activated)) for r in asked}
                 waiting = {(rank := r): wire.receive(shape, dtype, r) for r, shape in shapes.items()}
                 found, trouble = self._own(own)
-                works = [*((r, work) for r, (work, _) in waiting.items()), *sends]
-                for rank, work in works:
+                for rank, (work, _) in waiting.items():
                     wire.wait(work, self.limit, partial(self._followers.gone, rank))
+                for rank, work in sends:  # noqa: B007 (the handler names it)
+                    work.wait(timedelta(seconds=self.limit))
                 found |= {r: out for r, (_, out) in waiting.items()}
             except BaseException as error:
                 self._failed = f"rank {rank} of {self.size} {self._followers.reason(rank, error, self.limit)}"
@@ -470,7 +471,10 @@ class Follower:
 
     def _take(self, shape: tuple[int, ...], dtype: torch.dtype, words: bool = False) -> Tensor:
         work, out = self.wire.receive(shape, dtype, 0, words)
-        work.wait(timedelta(days=1000))  # a notebook may rest
+        if out.is_cuda:
+            work.wait()  # for the stream, not the host
+        else:
+            work.wait(timedelta(days=1000))  # a notebook may rest
         return out
 
     def _answer(self, x: Tensor) -> None:

@@ -66,8 +66,8 @@ class Wire:
         return group.recv([out.view(-1).view(torch.uint8)], rank, 0), out
 
     def wait(self, work: Any, seconds: float, gone: Callable[[], bool]) -> None:
-        """Returns when a work is done. RuntimeError if it is not in time, or if the other process is gone."""
-        if self._nccl is not None:  # its `wait` is for streams, and returns at once
+        """Returns when a tensor is received. RuntimeError if it is not in time, or if the other process is gone."""
+        if self._nccl is not None:  # its `wait` is for streams, or looks every 10 ms; gloo's works cannot be polled
             _poll(work, seconds, gone)
         work.wait(timedelta(seconds=seconds))
 
