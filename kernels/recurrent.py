@@ -26,11 +26,11 @@ from replaylens.kernels.launch import EXACT, GemmTile, ceil_div, next_power_of_2
 from replaylens.kernels.norm import activate
 from replaylens.kernels.shared import PagedRows
 
-WALK, STEP, STEPS = GemmTile(16, 32, 32, 4, 1), GemmTile(2, 32, 64, 4, 1), GemmTile(2, 128, 64, 4, 1)
+WALK, STEP, STEPS = GemmTile(16, 32, 32, 4, 1), GemmTile(2, 32, 64, 4, 1), GemmTile(2, 64, 32, 2, 1)
 """of the rows of a sequence, of single rows, and of many of them: rows, columns of values, depth of a step along keys. They
 move no bit"""
 MANY = 1024
-"""heads of single rows that fill a device without being cut into columns, each of which computes all weights again"""
+"""heads of single rows that fill a device with wide tiles: every tile computes all weights of a row again"""
 _BLOCK = 256
 
 # ---- entries ---------------------------------------------------------------------------------------------------------
