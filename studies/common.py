@@ -30,7 +30,7 @@ from replaylens.views.html import PAGES
 from replaylens.views.sections import svg
 
 HERE = Path(__file__).parent
-PACKAGES = ("replaylens", "torch", "numpy", "scikit-learn", "scipy", "transformers")
+PACKAGES = ("torch", "numpy", "scikit-learn", "scipy", "transformers")
 COLOURS = ("#1b76c4", "#d9662b", "#3a9a5b", "#a8559c", "#8a7a2e", "#5b6b7a")
 """of lines and points: readable on white and on black"""
 _INK, _PAGE, _QUIET = "#010203", "#fdfcfb", "#808182"
@@ -77,7 +77,7 @@ def execute(
     for part in parts or study.PARTS:
         begun = time.process_time()
         where = {**provenance(("studies/results", "studies/figures")), "device": place.device, "quick": quick}
-        where["versions"] = {each: metadata.version(each) for each in PACKAGES}
+        where["versions"] = {"replaylens": rl.__version__, **{each: metadata.version(each) for each in PACKAGES}}
         found = study.run(quick, part, place)
         if file.exists():  # read late: another process may have written its own parts in the meantime
             record["parts"] = json.loads(file.read_text())["parts"]
