@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -292,13 +292,16 @@ def slug(arm: str) -> str:
 # Results
 
 
-def provenance() -> dict[str, Any]:
-    """Commit, date and machine of a run."""
+def provenance(written: Sequence[str] = ()) -> dict[str, Any]:
+    """Commit, date and machine of a run.
+
+    written  folders, from the repository's root, that the run itself writes to: their changes do not count
+    """
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=RESULTS, capture_output=True, text=True).stdout.strip()
 
-    changed = git("status", "--porcelain", "--untracked-files=no")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", *(f":(top,exclude){each}" for each in written))
     return {
         "commit": git("rev-parse", "HEAD") + ("+changes" if changed else "") or "unknown",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

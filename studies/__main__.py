@@ -1,4 +1,4 @@
-"""`python -m studies list`, and `python -m studies NAME [PART ...] [--quick] [--out FOLDER] [--draw]`."""
+"""`python -m studies list`, and `python -m studies NAME [PART ...]` with the options below."""
 
 import argparse
 import tempfile
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from studies.common import HERE, execute, save_figure
+from studies.common import HERE, Place, execute, save_figure
 
 STUDIES = ("rejected_branches", "state_tracking", "what_decides", "reproduce")
 
@@ -16,6 +16,8 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("name", choices=("list", *STUDIES))
     parser.add_argument("parts", nargs="*", metavar="PART", help="default: all parts of the study")
     parser.add_argument("--quick", action="store_true", help="small sizes, which show that everything runs; no result")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--weights", type=Path, metavar="FOLDER", default=Place.weights, help="default: %(default)s")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: studies/; --quick writes nothing there")
     parser.add_argument("--draw", action="store_true", help="only draw the figure of the recorded parts again")
     given = parser.parse_args(words)
@@ -33,7 +35,7 @@ def main(words: Sequence[str] | None = None) -> None:
         print(save_figure(given.name, json.loads((HERE / "results" / f"{given.name}.json").read_text())["parts"]))
         return
     out = given.out or (Path(tempfile.mkdtemp()) if given.quick else HERE)
-    execute(given.name, given.parts, given.quick, out)
+    execute(given.name, given.parts, given.quick, out, Place(given.device, given.weights))
     print(f"{out / 'results' / given.name}.json")
 
 

@@ -4,7 +4,7 @@ A study is a module of this folder, listed in `studies/__main__.py`:
 
     PARTS = ("coin-plain", "smollm2")            # computed and recorded one by one
 
-    def run(quick: bool, part: str) -> dict:     # plain data; "inputs": name -> digest of what it was computed from
+    def run(quick: bool, part: str, place: Place) -> dict:  # plain data; "inputs": name -> digest of what it is computed from
     def draw(parts: dict[str, dict]) -> Figure:  # of all recorded parts; the figure is made by `picture`
 
 `python -m studies NAME [PART ...]` computes the parts and writes `results/NAME.json` and `figures/NAME.svg`. Each part keeps
@@ -15,6 +15,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from replaylens.views.html import PAGES
 from replaylens.views.sections import svg
 
 HERE = Path(__file__).parent
-PACKAGES = ("replaylens", "torch", "numpy", "scikit-learn", "scipy", "transformers")
+PACKAGES = ("torch", "numpy", "scikit-learn", "scipy", "transformers")
 COLOURS = ("#1b76c4", "#d9662b", "#3a9a5b", "#a8559c", "#8a7a2e", "#5b6b7a")
 """of lines and points: readable on white and on black"""
 _INK, _PAGE, _QUIET = "#010203", "#fdfcfb", "#808182"
@@ -37,18 +38,47 @@ _INK, _PAGE, _QUIET = "#010203", "#fdfcfb", "#808182"
 QUIET = _QUIET
 
 
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+FOLDERS = {"smollm2": "smollm2-135m-instruct", "qwen": "qwen2.5-coder-1.5b"}
+"""folders of models that have another name there"""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a study computes, and where the models are that are not embedded."""
+
+    device: str = "cpu"
+    """"cpu" (float32) or "cuda" (bfloat16)"""
+    weights: Path = Path.home() / ".cache" / "replaylens"
+
+    def load(self, model: str, **options: Any) -> rl.Engine:
+        """A model by name: its folder, or the only .gguf file there; a path; or whatever `Engine.load` knows by that name."""
+        folder = self.weights / FOLDERS.get(model, model)
+        lone = list(folder.glob("*.gguf"))
+        source = lone[0] if lone else folder if folder.exists() else model
+        return rl.Engine.load(str(source), device=self.device, **options)
+
+
 # ---- record ----------------------------------------------------------------------------------------------------------
 
 
-def execute(name: str, parts: Sequence[str] = (), quick: bool = False, out: Path = HERE) -> dict[str, Any]:
+def execute(
+    name: str,
+    parts: Sequence[str] = (),
+    quick: bool = False,
+    out: Path = HERE,
+    place: Place = Place(),  # noqa: B008 (frozen)
+) -> dict[str, Any]:
     """Compute parts of a study (default: all), and write its record and figure. Returns the record."""
     study = import_module(f"studies.{name}")
     file = out / "results" / f"{name}.json"
     record: dict[str, Any] = {"study": name, "about": " ".join((study.__doc__ or "").split("\n\n")[0].split()), "parts": {}}
     for part in parts or study.PARTS:
         begun = time.process_time()
-        where = {**provenance(), "versions": {each: metadata.version(each) for each in PACKAGES}, "quick": quick}
-        found = study.run(quick, part)
+        where = {**provenance(("studies/results", "studies/figures")), "device": place.device, "quick": quick}
+        where["versions"] = {"replaylens": rl.__version__, **{each: metadata.version(each) for each in PACKAGES}}
+        found = study.run(quick, part, place)
         if file.exists():  # read late: another process may have written its own parts in the meantime
             record["parts"] = json.loads(file.read_text())["parts"]
         record["parts"][part] = {**where, "cpu_s": round(time.process_time() - begun, 1), **found}

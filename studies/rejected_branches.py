@@ -20,7 +20,7 @@ from sklearn.preprocessing import StandardScaler
 
 import replaylens as rl
 from replaylens.probes.areas import area, area_gains
-from studies.common import COLOURS, QUIET, curve, digest, inputs, legend, picture, share
+from studies.common import COLOURS, QUIET, Place, curve, digest, inputs, legend, picture, share
 from studies.told import ShownCoin, ToldBoxes, TwoPeople
 
 TRAINED = Path(__file__).parent.parent / "trained" / "studies"
@@ -79,9 +79,9 @@ def _boxes(name: str) -> Setting:
     return Setting(str(TRAINED / name), task, "full.1", None, ("lens", "ngram"), 200, (0, 1, 2, 3), max_new=24, temperature=1.0)
 
 
-def _pretrained(model: str, layers: tuple[int, ...]) -> dict[str, Setting]:
+def _pretrained(model: str, layers: tuple[int, ...], n: int = 20, drafters: tuple[str, ...] = ("ngram",)) -> dict[str, Setting]:
     shown = ShownCoin(rendering="steps", flips=(2, 3))
-    how: dict[str, Any] = dict(drafters=("ngram",), n=20, layers=layers, probed=layers[1:3], options={"cache_tokens": 8192})
+    how: dict[str, Any] = dict(drafters=drafters, n=n, layers=layers, probed=layers[1:3], options={"cache_tokens": 8192})
     return {
         f"{model}, coins": Setting(model, shown, "implied", "face", max_new=26, exchange=True, **how),
         f"{model}, stories": Setting(model, TwoPeople(), "who", None, position=_said, max_new=32, temperature=0.7, **how),
@@ -102,14 +102,15 @@ SETTINGS = {
     **{f"{name}, face due": _at_colon(_small(name)) for name in ("coin-1", "coin-2", "coin-3")},
     **_pretrained("smollm2", (0, 8, 16, 24)),
     **_pretrained("gemma-3-270m", (0, 4, 9, 14)),
+    **_pretrained("qwen", (0, 7, 14, 21), 100, ("lens", "ngram", "self")),
 }
 PARTS = tuple(SETTINGS)
 
 
-def run(quick: bool, part: str) -> dict[str, Any]:
+def run(quick: bool, part: str, place: Place) -> dict[str, Any]:
     setting = SETTINGS[part]
     rl.tasks.register(type(setting.task))  # runs cite it by name
-    engine = rl.Engine.load(_source(setting.model), **setting.options)
+    engine = place.load(_trained(setting.model), **setting.options)
     examples = setting.task.examples(24 if quick else setting.n)
     found: dict[str, Any] = {"inputs": inputs(engine, prompts=digest(e.prompt for e in examples)), "drafters": {}}
     streams, runs = _streams(engine, setting.layers), []
@@ -134,14 +135,14 @@ def run(quick: bool, part: str) -> dict[str, Any]:
     return found
 
 
-def _source(model: str) -> str:
+def _trained(model: str) -> str:
+    """The model; SystemExit if it is one of ours that is not trained yet."""
     if model.startswith(str(TRAINED)) and not Path(model).exists():
         recipe = Path(model).name.partition("-")
         raise SystemExit(
             f"{model} is not trained. Run: replaylens train studies/recipes/{recipe[0]}.toml --seed {recipe[2]} --out {model}"
         )
-    cached = Path.home() / ".cache" / "replaylens" / model
-    return str(cached) if cached.exists() else model
+    return model
 
 
 def _streams(engine: rl.Engine, layers: Sequence[int]) -> list[str]:

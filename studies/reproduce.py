@@ -12,12 +12,12 @@ from matplotlib.figure import Figure
 
 import replaylens as rl
 from replaylens.workbench.reproduce import FIGURES, reproduce
-from studies.common import COLOURS, HERE, QUIET, inputs, picture
+from studies.common import COLOURS, HERE, QUIET, Place, inputs, picture
 
 PARTS = tuple(FIGURES)
 
 
-def run(quick: bool, part: str) -> dict[str, Any]:
+def run(quick: bool, part: str, place: Place) -> dict[str, Any]:
     found = reproduce(part).to_json()
     digests = [*before(part, found["call"]), found["digest"]]
     known = {} if "random" in found["model"] else inputs(rl.Engine.load(found["model"]))

@@ -8,7 +8,6 @@ edges drawn at random. Placebo of a patch: rows of the same prompt with other na
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,22 +15,21 @@ from matplotlib.figure import Figure
 
 import replaylens as rl
 from replaylens.tasks.coin import TRAIN_PEOPLE
-from studies.common import COLOURS, QUIET, curve, digest, inputs, legend, picture, share
+from studies.common import COLOURS, QUIET, Place, curve, digest, inputs, legend, picture, share
 
-PARTS = ("coin-plain", "coin-thinking", "smollm2", "gemma-3-270m")
+PARTS = ("coin-plain", "coin-thinking", "smollm2", "gemma-3-270m", "qwen")
 FACES = (" heads", " tails")
 PATTERN = "blocks.*.attn.hook_pattern"
 APART = "steps do not see what is before them"
 
 
-def run(quick: bool, part: str) -> dict[str, Any]:
-    cached = Path.home() / ".cache" / "replaylens" / part
-    engine = rl.Engine.load(str(cached) if cached.exists() else part)
+def run(quick: bool, part: str, place: Place) -> dict[str, Any]:
+    engine = place.load(part)
     if part == "coin-plain":
         return coin_plain(engine, 12 if quick else 100)
     if part == "coin-thinking":
         return coin_thinking(engine, 4 if quick else 16)
-    return pretrained(engine, 4 if quick else 16)
+    return pretrained(engine, 4 if quick else 100 if part == "qwen" else 16)
 
 
 # ---- who sees whom -------------------------------------------------------------------------------------------------------

@@ -1,10 +1,12 @@
 """Which sentence and which token decide the answer of a short chain of thought, and how many rollouts it takes to know.
 
-200 questions with two steps each, half of arithmetic and half of tracking a ball under cups, answered by chains of two or
-three sentences at temperature 0.7. Part `stopping` draws no text: it simulates the rule of `Race`, which the other parts use.
+Questions of arithmetic and of tracking a ball under cups, answered by chains of one sentence per step and one that states the
+answer, at temperature 0.7: two steps for SmolLM2, four for Qwen2.5-Coder-1.5B. Part `stopping` draws no text: it simulates the
+rule of `Race`, which the other parts use.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,22 +15,56 @@ from matplotlib.figure import Figure
 
 import replaylens as rl
 from replaylens.engine.resampling.plan import Race, rollout_seed
-from studies.common import COLOURS, QUIET, digest, inputs, legend, picture, share
+from studies.common import COLOURS, QUIET, Place, digest, inputs, legend, picture, share
 
-PARTS = ("stopping", "tracking", "chains", "arithmetic")
-MODEL = "smollm2"
 SAMPLING = rl.Sampling(temperature=0.7, seed=1)
-ROLLOUTS = {"arithmetic": 4, "tracking": 6}
-"""of each question; as many as the machine had time for"""
 TOGETHER = 25
 """questions in one batch"""
-MAX_NEW = {"arithmetic": 20, "tracking": 12}
 ALPHA = 0.05
-CHAINS, AGAIN, TOKEN_CHAINS, READ_CHAINS = 12, 10, 2, 4
-"""chains resampled at sentences, rollouts at each; chains forked at tokens; chains whose attention is read"""
 KINDS = ("arithmetic", "tracking")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One model on one kind of question."""
+
+    model: str
+    kind: str
+    ask: str
+    """outcomes: many rollouts of many questions; chains: which sentence and token decides; heads: who attends to sentences"""
+    count: int
+    """questions"""
+    rollouts: int
+    """of each question, or before each sentence of each chain"""
+    max_new: int
+    steps: int = 2
+    cache: int = 8192
+    """tokens in the engine's cache"""
+    forked: int = 2
+    """chains whose tokens are forked"""
+    read: int = 4
+    """chains whose attention is cut or read"""
+
+
+def _qwen(kind: str, ask: str, count: int, rollouts: int) -> Setting:
+    return Setting("qwen", kind, ask, count, rollouts, 64 if kind == "arithmetic" else 20, 4, 1 << 17, 12, 20)
+
+
+SETTINGS = {
+    "tracking": Setting("smollm2", "tracking", "outcomes", 100, 6, 12),
+    "chains": Setting("smollm2", "tracking", "chains", 12, 10, 12),
+    "arithmetic": Setting("smollm2", "arithmetic", "outcomes", 100, 4, 20),
+    **{f"qwen, {kind}": _qwen(kind, "outcomes", 200, 40) for kind in KINDS},
+    **{f"qwen, {kind} chains": _qwen(kind, "chains", 40, 30) for kind in KINDS},
+    "qwen, heads": _qwen("tracking", "heads", 8, 0),
+}
+"""by part; rollouts of SmolLM2 are as many as one CPU thread had time for, and `heads` needs a CPU, where patterns are kept"""
+PARTS = ("stopping", *SETTINGS)
 ANSWERS = {"arithmetic": rl.Answer.regex(r"So (\d+)"), "tracking": rl.Answer.regex(r"So (red|blue|green)")}
-FORCED = rl.Answer.choices([" red", " blue", " green"], after=" So")
+FORCED = {
+    "arithmetic": rl.Answer.choices([*"0123456789"], after=" So "),  # the first digit
+    "tracking": rl.Answer.choices([" red", " blue", " green"], after=" So"),
+}
 NAMES = ("Tom", "Eve", "Max", "Lea", "Jon", "Amy", "Sam", "Ida", "Ben", "Zoe")
 THINGS = ("hats", "coins", "books", "eggs", "keys", "balls", "plums", "rings", "cards", "shells")
 SHOTS = {
@@ -44,15 +80,45 @@ SHOTS = {
 # ---- questions -------------------------------------------------------------------------------------------------------
 
 
-def questions(kind: str, count: int) -> list[tuple[str, str]]:
-    """Different prompts with their right answers."""
-    random = np.random.default_rng([7, KINDS.index(kind)])
-    made = arithmetic if kind == "arithmetic" else tracking
+def questions(kind: str, count: int, steps: int = 2) -> list[tuple[str, str]]:
+    """Different prompts with their right answers, each after two solved ones."""
+    random = np.random.default_rng([7, KINDS.index(kind)] + ([] if steps == 2 else [steps]))
+    shots = SHOTS[kind]
+    if steps != 2:
+        shots = "".join(f"Q: {text}\nA:{chain}\n" for text, chain, _ in (longer(kind, random, steps) for _ in range(2)))
     found: dict[str, str] = {}
     while len(found) < count:
-        text, answer = made(random)
-        found.setdefault(f"{SHOTS[kind]}Q: {text}\nA:", answer)
+        if steps != 2:
+            text, _, answer = longer(kind, random, steps)
+        else:
+            text, answer = arithmetic(random) if kind == "arithmetic" else tracking(random)
+        found.setdefault(f"{shots}Q: {text}\nA:", answer)
     return list(found.items())
+
+
+def longer(kind: str, random: np.random.Generator, steps: int) -> tuple[str, str, str]:
+    """A question of any number of steps, its chain of thought and its answer. Numbers have two digits, mostly."""
+    said, chain = [], ""
+    if kind == "arithmetic":
+        name, thing = random.choice(NAMES), random.choice(THINGS)
+        have = total = int(random.integers(10, 60))
+        for _ in range(steps):
+            change = int(random.integers(3, 60))
+            losing = bool(random.integers(2)) and change < total
+            said.append(f"loses {change}" if losing else f"gets {change} more")
+            after = total - change if losing else total + change
+            chain += f" {total} {'-' if losing else '+'} {change} = {after}."
+            total = after
+        text = f"{name} has {have} {thing}. {name} {', then '.join(said)}. How many {thing}?"
+        return text, f"{chain} So {total}.", str(total)
+    cups = ["red", "blue", "green"]
+    start = where = cups[random.integers(3)]
+    for name in random.choice(NAMES, steps, replace=False):
+        one, two = (cups[i] for i in sorted(random.choice(3, 2, replace=False)))
+        said.append(f" {name} swaps {one} and {two}.")
+        where = two if where == one else one if where == two else where
+        chain += f" {'Then' if chain else 'First'} {where}."
+    return f"The ball is in the {start} cup.{''.join(said)} Where is the ball?", f"{chain} So {where}.", where
 
 
 def arithmetic(random: np.random.Generator) -> tuple[str, str]:
@@ -78,59 +144,68 @@ def tracking(random: np.random.Generator) -> tuple[str, str]:
 # ---- a model ---------------------------------------------------------------------------------------------------------
 
 
-def run(quick: bool, part: str) -> dict[str, Any]:
+def run(quick: bool, part: str, place: Place) -> dict[str, Any]:
     if part == "stopping":
         return simulate(200 if quick else 1000, 100)
-    engine = rl.Engine.load(MODEL)
-    if part in KINDS:
-        asked = questions(part, 4 if quick else 100)
-        return {"inputs": inputs(engine, questions=digest(text for text, _ in asked)), **outcomes(engine, part, asked)}
-    asked = questions("tracking", 3 if quick else CHAINS)
-    chains = [chain for prompt, _ in asked if (chain := written(engine, prompt)) is not None]
-    few = chains[: 2 if quick else READ_CHAINS]
-    return {
-        "inputs": inputs(engine, questions=digest(text for text, _ in asked)),
-        "temperature": SAMPLING.temperature,
-        "sentences": sentences(chains, 4 if quick else AGAIN),
-        "forced": forced(chains),
-        "masking": masking(engine, few),
-        "receivers": receivers(engine, few),
-        "tokens": tokens(engine, chains[: 1 if quick else TOKEN_CHAINS], 4 if quick else 12),
+    setting = SETTINGS[part]
+    if quick:
+        setting = replace(setting, count=3, rollouts=4, forked=1, read=2)
+    engine = place.load(setting.model, cache_tokens=setting.cache)
+    asked = questions(setting.kind, setting.count, setting.steps)
+    known = {"inputs": inputs(engine, questions=digest(text for text, _ in asked)), "temperature": SAMPLING.temperature}
+    if setting.ask == "outcomes":
+        return known | outcomes(engine, setting, asked)
+    chains = [chain for prompt, answer in asked if (chain := Chain.written(engine, setting, prompt, answer)) is not None]
+    few, right = chains[: setting.read], [chain.right for chain in chains]
+    heads = {"receivers": receivers(engine, few)} if place.device == "cpu" else {}
+    if setting.ask == "heads":
+        return known | heads
+    return known | {
+        "steps": setting.steps,
+        "right": share(right, range(len(right))),
+        "sentences": sentences(chains, setting),
+        "forced": forced(chains, setting),
+        "masking": masking(engine, few, setting),
+        "tokens": tokens(engine, chains[: setting.forked], setting),
+        **heads,
     }
 
 
-def outcomes(engine: rl.Engine, kind: str, asked: Sequence[tuple[str, str]]) -> dict[str, Any]:
+def outcomes(engine: rl.Engine, setting: Setting, asked: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """Rollouts of every question: how often right, what adaptive stopping saves, and whether the prompt's state tells."""
-    n, layer = ROLLOUTS[kind], engine.config.num_layers // 2
-    states, paths, drawn = rollouts(engine, kind, [prompt for prompt, _ in asked], f"blocks.{layer}.hook_in")
+    n, layer = setting.rollouts, engine.config.num_layers // 2
+    states, paths, drawn = rollouts(engine, setting, [prompt for prompt, _ in asked], f"blocks.{layer}.hook_in")
     right = [float(np.mean([each == answer for each in said])) for said, (_, answer) in zip(drawn, asked, strict=True)]
     sure, saved = [], []
     for said, (_, answer) in zip(drawn, asked, strict=True):
         race = Race(ALPHA)
         stopped = next((count for count, each in enumerate(said, 1) if race.add(each) is not None), n)
         saved.append(1 - stopped / n)
-        sure.append((race.settled, answer))
+        most = max(set(said), key=lambda each: (said.count(each), str(each)))
+        sure.append((race.settled, answer, most))
     names = [each or "no answer" for said in drawn for each in said]
     known = sorted(set(names))
     counts = np.array([[sum((each or "no answer") == name for each in said) for name in known] for said in drawn])
-    settled = [leader == answer for leader, answer in sure if leader is not None]
+    settled = [(leader == answer, leader == most) for leader, answer, most in sure if leader is not None]
     made = {
         "questions": len(asked),
+        "steps": setting.steps,
         "rollouts": n,
-        "temperature": SAMPLING.temperature,
         "right": share(right, range(len(right))),
         "questions_always_right": int(sum(each == 1 for each in right)),
         "questions_never_right": int(sum(each == 0 for each in right)),
         "shares_right": right,
         "settled": len(settled),
-        "settled_right": int(sum(settled)),
+        "settled_right": sum(right for right, _ in settled),
+        "settled_as_all_rollouts": sum(same for _, same in settled),
         "saved": share(saved, range(len(saved))),
         "saved_of_100": share([simulated_saving(said) for said in drawn], range(len(drawn))),
         "rollouts_digest": digest(names),
         "leader_share": [float(row.max() / row.sum()) for row in counts],
     }
     if len(asked) >= 20:
-        few = _frequent(counts)
+        good = np.rint(n * np.array(right)).astype(int)
+        few = _frequent(counts) if setting.kind == "tracking" else np.stack([good, n - good], 1)
         probe = rl.probes.outcome_probe(
             {("S", layer): np.stack(states)}, few, np.arange(len(few)), tokens=paths, estimator="logistic"
         )
@@ -139,17 +214,18 @@ def outcomes(engine: rl.Engine, kind: str, asked: Sequence[tuple[str, str]]) -> 
 
 
 def rollouts(
-    engine: rl.Engine, kind: str, prompts: Sequence[str], site: str
+    engine: rl.Engine, setting: Setting, prompts: Sequence[str], site: str
 ) -> tuple[list[Any], list[Any], list[list[str | None]]]:
     """(the last row of each prompt, its tokens, the outcomes of its rollouts).
 
     The rollouts are those of `resample`, seed by seed, but of many prompts in one batch, which takes half of the time.
     """
-    n, states, paths, drawn = ROLLOUTS[kind], [], [], []
-    shared = engine.prompt(SHOTS[kind]).force("Q:")  # computed once; kept, so that its pages are found
+    n, states, paths, drawn = setting.rollouts, [], [], []
+    shots = prompts[0].rpartition("Q:")[0]
+    shared = engine.prompt(shots).force("Q:")  # computed once; kept, so that its pages are found
     for first in range(0, len(prompts), TOGETHER):
         roots = engine.prompts(prompts[first : first + TOGETHER], sites=[site], positions="last")
-        states += [root.activations[site][-1].double().numpy() for root in roots]
+        states += [root.activations[site][-1].cpu().double().numpy() for root in roots]
         paths += [np.array(root.tokens) for root in roots]
         forks = [fork for root in roots for fork in root.fork(n)]
         own = [
@@ -157,8 +233,8 @@ def rollouts(
             for number, root in enumerate(roots, first)
             for count in range(n)
         ]
-        texts = [fork.generated_text for fork in engine.generate(forks, MAX_NEW[kind], sampling=own)]
-        said = [None if (found := ANSWERS[kind].read(text)) is None else found.outcome for text in texts]
+        texts = [fork.generated_text for fork in engine.generate(forks, setting.max_new, sampling=own)]
+        said = [None if (found := ANSWERS[setting.kind].read(text)) is None else found.outcome for text in texts]
         drawn += [said[at : at + n] for at in range(0, len(said), n)]
         for branch in (*forks, *roots):
             branch.release()
@@ -189,22 +265,44 @@ def _frequent(counts: np.ndarray, most: int = 5) -> np.ndarray:
     return np.concatenate([counts[:, order[:most]], rest], 1) if rest.any() else counts[:, order[:most]]
 
 
-def written(engine: rl.Engine, prompt: str) -> Any:
-    """The model's own chain, greedily: the answer line of the prompt. None without a chain of two sentences or more."""
-    root = engine.prompt(prompt)
-    text = root.fork()[0].generate(MAX_NEW["tracking"]).generated_text.split("\n")[0]
-    return root.force(text) if text.count(".") >= 2 else None
-
-
 # ---- sentences -------------------------------------------------------------------------------------------------------
 
 
-def sentences(chains: Sequence[Any], again: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Chain:
+    """A question's chain of thought, which the model wrote greedily."""
+
+    branch: Any
+    answer: str
+    """the right one"""
+    right: bool
+    sentences: list[int]
+    """the first token of each sentence, one per step and one that states the answer, and the end"""
+
+    @classmethod
+    def written(cls, engine: rl.Engine, setting: Setting, prompt: str, answer: str) -> "Chain | None":
+        """None: the answer line does not have all sentences, or no answer."""
+        root = engine.prompt(prompt)
+        text = root.fork()[0].generate(setting.max_new).generated_text.split("\n")[0]
+        branch = root.force(text)
+        starts = branch.resample(1, at="sentences", max_new=0, answer=FORCED[setting.kind]).plan.positions
+        ends = [*starts, branch.length][: setting.steps + 2]
+        said = ANSWERS[setting.kind].read(text)
+        if said is None or len(ends) < setting.steps + 2:
+            return None
+        return cls(branch, answer, said.outcome == answer, ends)
+
+
+def sentences(chains: Sequence[Chain], setting: Setting) -> dict[str, Any]:
     """Resampling importance and resilience of every sentence, and change points of whole chains."""
     lines, shown, changed, back = [], 0, 0, []
     for number, chain in enumerate(chains):
-        rollouts = chain.resample(
-            again, at="sentences", sampling=seeded(number), max_new=MAX_NEW["tracking"], answer=ANSWERS["tracking"]
+        rollouts = chain.branch.resample(
+            setting.rollouts,
+            at="sentences",
+            sampling=seeded(number),
+            max_new=setting.max_new,
+            answer=ANSWERS[setting.kind],
         )
         texts = rl.probes.RolloutTexts.of(rollouts)
         if len(rollouts.plan.positions) > 1:
@@ -217,7 +315,7 @@ def sentences(chains: Sequence[Any], again: int) -> dict[str, Any]:
         back += [dict(chain=number, unit=i, at_once=float(v)) for i, v in enumerate(kept["at_once"])]
     return {
         "chains": len(chains),
-        "rollouts": again,
+        "rollouts": setting.rollouts,
         "importance": by_unit(lines, "importance"),
         "resilience": by_unit(back, "at_once"),
         "chains_with_a_shown_sentence": shown,
@@ -231,28 +329,25 @@ def by_unit(lines: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     return [share([line[name] for line in each], [line["chain"] for line in each]) for each in own]
 
 
-def forced(chains: Sequence[Any]) -> dict[str, Any]:
-    """How far each sentence moves the answer that is forced right after it: exact distributions, total variation."""
+def forced(chains: Sequence[Chain], setting: Setting) -> dict[str, Any]:
+    """How far each sentence moves the answer that is forced right after it: exact distributions, total variation. Of numbers
+    only the first digit is known."""
     moves: list[dict[str, Any]] = []
     for number, chain in enumerate(chains):
-        starts = chain.resample(1, at="sentences", max_new=0, answer=FORCED).plan.positions
-        at = [*starts[:3], starts[3] if len(starts) > 3 else chain.length]
-        p = chain.resample(1, at=at, max_new=0, answer=FORCED).outcomes().probabilities
+        p = chain.branch.resample(1, at=chain.sentences, max_new=0, answer=FORCED[setting.kind]).outcomes().probabilities
         moves += [dict(chain=number, unit=i, tv=float(0.5 * abs(b - a).sum())) for i, (a, b) in enumerate(pairwise(p))]
     return {"chains": len(chains), "moved": by_unit(moves, "tv")}
 
 
-def masking(engine: rl.Engine, chains: Sequence[Any]) -> dict[str, Any]:
+def masking(engine: rl.Engine, chains: Sequence[Chain], setting: Setting) -> dict[str, Any]:
     """Loss of a sentence's tokens, in nats a token, when they cannot attend to an earlier one, in all layers."""
     lines: list[dict[str, Any]] = []
     for number, chain in enumerate(chains):
-        starts = [*chain.resample(1, at="sentences", max_new=0, answer=FORCED).plan.positions, chain.length]
-        spans = list(pairwise(starts))[:3]
-        path = chain.tokens
+        spans, path = list(pairwise(chain.sentences)), chain.branch.tokens
         for j, (first, end) in enumerate(spans):
             rows = slice(first - 1, end - 1)
             plain = engine.logits(path, positions=rows).double().log_softmax(-1)
-            for i, (a, b) in enumerate([(1, chain.root_length), *spans[:j]]):
+            for i, (a, b) in enumerate([(1, chain.branch.root_length), *spans[:j]]):
                 cut = rl.Edit(
                     "blocks.*.attn.hook_pattern",
                     "mask",
@@ -272,7 +367,7 @@ def masking(engine: rl.Engine, chains: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def receivers(engine: rl.Engine, chains: Sequence[Any]) -> dict[str, Any]:
+def receivers(engine: rl.Engine, chains: Sequence[Chain]) -> dict[str, Any]:
     """Receiver heads, as in Thought Anchors: the kurtosis over sentences of the attention that they get from tokens at least
     four sentences later, per head; and how well the heads of one half of the chains are those of the other."""
     from scipy.stats import kurtosis, pearsonr
@@ -281,9 +376,9 @@ def receivers(engine: rl.Engine, chains: Sequence[Any]) -> dict[str, Any]:
 
     scores = []
     for chain in chains:
-        path = chain.tokens
+        path = chain.branch.tokens
         starts = [*sentence_starts(*offsets_of(engine.text, path)), len(path)]
-        pattern = rl.attention(engine, path).pattern.double().numpy()  # [layers, heads, queries, keys]
+        pattern = rl.attention(engine, path).pattern.cpu().double().numpy()  # [layers, heads, queries, keys]
         got = [pattern[:, :, starts[i + 4] :, starts[i] : starts[i + 1]].mean((2, 3)) for i in range(1, len(starts) - 5)]
         scores.append(kurtosis(np.stack(got), axis=0).ravel())
     one, two = np.mean(scores[::2], 0), np.mean(scores[1::2], 0)
@@ -301,11 +396,12 @@ def receivers(engine: rl.Engine, chains: Sequence[Any]) -> dict[str, Any]:
 # ---- tokens ----------------------------------------------------------------------------------------------------------
 
 
-def tokens(engine: rl.Engine, chains: Sequence[Any], n: int) -> dict[str, Any]:
+def tokens(engine: rl.Engine, chains: Sequence[Chain], setting: Setting) -> dict[str, Any]:
     """Forking tokens of some chains: where the second likeliest token has a probability of 0.15 or more, the first four."""
-    found, tried = [], 0
-    for chain in chains:
+    found, tried, n = [], 0, setting.rollouts
+    for chain, answer in ((each.branch, each.answer) for each in chains):
         forks = []
+        names = (answer, None) if setting.kind == "arithmetic" else ("red", "blue", "green", None)
         for position in range(chain.root_length, chain.length):
             chances = chain.logits(position - 1).double().softmax(-1)
             taken = chain.tokens[position]
@@ -316,11 +412,12 @@ def tokens(engine: rl.Engine, chains: Sequence[Any], n: int) -> dict[str, Any]:
             for seed, token in enumerate((taken, other)):
                 sampling = rl.Sampling(temperature=SAMPLING.temperature, seed=10 + seed)
                 after = chain.resample(
-                    n, at=position, replace=[token], sampling=sampling, max_new=12, answer=ANSWERS["tracking"]
+                    n, at=position, replace=[token], sampling=sampling, max_new=setting.max_new, answer=ANSWERS[setting.kind]
                 )
-                counts.append([sum(each.outcome == name for each in after) for name in ("red", "blue", "green", None)])
+                own = [sum(each.outcome == name for each in after) for name in names]
+                counts.append([*own, n - sum(own)] if setting.kind == "arithmetic" else own)
             words = [engine.text.token(token) for token in (taken, other)]
-            forks.append(rl.probes.TokenFork(position, words, chances[[taken, other]].numpy(), np.array(counts)))
+            forks.append(rl.probes.TokenFork(position, words, chances[[taken, other]].cpu().numpy(), np.array(counts)))
         if forks:
             tried += len(forks)
             frame = rl.probes.forking_tokens(forks, threshold=0.2).alternatives
@@ -373,20 +470,25 @@ def simulate(runs: int, most: int) -> dict[str, Any]:
 def draw(parts: dict[str, dict[str, Any]]) -> Figure:
     made, axes = picture(3)
     left, middle, right = axes[0]
-    for number, kind in enumerate(kind for kind in KINDS if kind in parts):
-        values = np.sort(parts[kind]["shares_right"])
-        left.plot(np.linspace(0, 1, len(values)), values, color=COLOURS[number], label=kind)
-    if "chains" in parts:
-        own = {"rollouts without and with it": parts["chains"]["sentences"]["importance"]}
-        own["answer forced before and after it"] = parts["chains"]["forced"]["moved"]
-        for number, (label, found) in enumerate(own.items()):
-            y = np.array([each["value"] for each in found[:3]])
-            ends = [y - [each["low"] for each in found[:3]], np.array([each["high"] for each in found[:3]]) - y]
-            at = np.arange(1, len(y) + 1) + 0.06 * number
-            middle.errorbar(at, y, ends, fmt="o-", color=COLOURS[number], label=label, markersize=3)
+    for number, (part, found) in enumerate((part, found) for part, found in parts.items() if "shares_right" in found):
+        values, name = np.sort(found["shares_right"]), part if "," in part else f"smollm2, {part}"
+        left.plot(np.linspace(0, 1, len(values)), values, color=COLOURS[number], label=name)
+    for number, (part, found) in enumerate((part, found) for part, found in parts.items() if "forced" in found):
+        ways = {"without and with it": found["sentences"]["importance"], "forced before and after it": found["forced"]["moved"]}
+        for dashed, (label, lines) in enumerate(ways.items()):
+            kept = [each for each in lines[: found.get("steps", 2) + 1] if each["value"] is not None]
+            y, low, high = (np.array([each[key] for each in kept]) for key in ("value", "low", "high"))
+            at = np.arange(1, len(y) + 1) + 0.06 * (2 * number + dashed)
+            name, style = part if "," in part else "smollm2, tracking chains", "o--" if dashed else "o-"
+            middle.errorbar(
+                at, y, [y - low, high - y], fmt=style, color=COLOURS[number], label=f"{name}: {label}", markersize=3
+            )
     left.set(title="Questions, by share of right rollouts", xlabel="question (rank)", ylabel="share right")
     middle.set(
-        title="How far a sentence moves the answer", xlabel="sentence of the chain", ylabel="total variation", xticks=[1, 2, 3]
+        title="How far a sentence moves the answer",
+        xlabel="sentence of the chain",
+        ylabel="total variation",
+        xticks=[1, 2, 3, 4, 5],
     )
     for axis in (left, middle):
         if axis.has_data():

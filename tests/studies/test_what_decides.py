@@ -3,22 +3,27 @@
 import re
 
 import numpy as np
+import pytest
 
 from studies import what_decides as study
 
 
-def test_questions_are_different_and_answered_rightly() -> None:
-    """An independent reading of each question gives the answer that counts as right."""
+@pytest.mark.parametrize("steps", [2, 4])
+def test_questions_are_different_and_answered_rightly(steps: int) -> None:
+    """An independent reading of each question gives the answer that counts as right, of the solved ones as well."""
     for kind in study.KINDS:
-        asked = study.questions(kind, 100)
-        assert len({text for text, _ in asked}) == 100 and asked == study.questions(kind, 100)
-        for text, answer in asked:
+        asked = study.questions(kind, 100, steps)
+        assert len({text for text, _ in asked}) == 100 and asked == study.questions(kind, 100, steps)
+        solved = re.findall(r"Q: (.*)\nA:.* So (\w+)\.\n", asked[0][0])
+        assert len(solved) == 2
+        for text, answer in (*solved, *asked):
             own = text.split("Q: ")[-1]
             if kind == "arithmetic":
-                have, one, two = map(int, re.findall(r"\d+", own))
-                assert int(answer) == have + two + (-one if "loses" in own else one)
+                have, *changes = (int(each.replace("loses ", "-")) for each in re.findall(r"(?:loses )?\d+", own))
+                assert int(answer) == have + sum(changes) and len(changes) == steps
             else:
                 where = re.search(r"in the (\w+) cup", own)[1]  # type: ignore[index]
+                assert own.count(" swaps ") == steps
                 for a, b in re.findall(r"swaps (\w+) and (\w+)", own):
                     where = {a: b, b: a}.get(where, where)
                 assert where == answer
