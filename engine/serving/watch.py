@@ -20,6 +20,7 @@ from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, no_such
 from replaylens.engine.loop.lane import Job, Lane
+from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.sites import STATE, table
 from replaylens.engine.records import ProbeRecord, TensorRecord
 from replaylens.engine.request.capture import HEAD_SITES, Recording
@@ -100,6 +101,9 @@ def _check_lines(name: str, probe: Probe) -> None:
 
 class Watching(Owner, Protocol):
     """What a watch needs from its engine."""
+
+    @property
+    def config(self) -> ModelConfig: ...
 
     @property
     def prompt(self) -> Callable[..., Branch]: ...
