@@ -1,11 +1,12 @@
 """Portable products on a GPU: x [M, K] in float32 times w [K, N], stored in float32 or, where it loses nothing, in bfloat16.
 
 An output is eight chains of fused multiply-adds over equal parts of K, added as a tree (`kernels/definition.py`), so that no
-tensor core takes part. Three ways give the same bits:
+tensor core takes part. Four ways give the same bits:
 
 * few rows: one program computes all parts of its columns at once, so that as many weights as possible are on their way;
 * more rows, few tiles: each part of a tile has its own program, and a second kernel adds the parts;
-* many tiles: a program computes the parts of its tile one after another.
+* many tiles: a program computes the parts of its tile one after another;
+* `lines`: few columns of several products, as the first, in one launch.
 
 A sum that is cut off by a mask goes on with -1 * 0, which leaves every accumulator as it is, also -0.
 """
@@ -15,7 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replaylens.kernels.launch import EXACT, GemmTile, ceil_div, num_multiprocessors
+from replaylens.kernels.launch import (
+    EXACT,
+    GemmTile,
+    ceil_div,
+    num_multiprocessors,
+    require,
+    require_float,
+    require_shape,
+)
 
 PARTS = tl.constexpr(8)
 FEW = 8
@@ -24,6 +33,8 @@ _DIRECT = 64
 """most rows that read bfloat16 weights as they are; for more, they are widened once per product"""
 _WIDENED = 1 << 25
 """most numbers of a weight that are widened together"""
+_LINES = GemmTile(4, 32, 32, 4, 4)
+"""the tile of `lines`: programs enough for 64 rows at a few sites"""
 
 # ---- inside kernels --------------------------------------------------------------------------------------------------
 
@@ -107,30 +118,52 @@ def _tree(parts, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["M"])
-def _few_kernel(
-    X, W, BIAS, RESIDUAL, OUT, M, N, K, stride_xm, stride_wk, stride_wn, stride_r, stride_o, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+@triton.jit
+def _side_by_side(
+    X, W, column, N, K, stride_wk, stride_wn, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The parts are a dimension of the tile: chains [8, ROWS, COLUMNS]. EVEN: 8 DEPTH divides K, and COLUMNS N."""
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    """Rows at the addresses X [1, ROWS, 1] @ w[:, column]. The parts are a dimension of the tile: chains [8, ROWS, COLUMNS].
+    EVEN: 8 DEPTH divides K, and COLUMNS N."""
     part, lane = tl.arange(0, PARTS), tl.arange(0, DEPTH)
     begin, end = part * K // PARTS, (part + 1) * K // PARTS
-    x = X + tl.minimum(row, M - 1).to(tl.int64)[None, :, None] * stride_xm  # the last row again in place of one too many
     acc = tl.zeros((PARTS, ROWS, COLUMNS), tl.float32)
     for start in range(0, tl.cdiv(K, PARTS), DEPTH):
         k = begin[:, None] + start + lane[None, :]
         w = W + k.to(tl.int64)[:, :, None] * stride_wk + column.to(tl.int64)[None, None, :] * stride_wn
         if EVEN:
-            a, b = tl.load(x + k[:, None, :]), tl.load(w)
+            a, b = tl.load(X + k[:, None, :]), tl.load(w)
         else:
             inside = k < end[:, None]
-            a = tl.load(x + k[:, None, :], mask=inside[:, None, :], other=-1.0)
+            a = tl.load(X + k[:, None, :], mask=inside[:, None, :], other=-1.0)
             b = tl.load(w, mask=inside[:, :, None] & (column < N)[None, None, :], other=0.0)
-        acc = tl.dot(a, b.to(tl.float32), acc, input_precision="ieee")
-    y = _tree(tl.reshape(acc, (PARTS, ROWS * COLUMNS)), ROWS, COLUMNS)
+        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    return _tree(tl.reshape(acc, (PARTS, ROWS * COLUMNS)), ROWS, COLUMNS)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _few_kernel(
+    X, W, BIAS, RESIDUAL, OUT, M, N, K, stride_xm, stride_wk, stride_wn, stride_r, stride_o, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    x = X + tl.minimum(row, M - 1).to(tl.int64)[None, :, None] * stride_xm  # the last row again in place of one too many
+    y = _side_by_side(x, W, column, N, K, stride_wk, stride_wn, ROWS, COLUMNS, DEPTH, EVEN)
     finish(y, row, column, M, N, BIAS, RESIDUAL, OUT, stride_r, stride_o, HAS_BIAS, HAS_RESIDUAL)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _lines_kernel(
+    X, W, BIAS, OUT, M, N, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    """`_few_kernel` for several products, with rows X [products, M, K] in any dtype, which float32 holds exactly."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    product = tl.program_id(2).to(tl.int64)
+    x = X + (product * M + tl.minimum(row, M - 1))[None, :, None] * K
+    y = _side_by_side(x, W + product * K * N, column, N, K, N, 1, ROWS, COLUMNS, DEPTH, EVEN)
+    finish(y, row, column, M, N, BIAS + product * N, X, OUT + product * M * N, N, N, True, False)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -183,6 +216,29 @@ def parts_matmul(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | N
             wide = w[:, some].to(torch.float32, memory_format=torch.contiguous_format)
             more = (None if bias is None else bias[some], None if residual is None else residual[:, some])
             _tiled(x, wide, *more, out[:, some], tile)
+
+
+def lines(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+    """x [products, M, K] in any dtype @ w [products, K, N] + bias [products, N] -> [products, M, N] in float32, in one launch.
+
+    The bits are those of `parts_matmul` of the rows as float32, at any number of rows, columns and products.
+    """
+    count, rows, depth = x.shape
+    columns = w.shape[2]
+    require_float("x", x)
+    require_shape("w", w, (count, depth, None))
+    require_shape("bias", bias, (count, columns))
+    for name, each in (("x", x), ("w", w), ("bias", bias)):
+        require(each.is_contiguous(), "{} has strides {}. It must be contiguous.", name, each.stride())
+    require(w.dtype == bias.dtype == torch.float32, "w and bias are {} and {}. Expected float32.", w.dtype, bias.dtype)
+    out = torch.empty(count, rows, columns, dtype=torch.float32, device=x.device)
+    if out.numel():
+        even = depth % (8 * _LINES.depth) == 0 and columns % _LINES.columns == 0
+        _lines_kernel[(ceil_div(columns, _LINES.columns), ceil_div(rows, _LINES.rows), count)](
+            x, w, bias, out, rows, columns, depth, _LINES.rows, _LINES.columns, _LINES.depth, even,
+            num_warps=_LINES.warps, num_stages=_LINES.stages, **EXACT,
+        )  # fmt: skip
+    return out
 
 
 def _few(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, tile: GemmTile) -> None:

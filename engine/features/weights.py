@@ -190,6 +190,11 @@ class FeatureWeights:
         """The same weights on a device."""
         return replace(self, **{name: value.to(device) for name, value in vars(self).items() if value is not None})
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and not bool(torch.isfinite(value).all()):
+                raise BadWeights(f"{name} of the features holds NaN or infinity. Give finite numbers.")
+
     @classmethod
     def read(cls, path: Path, config: FeatureConfig) -> "FeatureWeights":
         """BadWeights for a file that cannot be read, and for a tensor that is missing, unknown, not finite or misshapen."""
@@ -226,6 +231,7 @@ def _shapes(config: FeatureConfig) -> dict[str, tuple[int, ...]]:
 def _checked(name: str, value: Tensor, shape: tuple[int, ...], path: Path) -> Tensor:
     if tuple(value.shape) != shape:
         raise BadWeights(f"{path}: {name} has shape {list(value.shape)}; cfg.json says {list(shape)}. Correct one of the two.")
-    if not value.dtype.is_floating_point or not bool(torch.isfinite(value).all()):
-        raise BadWeights(f"{path}: {name} holds NaN, infinity or {value.dtype} numbers. Give finite floats.")
-    return value.to(torch.float32).contiguous()
+    made = value.to(torch.float32).contiguous()
+    if not value.dtype.is_floating_point or not bool(torch.isfinite(made).all()):
+        raise BadWeights(f"{path}: {name} holds NaN, infinity, numbers beyond float32 or {value.dtype}. Give finite floats.")
+    return made

@@ -224,7 +224,7 @@ class PassRows:
                     segments = [(i, batch.segments[i]) for i in turn.segments]
                     found = [row for i, s in segments for row in self._packed(turn.job.lane, i, s.start, s.end)]
                     packed += found
-                    names |= dict.fromkeys(site for site in spec.sites if site not in HEAD_SITES and found)
+                    names |= dict.fromkeys(site for site in spec.recorded if site not in HEAD_SITES and found)
             self.runner.send(self.tap, tuple(names), packed, batch.num_rows, keep)
 
     def read_ahead(self, turns: Sequence[Turn], verdicts: Mapping[Turn, Verdict]) -> None:
@@ -251,7 +251,7 @@ class PassRows:
         if not positions:
             return Chunk(start, end, positions, {})
         packed = self._packed(lane, segment, start, end)
-        parts = [self.tap.take(tuple(site for site in spec.sites if site not in HEAD_SITES), packed, spec.keep)]
+        parts = [self.tap.take(tuple(site for site in spec.recorded if site not in HEAD_SITES), packed, spec.keep)]
         if head := [site for site in spec.sites if site in HEAD_SITES]:
             parts.append(self.runner.kept(self.runner.head(self._values(spec.last, packed), head), spec.keep))
         if spec.lens is not None:

@@ -22,6 +22,7 @@ from replaylens.engine.passes.runner import Runner
 from replaylens.engine.proof.trace import path_digest
 from replaylens.engine.request.capture import PassTap
 from replaylens.engine.request.placed import page_keys
+from replaylens.engine.request.scores import Scorer, score
 
 if TYPE_CHECKING:
     from replaylens.engine.passes.bursts import BurstCapture, BurstRequest, Bursts
@@ -186,6 +187,11 @@ class Packer:
             return frozenset()
         longest = turn.end + max(map(len, turn.chains))
         return lane.capture.needed() if self.committer.kept(lane, turn.start, longest) else frozenset()
+
+    def scored(self, turns: Sequence[Turn]) -> list[Scorer]:
+        """Whose scores a pass must have for some turns."""
+        specs = (turn.job.lane.capture for turn in turns if self.needed(turn))
+        return list(dict.fromkeys(each for spec in specs if spec is not None for each in spec.scored))
 
     def place(self, turn: Turn, steps: int) -> "BurstRequest":
         """A turn's row in a burst: the last token of its path, or of its window's drafts."""
@@ -362,6 +368,7 @@ class Loop:
                 self.packer.check_canary(turn)
             with self._timed(segments, exact, bool(drafting)):
                 result = self.runner.exact(segments, tap) if exact else self.runner.fast(segments, tap)
+            score(tap.values, self.packer.scored(committing), self.runner.kernels)
             rows = PassRows(self.runner, self.tree, self.lenses, tap, result)
             rows.send(committing)
             finite(result.residual[: result.batch.num_rows], "activations")

@@ -1,9 +1,9 @@
 """Bursts: several direct decode steps on a CUDA device without returning to the host in between.
 
 If the decode step itself is canonical, a token needs no verification. The step is captured once as a CUDA graph per number of
-requests and replayed. The chosen tokens feed the next step on the device. Captured sites and the logit lens are part of the
-graph: after every step their rows leave for the host, while the next step runs. The host receives the tokens at the end and
-commits them like accepted drafts. A request that ends within the burst drops the tokens after its end.
+requests and replayed. The chosen tokens feed the next step on the device. Captured sites, the logit lens and scores of probes
+are part of the graph: after every step their rows leave for the host, while the next step runs. The host receives the tokens at
+the end and commits them like accepted drafts. A request that ends within the burst drops the tokens after its end.
 """
 
 import weakref
@@ -38,6 +38,7 @@ from replaylens.engine.records import LensSpec
 from replaylens.engine.request.capture import CaptureSpec, PassTap, Place, PlacedRows, Rows
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.request.scores import Scorer, score
 from replaylens.kernels.launch import next_power_of_2
 from replaylens.kernels.sample import sample_logits
 from replaylens.kernels.shared import PagedRows
@@ -254,6 +255,8 @@ class GraphKey:
     sites: frozenset[str] = frozenset()
     """captured in every step"""
     lenses: tuple[LensSpec, ...] = ()
+    scored: tuple[Scorer, ...] = ()
+    """whose scores are computed in every step"""
     edits: EditShape = ()
     shared: tuple[LevelShape, ...] = ()
 
@@ -286,7 +289,8 @@ class DecodeGraph:
             self.graph, self.staged = recorded(self._step, 2, pool)  # the runs before write to the spare page
 
     def _step(self) -> list[SiteGroup]:
-        model, tap = self.runner.model, PassTap(self.key.sites.union(*(lens.sites for lens in self.key.lenses)))
+        wanted = [lens.sites for lens in self.key.lenses] + [(each.site,) for each in self.key.scored]
+        model, tap = self.runner.model, PassTap(self.key.sites.union(*wanted))
         self.edits.inner = tap
         self.short_positions.copy_(self.positions)
         residual = model(self.tokens, self.positions, self.ops, self.edits)
@@ -295,7 +299,8 @@ class DecodeGraph:
         noise = (self.seeds, self.positions, self.temperatures) if self.key.drawn else ()
         self.chosen.copy_(sample_logits(logits, *noise)[0])
         self.tokens.copy_(self.chosen.clamp(max=model.config.vocab_size - 1))
-        groups = tap.stacked(sorted(self.key.sites))
+        score(tap.values, self.key.scored, kernels=True)
+        groups = tap.stacked([*sorted(self.key.sites), *(each.name for each in self.key.scored)])
         for number, spec in enumerate(self.key.lenses):
             x = torch.stack([tap.values[site] for site in spec.sites])
             read = self.read_lens(spec, x, self.tokens, self.targets[number], logits)
@@ -370,7 +375,7 @@ class DecodeGraph:
 
     def names(self, spec: CaptureSpec) -> dict[str, str]:
         """Sites of a request -> the names under which their rows are staged."""
-        own = {site: site for site in spec.sites}
+        own = {site: site for site in spec.recorded}
         if spec.lens is not None:
             mark = f"{self.key.lenses.index(spec.lens)}:"
             own |= {name.removeprefix(mark): name for names, _ in self.staged for name in names if name.startswith(mark)}
@@ -450,6 +455,7 @@ class Bursts:
         specs = _specs(places).values()
         lenses = tuple(dict.fromkeys(spec.lens for spec in specs if spec.lens is not None))
         sites = {site for spec in specs for site in spec.sites}
+        scored = {each.name: each for spec in specs for each in spec.scored}
         return GraphKey(
             next(size for size in SIZES if size >= len(places)),
             pages.shape[1],
@@ -457,6 +463,7 @@ class Bursts:
             any(place.sampling.temperature for place in places),
             frozenset(sites),
             lenses,
+            tuple(scored[name] for name in sorted(scored)),
             () if program is None else program.shape(),
             () if sharing is None else sharing.shape,
         )

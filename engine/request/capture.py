@@ -4,10 +4,10 @@ import re
 from abc import abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from math import prod
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from replaylens.engine.model import modes
 from replaylens.engine.model.ops import MASKED
 from replaylens.engine.model.sites import KEY_SITES, SCORES, STATE
 from replaylens.engine.records import LensSpec
+from replaylens.engine.request.scores import SCORED, Scorer
 from replaylens.engine.request.values import as_instance
 
 # ---- positions -------------------------------------------------------------------------------------------------------
@@ -114,10 +115,22 @@ class CaptureSpec:
     """the positions that are captured"""
     keep: Literal["host", "device"] = "host"
     """where captured rows are kept: in ordinary memory, or on the model's device"""
+    scored: tuple[Scorer, ...] = ()
+    """whose scores are recorded, whether or not the rows are"""
+
+    @property
+    def recorded(self) -> tuple[str, ...]:
+        """The names of what is recorded of every pass: sites and scores."""
+        return (*self.sites, *(each.name for each in self.scored))
+
+    def traced(self) -> dict[str, Any]:
+        """As a trace stores it: the rows in place of their scores, which follow from them."""
+        sites = tuple(dict.fromkeys([*self.sites, *(each.site for each in self.scored)]))
+        return {name: value for name, value in asdict(replace(self, sites=sites, scored=())).items() if name != "scored"}
 
     def needed(self) -> frozenset[str]:
         """The sites that a pass must keep."""
-        shown = {self.last if site in HEAD_SITES else site for site in self.sites}
+        shown = {self.last if site in HEAD_SITES else site for site in self.sites} | {each.site for each in self.scored}
         return frozenset(shown) | (frozenset(self.lens.sites) if self.lens else frozenset())
 
     @property
@@ -324,7 +337,17 @@ class Recording:
             expected = chunk.end
 
     def sites(self) -> list[str]:
-        return next((list(chunk.rows) for chunk in self.chunks if chunk.rows), [])
+        return next(([x for x in chunk.rows if not x.startswith(SCORED)] for chunk in self.chunks if chunk.rows), [])
+
+    def has_scores(self, name: str) -> bool:
+        """Whether the scores of a `Scorer` were recorded with the rows."""
+        return any(chunk.rows for chunk in self.chunks) and all(name in chunk.rows for chunk in self.chunks if chunk.rows)
+
+    def scores(self, name: str) -> Tensor:
+        """All recorded scores of a `Scorer`, by its name: [rows, lines], maybe without a copy. Precondition: there are some."""
+        held = [chunk for chunk in self.chunks if chunk.rows]
+        pieces = [chunk.piece(name) for chunk in held]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def keys(self) -> list[str]:
         """The names of the sites, as in a dictionary."""

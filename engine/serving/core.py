@@ -158,6 +158,7 @@ class CaptureKeywords(TypedDict, total=False):
     lens: TunedLens | None
     positions: str
     keep: Keep
+    watch: Watch | None
 
 
 class PromptKeywords(CaptureKeywords, total=False):
@@ -314,6 +315,7 @@ class Core(Generation, NotCopyable):
         lens: TunedLens | None = None,
         positions: str = "all",
         keep: Keep = "host",
+        watch: Watch | None = None,
     ) -> CaptureSpec:
         """Resolve what to capture. UnknownSite lists the nearest names.
 
@@ -325,7 +327,10 @@ class Core(Generation, NotCopyable):
         positions  which rows to keep: "all", "prompt", "response", "last" (of the prompt), or a slice of one of the first
                    three, such as "response[:32]" or "all[::4]"; the others are neither moved nor kept
         keep       "host": rows are kept in ordinary memory; "device": on the model's device, for probes that run there
+        watch      record the scores of its probes, whether or not the rows that they read are captured
         """
+        if watch is not None and as_instance("watch", watch, Watch, "a Watch, such as engine.watch(probe)").engine is not self:
+            raise BadRequest("The watch belongs to another engine. Make it with this engine's watch(...).")
         names, wants_lens = self.sites.select(sites if isinstance(sites, str) else as_list("sites", sites, SITES))
         rejected, full = as_bool("rejected", rejected), as_bool("full", full)
         asked = as_list("targets", targets, "a list of tokens, as text or ids")
@@ -342,7 +347,9 @@ class Core(Generation, NotCopyable):
         if not isinstance(keep, str) or keep not in ("host", "device"):
             raise BadRequest(f"Invalid keep={short_repr(keep)}. Give 'host' or 'device'.")
         where = PositionSlice.parse(positions)
-        return self._fitted(CaptureSpec(names, spec, rejected, residuals[-1], positions=where, keep=keep))
+        scored = () if watch is None else watch.scored
+        names += () if watch is None else tuple(site for site in watch.unscored if site not in names)
+        return self._fitted(CaptureSpec(names, spec, rejected, residuals[-1], positions=where, keep=keep, scored=scored))
 
     @defines(PromptKeywords)
     @named_options
@@ -361,7 +368,7 @@ class Core(Generation, NotCopyable):
         sites          what to capture on them and their forks: "STCZ", or site names
         keep_rejected  also capture the rows of rejected drafts
         edits, hooks   interventions, as in `Branch.fork`
-        top_k, targets, full, lens, positions, keep
+        top_k, targets, full, lens, positions, keep, watch
                        what is stored of them and where, as in `capture_spec`
         """
         capture = self._wanted(sites, keep_rejected, **stored)
@@ -398,7 +405,7 @@ class Core(Generation, NotCopyable):
         if sites is None or (isinstance(sites, str | Sequence) and not len(sites)):
             sites = ""
         spec = self.capture_spec(sites, rejected=rejected, **stored)
-        return spec if sites else None
+        return spec if sites or stored.get("watch") is not None else None
 
     def _planted(
         self,

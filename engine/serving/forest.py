@@ -4,7 +4,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 from weakref import WeakMethod
 
@@ -62,9 +61,8 @@ class Forest:
             lane.recording = Recording()
             lane.recording.aliases, lane.recording.twins = self.aliases, self.twins(lane)
         self.add(lane)
-        self.note(
-            lane, "plant", edits, hooks, tokens=path, capture=asdict(capture) if capture and self.trace is not None else None
-        )
+        kept = capture.traced() if capture and self.trace is not None else None
+        self.note(lane, "plant", edits, hooks, tokens=path, capture=kept)
         return lane
 
     def twins(self, lane: Lane) -> Mapping[str, str]:

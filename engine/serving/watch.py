@@ -1,8 +1,9 @@
 """`Watch`: fitted probes that read every token while it is generated. Scores are streamed, stop requests and condition edits.
 
-A score is computed from one captured row, on its own, in portable arithmetic on the host. So it is a function of weights, path
-and edits, as the row is: of any batch, drafter, fork or replay. It is kept nowhere: a row that is rolled back takes its score
-with it, a rejected draft has the scores of its own rows, and a pending token, which has no row yet, has no score.
+A score is a function of its row, in portable arithmetic (`engine/request/scores.py`). On a branch that is prompted with a
+watch, the pass that computes the row records it, on a GPU within the graph of a decode step; on other branches it is computed
+from the captured rows when it is read, with the same bits. A row that is rolled back takes its score with it, a rejected draft
+has the scores of its own rows, and a pending token, which has no row yet, has no score.
 """
 
 from __future__ import annotations
@@ -19,19 +20,18 @@ from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, no_such
 from replaylens.engine.loop.lane import Job, Lane
-from replaylens.engine.model import modes
+from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.sites import STATE, table
 from replaylens.engine.records import ProbeRecord, TensorRecord
-from replaylens.engine.request.capture import Recording
+from replaylens.engine.request.capture import HEAD_SITES, Recording
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placed import Op, tensor_from_json, tensor_to_json
 from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.request.scores import Scorer, Scores, scorers
 from replaylens.engine.request.values import as_bool, as_float, as_instance, as_list, hides, named_options, short_repr
 from replaylens.engine.serving.branch import Branch, Owner
 from replaylens.engine.serving.request import GenerateKeywords, Request, Stream
-from replaylens.kernels import cpu
 
-Scores = dict[str, Tensor]
-"""name of a probe -> its score: [] for two classes (positive: the second), else [classes]; with several rows, [rows, ...]"""
 Stop = Mapping[str, float] | Callable[[Scores], bool]
 """thresholds by name, any of which ends a request at the first token whose score is greater; or a function of the scores"""
 _STOP = "a dict from names of probes to thresholds, or a function of the scores of one token"
@@ -96,44 +96,14 @@ def _check_lines(name: str, probe: Probe) -> None:
         )
 
 
-class Scorer:
-    """The probes of one site, as one product. Adding a probe changes no bit of the others: a column is summed on its own."""
-
-    def __init__(self, records: Sequence[ProbeRecord]) -> None:
-        self.records = tuple(records)
-        weights = [tensor_from_json(vars(each.weight)) for each in records]
-        self._panels = cpu.Panels.of(torch.cat(weights).t())
-        self._bias = torch.cat([tensor_from_json(vars(each.bias)) for each in records])
-        self._ends = np.cumsum([len(each) for each in weights]).tolist()
-
-    @modes.plainly
-    def columns(self, rows: Tensor) -> Tensor:
-        """rows [n, ...] of the site, in any dtype and on any device -> all lines of all probes [n, lines], on the host."""
-        rows, first = rows.reshape(len(rows), -1), self.records[0]
-        if rows.shape[1] != first.weight.shape[1]:
-            raise BadRequest(
-                f"Rows of {first.site} have {rows.shape[1]} numbers, such as some for each step of a thought, and the probe "
-                f"{first.name!r} reads {first.weight.shape[1]}. Watch a site with one vector for each token, such as of S."
-            )
-        return cpu.product(rows.to("cpu", torch.float32).contiguous(), self._panels, self._bias)
-
-    def __call__(self, rows: Tensor) -> Scores:
-        """As `columns`, by probe: [n] or [n, classes]."""
-        found = self.columns(rows)
-        parts = zip(self.records, [0, *self._ends], self._ends, strict=False)
-        return {each.name: found[:, a:b].squeeze(1) if b - a == 1 else found[:, a:b] for each, a, b in parts}
-
-
-def scorers(records: Sequence[ProbeRecord]) -> dict[str, Scorer]:
-    """One scorer for each site."""
-    return {site: Scorer([each for each in records if each.site == site]) for site in dict.fromkeys(r.site for r in records)}
-
-
 # ---- watch -----------------------------------------------------------------------------------------------------------
 
 
 class Watching(Owner, Protocol):
     """What a watch needs from its engine."""
+
+    @property
+    def config(self) -> ModelConfig: ...
 
     @property
     def prompt(self) -> Callable[..., Branch]: ...
@@ -143,7 +113,7 @@ class Watching(Owner, Protocol):
     def _own(self, branch: Any) -> Any: ...
 
 
-@hides("records")
+@hides("records", "scored", "unscored")
 class Watch:
     """Probes on an engine. Make one with `engine.watch`. Immutable, and holds no rows."""
 
@@ -187,17 +157,30 @@ class Watch:
     def _scorers(self) -> dict[str, Scorer]:
         return scorers(self.records)
 
+    @cached_property
+    def scored(self) -> tuple[Scorer, ...]:
+        """Those whose scores passes record. Rows of thoughts, of recurrent states and after the last block come later."""
+        own = table(self.engine.config).sites
+        every = self._scorers.values()
+        return tuple(x for x in every if x.site in own and x.site not in HEAD_SITES and not x.site.endswith(STATE))
+
+    @property
+    def unscored(self) -> tuple[str, ...]:
+        """The sites whose rows a branch must capture, so that they can be scored later."""
+        return tuple(site for site in self.sites if site not in {each.site for each in self.scored})
+
     def prompt(self, text: Any, *, sites: str | Sequence[str] = (), **options: Any) -> Branch:
-        """A root branch that can be watched, and so can its forks: `engine.prompt`, which captures what the probes read.
+        """A root branch that can be watched, and so can its forks. It records the scores, and the rows that the probes read;
+        `engine.prompt(text, watch=self)` and `engine.prompts` keep the scores only.
 
         sites  what to capture besides
         """
         more = [sites] if isinstance(sites, str) else list(sites)
-        return self.engine.prompt(text, sites=[*more, *self.sites], **options)
+        return self.engine.prompt(text, sites=[*more, *self.sites], watch=self, **options)
 
     def scores(self, branch: Branch) -> Scores:
         """The scores of all captured rows of a branch, in the order of `branch.activations.positions()`: [rows, ...]."""
-        return self._of(branch.activations)
+        return self._of(self.engine._own(branch).activations)
 
     def edit(self, name: str, op: Op, value: Any = None, *, above: float = 0.0, **options: Any) -> Edit:
         """An edit of the rows that a probe of two classes scores greater than `above`, at the probe's own site.
@@ -289,8 +272,8 @@ class Watch:
 
     def _of(self, recording: Recording) -> Scores:
         found: Scores = {}
-        for site, score in self._scorers.items():
-            found |= score(recording.peek(site))
+        for scorer in self._scorers.values():
+            found |= scorer.split(_columns(recording, scorer))
         return {each.name: found[each.name] for each in self.records}
 
     def _test(self, stop: Stop | None) -> Callable[[Scores], bool] | None:
@@ -316,7 +299,8 @@ class Watch:
         self.engine._own(branch)
         capture = branch.lane.capture
         kept = capture is not None and len(capture.positions.kept(branch.length, branch.length + 2, branch.root_length)) == 2
-        there = set() if capture is None else {*capture.sites}
+        own = {*self.scored}
+        there = set() if capture is None else {*capture.sites, *(each.site for each in capture.scored if each in own)}
         twins = branch.lane.recording.twins if branch.lane.recording is not None else {}
         if not kept or any(site not in there and twins.get(site) not in there for site in self.sites):
             raise BadRequest(
@@ -355,6 +339,13 @@ class _Limits:
         )
 
 
+def _columns(recording: Recording, scorer: Scorer) -> Tensor:
+    """The scores of all rows [rows, lines], on the host: as they were recorded, or computed from the rows."""
+    if recording.has_scores(scorer.name):
+        return recording.scores(scorer.name).cpu()
+    return scorer.columns(recording.peek(scorer.site))
+
+
 def _part(recording: Recording, start: int, end: int) -> Recording:
     """The rows of positions [start, end)."""
     chunks = list[Any]()
@@ -378,8 +369,8 @@ class _Looking:
         self.lanes = [lane for lane, _ in lanes]
         self.hit = set[int]()
         self.limits = [
-            (site, scorer, limit)
-            for site, scorer in watch._scorers.items()
+            (scorer, limit)
+            for scorer in watch._scorers.values()
             if isinstance(test, _Limits) and (limit := test.of(scorer)) is not None
         ]
 
@@ -400,9 +391,13 @@ class _Looking:
                 if any(self.test(scores) for _, scores in self.watch._since(part, part.base, part.end)):
                     self.hit.add(branch)
             return
-        for site, scorer, limit in self.limits:
-            rows = [part.peek(site) for _, part in new]
-            over = (scorer.columns(torch.cat(rows)) > limit).any(1).split([len(each) for each in rows])
+        for scorer, limit in self.limits:
+            if all(part.has_scores(scorer.name) for _, part in new):
+                columns = [part.scores(scorer.name).cpu() for _, part in new]
+            else:
+                rows = [part.peek(scorer.site) for _, part in new]
+                columns = scorer.columns(torch.cat(rows)).split([len(each) for each in rows])
+            over = (torch.cat(columns) > limit).any(1).split([len(each) for each in columns])
             self.hit |= {branch for (branch, _), own in zip(new, over, strict=True) if bool(own.any())}
 
 

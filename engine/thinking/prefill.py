@@ -14,7 +14,7 @@ All three settle the same tokens, KV, states and thoughts, to the bit: states ar
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -271,6 +271,7 @@ class Prefiller:
         """The rows [start, end) that the user captures, with Z, which can be read now that the next tokens are known."""
         first, stop = start - raw.base, end - raw.base
         rows = {site: raw[site][first:stop] for site in spec.sites}
+        rows |= {each.name: raw.scores(each.name)[first:stop] for each in spec.scored}
         if spec.lens is not None:
             streams = {site: raw[site][first:stop] for site in spec.lens.sites}
             follows = [*tokens[start + 1 : end + 1], -1][: end - start]
@@ -279,7 +280,7 @@ class Prefiller:
 
     def _trace(self, lane: Lane, capture: CaptureSpec | None, reason: str | None = None) -> None:
         """Trace the lane with its states as edits, so that a replay needs no thoughts to get the same bits."""
-        tokens, kept = self.forest.tree.path(lane.branch), asdict(capture) if capture else None
+        tokens, kept = self.forest.tree.path(lane.branch), capture.traced() if capture else None
         self.forest.note(lane, "plant", lane.edits, lane.hooks, tokens=tokens, capture=kept)
         self.forest.note(lane, "finish", reason=reason, generated=0, length=len(tokens), path=path_digest(tokens))
 

@@ -15,6 +15,8 @@ import replaylens as rl
 from replaylens.bridges.options import digest_of, edits_of, engine_of, sampling_of
 from replaylens.engine.errors import BadEdit, BadRequest, MissingPackage, NoChatTemplate, UnknownSite
 from replaylens.engine.model.hub import cache_folder
+from replaylens.probes.errors import BadProbeFile
+from tests.engine.serving.test_watch import probe
 
 PROMPTS = {
     "A coin's state is heads. Alice flips. What's the state? A:": "tails",
@@ -162,6 +164,141 @@ def test_what_is_not_supported_is_refused(coin: rl.Engine, tmp_path: Path) -> No
         with pytest.raises(BadRequest, match=error) as raised:
             asyncio.run(api.generate(message, [], "none", inspect.GenerateConfig(**config)))
         assert config or isinstance(raised.value, NoChatTemplate)
+
+
+# Inspect: probes and tools
+
+
+def test_the_log_has_the_scores_of_probes(coin: rl.Engine, tmp_path: Path) -> None:
+    """Of every token of the answer, the last one too, as a watch of the same answer has them. Probes come from files."""
+    pytest.importorskip("inspect_ai")
+    one, many = probe(1, width=128), probe(2, "blocks.1.hook_out", classes=3, width=128)
+    files = [str(one.save(tmp_path / "one")), str(many.save(tmp_path / "many.json"))]
+    log = asked(coin, tmp_path, args={"probes": files}, temperature=1.0, epochs=2)
+    both = asked(coin, tmp_path, args={"probes": {"one": one, "many": many}, "sites": "S"}, temperature=1.0, epochs=2)
+    watch = coin.watch({"one": one, "many": many})
+    for sample, other in zip(log.samples, both.samples, strict=True):
+        made_by = sample.output.metadata["replaylens"]
+        (told,) = made_by["choices"]
+        assert told["scores"] == other.output.metadata["replaylens"]["choices"][0]["scores"] and "activations" not in told
+        branch = watch.prompt(sample.input, positions="response")
+        branch.generate(3, sampling=rl.Sampling(temperature=1.0, seed=told["seed"]), final=True)
+        wanted = watch.scores(branch)
+        assert told["scores"]["positions"] == list(range(branch.root_length, branch.length))
+        assert told["scores"]["probes"] == {name: x.tolist() for name, x in wanted.items()}
+        assert made_by["probes"]["one"] == f"replaylens:sha256:{watch.records[0].digest}"
+    from replaylens.bridges.inspect_provider import ReplayAPI
+
+    for wrong in ([str(tmp_path / "none")], [str(tmp_path / "one"), str(tmp_path / "one.json")], 7, {"a": 7}):
+        with pytest.raises((BadRequest, BadProbeFile)):
+            ReplayAPI("coin-plain", engine=coin, probes=wrong)
+
+
+CALLS = {
+    'Sure.\n<tool_call>\n{"name": "add", "arguments": {"x": 1, "y": 2}}\n</tool_call>': [("add", {"x": 1, "y": 2}, False)],
+    '<tool_call>[{"name": "add", "arguments": {"x": 1}}, {"name": "b"}]</tool_call>': [
+        ("add", {"x": 1}, False),
+        ("b", {}, False),
+    ],
+    '{"name": "add", "parameters": {"x": 1}}': [("add", {"x": 1}, False)],
+    '<tool_call>{"name": "add", "arguments": "{\\"x\\": 3}"}</tool_call>': [("add", {"x": 3}, False)],
+    '<tool_call>{"name": "add", "argum': [("unknown", {}, True)],
+    "<tool_call>7</tool_call>": [("unknown", {}, True)],
+    '<tool_call>{"name": "add", "arguments": [1]}</tool_call>': [("add", {}, True)],
+    "<tool_call>" + "[" * 9999 + "</tool_call>": [("unknown", {}, True)],
+    '{"name": "Ann", "age": 3}': [],
+    "[1, 2]": [],
+    "No call.": [],
+}
+
+
+def test_calls_are_read_from_answers() -> None:
+    pytest.importorskip("inspect_ai")
+    from replaylens.bridges.inspect_provider import tool_calls
+
+    for text, wanted in CALLS.items():
+        rest, found = tool_calls(text, "a")
+        assert [(call.function, call.arguments, call.parse_error is not None) for call in found] == wanted, text[:60]
+        assert rest == ("Sure." if text.startswith("Sure") else "" if wanted else text)
+        assert len({call.id for call in found}) == len(found)
+
+
+TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% if m.tool_calls %}{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{% endif %}"
+    "</{{ m.role }}>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_a_tool_is_offered_called_and_answered(coin: rl.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inspect's own loop of tools, with a template that writes them and a stand-in for what the model says. A template that
+    leaves them out, a forced call and texts without a template are refused."""
+    pytest.importorskip("inspect_ai")
+    from inspect_ai import Task, eval
+    from inspect_ai.dataset import Sample
+    from inspect_ai.model import ChatMessageUser, GenerateConfig, get_model
+    from inspect_ai.scorer import includes
+    from inspect_ai.solver import generate, use_tools
+    from inspect_ai.tool import ToolFunction, ToolInfo, tool
+
+    from replaylens.bridges.inspect_provider import ReplayAPI
+
+    @tool
+    def add():  # type: ignore[no-untyped-def]
+        async def execute(x: int, y: int) -> str:
+            """Add two numbers.
+
+            Args:
+                x: one
+                y: the other
+            """
+            return str(x + y)
+
+        return execute
+
+    engine, seen = letters(TEMPLATE), list[str]()
+    said = ['<tool_call>{"name": "add", "arguments": {"x": 20, "y": 22}}</tool_call>', "It is 42."]
+
+    def speak(branches: Any, n: int, **options: Any) -> None:
+        seen.append(branches[0].text)
+        branches[0].force(engine.text.encode(said[len(seen) - 1], special=False))
+
+    monkeypatch.setattr(engine, "generate", speak)
+    task = Task(dataset=[Sample("What is 20 + 22?", target="42")], solver=[use_tools(add()), generate()], scorer=includes())
+    model = get_model("replaylens/letters", engine=engine, memoize=False)
+    (log,) = eval(task, model=model, display="none", log_dir=str(tmp_path), score_display=False)
+    assert log.status == "success" and log.results.scores[0].metrics["accuracy"].value == 1.0, log.error
+    assert '"name": "add"' in seen[0] and '"description": "Add two numbers."' in seen[0] and "<tool>" not in seen[0]
+    assert "<tool_call>" in seen[1] and "<tool>42</tool><assistant>" in seen[1]
+    (call,) = log.samples[0].messages[1].tool_calls
+    assert (call.function, call.arguments) == ("add", {"x": 20, "y": 22})
+    api, offered = ReplayAPI("letters", engine=engine), [ToolInfo(name="add", description="Add.")]
+    message = [ChatMessageUser(content="Hi")]
+    for subject, choice, error in (
+        (api, ToolFunction(name="add"), "cannot force"),
+        (api, "any", "cannot force"),
+        (ReplayAPI("letters", engine=engine, chat=False), "auto", "chat template"),
+        (ReplayAPI("letters", engine=letters("{{ messages[0].content }}")), "auto", "leaves out the tools"),
+    ):
+        with pytest.raises(BadRequest, match=error):
+            asyncio.run(subject.generate(message, offered, choice, GenerateConfig()))
+
+
+def letters(template: str) -> rl.Engine:
+    """A small random engine whose tokens are characters, with a chat template."""
+    from tokenizers import Tokenizer, decoders
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
+    from transformers import PreTrainedTokenizerFast
+
+    every = [chr(code) for code in range(32, 127)] + ["\n"]
+    made = Tokenizer(WordLevel({each: i for i, each in enumerate(every)}, unk_token="?"))
+    made.pre_tokenizer = Split("", "isolated")
+    made.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="?", chat_template=template)
+    from tests.toy_model import random_model
+
+    return rl.Engine(random_model(vocab_size=96, max_positions=4096), tokenizer, cache_tokens=4096)
 
 
 def test_the_entry_point_names_the_provider() -> None:

@@ -1,5 +1,6 @@
 """Windows that the device fills on its own, with a stand-in for its decode graphs: same tokens, all requests come on alike."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -7,16 +8,20 @@ import pytest
 import torch
 
 from replaylens.engine.engine import Engine
+from replaylens.engine.errors import UnknownSite
 from replaylens.engine.loop.commit import _drawn_together
 from replaylens.engine.loop.lane import Job, Lane, Turn, Window
 from replaylens.engine.memory.pages import PageTable
+from replaylens.engine.passes import bursts as bursts_file
 from replaylens.engine.passes.batch import Segment
-from replaylens.engine.passes.bursts import BurstRequest, BurstRows, StepBlock, StepRows
+from replaylens.engine.passes.bursts import BurstRequest, BurstRows, Bursts, StepBlock, StepRows
 from replaylens.engine.passes.runner import PassResult, Runner
-from replaylens.engine.passes.transfer import PendingRows
+from replaylens.engine.passes.transfer import PendingRows, SiteGroup
 from replaylens.engine.request.capture import PassTap
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.request import Request
+from tests.engine.serving.test_watch import IN, OUT, probe
+from tests.kernels.interpreted import served
 from tests.toy_model import random_model
 
 PROMPTS = [[5, 9, 2, 7], [3, 3, 8], [1, 4, 1, 5, 9, 2, 6], [8, 2], [6, 6, 6, 1, 2]]
@@ -47,7 +52,7 @@ class StandIn:
                 rows_of.blocks["host"].append(StepBlock(kept, held, 1))
             for i, (own, place) in enumerate(zip(tokens, places, strict=True)):
                 own.append(result.choose(i, place.sampling, [0] * (place.position + step + 1), 0))
-        views = {i: rows_of.view(i, "host", {site: site for site in each.spec.sites}) for i, each in wanted}
+        views = {i: rows_of.view(i, "host", {site: site for site in each.spec.recorded}) for i, each in wanted}
         return tokens, [views.get(i) for i in range(len(places))]
 
 
@@ -224,3 +229,46 @@ def test_drawn_together_as_one_by_one(device: str) -> None:
         assert found[turn] == turn.job.sampling.choose(logits[row].numpy(), path, 1)
     other = turns[0].job.sampling.choose(logits[rows[0]].numpy(), [0] * 2, 1)
     assert other != found[turns[0]], "negative control: the position matters"
+
+
+# ---- scores ---------------------------------------------------------------------------------------------------------------
+
+
+class Again:
+    """A recorded step: a replay launches it again, into the tensors that it returned first."""
+
+    def __init__(self, step: Callable[[], list[SiteGroup]]) -> None:
+        self.step, self.found = step, step()
+
+    def replay(self) -> None:
+        for (_, kept), (_, new) in zip(self.found, self.step(), strict=True):
+            kept.copy_(new)
+
+    def pool(self) -> None:
+        return None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_the_step_of_a_burst_scores_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real step in the interpreter, with a stand-in for CUDA's graph. Scores are those of passes and of captured rows, on
+    branches that keep no rows; those of another watch in the same step are its own."""
+    monkeypatch.setattr(bursts_file, "recorded", lambda step, *_: (again := Again(step), again.found))
+    engine = served("cpu")
+    burst = Bursts(engine.runner, lambda *given: {})
+    engine.loop.bursts = burst
+    watch = engine.watch({"a": probe(1), "b": probe(2, OUT, classes=3), "c": probe(3, OUT)})
+    other = engine.watch({"a": probe(4, OUT)})
+    one, two, plain = (*engine.prompts([[1, 2]], watch=watch), *engine.prompts([[3, 4]], watch=other), engine.prompt([5]))
+    engine.generate([one, two, plain], 3, final=True)
+    (key,) = burst._graphs
+    assert {each.site for each in key.scored} == {IN, OUT} and len(key.scored) == 3 and not key.sites
+    assert list(one.activations) == []
+    engine.loop.bursts = None
+    for branch, watching in ((one, watch), (two, other)):
+        rows = engine.prompt(branch.tokens, sites=[IN, OUT])
+        assert rows.lane.capture is not None and not rows.lane.capture.scored
+        with watching.prompt(branch.tokens) as again:
+            for found in (watching.scores(again), watching.scores(rows)):
+                assert all(torch.equal(found[name], x) and len(x) == 5 for name, x in watching.scores(branch).items())
+    with pytest.raises(UnknownSite):
+        other.scores(one)

@@ -39,6 +39,22 @@ def test_products(device: str, m: int, k: int, n: int, stored: torch.dtype, same
     assert not torch.equal(ours.cpu(), cpu.product(x, cpu.Panels.of(w), bias, residual, parts=1)), "the control: one chain"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("m, k, n", [(1, 40, 3), (9, 136, 33), (5, 256, 32)])
+def test_lines_of_several_products(device: str, m: int, k: int, n: int, dtype: torch.dtype, same: Same) -> None:
+    """Each product has the bits that its rows have as float32 on a host, alone and beside others."""
+    x, w, bias = numbers(1, 3, m, k).to(dtype), numbers(2, 3, k, n), numbers(3, 3, n)
+    found = parts.lines(x.to(device), w.to(device), bias.to(device))
+    for i in range(3):
+        same(found[i].cpu(), cpu.product(x[i].float(), cpu.Panels.of(w[i]), bias[i]))
+    row = parts.lines(x[1:2, m // 2 : m // 2 + 1].to(device), w[1:2].to(device), bias[1:2].to(device))
+    same(row[0, 0], found[1, m // 2])
+    chain = cpu.product(x[0].float(), cpu.Panels.of(w[0]), bias[0], parts=1)
+    assert not torch.equal(found[0].cpu(), chain), "the control: one chain"
+    with pytest.raises(ValueError, match="w has shape"):
+        parts.lines(x.to(device), w[:2].to(device), bias.to(device))
+
+
 def test_weights_are_widened_in_pieces(device: str, same: Same, monkeypatch: pytest.MonkeyPatch) -> None:
     x, w, bias = numbers(1, 66, 72).to(device), numbers(2, 72, 280).bfloat16().to(device), numbers(3, 280).to(device)
     whole = matmul(x, w, bias)

@@ -10,8 +10,8 @@ DEVICE = (
     Mutant(
         "padded-with-zeros",
         "replaylens.kernels.parts",
-        "a = tl.load(x + k[:, None, :], mask=inside[:, None, :], other=-1.0)",
-        "a = tl.load(x + k[:, None, :], mask=inside[:, None, :], other=0.0)",
+        "a = tl.load(X + k[:, None, :], mask=inside[:, None, :], other=-1.0)",
+        "a = tl.load(X + k[:, None, :], mask=inside[:, None, :], other=0.0)",
         "what fills up a sum leaves -0 as it is",
         ("tests/kernels/test_same_as_cpu.py::test_a_sum_that_underflows_keeps_its_sign",),
     ),

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import replaylens as rl
 from replaylens import errors
+from replaylens.engine.display import stamp_of
 from replaylens.engine.engine import Engine
 from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.features.weights import FeatureConfig, FeatureWeights
@@ -584,3 +586,54 @@ def test_bad_requests_are_named(tmp_path: Any) -> None:
         rl.attribution_graph(served, hooked, made, (3, 4))
     with pytest.raises(errors.BadRequest, match="from 0 to 1"):
         graph.prune(nodes=1.5)
+
+
+# ---- cite and draw
+
+
+def test_a_picture_shows_the_graph(tmp_path: Path) -> None:
+    """Every drawn number is one of the graph's: places of nodes, ends and weights of edges. Its file names the graph."""
+    served = engine(random_model())
+    graph = rl.attribution_graph(served, PATH, random_transcoders(32, 2), max_nodes=8).prune(0.9, 0.9)
+    figure = graph.plot()
+    axis = figure.axes[0]
+    parts = {each.get_gid(): each for each in axis.collections}
+    lines, kinds = parts.pop("edges"), {node.kind for node in graph.nodes} - {"bias", "rest"}
+    assert parts.keys() <= kinds and {"feature", "token", "output"} <= parts.keys()
+    rows = {"token": lambda node: -1, "output": lambda node: 2}
+    for kind, drawn in parts.items():
+        at = np.asarray(drawn.get_offsets())
+        places = {(round(x), int(y)) for x, y in at}
+        own = [node for node in graph.nodes if node.kind == kind]
+        wanted = {(len(PATH) - 1 if n.position is None else n.position, rows.get(kind, lambda n: n.layer)(n)) for n in own}
+        assert places <= wanted and (kind == "error" or (places == wanted and len(at) == len(own)))
+        assert len(np.unique(at, axis=0)) == len(at), "no node hides another"
+    known = graph.edges[[source.kind not in ("bias", "rest") for source in graph.edges["source"]]]
+    assert sorted(lines.get_array().tolist()) == sorted(known["weight"].astype(float).tolist())
+    spots = {tuple(spot) for drawn in parts.values() for spot in np.asarray(drawn.get_offsets()).tolist()}
+    assert all(tuple(end) in spots for segment in lines.get_segments() for end in np.asarray(segment).tolist())
+    assert all(segment[0][1] < segment[1][1] for segment in lines.get_segments()), "edges lead upwards"
+    figure.savefig(tmp_path / "graph.svg")
+    stamp = stamp_of((tmp_path / "graph.svg").read_bytes())
+    assert stamp is not None and stamp.intact and stamp.source == graph.cite().identifier
+
+
+def test_a_graph_is_cited_by_its_digest() -> None:
+    served, made = engine(random_model()), random_transcoders(32, 2)
+    graph = rl.attribution_graph(served, PATH, made)
+    fresh = rl.attribution_graph(engine(random_model()), PATH, made)
+    assert graph.digest == fresh.digest and graph.cite().identifier.endswith(graph.digest)
+    others = [graph.prune(0.5), rl.attribution_graph(served, PATH[:-1], made), rl.attribution_graph(served, PATH, made[:1])]
+    assert len({graph.digest, *(each.digest for each in others)}) == 4
+    said = str(graph.cite())
+    assert all(part in said for part in (rl.__version__, "attribution graph", "portable-1", served.fingerprint.digest[:16]))
+
+
+def test_weights_that_are_not_finite_are_refused() -> None:
+    good = random_transcoders(32, 1)[0].weights
+    for name in ("W_enc", "b_enc", "W_dec", "b_dec"):
+        for value in (torch.nan, torch.inf):
+            bad = getattr(good, name).clone()
+            bad.view(-1)[3] = value
+            with pytest.raises(errors.BadWeights, match=f"{name} of the features holds NaN or infinity"):
+                replace(good, **{name: bad})

@@ -19,8 +19,9 @@ from replaylens.engine.passes.runner import LENS_ROWS
 from replaylens.engine.records import SCHEME
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import as_float, as_instance, as_int, short_repr
+from replaylens.engine.request.values import as_float, as_instance, as_int, as_list, short_repr
 from replaylens.engine.serving.request import logits_of
+from replaylens.probes.probe import LinearProbe
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -56,6 +57,20 @@ def edits_of(given: Any) -> list[Edit]:
     if not isinstance(given, list | tuple):
         raise BadEdit(f"Invalid edits={short_repr(given)}. Give a list of Edits, or the path of a JSON file.")
     return [each if isinstance(each, Edit) else Edit.from_json(each) for each in given]
+
+
+def probes_of(given: Any) -> dict[str, Any]:
+    """Probes by name: from a dict of probes or their files, or from files that `LinearProbe.save` wrote, named so."""
+    if not isinstance(given, Mapping):
+        files = [given] if isinstance(given, str | Path) else as_list("probes", given, "files of saved probes, or a dict")
+        given = {_name(as_instance("probes", each, str | Path, "a file of a saved probe")): each for each in files}
+        if len(given) < len(files):
+            raise BadRequest(f"Two of the probes {', '.join(map(str, files))} have one name. Rename a file, or give a dict.")
+    return {name: LinearProbe.load(each) if isinstance(each, str | Path) else each for name, each in given.items()}
+
+
+def _name(file: str | Path) -> str:
+    return Path(file).name.removesuffix(".json").removesuffix(".safetensors")
 
 
 def sampling_of(given: Mapping[str, Any], seed: int, stop: Sequence[str]) -> Sampling:

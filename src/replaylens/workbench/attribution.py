@@ -302,6 +302,8 @@ def attribution_graph(
     most = as_int("max_nodes", max_nodes, 1)
     if isinstance(engine, ThinkingEngine):
         raise NoGradient("No gradient flows through thoughts, so there is no attribution graph of them. Use a plain model.")
+    if engine.runner.device != "cpu":
+        raise NoGradient("An attribution graph is computed on a CPU only. Load the engine with device='cpu'.")
     needed = needed_values(engine.model)
     sets = feature_layers(engine, transcoders)
     seen, certified = _seen(engine, text, needed | {own.reads for own in sets})
@@ -387,4 +389,5 @@ def _graph(
         certified,
         np.ones(len(nodes) + len(outputs.nodes), dtype=bool),
         weights.numpy() != 0,
+        engine.fingerprint.cited,
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple
@@ -12,10 +13,14 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pandas as pd
 import torch
+from matplotlib.collections import LineCollection
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
 from torch import Tensor
 
-from replaylens.engine.display import visible
+from replaylens.engine.display import picture, plain, short, shows, visible
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.records import Citation, Identifier, digest_of
 from replaylens.engine.request.values import as_float, as_instance
 from replaylens.workbench.drawing import paragraph
 
@@ -79,6 +84,8 @@ class Graph:
     """[all nodes] bool"""
     kept_edges: np.ndarray
     """[targets, sources] bool"""
+    made_by: Mapping[str, str] = field(default_factory=dict)
+    """model, arithmetic and version, as citations name them"""
 
     def __repr__(self) -> str:
         kinds = [node.kind for node in self.nodes]
@@ -120,6 +127,28 @@ class Graph:
         """[targets]: each target's value minus the sum of all edges into it, in float64. What float32 rounded away."""
         sums = [math.fsum(row.tolist()) for row in self.weights]
         return torch.tensor([node.value - total for node, total in zip(self.targets, sums, strict=True)], dtype=torch.float64)
+
+    # ---- cite and draw ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of model, transcoders, tokens, nodes, edges and what was pruned. On a CPU, the same on every machine."""
+        arrays = (self.weights.numpy(), self.kept_nodes, self.kept_edges)
+        hashes = [hashlib.sha256(np.ascontiguousarray(each).tobytes()).hexdigest() for each in arrays]
+        return digest_of([self.made_of, self.tokens, self.all_nodes, self.shares, hashes])
+
+    def cite(self) -> Citation:
+        """How to cite the graph: text and BibTeX."""
+        shown, count = repr("".join(self.words)[:60]), len(self.made_of) - 1
+        what = f"attribution graph of {shown}, {len(self.nodes)} nodes, {int(self.kept_edges.sum())} edges, {count} transcoders"
+        check = "attribution_graph of the same model, tokens and transcoders, pruned in the same way, has this digest"
+        return Citation(str(Identifier(self.digest)), what, check, fingerprint=self.made_of[0], **self.made_by)
+
+    def plot(self) -> Figure:
+        """Nodes by token and layer: tokens at the bottom, outputs at the top. Features are circles, their area by influence,
+        errors diamonds, edits triangles. Lines are the 500 strongest edges: red adds, blue subtracts. Prune the graph first.
+        """
+        return shows(_drawn(self), lambda: str(Identifier(self.digest)))
 
     # ---- influence --------------------------------------------------------------------------------------------------
 
@@ -234,6 +263,65 @@ _KINDS: dict[Kind, tuple[str, dict[str, str]]] = {
     "output": ("logit", {"token": "number"}),
 }
 """kind -> its name in graph files, and the fields that it has there"""
+
+
+# ---- picture ---------------------------------------------------------------------------------------------------------
+
+_MAX_EDGES = 500
+"""that a picture shows"""
+_MARKERS: dict[Kind, str] = {"feature": "o", "error": "D", "token": "s", "edit": "^", "output": "P"}
+"""biases and the rest have no place of their own"""
+
+
+def _strongest(graph: Graph) -> tuple[np.ndarray, np.ndarray, int]:
+    """(source and target [edges, 2] of the edges to draw, their weights, how many there are), the strongest last."""
+    targets, sources = np.nonzero(graph.kept_edges & graph._columns(*_MARKERS))
+    weights = graph.weights.numpy()[targets, sources].astype(np.float64)
+    order = np.argsort(np.abs(weights), kind="stable")[-_MAX_EDGES:]
+    numbers = np.array([*range(graph.num_features), *range(graph.num_sources, len(graph.all_nodes))])
+    return np.stack([sources, numbers[targets]], 1)[order], weights[order], len(weights)
+
+
+def _places(graph: Graph, shown: Sequence[int], top: int) -> dict[int, np.ndarray]:
+    """number of a node -> its token and layer [2]. Nodes of one place lie side by side; outputs are above the last token."""
+    rows: dict[Kind, int] = {"token": -1, "output": top}
+    by_place: dict[tuple[int, int], list[int]] = {}
+    for i in shown:
+        node = graph.all_nodes[i]
+        position = len(graph.tokens) - 1 if node.position is None else node.position
+        by_place.setdefault((position, rows.get(node.kind, node.layer or 0)), []).append(i)
+    found: dict[int, np.ndarray] = {}
+    for (position, layer), here in by_place.items():
+        shifts = np.linspace(-0.35, 0.35, len(here)) if len(here) > 1 else np.zeros(1)
+        found |= {i: np.array([position + shift, layer]) for i, shift in zip(here, shifts, strict=True)}
+    return found
+
+
+def _drawn(graph: Graph) -> Figure:
+    pairs, weights, count = _strongest(graph)
+    stays = [i for i, node in enumerate(graph.all_nodes) if graph.kept_nodes[i] and node.kind in ("token", "output", "feature")]
+    shown, top = sorted({*pairs.ravel().tolist(), *stays}), 1 + max(node.layer or 0 for node in graph.all_nodes)
+    places, reach = _places(graph, shown, top), float(np.abs(weights).max(initial=0.0)) or 1.0
+    made = picture(min(max(4.0, 0.55 * len(graph.tokens)), 24) + 1.5, min(0.7 * (top + 2), 14) + 1.5)
+    axis = made.subplots()
+    ends = [np.stack([places[a], places[b]]) for a, b in pairs.tolist()]
+    widths, scale = 0.3 + 2.2 * np.abs(weights) / reach, Normalize(-reach, reach)
+    lines = LineCollection(ends, linewidths=widths, cmap="RdBu_r", norm=scale, array=weights, zorder=1, gid="edges")
+    axis.add_collection(lines)
+    influence = [*graph.influence.tolist(), *graph.shares]
+    most = max(influence[i] for i in shown) or 1.0
+    for kind, marker in _MARKERS.items():
+        if own := [i for i in shown if graph.all_nodes[i].kind == kind]:
+            sizes = [25 + 175 * influence[i] / most for i in own] if kind == "feature" else 40
+            axis.scatter(*np.stack([places[i] for i in own]).T, s=sizes, marker=marker, zorder=2, edgecolors="white", gid=kind)
+    words = [plain(short(visible(word), 12)) for word in graph.words]
+    axis.set_xticks(range(len(words)), words, rotation=90, fontsize=7)
+    axis.set_yticks(range(-1, top + 1), ["token", *(f"layer {layer}" for layer in range(top)), "output"], fontsize=7)
+    axis.set(xlim=(-0.6, len(words) - 0.4), ylim=(-1.6, top + 0.6))
+    cut = f"the {len(pairs)} strongest of {count} edges" if len(pairs) < count else f"{count} edges"
+    axis.set_title(f"{len(shown)} nodes, {cut}", fontsize=9)
+    made.colorbar(lines, ax=axis, label="weight of an edge")
+    return made
 
 
 def row_sums(x: np.ndarray) -> np.ndarray:
