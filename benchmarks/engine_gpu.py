@@ -11,9 +11,11 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -494,6 +496,52 @@ def hybrid_steps(engines: dict[str, Engine], batches: tuple[int, ...], tokens: i
 
         after = lambda arm, _: released(engines[arm], made)  # noqa: E731
         yield Line(f"a decode step of {count}", arms, before=before, after=after, per=tokens, aim="<= 1.15")
+
+
+# Probes that watch
+
+
+@case(
+    "watch-gpu", ours="watched", baseline="no probes", others=("read", "captured", "watched and captured", "stop"), needs="gpu",
+    clock="wall", cost=True, rounds=5, warm=1, aim="<= 1.01",
+)  # fmt: skip
+def watched(count: int = 64, tokens: int = 64, layers: tuple[int, ...] = (6, 13, 20, 27), probes: int = 32) -> Lines:
+    """Scores of probes within the graph of a decode step, also read by the caller, beside captured rows, and as a stop
+    condition. First their bits: scores of a graph, and of the same rows scored afterwards."""
+    engine, draw = llama(), np.random.default_rng(0)
+    sites = [f"blocks.{layer}.hook_out" for layer in layers]
+    made = [SimpleNamespace(weight=draw.normal(size=(1, SHAPE.d_model)) / 64, bias=draw.normal(size=1)) for _ in range(probes)]
+    for number, probe in enumerate(made):
+        vars(probe).update(classes=("no", "yes"), label="random", site=sites[number % len(sites)])
+    watch = engine.watch({f"p{number}": probe for number, probe in enumerate(made)})
+    ways: dict[str, dict[str, Any]] = {"no probes": {}, "captured": {"sites": sites}, "watched and captured": {"sites": sites}}
+    branches = list[Any]()
+
+    def before(arm: str) -> None:
+        asked = {} if arm in ("no probes", "captured") else {"watch": watch}
+        branches[:] = engine.prompts(prompts(engine, count, 128), **ways.get(arm, {}), **asked)
+
+    def step(arm: str) -> None:
+        if arm == "stop":
+            watch.generate(branches, tokens, sampling=ENDLESS, stop={"p0": 1e9})
+            return
+        engine.generate(branches, tokens, sampling=ENDLESS)
+        if arm == "read":
+            for branch in branches:
+                watch.scores(branch)
+
+    found = list[Any]()
+    for arm in ("watched", "captured"):
+        before(arm)
+        step(arm)
+        found.append([watch.scores(branch) for branch in branches])
+        released(engine, branches)
+    same = all(torch.equal(one[name], other[name]) for one, other in zip(*found, strict=True) for name in one)
+    arms = {arm: partial(step, arm) for arm in ("watched", "no probes", "read", "captured", "watched and captured", "stop")}
+    yield Line(
+        f"{probes} probes, {count} branches", arms, before=before, after=lambda arm, _: released(engine, branches), per=tokens,
+        check=same,
+    )  # fmt: skip
 
 
 # Several devices, several ranks

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -73,13 +74,22 @@ class Wire:
 
     def close(self) -> None:
         """End what is under way: a GPU would wait for a rank that is gone."""
-        if self._nccl is not None:
-            with suppress(RuntimeError):
-                self._nccl.abort()
-        self.gloo = self._nccl = None
+        self.gloo, nccl, self._nccl = None, self._nccl, None
+        if nccl is not None:
+            ending = threading.Thread(target=_abort, args=([nccl],), daemon=True)  # which has the last reference
+            del nccl
+            ending.start()
+            ending.join(_ABORTED)
 
 
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_ABORTED = 5.0
+"""seconds until a group is left that does not end"""
+
+
+def _abort(held: list[Any]) -> None:
+    with suppress(RuntimeError):
+        held.pop().abort()
 
 
 def _poll(work: Any, seconds: float, gone: Callable[[], bool]) -> None:
