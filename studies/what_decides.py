@@ -47,7 +47,7 @@ class Setting:
 
 
 def _qwen(kind: str, ask: str, count: int, rollouts: int) -> Setting:
-    return Setting("qwen", kind, ask, count, rollouts, 64 if kind == "arithmetic" else 20, 4, 1 << 17, 12, 20)
+    return Setting("qwen", kind, ask, count, rollouts, 72 if kind == "arithmetic" else 20, 4, 1 << 17, 12, 20)
 
 
 SETTINGS = {
