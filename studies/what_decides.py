@@ -47,7 +47,7 @@ class Setting:
 
 
 def _qwen(kind: str, ask: str, count: int, rollouts: int) -> Setting:
-    return Setting("qwen", kind, ask, count, rollouts, 72 if kind == "arithmetic" else 20, 4, 1 << 17, 12, 20)
+    return Setting("qwen", kind, ask, count, rollouts, 72 if kind == "arithmetic" else 40, 4, 1 << 17, 12, 20)
 
 
 SETTINGS = {
@@ -117,7 +117,7 @@ def longer(kind: str, random: np.random.Generator, steps: int) -> tuple[str, str
         one, two = (cups[i] for i in sorted(random.choice(3, 2, replace=False)))
         said.append(f" {name} swaps {one} and {two}.")
         where = two if where == one else one if where == two else where
-        chain += f" {'Then' if chain else 'First'} {where}."
+        chain += f" Swap {one} and {two}: {where}."  # without the swap, Qwen does not track at all
     return f"The ball is in the {start} cup.{''.join(said)} Where is the ball?", f"{chain} So {where}.", where
 
 
