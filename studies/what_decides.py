@@ -84,8 +84,11 @@ def questions(kind: str, count: int, steps: int = 2) -> list[tuple[str, str]]:
     """Different prompts with their right answers, each after two solved ones."""
     random = np.random.default_rng([7, KINDS.index(kind)] + ([] if steps == 2 else [steps]))
     shots = SHOTS[kind]
-    if steps != 2:
-        shots = "".join(f"Q: {text}\nA:{chain}\n" for text, chain, _ in (longer(kind, random, steps) for _ in range(2)))
+    if steps != 2:  # solved ones with different answers, and both with losses
+        drawn = [longer(kind, random, steps) for _ in range(50)]
+        first, *others = (each for each in drawn if kind == "tracking" or each[0].count("loses") > 1)
+        second = next(each for each in others if each[2] != first[2])
+        shots = "".join(f"Q: {text}\nA:{chain}\n" for text, chain, _ in (first, second))
     found: dict[str, str] = {}
     while len(found) < count:
         if steps != 2:
