@@ -136,14 +136,16 @@ def _plain(value: Any) -> Any:
 
 
 def share(right: Sequence[float] | np.ndarray, groups: Sequence[Any] | np.ndarray) -> dict[str, Any]:
-    """{value, low, high, n, groups}: a mean with its 95 % interval over groups, such as root prompts."""
+    """{value, low, high, n, groups}: a mean with its 95 % interval over groups, such as root prompts; one group has none."""
     from replaylens.probes.intervals import mean_over_groups
 
     values, names = np.asarray(right, dtype=float), np.asarray(groups)
-    if not len(values):
-        return dict(value=float("nan"), low=float("nan"), high=float("nan"), n=0, groups=0)
+    count = len(np.unique(names))
+    if count < 2:
+        mean = float(values.mean()) if len(values) else float("nan")
+        return dict(value=mean, low=float("nan"), high=float("nan"), n=len(values), groups=count)
     found = mean_over_groups(values, names)
-    return dict(value=found.value, low=found.low, high=found.high, n=len(values), groups=len(np.unique(names)))
+    return dict(value=found.value, low=found.low, high=found.high, n=len(values), groups=count)
 
 
 def percent(found: dict[str, Any]) -> str:
