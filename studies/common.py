@@ -148,13 +148,6 @@ def share(right: Sequence[float] | np.ndarray, groups: Sequence[Any] | np.ndarra
     return dict(value=found.value, low=found.low, high=found.high, n=len(values), groups=count)
 
 
-def percent(found: dict[str, Any]) -> str:
-    """A share for a table: `97.2 [95.4, 98.4]`."""
-    if found["value"] is None or not np.isfinite(found["value"]):
-        return "n/a"
-    return " ".join((f"{100 * found['value']:.1f}", f"[{100 * found['low']:.1f}, {100 * found['high']:.1f}]"))
-
-
 def picture(columns: int, rows: int = 1, width: float = 4.2, height: float = 3.2) -> tuple[Figure, np.ndarray]:
     """A figure with its axes [rows, columns], in colours that follow the viewer's light or dark scheme."""
     made = _picture(width * columns, height * rows)
