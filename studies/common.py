@@ -26,6 +26,7 @@ from matplotlib.figure import Figure
 import replaylens as rl
 from benchmarks.harness import provenance
 from replaylens.engine.display import picture as _picture
+from replaylens.engine.proof.trace import PORTABLE
 from replaylens.views.html import PAGES
 from replaylens.views.sections import svg
 
@@ -78,6 +79,8 @@ def execute(
         begun = time.process_time()
         where = {**provenance(("studies/results", "studies/figures")), "device": place.device, "quick": quick}
         where["versions"] = {"replaylens": rl.__version__, **{each: metadata.version(each) for each in PACKAGES}}
+        if place.device == "cpu":  # whatever else the machine has
+            where["machine"]["canonical_version"] = PORTABLE
         found = study.run(quick, part, place)
         if file.exists():  # read late: another process may have written its own parts in the meantime
             record["parts"] = json.loads(file.read_text())["parts"]
@@ -133,21 +136,16 @@ def _plain(value: Any) -> Any:
 
 
 def share(right: Sequence[float] | np.ndarray, groups: Sequence[Any] | np.ndarray) -> dict[str, Any]:
-    """{value, low, high, n, groups}: a mean with its 95 % interval over groups, such as root prompts."""
+    """{value, low, high, n, groups}: a mean with its 95 % interval over groups, such as root prompts; one group has none."""
     from replaylens.probes.intervals import mean_over_groups
 
     values, names = np.asarray(right, dtype=float), np.asarray(groups)
-    if not len(values):
-        return dict(value=float("nan"), low=float("nan"), high=float("nan"), n=0, groups=0)
+    count = len(np.unique(names))
+    if count < 2:
+        mean = float(values.mean()) if len(values) else float("nan")
+        return dict(value=mean, low=float("nan"), high=float("nan"), n=len(values), groups=count)
     found = mean_over_groups(values, names)
-    return dict(value=found.value, low=found.low, high=found.high, n=len(values), groups=len(np.unique(names)))
-
-
-def percent(found: dict[str, Any]) -> str:
-    """A share for a table: `97.2 [95.4, 98.4]`."""
-    if found["value"] is None or not np.isfinite(found["value"]):
-        return "n/a"
-    return " ".join((f"{100 * found['value']:.1f}", f"[{100 * found['low']:.1f}, {100 * found['high']:.1f}]"))
+    return dict(value=found.value, low=found.low, high=found.high, n=len(values), groups=count)
 
 
 def picture(columns: int, rows: int = 1, width: float = 4.2, height: float = 3.2) -> tuple[Figure, np.ndarray]:

@@ -3,8 +3,8 @@
 Four questions per model and drafter. (a) Does a probe fitted on accepted rows read rejected ones (`rl.probes.transfer`, with
 its controls)? (b) Where what is drafted parts from the truth (coins) or from the path that was taken (stories, boxes), which
 one does the probe follow? (c) Is the rejected state used: rows at the same position are exchanged between both paths, against
-rows of other prompts. (d) From which layer on does the draft's own row tell that it will be rejected, against entropy and
-margin of the logit lens before it?
+rows of other prompts; which next face (coins) or which token after the next (stories, boxes) does the model write? (d) From
+which layer on does the draft's own row tell that it will be rejected, against entropy and margin of the logit lens before it?
 """
 
 from collections.abc import Sequence
@@ -48,8 +48,8 @@ class Setting:
     temperature: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
     """of the engine"""
-    exchange: bool = False
-    """whether (c) is asked: the texts state faces"""
+    exchange: bool = True
+    """whether (c) is asked"""
     probed: tuple[int, ...] = (1, 3)
     """layers of (a), whose controls are many fits"""
 
@@ -70,7 +70,7 @@ def _due(frame: Any) -> Any:
 
 def _small(name: str) -> Setting:
     draft = ("model", "lens", "ngram")
-    return Setting(str(TRAINED / name), _coin(flips=(2, 3)), "implied", "face", draft, 100, (0, 1, 2, 3), exchange=True,
+    return Setting(str(TRAINED / name), _coin(flips=(2, 3)), "implied", "face", draft, 100, (0, 1, 2, 3),
                    options={"draft_model": "coin-draft"})  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def _pretrained(model: str, layers: tuple[int, ...], n: int = 20, drafters: tupl
     shown = ShownCoin(rendering="steps", flips=(2, 3))
     how: dict[str, Any] = dict(drafters=drafters, n=n, layers=layers, probed=layers[1:3], options={"cache_tokens": 8192})
     return {
-        f"{model}, coins": Setting(model, shown, "implied", "face", max_new=26, exchange=True, **how),
+        f"{model}, coins": Setting(model, shown, "implied", "face", max_new=26, **how),
         f"{model}, stories": Setting(model, TwoPeople(), "who", None, position=_said, max_new=32, temperature=0.7, **how),
     }
 
@@ -95,7 +95,7 @@ def _at_colon(setting: Setting) -> Setting:
 
 _ALL = ("model", "lens", "ngram", "self")
 SETTINGS = {
-    "coin-plain": Setting("coin-plain", _coin(flips=(2, 6)), "implied", "face", _ALL, 120, (0, 1, 2, 3, 4), exchange=True),
+    "coin-plain": Setting("coin-plain", _coin(flips=(2, 6)), "implied", "face", _ALL, 120, (0, 1, 2, 3, 4)),
     **{name: _small(name) for name in ("coin-1", "coin-2", "coin-3")},
     **{name: _boxes(name) for name in ("boxes-1", "boxes-2", "boxes-3")},
     "coin-plain, face due": _at_colon(Setting("coin-plain", _coin(flips=(2, 6)), "implied", "face", _ALL, 80, (0, 1, 2, 3, 4))),
@@ -227,48 +227,53 @@ def _probe() -> Any:
 
 @dataclass(frozen=True)
 class Pair:
-    """A drafted face that was rejected for the other one, and the text up to where the next face is due."""
+    """A draft that was rejected for another token, and the text up to where the model is asked."""
 
     root: str
     at: int
-    """position of the face"""
+    """position of the rejected token"""
     taken: list[int]
-    """tokens of the accepted path up to the next face"""
+    """tokens of the accepted path: up to the next face, or one more than the rejected token"""
     drafted: list[int]
-    """the same, with the drafted face"""
+    """the same, with the rejected token"""
     rows: dict[str, dict[int, np.ndarray]]
-    """taken, drafted -> layer -> the row at the face"""
+    """taken, drafted -> layer -> the row of that token"""
 
 
 def exchanged(engine: rl.Engine, runs: Sequence[rl.Run], setting: Setting, most: int = 80) -> dict[str, Any]:
-    """Rows of the face exchanged between a rejected branch and the accepted path: which next face does the model state?
+    """Rows exchanged between a rejected branch and the accepted path: what does the model write next?
 
-    Only pairs count where the drafted face changes the model's next face: elsewhere there is nothing to follow. Placebos: the
-    row of a face of another prompt that states the same as the row which is replaced, and any row of another prompt's answer.
+    Coins: rows of the face, and the next face. Others: rows of any rejected token, and the token after the next, for which the
+    row is read by attention alone. Only pairs count where the rejected token changes it: elsewhere there is nothing to follow.
+    Placebos: the row of another prompt with the token which is replaced, and any row of another prompt's answer.
     """
-    faces = [engine.text.encode(word, special=False) for word in (" heads", " tails")]
-    if any(len(face) > 1 for face in faces):
-        return {"note": "The faces are no single tokens."}
-    words = {face[0]: name for face, name in zip(faces, ("heads", "tails"), strict=True)}
+    words: dict[int, str] | None = None
+    if setting.truth is not None:
+        faces = [engine.text.encode(word, special=False) for word in (" heads", " tails")]
+        if any(len(face) > 1 for face in faces):
+            return {"note": "The faces are no single tokens."}
+        words = {face[0]: name for face, name in zip(faces, ("heads", "tails"), strict=True)}
     pairs = _pairs(engine, runs, words, setting.layers)[:most]
-    pools = _pools(engine, runs[0], words, setting.layers)
+    pools = _pools(engine, runs[0], setting.layers)
     follow: dict[str, dict[int, list[tuple[bool, str]]]] = {}
     usable, random = 0, np.random.default_rng(0)
     for pair in pairs:
-        clean = {way: _next(engine, path, [[]])[0] for way, path in (("taken", pair.taken), ("drafted", pair.drafted))}
+        clean = {way: _next(engine, getattr(pair, way), [[]], words)[0] for way in ("taken", "drafted")}
         if clean["taken"] == clean["drafted"]:
             continue
         usable += 1
         for into, source in (("taken", "drafted"), ("drafted", "taken")):
             path = getattr(pair, into)
-            stated, opposite = words[path[pair.at]], words[getattr(pair, source)[pair.at]]
             rows = {"the other branch's row": pair.rows[source]}
-            for name, pool in ((f"{into}: same face", stated), (f"{into}: other face", opposite), (f"{into}: any row", "any")):
-                others = [row for root, row in pools[pool] if root != pair.root]
-                rows[name.partition(": ")[2]] = others[random.integers(len(others))]
+            thing = "token" if words is None else "face"
+            own = {f"same {thing}": path[pair.at], f"other {thing}": getattr(pair, source)[pair.at], "any row": None}
+            for name, token in own.items():
+                others = [row for root, row in pools.get(token, []) if root != pair.root]
+                if others:
+                    rows[name] = others[random.integers(len(others))]
             names = [(name, layer) for name in rows for layer in setting.layers if layer < engine.config.num_layers]
             edits = [[rl.Edit(f"blocks.{layer}.hook_in", "set", rows[name][layer], positions=pair.at)] for name, layer in names]
-            for (name, layer), said in zip(names, _next(engine, path, edits), strict=True):
+            for (name, layer), said in zip(names, _next(engine, path, edits, words), strict=True):
                 follow.setdefault(f"into {into}: {name}", {}).setdefault(layer, []).append((said == clean[source], pair.root))
     table = {
         name: {f"S{layer}": share([f for f, _ in each], [r for _, r in each]) for layer, each in layers.items()}
@@ -277,14 +282,15 @@ def exchanged(engine: rl.Engine, runs: Sequence[rl.Run], setting: Setting, most:
     return {"pairs": len(pairs), "usable": usable, "follows": table}
 
 
-def _pairs(engine: rl.Engine, runs: Sequence[rl.Run], words: dict[int, str], layers: Sequence[int]) -> list[Pair]:
+def _pairs(engine: rl.Engine, runs: Sequence[rl.Run], words: dict[int, str] | None, layers: Sequence[int]) -> list[Pair]:
     found: dict[tuple[str, int], Pair] = {}
     for result in (each for done in runs for each in done):
-        later = [p for p in range(result.num_prompt, len(result.tokens)) if result.tokens[p] in words]
+        later = [p for p in range(result.num_prompt, len(result.tokens)) if words is None or result.tokens[p] in words]
         for branch in result.rejected:
             at = branch.fork_position
-            following = next((p for p in later if p > at), None)
-            if at not in later or branch.tokens[at] not in words or branch.tokens[at] == result.tokens[at] or following is None:
+            following = next((p for p in later if p > at + (words is None)), None)
+            known = words is None or branch.tokens[at] in words
+            if at not in later or not known or branch.tokens[at] == result.tokens[at] or following is None:
                 continue
             taken = list(result.tokens[:following])
             drafted = [*taken[:at], branch.tokens[at], *taken[at + 1 :]]
@@ -297,24 +303,24 @@ def _pairs(engine: rl.Engine, runs: Sequence[rl.Run], words: dict[int, str], lay
     return list(found.values())
 
 
-def _pools(engine: rl.Engine, done: rl.Run, words: dict[int, str], layers: Sequence[int]) -> dict[str, list[Any]]:
-    """Rows of accepted paths by what they state, and any rows of the answers: (root, layer -> row)."""
-    pools: dict[str, list[Any]] = {"heads": [], "tails": [], "any": []}
+def _pools(engine: rl.Engine, done: rl.Run, layers: Sequence[int]) -> dict[int | None, list[Any]]:
+    """Rows of the answers of accepted paths by token, and all of them under None: (root, layer -> row)."""
+    pools: dict[int | None, list[Any]] = {None: []}
     sites = dict(zip(layers, _streams(engine, layers), strict=True))
     for result in done:
         length = len(result.activations[sites[layers[0]]])
         for at in range(result.num_prompt, min(len(result.tokens), length)):
             rows = {layer: result.activations[site][at].float() for layer, site in sites.items()}
-            pools["any"].append((result.example.root, rows))
-            if (name := words.get(result.tokens[at])) is not None:
-                pools[name].append((result.example.root, rows))
+            pools[None].append((result.example.root, rows))
+            pools.setdefault(result.tokens[at], []).append((result.example.root, rows))
     return pools
 
 
-def _next(engine: rl.Engine, path: list[int], variants: Sequence[Sequence[rl.Edit]]) -> list[str]:
-    """The likelier face after a path under each list of edits."""
-    logits = engine.logits_under(path, variants, tokens=[" heads", " tails"])
-    return ["heads" if float(a) > float(b) else "tails" for a, b in logits]
+def _next(engine: rl.Engine, path: list[int], variants: Sequence[Sequence[rl.Edit]], words: dict[int, str] | None) -> list[int]:
+    """The likeliest token after a path under each list of edits, among the words if there are any."""
+    known = None if words is None else list(words)
+    best = engine.logits_under(path, variants, tokens=known).argmax(-1).tolist()
+    return best if known is None else [known[each] for each in best]
 
 
 # ---- (d) could the verification have known ---------------------------------------------------------------------------------
@@ -396,7 +402,7 @@ def draw(parts: dict[str, dict[str, Any]]) -> Figure:
         for number, (way, found) in enumerate(exchange.items()):
             dashed = not way.endswith("branch's row")
             curve(line[1], [int(c[1:]) for c in found], list(found.values()), COLOURS[number], way.partition(": ")[2], dashed)
-        line[1].set(title="row put into the accepted path: next faces that follow", xlabel="S of layer", ylim=(-0.03, 1.03))
+        line[1].set(title="row put into the accepted path: share that follows", xlabel="S of layer", ylim=(-0.03, 1.03))
         for number, (each, found) in enumerate(part["drafters"].items()):
             areas = found.get("foreseen", {}).get("areas", {})
             cells = [cell for cell in areas if cell.startswith("S")]

@@ -47,7 +47,7 @@ class Setting:
 
 
 def _qwen(kind: str, ask: str, count: int, rollouts: int) -> Setting:
-    return Setting("qwen", kind, ask, count, rollouts, 64 if kind == "arithmetic" else 20, 4, 1 << 17, 12, 20)
+    return Setting("qwen", kind, ask, count, rollouts, 72 if kind == "arithmetic" else 40, 4, 1 << 17, 12, 20)
 
 
 SETTINGS = {
@@ -84,8 +84,11 @@ def questions(kind: str, count: int, steps: int = 2) -> list[tuple[str, str]]:
     """Different prompts with their right answers, each after two solved ones."""
     random = np.random.default_rng([7, KINDS.index(kind)] + ([] if steps == 2 else [steps]))
     shots = SHOTS[kind]
-    if steps != 2:
-        shots = "".join(f"Q: {text}\nA:{chain}\n" for text, chain, _ in (longer(kind, random, steps) for _ in range(2)))
+    if steps != 2:  # solved ones with different answers, and both with losses
+        drawn = [longer(kind, random, steps) for _ in range(50)]
+        first, *others = (each for each in drawn if kind == "tracking" or each[0].count("loses") > 1)
+        second = next(each for each in others if each[2] != first[2])
+        shots = "".join(f"Q: {text}\nA:{chain}\n" for text, chain, _ in (first, second))
     found: dict[str, str] = {}
     while len(found) < count:
         if steps != 2:
@@ -117,7 +120,7 @@ def longer(kind: str, random: np.random.Generator, steps: int) -> tuple[str, str
         one, two = (cups[i] for i in sorted(random.choice(3, 2, replace=False)))
         said.append(f" {name} swaps {one} and {two}.")
         where = two if where == one else one if where == two else where
-        chain += f" {'Then' if chain else 'First'} {where}."
+        chain += f" Swap {one} and {two}: {where}."  # without the swap, Qwen does not track at all
     return f"The ball is in the {start} cup.{''.join(said)} Where is the ball?", f"{chain} So {where}.", where
 
 
