@@ -25,7 +25,7 @@ from torch import Tensor
 from replaylens import __version__
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import BadDump, BadRequest
-from replaylens.engine.request.values import as_int, verb
+from replaylens.engine.request.values import as_int, short_repr, verb
 from replaylens.probes.errors import BadProbeFile
 from replaylens.probes.probe import LinearProbe
 from replaylens.probes.rows import Cell, ProbeRows
@@ -238,6 +238,8 @@ def _damage(path: Path, error: type[Exception], what: str) -> Iterator[None]:
         yield
     except (
         OSError,
+        MemoryError,
+        RecursionError,
         KeyError,
         IndexError,
         TypeError,
@@ -258,6 +260,34 @@ def _damage(path: Path, error: type[Exception], what: str) -> Iterator[None]:
 PROBE, META = "probe.safetensors", "meta.json"
 REQUIRED = ("id", "name", "author", "category", "modelId", "layer", "license", "tasks", "artifactSha256")
 """metadata that ProbeBench 0.0.1 requires"""
+_TEXTS = (*("id", "name", "shortName", "author", "org", "category", "probeType", "modelId", "position", "artifactUrl"),
+          *("artifactSha256", "license", "release", "tagline", "description", "status"))  # fmt: skip
+_OPTIONAL = ("paper", "paperTitle", "reproducerNotebook", "colabUrl")
+"""texts, or null"""
+_COUNTS, _NUMBERS = ("layer", "paramCount", "citations"), ("sizeMB", "auroc")
+
+
+def checked_about(about: Any) -> Mapping[str, Any]:
+    """ProbeBench's metadata, its documented fields checked: their kinds, and that required ones say something. Others may hold
+    anything. ValueError names the first field that is wrong."""
+    if not isinstance(about, Mapping):
+        raise ValueError(f"the metadata is {short_repr(about)} instead of an object")
+    for name, value in about.items():
+        texts = isinstance(value, str) and (bool(value.strip()) or name not in REQUIRED)
+        if (name in _TEXTS and not texts) or (name in _OPTIONAL and value is not None and not texts):
+            raise ValueError(f"{name} is {short_repr(value)} instead of a text")
+        if name in _COUNTS and (type(value) is not int or value < 0):
+            raise ValueError(f"{name} is {short_repr(value)} instead of a whole number")
+        if name in _NUMBERS and value is not None and (type(value) not in (int, float) or not 0 <= value < math.inf):
+            raise ValueError(f"{name} is {short_repr(value)} instead of a number")
+    tasks = about.get("tasks", ["any"])
+    if not isinstance(tasks, list | tuple) or not tasks or not all(isinstance(each, str) and each.strip() for each in tasks):
+        raise ValueError(f"tasks is {short_repr(tasks)} instead of a list of names")
+    if not re.fullmatch("[0-9a-f]{64}", about.get("artifactSha256", "0" * 64)):
+        raise ValueError(f"artifactSha256 is {short_repr(about['artifactSha256'])} instead of 64 hexadecimal digits")
+    if (kind := about.get("probeType", "linear")) != "linear":
+        raise ValueError(f"probeType is {kind!r}; only linear probes are supported")
+    return about
 
 
 @verb
@@ -272,6 +302,10 @@ def to_probebench(probe: LinearProbe, folder: str | Path, about: Mapping[str, An
         raise BadRequest(f"ProbeBench's probes have two classes; this one has {len(probe.classes)}.")
     if (layer := probe.cell.layer) is None:
         raise BadRequest(f"ProbeBench's probes belong to a layer; this one reads {probe.site}.")
+    try:
+        about = checked_about(about)
+    except ValueError as error:
+        raise BadRequest(f"Invalid `about` of a ProbeBench bundle: {error}.") from None
     if missing := sorted(set(REQUIRED) - {"layer", "artifactSha256", *about}):
         raise BadRequest(f"ProbeBench requires {', '.join(missing)}. Give it in `about`.")
     folder, d = Path(folder), probe.weight.shape[1]
@@ -296,7 +330,7 @@ def from_probebench(folder: str | Path) -> LinearProbe:
             "write coef, intercept, scaler.mean and scaler.scale there yourself."
         )
     with _damage(folder, BadProbeFile, "a ProbeBench bundle"):
-        about = json.loads((folder / META).read_bytes())
+        about = checked_about(json.loads((folder / META).read_bytes()))
         if missing := [key for key in REQUIRED if key not in about]:
             raise ValueError(f"{META} lacks {', '.join(missing)}")
         if (found := sha256((folder / PROBE).read_bytes()).hexdigest()) != about["artifactSha256"]:
