@@ -383,8 +383,9 @@ def from_probebench(folder: str | Path) -> LinearProbe:
         if (found := sha256((folder / PROBE).read_bytes()).hexdigest()) != about["artifactSha256"]:
             raise ValueError(f"{PROBE} has the SHA-256 {found[:16]}…, not that of {META}")
         weight, bias = _line(load_file(folder / PROBE))
-        layer, classes = about["layer"], tuple(about.get("classes", ("negative", "positive")))
-        if len({*classes}) != 2 or len(classes) != 2 or not all(isinstance(each, str) for each in classes):
+        layer, classes = about["layer"], about.get("classes", ["negative", "positive"])
+        named = isinstance(classes, list) and len(classes) == 2 and all(isinstance(each, str) for each in classes)
+        if not named or classes[0] == classes[1]:
             raise ValueError(f"classes is {short_repr(classes)} instead of two names")
         texts = {"site": f"blocks.{layer}.hook_out", "label": about["category"], "position": "last"}
         site, label, position = (str(about.get(name, usual)) for name, usual in texts.items())
@@ -393,4 +394,4 @@ def from_probebench(folder: str | Path) -> LinearProbe:
         cell = Cell(str(about.get("cell", site)), layer if "cell" in about else None)
         means = np.zeros((2, weight.shape[1]))
         source = dict(about.get("source", {})) | {"probebench": str(about["id"])}
-        return LinearProbe(weight, bias, means, classes, label, site, cell, position, "probebench", source)
+        return LinearProbe(weight, bias, means, tuple(classes), label, site, cell, position, "probebench", source)
