@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint type bench notebooks soak mutants calibrate slow cluster gpu smollm2 peers pictures docs clean
+.PHONY: demo test lint type bench notebooks soak mutants calibrate slow cluster gpu smollm2 peers evals pictures docs clean
 
 demo: $(STAMP)
 	$(BIN)/replaylens demo
@@ -62,6 +62,17 @@ smollm2: $(STAMP)
 peers: $(STAMP)  # other projects' own tests on our values; downloads their source packages once, and writes tests/peers/README.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.peers
 
+# Inspect, lm-eval and lmprobe ask for older versions than the pinned ones: an environment of their own, with the same torch
+evals: .venv-evals/.installed
+	OMP_NUM_THREADS=1 .venv-evals/bin/python -m pytest -q tests/bridges -m "slow or not slow"
+
+.venv-evals/.installed: pyproject.toml constraints.txt
+	test -x .venv-evals/bin/python || $(PYTHON) -m venv .venv-evals
+	grep -E '^(torch|transformers|tokenizers|numpy|numba|llvmlite|safetensors)==' constraints.txt > .venv-evals/constraints.txt
+	.venv-evals/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-evals/constraints.txt -e ".[eval]" pytest
+	.venv-evals/bin/python -m pip install --quiet --disable-pip-version-check --no-deps lmprobe
+	touch $@
+
 pictures: $(STAMP)
 	$(BIN)/python docs/img/draw.py
 
@@ -69,4 +80,4 @@ docs: $(STAMP)  # into site/; open site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-evals .pytest_cache .mypy_cache .ruff_cache

@@ -20,6 +20,7 @@ from replaylens.kernels.launch import (
     EXACT,
     GemmTile,
     ceil_div,
+    next_power_of_2,
     num_multiprocessors,
     require,
     require_float,
@@ -34,7 +35,7 @@ _DIRECT = 64
 _WIDENED = 1 << 25
 """most numbers of a weight that are widened together"""
 _LINES = GemmTile(4, 32, 32, 4, 4)
-"""the tile of `lines`: programs enough for 64 rows at a few sites"""
+"""the tile of `lines`: programs enough for 64 rows at a few sites; it has fewer columns where 16 or 8 are enough"""
 
 # ---- inside kernels --------------------------------------------------------------------------------------------------
 
@@ -233,9 +234,10 @@ def lines(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
     require(w.dtype == bias.dtype == torch.float32, "w and bias are {} and {}. Expected float32.", w.dtype, bias.dtype)
     out = torch.empty(count, rows, columns, dtype=torch.float32, device=x.device)
     if out.numel():
-        even = depth % (8 * _LINES.depth) == 0 and columns % _LINES.columns == 0
-        _lines_kernel[(ceil_div(columns, _LINES.columns), ceil_div(rows, _LINES.rows), count)](
-            x, w, bias, out, rows, columns, depth, _LINES.rows, _LINES.columns, _LINES.depth, even,
+        width = min(_LINES.columns, max(8, next_power_of_2(columns)))
+        even = depth % (8 * _LINES.depth) == 0 and columns % width == 0
+        _lines_kernel[(ceil_div(columns, width), ceil_div(rows, _LINES.rows), count)](
+            x, w, bias, out, rows, columns, depth, _LINES.rows, width, _LINES.depth, even,
             num_warps=_LINES.warps, num_stages=_LINES.stages, **EXACT,
         )  # fmt: skip
     return out

@@ -212,6 +212,8 @@ class Packer:
         if spec is None or lane.recording is None:
             return None
         kept = self.committer.kept(lane, self.committer.first_to_record(turn), turn.start + steps)
+        if isinstance(kept, range):
+            return BurstCapture(spec, range(kept.start - turn.start, kept.stop - turn.start, kept.step))
         return BurstCapture(spec, [position - turn.start for position in kept])
 
     def has_one_row(self, turn: Turn) -> bool:

@@ -384,6 +384,12 @@ class DecodeGraph:
 
 def _held(places: list[BurstRequest], steps: int) -> dict[Keep, list[Sequence[int]]]:
     """For every step, the requests that keep its rows; a range from 0 where these are the first ones."""
+    kept: dict[Keep, list[Sequence[int]]] = {"host": [()] * steps, "device": [()] * steps}
+    wanted = [(i, place.wanted) for i, place in enumerate(places) if place.wanted is not None and len(place.wanted.steps)]
+    if len({each.spec.keep for _, each in wanted}) == 1 and all(each.steps == range(steps) for _, each in wanted):
+        numbers = [i for i, _ in wanted]  # the usual case: all that capture keep every step
+        whole: Sequence[int] = range(len(numbers)) if numbers[-1] == len(numbers) - 1 else numbers
+        return kept | {wanted[0][1].spec.keep: [whole] * steps}
     found: dict[Keep, list[list[int]]] = {"host": [[] for _ in range(steps)], "device": [[] for _ in range(steps)]}
     for i, place in enumerate(places):
         if place.wanted is not None:

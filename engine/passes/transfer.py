@@ -259,6 +259,8 @@ _PATIENCE = 30.0
 """seconds that the end of the process waits for rows under way"""
 _SMALL = 1 << 20
 """bytes up to which parts travel as one piece: below, events and threads cost more than copies"""
+_TINY = 1 << 16
+"""bytes of a part, such as scores, that travels with its neighbour of any size"""
 
 Copied = tuple[Tensor, Tensor]
 """bytes to copy, and where to"""
@@ -405,11 +407,11 @@ def _carry(source: np.ndarray, target: np.ndarray) -> None:
 
 
 def _together(parts: Iterable[Copied], most: int) -> Iterator[list[Copied]]:
-    """Neighbours of up to `most` bytes in all as one piece, larger ones one by one."""
+    """Neighbours of up to `most` bytes in all as one piece, larger ones one by one, each with a tiny one that follows."""
     piece: list[Copied] = []
     room = 0
     for part in parts:
-        if piece and room + _room(part[0]) > most:
+        if piece and room + _room(part[0]) > most and (_room(part[0]) > _TINY or len(piece) > 1):
             yield piece
             piece, room = [], 0
         piece.append(part)

@@ -341,7 +341,8 @@ class Recording:
 
     def has_scores(self, name: str) -> bool:
         """Whether the scores of a `Scorer` were recorded with the rows."""
-        return any(chunk.rows for chunk in self.chunks) and all(name in chunk.rows for chunk in self.chunks if chunk.rows)
+        held = [chunk.rows for chunk in self.chunks if chunk.rows]
+        return bool(held) and all(name in tuple(rows) for rows in held)  # the names alone: a mapping would look for the rows
 
     def scores(self, name: str) -> Tensor:
         """All recorded scores of a `Scorer`, by its name: [rows, lines], maybe without a copy. Precondition: there are some."""

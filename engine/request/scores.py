@@ -61,6 +61,8 @@ class Scorer:
 
     def split(self, columns: Tensor) -> Scores:
         """Columns [n, lines] by probe: [n] or [n, classes]."""
+        if len(self._counts) == columns.shape[1]:  # one line each
+            return dict(zip([each.name for each in self.records], columns.unbind(1), strict=True))
         parts = columns.split(self._counts, dim=1)
         return {each.name: x.squeeze(1) if x.shape[1] == 1 else x for each, x in zip(self.records, parts, strict=True)}
 

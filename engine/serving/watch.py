@@ -255,8 +255,19 @@ class Watch:
 
     def _first(self, branch: Branch, start: int, test: Callable[[Scores], bool]) -> Scored | None:
         """The first generated token that meets the condition, whatever the passes were."""
-        tokens = branch.tokens
-        for position, scores in self._since(branch.activations, start, len(tokens)):
+        tokens, part = branch.tokens, _part(branch.activations, start, branch.length)
+        if isinstance(test, _Limits) and part.positions():
+            columns = {scorer: _columns(part, scorer) for scorer in self._scorers.values()}
+            over = [(columns[scorer] > limit).any(1) for scorer in columns if (limit := test.of(scorer)) is not None]
+            hits = torch.stack(over).any(0).nonzero()
+            if not len(hits):
+                return None
+            first = int(hits[0])
+            rows = {scorer: scorer.split(own[first : first + 1]) for scorer, own in columns.items()}
+            found = {name: x[0] for each in rows.values() for name, x in each.items()}
+            at = part.positions()[first]
+            return Scored(tokens[at], at, {each.name: found[each.name] for each in self.records})
+        for position, scores in self._since(part, start, len(tokens)):
             if test(scores):
                 return Scored(tokens[position], position, scores)
         return None
@@ -267,7 +278,7 @@ class Watch:
         positions = part.positions()
         if not positions:
             return []
-        every = self._of(part)
+        every = {name: x.unbind() for name, x in self._of(part).items()}
         return [(at, {name: x[i] for name, x in every.items()}) for i, at in enumerate(positions)]
 
     def _of(self, recording: Recording) -> Scores:

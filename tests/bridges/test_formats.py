@@ -6,10 +6,13 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -152,7 +155,31 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
     "missing shard": lambda folder: (folder / SHARD).unlink(),
     "short shard": lambda folder: save_file({"hidden.layer_2": torch.zeros(2, 128)}, folder / SHARD),
     "pickle": lambda folder: (folder / SHARD).write_bytes(pickle.dumps(_Trap(folder / "ran"))),
+    "whole numbers": lambda folder: _changed(folder, lambda x: x.long()),
+    "NaN": lambda folder: _changed(folder, lambda x: x * torch.nan),
+    "beyond float32": lambda folder: _changed(folder, lambda x: x.double() * 1e300),
+    "a huge header": lambda folder: (folder / SHARD).write_bytes((1 << 62).to_bytes(8, "little")),
+    "a huge width": lambda folder: _indexed(folder, {"dim": 10**15}),
+    "a layer twice": lambda folder: _indexed(folder, {"layers": [1, 1]}),
+    "a path as layer": lambda folder: _indexed(folder, {"layers": ["../x"]}),
+    "a huge count": lambda folder: _indexed(folder, {}, num_tokens=2**31 - 1),
+    "a huge count alone": lambda folder: _indexed(folder, {}, num_tokens=2**31 - 1, token_shard_ids=None),
+    "a huge shard": lambda folder: _indexed(folder, {}, token_shard_ids=[2**40]),
 }
+
+
+def _changed(folder: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    save_file({name: change(x) for name, x in load_file(folder / SHARD).items()}, folder / SHARD)
+
+
+def _indexed(folder: Path, hidden: dict[str, Any], **columns: Any) -> None:
+    """Change the metadata, and columns to one value; None: without the column."""
+    table = pq.read_table(folder / INDEX)
+    about = {key.decode(): json.loads(value) for key, value in table.schema.metadata.items()}
+    about["lmprobe:tensors"]["hidden_layers"] |= hidden
+    lines = table.to_pydict() | {name: [value] * len(table) for name, value in columns.items()}
+    made = pa.table({name: lines[name] for name in lines if columns.get(name, 0) is not None})
+    pq.write_table(made.replace_schema_metadata({key: json.dumps(value) for key, value in about.items()}), folder / INDEX)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -195,8 +222,6 @@ def test_a_bundle_has_the_probes_scores(dump: rl.Dump, tmp_path: Path) -> None:
 
 def test_a_scaled_bundle_reads_rows_as_they_are(dump: rl.Dump, tmp_path: Path) -> None:
     """A bundle of another's, with a scaler that does something and no fields of ours."""
-    from hashlib import sha256
-
     rng = np.random.default_rng(0)
     coef, mean, scale = rng.normal(size=(1, 128)), rng.normal(size=128), rng.uniform(0.5, 2, size=128)
     numbers = {"coef": coef, "intercept": np.array([0.3]), "scaler.mean": mean, "scaler.scale": scale}
@@ -209,6 +234,51 @@ def test_a_scaled_bundle_reads_rows_as_they_are(dump: rl.Dump, tmp_path: Path) -
     (tmp_path / "meta.json").write_text(json.dumps(about))
     rows = dump.to_numpy("S", 2)
     assert np.allclose(from_probebench(tmp_path).scores(rows), ((rows - mean) / scale) @ coef[0] + 0.3)
+
+
+WRONG: list[tuple[str, Any]] = [
+    *(("layer", value) for value in ("3", True, -1, 1.5, 10**30)),
+    *(("tasks", value) for value in ("coin", [], [1], None)),
+    *(("artifactSha256", value) for value in (None, "Z" * 64)),
+    *(("id", value) for value in (3, " ", None)),
+    *(("classes", value) for value in ("ab", ["a", "a"], ["a", "b", "c"], [1, 2])),
+    ("probeType", "sae"),
+    ("auroc", "high"),
+    ("paper", 3),
+    ("site", 3),
+    ("label", None),
+]
+checked = ("layer", "tasks", "id", "probeType", "auroc", "paper")
+"""what the writer takes from its caller"""
+
+
+def _line(**changes: Any) -> dict[str, Any]:
+    good = {"coef": torch.ones(1, 4), "intercept": torch.ones(1), "scaler.mean": torch.zeros(4), "scaler.scale": torch.ones(4)}
+    return good | {name.replace("_", "."): value for name, value in changes.items()}
+
+
+LINES: dict[str, dict[str, Any]] = {
+    "whole numbers": _line(coef=torch.ones(1, 4, dtype=torch.int64)),
+    "complex numbers": _line(coef=torch.ones(1, 4, dtype=torch.complex64)),
+    "two lines": _line(coef=torch.ones(2, 4)),
+    "no numbers": _line(coef=torch.ones(1, 0), scaler_mean=torch.ones(0), scaler_scale=torch.ones(0)),
+    "another width": _line(scaler_mean=torch.ones(3)),
+    "a scale of 0": _line(scaler_scale=torch.tensor([1.0, 0, 1, 1])),
+    "NaN": _line(coef=torch.tensor([[1.0, float("nan"), 1, 1]])),
+}
+
+
+@pytest.mark.parametrize("lines", LINES)
+def test_a_bundle_of_other_tensors_is_refused(lines: str, tmp_path: Path) -> None:
+    def written(tensors: dict[str, Any]) -> Path:
+        save_file(tensors, tmp_path / "probe.safetensors")
+        own = {"layer": 2, "artifactSha256": sha256((tmp_path / "probe.safetensors").read_bytes()).hexdigest()}
+        (tmp_path / "meta.json").write_text(json.dumps(ABOUT | own))
+        return tmp_path
+
+    assert from_probebench(written(_line())).weight.tolist() == [[1.0] * 4], "the control"
+    with pytest.raises(BadProbeFile):
+        from_probebench(written(LINES[lines]))
 
 
 def test_a_bad_bundle_is_refused(dump: rl.Dump, tmp_path: Path) -> None:
@@ -227,6 +297,18 @@ def test_a_bad_bundle_is_refused(dump: rl.Dump, tmp_path: Path) -> None:
         with pytest.raises(BadProbeFile):
             from_probebench(folder)
     assert not (tmp_path / "ran").exists()
+    for name, value in WRONG:
+        folder = to_probebench(probe, tmp_path / "wrong", ABOUT)
+        meta = json.loads((folder / "meta.json").read_text())
+        (folder / "meta.json").write_text(json.dumps(meta | {name: value}))
+        with pytest.raises(BadProbeFile, match=name):
+            from_probebench(folder)
+        if name in checked:
+            with pytest.raises(BadRequest, match=name):
+                to_probebench(probe, tmp_path / "never", ABOUT | {name: value})
+    assert not (tmp_path / "never").exists()
+    with pytest.raises(BadRequest, match="Invalid `about`"):
+        to_probebench(probe, tmp_path / "never", ABOUT | {"more": object()})
     other = fit_probe(dump, "face", site="blocks.1.mlp.hook_out", position="query", estimator="mass-mean")
     with pytest.raises(BadRequest, match="belong to a layer"):
         to_probebench(other, tmp_path / "other", ABOUT)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -18,14 +18,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from replaylens import __version__
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import BadDump, BadRequest
-from replaylens.engine.request.values import as_int, verb
+from replaylens.engine.request.values import as_int, as_list, short_repr, verb
 from replaylens.probes.errors import BadProbeFile
 from replaylens.probes.probe import LinearProbe
 from replaylens.probes.rows import Cell, ProbeRows
@@ -168,20 +168,25 @@ def from_lmprobe(folder: str | Path, *, layers: Sequence[int] | None = None, lab
     Each prompt is a group. BadDump if the folder is no such dataset, or is damaged.
     """
     folder = Path(folder)
+    wanted = None if layers is None else [as_int("layers", each, 0) for each in as_list("layers", layers, "a list of layers")]
+    if wanted == []:
+        raise BadRequest("No layers. Give at least one, or leave layers out for all.")
     with _damage(folder, BadDump, "an lmprobe dataset of format 2"):
         about, index = _read_index(folder)
         hidden = about["tensors"]["hidden_layers"]
-        there = [as_int("layer", each, 0) for each in hidden["layers"]]
-        wanted = there if layers is None else list(layers)
-        if missing := set(wanted) - set(there):
-            raise ValueError(f"it has no layer {min(missing)}, only {there}")
-        places = _places(hidden, index)
-        found = {f"blocks.{block}.hook_out": _gathered(folder, block, hidden, places) for block in wanted}
+        there = [as_int("layer", each, 0, 999) for each in hidden["layers"]]
+        if not there or len({*there}) < len(there):
+            raise ValueError(f"layers {short_repr(there)}: each must be there once")
+        if missing := [each for each in wanted or there if each not in there]:
+            raise ValueError(f"it has no layer {missing[0]}, only {there}")
+        places = _places(hidden, index, lambda shard: _stored_rows(folder, there[0], shard))
+        found = {f"blocks.{block}.hook_out": _gathered(folder, block, hidden, places) for block in wanted or there}
         prompt = np.repeat(np.arange(len(index["text"])), [len(each) for each in places])
         values = index["label"] if labels is None else list(labels)
         own = np.array(values, dtype=object)[prompt]
-    if labels is None and all(value is None for value in values):
-        raise BadRequest(f"{folder} has no labels. Give labels=, one per prompt.")
+    if labels is None and (without := sum(value is None for value in values)):
+        lacks = "no labels" if without == len(values) else f"no labels of {without} prompts"
+        raise BadRequest(f"{folder} has {lacks}. Give labels=, one per prompt.")
     full = hidden.get("storage") == "full_sequence"
     positions = np.concatenate([np.arange(len(each)) for each in places]) if full else None
     return ProbeRows.of_arrays(found, own, groups=prompt, positions=positions)
@@ -198,15 +203,27 @@ def _read_index(folder: Path) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     return about, table.to_pydict()
 
 
-def _places(hidden: Mapping[str, Any], index: Mapping[str, list[Any]]) -> list[np.ndarray]:
-    """[(shard, row) of every token] of every prompt."""
+def _stored_rows(folder: Path, block: int, shard: int) -> int:
+    """The rows of a shard of a layer, from the header of its file."""
+    if not 0 <= shard < 1000:
+        raise ValueError(f"shard {shard}; there are at most 1000")
+    with safe_open(folder / _shard(block, shard), framework="pt") as file:
+        return int(file.get_slice(_key(block)).get_shape()[0])
+
+
+def _places(hidden: Mapping[str, Any], index: Mapping[str, list[Any]], stored: Callable[[int], int]) -> list[np.ndarray]:
+    """[(shard, row) of every token] of every prompt. `stored` tells the rows of a shard: an index that counts more tokens than
+    all its shards hold is refused before they are listed."""
     if hidden.get("layout") != "per_layer":
         raise ValueError(f"layout {hidden.get('layout')!r} instead of 'per_layer'")
     if hidden.get("storage") != "full_sequence":
         ids, rows = [[each] for each in index["shard_index"]], [[each] for each in index["row_offset"]]
     elif "token_shard_ids" in index:
+        every = {as_int("shard", each) for own in index["token_shard_ids"] for each in own}
+        _require_room(index["num_tokens"], every, stored)
         ids, rows = index["token_shard_ids"], index["token_shard_offsets"]
     else:  # all tokens of a prompt side by side
+        _require_room(index["num_tokens"], {as_int("shard", each) for each in index["shard_index"]}, stored)
         counts = list(zip(index["shard_index"], index["token_offset"], index["num_tokens"], strict=True))
         ids, rows = [[s] * n for s, _, n in counts], [list(range(at, at + n)) for _, at, n in counts]
     found = [
@@ -217,17 +234,29 @@ def _places(hidden: Mapping[str, Any], index: Mapping[str, list[Any]]) -> list[n
     return found
 
 
+def _require_room(counts: Sequence[int], shards: set[int], stored: Callable[[int], int]) -> None:
+    """ValueError if prompts have more tokens than the shards have rows: no two prompts share one."""
+    total, room = sum(as_int("num_tokens", each, 0) for each in counts), sum(stored(each) for each in sorted(shards))
+    if total > room:
+        raise ValueError(f"the index counts {total} tokens, and the shards have {room} rows")
+
+
 def _gathered(folder: Path, block: int, hidden: Mapping[str, Any], places: Sequence[np.ndarray]) -> Tensor:
     """The rows of one layer, in the order of prompts and tokens: [rows, dim]."""
-    places_of = np.concatenate(places)
-    out = torch.empty((len(places_of), as_int("dim", hidden["dim"], 1)), dtype=torch.float32)
+    places_of, dim = np.concatenate(places), as_int("dim", hidden["dim"], 1)
+    out: Tensor | None = None
     for shard in np.unique(places_of[:, 0]).tolist():
         stored = load_file(folder / _shard(block, shard))[_key(block)]
         here = np.flatnonzero(places_of[:, 0] == shard)
         rows = places_of[here, 1]
-        if shard < 0 or rows.min() < 0 or rows.max() >= len(stored) or stored.shape[1:] != out.shape[1:]:
+        if shard < 0 or rows.min() < 0 or stored.ndim != 2 or rows.max() >= len(stored) or stored.shape[1] != dim:
             raise ValueError(f"{_shard(block, shard)} has shape {list(stored.shape)}, which the index does not fit")
+        if not stored.dtype.is_floating_point or not bool(stored.float().isfinite().all()):
+            raise ValueError(f"{_shard(block, shard)} has {stored.dtype} numbers, NaN, infinity or numbers beyond float32")
+        out = torch.empty((len(places_of), dim), dtype=torch.float32) if out is None else out
         out[torch.from_numpy(here)] = stored[torch.from_numpy(rows)].float()
+    if out is None:
+        raise ValueError("it has no prompts")
     return out
 
 
@@ -238,6 +267,8 @@ def _damage(path: Path, error: type[Exception], what: str) -> Iterator[None]:
         yield
     except (
         OSError,
+        MemoryError,
+        RecursionError,
         KeyError,
         IndexError,
         TypeError,
@@ -258,6 +289,34 @@ def _damage(path: Path, error: type[Exception], what: str) -> Iterator[None]:
 PROBE, META = "probe.safetensors", "meta.json"
 REQUIRED = ("id", "name", "author", "category", "modelId", "layer", "license", "tasks", "artifactSha256")
 """metadata that ProbeBench 0.0.1 requires"""
+_TEXTS = (*("id", "name", "shortName", "author", "org", "category", "probeType", "modelId", "position", "artifactUrl"),
+          *("artifactSha256", "license", "release", "tagline", "description", "status"))  # fmt: skip
+_OPTIONAL = ("paper", "paperTitle", "reproducerNotebook", "colabUrl")
+"""texts, or null"""
+_COUNTS, _NUMBERS = ("layer", "paramCount", "citations"), ("sizeMB", "auroc")
+
+
+def checked_about(about: Any) -> Mapping[str, Any]:
+    """ProbeBench's metadata, its documented fields checked: their kinds, and that required ones say something. Others may hold
+    anything. ValueError names the first field that is wrong."""
+    if not isinstance(about, Mapping):
+        raise ValueError(f"the metadata is {short_repr(about)} instead of an object")
+    for name, value in about.items():
+        texts = isinstance(value, str) and (bool(value.strip()) or name not in REQUIRED)
+        if (name in _TEXTS and not texts) or (name in _OPTIONAL and value is not None and not texts):
+            raise ValueError(f"{name} is {short_repr(value)} instead of a text")
+        if name in _COUNTS and (type(value) is not int or not 0 <= value < 1 << 53):
+            raise ValueError(f"{name} is {short_repr(value)} instead of a whole number")
+        if name in _NUMBERS and value is not None and (type(value) not in (int, float) or not 0 <= value < math.inf):
+            raise ValueError(f"{name} is {short_repr(value)} instead of a number")
+    tasks = about.get("tasks", ["any"])
+    if not isinstance(tasks, list | tuple) or not tasks or not all(isinstance(each, str) and each.strip() for each in tasks):
+        raise ValueError(f"tasks is {short_repr(tasks)} instead of a list of names")
+    if not re.fullmatch("[0-9a-f]{64}", about.get("artifactSha256", "0" * 64)):
+        raise ValueError(f"artifactSha256 is {short_repr(about['artifactSha256'])} instead of 64 hexadecimal digits")
+    if (kind := about.get("probeType", "linear")) != "linear":
+        raise ValueError(f"probeType is {kind!r}; only linear probes are supported")
+    return about
 
 
 @verb
@@ -272,6 +331,11 @@ def to_probebench(probe: LinearProbe, folder: str | Path, about: Mapping[str, An
         raise BadRequest(f"ProbeBench's probes have two classes; this one has {len(probe.classes)}.")
     if (layer := probe.cell.layer) is None:
         raise BadRequest(f"ProbeBench's probes belong to a layer; this one reads {probe.site}.")
+    try:
+        about = checked_about(about)
+        json.dumps(about, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadRequest(f"Invalid `about` of a ProbeBench bundle: {error}.") from None
     if missing := sorted(set(REQUIRED) - {"layer", "artifactSha256", *about}):
         raise BadRequest(f"ProbeBench requires {', '.join(missing)}. Give it in `about`.")
     folder, d = Path(folder), probe.weight.shape[1]
@@ -285,6 +349,23 @@ def to_probebench(probe: LinearProbe, folder: str | Path, about: Mapping[str, An
     return folder
 
 
+def _line(stored: Mapping[str, Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    """Weight [1, d] and bias [1] for rows as they are, with the scaler in them. ValueError for tensors that are none."""
+    width = max(stored["coef"].shape, default=0)
+    shapes = {"coef": ((1, width), (width,)), "intercept": ((1,), ()), "scaler.mean": ((width,),), "scaler.scale": ((width,),)}
+    for name, known in shapes.items():
+        if tuple(stored[name].shape) not in known or not stored[name].dtype.is_floating_point or not stored[name].numel():
+            raise ValueError(f"{name} is {stored[name].dtype} {list(stored[name].shape)}, and a row has {width} numbers")
+    coef, intercept, mean, scale = (stored[name].double().numpy() for name in shapes)
+    if not (scale > 0).all():
+        raise ValueError("scaler.scale has numbers that are not positive")
+    weight = coef.reshape(1, -1) / scale
+    bias = intercept.reshape(1) - weight @ mean
+    if not (np.isfinite(weight).all() and np.isfinite(bias).all()):
+        raise ValueError("it holds NaN or infinity")
+    return weight, bias
+
+
 @verb
 def from_probebench(folder: str | Path) -> LinearProbe:
     """Read a bundle that `to_probebench`, or anybody else, wrote in that form. BadProbeFile for another folder, for numbers
@@ -296,22 +377,21 @@ def from_probebench(folder: str | Path) -> LinearProbe:
             "write coef, intercept, scaler.mean and scaler.scale there yourself."
         )
     with _damage(folder, BadProbeFile, "a ProbeBench bundle"):
-        about = json.loads((folder / META).read_bytes())
+        about = checked_about(json.loads((folder / META).read_bytes()))
         if missing := [key for key in REQUIRED if key not in about]:
             raise ValueError(f"{META} lacks {', '.join(missing)}")
         if (found := sha256((folder / PROBE).read_bytes()).hexdigest()) != about["artifactSha256"]:
             raise ValueError(f"{PROBE} has the SHA-256 {found[:16]}…, not that of {META}")
-        stored = {key: value.double().numpy() for key, value in load_file(folder / PROBE).items()}
-        weight = stored["coef"].reshape(1, -1) / stored["scaler.scale"]
-        bias = stored["intercept"].reshape(1) - weight @ stored["scaler.mean"]
-        if not (np.isfinite(weight).all() and np.isfinite(bias).all()):
-            raise ValueError("it holds NaN or infinity, or scales by 0")
-        layer, classes = as_int("layer", about["layer"], 0), tuple(map(str, about.get("classes", ("negative", "positive"))))
-        if len(classes) != 2:
-            raise ValueError(f"it has {len(classes)} classes instead of 2")
-        site = str(about.get("site", f"blocks.{layer}.hook_out"))
+        weight, bias = _line(load_file(folder / PROBE))
+        layer, classes = about["layer"], about.get("classes", ["negative", "positive"])
+        named = isinstance(classes, list) and len(classes) == 2 and all(isinstance(each, str) for each in classes)
+        if not named or classes[0] == classes[1]:
+            raise ValueError(f"classes is {short_repr(classes)} instead of two names")
+        texts = {"site": f"blocks.{layer}.hook_out", "label": about["category"], "position": "last"}
+        site, label, position = (str(about.get(name, usual)) for name, usual in texts.items())
+        if wrong := [name for name in (*texts, "cell") if not isinstance(about.get(name, ""), str)]:
+            raise ValueError(f"{wrong[0]} is {short_repr(about[wrong[0]])} instead of a text")
         cell = Cell(str(about.get("cell", site)), layer if "cell" in about else None)
         means = np.zeros((2, weight.shape[1]))
-        label, position = str(about.get("label", about["category"])), str(about.get("position", "last"))
         source = dict(about.get("source", {})) | {"probebench": str(about["id"])}
-        return LinearProbe(weight, bias, means, classes, label, site, cell, position, "probebench", source)
+        return LinearProbe(weight, bias, means, tuple(classes), label, site, cell, position, "probebench", source)
