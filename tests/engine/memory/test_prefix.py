@@ -156,8 +156,8 @@ class NoHash(PrefixMachine):
 TestPrefix = PrefixMachine.TestCase
 TestOneBitHash = OneBitHash.TestCase
 TestNoHash = NoHash.TestCase
-TestPrefix.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
-TestOneBitHash.settings = TestNoHash.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestPrefix.settings = settings(max_examples=35, stateful_step_count=30, deadline=None)
+TestOneBitHash.settings = TestNoHash.settings = settings(max_examples=18, stateful_step_count=30, deadline=None)
 
 
 def indexed(index: PrefixIndex, tokens: list[int], edit_keys: list[bytes] | None = None, keep: bool = False) -> PageTable:
@@ -507,7 +507,7 @@ def continued(path: list[int], size: int, count: int) -> list[int] | None:
     return None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(prompt=TOKENS.filter(bool), steps=STEPS, tail=TOKENS)
 def test_facts_after_any_history(prompt: list[int], steps: list[tuple[str, list[int], int]], tail: list[int]) -> None:
     tree = BranchTree()
@@ -537,7 +537,7 @@ def test_facts_after_any_history(prompt: list[int], steps: list[tuple[str, list[
             assert record.tokens[: mark.length] == tokens_then[: mark.length], "a mark never covers a changed token"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     own=TOKENS,
     tail=TOKENS,
@@ -555,7 +555,7 @@ def test_a_path_reads_as_a_list(own: list[int], tail: list[int], first: int, las
         path[len(plain)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(own=TOKENS.filter(bool), tail=TOKENS, num_prompt=st.integers(0, 4), seed=st.integers(0, 3))
 def test_sampling_chooses_as_from_a_list(own: list[int], tail: list[int], num_prompt: int, seed: int) -> None:
     logits = np.random.default_rng(seed).normal(size=VOCAB).astype(np.float32)

@@ -212,7 +212,7 @@ def plain_choice(s: Sampling, logits: Sequence[float], path: Sequence[int], num_
     return max(nucleus, key=lambda token: (scores[token] / s.temperature + noise[token], -token))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_every_parameter_means_what_it_says(data: st.DataObject) -> None:
     """Random parameters on random logits with ties, against the plain code above."""
