@@ -581,3 +581,16 @@ def test_what_was_removed_is_not_continued() -> None:
     tree.append(branch, [4, 4, 4, 4, 1], TokenState.DRAFT)
     assert record.past.path(6).continuation(1, 2) == [4, 4], "after the 1 that is there, not after the one that was"
     assert set(record.past.path(6).distinct().tolist()) == {1, 4}
+
+
+def test_a_trail_is_cut_where_it_is_asked_to_be() -> None:
+    """And is no longer than it was, however many pages are asked for."""
+    pool = PagePool(8, 2)
+    index, table, tokens, trail = PrefixIndex(pool, b"salt"), PageTable(), [1, 2, 3, 4, 5, 6], Trail()
+    pool.reserve(table, 0, 6)
+    assert index.offer(table, tokens, 6, None, trail) == 3 and trail.num_pages == 3
+    for asked in range(6):
+        cut = trail.upto(asked)
+        assert cut.num_pages == min(asked, 3)
+        assert (cut.entry.tokens if cut.entry else ()) == tuple(tokens[2 * cut.num_pages - 2 : 2 * cut.num_pages])
+    assert index.offer(table, tokens, 6, None, trail.upto(5)) == 0
