@@ -9,10 +9,13 @@ STAMP  := $(VENV)/.installed
 demo: $(STAMP)
 	$(BIN)/replaylens demo
 
-test: $(STAMP) lint  # types are checked beside the tests; modules and kernels are compiled once for the tests' many processes
+# Types are checked beside the tests; modules and kernels are compiled once for the tests' many processes. Explaining assertions
+# takes 25 s of every process: only tests that fail run again with it.
+test: $(STAMP) lint
 	$(BIN)/mypy & types=$$!; unset PYTHONDONTWRITEBYTECODE; \
 	$(BIN)/python -c 'import replaylens.kernels.cpu_attention'; \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder; tests=$$?; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --assert=plain; \
+	tests=$$?; test $$tests -ne 1 || $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none; \
 	wait $$types || { echo 'mypy failed: see its errors above'; exit 1; }; exit $$tests
 
 $(STAMP): pyproject.toml constraints.txt

@@ -24,10 +24,11 @@ from benchmarks.harness import Found, Line, Lines, case, in_process, memory_mb, 
 from benchmarks.subjects import bridge, peer, random_decoder, smollm2_or_shape, where
 from replaylens import tasks
 from replaylens.engine.dump.content import Content
-from replaylens.engine.dump.maker import ShardMaker, assemble, make_plan, write_dump
+from replaylens.engine.dump.maker import ShardMaker, make_plan, write_dump
 from replaylens.engine.dump.manifest import SiteEntry
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.rows import assemble
 from replaylens.engine.dump.verify import verify
 from replaylens.engine.dump.writer import DumpWriter
 from replaylens.engine.engine import Engine

@@ -9,9 +9,9 @@ from torch import Tensor
 from replaylens.engine.model import hub, loading
 from replaylens.engine.model.config import ModelConfig, Rope
 from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.loading import bridge as bridge
+from replaylens.engine.model.loading import hugging_face as hugging_face
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.transformer_lens import bridge as bridge
-from replaylens.engine.transformer_lens import hugging_face as hugging_face
 
 SHAPE = ModelConfig(
     num_layers=32, d_model=4096, num_heads=32, num_kv_heads=8, d_head=128, d_mlp=14336, vocab_size=128256, max_positions=8192,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +17,7 @@ from torch import Tensor
 from replaylens.engine.errors import BadRequest, NotFolded, UnknownSite
 from replaylens.engine.model import modes
 from replaylens.engine.model.config import ModelConfig
-from replaylens.engine.model.decoder import Block, Decoder, Mlp
+from replaylens.engine.model.decoder import Block, Mlp
 from replaylens.engine.model.sites import KEY_SITES, SiteTable, layer_of
 from replaylens.engine.model.text import Chat, Prompt, is_chat
 from replaylens.engine.request.edits import BatchHook, hook_at
@@ -551,66 +549,3 @@ def _batched(engine: Core, pairs: list[FwdHook], paths: list[list[int]]) -> list
             heads_first = engine.sites.resolve(each).endswith(HEADS_FIRST)
             found.append((each, BatchHook(function, each, len(paths), len(paths[0]), heads_first)))
     return found
-
-
-# ---- bridge ----------------------------------------------------------------------------------------------------------
-# The way back: a decoder as a Hugging Face model, and as a TransformerBridge, for what TransformerLens computes (DAS).
-
-
-def hugging_face(model: Decoder) -> Any:
-    """A `LlamaForCausalLM` with the decoder's weights, device and dtype. Precondition: a decoder of the Llama family."""
-    import transformers as tf
-
-    c = model.config
-    if c.family not in ("llama", "replaylens"):
-        raise BadRequest(f"Only models of the llama family become Hugging Face models; this one is {c.family}. Load it there.")
-    config = tf.LlamaConfig(
-        vocab_size=c.vocab_size, hidden_size=c.d_model, intermediate_size=c.d_mlp, num_hidden_layers=c.num_layers,
-        num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads, head_dim=c.d_head,
-        max_position_embeddings=c.max_positions, rms_norm_eps=c.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": c.rope.theta}, tie_word_embeddings=c.tied_embeddings,
-        bos_token_id=0, eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
-    with model.embed.device:
-        made = tf.AutoModelForCausalLM.from_config(config, dtype=model.embed.dtype).eval()
-    made.load_state_dict(_tensors(model), strict=False)
-    return made.requires_grad_(False)
-
-
-def _tensors(model: Decoder) -> dict[str, Tensor]:
-    """Views of the decoder's weights, by Hugging Face name."""
-    c = model.config
-    out: dict[str, Tensor] = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.ln_final.weight}
-    out["lm_head.weight"] = model.unembedding
-    widths = [c.num_heads * c.d_head, c.num_kv_heads * c.d_head, c.num_kv_heads * c.d_head]
-    blocks: Any = model.blocks
-    for layer, block in enumerate(blocks):
-        name = f"model.layers.{layer}."
-        parts: dict[str, Tensor] = dict(zip("qkv", block.attn.qkv.weight.T.split(widths), strict=True))
-        out |= {f"{name}self_attn.{x}_proj.weight": part for x, part in parts.items()}
-        out[f"{name}self_attn.o_proj.weight"] = block.attn.o.weight.T
-        gate, up = block.mlp.up.weight.T.chunk(2)
-        out |= {f"{name}mlp.gate_proj.weight": gate, f"{name}mlp.up_proj.weight": up}
-        out[f"{name}mlp.down_proj.weight"] = block.mlp.down.weight.T
-        out[f"{name}input_layernorm.weight"] = block.ln1.weight
-        out[f"{name}post_attention_layernorm.weight"] = block.ln2.weight
-    return {name: x.detach() for name, x in out.items()}
-
-
-def bridge(model: Any) -> Any:
-    """TransformerLens around a copy of the Hugging Face model."""
-    from tokenizers import Tokenizer, models
-    from transformer_lens.model_bridge import TransformerBridge
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    model = copy.deepcopy(model)
-    with tempfile.TemporaryDirectory() as folder:
-        model.config.architectures = [type(model).__name__]
-        model.config.save_pretrained(folder)
-        words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
-        named = dict(eos_token="<eos>", bos_token="<pad>", pad_token="<pad>", unk_token="<pad>")
-        PreTrainedTokenizerFast(tokenizer_object=words, **named).save_pretrained(folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        return TransformerBridge.boot_transformers(
-            folder, hf_model=model, tokenizer=tokenizer, device="cpu", dtype=torch.float32
-        )

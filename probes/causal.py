@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, UnknownSite
+from replaylens.engine.model.loading import bridge as as_bridge
+from replaylens.engine.model.loading import hugging_face
 from replaylens.engine.model.sites import by_layer, numbered
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.values import as_int
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.transformer_lens import bridge as as_bridge
-from replaylens.engine.transformer_lens import hugging_face
 from replaylens.probes.checks import example_list
 from replaylens.probes.controls import majority, make_goal
 from replaylens.probes.erasers import row_space
@@ -198,19 +198,17 @@ class InterventionRunner:
             raise MissingLabel(f"Unknown label {self.label!r}. The task has {', '.join(labels)}.")
         frame = pd.DataFrame({key: pd.Series(values, dtype=object) for key, values in labels.items()})
         frame = frame.assign(example=0, branch=0, fork_position=0, position=range(len(tokens)), token_state="prompt")
-        mask = self.position.mask(add_places(frame, knows_steps=True)) & frame[name].notna().to_numpy()
-        chosen = np.flatnonzero(mask)
-        return [int(p) for p in chosen], [str(labels[name][p]) for p in chosen]
+        asked = self.position.mask(add_places(frame, knows_steps=True))
+        chosen: list[int] = np.flatnonzero(asked & frame[name].notna().to_numpy()).tolist()
+        return chosen, [str(labels[name][p]) for p in chosen]
 
 
 @contextmanager
 def held(branches: "list[Branch]") -> "Iterator[list[Branch]]":
     """Release the branches at the end, also after an error. More may be appended in between."""
-    try:
+    with ExitStack() as end:
+        end.callback(lambda: [branch.release() for branch in branches])
         yield branches
-    finally:
-        for branch in branches:
-            branch.release()
 
 
 def _single_tokens(engine: Engine, words: Sequence[str]) -> list[int]:
@@ -223,9 +221,7 @@ def _single_tokens(engine: Engine, words: Sequence[str]) -> list[int]:
 
 def _margin(logits: Tensor, answer: int) -> float:
     """The margin of an answer over the best other one, in nats."""
-    others = logits.clone()
-    others[answer] = -torch.inf
-    return float(logits[answer] - others.max())
+    return float(logits[answer] - torch.cat([logits[:answer], logits[answer + 1 :]]).max())
 
 
 # ---- effects ---------------------------------------------------------------------------------------------------------
@@ -597,9 +593,7 @@ def _probe(stage: InterventionRunner, basis: np.ndarray, cell: Cell, about: dict
 
 def _name(engine: Engine, site: str, layer: int) -> str:
     """The site's full name. Raises UnknownSite if the letter has no such layer."""
-    if site not in LETTERS:
-        return engine.sites.resolve(site)
-    names = by_layer(engine.sites.per_layer(site))
+    names = by_layer(engine.sites.per_layer(site)) if site in LETTERS else {layer: engine.sites.resolve(site)}
     if layer not in names:
         raise UnknownSite(f"No layer {layer}. {site} has layers {numbered(names)}.")
     return names[layer]

@@ -18,10 +18,11 @@ import pandas as pd
 import torch
 
 from replaylens.engine.dump.files import frame_of
-from replaylens.engine.dump.maker import assemble, plan_of_run
-from replaylens.engine.dump.maker import probabilities as token_probabilities
+from replaylens.engine.dump.maker import plan_of_run
 from replaylens.engine.dump.plan import DumpPlan, named
 from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.rows import assemble
+from replaylens.engine.dump.rows import probabilities as token_probabilities
 from replaylens.engine.errors import FingerprintMismatch, UnknownSite, no_such
 from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.features.rows import Ids, feature_ids

@@ -19,7 +19,7 @@ from random import Random
 import numpy as np
 import torch
 
-from replaylens.engine.resampling.rollouts import OutcomeCounts
+from replaylens.engine.resampling.plan import OutcomeCounts
 from replaylens.probes.forks.change_points import change_points
 from replaylens.probes.forks.distributions import DistanceKind, RolloutTexts, distances, divergence, outcome_curve, variation
 from replaylens.probes.forks.importance import counterfactual_importance, importance, resilience

@@ -4,9 +4,11 @@ Config and tensors of every source are checked before anything runs: no unsuppor
 missing, right dtypes and shapes, finite values.
 """
 
+import copy
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,146 +26,13 @@ from replaylens.engine.model.check import require_same
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.families import FAMILIES, family_of
-from replaylens.engine.model.family import Family, Sink, Tensors
+from replaylens.engine.model.family import Family, Sink, Tensors, require_described, require_readable
 from replaylens.engine.model.gguf import GgufFile
 from replaylens.engine.model.hub import HubOptions, cache_folder, fetch_snapshot, is_hub_name
 from replaylens.engine.model.layers import Packable
 from replaylens.engine.model.lora import ADAPTER_FILE, Adapter, base_tensors, is_adapted, read_fields
 from replaylens.engine.model.quantised import dequantised
 from replaylens.engine.model.source import HEAD, WEIGHTS_FILE, Divider, Filler, Shards, Source, Where
-
-# ---- fields ----------------------------------------------------------------------------------------------------------
-# Config fields that change what a model computes, and what becomes of one that a family does not read.
-#
-# Transformers silently ignores a field that a family does not read: a Llama config with a `sliding_window` is computed
-# without one. The config then describes another model than the one that would be served. So it is refused by the field's
-# name, unless the field has a value that changes nothing.
-
-_OFF: tuple[Any, ...] = (None, False, 0)
-_ONE: tuple[Any, ...] = (None, 1)
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    # attention
-    "attention_bias": _OFF,
-    "attention_chunk_size": _OFF,
-    "attention_multiplier": _ONE,
-    "attention_out_bias": _OFF,
-    "attn_logit_softcapping": _OFF,
-    "attn_scale": _ONE,
-    "attn_temperature_tuning": _OFF,
-    "add_cross_attention": _OFF,
-    "alibi": _OFF,
-    "clip_qkv": _OFF,
-    "cross_attention_layers": (*_OFF, []),
-    "is_causal": (None, True),
-    "no_rope_layers": (*_OFF, []),
-    "num_kv_shared_layers": _OFF,
-    "qk_layernorm": _OFF,
-    "qk_norm": _OFF,
-    "qkv_bias": _OFF,
-    "query_pre_attn_scalar": _OFF,
-    "sliding_window": _OFF,
-    "use_bidirectional_attention": _OFF,
-    "use_qk_norm": _OFF,
-    # positions
-    "partial_rotary_factor": _ONE,
-    "rope_interleave": _OFF,
-    "rotary_dim": _OFF,
-    "rotary_pct": _ONE,
-    # MLP
-    "mlp_bias": _OFF,
-    "n_routed_experts": _OFF,
-    "num_experts": _OFF,
-    "num_local_experts": _OFF,
-    # residual stream and logits
-    "embedding_multiplier": _ONE,
-    "final_logit_softcapping": _OFF,
-    "is_encoder_decoder": _OFF,
-    "lm_head_multiplier": _ONE,
-    "logit_scale": _ONE,
-    "logits_scaling": _ONE,
-    "num_loops": _ONE,
-    "parallel_attn": _OFF,
-    "residual_multiplier": _ONE,
-    "residual_scale": _ONE,
-    "scale_depth": _ONE,
-    "scale_emb": _ONE,
-    "use_parallel_residual": _OFF,
-}
-"""the values of each field that change nothing"""
-
-_ROPE_READS = {
-    "default": frozenset[str](),
-    "linear": frozenset({"factor"}),
-    "dynamic": frozenset({"factor"}),
-    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
-    "longrope": frozenset({"factor", "short_factor", "long_factor", "attention_factor"}),
-    "yarn": frozenset({"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
-}
-_ROPE_NAMES = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"})
-"""entries of `rope_parameters` that are allowed with every kind of scaling"""
-
-
-def require_readable(raw: dict[str, Any], family: Family) -> None:
-    """Raise UnsupportedModel, naming the first field that is set but not used by `family`."""
-    used, name = family.used, str(raw.get("model_type"))
-    for field, neutral in NEUTRAL.items():
-        if field in used or field in family.only or raw.get(field) in neutral:
-            continue
-        if field == "sliding_window" and raw[field] >= raw.get("max_position_embeddings", 0):
-            continue  # the window covers all positions
-        _refuse(name, field, raw[field])
-    for field, values in family.only.items():
-        if raw.get(field) not in values:
-            raise UnsupportedModel(
-                f"{name} with {field} = {raw[field]!r} is not supported. Supported: {', '.join(map(repr, values))}."
-            )
-    for field, other in family.same.items():
-        if raw.get(field) not in (None, raw[other]):
-            raise UnsupportedModel(
-                f"{name} with {field} = {raw[field]!r} is not supported. It must equal {other}: {raw[other]!r}."
-            )
-    quantised = raw.get("quantization_config")  # of a model in memory: folders are dequantised before
-    if quantised and "gguf" not in str(quantised.get("quant_method")).lower():  # which transformers dequantises
-        raise UnsupportedModel(
-            f"The model in memory is quantised ({quantised!r:.120}). Give the folder of its checkpoint, or a model that is not."
-        )
-    ropes = raw.get("rope_parameters") or {}
-    nested = {kind: each for kind, each in ropes.items() if isinstance(each, dict)}
-    if nested and not family.nested_ropes:
-        _refuse(name, "rope_parameters", ropes)
-    for each in nested.values() if nested else (ropes,):
-        _require_rope(each, name, used)
-
-
-def require_described(raw: dict[str, Any], family: Family, config: ModelConfig) -> None:
-    """Raise UnsupportedModel if the config describes layers or heads that the family does not have."""
-    kinds = raw.get("layer_types")
-    if kinds and not family.layer_types:
-        has = ["sliding_attention" if config.window(layer) else "full_attention" for layer in range(config.num_layers)]
-        if list(kinds) != has:
-            _refuse(config.family, "layer_types", kinds)
-    width = config.d_head if config.latent is None else config.rotary_dim  # of latent attention, the rotated part of a head
-    if raw.get("head_dim") not in (None, 0, width):
-        _refuse(config.family, "head_dim", raw["head_dim"])
-
-
-def _require_rope(rope: dict[str, Any], family: str, used: frozenset[str]) -> None:
-    kind = rope.get("rope_type", "default")
-    if kind not in _ROPE_READS:
-        return  # `read_rope` refuses it and lists the known kinds
-    if "partial_rotary_factor" not in used and rope.get("partial_rotary_factor") not in _ONE:
-        _refuse(family, "partial_rotary_factor", rope["partial_rotary_factor"])
-    for name in rope.keys() - _ROPE_READS[kind] - _ROPE_NAMES - used:
-        if rope[name] not in (*_ONE, *_OFF):
-            _refuse(f"{family} with rope_type {kind!r}", name, rope[name])
-
-
-def _refuse(family: str, name: str, value: Any) -> None:
-    raise UnsupportedModel(
-        f"The config sets {name} to {value!r}, but {family} does not compute with it. Transformers ignores the field, so "
-        f"this is not the model that the config describes. Remove {name} from the config if that is intended."
-    )
-
 
 # ---- translated ------------------------------------------------------------------------------------------------------
 # Translates a Hugging Face config and its tensors into a decoder.
@@ -625,3 +494,66 @@ def _load_bridge(bridge: Any, dtype: torch.dtype, check: bool, device: Where) ->
     state = {name.replace("._original_component", ""): x for name, x in model.state_dict().items()}
     source = Source(state, state.__getitem__, holds_copies=True)
     return from_hugging_face(text_config(model.config), source, dtype, (lambda: model) if check else None, device)
+
+
+# ---- bridge ----------------------------------------------------------------------------------------------------------
+# The way back: a decoder as a Hugging Face model, and as a TransformerBridge, for what TransformerLens computes (DAS).
+
+
+def hugging_face(model: Decoder) -> Any:
+    """A `LlamaForCausalLM` with the decoder's weights, device and dtype. Precondition: a decoder of the Llama family."""
+    import transformers as tf
+
+    c = model.config
+    if c.family not in ("llama", "replaylens"):
+        raise BadRequest(f"Only models of the llama family become Hugging Face models; this one is {c.family}. Load it there.")
+    config = tf.LlamaConfig(
+        vocab_size=c.vocab_size, hidden_size=c.d_model, intermediate_size=c.d_mlp, num_hidden_layers=c.num_layers,
+        num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads, head_dim=c.d_head,
+        max_position_embeddings=c.max_positions, rms_norm_eps=c.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope.theta}, tie_word_embeddings=c.tied_embeddings,
+        bos_token_id=0, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    with model.embed.device:
+        made = tf.AutoModelForCausalLM.from_config(config, dtype=model.embed.dtype).eval()
+    made.load_state_dict(_tensors(model), strict=False)
+    return made.requires_grad_(False)
+
+
+def _tensors(model: Decoder) -> dict[str, Tensor]:
+    """Views of the decoder's weights, by Hugging Face name."""
+    c = model.config
+    out: dict[str, Tensor] = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.ln_final.weight}
+    out["lm_head.weight"] = model.unembedding
+    widths = [c.num_heads * c.d_head, c.num_kv_heads * c.d_head, c.num_kv_heads * c.d_head]
+    blocks: Any = model.blocks
+    for layer, block in enumerate(blocks):
+        name = f"model.layers.{layer}."
+        parts: dict[str, Tensor] = dict(zip("qkv", block.attn.qkv.weight.T.split(widths), strict=True))
+        out |= {f"{name}self_attn.{x}_proj.weight": part for x, part in parts.items()}
+        out[f"{name}self_attn.o_proj.weight"] = block.attn.o.weight.T
+        gate, up = block.mlp.up.weight.T.chunk(2)
+        out |= {f"{name}mlp.gate_proj.weight": gate, f"{name}mlp.up_proj.weight": up}
+        out[f"{name}mlp.down_proj.weight"] = block.mlp.down.weight.T
+        out[f"{name}input_layernorm.weight"] = block.ln1.weight
+        out[f"{name}post_attention_layernorm.weight"] = block.ln2.weight
+    return {name: x.detach() for name, x in out.items()}
+
+
+def bridge(model: Any) -> Any:
+    """TransformerLens around a copy of the Hugging Face model."""
+    from tokenizers import Tokenizer, models
+    from transformer_lens.model_bridge import TransformerBridge
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    model = copy.deepcopy(model)
+    with tempfile.TemporaryDirectory() as folder:
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)
+        words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
+        named = dict(eos_token="<eos>", bos_token="<pad>", pad_token="<pad>", unk_token="<pad>")
+        PreTrainedTokenizerFast(tokenizer_object=words, **named).save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        return TransformerBridge.boot_transformers(
+            folder, hf_model=model, tokenizer=tokenizer, device="cpu", dtype=torch.float32
+        )

@@ -85,7 +85,8 @@ class Run(Sequence[Result]):
     def probabilities(self) -> tuple[np.ndarray, np.ndarray]:
         """(log-probability of each token, entropy after it) [rows], in the order of a dump's rows; computed once, bit for bit
         those of `save`."""
-        from replaylens.engine.dump.maker import plan_of_run, probabilities
+        from replaylens.engine.dump.maker import plan_of_run
+        from replaylens.engine.dump.rows import probabilities
 
         plan = plan_of_run(self.engine, self[0].example.maker, [r.example.index for r in self], self.options)
         return probabilities(self.engine, plan, self.results)
@@ -187,7 +188,8 @@ class Run(Sequence[Result]):
 
     def _planned(self, **how: Any) -> tuple[DumpPlan, Callable[[int], Content]]:
         """The plan of the run's dump, and what makes the content of a shard by its number."""
-        from replaylens.engine.dump.maker import assemble, plan_of_run
+        from replaylens.engine.dump.maker import plan_of_run
+        from replaylens.engine.dump.rows import assemble
 
         by_index = {result.example.index: result for result in self.results}
         makers = {result.example.maker for result in self.results}

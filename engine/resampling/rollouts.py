@@ -21,13 +21,11 @@ from uuid import uuid4
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from replaylens.engine.errors import (
-    BadRequest,
     BadRollouts,
     DumpWriteFailed,
     EngineError,
@@ -38,7 +36,7 @@ from replaylens.engine.errors import (
 from replaylens.engine.records import Citation, Fingerprint, Hash, Identifier, Positive, build, digest_of, parse, read
 from replaylens.engine.request.capture import with_keys
 from replaylens.engine.request.values import hides
-from replaylens.engine.resampling.plan import NO_ANSWER, OTHER, Race, ResamplePlan
+from replaylens.engine.resampling.plan import NO_ANSWER, OTHER, OutcomeCounts, Race, ResamplePlan
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -100,52 +98,6 @@ def joined(site: str, rows: Sequence[Tensor]) -> Tensor:
     has as many as its path has tokens, get as many as the longest."""
     longest = max(each.shape[-1] for each in rows)
     return torch.cat([with_keys(site, each, longest) for each in rows])
-
-
-# ---- counts ----------------------------------------------------------------------------------------------------------
-# `OutcomeCounts`: how often each outcome followed each fork. What statistics of forks start from.
-
-
-@dataclass(frozen=True, eq=False)
-class OutcomeCounts:
-    """Counts of outcomes at each fork position. Immutable; the arrays must not be changed.
-
-    >>> counts = OutcomeCounts([4, 9], ["heads", "tails"], np.array([[3, 1], [0, 4]]), [" Alice flips.", " Bob flips."])
-    >>> counts.shares.tolist()
-    [[0.75, 0.25], [0.0, 1.0]]
-    """
-
-    positions: list[int]
-    """fork positions: the number of tokens that the rollouts share with the path"""
-    outcomes: list[str]
-    """the names of the outcomes"""
-    counts: NDArray[np.int64]
-    """[positions, outcomes]: rollouts with this outcome. With choice tokens, rollouts whose likeliest choice it is"""
-    texts: list[str]
-    """the text of the unit of the path, such as a sentence, that starts at each position; "" at its end"""
-    probabilities: NDArray[np.float64] | None = None
-    """[positions, outcomes]: with choice tokens, the mean probability of each choice over the rollouts; otherwise None"""
-
-    def __post_init__(self) -> None:
-        shape = (len(self.positions), len(self.outcomes))
-        for name in ("counts", "probabilities"):
-            given = getattr(self, name)
-            if given is not None and np.shape(given) != shape:
-                raise BadRequest(f"{name} is of shape {np.shape(given)}, for {shape[0]} positions and {shape[1]} outcomes.")
-        if not np.issubdtype(np.asarray(self.counts).dtype, np.integer) or (np.asarray(self.counts) < 0).any():
-            raise BadRequest("counts are numbers of rollouts. Give an array of whole numbers of at least 0.")
-        if any(later <= earlier for earlier, later in pairwise(self.positions)):
-            raise BadRequest(f"Positions {self.positions[:8]} are not in ascending order. Sort them, each once.")
-        if len(self.texts) != shape[0]:
-            raise BadRequest(f"Got {len(self.texts)} texts for {shape[0]} positions. Give one for each.")
-
-    @property
-    def shares(self) -> NDArray[np.float64]:
-        """The estimated outcome distribution at each position: [positions, outcomes]. nan where nothing was drawn."""
-        if self.probabilities is not None:
-            return self.probabilities
-        with np.errstate(invalid="ignore"):
-            return np.asarray(self.counts / self.counts.sum(1, keepdims=True))
 
 
 # ---- folder ----------------------------------------------------------------------------------------------------------

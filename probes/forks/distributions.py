@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 from scipy import special, stats
 
-from replaylens.engine.resampling.plan import sentence_spans
-from replaylens.engine.resampling.rollouts import OutcomeCounts, Rollouts
+from replaylens.engine.resampling.plan import OutcomeCounts, sentence_spans
+from replaylens.engine.resampling.rollouts import Rollouts
 from replaylens.probes.checks import mask_of
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.intervals import LEVEL
@@ -389,7 +389,7 @@ def outcome_curve(counts: OutcomeCounts, *, level: float = LEVEL, joint: bool = 
            (exact binomial intervals, Bonferroni); otherwise each holds by itself (Jeffreys)
 
     >>> import numpy as np
-    >>> from replaylens.engine.resampling.rollouts import OutcomeCounts
+    >>> from replaylens.engine.resampling.plan import OutcomeCounts
     >>> counts = OutcomeCounts([5, 9], ["heads", "tails"], np.array([[52, 48], [97, 3]]), ["Alice flips.", "Bob waits."])
     >>> outcome_curve(counts).frame[["probability", "low", "high"]].round(3).values.tolist()[2]
     [0.97, 0.922, 0.991]

@@ -45,7 +45,7 @@ DUMPS = (
     ),
     Mutant(
         "order-of-arrival",
-        "replaylens.engine.dump.maker",
+        "replaylens.engine.dump.rows",
         "sorted(distinct.items(), key=lambda item: item[0])",
         "sorted(distinct.items(), key=lambda item: item[0][0])",
         "the order of rejected branches follows from their tokens",
@@ -117,7 +117,7 @@ DUMPS = (
     ),
     Mutant(
         "probabilities-without-edits",
-        "replaylens.engine.dump.maker",
+        "replaylens.engine.dump.rows",
         "[own_edits(path.example, engine.sites) for path in some]",
         "[() for path in some]",
         "log-probabilities of an edited branch are those under its edits",

@@ -3,6 +3,7 @@
 import ast
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 
 
@@ -11,9 +12,13 @@ class CannotApply(Exception):
 
 
 @cache
-def _dumped(source: str) -> str:
-    """Of a module that many mutants share."""
-    return ast.dump(ast.parse(source))
+def _statements(source: str) -> list[tuple[int, int, str]]:
+    """The statements of a module, which many mutants share: the characters [start, end) of their lines, and their tree."""
+    found, starts = [], list(accumulate((len(line) + 1 for line in source.split("\n")), initial=0))
+    for node in ast.parse(source).body:
+        first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
+        found.append((starts[first - 1], starts[node.end_lineno or first], ast.dump(node)))
+    return found
 
 
 @dataclass(frozen=True)
@@ -40,9 +45,14 @@ class Mutant:
         count = source.count(self.before)
         if count != 1:
             raise CannotApply(f"the text occurs {count} times in {self.module}, not once")
-        changed = source.replace(self.before, self.after)
+        changed, at = source.replace(self.before, self.after), source.index(self.before)
+        whole = (0, len(source), "")
+        start, end, tree = next((each for each in _statements(source) if each[0] <= at < each[1]), whole)
+        if at + len(self.before) > end:  # over several statements
+            (start, end, _), tree = whole, ""
         try:
-            same = ast.dump(ast.parse(changed)) == _dumped(source)
+            found = ast.parse(source[start:end].replace(self.before, self.after)).body
+            same = [ast.dump(node) for node in found] == ([tree] if tree else [each[2] for each in _statements(source)])
         except SyntaxError as error:
             raise CannotApply(f"{self.module} does not compile with it: {error}") from None
         if same:

@@ -594,7 +594,7 @@ operands = st.one_of(st.integers(0, 6).map(str), st.sampled_from(NAMES[:4]))
 programs = st.lists(st.tuples(st.sampled_from(NAMES[:4]), st.sampled_from(["", "+", "-"]), operands), min_size=1, max_size=12)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=35, deadline=None)
 @given(start=st.tuples(*[st.integers(0, 6)] * 4), program=programs, asked=st.sampled_from(NAMES[:4]))
 def test_any_program_is_read_right(start: tuple[int, ...], program: list[tuple[str, str, str]], asked: str) -> None:
     """The reader agrees with arithmetic that takes the modulus only at the end."""

@@ -295,7 +295,7 @@ paths = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=35, deadline=None)
 @given(start=st.sampled_from(["heads", "tails"]), path=paths, answer=st.sampled_from(["heads", "tails"]))
 def test_reader_on_any_path(start: str, path: list[tuple[str, str, str | None]], answer: str) -> None:
     face = claimed = implied = start
@@ -388,7 +388,7 @@ SENTENCES = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(start=st.tuples(*[st.integers(LEAST, 99)] * 2), told=steps, wording=st.integers(0, 5))
 def test_any_story_is_read_right(start: tuple[int, int], told: list[tuple[str, str, int]], wording: int) -> None:
     """Any order of any sentences, also where a count leaves its bounds; `consistent` says so."""

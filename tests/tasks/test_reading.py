@@ -431,7 +431,7 @@ def test_words_keep_their_space_and_punctuation_stands_alone() -> None:
     ]  # fmt: skip
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.text(max_size=40))
 def test_cutting_loses_nothing(text: str) -> None:
     assert "".join(words_in(text)) == text

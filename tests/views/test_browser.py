@@ -492,6 +492,7 @@ def test_a_notebook_output_runs_twice(tab: Any, rollouts: RolloutTexts, tmp_path
     tab.wait_for_function("document.querySelectorAll('.rl-fork .rl-canvas').length === 2")
 
 
+@pytest.mark.slow
 def test_five_thousand_rollouts_open_quickly(tab: Any, tmp_path: Path) -> None:
     """The largest tree that is promised: its fork opens in less than three seconds on a busy machine."""
     page = rollouts_of(50, 100, depth=8).tree().save(tmp_path / "x.html")

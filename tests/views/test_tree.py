@@ -500,7 +500,7 @@ def tokens_by_cell(places: list[Placement]) -> dict[tuple[int, int], int]:
     return cells
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(trees())
 def test_nothing_lies_on_anything_else(tree: Tree) -> None:
     places = arrange(tree)

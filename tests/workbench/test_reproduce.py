@@ -92,7 +92,7 @@ def test_metric_of_steering_is_that_of_the_edit_made_alone() -> None:
 
 def test_a_model_of_another_family_is_no_hugging_face_model() -> None:
     """`find_direction(engine, None, ...)` makes a bridge of Llama's wiring only, and says so."""
-    from replaylens.engine.transformer_lens import hugging_face
+    from replaylens.engine.model.loading import hugging_face
     from tests.toy_model import random_model
 
     model = random_model()
@@ -105,7 +105,7 @@ def test_a_model_of_another_family_is_no_hugging_face_model() -> None:
 
 def test_a_bridge_that_lacks_something_is_refused() -> None:
     """Biases, say, which the translation does not know: the search would run on another model."""
-    from replaylens.engine.transformer_lens import hugging_face
+    from replaylens.engine.model.loading import hugging_face
     from replaylens.probes.causal import _require_peer
 
     engine = rl.Engine.load("coin-plain")

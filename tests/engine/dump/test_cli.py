@@ -277,9 +277,8 @@ def test_diff(dump_words: list[str], reference: Dump, tmp_path: Path) -> None:
 def test_interrupt_leaves_a_resumable_dump(dump_words: list[str], model_folder: Path, tmp_path: Path) -> None:
     """Ctrl-C in a real process: exit code 130, no lock remains, and --resume completes the dump."""
     words = [*dump_words, "--out", str(tmp_path / "d"), "--n", "100000", "--shard-examples", "2", "--quiet"]
-    code = f"import sys; from tests.engine.dump.test_cli import app; sys.argv[1:] = {words!r}; app()"
     child = subprocess.Popen(
-        [sys.executable, "-c", code],
+        [sys.executable, "-m", "replaylens", *words],
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

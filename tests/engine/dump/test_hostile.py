@@ -145,7 +145,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_json_anywhere_in_a_manifest(reference: Dump, data: st.DataObject) -> None:
     """One value is replaced and the seal is right: BadDump, or a manifest that says the same when it is written again."""

@@ -227,6 +227,7 @@ def test_what_nobody_expects_is_not_a_mismatch(monkeypatch: pytest.MonkeyPatch, 
 # ---- SIGTERM --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_sigterm_leaves_a_resumable_dump(model_folder: Path, tmp_path: Path) -> None:
     """As Ctrl-C, with an exit code of its own."""
     words = ["dump", "--model", str(model_folder), "--n", "100000", "--max-new", "7", "--shard-examples", "2", "--quiet"]

@@ -18,10 +18,11 @@ import torch
 from replaylens import tasks
 from replaylens.engine.dump import verify as dump_verify
 from replaylens.engine.dump.content import Content, Difference, combine, first_difference
-from replaylens.engine.dump.maker import assemble, make_plan, write_dump
+from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.manifest import SiteEntry
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.rows import assemble
 from replaylens.engine.dump.verify import (
     MISMATCH,
     OTHER,

@@ -156,8 +156,8 @@ class NoHash(PrefixMachine):
 TestPrefix = PrefixMachine.TestCase
 TestOneBitHash = OneBitHash.TestCase
 TestNoHash = NoHash.TestCase
-TestPrefix.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
-TestOneBitHash.settings = TestNoHash.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestPrefix.settings = settings(max_examples=35, stateful_step_count=30, deadline=None)
+TestOneBitHash.settings = TestNoHash.settings = settings(max_examples=18, stateful_step_count=30, deadline=None)
 
 
 def indexed(index: PrefixIndex, tokens: list[int], edit_keys: list[bytes] | None = None, keep: bool = False) -> PageTable:
@@ -507,7 +507,7 @@ def continued(path: list[int], size: int, count: int) -> list[int] | None:
     return None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(prompt=TOKENS.filter(bool), steps=STEPS, tail=TOKENS)
 def test_facts_after_any_history(prompt: list[int], steps: list[tuple[str, list[int], int]], tail: list[int]) -> None:
     tree = BranchTree()
@@ -537,7 +537,7 @@ def test_facts_after_any_history(prompt: list[int], steps: list[tuple[str, list[
             assert record.tokens[: mark.length] == tokens_then[: mark.length], "a mark never covers a changed token"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     own=TOKENS,
     tail=TOKENS,
@@ -555,7 +555,7 @@ def test_a_path_reads_as_a_list(own: list[int], tail: list[int], first: int, las
         path[len(plain)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(own=TOKENS.filter(bool), tail=TOKENS, num_prompt=st.integers(0, 4), seed=st.integers(0, 3))
 def test_sampling_chooses_as_from_a_list(own: list[int], tail: list[int], num_prompt: int, seed: int) -> None:
     logits = np.random.default_rng(seed).normal(size=VOCAB).astype(np.float32)
@@ -581,3 +581,16 @@ def test_what_was_removed_is_not_continued() -> None:
     tree.append(branch, [4, 4, 4, 4, 1], TokenState.DRAFT)
     assert record.past.path(6).continuation(1, 2) == [4, 4], "after the 1 that is there, not after the one that was"
     assert set(record.past.path(6).distinct().tolist()) == {1, 4}
+
+
+def test_a_trail_is_cut_where_it_is_asked_to_be() -> None:
+    """And is no longer than it was, however many pages are asked for."""
+    pool = PagePool(8, 2)
+    index, table, tokens, trail = PrefixIndex(pool, b"salt"), PageTable(), [1, 2, 3, 4, 5, 6], Trail()
+    pool.reserve(table, 0, 6)
+    assert index.offer(table, tokens, 6, None, trail) == 3 and trail.num_pages == 3
+    for asked in range(6):
+        cut = trail.upto(asked)
+        assert cut.num_pages == min(asked, 3)
+        assert (cut.entry.tokens if cut.entry else ()) == tuple(tokens[2 * cut.num_pages - 2 : 2 * cut.num_pages])
+    assert index.offer(table, tokens, 6, None, trail.upto(5)) == 0

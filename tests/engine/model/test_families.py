@@ -21,15 +21,8 @@ from replaylens.engine.model.config import BARRED, Latent, ModelConfig, Rope, Ro
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.families import FAMILIES
 from replaylens.engine.model.families import REFUSED as REFUSALS
-from replaylens.engine.model.loading import (
-    build,
-    from_hugging_face,
-    load,
-    require_described,
-    require_readable,
-    save,
-    weights_hash,
-)
+from replaylens.engine.model.family import require_described, require_readable
+from replaylens.engine.model.loading import build, from_hugging_face, load, save, weights_hash
 from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.model.sites import KEY_SITES, by_layer
 from replaylens.engine.model.source import Source

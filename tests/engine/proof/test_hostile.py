@@ -91,7 +91,7 @@ def test_numbers_that_are_none(trace: Trace, tmp_path: Path) -> None:
             Trace.load(changed(trace, place, number, tmp_path / "trace.jsonl"))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_json_anywhere_in_an_event(trace: Trace, tmp_path: Path, data: st.DataObject) -> None:
     events = json.loads(json.dumps(trace.events))

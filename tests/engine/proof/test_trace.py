@@ -238,7 +238,7 @@ def test_a_damaged_file_is_refused_with_the_line(told: tuple[Path, dict[str, str
     assert "broken.jsonl" in str(caught.value)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_no_byte_of_the_file_can_change_unnoticed(
     told: tuple[Path, dict[str, str]], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -212,7 +212,7 @@ def plain_choice(s: Sampling, logits: Sequence[float], path: Sequence[int], num_
     return max(nucleus, key=lambda token: (scores[token] / s.temperature + noise[token], -token))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_every_parameter_means_what_it_says(data: st.DataObject) -> None:
     """Random parameters on random logits with ties, against the plain code above."""
@@ -240,6 +240,30 @@ def drawable(sampling: Sampling, logits: Sequence[float]) -> set[int]:
     values = np.asarray(logits, dtype=np.float32)
     seeds = range(600)
     return {Sampling(**{**vars(sampling), "seed": seed}).choose(values, [0], 1) for seed in seeds}
+
+
+CHANGES = {
+    "top_k": 2, "top_p": 0.5, "min_p": 0.4, "repetition_penalty": 5.0, "presence_penalty": 5.0, "logit_bias": {1: 9.0},
+    "seed": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_option_changes_a_draw_and_says_so(name: str) -> None:
+    """A draw that needs only logits, seed and position (`bare`) may be made elsewhere, without the filters and penalties."""
+    logits, path = np.array([2.0, 1.5, 1.0, 0.5, 0.0], dtype=np.float32), [0, 3, 0]
+    plain, changed = (
+        [
+            Sampling(temperature=1.5, **{"seed": seed, **more}).choose(logits, path[: 1 + at], 1)
+            for seed in range(40)
+            for at in range(3)
+        ]
+        for more in ({}, {name: CHANGES[name]})
+    )
+    assert plain != changed
+    assert Sampling(temperature=1.5).bare and Sampling(temperature=1.5, **{name: CHANGES[name]}).bare == (name == "seed")
+    filters = ("top_k", "top_p", "min_p")  # of a draw: the likeliest token is always kept
+    assert Sampling(**{name: CHANGES[name]}).plain_greedy == (name in (*filters, "seed"))
 
 
 def test_filters_keep_exactly_what_they_should() -> None:

@@ -24,6 +24,7 @@ from replaylens.engine.resampling.drawing import places, plan_rollouts, waves_of
 from replaylens.engine.resampling.plan import (
     Answer,
     FoundAnswer,
+    OutcomeCounts,
     ResamplePlan,
     positions_of,
     rollout_seed,
@@ -31,7 +32,7 @@ from replaylens.engine.resampling.plan import (
     sentence_spans,
     sentence_starts,
 )
-from replaylens.engine.resampling.rollouts import OutcomeCounts, Rollout, Rollouts
+from replaylens.engine.resampling.rollouts import Rollout, Rollouts
 from replaylens.engine.serving.branch import Branch
 from tests.toy_model import VOCAB, engine
 

@@ -309,7 +309,7 @@ def test_both_precisions_agree_on_the_loss(recipe: ThinkingRecipe) -> None:
 @pytest.fixture(scope="module")
 def trained(recipe: ThinkingRecipe) -> dict[Method, trainer.Model]:
     """Trained long enough to give answers, but not always right ones."""
-    recipe = replace(recipe, steps=100, longest=2, precision="fp32")
+    recipe = replace(recipe, steps=60, longest=2, precision="fp32")
     return {method: trainer.train(replace(recipe, method=method)) for method in METHODS}
 
 

@@ -17,8 +17,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
-from replaylens.probes import registry, solvers
-from replaylens.probes import solvers as quasi_newton
+from replaylens.probes import quasi_newton, registry, solvers
 from replaylens.probes.controls import Goal, make_goal
 from replaylens.probes.erasers import CHUNK, Inlp, Leace, StreamingStatistics, moments_of
 from replaylens.probes.errors import BadRows, OneClass, ProbeError, UnknownEstimator
@@ -26,9 +25,10 @@ from replaylens.probes.estimators import AttentiveProbe, CcsProbe, MassMeanProbe
 from replaylens.probes.heldout import held_out
 from replaylens.probes.intervals import ratio_over_groups
 from replaylens.probes.probe import coefficients, fit_probe
+from replaylens.probes.quasi_newton import Grams
 from replaylens.probes.registry import ESTIMATORS, ChosenProbe, calibrated, get
 from replaylens.probes.rows import ProbeRows
-from replaylens.probes.solvers import Grams, Solution, one_hot, solve, solve_path
+from replaylens.probes.solvers import Solution, one_hot, solve, solve_path
 from replaylens.probes.splits import by_root
 from replaylens.probes.sweeps import sweep
 from tests.devices import covering

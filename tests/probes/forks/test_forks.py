@@ -18,7 +18,7 @@ import replaylens as rl
 from replaylens import tasks
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.resampling.rollouts import OutcomeCounts
+from replaylens.engine.resampling.plan import OutcomeCounts
 from replaylens.probes.errors import BadRows, ProbeError, SharedRows, UnknownEstimator
 from replaylens.probes.forks.change_points import change_points
 from replaylens.probes.forks.distributions import (
