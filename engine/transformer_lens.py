@@ -563,7 +563,7 @@ def hugging_face(model: Decoder) -> Any:
 
     c = model.config
     if c.family not in ("llama", "replaylens"):
-        raise BadRequest(f"Only models of the llama family become Hugging Face models; this one is {c.family}. Load it there.")
+        raise BadRequest(f"Only the llama family can be converted; this one is {c.family}. Load it with transformers.")
     config = tf.LlamaConfig(
         vocab_size=c.vocab_size, hidden_size=c.d_model, intermediate_size=c.d_mlp, num_hidden_layers=c.num_layers,
         num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads, head_dim=c.d_head,

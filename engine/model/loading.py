@@ -606,7 +606,7 @@ def _load_live(model: nn.Module, dtype: torch.dtype, check: bool, device: Where)
 
 
 def _load_adapted(model: Any, dtype: torch.dtype, check: bool, device: Where) -> Decoder:
-    """A model that holds a LoRA adapter beside its weights, merged with the bits of `adapter=`."""
+    """A model that holds a LoRA adapter in addition to its weights, merged with the bits of `adapter=`."""
     adapter = Adapter.of_model(model)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     state, raw = base_tensors(base), text_config(base.config)
