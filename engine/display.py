@@ -182,5 +182,5 @@ def plain(text: str) -> str:
 
 
 def wrapped(text: str, inches: float, size: float = 10) -> str:
-    """Text in lines that fit into a length at a font size, such as the label of a colour bar beside a low figure."""
+    """Text in lines that fit into a length at a font size, such as the label of a colour bar next to a low figure."""
     return "\n".join(wrap(text, max(8, int(inches * 72 / (size * _CHARACTER)))))

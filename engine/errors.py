@@ -110,7 +110,7 @@ class OutOfPages(EngineError, RuntimeError):
 
     @classmethod
     def for_ever(cls, needed: int, free: int, total: int, tokens: int, wanted: int, page_size: int) -> "OutOfPages":
-        """For a path of `tokens` tokens, on its way to `wanted`, that is larger than the whole cache: waiting does not help."""
+        """For a path of `tokens` tokens, growing to `wanted`, that is larger than the whole cache: waiting does not help."""
         text = (
             f"A path of {tokens} tokens can never fit: it takes {-(-tokens // page_size)} pages of {page_size}, and the cache "
             f"has {total}. Use an engine with cache_tokens={-(-wanted // page_size) * page_size} or more, or a shorter path."
@@ -263,7 +263,7 @@ class PlanMismatch(EngineError, ValueError):
 
 
 class StoreFailed(EngineError, OSError):
-    """The store of a dump cannot be used: out of reach, no credentials or permission, no such bucket, a package is missing.
+    """The store of a dump cannot be used: unreachable, no credentials or permission, no such bucket, a package is missing.
     This says nothing about the dump."""
 
 

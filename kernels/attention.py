@@ -76,7 +76,7 @@ from replaylens.kernels.softmax import (
 )
 
 MAX_VALUES, MAX_REST = 512, 64
-"""columns of keys that are also values, and of the rest of them: what fits beside the queries into shared memory"""
+"""columns of keys that are also values, and of the rest of them: what fits into shared memory next to the queries"""
 
 
 @triton.jit(do_not_specialize=["window", "max_splits", "stride_t", "stride_s"])

@@ -1,6 +1,6 @@
 """Portable arithmetic on tensors of a CPU: products, norms, activations, rotations, log-probabilities, noise.
 
-Every function gives a row the same bits in any company, on any number of threads and on any machine; what it computes is
+Every function gives a row the same bits in any batch, on any number of threads and on any machine; what it computes is
 written in `kernels/definition.py`. Threads divide outputs. Tensors are float32 with contiguous last dimension.
 """
 

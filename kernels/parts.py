@@ -3,7 +3,7 @@
 An output is eight chains of fused multiply-adds over equal parts of K, added as a tree (`kernels/definition.py`), so that no
 tensor core takes part. Four ways give the same bits:
 
-* few rows: one program computes all parts of its columns at once, so that as many weights as possible are on their way;
+* few rows: one program computes all parts of its columns at once, so that as many weights as possible are in flight;
 * more rows, few tiles: each part of a tile has its own program, and a second kernel adds the parts;
 * many tiles: a program computes the parts of its tile one after another;
 * `lines`: few columns of several products, as the first, in one launch.

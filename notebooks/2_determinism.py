@@ -16,8 +16,9 @@
 # **What to expect.** First a plain model whose activations differ in their last bits, depending on how the same tokens were
 # computed (which ways differ depends on your processor). Then the same weights in an engine, where all ways agree exactly.
 # Then dumps whose digest does not depend on batch or drafter, the fast path and why its rows cannot be dumped, and the doctor,
-# which tests all this on your machine. About a minute; nothing is downloaded. With `MODEL = "smollm2"` the first half runs on
-# SmolLM2-135M, after `replaylens fetch smollm2`, and takes some minutes.
+# which tests all this on your machine.
+#
+# Nothing is downloaded. With `MODEL = "smollm2"` all of it runs on SmolLM2-135M, after `replaylens fetch smollm2`.
 
 # %%
 import tempfile
@@ -26,26 +27,17 @@ from pathlib import Path
 import pandas as pd
 import torch
 from IPython.display import display
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import replaylens as rl
-from replaylens.engine.model import hub
 from replaylens.engine.proof import certificates
+from replaylens.engine.transformer_lens import hugging_face
 
-MODEL = "tiny"  # or "smollm2"
+MODEL = "coin-plain"  # or "smollm2"
+texts, stories, flips = (16, 24, (2, 5)) if MODEL == "coin-plain" else (6, 3, (1, 2))  # SmolLM2 is slower
+engine = rl.Engine.load(MODEL)
+model = hugging_face(engine.model)  # the same weights as a model of transformers
 torch.manual_seed(0)
-shape = {
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-}
-if MODEL == "smollm2":
-    model = AutoModelForCausalLM.from_pretrained(hub.model_folder(), dtype=torch.float32).eval()
-else:  # random weights: this is about arithmetic
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=512, pad_token_id=0, **shape)).eval()
-prompts = torch.randint(1, 512, (16, 40))
+prompts = torch.randint(2, engine.config.vocab_size, (texts, 40))  # any tokens: this is about arithmetic
 
 # %% [markdown]
 # ## The same tokens, computed in four ways, by transformers
@@ -84,7 +76,7 @@ def compare(ways, reference):
 
 alone = torch.cat([states(prompt[None])[0] for prompt in prompts])
 ways = {
-    "in a batch of 16": states(prompts)[0],
+    f"in a batch of {texts}": states(prompts)[0],
     "in a padded batch": left_padded(prompts, 9),
     "decoded from token 30 on": torch.cat([decoded(prompt[None], 30) for prompt in prompts]),
     "decoded in a batch": decoded(prompts, 30),
@@ -97,7 +89,6 @@ display(theirs := compare(ways, alone))
 # ## The same weights in an engine
 
 # %%
-engine = rl.Engine.load(model)
 site = "blocks.3.hook_in"
 
 
@@ -122,8 +113,8 @@ def detoured(prompt):
 paths = prompts.tolist()
 reference = rows_of([engine.prompt(path, sites=[site]) for path in paths])
 ways = {
-    "in a batch of 16": rows_of(engine.prompts(paths, sites=[site])),
-    "beside prompts of other lengths": rows_of(engine.prompts([*paths, *(p[:9] for p in paths)], sites=[site])[:16]),
+    f"in a batch of {texts}": rows_of(engine.prompts(paths, sites=[site])),
+    "with prompts of other lengths": rows_of(engine.prompts([*paths, *(p[:9] for p in paths)], sites=[site])[:texts]),
     "token by token from 30 on": rows_of([forced(path, 30) for path in paths]),
     "after a fork and a rollback": rows_of([detoured(path) for path in paths]),
 }
@@ -152,12 +143,12 @@ print(f"against transformers: at most {(reference - alone).abs().max():.1e} apar
 # Rejected branches depend on the drafter; accepted rows do not.
 
 # %%
-coin = rl.Engine.load("coin-plain")
-examples = rl.tasks.get("coin")(flips=(2, 5), rendering="steps").examples(24)
+examples = rl.tasks.get("coin")(flips=flips, rendering="steps").examples(stories)
+drafters = ("model", "model", "lens", "ngram") if MODEL == "coin-plain" else ("lens", "lens", "ngram", "self")
 folder = Path(tempfile.mkdtemp())
 lines = []
-for number, (drafter, batch) in enumerate([("model", 1), ("model", 24), ("lens", 5), ("ngram", 24)]):
-    dump = coin.replay(examples, sites="STCZ", drafter=drafter, batch=batch).save(folder / str(number))
+for number, (drafter, batch) in enumerate(zip(drafters, (1, 24, 3, 24), strict=True)):
+    dump = engine.replay(examples, sites="STC", drafter=drafter, batch=batch, max_new=24).save(folder / str(number))
     lines.append({"drafter": drafter, "batch": batch, "accepted rows": dump.accepted_digest[:16], "all rows": dump.digest[:16]})
 pd.DataFrame(lines)
 
@@ -168,14 +159,14 @@ pd.DataFrame(lines)
 # be saved as a dump.
 
 # %%
-branch = coin.prompt(examples[0].prompt, sites="S").generate(20)
-fast = coin.prompt(examples[0].prompt, sites="S").generate(20, deterministic=False)
+branch = engine.prompt(examples[0].prompt, sites="S").generate(20)
+fast = engine.prompt(examples[0].prompt, sites="S").generate(20, deterministic=False)
 print(f"certified: {branch.certified}, {fast.certified}; same tokens: {branch.tokens == fast.tokens}")
 name, prompt, n = "blocks.3.hook_in", branch.root_length, min(branch.length, fast.length) - 1
 differ = (branch.activations[name][:n] != fast.activations[name][:n]).any(-1)
 print(f"rows with other bits: {differ[:prompt].sum()} of {prompt} prompt rows, {differ[prompt:].sum()} of {n - prompt} others")
 try:
-    coin.replay(examples[:2], sites="S", deterministic=False).save(folder / "fast")
+    engine.replay(examples[:2], sites="S", max_new=8, deterministic=False).save(folder / "fast")
 except rl.errors.EngineError as error:
     print(f"{type(error).__name__}: {error}")
 
@@ -195,6 +186,6 @@ print(f"certified: {certificate.certified}")
 findings.groupby(["control", "check"]).equal.agg(compared="size", equal="sum")
 
 # %% [markdown]
-# **Scope.** One fingerprint: weights, config, dtype, device model, versions of torch and of the canonical arithmetic. Another
-# processor may give other bits, and comparisons across fingerprints are refused ([the contract](../docs/determinism.md)).
-# Next: [3_branches](3_branches.ipynb).
+# **Scope.** On a CPU, and on a GPU in float32, the bits are those of every machine. In bfloat16 on a GPU they hold for one GPU
+# model and one set of versions; results name these in their fingerprint, and comparisons across fingerprints are refused
+# ([the contract](../docs/determinism.md)). Next: [3_branches](3_branches.ipynb).

@@ -16,7 +16,10 @@
 # probe of accepted branches read rejected ones? Mostly, and the exception is telling: it reads what the *text* implies rather
 # than what is true. And after a false statement is forced into the chain of thought, does the state follow the text or the
 # truth? Mostly the text. Both with few stories, so with wide intervals. At last, recurrent
-# states move from one branch to another. About a minute and a half; nothing is downloaded.
+# states move from one branch to another.
+#
+# Nothing is downloaded. With `MODEL = "smollm2"`, after `replaylens fetch smollm2`, the calls run on SmolLM2-135M with fewer
+# stories. It does not follow the task's format, so the first question cannot be asked of it, only the second.
 
 # %%
 import pandas as pd
@@ -25,7 +28,13 @@ from transformers import Qwen3NextConfig, Qwen3NextForCausalLM, logging
 
 import replaylens as rl
 
-engine = rl.Engine.load("coin-plain", record=True)  # for the timeline below
+MODEL = "coin-plain"  # or "smollm2"
+engine = rl.Engine.load(MODEL, record=True)  # for the timeline below
+drafters = ["self", "lens", "tree", "ngram", "model"]
+few, many, sites, layers, max_new = 20, 80, "SZ", None, None  # stories; all layers are probed; answers are complete
+if MODEL == "smollm2":
+    drafters.remove("model")  # no smaller model has its tokenizer
+    few, many, sites, layers, max_new = 3, 30, "S", [0, 6, 12, 18, 24, 30], 12
 task = rl.tasks.get("coin")(flips=(2, 6), rendering="steps")
 
 # %% [markdown]
@@ -36,8 +45,7 @@ task = rl.tasks.get("coin")(flips=(2, 6), rendering="steps")
 
 # %%
 runs = {
-    drafter: engine.replay(task.examples(20), sites="SZ", drafter=drafter, window=4)
-    for drafter in ("self", "lens", "tree", "ngram", "model")
+    drafter: engine.replay(task.examples(few), sites=sites, drafter=drafter, window=4, max_new=max_new) for drafter in drafters
 }
 written = [result.tokens for result in runs["self"]]
 pd.DataFrame(
@@ -49,14 +57,14 @@ pd.DataFrame(
 )
 
 # %%
-runs["model"].tree(3)
+runs[drafters[-1]].tree(few - 1)
 
 # %% [markdown]
 # Another story, step by step: prefill, decode, verify, rollback, and the contents of the KV cache. Use the arrows below the
 # picture (or scroll, where scripts are off).
 
 # %%
-engine.replay(task.examples([4]), drafter="model", window=4, max_new=6).timeline(0)
+engine.replay(task.examples([4]), drafter=drafters[-1], window=4, max_new=6).timeline(0)
 
 # %% [markdown]
 # ## Branches by hand
@@ -65,7 +73,7 @@ engine.replay(task.examples([4]), drafter="model", window=4, max_new=6).timeline
 
 # %%
 root = engine.prompt(
-    "A coin's state is heads. Alice flips, then Bob flips. What's the state, step by step? A: Alice flips:", sites="SZ"
+    "A coin's state is heads. Alice flips, then Bob flips. What's the state, step by step? A: Alice flips:", sites=sites
 )
 honest, lying = root.fork(2)
 honest.force(" tails.").generate(12)
@@ -79,13 +87,14 @@ root.tree()
 # text ends up. Probes are fitted on some roots and tested on others, for either kind of branch.
 
 # %%
-run = engine.replay(task.examples(80), sites="S", drafter="model", window=4)
-rows = rl.probes.ProbeRows.of(run)
-for kind, some in {"accepted": rows.accepted(), "rejected": rows.rejected()}.items():
-    known = some.frame.dropna(subset=["face", "implied"])
-    print(f"{kind} rows where text and truth differ: {(known['face'] != known['implied']).mean():.0%}")
-for label in ("face", "implied"):
-    print(f"\n{label}:", rl.probes.transfer(rows, label), sep="\n")
+if MODEL == "coin-plain":  # what SmolLM2 writes cannot be read as a chain of the task, so its rows have no labels
+    run = engine.replay(task.examples(many), sites="S", drafter="model", window=4)
+    rows = rl.probes.ProbeRows.of(run)
+    for kind, some in {"accepted": rows.accepted(), "rejected": rows.rejected()}.items():
+        known = some.frame.dropna(subset=["face", "implied"])
+        print(f"{kind} rows where text and truth differ: {(known['face'] != known['implied']).mean():.0%}")
+    for label in ("face", "implied"):
+        print(f"\n{label}:", rl.probes.transfer(rows, label), sep="\n")
 
 # %% [markdown]
 # On the accepted path text and truth agree. On rejected branches they sometimes differ, and there the same probe agrees with
@@ -97,7 +106,7 @@ for label in ("face", "implied"):
 # truthful chains of other roots read the rows after the false statement, where truth and text differ.
 
 # %%
-report = rl.probes.text_or_truth(engine, task.examples(range(200, 280)))
+report = rl.probes.text_or_truth(engine, task.examples(range(200, 200 + many)), layers=layers)
 print(report)
 
 # %%

@@ -17,7 +17,10 @@
 # guesses that nothing will be thought and rolls the KV cache back where something was: the same bits. Then what is in S (the
 # coin's face, and nothing of who acted or how), and whether it matters: with the other face's state put in, later thoughts and
 # the answer flip; with noise of the same size, much less. The embedded model is tiny and was trained on nothing but coins.
-# About half a minute; nothing is downloaded.
+#
+# Nothing is downloaded. This notebook has no variable for SmolLM2: its checkpoint has no blocks T and C, so it thinks nothing.
+# They must be trained into a model first; how, and what came of it around SmolLM2-135M, is in
+# [the study](../notes/thinking_states.md#around-smollm2-135m).
 
 # %%
 import numpy as np

@@ -15,37 +15,29 @@
 #
 # **What to expect.** A bridge loaded into an engine; the same values under the same names, up to rounding; the cache's own
 # methods; a hook function and the `Edit` that does the same, with the same effect; a shared prefix with several continuations;
-# the activations of generated tokens without a second run; a dump read back as an `ActivationCache`. The model has random
-# weights: this is about the interface. Half a minute, most of it the import of transformer_lens; nothing is downloaded. With
-# `MODEL = "smollm2"` it runs on SmolLM2-135M, after `replaylens fetch smollm2`.
+# the activations of generated tokens without a second run; a dump read back as an `ActivationCache`.
+#
+# Nothing is downloaded; most of the time is the import of transformer_lens. With `MODEL = "smollm2"` it runs on SmolLM2-135M,
+# after `replaylens fetch smollm2`.
 
 # %%
 import tempfile
+import warnings
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformer_lens.model_bridge import TransformerBridge
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import replaylens as rl
-from replaylens.engine.model import hub
+from replaylens.engine import transformer_lens
 
-MODEL = "tiny"  # or "smollm2"
+MODEL = "coin-plain"  # or "smollm2"
 torch.manual_seed(0)
-folder = tempfile.mkdtemp()  # a Hugging Face folder, as you would have downloaded one
-words = Tokenizer(WordLevel({f"w{i}": i for i in range(128)}, unk_token="w0"))
-special = {"unk_token": "w0", "eos_token": "w1", "bos_token": "w2", "pad_token": "w3"}
-PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
-config = LlamaConfig(vocab_size=128, hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4)
-LlamaForCausalLM(config).save_pretrained(folder)
-
-weights = str(hub.model_folder()) if MODEL == "smollm2" else folder
-bridge = TransformerBridge.boot_transformers(weights, device="cpu", dtype=torch.float32)
+model = rl.Engine.load(MODEL)
+bridge = transformer_lens.bridge(transformer_lens.hugging_face(model.model))  # or your own TransformerBridge
 engine = rl.Engine.load(bridge)
-tokens = torch.randint(4, 128, (2, 24))
+story = "A coin's state is {}. Alice flips, then Bob flips, then Carol flips. What's the state, step by step? A: Alice flips:"
+tokens = model.to_tokens([story.format("heads"), story.format("tails")])
 
 # %% [markdown]
 # ## The same names, the same values
@@ -89,9 +81,12 @@ except rl.errors.UnknownSite as error:
 print("resid_post by short name:", torch.equal(cache["resid_post", 2], cache["blocks.2.hook_out"]))
 print("accumulated_resid:", tuple(cache.accumulated_resid(layer=3).shape))
 print("attention rows sum to 1:", bool((cache["pattern", 0].sum(-1) - 1).abs().max() < 1e-5))
-directions = cache.logit_attrs(cache.decompose_resid(), tokens=tokens[:, -1])
+with warnings.catch_warnings(record=True) as warned:
+    warnings.simplefilter("always")
+    directions = cache.logit_attrs(cache.decompose_resid(), tokens=tokens[:, -1])
 apart = (directions - theirs.logit_attrs(theirs.decompose_resid(), tokens=tokens[:, -1])).abs().max()
 print(f"logit_attrs: {tuple(directions.shape)}, {apart:.1e} from the bridge's")
+print(warned[0].message)
 _, last = engine.run_with_cache(tokens, lambda name: name.endswith("mlp.hook_out"), pos_slice=-1)
 print({name: tuple(value.shape) for name, value in last.items() if name.startswith("blocks.1")})
 
@@ -164,9 +159,8 @@ for fork in forks:
 # Dumps return `ActivationCache`s too: load stored activations without the dataset, and go on with your own code.
 
 # %%
-coin = rl.Engine.load("coin-plain")
-run = coin.replay(rl.tasks.get("coin")(flips=(2, 4)).examples(4), sites="STC")
-stored = run.save(Path(folder) / "dump").to_activation_cache(2)
+run = model.replay(rl.tasks.get("coin")(flips=(2, 4)).examples(4), sites="STC")
+stored = run.save(Path(tempfile.mkdtemp()) / "dump").to_activation_cache(2)
 print({name: tuple(value.shape) for name, value in stored.items() if name.startswith("blocks.3")})
 print("as captured:", torch.equal(stored["blocks.3.hook_in"][0], run[2].activations["blocks.3.hook_in"]))
 

@@ -14,8 +14,9 @@
 #
 # **What to expect.** A recurrent network, trained here in a few seconds, that keeps track of a coin; its activations as arrays,
 # swept over layers and positions; why groups are required, and what happens with wrong ones; a TransformerLens cache, whose
-# labels the tokens alone explain; a probe that is saved, and one score from plain arrays. Half a minute; nothing is
-# downloaded. With `MODEL = "smollm2"` the cache is one of SmolLM2-135M, after `replaylens fetch smollm2`.
+# labels the tokens alone explain; a probe that is saved, and one score from plain arrays.
+#
+# Nothing is downloaded. With `MODEL = "smollm2"` the cache is one of SmolLM2-135M, after `replaylens fetch smollm2`.
 
 # %%
 import tempfile
@@ -23,18 +24,13 @@ import tempfile
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from torch import nn
-from transformer_lens.model_bridge import TransformerBridge
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.utils import logging
 
 import replaylens as rl
-from replaylens.engine.model import hub
+from replaylens.engine import transformer_lens
 from replaylens.probes import ProbeRows, cross_validate, fit_probe, sweep
 
-MODEL = "tiny"  # or "smollm2"
+MODEL = "coin-plain"  # or "smollm2"
 
 # %% [markdown]
 # ## A model from elsewhere
@@ -160,20 +156,11 @@ except rl.probes.errors.MissingGroups as error:
 # ## A TransformerLens cache
 #
 # `of_cache` takes an `ActivationCache` with its tokens. Every prompt is a group. Hook names are mapped to S, T and C (residual
-# stream, attention output, MLP output) where they correspond. The model has random weights, so all it can know is the text: the
-# label is read off the residual stream, and the token itself says as much.
+# stream, attention output, MLP output) where they correspond. The label, whether the number of the token is even, is read off
+# the residual stream; but the token itself says as much, so nothing is shown.
 
 # %%
-logging.disable_progress_bar()
-folder = tempfile.mkdtemp()
-vocabulary = Tokenizer(WordLevel({f"w{i}": i for i in range(40)}, unk_token="w0"))
-special = {"unk_token": "w0", "eos_token": "w1", "bos_token": "w2", "pad_token": "w3"}
-PreTrainedTokenizerFast(tokenizer_object=vocabulary, **special).save_pretrained(folder)
-config = LlamaConfig(vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-LlamaForCausalLM(config).save_pretrained(folder)
-weights = str(hub.model_folder()) if MODEL == "smollm2" else folder
-bridge = TransformerBridge.boot_transformers(weights, device="cpu", dtype=torch.float32)
-
+bridge = transformer_lens.bridge(transformer_lens.hugging_face(rl.Engine.load(MODEL).model))  # or your own TransformerBridge
 prompt = torch.randint(4, 40, (120, 10))
 mask = torch.arange(10) < torch.randint(6, 11, (120, 1))  # padding on the right
 with torch.no_grad():
@@ -190,8 +177,9 @@ print(report)
 
 # %%
 probe = fit_probe(rows, "even", site="S", layer=0, position="all", estimator="mass-mean")
-probe.save(f"{folder}/even")
-again = rl.probes.LinearProbe.load(f"{folder}/even")
+folder = f"{tempfile.mkdtemp()}/even"
+probe.save(folder)
+again = rl.probes.LinearProbe.load(folder)
 print(again)
 print("the same direction:", bool((again.weight == probe.weight).all()), "| digest of the arrays:", len(probe.source["digest"]))
 

@@ -1,8 +1,6 @@
-"""Runs the notebooks' sources, percent scripts beside this file, and writes each as an .ipynb with its outputs.
+"""Runs the notebooks' sources, percent scripts in this folder, and writes each as an .ipynb with its outputs.
 
 python notebooks/build.py [NAME ...]    such as 1_quickstart; all without a name
-
-A notebook that stops with SystemExit, for want of a model that is not fetched, is left as it was.
 """
 
 import sys
@@ -14,7 +12,6 @@ from typing import Any
 import jupytext
 import nbformat
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
 
 HERE = Path(__file__).parent
 SECONDS = 300
@@ -99,16 +96,10 @@ def main(names: list[str]) -> None:
     for name in names or known:
         print(f"{name}: ", end="", flush=True)
         target = HERE / f"{name}.ipynb"
-        try:
-            made = execute(read(known[name]))
-            made.metadata["replaylens"] = {"drawings": {kind: digests()[kind] for kind in sorted(drawn(made))}}
-            nbformat.write(made, target)
-        except CellExecutionError as error:
-            if error.ename != "SystemExit":
-                raise
-            print(f"left as it was. {error.evalue}", flush=True)  # it lacks something, and says what
-        else:
-            print(f"{target.stat().st_size / 1000:.0f} kB", flush=True)
+        made = execute(read(known[name]))
+        made.metadata["replaylens"] = {"drawings": {kind: digests()[kind] for kind in sorted(drawn(made))}}
+        nbformat.write(made, target)
+        print(f"{target.stat().st_size / 1000:.0f} kB", flush=True)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ OWN = (*CORE.names, *PLACES, "shard", "row", "depth", "part", "key", "group", "s
 GIVEN = ("correct", "steps")
 """of these, what a caller may know: whether the answer is right (`by_answer`), the prompt's length in steps (`by_length`)"""
 _WHY = (
-    "Rows of one prompt or document are not independent: they share tokens, so a probe fitted on some reads the others by "
-    "heart. Folds, intervals and permutations keep groups together. Give groups=, one id per row, such as the number of its "
+    "Rows of one prompt or document are not independent: they share tokens, so a probe fitted on some recognises the others. "
+    "Folds, intervals and permutations keep groups together. Give groups=, one id per row, such as the number of its "
     "prompt; where every row has its own prompt, give range(len(X))."
 )
 
@@ -100,7 +100,7 @@ def read_labels(labels: Any, rows: int) -> dict[str, pd.Series]:
 
 
 def _label(name: str, values: Any, rows: int) -> pd.Series:
-    """One label column. Whole numbers, booleans and text keep their kind beside missing values."""
+    """One label column. Whole numbers, booleans and text keep their kind if values are missing."""
     column = _column(f"label {name!r}", values, rows)
     if pd.api.types.is_float_dtype(column) and np.isinf(column.to_numpy(dtype=float, na_value=np.nan)).any():
         raise BadRows(f"Label {name!r} has infinite values. Leave them out, or give NaN where the label is missing.")
@@ -399,7 +399,7 @@ def _grid(what: str, values: Any, lines: bool = True) -> np.ndarray:
         values = values.detach().cpu()
         values = values.double() if values.is_floating_point() else values
     listed = isinstance(values, list | tuple)
-    try:  # lists keep their kinds of values: None beside whole numbers would make fractions of them
+    try:  # lists keep their kinds of values: None among whole numbers would make fractions of them
         array = np.array(values, dtype=object) if listed and not lines else np.asarray(values)
     except ValueError as error:
         raise BadRows(f"The {what} have lines of different lengths ({error}). Pad them, and give a mask.") from None

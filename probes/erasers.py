@@ -20,7 +20,7 @@ from replaylens.probes.checks import plain
 from replaylens.probes.errors import BadRows, OneClass, ProbeError
 
 # ---- inputs ----------------------------------------------------------------------------------------------------------
-# `TensorInput`: estimators that take torch tensors of any dtype and device beside what scikit-learn takes.
+# `TensorInput`: estimators that take torch tensors of any dtype and device in addition to what scikit-learn takes.
 
 
 def _has(name: str) -> Callable[[Any], bool]:

@@ -395,11 +395,11 @@ def known_metric(metric: str) -> str:
 
 
 # ---- online code -----------------------------------------------------------------------------------------------------
-# `OnlineCode`: the description length of a label beside that of its control task.
+# `OnlineCode`: the description length of a label next to that of its control task.
 #
 # Online code: Voita & Titov, arXiv 2003.12298. Control task: Hewitt & Liang, arXiv 1909.03368. A probe that reads a property
 # codes the labels in few bits, but one that memorises codes a random class per type of context just as well. So the length of
-# the label's code means something only beside that of the control task, in the same blocks and with the same probe. See
+# the label's code means something only next to that of the control task, in the same blocks and with the same probe. See
 # `information` for the blocks, and for classes that no earlier block has.
 
 

@@ -106,7 +106,7 @@ def complexity_curve(
 
     estimator  logistic or ridge (alpha = 1 / C)
 
-    Each accuracy has its interval over groups, and these columns beside it: `complexity`; `train`, the accuracy on the training
+    Each accuracy has its interval over groups, and these columns: `complexity`; `train`, the accuracy on the training
     rows; `auroc`, which needs no threshold (at the strong end a probe may rank the rows well and yet call them all by the
     majority class); `norm` of the weights on standardised columns; `p_worse` of a paired test against the best C; and `pareto`,
     whether no other C is both simpler and more accurate.

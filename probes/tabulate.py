@@ -365,7 +365,7 @@ def _controls(block: SweepBlock, shared: Shared, error: float) -> list[dict[str,
     error  that the lower bounds of all cells together may have
     """
     own = block.gains(block.said())
-    fits = intervals.variance_of_fits(own, block.groups, block.folds)  # of the probe; the control's own is small beside it
+    fits = intervals.variance_of_fits(own, block.groups, block.folds)  # of the probe; the control's own is small in comparison
     how = _How(level=1 - error, extra=fits)
     found: list[dict[str, Any]] = [{} for _ in own]
     bounds = {

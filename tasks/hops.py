@@ -36,7 +36,7 @@ class HopsKnobs(Knobs):
 
 class Hops(Task[HopsKnobs]):
     """Chains of facts. Each relation maps the people onto themselves, one to one and nobody to themselves, so every name is
-    told equally often: how often, where or beside whom a name occurs says nothing about the answer."""
+    told equally often: how often, where or next to whom a name occurs says nothing about the answer."""
 
     name = "hops"
     description = "Facts about people; who is at the end of a chain of two (or more) of them?"

@@ -1,28 +1,29 @@
-"""Writes the figures of README and docs/quickstart.md: python docs/img/five_things.py
+"""Writes the figures of README and docs/quickstart.md from runs of SmolLM2: python docs/img/five_things.py
 
-Those of the quickstart are outputs of notebook 8; the README's heatmap is drawn from a run of SmolLM2, in light and in dark.
+Those of the quickstart are drawn by the page's own code; the README's heatmap is drawn in light and in dark.
 """
 
-import base64
+import re
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
-import nbformat
 
 import replaylens as rl
 
 HERE = Path(__file__).parent
-NOTEBOOK = HERE.parents[1] / "notebooks" / "8_five_things.ipynb"
-FIGURES = ("lens", "patch", "steer", "resample", "ablate")
+FIGURES = {"lens": "seen", "patch": "patched"}
+"""figure -> the page's name for what it shows"""
 THEMES = {"light": ("default", "#ffffff"), "dark": ("dark_background", "#14171a")}
 
 
 def main() -> None:
-    cells = nbformat.read(NOTEBOOK, as_version=4).cells
-    shown = [output.data for cell in cells if cell.cell_type == "code" for output in cell.outputs if "data" in output]
-    pictures = [data["image/png"] for data in shown if "image/png" in data]
-    for name, picture in zip(FIGURES, pictures, strict=True):
-        (HERE / f"five-{name}.png").write_bytes(base64.b64decode(picture))
+    jobs = (HERE.parent / "quickstart.md").read_text(encoding="utf-8").split("\n## ")[2]
+    names: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```$", jobs, re.MULTILINE | re.DOTALL):
+        exec(block, names)
+    for figure, name in FIGURES.items():
+        names[name].plot().savefig(HERE / f"five-{figure}.png")
     heatmap()
 
 

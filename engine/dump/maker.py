@@ -310,7 +310,7 @@ def write_dump(
     batch    number of examples replayed together; changes no bit
     resume   continue an unfinished dump; shards with the recorded hash are kept
     part     (i, n): write only every n-th shard, from number i on; n such calls, in any processes, complete the dump
-    writers  number of threads that hash and write shards beside the replay; each holds one shard in memory
+    writers  number of threads that hash and write shards during the replay; each holds one shard in memory
     """
     maker = ShardMaker(engine, plan, batch)
     writers = as_int("writers", writers, 1)

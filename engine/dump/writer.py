@@ -57,7 +57,7 @@ from replaylens.engine.records import Fingerprint
 from replaylens.engine.terminal import hidden
 
 # ---- queue -----------------------------------------------------------------------------------------------------------
-# `WriteQueue`: writes that run in threads beside the computation, a bounded number of them at a time.
+# `WriteQueue`: writes that run in background threads, a bounded number of them at a time.
 
 
 class WriteQueue:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 # ---- effects ---------------------------------------------------------------------------------------------------------
-# `Attribution`: estimated effects by site and position, with the real effects beside them.
+# `Attribution`: estimated effects by site and position, next to the real effects.
 
 _TITLES = {
     "hook_in": "residual stream",

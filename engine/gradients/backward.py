@@ -1,7 +1,7 @@
 """`Backward`: from the gradient of the logits to the gradients at the sites, block by block. Mirrors `Decoder`'s wiring.
 
 Each path is computed alone, in shapes that follow from its length: on a CPU in portable arithmetic, on a GPU with the products
-of the canonical kernels. So its gradients have the same bits in any company, after any fork and at any number of threads; those
+of the canonical kernels. So its gradients have the same bits in any batch, after any fork and at any number of threads; those
 of a CPU have them on every machine. They are float32, whatever the dtype of the weights.
 """
 

@@ -3,7 +3,7 @@
 Attention patterns, the scales of norms and the outputs of MLPs are held at their values in the pass. What is left is linear in
 what enters the residual stream: embeddings, MLP outputs, edits and biases. So the projection of any row on any direction is a
 sum over these, each times its gradient. A row depends on earlier positions only, and is computed from them alone: its sum has
-the same bits on every path that begins with the same tokens, and in any company of other directions.
+the same bits on every path that begins with the same tokens, and with any other directions.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class TunedLens:
         return self
 
     def save(self, path: str | Path) -> None:
-        """Write the weights, and a JSON file beside them with their digest and the hash of their unembedding."""
+        """Write the weights, and next to them a JSON file with their digest and the hash of their unembedding."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file({"weight": self.weight.contiguous(), "bias": self.bias.contiguous()}, path)

@@ -417,7 +417,7 @@ class Admission:
 
 def _join_pass(turns: list[Turn]) -> None:
     """Mutates: turns that decode add their row to the pass that prompts need anyway, where it costs next to nothing. A burst
-    beside it would decode for the few whose prompts are done while all others wait."""
+    of its own would decode for the few whose prompts are done while all others wait."""
     for turn in turns:
         turn.burst = 0
 

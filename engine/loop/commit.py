@@ -190,7 +190,7 @@ class Stops:
 
 
 # ---- captured --------------------------------------------------------------------------------------------------------
-# Captured rows on their way from a pass or a burst into the recordings of branches.
+# Captured rows, from a pass or a burst into the recordings of branches.
 
 SiteRows = Mapping[str, Tensor]
 

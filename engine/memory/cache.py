@@ -292,7 +292,7 @@ class RoomPlan:
     def of(
         cls, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, state_tokens: int | None
     ) -> "RoomPlan":
-        """One state for every open chunk, and beside them states that take no more memory than the KV of all positions."""
+        """One state for every open chunk, and further states that take no more memory than the KV of all positions."""
         mixer = config.mixer
         if mixer is None:
             return cls(0, 0)

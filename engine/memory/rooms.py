@@ -101,7 +101,7 @@ class Rooms:
     def __init__(self, pool: PagePool, entries: int, states: int, tail: int) -> None:
         """
         entries, states  numbers of rooms
-        tail             inputs of a convolution that a row needs beside its own; at most a page
+        tail             inputs of a convolution that a row needs in addition to its own; at most a page
         """
         self.pool, self.size, self.tail = pool, pool.page_size, tail
         self.entries, self.states = Shelf(entries, pool), Shelf(states, pool)

@@ -92,7 +92,7 @@ class LatentAttention(nn.Module):
         return ops.linear(x, self.q).view(len(x), self.heads, -1)
 
     def _show(self, latent: Tensor, shared: Tensor, ops: Ops, tap: Tap | None) -> None:
-        """Each head's keys and values, computed beside the pass, and only if the tap wants them."""
+        """Each head's keys and values, computed outside the pass, and only if the tap wants them."""
         if not wanted(tap, self.k_site, self.v_site):
             return
         every = latent[:, None].expand(-1, self.heads, -1)
@@ -108,7 +108,7 @@ class LatentAttention(nn.Module):
 
 
 class SharedExpert(nn.Module):
-    """An MLP that every row goes to, beside its chosen experts."""
+    """An MLP that every row goes to, in addition to its chosen experts."""
 
     def __init__(self, config: ModelConfig, width: int) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ FINAL_NORM = norm_sites("ln_final")
 
 
 def normed(x: Tensor, norm: Norm, sites: NormSites, ops: RowOps, tap: Tap | None) -> Tensor:
-    """The norm of x. Its scale and its result before the weights are computed beside it, and only if the tap wants them."""
+    """The norm of x. Its scale and its result before the weights are computed only if the tap wants them."""
     if tap is None:
         return ops.norm(x, norm)
     scale_site, normalized_site, out_site = sites
@@ -326,7 +326,7 @@ class Mlp(nn.Module):
 
 class Block(nn.Module):
     """One layer: the outputs of attention and MLP are added to the residual stream. A hybrid's layers may have a recurrent part
-    (`mixer`) in the place of an attention or beside it, or may lack a part."""
+    (`mixer`) instead of an attention or next to it, or may lack a part."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()

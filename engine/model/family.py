@@ -157,7 +157,7 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """field of `ModelConfig` -> its value in every model of the family"""
     uses: frozenset[str] = frozenset()
-    """further config fields that the model computes with, beside those that `reads` names"""
+    """config fields that the model computes with and that `reads` does not name"""
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """config fields that transformers computes with -> the values for which we compute the same"""
     same: Mapping[str, str] = field(default_factory=dict)

@@ -475,7 +475,7 @@ def _load_live(model: nn.Module, dtype: torch.dtype, check: bool, device: Where)
 
 
 def _load_adapted(model: Any, dtype: torch.dtype, check: bool, device: Where) -> Decoder:
-    """A model that holds a LoRA adapter beside its weights, merged with the bits of `adapter=`."""
+    """A model that holds a LoRA adapter in addition to its weights, merged with the bits of `adapter=`."""
     adapter = Adapter.of_model(model)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     state, raw = base_tensors(base), text_config(base.config)
@@ -506,7 +506,7 @@ def hugging_face(model: Decoder) -> Any:
 
     c = model.config
     if c.family not in ("llama", "replaylens"):
-        raise BadRequest(f"Only models of the llama family become Hugging Face models; this one is {c.family}. Load it there.")
+        raise BadRequest(f"Only the llama family can be converted; this one is {c.family}. Load it with transformers.")
     config = tf.LlamaConfig(
         vocab_size=c.vocab_size, hidden_size=c.d_model, intermediate_size=c.d_mlp, num_hidden_layers=c.num_layers,
         num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads, head_dim=c.d_head,

@@ -317,7 +317,7 @@ class BaseModules:
 
     def may_be_saved(self, name: str, config: AdapterConfig) -> bool:
         """Whether peft could have stored this tensor as a whole: it was trained so, or is an embedding or a head, which are
-        stored beside adapters of a longer vocabulary."""
+        stored with adapters of a longer vocabulary."""
         tables = (HEAD, f"{self._family.embed}.weight")
         if name not in self._spellings or self.saved(name, config):
             return True
@@ -391,7 +391,7 @@ class Adapter:
     folder: Path
     changes: dict[str, Lora]
     whole: dict[str, Tensor]
-    """tensors that the adapter replaces: those of modules trained as a whole, and embeddings that peft saved beside them"""
+    """tensors that the adapter replaces: those of modules trained as a whole, and embeddings that peft saved with them"""
     config: AdapterConfig
 
     @classmethod
@@ -415,7 +415,7 @@ class Adapter:
         where = Path(type(model).__name__)  # in the place of a folder, for errors
         fields = json.loads(json.dumps(given.to_dict(), default=lambda x: sorted(x) if isinstance(x, set) else str(x)))
         config = AdapterConfig.of(where, fields)
-        tables = not {"embed_tokens", "lm_head"}.isdisjoint(config.modules)  # what peft saves beside, too
+        tables = not {"embed_tokens", "lm_head"}.isdisjoint(config.modules)  # what peft also saves
         state = get_peft_model_state_dict(model, adapter_name=active[0], save_embedding_layers=tables)
         tensors = {name: x.detach().cpu() for name, x in state.items()}
         adapter = cls._of(where, config, tensors, tensors.__getitem__)
@@ -429,7 +429,7 @@ class Adapter:
         names = {name: _module_name(name) for name in tensors}
         for name, ours in names.items():
             if _UNTRAINED in ours and ours.replace(_UNTRAINED, ".") in names.values():
-                continue  # the base's own tensor beside the trained one: peft does not compute with it
+                continue  # the base's own tensor next to the trained one: peft does not compute with it
             if end := next((end for end in _PARTS if ours.endswith(end)), ""):
                 module = ours.removesuffix(end)
                 parts.setdefault(module, {})[_PARTS[end]] = read(name)
@@ -441,7 +441,7 @@ class Adapter:
                 x = read(name)
                 if ours in whole and not torch.equal(whole[ours], x):
                     raise BadWeights(
-                        f"{folder / WEIGHTS_FILE} holds {ours} twice, with different values. Save the adapter anew with peft."
+                        f"{folder / WEIGHTS_FILE} holds {ours} twice, with different values. Save the adapter again with peft."
                     )
                 whole[ours] = x
         changes = {name: _lora(folder, name, parts[name], config, name in embeds) for name in sorted(parts)}
@@ -543,7 +543,7 @@ class Adapter:
 
 
 def is_adapted(model: Any) -> bool:
-    """Whether a model in memory holds adapters beside its weights: peft's own, or a transformers model with adapters added."""
+    """Whether a model in memory holds adapters: peft's own, or a transformers model with adapters added."""
     parts = model.modules() if isinstance(model, nn.Module) and getattr(model, "peft_config", None) else ()
     return any(hasattr(part, "base_layer") or hasattr(part, "get_base_model") for part in parts)
 

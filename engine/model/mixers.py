@@ -1,4 +1,4 @@
-"""The recurrent parts of hybrids, in the place of an attention or beside it: wiring only, as in `decoder.py`.
+"""The recurrent parts of hybrids, instead of an attention or next to it: wiring only, as in `decoder.py`.
 
 Each is a short convolution over the last positions; two kinds carry a state per head over all positions. What a row needs of
 earlier ones is in the pages of the cache, and its arithmetic depends on its position alone (`kernels/definition.py`).

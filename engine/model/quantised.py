@@ -305,7 +305,7 @@ def _require_scale(weight: Tensor, scale: Tensor, block: tuple[int, int] | None)
 
 def _compressed(config: dict[str, Any]) -> Scheme:
     """compressed-tensors, with one kind of weights."""
-    _require(config, "transform_config", {}, {}, {"config_groups": {}})  # rotations of activations, beside the weights
+    _require(config, "transform_config", {}, {}, {"config_groups": {}})  # rotations of activations
     groups = [group for group in _object(config, "config_groups").values() if isinstance(group, dict)]
     kinds = [_object({**group, "quant_method": "compressed-tensors"}, "weights") for group in groups]
     if len(kinds) != 1:

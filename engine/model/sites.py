@@ -99,7 +99,7 @@ def layer_sites(sparse: bool, mixture: bool) -> dict[str, tuple[str, str | None]
     """The sites of a layer: name within the block -> (trailing shape, legacy alias).
 
     sparse   the layer has a mixture of experts
-    mixture  some layer of the model has. As in TransformerLens, the parts of an MLP beside it have names of their own, since
+    mixture  some layer of the model has. As in TransformerLens, the parts of an MLP next to it have names of their own, since
              `mlp.gate` is the router
     """
     found: dict[str, tuple[str, str | None]] = {}
@@ -149,7 +149,7 @@ def same_values(sparse: bool, mixture: bool) -> dict[str, tuple[str, bool]]:
 
 
 READ_ONLY = ("hook_scale", "hook_normalized", "hook_attn_scores", "hook_expert_indices", "attn.hook_k", "attn.hook_v")
-"""the ends of names of sites that are computed beside the pass. Keys and values have these names with latent attention only,
+"""the ends of names of sites that are computed outside the pass. Keys and values have these names with latent attention only,
 which computes with neither"""
 GLOBAL_SITES = {
     "embed.hook_out": ("d_model", "hook_embed"),
@@ -375,7 +375,7 @@ class SiteTable:
         site = self.resolve(name)
         if name in self.read_only:
             why = (
-                "It is computed beside the pass"
+                "It is computed outside the pass"
                 if site in self.read_only
                 else f"Its value, {site}, is read by other parts as well"
             )

@@ -370,7 +370,7 @@ class DecodeGraph:
         }
 
     def _sent(self, groups: list[SiteGroup], keep: Keep) -> PendingRows:
-        """Rows on their way to where they are kept."""
+        """Rows being copied to where they are kept."""
         return PendingRows(groups, 0) if keep == "device" else self.runner.host_copy.send(groups)
 
     def names(self, spec: CaptureSpec) -> dict[str, str]:

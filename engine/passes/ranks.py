@@ -178,7 +178,7 @@ class Ranks:
         FingerprintMismatch, or another error of loading, if the source is no longer what it was.
         """
         if self.reload is None or self._followers.by_torchrun:
-            raise RankFailed("These ranks were started by torchrun. Start the program again; a dump goes on with resume=True.")
+            raise RankFailed("These ranks were started by torchrun. Start the program again; resume=True continues a dump.")
         self._ready = False
         with self.closed_by_errors():  # ranks with other weights would compute other bits
             self._end()
@@ -331,7 +331,7 @@ class Ranks:
             return f"The ranks of this engine were closed; all branches are as after their last token. {again} to go on."
         return (
             f"A product was not computed: {self._failed}. Nothing of this pass was committed; all branches are as after their "
-            f"last token. {again}, and repeat the request; a dump goes on with resume=True, a command with --resume."
+            f"last token. {again}, and repeat the request; resume=True continues a dump, --resume a command."
         )
 
 

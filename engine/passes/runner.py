@@ -506,7 +506,7 @@ class Runner:
         tap.sent[keep] = (sent, None if len(packed) == num_rows else {row: i for i, row in enumerate(packed)})
 
     def kept(self, rows: Rows, keep: Keep) -> Mapping[str, Tensor]:
-        """Rows -> the same where they are kept, possibly still on their way. What the host computed is there."""
+        """Rows -> the same where they are kept, possibly still in transfer. What the host computed is there."""
         if keep == "device":
             return {site: x.to(self.device) for site, x in rows.items()}
         if not next(iter(rows.values())).is_cuda:

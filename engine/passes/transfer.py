@@ -125,7 +125,7 @@ class Memory:
 
 
 # ---- pending rows ----------------------------------------------------------------------------------------------------
-# `PendingRows`: captured rows that may still be on their way to the host, and `RowView`: some of them.
+# `PendingRows`: captured rows that may still be in transfer to the host, and `RowView`: some of them.
 
 SiteGroup = tuple[tuple[str, ...], Tensor]
 """names of sites, and their stacked rows [sites, rows, ...]"""
@@ -133,7 +133,7 @@ _counting = threading.Lock()
 
 
 class PendingRows:
-    """Rows of several sites, possibly still on their way. Reading one waits for it."""
+    """Rows of several sites, possibly still in transfer. Reading one waits for it."""
 
     def __init__(
         self, groups: Iterable[SiteGroup], pieces: int, sparse: Callable[["PendingRows"], object] = lambda block: None
@@ -160,14 +160,14 @@ class PendingRows:
         return self._groups
 
     def wait(self) -> None:
-        """Return when all rows are there; raises what went wrong on their way."""
+        """Return when all rows are there; raises what went wrong in transfer."""
         self._landed.wait()
         if self._error is not None:
             raise self._error
 
     @property
     def lost(self) -> bool:
-        """Whether something went wrong on their way. Waits for them."""
+        """Whether something went wrong in transfer. Waits for them."""
         self._landed.wait()
         return self._error is not None
 

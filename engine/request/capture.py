@@ -149,7 +149,7 @@ class CaptureSpec:
 
 
 class Sent(Protocol):
-    """Rows of a pass that are on their way to where they are kept."""
+    """Rows of a pass that are being copied to where they are kept."""
 
     def view(self, sites: Iterable[str], first: int, end: int) -> Mapping[str, Tensor]:
         """Rows [first, end) of some sites."""
@@ -163,7 +163,7 @@ class PassTap:
         self.wanted = wanted
         self.values: Rows = {}
         self.sent: dict[str, tuple[Sent, Mapping[int, int] | None]] = {}
-        """where rows are kept -> rows on their way there, and packed row -> row of those; None: they are the same"""
+        """where rows are kept -> rows being copied there, and packed row -> row of those; None: they are the same"""
         self._stacked: dict[tuple[str, ...], list[tuple[tuple[str, ...], Tensor]]] = {}
 
     def wants(self, site: str) -> bool:
@@ -231,7 +231,7 @@ class Chunk:
     positions: Sequence[int]
     """those that have a row, in order"""
     rows: Mapping[str, Tensor]
-    """may still be on their way to the host: looking at a tensor waits for it"""
+    """may still be in transfer to the host: reading a tensor waits for it"""
     first: int = 0
     """the row of the first of the positions"""
 

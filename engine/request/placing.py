@@ -387,7 +387,7 @@ def _names(edit: Edit, table: SiteTable) -> list[str]:
             return _matching(edit, table)
         if edit.site == "Z":
             raise BadEdit(
-                "Z, the logit lens, is computed beside the pass, so that editing it would change nothing. Edit what it reads: "
+                "Z, the logit lens, is computed outside the pass, so editing it would change nothing. Edit what it reads: "
                 "the residual stream, S, or its directions, such as Edit('S', 'project_out', vector)."
             )
         if edit.site and set(edit.site) <= set(LETTERS):

@@ -455,15 +455,15 @@ class Branch(NotCopyable):
         keep      "fork" (the last token before the rollout), "sentences" (the last token of each sentence), "answer", "last",
                   "all", or numbers of generated tokens; one or several
         replace   what comes at each position instead of the path's own tokens: a text, token ids, or a list of texts with one
-                  for each position. The rollout goes on from there
+                  for each position. The rollout continues from there
         wave      rollouts drawn together, which bounds memory; default: as many as the KV cache has room for, at most 1024.
                   Changes no bit
-        folder    where finished waves are kept. The same call goes on with a folder that was left unfinished
+        folder    where finished waves are kept. The same call continues an unfinished folder
         settle    stop at a position once its likeliest answer is settled, with this probability of an error; `n` is then the
                   most that are drawn, in waves of 8 by default. `Rollouts.settled` names the answers. Not with a folder
         progress  show a bar
 
-        A rollout is the same, bit for bit, whatever `n`, `wave` and its company are.
+        A rollout has the same bits for any `n` and `wave`, drawn alone or with others.
 
         >>> from replaylens import Answer, Engine
         >>> root = Engine.load("coin-plain").prompt("A coin's state is heads. Alice flips. What's the state? A:")

@@ -137,7 +137,7 @@ class Conversation(NotCopyable):
 
     @named_options
     def generate(self, n: int, *, sampling: Sampling | None = None, **options: Unpack[GenerateKeywords]) -> ChatTurn:
-        """Let the model write the next turn, of up to `n` tokens, or go on with its last one if that was cut by its length.
+        """Let the model write the next turn, of up to `n` tokens, or continue its last one if that was cut by its length.
         Returns the turn. Options as in `Engine.generate`."""
         sampling = as_instance("sampling", Sampling() if sampling is None else sampling, Sampling, SAMPLING)
         self._require()

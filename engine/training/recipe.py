@@ -66,7 +66,7 @@ class Tokenizer(Protocol):
         ...
 
     def save(self, path: Path) -> None:
-        """Write it to a model folder, as the file `path`; a Hugging Face tokenizer adds files beside it."""
+        """Write it to a model folder, as the file `path`; a Hugging Face tokenizer adds files next to it."""
         ...
 
 

@@ -39,7 +39,7 @@ from replaylens.tasks.task import Example
 
 Method = Literal["thinking", "cot", "none"]
 METHODS: tuple[Method, ...] = ("thinking", "cot", "none")
-"""thoughts beside the text; thoughts written before the answer; no thoughts"""
+"""thoughts next to the text; thoughts written before the answer; no thoughts"""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Exit codes of every command:
   0    done, and the answer is yes: verified, certified, the same content
   1    done, and the answer is no: a mismatch, not certified, other content; or a download failed
   2    not done: bad input, such as an unknown option or a dump that is none, explained by one line on stderr
-  3    not done: the dump's store or the cluster is out of reach, refuses, or lacks a package, or another process writes the
+  3    not done: the dump's store or the cluster cannot be reached, refuses, or lacks a package, or another process writes the
        dump; one line on stderr. Says nothing about the dump; the same command may succeed later
   70   not done: an error that replaylens does not expect, with its traceback; please report it
   130  interrupted by Ctrl-C; if it can be resumed, the line says how
@@ -98,7 +98,7 @@ def _show_version(wanted: bool) -> None:
 
 
 @app.callback(
-    epilog="Exit codes: 0 yes, 1 no (a mismatch, not certified), 2 bad input, 3 store or cluster out of reach, 130 interrupted."
+    epilog="Exit codes: 0 yes, 1 no (a mismatch, not certified), 2 bad input, 3 store or cluster unreachable, 130 interrupted."
 )
 def top(
     version: Annotated[

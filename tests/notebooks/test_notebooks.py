@@ -13,8 +13,6 @@ from replaylens.engine.model import hub
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NAMES = [source.stem for source in sorted(FOLDER.glob("[0-9]_*.py"))]
-REAL = ("5_real_model", "8_five_things")
-"""notebooks that need SmolLM2-135M"""
 MAX_BYTES = 600_000
 CACHE = hub.model_folder().parent
 """the user's cache; other tests change its environment variable later"""
@@ -50,8 +48,8 @@ def texts(notebook: Any) -> list[str]:
     return [str(o.get("text", "")) for o in shown] + [str(v) for o in shown for v in o.get("data", {}).values()]
 
 
-def test_all_eight_are_there() -> None:
-    assert [name[0] for name in NAMES] == list("12345678")
+def test_all_seven_are_there() -> None:
+    assert [name[0] for name in NAMES] == list("1234567")
 
 
 # ---- as committed -----------------------------------------------------------------------------------------------------
@@ -122,7 +120,7 @@ CLAIMS = {
     "2_determinism": ["all equal: True", "certified: True, False", "NotCertified", "certified: True"],
     "3_branches": ["implied:", "accepted rows where text and truth differ: 0%", "S1 follows the text", "patched states: True"],
     "4_thinking_states": ["100% right", "the other face's"],
-    "5_real_model": ["states equal: [True, True, True]", "KV equal:     [True, True, True]", "verified: 6 examples"],
+    "5_five_things": ["the eighth of 8 is the eighth of 48: True", "Frank flips heads.", "L1H3"],
     "6_coming_from_transformerlens": ["186 of 186 names", "edit: ", "as captured: True", "gradients: False"],
     "7_your_own_activations": [
         "Shown: side at 7",
@@ -131,7 +129,6 @@ CLAIMS = {
         "Not shown: even",
         "direction: True",
     ],
-    "8_five_things": ["the eighth of 8 is the eighth of 48: True", "terrible", "amazing"],
 }
 """what the text around the cells relies on, on any machine"""
 
@@ -148,20 +145,13 @@ def check(name: str, notebook: Any) -> None:
 
 
 @pytest.mark.slow  # `make test` runs the first one's calls with the page docs/quickstart.md, and a kernel in the test below
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in REAL])
+@pytest.mark.parametrize("name", NAMES)
 def test_notebook_runs(name: str, tmp_path: Path) -> None:
     """In a fresh kernel with its own cache folder: nothing is downloaded, and certificates are made anew."""
     check(name, run(name, REPLAYLENS_CACHE=str(tmp_path)))
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not hub.is_fetched(), reason="SmolLM2-135M is not in the cache folder")
-@pytest.mark.parametrize("name", REAL)
-def test_real_model_runs(name: str) -> None:
-    check(name, run(name, REPLAYLENS_CACHE=str(CACHE)))
-
-
-CHOICE = re.compile(r'^MODEL = "[a-z-]+"  # or "smollm2"$', re.M)
+CHOICE = re.compile(r'^MODEL = "coin-plain"  # or "smollm2"$', re.M)
 BY_VARIABLE = [name for name in NAMES if CHOICE.search((FOLDER / f"{name}.py").read_text())]
 """notebooks that run on SmolLM2 if one variable is changed"""
 
@@ -170,7 +160,7 @@ BY_VARIABLE = [name for name in NAMES if CHOICE.search((FOLDER / f"{name}.py").r
 @pytest.mark.skipif(not hub.is_fetched(), reason="SmolLM2-135M is not in the cache folder")
 @pytest.mark.parametrize("name", BY_VARIABLE)
 def test_one_variable_runs_it_on_the_real_model(name: str) -> None:
-    """Every cell runs. What the outputs say of the tiny model need not hold, but bits are the same wherever they should be."""
+    """Every cell runs. What is said of the embedded model need not hold, but bits are the same wherever they should be."""
     notebook = build().read(FOLDER / f"{name}.py")
     for cell in notebook.cells:
         cell.source = CHOICE.sub('MODEL = "smollm2"', cell.source)
@@ -179,26 +169,15 @@ def test_one_variable_runs_it_on_the_real_model(name: str) -> None:
     assert not re.search(r"(all equal|same bits|over the whole|as captured): False|mismatch", shown)
 
 
-def test_three_run_on_the_real_model_by_one_variable() -> None:
-    assert [name[0] for name in BY_VARIABLE] == ["2", "6", "7"]
+def test_all_but_one_run_on_the_real_model_by_one_variable() -> None:
+    """The other one needs a model that thinks, and says so first."""
+    assert [name[0] for name in NAMES if name not in BY_VARIABLE] == ["4"]
+    assert "no variable for SmolLM2" in committed("4_thinking_states").cells[0].source
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_notebook_has_figures(name: str) -> None:
     assert {"image/png", "rl-tree", "rl-timeline", "rl-thinking"} & build().drawn(committed(name))
-
-
-@pytest.mark.parametrize("name", [REAL[0], *(pytest.param(name, marks=pytest.mark.slow) for name in REAL[1:])])
-def test_without_the_real_model_its_notebook_says_what_to_do_and_stops(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The user sees no traceback, and the build does not touch the committed file."""
-    monkeypatch.setenv("REPLAYLENS_CACHE", str(tmp_path))
-    before = (FOLDER / f"{name}.ipynb").read_bytes()
-    build().main([name])
-    said = capsys.readouterr().out
-    assert "left as it was" in said and "replaylens fetch smollm2" in said
-    assert (FOLDER / f"{name}.ipynb").read_bytes() == before
 
 
 # ---- controls ---------------------------------------------------------------------------------------------------------

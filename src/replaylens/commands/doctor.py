@@ -32,7 +32,7 @@ def doctor(
     ranks: RanksOption = 1,
     json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
 ) -> None:
-    """Check that a CPU has the bits of every machine, that on a GPU no row depends on its batch. Exit code 1 if not."""
+    """Test this machine: a CPU must give the bits of every machine, a GPU the same bits in any batch. Exit code 1 if not."""
     certificate = certificates.examine(_load(model, device))
     if ranks > 1:
         found = examine_ranks(Ranks(ranks, device, default_dtype(device)))
@@ -86,7 +86,7 @@ def warm(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cuda",
     processes: Annotated[int, typer.Option(min=1, help="Processes that compile at the same time.")] = 8,
 ) -> None:
-    """Compile the kernels of a model ahead. They are kept in Triton's cache, or numba's on a CPU, for all later processes."""
+    """Compile a model's kernels in advance. Triton's cache, or numba's on a CPU, keeps them for all later processes."""
     default_dtype(device)
     config, begun = few_layers(config_of(folder_of(model))), monotonic()
     if device == "cpu":

@@ -1,6 +1,6 @@
 """`replaylens dump`, `verify` and `diff`: reproducible activation dumps from the shell.
 
-Exit codes: 0 done, 2 bad input, 3 store or cluster out of reach, 130 Ctrl-C, 143 SIGTERM.
+Exit codes: 0 done, 2 bad input, 3 store or cluster unreachable, 130 Ctrl-C, 143 SIGTERM.
 """
 
 import json
@@ -217,7 +217,7 @@ def _part(given: str | None) -> tuple[int, int]:
 # ---- verify ----------------------------------------------------------------------------------------------------------
 # `replaylens verify` and `diff`: is a dump what it says, and are two dumps the same?
 #
-# Exit codes: 0 yes, 1 a mismatch was found, 2 bad input or a damaged manifest, 3 out of reach.
+# Exit codes: 0 yes, 1 a mismatch was found, 2 bad input or a damaged manifest, 3 store unreachable.
 
 
 def verify(
@@ -238,8 +238,8 @@ def verify(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Check hashes, then replay a dump's examples or draw rollouts again, all or a sample, and compare every bit. Of a report
-    or a figure, the digest alone is checked."""
+    """Check hashes, then replay a dump's examples or draw rollouts again, all or a sample, and compare every bit. For a
+    report or a figure, only the digest is checked."""
     with reporting():
         if every and sample != "all":
             raise BadRequest(f"--all and --sample {sample} contradict each other. Give one of them.")
@@ -309,7 +309,7 @@ def diff(
     quiet: QuietOption = False,
 ) -> None:
     """Find the first row, site and layer at which two dumps differ. Exit codes: 0 same content, 1 different, 2 damaged,
-    3 out of reach."""
+    3 store unreachable."""
     with reporting():
         found = diff_dumps(a, b, accepted=accepted, progress=not quiet)
     typer.echo(json.dumps({"same": bool(found), **asdict(found)}, indent=1) if as_json else str(found))

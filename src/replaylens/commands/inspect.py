@@ -1,6 +1,6 @@
 """`replaylens inspect`: what a dump holds and how it was made. Reads the manifest and the sizes of the files, not the files.
 
-Exit codes: 0 done, 1 files are missing or have another size, 2 bad input or a damaged manifest, 3 out of reach.
+Exit codes: 0 done, 1 files are missing or have another size, 2 bad input or a damaged manifest, 3 store unreachable.
 """
 
 import json

@@ -67,7 +67,7 @@ def resample(
     as_json: JsonOption = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Hide progress bars.")] = False,
 ) -> None:
-    """Draw rollouts at positions of a chain and count their outcomes. The same command goes on with an unfinished folder."""
+    """Draw rollouts at positions of a chain and count their outcomes. Repeat the command to continue an unfinished folder."""
     with reporting(lambda: "the same command again"):
         options = ResampleKeywords(at=_at(at), max_new=max_new, sites=sites, keep=_keep(keep), replace=replace, wave=wave)
         options["sampling"] = Sampling(temperature=temperature, seed=seed)

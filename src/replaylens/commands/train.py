@@ -339,7 +339,7 @@ def _follow_plain(name: str, recipe: Recipe, given: str, device: str, folder: Pa
 
 
 def _follow_thinking(name: str, recipe: ThinkingRecipe, given: str, device: str, folder: Path, quiet: bool, own: bool) -> Model:
-    """Train, save and write the card; `own`: with the recipe beside it."""
+    """Train, save and write the card; `own`: with its recipe."""
     state = folder / STATE_FILE
     train = partial(thinking_train.train, recipe, device, state)
     model, spent = run(recipe, lambda show: train(after_step=show), state, f"{name} ({recipe.method})", quiet)

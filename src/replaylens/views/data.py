@@ -137,7 +137,7 @@ class Token:
 
     @property
     def visible(self) -> str:
-        """The text with invisible characters made visible, except spaces beside others."""
+        """The text with invisible characters made visible, except spaces next to other characters."""
         return visible(self.text)
 
 

@@ -65,7 +65,7 @@ CHARACTER = 7.3
 """width of a character at the tokens' font size"""
 CROSS = 0.34
 """how far the strokes of a crossed-out token reach from its corners, of its width and height"""
-CORNER = 9
+CORNER = 6
 """and at most, along its width"""
 GAP = 50
 """between a draft and the verifier's token below it: the draft's name, an arrow, the verdict"""
@@ -109,7 +109,7 @@ def draw_frame(frame: Frame, capacity: int) -> Markup:
 
 
 def _height(frame: Frame) -> int:
-    """Chains beside the verified one need rows of their own below the verifier's tokens."""
+    """Chains other than the verified one need their own rows below the verifier's tokens."""
     return HEIGHT + (2 * BOX + 6 if frame.phase is Phase.VERIFY and frame.siblings else 0)
 
 
@@ -264,7 +264,7 @@ def _box(x: float, y: float, width: float, text: str, kind: str) -> Iterable[Mar
 def _cross(x: float, y: float, width: float) -> str:
     """Strokes from the corners towards the middle, which stays free: a line through it would make ÷ of a colon.
 
-    In a wide box they end beside its word.
+    In a wide box they end before its word begins.
     """
     along, down = min(CROSS * width, CORNER), CROSS * BOX
     left = f"M{x:.1f} {y:.1f}l{along:.1f} {down:.1f}M{x:.1f} {y + BOX:.1f}l{along:.1f} {-down:.1f}"
@@ -285,7 +285,7 @@ def _checks(x: float, y: float, width: float, height: float, size: float = 5.0) 
 def _others(frame: Frame) -> Iterable[Markup]:
     """Other running requests as bars: grey, and ordinary ones, the last, as ordinary tokens look.
 
-    Their prompts are plain. What they decode beside this request's drafts is checkered until a round has ended, then plain.
+    Their prompts are plain. What they decode during this request's drafts is checkered until a round has ended, then plain.
     """
     bars, bottom = min(frame.others, 3), _height(frame)
     grey = min(frame.others - frame.ordinary, bars - bool(frame.ordinary))  # an ordinary one is seen, however many others run
@@ -406,7 +406,7 @@ def _stem_length(tree: Paths) -> int:
 
 
 def _bands(places: Sequence[Placement], stem: int) -> list[tuple[int, int]]:
-    """Positions [stem, end) in pieces that fit on a page. A fork stays beside the token before it, where its line begins."""
+    """Positions [stem, end) in pieces that fit on a page. A fork stays next to the token before it, where its line begins."""
     wide: dict[int, float] = {}
     for token in (token for place in places for token in place.path.tokens if token.position >= stem):
         wide[token.position] = max(wide.get(token.position, 0.0), len(token.visible) * _CHARACTER + _EDGES)

@@ -93,7 +93,7 @@ GLOSSARY = {
 
 def glossary() -> Markup:
     """The words to hover."""
-    return join(["Words (hover): ", Markup(" · ").join(map(word, GLOSSARY))])
+    return join(["Glossary (hover): ", Markup(" · ").join(map(word, GLOSSARY))])
 
 
 def word(text: str) -> str:
@@ -176,7 +176,7 @@ def _opening_table(cells: Sequence[Mapping[str, Any]]) -> Markup:
     controls = [name for name in CONTROLS if any(_known(cell.get(name)) for cell in cells)]
     names = ["label", "position", "probe", "best at", "score, 95 %", *(name.replace("_", " ") for name in controls), "shown"]
     head = tag("tr", *(tag("th", word(name)) for name in names))
-    caption = tag("p", "The best cells, beside every control that was run:", class_="rl-quiet")
+    caption = tag("p", "The best cells, next to every control that was run:", class_="rl-quiet")
     body = (tag("tr", *(tag("td", value) for value in _line(cell, controls))) for cell in cells)
     return join([caption, tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="rl-scroll")])
 

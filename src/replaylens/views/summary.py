@@ -27,7 +27,7 @@ def folded_pictures(facts: Facts, pictures: Sequence[Tree | Thinking], rest: str
 
 
 def cache_and_pictures(facts: Facts, used: int, pages: int, pictures: Sequence[Tree], rest: str = "") -> str:
-    """The fill of the KV cache beside the facts, then folded pictures."""
+    """The fill of the KV cache next to the facts, then folded pictures."""
     cache = tag("div", cylinder(Fill(used), pages), class_="rl-picture")
     return fragment(tag("div", cache, fact_list(facts), class_="rl-head"), *map(_folded, pictures), *_line(rest))
 

@@ -52,7 +52,7 @@ class DlaResult:
     total: float
     """the logit difference of the model"""
     parts: tuple[LogitPart, ...]
-    """all of them; the last is what float32 or bfloat16 rounded away on the way"""
+    """all of them; the last is what rounding to float32 or bfloat16 removed"""
 
     def __repr__(self) -> str:
         lost = self.parts[-1].value
@@ -134,7 +134,7 @@ def dla(engine: Core, prompt: Prompt, metric: MetricTokens | LogitDifference, *,
 
     metric  a pair of tokens: the logit of the first minus that of the second
     by      "layer": attention and MLP of each layer; "head": heads instead of attention; "neuron": neurons instead of MLPs. Of
-            a hybrid, recurrent parts ("mixer") and their heads (L0M3) stand beside these
+            a hybrid, recurrent parts ("mixer") and their heads (L0M3) are parts as well
 
     The embedding, biases and the rounding of the model's dtype are parts too, so that the parts sum to `total`. Norms are
     linear here: the scale that they divide by is held at that of the row, and their weights and biases are included. Of a

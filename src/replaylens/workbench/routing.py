@@ -1,4 +1,4 @@
-"""`routing`: which experts each token of a text goes to, layer by layer, and rejected drafts beside the accepted tokens."""
+"""`routing`: which experts each token of a text goes to, layer by layer, and the experts of rejected drafts."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class RoutingResult:
         return pd.DataFrame(lines, columns=columns)
 
     def plot(self) -> Figure:
-        """The path, and the first rejected drafts beside it: each token's heaviest expert, coloured by its weight."""
+        """The path and its first rejected drafts: each token's heaviest expert, coloured by its weight."""
         return figure(self._grids(1), "weight of the heaviest expert", "layer", "token")
 
     def plot_load(self) -> Figure:

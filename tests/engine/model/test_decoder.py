@@ -601,7 +601,7 @@ def test_edits_reach_what_follows_and_have_the_same_bits_in_a_fork(site: str) ->
 @pytest.mark.parametrize("site", ["hook_k", "hook_v"])
 def test_keys_and_values_of_heads_are_shown_and_not_edited(site: str) -> None:
     """Attention computes with neither, so that an edit would change nothing."""
-    with pytest.raises(BadEdit, match=f"{site} can be captured but not edited. It is computed beside the pass"):
+    with pytest.raises(BadEdit, match=f"{site} can be captured but not edited. It is computed outside the pass"):
         Engine(decoder("deepseek-v3")).prompt(TOKENS, edits=[Edit(LAYER + site, "zero")])
 
 

@@ -284,7 +284,7 @@ def test_the_curve_covers_the_truth_of_coin(coin_paths: list[Path]) -> None:
 
 @pytest.mark.slow
 def test_the_curve_covers_the_truth_of_many_coins() -> None:
-    """The same on 300 texts, whose mean docs/branches.md gives."""
+    """The same on 300 texts."""
     paths = _coin_paths(range(100, 200))
     held = np.concatenate([_inside(path, joint=False) for path in paths])
     assert len(held) > 1800 and 0.94 <= held.mean() <= 0.96
