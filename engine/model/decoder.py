@@ -1,15 +1,13 @@
 """`Decoder`: one config-driven transformer over packed rows. Wiring only: the arithmetic is in `Ops`."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.config import ModelConfig, barred, without_barred
 from replaylens.engine.model.layers import (
     Experts,
@@ -427,19 +425,6 @@ class LayerStage:
     first: int
     end: int
     device: torch.device
-
-
-def divided(sizes: Sequence[int], devices: Sequence[torch.device], free: Sequence[int]) -> tuple[LayerStage, ...]:
-    """Layers of these sizes over devices, at least one each, in proportion to their free memory. BadRequest if there are more
-    devices than layers."""
-    if len(devices) > len(sizes):
-        raise BadRequest(f"{len(devices)} devices were given for {len(sizes)} layers. Give at most one device per layer.")
-    ends, done, share = [0], list(accumulate(sizes)), list(accumulate(free))
-    for i in range(1, len(devices)):
-        wanted = done[-1] * share[i - 1] / share[-1]
-        nearest = min(range(len(done)), key=lambda layer: abs(done[layer] - wanted)) + 1
-        ends.append(min(max(nearest, ends[-1] + 1), len(sizes) - len(devices) + i))
-    return tuple(LayerStage(a, b, device) for a, b, device in zip(ends, [*ends[1:], len(sizes)], devices, strict=True))
 
 
 def scaled_logits(x: Tensor, config: ModelConfig, ops: RowOps) -> Tensor:

@@ -3,7 +3,8 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,9 +12,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from replaylens.engine.errors import BadWeights, MissingTensor, NotEnoughMemory
+from replaylens.engine.errors import BadRequest, BadWeights, MissingTensor, NotEnoughMemory
 from replaylens.engine.model.config import ModelConfig
-from replaylens.engine.model.decoder import Decoder, divided
+from replaylens.engine.model.decoder import Decoder, LayerStage
 from replaylens.engine.model.layers import Packable
 
 # ---- source ----------------------------------------------------------------------------------------------------------
@@ -291,3 +292,16 @@ def _finite(x: Tensor) -> bool:
     """Whether all numbers are finite, without a second copy of them: NaN and infinity are found among the extremes."""
     x = x if x.is_contiguous() else x.mT  # several times faster if that is how they lie
     return x.numel() == 0 or bool(torch.isfinite(torch.stack(torch.aminmax(x))).all())
+
+
+def divided(sizes: Sequence[int], devices: Sequence[torch.device], free: Sequence[int]) -> tuple[LayerStage, ...]:
+    """Layers of these sizes over devices, at least one each, in proportion to their free memory. BadRequest if there are more
+    devices than layers."""
+    if len(devices) > len(sizes):
+        raise BadRequest(f"{len(devices)} devices were given for {len(sizes)} layers. Give at most one device per layer.")
+    ends, done, share = [0], list(accumulate(sizes)), list(accumulate(free))
+    for i in range(1, len(devices)):
+        wanted = done[-1] * share[i - 1] / share[-1]
+        nearest = min(range(len(done)), key=lambda layer: abs(done[layer] - wanted)) + 1
+        ends.append(min(max(nearest, ends[-1] + 1), len(sizes) - len(devices) + i))
+    return tuple(LayerStage(a, b, device) for a, b, device in zip(ends, [*ends[1:], len(sizes)], devices, strict=True))

@@ -19,20 +19,11 @@ from torch import Tensor
 
 from replaylens.engine.errors import InternalError
 from replaylens.engine.memory.pages import PageTable, page_matrix
-from replaylens.engine.passes.cuda import (
-    CanonicalCudaOps,
-    FastCudaOps,
-    KeyLayout,
-    LevelShape,
-    Sharing,
-    find_sharing,
-    room,
-    seeds,
-    temperatures,
-)
+from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, seeds, temperatures
 from replaylens.engine.passes.edits_cuda import EditProgram, EditShape, ProgramTap, rows_of
 from replaylens.engine.passes.graphs import kept, recorded
 from replaylens.engine.passes.runner import Keep, Runner
+from replaylens.engine.passes.sharing import KeyLayout, LevelShape, Sharing, find_sharing, room
 from replaylens.engine.passes.transfer import PendingRows, SiteGroup
 from replaylens.engine.records import LensSpec
 from replaylens.engine.request.capture import CaptureSpec, PassTap, Place, PlacedRows, Rows

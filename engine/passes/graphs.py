@@ -23,8 +23,9 @@ from replaylens.engine.memory.pages import PageTable, page_matrix
 from replaylens.engine.model.decoder import Decoder, LayerStage
 from replaylens.engine.model.sites import table
 from replaylens.engine.passes.batch import Batch
-from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, KeyLayout, LevelShape, Sharing, room, sharing_of
+from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps
 from replaylens.engine.passes.edits_cuda import EditProgram, EditShape, ProgramTap, Vectors
+from replaylens.engine.passes.sharing import KeyLayout, LevelShape, Sharing, room, sharing_of
 from replaylens.engine.request.capture import PassTap
 from replaylens.engine.terminal import pause_collector
 from replaylens.kernels import launch

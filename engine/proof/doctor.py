@@ -165,7 +165,7 @@ def numbers(seed: int, *shape: int) -> Tensor:
 
 
 def _cases() -> dict[str, Callable[[], Tensor]]:
-    from replaylens.kernels import cpu
+    from replaylens.kernels import cpu, cpu_noise
 
     x, w, few = numbers(1, 70, 577), numbers(2, 577, 100), numbers(3, 9, 100) * 2.0**-130
     row = numbers(4, 3, 5000)
@@ -185,7 +185,7 @@ def _cases() -> dict[str, Callable[[], Tensor]]:
         "entropies": lambda: torch.stack(cpu.entropies(cpu.log_softmax_(row.clone())[None])),
         "attention": lambda: _attention(),
         "attention with a window, a cap, slopes and sinks": lambda: _attention(5.0, 100, numbers(9, 6) / 64, numbers(10, 6)),
-        "noise": lambda: torch.from_numpy(cpu.gumbel(12345, 6789, 4096)),
+        "noise": lambda: torch.from_numpy(cpu_noise.gumbel(12345, 6789, 4096)),
     }
 
 

@@ -157,9 +157,9 @@ class Sampling:
             if self.temperature == 0.0:
                 return int(scores.argmax())
             scores = self._filtered(scores / self.temperature)
-            from replaylens.kernels import cpu  # loads a compiler
+            from replaylens.kernels import cpu_noise  # loads a compiler
 
-            return cpu.draw(scores, self.seed, len(path))
+            return cpu_noise.draw(scores, self.seed, len(path))
 
     def _adjusted(self, scores: NDArray[np.float64], path: Sequence[int], num_prompt: int) -> NDArray[np.float64]:
         if self.repetition_penalty != 1.0:
@@ -179,9 +179,9 @@ class Sampling:
         if not (self.top_k or self.top_p < 1.0 or self.min_p):
             return scores
         order = np.argsort(-scores, kind="stable")
-        from replaylens.kernels import cpu  # loads a compiler
+        from replaylens.kernels import cpu_noise  # loads a compiler
 
-        probabilities = cpu.exponentials(scores[order] - scores[order[0]])
+        probabilities = cpu_noise.exponentials(scores[order] - scores[order[0]])
         keep = np.ones(len(order), dtype=bool)
         if self.top_k:
             keep[self.top_k :] = False
@@ -215,6 +215,6 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def gumbel(seed: int, position: int, vocab: int) -> NDArray[np.float64]:
     """Gumbel noise for the token at `position`: [vocab], float64."""
-    from replaylens.kernels import cpu  # loads a compiler
+    from replaylens.kernels import cpu_noise  # loads a compiler
 
-    return cpu.gumbel(seed, position, vocab)
+    return cpu_noise.gumbel(seed, position, vocab)

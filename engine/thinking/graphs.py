@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.memory.cache import KVCache
-from replaylens.engine.passes.cuda import CanonicalCudaOps, HeadOps, KeyLayout
+from replaylens.engine.passes.cuda import CanonicalCudaOps, HeadOps
 from replaylens.engine.passes.graphs import recorded
+from replaylens.engine.passes.sharing import KeyLayout
 from replaylens.engine.thinking.model import ThinkingDecoder, ThoughtSteps, largest
 from replaylens.kernels.shared import PagedRows, plan_tiles
 

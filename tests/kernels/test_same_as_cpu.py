@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.proof.doctor import numbers
-from replaylens.kernels import cpu, cpu_recurrent, parts, recurrent
+from replaylens.kernels import cpu, cpu_noise, cpu_recurrent, parts, recurrent
 from replaylens.kernels.attention import attention
 from replaylens.kernels.cpu_attention import HostRows, attend
 from replaylens.kernels.launch import GemmTile
@@ -173,5 +173,5 @@ def test_sampling(device: str) -> None:
     logits, temperature = numbers(12, 3, 1000), [0.7, 1.0, 2.0]
     seed, position = (torch.tensor(each, device=device) for each in ([1, 2, 3], [4, 5, 6]))
     tokens, _ = sample_logits(logits.to(device), seed, position, torch.tensor(temperature, dtype=torch.float64, device=device))
-    scores = [logits[i].numpy().astype(np.float64) / temperature[i] + cpu.gumbel(i + 1, i + 4, 1000) for i in range(3)]
+    scores = [logits[i].numpy().astype(np.float64) / temperature[i] + cpu_noise.gumbel(i + 1, i + 4, 1000) for i in range(3)]
     assert tokens.tolist() == [int(each.argmax()) for each in scores]

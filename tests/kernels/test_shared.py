@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from replaylens.engine.passes.cuda import MAX_LEVELS, KeyLayout, find_sharing
+from replaylens.engine.passes.sharing import MAX_LEVELS, KeyLayout, find_sharing
 from replaylens.kernels.attention import attention
 from replaylens.kernels.launch import KV_BLOCK, KV_SPLIT, AttentionTile, heads_together, next_power_of_2
 from replaylens.kernels.shared import PagedRows, SharedKeys, SharedLevel, plan_tiles

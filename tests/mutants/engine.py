@@ -238,8 +238,8 @@ ENGINE = (
     Mutant(
         "noise-by-generated-tokens",
         "replaylens.engine.request.sampling",
-        "cpu.draw(scores, self.seed, len(path))",
-        "cpu.draw(scores, self.seed, len(path) - num_prompt)",
+        "cpu_noise.draw(scores, self.seed, len(path))",
+        "cpu_noise.draw(scores, self.seed, len(path) - num_prompt)",
         "a draw depends on seed, position and token id alone",
         ("tests/engine/request/test_sampling.py",),
     ),

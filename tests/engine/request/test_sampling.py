@@ -16,7 +16,7 @@ from replaylens.engine.errors import ClosedBranch
 from replaylens.engine.loop.lane import Job
 from replaylens.engine.memory.tree import BranchStatus
 from replaylens.engine.request.sampling import Sampling, gumbel, hash_bits
-from replaylens.kernels import cpu
+from replaylens.kernels import cpu_noise
 from replaylens.kernels import reference as kernels
 from tests.toy_model import VOCAB, continuation, engine, scripted_model, toy
 
@@ -105,11 +105,12 @@ HASHES = [
 ]
 
 
-@pytest.mark.parametrize("per_bit, enough", [(cpu.PER_BIT, True), (math.log(2) * (1 - 1e-9), False)])
+@pytest.mark.parametrize("per_bit, enough", [(cpu_noise.PER_BIT, True), (math.log(2) * (1 - 1e-9), False)])
 def test_the_noise_is_finite_and_bounded_whatever_the_hash(per_bit: float, enough: bool) -> None:
     """u = 0 or u = 1 would give infinity, and an infinite score wins whatever the logits. The bound is nearly reached: u
     closest to 1 exceeds one that is a little too small."""
-    noise, most = (np.array([f(np.uint64(h)) for h in HASHES]) for f in (cpu._noise, lambda h: cpu._most_noise(h, per_bit)))
+    both = cpu_noise._noise, lambda h: cpu_noise._most_noise(h, per_bit)
+    noise, most = (np.array([f(np.uint64(h)) for h in HASHES]) for f in both)
     assert np.isfinite(noise).all()
     assert (noise <= most).all() == enough
 
@@ -140,13 +141,13 @@ def test_a_draw_that_bounds_the_noise_is_the_plain_one(monkeypatch: pytest.Monke
     wrong = 0
     for seed, scores in product(range(100), many_scores()):
         expected = drawn_plainly(scores, seed, seed % 7)
-        assert cpu.draw(scores, seed, seed % 7) == expected
+        assert cpu_noise.draw(scores, seed, seed % 7) == expected
         with monkeypatch.context() as patched:
-            patched.setattr(cpu, "PER_BIT", cpu.PER_BIT * 0.7)
-            wrong += cpu.draw(scores, seed, seed % 7) != expected
+            patched.setattr(cpu_noise, "PER_BIT", cpu_noise.PER_BIT * 0.7)
+            wrong += cpu_noise.draw(scores, seed, seed % 7) != expected
     assert wrong > 50
     odd = [np.array(x) for x in ([0.0, np.nan, np.inf], [np.inf, 1.0, np.inf, np.nan], [1e308, 1e308], [3.0, np.inf, np.inf])]
-    assert all(cpu.draw(scores, seed, 3) == drawn_plainly(scores, seed, 3) for scores in odd for seed in range(9))
+    assert all(cpu_noise.draw(scores, seed, 3) == drawn_plainly(scores, seed, 3) for scores in odd for seed in range(9))
 
 
 @given(data=st.data())
