@@ -393,8 +393,8 @@ def draw(parts: dict[str, dict[str, Any]]) -> Figure:
             found = layers[best]["accepted to rejected"]
             rival = found["value"] - min(each["value"] for each in layers[best]["above"].values())
             _mark(axes[0, 0], y, found, rival, shown)
-        if told["parted"]["layers"]:
-            _mark(axes[0, 1], y, told["parted"]["layers"].get(best) or list(told["parted"]["layers"].values())[-1], 0.5, shown)
+        if parted_at := told["parted"]["layers"]:
+            _mark(axes[0, 1], y, parted_at.get(best) or list(parted_at.values())[-1], parted_at["S0"]["value"], shown)
         follows = parts[name].get("exchange", {}).get("follows", {})
         if follows and drafter == next(d for n, d in lines if n == name):
             row, placebo = (
@@ -412,7 +412,7 @@ def draw(parts: dict[str, dict[str, Any]]) -> Figure:
         "(c) rejected row copied in:\nnext token follows",
         "(d) will be rejected:\nAUC of the draft's own row",
     )
-    rivals = ("best control; blue: shown", "chance", "row of the same token", "entropy and margin before it")
+    rivals = ("best control; blue: shown", "the token alone", "row of the same token", "entropy and margin before it")
     for axis, title, rival in zip(axes[0], titles, rivals, strict=True):
         axis.set(
             title=title, xlabel=f"grey: {rival}", xlim=(-0.04, 1.04), ylim=(len(lines) - 0.4, -0.6), yticks=range(len(lines))
