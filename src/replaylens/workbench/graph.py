@@ -313,7 +313,8 @@ def _drawn(graph: Graph) -> Figure:
     for kind, marker in _MARKERS.items():
         if own := [i for i in shown if graph.all_nodes[i].kind == kind]:
             sizes = [25 + 175 * influence[i] / most for i in own] if kind == "feature" else 40
-            axis.scatter(*np.stack([places[i] for i in own]).T, s=sizes, marker=marker, zorder=2, edgecolors="white", gid=kind)
+            x, y = np.stack([places[i] for i in own]).T
+            axis.scatter(x, y, s=sizes, marker=marker, zorder=2, edgecolors="white", gid=kind)
     words = [plain(short(visible(word), 12)) for word in graph.words]
     axis.set_xticks(range(len(words)), words, rotation=90, fontsize=7)
     axis.set_yticks(range(-1, top + 1), ["token", *(f"layer {layer}" for layer in range(top)), "output"], fontsize=7)
