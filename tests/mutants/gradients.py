@@ -75,6 +75,6 @@ GRADIENTS = (
         "ds, p = ds.masked_fill(cut, 0.0), p.masked_fill(cut, 0.0)",
         "p = p.masked_fill(cut, 0.0)",
         "the Jacobian lens is that of a position on itself",
-        ("tests/engine/gradients/test_jacobian.py::test_it_is_the_mean_of_the_jacobians",),
+        ("tests/workbench/test_jacobian.py::test_it_is_the_mean_of_the_jacobians",),
     ),
 )

@@ -9,16 +9,16 @@ from torch import Tensor
 from replaylens import Engine, attribution_patching, errors
 from replaylens.engine.gradients import mixers
 from replaylens.engine.gradients.gradients import Gradients
-from replaylens.engine.gradients.jacobian import fit_jacobian_lens
 from replaylens.engine.model.loading import load
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placing import place_all
 from replaylens.kernels import cpu_recurrent, threads
+from replaylens.workbench.lens import fit_jacobian_lens
 from tests.engine.gradients.reference import difference, of_decoder
-from tests.engine.gradients.test_jacobian import own_jacobians
 from tests.engine.passes.packed import sequences
 from tests.engine.reference import decoder
 from tests.families import HYBRIDS, hugging_face
+from tests.workbench.test_jacobian import own_jacobians
 
 KINDS = ("lfm2", "qwen3-next", "mamba2")
 """gated convolutions, a gated delta net with gated attention and experts, Mamba-2"""
