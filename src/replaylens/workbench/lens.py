@@ -227,8 +227,6 @@ def fit_jacobian_lens(
     first    the first position that counts. The stream of a text's first token is unlike all others in most models
     centred  False: read J[l] x alone, without the means
 
-    Raises NoGradient for a model without gradients, such as one with attention sinks.
-
     >>> from replaylens import Engine, lens
     >>> engine = Engine.load("coin-plain")
     >>> fitted = fit_jacobian_lens(engine, ["A coin's state is heads. Alice flips."])
