@@ -20,7 +20,7 @@ from replaylens import __version__
 from replaylens.engine import records
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.features.features import SparseFeatures
-from replaylens.engine.request.values import as_float, as_int, as_list, short_repr, verb
+from replaylens.engine.request.values import as_float, as_int, as_list, as_path, short_repr, verb
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
 
@@ -131,7 +131,7 @@ def graph(
 def read_graph(path: str | Path) -> dict[str, Any]:
     """A graph from a file, checked as the schema says; BadRequest names what is wrong with another file."""
     try:
-        content = Path(path).read_bytes()
+        content = as_path("path", path).read_bytes()
     except OSError as error:
         raise BadRequest(f"Cannot read {path}: {error}.") from error
     return _checked(records.parse(content, str(path), BadRequest), str(path))
