@@ -255,7 +255,7 @@ class SparseFeatures:
 
         Raises UnknownSite if their site was not captured, or the model does not have it.
         """
-        recording, tokens = branch.activations, branch.tokens
+        recording, tokens = as_instance("branch", branch, Branch, "a branch").activations, branch.tokens
         found, positions = self.encode(recording.peek(self._captured(branch))), tuple(recording.positions())
         words = tuple(word(branch.engine.text, tokens[position]) for position in positions)
         return FeatureRows(found.offsets, found.indices, found.values, found.width, positions, words)
