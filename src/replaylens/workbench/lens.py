@@ -100,10 +100,12 @@ class LensResult:
         if measure not in _LABELS:
             raise BadRequest(f"Unknown measure {measure!r}. Known: {', '.join(_LABELS)}.")
         best = [[self.top[i][j][0] for j in range(len(self.tokens))] for i in range(len(self.layers))]
-        about = f" ({self.token!r})" if self.token is not None and measure in ("rank", "logprob") else ""
-        title = f"Logit lens: {_LABELS[measure]}{about}"
-        values, ranks = getattr(self, measure).numpy(), measure == "rank"
-        return Grid(title, self.layers, self.tokens, values, best, ranks=ranks, facts=self._facts)
+        values, ranks, off = getattr(self, measure).numpy(), measure == "rank", int(measure in ("logprob", "kl"))
+        title = f"Logit lens: {self._label(measure)}"
+        return Grid(title, self.layers, self.tokens, values, best, ranks=ranks, facts=self._facts, off_scale=off)
+
+    def _label(self, measure: Measure) -> str:
+        return _LABELS[measure] if self.token is None else _LABELS[measure].replace("the token", repr(self.token))
 
     @property
     def _measure(self) -> Measure:
@@ -139,7 +141,7 @@ class LensResult:
         measure  None: the probability of the likeliest token; the log-probability of the token that `lens` was asked about
         """
         measure = measure or self._measure
-        return figure([self.grid(measure)], _LABELS[measure], "features" if measure == "features" else "layer", "token")
+        return figure([self.grid(measure)], self._label(measure), "features" if measure == "features" else "layer", "token")
 
     def _repr_html_(self) -> str:
         likely = "it is more likely" if self.token is None else f"{self.token!r} is more likely"
