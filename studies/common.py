@@ -13,6 +13,7 @@ its own commit, date, machine and versions, so that parts can be computed at dif
 
 import hashlib
 import json
+import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,9 @@ COLOURS = ("#1b76c4", "#d9662b", "#3a9a5b", "#a8559c", "#8a7a2e", "#5b6b7a")
 _INK, _PAGE, _QUIET = "#010203", "#fdfcfb", "#808182"
 """colours that a viewer's light or dark scheme replaces; `QUIET` is for baselines, grids and controls"""
 QUIET = _QUIET
+_SPACE, _TAG, _DIGITS = re.compile(r"\s+"), re.compile("<[^>]*>"), re.compile(r"([1-9]\d*\.\d)\d+")
+_FAMILY = re.compile(r"font: ([\d.]+px) [^;\"]*;?")
+"""what a figure's file says more briefly"""
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -98,7 +102,8 @@ def save_figure(name: str, parts: dict[str, Any], out: Path = HERE) -> Path:
     made = import_module(f"studies.{name}").draw(parts)
     for axis in made.axes:
         axis.title.set(color=_INK, fontsize=9)  # `set_title` takes matplotlib's own
-    text = str(svg(made)).replace("background:white", "background:" + _PAGE)
+    text = str(svg(made, letters="none")).replace("background:white", f"font-family:sans-serif;background:{_PAGE}")
+    text = _TAG.sub(lambda tag: _FAMILY.sub(r"font-size:\1;", _DIGITS.sub(r"\1", tag[0])), _SPACE.sub(" ", text))
     roles = {"page": _PAGE, "text": _INK, "quiet": _QUIET}
     for role, colour in roles.items():
         text = text.replace(colour, f"var(--{role})")

@@ -20,7 +20,7 @@ from sklearn.preprocessing import StandardScaler
 
 import replaylens as rl
 from replaylens.probes.areas import area, area_gains
-from studies.common import COLOURS, QUIET, Place, curve, digest, inputs, legend, picture, share
+from studies.common import COLOURS, QUIET, Place, digest, inputs, picture, share
 from studies.told import ShownCoin, ToldBoxes, TwoPeople
 
 TRAINED = Path(__file__).parent.parent / "trained" / "studies"
@@ -379,44 +379,53 @@ def _area(score: np.ndarray, bad: np.ndarray, roots: np.ndarray, fold: np.ndarra
 
 
 def draw(parts: dict[str, dict[str, Any]]) -> Figure:
-    """Per model: (a) and (b) by layer, (c) by layer, (d) by layer, of its first drafter that has them."""
-    shown = {name: part for name, part in parts.items() if _first(part, "transfer")}
-    made, axes = picture(3, max(1, len(shown)), width=4.0, height=2.5)
-    for line, (name, part) in zip(axes, shown.items(), strict=False):
-        drafter, told = _first(part, "transfer")
-        layers = told["transfer"]["layers"]
-        x = [int(cell[1:]) for cell in layers]
-        curve(line[0], x, [each["accepted to rejected"] for each in layers.values()], COLOURS[0], "accepted to rejected")
-        if told["parted"]["layers"]:
-            parted_at = told["parted"]["layers"]
-            at = [int(cell[1:]) for cell in parted_at]
-            curve(line[0], at, list(parted_at.values()), COLOURS[1], "follows the text where both part")
-        for number, control in enumerate(CONTROLS):
-            if all(control in each["above"] for each in layers.values()):
-                less = [each["accepted to rejected"]["value"] - each["above"][control]["value"] for each in layers.values()]
-                line[0].plot(x, less, color=QUIET, linewidth=0.8, linestyle=(0, (1 + number, 2)), label=control)
-        line[0].set(title=f"{name} ({drafter})", xlabel="S of layer", ylabel="share of rejected rows", ylim=(0, 1.03))
-        exchange = {
-            way: each for way, each in part.get("exchange", {}).get("follows", {}).items() if way.startswith("into taken")
-        }
-        for number, (way, found) in enumerate(exchange.items()):
-            dashed = not way.endswith("branch's row")
-            curve(line[1], [int(c[1:]) for c in found], list(found.values()), COLOURS[number], way.partition(": ")[2], dashed)
-        line[1].set(title="row put into the accepted path: share that follows", xlabel="S of layer", ylim=(-0.03, 1.03))
-        for number, (each, found) in enumerate(part["drafters"].items()):
-            areas = found.get("foreseen", {}).get("areas", {})
-            cells = [cell for cell in areas if cell.startswith("S")]
-            if cells:
-                curve(line[2], [int(c[1:]) for c in cells], [areas[c] for c in cells], COLOURS[number], f"{each}: own row")
-                base = areas[found["foreseen"]["baseline"]]["value"]
-                line[2].axhline(base, color=COLOURS[number], linewidth=0.8, linestyle=":")
-        line[2].set(title="will be rejected (dotted: entropy and margin)", xlabel="S of layer", ylabel="AUC", ylim=(0.4, 1.02))
-        for axis in line:
-            if axis.get_legend_handles_labels()[0]:
-                legend(axis, fontsize=6)
+    """One line per model and drafter: (a) and (b) at the layer where (a) is best, (c) and (d) at the first layer after S0."""
+    lines = [
+        (name, drafter) for name, part in parts.items() for drafter, told in part["drafters"].items() if "foreseen" in told
+    ]
+    made, axes = picture(4, width=2.9, height=1.0 + 0.17 * len(lines))
+    for y, (name, drafter) in enumerate(lines):
+        told = parts[name]["drafters"][drafter]
+        layers = told["transfer"].get("layers", {})
+        best = max(layers, key=lambda cell: layers[cell]["accepted to rejected"]["value"], default=None)
+        shown = COLOURS[0 if told["transfer"].get("verdict", "").startswith("Shown") else 1]
+        if best is not None:
+            found = layers[best]["accepted to rejected"]
+            rival = found["value"] - min(each["value"] for each in layers[best]["above"].values())
+            _mark(axes[0, 0], y, found, rival, shown)
+        if parted_at := told["parted"]["layers"]:
+            _mark(axes[0, 1], y, parted_at.get(best) or list(parted_at.values())[-1], parted_at["S0"]["value"], shown)
+        follows = parts[name].get("exchange", {}).get("follows", {})
+        if follows and drafter == next(d for n, d in lines if n == name):
+            row, placebo = (
+                next(list(each.values())[1] for way, each in follows.items() if way.startswith(f"into taken: {kind}"))
+                for kind in ("the other", "same")
+            )
+            _mark(axes[0, 2], y, row, placebo["value"], COLOURS[2])
+        areas = told["foreseen"].get("areas", {})
+        cells = [cell for cell in areas if cell.startswith("S")]
+        if cells:
+            _mark(axes[0, 3], y, areas[cells[1]], areas[told["foreseen"]["baseline"]]["value"], COLOURS[3])
+    titles = (
+        "(a) rejected rows read\nby probes of accepted ones",
+        "(b) follows the text\nwhere both part",
+        "(c) rejected row copied in:\nnext token follows",
+        "(d) will be rejected:\nAUC of the draft's own row",
+    )
+    rivals = ("best control; blue: shown", "the token alone", "row of the same token", "entropy and margin before it")
+    for axis, title, rival in zip(axes[0], titles, rivals, strict=True):
+        axis.set(
+            title=title, xlabel=f"grey: {rival}", xlim=(-0.04, 1.04), ylim=(len(lines) - 0.4, -0.6), yticks=range(len(lines))
+        )
+        axis.set_yticklabels([f"{n}: {d}" for n, d in lines] if axis is axes[0, 0] else [], fontsize=7)
+        axis.tick_params(axis="y", length=0)
     return made
 
 
-def _first(part: dict[str, Any], question: str) -> tuple[str, dict[str, Any]] | None:
-    kept = ((name, told) for name, told in part["drafters"].items() if "layers" in told.get(question, {}))
-    return next(kept, None)
+def _mark(axis: Any, y: int, found: dict[str, Any], rival: float | None, colour: str) -> None:
+    """A value with its interval, and what it is compared with."""
+    if found["low"] is not None:
+        axis.plot([found["low"], found["high"]], [y, y], color=colour, linewidth=1.5)
+    axis.plot([found["value"]], [y], color=colour, marker="o", markersize=4)
+    if rival is not None:
+        axis.plot([rival], [y], color=QUIET, marker="|", markersize=7)

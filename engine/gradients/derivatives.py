@@ -24,7 +24,7 @@ from replaylens.kernels import cpu as portable
 # ---- products --------------------------------------------------------------------------------------------------------
 # The sums and functions of a backward pass: portable ones on a CPU, those of the kernels and of torch on a GPU.
 
-Function = Literal["exp", "tanh", "sigmoid", "erf"]
+Function = Literal["exp", "tanh", "sigmoid", "erf", "softplus"]
 
 
 class BackwardProducts(Protocol):
@@ -285,6 +285,13 @@ def pattern_of(q: Tensor, k: Tensor, spec: AttentionSpec, products: BackwardProd
         p, _ = _scored(part, k[:, :end], spec, hidden.repeat(group, 1), bias, products)
         found[:, :, first:end, :end] = p.view(kv_heads, group, end - first, end)
     return found
+
+
+def attention_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, products: BackwardProducts) -> Tensor:
+    """What rows at positions 0, 1, ... read: [rows, heads, d_value]. q [rows, heads, d_head]; k, v [rows, kv_heads, width]."""
+    p = rearrange(pattern_of(q, k, spec, products), "kv group rows keys -> kv (group rows) keys")
+    z = products.batched(p, v.transpose(0, 1).contiguous())
+    return rearrange(z, "kv (group rows) d -> rows (kv group) d", rows=len(q))
 
 
 # ---- latent ----------------------------------------------------------------------------------------------------------

@@ -444,12 +444,12 @@ class WatchStream(Iterator[Scored]):
             else:
                 self._ready = self._watch.engine.lock.alone(self._scored)
         found = self._ready.pop(0)
-        self._at = found.position + 1
         try:
             self.stopped = self._test is not None and self._test(found.scores)
-        except BaseException:
+        except BaseException:  # the token was not yielded
             self.close()
             raise
+        self._at = found.position + 1
         if self.stopped:
             self.close()
         return found

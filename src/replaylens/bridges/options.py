@@ -63,13 +63,15 @@ def probes_of(given: Any) -> dict[str, Any]:
     """Probes by name: from a dict of probes or their files, or from files that `LinearProbe.save` wrote, named so."""
     if not isinstance(given, Mapping):
         files = [given] if isinstance(given, str | Path) else as_list("probes", given, "files of saved probes, or a dict")
-        given = {_name(as_instance("probes", each, str | Path, "a file of a saved probe")): each for each in files}
+        given = {_name(each): each for each in files}
         if len(given) < len(files):
             raise BadRequest(f"Two of the probes {', '.join(map(str, files))} have one name. Rename a file, or give a dict.")
     return {name: LinearProbe.load(each) if isinstance(each, str | Path) else each for name, each in given.items()}
 
 
-def _name(file: str | Path) -> str:
+def _name(file: Any) -> str:
+    if not isinstance(file, str | Path):
+        raise BadRequest(f"Invalid probes={short_repr(file)}. Give files of saved probes, or a dict from names to probes.")
     return Path(file).name.removesuffix(".json").removesuffix(".safetensors")
 
 

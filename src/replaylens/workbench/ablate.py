@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from replaylens.engine.display import Citable
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.gradients.attribution import one_for_each
 from replaylens.engine.model.config import ModelConfig
@@ -183,7 +184,7 @@ MAX_BARS = 40
 
 
 @dataclass(frozen=True, eq=False)
-class AblateResult:
+class AblateResult(Citable):
     """The metric of every prompt, as it is and without each unit."""
 
     metric: str
@@ -220,11 +221,11 @@ class AblateResult:
     def plot(self) -> Figure:
         """Heads: a heat map of mean effects, layers by heads. Others: bars with their intervals, the largest first."""
         if (grid := self._grid()) is not None:
-            return figure([grid], f"change of {self.metric}", "layer", "head")
+            return self._shown(figure([grid], f"change of {self.metric}", "layer", "head"))
         top = self.frame.head(MAX_BARS).rename(columns={"unit": "what", "effect": "accuracy"})
         made = bars(top, f"{self.how.capitalize()} ablation")
         made.axes[0].set_xlabel(f"change of {self.metric}")
-        return made
+        return self._shown(made)
 
     def _grid(self) -> Grid | None:
         if {kind for kind, _, _ in self.where} != {"head"}:
@@ -313,7 +314,7 @@ def ablate(
     first, *others = [measure.name for measure in measures]
     kind = first.partition(" '")[0]  # "logit difference" of "logit difference ' Mary' - ' John'"
     title = first if set(others) <= {first} else kind if all(name.startswith(f"{kind} '") for name in others) else "metric"
-    return AblateResult(title, how, names, where, plain, ablated)
+    return AblateResult(title, how, names, where, plain, ablated, made_by=(engine.fingerprint,))
 
 
 def _rows(engine: Core, paths: list[list[int]], sites: list[str]) -> dict[str, list[Tensor]]:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from torch import Tensor
 
-from replaylens.engine.display import picture, visible
+from replaylens.engine.display import Citable, picture, visible
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.gradients.attribution import one_for_each
 from replaylens.engine.model.text import Prompt
@@ -32,7 +32,7 @@ Contrast = tuple[Sequence[Prompt], Sequence[Prompt]]
 
 
 @dataclass(frozen=True, eq=False)
-class SteerResult:
+class SteerResult(Citable):
     """Continuations of every prompt at every layer and strength. Strength 0 is the unsteered model, once per prompt."""
 
     frame: pd.DataFrame
@@ -65,7 +65,7 @@ class SteerResult:
         right.yaxis.set_major_formatter(StrMethodFormatter("{x:.3g}"))
         right.yaxis.set_minor_formatter(NullFormatter())
         made.legend(*left.get_legend_handles_labels(), loc="outside right upper", fontsize=7)
-        return made
+        return self._shown(made)
 
     def _repr_html_(self) -> str:
         return fragment(*(self._table(prompt) for prompt in dict.fromkeys(self.frame["prompt"])))
@@ -152,7 +152,7 @@ def steer(
     frame["perplexity"], frame["effect"] = zip(*read, strict=True)
     if measures is not None:
         frame["metric"] = [float(each) for each in first]
-    return SteerResult(frame, vectors)
+    return SteerResult(frame, vectors, made_by=(engine.fingerprint,))
 
 
 def _vectors(engine: Core, given: Tensor | Contrast | LinearProbe, layers: list[int]) -> dict[int, Tensor]:

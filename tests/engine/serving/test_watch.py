@@ -364,6 +364,10 @@ def test_a_stop_function_says_true_or_false(engine: Engine, watch: Watch, wanted
         stream = watch.stream(watch.prompt(TOKENS), 12, sampling=HOT, stop=result)  # type: ignore[arg-type]
         with pytest.raises(BadRequest, match=name):
             next(stream)
+        assert stream.branch.tokens == TOKENS and torch.equal(
+            watch.scores(stream.branch)["one"], watch.scores(watch.prompt(TOKENS))["one"]
+        ), "nothing was yielded"
+        stream.branch.generate(1, sampling=HOT)
         for each in (branch, stream.branch):
             assert each.rollback(to=each.length - 1).generate(20 - each.length, sampling=HOT).tokens == path
     limit, place = limit_of(wanted, path)
