@@ -121,6 +121,8 @@ def _labels(main: pd.DataFrame) -> Iterator[str]:
             yield f"  AUROC there {best['auroc']:.3f} [{best['auroc_low']:.3f}, {best['auroc_high']:.3f}]."
         if verdict == READABLE:
             yield "  The probe learns a random class per context as well. Hold out contexts to tell them apart: sweep(groups=)."
+        if verdict == NOT_SHOWN and decided in ("bag_of_tokens", "token_identity"):
+            yield "  The words alone tell the label in these texts. Test on words that were held out: sweep(groups=)."
 
 
 def _decision(line: pd.Series, decided: str) -> str:

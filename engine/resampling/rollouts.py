@@ -548,7 +548,8 @@ class Rollouts:
             axis.barh(rows, counts.shares[:, column], left=below, label=plain(name), color=fill)
             below = below + counts.shares[:, column]
         names = [
-            f"{plain(short(text.strip(), _MAX_TEXT))} ({at})" for at, text in zip(counts.positions, counts.texts, strict=True)
+            f"{plain(short(text.strip() or 'the end', _MAX_TEXT))} ({at})"
+            for at, text in zip(counts.positions, counts.texts, strict=True)
         ]
         axis.set_yticks(rows, names, fontsize=8)
         axis.set(xlabel="share of rollouts", xlim=(0, 1), ylim=(len(rows) - 0.5, -0.5), ylabel="fork before (position)")

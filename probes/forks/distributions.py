@@ -370,7 +370,10 @@ class OutcomeCurve:
         axes = figure.subplots()
         for k, (name, colour) in enumerate(zip(self.outcomes, colours(self.outcomes), strict=True)):
             axes.plot(self.positions, self.value[:, k], marker="o", markersize=3, label=plain(name), color=colour)
-            axes.fill_between(self.positions, self.low[:, k], self.high[:, k], alpha=0.25, color=colour, linewidth=0)
+            if len(self.positions) > 1:
+                axes.fill_between(self.positions, self.low[:, k], self.high[:, k], alpha=0.25, color=colour, linewidth=0)
+            else:  # a band over one position has no width
+                axes.vlines(self.positions, self.low[:, k], self.high[:, k], color=colour)
         axes.set(xlabel="position of the fork", ylabel="probability of the outcome", ylim=(0, 1))
         figure.legend(loc="outside right upper", fontsize=8)
         return figure

@@ -223,7 +223,7 @@ class AblateResult(Citable):
         if (grid := self._grid()) is not None:
             return self._shown(figure([grid], f"change of {self.metric}", "layer", "head"))
         top = self.frame.head(MAX_BARS).rename(columns={"unit": "what", "effect": "accuracy"})
-        made = bars(top, f"{self.how} ablation")
+        made = bars(top, f"{self.how.capitalize()} ablation")
         made.axes[0].set_xlabel(f"change of {self.metric}")
         return self._shown(made)
 
@@ -234,7 +234,9 @@ class AblateResult(Citable):
         values = np.full((len(layers), len(heads)), np.nan)
         for (_, layer, head), effect in zip(self.where, self.effect.mean(1).tolist(), strict=True):
             values[layers.index(layer), heads.index(head)] = effect
-        return Grid(f"{self.how} ablation of heads", [str(l) for l in layers], [str(h) for h in heads], values, around=0.0)
+        mean = f", mean of {len(self.plain)} prompts" if len(self.plain) > 1 else ""
+        title = f"{self.how.capitalize()} ablation of heads{mean}"
+        return Grid(title, [str(l) for l in layers], [str(h) for h in heads], values, around=0.0)
 
     def _repr_html_(self) -> str:
         lead = paragraph(f"{self.metric}: {float(self.plain.mean()):.3f} on average over {len(self.plain)} prompts.")
@@ -309,7 +311,9 @@ def ablate(
             found = base.read(edits, [-1], lambda logits, measure=measures[number]: measure(logits[:, 0]))  # type: ignore[misc]
         plain[number], ablated[:, number] = found[0], found[1:]
     names, where = tuple(unit.name for unit in units), tuple((unit.kind, unit.layer, unit.number) for unit in units)
-    title = measures[0].name if len({measure.name for measure in measures}) == 1 else "metric"
+    first, *further = [measure.name for measure in measures]
+    kind = first.partition(" '")[0]  # "logit difference" of "logit difference ' Mary' - ' John'"
+    title = first if set(further) <= {first} else kind if all(name.startswith(f"{kind} '") for name in further) else "metric"
     return AblateResult(title, how, names, where, plain, ablated, made_by=(engine.fingerprint,))
 
 

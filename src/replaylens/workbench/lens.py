@@ -104,10 +104,12 @@ class LensResult(Citable):
         if measure not in _LABELS:
             raise BadRequest(f"Unknown measure {measure!r}. Known: {', '.join(_LABELS)}.")
         best = [[self.top[i][j][0] for j in range(len(self.tokens))] for i in range(len(self.layers))]
-        about = f" ({self.token!r})" if self.token is not None and measure in ("rank", "logprob") else ""
-        title = f"Logit lens: {_LABELS[measure]}{about}"
-        values, ranks = getattr(self, measure).numpy(), measure == "rank"
-        return Grid(title, self.layers, self.tokens, values, best, ranks=ranks, facts=self._facts)
+        values, ranks, off = getattr(self, measure).numpy(), measure == "rank", int(measure in ("logprob", "kl"))
+        title = f"Logit lens: {self._label(measure)}"
+        return Grid(title, self.layers, self.tokens, values, best, ranks=ranks, facts=self._facts, off_scale=off)
+
+    def _label(self, measure: Measure) -> str:
+        return _LABELS[measure] if self.token is None else _LABELS[measure].replace("the token", repr(self.token))
 
     @property
     def _measure(self) -> Measure:
@@ -144,7 +146,7 @@ class LensResult(Citable):
         """
         measure = measure or self._measure
         rows = "features" if measure == "features" else "layer"
-        return self._shown(figure([self.grid(measure)], _LABELS[measure], rows, "token"))
+        return self._shown(figure([self.grid(measure)], self._label(measure), rows, "token"))
 
     def _repr_html_(self) -> str:
         likely = "it is more likely" if self.token is None else f"{self.token!r} is more likely"

@@ -252,7 +252,7 @@ class PatchResult(Citable):
 
     def plot(self, values: Values = "effect") -> Figure:
         """A heat map per site: layers by positions, or layers by heads."""
-        label = "effect of the patch" if values == "effect" else "metric under the patch"
+        label = "effect of the patch (0: none, 1: all of it)" if values == "effect" else "metric under the patch"
         made = figure(self.grids(values), label, "layer", "head" if set(self.raw) == {"heads"} else "token")
         count = f", mean of {len(self.pairs)} pairs" if self.pairs else ""
         made.suptitle(f"Patching ({self.direction}): {plain(self.metric)}{count}", fontsize=9)

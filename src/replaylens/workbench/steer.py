@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 from markupsafe import Markup
 from matplotlib.figure import Figure
-from matplotlib.ticker import StrMethodFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from torch import Tensor
 
 from replaylens.engine.display import Citable, picture, visible
@@ -61,8 +61,9 @@ class SteerResult(Citable):
                 axis.plot(means.index, means, marker="o", markersize=3, label=f"layer {layer}")
         left.set(xlabel="strength", ylabel="effect: KL from the unsteered\nmodel, nats per token", ylim=(0, None))
         right.set(xlabel="strength", ylabel="perplexity of the text\nwithout steering", yscale="log")
-        for ticks in (right.yaxis.set_major_formatter, right.yaxis.set_minor_formatter):
-            ticks(StrMethodFormatter("{x:.3g}"))
+        right.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        right.yaxis.set_major_formatter(StrMethodFormatter("{x:.3g}"))
+        right.yaxis.set_minor_formatter(NullFormatter())
         made.legend(*left.get_legend_handles_labels(), loc="outside right upper", fontsize=7)
         return self._shown(made)
 

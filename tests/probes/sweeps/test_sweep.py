@@ -512,6 +512,8 @@ def test_a_sweep_in_words() -> None:
         "grid; margins over controls: one-sided, 5 % over the grid.",
         "A probe shows that a label can be read off, not that the model uses it. Test the direction causally.",
     ]
+    words = summarise(pd.DataFrame([sweep_line("own", 2, 0.85, 0.01, margin=-0.2, margin_over="bag_of_tokens")]))
+    assert words[2] == "  The words alone tell the label in these texts. Test on words that were held out: sweep(groups=)."
     alone = summarise(pd.DataFrame(lines[:2]))
     assert (
         "1 of 2 cells" in alone[0] and "p < 0.001 over the grid (permutation; 90 rows, 41 distinct of 30 groups)." in alone[0]
