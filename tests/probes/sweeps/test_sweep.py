@@ -203,6 +203,13 @@ def test_splits_by_branch(steps_dump: Dump) -> None:
     assert sweep(steps_dump, "implied", split="rejected-accepted", **settings).best("implied")["distinct"] > rejected
 
 
+def test_a_known_zero_without_a_tested_row_is_skipped(steps_dump: Dump) -> None:
+    """A rejected draft has no next action: the control is left out, and the report says so."""
+    found = sweep(steps_dump, "implied", split="accepted-rejected", **QUICK | {"positions": "step", "layers": [1]})
+    assert found.best("implied")["accuracy"] > 0.7
+    assert "Skipped known zero 'next_action' at position 'step': no tested row has a value." in found.notes
+
+
 def test_untrained_rows_of_some_examples(coin_dump: Dump, engine: Engine) -> None:
     """On part of a dump the untrained model reads the same paths, and the report's lines equal those without it."""
     rows = ProbeRows.of(coin_dump)
