@@ -331,8 +331,7 @@ def _conversation() -> dict[str, Any]:
 
 @group
 def _lens() -> dict[str, Any]:
-    from replaylens.engine.gradients.jacobian import fit_jacobian_lens
-    from replaylens.workbench.lens import compare_lenses
+    from replaylens.workbench.lens import compare_lenses, fit_jacobian_lens
 
     engine, small = coin(), tiny()
     plain = rl.lens(engine, HEADS)
