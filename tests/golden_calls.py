@@ -222,7 +222,6 @@ def _captures() -> dict[str, Any]:
         error(lambda: rl.Sampling(min_p=2.0)),
         error(lambda: rl.Sampling(repetition_penalty=0.0)),
         error(lambda: engine.trace),
-        error(lambda: rl.Engine.load("no-such-model-here")),
         error(lambda: rl.Engine.load("/nope/x.gguf")),
         error(lambda: engine.generate([engine.prompt(HEADS)], 3, temperature=1)),
     ]
