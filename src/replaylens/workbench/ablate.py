@@ -311,9 +311,9 @@ def ablate(
             found = base.read(edits, [-1], lambda logits, measure=measures[number]: measure(logits[:, 0]))  # type: ignore[misc]
         plain[number], ablated[:, number] = found[0], found[1:]
     names, where = tuple(unit.name for unit in units), tuple((unit.kind, unit.layer, unit.number) for unit in units)
-    first, *further = [measure.name for measure in measures]
-    kind = first.partition(" '")[0]  # "logit difference" of "logit difference ' Mary' - ' John'"
-    title = first if set(further) <= {first} else kind if all(name.startswith(f"{kind} '") for name in further) else "metric"
+    called = {measure.name for measure in measures}
+    kinds = {name.partition(" '")[0] for name in called}  # "logit difference" of "logit difference ' Mary' - ' John'"
+    title = min(called) if len(called) == 1 else min(kinds) if len(kinds) == 1 else "metric"
     return AblateResult(title, how, names, where, plain, ablated, made_by=(engine.fingerprint,))
 
 
