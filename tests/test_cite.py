@@ -313,8 +313,12 @@ def test_verify_names_damage(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "foreign.svg").write_text("<svg></svg>")
     code, out = called("verify", tmp_path / "foreign.svg")
     assert code == 2 and "carries no identifier" in out
-    (tmp_path / "other.json").write_text("{}")
-    assert called("verify", tmp_path / "other.json")[0] == 2
+    good = json.loads((folder / "report" / "report.json").read_text())
+    odd = [good | {"rows": 3}, good | {"source": []}, good | {"kind": None}, good | {"notes": [float("nan")]}, {}, []]
+    for content in (*(json.dumps(each).encode() for each in odd), b"\x80\x04}.", b"[" * 100_000, b""):
+        (tmp_path / "other.json").write_bytes(content)
+        code, out = called("verify", tmp_path / "other.json")
+        assert code == 2 and "BadProbeFile" in out and "is not a report" in out.replace("\n", " "), out
 
 
 def test_a_changed_summary_is_a_mismatch(run: Run, tmp_path: Path) -> None:

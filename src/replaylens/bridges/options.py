@@ -74,6 +74,11 @@ def _name(file: Any) -> str:
     return Path(file).name.removesuffix(".json").removesuffix(".safetensors")
 
 
+def count_of(name: str, given: Any) -> int:
+    """A whole number, also as text, which command lines and JSON keys are."""
+    return as_int(name, int(given) if isinstance(given, str) and given.isdecimal() else given, 0)
+
+
 def sampling_of(given: Mapping[str, Any], seed: int, stop: Sequence[str]) -> Sampling:
     """The sampling of options that evaluation frameworks give by name; None means unset. BadRequest for unknown ones."""
     known = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "logit_bias"}
@@ -82,7 +87,7 @@ def sampling_of(given: Mapping[str, Any], seed: int, stop: Sequence[str]) -> Sam
         raise BadRequest(f"Unsupported option of generation: {', '.join(unknown)}. Supported: {', '.join(sorted(known))}.")
     if "logit_bias" in named:
         biases = as_instance("logit_bias", named["logit_bias"], dict, "a dict of token ids and numbers")
-        named["logit_bias"] = {int(token): as_float("logit_bias", bias) for token, bias in biases.items()}
+        named["logit_bias"] = {count_of("token", token): as_float("logit_bias", bias) for token, bias in biases.items()}
     if "top_k" in named:  # -1 is "all" elsewhere
         named["top_k"] = max(0, as_int("top_k", named["top_k"]))
     return Sampling(seed=seed, stop=tuple(stop), **named)
