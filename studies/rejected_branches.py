@@ -1,4 +1,4 @@
-"""Rejected branches know what they say: rows of rejected drafts hold their own text, in the code of the accepted rows.
+"""Do rejected branches know what they say: do rows of rejected drafts hold their own text, in the code of accepted rows?
 
 Four questions per model and drafter. (a) Does a probe fitted on accepted rows read rejected ones (`rl.probes.transfer`, with
 its controls)? (b) Where what is drafted parts from the truth (coins) or from the path that was taken (stories, boxes), which

@@ -5,7 +5,8 @@ answer, at temperature 0.7: two steps for SmolLM2, four for Qwen2.5-Coder-1.5B. 
 rule of `Race`, which the other parts use.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -53,7 +54,7 @@ def _qwen(kind: str, ask: str, count: int, rollouts: int) -> Setting:
 SETTINGS = {
     "tracking": Setting("smollm2", "tracking", "outcomes", 100, 6, 12),
     "chains": Setting("smollm2", "tracking", "chains", 12, 10, 12),
-    "arithmetic": Setting("smollm2", "arithmetic", "outcomes", 100, 4, 20),
+    "arithmetic": Setting("smollm2", "arithmetic", "outcomes", 60, 4, 28),
     **{f"qwen, {kind}": _qwen(kind, "outcomes", 200, 40) for kind in KINDS},
     **{f"qwen, {kind} chains": _qwen(kind, "chains", 40, 30) for kind in KINDS},
     "qwen, heads": _qwen("tracking", "heads", 8, 0),
@@ -155,6 +156,7 @@ def run(quick: bool, part: str, place: Place) -> dict[str, Any]:
         setting = replace(setting, count=3, rollouts=4, forked=1, read=2)
     engine = place.load(setting.model, cache_tokens=setting.cache)
     asked = questions(setting.kind, setting.count, setting.steps)
+    check_room(asked[0][0], setting, lambda text: len(engine.text.encode(text, special=False)))
     known = {"inputs": inputs(engine, questions=digest(text for text, _ in asked)), "temperature": SAMPLING.temperature}
     if setting.ask == "outcomes":
         return known | outcomes(engine, setting, asked)
@@ -172,6 +174,13 @@ def run(quick: bool, part: str, place: Place) -> dict[str, Any]:
         "tokens": tokens(engine, chains[: setting.forked], setting),
         **heads,
     }
+
+
+def check_room(prompt: str, setting: Setting, length: Callable[[str], int]) -> None:
+    """ValueError if a chain like the prompt's solved ones would be cut off before its answer; other numbers may be longer."""
+    needed = max(map(length, re.findall(r"\nA:(.+)", prompt))) + (2 * setting.steps if setting.kind == "arithmetic" else 0)
+    if needed > setting.max_new:
+        raise ValueError(f"Chains need up to {needed} tokens, but max_new is {setting.max_new}. Give at least {needed}.")
 
 
 def outcomes(engine: rl.Engine, setting: Setting, asked: Sequence[tuple[str, str]]) -> dict[str, Any]:

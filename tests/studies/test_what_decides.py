@@ -1,6 +1,7 @@
 """`studies/what_decides.py`: its questions have right answers, and its simulation of stopping errs as rarely as promised."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,3 +47,17 @@ def test_simulated_errors_are_rarer_than_alpha() -> None:
 def test_saving_follows_from_the_shares() -> None:
     assert study.simulated_saving(["a"] * 10) == 1 - 9 / 100
     assert study.simulated_saving(["a", "b"] * 5) < 0.3
+
+
+def test_chains_have_room_for_their_answers() -> None:
+    """Tokens as SmolLM2's: digits and the spaces before them are tokens of their own. Twenty end before the answer."""
+    setting = study.SETTINGS["arithmetic"]
+    prompt = study.questions("arithmetic", 1)[0][0]
+
+    def length(text: str) -> int:
+        return len(re.findall(r"\d| (?=\d)| ?[^\s\d.]+|\.", text))
+
+    assert length(" 9 - 2 = 7. 7 + 5 = 12. So 12.") == 24
+    study.check_room(prompt, setting, length)
+    with pytest.raises(ValueError, match="max_new is 20"):
+        study.check_room(prompt, replace(setting, max_new=20), length)
