@@ -16,7 +16,7 @@ from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.layers import Conv, Linear
 from replaylens.engine.model.mixers import DeltaNet, GatedConv, Mamba2, Mixer
 
-Value = Callable[[str], Tensor]
+SiteValue = Callable[[str], Tensor]
 """the value at a site, in float32"""
 
 
@@ -31,7 +31,7 @@ def needed_mixer(config: ModelConfig) -> tuple[str, ...]:
 
 
 def through_mixer(
-    mixer: Mixer, g: Tensor, x: Tensor, value: Value, at: AtSite, products: BackwardProducts, own: bool = False
+    mixer: Mixer, g: Tensor, x: Tensor, value: SiteValue, at: AtSite, products: BackwardProducts, own: bool = False
 ) -> Tensor:
     """g [rows, width], of what the output product reads -> the gradient of the normed stream x, [rows, d_model].
 
@@ -50,7 +50,9 @@ def through_mixer(
     return products.linear(torch.cat([by_in * inner, by_gate, by_in * before], dim=-1), mixer.up)
 
 
-def _delta_net(net: DeltaNet, g: Tensor, x: Tensor, value: Value, at: AtSite, products: BackwardProducts, own: bool) -> Tensor:
+def _delta_net(
+    net: DeltaNet, g: Tensor, x: Tensor, value: SiteValue, at: AtSite, products: BackwardProducts, own: bool
+) -> Tensor:
     m, read, gate = net.mixer, value(net.read_site), value(net.gate_site)
     g = at(net.z_site, rearrange(g, "rows (heads d) -> rows heads d", heads=m.heads))
     open_, slope = activation(gate, "silu", products)
@@ -71,7 +73,7 @@ def _delta_net(net: DeltaNet, g: Tensor, x: Tensor, value: Value, at: AtSite, pr
     )
 
 
-def _mamba2(net: Mamba2, g: Tensor, x: Tensor, value: Value, at: AtSite, products: BackwardProducts, own: bool) -> Tensor:
+def _mamba2(net: Mamba2, g: Tensor, x: Tensor, value: SiteValue, at: AtSite, products: BackwardProducts, own: bool) -> Tensor:
     m, gate = net.mixer, value(net.gate_site)
     inner = value(net.conv_site)[:, : net.values].unflatten(1, (m.heads, m.d_value))
     read = (value(net.read_site) + net.skip[:, None] * inner).flatten(1)
@@ -104,7 +106,7 @@ def _gated(net: Mamba2, g: Tensor, x: Tensor, gate: Tensor, products: BackwardPr
 
 
 def _recurrence(
-    mixer: Mixer, g: Tensor, value: Value, at: AtSite, own: bool
+    mixer: Mixer, g: Tensor, value: SiteValue, at: AtSite, own: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """The gradients before their edits of queries, keys, values, strengths of update (if any) and log decays."""
     from replaylens.kernels.cpu_recurrent import recur_back  # compiled for hybrids only
@@ -125,7 +127,7 @@ def _by_step(by_decay: Tensor, step: Tensor, a_log: Tensor, products: BackwardPr
     return by_decay * (-products.apply("exp", a_log.float()) * products.apply("sigmoid", step))
 
 
-def _convolution(mixer: Mixer, g: Tensor, value: Value, at: AtSite, products: BackwardProducts, own: bool) -> Tensor:
+def _convolution(mixer: Mixer, g: Tensor, value: SiteValue, at: AtSite, products: BackwardProducts, own: bool) -> Tensor:
     """The gradient of what is convolved and then activated: [rows, channels] each."""
     conv, x = mixer.conv, value(mixer.conv_in_site)
     raw = x.new_zeros(x.shape)
