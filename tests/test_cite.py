@@ -169,6 +169,20 @@ def answers(engine: Engine) -> dict[str, Citable]:
         "compare": rl.compare(engine, engine, [PROMPT]),
         "attribution": rl.attribution_patching(engine, PROMPT, other, metric, "S"),
         "integrated": rl.integrated_gradients(engine, PROMPT, None, metric, steps=2),
+        **of_forks(engine),
+    }
+
+
+def of_forks(engine: Engine) -> dict[str, Citable]:
+    with engine.prompt("A coin's state is heads.") as root:
+        root.force(" Alice flips. Bob flips. What's the state? A:")
+        drawn = root.resample(4, at="sentences", max_new=12, answer=Answer.regex("heads|tails"))
+    counts = drawn.outcomes()
+    return {
+        "curve": rl.probes.outcome_curve(counts),
+        "importance": rl.probes.importance(counts),
+        "change points": rl.probes.change_points(counts),
+        "resilience": rl.probes.resilience(rl.probes.RolloutTexts.of(drawn)),
     }
 
 

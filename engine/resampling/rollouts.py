@@ -486,7 +486,8 @@ class Rollouts:
         shares = None
         if self._choices:
             shares = np.stack([np.array([each.probabilities for each in drawn]).mean(0) for drawn in self._by_position()])
-        return OutcomeCounts(list(plan.positions), names, counts, list(plan.texts), shares)
+        makers = () if self.made_by is None else (self.made_by,)
+        return OutcomeCounts(list(plan.positions), names, counts, list(plan.texts), shares, made_by=makers)
 
     def settled(self, alpha: float = 0.05) -> dict[int, str | None]:
         """The likeliest answer at each position, where it is settled with this probability of an error; else None.
