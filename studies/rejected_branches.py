@@ -50,6 +50,8 @@ class Setting:
     """of the engine"""
     exchange: bool = True
     """whether (c) is asked"""
+    pairs: int = 80
+    """of rows that are exchanged, at most"""
     probed: tuple[int, ...] = (1, 3)
     """layers of (a), whose controls are many fits"""
 
@@ -79,9 +81,13 @@ def _boxes(name: str) -> Setting:
     return Setting(str(TRAINED / name), task, "full.1", None, ("lens", "ngram"), 200, (0, 1, 2, 3), max_new=24, temperature=1.0)
 
 
-def _pretrained(model: str, layers: tuple[int, ...], n: int = 20, drafters: tuple[str, ...] = ("ngram",)) -> dict[str, Setting]:
+def _pretrained(
+    model: str, layers: tuple[int, ...], n: int = 20, drafters: tuple[str, ...] = ("ngram",), pairs: int = 80
+) -> dict[str, Setting]:
     shown = ShownCoin(rendering="steps", flips=(2, 3))
-    how: dict[str, Any] = dict(drafters=drafters, n=n, layers=layers, probed=layers[1:3], options={"cache_tokens": 8192})
+    how: dict[str, Any] = dict(
+        drafters=drafters, n=n, layers=layers, probed=layers[1:3], options={"cache_tokens": 8192}, pairs=pairs
+    )
     return {
         f"{model}, coins": Setting(model, shown, "implied", "face", max_new=26, **how),
         f"{model}, stories": Setting(model, TwoPeople(), "who", None, position=_said, max_new=32, temperature=0.7, **how),
@@ -101,7 +107,7 @@ SETTINGS = {
     "coin-plain, face due": _at_colon(Setting("coin-plain", _coin(flips=(2, 6)), "implied", "face", _ALL, 80, (0, 1, 2, 3, 4))),
     **{f"{name}, face due": _at_colon(_small(name)) for name in ("coin-1", "coin-2", "coin-3")},
     **_pretrained("smollm2", (0, 8, 16, 24)),
-    **_pretrained("gemma-3-270m", (0, 4, 9, 14)),
+    **_pretrained("gemma-3-270m", (0, 4, 9, 14), 12, pairs=24),  # as many as one CPU thread had time for
     **_pretrained("qwen", (0, 7, 14, 21), 100, ("lens", "ngram", "self")),
 }
 PARTS = tuple(SETTINGS)
@@ -240,7 +246,7 @@ class Pair:
     """taken, drafted -> layer -> the row of that token"""
 
 
-def exchanged(engine: rl.Engine, runs: Sequence[rl.Run], setting: Setting, most: int = 80) -> dict[str, Any]:
+def exchanged(engine: rl.Engine, runs: Sequence[rl.Run], setting: Setting) -> dict[str, Any]:
     """Rows exchanged between a rejected branch and the accepted path: what does the model write next?
 
     Coins: rows of the face, and the next face. Others: rows of any rejected token, and the token after the next, for which the
@@ -253,7 +259,7 @@ def exchanged(engine: rl.Engine, runs: Sequence[rl.Run], setting: Setting, most:
         if any(len(face) > 1 for face in faces):
             return {"note": "The faces are no single tokens."}
         words = {face[0]: name for face, name in zip(faces, ("heads", "tails"), strict=True)}
-    pairs = _pairs(engine, runs, words, setting.layers)[:most]
+    pairs = _pairs(engine, runs, words, setting.layers)[: setting.pairs]
     pools = _pools(engine, runs[0], setting.layers)
     follow: dict[str, dict[int, list[tuple[bool, str]]]] = {}
     usable, random = 0, np.random.default_rng(0)

@@ -47,9 +47,7 @@ from replaylens.kernels import cpu as portable
 
 
 def needed_sites(config: ModelConfig) -> frozenset[str]:
-    """The sites whose values `Backward` reads: the inputs of everything that is not linear. NoGradient for sinks."""
-    if config.sinks:
-        raise NoGradient("This model has attention sinks, whose backward pass is not implemented. Use patching.")
+    """The sites whose values `Backward` reads: the inputs of everything that is not linear."""
     found = set[str]()
     for layer in range(config.num_layers):
         names, (before, after) = ["hook_in"], config.norms(layer)
@@ -262,7 +260,7 @@ class Backward:
             open_ = self.products.apply("sigmoid", self._value(attn.gate_site))
             seen = attention_of(q, k, v, attn.spec, self.products)
             by_gate, g = self._at(attn.gate_site, g * seen * (open_ * (1 - open_))), g * open_
-        dq, dk, dv, pattern = through_attention(g, q, k, v, attn.spec, want_pattern, self.products, self.own)
+        dq, dk, dv, pattern = through_attention(g, q, k, v, attn.spec, want_pattern, self.products, self.own, attn.sinks)
         if pattern is not None:
             self.found[attn.pattern_site] = pattern
         if attn.norm_is_last:

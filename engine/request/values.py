@@ -112,6 +112,13 @@ def as_instance(name: str, value: Any, kind: type[T], accepted: str, error: Erro
     return value
 
 
+def as_path(name: str, value: Any, error: Error = BadRequest) -> Path:
+    """A path of a file or folder; the error if it is neither text nor a Path."""
+    if not isinstance(value, str | os.PathLike) or isinstance(os.fspath(value), bytes):
+        raise error(f"Invalid {name}={short_repr(value)}. Give a path, as text or Path.")
+    return Path(value)
+
+
 def as_list(name: str, value: Any, accepted: str, error: Error = BadRequest) -> list[Any]:
     """An ordered iterable as a list; the error for single values, text, bytes, sets and mappings."""
     single = _is_array(value) and value.ndim == 0

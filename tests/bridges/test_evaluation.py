@@ -41,7 +41,8 @@ def test_edits_come_from_a_file_of_data(tmp_path: Path) -> None:
     good.write_text(json.dumps([FLIPPED.to_json()]))
     assert [edit.to_json() for edit in edits_of(good)] == [edit.to_json() for edit in edits_of([FLIPPED])]
     bad.write_bytes(pickle.dumps(_Trap(tmp_path / "ran")))
-    for given in (bad, tmp_path / "none.json", {"site": "S"}, [{"site": "S"}], 7):
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    for given in (bad, tmp_path / "none.json", tmp_path / "deep.json", {"site": "S"}, [{"site": "S"}], 7):
         with pytest.raises(BadEdit):
             edits_of(given)
     assert not (tmp_path / "ran").exists()

@@ -23,6 +23,14 @@ GRADIENTS = (
         (f"{AUTOGRAD}::test_agrees_with_float64_at_every_site",),
     ),
     Mutant(
+        "sink-without-its-share",
+        "replaylens.engine.gradients.derivatives",
+        "total if sinks is None else total + products",
+        "total if True else total + products",
+        "a sink takes its share of the pattern that the backward pass computes again",
+        (f"{AUTOGRAD}::test_agrees_with_hugging_face_of_mixtures[gpt-oss]",),
+    ),
+    Mutant(
         "state-without-its-decay",
         "replaylens.kernels.cpu_recurrent",
         "f[a] = _ZERO if own else left * f[a]",

@@ -138,3 +138,9 @@ def test_misuse_is_named() -> None:
         fit_jacobian_lens(engine, [])
     with pytest.raises(BadRequest, match="Text 1 has 1 tokens"):
         fit_jacobian_lens(engine, [[1, 2], [3]])
+    with pytest.raises(BadRequest, match="No texts"):
+        compare_lenses(engine, [], {})
+    with pytest.raises(BadRequest, match="Invalid first=-1"):
+        compare_lenses(engine, [[1, 2]], {}, first=-1)
+    with pytest.raises(BadRequest, match="Invalid lenses="):
+        compare_lenses(engine, [[1, 2]], [])  # type: ignore[arg-type]

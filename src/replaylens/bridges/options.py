@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from replaylens.engine import records
 from replaylens.engine.dump.content import Content
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadRequest
@@ -47,15 +47,14 @@ def edits_of(given: Any) -> list[Edit]:
     """
     if isinstance(given, str | Path):
         try:
-            given = json.loads(Path(given).read_bytes())
+            content = Path(given).read_bytes()
         except OSError as error:
             raise BadEdit(f"Cannot read the edits in {given}: {error}.") from error
-        except ValueError as error:  # pickles and other binary files are not UTF-8, or not JSON
-            raise BadEdit(
-                f"{given} is not a JSON file of edits: {error}. Write one: json.dump([each.to_json() for each in edits], file)."
-            ) from error
+        given = records.parse(content, str(given), BadEdit)  # pickles and other binary files are no JSON
     if not isinstance(given, list | tuple):
-        raise BadEdit(f"Invalid edits={short_repr(given)}. Give a list of Edits, or the path of a JSON file.")
+        raise BadEdit(
+            f"Invalid edits={short_repr(given)}. Give a list of Edits, or the path of a JSON file of what Edit.to_json returns."
+        )
     return [each if isinstance(each, Edit) else Edit.from_json(each) for each in given]
 
 

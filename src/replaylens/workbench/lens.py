@@ -229,8 +229,6 @@ def fit_jacobian_lens(
     first    the first position that counts. The stream of a text's first token is unlike all others in most models
     centred  False: read J[l] x alone, without the means
 
-    Raises NoGradient for a model without gradients, such as one with attention sinks.
-
     >>> from replaylens import Engine, lens
     >>> engine = Engine.load("coin-plain")
     >>> fitted = fit_jacobian_lens(engine, ["A coin's state is heads. Alice flips."])
@@ -310,9 +308,12 @@ def compare_lenses(engine: Core, texts: Sequence[Prompt], lenses: Mapping[str, T
 
     first  the first position that counts, as in `fit_jacobian_lens`
     """
-    if PLAIN in lenses:
+    first = as_int("first", first, 0)
+    if PLAIN in as_instance("lenses", lenses, Mapping, "a dict from names to tuned or Jacobian lenses"):  # type: ignore[type-abstract]
         raise BadRequest(f"{PLAIN!r} is the plain lens, which is always shown. Give the lens another name.")
     given = as_list("texts", texts, "a list of texts, token ids or chats")
+    if not given:
+        raise BadRequest("No texts. Give at least one.")
     parts = []
     for name, tuned in ((PLAIN, None), *lenses.items()):
         read = [lens(engine, text, tuned=tuned, top_k=1) for text in given]

@@ -257,6 +257,8 @@ def test_misuse_is_named(engine: Engine) -> None:
     talk = Conversation(engine, FIRST)
     with pytest.raises(BadRequest, match="No message to append"):
         talk.append()
+    with pytest.raises(BadRequest, match="Invalid at=0"):
+        talk.fork(0)
     talk.generate(2, sampling=HOT)
     with pytest.raises(BadRequest, match="Turn 2 was generated"):
         talk.replay(2, "x")
