@@ -201,7 +201,7 @@ def answers_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, dict) and all(isinstance(key, str) for key in value):
         for key, each in value.items():
             yield from answers_of(f"{name}.{key}" if name else key, each)
-    elif type(value).__module__.startswith("replaylens") and not isinstance(value, BaseException | Enum):
+    elif type(value).__module__.startswith("replaylens") and not isinstance(value, BaseException | Enum | Figure):
         yield from _of_object(name, value)
     else:
         yield name, value
@@ -244,7 +244,7 @@ def differences(found: dict[str, list[Any]], known: dict[str, list[Any]]) -> lis
 
 def main() -> int:
     """Compare all groups, or those named, with the file; with --record, write them into it."""
-    from tests.golden_more import GROUPS
+    from tests.golden_rest import GROUPS
 
     parser = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__)
     parser.add_argument("groups", nargs="*", choices=[*GROUPS, []], help="default: all")

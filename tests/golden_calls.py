@@ -233,7 +233,7 @@ def _replay() -> dict[str, Any]:
     engine = coin(record=True)
     found: dict[str, Any] = {}
     task = tasks.get("coin")(flips=(2, 6), rendering="steps", seed=3)
-    for drafter in ("none", "self", "lens", "ngram", "model"):
+    for drafter in ("self", "lens", "ngram", "model"):
         run = error(
             lambda drafter=drafter: engine.replay(
                 task.examples(3), sites="S", drafter=drafter, window=4, seed=2, sampling=rl.Sampling(temperature=0.9)

@@ -230,10 +230,12 @@ def _questions() -> dict[str, Any]:
         "judge": lambda: rl.probes.judge(dump, draft_layer=2, layers=[2], folds=3),
         "viable": lambda: rl.probes.viable_branch(run, layers=[3], folds=3),
         "truth": lambda: rl.probes.text_or_truth(
-            engine, tasks.get("coin")(flips=(2, 4), rendering="steps").examples(24), layers=[3]
+            engine, tasks.get("coin")(flips=(2, 4), rendering="steps").examples(40), layers=[3]
         ),
         "amnesic": lambda: rl.probes.amnesic(engine, run, others, "face", layers=[3], placebos=2),
-        "reach": lambda: rl.probes.steering_reach(engine, run, others[:6], "face", layers=[3], placebos=2),
+        "reach": lambda: rl.probes.steering_reach(
+            engine, run, tasks.get("coin")(flips=(3, 3)).examples(range(100, 106)), "face", layers=[3], placebos=2
+        ),
         "steer": lambda: rl.probes.steer(
             engine, probe, others, placebos=2, untrained=rl.probes.placebo_probes(run, probe, 2), factor=1.5
         ),
@@ -587,7 +589,7 @@ def _dumps() -> dict[str, Any]:
         "differs": str(diff(dump.url, other.url)),
         "plan": str(manifest.plan.to_json() if hasattr(manifest.plan, "to_json") else manifest.plan),
         "shards": [(shard.name, shard.rows, shard.digest) for shard in manifest.shards],
-        "cite row": dump.cite(row=17).identifier if False else "",
+        "cite row": dump.cite(row=17),
         "cache": {name: each for name, each in dump.to_activation_cache(1).items()},
         "errors": [
             error(lambda: rl.Dump.open("/nope")),

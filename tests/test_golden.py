@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.golden import FILE, answers, differences
-from tests.golden_more import GROUPS
+from tests.golden_rest import GROUPS
 
 KNOWN = json.loads(FILE.read_text())
 
