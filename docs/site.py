@@ -48,8 +48,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turns the links of a page into those of the site."""
+    """Turns the links of a page into those of the site. Pages from outside docs/ come last in a search."""
     source = page.file.src_uri
+    if source.startswith("repository/"):
+        page.meta.setdefault("search", {"boost": 0.2})
     origin = HOME if source == "index.md" else ROOT / source.removeprefix("repository/")
     if not source.startswith("repository/") and origin != HOME:
         origin = DOCS / source

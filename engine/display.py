@@ -1,9 +1,12 @@
-"""How tokens and figures are shown: words of tokens, visible blanks, figures, and the identifier in a figure's file."""
+"""How tokens and figures are shown: words of tokens, visible blanks, figures, the identifier in a figure's file, and `Citable`:
+results that have one."""
 
 import hashlib
+import math
 import re
-from collections.abc import Callable
-from functools import cache, lru_cache
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache, cached_property, lru_cache
 from io import BytesIO, TextIOBase
 from pathlib import Path
 from textwrap import wrap
@@ -13,7 +16,7 @@ from zlib import crc32
 
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.text import Text
-from replaylens.engine.records import SCHEME, Identifier
+from replaylens.engine.records import SCHEME, Citation, Fingerprint, Identifier, digest_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -184,3 +187,72 @@ def plain(text: str) -> str:
 def wrapped(text: str, inches: float, size: float = 10) -> str:
     """Text in lines that fit into a length at a font size, such as the label of a colour bar next to a low figure."""
     return "\n".join(wrap(text, max(8, int(inches * 72 / (size * _CHARACTER)))))
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Citable:
+    """A result of an engine, as a dataclass: its digest covers every field, and its figures' files name it."""
+
+    made_by: tuple[Fingerprint, ...] = field(default=(), repr=False)
+    """of the models that computed it; empty: it was put together by hand"""
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of all fields, with the fingerprints of the models: the same wherever the numbers have the same bits."""
+        return digest_of([type(self).__name__, _fields(self)])
+
+    @property
+    def _what(self) -> str:
+        """The result in a few words."""
+        return repr(self)
+
+    def cite(self) -> Citation:
+        """How to cite the result: text and BibTeX."""
+        made = [each.cited for each in self.made_by]
+        facts = {name: " and ".join(dict.fromkeys(each[name] for each in made)) for name in made[0]} if made else {}
+        whole = self.made_by[0].digest if len(self.made_by) == 1 else None
+        check = "the same call on the same model has a result with this digest"
+        return Citation(str(Identifier(self.digest)), self._what, check, fingerprint=whole, **facts)
+
+    def _shown(self, figure: "Figure") -> "Figure":
+        """Mutates: the figure's files will name this result. Returns it."""
+        return shows(figure, lambda: str(Identifier(self.digest)))
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {each.name: _content(getattr(value, each.name)) for each in fields(value)}
+
+
+def _content(value: Any) -> Any:
+    """A value as JSON: what has a digest by this, numbers of arrays and tensors by their hash, NaN as a word."""
+    if isinstance(found := getattr(value, "digest", None), str):
+        return found
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, Set):
+        return sorted(map(_content, value), key=digest_of)
+    if isinstance(value, Mapping):
+        return {str(name): _content(each) for name, each in value.items()}
+    if isinstance(value, Sequence):
+        return [_content(each) for each in value]
+    if is_dataclass(value):
+        return _fields(value)
+    return _content(value.to_dict("list")) if hasattr(value, "columns") else _hashed(value)
+
+
+def _hashed(value: Any) -> Any:
+    """Dtype, shape and hash of an array or tensor, or a number of NumPy. All NaNs are one: their bits depend on the machine."""
+    import numpy as np
+
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+        value = (value if value.element_size() > 2 or not value.is_floating_point() else value.float()).numpy()
+    if value.ndim == 0 or value.dtype.kind not in "biuf":
+        return _content(value.tolist())
+    plain = np.where(np.isnan(value), value.dtype.type(np.nan), value) if value.dtype.kind == "f" else value
+    return [str(value.dtype), list(value.shape), hashlib.sha256(np.ascontiguousarray(plain).tobytes()).hexdigest()]

@@ -235,11 +235,14 @@ class Engine(TransformerLensVerbs):
         """Examples as they are; texts as those of their task."""
         from replaylens.engine.replay.texts import is_list
         from replaylens.engine.resampling.rollouts import Rollouts
-        from replaylens.tasks.task import Example
+        from replaylens.tasks.task import Example, Task
         from replaylens.tasks.texts import GivenTexts
 
         if isinstance(given, GivenTexts):
             given = given.examples()
+        elif isinstance(given, Task) or (isinstance(given, type) and issubclass(given, Task)):
+            how = "task().examples(100)" if isinstance(given, type) else "task.examples(100)"
+            raise BadTexts(f"{short_repr(given)} is a task. Give examples of it: engine.replay({how}).")
         elif text is None and is_list(given) and not isinstance(given, Rollouts):
             given = list(given)  # an iterator can be read only once
         named = labels is not None or text is not None

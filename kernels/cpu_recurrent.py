@@ -14,7 +14,7 @@ from torch import Tensor
 from replaylens.kernels.cpu import require, require_integers, require_rows, vector
 from replaylens.kernels.cpu_attention import HostRows
 from replaylens.kernels.definition import CHUNK
-from replaylens.kernels.portable import compiled, exp, floats, fma, integers
+from replaylens.kernels.portable import compiled, exp, floats, fma, inlined, integers
 from replaylens.kernels.threads import divided, share
 
 _ZERO, _ONE, _LARGEST = np.float32(0.0), np.float32(1.0), np.float32(np.finfo(np.float32).max)
@@ -256,3 +256,162 @@ def recur(
     items, rows = len(pieces) * heads, sum(max(1, piece.count) for piece in pieces)
     divided(lambda i, n: _recur(*fixed, *share(i, n, items)), 2.0 * rows * heads * (d + CHUNK) * width, items)
     return None if bad[0] else out
+
+
+# ---- backward --------------------------------------------------------------------------------------------------------
+# One head walks back over a whole path. A state lies by columns of values here, [width, d]: each is independent of the others.
+
+_LANES = 8
+"""chains of a sum over a column, added by halves"""
+
+
+@inlined
+def _dot(x, y, lanes):
+    for i in range(_LANES):
+        lanes[i] = _ZERO
+    for first in range(0, len(x), _LANES):
+        for i in range(min(_LANES, len(x) - first)):
+            lanes[i] = fma(x[first + i], y[first + i], lanes[i])
+    half = _LANES // 2
+    while half:
+        for i in range(half):
+            lanes[i] += lanes[i + half]
+        half //= 2
+    return lanes[0]
+
+
+@compiled("void(intp,intp,intp,float32,float32,intp,intp,intp,intp,intp,intp,intp)", within=True)
+def _onward(before, k, v, left, strength, delta, d, width, missing, update, after, lanes):
+    """The state after a row, and on the way what the state lacks of v and the row's update: [width] each."""
+    keys, given, some = floats(k, d), floats(v, width), floats(lanes, _LANES)
+    r, u = floats(missing, width), floats(update, width)
+    for i in range(width):
+        old, new = floats(before + 4 * i * d, d), floats(after + 4 * i * d, d)
+        r[i] = given[i] - left * _dot(old, keys, some) if delta else given[i]
+        u[i] = strength * r[i]
+        for a in range(d):
+            new[a] = fma(keys[a], u[i], left * old[a])
+
+
+@compiled(
+    "void(intp,intp,intp,intp,intp,intp,intp,intp,float32,float32,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)",
+    within=True,
+)
+def _backward(before, after, flow, q, k, g, missing, update, left, strength, delta, own, d, width, dq, dk, dv, db, dg, lanes):
+    """Mutates flow, the gradient of the state after a row: that of the state before it, or zeros if `own`.
+
+    y = S' q, S' = left S + u k, u = strength (v - left S k); g is the gradient of y. Of a Mamba-2, u = v.
+    """
+    x, keys, up, r, u = floats(q, d), floats(k, d), floats(g, width), floats(missing, width), floats(update, width)
+    by_q, by_k, by_v, some = floats(dq, d), floats(dk, d), floats(dv, width), floats(lanes, _LANES)
+    by_strength, by_decay = _ZERO, _ZERO
+    for a in range(d):
+        by_q[a], by_k[a] = _ZERO, _ZERO
+    for i in range(width):
+        old, new, f = floats(before + 4 * i * d, d), floats(after + 4 * i * d, d), floats(flow + 4 * i * d, d)
+        for a in range(d):
+            f[a] = fma(x[a], up[i], f[a])
+        by_update = _dot(f, keys, some)
+        by_strength = fma(by_update, r[i], by_strength)
+        by_v[i] = strength * by_update
+        back = left * by_v[i] if delta else _ZERO
+        for a in range(d):
+            by_q[a] = fma(new[a], up[i], by_q[a])
+            by_k[a] = fma(f[a], u[i], by_k[a])
+        if delta:
+            for a in range(d):
+                by_k[a] = fma(-old[a], back, by_k[a])
+                f[a] = fma(-keys[a], by_v[i], f[a])
+        by_decay += _dot(f, old, some)
+        for a in range(d):
+            f[a] = _ZERO if own else left * f[a]
+    floats(db, 1)[0], floats(dg, 1)[0] = by_strength, left * by_decay
+
+
+@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)")
+def _recur_back(q, k, v, beta, decay, g, dq, dk, dv, db, dg, rows, heads, group, d, width, own, first, end):
+    """Heads [first, end). See `recur_back`. States are kept at the ends of chunks, and computed again within one."""
+    size, chunks, delta = d * width, (rows + CHUNK - 1) // CHUNK, 1 if beta else 0
+    spaces = np.zeros(size * (chunks + CHUNK + 3) + 2 * CHUNK * width + _LANES, np.float32)
+    ends = np.intp(spaces.ctypes.data)
+    states, flow = ends + 4 * size * (chunks + 1), ends + 4 * size * (chunks + CHUNK + 2)
+    missing = flow + 4 * size
+    update, lanes = missing + 4 * CHUNK * width, missing + 4 * 2 * CHUNK * width
+    for head in range(first, end):
+        key = 4 * (head // group) * d
+        pitch, own_key, own_value = 4 * (heads // group) * d, 4 * head * d, 4 * head * width
+        nothing, grown = floats(ends, size), floats(flow, size)
+        for i in range(size):
+            nothing[i] = grown[i] = _ZERO
+        for lap in range(2 * chunks):  # onward over all chunks, then back
+            chunk = lap if lap < chunks else 2 * chunks - 1 - lap
+            begin, count = chunk * CHUNK, min(CHUNK, rows - chunk * CHUNK)
+            old, new = floats(ends + 4 * size * chunk, size), floats(states, size)
+            for i in range(size):
+                new[i] = old[i]
+            for j in range(count):
+                row = begin + j
+                number, strength = row * heads + head, _ONE
+                if beta:
+                    strength = floats(beta + 4 * number, 1)[0]
+                _onward(
+                    states + 4 * size * j, k + row * pitch + key, v + row * 4 * heads * width + own_value,
+                    exp(floats(decay + 4 * number, 1)[0]), strength, delta, d, width,
+                    missing + 4 * j * width, update + 4 * j * width, states + 4 * size * (j + 1), lanes,
+                )  # fmt: skip
+            if lap < chunks:
+                old, new = floats(states + 4 * size * count, size), floats(ends + 4 * size * (chunk + 1), size)
+                for i in range(size):
+                    new[i] = old[i]
+                continue
+            for j in range(count - 1, -1, -1):
+                row = begin + j
+                number, strength = row * heads + head, _ONE
+                if beta:
+                    strength = floats(beta + 4 * number, 1)[0]
+                wide, narrow = row * 4 * heads * width + own_value, row * 4 * heads * d + own_key
+                _backward(
+                    states + 4 * size * j, states + 4 * size * (j + 1), flow, q + row * pitch + key, k + row * pitch + key,
+                    g + wide, missing + 4 * j * width, update + 4 * j * width,
+                    exp(floats(decay + 4 * number, 1)[0]), strength, delta, own, d, width,
+                    dq + narrow, dk + narrow, dv + wide, db + 4 * number, dg + 4 * number, lanes,
+                )  # fmt: skip
+    spaces[0] = _ZERO  # see `_recur`
+
+
+@dataclass(frozen=True, eq=False)
+class RecurrenceGradients:
+    """Gradients of what `recur_back` was given; those of queries and keys are by head, not yet added up."""
+
+    q: Tensor
+    """[rows, heads, d]"""
+    k: Tensor
+    """[rows, heads, d]"""
+    v: Tensor
+    """[rows, heads, width]"""
+    beta: Tensor
+    """[rows, heads]; without meaning if there are none"""
+    decay: Tensor
+    """[rows, heads]"""
+
+
+def recur_back(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, decay: Tensor, g: Tensor, own: bool = False
+) -> RecurrenceGradients:
+    """The derivative of `recur` over a whole path, from position 0: g [rows, heads, width] is the gradient of what it returns.
+
+    q, k [rows, key heads, d]; v [rows, heads, width]; beta, decay [rows, heads], the latter as logarithms
+    own  a row gets what it does to itself alone, so that no row's gradient depends on another row's
+    """
+    q, k, v, decay, g = (x.float().contiguous() for x in (q, k, v, decay, g))
+    beta = None if beta is None else beta.float().contiguous()
+    (rows, heads, width), (key_heads, d) = v.shape, k.shape[1:]
+    by_key = q.new_empty(2, rows, heads, d)
+    found = RecurrenceGradients(by_key[0], by_key[1], torch.empty_like(v), torch.empty_like(decay), torch.empty_like(decay))
+    fixed = (
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if beta is None else beta.data_ptr(), decay.data_ptr(), g.data_ptr(),
+        found.q.data_ptr(), found.k.data_ptr(), found.v.data_ptr(), found.beta.data_ptr(), found.decay.data_ptr(),
+        rows, heads, heads // key_heads, d, width, int(own),
+    )  # fmt: skip
+    divided(lambda i, n: _recur_back(*fixed, *share(i, n, heads)), 10.0 * rows * heads * d * width, heads)
+    return found

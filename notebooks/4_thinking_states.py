@@ -138,4 +138,4 @@ pd.DataFrame(lines).groupby("put in").mean().round(2).assign(stories=len(fresh))
 # %% [markdown]
 # How it works, what was decided where the paper leaves it open, and how it was trained: [models that
 # think](../docs/models.md#thinking-states-models), [sources](../docs/determinism.md#sources).
-# Next: a real model, [5_real_model](5_real_model.ipynb).
+# Next: a real model, [5_five_things](5_five_things.ipynb).

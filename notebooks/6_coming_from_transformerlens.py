@@ -29,12 +29,12 @@ import matplotlib.pyplot as plt
 import torch
 
 import replaylens as rl
-from replaylens.engine import transformer_lens
+from replaylens.engine.model import loading
 
 MODEL = "coin-plain"  # or "smollm2"
 torch.manual_seed(0)
 model = rl.Engine.load(MODEL)
-bridge = transformer_lens.bridge(transformer_lens.hugging_face(model.model))  # or your own TransformerBridge
+bridge = loading.bridge(loading.hugging_face(model.model))  # or your own TransformerBridge
 engine = rl.Engine.load(bridge)
 story = "A coin's state is {}. Alice flips, then Bob flips, then Carol flips. What's the state, step by step? A: Alice flips:"
 tokens = model.to_tokens([story.format("heads"), story.format("tails")])

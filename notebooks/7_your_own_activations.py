@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 import replaylens as rl
-from replaylens.engine import transformer_lens
+from replaylens.engine.model import loading
 from replaylens.probes import ProbeRows, cross_validate, fit_probe, sweep
 
 MODEL = "coin-plain"  # or "smollm2"
@@ -160,7 +160,7 @@ except rl.probes.errors.MissingGroups as error:
 # the residual stream; but the token itself says as much, so nothing is shown.
 
 # %%
-bridge = transformer_lens.bridge(transformer_lens.hugging_face(rl.Engine.load(MODEL).model))  # or your own TransformerBridge
+bridge = loading.bridge(loading.hugging_face(rl.Engine.load(MODEL).model))  # or your own TransformerBridge
 prompt = torch.randint(4, 40, (120, 10))
 mask = torch.arange(10) < torch.randint(6, 11, (120, 1))  # padding on the right
 with torch.no_grad():

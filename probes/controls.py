@@ -236,6 +236,7 @@ def goals_at(
     labels: Sequence[str],
     train: np.ndarray,
     *,
+    tested: np.ndarray | None = None,
     with_controls: bool,
     seed: int,
     metric: str = "accuracy",
@@ -245,9 +246,11 @@ def goals_at(
     groups of the rows, as given by `groups.groups_of`
     paths  of the rows, as given by `groups.histories`
     train  [folds, rows]
+    tested [rows]: whether any fold tests the row; default: all
     """
     goals: list[Goal] = []
     skipped: list[tuple[str, str]] = []
+    tested = np.ones(len(here), dtype=bool) if tested is None else tested
     context = contexts(paths) if with_controls and paths is not None else None
     if with_controls and paths is None:
         skipped.append(("bag of tokens and control task", why_no_histories(here)))
@@ -260,6 +263,8 @@ def goals_at(
                 skipped.append((f"metric {metric} of {label!r}", "the label holds numbers, which have r2"))
             goal = make_goal(target, metric="auto" if target.kind == "number" else metric)
             goal.check(train)
+            if not (goal.present & tested).any():
+                raise BadRows(f"Label {label!r} has no value at any tested row. Choose another position or split.")
         except (BadRows, OneClass) as error:
             skipped.append((f"label {label!r}", str(error)))
             continue
@@ -283,9 +288,13 @@ def goals_at(
             try:
                 goal = make_goal(here.target(zero.label), ZERO, zero.chance)
                 goal.check(train)
-                goals.append(goal)
             except (BadRows, OneClass):
                 skipped.append((f"known zero {zero.label!r}", "the label has fewer than two values there"))
+                continue
+            if (goal.present & tested).any():
+                goals.append(goal)
+            else:
+                skipped.append((f"known zero {zero.label!r}", "no tested row has a value"))
     return _solvable(goals, train, skipped), skipped
 
 

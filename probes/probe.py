@@ -15,12 +15,13 @@ from sklearn.base import clone
 from sklearn.pipeline import Pipeline
 from tqdm.auto import tqdm
 
+from replaylens.engine import records
 from replaylens.engine.dump.maker import ReplayKeywords, plan_of_run
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import FingerprintMismatch
 from replaylens.engine.replay.run import Run
-from replaylens.engine.request.values import verb
+from replaylens.engine.request.values import as_path, short_repr, verb
 from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.watch import probe_record
 from replaylens.engine.terminal import hidden
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 
 FORMAT, SCHEMA = "replaylens-probe", 1
 _TENSORS = ("weight", "bias", "means")
+_KINDS: dict[str, Any] = {"cell": tuple[str, int | None], "classes": tuple[str, ...]}
+"""fields of the JSON file"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,14 +183,17 @@ class LinearProbe:
         path = _stem(path)
         try:
             tensors = load_file(path.with_suffix(".safetensors"))
-            raw = json.loads(path.with_suffix(".json").read_text())
+            raw = records.parse(path.with_suffix(".json").read_bytes(), "its JSON file", BadProbeFile)
             if raw["format"] != FORMAT or raw["schema"] != SCHEMA:
                 raise BadProbeFile(f"format {raw['format']} {raw['schema']} instead of {FORMAT} {SCHEMA}")
             arrays = {name: tensors[name].numpy() for name in _TENSORS}
             text = {name: raw[name] for name in ("label", "site", "position", "estimator", "source")}
             roots = tuple(map(str, raw.get("roots", ())))  # older files have none
             more = {"subspace": tensors["subspace"].numpy()} if "subspace" in tensors else {}
-            probe = cls(**arrays, **more, classes=tuple(raw["classes"]), cell=Cell(*raw["cell"]), roots=roots, **text)
+            cell, classes = (records.build(kind, raw[name], name, BadProbeFile) for name, kind in _KINDS.items())
+            if wrong := [name for name, value in text.items() if not isinstance(value, dict if name == "source" else str)]:
+                raise BadProbeFile(f"{wrong[0]} is {short_repr(text[wrong[0]])}")
+            probe = cls(**arrays, **more, classes=classes, cell=Cell(*cell), roots=roots, **text)
         except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
             raise BadProbeFile(f"{path} is not a saved probe ({error}). Give the path of a saved probe.") from error
         return probe._checked(path)
@@ -334,7 +340,7 @@ def coefficients(fitted: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _stem(path: str | Path) -> Path:
-    path = Path(path)
+    path = as_path("path", path)
     return path.with_suffix("") if path.suffix in (".json", ".safetensors") else path
 
 

@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 
 from replaylens.engine.display import DPI, picture, plain, short, shows, wrapped
 from replaylens.engine.records import Citation, Identifier, digest_of
-from replaylens.engine.request.values import output_path
+from replaylens.engine.request.values import output_path, short_repr
 from replaylens.probes.checks import make_folder
 from replaylens.probes.errors import BadProbeFile, ProbeError
 from replaylens.probes.intervals import Estimate
@@ -121,6 +121,8 @@ def _labels(main: pd.DataFrame) -> Iterator[str]:
             yield f"  AUROC there {best['auroc']:.3f} [{best['auroc_low']:.3f}, {best['auroc_high']:.3f}]."
         if verdict == READABLE:
             yield "  The probe learns a random class per context as well. Hold out contexts to tell them apart: sweep(groups=)."
+        if verdict == NOT_SHOWN and decided in ("bag_of_tokens", "token_identity"):
+            yield "  The words alone tell the label in these texts. Test on words that were held out: sweep(groups=)."
 
 
 def _decision(line: pd.Series, decided: str) -> str:
@@ -175,6 +177,8 @@ def _zeros(zeros: pd.DataFrame) -> Iterator[str]:
 
 FORMAT, SCHEMA = "replaylens-report", 2
 FILE, SUMMARY, TABLE = "report.json", "summary.txt", "table.csv"
+_KINDS = {"kind": str, "source": dict, "settings": dict, "notes": list, "findings": list, "rows": list}
+"""fields of a report's file"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,12 +302,15 @@ class Report:
             raw = json.loads(path.read_text())
             if raw["format"] != FORMAT or raw["schema"] != SCHEMA:
                 raise BadProbeFile(f"{path} has format {raw['format']} {raw['schema']} instead of {FORMAT} {SCHEMA}.")
-            fields = {name: raw[name] for name in ("kind", "source", "settings", "notes", "findings")}
-            found = cls(lines=raw["rows"], **fields)
-        except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-            raise BadProbeFile(f"{path} is not a report ({error}).") from error
-        if raw.get("digest", found.digest) != found.digest:  # older reports have none
-            raise BadProbeFile(f"{path} was changed: it does not have its digest. Copy it again, or run the probe again.")
+            if wrong := [name for name, kind in _KINDS.items() if not isinstance(raw[name], kind)]:
+                raise BadProbeFile(f"{path} is not a report: {wrong[0]} is {short_repr(raw[wrong[0]])}.")
+            found = cls(lines=raw["rows"], **{name: raw[name] for name in _KINDS if name != "rows"})
+            if raw.get("digest", found.digest) != found.digest:  # older reports have none
+                raise BadProbeFile(f"{path} was changed: it does not have its digest. Copy it again, or run the probe again.")
+        except BadProbeFile:
+            raise
+        except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:  # also text that is no UTF-8, and NaN
+            raise BadProbeFile(f"{path} is not a report ({str(error)[:200]}).") from error
         return found
 
 

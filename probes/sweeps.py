@@ -396,6 +396,7 @@ class _Sweep:
             return SweepPosition.nothing(position, found, str(error))
         paths = histories(here.rows) if settings.controls else None
         how: dict[str, Any] = dict(with_controls=settings.controls, seed=settings.seed, metric=settings.metric)
+        how["tested"] = np.logical_or.reduce(split.test)
         goals, skipped = goals_at(here.rows, here.groups, paths, settings.labels, split.train, **how)
         skipped += [("the beginning", here.note)] if here.note else []
         if here.num_torn:
@@ -518,7 +519,7 @@ def _exchange(
     orders, share_cut = tried(kept)
     cut, count, some = replace(goal, present=kept), int(goal.present.sum()), int(kept.sum())
     if share_cut >= EXCHANGED and 2 * some >= count and _fits(cut, train):
-        why = "groups exchange sequences of labels with groups of their length, so they are cut to that of four others at least"
+        why = "whole groups exchange their labels, and each needs four others of its length, so longer groups were cut"
         return cut, orders, [(f"{count - some} of {count} rows in the permutation test of {goal.label!r}", why)]
     why = f"{why_no_exchange(goal.codes[goal.present], groups[goal.present], share)}. A t test is made instead"
     return goal, None, [(f"the permutation test of {goal.label!r}", why)]

@@ -17,8 +17,9 @@ if not torch.cuda.is_available():  # before anything imports Triton, which reads
 
 
 LONG = (
-    "probes/questions/test_questions.py", "engine/thinking/test_replay.py", "engine/test_contract.py", "kernels/test_passes.py",
-    "docs/test_pages.py", "views/test_report.py", "views/test_browser.py", "workbench/test_drawn.py", "workbench/test_grids.py",
+    "test_golden.py", "probes/questions/test_questions.py", "engine/thinking/test_replay.py", "engine/test_contract.py",
+    "kernels/test_passes.py", "docs/test_pages.py", "views/test_report.py", "views/test_browser.py", "workbench/test_drawn.py",
+    "workbench/test_grids.py",
     "probes/fitting/test_heldout.py", "probes/sweeps/test_sweep.py", "engine/loop/test_drafters.py", "test_imports.py",
     "engine/thinking/test_model.py", "kernels/test_cpu.py", "test_demo.py", "notebooks/test_notebooks.py",
 )  # fmt: skip

@@ -2,20 +2,22 @@
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 import yaml
 from typer.testing import CliRunner
 
-import replaylens
+import replaylens as rl
 from replaylens import Answer, Dump, Edit, Engine, Run, Sampling, tasks
 from replaylens.cli import app
-from replaylens.engine.display import picture, stamp_of, stamped
+from replaylens.engine.display import Citable, picture, stamp_of, stamped
 from replaylens.engine.errors import BadRequest, BadRollouts, FingerprintMismatch
 from replaylens.engine.records import Citation, Identifier, digest_of
 from replaylens.engine.resampling.drawing import redrawn
@@ -23,6 +25,7 @@ from replaylens.engine.resampling.rollouts import Rollouts
 from replaylens.probes.errors import BadProbeFile
 from replaylens.probes.report import Report
 from replaylens.views.report import ReportPage
+from replaylens.workbench.lens import compare_lenses, fit_jacobian_lens
 from tests.engine.dump.damage import flip_bit
 
 ROOT = Path(__file__).parents[1]
@@ -145,6 +148,95 @@ def test_reports_without_a_digest_are_read(run: Run, tmp_path: Path) -> None:
     assert Report.load(file).digest == made_report(run).digest
 
 
+# ---- results of the workbench ---------------------------------------------------------------------------------------------
+
+
+def answers(engine: Engine) -> dict[str, Citable]:
+    """A result of each verb that answers with one."""
+    other, metric = PROMPT.replace("heads", "tails"), (" tails", " heads")
+    jacobian = fit_jacobian_lens(engine, [PROMPT])
+    return {
+        "lens": rl.lens(engine, PROMPT),
+        "lens of a token": rl.lens(engine, PROMPT, token=" tails", tuned=jacobian),
+        "lenses": compare_lenses(engine, [other], {"Jacobian": jacobian}),
+        "attention": rl.attention(engine, PROMPT),
+        "dla": rl.dla(engine, PROMPT, metric, by="head"),
+        "patch": rl.patch(engine, PROMPT, other, metric=metric, sites="T", layers=[1]),
+        "pairs": rl.patch(engine, [PROMPT, other], [other, PROMPT], metric=metric, sites="S", layers=[1]),
+        "path": rl.path_patch(engine, PROMPT, other, metric=metric, receivers=[(1, 3)]),
+        "ablate": rl.ablate(engine, [PROMPT, other], metric=metric, heads=[(0, 1)]),
+        "steer": rl.steer(engine, torch.ones(128), [PROMPT], layers=[2], strengths=[0.0, 1.0], n=2),
+        "compare": rl.compare(engine, engine, [PROMPT]),
+        "attribution": rl.attribution_patching(engine, PROMPT, other, metric, "S"),
+        "integrated": rl.integrated_gradients(engine, PROMPT, None, metric, steps=2),
+        **of_forks(engine),
+    }
+
+
+def of_forks(engine: Engine) -> dict[str, Citable]:
+    with engine.prompt("A coin's state is heads.") as root:
+        root.force(" Alice flips. Bob flips. What's the state? A:")
+        drawn = root.resample(4, at="sentences", max_new=12, answer=Answer.regex("heads|tails"))
+    counts = drawn.outcomes()
+    return {
+        "curve": rl.probes.outcome_curve(counts),
+        "importance": rl.probes.importance(counts),
+        "change points": rl.probes.change_points(counts),
+        "resilience": rl.probes.resilience(rl.probes.RolloutTexts.of(drawn)),
+    }
+
+
+def test_every_result_is_cited(engine: Engine, tmp_path: Path) -> None:
+    """Its digest is that of another engine, in another order, with other branches around; figures name what they show."""
+    made, fresh = answers(engine), Engine.load("coin-plain", max_rows=64)
+    with fresh.prompt("A coin", sites="S") as beside:
+        beside.generate(2)
+        again = answers(fresh)
+    assert len({each.digest for each in made.values()}) == len(made)
+    for name, result in made.items():
+        cited = result.cite()
+        assert cited.identifier == again[name].cite().identifier == str(Identifier(result.digest)), name
+        assert all(word in cited.text for word in ("replaylens 0.1.0", "portable-1", engine.fingerprint.weights)), name
+        assert cited.bibtex.startswith("@misc{replaylens-")
+        result.plot().savefig(tmp_path / f"{name}.svg")  # type: ignore[attr-defined]
+        stamp = stamp_of((tmp_path / f"{name}.svg").read_bytes())
+        assert stamp is not None and stamp.intact and stamp.source == cited.identifier, name
+
+
+@dataclass(frozen=True, eq=False)
+class Odd(Citable):
+    """A result of everything that fields hold."""
+
+    values: Any
+
+
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        (torch.zeros(2), torch.zeros(2, 1)),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
+        (torch.zeros(2), -torch.zeros(2)),
+        (torch.zeros(2), torch.tensor([0.0, torch.nan])),
+        (torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([1.0078125], dtype=torch.bfloat16)),
+        (np.float32(1), np.float32(2)),
+        (np.array(["a", "b"]), np.array(["ab"])),
+        (float("nan"), float("inf")),
+        ({1, 2}, {1, 3}),
+        ({"a": (1, None)}, {"a": (1, 0)}),
+        (pd.DataFrame({"a": [1.0, None]}), pd.DataFrame({"a": [1.0, 2.0]})),
+    ],
+)
+def test_every_value_of_a_result_counts(one: Any, two: Any) -> None:
+    copy = one.clone() if isinstance(one, torch.Tensor) else one
+    assert Odd(one).digest == Odd(copy).digest != Odd(two).digest
+    assert "computed elsewhere" in Odd(one).cite().text
+
+
+def test_all_nans_are_one() -> None:
+    bits = torch.tensor([0x7FC00000, 0xFFC00001 - (1 << 32)], dtype=torch.int32).view(torch.float32)
+    assert Odd(bits[:1]).digest == Odd(bits[1:]).digest
+
+
 # ---- figures --------------------------------------------------------------------------------------------------------------
 
 
@@ -235,8 +327,12 @@ def test_verify_names_damage(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "foreign.svg").write_text("<svg></svg>")
     code, out = called("verify", tmp_path / "foreign.svg")
     assert code == 2 and "carries no identifier" in out
-    (tmp_path / "other.json").write_text("{}")
-    assert called("verify", tmp_path / "other.json")[0] == 2
+    good = json.loads((folder / "report" / "report.json").read_text())
+    odd = [good | {"rows": 3}, good | {"source": []}, good | {"kind": None}, good | {"notes": [float("nan")]}, {}, []]
+    for content in (*(json.dumps(each).encode() for each in odd), b"\x80\x04}.", b"[" * 100_000, b""):
+        (tmp_path / "other.json").write_bytes(content)
+        code, out = called("verify", tmp_path / "other.json")
+        assert code == 2 and "BadProbeFile" in out and "is not a report" in out.replace("\n", " "), out
 
 
 def test_a_changed_summary_is_a_mismatch(run: Run, tmp_path: Path) -> None:
@@ -316,4 +412,4 @@ def test_rollouts_that_cannot_be_drawn_again(engine: Engine, folder: Path, tmp_p
 def test_the_citation_file_is_valid_and_current() -> None:
     found = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "authors"} <= set(found) and found["cff-version"] == "1.2.0"
-    assert found["version"] == replaylens.__version__ and found["type"] == "software" and found["authors"]
+    assert found["version"] == rl.__version__ and found["type"] == "software" and found["authors"]

@@ -101,9 +101,11 @@ class Filter:
 def make_filters(known: Iterable[str], predicate: Predicate | None, conditions: dict[str, Any]) -> tuple[Filter, ...]:
     """The filters of a `where` call. BadRequest for an unknown column lists the known ones."""
     names = [*known, "depth"]
-    for name in conditions:
+    for name, value in conditions.items():
         if name not in names:
             raise BadRequest(f"The index has no column {name!r}. It has {', '.join(names)}.")
+        if isinstance(value, str) and name in CORE.names and not pa.types.is_string(CORE.field(name).type):
+            raise BadRequest(f"where({name}={value!r:.60}) selects nothing: {name} is no text. Give a value of its type.")
     if predicate is not None and not callable(predicate):
         raise BadRequest(f"where({predicate!r:.60}): give a function of the index, or conditions as column=value")
     own = (Filter(None, predicate),) if predicate is not None else ()

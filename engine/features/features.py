@@ -28,7 +28,7 @@ from replaylens.engine.model import modes
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.request.edits import Edit, Positions
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import as_float, as_instance, as_int, as_list, integer, short_repr
+from replaylens.engine.request.values import as_float, as_instance, as_int, as_list, as_path, integer, short_repr
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
 
@@ -152,7 +152,7 @@ class SparseFeatures:
 
         Raises BadConfig, UnsupportedModel or BadWeights; `require` checks that a model has its sites.
         """
-        folder = Path(as_instance("folder", folder, str | Path, "the path of a folder"))  # type: ignore[arg-type]
+        folder = as_path("folder", folder)
         path = folder / "cfg.json"
         try:
             content = path.read_bytes()
@@ -255,7 +255,7 @@ class SparseFeatures:
 
         Raises UnknownSite if their site was not captured, or the model does not have it.
         """
-        recording, tokens = branch.activations, branch.tokens
+        recording, tokens = as_instance("branch", branch, Branch, "a branch").activations, branch.tokens
         found, positions = self.encode(recording.peek(self._captured(branch))), tuple(recording.positions())
         words = tuple(word(branch.engine.text, tokens[position]) for position in positions)
         return FeatureRows(found.offsets, found.indices, found.values, found.width, positions, words)

@@ -192,6 +192,8 @@ class FeatureWeights:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
+            if value is not None and value.dtype != torch.float32:
+                raise BadWeights(f"{name} of the features is {value.dtype}. Give float32, such as {name}.float().")
             if value is not None and not bool(torch.isfinite(value).all()):
                 raise BadWeights(f"{name} of the features holds NaN or infinity. Give finite numbers.")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from replaylens.engine.display import word
+from replaylens.engine.display import Citable, word
 from replaylens.engine.errors import BadRequest, NoGradient
 from replaylens.engine.gradients.backward import Tape
 from replaylens.engine.gradients.branches import differentiable, metric_of, tape_of
@@ -46,7 +46,7 @@ _TITLES = {
 
 
 @dataclass(frozen=True, eq=False)
-class Attribution:
+class Attribution(Citable):
     """How much each row, replaced by another prompt's, changes the metric: in units of the metric."""
 
     before: float
@@ -84,6 +84,7 @@ class Attribution:
             middle(real) if real else None,
             all(pair.certified for pair in pairs),
             pairs=tuple(pairs),
+            made_by=pairs[0].made_by,
         )
 
     def __repr__(self) -> str:
@@ -151,7 +152,7 @@ class Attribution:
                 axis.set_yticks([i + 0.5 for i in range(len(rows))], [str(i) for i in range(len(rows))], fontsize=6)
                 axis.set_xticks([i + 0.5 for i in range(len(labels))], labels, rotation=0 if self.heads else 90, fontsize=6)
             figure.colorbar(shown, ax=line, label=wrapped(f"change of the metric: {what}", 2.6))
-        return figure
+        return self._shown(figure)
 
     def _labels(self) -> list[str]:
         from replaylens.engine.display import plain
@@ -264,8 +265,8 @@ def _attributed(
     if as_bool("compare", compare):
         changed = {site: (moved[site] if heads else moved[site].flatten(1)).any(-1) for site in names}
         real = patch_effects(engine, paths[1], rows, changed, function, found.value, as_bool("progress", progress))
-    words = words_of(engine, paths[1])
-    return Attribution(found.value, source.measure(function), names, words, estimate, real, found.certified)
+    words, after, by = words_of(engine, paths[1]), source.measure(function), (engine.fingerprint,)
+    return Attribution(found.value, after, names, words, estimate, real, found.certified, made_by=by)
 
 
 def _sites(engine: Core, sites: str | Sequence[str] | None, heads: bool) -> tuple[str, ...]:
@@ -441,4 +442,5 @@ def integrated_gradients(
         changed = {name: (there - here).flatten(1).any(1)}
         real = patch_effects(engine, base, {name: there}, changed, function, before, progress=False)
     gap = after - before - math.fsum(estimate.flatten().tolist())
-    return Attribution(before, after, names, words_of(engine, path), estimate, real, promised, gap)
+    words, by = words_of(engine, path), (engine.fingerprint,)
+    return Attribution(before, after, names, words, estimate, real, promised, gap, made_by=by)

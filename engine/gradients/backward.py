@@ -7,6 +7,7 @@ of a CPU have them on every machine. They are float32, whatever the dtype of the
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 from einops import rearrange
@@ -20,6 +21,7 @@ from replaylens.engine.gradients.derivatives import (
     BackwardProducts,
     HostProducts,
     activation,
+    attention_of,
     through_attention,
     through_latent,
     through_mixture,
@@ -28,11 +30,13 @@ from replaylens.engine.gradients.derivatives import (
     through_softcap,
 )
 from replaylens.engine.gradients.gradients import Gradients, LogitsFunction, derivative, value_of
+from replaylens.engine.gradients.mixers import needed_mixer, through_mixer
 from replaylens.engine.model import modes
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Attention, Block, Decoder, LatentAttention, Mixture, Mlp, NormSites
-from replaylens.engine.model.layers import Linear, Norm
-from replaylens.engine.model.sites import layer_of
+from replaylens.engine.model.layers import Norm
+from replaylens.engine.model.mixers import Mixer
+from replaylens.engine.model.sites import STATE, layer_of
 from replaylens.engine.passes.batch import finite
 from replaylens.engine.passes.runner import Runner, WholePass
 from replaylens.engine.request.capture import HEAD_SITES, PassTap
@@ -43,25 +47,30 @@ from replaylens.kernels import cpu as portable
 
 
 def needed_sites(config: ModelConfig) -> frozenset[str]:
-    """The sites whose values `Backward` reads: the inputs of everything that is not linear. NoGradient for sinks and
-    hybrids."""
-    if config.mixer is not None:
-        raise NoGradient("This model is a hybrid, and the backward pass of recurrent layers is not implemented. Use patching.")
-    if config.sinks:
-        raise NoGradient("This model has attention sinks, whose backward pass is not implemented. Use patching.")
-    names = ["hook_in"]
+    """The sites whose values `Backward` reads: the inputs of everything that is not linear."""
+    found = set[str]()
+    for layer in range(config.num_layers):
+        names, (before, after) = ["hook_in"], config.norms(layer)
+        for part in ("attn", "mixer", "mlp"):
+            names += [f"{part}.hook_out"] if after and config.has(part, layer) else []
+        if config.has("attn", layer):
+            names += _of_attention(config, layer)
+        if config.has("mixer", layer):
+            names += [*(["ln1.hook_out"] if before else []), *needed_mixer(config)]
+        if config.has("mlp", layer):
+            names += [*([] if config.parallel_residual else ["ln2.hook_in"]), *_of_mlp(config, layer)]
+        found |= {f"blocks.{layer}.{name}" for name in names}
+    return frozenset(found)
+
+
+def _of_attention(config: ModelConfig, layer: int) -> list[str]:
+    """The sites of an attention, within the block."""
+    if config.latent is not None:
+        return [*NEEDED_LATENT, *(["attn.q_a_layernorm.hook_in"] if config.latent.query_rank else [])]
+    sites = [*attended(config, layer), *(_normed(config, layer) if config.qk_norm else ())]
+    names = [site.partition(f"blocks.{layer}.")[2] for site in sites] + ["attn.v.hook_out"]
     names += [f"attn.{part}{'_norm' if config.qk_norm else ''}.hook_out" for part in "qk"] if config.clip_qkv else []
-    names += [] if config.parallel_residual else ["ln2.hook_in"]
-    names += ["attn.hook_out", "mlp.hook_out"] if config.post_norms else []
-    layers, heads = range(config.num_layers), set[str]()
-    if config.latent is None:
-        names += ["attn.v.hook_out"]
-        heads = {site for layer in layers for site in attended(config, layer)}
-        heads |= {site for layer in layers for site in _normed(config, layer) if config.qk_norm}
-    else:
-        names += [*NEEDED_LATENT, *(["attn.q_a_layernorm.hook_in"] if config.latent.query_rank else [])]
-    own = ((layer, name) for layer in layers for name in (*names, *_of_mlp(config, layer)))
-    return frozenset(f"blocks.{layer}.{name}" for layer, name in own) | heads
+    return names + (["attn.hook_gate"] if config.attn_gate else [])
 
 
 def _of_mlp(config: ModelConfig, layer: int) -> tuple[str, ...]:
@@ -70,10 +79,11 @@ def _of_mlp(config: ModelConfig, layer: int) -> tuple[str, ...]:
         begin = "mlp." if config.mixture is None else "mlp.dense_"
         return (f"{begin}in.hook_out", *([f"{begin}gate.hook_out"] if config.gated_mlp else []))
     shared = NEEDED_SHARED[: 2 if config.mixture.shared_gate else 1] if config.mixture.d_shared else ()
-    if config.pre_norms and not config.shared_norm:
+    before, _ = config.norms(layer)
+    if before and not config.shared_norm:
         read = "ln2.hook_out"
     else:
-        read = ("ln1.hook_out" if config.pre_norms else "hook_in") if config.parallel_residual else "ln2.hook_in"
+        read = ("ln1.hook_out" if before else "hook_in") if config.parallel_residual else "ln2.hook_in"
     return (read, *(f"mlp.{name}" for name in (*NEEDED_MIXTURE, *shared)))
 
 
@@ -166,30 +176,46 @@ class Backward:
     def _block(self, layer: int, g: Tensor) -> Tensor:
         """The gradient of the stream that leaves the block -> of the stream that enters it."""
         block: Block = self.model.blocks[layer]  # type: ignore[assignment]
-        assert block.attn is not None and block.mlp is not None  # hybrids are refused
         g = self._at(block.out_site, g)
-        x = self._value(block.in_site)
-        read = x if block.parallel else self._value(block.middle_site)
-        if isinstance(block.mlp, Mixture):
-            from_mlp = self._mixture(block, block.mlp, self._added(g, block.ln2_post, block.mlp_sites, block))
-        else:
-            from_mlp = self._mlp(block.mlp, self._written(g, block.mlp.down, block.ln2_post, block))
-        shared = from_mlp if block.ln2 is None and block.parallel else None  # it reads what attention reads
-        if block.ln2 is not None:
-            from_mlp = through_norm(self._at(block.ln2_sites[2], from_mlp), read, block.ln2, self.products)
-        middle = g if block.parallel else self._at(block.middle_site, g + from_mlp)
-        from_attn = self._attention(block.attn, self._written(middle, block.attn.o, block.ln1_post, block), layer)
-        if shared is not None:
-            from_attn = from_attn + shared
-        if block.ln1 is not None:
-            from_attn = through_norm(self._at(block.ln1_sites[2], from_attn), x, block.ln1, self.products)
-        entering = middle + from_attn
-        return self._at(block.in_site, entering + from_mlp if block.parallel and shared is None else entering)
+        from_mlp = None if block.mlp is None else self._by_mlp(block, block.mlp, g)
+        shares = block.parallel and block.ln2 is None  # the MLP reads what attention reads
+        middle = g if from_mlp is None or block.parallel else self._at(block.middle_site, g + from_mlp)
+        entering = middle
+        if block.writers:
+            entering = middle + self._by_writers(block, middle, layer, from_mlp if shares else None)
+        if from_mlp is not None and block.parallel and not shares:
+            entering = entering + from_mlp
+        return self._at(block.in_site, entering)
 
-    def _written(self, g: Tensor, linear: Linear, post: Norm | None, block: Block) -> Tensor:
-        """The gradient of the stream -> of the input of the product that is added to it."""
-        sites = block.attn_sites if any(linear is part.o for part, _ in block.writers) else block.mlp_sites
-        return self.products.linear(self._added(g, post, sites, block), linear)
+    def _by_mlp(self, block: Block, mlp: Mlp | Mixture, g: Tensor) -> Tensor:
+        """The gradient of the stream that leaves the block -> of what the MLP, or the norm before it, reads."""
+        g = self._added(g, block.ln2_post, block.mlp_sites, block)
+        if isinstance(mlp, Mixture):
+            g = self._mixture(block, mlp, g)
+        else:
+            g = self._mlp(mlp, self.products.linear(g, mlp.down))
+        if block.ln2 is None:
+            return g
+        read = self._value(block.in_site if block.parallel else block.middle_site)
+        return through_norm(self._at(block.ln2_sites[2], g), read, block.ln2, self.products)
+
+    def _by_writers(self, block: Block, middle: Tensor, layer: int, shared: Tensor | None) -> Tensor:
+        """The gradient of the stream after attention and mixer -> of the stream that they, or the norm before them, read.
+
+        shared  what else reaches the normed stream
+        """
+        found = []
+        for part, sites in block.writers:
+            g = self.products.linear(self._added(middle, block.ln1_post, sites, block), part.o)
+            if isinstance(part, Mixer):
+                read = self._value(block.in_site if block.ln1 is None else block.ln1_sites[2])
+                found.append(through_mixer(part, g, read, self._value, self._at, self.products, self.own))
+            else:
+                found.append(self._attention(part, g, layer))
+        g = reduce(torch.add, found if shared is None else [*found, shared])
+        if block.ln1 is None:
+            return g
+        return through_norm(self._at(block.ln1_sites[2], g), self._value(block.in_site), block.ln1, self.products)
 
     def _added(self, g: Tensor, post: Norm | None, sites: tuple[str, NormSites], block: Block) -> Tensor:
         """The gradient of the stream -> of what is added to it, before the post-norm and the factor."""
@@ -229,7 +255,12 @@ class Backward:
                 self.found[attn.pattern_site] = pattern
             return out
         q, k, v = (self._value(site) for site in (*attended(config, layer), attn.v_site))
-        dq, dk, dv, pattern = through_attention(g, q, k, v, attn.spec, want_pattern, self.products, self.own)
+        by_gate = None
+        if attn.gated:
+            open_ = self.products.apply("sigmoid", self._value(attn.gate_site))
+            seen = attention_of(q, k, v, attn.spec, self.products)
+            by_gate, g = self._at(attn.gate_site, g * seen * (open_ * (1 - open_))), g * open_
+        dq, dk, dv, pattern = through_attention(g, q, k, v, attn.spec, want_pattern, self.products, self.own, attn.sinks)
         if pattern is not None:
             self.found[attn.pattern_site] = pattern
         if attn.norm_is_last:
@@ -245,6 +276,7 @@ class Backward:
         joined = torch.cat([dq, dk, dv], dim=1)
         if attn.clip and attn.q_norm is None:
             joined = self._unclipped(attn, joined, attn.q_site, attn.k_site, attn.v_site)
+        joined = joined if by_gate is None else torch.cat([joined, by_gate], dim=1)
         return self.products.linear(rearrange(joined, "rows heads d -> rows (heads d)"), attn.qkv)
 
     def _unclipped(self, attn: Attention, g: Tensor, *sites: str) -> Tensor:
@@ -353,10 +385,13 @@ class Tape:
         """
         if not runner.one_device:
             raise NoGradient("No gradient through layers on several devices. Load the model on one, or with ranks.")
+        if runner.kernels and runner.model.config.mixer is not None:
+            raise NoGradient("No gradient through recurrent layers on a GPU. Use device='cpu'.")
         if runner.kernels and (inside := [site for site in asked if site.endswith(("hook_pattern", "hook_attn_scores"))]):
             raise NoGradient(f"No gradient at {inside[0]} on a GPU, whose kernels never store it. Use device='cpu'.")
-        if fixed := [edit.site for edit in edits if edit.site.endswith("attn.hook_pattern")]:
-            raise NoGradient(f"No gradient through an edit of {fixed[0]}. Edit attn.hook_z or attn.hook_v instead.")
+        if fixed := [edit.site for edit in edits if edit.site.endswith(("attn.hook_pattern", STATE))]:
+            rather = "mixer.hook_read or mixer.hook_v" if fixed[0].endswith(STATE) else "attn.hook_z or attn.hook_v"
+            raise NoGradient(f"No gradient through an edit of {fixed[0]}. Edit {rather} instead.")
         edits = tuple(known for edit in edits if (known := edit.on_path(tokens)) is not None)
         head = [site for site in asked if site in HEAD_SITES]
         needed = needed_sites(runner.model.config) if backward else frozenset()

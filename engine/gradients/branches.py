@@ -13,7 +13,7 @@ from replaylens.engine.gradients.gradients import AnyMetric, Divergence, Gradien
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.memory.tree import BranchRecord, BranchStatus
 from replaylens.engine.model import modes
-from replaylens.engine.model.sites import CHOICE_SITE, SiteTable
+from replaylens.engine.model.sites import CHOICE_SITE, STATE, SiteTable
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.values import as_list
 from replaylens.engine.serving.branch import Branch
@@ -52,8 +52,8 @@ def gradients(branch: Differentiable, metric: AnyMetric | Differentiable, sites:
     """`Branch.gradients`."""
     if sites is None or (not isinstance(sites, str) and not as_list("sites", sites, SITES)):
         captured = () if branch.lane.capture is None else branch.lane.capture.sites
-        without = branch.engine.sites.read_only  # these and choices have no gradient
-        sites = tuple(site for site in captured if site not in without and not site.endswith(CHOICE_SITE))
+        without = branch.engine.sites.read_only  # these, choices and states have no gradient
+        sites = tuple(site for site in captured if site not in without and not site.endswith((CHOICE_SITE, STATE)))
     names = differentiable(branch.engine, sites)
     function, promised = metric_of(branch.engine, metric)
     return tape(branch, names).gradients(function, branch.engine.sites.names, branch.lane.certified and promised)
@@ -102,6 +102,8 @@ def differentiable(engine: GradientSource, sites: str | Sequence[str]) -> tuple[
             f"{choices[0]} has no gradient: experts are chosen by comparing it, and a choice does not change by degrees. Ask "
             "for mlp.gate.hook_out or mlp.gate.hook_expert_weights."
         )
+    if states := [name for name in names if name.endswith(STATE)]:
+        raise NoGradient(f"{states[0]} has no gradient here: the walk back keeps no states. Ask for mixer.hook_read or hook_v.")
     if not names:
         raise BadRequest("No sites. Name some, e.g. sites='STC', or capture them on the branch.")
     return names

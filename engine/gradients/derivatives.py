@@ -14,7 +14,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from replaylens.engine.errors import NoGradient
-from replaylens.engine.model.config import Activation, Routing, barred, without_barred
+from replaylens.engine.model.config import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation, Routing, barred, without_barred
 from replaylens.engine.model.decoder import LatentAttention, Mixture, SharedExpert
 from replaylens.engine.model.layers import Linear, Norm, Packable, Rotary, expert_products
 from replaylens.engine.model.ops import AttentionSpec, position_bias, visible
@@ -24,7 +24,7 @@ from replaylens.kernels import cpu as portable
 # ---- products --------------------------------------------------------------------------------------------------------
 # The sums and functions of a backward pass: portable ones on a CPU, those of the kernels and of torch on a GPU.
 
-Function = Literal["exp", "tanh", "sigmoid", "erf"]
+Function = Literal["exp", "tanh", "sigmoid", "erf", "softplus"]
 
 
 class BackwardProducts(Protocol):
@@ -156,14 +156,17 @@ def through_softcap(g: Tensor, capped: Tensor, cap: float) -> Tensor:
     return g * (1 - (capped / cap).square()) if cap else g
 
 
-def softmax(x: Tensor, products: BackwardProducts) -> Tensor:
-    """Over the last dimension; -inf: 0."""
-    weights = products.apply("exp", x - x.amax(-1, keepdim=True))
-    return weights / products.total(weights)
+def softmax(x: Tensor, products: BackwardProducts, sinks: Tensor | None = None) -> Tensor:
+    """Over the last dimension; -inf: 0. sinks [..., 1]: scores whose share is left out"""
+    top = x.amax(-1, keepdim=True)
+    top = top if sinks is None else torch.maximum(top, sinks)
+    weights = products.apply("exp", x - top)
+    total = products.total(weights)
+    return weights / (total if sinks is None else total + products.apply("exp", sinks - top))
 
 
 def through_softmax(g: Tensor, p: Tensor, products: BackwardProducts) -> Tensor:
-    """The gradient of what p is the softmax of."""
+    """The gradient of what p is the softmax of. A sink changes nothing here: nobody reads its share."""
     return p * (g - products.total(g * p))
 
 
@@ -196,12 +199,14 @@ def through_attention(
     want_pattern: bool,
     products: BackwardProducts,
     own: bool = False,
+    sinks: Tensor | None = None,
 ) -> AttentionGradients:
     """g [rows, heads, d_value] is the gradient of z = p v with p = softmax(cap(scale q k^T)), rows at positions 0, 1, ...
 
     dv = p^T g,  dp = g v^T,  ds = p (dp - sum(dp p)) cap',  dq = scale ds k,  dk = scale ds^T q
 
-    own  keys and values get what they do to their own row alone, so that no row's gradient depends on another row's
+    own    keys and values get what they do to their own row alone, so that no row's gradient depends on another row's
+    sinks  [heads]
     """
     rows, heads, _ = q.shape
     k, v = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()  # [kv_heads, rows, d]
@@ -216,7 +221,7 @@ def through_attention(
         others = None
         if own:
             others = torch.arange(first, end, device=q.device)[:, None] != torch.arange(low, end, device=q.device)
-        found = _through_rows(g[part], q[part], k[:, keys], v[:, keys], spec, hidden, bias, products, others)
+        found = _through_rows(g[part], q[part], k[:, keys], v[:, keys], spec, hidden, bias, products, others, sinks)
         dq[part], by_k, by_v, dp = found
         dk[:, keys] += by_k
         dv[:, keys] += by_v
@@ -235,8 +240,9 @@ def _through_rows(
     bias: Tensor | None,
     products: BackwardProducts,
     others: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """g, q [rows, heads, width], k, v [kv_heads, keys, width], hidden [rows, keys], bias [heads, keys]
+    """g, q [rows, heads, width], k, v [kv_heads, keys, width], hidden [rows, keys], bias [heads, keys], sinks [heads]
     -> dq, dk, dv as these, dp [rows, heads, keys]
 
     others  [rows, keys]: edges that give their keys and values no gradient
@@ -247,7 +253,7 @@ def _through_rows(
     unseen = repeat(hidden, "rows keys -> (group rows) keys", group=heads // kv_heads)
     g, q = fold(g), fold(q) * spec.scale
     product = products.batched
-    p, capped = _scored(q, k, spec, unseen, bias, products)
+    p, capped = _scored(q, k, spec, unseen, bias, products, sinks)
     dp = product(g, v.transpose(1, 2)).masked_fill_(unseen, 0.0)
     ds = through_softcap(through_softmax(dp, p, products), capped, spec.softcap)
     dq = back(product(ds, k).mul_(spec.scale))
@@ -258,7 +264,13 @@ def _through_rows(
 
 
 def _scored(
-    q: Tensor, k: Tensor, spec: AttentionSpec, unseen: Tensor, bias: Tensor | None, products: BackwardProducts
+    q: Tensor,
+    k: Tensor,
+    spec: AttentionSpec,
+    unseen: Tensor,
+    bias: Tensor | None,
+    products: BackwardProducts,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q [kv_heads, group rows, width], scaled -> the pattern [kv_heads, group rows, keys], and its scores before the bias"""
     raw = products.batched(q, k.transpose(1, 2))
@@ -266,7 +278,9 @@ def _scored(
     if bias is not None:
         rows = q.shape[1] * len(k) // len(bias)
         scores = scores + repeat(bias, "(kv group) keys -> kv (group rows) keys", kv=len(k), rows=rows)
-    return softmax(scores.masked_fill(unseen, -torch.inf), products), capped
+    if sinks is not None:
+        sinks = repeat(sinks.float(), "(kv group) -> kv (group rows) 1", kv=len(k), rows=q.shape[1] * len(k) // len(sinks))
+    return softmax(scores.masked_fill(unseen, -torch.inf), products, sinks), capped
 
 
 def pattern_of(q: Tensor, k: Tensor, spec: AttentionSpec, products: BackwardProducts) -> Tensor:
@@ -285,6 +299,13 @@ def pattern_of(q: Tensor, k: Tensor, spec: AttentionSpec, products: BackwardProd
         p, _ = _scored(part, k[:, :end], spec, hidden.repeat(group, 1), bias, products)
         found[:, :, first:end, :end] = p.view(kv_heads, group, end - first, end)
     return found
+
+
+def attention_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, products: BackwardProducts) -> Tensor:
+    """What rows at positions 0, 1, ... read: [rows, heads, d_value]. q [rows, heads, d_head]; k, v [rows, kv_heads, width]."""
+    p = rearrange(pattern_of(q, k, spec, products), "kv group rows keys -> kv (group rows) keys")
+    z = products.batched(p, v.transpose(0, 1).contiguous())
+    return rearrange(z, "kv (group rows) d -> rows (kv group) d", rows=len(q))
 
 
 # ---- latent ----------------------------------------------------------------------------------------------------------
@@ -427,9 +448,16 @@ def _shared(
 
 def _through_gate(g: Tensor, wide: Tensor, kind: Activation, gated: bool, products: BackwardProducts) -> Tensor:
     """The gradient of what an activation reads; gated: of gate | up."""
-    gate, up = wide.chunk(2, dim=-1) if gated else (wide, None)
-    found, slope = activation(gate, kind, products)
-    return g * slope if up is None else torch.cat([g * up * slope, g * found], dim=-1)
+    if not gated:
+        return g * activation(wide, kind, products)[1]
+    gate, up = wide.chunk(2, dim=-1)
+    if kind != "clamped_swiglu":
+        found, slope = activation(gate, kind, products)
+        return torch.cat([g * up * slope, g * found], dim=-1)
+    small, kept = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    open_ = products.apply("sigmoid", small * SWIGLU_ALPHA)
+    slope = open_ * (1 + small * SWIGLU_ALPHA * (1 - open_))
+    return torch.cat([g * (kept + 1) * slope * (gate == small), g * (small * open_) * (up == kept)], dim=-1)
 
 
 def _weights(g: Tensor, logits: Tensor, scores: Tensor, chosen: Tensor, routing: Routing, products: BackwardProducts) -> Tensor:

@@ -81,8 +81,8 @@ class FrozenLayer:
 def require_linear(config: ModelConfig) -> None:
     """NoGradient for a model whose attention is not linear in its values, once its pattern is held, or not implemented."""
     refused = {
-        "is a hybrid, and the gradients of recurrent layers are": config.mixer is not None,
-        "has attention sinks, whose gradients are": config.sinks,
+        "is a hybrid, whose replacement model is": config.mixer is not None,
+        "has attention sinks, whose replacement model is": config.sinks,
         "has latent attention, whose replacement model is": config.latent is not None,
         "clips its values (clip_qkv), whose replacement model is": bool(config.clip_qkv),
         "has gated attention, whose replacement model is": config.attn_gate,

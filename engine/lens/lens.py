@@ -10,8 +10,11 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from msgspec import Meta
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -20,9 +23,10 @@ from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.passes.runner import LENS_ROWS, Runner
-from replaylens.engine.records import LensSpec
+from replaylens.engine.records import Hash, LensSpec
+from replaylens.engine.records import read as read_record
 from replaylens.engine.request.capture import Rows
-from replaylens.engine.request.values import as_instance
+from replaylens.engine.request.values import as_instance, as_path
 from replaylens.kernels import cpu as portable
 
 # ---- tuned -----------------------------------------------------------------------------------------------------------
@@ -30,6 +34,13 @@ from replaylens.kernels import cpu as portable
 #
 # The plain lens reads every layer as if it were the last. A tuned lens translates it first. It is trained on captured
 # residual rows to minimise KL(final || layer), and saved with the hash of the unembedding that it belongs to.
+
+
+@dataclass(frozen=True)
+class _LensFile:
+    format: Annotated[int, Meta(ge=1, le=1)]
+    unembed: Hash
+    digest: Hash
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,14 +86,21 @@ class TunedLens:
     @classmethod
     def load(cls, path: str | Path) -> "TunedLens":
         """Read a saved lens. Raises BadWeights if the two files are unreadable or do not match."""
-        path = Path(path)
+        path = as_path("path", path)
         try:
-            tensors, about = load_file(path), json.loads(path.with_suffix(".json").read_text())
-            lens = cls(tensors["weight"], tensors["bias"], about["unembed"])
-        except (OSError, KeyError, ValueError) as e:
+            tensors, content = load_file(path), path.with_suffix(".json").read_bytes()
+            weight, bias = tensors["weight"], tensors["bias"]
+        except (OSError, KeyError, SafetensorError) as e:
             raise BadWeights(f"{path} is not a tuned lens: {e}. Check the path, or save the lens again.") from e
-        if lens.digest != about["digest"]:
+        about = read_record(_LensFile, content, str(path.with_suffix(".json")), BadWeights)
+        lens = cls(weight, bias, about.unembed)
+        if lens.digest != about.digest:
             raise BadWeights(f"The weights in {path} do not match the digest in its JSON file. Save the lens again.")
+        shapes = weight.dim() == 3 and bias.shape == weight.shape[:2] and weight.shape[1] == weight.shape[2]
+        if not shapes or not all(x.is_floating_point() and bool(x.isfinite().all()) for x in (weight, bias)):
+            raise BadWeights(
+                f"The tuned lens in {path} needs finite weights [layers, d, d] and biases [layers, d]. Train it again."
+            )
         return lens
 
 

@@ -219,9 +219,7 @@ class GgufFile:
         try:
             import gguf
         except ImportError:
-            raise UnsupportedModel(
-                "Reading a GGUF file needs the package `gguf`. Run pip install 'replaylens[gguf]'."
-            ) from None
+            raise UnsupportedModel("Reading a GGUF file needs the package `gguf`. Run pip install gguf.") from None
         if not path.exists():
             raise UnsupportedModel(f"{path} does not exist.")
         self._gguf = gguf

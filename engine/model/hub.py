@@ -388,18 +388,23 @@ def _convert(gguf: Path, folder: Path) -> None:
     try:
         import gguf as _reader  # noqa: F401
     except ImportError:
-        raise FetchFailed("Reading a GGUF file needs the package `gguf`. Run pip install 'replaylens[gguf]'.") from None
+        raise FetchFailed("Reading a GGUF file needs the package `gguf`. Run pip install gguf.") from None
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as bars
 
     from replaylens.engine.model.gguf import GgufFile
 
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
     loaded: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     state, config = loaded.state_dict(), loaded.config
     del config.quantization_config  # transformers refuses to save a model that it takes for quantised
     plain = type(loaded)(config)
     plain.load_state_dict(state)
     plain.save_pretrained(folder)
+    if shown:
+        bars.enable_progress_bar()
     GgufFile(gguf).tokenizer().save_pretrained(folder)
 
 

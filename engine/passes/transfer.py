@@ -259,8 +259,8 @@ _PATIENCE = 30.0
 """seconds that the end of the process waits for rows under way"""
 _SMALL = 1 << 20
 """bytes up to which parts travel as one piece: below, events and threads cost more than copies"""
-_TINY = 1 << 16
-"""bytes of a part, such as scores, that travels with its neighbour of any size"""
+_TINY = 16
+"""a part of at most 1 / _TINY of these bytes, such as scores, travels with its neighbour of any size"""
 
 Copied = tuple[Tensor, Tensor]
 """bytes to copy, and where to"""
@@ -411,7 +411,7 @@ def _together(parts: Iterable[Copied], most: int) -> Iterator[list[Copied]]:
     piece: list[Copied] = []
     room = 0
     for part in parts:
-        if piece and room + _room(part[0]) > most and (_room(part[0]) > _TINY or len(piece) > 1):
+        if piece and room + _room(part[0]) > most and (_room(part[0]) * _TINY > most or len(piece) > 1):
             yield piece
             piece, room = [], 0
         piece.append(part)

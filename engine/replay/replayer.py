@@ -266,7 +266,8 @@ class _Replayer:
     """Applies the events in order. Prompts and requests wait until an event needs their outcome, and are computed together."""
 
     def __init__(self, engine: Core, trace: Trace, sites: str | Sequence[str] | None) -> None:
-        self.engine, self.trace = engine, trace
+        self.engine = engine
+        self.events = list(trace.events)  # an engine that replays its own trace adds to it meanwhile
         self.capture = None if sites is None else engine.capture_spec(sites, rejected=True)
         self.branches: dict[int, Branch] = {}
         self.left_out: set[int] = set()
@@ -280,7 +281,7 @@ class _Replayer:
         with self.engine.forest.made() as self.lanes:
             number, kind = 0, "none"
             try:
-                for number, event in enumerate(self.trace.events):
+                for number, event in enumerate(self.events):
                     kind = event["event"]
                     self._apply(number, event)
                 self._serve()
@@ -391,7 +392,7 @@ class _Replayer:
     def _own_events(self, number: int, branch: int) -> list[dict[str, Any]]:
         """The draft, verdict and finish events of the work that event `number` started. Other events may lie between."""
         mine = []
-        for event in self.trace.events[number + 1 :]:
+        for event in self.events[number + 1 :]:
             if event["branch"] == branch and event["event"] in ("draft", "verdict", "finish"):
                 mine.append(event)
                 if event["event"] == "finish":

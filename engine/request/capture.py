@@ -422,7 +422,11 @@ class Recording:
         """The captured site with the rows of that name; UnknownSite if it was not captured."""
         found = self._found(site) if isinstance(site, str) else None
         if found is None:
-            raise UnknownSite(f"Site {site!r:.60} was not captured. Captured: {', '.join(self.keys()) or 'nothing'}.")
+            names = list(self.keys())
+            some = f"{', '.join(names[:3])}, ... {names[-1]} ({len(names)} sites)" if len(names) > 6 else ", ".join(names)
+            raise UnknownSite(
+                f"Site {site!r:.60} was not captured. Captured: {some or 'nothing'}. Name it in sites= of the prompt or replay."
+            )
         return found
 
     def _found(self, name: str) -> str | None:

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Set
 from difflib import get_close_matches
 from functools import wraps
+from itertools import takewhile
 from pathlib import Path
 from reprlib import Repr
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeGuard, TypeVar
@@ -110,6 +111,13 @@ def as_instance(name: str, value: Any, kind: type[T], accepted: str, error: Erro
     if not isinstance(value, kind):
         raise error(f"Invalid {name}={short_repr(value)}. Give {accepted}.")
     return value
+
+
+def as_path(name: str, value: Any, error: Error = BadRequest) -> Path:
+    """A path of a file or folder; the error if it is neither text nor a Path."""
+    if not isinstance(value, str | os.PathLike) or isinstance(os.fspath(value), bytes):
+        raise error(f"Invalid {name}={short_repr(value)}. Give a path, as text or Path.")
+    return Path(value)
 
 
 def as_list(name: str, value: Any, accepted: str, error: Error = BadRequest) -> list[Any]:
@@ -278,12 +286,22 @@ def _checked(method: Callable[P, R], name: str, own: int = 1) -> Callable[P, R]:
             _refuse(name, by_position, list(parameters), args[own:], kwargs)
         if len(args) - own < len(needed) and any(key not in kwargs for key in needed[len(args) - own :]):
             missing = [key for key in needed[len(args) - own :] if key not in kwargs]
-            raise UnknownOption(f"{name}() needs {' and '.join(missing)}. Give a value.")
+            raise UnknownOption(f"{name}() needs {' and '.join(missing)}. {_described(method, missing[0])}.")
         with modes.plain():
             return method(*args, **kwargs)
 
     setattr(call, "__signature__", signature)  # noqa: B010, a type checker refuses the assignment
     return call
+
+
+def _described(method: Callable[..., Any], option: str) -> str:
+    """What to give for an option: the first sentence that the docstring has on it, if there is one."""
+    found = re.search(rf"^(?:\w+, )*{option}(?:, \w+)*  +((?:.+\n)+)", f"{inspect.getdoc(method)}\n", re.MULTILINE)
+    if not found:
+        return "Give a value"
+    first, *lines = found[1].splitlines()
+    more = takewhile(lambda line: line.startswith("  "), lines)
+    return f"{option}: {re.split(r'[.;](?: |$)', ' '.join([first, *map(str.strip, more)]))[0]}"
 
 
 def _refuse(name: str, by_position: list[str], known: list[str], values: tuple[Any, ...], given: Mapping[str, Any]) -> NoReturn:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from replaylens.engine.display import Citable
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.text import Text
 from replaylens.engine.records import Count, Positive, build
@@ -311,7 +312,7 @@ class Race:
 
 
 @dataclass(frozen=True, eq=False)
-class OutcomeCounts:
+class OutcomeCounts(Citable):
     """Counts of outcomes at each fork position. Immutable; the arrays must not be changed.
 
     >>> counts = OutcomeCounts([4, 9], ["heads", "tails"], np.array([[3, 1], [0, 4]]), [" Alice flips.", " Bob flips."])

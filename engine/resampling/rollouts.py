@@ -486,7 +486,8 @@ class Rollouts:
         shares = None
         if self._choices:
             shares = np.stack([np.array([each.probabilities for each in drawn]).mean(0) for drawn in self._by_position()])
-        return OutcomeCounts(list(plan.positions), names, counts, list(plan.texts), shares)
+        makers = () if self.made_by is None else (self.made_by,)
+        return OutcomeCounts(list(plan.positions), names, counts, list(plan.texts), shares, made_by=makers)
 
     def settled(self, alpha: float = 0.05) -> dict[int, str | None]:
         """The likeliest answer at each position, where it is settled with this probability of an error; else None.
@@ -548,7 +549,8 @@ class Rollouts:
             axis.barh(rows, counts.shares[:, column], left=below, label=plain(name), color=fill)
             below = below + counts.shares[:, column]
         names = [
-            f"{plain(short(text.strip(), _MAX_TEXT))} ({at})" for at, text in zip(counts.positions, counts.texts, strict=True)
+            f"{plain(short(text.strip() or 'the end', _MAX_TEXT))} ({at})"
+            for at, text in zip(counts.positions, counts.texts, strict=True)
         ]
         axis.set_yticks(rows, names, fontsize=8)
         axis.set(xlabel="share of rollouts", xlim=(0, 1), ylim=(len(rows) - 0.5, -0.5), ylabel="fork before (position)")

@@ -165,13 +165,16 @@ class Conversation(NotCopyable):
     def fork(self, at: int | None = None, *, edits: Sequence[Edit] = ()) -> Conversation:
         """A new conversation with the first `at` turns, or all of them. Pages are shared; nothing is copied.
 
-        at     with a number, the path may have been changed by hand after these turns; the fork is without such changes
+        at     negative: without so many turns at the end. With a number, the path may have been changed by hand after these
+               turns; the fork is without such changes
         edits  as in `Branch.fork`; their positions may be those of turns
         """
         if at is None:
             self._require()
         at = len(self.turns) if at is None else as_int("at", at, -len(self.turns) + 1, len(self.turns))
-        at = at + len(self.turns) if at <= 0 else at
+        if at == 0:
+            raise BadRequest("Invalid at=0: a conversation has at least one turn. Give a number of turns, or make a new one.")
+        at = at + len(self.turns) if at < 0 else at
         made = object.__new__(type(self))
         made.engine, made.tools, made.turns = self.engine, self.tools, self.turns[:at]
         self._require(made.turns[-1].stop)

@@ -263,7 +263,7 @@ class Core(Generation, NotCopyable):
     def __repr__(self) -> str:
         c, pool = self.config, self.runner.pool
         cache = f"{pool.num_pages - pool.num_free} of {pool.num_pages} KV pages in use"
-        return f"{type(self).__name__}({c.num_layers} layers, d_model {c.d_model}, {self.fingerprint.device}, {cache})"
+        return f"{type(self).__name__}({c.num_layers} layers, d_model {c.d_model}, {self.model.device}, {cache})"
 
     @reading
     def _repr_html_(self) -> str:

@@ -32,9 +32,10 @@ from replaylens.engine.request.values import as_bool, as_float, as_instance, as_
 from replaylens.engine.serving.branch import Branch, Owner
 from replaylens.engine.serving.request import GenerateKeywords, Request, Stream
 
-Stop = Mapping[str, float] | Callable[[Scores], bool]
-"""thresholds by name, any of which ends a request at the first token whose score is greater; or a function of the scores"""
-_STOP = "a dict from names of probes to thresholds, or a function of the scores of one token"
+Stop = float | Mapping[str, float] | Callable[[Scores], bool]
+"""a threshold of the only probe; thresholds by name, any of which
+ends a request at the first token whose score is greater; or a function of the scores"""
+_STOP = "a threshold if there is one probe, a dict from names of probes to thresholds, or a function of the scores of one token"
 
 
 class Probe(Protocol):
@@ -292,6 +293,8 @@ class Watch:
             return None
         if callable(stop):
             return _Asked(stop)
+        if isinstance(stop, int | float) and not isinstance(stop, bool) and len(self.records) == 1:
+            stop = {self.records[0].name: stop}
         if not isinstance(stop, Mapping) or not stop:
             raise BadRequest(f"Invalid stop={short_repr(stop)}. Give {_STOP}.")
         limits = {name: as_float(f"stop[{name!r}]", limit) for name, limit in stop.items()}
@@ -441,12 +444,12 @@ class WatchStream(Iterator[Scored]):
             else:
                 self._ready = self._watch.engine.lock.alone(self._scored)
         found = self._ready.pop(0)
-        self._at = found.position + 1
         try:
             self.stopped = self._test is not None and self._test(found.scores)
-        except BaseException:
+        except BaseException:  # the token was not yielded
             self.close()
             raise
+        self._at = found.position + 1
         if self.stopped:
             self.close()
         return found

@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 from scipy.special import gammaln, logsumexp
 
+from replaylens.engine.display import Citable
 from replaylens.engine.request.values import as_int
 from replaylens.engine.resampling.plan import OutcomeCounts
 from replaylens.probes.errors import BadRows, ProbeError
@@ -51,7 +52,7 @@ class ChangePoint:
 
 
 @dataclass(frozen=True, eq=False)
-class ChangePoints:
+class ChangePoints(Citable):
     """The posterior of the change points of one path."""
 
     positions: list[int]
@@ -88,7 +89,7 @@ class ChangePoints:
         for point in self.points:
             axes.axvspan(point.low - 0.5, point.high + 0.5, color="#f3d535", alpha=0.35, zorder=0)
         axes.set(xlabel="fork", ylabel="P(change before it)", ylim=(0, 1))
-        return figure
+        return self._shown(figure)
 
     def _repr_html_(self) -> str:
         table: str = self.frame.round(3).to_html(index=False)
@@ -182,7 +183,7 @@ def _posterior(
     points = tuple(_point(counts, rolled, each, float(variation(parts[k], parts[k + 1]))) for k, each in enumerate(ends))
     probability = np.zeros(len(counts.positions))
     probability[rolled] = np.minimum(chance, 1.0)
-    return ChangePoints(counts.positions, counts.texts, probability, number, points, level)
+    return ChangePoints(counts.positions, counts.texts, probability, number, points, level, made_by=counts.made_by)
 
 
 def _point(counts: OutcomeCounts, rolled: np.ndarray, place: tuple[int, int, int, float], size: float) -> ChangePoint:

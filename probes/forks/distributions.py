@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from scipy import special, stats
 
+from replaylens.engine.display import Citable
 from replaylens.engine.resampling.plan import OutcomeCounts, sentence_spans
 from replaylens.engine.resampling.rollouts import Rollouts
 from replaylens.probes.checks import mask_of
@@ -323,7 +324,7 @@ def _excess(k: np.ndarray, total: int, p: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, eq=False)
-class OutcomeCurve:
+class OutcomeCurve(Citable):
     """The outcome distribution of rollouts from each position. NaN, with [0, 1] as interval, where there are none."""
 
     positions: list[int]
@@ -370,10 +371,13 @@ class OutcomeCurve:
         axes = figure.subplots()
         for k, (name, colour) in enumerate(zip(self.outcomes, colours(self.outcomes), strict=True)):
             axes.plot(self.positions, self.value[:, k], marker="o", markersize=3, label=plain(name), color=colour)
-            axes.fill_between(self.positions, self.low[:, k], self.high[:, k], alpha=0.25, color=colour, linewidth=0)
+            if len(self.positions) > 1:
+                axes.fill_between(self.positions, self.low[:, k], self.high[:, k], alpha=0.25, color=colour, linewidth=0)
+            else:  # a band over one position has no width
+                axes.vlines(self.positions, self.low[:, k], self.high[:, k], color=colour)
         axes.set(xlabel="position of the fork", ylabel="probability of the outcome", ylim=(0, 1))
         figure.legend(loc="outside right upper", fontsize=8)
-        return figure
+        return self._shown(figure)
 
     def _repr_html_(self) -> str:
         from replaylens.views.html import fragment
@@ -404,9 +408,8 @@ def outcome_curve(counts: OutcomeCounts, *, level: float = LEVEL, joint: bool = 
         else interval(value, total[:, None], level)
     )
     seen = np.where(total > 0, np.inf, 0) if counts.probabilities is not None else total  # probabilities are not counted
-    return OutcomeCurve(
-        counts.positions, counts.texts, counts.outcomes, total, value, low, high, entropy(value, seen), level, joint
-    )
+    names, made_by = (counts.positions, counts.texts, counts.outcomes), counts.made_by
+    return OutcomeCurve(*names, total, value, low, high, entropy(value, seen), level, joint, made_by=made_by)
 
 
 def interval(
@@ -440,7 +443,7 @@ _NO_ANSWER = "no answer"
 
 
 @dataclass(frozen=True, eq=False)
-class RolloutTexts:
+class RolloutTexts(Citable):
     """One entry per rollout. Raises BadRows for lengths or outcomes that do not fit."""
 
     positions: list[int]
@@ -479,7 +482,8 @@ class RolloutTexts:
     def of(cls, rollouts: Rollouts) -> "RolloutTexts":
         """Of what `branch.resample` returns; units are sentences (docs/branches.md)."""
         split = lambda text: [text[start:end] for start, end in sentence_spans(text)]  # noqa: E731
-        return cls.of_frame(rollouts.frame, rollouts.outcomes().texts, split=split)
+        counts = rollouts.outcomes()
+        return replace(cls.of_frame(rollouts.frame, counts.texts, split=split), made_by=counts.made_by)
 
     @classmethod
     def of_frame(
@@ -511,13 +515,13 @@ class RolloutTexts:
         place = {name: k for k, name in enumerate(self.outcomes)}
         table = np.zeros((len(self.positions), len(self.outcomes)), dtype=np.int64)
         np.add.at(table, (self.fork, np.array([place[name] for name in self.outcome], dtype=np.int64)), 1)
-        return OutcomeCounts(self.positions, self.outcomes, table, self.texts)
+        return OutcomeCounts(self.positions, self.outcomes, table, self.texts, made_by=self.made_by)
 
     def where(self, mask: np.ndarray) -> "RolloutTexts":
         """Some of the rollouts; positions and outcomes stay."""
         at = np.flatnonzero(mask_of("mask of rollouts", mask, len(self)))
         units, outcome = [self.units[i] for i in at], [self.outcome[i] for i in at]
-        return RolloutTexts(self.positions, self.texts, self.outcomes, self.fork[at], units, outcome)
+        return RolloutTexts(self.positions, self.texts, self.outcomes, self.fork[at], units, outcome, made_by=self.made_by)
 
     def tree(self, title: str = "", prompt: str = "") -> "RolloutTree":
         """The picture of all rollouts, folded where they say the same; `prompt` is shown before the path."""

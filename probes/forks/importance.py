@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
+from replaylens.engine.display import Citable
 from replaylens.engine.resampling.plan import OutcomeCounts
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.forks.distributions import (
@@ -75,7 +76,7 @@ def _words(text: str) -> list[str]:
 
 
 @dataclass(frozen=True, eq=False)
-class Importance:
+class Importance(Citable):
     """How far the outcome distribution moves by each unit, in order of the text."""
 
     kind: str
@@ -136,7 +137,7 @@ class Importance:
         )
         axes.scatter(x, found.value, s=24, facecolors=np.where(self.shown, "#0b4f8f", "none"), edgecolors="#0b4f8f", zorder=3)
         axes.set(xlabel="unit", ylabel=f"{self.kind} importance\n({MEASURES[self.measure]})", xticks=x)
-        return figure
+        return self._shown(figure)
 
     def _repr_html_(self) -> str:
         table: str = self.frame.round(4).to_html(index=False)
@@ -167,7 +168,8 @@ def importance(
     if counts.probabilities is not None:
         found = with_known_means(found, counts.probabilities[:-1], counts.probabilities[1:], measure)
     names = counts.positions[:-1], counts.texts[:-1]
-    return Importance("resampling", measure, *names, found, *_family(found, whole[:-1], whole[1:], measure, level), level)
+    family = _family(found, whole[:-1], whole[1:], measure, level)
+    return Importance("resampling", measure, *names, found, *family, level, made_by=counts.made_by)
 
 
 def counterfactual_importance(
@@ -194,7 +196,8 @@ def counterfactual_importance(
     without, with_it = rollouts.where(other).counts().counts[:-1], rollouts.counts().counts[1:]
     found = distances(without, with_it, measure, level=level, permutations=permutations, resamples=resamples, seed=seed)
     names = rollouts.positions[:-1], rollouts.texts[:-1]
-    return Importance("counterfactual", measure, *names, found, *_family(found, without, with_it, measure, level), level)
+    family = _family(found, without, with_it, measure, level)
+    return Importance("counterfactual", measure, *names, found, *family, level, made_by=rollouts.made_by)
 
 
 def _family(
@@ -256,7 +259,7 @@ def _each(rollouts: RolloutTexts) -> "zip[tuple[int, tuple[str, ...]]]":
 
 
 @dataclass(frozen=True, eq=False)
-class Resilience:
+class Resilience(Citable):
     """Shares of rollouts from before each unit, with intervals. NaN, with [0, 1], where there are no rollouts."""
 
     positions: list[int]
@@ -297,7 +300,7 @@ class Resilience:
         axes.scatter(x, self.control, s=24, marker="_", color="#14171a", zorder=3, label="other units")
         axes.set(xlabel="unit", ylabel="share of rollouts", ylim=(-0.02, 1.02), xticks=x)
         figure.legend(loc="outside right upper", fontsize=8)
-        return figure
+        return self._shown(figure)
 
     def _repr_html_(self) -> str:
         table: str = self.frame.round(3).to_html(index=False)
@@ -330,4 +333,4 @@ def resilience(rollouts: RolloutTexts, *, similar: Similar | None = None, level:
         at_once, ever = first / total, np.diag(every).copy()
         control = (every.sum(1) - ever) / (forks - 1) if forks > 1 else np.full(forks, np.nan)
     low, high = interval(ever, total, level)
-    return Resilience(rollouts.positions, texts, total, at_once, ever, low, high, control)
+    return Resilience(rollouts.positions, texts, total, at_once, ever, low, high, control, made_by=rollouts.made_by)

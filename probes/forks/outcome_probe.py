@@ -174,8 +174,8 @@ def _require_apart(tokens: Sequence[np.ndarray], groups: np.ndarray) -> None:
         first = seen.setdefault(np.asarray(path, dtype=np.int64).tobytes(), number)
         if groups[first] != groups[number]:
             raise SharedRows(
-                f"Forks {first} and {number} have the same path but different groups, {groups[first]!r} and "
-                f"{groups[number]!r}: a probe fitted on one would be tested on the other. Give both the same group."
+                f"Forks {first} and {number} have the same path but different groups, {groups[first]} and "
+                f"{groups[number]}: a probe fitted on one would be tested on the other. Give both the same group."
             )
 
 

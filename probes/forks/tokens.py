@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
+from replaylens.engine.display import Citable
 from replaylens.engine.request.values import as_int
 from replaylens.probes.checks import same_length
 from replaylens.probes.errors import BadRows, ProbeError
@@ -52,7 +53,7 @@ class TokenFork:
 
 
 @dataclass(frozen=True, eq=False)
-class ForkingTokens:
+class ForkingTokens(Citable):
     """Which tokens decide. Bounds hold for all alternatives of all tokens at once."""
 
     positions: list[int]
@@ -100,7 +101,7 @@ class ForkingTokens:
         axes.fill_between(self.positions, self.survival_low, self.survival_high, step="post", alpha=0.35, color="#0b4f8f")
         axes.vlines(np.array(self.positions)[self.forks], 0, 1, color="#ee8a72", linewidth=1)
         axes.set(xlabel="position", ylabel="P(no other outcome so far)", ylim=(0, 1.02))
-        return figure
+        return self._shown(figure)
 
     def _repr_html_(self) -> str:
         table: str = self.frame[self.forks].round(3).to_html(index=False)
@@ -148,7 +149,7 @@ def forking_tokens(
 
 
 @dataclass(frozen=True, eq=False)
-class SiblingDivergence:
+class SiblingDivergence(Citable):
     """Distances of siblings' states at each depth, relative to the mean norm there; intervals over groups of forks."""
 
     depths: list[int]
@@ -200,7 +201,7 @@ class SiblingDivergence:
         axes.axhline(0, color="#8a949e", linewidth=0.8)
         axes.set(xlabel="tokens after the fork", ylabel="relative distance of states")
         figure.legend(loc="outside right upper", fontsize=8)
-        return figure
+        return self._shown(figure)
 
     def _repr_html_(self) -> str:
         table: str = self.frame.round(4).to_html(index=False)

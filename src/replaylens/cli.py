@@ -85,7 +85,7 @@ def _load(name: str) -> Any:
 app = typer.Typer(
     name="replaylens",
     cls=LazyGroup,
-    help="Replay reasoning tasks on a deterministic, branching engine; capture, dump and probe the model's activations.",
+    help="Replay, fork, dump and probe language models on a deterministic engine. Lens, patching, steering: in Python.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -105,7 +105,7 @@ def top(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Replay reasoning tasks on a deterministic, branching engine; capture, dump and probe the model's activations."""
+    """Replay, fork, dump and probe language models on a deterministic engine. Lens, patching, steering: in Python."""
 
 
 def _show_warning(

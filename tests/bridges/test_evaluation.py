@@ -41,12 +41,17 @@ def test_edits_come_from_a_file_of_data(tmp_path: Path) -> None:
     good.write_text(json.dumps([FLIPPED.to_json()]))
     assert [edit.to_json() for edit in edits_of(good)] == [edit.to_json() for edit in edits_of([FLIPPED])]
     bad.write_bytes(pickle.dumps(_Trap(tmp_path / "ran")))
-    for given in (bad, tmp_path / "none.json", {"site": "S"}, [{"site": "S"}], 7):
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    for given in (bad, tmp_path / "none.json", tmp_path / "deep.json", {"site": "S"}, [{"site": "S"}], 7):
         with pytest.raises(BadEdit):
             edits_of(given)
     assert not (tmp_path / "ran").exists()
     with pytest.raises(BadRequest, match="num_beams"):
         sampling_of({"num_beams": 4}, 0, ())
+    biased = [sampling_of({"logit_bias": each}, 0, ()) for each in ({"7": 1, 8: -1}, {7: 1, 8: -1})]
+    assert biased[0] == biased[1]
+    with pytest.raises(BadRequest, match="Invalid token='x'"):
+        sampling_of({"logit_bias": {"x": 1}}, 0, ())
     with pytest.raises(BadRequest, match="Unknown dtype"):
         engine_of("coin-plain", {"dtype": "float8"})
 
@@ -387,6 +392,11 @@ def test_generation_is_that_of_transformers(pair: tuple[Any, Any]) -> None:
     for wrong in ({"num_beams": 4}, {"typical_p": 0.5}, {"max_gen_toks": 48}):
         with pytest.raises(BadRequest):
             ours.generate_until(requests("generate_until", ("w1", wrong)), True)
+    with pytest.raises(BadRequest, match="continuation is empty"):
+        ours._loglikelihood_tokens([(None, [1, 2, 3], [])], True)
+    for wrong in ("x", "-1", 0, 1.5):
+        with pytest.raises(BadRequest, match="batch_size"):
+            type(ours)(ours.engine, batch_size=wrong)
 
 
 def local_task(lines: list[dict[str, Any]]) -> Any:

@@ -58,6 +58,12 @@ def test_a_graph_that_is_none_is_refused(nodes: Any, links: Any, error: str) -> 
         neuronpedia.graph(nodes, links, **WHERE)
 
 
+@pytest.mark.parametrize("where", [{"tokens": [1, 2]}, {"tokens": "A coin"}, {"num_layers": 0}, {"info": [1]}, {"slug": 5}])
+def test_a_graph_of_nowhere_is_refused(where: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest, match=rf"{next(iter(where)).removesuffix('s')}"):
+        neuronpedia.graph(NODES[:1], [], **WHERE | where)
+
+
 def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     """Not JSON, a pickle, a truncated graph, a missing field, a link to nowhere."""
     made, file = neuronpedia.graph(NODES, LINKS, **WHERE), tmp_path / "graph.json"
@@ -104,6 +110,6 @@ def test_a_feature_shows_where_it_is_strongest(tmp_path: Path) -> None:
     silent = int(torch.cat(dense).max(0).values.argmin())
     quiet = neuronpedia.feature(features, silent, branches[1:2], transcoder="ours")
     assert quiet["act_max"] >= 0 and len(quiet["histogram"]) == 50
-    for wrong in ({"index": 48}, {"branches": []}, {"examples": 0}):
+    for wrong in ({"index": 48}, {"branches": []}, {"branches": ["x"]}, {"examples": 0}):
         with pytest.raises(BadRequest):
             neuronpedia.feature(**({"features": features, "index": 0, "branches": branches, "transcoder": "ours"} | wrong))

@@ -65,7 +65,7 @@ NOT_RUN = {
         "python3 -m venv": NETWORK,
         "pip install": NETWORK,
         "replaylens fetch": NETWORK,
-        "from collections import": NETWORK,
+        'import replaylens as rl\n\nengine = rl.Engine.load("smollm2")': NETWORK,
         "seen = rl.lens": NETWORK,
         "patched = rl.patch": NETWORK,
         "contrast = ": NETWORK,

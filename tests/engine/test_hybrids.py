@@ -18,7 +18,6 @@ from replaylens.engine.errors import (
     BadRequest,
     BadWeights,
     KVCorruption,
-    NoGradient,
     NonFinite,
     OutOfStates,
     UnknownSite,
@@ -469,8 +468,6 @@ def test_what_hybrids_refuse() -> None:
         subject.prompt(TOKENS, edits=[Edit(SITE, "zero", tokens=[3])])
     with pytest.raises(BadEdit, match="can be read but not changed"):
         subject.prompt(TOKENS[:3], hooks=[(SITE, change)])
-    with pytest.raises(NoGradient, match="recurrent layers is not implemented"):
-        subject.prompt(TOKENS[:9]).gradients((3, 4), ["blocks.0.hook_in"])
     with pytest.raises(BadRequest, match="Layer 1 has no recurrent state; layers that have: 0"):
         subject.prompt(TOKENS[:3]).state(1)
     with pytest.raises(BadRequest, match="position=99"):

@@ -27,7 +27,8 @@ from replaylens.engine.engine import Engine, _owned, load_model
 from replaylens.engine.errors import BadRequest, EngineError, FingerprintMismatch, RankFailed, UnsupportedModel
 from replaylens.engine.model import loading
 from replaylens.engine.model.config import ModelConfig
-from replaylens.engine.model.decoder import Decoder, divided
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.source import divided
 from replaylens.engine.passes import ranks as ranks_file
 from replaylens.engine.passes.ranks import Ranks, SplitWeight
 from replaylens.engine.proof import doctor

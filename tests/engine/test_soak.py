@@ -53,12 +53,12 @@ def test_other_bits_after_a_restart_are_found() -> None:
 def test_sessions_are_counted_and_left_to_the_next_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(soak.Small, "sessions", 3)
     monkeypatch.setattr(soak.Small, "steps", 8)
-    operations, preemptions = soak.work("Small", 1, tmp_path)
+    operations, preemptions = soak.work("Small", 1, tmp_path, "cpu")
     assert operations >= 3 and preemptions >= 6
     left = json.loads((tmp_path / "Small.json").read_text())
     assert left
     monkeypatch.setattr(soak.Small, "sessions", 1)
-    assert soak.work("Small", 2, tmp_path)[0] >= 1 + len(left)
+    assert soak.work("Small", 2, tmp_path, "cpu")[0] >= 1 + len(left)
 
 
 def test_a_soak_without_preemptions_is_no_soak(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -67,4 +67,4 @@ def test_a_soak_without_preemptions_is_no_soak(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(soak.Small, "steps", 3)
     monkeypatch.setattr(soak.Small, "cache_tokens", 4096)
     with pytest.raises(AssertionError, match="only 0 preemptions in 1 sessions"):
-        soak.work("Small", 1, tmp_path)
+        soak.work("Small", 1, tmp_path, "cpu")

@@ -136,10 +136,11 @@ def test_cells_of_a_grid_with_cut_edges() -> None:
 
 
 def gradients(branch: Branch, metric: Any = (3, 8)) -> Gradients:
-    return branch.gradients(metric, ["S", "T", "C", "blocks.1.attn.hook_q", "blocks.1.attn.hook_z", "blocks.1.mlp.hook_post"])
+    within = "blocks.1.mlp.hook_post" if branch.engine.config.mixture is None else "blocks.1.mlp.gate.hook_out"
+    return branch.gradients(metric, ["S", "T", "C", "blocks.1.attn.hook_q", "blocks.1.attn.hook_z", within])
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "neox", "gemma2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "neox", "gemma2", "qwen3", "gpt-oss"])
 def test_gradients_are_those_of_the_cpu(name: str) -> None:
     """In float32 within 1e-4; the same bits in company and after a fork."""
     there, here = engine(name, "cuda", torch.float32), engine(name, "cpu", torch.float32)

@@ -2,6 +2,7 @@
 
 from tests.mutants.mutant import Mutant
 
+RECURRENT = "tests/engine/gradients/test_recurrent.py"
 AUTOGRAD = "tests/engine/gradients/test_gradients.py"
 
 GRADIENTS = (
@@ -16,10 +17,50 @@ GRADIENTS = (
     Mutant(
         "parallel-mlp-forgotten",
         "replaylens.engine.gradients.backward",
-        "entering + from_mlp if block.parallel and shared is None else entering",
-        "entering",
+        "entering = entering + from_mlp",
+        "pass",
         "in a parallel block, the MLP reads the block's input too",
         (f"{AUTOGRAD}::test_agrees_with_float64_at_every_site",),
+    ),
+    Mutant(
+        "sink-without-its-share",
+        "replaylens.engine.gradients.derivatives",
+        "total if sinks is None else total + products",
+        "total if True else total + products",
+        "a sink takes its share of the pattern that the backward pass computes again",
+        (f"{AUTOGRAD}::test_agrees_with_hugging_face_of_mixtures[gpt-oss]",),
+    ),
+    Mutant(
+        "state-without-its-decay",
+        "replaylens.kernels.cpu_recurrent",
+        "f[a] = _ZERO if own else left * f[a]",
+        "f[a] = _ZERO if own else f[a]",
+        "the gradient of a state decays on its way back, as the state does on its way onward",
+        (f"{RECURRENT}::test_agrees_over_several_chunks",),
+    ),
+    Mutant(
+        "own-rows-read-by-others",
+        "replaylens.engine.gradients.mixers",
+        "[] if own else weights[1:]",
+        "weights[1:]",
+        "a Jacobian lens holds what a position does to itself",
+        (f"{RECURRENT}::test_a_jacobian_lens",),
+    ),
+    Mutant(
+        "bounded-steps-pass",
+        "replaylens.engine.gradients.mixers",
+        "passes = (free == step).float()",
+        "passes = torch.ones_like(free)",
+        "a step size at its bound does not change",
+        (f"{RECURRENT}::test_agrees_with_float64_at_every_site[mamba2-limited]",),
+    ),
+    Mutant(
+        "gate-of-attention-forgotten",
+        "replaylens.engine.gradients.backward",
+        "joined = joined if by_gate is None else torch.cat([joined, by_gate], dim=1)",
+        "joined = joined if by_gate is None else torch.cat([joined, torch.zeros_like(by_gate)], dim=1)",
+        "the gate of an attention has a gradient",
+        (f"{RECURRENT}::test_agrees_with_float64_at_every_site[qwen3-5]",),
     ),
     Mutant(
         "gate-without-up",
@@ -75,6 +116,6 @@ GRADIENTS = (
         "ds, p = ds.masked_fill(cut, 0.0), p.masked_fill(cut, 0.0)",
         "p = p.masked_fill(cut, 0.0)",
         "the Jacobian lens is that of a position on itself",
-        ("tests/engine/gradients/test_jacobian.py::test_it_is_the_mean_of_the_jacobians",),
+        ("tests/workbench/test_jacobian.py::test_it_is_the_mean_of_the_jacobians",),
     ),
 )

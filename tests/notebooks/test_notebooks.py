@@ -1,10 +1,13 @@
 """The notebooks run from their sources, give the committed outputs, and are fit to commit."""
 
+import ast
 import os
 import re
 from functools import cache
+from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -52,6 +55,13 @@ def test_all_seven_are_there() -> None:
     assert [name[0] for name in NAMES] == list("1234567")
 
 
+def test_the_table_has_the_seconds_of_each() -> None:
+    """All run within two minutes; the last column is SmolLM2's, on which number 4 does not run."""
+    lines = [line.split("|") for line in (FOLDER / "README.md").read_text().splitlines() if line.startswith("| [")]
+    stated = [[int(cell) for cell in line[3:5] if cell.strip()] for line in lines]
+    assert [len(each) for each in stated] == [2, 2, 2, 1, 2, 2, 2] and max(map(max, stated)) < 120
+
+
 # ---- as committed -----------------------------------------------------------------------------------------------------
 
 
@@ -94,6 +104,22 @@ def test_a_digest_follows_what_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None
     assert drawings.described(drawings.FIGURES["lens rank"]()) == before
     monkeypatch.setitem(lens._LABELS, "rank", "place of the token")
     assert drawings.described(drawings.FIGURES["lens rank"]()) != before
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_notebook_imports_exists(name: str) -> None:
+    """Running them is slow, so a name that moved would be found late: every `from replaylens... import x` and `module.x`."""
+    tree = ast.parse((FOLDER / f"{name}.py").read_text())
+    found: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("replaylens"):
+            for alias in node.names:
+                home = import_module(str(node.module))
+                own = getattr(home, alias.name) if hasattr(home, alias.name) else import_module(f"{node.module}.{alias.name}")
+                found[alias.asname or alias.name] = own
+    modules = {key: value for key, value in found.items() if isinstance(value, ModuleType)}
+    dotted = [(n.value.id, n.attr) for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
+    assert [(name, own) for name, own in dotted if name in modules and not hasattr(modules[name], own)] == []
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -84,6 +84,19 @@ def cells(html: str, caption: str) -> list[list[tuple[float, str]]]:
     return [[(float(share), text) for share, text in cell.findall(line)] for line in found]
 
 
+# Lens
+
+
+def test_the_embedding_does_not_set_the_colours_of_a_lens(served: Engine) -> None:
+    """Its numbers lie far from those of all layers, whose differences would no longer be seen."""
+    result = lens(served, HEADS, token=" tails")
+    for measure, values in (("logprob", result.logprob.numpy()), ("kl", result.kl.numpy())):
+        drawn, ends = mesh(panels(result.plot(measure))[0])  # type: ignore[arg-type]
+        assert same(drawn, values) and ends == pytest.approx((values[1:].min(), values[1:].max()))
+    assert result.kl[0].max() > ends[1], "control: the embedding lies beyond them"
+    assert panels(result.plot())[0].get_title() == "Logit lens: log-probability of ' tails'"
+
+
 # Patching
 
 

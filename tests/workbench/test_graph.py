@@ -637,3 +637,5 @@ def test_weights_that_are_not_finite_are_refused() -> None:
             bad.view(-1)[3] = value
             with pytest.raises(errors.BadWeights, match=f"{name} of the features holds NaN or infinity"):
                 replace(good, **{name: bad})
+        with pytest.raises(errors.BadWeights, match=f"{name} of the features is torch.float16. Give float32"):
+            replace(good, **{name: getattr(good, name).half()})

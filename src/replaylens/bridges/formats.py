@@ -25,7 +25,7 @@ from torch import Tensor
 from replaylens import __version__
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import BadDump, BadRequest
-from replaylens.engine.request.values import as_int, as_list, short_repr, verb
+from replaylens.engine.request.values import as_int, as_list, as_path, short_repr, verb
 from replaylens.probes.errors import BadProbeFile
 from replaylens.probes.probe import LinearProbe
 from replaylens.probes.rows import Cell, ProbeRows
@@ -66,7 +66,7 @@ def to_lmprobe(dump: Dump, folder: str | Path, *, model: str, label: str | None 
     All stored layers of the residual stream are written, in float32. Every path needs a row for each of its tokens, from the
     first on. Paths of equal text, whose rows are equal, are written once.
     """
-    folder = Path(folder)
+    folder = as_path("folder", folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise BadRequest(f"{folder} is not empty. Give a new folder.")
     layers = {block: site for site in dump.sites if (block := _after_block(site)) is not None}
@@ -167,7 +167,7 @@ def from_lmprobe(folder: str | Path, *, layers: Sequence[int] | None = None, lab
 
     Each prompt is a group. BadDump if the folder is no such dataset, or is damaged.
     """
-    folder = Path(folder)
+    folder = as_path("folder", folder)
     wanted = None if layers is None else [as_int("layers", each, 0) for each in as_list("layers", layers, "a list of layers")]
     if wanted == []:
         raise BadRequest("No layers. Give at least one, or leave layers out for all.")
@@ -338,7 +338,7 @@ def to_probebench(probe: LinearProbe, folder: str | Path, about: Mapping[str, An
         raise BadRequest(f"Invalid `about` of a ProbeBench bundle: {error}.") from None
     if missing := sorted(set(REQUIRED) - {"layer", "artifactSha256", *about}):
         raise BadRequest(f"ProbeBench requires {', '.join(missing)}. Give it in `about`.")
-    folder, d = Path(folder), probe.weight.shape[1]
+    folder, d = as_path("folder", folder), probe.weight.shape[1]
     folder.mkdir(parents=True, exist_ok=True)
     numbers = {"coef": probe.weight, "intercept": probe.bias, "scaler.mean": np.zeros(d), "scaler.scale": np.ones(d)}
     save_file({key: torch.from_numpy(np.ascontiguousarray(x, dtype=np.float64)) for key, x in numbers.items()}, folder / PROBE)
@@ -370,7 +370,7 @@ def _line(stored: Mapping[str, Tensor]) -> tuple[np.ndarray, np.ndarray]:
 def from_probebench(folder: str | Path) -> LinearProbe:
     """Read a bundle that `to_probebench`, or anybody else, wrote in that form. BadProbeFile for another folder, for numbers
     without the SHA-256 of the metadata, and for bundles that hold only pickles, which are not read."""
-    folder = Path(folder)
+    folder = as_path("folder", folder)
     if not (folder / PROBE).exists() and (folder / "probe.joblib").exists():
         raise BadProbeFile(
             f"{folder} holds its probe as a pickle (probe.joblib), which would run code. Ask for {PROBE}, or, if you trust it, "

@@ -102,8 +102,10 @@ def _call(given: Any, name: str) -> ToolCall:
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
-    wrong = None if isinstance(arguments, dict) else f"The arguments are no JSON object: {json.dumps(arguments)[:200]}"
-    return ToolCall(id=name, function=given["name"], arguments={} if wrong else arguments, parse_error=wrong)
+    if not isinstance(arguments, dict):
+        wrong = f"The arguments are no JSON object: {json.dumps(arguments)[:200]}"
+        return ToolCall(id=name, function=given["name"], arguments={}, parse_error=wrong)
+    return ToolCall(id=name, function=given["name"], arguments=arguments)
 
 
 def _written(message: ChatMessage) -> dict[str, Any]:
@@ -221,7 +223,7 @@ class ReplayAPI(ModelAPI):
         finally:
             for branch in held:
                 branch.release()
-        made_by = {"version": __version__, "fingerprint": self.engine.fingerprint.digest, "choices": told}
+        made_by: dict[str, Any] = {"version": __version__, "fingerprint": self.engine.fingerprint.digest, "choices": told}
         if edits:
             plain = json.dumps([edit.to_json() for edit in edits], sort_keys=True)
             made_by["edits"] = SCHEME + hashlib.sha256(plain.encode()).hexdigest()

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from replaylens import __version__
-from replaylens.bridges.options import edits_of, engine_of, sampling_of, scores
+from replaylens.bridges.options import count_of, edits_of, engine_of, sampling_of, scores
 from replaylens.engine.errors import BadRequest, MissingPackage
 from replaylens.engine.records import SCHEME
 from replaylens.engine.request.values import as_int
@@ -67,7 +67,7 @@ class ReplayLM(TemplateLM):
         if text.eos_id is None:
             raise BadRequest("lm-eval needs a tokenizer with an end-of-sequence token. Load the model with tokenizer=...")
         self.tokenizer = None if text.foreign_end is None else text.tokenizer
-        asked = 32 if str(batch_size).startswith("auto") else int(batch_size)
+        asked = 32 if str(batch_size).startswith("auto") else count_of("batch_size", batch_size)
         self.batch_size = as_int("batch_size", min(asked, max_batch_size or asked), 1)
         most = self.engine.config.max_positions
         self.max_length = most if max_length is None else as_int("max_length", max_length, 1, most)
@@ -124,6 +124,8 @@ class ReplayLM(TemplateLM):
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
             for batch in _batches(requests, self.batch_size):
                 paths = [(context + wanted)[-(self.max_length + 1) :][:-1] for _, context, wanted in batch]
+                if not all(wanted for *_, wanted in batch):
+                    raise BadRequest("A continuation is empty, so that it has no likelihood. Give it at least one token.")
                 if any(len(wanted) > len(path) for path, (_, _, wanted) in zip(paths, batch, strict=True)):
                     raise BadRequest(f"A continuation has more than {self.max_length} tokens, or no context. Shorten it.")
                 branches = self.engine.prompts(paths, sites=[last], edits=self.edits)

@@ -20,7 +20,7 @@ from replaylens import __version__
 from replaylens.engine import records
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.features.features import SparseFeatures
-from replaylens.engine.request.values import as_float, as_int, as_list, short_repr, verb
+from replaylens.engine.request.values import as_float, as_instance, as_int, as_list, as_path, short_repr, verb
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
 
@@ -106,9 +106,9 @@ def graph(
     BadRequest for nodes that lack or repeat something, for links to nodes that do not exist and for numbers that are not
     finite.
     """
-    made = [
-        _node(number, each, len(tokens), num_layers) for number, each in enumerate(as_list("nodes", nodes, "a list of dicts"))
-    ]
+    words = [as_instance("token", each, str, "its text") for each in as_list("tokens", tokens, "the text of each token")]
+    more, layers = as_instance("info", {} if info is None else info, dict, "a dict"), as_int("num_layers", num_layers, 1)
+    made = [_node(number, each, len(words), layers) for number, each in enumerate(as_list("nodes", nodes, "a list of dicts"))]
     names = [each["node_id"] for each in made]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -121,17 +121,17 @@ def graph(
             raise BadRequest(f"Invalid link {short_repr(link)}. Give (source, target, weight).")
         source, target = (as_int("link", each, 0, len(made) - 1) for each in link[:2])
         edges.append({"source": names[source], "target": names[target], "weight": as_float("weight", link[2])})
-    about: dict[str, Any] = {"slug": slug, "scan": model, "prompt_tokens": list(tokens), "prompt": "".join(tokens)}
+    about: dict[str, Any] = {"slug": slug, "scan": model, "prompt_tokens": words, "prompt": "".join(words)}
     about |= {"schema_version": 1, "info": {"generator": {"name": "replaylens", "version": __version__}}}
     about |= {} if source_set is None else {"feature_details": {"neuronpedia_source_set": source_set}}
-    whole = {"metadata": about | dict(info or {}), "qParams": {"pinnedIds": [], "supernodes": [], "linkType": "both"}}
+    whole = {"metadata": about | more, "qParams": {"pinnedIds": [], "supernodes": [], "linkType": "both"}}
     return _checked(whole | {"nodes": made, "links": edges}, "The graph")
 
 
 def read_graph(path: str | Path) -> dict[str, Any]:
     """A graph from a file, checked as the schema says; BadRequest names what is wrong with another file."""
     try:
-        content = Path(path).read_bytes()
+        content = as_path("path", path).read_bytes()
     except OSError as error:
         raise BadRequest(f"Cannot read {path}: {error}.") from error
     return _checked(records.parse(content, str(path), BadRequest), str(path))

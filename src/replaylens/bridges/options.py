@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from replaylens.engine import records
 from replaylens.engine.dump.content import Content
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadRequest
@@ -47,15 +47,14 @@ def edits_of(given: Any) -> list[Edit]:
     """
     if isinstance(given, str | Path):
         try:
-            given = json.loads(Path(given).read_bytes())
+            content = Path(given).read_bytes()
         except OSError as error:
             raise BadEdit(f"Cannot read the edits in {given}: {error}.") from error
-        except ValueError as error:  # pickles and other binary files are not UTF-8, or not JSON
-            raise BadEdit(
-                f"{given} is not a JSON file of edits: {error}. Write one: json.dump([each.to_json() for each in edits], file)."
-            ) from error
+        given = records.parse(content, str(given), BadEdit)  # pickles and other binary files are no JSON
     if not isinstance(given, list | tuple):
-        raise BadEdit(f"Invalid edits={short_repr(given)}. Give a list of Edits, or the path of a JSON file.")
+        raise BadEdit(
+            f"Invalid edits={short_repr(given)}. Give a list of Edits, or the path of a JSON file of what Edit.to_json returns."
+        )
     return [each if isinstance(each, Edit) else Edit.from_json(each) for each in given]
 
 
@@ -63,14 +62,21 @@ def probes_of(given: Any) -> dict[str, Any]:
     """Probes by name: from a dict of probes or their files, or from files that `LinearProbe.save` wrote, named so."""
     if not isinstance(given, Mapping):
         files = [given] if isinstance(given, str | Path) else as_list("probes", given, "files of saved probes, or a dict")
-        given = {_name(as_instance("probes", each, str | Path, "a file of a saved probe")): each for each in files}
+        given = {_name(each): each for each in files}
         if len(given) < len(files):
             raise BadRequest(f"Two of the probes {', '.join(map(str, files))} have one name. Rename a file, or give a dict.")
     return {name: LinearProbe.load(each) if isinstance(each, str | Path) else each for name, each in given.items()}
 
 
-def _name(file: str | Path) -> str:
+def _name(file: Any) -> str:
+    if not isinstance(file, str | Path):
+        raise BadRequest(f"Invalid probes={short_repr(file)}. Give files of saved probes, or a dict from names to probes.")
     return Path(file).name.removesuffix(".json").removesuffix(".safetensors")
+
+
+def count_of(name: str, given: Any) -> int:
+    """A whole number, also as text, which command lines and JSON keys are."""
+    return as_int(name, int(given) if isinstance(given, str) and given.isdecimal() else given, 0)
 
 
 def sampling_of(given: Mapping[str, Any], seed: int, stop: Sequence[str]) -> Sampling:
@@ -81,7 +87,7 @@ def sampling_of(given: Mapping[str, Any], seed: int, stop: Sequence[str]) -> Sam
         raise BadRequest(f"Unsupported option of generation: {', '.join(unknown)}. Supported: {', '.join(sorted(known))}.")
     if "logit_bias" in named:
         biases = as_instance("logit_bias", named["logit_bias"], dict, "a dict of token ids and numbers")
-        named["logit_bias"] = {int(token): as_float("logit_bias", bias) for token, bias in biases.items()}
+        named["logit_bias"] = {count_of("token", token): as_float("logit_bias", bias) for token, bias in biases.items()}
     if "top_k" in named:  # -1 is "all" elsewhere
         named["top_k"] = max(0, as_int("top_k", named["top_k"]))
     return Sampling(seed=seed, stop=tuple(stop), **named)

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from replaylens.engine.display import Citable
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.gradients.attribution import one_for_each
 from replaylens.engine.model.config import ModelConfig
@@ -183,7 +184,7 @@ MAX_BARS = 40
 
 
 @dataclass(frozen=True, eq=False)
-class AblateResult:
+class AblateResult(Citable):
     """The metric of every prompt, as it is and without each unit."""
 
     metric: str
@@ -220,11 +221,11 @@ class AblateResult:
     def plot(self) -> Figure:
         """Heads: a heat map of mean effects, layers by heads. Others: bars with their intervals, the largest first."""
         if (grid := self._grid()) is not None:
-            return figure([grid], f"change of {self.metric}", "layer", "head")
+            return self._shown(figure([grid], f"change of {self.metric}", "layer", "head"))
         top = self.frame.head(MAX_BARS).rename(columns={"unit": "what", "effect": "accuracy"})
-        made = bars(top, f"{self.how} ablation")
+        made = bars(top, f"{self.how.capitalize()} ablation")
         made.axes[0].set_xlabel(f"change of {self.metric}")
-        return made
+        return self._shown(made)
 
     def _grid(self) -> Grid | None:
         if {kind for kind, _, _ in self.where} != {"head"}:
@@ -233,7 +234,9 @@ class AblateResult:
         values = np.full((len(layers), len(heads)), np.nan)
         for (_, layer, head), effect in zip(self.where, self.effect.mean(1).tolist(), strict=True):
             values[layers.index(layer), heads.index(head)] = effect
-        return Grid(f"{self.how} ablation of heads", [str(l) for l in layers], [str(h) for h in heads], values, around=0.0)
+        mean = f", mean of {len(self.plain)} prompts" if len(self.plain) > 1 else ""
+        title = f"{self.how.capitalize()} ablation of heads{mean}"
+        return Grid(title, [str(l) for l in layers], [str(h) for h in heads], values, around=0.0)
 
     def _repr_html_(self) -> str:
         lead = paragraph(f"{self.metric}: {float(self.plain.mean()):.3f} on average over {len(self.plain)} prompts.")
@@ -308,8 +311,10 @@ def ablate(
             found = base.read(edits, [-1], lambda logits, measure=measures[number]: measure(logits[:, 0]))  # type: ignore[misc]
         plain[number], ablated[:, number] = found[0], found[1:]
     names, where = tuple(unit.name for unit in units), tuple((unit.kind, unit.layer, unit.number) for unit in units)
-    title = measures[0].name if len({measure.name for measure in measures}) == 1 else "metric"
-    return AblateResult(title, how, names, where, plain, ablated)
+    called = {measure.name for measure in measures}
+    kinds = {name.partition(" '")[0] for name in called}  # "logit difference" of "logit difference ' Mary' - ' John'"
+    title = min(called) if len(called) == 1 else min(kinds) if len(kinds) == 1 else "metric"
+    return AblateResult(title, how, names, where, plain, ablated, made_by=(engine.fingerprint,))
 
 
 def _rows(engine: Core, paths: list[list[int]], sites: list[str]) -> dict[str, list[Tensor]]:

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from replaylens.engine.display import visible
+from replaylens.engine.display import Citable, visible
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.values import as_int, integer, short_repr, verb
@@ -34,7 +34,7 @@ _KINDS = {
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionResult:
+class AttentionResult(Citable):
     """The attention patterns of one text."""
 
     tokens: tuple[str, ...]
@@ -93,9 +93,9 @@ class AttentionResult:
         if layer is None:
             if len(self.tokens) == 1:
                 raise BadRequest("A single token attends to itself only, so there is nothing to sum up. Give a longer text.")
-            return figure(self._summary(), "mean attention", "layer", "head")
+            return self._shown(figure(self._summary(), "mean attention", "layer", "head"))
         heads = range(self.pattern.shape[1]) if head is None else [head]
-        return figure([self.grid(layer, h, first) for h in heads], "attention", "query", "key")
+        return self._shown(figure([self.grid(layer, h, first) for h in heads], "attention", "query", "key"))
 
     def _summary(self) -> list[Grid]:
         frame, heads = self.frame, self.pattern.shape[1]
@@ -152,4 +152,5 @@ def attention(engine: Core, text: Prompt, *, layers: Sequence[int] | None = None
         rows = torch.stack([branch.activations[name][..., : len(path)] for name in names])  # [layers, queries, heads, keys]
     finally:
         branch.release()
-    return AttentionResult(words(engine, path), tuple(chosen), rows.transpose(1, 2).contiguous(), tuple(path))
+    pattern, by = rows.transpose(1, 2).contiguous(), (engine.fingerprint,)
+    return AttentionResult(words(engine, path), tuple(chosen), pattern, tuple(path), made_by=by)

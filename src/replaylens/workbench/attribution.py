@@ -389,5 +389,5 @@ def _graph(
         certified,
         np.ones(len(nodes) + len(outputs.nodes), dtype=bool),
         weights.numpy() != 0,
-        engine.fingerprint.cited,
+        made_by=(engine.fingerprint,),
     )

@@ -11,7 +11,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from replaylens.engine.display import picture
+from replaylens.engine.display import Citable, picture
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.values import as_instance, as_int, as_list, verb
@@ -38,7 +38,7 @@ class ComparedText:
 
 
 @dataclass(frozen=True, eq=False)
-class CompareResult:
+class CompareResult(Citable):
     """Two models on some texts."""
 
     texts: tuple[ComparedText, ...]
@@ -108,7 +108,7 @@ class CompareResult:
             made.colorbar(image, ax=axis, label="|b - a| / |a|")
         axes[-1].set_xticks(middles, [plain(token) for token in chosen.tokens], rotation=90, fontsize=7)
         made.suptitle(f"Text {text} of {len(self.texts)}", fontsize=9)
-        return made
+        return self._shown(made)
 
     def _repr_html_(self) -> str:
         first = self.texts[0]
@@ -149,7 +149,7 @@ def compare(engine_a: Core, engine_b: Core, texts: Sequence[Prompt], *, sites: s
         found.append(_compared(engine_a, engine_b, path, letters))
     if not found:
         raise BadRequest("No texts. Give at least one.")
-    return CompareResult(tuple(found))
+    return CompareResult(tuple(found), made_by=(engine_a.fingerprint, engine_b.fingerprint))
 
 
 def _letters(engine_a: Core, engine_b: Core, sites: str) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from einops import reduce
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from replaylens.engine.display import picture, wrapped
+from replaylens.engine.display import Citable, picture, wrapped
 from replaylens.engine.errors import BadMetric, BadRequest
 from replaylens.engine.gradients.gradients import LogitDifference
 from replaylens.engine.model.decoder import Attention, Block, LatentAttention, Mlp
@@ -44,7 +44,7 @@ class LogitPart(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class DlaResult:
+class DlaResult(Citable):
     """What each part adds to a logit difference, in the order of a pass. The parts sum to `total`."""
 
     metric: str
@@ -78,7 +78,7 @@ class DlaResult:
             made = bars(top.assign(low=math.nan, high=math.nan), "")
             made.axes[0].set_xlabel("part of the logit difference")
         made.suptitle(title, fontsize=9)
-        return made
+        return self._shown(made)
 
     def _bars(self) -> Figure:
         """One place for each layer, and for each part of none."""
@@ -173,7 +173,7 @@ def dla(engine: Core, prompt: Prompt, metric: MetricTokens | LogitDifference, *,
     parts = list(read.parts(rows, engine._target(difference.right), engine._target(difference.wrong)))
     parts.append(LogitPart("rounding", "rounding", None, None, total - math.fsum(part.value for part in parts)))
     name = measure.name + (", before the softcap" if engine.config.logit_softcap else "")
-    return DlaResult(name, by, total, tuple(parts))
+    return DlaResult(name, by, total, tuple(parts), made_by=(engine.fingerprint,))
 
 
 class _Read:

@@ -49,10 +49,13 @@ class Grid:
     """numbers from 0, the best, to tens of thousands: a logarithmic colour scale, strongest at 0"""
     facts: Callable[[int, int], tuple[str, ...]] | None = None
     """row, column -> the tooltip"""
+    off_scale: int = 0
+    """first rows that do not set the ends of the colour scale, such as the embedding, whose numbers are far from all others"""
 
     def limits(self) -> tuple[float, float]:
         """The ends of the colour scale."""
-        low, high = span([float(x) for x in self.values.ravel() if np.isfinite(x)])
+        kept = self.values[self.off_scale :] if len(self.values) > self.off_scale else self.values
+        low, high = span([float(x) for x in kept.ravel() if np.isfinite(x)])
         if self.around is None:
             return low, high
         reach = max(high - self.around, self.around - low, 1e-9)
@@ -77,7 +80,7 @@ def figure(grids: Sequence[Grid], label: str, rows: str, columns: str) -> Figure
             _write_words(axis, grid, lambda value: image.cmap(image.norm(value)))  # noqa: B023
     axes[0].set_ylabel(rows)
     form = StrMethodFormatter("{x:.0f}") if grids[0].ranks else None
-    made.colorbar(image, ax=list(axes), label=wrapped(plain(label), height - 1), format=form)
+    made.colorbar(image, ax=list(axes), label=wrapped(plain(label), height - 1), format=form, extend=_beyond(grids, scale))
     return made
 
 
@@ -88,6 +91,14 @@ def _scale(grids: Sequence[Grid]) -> tuple[Normalize, str]:
     if grids[0].ranks:  # linear up to 1, since 0 has no logarithm
         return SymLogNorm(1, vmin=0, vmax=max(high, 10), base=10), "viridis_r"
     return Normalize(low, high), "viridis" if grids[0].around is None else "RdBu_r"
+
+
+def _beyond(grids: Sequence[Grid], scale: Normalize) -> str:
+    """At which ends of the colour scale values lie beyond it, as matplotlib calls it."""
+    assert scale.vmin is not None and scale.vmax is not None
+    below = any((grid.values < scale.vmin).any() for grid in grids)
+    above = any((grid.values > scale.vmax).any() for grid in grids)
+    return {(True, True): "both", (True, False): "min", (False, True): "max"}.get((below, above), "neither")
 
 
 def _middles(names: Sequence[str]) -> list[float]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple
@@ -18,9 +17,8 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from replaylens.engine.display import picture, plain, short, shows, visible
+from replaylens.engine.display import Citable, picture, plain, short, visible
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.records import Citation, Identifier, digest_of
 from replaylens.engine.request.values import as_float, as_instance
 from replaylens.workbench.drawing import paragraph
 
@@ -62,7 +60,7 @@ class Node(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Graph:
+class Graph(Citable):
     """An attribution graph. `prune` gives one with fewer nodes and edges, which remembers the others."""
 
     all_nodes: tuple[Node, ...]
@@ -84,8 +82,6 @@ class Graph:
     """[all nodes] bool"""
     kept_edges: np.ndarray
     """[targets, sources] bool"""
-    made_by: Mapping[str, str] = field(default_factory=dict)
-    """model, arithmetic and version, as citations name them"""
 
     def __repr__(self) -> str:
         kinds = [node.kind for node in self.nodes]
@@ -130,25 +126,16 @@ class Graph:
 
     # ---- cite and draw ----------------------------------------------------------------------------------------------
 
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 of model, transcoders, tokens, nodes, edges and what was pruned. On a CPU, the same on every machine."""
-        arrays = (self.weights.numpy(), self.kept_nodes, self.kept_edges)
-        hashes = [hashlib.sha256(np.ascontiguousarray(each).tobytes()).hexdigest() for each in arrays]
-        return digest_of([self.made_of, self.tokens, self.all_nodes, self.shares, hashes])
-
-    def cite(self) -> Citation:
-        """How to cite the graph: text and BibTeX."""
+    @property
+    def _what(self) -> str:
         shown, count = repr("".join(self.words)[:60]), len(self.made_of) - 1
-        what = f"attribution graph of {shown}, {len(self.nodes)} nodes, {int(self.kept_edges.sum())} edges, {count} transcoders"
-        check = "attribution_graph of the same model, tokens and transcoders, pruned in the same way, has this digest"
-        return Citation(str(Identifier(self.digest)), what, check, fingerprint=self.made_of[0], **self.made_by)
+        return f"attribution graph of {shown}, {len(self.nodes)} nodes, {int(self.kept_edges.sum())} edges, {count} transcoders"
 
     def plot(self) -> Figure:
         """Nodes by token and layer: tokens at the bottom, outputs at the top. Features are circles, their area by influence,
         errors diamonds, edits triangles. Lines are the 500 strongest edges: red adds, blue subtracts. Prune the graph first.
         """
-        return shows(_drawn(self), lambda: str(Identifier(self.digest)))
+        return self._shown(_drawn(self))
 
     # ---- influence --------------------------------------------------------------------------------------------------
 
@@ -223,7 +210,7 @@ class Graph:
         if self.made_of != other.made_of:
             raise BadRequest("The graphs are of different models or transcoders, so their features do not correspond.")
         same = [a == b for a, b in zip(self.tokens, other.tokens, strict=False)]
-        return GraphDiff(self, other, len(list(takewhile(bool, same))))
+        return GraphDiff(self, other, len(list(takewhile(bool, same))), made_by=self.made_by)
 
     def to_json(self) -> dict[str, Any]:
         """What was not pruned as plain values: the nodes, links, tokens and num_layers that
@@ -313,7 +300,8 @@ def _drawn(graph: Graph) -> Figure:
     for kind, marker in _MARKERS.items():
         if own := [i for i in shown if graph.all_nodes[i].kind == kind]:
             sizes = [25 + 175 * influence[i] / most for i in own] if kind == "feature" else 40
-            axis.scatter(*np.stack([places[i] for i in own]).T, s=sizes, marker=marker, zorder=2, edgecolors="white", gid=kind)
+            x, y = np.stack([places[i] for i in own]).T
+            axis.scatter(x, y, s=sizes, marker=marker, zorder=2, edgecolors="white", gid=kind)
     words = [plain(short(visible(word), 12)) for word in graph.words]
     axis.set_xticks(range(len(words)), words, rotation=90, fontsize=7)
     axis.set_yticks(range(-1, top + 1), ["token", *(f"layer {layer}" for layer in range(top)), "output"], fontsize=7)
@@ -371,7 +359,7 @@ _DiffLine = tuple[tuple[Node, ...], list[float], list[bool]]
 
 
 @dataclass(frozen=True, eq=False)
-class GraphDiff:
+class GraphDiff(Citable):
     """Two graphs of one model, aligned by layer, position and feature. What has the same bits in both is left out."""
 
     before: Graph

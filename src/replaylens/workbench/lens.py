@@ -1,24 +1,28 @@
-"""`lens`: what each layer predicts at each position of a text, by the logit lens, plain or tuned."""
+"""`lens`: what each layer predicts at each position of a text, by the logit lens, plain, tuned or by Jacobians."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
+import torch
 from matplotlib.figure import Figure
 from torch import Tensor
+from tqdm.auto import tqdm
 
-from replaylens.engine.display import picture, plain, word
+from replaylens.engine.display import Citable, picture, plain, word
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.features.rows import FeatureRows
-from replaylens.engine.lens.lens import TunedLens, read_ranked
+from replaylens.engine.gradients.branches import differentiable, tape_of
+from replaylens.engine.lens.lens import TunedLens, read_ranked, unembed_hash
 from replaylens.engine.model.text import Prompt
-from replaylens.engine.request.values import as_instance, as_list, verb
+from replaylens.engine.request.values import as_bool, as_instance, as_int, as_list, verb
 from replaylens.engine.serving.core import Core
+from replaylens.engine.terminal import hidden
 from replaylens.views.data import layer_name
 from replaylens.workbench.drawing import Grid, figure, view, words
 
@@ -49,7 +53,7 @@ class FeatureLine:
 
 
 @dataclass(frozen=True, eq=False)
-class LensResult:
+class LensResult(Citable):
     """The logit lens of one text. Layer i reads the residual stream that enters block i; the last is the model's output."""
 
     tokens: tuple[str, ...]
@@ -100,10 +104,12 @@ class LensResult:
         if measure not in _LABELS:
             raise BadRequest(f"Unknown measure {measure!r}. Known: {', '.join(_LABELS)}.")
         best = [[self.top[i][j][0] for j in range(len(self.tokens))] for i in range(len(self.layers))]
-        about = f" ({self.token!r})" if self.token is not None and measure in ("rank", "logprob") else ""
-        title = f"Logit lens: {_LABELS[measure]}{about}"
-        values, ranks = getattr(self, measure).numpy(), measure == "rank"
-        return Grid(title, self.layers, self.tokens, values, best, ranks=ranks, facts=self._facts)
+        values, ranks, off = getattr(self, measure).numpy(), measure == "rank", int(measure in ("logprob", "kl"))
+        title = f"Logit lens: {self._label(measure)}"
+        return Grid(title, self.layers, self.tokens, values, best, ranks=ranks, facts=self._facts, off_scale=off)
+
+    def _label(self, measure: Measure) -> str:
+        return _LABELS[measure] if self.token is None else _LABELS[measure].replace("the token", repr(self.token))
 
     @property
     def _measure(self) -> Measure:
@@ -139,7 +145,8 @@ class LensResult:
         measure  None: the probability of the likeliest token; the log-probability of the token that `lens` was asked about
         """
         measure = measure or self._measure
-        return figure([self.grid(measure)], _LABELS[measure], "features" if measure == "features" else "layer", "token")
+        rows = "features" if measure == "features" else "layer"
+        return self._shown(figure([self.grid(measure)], self._label(measure), rows, "token"))
 
     def _repr_html_(self) -> str:
         likely = "it is more likely" if self.token is None else f"{self.token!r} is more likely"
@@ -193,7 +200,69 @@ def lens(
     names = tuple(layer_name(layer, len(spec.sites)) for layer in range(len(spec.sites)))
     about = None if target is None else word(engine.text, target)
     rank = rank if target is None else rank.long()
-    return LensResult(words(engine, path), names, about, top, ids, logprobs, entropy, kl, rank, logprob, lines)
+    numbers, by = (ids, logprobs, entropy, kl, rank, logprob), (engine.fingerprint,)
+    return LensResult(words(engine, path), names, about, top, *numbers, lines, made_by=by)
+
+
+# ---- Jacobian lens ---------------------------------------------------------------------------------------------------
+# What a layer's residual stream does, to first order, to the final one at the same position. J[l] is the mean over texts and
+# positions of d final / d stream[l], and the lens reads a row x of layer l as
+#
+#     mean(final) + J[l] (x - mean(stream[l]))
+#
+# through the final norm and the unembedding. Nothing is trained: the map says what the model itself makes of a small change,
+# where a tuned lens says what predicts the output best. It is a `TunedLens`, and goes wherever one does.
+
+
+@verb
+def fit_jacobian_lens(
+    engine: Core,
+    texts: Sequence[Prompt],
+    *,
+    first: int = 1,
+    centred: bool = True,
+    progress: bool = False,
+) -> TunedLens:
+    """Fit a Jacobian lens by gradients over texts. A function of its arguments: on a CPU, with the same bits on every machine.
+
+    texts    prompts of any form. Each takes d_model backward passes over its tokens, for all layers and positions together
+    first    the first position that counts. The stream of a text's first token is unlike all others in most models
+    centred  False: read J[l] x alone, without the means
+
+    >>> from replaylens import Engine, lens
+    >>> engine = Engine.load("coin-plain")
+    >>> fitted = fit_jacobian_lens(engine, ["A coin's state is heads. Alice flips."])
+    >>> fitted.weight.shape, lens(engine, "A coin's state is heads.", tuned=fitted).kl.shape
+    (torch.Size([4, 128, 128]), torch.Size([5, 6]))
+    """
+    given = as_list("texts", texts, "a list of texts, token ids or chats")
+    first, centred = as_int("first", first, 0), as_bool("centred", centred)
+    streams = engine.sites.per_layer("S")
+    asked = differentiable(engine, streams[:-1])
+    if asked != tuple(streams[:-1]):
+        raise BadRequest(f"The streams of this model are not one per layer: {', '.join(asked)}.")
+    paths = [engine.tokens_of(text) for text in given]
+    if short := [number for number, path in enumerate(paths) if len(path) <= first]:
+        raise BadRequest(
+            f"Text {short[0]} has {len(paths[short[0]])} tokens, none from position {first} on. Give longer texts."
+        )
+    if not paths:
+        raise BadRequest("No texts. Give at least one.")
+    width, count = engine.config.d_model, sum(len(path) - first for path in paths)
+    jacobian = torch.zeros(len(asked), width, width, dtype=torch.float64)
+    means = torch.zeros(len(streams), width, dtype=torch.float64)
+    with tqdm(total=width * len(paths), unit="pass", disable=hidden(progress)) as bar:
+        for path in paths:
+            tape = tape_of(engine, path, (), asked)
+            picked = range(first, len(path))
+            lines: Any = engine.lock.alone(tape.own_jacobians, picked, lambda _: bar.update())
+            jacobian += lines.double()
+            values = [*(tape.value(site) for site in asked), tape.forward.residual.cpu()]
+            means += torch.stack([value[first:].double().sum(0) for value in values])
+    jacobian, means = jacobian / count, means / count
+    bias = means[-1] - torch.einsum("led,ld->le", jacobian, means[:-1]) if centred else torch.zeros_like(means[:-1])
+    weight = jacobian - torch.eye(width, dtype=torch.float64)
+    return TunedLens(weight.float(), bias.float(), unembed_hash(engine.model))
 
 
 # ---- several lenses --------------------------------------------------------------------------------------------------
@@ -202,7 +271,7 @@ PLAIN = "plain"
 
 
 @dataclass(frozen=True, eq=False)
-class LensComparison:
+class LensComparison(Citable):
     """Several lenses over the same texts, layer by layer."""
 
     frame: pd.DataFrame
@@ -224,7 +293,7 @@ class LensComparison:
             axis.set(xlabel="layer", ylabel=label)
             axis.set_ylim(bottom=0)
         drawn.legend(*drawn.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=8)
-        return drawn
+        return self._shown(drawn)
 
     def _repr_html_(self) -> str:
         table: str = self.frame.round(4).to_html(index=False)
@@ -239,9 +308,12 @@ def compare_lenses(engine: Core, texts: Sequence[Prompt], lenses: Mapping[str, T
 
     first  the first position that counts, as in `fit_jacobian_lens`
     """
-    if PLAIN in lenses:
+    first = as_int("first", first, 0)
+    if PLAIN in as_instance("lenses", lenses, Mapping, "a dict from names to tuned or Jacobian lenses"):  # type: ignore[type-abstract]
         raise BadRequest(f"{PLAIN!r} is the plain lens, which is always shown. Give the lens another name.")
     given = as_list("texts", texts, "a list of texts, token ids or chats")
+    if not given:
+        raise BadRequest("No texts. Give at least one.")
     parts = []
     for name, tuned in ((PLAIN, None), *lenses.items()):
         read = [lens(engine, text, tuned=tuned, top_k=1) for text in given]
@@ -251,4 +323,4 @@ def compare_lenses(engine: Core, texts: Sequence[Prompt], lenses: Mapping[str, T
             raise BadRequest(f"No text has a token from position {first} on. Give longer texts.")
         agreement = (best == best[-1]).mean(1)
         parts.append(pd.DataFrame({"lens": name, "layer": range(len(kl)), "kl": kl.mean(1), "agreement": agreement}))
-    return LensComparison(pd.concat(parts, ignore_index=True), kl.shape[1])
+    return LensComparison(pd.concat(parts, ignore_index=True), kl.shape[1], made_by=(engine.fingerprint,))

@@ -12,6 +12,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from replaylens.engine.display import Citable
 from replaylens.engine.dump.plan import ends_of
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.gradients.attribution import Prompts, common_words, each_pair, pairs_of, require_one_length, t_interval
@@ -139,7 +140,7 @@ _NAMES = {"S": "residual stream", "T": "attention output", "C": "MLP output", "h
 
 
 @dataclass(frozen=True, eq=False)
-class PatchResult:
+class PatchResult(Citable):
     """The metric after each patch, by site: [layers, positions], or [layers, heads] of `heads`. NaN: not asked for."""
 
     metric: str
@@ -188,6 +189,7 @@ class PatchResult:
             first.layers,
             first.length,
             tuple(pairs),
+            made_by=first.made_by,
         )
 
     def _at_end(self, pairs: Sequence[PatchResult]) -> PatchResult:
@@ -250,11 +252,11 @@ class PatchResult:
 
     def plot(self, values: Values = "effect") -> Figure:
         """A heat map per site: layers by positions, or layers by heads."""
-        label = "effect of the patch" if values == "effect" else "metric under the patch"
+        label = "effect of the patch (0: none, 1: all of it)" if values == "effect" else "metric under the patch"
         made = figure(self.grids(values), label, "layer", "head" if set(self.raw) == {"heads"} else "token")
         count = f", mean of {len(self.pairs)} pairs" if self.pairs else ""
         made.suptitle(f"Patching ({self.direction}): {plain(self.metric)}{count}", fontsize=9)
-        return made
+        return self._shown(made)
 
     def _repr_html_(self) -> str:
         lead = f"{self.metric}: {self.base:.3f} unpatched, {self.source:.3f} in the source prompt."
@@ -340,6 +342,7 @@ def patch(
         {site: numbers for site, (_, numbers, _) in grids.items()},
         {site: layers for site, (layers, _, _) in grids.items()},
         len(two.base),
+        made_by=tuple(dict.fromkeys(each.fingerprint for each in (engine, origin))),
     )
 
 
@@ -489,7 +492,8 @@ def path_patch(
     there = of_source(engine, two.source, measure, float(found[0]))
     raw, numbers = {"heads": found[1:].view(len(layers), count)}, tuple(range(count))
     columns, rows = {"heads": tuple(map(str, numbers))}, {"heads": tuple(layers)}
-    return PatchResult(f"{measure.name}, by path", direction, float(found[0]), there, raw, columns, {"heads": numbers}, rows)
+    name, by = f"{measure.name}, by path", (engine.fingerprint,)
+    return PatchResult(name, direction, float(found[0]), there, raw, columns, {"heads": numbers}, rows, made_by=by)
 
 
 def _receivers(engine: Core, receivers: Sequence[tuple[int, int]], into: Into) -> list[tuple[int, str, int]]:

@@ -11,6 +11,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from replaylens.engine.display import Citable
 from replaylens.engine.errors import BadRequest, NotCaptured
 from replaylens.engine.model.sites import WEIGHTS_SITE
 from replaylens.engine.model.text import Prompt
@@ -60,7 +61,7 @@ class RoutedTokens:
 
 
 @dataclass(frozen=True, eq=False)
-class RoutingResult:
+class RoutingResult(Citable):
     """Where the tokens of one path went."""
 
     layers: tuple[int, ...]
@@ -116,14 +117,14 @@ class RoutingResult:
 
     def plot(self) -> Figure:
         """The path and its first rejected drafts: each token's heaviest expert, coloured by its weight."""
-        return figure(self._grids(1), "weight of the heaviest expert", "layer", "token")
+        return self._shown(figure(self._grids(1), "weight of the heaviest expert", "layer", "token"))
 
     def plot_load(self) -> Figure:
         """How many tokens each expert got: layers by experts."""
         counts = self.load["tokens"].to_numpy(dtype=float).reshape(len(self.layers), self.num_experts)
         rows, columns = map(str, self.layers), map(str, range(self.num_experts))
         grid = Grid("tokens per expert", list(rows), list(columns), counts, [[f"{n:.0f}" for n in row] for row in counts])
-        return figure([grid], "tokens", "layer", "expert")
+        return self._shown(figure([grid], "tokens", "layer", "expert"))
 
     def _grids(self, named: int) -> list[Grid]:
         drafts = [draft.grid(f"rejected at {draft.start}", self.layers, named) for draft in self.drafts[:_MAX_DRAFTS]]
@@ -152,13 +153,14 @@ def routing(engine: Core, text: Prompt | Branch, *, layers: Sequence[int] | None
         raise BadRequest(f"This model ({engine.config.family}) has no experts. Load one with a mixture of experts.")
     chosen = _chosen(engine, layers)
     if isinstance(text, Branch):
-        return RoutingResult(tuple(chosen), mixture.num_experts, *_of_branch(engine, text, chosen))
+        path, drafts = _of_branch(engine, text, chosen)
+        return RoutingResult(tuple(chosen), mixture.num_experts, path, drafts, made_by=(engine.fingerprint,))
     branch = engine.prompt(text, sites=router_sites(engine, chosen))
     try:
         path, drafts = _of_branch(engine, branch, chosen)
     finally:
         branch.release()
-    return RoutingResult(tuple(chosen), mixture.num_experts, path, drafts)
+    return RoutingResult(tuple(chosen), mixture.num_experts, path, drafts, made_by=(engine.fingerprint,))
 
 
 def _chosen(engine: Core, layers: Sequence[int] | None) -> list[int]:

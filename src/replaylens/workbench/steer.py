@@ -10,10 +10,10 @@ import pandas as pd
 import torch
 from markupsafe import Markup
 from matplotlib.figure import Figure
-from matplotlib.ticker import StrMethodFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from torch import Tensor
 
-from replaylens.engine.display import picture, visible
+from replaylens.engine.display import Citable, picture, visible
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.gradients.attribution import one_for_each
 from replaylens.engine.model.text import Prompt
@@ -32,7 +32,7 @@ Contrast = tuple[Sequence[Prompt], Sequence[Prompt]]
 
 
 @dataclass(frozen=True, eq=False)
-class SteerResult:
+class SteerResult(Citable):
     """Continuations of every prompt at every layer and strength. Strength 0 is the unsteered model, once per prompt."""
 
     frame: pd.DataFrame
@@ -61,10 +61,11 @@ class SteerResult:
                 axis.plot(means.index, means, marker="o", markersize=3, label=f"layer {layer}")
         left.set(xlabel="strength", ylabel="effect: KL from the unsteered\nmodel, nats per token", ylim=(0, None))
         right.set(xlabel="strength", ylabel="perplexity of the text\nwithout steering", yscale="log")
-        for ticks in (right.yaxis.set_major_formatter, right.yaxis.set_minor_formatter):
-            ticks(StrMethodFormatter("{x:.3g}"))
+        right.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        right.yaxis.set_major_formatter(StrMethodFormatter("{x:.3g}"))
+        right.yaxis.set_minor_formatter(NullFormatter())
         made.legend(*left.get_legend_handles_labels(), loc="outside right upper", fontsize=7)
-        return made
+        return self._shown(made)
 
     def _repr_html_(self) -> str:
         return fragment(*(self._table(prompt) for prompt in dict.fromkeys(self.frame["prompt"])))
@@ -151,7 +152,7 @@ def steer(
     frame["perplexity"], frame["effect"] = zip(*read, strict=True)
     if measures is not None:
         frame["metric"] = [float(each) for each in first]
-    return SteerResult(frame, vectors)
+    return SteerResult(frame, vectors, made_by=(engine.fingerprint,))
 
 
 def _vectors(engine: Core, given: Tensor | Contrast | LinearProbe, layers: list[int]) -> dict[int, Tensor]:

@@ -147,6 +147,8 @@ def test_where_with_functions_and_chains(dump: Dump) -> None:
     assert len(dump.where(lambda f: np.zeros(len(f), dtype=bool))) == 0
     with pytest.raises(BadRequest, match="one boolean per row"):
         len(dump.where(lambda f: f.position))
+    with pytest.raises(BadRequest, match="position is no text"):
+        dump.where(position="last")  # a position of probes, not of the index: it would select nothing
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,11 @@ from replaylens.engine.gradients import backward, derivatives
 from replaylens.engine.gradients import derivatives as mixture
 from replaylens.engine.gradients.backward import through_edits
 from replaylens.engine.gradients.branches import tape as tape_of_branch
+from replaylens.engine.gradients.derivatives import HostProducts
 from replaylens.engine.gradients.gradients import Divergence, Gradients, LogitDifference, LogProbability, derivative
-from replaylens.engine.model.config import Activation, MixtureConfig, Routing
+from replaylens.engine.model.config import SWIGLU_LIMIT, Activation, MixtureConfig, Routing
 from replaylens.engine.model.loading import load
-from replaylens.engine.model.ops import AttentionSpec
+from replaylens.engine.model.ops import AttentionSpec, clamped_swiglu
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placing import place_all
 from replaylens.engine.serving.branch import Branch
@@ -647,6 +648,7 @@ NAMES_OF_MIXTURES = [
     "flex-olmo",
     "glm4-moe",
     "deepseek-v3-groups",
+    "gpt-oss",
 ]
 
 
@@ -654,6 +656,17 @@ NAMES_OF_MIXTURES = [
 def test_agrees_with_hugging_face_of_mixtures(name: str) -> None:
     """S, T, C and the patterns of every layer. The promise is 1e-4."""
     assert max(errors_against_hugging_face(name).values()) < 1e-5
+
+
+def test_clamped_gates_pass_nothing_beyond_their_bounds() -> None:
+    """GPT-OSS's activation, on both sides of its bounds; of tiny models, no value comes near them."""
+    wide = (torch.randn(9, 16, generator=torch.Generator().manual_seed(5)) * 6).requires_grad_()
+    gate, up = wide.chunk(2, dim=-1)
+    assert (gate > SWIGLU_LIMIT).any() and (gate < -SWIGLU_LIMIT).any() and (up.abs() > SWIGLU_LIMIT).any()
+    g = torch.randn(9, 8, generator=torch.Generator().manual_seed(6))
+    (truth,) = torch.autograd.grad((clamped_swiglu(gate, up) * g).sum(), wide)
+    found = derivatives._through_gate(g, wide.detach(), "clamped_swiglu", True, HostProducts(engine().runner.products))
+    assert difference(found, truth) < 1e-6 and torch.equal(found == 0, truth == 0)
 
 
 def decoder_of_mixtures(**routing: Any) -> Any:

@@ -9,7 +9,7 @@ from replaylens.engine.gradients import derivatives
 from replaylens.engine.gradients import gradients as metrics
 from replaylens.engine.gradients.derivatives import HostProducts
 from replaylens.engine.gradients.gradients import Divergence
-from replaylens.engine.model.config import Latent, MixtureConfig, ModelConfig, Routing
+from replaylens.engine.model.config import Latent, MixerConfig, MixtureConfig, ModelConfig, Routing
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.proof.doctor import digest, numbers
 from tests.toy_model import SHAPE, VOCAB, engine
@@ -38,6 +38,19 @@ DIGESTS: dict[str, tuple[dict[str, Any], str]] = {
         dict(mixture=MixtureConfig(6, 24, Routing(2, kind="sparsemixer", jitter=0.1))),
         "fb4542a585203029",
     ),
+    "experts with clamped gates, attention sinks": (
+        dict(mixture=MixtureConfig(6, 24, Routing(2), bias=True), activation="clamped_swiglu", sinks=True, windows=(20, 0)),
+        "94b4b9cd6a815177",
+    ),
+    "gated convolutions": (dict(mixer=MixerConfig("conv", 3, 40), parts=("attn mlp", "mixer mlp")), "26a64679dfc0a4c8"),
+    "a gated delta net, gated attention": (
+        dict(mixer=MixerConfig("delta", 4, 68, 4, 2, 7, 10), parts=("attn mlp", "mixer mlp"), attn_gate=True),
+        "1b0d0a1eee1937b5",
+    ),
+    "Mamba-2": (
+        dict(mixer=MixerConfig("ssd", 4, 68, 4, 2, 7, 10, norm_groups=2), parts=("attn", "mixer attn mlp")),
+        "0cd8d1ee06a116f5",
+    ),
 }
 """a config -> the digest of its gradients, on every machine"""
 
@@ -65,7 +78,7 @@ LIBRARY: dict[str, tuple[Any, str, Any]] = {
     "batched products": (HostProducts, "batched", lambda self, x, w: x @ w),
     "sums": (HostProducts, "total", lambda self, x: x.sum(-1, keepdim=True)),
     "functions": (HostProducts, "apply", lambda self, name, x: getattr(torch, name)(x)),
-    "softmax": (derivatives, "softmax", lambda x, products: x.softmax(-1)),
+    "softmax": (derivatives, "softmax", lambda x, products, sinks: x.softmax(-1)),
     "metrics": (metrics, "_log_softmax", lambda x: x.log_softmax(-1)),
 }
 

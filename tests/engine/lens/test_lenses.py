@@ -154,6 +154,28 @@ def test_a_changed_bias_of_a_saved_lens_is_noticed(tmp_path: Path) -> None:
         TunedLens.load(tmp_path / "lens.safetensors")
 
 
+def test_a_foreign_or_truncated_lens_is_named(tmp_path: Path) -> None:
+    lens, file = lens_for(engine()), tmp_path / "lens.safetensors"
+    lens.save(file)
+    good, about = file.read_bytes(), (tmp_path / "lens.json").read_text()
+    for content in (b"", good[: len(good) // 2], good[:-1], b"\x80\x04.", (1 << 62).to_bytes(8, "little") + b"{}"):
+        file.write_bytes(content)
+        with pytest.raises(BadWeights, match="is not a tuned lens"):
+            TunedLens.load(file)
+    file.write_bytes(good)
+    for text in ("", "[]", "null", "[" * 100_000, '{"unembed": 5, "digest": "x"}', about.replace('"format": 1', '"format": 2')):
+        (tmp_path / "lens.json").write_text(text)
+        with pytest.raises(BadWeights, match=r"lens\.json is"):
+            TunedLens.load(file)
+    flat, whole = lens.weight[0], lens.weight.long()
+    for name, value in (("weight", flat), ("weight", whole), ("bias", lens.bias[:, 1:]), ("bias", lens.bias * torch.nan)):
+        replace(lens, **{name: value}).save(file)
+        with pytest.raises(BadWeights, match="needs finite weights"):
+            TunedLens.load(file)
+    with pytest.raises(BadRequest, match="Invalid path=5"):
+        TunedLens.load(5)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("part", ["ln_final.weight", "ln_final.bias", "unembed.weight", "embed"])
 def test_a_lens_reads_through_the_final_norm_and_the_unembedding(part: str) -> None:
     """A change of any tensor that it reads through is refused; a change elsewhere is not."""

@@ -208,11 +208,6 @@ def test_a_pattern_leaves_a_sink_its_share() -> None:
     assert float(pattern.sum(-1).max()) < 0.95  # negative control: sums would be 1 without sinks
 
 
-def test_gradients_of_sinks_are_refused() -> None:
-    with pytest.raises(NoGradient, match="attention sinks, whose backward pass is not implemented"):
-        Engine.load(hugging_face("gpt-oss"), check=False).prompt([1, 2, 3]).gradients(metric, ["blocks.1.hook_in"])
-
-
 def test_choices_have_no_gradient() -> None:
     engine = Engine.load(hugging_face("mixtral"), check=False)
     site = "blocks.1.mlp.gate.hook_choice"

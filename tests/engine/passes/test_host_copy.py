@@ -136,6 +136,11 @@ def test_small_groups_travel_together(monkeypatch):
     assert [block[name].flatten()[0].item() for name in "abc"] == [0, 1, 2]
     assert torch.equal(block["d"], torch.arange(2500.0).view(1, -1))
     assert sent == [[800, 800, 800], [4096], [4096], [1808]]
+    sent.clear()
+    block = host_copy.send(
+        [(("e",), torch.ones(1, 1, 1000)), (("f",), torch.full((1, 1, 8), 2.0)), (("g",), torch.ones(1, 1, 8))]
+    )
+    assert sent == [[4000, 32], [32]] and block["f"].eq(2).all(), "a tiny one goes with its neighbour, and only one"
 
 
 def test_a_host_copy_that_was_made_in_inference_mode_serves_passes_outside_of_it():

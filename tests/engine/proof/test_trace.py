@@ -473,3 +473,11 @@ def test_a_trace_with_a_tuned_lens_says_how_to_make_it_known(served: Engine) -> 
     replayed = knows.replay_trace(recorded.trace)
     assert isinstance(replayed, dict)
     assert torch.equal(replayed[branch.id].activations["Z.kl"], branch.activations["Z.kl"])
+
+
+def test_an_engine_replays_its_own_trace_while_it_records(served: Engine) -> None:
+    """The replay adds events to the trace, and ends."""
+    branch = served.prompt("A coin's state is heads. Alice flips,").generate(3)
+    before = len(served.trace.events)
+    assert served.replay_trace(served.trace)[branch.id].tokens == branch.tokens
+    assert len(served.trace.events) == 2 * before

@@ -599,6 +599,8 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     ({"A coin"}, {}, "Invalid texts="),
     ([None], {}, "Text 0 is None"),
     ([TAILS, 2.5], {}, "Text 1 is 2.5"),
+    (tasks.get("coin"), {}, r"Give examples of it: engine\.replay\(task\(\)\.examples"),
+    (tasks.get("coin")(), {}, r"Give examples of it: engine\.replay\(task\.examples"),
     ([TAILS], {"labels": {"up": [1, 2]}}, "Label 'up' has 2 values for 1 texts"),
     ([TAILS], {"labels": ["up"]}, "Give a dict from label to values"),
     ([TAILS], {"labels": {"up": [[1, 2]]}}, "label 'up' has 2 values for 6 tokens. Give one value, a list"),

@@ -23,8 +23,7 @@ HOT = Sampling(temperature=1.0, seed=5)
 FIRST = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
 
 
-@pytest.fixture(scope="module")
-def bare() -> Engine:
+def byte_tokenizer(template: str | None = None) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -33,7 +32,13 @@ def bare() -> Engine:
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     made = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="<e>")
-    return Engine(random_model(2, vocab_size=258, max_positions=1024), made)
+    made.chat_template = template
+    return made
+
+
+@pytest.fixture(scope="module")
+def bare() -> Engine:
+    return Engine(random_model(2, vocab_size=258, max_positions=1024), byte_tokenizer())
 
 
 @pytest.fixture
@@ -257,6 +262,8 @@ def test_misuse_is_named(engine: Engine) -> None:
     talk = Conversation(engine, FIRST)
     with pytest.raises(BadRequest, match="No message to append"):
         talk.append()
+    with pytest.raises(BadRequest, match="Invalid at=0"):
+        talk.fork(0)
     talk.generate(2, sampling=HOT)
     with pytest.raises(BadRequest, match="Turn 2 was generated"):
         talk.replay(2, "x")

@@ -183,6 +183,13 @@ def test_a_stop_is_the_same_in_any_window(engine: Engine, watch: Watch, wanted: 
     engine.check_integrity()
 
 
+def test_one_probe_takes_a_plain_threshold(engine: Engine, wanted: Any, path: list[int]) -> None:
+    limit, at = limit_of(wanted, path)
+    alone = engine.watch({"one": probe(1)})
+    (hit,) = alone.generate([alone.prompt(TOKENS)], 12, sampling=HOT, stop=limit)
+    assert hit is not None and hit.position == at
+
+
 def test_a_function_of_all_scores_stops(watch: Watch, wanted: Any, path: list[int]) -> None:
     branch, likely = watch.prompt(TOKENS), int(wanted["many"][9].argmax())
     (hit,) = watch.generate([branch], 12, sampling=HOT, stop=lambda scores: int(scores["many"].argmax()) == likely)
@@ -277,7 +284,7 @@ def test_misuse_is_named(engine: Engine, watch: Watch) -> None:
     with pytest.raises(BadRequest, match="more than two classes"):
         watch.stream(whole, 3, stop={"many": 1.0})
     with pytest.raises(BadRequest, match="Invalid stop"):
-        watch.stream(whole, 3, stop=3)  # type: ignore[arg-type]
+        watch.stream(whole, 3, stop=3)  # of which of the two?
     with pytest.raises(BadRequest, match="takes a probe of two"):
         watch.edit("many", "zero")
     assert "one at blocks.0.hook_in" in repr(watch)
@@ -357,6 +364,10 @@ def test_a_stop_function_says_true_or_false(engine: Engine, watch: Watch, wanted
         stream = watch.stream(watch.prompt(TOKENS), 12, sampling=HOT, stop=result)  # type: ignore[arg-type]
         with pytest.raises(BadRequest, match=name):
             next(stream)
+        assert stream.branch.tokens == TOKENS and torch.equal(
+            watch.scores(stream.branch)["one"], watch.scores(watch.prompt(TOKENS))["one"]
+        ), "nothing was yielded"
+        stream.branch.generate(1, sampling=HOT)
         for each in (branch, stream.branch):
             assert each.rollback(to=each.length - 1).generate(20 - each.length, sampling=HOT).tokens == path
     limit, place = limit_of(wanted, path)

@@ -207,8 +207,13 @@ def test_saved_probe(probe: LinearProbe, coin_dump: Dump, tmp_path: Path) -> Non
     assert loaded.source["digest"] == coin_dump.digest and loaded.site == "blocks.3.hook_in"
     assert {file.suffix for file in tmp_path.iterdir()} == {".json", ".safetensors"}
     about = json.loads(path.with_suffix(".json").read_text())
-    for change in ({"schema": 99}, {"classes": ["a", "b", "c"]}, {"cell": 3}):
+    odd: list[dict[str, object]] = [{"cell": ["S", "3"]}, {"classes": "ab"}, {"classes": [1, 2]}, {"label": 5}, {"source": []}]
+    for change in ({"schema": 99}, {"classes": ["a", "b", "c"]}, {"cell": 3}, *odd):
         path.with_suffix(".json").write_text(json.dumps(about | change))
+        with pytest.raises(BadProbeFile):
+            LinearProbe.load(path)
+    for content in ("[" * 100_000, "[]", ""):
+        path.with_suffix(".json").write_text(content)
         with pytest.raises(BadProbeFile):
             LinearProbe.load(path)
     path.with_suffix(".safetensors").write_bytes(b"nonsense")

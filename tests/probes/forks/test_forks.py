@@ -65,6 +65,9 @@ def test_the_curve_knows_where_nothing_is_known() -> None:
     assert len(curve.frame) == 6 and "<svg" in curve._repr_html_() and curve.plot().axes[0].get_ylim() == (0, 1)
     with pytest.raises(ProbeError, match="level=1"):
         outcome_curve(counts_of(np.ones((1, 2))), level=1)
+    alone = outcome_curve(counts_of(np.array([[7, 23]])))
+    lines = [each.get_segments()[0][:, 1] for each in alone.plot().axes[0].collections]
+    assert np.allclose(lines, np.stack([alone.low[0], alone.high[0]], axis=1)), "a single fork has its intervals, too"
 
 
 def test_entropy_without_the_bias_of_counting() -> None:

@@ -203,6 +203,13 @@ def test_splits_by_branch(steps_dump: Dump) -> None:
     assert sweep(steps_dump, "implied", split="rejected-accepted", **settings).best("implied")["distinct"] > rejected
 
 
+def test_a_known_zero_without_a_tested_row_is_skipped(steps_dump: Dump) -> None:
+    """A rejected draft has no next action: the control is left out, and the report says so."""
+    found = sweep(steps_dump, "implied", split="accepted-rejected", **QUICK | {"positions": "step", "layers": [1]})
+    assert found.best("implied")["accuracy"] > 0.7
+    assert "Skipped known zero 'next_action' at position 'step': no tested row has a value." in found.notes
+
+
 def test_untrained_rows_of_some_examples(coin_dump: Dump, engine: Engine) -> None:
     """On part of a dump the untrained model reads the same paths, and the report's lines equal those without it."""
     rows = ProbeRows.of(coin_dump)
@@ -512,6 +519,8 @@ def test_a_sweep_in_words() -> None:
         "grid; margins over controls: one-sided, 5 % over the grid.",
         "A probe shows that a label can be read off, not that the model uses it. Test the direction causally.",
     ]
+    words = summarise(pd.DataFrame([sweep_line("own", 2, 0.85, 0.01, margin=-0.2, margin_over="bag_of_tokens")]))
+    assert words[2] == "  The words alone tell the label in these texts. Test on words that were held out: sweep(groups=)."
     alone = summarise(pd.DataFrame(lines[:2]))
     assert (
         "1 of 2 cells" in alone[0] and "p < 0.001 over the grid (permutation; 90 rows, 41 distinct of 30 groups)." in alone[0]

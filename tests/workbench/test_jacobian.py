@@ -9,11 +9,10 @@ from torch import Tensor
 from replaylens import Engine, lens
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.gradients import derivatives
-from replaylens.engine.gradients.jacobian import fit_jacobian_lens
 from replaylens.engine.lens.lens import TunedLens
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
-from replaylens.workbench.lens import compare_lenses
+from replaylens.workbench.lens import compare_lenses, fit_jacobian_lens
 from tests.toy_model import random_model
 
 TEXTS = [[3, 1, 4, 1, 5, 9], [2, 6, 5]]
@@ -139,3 +138,9 @@ def test_misuse_is_named() -> None:
         fit_jacobian_lens(engine, [])
     with pytest.raises(BadRequest, match="Text 1 has 1 tokens"):
         fit_jacobian_lens(engine, [[1, 2], [3]])
+    with pytest.raises(BadRequest, match="No texts"):
+        compare_lenses(engine, [], {})
+    with pytest.raises(BadRequest, match="Invalid first=-1"):
+        compare_lenses(engine, [[1, 2]], {}, first=-1)
+    with pytest.raises(BadRequest, match="Invalid lenses="):
+        compare_lenses(engine, [[1, 2]], [])  # type: ignore[arg-type]

@@ -1,0 +1,276 @@
+"""Golden answers: what every public verb gives on embedded and tiny models, with its figures, tables, texts and errors.
+
+`tests/golden.json` holds the answers, `tests/test_golden.py` compares, and `python -m tests.golden` prints what differs;
+`--record` writes it anew. An answer is a text, or its hash where it is long, and a sketch of its floating-point numbers: how
+many they are, two weighted sums, and the sum of their sizes, to which differences are relative. So answers hold on every
+machine, though libraries differ in last bits. What the engine promises bit for bit is hashed (`bits`).
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import math
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Set
+from enum import Enum
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from matplotlib.figure import Figure
+
+from replaylens.engine.proof.trace import device_name
+from tests.drawings import _PACKED, described
+
+FILE = Path(__file__).with_suffix(".json")
+LONGEST = 72
+"""characters of a text that is kept as it is"""
+TOLERANCE = 1e-5
+"""of a sketch, relative to the sum of sizes"""
+_ELSEWHERE = {"engine", "fingerprint", "trace", "digest", "identifier", "made_by", "lane", "record", "lock", "forest", "url"}
+"""attributes that depend on the machine, or have digests of their own"""
+Answers = dict[str, dict[str, list[Any]]]
+
+
+# ---- one value ------------------------------------------------------------------------------------------------------------
+
+
+class Walk:
+    """A value as texts and numbers."""
+
+    def __init__(self, value: Any) -> None:
+        self.texts: list[str] = []
+        self.numbers: list[np.ndarray] = []
+        self._add(value)
+
+    def leaf(self) -> list[Any]:
+        """[text, or its hash] and the sketch of the numbers, if there are any."""
+        text = _masked(" ".join(self.texts))
+        if len(text) > LONGEST:
+            text = f"{text[:32]}.. {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        return [text, *sketch(np.concatenate(self.numbers))] if self.numbers else [text]
+
+    def _add(self, value: Any) -> None:
+        if isinstance(value, bool | int | str | bytes | type(None) | np.bool_ | np.integer):
+            self.texts.append(str(value))
+        elif isinstance(value, float | np.floating):
+            self._add_array(np.asarray(value, dtype=np.float64), "")
+        elif isinstance(value, torch.Tensor):
+            plain = value.detach().cpu()
+            self._add_array((plain.double() if plain.is_floating_point() else plain).numpy(), str(value.dtype))
+        elif isinstance(value, np.ndarray):
+            self._add_array(value, str(value.dtype)) if value.dtype.kind in "biuf" else self._add(value.tolist())
+        elif isinstance(value, pd.DataFrame | pd.Series):
+            for name, column in _columns(value).items():
+                self._add([name, column])
+        elif isinstance(value, Figure):
+            self._add_drawn(described(value))
+        elif isinstance(value, Enum):
+            self.texts.append(value.name)
+        elif isinstance(value, BaseException):
+            self.texts.append(f"{type(value).__name__}: {value}")
+        else:
+            self._add_parts(value)
+
+    def _add_parts(self, value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key in value:
+                self._add(key)
+                self._add(value[key])
+        elif isinstance(value, Set):
+            self._add(sorted(map(str, value)))
+        elif isinstance(value, list | tuple | range | Iterator):
+            self.texts.append("(")
+            for each in value:
+                self._add(each)
+            self.texts.append(")")
+        elif dataclasses.is_dataclass(value):
+            self.texts.append(type(value).__name__)
+            for each in dataclasses.fields(value):
+                if each.name not in _ELSEWHERE and not each.name.startswith("_"):
+                    self._add(getattr(value, each.name))
+        elif isinstance(value, Path):
+            self.texts.append(value.name)
+        elif callable(value):
+            self.texts.append(getattr(value, "__qualname__", type(value).__name__))
+        else:
+            self.texts.append(str(value))
+
+    def _add_array(self, value: np.ndarray, dtype: str) -> None:
+        self.texts.append(f"{dtype}{list(value.shape)}" if dtype else "")
+        if value.dtype.kind != "f":
+            self.texts += [str(each) for each in value.ravel().tolist()]
+            return
+        flat = value.astype(np.float64).ravel()
+        odd = np.flatnonzero(~np.isfinite(flat))
+        self.texts += [f"{flat[i]}@{i}" for i in odd.tolist()]
+        self.numbers.append(np.where(np.isfinite(flat), flat, 0.0))
+
+    def _add_drawn(self, drawn: Any) -> None:
+        """Numbers of a figure are texts, rounded to four digits."""
+        for each in drawn:
+            if isinstance(each, list | tuple):
+                self._add_drawn(each)
+            elif isinstance(each, str):
+                try:
+                    self._add(float(each))
+                except ValueError:
+                    self.texts.append(each)
+            else:
+                self._add(each)
+
+
+def sketch(values: np.ndarray) -> list[float]:
+    """[how many, two weighted sums, sum of sizes]"""
+    i = np.arange(len(values), dtype=np.float64)
+    sums = values @ (1 + (i * 0.6180339887) % 1), values @ np.cos(1.7 * i + 0.3), np.abs(values).sum()
+    return [len(values), *(float(f"{each:.9g}") for each in sums)]
+
+
+def same(found: list[Any], known: list[Any]) -> bool:
+    """Whether two leaves agree."""
+    if found[:2] != known[:2] or len(found) != len(known):
+        return False
+    return all(
+        math.isclose(a, b, rel_tol=0, abs_tol=TOLERANCE * known[4] + 1e-12) for a, b in zip(found[2:], known[2:], strict=True)
+    )
+
+
+_MASKS = {
+    re.escape(tempfile.gettempdir()) + r"/[\w.-]+": "TMP",
+    re.escape(device_name(torch.device("cpu"))): "PROCESSOR",
+    re.escape(torch.__version__): "TORCH",
+    r" at 0x[0-9a-f]+": "",
+    r"[0-9a-f]{40,}": "HASH",
+}
+"""what differs between machines -> what stands for it"""
+
+
+def _masked(text: str) -> str:
+    for pattern, instead in _MASKS.items():
+        text = re.sub(pattern, instead, text)
+    return text
+
+
+def _columns(value: "pd.DataFrame | pd.Series[Any]") -> dict[str, Any]:
+    """Of equal values in a column of texts, all; dates and objects as texts."""
+    if isinstance(value, pd.Series):
+        value = value.to_frame(str(value.name))
+    found: dict[str, Any] = {}
+    for name in value.columns:
+        column = value[name]
+        kind = column.dtype.kind if isinstance(column.dtype, np.dtype) else "O"
+        found[str(name)] = (
+            column.to_numpy() if kind in "biuf" else ["" if each is None or each is pd.NA else each for each in column]
+        )
+    return found
+
+
+def bits(*tensors: torch.Tensor) -> str:
+    """A digest of tensors, bit for bit."""
+    found = hashlib.sha256()
+    for each in tensors:
+        plain = each.detach().cpu().contiguous()
+        found.update(
+            f"{each.dtype}{list(each.shape)}".encode() + plain.view(torch.uint8).numpy().tobytes() if plain.dim() else b""
+        )
+    return found.hexdigest()[:16]
+
+
+def error(call: Callable[..., Any], *given: Any, **options: Any) -> Any:
+    """The error that a call raises; what it gives if it raises none."""
+    try:
+        return call(*given, **options)
+    except Exception as found:
+        return found
+
+
+# ---- results --------------------------------------------------------------------------------------------------------------
+
+
+def answers_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """(name, value) of everything that a result tells: fields, properties, columns, text, figure, page."""
+    if isinstance(value, pd.DataFrame):
+        yield from ((f"{name}[{column}]", each) for column, each in _columns(value).items())
+    elif isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        for key, each in value.items():
+            yield from answers_of(f"{name}.{key}" if name else key, each)
+    elif type(value).__module__.startswith("replaylens") and not isinstance(value, BaseException | Enum | Figure):
+        yield from _of_object(name, value)
+    else:
+        yield name, value
+
+
+def _of_object(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    kind = type(value)
+    public = [each.name for each in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+    public += [each for each in dir(kind) if isinstance(getattr(kind, each, None), property | cached_property)]
+    for each in dict.fromkeys(public):
+        if each in _ELSEWHERE or each.startswith("_"):
+            continue
+        found = error(getattr, value, each)
+        if isinstance(found, pd.DataFrame):
+            yield from answers_of(f"{name}.{each}", found)
+        else:
+            yield f"{name}.{each}", found
+    yield f"{name}.str", str(value)
+    if hasattr(value, "plot"):
+        yield f"{name}.plot", error(value.plot)
+    if hasattr(value, "_repr_html_"):
+        yield f"{name}.page", _PACKED.sub("", value._repr_html_() or "")
+
+
+def answers(group: Callable[[], dict[str, Any]]) -> dict[str, list[Any]]:
+    """name -> leaf of everything that a group of calls gives."""
+    with torch.no_grad():
+        return {name: Walk(value).leaf() for key, each in group().items() for name, value in answers_of(key, each)}
+
+
+def differences(found: dict[str, list[Any]], known: dict[str, list[Any]]) -> list[str]:
+    """A line per answer that is new, gone or different."""
+    lines = [
+        f"{name}: {known.get(name, 'new')} -> {found.get(name, 'gone')}"
+        for name in {**known, **found}
+        if name not in found or name not in known or not same(found[name], known[name])
+    ]
+    return lines
+
+
+def main() -> int:
+    """Compare all groups, or those named, with the file; with --record, write them into it."""
+    from tests.golden_rest import GROUPS
+
+    parser = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__)
+    parser.add_argument("groups", nargs="*", choices=[*GROUPS, []], help="default: all")
+    parser.add_argument("--record", action="store_true", help="write what was found; read the differences first")
+    given = parser.parse_args()
+    known: Answers = json.loads(FILE.read_text()) if FILE.exists() else {}
+    changed = 0
+    for name in given.groups or GROUPS:
+        found = answers(GROUPS[name])
+        lines = differences(found, known.get(name, {}))
+        changed += len(lines)
+        print(*(f"{name}: {line}" for line in lines), sep="\n", flush=True)
+        known[name] = found
+    if given.record:
+        lines = [
+            f" {json.dumps(name)}: {{\n"
+            + ",\n".join(f"  {json.dumps(key)}: {json.dumps(leaf)}" for key, leaf in known[name].items())
+            + "\n }"
+            for name in GROUPS
+            if name in known
+        ]
+        FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    print(f"{changed} differences in {sum(map(len, known.values()))} answers")
+    return 1 if changed and not given.record else 0
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main())
