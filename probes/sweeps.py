@@ -396,7 +396,9 @@ class _Sweep:
             return SweepPosition.nothing(position, found, str(error))
         paths = histories(here.rows) if settings.controls else None
         how: dict[str, Any] = dict(with_controls=settings.controls, seed=settings.seed, metric=settings.metric)
-        goals, skipped = goals_at(here.rows, here.groups, paths, settings.labels, split.train, tested=split.test.any(0), **how)
+        goals, skipped = goals_at(
+            here.rows, here.groups, paths, settings.labels, split.train, tested=np.asarray(split.test.any(0)), **how
+        )
         skipped += [("the beginning", here.note)] if here.note else []
         if here.num_torn:
             why = f"{here.num_torn} rows share their path with a row of another label, and no probe can read both"
