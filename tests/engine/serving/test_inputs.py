@@ -519,7 +519,11 @@ MESSAGES: dict[str, tuple[Callable[[Engine], object], type[Exception], str]] = {
         BadEdit,
         "NaN or infinity",
     ),
-    "patch without a metric": (lambda e: rl.patch(e, [1], [2]), UnknownOption, r"^patch\(\) needs metric\. metric: a pair of tokens"),
+    "patch without a metric": (
+        lambda e: rl.patch(e, [1], [2]),
+        UnknownOption,
+        r"^patch\(\) needs metric\. metric: a pair of tokens",
+    ),
     "patch with one prompt": (lambda e: rl.patch(e, [1]), UnknownOption, r"^patch\(\) needs corrupt and metric"),
     "patch without anything": (
         lambda _: rl.patch(),
