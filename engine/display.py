@@ -185,8 +185,10 @@ def plain(text: str) -> str:
 
 
 def wrapped(text: str, inches: float, size: float = 10) -> str:
-    """Text in lines that fit into a length at a font size, such as the label of a colour bar next to a low figure."""
-    return "\n".join(wrap(text, max(8, int(inches * 72 / (size * _CHARACTER)))))
+    """Text in lines that fit into a length at a font size, such as the label of a colour bar next to a low figure. Quoted
+    tokens stay whole."""
+    whole = re.sub(r"'[^']*'", lambda quoted: quoted[0].replace(" ", "\xa0"), text)
+    return "\n".join(wrap(whole, max(8, int(inches * 72 / (size * _CHARACTER))))).replace("\xa0", " ")
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------

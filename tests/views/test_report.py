@@ -601,7 +601,7 @@ def test_snippets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, root = names["run"], names["root"]
     assert isinstance(run.tree(1), Tree) and isinstance(run.timeline(1), Timeline)  # type: ignore[attr-defined]
     assert len(root.tree().paths) >= 3  # type: ignore[attr-defined]
-    told, seen = names["told"], names["wrong"].timeline()  # type: ignore[attr-defined]
+    told, seen = names["drawn"], names["wrong"].timeline()  # type: ignore[attr-defined]
     assert [(f.phase, f.caption) for f in told.frames] == [(f.phase, f.caption) for f in seen.frames]  # type: ignore[attr-defined]
 
 

@@ -329,7 +329,7 @@ def test_ablations_that_mean_nothing_are_refused() -> None:
         with pytest.raises(BadRequest, match=message):
             ablate(served, **{"prompts": PROMPTS, "metric": METRICS, **options})  # type: ignore[arg-type]
     single = ablate(served, PROMPTS[:1], metric=METRICS[0], heads=True)
-    assert single.frame["low"].isna().all() and isinstance(single.plot(), Figure) and "zero ablation" in single._repr_html_()
+    assert single.frame["low"].isna().all() and isinstance(single.plot(), Figure) and "Zero ablation" in single._repr_html_()
 
 
 # ---- lens -------------------------------------------------------------------------------------------------------------
