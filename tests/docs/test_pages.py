@@ -24,6 +24,7 @@ from replaylens.cli import main
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.model import hub
 from replaylens.engine.model.families import FAMILIES
+from replaylens.probes.registry import ESTIMATORS
 from replaylens.probes.settings import SweepSettings
 from replaylens.tasks import registry
 from tests.docs.blocks import NOTES, PAGES, ROOT, Block, anchors, blocks, links
@@ -72,6 +73,15 @@ def run_python(block: Block, names: dict[str, Any]) -> None:
         return
     done = subprocess.run([sys.executable, "snippet.py"], capture_output=True, text=True, env={**os.environ, **variables})
     assert done.returncode == 0, f"{where}: {done.stderr}"
+
+
+@pytest.fixture(autouse=True)
+def _own_estimators() -> Iterator[None]:
+    """What a page adds to the estimators is gone after it."""
+    held = dict(ESTIMATORS)
+    yield
+    ESTIMATORS.clear()
+    ESTIMATORS.update(held)
 
 
 def run_page(page: str, text: str, folder: Path, patch: pytest.MonkeyPatch) -> int:
