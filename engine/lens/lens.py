@@ -119,6 +119,8 @@ def _raw(x: Tensor) -> bytes:
     return x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def train(
     model: Decoder,
     rows: Tensor,

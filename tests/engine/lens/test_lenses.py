@@ -104,6 +104,15 @@ def test_a_tuned_lens_of_a_model_in_bfloat16() -> None:
     assert lens.translate(rows).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_training_in_the_callers_mode(mode: type[torch.no_grad]) -> None:
+    model, rows = random_model(), torch.randn(8, 3, 32, generator=torch.Generator().manual_seed(2))
+    plain = tuned_lens.train(model, rows, steps=2)
+    with mode():
+        within = tuned_lens.train(model, rows, steps=2)
+    assert torch.equal(plain.weight, within.weight) and plain.weight.any()
+
+
 def test_training_minimises_the_divergence_from_the_final_distribution() -> None:
     """One step against plain float64 code: the loss that is told, and Adam's first step, lr against the gradient's sign.
     Later steps draw other rows and go on from there."""
