@@ -48,6 +48,8 @@ def test_edits_come_from_a_file_of_data(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
     with pytest.raises(BadRequest, match="num_beams"):
         sampling_of({"num_beams": 4}, 0, ())
+    every = {"temperature": 0.5, "top_k": 3, "top_p": 0.8, "min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": 0.3}
+    assert sampling_of(every, 4, ["."]) == rl.Sampling(**every, seed=4, stop=(".",))
     biased = [sampling_of({"logit_bias": each}, 0, ()) for each in ({"7": 1, 8: -1}, {7: 1, 8: -1})]
     assert biased[0] == biased[1]
     with pytest.raises(BadRequest, match="Invalid token='x'"):

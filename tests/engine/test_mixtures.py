@@ -111,6 +111,14 @@ def test_sites_of_a_router_fit_together(model: Decoder) -> None:
     assert "blocks.0.mlp.dense_gate.hook_out" in dense and "blocks.0.mlp.gate.hook_out" not in dense
 
 
+@pytest.mark.parametrize("site", ["gate", "experts", "shared_expert", "shared_expert_gate"])
+def test_edits_after_the_last_attention_are_made_where_few_rows_are_read(model: Decoder, site: str) -> None:
+    edit = Edit(f"blocks.1.mlp.{site}.hook_out", "zero", positions=slice(2, None))
+    found = Engine(model).logits_under(PROMPT, [[], [edit]], positions=[-1])
+    alone = Engine(model).prompt(PROMPT, sites=["unembed.hook_out"], edits=[edit]).activations["unembed.hook_out"]
+    assert torch.equal(found[1], alone[-1:]) and not torch.equal(*found)
+
+
 @pytest.mark.parametrize("name", ["blocks.1.mlp.hook_expert_indices", "blocks.1.mlp.gate.hook_expert_indices"])
 def test_a_hook_that_changes_the_chosen_experts_is_refused(model: Decoder, name: str) -> None:
     """Under any name of the site: changing them has no effect, and must not seem to."""

@@ -75,4 +75,20 @@ HOLES = (
         "requests that are released leave nothing behind",
         ("tests/engine/serving/test_memory.py::test_forks_of_a_branch_that_stays",),
     ),
+    Mutant(
+        "replay-forces-what-failed",
+        "replaylens.engine.replay.replayer",
+        "                    branch.force(tokens)",
+        '                    branch.force(event["tokens"])',
+        "a replay forces the tokens that were committed, no more",
+        ("tests/engine/proof/test_trace.py::test_of_tokens_that_could_not_all_be_forced_those_that_were",),
+    ),
+    Mutant(
+        "prompt-without-the-last-position",
+        "replaylens.engine.serving.generation",
+        "        return ids\n\n    def _target",
+        "        return ids[: self.config.max_positions - 1]\n\n    def _target",
+        "a prompt may fill all positions of a model",
+        ("tests/engine/serving/test_bad_input.py::test_all_positions_of_a_model_can_be_filled",),
+    ),
 )

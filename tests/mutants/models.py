@@ -180,4 +180,12 @@ MODELS = (
         "no tensor with numbers is left out",
         ("tests/engine/model/test_gguf.py::test_a_tensor_that_is_not_read_is_an_error_if_it_holds_a_number",),
     ),
+    Mutant(
+        "gate-of-the-shared-expert-not-late",
+        "replaylens.engine.model.decoder",
+        "self.shared_site, self.shared_gate_site)",
+        "self.shared_site)",
+        "the last block computes all rows if one of its late sites is edited",
+        ("tests/engine/test_mixtures.py::test_edits_after_the_last_attention_are_made_where_few_rows_are_read",),
+    ),
 )

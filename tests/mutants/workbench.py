@@ -166,4 +166,20 @@ WORKBENCH = (
         "an edit of features is at the rows' positions",
         ("tests/engine/features/test_features.py::test_edits_of_some_captured_rows_are_at_their_positions",),
     ),
+    Mutant(
+        "min-p-refused",
+        "replaylens.bridges.options",
+        '"top_p", "min_p", "repetition_penalty"',
+        '"top_p", "repetition_penalty"',
+        "evaluation frameworks may give every option of sampling",
+        ("tests/bridges/test_evaluation.py::test_edits_come_from_a_file_of_data",),
+    ),
+    Mutant(
+        "words-of-tense-exchanged",
+        "replaylens.workbench.reproduce",
+        '        (" will", " had"),',
+        '        (" had", " will"),',
+        "steering towards texts favours the word that ends them",
+        ("tests/workbench/test_reproduce.py::test_contrast_sets_are_balanced_and_held_out",),
+    ),
 )

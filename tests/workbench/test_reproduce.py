@@ -35,6 +35,9 @@ def test_contrast_sets_are_balanced_and_held_out() -> None:
     for (positive, negative), prompts, words in CONTRASTS.values():
         assert len(positive) == len(negative) >= 4 and len(set(words)) == 2
         assert not set(prompts) & {*positive, *negative}
+        for texts, own, other in ((positive, *words), (negative, *words[::-1])):  # steering towards texts favours their word
+            assert not any(text.endswith(other) for text in texts)
+            assert words == (" good", " bad") or all(text.endswith(own) for text in texts)
 
 
 def test_routing_twice_has_the_same_digest() -> None:

@@ -387,6 +387,16 @@ def test_requests_that_failed(tmp_path: Path) -> None:
     assert_replays(poisoned, tmp_path)
 
 
+def test_of_tokens_that_could_not_all_be_forced_those_that_were(tmp_path: Path) -> None:
+    """The pages suffice for some passes of a long force. Its replay forces no more, though its pages suffice for all."""
+    subject = engine(cache_tokens=24, max_rows=16, record=True)
+    branch = subject.prompt([1, 2, 3], sites=SITES)
+    with pytest.raises(OutOfPages):
+        branch.force([1] * 30)
+    assert 3 < branch.length < 33
+    assert_replays(subject, tmp_path, cache_tokens=2048)
+
+
 def test_requests_side_by_side_and_refused_ones(tmp_path: Path) -> None:
     """Events of several requests interleave. A refused request leaves only its end."""
     subject = engine(record=True)

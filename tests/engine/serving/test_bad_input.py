@@ -774,7 +774,10 @@ def test_weights_without_numbers_are_refused(name: str) -> None:
 
 
 def test_all_positions_of_a_model_can_be_filled() -> None:
-    branch = Engine(random_model(num_layers=1, max_positions=12), page_size=4).prompt([1, 2, 3])
+    served = Engine(random_model(num_layers=1, max_positions=12), page_size=4)
+    full = [1 + i % 5 for i in range(12)]
+    assert served.prompt(full).tokens == full == served.prompt(full[:2]).force(full[2:]).tokens
+    branch = served.prompt([1, 2, 3])
     with pytest.raises(BadRequest, match="3 tokens and 10 more exceed the model's 12 positions"):
         branch.generate(10)
     assert branch.generate(9, sampling=Sampling(ignore_eos=True)).length == 12
