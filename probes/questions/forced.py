@@ -116,7 +116,7 @@ def text_or_truth(
     lines: list[dict[str, Any]] = []
     for cell in fitted.cells(sites, layers):
         lines += _cell_lines(cell, fitted, read[0], read[1], estimator)
-    words, notes = _own_words(lied, lie_at, seed)
+    words, notes = _own_words(lied, lie_at)
     settings = dict(lie_at=lie_at, position=position, estimator=estimator, seed=seed)
     return Report("text_or_truth", [*lines, *words], about_rows(lied), settings, notes, _say_text_or_truth(lines, words))
 
@@ -151,7 +151,7 @@ def _cell_lines(cell: Cell, fitted: ProbeRows, honest: ProbeRows, lied: ProbeRow
     return found
 
 
-def _own_words(lied: ProbeRows, lie_at: int, seed: int) -> tuple[list[dict[str, Any]], list[str]]:
+def _own_words(lied: ProbeRows, lie_at: int) -> tuple[list[dict[str, Any]], list[str]]:
     """The model's own statements: the first face after the lie, and its answer."""
     frame = lied.frame
     stated = frame["text"].isin([" heads", " tails"]) & (frame["since_query"] > 0) & frame["face"].notna()

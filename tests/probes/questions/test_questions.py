@@ -127,7 +127,7 @@ def test_the_lie_is_not_among_the_models_own_words(lie_at: int) -> None:
         told += [(example, f"r{example}", f" {face}", place, "heads", face) for place, face in enumerate(said, 1)]
         told.append((example, f"r{example}", " tails", -3, "heads", "tails"))  # in the prompt
     frame = pd.DataFrame(told, columns=["example", "root", "text", "since_query", "face", "claimed"])
-    lines, notes = _own_words(SimpleNamespace(frame=frame), lie_at, 0)  # type: ignore[arg-type]
+    lines, notes = _own_words(SimpleNamespace(frame=frame), lie_at)  # type: ignore[arg-type]
     assert {each["what"]: each["accuracy"] for each in lines} == {
         "next face that the model states: wrong": 0.25,
         "its answer: wrong": 0.5,
