@@ -258,7 +258,7 @@ class Backward:
         by_gate = None
         if attn.gated:
             open_ = self.products.apply("sigmoid", self._value(attn.gate_site))
-            seen = attention_of(q, k, v, attn.spec, self.products)
+            seen = attention_of(q, k, v, attn.spec, self.products, attn.sinks)
             by_gate, g = self._at(attn.gate_site, g * seen * (open_ * (1 - open_))), g * open_
         dq, dk, dv, pattern = through_attention(g, q, k, v, attn.spec, want_pattern, self.products, self.own, attn.sinks)
         if pattern is not None:

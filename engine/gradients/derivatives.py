@@ -283,8 +283,10 @@ def _scored(
     return softmax(scores.masked_fill(unseen, -torch.inf), products, sinks), capped
 
 
-def pattern_of(q: Tensor, k: Tensor, spec: AttentionSpec, products: BackwardProducts) -> Tensor:
-    """The pattern of rows at positions 0, 1, ...: [kv_heads, group, rows, keys]. q, k [rows, heads, d_head].
+def pattern_of(
+    q: Tensor, k: Tensor, spec: AttentionSpec, products: BackwardProducts, sinks: Tensor | None = None
+) -> Tensor:
+    """The pattern of rows at positions 0, 1, ...: [kv_heads, group, rows, keys]. q, k [rows, heads, d_head]; sinks [heads].
 
     On a CPU, the bits of a row do not depend on how many rows follow: a sum that ends with zeros has those of a shorter one.
     """
@@ -296,14 +298,16 @@ def pattern_of(q: Tensor, k: Tensor, spec: AttentionSpec, products: BackwardProd
         hidden = ~visible(torch.arange(first, end, device=q.device), end, spec.window)
         bias = position_bias(spec.slopes, end, q) if spec.slopes else None
         part = rearrange(q[first:end] * spec.scale, "rows (kv group) d -> kv (group rows) d", kv=kv_heads)
-        p, _ = _scored(part, k[:, :end], spec, hidden.repeat(group, 1), bias, products)
+        p, _ = _scored(part, k[:, :end], spec, hidden.repeat(group, 1), bias, products, sinks)
         found[:, :, first:end, :end] = p.view(kv_heads, group, end - first, end)
     return found
 
 
-def attention_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, products: BackwardProducts) -> Tensor:
+def attention_of(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, products: BackwardProducts, sinks: Tensor | None = None
+) -> Tensor:
     """What rows at positions 0, 1, ... read: [rows, heads, d_value]. q [rows, heads, d_head]; k, v [rows, kv_heads, width]."""
-    p = rearrange(pattern_of(q, k, spec, products), "kv group rows keys -> kv (group rows) keys")
+    p = rearrange(pattern_of(q, k, spec, products, sinks), "kv group rows keys -> kv (group rows) keys")
     z = products.batched(p, v.transpose(0, 1).contiguous())
     return rearrange(z, "kv (group rows) d -> rows (kv group) d", rows=len(q))
 

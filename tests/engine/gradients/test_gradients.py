@@ -79,6 +79,15 @@ def test_every_activation(kind: Activation, gated: bool) -> None:
     assert max(difference(ours[site], truth[site]) for site in ours) < TOLERANCE
 
 
+def test_gated_attention_with_sinks() -> None:
+    """No family has both: the gate's gradient needs what attention reads, without the sinks' share."""
+    changes: dict[str, Any] = dict(attn_gate=True, sinks=True, windows=(5, 0))
+    path = [t % VOCAB for t in TOKENS]
+    ours = engine(random_model(gain=4.0, **changes)).prompt(path).gradients(metric, ["S", "blocks.0.attn.hook_gate"])
+    truth = of_decoder(random_model(gain=4.0, **changes).double(), path, metric)
+    assert max(difference(ours[site], truth[site]) for site in ours) < TOLERANCE
+
+
 @pytest.mark.parametrize("window", [0, 5, 70])
 @pytest.mark.parametrize("length", [1, 2, 64, 65, 130])
 def test_every_length(length: int, window: int) -> None:
