@@ -283,9 +283,7 @@ def _scored(
     return softmax(scores.masked_fill(unseen, -torch.inf), products, sinks), capped
 
 
-def pattern_of(
-    q: Tensor, k: Tensor, spec: AttentionSpec, products: BackwardProducts, sinks: Tensor | None = None
-) -> Tensor:
+def pattern_of(q: Tensor, k: Tensor, spec: AttentionSpec, products: BackwardProducts, sinks: Tensor | None = None) -> Tensor:
     """The pattern of rows at positions 0, 1, ...: [kv_heads, group, rows, keys]. q, k [rows, heads, d_head]; sinks [heads].
 
     On a CPU, the bits of a row do not depend on how many rows follow: a sum that ends with zeros has those of a shorter one.
