@@ -137,7 +137,9 @@ def untrained_rows(rows: ProbeRows, engine: Engine, sites: Sequence[str], seed: 
 
     The rows must include all positions of their paths, since every token is computed again.
     """
-    model = Decoder(engine.config).initialize(seed).requires_grad_(False).to(engine.model.device, engine.model.dtype)
+    model = Decoder(engine.config).initialize(seed).requires_grad_(False).to(engine.model.device)
+    for parameter in model.parameters():  # tables of angles stay in float32
+        parameter.data = parameter.data.to(engine.model.dtype)
     blank = Engine(model, engine.text)
     frame = rows.frame
     paths = list(row_paths(frame))
