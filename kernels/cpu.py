@@ -368,7 +368,7 @@ def activate(x: Tensor, kind: str, gated: bool) -> Tensor:
     return out.view(*x.shape[:-1], width)
 
 
-_FUNCTIONS = ("exp", "tanh", "sigmoid", "log", "erf", "softplus")
+_FUNCTIONS = ("exp", "tanh", "sigmoid", "log", "erf", "sqrt", "softplus")
 _TINY, _FAR = np.float32(2.0**-25), np.float32(20.0)
 
 
@@ -390,6 +390,9 @@ def _apply(kind, x, out, first, end):
     elif kind == 4:
         for i in range(first, end):
             y[i] = erf(v[i])
+    elif kind == 5:  # correctly rounded, as the library's is not on x86-64
+        for i in range(first, end):
+            y[i] = np.sqrt(v[i])
     else:
         for i in range(first, end):
             e = exp(v[i])
@@ -398,7 +401,7 @@ def _apply(kind, x, out, first, end):
 
 
 def apply(name: str, x: Tensor) -> Tensor:
-    """exp, tanh, sigmoid, log, erf or softplus of every number."""
+    """exp, tanh, sigmoid, log, erf, sqrt or softplus of every number."""
     x = x.contiguous()
     require_rows(x)
     out, count = torch.empty(x.shape, dtype=torch.float32), x.numel()

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -367,7 +368,7 @@ def _lengths(rows: Tensor) -> Tensor:
     total = torch.zeros(len(rows), dtype=torch.float64)
     for column in rows.double().unbind(1):
         total += column * column
-    return total.sqrt().float()
+    return torch.from_numpy(np.sqrt(total.numpy())).float()
 
 
 def _largest(pre: Tensor, k: int) -> Tensor:

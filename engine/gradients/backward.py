@@ -335,7 +335,7 @@ def _through_edit(g: Tensor, rows: Tensor, edit: PlacedEdit, positions: list[int
         dx = g + rows * (portable.row_sums(g * e) / portable.row_sums(rows * rows))
     elif edit.keep_norm:
         e = plain.apply(rows, positions)
-        old, new = portable.row_sums(rows * rows).sqrt(), portable.row_sums(e * e).sqrt()
+        old, new = (portable.apply("sqrt", portable.row_sums(x * x)) for x in (rows, e))
         along = portable.row_sums(g * e) / new
         dx = (g - e / new * along) * (old / new) + rows / old * along
     return torch.where(changed, dx, g)

@@ -24,7 +24,7 @@ from replaylens.kernels import cpu as portable
 # ---- products --------------------------------------------------------------------------------------------------------
 # The sums and functions of a backward pass: portable ones on a CPU, those of the kernels and of torch on a GPU.
 
-Function = Literal["exp", "tanh", "sigmoid", "erf", "softplus"]
+Function = Literal["exp", "tanh", "sigmoid", "erf", "sqrt", "softplus"]
 
 
 class BackwardProducts(Protocol):
@@ -120,7 +120,7 @@ def through_norm(g: Tensor, x: Tensor, norm: Norm, products: BackwardProducts) -
 
 def norm_factor(x: Tensor, norm: Norm, products: BackwardProducts) -> Tensor:
     """What a norm multiplies rows x by, before its weights: [..., 1]. Precondition: those of a LayerNorm are centred."""
-    return 1 / (products.total(x * x) / x.shape[-1] + norm.eps).sqrt()
+    return 1 / products.apply("sqrt", products.total(x * x) / x.shape[-1] + norm.eps)
 
 
 def activation(x: Tensor, kind: Activation, products: BackwardProducts) -> tuple[Tensor, Tensor]:

@@ -234,9 +234,9 @@ def _lengths(rows: Tensor) -> Tensor:
     """The lengths of the vectors of rows [..., d]: [..., 1], on a CPU."""
     if rows.dtype != torch.float32:  # a reference in float64
         return (rows * rows).sum(-1, keepdim=True).sqrt()
-    from replaylens.kernels.cpu import row_sums
+    from replaylens.kernels import cpu
 
-    return row_sums(rows * rows).sqrt()
+    return cpu.apply("sqrt", cpu.row_sums(rows * rows))
 
 
 def added(site: str, start: int, rows: Tensor) -> PlacedEdit:

@@ -43,6 +43,7 @@ from replaylens.engine.resampling.rollouts import Rollout, Rollouts, Row, WaveFo
 from replaylens.engine.serving.forest import Completer, Forest
 from replaylens.engine.serving.request import SAMPLING, Request, logits_of
 from replaylens.engine.terminal import hidden, pause_collector
+from replaylens.kernels import cpu as portable
 
 # ---- waves -----------------------------------------------------------------------------------------------------------
 # `Waves`: rollouts of a plan, some at a time, as forks of one branch that are computed together.
@@ -229,8 +230,9 @@ class Waves:
         names = [*map(str, answer.tokens)]
         made = []
         for rollout, row in zip(found, rows, strict=True):
-            logits = forest.lock.alone(logits_of, forest.runner, row, None)[0].double()
-            shares = logits.softmax(-1)[columns].tolist()
+            logits = forest.lock.alone(logits_of, forest.runner, row, None)[:1].float()
+            shares = portable.apply("exp", portable.log_softmax_(logits)[0, columns]).tolist()
+            shares = [share / max(1.0, sum(shares)) for share in shares]  # they are rounded
             outcome = names[max(range(len(shares)), key=shares.__getitem__)]
             made.append(replace(rollout, outcome=outcome, probabilities=(*shares, max(0.0, 1.0 - sum(shares)))))
         return made

@@ -772,3 +772,15 @@ def test_rows_that_wait_for_their_next_token_go_with_it() -> None:
     assert made.open_end
     made.truncate(4)
     assert not made.open_end and [made.num_valid(n, 1) for n in (3, 4, 5)] == [2, 3, 4]
+
+
+def test_lengths_do_not_use_the_librarys_square_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not correctly rounded on x86-64, so that edits which keep a length had other bits there."""
+    edit, rows = Edit("blocks.1.hook_in", "add", VECTOR, factor=3.0, keep_norm=True), []
+    for wrong in (False, True):
+        if wrong:
+            root = torch.Tensor.sqrt
+            monkeypatch.setattr(torch.Tensor, "sqrt", lambda x: root(x).nextafter(torch.tensor(torch.inf)))
+        branch = engine().prompt([3, 1, 4, 1, 5], sites=["blocks.1.hook_in"], edits=[edit])
+        rows.append(branch.activations["blocks.1.hook_in"])
+    assert torch.equal(*rows)
