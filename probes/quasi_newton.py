@@ -140,14 +140,11 @@ class Stage:
         return cls(grams.x, y.mT[None, :, None].contiguous(), train, scale, mean, tolerance)
 
     def single(self) -> "Stage":
-        """The same in single precision; columns are scaled before, so that none leaves its range."""
-        unit = self.scale[:, 0, 0]  # [b, 1, d]
-        scale, mean = self.scale / unit[:, None, None], self.mean / unit.mT[:, None, None]
-        x = (
-            self.x.float().div_(unit.float())
-            if 1e-9 < float(unit.min()) <= float(unit.max()) < 1e9
-            else (self.x / unit).float()
-        )
+        """The same in single precision; columns are centred and scaled before, so that none leaves its range, and none is lost
+        beside its mean."""
+        unit, middle = self.scale[:, 0, 0], self.mean[:, 0, 0]  # [b, 1, d], [b, d, 1]
+        scale, mean = self.scale / unit[:, None, None], (self.mean - middle[:, None, None]) / unit.mT[:, None, None]
+        x = (self.x - middle.mT).div_(unit).float()
         y, train = self.y.float(), self.train.float()
         return Stage(x, y, train, scale.float(), mean.float(), max(0.9 * self.tolerance, _ROUGH))
 
@@ -414,10 +411,11 @@ def worth_the_row_space(rows: int, columns: int, problems: int, sets: int) -> bo
 
 
 def _sample(stage: Stage, task: int, count: int) -> Tensor:
-    """[b, rows, d]: about `count` evenly spaced rows of a task, of all its folds, in single precision."""
+    """[b, rows, d]: about `count` evenly spaced rows of a task, of all its folds, centred, in single precision."""
     rows = stage.train[0, task].amax((0, 1)).nonzero()[:, 0]
     rows = rows[:: max(1, round(len(rows) / count))]
-    return (stage.x if len(rows) == stage.x.shape[1] else stage.x[:, rows]).float()
+    x = stage.x if len(rows) == stage.x.shape[1] else stage.x[:, rows]
+    return (x - x.new_full((1, len(rows)), 1 / len(rows)) @ x).float()
 
 
 def _correlation(stage: Stage, task: int) -> Tensor:
@@ -425,13 +423,12 @@ def _correlation(stage: Stage, task: int) -> Tensor:
     which no factorisation reads, it is wrong."""
     x = _sample(stage, task, _ROWS_PER_COLUMN * stage.x.shape[2])
     b, n, d = x.shape
-    mean = x.new_full((1, n), 1 / n) @ x  # [b, 1, d]
     gram = x.new_zeros(b, d, d)
     for first in range(0, d, _BLOCK):
         block = slice(first, first + _BLOCK)
         gram[:, first:, block] = x[:, :, first:].mT @ x[:, :, block]
     scale = stage.scale[:, task, 0].float()  # [b, 1, d]
-    return (gram / n - mean.mT @ mean) / (scale.mT @ scale)
+    return gram / n / (scale.mT @ scale)
 
 
 def _largest(stage: Stage, task: int) -> tuple[Tensor, Tensor]:
@@ -444,8 +441,6 @@ def _largest(stage: Stage, task: int) -> tuple[Tensor, Tensor]:
     rank = max(1, min(_RANK, d // 12))
     x = _sample(stage, task, _SEEN * rank)
     n = x.shape[1]
-    each = x.new_full((1, n), 1 / n)
-    x = x - each @ x
     standard = x / stage.scale[:, task, 0].float()
     total = standard.square().sum((1, 2))[:, None] / n
     drawn = torch.randn(d, rank, generator=torch.Generator().manual_seed(0)).to(standard)

@@ -239,6 +239,22 @@ def test_same_answers_on_bad_data(dtype: torch.dtype) -> None:
     assert np.array_equal(said, theirs.predict(x[0]) == 1)
 
 
+@pytest.mark.parametrize("shape", [(1500, 400), (500, 1200)], ids=["tall", "wide"])
+def test_rows_far_from_those_of_the_fit(shape: tuple[int, int]) -> None:
+    """Pretrained models have columns in which few rows are ten thousand times as large as the others: where these rows are
+    not fitted, the mean of all is far from the fitted ones."""
+    generator = np.random.default_rng(5)
+    x = generator.normal(size=shape)
+    codes = (x[:, 0] + x[:, 1] + 0.5 * generator.normal(size=shape[0]) > 0).astype(int)
+    x[::20, ::3] += 40_000
+    train = (np.arange(3)[:, None] != np.arange(shape[0]) % 3) & (np.arange(shape[0]) % 20 != 0)
+    solution = solve("logistic", torch.from_numpy(x)[None], one_hot(codes[None], 2), train[None], tolerance=1e-9)
+    near, said = np.arange(shape[0]) % 20 != 0, solution.scores(torch.from_numpy(x)[None])[0, 0, :, :, 0].numpy()
+    for number, rows in enumerate(train):
+        theirs = make_pipeline(StandardScaler(), LogisticRegression(max_iter=5000, tol=1e-9)).fit(x[rows], codes[rows])
+        assert np.abs(said[number] - theirs.decision_function(x))[near].max() < 1e-4
+
+
 def test_cells_and_tasks_do_not_see_each_other() -> None:
     """A cell solved alone has the same bits as in a batch; a label solved alone, the same coefficients up to rounding."""
     x, codes, train = problem(2)
