@@ -108,7 +108,7 @@ SETTINGS = {
     **{f"{name}, face due": _at_colon(_small(name)) for name in ("coin-1", "coin-2", "coin-3")},
     **_pretrained("smollm2", (0, 8, 16, 24)),
     **_pretrained("gemma-3-270m", (0, 4, 9, 14), 12, pairs=24),  # as many as one CPU thread had time for
-    **_pretrained("qwen", (0, 7, 14, 21), 60, ("lens", "ngram", "self")),
+    **_pretrained("qwen", (0, 7, 14, 21), 48, ("ngram", "self"), pairs=40),
 }
 PARTS = tuple(SETTINGS)
 
