@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
+from math import fsum, prod
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -230,9 +230,10 @@ class Waves:
         names = [*map(str, answer.tokens)]
         made = []
         for rollout, row in zip(found, rows, strict=True):
-            logits = forest.lock.alone(logits_of, forest.runner, row, None)[:1].float()
-            shares = portable.apply("exp", portable.log_softmax_(logits)[0, columns]).tolist()
-            shares = [share / max(1.0, sum(shares)) for share in shares]  # they are rounded
+            logits = forest.lock.alone(logits_of, forest.runner, row, None)[0].float()
+            each = portable.apply("exp", logits - logits.max()).tolist()
+            total = fsum(each)  # correctly rounded, so that every machine has the same bits
+            shares = [each[column] / total for column in columns]
             outcome = names[max(range(len(shares)), key=shares.__getitem__)]
             made.append(replace(rollout, outcome=outcome, probabilities=(*shares, max(0.0, 1.0 - sum(shares)))))
         return made

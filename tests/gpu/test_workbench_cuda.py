@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from replaylens import tasks
 from replaylens.engine.engine import Engine
 from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.gradients.attribution import attribution_patching
@@ -20,6 +21,7 @@ from replaylens.engine.model.layers import Linear
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
+from replaylens.probes.questions.transfer import transfer
 from tests.engine.features.tiny import write
 from tests.families import hugging_face
 
@@ -214,3 +216,11 @@ def test_features_of_branches(tmp_path: Path) -> None:
     before, after = mine.columns([top]), features.of(fork).columns([top])
     assert float(after.norm()) != float(before.norm()), "control: the edit changes the feature"
     served.check_integrity()
+
+
+def test_the_untrained_control_runs_beside_a_model_in_bfloat16() -> None:
+    """Its rotary tables stay in float32."""
+    engine = Engine.load("coin-plain", device="cuda")
+    run = engine.replay(tasks.get("coin")(rendering="steps", flips=(2, 4)).examples(24), sites="S", drafter="ngram")
+    report = transfer(run, "implied", layers=[1], engine=engine)
+    assert any(line["what"].endswith("minus untrained model") for line in report.lines)

@@ -150,7 +150,7 @@ def test_choices_are_read_from_the_logits(chain: Branch) -> None:
     for row, prompt in zip(found.probabilities, (" Alice flips.", " Alice flips. Bob flips."), strict=True):
         logits = chain.engine.prompt(f"A coin's state is heads.{prompt} What's the state? A:").logits().double()
         ids = chain.engine.token_ids_of([" heads", " tails"])
-        assert np.allclose(row[:2], logits.softmax(-1)[ids], rtol=2e-6, atol=0) and abs(row.sum() - 1) < 1e-12
+        assert np.allclose(row[:2], logits.softmax(-1)[ids], rtol=1e-6, atol=0) and abs(row.sum() - 1) < 1e-12
     drawn = chain.resample(4, at=9, max_new=3, answer=answer, sites="S")
     each = np.array([rollout.probabilities for rollout in drawn])
     assert np.array_equal(drawn.outcomes().probabilities[0], each.mean(0))
@@ -169,7 +169,7 @@ def test_choices_after_the_end_of_the_text(coin: Engine) -> None:
         for each in found:
             said = list(each.tokens[:-1] if stopped == "eos" else each.tokens)
             asked = coin.logits([*branch.tokens, *said, *coin.text.encode(answer.after)]).double()
-            assert np.allclose(each.probabilities[:2], asked.softmax(-1)[ids], rtol=2e-6, atol=0)
+            assert np.allclose(each.probabilities[:2], asked.softmax(-1)[ids], rtol=1e-6, atol=0)
 
 
 def test_streams_draw_what_is_asked_for(chain: Branch) -> None:
@@ -244,7 +244,7 @@ def test_replaced_sentences(chain: Branch) -> None:
         (each.shares[1], " Alice flips." + others[1]),
     ):
         logits = chain.engine.prompt(f"A coin's state is heads.{before}{asked}").logits().double()
-        assert np.allclose(row[:2], logits.softmax(-1)[chain.engine.token_ids_of([" heads", " tails"])], rtol=2e-6, atol=0)
+        assert np.allclose(row[:2], logits.softmax(-1)[chain.engine.token_ids_of([" heads", " tails"])], rtol=1e-6, atol=0)
     assert len(first.positions) == 4
 
 
