@@ -19,14 +19,14 @@ def test_nccl_moves_no_bit_and_a_killed_rank_is_named(dtype: torch.dtype) -> Non
     path, model = list(range(2, 60)), hugging_face("llama")
     one = Engine.load(model, device="cuda", dtype=dtype).prompt(path, sites="STC").generate(12)
     with by_nccl():
-        engine = Engine.load(model, device="cuda", dtype=dtype, ranks=2, rank_timeout=5.0)
+        engine = Engine.load(model, device="cuda", dtype=dtype, ranks=2, rank_timeout=60.0)
     assert engine.ranks._followers.wire.device.type == "cuda", "control: tensors do not go by gloo"
     branch = engine.prompt(path, sites="STC").generate(6)
     engine.ranks._followers.processes[0].kill()
     began = time.monotonic()
     with pytest.raises(RankFailed, match="rank 1 of 2 ended"):
         branch.generate(6)
-    assert time.monotonic() - began < 10 and branch.tokens == one.tokens[: len(branch.tokens)]
+    assert time.monotonic() - began < 30 and branch.tokens == one.tokens[: len(branch.tokens)]
     with by_nccl():
         engine.ranks.restart()
     branch.generate(6)
