@@ -1,17 +1,20 @@
 """What is measured: shapes with random weights, SmolLM2-135M, and the same weights in Hugging Face and TransformerLens."""
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from replaylens.engine.engine import Engine
 from replaylens.engine.model import hub, loading
 from replaylens.engine.model.config import ModelConfig, Rope
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.loading import bridge as bridge
 from replaylens.engine.model.loading import hugging_face as hugging_face
 from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.serving.branch import Branch
 
 SHAPE = ModelConfig(
     num_layers=32, d_model=4096, num_heads=32, num_kv_heads=8, d_head=128, d_mlp=14336, vocab_size=128256, max_positions=8192,
@@ -39,6 +42,24 @@ def random_decoder(shape: ModelConfig, device: str, dtype: torch.dtype) -> Decod
         is_norm = ".ln" in name or name.startswith("ln")
         parameter.data = (torch.ones_like(parameter) if is_norm else torch.randn_like(parameter) * 0.02).to(dtype)
     return model.to(device).requires_grad_(False).eval()  # the rotary tables are made on the CPU
+
+
+def certified(engine: Engine) -> Engine:
+    """The engine; prints what its doctor found."""
+    print(f"certified: {engine.certificate.certified}; controls that differed: {engine.certificate.has_teeth}", flush=True)
+    return engine
+
+
+def released(engine: Engine, branches: Iterable[Branch]) -> None:
+    """Mutates the engine: nothing of these branches stays, nor of any prompt."""
+    for branch in branches:
+        branch.release()
+    engine.prefix.clear()
+
+
+def seeded(count: int, temperature: float = 1.0) -> list[Sampling]:
+    """One per request: the same seed gives a request the same noise in every run."""
+    return [Sampling(temperature=temperature, seed=seed, ignore_eos=True) for seed in range(count)]
 
 
 # Peers
