@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Line, Lines, case, random_tokens, seconds
-from benchmarks.subjects import random_decoder, where
+from benchmarks.subjects import random_decoder, released, seeded, where
 from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.verify import verify
 from replaylens.engine.engine import Engine
@@ -51,25 +51,26 @@ class TreeSizes:
 TINY_TREES = TreeSizes(prefixes=(64, 128), branches=6, tokens=4, compared=2, layers=(0, 1))
 
 
-def samplings(count: int) -> list[Sampling]:
-    return [Sampling(temperature=1.0, seed=seed, ignore_eos=True) for seed in range(count)]
-
-
 def differing_branches(engine: Engine, root: Branch, sizes: TreeSizes) -> int:
     """How many of some branches differ from the same branch alone, in tokens or KV."""
     branches = root.fork(sizes.branches)
-    engine.generate(branches, sizes.tokens, sampling=samplings(sizes.branches))
+    engine.generate(branches, sizes.tokens, sampling=seeded(sizes.branches))
     chosen = [i * (sizes.branches - 1) // (sizes.compared - 1) for i in range(sizes.compared)]
     found = 0
     with apart(engine):
         for i in chosen:
             (alone,) = root.fork(1)
-            alone.generate(sizes.tokens, sampling=samplings(sizes.branches)[i])
+            alone.generate(sizes.tokens, sampling=seeded(sizes.branches)[i])
             found += alone.tokens != branches[i].tokens or not torch.equal(alone.kv(), branches[i].kv())
             alone.release()
+    _free(branches)
+    return found
+
+
+def _free(branches: Sequence[Branch]) -> None:
+    """Their prompt stays in the prefix index."""
     for branch in branches:
         branch.release()
-    return found
 
 
 def grown(engine: Engine, root: Branch, sizes: TreeSizes, what: str, arm: str, tokens: int | None = None) -> Line:
@@ -77,16 +78,12 @@ def grown(engine: Engine, root: Branch, sizes: TreeSizes, what: str, arm: str, t
     tokens, branches = tokens or sizes.tokens, list[Branch]()
 
     def work() -> None:
-        engine.generate(branches, tokens, sampling=samplings(sizes.branches))
+        engine.generate(branches, tokens, sampling=seeded(sizes.branches))
         if root.lane.capture is not None and engine.runner.device == "cuda":
             engine.runner.host_copy.wait()
 
-    def after(arm: str, result: Any) -> None:
-        for branch in branches:
-            branch.release()
-
     before = lambda arm: branches.__setitem__(slice(None), root.fork(sizes.branches))  # noqa: E731
-    return Line(what, {arm: work}, per=tokens * sizes.branches, before=before, after=after)
+    return Line(what, {arm: work}, per=tokens * sizes.branches, before=before, after=lambda arm, _: _free(branches))
 
 
 @case(
@@ -102,8 +99,9 @@ def trees(tiny: bool = False, parts: tuple[str, ...] = ("prefixes", "captured"))
     room = 2 * max(sizes.prefixes) + sizes.branches * (sizes.tokens + 32)
     engine = Engine(model, cache_tokens=room, max_rows=max(512, sizes.branches))
     (short, middle, *longer), rates = sizes.prefixes, dict[int, float]()
+    planted = lambda length, **how: engine.prompt(random_tokens(1, length, shape.vocab_size, seed=length)[0], **how)  # noqa: E731
     for prefix in sizes.prefixes if "prefixes" in parts else (middle,):
-        root = engine.prompt(random_tokens(1, prefix, engine.config.vocab_size, seed=prefix)[0])
+        root = planted(prefix)
         found = yield grown(engine, root, sizes, f"prefix {prefix}", "shared")
         rates[prefix] = 1 / found.values["shared"]
         found.note(tokens_per_s=rates[prefix], ms_a_step=1e3 * sizes.branches / rates[prefix])
@@ -116,23 +114,18 @@ def trees(tiny: bool = False, parts: tuple[str, ...] = ("prefixes", "captured"))
                 found = yield grown(engine, root, sizes, f"prefix {prefix}, apart", "apart", max(1, sizes.tokens // 4))
             ratio = rates[prefix] * found.values["apart"]
             yield Line(f"prefix {prefix}, against reading it for every branch", ratio=ratio, aim=">= 6")
-        root.release()
-        engine.prefix.clear()
+        released(engine, [root])
     for prefix, aim in zip((middle, *longer), (">= 0.75", ">= 0.85"), strict=False):
         if "prefixes" in parts:
             yield Line(f"prefix {prefix} against {short}", ratio=rates[prefix] / rates[short], aim=aim)
     sites = [f"blocks.{layer}.hook_out" for layer in sizes.layers]
-    asked = (
-        {f"S at {len(sites)} layers": sites, f"S at {len(sites)} layers and Z": [*sites, "Z"]} if "captured" in parts else {}
-    )
-    for what, names in asked.items():
-        path = random_tokens(1, middle, engine.config.vocab_size, seed=middle)[0]
-        root = engine.prompt(path, sites=names, positions="response")
-        found = yield grown(engine, root, sizes, f"prefix {middle}, {what} on the host, time", "captured")
-        ratio = 1 / found.values["captured"] / rates[middle]
-        yield Line(f"prefix {middle}, {what} on the host", ratio=ratio, aim=">= 0.9")
-        root.release()
-        engine.prefix.clear()
+    for what, names in ((f"S at {len(sites)} layers", sites), (f"S at {len(sites)} layers and Z", [*sites, "Z"])):
+        if "captured" in parts:
+            root = planted(middle, sites=names, positions="response")
+            found = yield grown(engine, root, sizes, f"prefix {middle}, {what} on the host, time", "captured")
+            ratio = 1 / found.values["captured"] / rates[middle]
+            yield Line(f"prefix {middle}, {what} on the host", ratio=ratio, aim=">= 0.9")
+            released(engine, [root])
 
 
 # Rollouts
