@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.engine_gpu import DRAWN, EXPERTS, certified, contract, kept_hash, llama, prompts, random_mixture, released
+from benchmarks.engine_gpu import DRAWN, EXPERTS, contract, generation, kept_hash, llama, prompts
 from benchmarks.harness import Line, Lines, case, random_tokens, seconds
-from benchmarks.subjects import ENDLESS, SHAPE, random_decoder
+from benchmarks.subjects import ENDLESS, SHAPE, certified, random_decoder, released
 from replaylens.engine.engine import Engine
 from replaylens.engine.memory.cache import cache_bytes, kv_bytes
 from replaylens.engine.model.config import MixerConfig, ModelConfig, Rope
@@ -94,28 +94,17 @@ def hybrid_experts(batches: tuple[int, ...] = (1, 64), tokens: int = 32) -> Line
 def hybrid_engines(shape: ModelConfig, most: int) -> dict[str, Engine]:
     """The hybrid, and the same with attention in every layer, for up to `most` requests."""
     trace.weights_hash = kept_hash
-    model = random_mixture(shape)
-    alike = random_mixture(replace(shape, mixer=None, parts=()), like=model)
+    model = random_decoder(shape, "cuda", torch.bfloat16)
+    alike = random_decoder(replace(shape, mixer=None, parts=()), "cuda", torch.bfloat16, like=model)
     room: dict[str, Any] = {"cache_tokens": 2**14}
     return {"hybrid": Engine(model, state_tokens=1024 + 128 * most, **room), "attention only": Engine(alike, **room)}
 
 
 def hybrid_steps(engines: dict[str, Engine], batches: tuple[int, ...], tokens: int) -> Lines:
     """The bits of a hybrid, then decode steps of both."""
-    made = list[Any]()
     yield from contract(certified(engines["hybrid"]), "STC", 4)
     for count in batches:
-        arms: dict[str, Any] = {
-            arm: lambda own=own: own.generate(made, tokens, sampling=ENDLESS)  # type: ignore[misc]
-            for arm, own in engines.items()
-        }
-
-        def before(arm: str, count: int = count) -> None:
-            made[:] = engines[arm].prompts(prompts(engines[arm], count, 128))
-            engines[arm].generate(made, 16, sampling=ENDLESS)
-
-        after = lambda arm, _: released(engines[arm], made)  # noqa: E731
-        yield Line(f"a decode step of {count}", arms, before=before, after=after, per=tokens, aim="<= 1.15")
+        yield generation(f"a decode step of {count}", engines, count, tokens, per=tokens, aim="<= 1.15")
 
 
 # Probes that watch
@@ -227,7 +216,7 @@ def several(tiny: bool = False, layers: int = 2, tokens: int = 32) -> Lines:
         if (name, depth) not in kept:
             kept.clear()
             shape = replace(shapes[name], **(small if tiny else {"num_layers": depth}))
-            model = random_decoder(shape, "cpu", torch.float32) if tiny else random_mixture(shape)
+            model = random_decoder(shape, "cpu" if tiny else "cuda", torch.float32 if tiny else torch.bfloat16)
             one = Engine.load(model, **place, cache_tokens=4096)
             kept[name, depth] = model, one, outcome(one)
         model, one, truth = kept[name, depth]
@@ -235,16 +224,9 @@ def several(tiny: bool = False, layers: int = 2, tokens: int = 32) -> Lines:
             engine = Engine.load(model, **{**place, **given} if "ranks" in given else given, cache_tokens=4096)
         found = outcome(engine)
         wrong = [key for key, value in truth.items() if not torch.equal(value, found[key])]
-        engines, made = {"several": engine, "one": one}, list[Any]()
-        arms = {arm: lambda own=own: own.generate(made, tokens, sampling=ENDLESS) for arm, own in engines.items()}  # type: ignore[misc]
-
-        def before(arm: str, engines: dict[str, Engine] = engines, made: list[Any] = made) -> None:
-            made[:] = engines[arm].prompts(prompts(engines[arm], 1, 128))
-            engines[arm].generate(made, 8, sampling=ENDLESS)
-
-        after = lambda arm, _, engines=engines, made=made: released(engines[arm], made)  # noqa: E731
         numbers = {"tensors": len(truth), "differing": len(wrong), "layers": depth}
         aim = ">= 0.97" if "stages" in what else ""
-        yield Line(f"{name}, {what}", arms, before=before, after=after, per=tokens, aim=aim, check=not wrong, numbers=numbers)
+        told: dict[str, Any] = dict(per=tokens, aim=aim, check=not wrong, numbers=numbers)
+        yield generation(f"{name}, {what}", {"several": engine, "one": one}, 1, tokens, **told)
         if "ranks" in given:
             engine.ranks.close()

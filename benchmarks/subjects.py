@@ -33,15 +33,21 @@ def where(tiny: bool) -> tuple[ModelConfig, str, torch.dtype]:
     return (TINY_SHAPE, "cpu", torch.float32) if tiny else (SHAPE, "cuda", torch.bfloat16)
 
 
-def random_decoder(shape: ModelConfig, device: str, dtype: torch.dtype) -> Decoder:
-    """Weights of the size that training begins with."""
+def random_decoder(shape: ModelConfig, device: str, dtype: torch.dtype, like: Decoder | None = None) -> Decoder:
+    """Weights of the size that training begins with, made where they are used: large ones do not fit there twice. Those of
+    `like` are shared where shapes agree."""
     torch.manual_seed(0)
-    with torch.device(device):
+    held = {} if like is None else dict(like.named_parameters())
+    with torch.device("meta"):
         model = Decoder(shape)
-    for name, parameter in model.named_parameters():
-        is_norm = ".ln" in name or name.startswith("ln")
-        parameter.data = (torch.ones_like(parameter) if is_norm else torch.randn_like(parameter) * 0.02).to(dtype)
-    return model.to(device).requires_grad_(False).eval()  # the rotary tables are made on the CPU
+    for name, parameter in list(model.named_parameters()):
+        new = held.get(name)
+        if new is None or new.shape != parameter.shape:
+            new = torch.nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device), requires_grad=False)
+            is_norm = ".ln" in name or "_norm" in name or name.startswith("ln")
+            new.fill_(1.0) if is_norm else new.normal_(std=0.1 if "router" in name else 0.02)
+        setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], new)
+    return model.to(device).eval()  # the rotary tables are made on the CPU
 
 
 def certified(engine: Engine) -> Engine:
