@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import Line, Lines, case, finish, random_tokens, seconds
-from benchmarks.subjects import bridge, random_decoder, smollm2_or_shape, where
-from replaylens import Edit, Engine, Sampling, ablate, attribution_patching, lens, patch, steer
+from benchmarks.subjects import bridge, random_decoder, seeded, smollm2_or_shape, where
+from replaylens import Edit, Engine, ablate, attribution_patching, lens, patch, steer
 from replaylens.engine.request.capture import PassTap
 
 Cell = tuple[int, int]
@@ -38,8 +38,7 @@ class Hooked:
     @torch.no_grad()
     def patched(self, cells: Sequence[Cell]) -> list[float]:
         """The first prompt's residual stream put into the second, at each (layer, position)."""
-        _, cache = self.bridge.run_with_cache(self.tokens[:1], names_filter=lambda name: name.endswith("hook_in"))
-        made = []
+        made, cache = list[float](), self._streams()
         for layer, position in cells:
 
             def put(value: Tensor, hook: Any, position: int = position) -> Tensor:
@@ -53,8 +52,7 @@ class Hooked:
     @torch.no_grad()
     def patched_together(self, layers: Sequence[int]) -> list[list[float]]:
         """The same grid, all positions of a layer in one batch: for each layer, one value per position."""
-        _, cache = self.bridge.run_with_cache(self.tokens[:1], names_filter=lambda name: name.endswith("hook_in"))
-        count = self.tokens.shape[1]
+        cache, count = self._streams(), self.tokens.shape[1]
         tokens, answers = self.tokens[1:2].expand(count, -1), self.answers[:1].expand(count, -1)
 
         def put(value: Tensor, hook: Any) -> Tensor:
@@ -63,6 +61,9 @@ class Hooked:
             return value
 
         return [self._differences(tokens, answers, f"blocks.{layer}.hook_in", put) for layer in layers]
+
+    def _streams(self) -> Any:
+        return self.bridge.run_with_cache(self.tokens[:1], names_filter=lambda name: name.endswith("hook_in"))[1]
 
     @torch.no_grad()
     def ablated(self, cells: Sequence[Cell], together: bool = False) -> list[list[float]]:
@@ -120,13 +121,10 @@ LAYERS = (0, 7, 15, 22, 29)
 """layers of the sample, evenly spread: a cell costs us more the lower its layer"""
 PATCHED = [(layer, position) for layer in LAYERS for position in (2, 9, 13)]
 ABLATED = [(layer, head) for layer in LAYERS for head in (0, 6)]
-BATCH = 16
-"""prompts per pass where TransformerLens computes several together"""
-STRENGTHS = (-4.0, -2.0, 2.0, 4.0)
-STEERED, NEW = 15, 12
-"""the steered layer, and how many tokens are generated"""
-COUNT = 16
-"""continuations of one prompt"""
+BATCH = COUNT = 16
+"""prompts per pass where TransformerLens computes several together; continuations of one prompt"""
+STRENGTHS, STEERED, NEW = (-4.0, -2.0, 2.0, 4.0), 15, 12
+"""of the steered layer, and how many tokens are generated"""
 CONTRAST = (["I love this", "What a great day"], ["I hate this", "What an awful day"])
 
 
@@ -181,9 +179,7 @@ class Jobs:
     def resample(self) -> Lines:
         def ours() -> None:
             root = self.engine.prompt(self.pair[0])
-            forks = root.fork(COUNT)
-            seeds = [Sampling(temperature=1.0, seed=seed, ignore_eos=True) for seed in range(COUNT)]
-            for branch in (*self.engine.generate(forks, NEW, sampling=seeds), root):
+            for branch in (*self.engine.generate(root.fork(COUNT), NEW, sampling=seeded(COUNT)), root):
                 branch.release()
 
         arms = {"ours": ours, "hooks": lambda: self.two.resampled(COUNT, NEW)}
@@ -202,11 +198,8 @@ class Jobs:
         found = yield Line(what, arms, per=per, aim=">= 8x")
         grid, values = found.results["ours"], found.results["hooks"]
         assert grid.numel() == per["ours"]
-        apart = [
-            float((grid[layer * heads + head] - torch.tensor(value)).abs().max())
-            for (layer, head), value in zip(ABLATED, values, strict=True)
-        ]
-        found.note(largest_difference=max(apart))
+        sample = torch.stack([grid[layer * heads + head] for layer, head in ABLATED])
+        found.note(largest_difference=float((sample - torch.tensor(values)).abs().max()))
 
 
 @case(
@@ -231,27 +224,21 @@ TOKENS = (1000, 2000)
 """the metric is the difference of these tokens' logits"""
 
 
-def attributed_by_hooks(lens: Any, names: set[str], clean: torch.Tensor, corrupt: torch.Tensor) -> dict[str, torch.Tensor]:
+def attributed_by_hooks(lens: Any, names: set[str], clean: Tensor, corrupt: Tensor) -> dict[str, Tensor]:
     """Attribution by hooks: site -> [positions]."""
-    kept: dict[str, torch.Tensor] = {}
-    slopes: dict[str, torch.Tensor] = {}
-
-    def keep(value: torch.Tensor, hook: Any) -> None:
-        kept[hook.name] = value.detach()
-
-    def keep_slope(value: torch.Tensor, hook: Any) -> None:
-        slopes[hook.name] = value.detach()
-
+    kept, slopes = dict[str, Tensor](), dict[str, Tensor]()
+    keep = lambda into: lambda value, hook: into.__setitem__(hook.name, value.detach())  # noqa: E731
+    hooks = {"fwd_hooks": [(name, keep(kept)) for name in names], "bwd_hooks": [(name, keep(slopes)) for name in names]}
     with torch.no_grad():
         _, cache = lens.run_with_cache(clean, names_filter=lambda name: name in names)
-    with lens.hooks(fwd_hooks=[(name, keep) for name in names], bwd_hooks=[(name, keep_slope) for name in names]):
+    with lens.hooks(**hooks):
         logits = lens(corrupt)
         (logits[0, -1, TOKENS[0]] - logits[0, -1, TOKENS[1]]).backward()
     lens.zero_grad()
     return {name: (slopes[name] * (cache[name] - kept[name])).sum(-1)[0] for name in names}
 
 
-def attributed_by_autograd(model: Any, clean: torch.Tensor, corrupt: torch.Tensor) -> None:
+def attributed_by_autograd(model: Any, clean: Tensor, corrupt: Tensor) -> None:
     """S of both prompts, and the gradients at S of the corrupt one, with frozen weights."""
     with torch.no_grad():
         model(clean, output_hidden_states=True, logits_to_keep=1)
@@ -289,12 +276,12 @@ def gradients_cpu(lengths: tuple[int, ...] = (14, 64, 256)) -> Lines:
         }
         found = yield Line(f"{length} tokens: TransformerLens over ours", arms)
         found.note(difference=float((ours.estimate - expected).norm() / expected.norm()))
-        took = found.values
-        yield Line(f"{length} tokens: gradients at S, T, C, in forward passes", ratio=took["gradients"] / took["forward"])
-        passes = took["attribution"] / took["forward"]
-        yield Line(f"{length} tokens: attribution of S, T, C, in forward passes", ratio=passes, aim="<= 3.5")
-        autograd = took["hugging face"] / took["attribution"]
-        yield Line(f"{length} tokens: Hugging Face's autograd over ours", ratio=autograd)
+        for what, above, below, aim in (
+            ("gradients at S, T, C, in forward passes", "gradients", "forward", ""),
+            ("attribution of S, T, C, in forward passes", "attribution", "forward", "<= 3.5"),
+            ("Hugging Face's autograd over ours", "hugging face", "attribution", ""),
+        ):
+            yield Line(f"{length} tokens: {what}", ratio=found.values[above] / found.values[below], aim=aim)
         branch.release()
 
 
