@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.harness import Line, Lines, case, random_tokens, slug
 from benchmarks.library import LibraryDecoder, graphed
-from benchmarks.subjects import ENDLESS, certified, difference, hugging_face, random_decoder, released, where
+from benchmarks.subjects import ENDLESS, certified, checked, difference, hugging_face, random_decoder, released, steps, where
 from replaylens.engine.engine import Engine
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.passes.batch import Segment
@@ -132,33 +132,23 @@ def _checked_prompt(subject: Subject, library: LibraryDecoder, segments: list[Se
 def decode_steps(tiny: bool = False) -> Lines:
     """One greedy token for every branch of a batch, without the host: library and shared baselines."""
     subject = make_subject(tiny)
-    engine, steps = subject.engine, subject.sizes.steps
+    engine, number = subject.engine, subject.sizes.steps
     for context in subject.sizes.contexts:
         for count in subject.sizes.batches:
             paths = subject.prompts(count, context)
-            branches = engine.prompts(paths)
-            _check_company(subject, branches, paths[0])
-            library = LibraryDecoder(engine.model, count, context + steps)
-            # ours goes from `context` on; the library stays in the middle of that
-            work, mine = _library_step(subject, library, paths, context + steps // 2), _engine_steps(subject, branches, context)
-            library_steps = lambda: [work() for _ in range(steps)]  # noqa: E731
-            arms = {"ours": lambda: mine(True), "library": library_steps, "shared": lambda: mine(False)}
-            found = yield Line(f"decode, batch {count}, {context} tokens before", arms, per=steps)
+            branches = checked(engine, paths, number)
+            for branch in branches:
+                branch.rollback(to=context)
+            library = LibraryDecoder(engine.model, count, context + number)
+            work = _library_step(subject, library, paths, context + number // 2)  # ours goes from `context` on; it stays midway
+            arms = {
+                "ours": steps(engine, branches, number),
+                "library": lambda: [work() for _ in range(number)],
+                "shared": steps(engine, branches, number, exact=False),
+            }
+            found = yield Line(f"decode, batch {count}, {context} tokens before", arms, per=number)
             found.note(ratio_to_shared=found.values["shared"] / found.values["ours"], library_attention=library.chosen["step"])
             subject.clear(branches)
-
-
-def _check_company(subject: Subject, branches: list[Branch], path: list[int]) -> None:
-    """The first branch, generated beside the others, has the bits of one that was alone."""
-    subject.engine.prefix.clear()  # otherwise it would share the pages of its twin
-    (single,) = subject.engine.prompts([path])
-    length = single.length
-    subject.engine.generate([single], subject.sizes.steps, window=1, sampling=ENDLESS)
-    subject.engine.generate(branches, subject.sizes.steps, sampling=ENDLESS)
-    assert branches[0].tokens == single.tokens and torch.equal(branches[0].kv(), single.kv()), "company moved bits"
-    for branch in branches:
-        branch.rollback(to=length)
-    single.release()
 
 
 def _library_step(subject: Subject, library: LibraryDecoder, paths: list[list[int]], length: int) -> Callable[[], Any]:
@@ -169,28 +159,6 @@ def _library_step(subject: Subject, library: LibraryDecoder, paths: list[list[in
     split = graphed(library.step(tokens[:, -1].contiguous(), tokens.shape[1]), subject.device)()
     assert difference(split, whole) < subject.tolerance, "the library's step computes something else"
     return graphed(library.step(tokens[:, -1].contiguous(), length), subject.device)
-
-
-def _engine_steps(subject: Subject, branches: list[Branch], context: int) -> Callable[[bool], Any]:
-    """`steps` decode steps from the prompts' last tokens on, canonical or fast, as the engine takes them between two looks of
-    the host; on a CPU it looks at each."""
-    engine, steps, runner = subject.engine, subject.sizes.steps, subject.engine.runner
-    tables = [branch.lane.table for branch in branches]
-    for table in tables:
-        runner.reserve(table, context - 1, context + steps)
-    if engine.loop.bursts is not None:
-        from replaylens.engine.passes.bursts import BurstRequest
-
-        bursts = engine.loop.bursts
-        places = [BurstRequest(b.tokens[-1], context - 1, table, ENDLESS) for b, table in zip(branches, tables, strict=True)]
-        return lambda exact: bursts.run(places, steps, exact)
-
-    def one_by_one(exact: bool) -> None:
-        for step in range(steps):
-            segments = [Segment(table, context + step, [2], 1) for table in tables]
-            (runner.exact if exact else runner.fast)(segments)
-
-    return one_by_one
 
 
 # Capture

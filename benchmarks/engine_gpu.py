@@ -7,7 +7,7 @@ are checked before every timing: a request alone and among others.
 """
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import Line, Lines, case, random_tokens, seconds
-from benchmarks.subjects import ENDLESS, SHAPE, certified, random_decoder, released
+from benchmarks.subjects import ENDLESS, SHAPE, certified, checked, random_decoder, released, steps
 from replaylens.engine.engine import Engine
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.model.config import Activation, MixtureConfig, ModelConfig, Rope, Routing
@@ -81,33 +81,6 @@ def one_read(model: Decoder) -> tuple[float, float]:
 # Decoding
 
 
-def checked(engine: Engine, count: int, sampling: Sampling) -> list[Any]:
-    """Branches after some steps in company. The first one has the bits that it has alone."""
-    given = prompts(engine, count, 128)
-    single = engine.prompt(given[0])
-    engine.generate([single], 24, window=1, sampling=sampling)
-    branches = engine.prompts(given)
-    engine.generate(branches, 24, sampling=sampling)
-    assert branches[0].tokens == single.tokens and torch.equal(branches[0].kv(), single.kv()), "company moved bits"
-    single.release()
-    return branches
-
-
-def steps(
-    engine: Engine, branches: list[Any], sampling: Sampling = ENDLESS, exact: bool = True, spec: CaptureSpec | None = None
-) -> Callable[[], Any]:
-    """Decode steps of these branches without the host, deterministic or fast, with the rows of `spec` captured."""
-    from replaylens.engine.passes.bursts import BurstCapture, BurstRequest
-
-    given = []
-    for branch in branches:
-        lane = branch.lane
-        engine.runner.reserve(lane.table, lane.computed, lane.computed + 2 * STEPS)
-        wanted = None if spec is None else BurstCapture(spec, range(STEPS))
-        given.append(BurstRequest(branch.tokens[-1], lane.computed, lane.table, sampling, wanted=wanted))
-    return lambda: engine.loop.bursts.run(given, STEPS, exact)
-
-
 def against_one_read(engine: Engine, step: float, what: str, aim: str) -> Line:
     """A step of one branch against one read of the weights that it needs."""
     floor, speed = one_read(engine.model)
@@ -121,8 +94,11 @@ def decode(batches: tuple[int, ...] = (1, 8, 64)) -> Lines:
     engine = llama()
     for count in batches:
         for sampling, what, aim in ((ENDLESS, "", ">= 0.97"), (DRAWN, ", drawn at temperature 0.8", "")):
-            branches = checked(engine, count, sampling)
-            arms = {"exact": steps(engine, branches, sampling), "fast": steps(engine, branches, sampling, exact=False)}
+            branches = checked(engine, prompts(engine, count, 128), 24, sampling)
+            arms = {
+                "exact": steps(engine, branches, STEPS, sampling),
+                "fast": steps(engine, branches, STEPS, sampling, exact=False),
+            }
             found = yield Line(f"deterministic decode{what}, batch {count}", arms, per=STEPS, aim=aim)
             released(engine, branches)
             if count == 1 and sampling is ENDLESS:
@@ -136,8 +112,8 @@ def experts_decode(batches: tuple[int, ...] = (1, 8, 64)) -> Lines:
     engine = experts()
     spec = CaptureSpec(router_sites(engine.model))
     for count in batches:
-        branches, library = checked(engine, count, ENDLESS), float("inf")
-        arms = {"exact": steps(engine, branches), "fast": steps(engine, branches, exact=False)}
+        branches, library = checked(engine, prompts(engine, count, 128), 24), float("inf")
+        arms = {"exact": steps(engine, branches, STEPS), "fast": steps(engine, branches, STEPS, exact=False)}
         try:
             with library_experts(engine):
                 what = f"fast decode with the library's grouped product, batch {count}"
@@ -145,7 +121,7 @@ def experts_decode(batches: tuple[int, ...] = (1, 8, 64)) -> Lines:
                 library = found.values["library experts"]
         except Exception:
             print(f"the library's grouped product failed\n{traceback.format_exc()}", flush=True)
-        arms["captured"] = steps(engine, branches, spec=spec)
+        arms["captured"] = steps(engine, branches, STEPS, spec=spec)
         what = f"deterministic decode, batch {count}, of the faster own path without the promise"
         found = yield Line(what, arms, per=STEPS, aim=">= 0.95")
         exact = found.values["exact"]
@@ -266,8 +242,8 @@ def portable_decode(batches: tuple[int, ...] = (1, 8, 16, 64)) -> Lines:
     engine, aims = portable(), {1: 9.0, 64: 14.0}
     spec = CaptureSpec(tuple(engine.sites.select("S")[0]))
     for count in batches:
-        branches = checked(engine, count, ENDLESS)
-        arms = {"S captured": steps(engine, branches, spec=spec), "step": steps(engine, branches)}
+        branches = checked(engine, prompts(engine, count, 128), 24)
+        arms = {"S captured": steps(engine, branches, STEPS, spec=spec), "step": steps(engine, branches, STEPS)}
         found = yield Line(f"S captured against no capture, batch {count}", arms, per=STEPS, aim="")
         step, captured = found.values["step"], found.values["S captured"]
         found.judge(step / captured)

@@ -1,15 +1,8 @@
 """Natural mismatches: how often the fast path of a trained model differs from the verifier, and what that costs.
 
 SmolLM2-135M-Instruct (`replaylens fetch smollm2`) and the embedded coin models, in bfloat16 on a GPU. Stories of up to 512
-tokens, drawn with one seed per request. The parts of `natural-gpu` share one engine and its stories, so run them together:
-
-    divergence   where ordinary requests first differ from deterministic ones, and from ordinary ones in other batches
-    flips        drafts of the fast path that the verifier rejects, by batch size and temperature
-    load         time to first token, time per token and tokens per second at 0, 10, 50 and 100 % deterministic requests
-    windows      rejected drafts by window W and number G of requests that are verified together
-    alone        deterministic requests in all of the above against the same requests alone: 0 differences
-    boards       records of first verifications, for `benchmarks/natural_pages.py`
-    coins        the embedded coin models
+tokens, drawn with one seed per request. The parts of `natural-gpu` share one engine and its stories, so run them together.
+`benchmarks/natural_pages.py` makes tables and boards of what they found.
 """
 
 import time

@@ -1,6 +1,5 @@
 """Branches of one prompt and rollouts on a GPU: Llama-3.1-8B shape, random weights in bfloat16; `--quick`: tiny, on the CPU."""
 
-import resource
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import Line, Lines, case, random_tokens, seconds
+from benchmarks.harness import Line, Lines, case, memory_mb, random_tokens, seconds
 from benchmarks.subjects import random_decoder, released, seeded, where
 from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.verify import verify
@@ -218,7 +217,7 @@ def rollouts(tiny: bool = False, sentences: int = 100, n: int = 100) -> Lines:
     engine = make_engine(tiny, sizes)
     cuda, chain = engine.runner.device == "cuda", make_chain(engine, sizes)
     chain.resample(2, at=[sizes.prompt], max_new=2, sampling=HOT, sites=sizes.sites, keep="fork")  # compiles
-    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    held = memory_mb("VmHWM") * 1e6 / 2**30
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory(prefix="rollouts-") as name:
@@ -233,22 +232,17 @@ def rollouts(tiny: bool = False, sentences: int = 100, n: int = 100) -> Lines:
         numbers |= dict(tokens_per_s=tokens / taken, rows=len(found.index), gb_written=files / 1e9, digest=found.digest)
         drawn_of = f"{len(found.plan.positions)} sentences x {sizes.n} rollouts x {sizes.max_new} tokens"
         yield Line(f"{drawn_of}, S at {len(sizes.sites)} layers", numbers=numbers)
-        yield Line("memory at its peak, GiB", numbers=_peaks(engine, cuda) | {"host_before": held})
+        weights = sum(x.nbytes for x in engine.runner.model.parameters())
+        numbers = {"host": memory_mb("VmHWM") * 1e6 / 2**30, "host_before": held}
+        numbers["weights_and_kv_cache"] = (weights + engine.runner.cache.num_bytes) / 2**30
+        for kind in ("allocated", "reserved"):
+            numbers[f"device_{kind}"] = getattr(torch.cuda, f"max_memory_{kind}")() / 2**30 if cuda else 0.0
+        yield Line("memory at its peak, GiB", numbers=numbers)
         some = [found[i * (len(found) - 1) // (sizes.compared - 1)] for i in range(sizes.compared)]
         wrong = differing(engine, chain, sizes, some)
         numbers = {"differing": wrong, "compared": len(some)}
         yield Line("rollouts that differ alone, in tokens or rows", aim="0", met=not wrong, numbers=numbers)
         yield _dump(engine, sizes, found, folder / "dump")
-
-
-def _peaks(engine: Engine, cuda: bool) -> dict[str, float]:
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in engine.runner.model.parameters())
-    return {
-        "device_allocated": torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0,
-        "device_reserved": torch.cuda.max_memory_reserved() / 2**30 if cuda else 0.0,
-        "weights_and_kv_cache": (weights + engine.runner.cache.num_bytes) / 2**30,
-        "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-    }
 
 
 def _dump(engine: Engine, sizes: Sizes, found: Rollouts, folder: Path) -> Line:

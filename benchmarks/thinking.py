@@ -157,17 +157,8 @@ def sentences(flips: int = 8, count: int = 8) -> Lines:
 
 # Answers of larger shapes, on a GPU
 
-SHAPES = {
-    "Qwen2.5-0.5B shape": ModelConfig(24, 896, 14, 2, 64, 4864, 151936, 2048, rotary_dim=64, rope=Rope(theta=1e6)),
-    "Llama-3.2-1B shape": ModelConfig(16, 2048, 32, 8, 64, 8192, 128256, 2048, rotary_dim=64, rope=Rope(theta=5e5)),
-}
+SHAPES = {"Qwen2.5-0.5B shape": ModelConfig(24, 896, 14, 2, 64, 4864, 151936, 2048, rotary_dim=64, rope=Rope(theta=1e6))}
 TINY_SHAPES = {"tiny shape": ModelConfig(3, 256, 2, 1, 32, 64, 900, 1024, rotary_dim=32)}
-LOADS = {
-    "Qwen2.5-0.5B shape": (("counts", 8, (4, 8, 16)), ("hops", 4, (2,))),
-    "Llama-3.2-1B shape": (("counts", 8, (8, 16)),),
-    "tiny shape": (("counts", 8, (4,)), ("hops", 4, (2,))),
-}
-"""task, chunk, and numbers of steps of the texts"""
 VARIANTS = 8
 """thoughts of one length, so that a text does not think the same again and again: C is not computed twice for a thought"""
 FILLER = 2
@@ -199,38 +190,39 @@ def answered(engine: Engine, load: Load, tokens: int, **options: Any) -> Answer:
 
 
 @case(
-    "thinking-latency-gpu.made", ours="drafted", baseline=COT, others=("empty", "sequential"), needs="gpu", clock="wall",
-    warm=6, quick={"tiny": True, "count": 2},
+    "thinking-latency-gpu.made", ours="drafted", baseline=COT, others=("empty",), needs="gpu", clock="wall", warm=6,
+    quick={"tiny": True, "count": 2, "loads": (("counts", 8, (4,)), ("hops", 4, (2,)))},
 )  # fmt: skip
-def made(tiny: bool = False, count: int = 4) -> Lines:
-    """Larger shapes. Time does not depend on the values of weights, so these are made by hand: attention and MLP write
-    nothing, and T's tables continue a trigger at the end of a chunk to a thought of the wanted length. So the model thinks at
-    the chunks, and as many tokens, as the gold thoughts of the task's texts; the chain of thought has the same tokens. Kernels
-    are compiled in the rounds that do not count, and passes of a shape that recurs become graphs."""
+def made(tiny: bool = False, count: int = 4, loads: tuple[Any, ...] = (("counts", 8, (4, 8, 16)), ("hops", 4, (2,)))) -> Lines:
+    """A larger shape; loads: task, chunk, and numbers of steps of the texts. Time does not depend on the values of weights, so
+    these are made by hand: attention and MLP write nothing, and T's tables continue a trigger at the end of a chunk to a thought
+    of the wanted length. So the model thinks at the chunks, and as many tokens, as the gold thoughts of the task's texts; the
+    chain of thought has the same tokens. Kernels are compiled in the rounds that do not count, and passes of a shape that
+    recurs become graphs."""
     for shape, config in (TINY_SHAPES if tiny else SHAPES).items():
-        for name, chunk, numbers in LOADS[shape]:
+        for name, chunk, numbers in loads:
             thinks = ThinkingConfig.for_backbone(config, chunk, EOS, PAD, max_thought=TEXTS[name].thoughts[chunk])
             texts = {steps: _texts(TEXTS[name], thinks, steps, count) for steps in numbers}
             sizes = sorted({len(t) - 1 for pairs in texts.values() for text, _ in pairs for t in text.thoughts if len(t) > 1})
             model = by_hand(config, thinks, sizes, "cpu" if tiny else "cuda")
             thinker, writer = ThinkingEngine(model), Engine(model.backbone)
             for steps, pairs in texts.items():
-                loads = [triggered(thinks, sizes, *pair) for pair in pairs]
-                first = _thoughts(thinker, loads[0])
+                given = [triggered(thinks, sizes, *pair) for pair in pairs]
+                first = _thoughts(thinker, given[0])
                 found = [len(tokens) for tokens, _ in first]
-                assert found == [len(thought) for thought in loads[0].thoughts], "the model made by hand thinks otherwise"
+                assert found == [len(thought) for thought in given[0].thoughts], "the model made by hand thinks otherwise"
                 arms: dict[str, Any] = {
-                    guess: lambda g=guess: [answered(thinker, load, load.said, guess=g) for load in loads]
+                    guess: lambda g=guess: [answered(thinker, load, load.said, guess=g) for load in given]
                     for guess in ("empty", "drafted")
                 }
-                arms[COT] = lambda: [answered(writer, load, load.written) for load in loads]
+                arms[COT] = lambda: [answered(writer, load, load.written) for load in given]
                 yield from against_a_chain(
                     f"{shape}, {name}, {steps} steps, chunks of {chunk}", arms, count,
-                    chunks=mean(len(load.thoughts) for load in loads),
-                    thoughts=mean(sum(len(t) > 1 for t in load.thoughts) for load in loads),
-                    prompt_tokens=mean(len(load.prompt) for load in loads), written=mean(load.written for load in loads),
+                    chunks=mean(len(load.thoughts) for load in given),
+                    thoughts=mean(sum(len(t) > 1 for t in load.thoughts) for load in given),
+                    prompt_tokens=mean(len(load.prompt) for load in given), written=mean(load.written for load in given),
                 )  # fmt: skip
-                for (tokens, rows), (others, its) in zip(first, _thoughts(thinker, loads[0]), strict=True):
+                for (tokens, rows), (others, its) in zip(first, _thoughts(thinker, given[0]), strict=True):
                     assert tokens == others and torch.equal(rows, its), "steps as graphs have other bits than launched ones"
 
 

@@ -38,61 +38,37 @@ class Hooked:
     @torch.no_grad()
     def patched(self, cells: Sequence[Cell]) -> list[float]:
         """The first prompt's residual stream put into the second, at each (layer, position)."""
-        made, cache = list[float](), self._streams()
-        for layer, position in cells:
-
-            def put(value: Tensor, hook: Any, position: int = position) -> Tensor:
-                value = value.clone()
-                value[:, position] = cache[hook.name][:, position]
-                return value
-
-            made += self._differences(self.tokens[1:2], self.answers[:1], f"blocks.{layer}.hook_in", put)
+        cache, made = self._streams(), list[float]()
+        for layer, at in cells:
+            hook = lambda value, hook, at=at: _set(value, (slice(None), at), cache[hook.name][:, at])  # noqa: E731
+            made += self._differences(self.tokens[1:2], self.answers[:1], f"blocks.{layer}.hook_in", hook)
         return made
 
     @torch.no_grad()
     def patched_together(self, layers: Sequence[int]) -> list[list[float]]:
         """The same grid, all positions of a layer in one batch: for each layer, one value per position."""
         cache, count = self._streams(), self.tokens.shape[1]
-        tokens, answers = self.tokens[1:2].expand(count, -1), self.answers[:1].expand(count, -1)
-
-        def put(value: Tensor, hook: Any) -> Tensor:
-            value, each = value.clone(), torch.arange(count)
-            value[each, each] = cache[hook.name][0]
-            return value
-
-        return [self._differences(tokens, answers, f"blocks.{layer}.hook_in", put) for layer in layers]
-
-    def _streams(self) -> Any:
-        return self.bridge.run_with_cache(self.tokens[:1], names_filter=lambda name: name.endswith("hook_in"))[1]
+        tokens, answers, each = self.tokens[1:2].expand(count, -1), self.answers[:1].expand(count, -1), torch.arange(count)
+        hook = lambda value, hook: _set(value, (each, each), cache[hook.name][0])  # noqa: E731
+        return [self._differences(tokens, answers, f"blocks.{layer}.hook_in", hook) for layer in layers]
 
     @torch.no_grad()
     def ablated(self, cells: Sequence[Cell], together: bool = False) -> list[list[float]]:
         """For each (layer, head): every prompt without that head, one prompt at a time or in one batch."""
-        made = []
+        made, size = list[list[float]](), len(self.tokens) if together else 1
         for layer, head in cells:
-
-            def zero(value: Tensor, hook: Any, head: int = head) -> Tensor:
-                value = value.clone()
-                value[:, :, head] = 0
-                return value
-
-            size = len(self.tokens) if together else 1
+            hook = lambda value, hook, head=head: _set(value, (slice(None), slice(None), head), 0.0)  # noqa: E731
             pieces = zip(self.tokens.split(size), self.answers.split(size), strict=True)
-            made.append([x for t, a in pieces for x in self._differences(t, a, f"blocks.{layer}.attn.hook_z", zero)])
+            made.append([x for t, a in pieces for x in self._differences(t, a, f"blocks.{layer}.attn.hook_z", hook)])
         return made
 
     @torch.no_grad()
     def steered(self, layer: int, vector: Tensor, strengths: Sequence[float], n: int) -> list[float]:
         """Continuations of the first prompt under each strength, and their log-probabilities without steering."""
         made = []
-        for strength in strengths:
-
-            def add(value: Tensor, hook: Any, amount: float = strength) -> Tensor:
-                value = value.clone()
-                value[:, -1] += amount * vector  # the prompt's last token, then each token that is generated
-                return value
-
-            with self.bridge.hooks(fwd_hooks=[(f"blocks.{layer}.hook_in", add)]):
+        for strength in strengths:  # the prompt's last token, then each token that is generated
+            hook = lambda value, hook, by=strength: _set(value, (slice(None), -1), value[:, -1] + by * vector)  # noqa: E731
+            with self.bridge.hooks(fwd_hooks=[(f"blocks.{layer}.hook_in", hook)]):
                 out = self._generated(self.tokens[:1], n, do_sample=False)
             logprobs = self.bridge(out)[0, :-1].log_softmax(-1)
             made.append(float(logprobs[torch.arange(out.shape[1] - 1), out[0, 1:]][-n:].sum()))
@@ -103,6 +79,9 @@ class Hooked:
         """Several sampled continuations of the first prompt, in one batch: [count, tokens]."""
         return self._generated(self.tokens[:1].repeat(count, 1), n, do_sample=True)
 
+    def _streams(self) -> Any:
+        return self.bridge.run_with_cache(self.tokens[:1], names_filter=lambda name: name.endswith("hook_in"))[1]
+
     def _generated(self, tokens: Tensor, n: int, do_sample: bool) -> Tensor:
         options = dict(stop_at_eos=False, do_sample=do_sample, prepend_bos=False, return_type="tokens", verbose=False)
         made: Tensor = self.bridge.generate(tokens, n, **options)
@@ -112,6 +91,12 @@ class Hooked:
         logits = self.bridge.run_with_hooks(tokens, fwd_hooks=[(site, change)])[:, -1]
         right, wrong = logits.gather(1, answers).unbind(1)
         return [float(x) for x in right - wrong]
+
+
+def _set(value: Tensor, index: Any, new: Any) -> Tensor:
+    value = value.clone()
+    value[index] = new
+    return value
 
 
 NAMES = ("Mary", "John", "James", "Robert", "David", "Sarah", "Karen", "Daniel", "Mark", "Paul", "Kevin")
