@@ -29,9 +29,8 @@ from replaylens.engine.request.capture import CaptureSpec, PassTap
 from replaylens.engine.request.sampling import Sampling
 
 EXPERTS = ModelConfig(
-    num_layers=48, d_model=2048, num_heads=32, num_kv_heads=4, d_head=128, d_mlp=6144, vocab_size=151936, max_positions=8192,
-    norm_eps=1e-6, rotary_dim=128, rope=Rope(theta=1e6), qk_norm=True, tied_embeddings=False,
-    mixture=MixtureConfig(num_experts=128, d_expert=768, routing=Routing(top=8)),
+    48, 2048, 32, 4, 128, 6144, 151936, 8192, norm_eps=1e-6, rotary_dim=128, rope=Rope(theta=1e6), qk_norm=True,
+    tied_embeddings=False, mixture=MixtureConfig(num_experts=128, d_expert=768, routing=Routing(top=8)),
 )  # fmt: skip
 STEPS = 16
 """decode steps that are timed together"""
@@ -95,10 +94,7 @@ def decode(batches: tuple[int, ...] = (1, 8, 64)) -> Lines:
     for count in batches:
         for sampling, what, aim in ((ENDLESS, "", ">= 0.97"), (DRAWN, ", drawn at temperature 0.8", "")):
             branches = checked(engine, prompts(engine, count, 128), 24, sampling)
-            arms = {
-                "exact": steps(engine, branches, STEPS, sampling),
-                "fast": steps(engine, branches, STEPS, sampling, exact=False),
-            }
+            arms = {arm: steps(engine, branches, STEPS, sampling, arm == "exact") for arm in ("exact", "fast")}
             found = yield Line(f"deterministic decode{what}, batch {count}", arms, per=STEPS, aim=aim)
             released(engine, branches)
             if count == 1 and sampling is ENDLESS:

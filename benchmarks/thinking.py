@@ -195,10 +195,10 @@ def answered(engine: Engine, load: Load, tokens: int, **options: Any) -> Answer:
 )  # fmt: skip
 def made(tiny: bool = False, count: int = 4, loads: tuple[Any, ...] = (("counts", 8, (4, 8, 16)), ("hops", 4, (2,)))) -> Lines:
     """A larger shape; loads: task, chunk, and numbers of steps of the texts. Time does not depend on the values of weights, so
-    these are made by hand: attention and MLP write nothing, and T's tables continue a trigger at the end of a chunk to a thought
-    of the wanted length. So the model thinks at the chunks, and as many tokens, as the gold thoughts of the task's texts; the
-    chain of thought has the same tokens. Kernels are compiled in the rounds that do not count, and passes of a shape that
-    recurs become graphs."""
+    these are made by hand: attention and MLP write nothing, and T's tables continue a trigger at the end of a chunk to a
+    thought of the wanted length. So the model thinks at the chunks, and as many tokens, as the gold thoughts of the task's
+    texts; the chain of thought has the same tokens. Kernels are compiled in the rounds that do not count, and passes of a shape
+    that recurs become graphs."""
     for shape, config in (TINY_SHAPES if tiny else SHAPES).items():
         for name, chunk, numbers in loads:
             thinks = ThinkingConfig.for_backbone(config, chunk, EOS, PAD, max_thought=TEXTS[name].thoughts[chunk])
