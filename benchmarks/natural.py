@@ -51,7 +51,6 @@ class Tally:
     """Verifications of drafts, from the engine's events. A listener of the loop."""
 
     verified: int = 0
-    """verifications"""
     accepted: int = 0
     rejected: int = 0
     flips: int = 0
@@ -75,10 +74,10 @@ class Tally:
         """Flipped tokens per 1,000 drafts that follow verified or accepted tokens only."""
         return 1e3 * self.flips / max(1, self.accepted + self.flips)
 
-    @property
-    def recomputed(self) -> float:
-        """Rejected drafts in percent of committed tokens."""
-        return 100 * self.rejected / max(1, self.committed)
+    def counts(self) -> dict[str, float | int]:
+        """Recomputed: rejected drafts in percent of committed tokens."""
+        recomputed, drafts = 100 * self.rejected / max(1, self.committed), self.accepted + self.flips
+        return dict(per_1000=self.per_thousand, flips=self.flips, drafts=drafts, recomputed_percent=recomputed)
 
 
 @contextmanager
@@ -208,17 +207,8 @@ def flips(subject: Subject) -> Iterator[Line]:
 
 
 def flipped(subject: Subject, temperature: float, batch: int, how: str = "") -> Line:
-    found = counts(drafted(subject, temperature, batch, DRAFTING))
+    found = drafted(subject, temperature, batch, DRAFTING).counts()
     return Line(f"{subject.name}, flipped tokens, T={temperature:g}, batch {batch}{how}", numbers=found)
-
-
-def counts(tally: Tally) -> dict[str, float | int]:
-    return {
-        "per_1000": tally.per_thousand,
-        "flips": tally.flips,
-        "drafts": tally.accepted + tally.flips,
-        "recomputed_percent": tally.recomputed,
-    }
 
 
 def drafted(subject: Subject, temperature: float, batch: int, window: int) -> Tally:
@@ -264,7 +254,7 @@ def windows(subject: Subject) -> Iterator[Line]:
             what = f"{subject.name}, recomputed tokens, T={temperature:g}, G={group}, W={window}"
             tally = drafted(subject, temperature, group, window)
             expected = tally.per_thousand / 10 * (window - 1) / 2
-            yield Line(what, numbers={**counts(tally), "half_p_w": expected, "committed": tally.committed})
+            yield Line(what, numbers={**tally.counts(), "half_p_w": expected, "committed": tally.committed})
 
 
 def alone(subject: Subject) -> Iterator[Line]:
