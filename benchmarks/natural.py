@@ -15,7 +15,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.harness import Line, case, finish
 from benchmarks.subjects import released, seeded
@@ -230,20 +229,17 @@ def rounded_logits(engine: Engine) -> Iterator[None]:
     from replaylens.engine.passes.cuda import FastHeadOps
 
     plain, bursts = FastHeadOps.unembed, engine.loop.bursts
-    graphs = None if bursts is None else bursts._graphs
 
-    def rounded(self: FastHeadOps, x: Tensor, table: Tensor) -> Tensor:
-        return plain(self, x, table).bfloat16().float()
+    def put(method: Any) -> None:
+        FastHeadOps.unembed = method  # type: ignore[method-assign]
+        if bursts is not None:
+            bursts._graphs.clear()
 
-    FastHeadOps.unembed = rounded  # type: ignore[method-assign]
-    if bursts is not None:
-        bursts._graphs = {}
+    put(lambda self, x, table: plain(self, x, table).bfloat16().float())
     try:
         yield
     finally:
-        FastHeadOps.unembed = plain  # type: ignore[method-assign]
-        if bursts is not None and graphs is not None:
-            bursts._graphs = graphs
+        put(plain)
 
 
 def windows(subject: Subject) -> Iterator[Line]:
