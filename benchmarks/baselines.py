@@ -1,11 +1,8 @@
 """The engine against its baselines: decode and prompt passes, capture, mixed load, Hugging Face.
 
-Llama-3.1-8B shape, random weights, bfloat16, on a GPU; `--quick` has a tiny model on the CPU. Every part checks what it times
-before it times it. Baselines that promise nothing about bits:
-
-* shared: the library's products, our attention kernel, cache and graphs (the engine's own fast path);
-* library: the library's products and attention over a contiguous cache, see `library.py`;
-* Hugging Face's `generate` and forward on the same weights and device.
+Llama-3.1-8B shape, random weights, bfloat16, on a GPU. Every part checks what it times before it times it. Two baselines
+promise nothing about bits: shared, the engine's own fast path, has the library's products with our attention, cache and graphs;
+library has the library's attention, too, over a contiguous cache (`library.py`).
 """
 
 from collections.abc import Callable, Iterable
@@ -286,10 +283,8 @@ Requests = list[tuple[list[int], int, float]]
 )  # fmt: skip
 def mixed_load(tiny: bool = False) -> Lines:
     """Requests of which some ask for deterministic tokens, against the same requests without that promise: tokens per second
-    over those at 0 %. Two kinds of arrival, both counted in steps of the engine, so that every round has the same schedule:
-    all at once, and spread over the first steps. Every share keeps the graphs of its own passes: if they shared one store of
-    graphs, the shares with shapes in common would drop those of the others, who would pay for making them again in every
-    round."""
+    over those at 0 %. They arrive all at once, or spread over the first steps of the engine, the same in every round. Every
+    share keeps the graphs of its own passes: in one store they would drop each other's and make them again in every round."""
     subject = make_subject(tiny)
     engine, requests, graphs = subject.engine, _requests(subject), {share: _graphs(subject) for share in SHARES}
     kept, tokens = engine.runner.graphs, subject.sizes.requests * subject.sizes.request_tokens
@@ -371,8 +366,7 @@ def _ended(subject: Subject, served: list[Any]) -> tuple[int, dict[int, list[int
 )  # fmt: skip
 def hugging_face_numbers(tiny: bool = False) -> Lines:
     """Hugging Face's `generate` and forward on the same weights and device, beside our engine through its public API. A step
-    is what the longer of two generations takes more. Eager first; the compiled one last, because compiling takes a minute or
-    two."""
+    is what the longer of two generations takes more. The compiled one comes last: compiling takes a minute or two."""
     subject = make_subject(tiny)
     model = hugging_face(subject.engine.model)
     _check_peer(subject, model)

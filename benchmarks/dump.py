@@ -1,8 +1,7 @@
 """Writing dumps of S, T, C: against TransformerLens and Hugging Face on one CPU thread, against the bytes alone on a GPU.
 
-On the CPU, all tools run in turns within one run, and the ratios are rows per CPU second. The others get batches sorted by
-length, so they never pad, and write bare tensors; replaylens also writes rejected branches, labels, probabilities and hashes.
-Rows count tokens on accepted paths only, which all of them have. A round ends with a sync to disk.
+On the CPU, the others get batches sorted by length, so they never pad, and write bare tensors; replaylens also writes rejected
+branches, labels, probabilities and hashes. Rows count tokens on accepted paths only, which all of them have.
 """
 
 import os

@@ -1,9 +1,8 @@
 """The engine on a CUDA device against its own fast path, which promises nothing about bits: random weights, bfloat16.
 
 `engine-gpu` has the Llama-3.1-8B shape: the fast path has the library's products in the same graphs. `experts-gpu` has the
-Qwen3-30B-A3B shape: the fast path has our products of experts, or the library's grouped product, and the faster of the two
-counts. `portable-gpu` has the 8B shape in float32, whose digests hold on every machine, with weights stored in bfloat16. Bits
-are checked before every timing: a request alone and among others.
+Qwen3-30B-A3B shape: the fast path has our products of experts, or the library's grouped product, and the faster counts.
+`portable-gpu` has the 8B shape in float32, whose digests hold on every machine. Bits are checked before every timing.
 """
 
 import traceback

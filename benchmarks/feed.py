@@ -91,9 +91,8 @@ def summed(dump: Dump) -> int:
 )  # fmt: skip
 def feed(shapes: tuple[str, ...] = tuple(SHAPES)[:2]) -> Lines:
     """Reading random float32 rows of a dump in GB per CPU second, on one thread, from the page cache. The peer is safetensors
-    itself, which maps a shard's tensor; `torch.cat` then makes one tensor of them. Each work runs twice in a row, and the
-    second run counts: on some machines, taking memory that was not used for a while costs up to ten times what the copy
-    does."""
+    itself, which maps a shard's tensor, and `torch.cat`. Each work runs twice, and the second run counts: on some machines,
+    taking memory that was not used for a while costs up to ten times what the copy does."""
     for what in shapes:
         num_shards, rows, width = SHAPES[what]
         with tempfile.TemporaryDirectory() as name:

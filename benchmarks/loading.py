@@ -114,9 +114,8 @@ def numbers(found: Numbers, size: float) -> dict[str, float]:
 @case("loading-cpu.large", quick={"layers": 1})
 def loading_cpu(layers: int = 4, before: str | None = None) -> Lines:
     """Peak memory and CPU seconds of loading 3.8 GB (embedding and head have a gigabyte each) on one thread: ours, an older
-    checkout (`--set before=FOLDER`), Hugging Face. Ratio: peak over imports and weights. What loading needs beside the weights
-    does not depend on the number of layers. The first run on a machine also examines the shapes of the model (`replaylens
-    doctor`), so the CPU seconds of a second count."""
+    checkout (`--set before=FOLDER`), Hugging Face. Ratio: peak over imports and weights. The first run on a machine also
+    examines the shapes of the model (`replaylens doctor`), so the CPU seconds of a second count."""
     arms = {"replaylens": ours, "replaylens, bfloat16": narrow, "Hugging Face": hugging_face}
     with checkpoint(layers) as (folder, size):
         for arm, work in (*arms.items(), *((("before", ours),) if before else ())):

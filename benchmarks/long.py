@@ -56,10 +56,9 @@ def check(engine: Engine, tokens: list[int]) -> None:
     rounds=3, quick={"tiny": True, "lengths": (64,)},
 )  # fmt: skip
 def prompts(tiny: bool = False, lengths: tuple[int, ...] = (32768, 8192, 2048)) -> Lines:
-    """`Engine.prompt` against Hugging Face's forward with SDPA: Llama-3.1-8B shape, random weights, bfloat16, one prompt at a
-    time. "General" is the same engine, without graphs, with the attention kernel that runs everywhere in place of the one for
-    Hopper. Before the timing, the KV of both and of a prompt cut elsewhere are compared bit for bit. Hugging Face computes one
-    row of logits, as the engine does. The aim is that of 32,768 tokens."""
+    """`Engine.prompt` against Hugging Face's forward with SDPA and one row of logits: Llama-3.1-8B shape, random weights,
+    bfloat16, one prompt at a time. "General" is the same engine, without graphs, with the attention kernel that runs everywhere
+    in place of the one for Hopper. Before the timing, the KV of both and of a prompt cut elsewhere are compared bit for bit."""
     shape, device, dtype = where(tiny)
     decoder = random_decoder(replace(shape, max_positions=max(shape.max_positions, max(lengths) + 16)), device, dtype)
     engine = certified(Engine(decoder, cache_tokens=2 * max(lengths) + 4096))

@@ -90,9 +90,9 @@ def grown(engine: Engine, root: Branch, sizes: TreeSizes, what: str, arm: str, t
     rounds=2, quick={"tiny": True},
 )  # fmt: skip
 def trees(tiny: bool = False, parts: tuple[str, ...] = ("prefixes", "captured")) -> Lines:
-    """Reading the shared prefix of 1,024 forks of one prompt once against reading it for every branch. They generate 64 tokens
-    each at temperature 1, each with its own seed; times are per token. "Apart" is the same engine with sharing off and at most
-    256 branches in a decode step. A few branches are generated alone, and their tokens and KV are compared bit for bit."""
+    """Reading the shared prefix of 1,024 forks of one prompt once against reading it for every branch: 64 tokens each at
+    temperature 1; times are per token. "Apart" is the same engine with sharing off and at most 256 branches in a decode step. A
+    few branches are generated alone, and their tokens and KV are compared bit for bit."""
     sizes, (shape, device, dtype) = TINY_TREES if tiny else TreeSizes(), where(tiny)
     model = random_decoder(replace(shape, max_positions=2 * max(sizes.prefixes)), device, dtype)
     room = 2 * max(sizes.prefixes) + sizes.branches * (sizes.tokens + 32)
@@ -208,11 +208,10 @@ def differing(engine: Engine, chain: Branch, sizes: Sizes, found: Sequence[Rollo
 
 @case("rollouts-gpu", needs="gpu", clock="wall", quick={"tiny": True, "sentences": 5, "n": 4})
 def rollouts(tiny: bool = False, sentences: int = 100, n: int = 100) -> Lines:
-    """100 sentences x 100 rollouts x 64 tokens with states at sentence ends, by one call of `branch.stream_rollouts`. The
-    vocabulary is made up: a token in eight ends a sentence. S of four layers is kept at the fork and at the end of every
-    sentence of every rollout; finished waves go to a folder on local disk, so that memory does not grow with the number of
-    rollouts. Some rollouts are generated again, each alone and with sharing off, and compared bit for bit. Last, a few are
-    written as a dump, which computes their paths once more, and the dump is verified."""
+    """100 sentences x 100 rollouts x 64 tokens by one call of `branch.stream_rollouts`, with S of four layers kept at the fork
+    and at every sentence end; a token in eight ends a sentence. Finished waves go to a folder, so that memory does not grow.
+    Some rollouts are generated again, alone and with sharing off, and compared bit for bit. Last, a few are written as a dump,
+    which computes their paths once more and is verified."""
     sizes = replace(TINY if tiny else Sizes(), sentences=sentences, n=n)
     engine = make_engine(tiny, sizes)
     cuda, chain = engine.runner.device == "cuda", make_chain(engine, sizes)

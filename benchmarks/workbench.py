@@ -193,11 +193,9 @@ class Jobs:
 )  # fmt: skip
 def workbench_cpu(jobs: tuple[str, ...] = ("lens", "patch", "steer", "resample", "ablate"), count: int = 4) -> Lines:
     """Five jobs on SmolLM2-135M by the workbench and by TransformerLens, CPU milliseconds per cell of a grid or per
-    continuation. A round of ours is the whole verb, with all its cells. Where TransformerLens computes one hooked pass per
-    cell, it runs an evenly spread sample of the same cells. The grid of ablations is 100 prompts x 30 layers x 9 heads; both
-    sides run `count` of the prompts, which are computed one after the other on either side. `batched` is TransformerLens with
-    16 prompts in one batch, which a user can do if all prompts have the same length, and in the grid of patches with all
-    positions of a layer in one batch."""
+    continuation. A round of ours is the whole verb. Where TransformerLens computes one hooked pass per cell, it runs an evenly
+    spread sample of the cells. Of the 100 prompts of the ablations both sides run `count`. `batched`: TransformerLens with 16
+    prompts of one length in a batch, and in the grid of patches with all positions of a layer in one."""
     made = Jobs(count)
     for job in jobs:
         yield from getattr(made, job)()
@@ -238,9 +236,9 @@ def attributed_by_autograd(model: Any, clean: Tensor, corrupt: Tensor) -> None:
 )  # fmt: skip
 def gradients_cpu(lengths: tuple[int, ...] = (14, 64, 256)) -> Lines:
     """Gradients and attribution at S, T and C of SmolLM2-135M (or a random model of its shape), CPU seconds on one thread.
-    TransformerLens runs as its tutorial on attribution patching does: a cached forward pass of the clean prompt, then a forward
-    and a backward pass of the corrupt one, with hooks that keep activations and gradients. The arm of Hugging Face is what
-    autograd costs at best: weights are frozen, and only the last row has logits."""
+    TransformerLens runs as in its tutorial on attribution patching: a cached forward pass of the clean prompt, then a forward
+    and a backward pass of the corrupt one with hooks. Hugging Face is what autograd costs at best: frozen weights, logits of
+    the last row alone."""
     model, _ = smollm2_or_shape()
     lens, engine = bridge(model).requires_grad_(True), Engine.load(model, check=False)
     names = set(engine.sites.select("STC")[0])
@@ -310,10 +308,9 @@ def differing(engine: Engine, clean: list[int], corrupt: list[int], found: Tenso
     rounds=3, quick={"tiny": True, "positions": 6, "rounds": 1},
 )  # fmt: skip
 def workbench_gpu(tiny: bool = False, positions: int = 64, rounds: int = 3, max_rows: int = 2112) -> Lines:
-    """`patch` on a GPU: a grid of 32 layers x 64 positions of the Llama-3.1-8B shape, every cell a fork of one edited prompt;
-    both prompts, all cells, the metric. The best round counts; the first two compile. Some cells are computed again, alone,
-    and must have the same bits. Then gradients and attribution at all S, T and C of the same prompt, in units of its forward
-    pass."""
+    """`patch` on a GPU: a grid of 32 layers x 64 positions of the Llama-3.1-8B shape, both prompts and the metric included. The
+    best round counts; the first two compile. Some cells are computed again, alone, and must have the same bits. Then gradients
+    and attribution at all S, T and C of the same prompt, in units of its forward pass."""
     engine = Engine(random_decoder(*where(tiny)), cache_tokens=64 * 256, max_rows=max_rows)  # a layer's cells have 2,080 rows
     clean, corrupt = differing_prompts(engine, positions)
     best = host = float("inf")
