@@ -13,8 +13,8 @@ from benchmarks.harness import CASES, Case, chosen, refuse_missing, run
 
 TOPICS = (
     "generation", "hostwork", "loading", "dump", "feed", "workbench", "probes", "engine_gpu",
-    "hybrids_ranks_gpu", "baselines", "long", "resampling", "kernels", "kernels_attention", "natural", "natural_pages",
-    "thinking", "thinking_latency", "thinking_tables",
+    "hybrids_ranks_gpu", "baselines", "long", "resampling", "kernels", "natural", "natural_pages",
+    "thinking", "thinking_tables",
 )  # fmt: skip
 """modules that declare cases"""
 

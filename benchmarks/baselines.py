@@ -1,24 +1,21 @@
 """The engine against its baselines: decode and prompt passes, capture, mixed load, Hugging Face.
 
-Llama-3.1-8B shape, random weights, bfloat16, on a GPU; `--quick` has a tiny model on the CPU. Every part checks what it times
-before it times it. Baselines that promise nothing about bits:
-
-* shared: the library's products, our attention kernel, cache and graphs (the engine's own fast path);
-* library: the library's products and attention over a contiguous cache, see `library.py`;
-* Hugging Face's `generate` and forward on the same weights and device.
+Llama-3.1-8B shape, random weights, bfloat16, on a GPU. Every part checks what it times before it times it. Two baselines
+promise nothing about bits: shared, the engine's own fast path, has the library's products with our attention, cache and graphs;
+library has the library's attention, too, over a contiguous cache (`library.py`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Line, Lines, case, random_tokens
+from benchmarks.harness import Line, Lines, case, random_tokens, slug
 from benchmarks.library import LibraryDecoder, graphed
-from benchmarks.subjects import ENDLESS, difference, hugging_face, random_decoder, where
+from benchmarks.subjects import ENDLESS, certified, checked, difference, hugging_face, random_decoder, released, steps, where
 from replaylens.engine.engine import Engine
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.passes.batch import Segment
@@ -41,7 +38,7 @@ class Sizes:
     captured: tuple[tuple[int, int], ...] = ((1, 32), (8, 32), (64, 32), (256, 32), (64, 128))
     """branches, and tokens that each generates; at the end of a round, the last rows are still on their way"""
     capture_context: int = 32
-    """tokens before the captured decode steps; the rows of all arms are kept at once"""
+    """the rows of all arms are kept at once"""
     capture_prompts: tuple[int, int] = (64, 512)
     requests: int = 64
     request_lengths: tuple[int, int] = (32, 256)
@@ -71,9 +68,9 @@ class Subject:
     def prompts(self, count: int, length: int, seed: int = 0) -> list[list[int]]:
         return random_tokens(count, length, self.engine.config.vocab_size, 1000 * seed + count)
 
-    def clear(self) -> None:
+    def clear(self, branches: Iterable[Branch] = ()) -> None:
         """Nothing that was measured stays in the way of what comes next."""
-        self.engine.prefix.clear()
+        released(self.engine, branches)
         if self.device == "cuda":
             torch.cuda.empty_cache()
 
@@ -85,8 +82,7 @@ def make_subject(tiny: bool) -> Subject:
     longest = max([length for _, length in sizes.prompts] + list(sizes.contexts))
     room = max(sizes.batches) * (longest + 4 * sizes.steps) + 4096
     room = max(room, *(10 * count * (sizes.capture_context + tokens + 32) for count, tokens in sizes.captured))
-    engine = Engine(random_decoder(shape, device, dtype), cache_tokens=room)
-    print(f"certified: {engine.certificate.certified}; controls that differed: {engine.certificate.has_teeth}", flush=True)
+    engine = certified(Engine(random_decoder(shape, device, dtype), cache_tokens=room))
     return Subject(engine, sizes, device, 1e-4 if tiny else 0.1)
 
 
@@ -133,38 +129,23 @@ def _checked_prompt(subject: Subject, library: LibraryDecoder, segments: list[Se
 def decode_steps(tiny: bool = False) -> Lines:
     """One greedy token for every branch of a batch, without the host: library and shared baselines."""
     subject = make_subject(tiny)
-    engine, steps = subject.engine, subject.sizes.steps
+    engine, number = subject.engine, subject.sizes.steps
     for context in subject.sizes.contexts:
         for count in subject.sizes.batches:
             paths = subject.prompts(count, context)
-            branches = engine.prompts(paths)
-            _check_company(subject, branches, paths[0])
-            library = LibraryDecoder(engine.model, count, context + steps)
-            # ours goes from `context` on; the library stays in the middle of that
-            work, mine = _library_step(subject, library, paths, context + steps // 2), _engine_steps(subject, branches, context)
-            arms = {
-                "ours": lambda: mine(True),
-                "library": lambda: [work() for _ in range(steps)],
-                "shared": lambda: mine(False),
-            }
-            found = yield Line(f"decode, batch {count}, {context} tokens before", arms, per=steps)
-            found.note(ratio_to_shared=found.values["shared"] / found.values["ours"], library_attention=library.chosen["step"])
+            branches = checked(engine, paths, number)
             for branch in branches:
-                branch.release()
-            subject.clear()
-
-
-def _check_company(subject: Subject, branches: list[Branch], path: list[int]) -> None:
-    """The first branch, generated beside the others, has the bits of one that was alone."""
-    subject.engine.prefix.clear()  # otherwise it would share the pages of its twin
-    (single,) = subject.engine.prompts([path])
-    length = single.length
-    subject.engine.generate([single], subject.sizes.steps, window=1, sampling=ENDLESS)
-    subject.engine.generate(branches, subject.sizes.steps, sampling=ENDLESS)
-    assert branches[0].tokens == single.tokens and torch.equal(branches[0].kv(), single.kv()), "company moved bits"
-    for branch in branches:
-        branch.rollback(to=length)
-    single.release()
+                branch.rollback(to=context)
+            library = LibraryDecoder(engine.model, count, context + number)
+            work = _library_step(subject, library, paths, context + number // 2)  # ours goes from `context` on; it stays midway
+            arms = {
+                "ours": steps(engine, branches, number),
+                "library": lambda: [work() for _ in range(number)],
+                "shared": steps(engine, branches, number, exact=False),
+            }
+            found = yield Line(f"decode, batch {count}, {context} tokens before", arms, per=number)
+            found.note(ratio_to_shared=found.values["shared"] / found.values["ours"], library_attention=library.chosen["step"])
+            subject.clear(branches)
 
 
 def _library_step(subject: Subject, library: LibraryDecoder, paths: list[list[int]], length: int) -> Callable[[], Any]:
@@ -175,28 +156,6 @@ def _library_step(subject: Subject, library: LibraryDecoder, paths: list[list[in
     split = graphed(library.step(tokens[:, -1].contiguous(), tokens.shape[1]), subject.device)()
     assert difference(split, whole) < subject.tolerance, "the library's step computes something else"
     return graphed(library.step(tokens[:, -1].contiguous(), length), subject.device)
-
-
-def _engine_steps(subject: Subject, branches: list[Branch], context: int) -> Callable[[bool], Any]:
-    """`steps` decode steps from the prompts' last tokens on, canonical or fast, as the engine takes them between two looks of
-    the host; on a CPU it looks at each."""
-    engine, steps, runner = subject.engine, subject.sizes.steps, subject.engine.runner
-    tables = [branch.lane.table for branch in branches]
-    for table in tables:
-        runner.reserve(table, context - 1, context + steps)
-    if engine.loop.bursts is not None:
-        from replaylens.engine.passes.bursts import BurstRequest
-
-        bursts = engine.loop.bursts
-        places = [BurstRequest(b.tokens[-1], context - 1, table, ENDLESS) for b, table in zip(branches, tables, strict=True)]
-        return lambda exact: bursts.run(places, steps, exact)
-
-    def one_by_one(exact: bool) -> None:
-        for step in range(steps):
-            segments = [Segment(table, context + step, [2], 1) for table in tables]
-            (runner.exact if exact else runner.fast)(segments)
-
-    return one_by_one
 
 
 # Capture
@@ -257,9 +216,7 @@ def capture_prices(tiny: bool = False) -> Lines:
             work(name)
         _check({name: _found(branches[-1]) for name, branches in made.items()})
         yield from _prices(f"decode of {count} branches, {tokens} tokens", list(ARMS), cut, work, tokens, count)
-        for branch in (branch for branches in made.values() for branch in branches):
-            branch.release()
-        subject.clear()
+        subject.clear(branch for branches in made.values() for branch in branches)
     yield from _captured_prompts(subject, *subject.sizes.capture_prompts)
     subject.clear()
 
@@ -270,9 +227,8 @@ def _captured_prompts(subject: Subject, count: int, length: int) -> Lines:
     made: list[Branch] = []
 
     def cut(name: str) -> None:
-        while made:
-            made.pop().release()
-        engine.prefix.clear()
+        released(engine, made)
+        made.clear()
 
     def work(name: str, some: int = count) -> None:
         made.extend(ARMS[name].prompts(subject, paths[:some]))
@@ -288,9 +244,7 @@ def _captured_prompts(subject: Subject, count: int, length: int) -> Lines:
     cut("")
 
 
-def _prices(
-    what: str, arms: list[str], cut: Callable[[str], None], work: Callable[[str], None], steps: int, rows: int
-) -> Lines:
+def _prices(what: str, arms: list[str], cut: Callable[[str], Any], work: Callable[[str], Any], steps: int, rows: int) -> Lines:
     """One line per arm. Freeing what the round before kept is not timed."""
     found = yield Line(f"{what}: all arms", {name: lambda name=name: work(name) for name in arms}, per=steps, before=cut)
     for name, taken in found.values.items():
@@ -317,14 +271,8 @@ def _check(found: dict[str, dict[str, Tensor]]) -> None:
 
 # Mixed load
 
-SHARES: dict[str, tuple[float, dict[str, Any]]] = {
-    "0 %": (0.0, {}),
-    "10 %": (0.1, {}),
-    "50 %": (0.5, {}),
-    "100 %": (1.0, {}),
-    "100 %, drafted and verified": (1.0, {"window": 8}),
-}
-"""the share of deterministic requests, and how they are served"""
+SHARES = {"0 %": 0.0, "10 %": 0.1, "50 %": 0.5, "100 %": 1.0, "100 %, drafted and verified": 1.0}
+"""the share of deterministic requests"""
 Requests = list[tuple[list[int], int, float]]
 """(prompt, step of arrival, rank): a request is deterministic where its rank lies below the share"""
 
@@ -335,10 +283,8 @@ Requests = list[tuple[list[int], int, float]]
 )  # fmt: skip
 def mixed_load(tiny: bool = False) -> Lines:
     """Requests of which some ask for deterministic tokens, against the same requests without that promise: tokens per second
-    over those at 0 %. Two kinds of arrival, both counted in steps of the engine, so that every round has the same schedule:
-    all at once, and spread over the first steps. Every share keeps the graphs of its own passes: if they shared one store of
-    graphs, the shares with shapes in common would drop those of the others, who would pay for making them again in every
-    round."""
+    over those at 0 %. They arrive all at once, or spread over the first steps of the engine, the same in every round. Every
+    share keeps the graphs of its own passes: in one store they would drop each other's and make them again in every round."""
     subject = make_subject(tiny)
     engine, requests, graphs = subject.engine, _requests(subject), {share: _graphs(subject) for share in SHARES}
     kept, tokens = engine.runner.graphs, subject.sizes.requests * subject.sizes.request_tokens
@@ -346,12 +292,10 @@ def mixed_load(tiny: bool = False) -> Lines:
         rejected: dict[str, int] = {}
         texts: dict[str, dict[int, list[int]]] = {}
 
-        def before(share: str) -> None:
-            engine.runner.graphs = graphs[share]
-
         def after(share: str, served: list[Any]) -> None:
             rejected[share], texts[share] = _ended(subject, served)
 
+        before = lambda share: setattr(engine.runner, "graphs", graphs[share])  # noqa: E731
         arms = {share: lambda share=share: _serve(subject, requests, share, arrival) for share in SHARES}
         found = yield Line(f"mixed load, {arrival}", dict(arms), before=before, after=after)
         for share, own in texts.items():
@@ -389,15 +333,14 @@ def _requests(subject: Subject) -> Requests:
 
 def _serve(subject: Subject, requests: Requests, arm: str, arrival: str) -> list[Any]:
     """The branch and stream of every request, done."""
-    engine, (share, how), tokens = subject.engine, SHARES[arm], subject.sizes.request_tokens
+    engine, share, tokens = subject.engine, SHARES[arm], subject.sizes.request_tokens
     waiting, served, step = list(requests), [], 0
     while waiting or any(not stream.job.done for _, stream in served):
         while waiting and (arrival == "at once" or waiting[0][1] <= step):
             path, _, rank = waiting.pop(0)
             branch = engine.handle(engine.forest.plant(path, None))  # its prompt is computed with its request
-            options = how if rank < share else {}
-            stream = engine.stream(branch, tokens, sampling=ENDLESS, deterministic=rank < share, **options)
-            served.append((branch, stream))
+            window = 8 if "drafted" in arm else None
+            served.append((branch, engine.stream(branch, tokens, sampling=ENDLESS, deterministic=rank < share, window=window)))
         engine.loop.step()
         step += 1
     return served
@@ -408,10 +351,9 @@ def _ended(subject: Subject, served: list[Any]) -> tuple[int, dict[int, list[int
     assert all(len(branch.generated) == subject.sizes.request_tokens for branch, _ in served)
     found = {number: branch.tokens for number, (branch, stream) in enumerate(served) if stream.job.exact}
     rejected = sum(stream.job.statistics.rejected for _, stream in served)
-    for branch, stream in served:
+    for _, stream in served:
         stream.close()
-        branch.release()
-    subject.engine.prefix.clear()
+    released(subject.engine, (branch for branch, _ in served))
     return rejected, found
 
 
@@ -424,8 +366,7 @@ def _ended(subject: Subject, served: list[Any]) -> tuple[int, dict[int, list[int
 )  # fmt: skip
 def hugging_face_numbers(tiny: bool = False) -> Lines:
     """Hugging Face's `generate` and forward on the same weights and device, beside our engine through its public API. A step
-    is what the longer of two generations takes more. Eager first; the compiled one last, because compiling takes a minute or
-    two."""
+    is what the longer of two generations takes more. The compiled one comes last: compiling takes a minute or two."""
     subject = make_subject(tiny)
     model = hugging_face(subject.engine.model)
     _check_peer(subject, model)
@@ -435,19 +376,13 @@ def hugging_face_numbers(tiny: bool = False) -> Lines:
         paths = subject.prompts(count, length)
         x = torch.tensor(paths, device=subject.device)
         arms = {
-            "ours": lambda: _released(subject, subject.engine.prompts(paths)),
+            "ours": lambda: released(subject.engine, subject.engine.prompts(paths)),
             "hugging face": torch.inference_mode()(lambda: model(x, logits_to_keep=1)),
         }
         yield Line(f"Hugging Face, eager, prompts, {count} x {length} tokens", arms)
     if subject.device == "cuda":
         yield from _generation(subject, model, 1, "compiled, static cache", cache_implementation="static")
     subject.clear()
-
-
-def _released(subject: Subject, branches: list[Branch]) -> None:
-    for branch in branches:
-        branch.release()
-    subject.engine.prefix.clear()
 
 
 @torch.inference_mode()
@@ -474,18 +409,13 @@ def _generation(subject: Subject, model: Any, count: int, how: str, **options: A
         assert out.shape == (count, length + tokens)
 
     def ours(tokens: int) -> None:
-        _released(subject, subject.engine.generate(subject.engine.prompts(paths), tokens, sampling=ENDLESS))
+        released(subject.engine, subject.engine.generate(subject.engine.prompts(paths), tokens, sampling=ENDLESS))
 
-    arms = {
-        "ours": lambda: ours(many),
-        "hugging face": lambda: theirs(many),
-        "ours, few": lambda: ours(few),
-        "hugging face, few": lambda: theirs(few),
-    }
+    arms: dict[str, Any] = {}
+    for arm, work in (("ours", ours), ("hugging face", theirs)):
+        arms |= {arm: partial(work, many), f"{arm}, few": partial(work, few)}
     found = yield Line(f"Hugging Face, {how}, batch {count}", arms)
-    our_step, their_step = (
-        (found.values[arm] - found.values[f"{arm}, few"]) / (many - few) for arm in ("ours", "hugging face")
-    )
-    found.judge(their_step / our_step)
-    found.note(hugging_face_ms=1e3 * their_step, ours_ms=1e3 * our_step)
-    found.note(hugging_face_tokens_per_s=count / their_step, ours_tokens_per_s=count / our_step)
+    step = {arm: (found.values[arm] - found.values[f"{arm}, few"]) / (many - few) for arm in ("ours", "hugging face")}
+    found.judge(step["hugging face"] / step["ours"])
+    for arm, taken in step.items():
+        found.note(**{f"{slug(arm)}_ms": 1e3 * taken, f"{slug(arm)}_tokens_per_s": count / taken})

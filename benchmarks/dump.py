@@ -1,8 +1,7 @@
 """Writing dumps of S, T, C: against TransformerLens and Hugging Face on one CPU thread, against the bytes alone on a GPU.
 
-On the CPU, all tools run in turns within one run, and the ratios are rows per CPU second. The others get batches sorted by
-length, so they never pad, and write bare tensors; replaylens also writes rejected branches, labels, probabilities and hashes.
-Rows count tokens on accepted paths only, which all of them have. A round ends with a sync to disk.
+On the CPU, the others get batches sorted by length, so they never pad, and write bare tensors; replaylens also writes rejected
+branches, labels, probabilities and hashes. Rows count tokens on accepted paths only, which all of them have.
 """
 
 import os
@@ -10,7 +9,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,20 +18,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.harness import Found, Line, Lines, case, in_process, memory_mb, seconds
-from benchmarks.subjects import bridge, peer, random_decoder, smollm2_or_shape, where
+from benchmarks.harness import Line, Lines, case, seconds
+from benchmarks.subjects import bridge, peer, random_decoder, where
 from replaylens import tasks
-from replaylens.engine.dump.content import Content
-from replaylens.engine.dump.maker import ShardMaker, make_plan, write_dump
-from replaylens.engine.dump.manifest import SiteEntry
-from replaylens.engine.dump.plan import DumpPlan
-from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.rows import assemble
+from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.verify import verify
-from replaylens.engine.dump.writer import DumpWriter
 from replaylens.engine.engine import Engine
-from replaylens.engine.model import loading
-from replaylens.engine.replay.replayer import ReplayOptions, replay_examples
 from replaylens.tasks import Example, WordTokenizer
 from replaylens.tasks.task import AnyTask
 
@@ -56,6 +46,7 @@ def batches(engine: Engine, examples: list[Example]) -> Iterator[Tensor]:
 
 
 def generated(model: Any, prompts: Tensor, **more: Any) -> Any:
+    """Hugging Face's greedy answers."""
     options = dict(max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, attention_mask=torch.ones_like(prompts))
     return model.generate(prompts, return_dict_in_generate=True, **options, **more)
 
@@ -86,11 +77,11 @@ def with_hugging_face(model: Any, engine: Engine, examples: list[Example], folde
     return rows
 
 
-def ours(engine: Engine, task: AnyTask, n: int, folder: Path, **options: Any) -> Dump:
-    plan = make_plan(engine, task, n, **{"sites": "STC", "max_new": NEW, **options})
-    dump = write_dump(engine, plan, folder, batch=BATCH)
+def dumped(engine: Engine, task: AnyTask, n: int, folder: Path, **options: Any) -> int:
+    """Ours. Returns the row count."""
+    dump = write_dump(engine, make_plan(engine, task, n, sites="STC", max_new=NEW, **options), folder / "dump", batch=BATCH)
     assert dump is not None
-    return dump
+    return dump.manifest.accepted_rows
 
 
 def words_of(vocab_size: int) -> WordTokenizer:
@@ -99,53 +90,13 @@ def words_of(vocab_size: int) -> WordTokenizer:
     return WordTokenizer([*words, *(f" x{number}" for number in range(vocab_size - 2 - len(words)))])
 
 
-@contextmanager
-def in_folders(ways: dict[str, Way], what: str) -> Iterator[tuple[Line, Callable[[Found, str, str], None]]]:
-    """(a line whose arms write to a folder each, which a sync to disk ends; what notes its rows per CPU second)."""
-    with tempfile.TemporaryDirectory() as name:
-        folder, rows, sizes = Path(name) / "out", dict[str, int](), dict[str, int]()
-
-        def work(arm: str) -> None:
-            rows[arm] = ways[arm](folder)
-            sync(folder)
-
-        def after(arm: str, result: Any) -> None:
-            sizes[arm] = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-            shutil.rmtree(folder)
-
-        def note(found: Found, best: str, baseline: str) -> None:
-            """Mutates: the ratio is that of rows, since not all write as many."""
-            rates = {arm: rows[arm] / taken for arm, taken in found.values.items()}
-            found.judge(rates[best] / rates[baseline])
-            found.note(rows_per_cpu_s=rates, rows=dict(rows), bytes=dict(sizes))
-
-        arms = {arm: partial(work, arm) for arm in ways}
-        yield Line(what, arms, before=lambda arm: folder.mkdir(), after=after), note
-
-
-@torch.inference_mode()
-def with_given_paths(lens: Any, engine: Engine, examples: list[Example], folder: Path) -> int:
-    """run_with_cache over prompts and one more token, then torch.save. Returns the row count."""
-    rows, wanted = 0, {name for letter in "STC" for name in engine.sites.per_layer(letter)}
-    for number, prompts in enumerate(batches(engine, examples)):
-        tokens = torch.cat([prompts, prompts[:, -1:]], dim=1)
-        _, cache = lens.run_with_cache(tokens, names_filter=lambda name: name in wanted)
-        torch.save({name: cache[name] for name in wanted}, folder / f"{number}.pt")
-        rows += tokens.numel()
-    return rows
-
-
-def dumped(engine: Engine, task: AnyTask, count: int, folder: Path, **options: Any) -> int:
-    return ours(engine, task, count, folder / "dump", **options).manifest.accepted_rows
-
-
 @case(
     "dump-cpu.coin", ours=OURS, baseline=LENS, others=(NGRAM, BARE, HUGGING_FACE), aim=">= 1.5", unit="s", best=True,
     rounds=3, threads=1, quick={"n": 4},
 )  # fmt: skip
 def coin(n: int = 256) -> Lines:
     """A dump of coin examples with coin-plain, drafter lens, against tools that generate the answers and write every layer's
-    rows of every token. One thread, CPU seconds of the same rows."""
+    rows of every token. One thread, CPU seconds of the same rows, a sync to disk included."""
     engine, task = Engine.load("coin-plain"), tasks.get("coin")()
     model = peer(engine.model)
     lens, dump, examples = bridge(model), partial(dumped, engine, task, n), task.examples(n)
@@ -156,78 +107,26 @@ def coin(n: int = 256) -> Lines:
         LENS: lambda folder: with_transformer_lens(model, lens, engine, examples, folder),
         HUGGING_FACE: lambda folder: with_hugging_face(model, engine, examples, folder),
     }
-    with in_folders(ways, "coin-plain: a dump against TransformerLens generate + run_with_cache + torch.save") as (line, note):
-        found = yield line
-        best = min((OURS, NGRAM), key=found.values.__getitem__)
-        note(found, best, LENS)
-        rates = found.row["rows_per_cpu_s"]
-        what = "coin-plain: a dump against Hugging Face generate with hidden states (S only) + safetensors"
-        yield Line(what, ratio=rates[best] / rates[HUGGING_FACE], aim=">= 0.8")
-
-
-@case(
-    "dump-cpu.large", ours=OURS, baseline=LENS, others=(BARE,), aim=">= 1.0", unit="s", best=True, rounds=3, threads=1,
-    quick={"n": 2},
-)  # fmt: skip
-def large(n: int = 16) -> Lines:
-    """A dump of one new token with SmolLM2-135M's shape against run_with_cache on paths that are known, prompts of one length:
-    TransformerLens gets a single batch. One thread, CPU seconds."""
-    model, name = smollm2_or_shape()
-    engine = Engine(loading.load(model), words_of(model.config.vocab_size), cache_tokens=4096)
-    lens, task = bridge(model), tasks.get("coin")(flips=6, p=1.0)
-    dump = partial(dumped, engine, task, n, max_new=1, drafter="ngram")
-    ways: dict[str, Way] = {
-        OURS: dump,
-        BARE: partial(dump, probabilities=False),
-        LENS: lambda folder: with_given_paths(lens, engine, task.examples(n), folder),
-    }
-    with in_folders(ways, f"{name}: a dump against TransformerLens run_with_cache + torch.save, paths given") as (line, note):
-        note((yield line), OURS, LENS)
-
-
-@case("dump-cpu.parts", threads=1, quick={"n": 4, "rounds": 1})
-def parts(n: int = 256, rounds: int = 3) -> Lines:
-    """Where the CPU seconds of a dump go, each part on its own: replay, rows, digests, files. coin-plain, best of the
-    rounds."""
-    engine, task = Engine.load("coin-plain"), tasks.get("coin")()
-    plan = make_plan(engine, task, n, sites="STC", max_new=NEW, examples_per_shard=n)
-    maker = ShardMaker(engine, plan, BATCH)
-    options = ReplayOptions(sites=maker.wanted, drafter=plan.drafter, window=plan.window, max_new=NEW)
-    best: dict[str, float] = {}
-
-    def spent(what: str, work: Callable[[], Any]) -> Any:
-        taken, result = seconds(work, "cpu")
-        best[what] = min(best.get(what, float("inf")), taken)
-        return result
-
-    for _ in range(rounds):
-        results = spent("replay with capture", lambda: replay_examples(engine, task.examples(n), options, BATCH))
-        content: Content = spent("rows, labels, probabilities", lambda results=results: assemble(engine, plan, results))
-        digests = spent("digests of the content", content.digests)
-        sites: dict[str, SiteEntry] = maker.sites(content)
-        with tempfile.TemporaryDirectory() as name:
-            writer = DumpWriter(name, plan, engine.fingerprint)
-            writer.store.make()
-            spent("files, hashes and digests", lambda w=writer, c=content, s=sites: w.write_shard(0, c, s))
-        assert digests == content.digests()
-    whole = best["replay with capture"] + best["rows, labels, probabilities"] + best["files, hashes and digests"]
-    for what, cpu in best.items():
-        yield Line(f"part of a dump: {what}", numbers={"share": cpu / whole, "cpu_seconds": cpu})
-
-
-def peak(n: int) -> float:
-    """MB of this process after a dump of n examples."""
     with tempfile.TemporaryDirectory() as name:
-        ours(Engine.load("coin-plain"), tasks.get("coin")(), n, Path(name))
-    return memory_mb("VmHWM")
+        folder, sizes = Path(name) / "out", dict[str, int]()
 
+        def work(arm: str) -> int:
+            rows = ways[arm](folder)
+            sync(folder)
+            return rows
 
-@case("dump-cpu.memory", quick={"sizes": (4, 8)})
-def memory(sizes: tuple[int, ...] = (256, 512, 1024)) -> Lines:
-    """Peak memory of a process by number of examples dumped."""
-    peaks = {n: in_process(peak, n) for n in sizes}
-    numbers, ratio = {f"mb_at_{n}": mb for n, mb in peaks.items()}, peaks[sizes[-1]] / peaks[sizes[0]]
-    yield Line(f"peak memory, {sizes[-1]} examples over {sizes[0]}", ratio=ratio, aim="<= 1.1", numbers=numbers)
+        def after(arm: str, rows: int) -> None:
+            sizes[arm] = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+            shutil.rmtree(folder)
+
+        what = "coin-plain: a dump against TransformerLens generate + run_with_cache + torch.save"
+        found = yield Line(what, {arm: partial(work, arm) for arm in ways}, before=lambda arm: folder.mkdir(), after=after)
+    rates = {arm: found.results[arm] / taken for arm, taken in found.values.items()}  # not all write as many rows
+    best = max(rates[OURS], rates[NGRAM])
+    found.judge(best / rates[LENS])
+    found.note(rows_per_cpu_s=rates, rows=found.results, bytes=sizes)
+    what = "coin-plain: a dump against Hugging Face generate with hidden states (S only) + safetensors"
+    yield Line(what, ratio=best / rates[HUGGING_FACE], aim=">= 0.8")
 
 
 # On a GPU
@@ -260,13 +159,6 @@ def write_raw(sizes: list[int], folder: Path) -> None:
         list(pool.map(one, range(len(sizes))))
 
 
-def write_ours(engine: Engine, plan: DumpPlan, folder: Path) -> Dump:
-    engine.prefix.clear()
-    dump = write_dump(engine, plan, folder, batch=64, writers=WRITERS)
-    assert dump is not None
-    return dump
-
-
 @case(
     "dump-gpu", ours="dump", baseline="raw", aim=">= 0.8", needs="gpu", clock="wall", unit="s", best=True, rounds=3,
     quick={"tiny": True, "examples": 4},
@@ -282,25 +174,25 @@ def dump_gpu(tiny: bool = False, examples: int = 160) -> Lines:
     plan = make_plan(engine, task, examples, sites="STC", drafter="ngram", max_new=4, examples_per_shard=max(1, examples // 16))
     with tempfile.TemporaryDirectory() as name:
         folder, raw = Path(name) / "dump", Path(name) / "raw"
-        write_ours(engine, plan, folder)
-        sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
-        taken, found = seconds(lambda: verify(folder, engine, sample=0.1), "wall")
-        yield Line("verified, a tenth by replay", met=bool(found), numbers={"rows": found.rows, "seconds": taken})
-
-        def before(arm: str) -> None:
-            for each in (folder, raw):
-                shutil.rmtree(each, ignore_errors=True)
 
         def dump() -> None:
-            write_ours(engine, plan, folder)
+            engine.prefix.clear()
+            assert write_dump(engine, plan, folder, batch=64, writers=WRITERS) is not None
             sync(folder)
 
         def plain() -> None:
             write_raw(sizes, raw)
             sync(raw)
 
-        line = yield Line(
-            f"dump of S, T, C, {examples} examples, {WRITERS} writers", {"dump": dump, "raw": plain}, before=before
-        )
+        def before(arm: str) -> None:
+            for each in (folder, raw):
+                shutil.rmtree(each, ignore_errors=True)
+
+        dump()
+        sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+        taken, found = seconds(lambda: verify(folder, engine, sample=0.1), "wall")
+        yield Line("verified, a tenth by replay", met=bool(found), numbers={"rows": found.rows, "seconds": taken})
+        what = f"dump of S, T, C, {examples} examples, {WRITERS} writers"
+        line = yield Line(what, {"dump": dump, "raw": plain}, before=before)
         rates = {f"{arm}_gb_per_s": sum(sizes) / time / 1e9 for arm, time in line.values.items()}
         line.note(gb=sum(sizes) / 1e9, **rates)

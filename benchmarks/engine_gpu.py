@@ -1,27 +1,26 @@
 """The engine on a CUDA device against its own fast path, which promises nothing about bits: random weights, bfloat16.
 
 `engine-gpu` has the Llama-3.1-8B shape: the fast path has the library's products in the same graphs. `experts-gpu` has the
-Qwen3-30B-A3B shape: the fast path has our products of experts, or the library's grouped product, and the faster of the two
-counts. `portable-gpu` has the 8B shape in float32, whose digests hold on every machine, with weights stored in bfloat16. Bits
-are checked before every timing: a request alone and among others.
+Qwen3-30B-A3B shape: the fast path has our products of experts, or the library's grouped product, and the faster counts.
+`portable-gpu` has the 8B shape in float32, whose digests hold on every machine. Bits are checked before every timing.
 """
 
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.harness import Line, Lines, case, random_tokens, seconds
-from benchmarks.subjects import ENDLESS, SHAPE, random_decoder
+from benchmarks.subjects import ENDLESS, SHAPE, certified, checked, random_decoder, released, steps
 from replaylens.engine.engine import Engine
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.model.config import Activation, MixtureConfig, ModelConfig, Rope, Routing
 from replaylens.engine.model.decoder import Decoder, Mixture
-from replaylens.engine.model.layers import Experts, rotary_table
+from replaylens.engine.model.layers import Experts
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.proof import trace
 from replaylens.engine.records import LensSpec
@@ -29,9 +28,8 @@ from replaylens.engine.request.capture import CaptureSpec, PassTap
 from replaylens.engine.request.sampling import Sampling
 
 EXPERTS = ModelConfig(
-    num_layers=48, d_model=2048, num_heads=32, num_kv_heads=4, d_head=128, d_mlp=6144, vocab_size=151936, max_positions=8192,
-    norm_eps=1e-6, rotary_dim=128, rope=Rope(theta=1e6), qk_norm=True, tied_embeddings=False,
-    mixture=MixtureConfig(num_experts=128, d_expert=768, routing=Routing(top=8)),
+    48, 2048, 32, 4, 128, 6144, 151936, 8192, norm_eps=1e-6, rotary_dim=128, rope=Rope(theta=1e6), qk_norm=True,
+    tied_embeddings=False, mixture=MixtureConfig(num_experts=128, d_expert=768, routing=Routing(top=8)),
 )  # fmt: skip
 STEPS = 16
 """decode steps that are timed together"""
@@ -47,39 +45,13 @@ def llama() -> Engine:
 @cache
 def experts() -> Engine:
     trace.weights_hash = kept_hash
-    return certified(Engine(random_mixture(EXPERTS), cache_tokens=64 * 512))
-
-
-def certified(engine: Engine) -> Engine:
-    print(f"certified: {engine.certificate.certified}; controls that differed: {engine.certificate.has_teeth}", flush=True)
-    return engine
+    return certified(Engine(random_decoder(EXPERTS, "cuda", torch.bfloat16), cache_tokens=64 * 512))
 
 
 def kept_hash(model: torch.nn.Module) -> str:
     """Of a few numbers per tensor: hashing 61 GB would take longer than everything that is measured."""
     ends: list[Tensor] = [x.flatten()[:: max(1, x.numel() // 8)].float().sum() for x in model.state_dict().values()]
     return f"{float(torch.stack(ends).sum()):.8e}"
-
-
-def random_mixture(shape: ModelConfig, like: Decoder | None = None) -> Decoder:
-    """Weights made on the device in bfloat16. They do not fit there twice: those of `like` are shared where shapes agree."""
-    torch.manual_seed(0)
-    held = {} if like is None else dict(like.named_parameters())
-    with torch.device("meta"):
-        model = Decoder(shape)
-    for name, parameter in list(model.named_parameters()):
-        module, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-        if name in held and held[name].shape == parameter.shape:
-            setattr(module, leaf, held[name])
-            continue
-        new = torch.empty(parameter.shape, dtype=torch.bfloat16, device="cuda")
-        is_norm = ".ln" in name or "_norm" in name or name.startswith("ln")
-        new = new.fill_(1.0) if is_norm else new.normal_(std=0.02 if "router" not in name else 0.1)
-        setattr(module, leaf, torch.nn.Parameter(new, requires_grad=False))
-    for number, rope in enumerate(model._ropes):
-        table = rotary_table(rope, shape.rotary_dim, shape.max_positions).cuda()
-        model.register_buffer(f"rotary_{number}", table, persistent=False)
-    return model.eval()
 
 
 def prompts(engine: Engine, count: int, length: int) -> list[list[int]]:
@@ -107,54 +79,25 @@ def one_read(model: Decoder) -> tuple[float, float]:
 # Decoding
 
 
-def checked(engine: Engine, count: int, sampling: Sampling) -> list[Any]:
-    """Branches after some steps in company. The first one has the bits that it has alone."""
-    given = prompts(engine, count, 128)
-    single = engine.prompt(given[0])
-    engine.generate([single], 24, window=1, sampling=sampling)
-    branches = engine.prompts(given)
-    engine.generate(branches, 24, sampling=sampling)
-    assert branches[0].tokens == single.tokens and torch.equal(branches[0].kv(), single.kv()), "company moved bits"
-    single.release()
-    return branches
-
-
-def places(engine: Engine, branches: list[Any], sampling: Sampling, spec: CaptureSpec | None = None) -> list[Any]:
-    from replaylens.engine.passes.bursts import BurstCapture, BurstRequest
-
-    found = []
-    for branch in branches:
-        lane = branch.lane
-        engine.runner.reserve(lane.table, lane.computed, lane.computed + 2 * STEPS)
-        wanted = None if spec is None else BurstCapture(spec, range(STEPS))
-        found.append(BurstRequest(branch.tokens[-1], lane.computed, lane.table, sampling, wanted=wanted))
-    return found
-
-
-def released(engine: Engine, branches: list[Any]) -> None:
-    for branch in branches:
-        branch.release()
-    engine.prefix.clear()
+def against_one_read(engine: Engine, step: float, what: str, aim: str) -> Line:
+    """A step of one branch against one read of the weights that it needs."""
+    floor, speed = one_read(engine.model)
+    numbers = {"floor_ms": 1e3 * floor, "copy_TB_s": speed * 1e-12}
+    return Line(f"batch-1 step against one read of the {what}", ratio=floor / step, aim=aim, numbers=numbers)
 
 
 @case("engine-gpu.decode", **DECLARED)
 def decode(batches: tuple[int, ...] = (1, 8, 64)) -> Lines:
     """Deterministic decode steps against the fast path, greedy and drawn; the batch-1 step against one read of the weights."""
     engine = llama()
-    floor, speed = one_read(engine.model)
     for count in batches:
         for sampling, what, aim in ((ENDLESS, "", ">= 0.97"), (DRAWN, ", drawn at temperature 0.8", "")):
-            branches = checked(engine, count, sampling)
-            given = places(engine, branches, sampling)
-            arms = {
-                name: lambda exact=name == "exact": engine.loop.bursts.run(given, STEPS, exact) for name in ("exact", "fast")
-            }
-            found = yield Line(f"deterministic decode{what}, batch {count}", dict(arms), per=STEPS, aim=aim)
+            branches = checked(engine, prompts(engine, count, 128), 24, sampling)
+            arms = {arm: steps(engine, branches, STEPS, sampling, arm == "exact") for arm in ("exact", "fast")}
+            found = yield Line(f"deterministic decode{what}, batch {count}", arms, per=STEPS, aim=aim)
             released(engine, branches)
             if count == 1 and sampling is ENDLESS:
-                numbers = {"floor_ms": 1e3 * floor, "copy_TB_s": speed * 1e-12}
-                ratio = floor / found.values["exact"]
-                yield Line("batch-1 step against one read of the weights", ratio=ratio, aim=">= 0.75", numbers=numbers)
+                yield against_one_read(engine, found.values["exact"], "weights", ">= 0.75")
 
 
 @case("experts-gpu.decode", **DECLARED, others=("captured", "library experts"))
@@ -162,23 +105,18 @@ def experts_decode(batches: tuple[int, ...] = (1, 8, 64)) -> Lines:
     """Deterministic decode steps of a mixture of experts against the faster own path without the promise; the cost of capturing
     the routers' sites; the batch-1 step against one read of the active weights."""
     engine = experts()
-    (floor, speed), spec = one_read(engine.model), CaptureSpec(router_sites(engine.model))
+    spec = CaptureSpec(router_sites(engine.model))
     for count in batches:
-        branches = checked(engine, count, ENDLESS)
-        plain, wanted = places(engine, branches, ENDLESS), places(engine, branches, ENDLESS, spec)
-        run = lambda given, exact: engine.loop.bursts.run(given, STEPS, exact)  # noqa: E731
-        library = float("inf")
+        branches, library = checked(engine, prompts(engine, count, 128), 24), float("inf")
+        arms = {"exact": steps(engine, branches, STEPS), "fast": steps(engine, branches, STEPS, exact=False)}
         try:
             with library_experts(engine):
-                found = yield Line(
-                    f"fast decode with the library's grouped product, batch {count}",
-                    {"library experts": lambda: run(plain, False)},
-                    per=STEPS,
-                )
+                what = f"fast decode with the library's grouped product, batch {count}"
+                found = yield Line(what, {"library experts": arms["fast"]}, per=STEPS)
                 library = found.values["library experts"]
         except Exception:
             print(f"the library's grouped product failed\n{traceback.format_exc()}", flush=True)
-        arms = {"exact": lambda: run(plain, True), "fast": lambda: run(plain, False), "captured": lambda: run(wanted, True)}
+        arms["captured"] = steps(engine, branches, STEPS, spec=spec)
         what = f"deterministic decode, batch {count}, of the faster own path without the promise"
         found = yield Line(what, arms, per=STEPS, aim=">= 0.95")
         exact = found.values["exact"]
@@ -187,10 +125,7 @@ def experts_decode(batches: tuple[int, ...] = (1, 8, 64)) -> Lines:
         extra = found.values["captured"] / exact - 1
         yield Line(f"capture of router sites, batch {count}", aim="<= 3 %", met=extra <= 0.03, numbers={"extra": extra})
         if count == 1:
-            numbers = {"floor_ms": 1e3 * floor, "copy_TB_s": speed * 1e-12}
-            yield Line(
-                "batch-1 step against one read of the active weights", ratio=floor / exact, aim=">= 0.5", numbers=numbers
-            )
+            yield against_one_read(engine, exact, "active weights", ">= 0.5")
         released(engine, branches)
 
 
@@ -222,9 +157,8 @@ def library_experts(engine: Engine) -> Iterator[None]:
 
         def experts_out(self, hidden: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
             made = ordered(chosen, experts)
-            return unsorted(
-                product(hidden.flatten(0, 1)[made.order], experts.down, experts.down_bias, made, chosen), made, chosen
-            )
+            rows = hidden.flatten(0, 1)[made.order]
+            return unsorted(product(rows, experts.down, experts.down_bias, made, chosen), made, chosen)
 
     before = bursts.FastCudaOps
     engine.loop.bursts._graphs.clear()
@@ -239,15 +173,19 @@ def library_experts(engine: Engine) -> Iterator[None]:
 # Passes, captured rows, the whole engine
 
 
+def prompt_pass(engine: Engine, rows: int) -> list[Segment]:
+    """One prompt, whose pass becomes a graph at once."""
+    engine.runner.graphs.worth, table = 1, PageTable()
+    engine.runner.reserve(table, 0, rows)
+    return [Segment(table, 0, prompts(engine, 1, rows)[0], 1)]
+
+
 def passes(engine: Engine, names: frozenset[str], sites: str, most: float) -> Lines:
     """Canonical passes against the fast path, and the price of capture, which may be `most`."""
     from replaylens.engine.passes.graphs import WORTH
 
-    engine.runner.graphs.worth = 1
     for rows in (512, 2048):
-        table = PageTable()
-        engine.runner.reserve(table, 0, rows)
-        segment = [Segment(table, 0, prompts(engine, 1, rows)[0], 1)]
+        segment = prompt_pass(engine, rows)
         arms = {
             "exact": lambda: engine.runner.exact(segment),
             "fast": lambda: engine.runner.fast(segment),
@@ -257,7 +195,7 @@ def passes(engine: Engine, names: frozenset[str], sites: str, most: float) -> Li
         extra = found.values["captured"] / found.values["exact"] - 1
         aim = f"<= {100 * most:.0f} %"
         yield Line(f"capture of {sites}, {rows} rows", aim=aim, met=extra <= most, numbers={"extra": extra})
-        engine.runner.pool.release(table)
+        engine.runner.pool.release(segment[0].table)
     engine.runner.graphs.worth = WORTH
 
 
@@ -299,12 +237,8 @@ def portable_decode(batches: tuple[int, ...] = (1, 8, 16, 64)) -> Lines:
     engine, aims = portable(), {1: 9.0, 64: 14.0}
     spec = CaptureSpec(tuple(engine.sites.select("S")[0]))
     for count in batches:
-        branches = checked(engine, count, ENDLESS)
-        given, wanted = places(engine, branches, ENDLESS), places(engine, branches, ENDLESS, spec)
-        arms = {
-            "S captured": lambda: engine.loop.bursts.run(wanted, STEPS, True),
-            "step": lambda: engine.loop.bursts.run(given, STEPS, True),
-        }
+        branches = checked(engine, prompts(engine, count, 128), 24)
+        arms = {"S captured": steps(engine, branches, STEPS, spec=spec), "step": steps(engine, branches, STEPS)}
         found = yield Line(f"S captured against no capture, batch {count}", arms, per=STEPS, aim="")
         step, captured = found.values["step"], found.values["S captured"]
         found.judge(step / captured)
@@ -319,14 +253,8 @@ def portable_decode(batches: tuple[int, ...] = (1, 8, 16, 64)) -> Lines:
 def portable_passes() -> Lines:
     """Prompts in portable float32 against the library's products in float32, without TF32, in the same passes."""
     for rows in (512, 2048):
-        arms: dict[str, Any] = {}
-        for name, engine in (("portable", portable()), ("library", wide())):
-            engine.runner.graphs.worth = 1
-            table = PageTable()
-            engine.runner.reserve(table, 0, rows)
-            segment = [Segment(table, 0, prompts(engine, 1, rows)[0], 1)]
-            run = engine.runner.exact if name == "portable" else engine.runner.fast
-            arms[name] = lambda run=run, segment=segment: run(segment)
+        ours, theirs = prompt_pass(portable(), rows), prompt_pass(wide(), rows)
+        arms = {"portable": lambda: portable().runner.exact(ours), "library": lambda: wide().runner.fast(theirs)}
         yield Line(f"a prompt of {rows} tokens", arms)
 
 
@@ -383,15 +311,22 @@ def lens(rows: int = 512) -> Lines:
 @case("engine-gpu.load", **{**DECLARED, "clock": "wall"}, aim=">= 0.97", rounds=1, warm=0)
 def load(requests: int = 64, tokens: int = 64) -> Lines:
     """64 concurrent requests through the whole engine, including scheduler and host, deterministic or not."""
-    engine, made = llama(), list[Any]()
+    engine = llama()
+    how = {arm: {"deterministic": arm == "exact"} for arm in ("exact", "fast")}
+    found = yield generation("engine, 64 requests, tokens/s", dict.fromkeys(how, engine), requests, tokens, how)
+    found.note(**{f"{arm}_tokens_per_s": requests * tokens / taken for arm, taken in found.values.items()})
+
+
+def generation(
+    what: str, engines: dict[str, Engine], count: int, tokens: int, how: dict[str, Any] | None = None, **line: Any
+) -> Line:
+    """A line of `tokens` more tokens of `count` requests, after a few that do not count. how: options by arm"""
+    made, how = list[Any](), how or {arm: {} for arm in engines}
 
     def before(arm: str) -> None:
-        made[:] = engine.prompts(prompts(engine, requests, 128))
-        engine.generate(made, 16, sampling=ENDLESS, deterministic=arm == "exact")
+        made[:] = engines[arm].prompts(prompts(engines[arm], count, 128))
+        engines[arm].generate(made, 16, sampling=ENDLESS, **how[arm])
 
-    arms = {
-        arm: lambda exact=arm == "exact": engine.generate(made, tokens, sampling=ENDLESS, deterministic=exact)
-        for arm in ("exact", "fast")
-    }
-    found = yield Line("engine, 64 requests, tokens/s", dict(arms), before=before, after=lambda arm, _: released(engine, made))
-    found.note(**{f"{arm}_tokens_per_s": requests * tokens / taken for arm, taken in found.values.items()})
+    work = lambda arm: engines[arm].generate(made, tokens, sampling=ENDLESS, **how[arm])  # noqa: E731
+    arms = {arm: partial(work, arm) for arm in engines}
+    return Line(what, arms, before=before, after=lambda arm, _: released(engines[arm], made), **line)

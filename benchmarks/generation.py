@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Line, Lines, case, in_process, memory_mb, random_tokens
-from benchmarks.subjects import ENDLESS, llama, smollm2_or_shape
+from benchmarks.harness import Line, Lines, case, in_process, memory_mb, random_tokens, seconds
+from benchmarks.subjects import ENDLESS, released, seeded, smollm2_or_shape
 from replaylens.engine.engine import Engine
 from replaylens.engine.model import loading
 from replaylens.engine.model.config import Latent, ModelConfig
@@ -43,12 +43,6 @@ def smollm2_engine() -> tuple[Engine, Any]:
     model, name = smollm2_or_shape()
     print(f"{name}, float32, {torch.get_num_threads()} threads")
     return (Engine.load("smollm2", cache_tokens=8192) if "random" not in name else Engine(loading.load(model))), model
-
-
-def released(engine: Engine, branches: list[Branch]) -> None:
-    for branch in branches:
-        branch.release()
-    engine.prefix.clear()
 
 
 def starts(engine: Engine, text: str, count: int, length: int) -> list[list[int]]:
@@ -141,34 +135,12 @@ def planner(requests: tuple[tuple[int, int], ...] = ((1, 32), (8, 8))) -> Lines:
         arms = {OURS: rounds.ours, DIRECT: lambda r=rounds: r.ours(1), DRAFTED: lambda r=rounds: r.ours(8)}
         what = f"{count} prompt{'s' * (count > 1)}, {n} new tokens: chosen over the better of direct and drafted"
         found = yield Line(what, arms, before=rounds.before, after=rounds.after)
-        assert (
-            rounds.same(DIRECT)
-            == rounds.same(DRAFTED)
-            == f"{len(rounds.tokens) // 3 * count}/{len(rounds.tokens) // 3 * count}"
-        )
+        every = len(rounds.tokens) // 3 * count
+        assert rounds.same(DIRECT) == rounds.same(DRAFTED) == f"{every}/{every}"
         times = found.row["times_s"]
         better = [min(pair) for pair in zip(times[DIRECT], times[DRAFTED], strict=True)]
         found.judge(sum(times[OURS]) / sum(better))
         found.note(by_round=[a / b for a, b in zip(times[OURS], better, strict=True)])
-
-
-@case(
-    "generate-cpu.tiny", ours=OURS, baseline=HUGGING_FACE, aim=">= 1.0", unit="s", best=True, rounds=8, threads=1,
-    quick={"requests": (1,)},
-)  # fmt: skip
-def generate_tiny(requests: tuple[int, ...] = (1, 16), n: int = 64) -> Lines:
-    """Greedy generation after 16-token prompts, prefill included, against Hugging Face `generate`: a random model of three
-    layers of width 64, float32, one thread, CPU seconds. Here the host's work counts."""
-    model = llama(3, 64, 4, 2, 192, 512)
-    engine = Engine.load(model, cache_tokens=4096)
-    for count in requests:
-        paths = random_tokens(count, 16, 512, seed=count)
-        arms = {
-            OURS: lambda: engine.generate(engine.prompts(paths), n, sampling=ENDLESS),
-            HUGGING_FACE: lambda: written(model, paths, n),
-        }
-        after = lambda arm, made: released(engine, made) if arm == OURS else None  # noqa: E731
-        yield Line(f"tiny llama, {count} prompt{'s' * (count > 1)}, {n} new tokens", arms, after=after)
 
 
 @case(
@@ -218,29 +190,21 @@ def errors(count: int = 3, length: int = 64) -> Lines:
     """Our error against that of Hugging Face in float32, both against the same model in float64: logits of the last token and S
     at all layers, largest and root mean square, over texts. Ratio: ours over theirs."""
     engine, model = smollm2_engine()
-    pairs = dict[str, list[tuple[Tensor, Tensor, Tensor]]]()  # (ours, float32, float64) of each text
-    paths = [starts(engine, text, 1, length)[0] for text in TEXTS[:count]]
-    kept = []
+    paths, exact = [starts(engine, text, 1, length)[0] for text in TEXTS[:count]], _in_float64(model)
+    names = engine.sites.per_layer("S")
+    found: dict[str, list[tuple[Tensor, Tensor]]] = {"S at all layers": [], "logits": []}
     for path in paths:
-        branch = engine.prompt(path, sites="S")
-        rows = torch.stack([branch.activations[name] for name in engine.sites.per_layer("S")])
-        kept.append((rows, engine.logits(path)))
-        released(engine, [branch])
-    single = [_states(model, path) for path in paths]
-    exact = _in_float64(model)
-    double = [_states(exact, path) for path in paths]
-    for mine, low, high in zip(kept, single, double, strict=True):
-        for what, a, b, c in zip(("S at all layers", "logits"), mine, low, high, strict=True):
-            pairs.setdefault(what, []).append((a, b, c))
-    for what, found in pairs.items():
-        for named, size in (
-            ("largest", lambda x: float(x.abs().max())),
-            ("root mean square", lambda x: float(x.square().mean().sqrt())),
-        ):
-            mine, theirs = (size(torch.cat([(each[i].double() - each[2]).flatten() for each in found])) for i in (0, 1))
-            yield Line(
-                f"{what}, {named} error", ratio=mine / theirs, aim="<= 1.0", numbers={"ours": mine, "hugging_face": theirs}
-            )
+        with engine.prompt(path, sites="S") as branch:
+            ours = torch.stack([branch.activations[name] for name in names]), engine.logits(path)
+        engine.prefix.clear()
+        for what, mine, low, high in zip(found, ours, _states(model, path), _states(exact, path), strict=True):
+            found[what].append(((mine.double() - high).flatten(), (low.double() - high).flatten()))
+    for what, pairs in found.items():
+        mine, theirs = (torch.cat(each) for each in zip(*pairs, strict=True))
+        for named, size in (("largest", lambda x: x.abs().max()), ("root mean square", lambda x: x.square().mean().sqrt())):
+            numbers = {"ours": float(size(mine)), "hugging_face": float(size(theirs))}
+            ratio = numbers["ours"] / numbers["hugging_face"]
+            yield Line(f"{what}, {named} error", ratio=ratio, aim="<= 1.0", numbers=numbers)
 
 
 def _in_float64(model: Any) -> Any:
@@ -279,22 +243,19 @@ def _states(model: Any, path: list[int]) -> tuple[Tensor, Tensor]:
 # ---- branches --------------------------------------------------------------------------------------------------------
 
 
-def our_branches(prefix: int, count: int, n: int, rounds: int) -> dict[str, Any]:
-    """CPU seconds of each round and the peak memory in MB, in a process of its own."""
-    torch.set_num_threads(1)
+def our_branches(prefix: int, count: int, n: int) -> dict[str, float]:
+    """CPU seconds and the peak memory in MB, in a process of its own."""
     engine = Engine.load("smollm2", cache_tokens=prefix + count * (n + 32))
-    seeds = [replace(ENDLESS, temperature=1.0, seed=seed) for seed in range(count)]
 
     def work() -> None:
         root = engine.prompt(prompts(1, prefix)[0])
-        released(engine, [*engine.generate(root.fork(count), n, sampling=seeds), root])
+        released(engine, [*engine.generate(root.fork(count), n, sampling=seeded(count)), root])
 
-    return _timed(work, rounds)
+    return {"seconds": seconds(work, "cpu")[0], "peak_mb": memory_mb("VmHWM")}
 
 
-def their_branches(prefix: int, count: int, n: int, rounds: int) -> dict[str, Any]:
+def their_branches(prefix: int, count: int, n: int) -> dict[str, float]:
     """The prompt's cache, computed once and repeated for all branches, then `generate` with sampling."""
-    torch.set_num_threads(1)
     model, _ = smollm2_or_shape()
     x = torch.tensor(prompts(1, prefix))
 
@@ -304,16 +265,9 @@ def their_branches(prefix: int, count: int, n: int, rounds: int) -> dict[str, An
         cache.batch_repeat_interleave(count)
         ids = x.expand(count, -1)
         more = dict(min_new_tokens=n, max_new_tokens=n, do_sample=True, pad_token_id=0, attention_mask=torch.ones_like(ids))
-        made = model.generate(ids, past_key_values=cache, **more)
-        assert made.shape == (count, prefix + n)
+        assert model.generate(ids, past_key_values=cache, **more).shape == (count, prefix + n)
 
-    return _timed(work, rounds)
-
-
-def _timed(work: Callable[[], None], rounds: int) -> dict[str, Any]:
-    from benchmarks.harness import seconds
-
-    return {"seconds": [seconds(work, "cpu")[0] for _ in range(rounds)], "peak_mb": memory_mb("VmHWM")}
+    return {"seconds": seconds(work, "cpu")[0], "peak_mb": memory_mb("VmHWM")}
 
 
 @case(
@@ -323,15 +277,15 @@ def _timed(work: Callable[[], None], rounds: int) -> dict[str, Any]:
 def branches(prefix: int = 256, branches: int = 256, n: int = 8, turns: int = 2) -> Lines:
     """Branches of one prompt at temperature 1, each with its own seed, prompt included, against Hugging Face, which repeats the
     prompt's cache for all of them. CPU seconds and peak memory of processes of one thread, in turns."""
-    found = {OURS: list[dict[str, Any]](), HUGGING_FACE: list[dict[str, Any]]()}
+    found = {OURS: list[dict[str, float]](), HUGGING_FACE: list[dict[str, float]]()}
     for _ in range(turns):
         for arm, work in ((OURS, our_branches), (HUGGING_FACE, their_branches)):
-            found[arm].append(in_process(work, prefix, branches, n, 1))
-    times = {arm: [x for each in own for x in each["seconds"]] for arm, own in found.items()}
-    peaks = {arm: max(each["peak_mb"] for each in own) for arm, own in found.items()}
-    numbers = {"ours_peak_mb": peaks[OURS], "hugging_face_peak_mb": peaks[HUGGING_FACE]}
+            found[arm].append(in_process(work, prefix, branches, n))
+    times = {arm: [each["seconds"] for each in own] for arm, own in found.items()}
+    ours, theirs = (max(each["peak_mb"] for each in found[arm]) for arm in (OURS, HUGGING_FACE))
+    numbers = {"ours_peak_mb": ours, "hugging_face_peak_mb": theirs}
     yield Line(f"{branches} branches of {n} tokens off {prefix}", times=times, numbers=numbers)
-    yield Line("peak memory, ours over theirs", ratio=peaks[OURS] / peaks[HUGGING_FACE], aim="<= 0.4")
+    yield Line("peak memory, ours over theirs", ratio=ours / theirs, aim="<= 0.4")
 
 
 @case("latent-cpu", ours="latent", baseline="plain", cost=True, best=True, threads=1, quick={"lengths": ((64, 1),)})
@@ -339,22 +293,17 @@ def latent_cpu(lengths: tuple[tuple[int, int], ...] = ((512, 3), (2048, 1)), new
     """Latent attention with the sizes of DeepSeek-V2-Lite against plain attention with as many heads of that width. Two layers
     of random weights with a small MLP and vocabulary, so that attention counts; float32, one thread, CPU time. Ratio: latent
     over plain; below 1, latent is faster."""
-    plain = ModelConfig(
-        num_layers=2, d_model=2048, num_heads=16, num_kv_heads=16, d_head=192, d_mlp=256, vocab_size=256, max_positions=4096,
-        rotary_dim=64,
-    )  # fmt: skip
+    plain = ModelConfig(2, 2048, 16, 16, 192, 256, vocab_size=256, max_positions=4096, rotary_dim=64)
     shapes = {"latent": replace(plain, latent=Latent(rank=512, d_value=128)), "plain": plain}
-    engines = {
-        name: Engine(Decoder(shape).initialize(0).requires_grad_(False), cache_tokens=3072) for name, shape in shapes.items()
-    }
+    models = {name: Decoder(shape).initialize(0).requires_grad_(False) for name, shape in shapes.items()}
+    engines = {name: Engine(model, cache_tokens=3072) for name, model in models.items()}
     made: list[Branch] = []
     for length, rounds in lengths:
         path = [(i * i) % plain.vocab_size for i in range(length)]
 
         def after(arm: str, branch: Branch) -> None:
-            branch.release()
             made.clear()
-            engines[arm].prefix.clear()
+            released(engines[arm], [branch])
 
         prompt = {name: lambda engine=engine: engine.prompt(path) for name, engine in engines.items()}
         yield Line(f"prefill of {length} tokens", dict(prompt), after=after, rounds=rounds)

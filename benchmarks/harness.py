@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -234,9 +235,8 @@ def in_process(work: Callable[..., Any], *given: Any, source: Path | str | None 
     settings = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=settings, cwd=here, stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        raise RuntimeError(
-            f"{work.__name__} of {source or 'this checkout'} failed with status {done.returncode}; see its errors above"
-        )
+        where = source or "this checkout"
+        raise RuntimeError(f"{work.__name__} of {where} failed with status {done.returncode}; see its errors above")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -262,10 +262,10 @@ def meets(ratio: float, aim: str) -> bool | None:
 
 def measure(made: Case, line: Line, quick: bool = False) -> Found:
     """Time a line and compute its row. AssertionError if its arms are not those of the case."""
-    unknown = set(line.arms or line.times) - set(made.arms)
-    assert not unknown, f"{made.name} declares no arms {unknown}"
+    timed = set(line.arms or line.times)
+    assert timed <= set(made.arms), f"{made.name} declares no arms {timed - set(made.arms)}"
     row: dict[str, Any] = {"what": line.what, "case": made.name, "ratio": line.ratio}
-    row["aim"] = line.aim if line.aim is not None else made.aim if line.times or line.arms else ""
+    row["aim"] = line.aim if line.aim is not None else made.aim if timed else ""
     if not line.check:
         return Found(row | {"check": False, "met": False})
     times, results = line.times, dict[str, Any]()
@@ -314,7 +314,7 @@ def machine() -> dict[str, Any]:
 
     info = Path("/proc/cpuinfo")
     models = re.findall(r"^model name\s*: (.*)", info.read_text(), re.MULTILINE) if info.exists() else []
-    versions = {name: metadata.version(name) for name in ("torch", "triton", "transformers") if _installed(name)}
+    versions = {name: metadata.version(name) for name in ("torch", "triton", "transformers") if find_spec(name)}
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     cpu = models[0] if models else platform.processor() or platform.machine()
     canonical = trace.PORTABLE if gpu is None else trace.of_tensor_cores()
@@ -322,37 +322,29 @@ def machine() -> dict[str, Any]:
     return {**found, "threads": torch.get_num_threads(), "canonical_version": canonical, **versions}
 
 
-def _installed(name: str) -> bool:
-    try:
-        return bool(metadata.version(name))
-    except metadata.PackageNotFoundError:
-        return False
-
-
 class Report:
     """The rows of a result file. Written after every row, so that a killed run leaves its measurements."""
 
     def __init__(self, file: Path | None) -> None:
         """Keeps what the file has of other cases. None: rows are only printed."""
-        self.file, self.rows = file, list[dict[str, Any]]()
-        self.body: dict[str, Any] = {"name": file.stem if file else "", "about": "", "cases": {}}
+        self.file = file
+        self.body: dict[str, Any] = {"name": file.stem if file else "", "about": "", "cases": {}, "rows": []}
         if file is not None and file.exists():
-            old = json.loads(file.read_text())
-            self.body, self.rows = {**self.body, **old}, old.get("rows", [])
+            self.body |= json.loads(file.read_text())
 
     def begin(self, made: Case, parameters: dict[str, Any]) -> None:
         """Mutates: forgets earlier rows of this case."""
-        self.rows = [row for row in self.rows if row.get("case") != made.name]
+        self.body["rows"] = [row for row in self.body["rows"] if row.get("case") != made.name]
         self.body["about"] = self.body["about"] or made.about
         self.body["cases"][made.name] = {"about": made.about, **provenance(), "parameters": parameters}
 
     def add(self, row: dict[str, Any]) -> None:
         """Mutates: one more row, in place of one with the same words."""
-        self.rows = [other for other in self.rows if other["what"] != row["what"]] + [row]
+        self.body["rows"] = [other for other in self.body["rows"] if other["what"] != row["what"]] + [row]
         print(shown(row), flush=True)
         if self.file is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            self.file.write_text(json.dumps({**self.body, "rows": self.rows}, indent=1, default=str) + "\n")
+            self.file.write_text(json.dumps(self.body, indent=1, default=str) + "\n")
 
 
 def shown(row: dict[str, Any]) -> str:
@@ -369,10 +361,8 @@ def shown(row: dict[str, Any]) -> str:
 def run(made: Case, quick: bool = False, out: Path | None = None, given: Mapping[str, Any] | None = None) -> bool:
     """Measure a case. Returns whether it ran to its end with all checks passed; a failure is printed, not raised."""
     parameters = {**made.parameters(quick), **(given or {})}
-    if unknown := set(given or {}) - set(made.parameters(quick)):
-        raise SystemExit(
-            f"{made.name} has no parameter {', '.join(sorted(unknown))}; it has {', '.join(made.parameters(quick))}"
-        )
+    if unknown := set(given or {}) - set(known := made.parameters(quick)):
+        raise SystemExit(f"{made.name} has no parameter {', '.join(sorted(unknown))}; it has {', '.join(known)}")
     refuse_missing(made, parameters)
     if made.threads is not None:
         torch.set_num_threads(made.threads)
@@ -403,13 +393,10 @@ def run(made: Case, quick: bool = False, out: Path | None = None, given: Mapping
 def refuse_missing(made: Case, parameters: Mapping[str, Any]) -> None:
     """SystemExit if this machine lacks what the case needs."""
     if made.needs == "gpu" and not torch.cuda.is_available() and not parameters.get("tiny"):
-        raise SystemExit(f"{made.name}: no CUDA device found. Run it on a machine with a GPU{_or_quick(made)}.")
+        quick = ", or with --quick, which has a tiny model on the CPU" if made.quick.get("tiny") else ""
+        raise SystemExit(f"{made.name}: no CUDA device found. Run it on a machine with a GPU{quick}.")
     if made.needs == "smollm2":
         from replaylens.engine.model import hub
 
         if not hub.is_fetched():
             raise SystemExit(f"{made.name}: SmolLM2-135M is not here. Run `replaylens fetch smollm2` first.")
-
-
-def _or_quick(made: Case) -> str:
-    return ", or with --quick, which has a tiny model on the CPU" if made.quick.get("tiny") else ""

@@ -5,11 +5,13 @@ step: admission, page tables, batches, sampling, commits, captures, streams.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks.harness import Line, Lines, case
+from benchmarks.subjects import released
 from replaylens.engine.engine import Engine
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
@@ -39,10 +41,7 @@ class Letters:
 
 def host_engine(max_positions: int, cache_tokens: int) -> Engine:
     """An engine without arithmetic: the token at position p is a function of p, and every captured row is zero."""
-    config = ModelConfig(
-        num_layers=1, d_model=8, num_heads=1, num_kv_heads=1, d_head=8, d_mlp=8, vocab_size=VOCAB,
-        max_positions=max_positions, rotary_dim=8,
-    )  # fmt: skip
+    config = ModelConfig(1, 8, 1, 1, 8, 8, VOCAB, max_positions, rotary_dim=8)
     engine = Engine(Decoder(config).initialize(0).requires_grad_(False), Letters(), cache_tokens=cache_tokens, max_rows=4096)
     runner = engine.runner
 
@@ -75,34 +74,32 @@ def branches(engine: Engine, length: int, count: int, sites: str | None = None) 
     return forks
 
 
-def generate(engine: Engine, given: list[Branch], **options: Any) -> int:
-    """Steps of all branches together, without drafts by default. Returns the number of tokens."""
+def generate(engine: Engine, given: list[Branch], **options: Any) -> None:
+    """Steps of all branches together, without drafts by default."""
     engine.generate(given, STEPS, **{"window": 1, **options})
-    return STEPS * len(given)
 
 
-def one_by_one(engine: Engine, given: list[Branch]) -> int:
-    """A request per token."""
+def one_by_one(engine: Engine, given: list[Branch]) -> None:
     for _ in range(STEPS):
         engine.generate(given, 1)
-    return STEPS * len(given)
 
 
-def streamed(engine: Engine, given: list[Branch]) -> int:
-    """All branches as streams, read in turns."""
+def streamed(engine: Engine, given: list[Branch]) -> None:
     streams = [branch.stream(STEPS, window=1) for branch in given]
-    return sum(1 for _ in range(STEPS) for stream in streams if next(stream) is not None)
+    for _ in range(STEPS):  # read in turns
+        for stream in streams:
+            next(stream)
 
 
 HARSH = Sampling(temperature=0.7, seed=3, repetition_penalty=1.2, presence_penalty=0.5)
-WAYS: dict[str, tuple[Callable[[Engine, list[Branch]], int], str | None]] = {
-    "greedy": (lambda engine, given: generate(engine, given), None),
-    "sampled with penalties": (lambda engine, given: generate(engine, given, sampling=HARSH), None),
-    "stop strings": (lambda engine, given: generate(engine, given, sampling=Sampling(stop=("never", "<end>"))), None),
+WAYS: dict[str, tuple[Callable[[Engine, list[Branch]], None], str | None]] = {
+    "greedy": (generate, None),
+    "sampled with penalties": (partial(generate, sampling=HARSH), None),
+    "stop strings": (partial(generate, sampling=Sampling(stop=("never", "<end>"))), None),
     "one request per token": (one_by_one, None),
     "streams": (streamed, None),
-    "S captured": (lambda engine, given: generate(engine, given), "S"),
-    "drafter ngram": (lambda engine, given: generate(engine, given, drafter="ngram", window=4), None),
+    "S captured": (generate, "S"),
+    "drafter ngram": (partial(generate, drafter="ngram", window=4), None),
 }
 """name -> what to do with the branches, and the sites captured on them"""
 
@@ -121,12 +118,6 @@ def hostwork(ways: tuple[str, ...] = tuple(WAYS), count: int = BRANCHES) -> Line
     positions. Ratio: the time at 64,000 over that at 1,000."""
     engine = host_engine(max(LENGTHS) + 4096, 2 * max(LENGTHS) + 64 * count)
     given: list[Branch] = []
-
-    def after(arm: str, result: Any) -> None:
-        for branch in given:
-            branch.release()
-        engine.prefix.clear()
-
     for name in ways:
         work, sites = WAYS[name]
 
@@ -136,31 +127,28 @@ def hostwork(ways: tuple[str, ...] = tuple(WAYS), count: int = BRANCHES) -> Line
             work(engine, given)
 
         arms = {at(length): lambda: work(engine, given) for length in LENGTHS}
-        yield Line(name, dict(arms), per=STEPS * count, before=before, after=after)
+        yield Line(name, dict(arms), per=STEPS * count, before=before, after=lambda arm, _: released(engine, given))
 
 
-def fork_by_fork(root: Branch) -> int:
+def fork_by_fork(root: Branch) -> None:
     """A fork that is released before the next one."""
     for _ in range(FORKS):
         root.fork()[0].release()
-    return FORKS
 
 
-def together(root: Branch) -> int:
+def together(root: Branch, **options: Any) -> None:
     """Many forks by one call, then released."""
-    for fork in root.fork(FORKS):
+    for fork in root.fork(FORKS, **options):
         fork.release()
-    return FORKS
 
 
-def within(root: Branch) -> int:
+def within(root: Branch) -> None:
     """Forks within the path, half a page further left each."""
     for number in range(FORKS):
         root.fork(at=root.length - 8 * number)[0].release()
-    return FORKS
 
 
-def of_forks(root: Branch) -> int:
+def of_forks(root: Branch) -> None:
     """A fork of a fork of a fork, each a token longer."""
     made = [root]
     for number in range(FORKS):
@@ -168,18 +156,14 @@ def of_forks(root: Branch) -> int:
         made.append(fork.force([number % VOCAB]))
     for fork in made[1:]:
         fork.release()
-    return FORKS
 
 
-def edited(root: Branch) -> int:
+def edited(root: Branch) -> None:
     """Forks with an edit of the last position."""
-    edit = Edit("blocks.0.hook_in", "zero", positions=root.length - 1)
-    for fork in root.fork(FORKS, edits=[edit]):
-        fork.release()
-    return FORKS
+    together(root, edits=[Edit("blocks.0.hook_in", "zero", positions=root.length - 1)])
 
 
-FORK_WAYS: dict[str, tuple[Callable[[Branch], int], str | None]] = {
+FORK_WAYS: dict[str, tuple[Callable[[Branch], None], str | None]] = {
     "fork and release": (fork_by_fork, None),
     "32 forks by one call, and their releases": (together, None),
     "forks within the path": (within, None),
@@ -202,6 +186,4 @@ def forks(ways: tuple[str, ...] = tuple(FORK_WAYS)) -> Lines:
         work, sites = FORK_WAYS[name]
         roots = {at(length): planted(engine, length, sites) for length in FORK_LENGTHS}
         yield Line(name, {arm: lambda root=root: work(root) for arm, root in roots.items()}, per=FORKS)
-        for root in roots.values():
-            root.release()
-        engine.prefix.clear()
+        released(engine, roots.values())

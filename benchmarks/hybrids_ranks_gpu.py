@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.engine_gpu import DRAWN, EXPERTS, certified, contract, kept_hash, llama, prompts, random_mixture, released
+from benchmarks.engine_gpu import DRAWN, EXPERTS, contract, generation, kept_hash, llama, prompts
 from benchmarks.harness import Line, Lines, case, random_tokens, seconds
-from benchmarks.subjects import ENDLESS, SHAPE, random_decoder
+from benchmarks.subjects import ENDLESS, SHAPE, certified, random_decoder, released
 from replaylens.engine.engine import Engine
 from replaylens.engine.memory.cache import cache_bytes, kv_bytes
 from replaylens.engine.model.config import MixerConfig, ModelConfig, Rope
@@ -35,43 +35,19 @@ HYBRID_EXPERTS = replace(
 """the same with experts, about 30B of which 3B take part in a token"""
 
 
-def transformers_prompt(shape: ModelConfig, length: int) -> Any:
-    """A forward pass of transformers over a prompt, without logits but the last: torch's chunked delta rule, random weights."""
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
-    m = shape.mixer
-    assert m is not None
-    sizes = dict(hidden_size=shape.d_model, intermediate_size=shape.d_mlp, num_hidden_layers=shape.num_layers)
-    heads = dict(num_attention_heads=shape.num_heads, num_key_value_heads=shape.num_kv_heads, head_dim=shape.d_head)
-    linear = dict(linear_num_key_heads=m.key_heads, linear_num_value_heads=m.heads, linear_conv_kernel_dim=m.taps)
-    linear |= dict(linear_key_head_dim=m.d_key, linear_value_head_dim=m.d_value)
-    config = Qwen3NextConfig(**sizes, **heads, **linear, num_experts=0, vocab_size=shape.vocab_size, tie_word_embeddings=True)
-    with torch.device("cuda"):
-        torch.set_default_dtype(torch.bfloat16)
-        model = Qwen3NextForCausalLM(config).eval()
-        torch.set_default_dtype(torch.float32)
-    path = torch.tensor(random_tokens(1, length, shape.vocab_size, seed=length), device="cuda")
-    return torch.inference_mode()(lambda: model(path, logits_to_keep=1).logits)
-
-
 HYBRIDS: dict[str, Any] = dict(ours="hybrid", baseline="attention only", needs="gpu", clock="wall", cost=True, rounds=3, warm=1)
 
 
-@case("hybrid-gpu", **HYBRIDS, others=("transformers",))
+@case("hybrid-gpu", **HYBRIDS)
 def hybrid(batches: tuple[int, ...] = (1, 64), tokens: int = 64, lengths: tuple[int, ...] = (2048, 8192)) -> Lines:
     """A hybrid of about 4B against the same model with attention in every layer: decoding, prompts, forks, and the memory of
-    its states. The longest prompt also against transformers. First its bits: a request alone and among others."""
+    its states. First its bits: a request alone and among others."""
     engines = hybrid_engines(HYBRID, max(batches))
     yield from hybrid_steps(engines, batches, tokens)
     for length in lengths:
         (path,) = random_tokens(1, length, HYBRID.vocab_size, seed=length)
         arms = {arm: lambda own=own, path=path: own.prompt(path) for arm, own in engines.items()}  # type: ignore[misc]
-        if length == max(lengths):
-            arms["transformers"] = transformers_prompt(HYBRID, length)
-        after = lambda arm, made: released(engines[arm], [made]) if arm in engines else None  # noqa: E731
-        found = yield Line(f"a prompt of {length}", arms, after=after)
-        if "transformers" in arms:
-            found.note(of_transformers_speed=found.values["transformers"] / found.values["hybrid"])
+        yield Line(f"a prompt of {length}", arms, after=lambda arm, made: released(engines[arm], [made]))
     engine = engines["hybrid"]
     root = engine.prompt(prompts(engine, 1, 1000)[0])
     taken, forks = seconds(lambda: root.fork(1024), "wall")
@@ -94,28 +70,17 @@ def hybrid_experts(batches: tuple[int, ...] = (1, 64), tokens: int = 32) -> Line
 def hybrid_engines(shape: ModelConfig, most: int) -> dict[str, Engine]:
     """The hybrid, and the same with attention in every layer, for up to `most` requests."""
     trace.weights_hash = kept_hash
-    model = random_mixture(shape)
-    alike = random_mixture(replace(shape, mixer=None, parts=()), like=model)
+    model = random_decoder(shape, "cuda", torch.bfloat16)
+    alike = random_decoder(replace(shape, mixer=None, parts=()), "cuda", torch.bfloat16, like=model)
     room: dict[str, Any] = {"cache_tokens": 2**14}
     return {"hybrid": Engine(model, state_tokens=1024 + 128 * most, **room), "attention only": Engine(alike, **room)}
 
 
 def hybrid_steps(engines: dict[str, Engine], batches: tuple[int, ...], tokens: int) -> Lines:
     """The bits of a hybrid, then decode steps of both."""
-    made = list[Any]()
     yield from contract(certified(engines["hybrid"]), "STC", 4)
     for count in batches:
-        arms: dict[str, Any] = {
-            arm: lambda own=own: own.generate(made, tokens, sampling=ENDLESS)  # type: ignore[misc]
-            for arm, own in engines.items()
-        }
-
-        def before(arm: str, count: int = count) -> None:
-            made[:] = engines[arm].prompts(prompts(engines[arm], count, 128))
-            engines[arm].generate(made, 16, sampling=ENDLESS)
-
-        after = lambda arm, _: released(engines[arm], made)  # noqa: E731
-        yield Line(f"a decode step of {count}", arms, before=before, after=after, per=tokens, aim="<= 1.15")
+        yield generation(f"a decode step of {count}", engines, count, tokens, per=tokens, aim="<= 1.15")
 
 
 # Probes that watch
@@ -227,7 +192,7 @@ def several(tiny: bool = False, layers: int = 2, tokens: int = 32) -> Lines:
         if (name, depth) not in kept:
             kept.clear()
             shape = replace(shapes[name], **(small if tiny else {"num_layers": depth}))
-            model = random_decoder(shape, "cpu", torch.float32) if tiny else random_mixture(shape)
+            model = random_decoder(shape, "cpu" if tiny else "cuda", torch.float32 if tiny else torch.bfloat16)
             one = Engine.load(model, **place, cache_tokens=4096)
             kept[name, depth] = model, one, outcome(one)
         model, one, truth = kept[name, depth]
@@ -235,16 +200,9 @@ def several(tiny: bool = False, layers: int = 2, tokens: int = 32) -> Lines:
             engine = Engine.load(model, **{**place, **given} if "ranks" in given else given, cache_tokens=4096)
         found = outcome(engine)
         wrong = [key for key, value in truth.items() if not torch.equal(value, found[key])]
-        engines, made = {"several": engine, "one": one}, list[Any]()
-        arms = {arm: lambda own=own: own.generate(made, tokens, sampling=ENDLESS) for arm, own in engines.items()}  # type: ignore[misc]
-
-        def before(arm: str, engines: dict[str, Engine] = engines, made: list[Any] = made) -> None:
-            made[:] = engines[arm].prompts(prompts(engines[arm], 1, 128))
-            engines[arm].generate(made, 8, sampling=ENDLESS)
-
-        after = lambda arm, _, engines=engines, made=made: released(engines[arm], made)  # noqa: E731
         numbers = {"tensors": len(truth), "differing": len(wrong), "layers": depth}
         aim = ">= 0.97" if "stages" in what else ""
-        yield Line(f"{name}, {what}", arms, before=before, after=after, per=tokens, aim=aim, check=not wrong, numbers=numbers)
+        told: dict[str, Any] = dict(per=tokens, aim=aim, check=not wrong, numbers=numbers)
+        yield generation(f"{name}, {what}", {"several": engine, "one": one}, 1, tokens, **told)
         if "ranks" in given:
             engine.ranks.close()

@@ -1,10 +1,11 @@
-"""Kernels one by one on a GPU against the library, Llama-3.1-8B shapes in bfloat16: matmul, norm, rope, activation, sample,
-judge, lens. Every line is checked before it is timed; calls are replayed as CUDA graphs, ours and theirs in turns.
+"""Kernels one by one on a GPU against the library, Llama-3.1-8B shapes in bfloat16. Every line is checked before
+it is timed; calls are replayed as CUDA graphs, ours and theirs in turns.
 
 `against` makes a line of any kernel; a new kernel is a generator that yields such lines.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.harness import Line, Lines, case, seconds
+from benchmarks.subjects import difference
 
 BEYOND_CACHE = 200_000_000
 """bytes that a round of calls must touch, so that weights come from memory as they do in a model"""
@@ -41,21 +43,11 @@ class Replay:
     def __len__(self) -> int:
         return len(self.sets)
 
-    def seconds(self, rounds: int = 7) -> float:
-        """Median time of one call."""
-        for _ in range(3):
-            self()
-        return sorted(seconds(self, "device")[0] / len(self) for _ in range(rounds))[rounds // 2]
-
 
 def against(
-    what: str,
-    check: bool,
-    ours: Callable[..., Any],
-    theirs: Callable[..., Any],
-    sets: Sets = ((),),
+    what: str, check: bool, ours: Callable[..., Any], theirs: Callable[..., Any], sets: Sets = ((),),
     their_sets: Sets | None = None,
-) -> Line:
+) -> Line:  # fmt: skip
     """A line of two kernels, after a common warm-up. A failed check is not timed."""
     if not check:
         return Line(what, check=False)
@@ -71,20 +63,8 @@ def copies(*tensors: Tensor) -> int:
     return max(1, -(-BEYOND_CACHE // sum(x.numel() * x.element_size() for x in tensors)))
 
 
-def error(got: Tensor, want: Tensor) -> float:
-    """|got - want| / |want| in float64; NaN stays NaN."""
-    return ((got.double() - want.double()).norm() / want.double().norm()).item()
-
-
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=dtype)
-
-
-def copy_speed(size: int = 2**31) -> float:
-    """Bytes per second that a copy on the device reads and writes."""
-    x = torch.empty(size, dtype=torch.uint8, device="cuda")
-    y = torch.empty_like(x)
-    return 2 * size / Replay(lambda: y.copy_(x)).seconds()
 
 
 # Products
@@ -103,7 +83,7 @@ def matmul_(rows: tuple[int, ...] = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048
     def right(x: Tensor, w: Tensor, out: Tensor) -> bool:
         """A few rows against float64, and a row alone against the batch."""
         some = torch.arange(0, len(x), max(1, len(x) // 4), device=x.device)[:4]
-        close = error(out[some], x[some].double() @ w.double()) < 8e-3
+        close = difference(out[some], x[some].double() @ w.double()) < 8e-3
         return close and torch.equal(matmul(x[-1:], w), out[-1:])
 
     for name, (depth, columns) in WEIGHTS.items():
@@ -115,11 +95,8 @@ def matmul_(rows: tuple[int, ...] = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048
                 x, (w,) = randn(count, depth), sets[0]
                 out = torch.full((count, columns), float("nan"), device="cuda", dtype=torch.bfloat16)
                 check = right(x, w, matmul(x, w, out=out))
-                line = against(
-                    f"{name} {layout} rows {count}", check,
-                    lambda w: matmul(x, w, out=out), lambda w: torch.mm(x, w, out=out), sets,
-                )  # fmt: skip
-                found = yield line
+                ours, theirs = lambda w: matmul(x, w, out=out), lambda w: torch.mm(x, w, out=out)
+                found = yield against(f"{name} {layout} rows {count}", check, ours, theirs, sets)
                 found.note(library_equal=torch.equal(torch.mm(x, w), matmul(x, w)))
 
 
@@ -149,10 +126,9 @@ def lens_(rows: tuple[int, ...] = (1, 64, 512), depth: int = 4096, vocab: int = 
             x, targets = randn(layers, count, depth), torch.randint(vocab, (count, 2), device="cuda")
             out = torch.empty(count, vocab, device="cuda", dtype=torch.bfloat16)
             ours = lambda: lens(x, w, weight, final=layers - 1, targets=targets, k=8)  # noqa: E731
+            bare = lambda: [torch.mm(layer, w, out=out) for layer in x]  # noqa: E731
             check = right(ours(), x, w, weight, targets)
-            yield against(
-                f"{layers} layers x {count} rows {layout}", check, ours, lambda: [torch.mm(layer, w, out=out) for layer in x]
-            )
+            yield against(f"{layers} layers x {count} rows {layout}", check, ours, bare)
 
 
 # Elementwise
@@ -169,7 +145,7 @@ def norm_(rows: tuple[int, ...] = ROWS, width: int = 4096) -> Lines:
         x = randn(count, width)
         sets = [(torch.randn_like(x),) for _ in range(min(64, copies(x)))]
         out = norm(x, weight, out=torch.full_like(x, float("nan")))
-        close = error(out, reference.norm(x.double(), weight.double(), None, 1e-5, "rms")) < 8e-3
+        close = difference(out, reference.norm(x.double(), weight.double(), None, 1e-5, "rms")) < 8e-3
         check = close and torch.equal(norm(x[-1:], weight), out[-1:])
         theirs = lambda x: F.rms_norm(x, (width,), weight, 1e-5)  # noqa: E731
         yield against(f"norm rows {count}", check, lambda x: norm(x, weight), theirs, sets)
@@ -184,7 +160,7 @@ def activation_(rows: tuple[int, ...] = ROWS, width: int = 14336) -> Lines:
     for count in rows:
         x = randn(count, 2 * width)
         sets = [(torch.randn_like(x),) for _ in range(min(64, copies(x)))]
-        check = error(activation(x, "silu", gated=True), reference.activation(x.double(), "silu", True)) < 8e-3
+        check = difference(activation(x, "silu", gated=True), reference.activation(x.double(), "silu", True)) < 8e-3
         theirs = lambda x: F.silu(x[:, :width]) * x[:, width:]  # noqa: E731
         yield against(f"gated silu rows {count}", check, lambda x: activation(x, "silu", True), theirs, sets)
 
@@ -214,8 +190,8 @@ def rope_(rows: tuple[int, ...] = ROWS, heads: int = 32, kv_heads: int = 8, d_he
             return reference.rotate(q, table, number)
 
         ours = lambda: rotate_and_store(q, k, v, table, where, k_cache, v_cache)  # noqa: E731
-        check = error(ours(), reference.rotate(q.double(), table.double(), number)) < 8e-3
-        check &= error(k_cache[slot], reference.rotate(k.double(), table.double(), number)) < 8e-3
+        check = difference(ours(), reference.rotate(q.double(), table.double(), number)) < 8e-3
+        check &= difference(k_cache[slot], reference.rotate(k.double(), table.double(), number)) < 8e-3
         check &= torch.equal(v_cache[slot], v)
         yield against(f"rotate and store rows {count}", check, ours, library)
 
@@ -260,3 +236,104 @@ def judge_(chains: int = 64, drafts: int = 16) -> Lines:
     check = all(torch.equal(a, b) for a, b in zip(judge(chosen, drafted, first, length), want, strict=True))
     ours = lambda: torch.stack(judge(chosen, drafted, first, length)).tolist()  # noqa: E731
     yield Line(f"{chains} chains of {drafts}", {"ours": ours, "theirs": compare_on_host}, check=check)
+
+
+# Attention
+
+HEADS, KV_HEADS, D_HEAD, SCALE = 32, 8, 128, 128**-0.5
+
+
+def paged_cache(sequences: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(k, v, page table) with pages in random order; page 0 is empty."""
+    from replaylens.kernels.launch import PAGE_SIZE
+
+    pages = -(-keys // PAGE_SIZE)
+    table = (torch.randperm(sequences * pages, device="cuda", dtype=torch.int32) + 1).view(sequences, pages)
+    k, v = (randn((sequences * pages + 1) * PAGE_SIZE, KV_HEADS, D_HEAD) for _ in range(2))
+    k[:PAGE_SIZE], v[:PAGE_SIZE] = 0, 0
+    return k, v, table
+
+
+def contiguous(x: Tensor, table: Tensor, keys: int) -> Tensor:
+    """[sequences, kv_heads, keys, width], what torch wants."""
+    from replaylens.kernels.launch import PAGE_SIZE
+
+    return x.view(-1, PAGE_SIZE, *x.shape[1:])[table.long()].flatten(1, 2)[:, :keys].transpose(1, 2).contiguous()
+
+
+def right(q: Tensor, k: Tensor, v: Tensor, rows: Any, out: Tensor, chosen: list[int]) -> bool:
+    """Some rows against float64, and each alone against the batch."""
+    from replaylens.kernels import reference
+    from replaylens.kernels.attention import attention
+    from replaylens.kernels.launch import PAGE_SIZE
+    from replaylens.kernels.shared import PagedRows
+
+    index = torch.tensor(chosen, device=q.device)
+    sequence, position = rows.sequence[index], rows.position[index]
+    wide = (q[index].double(), k.double(), v.double(), sequence, position, rows.page_table, PAGE_SIZE, SCALE)
+    alone = attention(q[index], k, v, PagedRows(sequence, position, rows.page_table), SCALE)
+    return difference(out[index], reference.attention(*wide)) < 8e-3 and torch.equal(alone, out[index])
+
+
+@case("kernels-attention", **KERNEL)
+def attention_(
+    decoded: tuple[tuple[int, int], ...] = ((1, 512), (1, 2048), (8, 2048), (64, 512), (64, 2048), (1, 8192), (8, 8192)),
+    prompts: tuple[tuple[int, int], ...] = ((1, 512), (4, 512), (1, 2048), (1, 4096), (1, 8192), (1, 32768)),
+) -> Lines:
+    """Canonical paged attention against torch's attention on contiguous keys, 32 heads over 8, head size 128, bf16."""
+    for sequences, keys in decoded:
+        yield decode(sequences, keys)
+    for sequences, length in prompts:
+        q, k, v, rows, ours, theirs = prefill(sequences, length)
+        chosen = [0, length // 2, length - 1, len(q) - 1]
+        yield against(f"prefill {sequences} x {length} rows", right(q, k, v, rows, ours(), chosen), ours, theirs)
+
+
+def decode(sequences: int, keys: int) -> Line:
+    """One new row of every sequence."""
+    from replaylens.kernels.attention import Workspace, attention
+    from replaylens.kernels.launch import KV_SPLIT
+    from replaylens.kernels.shared import PagedRows
+
+    k, v, table = paged_cache(sequences, keys)
+    sets = [(k, v), *((torch.randn_like(k), torch.randn_like(v)) for _ in range(copies(k, v) - 1))]
+    number = torch.arange(sequences, device="cuda", dtype=torch.int32)
+    q, rows = randn(sequences, HEADS, D_HEAD), PagedRows(number, torch.full_like(number, keys - 1), table, max_keys=keys)
+    out = torch.full_like(q, float("nan"))
+    space = Workspace.of(sequences, KV_HEADS, -(-keys // KV_SPLIT), 16, D_HEAD, q.device)
+    check = right(q, k, v, rows, attention(q, k, v, rows, SCALE, out=out), [0, sequences - 1])
+    ours = lambda k, v: attention(q, k, v, rows, SCALE, out=out, workspace=space)  # noqa: E731
+    theirs = lambda k, v: F.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True)  # noqa: E731
+    flat = [(contiguous(k, table, keys), contiguous(v, table, keys)) for k, v in sets]
+    return against(f"decode {sequences} x {keys} keys", check, ours, theirs, sets, flat)
+
+
+def prefill(sequences: int, length: int) -> tuple[Tensor, Tensor, Tensor, Any, Callable[..., Tensor], Callable[[], Tensor]]:
+    """(q, k, v, `PagedRows` of whole prompts with the tiles of the engine; our attention, torch's)."""
+    from replaylens.kernels.attention import attention
+    from replaylens.kernels.shared import PagedRows, plan_tiles, rows_per_tile
+
+    k, v, table = paged_cache(sequences, length)
+    numbers = [s for s in range(sequences) for _ in range(length)]
+    per_tile = rows_per_tile(HEADS, KV_HEADS, D_HEAD, k.dtype, length)
+    position = torch.arange(length, device="cuda", dtype=torch.int32).repeat(sequences)
+    owner = torch.tensor(numbers, device="cuda", dtype=torch.int32)
+    rows = PagedRows(owner, position, table, plan_tiles(numbers, per_tile).cuda(), length, per_tile)
+    q = randn(sequences * length, HEADS, D_HEAD)
+    out, flat = torch.full_like(q, float("nan")), q.view(sequences, length, HEADS, D_HEAD).transpose(1, 2).contiguous()
+    keys, values = contiguous(k, table, length), contiguous(v, table, length)
+    ours = lambda **how: attention(q, k, v, rows, SCALE, out=out, **how)  # noqa: E731
+    theirs = lambda: F.scaled_dot_product_attention(flat, keys, values, is_causal=True, enable_gqa=True)  # noqa: E731
+    return q, k, v, rows, ours, theirs
+
+
+@case("long-gpu.attention", ours="ours", baseline="sdpa", others=("general",), aim=">= 0.75", needs="gpu", clock="device")
+def attention_of_prompts(lengths: tuple[int, ...] = (32768, 8192, 2048)) -> Lines:
+    """Attention of a prompt in one pass, one layer, with both kernels, against SDPA on contiguous keys."""
+    for length in lengths:
+        *_, ours, theirs = prefill(1, length)
+        general = partial(ours, specialised=False)
+        same = torch.equal(ours().clone(), general())
+        found = yield Line(f"attention of {length} rows, SDPA", {"ours": ours, "sdpa": theirs, "general": general}, check=same)
+        if found.values:
+            found.note(ratio_general=found.values["sdpa"] / found.values["general"])

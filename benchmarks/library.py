@@ -162,39 +162,29 @@ class LibraryDecoder:
 
 def ways(rows: int, device: str) -> dict[str, Attend]:
     """How SDPA can be asked: the backends, with query heads grouped by it or, for one row, laid out as rows of their group."""
-    backends = {
-        "flash": SDPBackend.FLASH_ATTENTION,
-        "cudnn": SDPBackend.CUDNN_ATTENTION,
-        "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    }
-    chosen = backends if device == "cuda" else {"any": None}
-    found: dict[str, Attend] = {f"{name}, grouped": _grouped(backend, rows) for name, backend in chosen.items()}
+    backends = dict(
+        flash=SDPBackend.FLASH_ATTENTION, cudnn=SDPBackend.CUDNN_ATTENTION, efficient=SDPBackend.EFFICIENT_ATTENTION
+    )  # fmt: skip
+    within: dict[str, Any] = {name: partial(sdpa_kernel, backend) for name, backend in backends.items()}
+    asked = within if device == "cuda" else {"any": nullcontext}
+    found: dict[str, Attend] = {f"{name}, grouped": partial(_grouped, each) for name, each in asked.items()}
     if rows == 1:
-        found |= {f"{name}, group as rows": _as_rows(backend) for name, backend in chosen.items()}
+        found |= {f"{name}, group as rows": partial(_as_rows, each) for name, each in asked.items()}
     return found
 
 
-def _within(backend: SDPBackend | None) -> Any:
-    return nullcontext() if backend is None else sdpa_kernel(backend)
+def _grouped(within: Callable[[], Any], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    with within():
+        causal = q.shape[1] > 1
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=causal, scale=scale, enable_gqa=True)
+    return out.transpose(1, 2)
 
 
-def _grouped(backend: SDPBackend | None, rows: int) -> Attend:
-    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        with _within(backend):
-            out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=rows > 1, scale=scale, enable_gqa=True)
-        return out.transpose(1, 2)
-
-    return attend
-
-
-def _as_rows(backend: SDPBackend | None) -> Attend:
-    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        groups = q[:, 0].unflatten(1, (k.shape[1], -1))  # [sequences, kv_heads, group, d_head]: all see the same keys
-        with _within(backend):
-            out = F.scaled_dot_product_attention(groups, k, v, scale=scale)
-        return out.flatten(1, 2)[:, None]
-
-    return attend
+def _as_rows(within: Callable[[], Any], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    groups = q[:, 0].unflatten(1, (k.shape[1], -1))  # [sequences, kv_heads, group, d_head]: all see the same keys
+    with within():
+        out = F.scaled_dot_product_attention(groups, k, v, scale=scale)
+    return out.flatten(1, 2)[:, None]
 
 
 def graphed(work: Callable[[], Tensor], device: str) -> Callable[[], Tensor]:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from benchmarks.harness import Line, Lines, case, in_process, memory_mb, random_tokens
 
-D_MODEL, D_MLP, D_KV, VOCAB = 4096, 14336, 1024, 128256
 Numbers = dict[str, float]
 
 
@@ -27,48 +27,37 @@ def make_checkpoint(folder: Path, layers: int, writers: int = 1) -> None:
     import transformers
 
     config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=D_MODEL, intermediate_size=D_MLP, num_hidden_layers=layers, num_attention_heads=32,
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32,
         num_key_value_heads=8, max_position_embeddings=8192, rope_parameters={"rope_type": "default", "rope_theta": 5e5},
     )  # fmt: skip
     config.save_pretrained(folder)
+    with torch.device("meta"):
+        shapes = {name: x.shape for name, x in transformers.LlamaForCausalLM(config).state_dict().items()}
+    shards: dict[str, list[str]] = {}
+    for name in shapes:
+        part = name.split(".")[2] if ".layers." in name else "embedding" if "embed" in name else "head"
+        shards.setdefault(f"model-{part}.safetensors", []).append(name)
     some = torch.randn(1 << 22, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
 
-    def filled(*shape: int) -> torch.Tensor:
-        numbers = torch.Size(shape).numel()
-        return some.repeat(-(-numbers // len(some)))[:numbers].view(shape)
-
-    one = {
-        "self_attn.q_proj": (D_MODEL, D_MODEL),
-        "self_attn.k_proj": (D_KV, D_MODEL),
-        "self_attn.v_proj": (D_KV, D_MODEL),
-        "self_attn.o_proj": (D_MODEL, D_MODEL),
-        "mlp.gate_proj": (D_MLP, D_MODEL),
-        "mlp.up_proj": (D_MLP, D_MODEL),
-        "mlp.down_proj": (D_MODEL, D_MLP),
-        "input_layernorm": (D_MODEL,),
-        "post_attention_layernorm": (D_MODEL,),
-    }
-    shards = [{f"model.layers.{i}.{name}.weight": shape for name, shape in one.items()} for i in range(layers)]
-    shards += [{"model.embed_tokens.weight": (VOCAB, D_MODEL)}]
-    shards += [{"lm_head.weight": (VOCAB, D_MODEL), "model.norm.weight": (D_MODEL,)}]
-    files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-    weight_map = {name: file for shard, file in zip(shards, files, strict=True) for name in shard}
-
-    def write(shard: dict[str, tuple[int, ...]], file: str) -> None:
-        save_file({name: filled(*shape) for name, shape in shard.items()}, folder / file)
+    def filled(shape: torch.Size) -> torch.Tensor:
+        return some.repeat(-(-shape.numel() // len(some)))[: shape.numel()].view(shape)
 
     with ThreadPoolExecutor(writers) as pool:
-        list(pool.map(write, shards, files))
+        write = lambda file: save_file({name: filled(shapes[name]) for name in shards[file]}, folder / file)  # noqa: E731
+        list(pool.map(write, shards))
+    weight_map = {name: file for file, names in shards.items() for name in names}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def measured(load: Callable[[], torch.nn.Module]) -> Numbers:
-    """All in MB, but `cpu_s` and `seconds`."""
+def measured(load: Callable[[], Any], check: Callable[[Any], Any] = lambda made: None) -> Numbers:
+    """All in MB, but `cpu_s` and `seconds`. load: returns an engine or a model, which `check` gets"""
     base, begin, wall = memory_mb("VmRSS"), time.process_time(), time.perf_counter()
-    model = load()
+    made = load()
     taken = {"cpu_s": time.process_time() - begin, "seconds": time.perf_counter() - wall}
-    weights = sum(x.nbytes for x in model.state_dict().values()) / 1e6
-    return {"peak": memory_mb("VmHWM"), "imports": base, "weights": weights, **taken}
+    model = made if isinstance(made, torch.nn.Module) else made.model
+    found = {"peak": memory_mb("VmHWM"), "imports": base, "weights": sum(x.nbytes for x in model.state_dict().values()) / 1e6}
+    check(made)
+    return {**found, **taken}
 
 
 def ours(folder: str) -> Numbers:
@@ -76,14 +65,7 @@ def ours(folder: str) -> Numbers:
 
     from replaylens import Engine
 
-    kept = []
-
-    def load() -> torch.nn.Module:
-        kept.append(Engine.load(Path(folder), cache_tokens=256))
-        model: torch.nn.Module = kept[0].model
-        return model
-
-    return measured(load)
+    return measured(lambda: Engine.load(Path(folder), cache_tokens=256))
 
 
 def narrow(folder: str) -> Numbers:
@@ -109,16 +91,11 @@ def on_device(folder: str) -> Numbers:
     from replaylens import Engine
 
     torch.zeros(1, device="cuda")
-    kept = []
 
-    def load() -> torch.nn.Module:
-        kept.append(Engine.load(Path(folder), device="cuda", dtype=torch.bfloat16, cache_tokens=256))
-        model: torch.nn.Module = kept[0].model
-        return model
+    def check(engine: Any) -> None:
+        assert len(engine.prompt([1, 2, 3]).generate(4).tokens) == 7
 
-    found = measured(load)
-    assert len(kept[0].prompt([1, 2, 3]).generate(4).tokens) == 7
-    return found
+    return measured(lambda: Engine.load(Path(folder), device="cuda", dtype=torch.bfloat16, cache_tokens=256), check)
 
 
 @contextmanager
@@ -137,18 +114,12 @@ def numbers(found: Numbers, size: float) -> dict[str, float]:
 @case("loading-cpu.large", quick={"layers": 1})
 def loading_cpu(layers: int = 4, before: str | None = None) -> Lines:
     """Peak memory and CPU seconds of loading 3.8 GB (embedding and head have a gigabyte each) on one thread: ours, an older
-    checkout (`--set before=FOLDER`), Hugging Face. Ratio: peak over imports and weights. What loading needs beside the weights
-    does not depend on the number of layers. The first run on a machine also examines the shapes of the model (`replaylens
-    doctor`), so the CPU seconds of a second count."""
-    arms: dict[str, tuple[Callable[[str], Numbers], str | None]] = {
-        "replaylens": (ours, None),
-        "replaylens, bfloat16": (narrow, None),
-        "Hugging Face": (hugging_face, None),
-        **({"before": (ours, before)} if before else {}),
-    }
+    checkout (`--set before=FOLDER`), Hugging Face. Ratio: peak over imports and weights. The first run on a machine also
+    examines the shapes of the model (`replaylens doctor`), so the CPU seconds of a second count."""
+    arms = {"replaylens": ours, "replaylens, bfloat16": narrow, "Hugging Face": hugging_face}
     with checkpoint(layers) as (folder, size):
-        for arm, (work, source) in arms.items():
-            found: Numbers = in_process(work, folder, source=source)
+        for arm, work in (*arms.items(), *((("before", ours),) if before else ())):
+            found: Numbers = in_process(work, folder, source=before if arm == "before" else None)
             told = numbers(found, size)
             aim, met = ("<= +2 GB", told["beside_the_weights_mb"] <= 2000) if arm == "replaylens" else ("", None)
             ratio = found["peak"] / (found["imports"] + found["weights"])
@@ -160,18 +131,26 @@ def loading_cpu(layers: int = 4, before: str | None = None) -> Lines:
 TEXT = "The capital of France is"
 
 
-def our_first_result() -> Numbers:
-    """CPU seconds of this process up to the first token, and its memory."""
-    from replaylens import Engine
-
+def first_token(load: Callable[[], Any], token: Callable[[Any], Any], capture: Callable[[Any], Any]) -> Numbers:
+    """CPU seconds of this process, whose imports are done, up to the first token, and its memory."""
     imported = time.process_time()
-    engine = Engine.load("smollm2")
+    made = load()
     loaded, held = time.process_time(), memory_mb("VmRSS")
-    assert engine.prompt(TEXT).generate(1).generated
+    assert token(made)
     taken = {"cpu_s": time.process_time(), "imports_s": imported, "load_s": loaded - imported, "loaded_mb": held}
     first = memory_mb("VmRSS")
-    engine.prompts(random_tokens(8, 64, 40000), sites="S")
+    capture(made)
     return {**taken, "after_one_token_mb": first, "peak_mb": memory_mb("VmHWM")}
+
+
+def our_first_result() -> Numbers:
+    from replaylens import Engine
+
+    return first_token(
+        lambda: Engine.load("smollm2"),
+        lambda engine: engine.prompt(TEXT).generate(1).generated,
+        lambda engine: engine.prompts(random_tokens(8, 64, 40000), sites="S"),
+    )
 
 
 @torch.inference_mode()
@@ -181,15 +160,12 @@ def first_result_of_hugging_face() -> Numbers:
     from replaylens.engine.model import hub
 
     folder = hub.fetched_folder()
-    imported = time.process_time()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    loaded, held = time.process_time(), memory_mb("VmRSS")
-    assert model.generate(**tokenizer(TEXT, return_tensors="pt"), max_new_tokens=1, do_sample=False).numel()
-    taken = {"cpu_s": time.process_time(), "imports_s": imported, "load_s": loaded - imported, "loaded_mb": held}
-    first = memory_mb("VmRSS")
-    model(torch.tensor(random_tokens(8, 64, 40000)), logits_to_keep=1, output_hidden_states=True)
-    return {**taken, "after_one_token_mb": first, "peak_mb": memory_mb("VmHWM")}
+    asked = lambda both: both[0](TEXT, return_tensors="pt")  # noqa: E731
+    return first_token(
+        lambda: (AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)),
+        lambda both: both[1].generate(**asked(both), max_new_tokens=1, do_sample=False).numel(),
+        lambda both: both[1](torch.tensor(random_tokens(8, 64, 40000)), logits_to_keep=1, output_hidden_states=True),
+    )
 
 
 @case(

@@ -1,17 +1,15 @@
-"""Long prompts on a GPU: `Engine.prompt` against Hugging Face's forward with SDPA, and one layer's attention against SDPA."""
+"""Long prompts on a GPU: `Engine.prompt` against Hugging Face's forward with SDPA."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from benchmarks.harness import Line, Lines, case, random_tokens
-from benchmarks.kernels_attention import D_HEAD, HEADS, KV_HEADS, SCALE, cache, contiguous, prompt_rows
-from benchmarks.subjects import hugging_face, random_decoder, where
+from benchmarks.subjects import certified, hugging_face, random_decoder, where
 from replaylens.engine.engine import Engine
 
 ROWS = {"ours": 8192, "ours, 1024 rows per pass": 1024, "general": 1024}
@@ -42,9 +40,8 @@ def check(engine: Engine, tokens: list[int]) -> None:
     def kv(cut: int) -> torch.Tensor:
         if cut:
             engine.prompt(tokens[:cut]).release()  # stays in the prefix index
-        branch = engine.prompt(tokens)
-        found = branch.kv().clone()
-        branch.release()
+        with engine.prompt(tokens) as branch:
+            found = branch.kv().clone()
         engine.prefix.clear()
         return found
 
@@ -59,14 +56,12 @@ def check(engine: Engine, tokens: list[int]) -> None:
     rounds=3, quick={"tiny": True, "lengths": (64,)},
 )  # fmt: skip
 def prompts(tiny: bool = False, lengths: tuple[int, ...] = (32768, 8192, 2048)) -> Lines:
-    """`Engine.prompt` against Hugging Face's forward with SDPA: Llama-3.1-8B shape, random weights, bfloat16, one prompt at a
-    time. "General" is the same engine, without graphs, with the attention kernel that runs everywhere in place of the one for
-    Hopper. Before the timing, the KV of both and of a prompt cut elsewhere are compared bit for bit. Hugging Face computes one
-    row of logits, as the engine does. The aim is that of 32,768 tokens."""
+    """`Engine.prompt` against Hugging Face's forward with SDPA and one row of logits: Llama-3.1-8B shape, random weights,
+    bfloat16, one prompt at a time. "General" is the same engine, without graphs, with the attention kernel that runs everywhere
+    in place of the one for Hopper. Before the timing, the KV of both and of a prompt cut elsewhere are compared bit for bit."""
     shape, device, dtype = where(tiny)
     decoder = random_decoder(replace(shape, max_positions=max(shape.max_positions, max(lengths) + 16)), device, dtype)
-    engine = Engine(decoder, cache_tokens=2 * max(lengths) + 4096)
-    print(f"certified: {engine.certificate.certified}; controls that differed: {engine.certificate.has_teeth}", flush=True)
+    engine = certified(Engine(decoder, cache_tokens=2 * max(lengths) + 4096))
     vocab, admission = engine.config.vocab_size, engine.loop.admission
     check(engine, random_tokens(1, min(5000, max(lengths)), vocab)[0])
     model, default = hugging_face(decoder), admission.lone_rows
@@ -76,10 +71,7 @@ def prompts(tiny: bool = False, lengths: tuple[int, ...] = (32768, 8192, 2048)) 
 
         def ours(arm: str) -> None:
             admission.lone_rows = ROWS[arm]
-            if arm == "general":
-                with general(engine):
-                    engine.prompt(tokens).release()
-            else:
+            with general(engine) if arm == "general" else nullcontext():
                 engine.prompt(tokens).release()
             engine.prefix.clear()
             admission.lone_rows = default
@@ -89,25 +81,3 @@ def prompts(tiny: bool = False, lengths: tuple[int, ...] = (32768, 8192, 2048)) 
         found = yield Line(f"prompt of {length} tokens, Hugging Face with SDPA", arms)
         other = found.values["hugging face"]
         found.note(**{f"ratio_of_{arm}": other / found.values[arm] for arm in ROWS})
-
-
-@case("long-gpu.attention", ours="ours", baseline="sdpa", others=("general",), aim=">= 0.75", needs="gpu", clock="device")
-def attention_of_prompts(lengths: tuple[int, ...] = (32768, 8192, 2048)) -> Lines:
-    """Attention of a prompt in one pass, one layer, with both kernels, against SDPA on contiguous keys."""
-    from replaylens.kernels.attention import attention
-
-    for length in lengths:
-        k, v, pages = cache(1, length)
-        rows = prompt_rows(1, length, pages, (HEADS, KV_HEADS), D_HEAD)
-        q = torch.randn(length, HEADS, D_HEAD, device="cuda", dtype=k.dtype)
-        flat, keys, values = q.transpose(0, 1)[None].contiguous(), contiguous(k, pages, length), contiguous(v, pages, length)
-        out = attention(q, k, v, rows, SCALE)
-        same = torch.equal(out, attention(q, k, v, rows, SCALE, specialised=False))
-        arms = {
-            "ours": lambda: attention(q, k, v, rows, SCALE, out=out),
-            "sdpa": lambda: F.scaled_dot_product_attention(flat, keys, values, is_causal=True, enable_gqa=True),
-            "general": lambda: attention(q, k, v, rows, SCALE, out=out, specialised=False),
-        }
-        found = yield Line(f"attention of {length} rows, SDPA", arms, check=same)
-        if found.values:
-            found.note(ratio_general=found.values["sdpa"] / found.values["general"])

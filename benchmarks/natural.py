@@ -1,15 +1,8 @@
 """Natural mismatches: how often the fast path of a trained model differs from the verifier, and what that costs.
 
 SmolLM2-135M-Instruct (`replaylens fetch smollm2`) and the embedded coin models, in bfloat16 on a GPU. Stories of up to 512
-tokens, drawn with one seed per request. The parts of `natural-gpu` share one engine and its stories, so run them together:
-
-    divergence   where ordinary requests first differ from deterministic ones, and from ordinary ones in other batches
-    flips        drafts of the fast path that the verifier rejects, by batch size and temperature
-    load         time to first token, time per token and tokens per second at 0, 10, 50 and 100 % deterministic requests
-    windows      rejected drafts by window W and number G of requests that are verified together
-    alone        deterministic requests in all of the above against the same requests alone: 0 differences
-    boards       records of first verifications, for `benchmarks/natural_pages.py`
-    coins        the embedded coin models
+tokens, drawn with one seed per request. The parts of `natural-gpu` share one engine and its stories, so run them together.
+`benchmarks/natural_pages.py` makes tables and boards of what they found.
 """
 
 import time
@@ -22,13 +15,12 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.harness import Line, case, finish
+from benchmarks.subjects import released, seeded
 from replaylens.engine.engine import Engine
 from replaylens.engine.loop import admission
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.request import Request
 from replaylens.engine.training import embedded as zoo
 
@@ -53,17 +45,11 @@ def story_prompts(count: int) -> list[str]:
     return [f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in asked[:count]]
 
 
-def samplings(count: int, temperature: float) -> list[Sampling]:
-    """One per request: the same seed gives a request the same noise in every run."""
-    return [Sampling(temperature=temperature, seed=seed, ignore_eos=True) for seed in range(count)]
-
-
 @dataclass
 class Tally:
     """Verifications of drafts, from the engine's events. A listener of the loop."""
 
     verified: int = 0
-    """verifications"""
     accepted: int = 0
     rejected: int = 0
     flips: int = 0
@@ -87,10 +73,10 @@ class Tally:
         """Flipped tokens per 1,000 drafts that follow verified or accepted tokens only."""
         return 1e3 * self.flips / max(1, self.accepted + self.flips)
 
-    @property
-    def recomputed(self) -> float:
-        """Rejected drafts in percent of committed tokens."""
-        return 100 * self.rejected / max(1, self.committed)
+    def counts(self) -> dict[str, float | int]:
+        """Recomputed: rejected drafts in percent of committed tokens."""
+        recomputed, drafts = 100 * self.rejected / max(1, self.committed), self.accepted + self.flips
+        return dict(per_1000=self.per_thousand, flips=self.flips, drafts=drafts, recomputed_percent=recomputed)
 
 
 @contextmanager
@@ -107,29 +93,16 @@ def tallied(engine: Engine) -> Iterator[Tally]:
 
 
 def generated(
-    engine: Engine, prompts: Sequence[str], own: Sequence[Sampling], n: int, *, window: int | None = None, verified: bool = True
+    engine: Engine, prompts: Sequence[str], own: Sequence[Sampling], n: int, *, size: int | None = None, **options: Any
 ) -> list[list[int]]:
-    """The tokens that a batch of requests generates. Its branches are released."""
-    branches = engine.prompts(prompts)
-    engine.generate(branches, n, sampling=own, window=window, deterministic=verified)
-    tokens = [branch.generated for branch in branches]
-    released(branches)
-    return tokens
-
-
-def released(branches: Sequence[Branch]) -> None:
-    for branch in branches:
-        branch.release()
-
-
-def in_batches(
-    engine: Engine, prompts: Sequence[str], own: Sequence[Sampling], n: int, size: int, *, verified: bool = True
-) -> list[list[int]]:
-    """As `generated`, `size` requests at a time."""
-    found = []
-    for start in range(0, len(prompts), size):
-        end = start + size
-        found += generated(engine, prompts[start:end], own[start:end], n, verified=verified)
+    """The tokens that requests generate, all together or `size` at a time. Their branches are released."""
+    found, size = [], size or len(prompts)
+    for first in range(0, len(prompts), size):
+        branches = engine.prompts(prompts[first : first + size])
+        engine.generate(branches, n, sampling=own[first : first + size], **options)
+        found += [branch.generated for branch in branches]
+        for branch in branches:
+            branch.release()
     return found
 
 
@@ -176,7 +149,6 @@ class Subject:
     name: str
     prompts: Sequence[str]
     sizes: Sizes
-    deadline: float
     length: int = 0
     stories: dict[float, list[list[int]]] = field(default_factory=dict)
     """temperature -> canonical tokens of every request, all in one batch"""
@@ -184,14 +156,10 @@ class Subject:
     """tokens of deterministic requests, in other company and with other windows, compared with `stories`"""
     differing: int = 0
 
-    @property
-    def late(self) -> bool:
-        return time.perf_counter() > self.deadline
-
     def story(self, temperature: float) -> list[list[int]]:
         """Canonical stories of all prompts at a temperature."""
         if temperature not in self.stories:
-            own = samplings(len(self.prompts), temperature)
+            own = seeded(len(self.prompts), temperature)
             self.stories[temperature] = generated(self.engine, self.prompts, own, self.length)
         return self.stories[temperature]
 
@@ -209,11 +177,11 @@ def divergence(subject: Subject) -> Iterator[Line]:
     """Where ordinary stories first differ from canonical ones, and from ordinary ones in smaller batches."""
     sizes, count = subject.sizes, len(subject.prompts)
     for temperature in TEMPERATURES:
-        if subject.late:
-            return
-        own, story = samplings(count, temperature), subject.story(temperature)
-        large = in_batches(subject.engine, subject.prompts, own, subject.length, count, verified=False)
-        small = in_batches(subject.engine, subject.prompts, own, subject.length, sizes.other_batch, verified=False)
+        own, story = seeded(count, temperature), subject.story(temperature)
+        large, small = (
+            generated(subject.engine, subject.prompts, own, subject.length, size=size, deterministic=False)
+            for size in (count, sizes.other_batch)
+        )
         for what, a, b in (
             (f"ordinary in a batch of {count} against deterministic", large, story),
             (f"ordinary in batches of {sizes.other_batch} against {count}", small, large),
@@ -222,48 +190,32 @@ def divergence(subject: Subject) -> Iterator[Line]:
             parted = sorted(i for i in at if i is not None)
             by = {f"by_{mark}": sum(i < mark for i in parted) / count for mark in sizes.marks if mark <= subject.length}
             middle = parted[(count - 1) // 2] if len(parted) > (count - 1) // 2 else None
-            never = 1 - len(parted) / count
-            numbers = {**by, "median": middle, "never": never, "requests": count}
+            numbers = {**by, "median": middle, "never": 1 - len(parted) / count, "requests": count}
             yield Line(f"{subject.name}, first divergence, T={temperature:g}: {what}", numbers=numbers)
 
 
 def flips(subject: Subject) -> Iterator[Line]:
     """Rejected drafts of the fast path per 1,000, by batch size and temperature."""
-    sizes = subject.sizes
     for temperature in TEMPERATURES:
-        for batch in sizes.batches:
-            if subject.late:
-                return
-            what = f"{subject.name}, flipped tokens, T={temperature:g}, batch {batch}"
-            if batch <= len(subject.prompts):
-                yield Line(what, numbers=counts(drafted(subject, temperature, batch, DRAFTING)))
-    batch = min(sizes.other_batch, len(subject.prompts))
-    for temperature in (0.0, 1.0):
-        what = f"{subject.name}, flipped tokens, T={temperature:g}, batch {batch}, logits rounded to bfloat16"
-        if subject.late:
-            return
-        with rounded_logits(subject.engine):
-            found = counts(drafted(subject, temperature, batch, DRAFTING))
-        yield Line(what, numbers=found)
+        for batch in [size for size in subject.sizes.batches if size <= len(subject.prompts)]:
+            yield flipped(subject, temperature, batch)
+    with rounded_logits(subject.engine):
+        for temperature in (0.0, 1.0):
+            batch = min(subject.sizes.other_batch, len(subject.prompts))
+            yield flipped(subject, temperature, batch, ", logits rounded to bfloat16")
 
 
-def counts(tally: Tally) -> dict[str, float | int]:
-    return {
-        "per_1000": tally.per_thousand,
-        "flips": tally.flips,
-        "drafts": tally.accepted + tally.flips,
-        "recomputed_percent": tally.recomputed,
-    }
+def flipped(subject: Subject, temperature: float, batch: int, how: str = "") -> Line:
+    found = drafted(subject, temperature, batch, DRAFTING).counts()
+    return Line(f"{subject.name}, flipped tokens, T={temperature:g}, batch {batch}{how}", numbers=found)
 
 
 def drafted(subject: Subject, temperature: float, batch: int, window: int) -> Tally:
     """Drafts of deterministic requests, `batch` at a time. What they commit is compared with their stories."""
-    count, own, sizes = len(subject.prompts), samplings(len(subject.prompts), temperature), subject.sizes
-    drafts = sizes.drafts if batch > 1 else sizes.drafts // 6
-    n = min(subject.length, 1 + sizes.tokens)
+    count, own, sizes = len(subject.prompts), seeded(len(subject.prompts), temperature), subject.sizes
+    drafts, n, first = sizes.drafts if batch > 1 else sizes.drafts // 6, min(subject.length, 1 + sizes.tokens), 0
     with tallied(subject.engine) as tally:
-        first = 0
-        while first + batch <= count and tally.accepted + tally.flips < drafts and not (first and subject.late):
+        while first + batch <= count and tally.accepted + tally.flips < drafts:
             end = first + batch
             tokens = generated(subject.engine, subject.prompts[first:end], own[first:end], n, window=window)
             subject.compare(temperature, tokens, first)
@@ -277,20 +229,17 @@ def rounded_logits(engine: Engine) -> Iterator[None]:
     from replaylens.engine.passes.cuda import FastHeadOps
 
     plain, bursts = FastHeadOps.unembed, engine.loop.bursts
-    graphs = None if bursts is None else bursts._graphs
 
-    def rounded(self: FastHeadOps, x: Tensor, table: Tensor) -> Tensor:
-        return plain(self, x, table).bfloat16().float()
+    def put(method: Any) -> None:
+        FastHeadOps.unembed = method  # type: ignore[method-assign]
+        if bursts is not None:
+            bursts._graphs.clear()
 
-    FastHeadOps.unembed = rounded  # type: ignore[method-assign]
-    if bursts is not None:
-        bursts._graphs = {}
+    put(lambda self, x, table: plain(self, x, table).bfloat16().float())
     try:
         yield
     finally:
-        FastHeadOps.unembed = plain  # type: ignore[method-assign]
-        if bursts is not None and graphs is not None:
-            bursts._graphs = graphs
+        put(plain)
 
 
 def windows(subject: Subject) -> Iterator[Line]:
@@ -298,19 +247,17 @@ def windows(subject: Subject) -> Iterator[Line]:
     sizes = subject.sizes
     for temperature, group in [(1.0, g) for g in reversed(sizes.groups)] + [(0.0, sizes.groups[-1])]:
         for window in sizes.windows:
-            if subject.late:
-                return
             what = f"{subject.name}, recomputed tokens, T={temperature:g}, G={group}, W={window}"
             tally = drafted(subject, temperature, group, window)
             expected = tally.per_thousand / 10 * (window - 1) / 2
-            yield Line(what, numbers={**counts(tally), "half_p_w": expected, "committed": tally.committed})
+            yield Line(what, numbers={**tally.counts(), "half_p_w": expected, "committed": tally.committed})
 
 
 def alone(subject: Subject) -> Iterator[Line]:
     """A few requests alone, then the verdict on every deterministic request of this run."""
     found = requests = 0
     for temperature, story in subject.stories.items():
-        own = samplings(len(subject.prompts), temperature)
+        own = seeded(len(subject.prompts), temperature)
         for i in range(0, len(subject.prompts), max(1, len(subject.prompts) // subject.sizes.alone)):
             n = min(subject.length, subject.sizes.tokens)
             (tokens,) = generated(subject.engine, [subject.prompts[i]], [own[i]], n)
@@ -327,21 +274,8 @@ def alone(subject: Subject) -> Iterator[Line]:
 # Load
 
 
-@dataclass(frozen=True)
-class Times:
-    """Seconds of one request since the start of the run."""
-
-    deterministic: bool
-    first: float
-    """when the host first had tokens of it: one, or all of a burst"""
-    last: float
-    between: int
-    """tokens after those that came first"""
-
-    @property
-    def per_token(self) -> float:
-        """Mean time per token after the first."""
-        return (self.last - self.first) / max(1, self.between)
+Times = tuple[bool, float, float]
+"""of one request: is it deterministic; seconds until the host first had tokens of it; mean seconds per token after those"""
 
 
 def timed(engine: Engine, prompts: Sequence[str], requests: Sequence[Request]) -> tuple[float, list[Times], list[list[int]]]:
@@ -357,7 +291,7 @@ def timed(engine: Engine, prompts: Sequence[str], requests: Sequence[Request]) -
         now = time.perf_counter() - begin
         for job in running:
             if job.generated:
-                first.setdefault(job.lane.branch, (now, job.generated))
+                first.setdefault(job.lane.branch, (now, job.generated))  # one token, or all of a burst
                 last[job.lane.branch] = now
 
     engine.loop.step = measured  # type: ignore[method-assign]
@@ -368,24 +302,21 @@ def timed(engine: Engine, prompts: Sequence[str], requests: Sequence[Request]) -
         total = time.perf_counter() - begin
     finally:
         engine.loop.step = step  # type: ignore[method-assign]
-    tokens = [branch.generated for branch in branches]
-    times = [
-        Times(request.deterministic, first[branch.id][0], last[branch.id], len(own) - first[branch.id][1])
-        for branch, request, own in zip(branches, requests, tokens, strict=True)
-    ]
-    released(branches)
+    times, tokens = list[Times](), [branch.generated for branch in branches]
+    for branch, request, own in zip(branches, requests, tokens, strict=True):
+        at, known = first[branch.id]
+        times.append((request.deterministic, at, (last[branch.id] - at) / max(1, len(own) - known)))
+    released(engine, branches)
     return total, times, tokens
 
 
 def load(subject: Subject) -> Iterator[Line]:
     """All requests arrive at once. Deterministic ones decode directly, or draft and verify."""
-    sizes = subject.sizes
-    count, base = min(sizes.load, len(subject.prompts)), 0.0
-    arms: list[tuple[str, int | None]] = [("direct", None), *((f"draft and verify, W={w}", w) for w in sizes.load_windows)]
-    for name, window in arms:
+    sizes, base = subject.sizes, 0.0
+    count = min(sizes.load, len(subject.prompts))
+    for window in (None, *sizes.load_windows):
+        name = "direct" if window is None else f"draft and verify, W={window}"
         for share in sizes.shares if window is None else sizes.shares[1:]:
-            if subject.late:
-                return
             total, times, tokens = loaded(subject, count, share, window)
             rate = sum(map(len, tokens)) / total
             base = base or rate
@@ -395,11 +326,10 @@ def load(subject: Subject) -> Iterator[Line]:
 
 def loaded(subject: Subject, count: int, share: float, window: int | None) -> tuple[float, list[Times], list[list[int]]]:
     """The fastest of three runs; the first compiles kernels and captures graphs."""
-    own = samplings(count, 1.0)
     promised = [int((i + 1) * share) > int(i * share) for i in range(count)]  # spread evenly over the requests
     asked = [
         Request(subject.sizes.load_tokens, each, window=window if sure else None, deterministic=sure)
-        for each, sure in zip(own, promised, strict=True)
+        for each, sure in zip(seeded(count, 1.0), promised, strict=True)
     ]
     found = min((timed(subject.engine, subject.prompts[:count], asked) for _ in range(3)), key=lambda run: run[0])
     for i, sure in enumerate(promised):
@@ -411,11 +341,11 @@ def loaded(subject: Subject, count: int, share: float, window: int | None) -> tu
 def summary(times: Sequence[Times]) -> dict[str, float]:
     """Milliseconds: median and largest time to the first token, median time per token, by kind of request."""
     found: dict[str, float] = {}
-    for name, sure in (("deterministic", True), ("ordinary", False)):
-        if mine := [t for t in times if t.deterministic is sure]:
-            found[f"{name}_first_ms"] = 1e3 * median(t.first for t in mine)
-            found[f"{name}_first_max_ms"] = 1e3 * max(t.first for t in mine)
-            found[f"{name}_token_ms"] = 1e3 * median(t.per_token for t in mine)
+    for name, wanted in (("deterministic", True), ("ordinary", False)):
+        if mine := [(first, each) for sure, first, each in times if sure is wanted]:
+            firsts, per_token = zip(*mine, strict=True)
+            found[f"{name}_first_ms"], found[f"{name}_first_max_ms"] = 1e3 * median(firsts), 1e3 * max(firsts)
+            found[f"{name}_token_ms"] = 1e3 * median(per_token)
     return found
 
 
@@ -428,14 +358,13 @@ def coin_prompts(rendering: str, count: int) -> list[str]:
 
 
 @cache
-def stories(tiny: bool, seconds: float) -> Subject:
+def stories(tiny: bool) -> Subject:
     """SmolLM2, or a coin model in its place."""
     sizes, name = (TINY, "coin-plain") if tiny else (Sizes(), "smollm2")
     room = (sizes.stories + 4) * (sizes.length + 96)
     engine = Engine.load(name, cache_tokens=room, max_rows=512 if tiny else 4096, **_device(tiny))
     prompts = coin_prompts("steps", sizes.stories) if tiny else story_prompts(sizes.stories)
-    deadline = time.perf_counter() + seconds
-    return Subject(engine, "SmolLM2-135M" if not tiny else name, prompts, sizes, deadline, sizes.length)
+    return Subject(engine, "SmolLM2-135M" if not tiny else name, prompts, sizes, sizes.length)
 
 
 def _device(tiny: bool) -> dict[str, Any]:
@@ -446,10 +375,10 @@ DECLARED: dict[str, Any] = dict(needs="gpu", clock="wall", quick={"tiny": True})
 
 
 def _of_stories(part: Callable[[Subject], Iterator[Line]]) -> Callable[..., Iterator[Line]]:
-    """The part as a case; no further cell is begun after `seconds`."""
+    """The part as a case."""
 
-    def set_up(tiny: bool = False, seconds: float = 510.0) -> Iterator[Line]:
-        yield from part(stories(tiny, seconds))
+    def set_up(tiny: bool = False) -> Iterator[Line]:
+        yield from part(stories(tiny))
 
     set_up.__doc__, set_up.__qualname__ = part.__doc__, part.__qualname__
     return set_up
@@ -460,14 +389,13 @@ for _part in (divergence, flips, load, windows, alone):
 
 
 @case("natural-gpu.coins", **DECLARED)
-def coins(tiny: bool = False, seconds: float = 90.0) -> Iterator[Line]:
+def coins(tiny: bool = False) -> Iterator[Line]:
     """Flips of the embedded coin models, continued past their answers."""
-    sizes, deadline = TINY if tiny else Sizes(), time.perf_counter() + seconds
+    sizes = TINY if tiny else Sizes()
     for name, rendering in (("coin-plain", "steps"), ("coin-thinking", "states")):
         engine = Engine.load(name, cache_tokens=(sizes.coins + 4) * 256, **_device(tiny))
-        subject = Subject(engine, name, coin_prompts(rendering, sizes.coins), sizes, deadline, sizes.coin_tokens)
+        subject = Subject(engine, name, coin_prompts(rendering, sizes.coins), sizes, sizes.coin_tokens)
         for temperature in (0.0, 1.0):
             for batch in (min(8, sizes.coins), sizes.coins):
-                found = counts(drafted(subject, temperature, batch, DRAFTING))
-                yield Line(f"{name}, flipped tokens, T={temperature:g}, batch {batch}", numbers=found)
+                yield flipped(subject, temperature, batch)
         yield from alone(subject)

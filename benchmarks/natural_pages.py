@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import RESULTS, Line, case
-from benchmarks.natural import DECLARED, DRAFTING, released, stories, tallied
+from benchmarks.natural import DECLARED, DRAFTING, stories, tallied
+from benchmarks.subjects import released, seeded
 from replaylens.engine.display import word
 from replaylens.engine.engine import Engine
 from replaylens.engine.proof.trace import Trace
-from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.request import Request
 from replaylens.views.data import Phase
 from replaylens.views.pictures import Timeline, timeline
@@ -40,75 +40,60 @@ def read(file: Path) -> Rows:
     return {row["what"]: row for row in json.loads(file.read_text())["rows"]}
 
 
+def matching(rows: Rows, pattern: str) -> Iterator[tuple[re.Match[str], dict[str, Any]]]:
+    """The lines whose whole name matches."""
+    return ((match, row) for what, row in rows.items() if (match := re.fullmatch(pattern, what)))
+
+
 def divergence(rows: Rows) -> list[list[str]]:
     found = [["", "by 100 tokens", "by 256", "by 512", "median", "never"]]
-    for what, row in rows.items():
-        if match := re.fullmatch(rf"{STORY}, first divergence, T=(\S+): (.*)", what):
-            shares = [f"{100 * row[f'by_{mark}']:.0f} %" if f"by_{mark}" in row else "" for mark in (100, 256, 512)]
-            middle = "after 512" if row["median"] is None else str(row["median"])
-            found.append([f"T = {match[1]}, {match[2]}", *shares, middle, f"{100 * row['never']:.0f} %"])
+    for match, row in matching(rows, rf"{STORY}, first divergence, T=(\S+): (.*)"):
+        shares = [f"{100 * row[f'by_{mark}']:.0f} %" if f"by_{mark}" in row else "" for mark in (100, 256, 512)]
+        middle = "after 512" if row["median"] is None else str(row["median"])
+        found.append([f"T = {match[1]}, {match[2]}", *shares, middle, f"{100 * row['never']:.0f} %"])
     return [*found, ["LLM-42, 8B, greedy, under different loads", "", "", "", "187", "20 %"]]
 
 
 def flips(rows: Rows) -> list[list[str]]:
     cells = {
-        (f"{match[1]}, {match[3]}", match[2]): row
-        for what, row in rows.items()
-        if (match := re.fullmatch(r"(\S+), flipped tokens, T=(\S+), (batch .*)", what))
+        (f"{match[1]}, {match[3]}", match[2]): f"{row['per_1000']:.1f} ({row['flips']} of {row['drafts']:,})"
+        for match, row in matching(rows, r"(\S+), flipped tokens, T=(\S+), (batch .*)")
     }
     temperatures = sorted({t for _, t in cells}, key=float)
     found = [["flipped tokens per 1,000", *(f"T = {t}" for t in temperatures)]]
-    for name in dict.fromkeys(name for name, _ in cells):
-        found.append([name, *(_flips(cells.get((name, t))) for t in temperatures)])
+    found += [[name, *(cells.get((name, t), "") for t in temperatures)] for name in dict.fromkeys(name for name, _ in cells)]
     return [*found, ["LLM-42, 8B and 70B", "4 to 5", *[""] * (len(temperatures) - 1)]]
 
 
-def _flips(row: dict[str, Any] | None) -> str:
-    return "" if row is None else f"{row['per_1000']:.1f} ({row['flips']} of {row['drafts']:,})"
-
-
 def recomputed(rows: Rows) -> list[list[str]]:
-    cells: dict[tuple[str, int, int], float] = {}
-    for what, row in rows.items():  # cells of the flips have a window, too
-        if match := re.fullmatch(rf"{STORY}, flipped tokens, T=(\S+), batch (\d+)", what):
-            cells[match[1], int(match[2]), DRAFTING] = row["recomputed_percent"]
-        if match := re.fullmatch(rf"{STORY}, recomputed tokens, T=(\S+), G=(\d+), W=(\d+)", what):
-            cells[match[1], int(match[2]), int(match[3])] = row["recomputed_percent"]
+    flipped = matching(rows, rf"{STORY}, flipped tokens, T=(\S+), batch (\d+)")  # they have a window, too
+    cells = {(match[1], int(match[2]), DRAFTING): row["recomputed_percent"] for match, row in flipped}
+    for match, row in matching(rows, rf"{STORY}, recomputed tokens, T=(\S+), G=(\d+), W=(\d+)"):
+        cells[match[1], int(match[2]), int(match[3])] = row["recomputed_percent"]
     windows = sorted({w for *_, w in cells} | set(PAPER_RECOMPUTED))
     found = [["recomputed, % of committed tokens", *(f"W = {w}" for w in windows)]]
     for temperature, group in dict.fromkeys((t, g) for t, g, _ in cells):
         mine = [cells.get((temperature, group, w)) for w in windows]
         found.append([f"T = {temperature}, G = {group}", *("" if x is None else f"{x:.1f}" for x in mine)])
-    return [*found, ["LLM-42, 8B", *(f"{PAPER_RECOMPUTED[w]}" if w in PAPER_RECOMPUTED else "" for w in windows)]]
+    return [*found, ["LLM-42, 8B", *(str(PAPER_RECOMPUTED.get(w, "")) for w in windows)]]
 
 
 def load(rows: Rows) -> list[list[str]]:
-    head = ["deterministic requests", "tokens/s", "of 0 %", "first token, ms", "per token, ms"]
-    found = [head]
-    for what, row in rows.items():
-        if match := re.fullmatch(rf"{STORY}, load, (.*), (\S+) % deterministic", what):
-            found.append(
-                [
-                    f"{match[2]} %, {match[1]}",
-                    f"{row['tokens_per_s']:,.0f}",
-                    f"{row['ratio']:.2f}",
-                    _by_kind(row, "first_ms", 0),
-                    _by_kind(row, "token_ms", 2),
-                ]
-            )
-    if found == [head]:
-        found.append(["ours: not measured", "", "", "", ""])
+    found = [["deterministic requests", "tokens/s", "of 0 %", "first token, ms", "per token, ms"]]
+    for match, row in matching(rows, rf"{STORY}, load, (.*), (\S+) % deterministic"):
+        times = [_by_kind(row, "first_ms", 0), _by_kind(row, "token_ms", 2)]
+        found.append([f"{match[2]} %, {match[1]}", f"{row['tokens_per_s']:,.0f}", f"{row['ratio']:.2f}", *times])
     return [*found, *([f"{k} %, LLM-42, 8B", "", f"{a:.2f} to {b:.2f}", "", ""] for k, (a, b) in PAPER_LOAD.items())]
 
 
 def _by_kind(row: dict[str, Any], name: str, digits: int) -> str:
-    some = [(kind, row.get(f"{kind}_{name}")) for kind in ("deterministic", "ordinary")]
-    return " / ".join("-" if x is None else f"{x:.{digits}f}" for _, x in some)
+    some = [row.get(f"{kind}_{name}") for kind in ("deterministic", "ordinary")]
+    return " / ".join("-" if x is None else f"{x:.{digits}f}" for x in some)
 
 
 def equal(rows: Rows) -> list[list[str]]:
-    found = [["", "differing", "compared"]]
-    return found + [[what, str(r["differing"]), f"{r['compared']:,}"] for what, r in rows.items() if "differing" in what]
+    found = [[what, str(r["differing"]), f"{r['compared']:,}"] for what, r in rows.items() if "differing" in what]
+    return [["", "differing", "compared"], *found]
 
 
 TABLES = {"divergence": divergence, "flips": flips, "recomputed": recomputed, "load": load, "equal": equal}
@@ -123,9 +108,8 @@ def rewritten(page: str, rows: Rows) -> str:
     """The page with its tables made from these numbers."""
     for name, make in TABLES.items():
         mark = f"<!-- table: {name} -->"
-        page = re.sub(
-            rf"{mark}.*?<!-- end -->", lambda _, m=mark, f=make: f"{m}\n{markdown(f(rows))}\n<!-- end -->", page, flags=re.S
-        )
+        made = f"{mark}\n{markdown(make(rows))}\n<!-- end -->"
+        page = re.sub(rf"{mark}.*?<!-- end -->", lambda _, made=made: made, page, flags=re.S)
     return page
 
 
@@ -147,15 +131,10 @@ def record(engine: Engine, prompts: Sequence[str], temperature: float, seconds: 
     end, seed, looked = time.perf_counter() + seconds, 0, 0
     while len(found) < len(KINDS) and time.perf_counter() < end:
         engine.trace.events.clear()
-        texts = [prompts[(seed + i) % len(prompts)] for i in range(GROUP)]
-        own = [Sampling(temperature=temperature, seed=seed + i, ignore_eos=True) for i in range(GROUP)]
-        seed += GROUP
+        own = seeded(seed + GROUP, temperature)[seed:]
         with tallied(engine):  # so that drafts come from the fast path alone
-            branches = engine.prompts(texts)
-            some = [i >= ORDINARY for i in range(GROUP)]
-            asked = [
-                Request(TOKENS, each, window=WINDOW, deterministic=promised) for each, promised in zip(own, some, strict=True)
-            ]
+            branches = engine.prompts([prompts[(seed + i) % len(prompts)] for i in range(GROUP)])
+            asked = [Request(TOKENS, each, window=WINDOW, deterministic=i >= ORDINARY) for i, each in enumerate(own)]
             engine.serve(branches, asked)
         known = {branch.id: list(branch.tokens) for branch in branches}
         for branch in branches[ORDINARY:]:
@@ -164,7 +143,8 @@ def record(engine: Engine, prompts: Sequence[str], temperature: float, seconds: 
             kind = KINDS[verdict["accepted"]]
             if kind not in found:
                 found[kind] = _kept(engine, branch.id, known)
-        released(branches)
+        released(engine, branches)
+        seed += GROUP
     return found, looked
 
 
@@ -197,12 +177,11 @@ def first_round(told: Timeline) -> str:
 
 
 @case("natural-gpu.boards", **DECLARED)
-def boards(tiny: bool = False, seconds: float = 510.0) -> Iterator[Line]:
+def boards(tiny: bool = False) -> Iterator[Line]:
     """Records of first verifications, for pictures, in results/natural-boards.json; with `tiny` they are not kept."""
-    subject = stories(tiny, seconds)
+    subject = stories(tiny)
     made = Engine(subject.engine.model, subject.engine.text, cache_tokens=4096, record=True)
-    left = max(1.0, min(10.0, subject.deadline - time.perf_counter()))
-    found, looked = record(made, subject.prompts, 1.0, left)
+    found, looked = record(made, subject.prompts, 1.0, 1.0 if tiny else 10.0)
     if not tiny:
         (RESULTS / "natural-boards.json").write_text(json.dumps(found))
     numbers = {"kinds": ",".join(sorted(found)), "looked_at": looked}

@@ -5,7 +5,6 @@ labels, as in a sweep. Data is made batch by batch, so that memory does not grow
 residual stream and a label that is stronger in deeper layers. Both sides are timed on a sample of the cells and scaled.
 """
 
-import resource
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from benchmarks.harness import Clock, Line, Lines, case, meets, seconds
+from benchmarks.harness import Clock, Line, Lines, case, meets, memory_mb, seconds
 from replaylens.probes.controls import Goal
 from replaylens.probes.heldout import held_out
 from replaylens.probes.probe import cross_validate
@@ -98,7 +97,7 @@ def grid(sample: int, batch: int, device: str, aim: str) -> Lines:
     ours, theirs, five = (sum(times[arm]) for arm in ("ours", "scikit-learn", "five labels"))
     scale, ratio = CELLS / sample, theirs / ours
     numbers: dict[str, Any] = dict(ours_s=ours * scale, scikit_learn_s=theirs * scale, largest_accuracy_gap=gap, times_s=times)
-    numbers["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    numbers["peak_mb"] = memory_mb("VmHWM")
     if device != "cpu":
         numbers["peak_device_mb"] = torch.cuda.max_memory_allocated() / 2**20
     met = bool(meets(ratio, aim)) and gap <= 0.005

@@ -1,6 +1,5 @@
 """Branches of one prompt and rollouts on a GPU: Llama-3.1-8B shape, random weights in bfloat16; `--quick`: tiny, on the CPU."""
 
-import resource
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,8 +9,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import Line, Lines, case, random_tokens, seconds
-from benchmarks.subjects import random_decoder, where
+from benchmarks.harness import Line, Lines, case, memory_mb, random_tokens, seconds
+from benchmarks.subjects import random_decoder, released, seeded, where
 from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.verify import verify
 from replaylens.engine.engine import Engine
@@ -51,25 +50,26 @@ class TreeSizes:
 TINY_TREES = TreeSizes(prefixes=(64, 128), branches=6, tokens=4, compared=2, layers=(0, 1))
 
 
-def samplings(count: int) -> list[Sampling]:
-    return [Sampling(temperature=1.0, seed=seed, ignore_eos=True) for seed in range(count)]
-
-
 def differing_branches(engine: Engine, root: Branch, sizes: TreeSizes) -> int:
     """How many of some branches differ from the same branch alone, in tokens or KV."""
     branches = root.fork(sizes.branches)
-    engine.generate(branches, sizes.tokens, sampling=samplings(sizes.branches))
+    engine.generate(branches, sizes.tokens, sampling=seeded(sizes.branches))
     chosen = [i * (sizes.branches - 1) // (sizes.compared - 1) for i in range(sizes.compared)]
     found = 0
     with apart(engine):
         for i in chosen:
             (alone,) = root.fork(1)
-            alone.generate(sizes.tokens, sampling=samplings(sizes.branches)[i])
+            alone.generate(sizes.tokens, sampling=seeded(sizes.branches)[i])
             found += alone.tokens != branches[i].tokens or not torch.equal(alone.kv(), branches[i].kv())
             alone.release()
+    _free(branches)
+    return found
+
+
+def _free(branches: Sequence[Branch]) -> None:
+    """Their prompt stays in the prefix index."""
     for branch in branches:
         branch.release()
-    return found
 
 
 def grown(engine: Engine, root: Branch, sizes: TreeSizes, what: str, arm: str, tokens: int | None = None) -> Line:
@@ -77,16 +77,12 @@ def grown(engine: Engine, root: Branch, sizes: TreeSizes, what: str, arm: str, t
     tokens, branches = tokens or sizes.tokens, list[Branch]()
 
     def work() -> None:
-        engine.generate(branches, tokens, sampling=samplings(sizes.branches))
+        engine.generate(branches, tokens, sampling=seeded(sizes.branches))
         if root.lane.capture is not None and engine.runner.device == "cuda":
             engine.runner.host_copy.wait()
 
-    def after(arm: str, result: Any) -> None:
-        for branch in branches:
-            branch.release()
-
     before = lambda arm: branches.__setitem__(slice(None), root.fork(sizes.branches))  # noqa: E731
-    return Line(what, {arm: work}, per=tokens * sizes.branches, before=before, after=after)
+    return Line(what, {arm: work}, per=tokens * sizes.branches, before=before, after=lambda arm, _: _free(branches))
 
 
 @case(
@@ -94,16 +90,17 @@ def grown(engine: Engine, root: Branch, sizes: TreeSizes, what: str, arm: str, t
     rounds=2, quick={"tiny": True},
 )  # fmt: skip
 def trees(tiny: bool = False, parts: tuple[str, ...] = ("prefixes", "captured")) -> Lines:
-    """Reading the shared prefix of 1,024 forks of one prompt once against reading it for every branch. They generate 64 tokens
-    each at temperature 1, each with its own seed; times are per token. "Apart" is the same engine with sharing off and at most
-    256 branches in a decode step. A few branches are generated alone, and their tokens and KV are compared bit for bit."""
+    """Reading the shared prefix of 1,024 forks of one prompt once against reading it for every branch: 64 tokens each at
+    temperature 1; times are per token. "Apart" is the same engine with sharing off and at most 256 branches in a decode step. A
+    few branches are generated alone, and their tokens and KV are compared bit for bit."""
     sizes, (shape, device, dtype) = TINY_TREES if tiny else TreeSizes(), where(tiny)
     model = random_decoder(replace(shape, max_positions=2 * max(sizes.prefixes)), device, dtype)
     room = 2 * max(sizes.prefixes) + sizes.branches * (sizes.tokens + 32)
     engine = Engine(model, cache_tokens=room, max_rows=max(512, sizes.branches))
     (short, middle, *longer), rates = sizes.prefixes, dict[int, float]()
+    planted = lambda length, **how: engine.prompt(random_tokens(1, length, shape.vocab_size, seed=length)[0], **how)  # noqa: E731
     for prefix in sizes.prefixes if "prefixes" in parts else (middle,):
-        root = engine.prompt(random_tokens(1, prefix, engine.config.vocab_size, seed=prefix)[0])
+        root = planted(prefix)
         found = yield grown(engine, root, sizes, f"prefix {prefix}", "shared")
         rates[prefix] = 1 / found.values["shared"]
         found.note(tokens_per_s=rates[prefix], ms_a_step=1e3 * sizes.branches / rates[prefix])
@@ -116,23 +113,18 @@ def trees(tiny: bool = False, parts: tuple[str, ...] = ("prefixes", "captured"))
                 found = yield grown(engine, root, sizes, f"prefix {prefix}, apart", "apart", max(1, sizes.tokens // 4))
             ratio = rates[prefix] * found.values["apart"]
             yield Line(f"prefix {prefix}, against reading it for every branch", ratio=ratio, aim=">= 6")
-        root.release()
-        engine.prefix.clear()
+        released(engine, [root])
     for prefix, aim in zip((middle, *longer), (">= 0.75", ">= 0.85"), strict=False):
         if "prefixes" in parts:
             yield Line(f"prefix {prefix} against {short}", ratio=rates[prefix] / rates[short], aim=aim)
     sites = [f"blocks.{layer}.hook_out" for layer in sizes.layers]
-    asked = (
-        {f"S at {len(sites)} layers": sites, f"S at {len(sites)} layers and Z": [*sites, "Z"]} if "captured" in parts else {}
-    )
-    for what, names in asked.items():
-        path = random_tokens(1, middle, engine.config.vocab_size, seed=middle)[0]
-        root = engine.prompt(path, sites=names, positions="response")
-        found = yield grown(engine, root, sizes, f"prefix {middle}, {what} on the host, time", "captured")
-        ratio = 1 / found.values["captured"] / rates[middle]
-        yield Line(f"prefix {middle}, {what} on the host", ratio=ratio, aim=">= 0.9")
-        root.release()
-        engine.prefix.clear()
+    for what, names in ((f"S at {len(sites)} layers", sites), (f"S at {len(sites)} layers and Z", [*sites, "Z"])):
+        if "captured" in parts:
+            root = planted(middle, sites=names, positions="response")
+            found = yield grown(engine, root, sizes, f"prefix {middle}, {what} on the host, time", "captured")
+            ratio = 1 / found.values["captured"] / rates[middle]
+            yield Line(f"prefix {middle}, {what} on the host", ratio=ratio, aim=">= 0.9")
+            released(engine, [root])
 
 
 # Rollouts
@@ -216,16 +208,15 @@ def differing(engine: Engine, chain: Branch, sizes: Sizes, found: Sequence[Rollo
 
 @case("rollouts-gpu", needs="gpu", clock="wall", quick={"tiny": True, "sentences": 5, "n": 4})
 def rollouts(tiny: bool = False, sentences: int = 100, n: int = 100) -> Lines:
-    """100 sentences x 100 rollouts x 64 tokens with states at sentence ends, by one call of `branch.stream_rollouts`. The
-    vocabulary is made up: a token in eight ends a sentence. S of four layers is kept at the fork and at the end of every
-    sentence of every rollout; finished waves go to a folder on local disk, so that memory does not grow with the number of
-    rollouts. Some rollouts are generated again, each alone and with sharing off, and compared bit for bit. Last, a few are
-    written as a dump, which computes their paths once more, and the dump is verified."""
+    """100 sentences x 100 rollouts x 64 tokens by one call of `branch.stream_rollouts`, with S of four layers kept at the fork
+    and at every sentence end; a token in eight ends a sentence. Finished waves go to a folder, so that memory does not grow.
+    Some rollouts are generated again, alone and with sharing off, and compared bit for bit. Last, a few are written as a dump,
+    which computes their paths once more and is verified."""
     sizes = replace(TINY if tiny else Sizes(), sentences=sentences, n=n)
     engine = make_engine(tiny, sizes)
     cuda, chain = engine.runner.device == "cuda", make_chain(engine, sizes)
     chain.resample(2, at=[sizes.prompt], max_new=2, sampling=HOT, sites=sizes.sites, keep="fork")  # compiles
-    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    held = memory_mb("VmHWM") * 1e6 / 2**30
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory(prefix="rollouts-") as name:
@@ -240,22 +231,17 @@ def rollouts(tiny: bool = False, sentences: int = 100, n: int = 100) -> Lines:
         numbers |= dict(tokens_per_s=tokens / taken, rows=len(found.index), gb_written=files / 1e9, digest=found.digest)
         drawn_of = f"{len(found.plan.positions)} sentences x {sizes.n} rollouts x {sizes.max_new} tokens"
         yield Line(f"{drawn_of}, S at {len(sizes.sites)} layers", numbers=numbers)
-        yield Line("memory at its peak, GiB", numbers=_peaks(engine, cuda) | {"host_before": held})
+        weights = sum(x.nbytes for x in engine.runner.model.parameters())
+        numbers = {"host": memory_mb("VmHWM") * 1e6 / 2**30, "host_before": held}
+        numbers["weights_and_kv_cache"] = (weights + engine.runner.cache.num_bytes) / 2**30
+        for kind in ("allocated", "reserved"):
+            numbers[f"device_{kind}"] = getattr(torch.cuda, f"max_memory_{kind}")() / 2**30 if cuda else 0.0
+        yield Line("memory at its peak, GiB", numbers=numbers)
         some = [found[i * (len(found) - 1) // (sizes.compared - 1)] for i in range(sizes.compared)]
         wrong = differing(engine, chain, sizes, some)
         numbers = {"differing": wrong, "compared": len(some)}
         yield Line("rollouts that differ alone, in tokens or rows", aim="0", met=not wrong, numbers=numbers)
         yield _dump(engine, sizes, found, folder / "dump")
-
-
-def _peaks(engine: Engine, cuda: bool) -> dict[str, float]:
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in engine.runner.model.parameters())
-    return {
-        "device_allocated": torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0,
-        "device_reserved": torch.cuda.max_memory_reserved() / 2**30 if cuda else 0.0,
-        "weights_and_kv_cache": (weights + engine.runner.cache.num_bytes) / 2**30,
-        "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-    }
 
 
 def _dump(engine: Engine, sizes: Sizes, found: Rollouts, folder: Path) -> Line:

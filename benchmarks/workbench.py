@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import Line, Lines, case, finish, random_tokens, seconds
-from benchmarks.subjects import bridge, random_decoder, smollm2_or_shape, where
-from replaylens import Edit, Engine, Sampling, ablate, attribution_patching, lens, patch, steer
+from benchmarks.subjects import bridge, random_decoder, seeded, smollm2_or_shape, where
+from replaylens import Edit, Engine, ablate, attribution_patching, lens, patch, steer
 from replaylens.engine.request.capture import PassTap
 
 Cell = tuple[int, int]
@@ -38,60 +38,37 @@ class Hooked:
     @torch.no_grad()
     def patched(self, cells: Sequence[Cell]) -> list[float]:
         """The first prompt's residual stream put into the second, at each (layer, position)."""
-        _, cache = self.bridge.run_with_cache(self.tokens[:1], names_filter=lambda name: name.endswith("hook_in"))
-        made = []
-        for layer, position in cells:
-
-            def put(value: Tensor, hook: Any, position: int = position) -> Tensor:
-                value = value.clone()
-                value[:, position] = cache[hook.name][:, position]
-                return value
-
-            made += self._differences(self.tokens[1:2], self.answers[:1], f"blocks.{layer}.hook_in", put)
+        cache, made = self._streams(), list[float]()
+        for layer, at in cells:
+            hook = lambda value, hook, at=at: _set(value, (slice(None), at), cache[hook.name][:, at])  # noqa: E731
+            made += self._differences(self.tokens[1:2], self.answers[:1], f"blocks.{layer}.hook_in", hook)
         return made
 
     @torch.no_grad()
     def patched_together(self, layers: Sequence[int]) -> list[list[float]]:
         """The same grid, all positions of a layer in one batch: for each layer, one value per position."""
-        _, cache = self.bridge.run_with_cache(self.tokens[:1], names_filter=lambda name: name.endswith("hook_in"))
-        count = self.tokens.shape[1]
-        tokens, answers = self.tokens[1:2].expand(count, -1), self.answers[:1].expand(count, -1)
-
-        def put(value: Tensor, hook: Any) -> Tensor:
-            value, each = value.clone(), torch.arange(count)
-            value[each, each] = cache[hook.name][0]
-            return value
-
-        return [self._differences(tokens, answers, f"blocks.{layer}.hook_in", put) for layer in layers]
+        cache, count = self._streams(), self.tokens.shape[1]
+        tokens, answers, each = self.tokens[1:2].expand(count, -1), self.answers[:1].expand(count, -1), torch.arange(count)
+        hook = lambda value, hook: _set(value, (each, each), cache[hook.name][0])  # noqa: E731
+        return [self._differences(tokens, answers, f"blocks.{layer}.hook_in", hook) for layer in layers]
 
     @torch.no_grad()
     def ablated(self, cells: Sequence[Cell], together: bool = False) -> list[list[float]]:
         """For each (layer, head): every prompt without that head, one prompt at a time or in one batch."""
-        made = []
+        made, size = list[list[float]](), len(self.tokens) if together else 1
         for layer, head in cells:
-
-            def zero(value: Tensor, hook: Any, head: int = head) -> Tensor:
-                value = value.clone()
-                value[:, :, head] = 0
-                return value
-
-            size = len(self.tokens) if together else 1
+            hook = lambda value, hook, head=head: _set(value, (slice(None), slice(None), head), 0.0)  # noqa: E731
             pieces = zip(self.tokens.split(size), self.answers.split(size), strict=True)
-            made.append([x for t, a in pieces for x in self._differences(t, a, f"blocks.{layer}.attn.hook_z", zero)])
+            made.append([x for t, a in pieces for x in self._differences(t, a, f"blocks.{layer}.attn.hook_z", hook)])
         return made
 
     @torch.no_grad()
     def steered(self, layer: int, vector: Tensor, strengths: Sequence[float], n: int) -> list[float]:
         """Continuations of the first prompt under each strength, and their log-probabilities without steering."""
         made = []
-        for strength in strengths:
-
-            def add(value: Tensor, hook: Any, amount: float = strength) -> Tensor:
-                value = value.clone()
-                value[:, -1] += amount * vector  # the prompt's last token, then each token that is generated
-                return value
-
-            with self.bridge.hooks(fwd_hooks=[(f"blocks.{layer}.hook_in", add)]):
+        for strength in strengths:  # the prompt's last token, then each token that is generated
+            hook = lambda value, hook, by=strength: _set(value, (slice(None), -1), value[:, -1] + by * vector)  # noqa: E731
+            with self.bridge.hooks(fwd_hooks=[(f"blocks.{layer}.hook_in", hook)]):
                 out = self._generated(self.tokens[:1], n, do_sample=False)
             logprobs = self.bridge(out)[0, :-1].log_softmax(-1)
             made.append(float(logprobs[torch.arange(out.shape[1] - 1), out[0, 1:]][-n:].sum()))
@@ -101,6 +78,9 @@ class Hooked:
     def resampled(self, count: int, n: int) -> Tensor:
         """Several sampled continuations of the first prompt, in one batch: [count, tokens]."""
         return self._generated(self.tokens[:1].repeat(count, 1), n, do_sample=True)
+
+    def _streams(self) -> Any:
+        return self.bridge.run_with_cache(self.tokens[:1], names_filter=lambda name: name.endswith("hook_in"))[1]
 
     def _generated(self, tokens: Tensor, n: int, do_sample: bool) -> Tensor:
         options = dict(stop_at_eos=False, do_sample=do_sample, prepend_bos=False, return_type="tokens", verbose=False)
@@ -113,6 +93,12 @@ class Hooked:
         return [float(x) for x in right - wrong]
 
 
+def _set(value: Tensor, index: Any, new: Any) -> Tensor:
+    value = value.clone()
+    value[index] = new
+    return value
+
+
 NAMES = ("Mary", "John", "James", "Robert", "David", "Sarah", "Karen", "Daniel", "Mark", "Paul", "Kevin")
 PAIRS = [(a, b) for a in NAMES for b in NAMES if a != b][:100]
 TEXT = "When {0} and {1} went to the store, {2} gave a drink to"
@@ -120,13 +106,10 @@ LAYERS = (0, 7, 15, 22, 29)
 """layers of the sample, evenly spread: a cell costs us more the lower its layer"""
 PATCHED = [(layer, position) for layer in LAYERS for position in (2, 9, 13)]
 ABLATED = [(layer, head) for layer in LAYERS for head in (0, 6)]
-BATCH = 16
-"""prompts per pass where TransformerLens computes several together"""
-STRENGTHS = (-4.0, -2.0, 2.0, 4.0)
-STEERED, NEW = 15, 12
-"""the steered layer, and how many tokens are generated"""
-COUNT = 16
-"""continuations of one prompt"""
+BATCH = COUNT = 16
+"""prompts per pass where TransformerLens computes several together; continuations of one prompt"""
+STRENGTHS, STEERED, NEW = (-4.0, -2.0, 2.0, 4.0), 15, 12
+"""of the steered layer, and how many tokens are generated"""
 CONTRAST = (["I love this", "What a great day"], ["I hate this", "What an awful day"])
 
 
@@ -181,9 +164,7 @@ class Jobs:
     def resample(self) -> Lines:
         def ours() -> None:
             root = self.engine.prompt(self.pair[0])
-            forks = root.fork(COUNT)
-            seeds = [Sampling(temperature=1.0, seed=seed, ignore_eos=True) for seed in range(COUNT)]
-            for branch in (*self.engine.generate(forks, NEW, sampling=seeds), root):
+            for branch in (*self.engine.generate(root.fork(COUNT), NEW, sampling=seeded(COUNT)), root):
                 branch.release()
 
         arms = {"ours": ours, "hooks": lambda: self.two.resampled(COUNT, NEW)}
@@ -202,11 +183,8 @@ class Jobs:
         found = yield Line(what, arms, per=per, aim=">= 8x")
         grid, values = found.results["ours"], found.results["hooks"]
         assert grid.numel() == per["ours"]
-        apart = [
-            float((grid[layer * heads + head] - torch.tensor(value)).abs().max())
-            for (layer, head), value in zip(ABLATED, values, strict=True)
-        ]
-        found.note(largest_difference=max(apart))
+        sample = torch.stack([grid[layer * heads + head] for layer, head in ABLATED])
+        found.note(largest_difference=float((sample - torch.tensor(values)).abs().max()))
 
 
 @case(
@@ -215,11 +193,9 @@ class Jobs:
 )  # fmt: skip
 def workbench_cpu(jobs: tuple[str, ...] = ("lens", "patch", "steer", "resample", "ablate"), count: int = 4) -> Lines:
     """Five jobs on SmolLM2-135M by the workbench and by TransformerLens, CPU milliseconds per cell of a grid or per
-    continuation. A round of ours is the whole verb, with all its cells. Where TransformerLens computes one hooked pass per
-    cell, it runs an evenly spread sample of the same cells. The grid of ablations is 100 prompts x 30 layers x 9 heads; both
-    sides run `count` of the prompts, which are computed one after the other on either side. `batched` is TransformerLens with
-    16 prompts in one batch, which a user can do if all prompts have the same length, and in the grid of patches with all
-    positions of a layer in one batch."""
+    continuation. A round of ours is the whole verb. Where TransformerLens computes one hooked pass per cell, it runs an evenly
+    spread sample of the cells. Of the 100 prompts of the ablations both sides run `count`. `batched`: TransformerLens with 16
+    prompts of one length in a batch, and in the grid of patches with all positions of a layer in one."""
     made = Jobs(count)
     for job in jobs:
         yield from getattr(made, job)()
@@ -231,27 +207,21 @@ TOKENS = (1000, 2000)
 """the metric is the difference of these tokens' logits"""
 
 
-def attributed_by_hooks(lens: Any, names: set[str], clean: torch.Tensor, corrupt: torch.Tensor) -> dict[str, torch.Tensor]:
+def attributed_by_hooks(lens: Any, names: set[str], clean: Tensor, corrupt: Tensor) -> dict[str, Tensor]:
     """Attribution by hooks: site -> [positions]."""
-    kept: dict[str, torch.Tensor] = {}
-    slopes: dict[str, torch.Tensor] = {}
-
-    def keep(value: torch.Tensor, hook: Any) -> None:
-        kept[hook.name] = value.detach()
-
-    def keep_slope(value: torch.Tensor, hook: Any) -> None:
-        slopes[hook.name] = value.detach()
-
+    kept, slopes = dict[str, Tensor](), dict[str, Tensor]()
+    keep = lambda into: lambda value, hook: into.__setitem__(hook.name, value.detach())  # noqa: E731
+    hooks = {"fwd_hooks": [(name, keep(kept)) for name in names], "bwd_hooks": [(name, keep(slopes)) for name in names]}
     with torch.no_grad():
         _, cache = lens.run_with_cache(clean, names_filter=lambda name: name in names)
-    with lens.hooks(fwd_hooks=[(name, keep) for name in names], bwd_hooks=[(name, keep_slope) for name in names]):
+    with lens.hooks(**hooks):
         logits = lens(corrupt)
         (logits[0, -1, TOKENS[0]] - logits[0, -1, TOKENS[1]]).backward()
     lens.zero_grad()
     return {name: (slopes[name] * (cache[name] - kept[name])).sum(-1)[0] for name in names}
 
 
-def attributed_by_autograd(model: Any, clean: torch.Tensor, corrupt: torch.Tensor) -> None:
+def attributed_by_autograd(model: Any, clean: Tensor, corrupt: Tensor) -> None:
     """S of both prompts, and the gradients at S of the corrupt one, with frozen weights."""
     with torch.no_grad():
         model(clean, output_hidden_states=True, logits_to_keep=1)
@@ -266,9 +236,9 @@ def attributed_by_autograd(model: Any, clean: torch.Tensor, corrupt: torch.Tenso
 )  # fmt: skip
 def gradients_cpu(lengths: tuple[int, ...] = (14, 64, 256)) -> Lines:
     """Gradients and attribution at S, T and C of SmolLM2-135M (or a random model of its shape), CPU seconds on one thread.
-    TransformerLens runs as its tutorial on attribution patching does: a cached forward pass of the clean prompt, then a forward
-    and a backward pass of the corrupt one, with hooks that keep activations and gradients. The arm of Hugging Face is what
-    autograd costs at best: weights are frozen, and only the last row has logits."""
+    TransformerLens runs as in its tutorial on attribution patching: a cached forward pass of the clean prompt, then a forward
+    and a backward pass of the corrupt one with hooks. Hugging Face is what autograd costs at best: frozen weights, logits of
+    the last row alone."""
     model, _ = smollm2_or_shape()
     lens, engine = bridge(model).requires_grad_(True), Engine.load(model, check=False)
     names = set(engine.sites.select("STC")[0])
@@ -289,12 +259,12 @@ def gradients_cpu(lengths: tuple[int, ...] = (14, 64, 256)) -> Lines:
         }
         found = yield Line(f"{length} tokens: TransformerLens over ours", arms)
         found.note(difference=float((ours.estimate - expected).norm() / expected.norm()))
-        took = found.values
-        yield Line(f"{length} tokens: gradients at S, T, C, in forward passes", ratio=took["gradients"] / took["forward"])
-        passes = took["attribution"] / took["forward"]
-        yield Line(f"{length} tokens: attribution of S, T, C, in forward passes", ratio=passes, aim="<= 3.5")
-        autograd = took["hugging face"] / took["attribution"]
-        yield Line(f"{length} tokens: Hugging Face's autograd over ours", ratio=autograd)
+        for what, above, below, aim in (
+            ("gradients at S, T, C, in forward passes", "gradients", "forward", ""),
+            ("attribution of S, T, C, in forward passes", "attribution", "forward", "<= 3.5"),
+            ("Hugging Face's autograd over ours", "hugging face", "attribution", ""),
+        ):
+            yield Line(f"{length} tokens: {what}", ratio=found.values[above] / found.values[below], aim=aim)
         branch.release()
 
 
@@ -338,10 +308,9 @@ def differing(engine: Engine, clean: list[int], corrupt: list[int], found: Tenso
     rounds=3, quick={"tiny": True, "positions": 6, "rounds": 1},
 )  # fmt: skip
 def workbench_gpu(tiny: bool = False, positions: int = 64, rounds: int = 3, max_rows: int = 2112) -> Lines:
-    """`patch` on a GPU: a grid of 32 layers x 64 positions of the Llama-3.1-8B shape, every cell a fork of one edited prompt;
-    both prompts, all cells, the metric. The best round counts; the first two compile. Some cells are computed again, alone,
-    and must have the same bits. Then gradients and attribution at all S, T and C of the same prompt, in units of its forward
-    pass."""
+    """`patch` on a GPU: a grid of 32 layers x 64 positions of the Llama-3.1-8B shape, both prompts and the metric included. The
+    best round counts; the first two compile. Some cells are computed again, alone, and must have the same bits. Then gradients
+    and attribution at all S, T and C of the same prompt, in units of its forward pass."""
     engine = Engine(random_decoder(*where(tiny)), cache_tokens=64 * 256, max_rows=max_rows)  # a layer's cells have 2,080 rows
     clean, corrupt = differing_prompts(engine, positions)
     best = host = float("inf")

@@ -27,7 +27,7 @@ from replaylens.engine.proof.doctor import numbers
 from replaylens.engine.serving.branch import Branch
 from replaylens.probes import ProbeRows
 from tests.engine.features import tiny
-from tests.tiny_mixtures import MIXTURES
+from tests.mixtures import ROUTINGS
 
 FILE = Path(__file__).with_suffix(".json")
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8], [(7 * i * i + 3) % 59 for i in range(150)]]
@@ -44,9 +44,9 @@ _MORE: dict[str, Any] = {
         mlp_bias=True, unembed_bias=True, tied_embeddings=False,
     ),
     "slopes": dict(rotary_dim=0, slopes=(0.5, 0.25, 0.125, 0.0625), gated_mlp=False, activation="relu2"),
-    "sinks and clamped experts": dict(sinks=True, activation="clamped_swiglu", mixture=MIXTURES["biases"]),
-    "experts with a shared one": dict(mixture=MIXTURES["softmax of all, a shared expert with a gate"]),
-    "experts in groups": dict(mixture=MIXTURES["sigmoids in groups"]),
+    "sinks and clamped experts": dict(sinks=True, activation="clamped_swiglu", mixture=ROUTINGS["biases"]),
+    "experts with a shared one": dict(mixture=ROUTINGS["softmax of all, a shared expert with a gate"]),
+    "experts in groups": dict(mixture=ROUTINGS["sigmoids in groups"]),
     "sparsemixer": dict(mixture=MixtureConfig(4, 24, Routing(2, "sparsemixer", jitter=0.01))),
     "latent attention": dict(num_kv_heads=4, rotary_dim=4, latent=Latent(rank=24, d_value=12, query_rank=20)),
     "YaRN": dict(rope=Rope(theta=5e3, scaling="yarn", factor=4.0, original_positions=64), qk_norm=True),

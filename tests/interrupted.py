@@ -1,6 +1,9 @@
-"""Runs that stop in the middle, for tests of resuming."""
+"""Runs that stop in the middle, for tests of resuming; and a limit on the time of a block that once had no end."""
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 
 class Interrupted(Exception):
@@ -15,3 +18,23 @@ def interrupt_at(step: int) -> Callable[[int, float], None]:
             raise Interrupted
 
     return after_step
+
+
+class OutOfTime(BaseException):
+    """The block took longer than its limit. Not an Exception, so that no handler of errors takes it for one."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise OutOfTime in the main thread if the block takes longer."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise OutOfTime(f"more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -23,11 +23,11 @@ from benchmarks.natural import (
     flips,
     generated,
     load,
-    samplings,
     story_prompts,
     tallied,
     windows,
 )
+from benchmarks.subjects import seeded
 from replaylens.engine.engine import Engine
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.passes.runner import PassResult, Runner
@@ -67,7 +67,7 @@ def test_every_case_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_names_and_patterns() -> None:
     assert [made.name for made in chosen(["hostwork-cpu"])] == ["hostwork-cpu"]
-    assert {made.file for made in chosen(["dump-cpu"])} == {"dump-cpu"} and len(chosen(["dump-cpu"])) > 3
+    assert {made.file for made in chosen(["generate-cpu"])} == {"generate-cpu"} and len(chosen(["generate-cpu"])) > 3
     assert len(chosen(["kernels-*"])) > 7
     with pytest.raises(SystemExit, match=r"no case 'hostwrok'; the cases are .*hostwork-cpu"):
         chosen(["hostwrok"])
@@ -274,7 +274,7 @@ def wrong_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_tally_is_that_of_the_trace(wrong_drafts: None) -> None:
-    engine, own = Engine.load("coin-plain", record=True), samplings(4, 1.0)
+    engine, own = Engine.load("coin-plain", record=True), seeded(4, 1.0)
     with tallied(engine) as tally:
         generated(engine, PROMPTS, own, 24, window=4)
     drafted = [len(e["chains"][0]) for e in engine.trace.events if e["event"] == "draft"]
@@ -292,7 +292,7 @@ def test_no_wrong_draft_reaches_a_committed_token(wrong_drafts: None, monkeypatc
     """All sections on a CPU: ordinary requests diverge, drafts flip, and deterministic tokens differ nowhere."""
     monkeypatch.setattr(natural, "TEMPERATURES", (1.0,))
     sizes = replace(TINY, batches=(4,), windows=(8,), groups=(4,), load_tokens=4)
-    subject = Subject(Engine.load("coin-plain"), "coin-plain", PROMPTS, sizes, float("inf"), sizes.length)
+    subject = Subject(Engine.load("coin-plain"), "coin-plain", PROMPTS, sizes, sizes.length)
     lines = [line for part in (divergence, flips, load, windows, alone) for line in part(subject)]
     rows = {line.what: {**line.numbers, "ratio": line.ratio, "met": line.met} for line in lines}
     assert subject.compared > 100 and not subject.differing
@@ -308,10 +308,10 @@ def test_no_wrong_draft_reaches_a_committed_token(wrong_drafts: None, monkeypatc
 
 def test_a_missed_rollback_would_be_counted(wrong_drafts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: with the noisy fast path in place of the verifier, tokens differ."""
-    subject = Subject(Engine.load("coin-plain"), "coin-plain", PROMPTS, TINY, float("inf"), 12)
+    subject = Subject(Engine.load("coin-plain"), "coin-plain", PROMPTS, TINY, 12)
     subject.story(1.0)
     monkeypatch.setattr(Runner, "exact", lambda self, segments, tap=None, stop_at_layer=None: self.fast(segments, tap))
-    subject.compare(1.0, generated(subject.engine, PROMPTS, samplings(4, 1.0), 12, window=4))
+    subject.compare(1.0, generated(subject.engine, PROMPTS, seeded(4, 1.0), 12, window=4))
     assert subject.differing > 0
 
 

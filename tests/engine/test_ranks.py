@@ -36,7 +36,7 @@ from replaylens.engine.serving.branch import Branch
 from tests import digests
 from tests.engine import reference, test_machine, test_tree_machine
 from tests.engine.test_machine import AnyWindow, Sessions, some
-from tests.quick_ray import python_path
+from tests.processes import python_path
 from tests.test_digests import KNOWN
 
 TEXT = "A coin's state is heads. Alice flips, then Bob does not flip. What's the state? A:"

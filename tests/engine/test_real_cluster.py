@@ -22,8 +22,7 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.resampling.plan import Answer
 from replaylens.engine.resampling.rollouts import Rollouts
-from tests.own_certificates import own_certificates  # noqa: F401
-from tests.quick_ray import python_path
+from tests.processes import own_certificates, python_path  # noqa: F401
 
 pytestmark = pytest.mark.slow
 

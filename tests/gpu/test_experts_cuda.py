@@ -11,9 +11,7 @@ from replaylens.engine.model.decoder import Mixture
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from tests.families import BOTH_NAMES, hugging_face
-from tests.mixtures import MIXTURES
-from tests.tiny_mixtures import MIXTURES as TINY
-from tests.tiny_mixtures import mixture_model
+from tests.mixtures import MIXTURES, ROUTINGS, mixture_model
 
 pytestmark = pytest.mark.gpu
 PROMPT = torch.randint(1, 61, (45,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -24,7 +22,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=[
 
 
 def engine(name: str, dtype: torch.dtype, **options: Any) -> Engine:
-    if name in TINY:
+    if name in ROUTINGS:
         return Engine(mixture_model(name, dtype, "cuda"), cache_tokens=8192, **options)
     return Engine(loading.load(hugging_face(name), dtype).to("cuda"), cache_tokens=8192, **options)
 
@@ -59,7 +57,7 @@ def differences(a: Outcome, b: Outcome) -> list[str]:
 
 
 @DTYPES
-@pytest.mark.parametrize("name", [*MIXTURES, *BOTH_NAMES, *TINY])
+@pytest.mark.parametrize("name", [*MIXTURES, *BOTH_NAMES, *ROUTINGS])
 def test_bits_depend_on_the_path_alone(name: str, dtype: torch.dtype) -> None:
     """Alone, in company, in a burst, verified from drafts, in chunks of a few rows: the same bits, router sites included."""
     served = engine(name, dtype)

@@ -29,7 +29,7 @@ from tests.engine.passes.packed import alone
 from tests.engine.reference import decoder, same_bits
 from tests.families import HYBRIDS, MORE, NEW_WIRINGS, hugging_face
 from tests.kernels.interpreted import DEVICES, served
-from tests.tiny_mixtures import MIXTURES, mixture_model
+from tests.mixtures import ROUTINGS, mixture_model
 from tests.toy_model import random_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -138,7 +138,7 @@ def router_sites(model: Decoder) -> frozenset[str]:
     return frozenset(s for block in model.blocks if isinstance(block.mlp, Mixture) for s in block.mlp.own_sites)
 
 
-@pytest.mark.parametrize("name", [n if n == QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MIXTURES])
+@pytest.mark.parametrize("name", [n if n == QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ROUTINGS])
 def test_a_path_alone_and_in_company(name: str) -> None:
     """The bits are the same, also when every site of the mixture is captured; the function is plain PyTorch's."""
     model = mixture_model(name, device=DEVICE)

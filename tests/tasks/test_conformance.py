@@ -28,8 +28,8 @@ from replaylens.tasks.tokenizer import WordTokenizer
 from replaylens.tasks.variables import KINDS, NAMES, Variables
 from replaylens.tasks.words import NAMES as NAMES_OF_GROUPS
 from replaylens.tasks.words import ORDER, Group, group
+from tests.interrupted import time_limit
 from tests.tasks.square import file_of_page, own_registry, square_module
-from tests.time_limit import time_limit
 
 PAGE = square_module()
 Square, SquareScene = PAGE.Square, PAGE.SquareScene

@@ -9,7 +9,7 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.replay.run import Run
 from replaylens.tasks import WordTokenizer
-from tests.own_certificates import own_certificates  # noqa: F401
+from tests.processes import own_certificates  # noqa: F401
 from tests.toy_model import random_model
 
 HOSTILE = (

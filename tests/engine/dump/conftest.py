@@ -15,7 +15,7 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.training import embedded as zoo
 from replaylens.tasks import WordTokenizer
 from replaylens.tasks.task import AnyTask
-from tests.own_certificates import own_certificates  # noqa: F401
+from tests.processes import own_certificates  # noqa: F401
 from tests.toy_model import random_model
 
 EXAMPLES, PER_SHARD, NEW = 10, 4, 5

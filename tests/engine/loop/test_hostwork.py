@@ -106,7 +106,7 @@ def test_the_stand_in_generates_what_it_should() -> None:
     """Otherwise its times would say nothing: every branch commits a token per step, with rows and pages."""
     subject = host_engine(2048, 4096)
     given = branches(subject, 100, 3, sites="S")
-    assert generate(subject, given) == 48
+    generate(subject, given)
     for branch in given:
         assert branch.tokens[100:] == [(position * 17 + 5) % 61 for position in range(99, 115)]
         assert branch.activations.positions() == list(range(branch.lane.computed))

@@ -13,12 +13,22 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from benchmarks.harness import RESULTS
-from benchmarks.thinking_jobs import Limits
-from benchmarks.thinking_latency import EOS as EOS_OF_ARMS
-from benchmarks.thinking_latency import PAD as PAD_OF_ARMS
-from benchmarks.thinking_latency import TINY_SHAPES, by_hand, triggered
-from benchmarks.thinking_plans import CHANGES, TEXT_TASKS, TINY_PLAN, TINY_SIZE, Arm, ablations, methods
-from benchmarks.thinking_tables import lines_of, merged, paper_table, rows_of, text_tables
+from benchmarks.thinking import EOS as EOS_OF_ARMS
+from benchmarks.thinking import PAD as PAD_OF_ARMS
+from benchmarks.thinking import TINY_SHAPES, by_hand, triggered
+from benchmarks.thinking_tables import (
+    BACKBONE,
+    PARITY,
+    SMOKE,
+    TEXTS,
+    lines_of,
+    merged,
+    paper_runs,
+    paper_table,
+    rows_of,
+    text_runs,
+    text_tables,
+)
 from replaylens import tasks
 from replaylens.cli import app
 from replaylens.engine.engine import Engine
@@ -424,21 +434,23 @@ ROOT = RESULTS.parent.parent
 @pytest.mark.slow
 def test_the_job(tmp_path: Path) -> None:
     backbone = str(write_backbone(tmp_path / "backbone"))
-    plan = replace(TINY_PLAN, longest=(2,), width=160, steps=2, methods=("none", "thinking"), cut=True, backbone=backbone)
-    lines = list(lines_of(plan.runs(), Limits(120.0, "cpu", at_once=1), None))
+    task = replace(BACKBONE, **SMOKE, options={**BACKBONE.options, "backbone": backbone})
+    lines = list(lines_of(paper_runs(task, ("none", "thinking"), (0,)), 1, "cpu"))
     assert [line.what for line in lines] == ["none-2", "thinking-cut-2"]
     for line in lines:
         (run,) = line.numbers["runs"]
         assert run["recipe"]["backbone"] == backbone and run["recipe"]["precision"] == "bf16"
-        assert list(map(int, run["curve"])) == plan.lengths(2) and run["steps"] == run["planned"] == 2
+        assert list(run["curve"]) == task.lengths(2) == [1, 2, 4] and run["steps"] == 4
     file = tmp_path / "out.json"
     file.write_text(json.dumps({"rows": [{"what": line.what, **line.numbers} for line in lines]}))
     assert [row["method"] for row in merged([file])] == ["none", "thinking-cut"] and len(paper_table(merged([file]))) == 9
 
 
-def test_runs_that_do_not_end_are_said(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="1 of 1 runs failed or did not end in time"):
-        list(lines_of(replace(TINY_PLAN, longest=(2,), methods=("none",)).runs(), Limits(0.0, "cpu", at_once=1), None))
+def test_a_run_that_fails_is_no_result() -> None:
+    """Its error comes out of the process that trained it."""
+    (run,) = paper_runs(replace(PARITY, **SMOKE), ("none",), (0,))
+    with pytest.raises(BadRecipe, match="positions"):
+        list(lines_of([replace(run, recipe=replace(run.recipe, width=2048))], 1, "cpu"))
 
 
 def test_the_tables_of_the_docs_are_those_of_the_files() -> None:
@@ -455,36 +467,33 @@ def test_the_tables_of_the_docs_are_those_of_the_files() -> None:
 
 
 def texts(task: str, steps: int, config: ThinkingConfig, method: Method) -> list[ChunkedText]:
-    words = WordTokenizer(TEXT_TASKS[task].vocabulary)
-    return [chunked(e, words, config, method) for e in zoo.held_out(TEXT_TASKS[task].table.part, steps, 8)]
+    words = WordTokenizer(TEXTS[task].vocabulary)
+    return [chunked(e, words, config, method) for e in zoo.held_out(TEXTS[task].part, steps, 8)]
 
 
 def test_arms_have_names_and_recipes_of_their_own() -> None:
-    arms = [*methods(tuple(TEXT_TASKS), (0, 1)), *ablations(tuple(TEXT_TASKS), CHANGES, TINY_SIZE.layers, (0,))]
-    different = dict.fromkeys(arms)
-    assert len({arm.name for arm in different}) == len({TINY_SIZE.recipe(arm).to_json() for arm in different}) == len(different)
-    assert {arm.method for arm in arms} == set(METHODS)
-    assert replace(arms[0], seed=1).kind == arms[0].kind and Arm("hops", chunk=2).kind != Arm("hops").kind
+    runs = text_runs(tuple(TEXTS), (0, 1))
+    assert len({run.name for run in runs}) == len({run.recipe.to_json() for run in runs}) == len(runs) == 30
+    assert {run.recipe.method for run in runs} == set(METHODS)
+    assert len({run.kind for run in runs}) == 24, "seeds of one kind are averaged"
 
 
-@pytest.mark.parametrize("task", TEXT_TASKS)
+@pytest.mark.parametrize("task", TEXTS)
 def test_tested_texts_fit_at_trained_positions(task: str) -> None:
     """With every chunk size of the ablation; a chain of thought is the longest. No thought is longer than its limit."""
-    given = TEXT_TASKS[task]
-    for chunk in (given.table.chunk, *given.chunks):
-        config = TINY_SIZE.recipe(Arm(task, chunk=chunk)).thinking
-        for text in texts(task, max(given.tested), config, "cot"):
+    given = TEXTS[task]
+    for chunk, most in given.thoughts.items():
+        config = given.recipe("thinking", 2, chunk=chunk).thinking
+        for text in texts(task, max(given.beyond), config, "cot"):
             assert len(text.prompt) + len(text.completion) <= given.width and given.width % chunk == 0
-        sizes = {len(thought) for text in texts(task, max(given.tested), config, "thinking") for thought in text.thoughts}
-        assert max(sizes) <= given.max_thought(chunk)  # `chunked` also refuses longer ones
+        sizes = {len(thought) for text in texts(task, max(given.beyond), config, "thinking") for thought in text.thoughts}
+        assert max(sizes) <= most  # `chunked` also refuses longer ones
 
 
 @pytest.mark.parametrize(("task", "chunk"), [("hops", 4), ("counts", 8)])
 def test_a_model_made_by_hand_thinks_where_the_text_does(task: str, chunk: int) -> None:
     (config,) = TINY_SHAPES.values()
-    thinks = ThinkingConfig.for_backbone(
-        config, chunk, EOS_OF_ARMS, PAD_OF_ARMS, max_thought=TEXT_TASKS[task].max_thought(chunk)
-    )
+    thinks = ThinkingConfig.for_backbone(config, chunk, EOS_OF_ARMS, PAD_OF_ARMS, max_thought=TEXTS[task].thoughts[chunk])
     pairs = list(zip(texts(task, 4, thinks, "thinking"), texts(task, 4, thinks, "cot"), strict=True))
     sizes = sorted({len(t) - 1 for text, _ in pairs for t in text.thoughts if len(t) > 1})
     engine = ThinkingEngine(by_hand(config, thinks, sizes, "cpu"))

@@ -20,7 +20,7 @@ from replaylens.engine.training.recipe import Part, Recipe
 from replaylens.tasks import TaskError
 from replaylens.tasks.errors import TooFewPrompts
 from replaylens.tasks.splits import Side, is_test_root
-from tests.time_limit import OutOfTime, time_limit
+from tests.interrupted import OutOfTime, time_limit
 
 ALL_TRAINED = Part("coin", 1, (("rendering", "symbols"), ("start", "tails")))
 """of one step: two prompts, both on the training side"""

@@ -34,7 +34,7 @@ from replaylens.probes.rows import ProbeRows
 from replaylens.probes.splits import by_length, by_root
 from replaylens.probes.sweeps import MakeSplit, complexity_curve, sweep
 from tests.probes.synthetic import rows_of
-from tests.quick_ray import python_path
+from tests.processes import python_path
 from tests.toy_model import engine as toy_engine
 
 QUICK: dict[str, Any] = {"sites": "S", "positions": "query", "permutations": 19}

@@ -1,7 +1,21 @@
-"""Real Ray clusters that start on a busy machine."""
+"""For tests that start other processes: certificates of their own, and Ray clusters that start on a busy machine."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+
+from replaylens.engine.proof import certificates
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Certificates are neither read from nor written to the user's cache. Subprocesses share the tests' own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REPLAYLENS_CACHE", str(tmp_path_factory.mktemp("certificates")))
+        patch.setattr(certificates, "_EXAMINED", {})
+        yield
 
 
 def python_path(folder: Path) -> str:
