@@ -776,10 +776,9 @@ def test_rows_that_wait_for_their_next_token_go_with_it() -> None:
 
 def test_lengths_do_not_use_the_librarys_square_root(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not correctly rounded on x86-64, so that edits which keep a length had other bits there."""
-    edit, rows = Edit("blocks.1.hook_in", "add", VECTOR, factor=3.0, keep_norm=True), []
+    edit, rows, root = Edit("blocks.1.hook_in", "add", VECTOR, factor=3.0, keep_norm=True), [], torch.Tensor.sqrt
     for wrong in (False, True):
         if wrong:
-            root = torch.Tensor.sqrt
             monkeypatch.setattr(torch.Tensor, "sqrt", lambda x: root(x).nextafter(torch.tensor(torch.inf)))
         branch = engine().prompt([3, 1, 4, 1, 5], sites=["blocks.1.hook_in"], edits=[edit])
         rows.append(branch.activations["blocks.1.hook_in"])
