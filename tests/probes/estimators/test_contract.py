@@ -319,6 +319,20 @@ def test_atoms_add_up() -> None:
         assert torch.allclose(grams.scales[:, i], part.std(1, correction=0), atol=1e-10)
 
 
+@pytest.mark.parametrize("rows", [88, 110, 300, 1000])
+def test_a_column_that_a_fold_lacks_is_constant(rows: int) -> None:
+    """Tokens of tested rows only: sums of equal numbers round, and a column over what is left of it would be all of a score."""
+    x = torch.zeros(1, rows, 7, dtype=torch.float64)
+    for count in range(7):
+        x[0, : count + 1, count] = torch.arange(count + 1.0, 0, -1).double()
+    train = np.arange(rows) >= 7
+    assert not Grams(x, train[None]).deviations.any()
+    whole = torch.cat([x, torch.randn(1, rows, 2, generator=torch.Generator().manual_seed(rows)).double()], 2)
+    codes = (whole[0, :, -1] > 0).long().numpy()
+    weight = solve("logistic", whole, one_hot(codes, 2)[None], train[None, None]).weight
+    assert weight[..., :7].abs().max() < 1e-5 < weight[..., -1].abs().max()
+
+
 def test_scores_are_linear() -> None:
     solution = Solution(torch.ones(1, 1, 1, 1, 3), torch.full((1, 1, 1, 1), 2.0))
     assert solution.scores(torch.ones(1, 4, 3)).flatten().tolist() == [5.0] * 4
