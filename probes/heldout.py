@@ -130,17 +130,26 @@ def _fill(
         if kind == "number" and spec.name not in ("ridge", "ridge-cv"):
             raise ProbeError(f"{spec.name} is a classifier, but label {same[0].label!r} is a number. Use ridge.")
         if spec.swept == "together":
-            scores = _together(spec.name, x, same, train, groups)
+            scores = _together(spec.name, x, same, np.stack([train & goal.present for goal in same]), groups)
             _read(kind, outputs, scores, same, which, train, test, out, spec.name in ("logistic", "logistic-cv"))
         else:
             _apart(spec, x, same, which, train, test, out, jobs)
 
 
-def _together(name: str, x: Tensor, goals: list[Goal], train: np.ndarray, groups: np.ndarray | None) -> np.ndarray:
-    """[cells, goals, folds, rows, k]"""
+def held_out_again(estimator: str, x: Tensor, goal: Goal, splits: Sequence[Split]) -> list[HeldOutPredictions]:
+    """`held_out` of one goal by each of several splits with as many folds, all solved together: `logistic` or `ridge`."""
+    scores = _together(estimator, x, [goal] * len(splits), np.stack([each.train & goal.present for each in splits]), None)
+    found = [HeldOutPredictions.empty(len(x), 1, x.shape[1], goal.outputs) for _ in splits]
+    for i, (split, out) in enumerate(zip(splits, found, strict=True)):
+        own = scores[:, i : i + 1]
+        _read(goal.kind, goal.outputs, own, [goal], [0], split.train, split.test, out, estimator == "logistic")
+    return found
+
+
+def _together(name: str, x: Tensor, goals: list[Goal], masks: np.ndarray, groups: np.ndarray | None) -> np.ndarray:
+    """[cells, goals, folds, rows, k]; masks [goals, folds, rows]: what each is fitted on"""
     number = goals[0].kind == "number"
     targets = np.stack([g.codes[:, None] if number else solvers.one_hot(g.codes, len(g.classes)) for g in goals])
-    masks = np.stack([train & goal.present for goal in goals])
     kind = "regression" if number else name.removesuffix("-cv")
     if groups is not None and name.endswith("-cv"):
         solution, _ = solve_chosen(kind, x, targets, masks, groups)

@@ -166,12 +166,12 @@ def add_places(frame: pd.DataFrame, knows_steps: bool) -> pd.DataFrame:
     counter = next((name for name in STEP_LABELS if name in frame), None)
     places = np.full((4, len(frame)), np.nan)  # step, since_step, until_step, since_query
     counted = frame[counter].to_numpy(dtype=float, na_value=np.nan) if counter and knows_steps else None
-    position = frame["position"].to_numpy()
+    position, branch = frame["position"].to_numpy(), frame["branch"].to_numpy()
     in_prompt = (frame["token_state"] == "prompt").to_numpy()
     labelled = frame.drop(columns=[*CORE.names, "shard", "row", "depth"], errors="ignore").notna().any(axis=1).to_numpy()
     examples = ["part", "example"] if "part" in frame else ["example"]
     for rows in frame.groupby(examples, sort=False).indices.values():
-        main = rows[frame["branch"].to_numpy()[rows] == 0]
+        main = rows[branch[rows] == 0]
         prompt, after = main[in_prompt[main]], main[~in_prompt[main]]
         if len(prompt) or len(after):
             end = position[prompt].max() if len(prompt) else position[after].min() - 1

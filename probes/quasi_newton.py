@@ -53,8 +53,14 @@ class Grams:
             squares += weights[:, first : first + _ROWS] @ self.x[:, first : first + _ROWS].square()
         squares /= self.counts[:, None]
         variance = (squares - self.means.square()).clamp_min(0)
-        floor = torch.finfo(self.x.dtype).eps * 10 * squares
-        return torch.where(variance > floor, variance.sqrt(), torch.zeros_like(variance))
+        eps = torch.finfo(self.x.dtype).eps * squares
+        constant = variance <= 10 * eps
+        maybe = variance <= 4 * weights.shape[1] * eps  # as far as sums of equal numbers may round: these are looked at
+        for number, rows in enumerate(self.sets):
+            if bool((columns := maybe[:, number].any(0)).any()):
+                x = self.x[:, :, columns][:, rows]
+                constant[:, number, columns] |= (x == x[:, :1]).all(1)
+        return torch.where(constant, torch.zeros_like(variance), variance.sqrt())
 
     @cached_property
     def scales(self) -> Tensor:

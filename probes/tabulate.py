@@ -19,7 +19,7 @@ from replaylens.probes.heldout import (
     constant_score,
     estimates,
     gains,
-    held_out,
+    held_out_again,
     score,
 )
 from replaylens.probes.intervals import Estimate
@@ -330,8 +330,8 @@ def _shared(block: SweepBlock, settings: SweepSettings) -> Shared:
         found["position_only"] = _by_value(block, bins, again)
     if place.bags is not None:
         simple = "logistic" if goal.kind == "class" else "ridge"
-        said = [held_out(simple, place.bags, [goal], each.train, each.test).of(0, goal, block.tested) for each in again]
-        found["bag_of_tokens"] = _scored(block, said, again)
+        held = held_out_again(simple, place.bags, goal, again)
+        found["bag_of_tokens"] = _scored(block, [each.of(0, goal, block.tested) for each in held], again)
     return found
 
 

@@ -14,6 +14,7 @@ import torch
 
 if not torch.cuda.is_available():  # before anything imports Triton, which reads it then: kernels run in its interpreter
     os.environ["TRITON_INTERPRET"] = "1"
+sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]  # nbformat loads jsonschema, which compiles this grammar: 4 s
 
 
 LONG = (

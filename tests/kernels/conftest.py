@@ -3,42 +3,42 @@
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 
 @pytest.fixture(autouse=True, scope="session")
-def patched_once_per_launch() -> Iterator[None]:
-    """The interpreter patches `triton.language` for a launch, and again for every call of a function within it.
+def patched_once() -> Iterator[None]:
+    """The interpreter patches `triton.language` for every launch, and again for every call of a function within it.
 
-    The latter takes half of the time and changes nothing: it is left out where the language has been patched already.
+    That takes more than half of the time. Here it stays patched for those who see the same parts of the language.
     """
     if torch.cuda.is_available():
         yield
         return
     from triton.runtime import interpreter
 
-    patch_lang, launch, seen = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
-    languages = (interpreter.tl, interpreter.tl.core)
+    patch_lang, languages = interpreter._patch_lang, (interpreter.tl, interpreter.tl.core)
+    scopes: dict[Any, Any] = {}
+    files: dict[int, Any] = {}
 
-    def once(fn: Callable[..., object]) -> object:
-        key = frozenset(lang for lang in languages if any(value is lang for value in fn.__globals__.values()))
-        if key in seen:
-            return interpreter._LangPatchScope()
-        seen.add(key)
-        return patch_lang(fn)
-
-    def launched(self: object, *args: object, **kwargs: object) -> None:
-        seen.clear()  # the last launch has undone what it patched
-        launch(self, *args, **kwargs)
+    def once(fn: Any) -> Any:
+        if id(fn.__globals__) not in files:
+            files[id(fn.__globals__)] = fn.__globals__  # as long as they are kept, no others have their id
+            seen = frozenset(lang for lang in languages if any(value is lang for value in fn.__globals__.values()))
+            scopes[seen] = scopes.get(seen) or patch_lang(fn)
+        return interpreter._LangPatchScope()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", once)
-        patch.setattr(interpreter.GridExecutor, "__call__", launched)
         yield
+    for scope in reversed(scopes.values()):
+        scope.restore()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -53,7 +53,7 @@ def types_made_once() -> Iterator[None]:
     from triton.language import core, semantic
     from triton.runtime import interpreter
 
-    block, tensor, Semantic = core.block_type, core.tensor, semantic.TritonSemantic
+    block, tensor, Semantic, Handle = core.block_type, core.tensor, semantic.TritonSemantic, interpreter.TensorHandle
     make_block, make_tensor, equal_types = block.__init__, tensor.__init__, core.dtype.__eq__
     numpy_dtype, broadcast = interpreter._get_np_dtype, Semantic.broadcast_impl_value
     fits, unwrap, operands = (
@@ -64,6 +64,8 @@ def types_made_once() -> Iterator[None]:
     blocks: dict[Any, Any] = {}
     dtypes: dict[str, Any] = {}
     constants: dict[Any, Any] = {}
+    wider: dict[tuple[int, int], Any] = {}
+    uncast: dict[Any, Any] = {}
     sizes: set[tuple[int, str]] = set()
 
     def new_block(cls: Any, element: Any, shape: Any) -> Any:
@@ -93,23 +95,56 @@ def types_made_once() -> Iterator[None]:
         return dtypes[scalar.name]
 
     def broadcast_others(self: Any, a: Any, b: Any) -> Any:
-        equal = a.type.is_block() and b.type.is_block() and a.type.shape.values == b.type.shape.values
-        return (a, b) if equal else broadcast(self, a, b)
+        if a.type is b.type:
+            return a, b
+        key = id(a.type), id(b.type)
+        if key not in wider:
+            left, right = broadcast(self, a, b)
+            wider[key] = a.type, b.type, left.type, right.type
+            return left, right
+        return widened(a, wider[key][2]), widened(b, wider[key][3])
+
+    def widened(x: Any, type: Any) -> Any:
+        if x.type is type:
+            return x
+        data = x.handle.data
+        if data.dtype != interpreter._get_np_dtype(type):
+            data = data.astype(interpreter._get_np_dtype(type))
+        return tensor(Handle(np.broadcast_to(data, type.shape.values), x.handle.dtype.scalar), type)
+
+    def handle_of(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if (data.itemsize, dtype.name) not in sizes:
+            self.__post_init__()
+
+    def ir_once(make: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def ir(self: Any, builder: Any) -> Any:
+            if "_ir" not in self.__dict__:
+                self._ir = make(self, builder)
+            return self._ir
+
+        return ir
 
     def operands_of(self: Any, lhs: Any, rhs: Any, *how: bool, **more: bool) -> Any:
-        """Two of one type stay as they are. A number beside a tensor becomes a constant once, unless that casts the tensor."""
+        """Two tensors that need no cast are only widened. A number beside a tensor becomes a constant once, unless that casts
+        the tensor."""
         if type(lhs) is not tensor or type(rhs) not in (tensor, int, float):
             return operands(self, lhs, rhs, *how, **more)
         if type(rhs) is tensor:
-            same = lhs.type is rhs.type and lhs.type.scalar.name in ("fp32", "int32", "int64")
-            return (lhs, rhs) if same else operands(self, lhs, rhs, *how, **more)
+            types = id(lhs.type), id(rhs.type), how, *more.items()
+            if types in uncast:
+                return broadcast_others(self, lhs, rhs)
+            left, right = operands(self, lhs, rhs, *how, **more)
+            if left.type.scalar is lhs.type.scalar and right.type.scalar is rhs.type.scalar:
+                uncast[types] = lhs.type, rhs.type  # as long as types are kept, no others have their ids
+            return left, right
         key = id(lhs.type), type(rhs), rhs, how, *more.items()
         if key not in constants:
             left, constant = operands(self, lhs, rhs, *how, **more)
             if left is not lhs:
                 return left, constant
             constant.handle.data.flags.writeable = False
-            constants[key] = lhs.type, constant  # as long as the type is kept, no other has its id
+            constants[key] = lhs.type, constant
         return lhs, constants[key][1]
 
     def fits_once(data: Any, type: Any) -> bool:
@@ -140,6 +175,10 @@ def types_made_once() -> Iterator[None]:
         patch.setattr(Semantic, "binary_op_type_checking_impl", operands_of)
         patch.setattr(block, "__new__", new_block)
         patch.setattr(block, "__init__", block_once)
+        patch.setattr(block, "to_ir", ir_once(block.to_ir))
+        patch.setattr(core.pointer_type, "to_ir", ir_once(core.pointer_type.to_ir))
+        patch.setattr(interpreter.tl, "str_to_ty", cache(interpreter.tl.str_to_ty))
+        patch.setattr(Handle, "__init__", handle_of)
         patch.setattr(tensor, "__init__", tensor_of)
         patch.setattr(interpreter, "_get_np_dtype", dtype_of)
         patch.setattr(Semantic, "broadcast_impl_value", broadcast_others)

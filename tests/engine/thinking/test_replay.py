@@ -53,7 +53,7 @@ from tests.engine.thinking.reference import (
     thinking_model,
 )
 
-CHUNKS = (1, 4, 7, 25)
+CHUNKS = (1, 4, 7, 22)
 """lengths of the prompts; the last one exceeds the first block of keys"""
 KEPT: dict[str, Any] = {"sites": "STCZ", "keep_rejected": True, "full": True}
 
@@ -121,8 +121,9 @@ def test_no_chunk_no_page_and_no_neighbour_changes_anything(plain: Subject, cut:
     page_size, max_rows = cut
     for guess in GUESSES:
         engine = plain.engine(page_size=page_size, max_rows=max_rows, guess=guess, canary=True)
-        alone = [engine.prompt(path, **KEPT) for path in plain.prompts()]
-        together = engine.prompts(plain.prompts()[::-1], **KEPT)[::-1]
+        paths = plain.prompts()[: 3 if guess == "sequential" else 4]  # there, every chunk of the longest is a round
+        alone = [engine.prompt(path, **KEPT) for path in paths]
+        together = engine.prompts(paths[::-1], **KEPT)[::-1]
         assert plain.broken([*alone, *together]) == []
         for one, other in zip(alone, together, strict=True):
             assert one.thoughts.rounds == other.thoughts.rounds
@@ -229,7 +230,7 @@ def assert_as_fresh(plain: Subject, branch: ThinkingBranch, edits: list[Edit]) -
 
 
 def test_an_extended_prompt_is_the_whole_prompt(plain: Subject) -> None:
-    engine, path = plain.engine(), random_prompt(25, seed=25)
+    engine, path = plain.engine(), plain.prompts()[-1]
     root = engine.prompt(path[:12], **KEPT)
     for guess in GUESSES:
         whole = root.extend(path[12:], guess)

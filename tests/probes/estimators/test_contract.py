@@ -38,11 +38,11 @@ OURS = [
     MassMeanProbe(),
     MassMeanProbe(whiten=True),
     SparseProbe(k=3),
-    AttentiveProbe(steps=5),
+    AttentiveProbe(steps=2),
     pytest.param(ChosenProbe(), marks=pytest.mark.slow),
     ChosenProbe("ridge"),
     Leace(),
-    Inlp(),
+    Inlp(iterations=2),
 ]
 GENERATOR = np.random.default_rng(0)
 Y = GENERATOR.integers(2, size=200)
@@ -333,6 +333,20 @@ def test_atoms_add_up() -> None:
         centred = part - part.mean(1, keepdim=True)
         assert torch.allclose(grams.second[:, i], centred.mT @ centred, atol=1e-8)
         assert torch.allclose(grams.scales[:, i], part.std(1, correction=0), atol=1e-10)
+
+
+@pytest.mark.parametrize("rows", [88, 110, 300, 1000])
+def test_a_column_that_a_fold_lacks_is_constant(rows: int) -> None:
+    """Tokens of tested rows only: sums of equal numbers round, and a column over what is left of it would be all of a score."""
+    x = torch.zeros(1, rows, 7, dtype=torch.float64)
+    for count in range(7):
+        x[0, : count + 1, count] = torch.arange(count + 1.0, 0, -1).double()
+    train = np.arange(rows) >= 7
+    assert not Grams(x, train[None]).deviations.any()
+    whole = torch.cat([x, torch.randn(1, rows, 2, generator=torch.Generator().manual_seed(rows)).double()], 2)
+    codes = (whole[0, :, -1] > 0).long().numpy()
+    weight = solve("logistic", whole, one_hot(codes, 2)[None], train[None, None]).weight
+    assert weight[..., :7].abs().max() < 1e-5 < weight[..., -1].abs().max()
 
 
 def test_scores_are_linear() -> None:
@@ -630,7 +644,7 @@ def inside(rows: ProbeRows, labels: list[str], chance: float, seed: int) -> list
     return [chance in each for each in ratio_over_groups(right, np.ones(len(rows)), rows.roots, folds=5)]
 
 
-@pytest.mark.parametrize("seeds, fewest, most", [(40, 34, 40), pytest.param(100, 90, 99, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds, fewest, most", [(24, 20, 24), pytest.param(100, 90, 99, marks=pytest.mark.slow)])
 def test_known_zeros_sit_at_chance(seeds: int, fewest: int, most: int) -> None:
     """In about 95 of 100 seeds the 95 % interval contains 1/2, the exact accuracy of guessing, for each of two labels."""
     labels = ["shuffled", "next_action"]

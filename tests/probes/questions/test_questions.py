@@ -57,9 +57,15 @@ def width(scored: dict[str, Any]) -> float:
     return float(scored["high"] - scored["low"])
 
 
-def test_transfer(steps_dump: Dump) -> None:
+@pytest.fixture(scope="module")
+def transfers(steps_dump: Dump) -> dict[str, Report]:
+    """Those of both labels at S1, made once."""
+    return {label: transfer(steps_dump, label, layers=[1]) for label in ("implied", "face")}
+
+
+def test_transfer(transfers: dict[str, Report]) -> None:
     """Probes of the implied state transfer to rejected branches. Probes of the truth, which their text left, do much less."""
-    implied, truth = (transfer(steps_dump, label, layers=[1]) for label in ("implied", "face"))
+    implied, truth = transfers.values()
     assert line(implied, "S1: accepted to rejected")["accuracy"] > 0.8
     assert line(truth, "S1: accepted to rejected")["accuracy"] < line(implied, "S1: accepted to rejected")["accuracy"] - 0.1
     assert implied.findings[-1] == (
@@ -75,7 +81,7 @@ def test_transfer(steps_dump: Dump) -> None:
     assert line(truth, "S1: leakage")["accuracy"] != 0.0, "accepted rows of the same roots were fitted on"
 
 
-def test_transfer_is_held_against_controls(steps_dump: Dump, engine: Engine) -> None:
+def test_transfer_is_held_against_controls(steps_dump: Dump, engine: Engine, transfers: dict[str, Report]) -> None:
     """A coin per root is not shown, nor is a class that the row's token or an untrained model tells as well."""
     rows = ProbeRows.of(steps_dump)
     assert transfer(rows, "shuffled", layers=[1]).findings[-1].startswith("Not shown")
@@ -84,14 +90,14 @@ def test_transfer_is_held_against_controls(steps_dump: Dump, engine: Engine) -> 
     assert line(told, "token alone: accepted to rejected")["accuracy"] > 0.95
     assert line(told, "S0: accepted to rejected")["accuracy"] > 0.95 and told.findings[-1].startswith("Not shown")
     placed = replace(rows, frame=rows.frame.assign(place=[["a", "b"][p // 3 % 2] for p in rows.frame["position"]]))
-    read = transfer(placed, "place", layers=[1, 2])
+    read = transfer(placed, "place", layers=[2])
     older = [name for name in ALL_CONTROLS if name not in ("position alone", "untrained model")]
     assert all(line(read, f"S2: accepted to rejected minus {name}")["low"] > 0 for name in older)
     assert read.findings[-1].startswith("Not shown") and read.findings[-1].endswith("; decided by position alone.")
     implied = transfer(rows, "implied", layers=[1], engine=engine)
     gains = [name for name in ALL_CONTROLS if line(implied, f"S1: accepted to rejected minus {name}")["low"] > 0]
     assert gains == list(ALL_CONTROLS) and not implied.notes
-    assert transfer(rows, "implied", layers=[1]).notes[-1] == "Skipped the control 'untrained model': no engine was given."
+    assert transfers["implied"].notes[-1] == "Skipped the control 'untrained model': no engine was given."
 
 
 def test_transfer_needs_both_kinds(steps_dump: Dump) -> None:
@@ -107,7 +113,7 @@ def test_transfer_needs_both_kinds(steps_dump: Dump) -> None:
 
 def test_text_or_truth(engine: Engine) -> None:
     """Probes are right on truthful chains. After a lie they follow either the text or the truth, never both."""
-    report = text_or_truth(engine, coin(flips=(3, 4), rendering="steps").examples(80), layers=[1, 4])
+    report = text_or_truth(engine, coin(flips=(3, 4), rendering="steps").examples(60), layers=[1, 4])
     for layer in (1, 4):
         text, truth = (line(report, f"S{layer}: after the lie, follows the {name}") for name in ("text", "truth"))
         assert text["accuracy"] + truth["accuracy"] == pytest.approx(1)
@@ -259,8 +265,8 @@ def test_steering_reach(engine: Engine, coin_dump: Dump) -> None:
         steering_reach(engine, coin_dump, seen, "face", layers=[3])
 
 
-def test_reports_are_saved(steps_dump: Dump, report_folder: Any) -> None:
-    transfer(steps_dump, "face", layers=[1]).save(report_folder)
+def test_reports_are_saved(transfers: dict[str, Report], report_folder: Any) -> None:
+    transfers["face"].save(report_folder)
     assert {path.name for path in report_folder.iterdir()} == {"report.json", "summary.txt", "table.csv", "transfer.png"}
     assert Report.load(report_folder).kind == "transfer"
 
@@ -380,7 +386,7 @@ def test_erasing_a_known_zero_costs_nothing(engine: Engine, coin_dump: Dump, fre
 
 
 def test_both_erasers_are_compared(engine: Engine, coin_dump: Dump, fresh: list[Example]) -> None:
-    report = amnesic(engine, coin_dump, fresh[:12], "face", layers=[2], placebos=1)
+    report = amnesic(engine, coin_dump, fresh[:6], "face", layers=[2], placebos=1)
     assert {line["what"].split(":")[0] for line in report.lines} == {"S2 leace", "S2 inlp"}
     assert len(report.findings) == 6
 
