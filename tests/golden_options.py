@@ -232,7 +232,11 @@ def _probes_with_options() -> dict[str, Any]:
     odd = np.array([None if each % 11 == 3 else f"k{each}" for each in code + np.arange(n) % 11 // 10], dtype=object)
     labels = {"kind": code, "odd": odd, "size": np.round(x[:, 0] + code, 2), "flag": code > 0}
     rows = p.ProbeRows.of_arrays(
-        {("S", 0): x, ("S", 1): x * 2 + 1, "own": x[:, :2]}, labels, groups=groups, positions=np.arange(n) % 4
+        {("S", 0): x, ("S", 1): x * 2 + 1, "own": x[:, :2]},
+        labels,
+        groups=groups,
+        prompts=np.arange(n),
+        positions=np.arange(n) % 4,
     )
     cross = {
         "balanced": dict(y=code, metric="balanced_accuracy", estimator="lda", folds=4, seed=2),
