@@ -13,8 +13,8 @@ import torch
 
 from replaylens.engine.proof.doctor import numbers
 from tests.bridges.stand_ins import Done, Message, Options, Said, Tool, installed
-from tests.golden import error
-from tests.golden_calls import HEADS, LONGER, TAILS, coin, group, rl, tasks, tiny
+from tests.golden import bits, error
+from tests.golden_calls import HEADS, LONGER, TAILS, coin, group, rl, tasks, tiny, told
 from tests.golden_more import coin_run, report
 from tests.golden_rest import GROUPS
 
@@ -314,3 +314,177 @@ def _directions() -> Any:
                 error(rl.probes.find_direction, engine, bridge, tasks.get("coin")().examples(8), "face", layer=2),
             ],
         }
+
+
+# ---- engine ---------------------------------------------------------------------------------------------------------------
+
+
+@group
+def _engine_with_options() -> dict[str, Any]:
+    engine, found = tiny(record=True), dict[str, Any]()
+    branches = engine.prompts([HEADS, LONGER, "A coin's"], sites="STZ", top_k=2, targets=[" heads", 4], positions="all[::2]")
+    branches.append(engine.prompt(TAILS, sites=["blocks.1.attn.hook_pattern", "blocks.0.hook_resid_post"], positions="last"))
+    engine.force_all(branches, [" tails", [5, 6, 7], " state is heads. Alice", [9]])
+    cold, warm = rl.Sampling(), rl.Sampling(temperature=2.0, seed=9, top_k=4, stop=("flips",))
+    engine.generate(branches, 5, sampling=[cold, warm, warm.derived(seed=1), cold], drafter="ngram", window=3)
+    found["branches"] = [told(each) for each in branches]
+    found["rows"] = [{site: bits(x) for site, x in rows.items()} for rows in engine.activations(branches)]
+    one = branches[1]
+    found["logits"] = [
+        error(lambda given=given: bits(one.logits(*given[0], **given[1])))
+        for given in (
+            [([3, -1, 5],), {}],
+            [(slice(-6, None, 2),), {"tokens": [" heads", 7]}],
+            [(0,), {"tokens": []}],
+            [(None,), {"tokens": [3]}],
+            [(99,), {}],
+            [([],), {}],
+            [(slice(3, 3),), {}],
+        )
+    ]
+    v = numbers(12, 40)
+    edits = [
+        rl.Edit("S", "add", v, layers=[1], positions=[2, -3], factor=0.5),
+        rl.Edit("blocks.*.attn.hook_z", "zero", heads=[0, 2], positions=slice(1, None)),
+        rl.Edit("blocks.1.attn.hook_pattern", "set", [0.5, 0.5], positions=6, keys=[1, 2], heads=[1]),
+        rl.Edit("C", "add", v, layers=[0], when=numbers(13, 40), above=-0.5, tokens=[" flips"]),
+        rl.Edit("S", "project_out", v, layers=[1]),
+        rl.Edit.interchange("blocks.1.hook_in", numbers(14, 2, 40), positions=[3, 5]),
+    ]
+    found["edits"] = [
+        (str(rl.Edit.from_json(each.to_json())), error(each.to_json), error(lambda e=each: e.plain())) for each in edits
+    ]
+    found["edited"] = [
+        bits(engine.logits(HEADS, edits=edits[:1], positions=[4, -1], tokens=[" heads", " tails"])),
+        bits(
+            engine.logits_under(LONGER, [edits[:1], [], edits[1:3]], edits=edits[3:], positions=slice(-4, None), tokens=[3, 4])
+        ),
+        [
+            bits(each.activations["blocks.1.hook_in"])
+            for each in engine.prompts([HEADS, TAILS + " heads."], sites="S", edits=edits)
+        ],
+    ]
+    found["replayed"] = [
+        (each.tokens, sorted(each.activations)) for each in engine.replay_trace(engine.trace, sites="S").values()
+    ]
+    double: Any = ("blocks.0.hook_in", lambda x, hook: x * 2)
+    found["hooked"] = [error(lambda: bits(engine.prompt(HEADS, hooks=[double]).logits())), bits(one.fork(hooks=[])[0].logits())]
+    found["dtypes"] = [error(coin, dtype=dtype) for dtype in (torch.bfloat16, torch.float64)]
+    return found
+
+
+@group
+def _sampling_with_options() -> dict[str, Any]:
+    """What is chosen from logits with ties, near ends of distributions, after paths with repetitions."""
+    logits = numbers(15, 40).numpy() * 3
+    logits[[3, 7, 11]] = logits.max() + 1
+    logits[[0, 39]] = -np.inf
+    path = [3, 3, 7, 20, 21, 20, 11]
+    options: dict[str, dict[str, Any]] = {
+        "greedy": {},
+        "repeated": dict(repetition_penalty=1.3),
+        "rewarded": dict(repetition_penalty=0.5),
+        "present": dict(presence_penalty=4.0),
+        "absent": dict(presence_penalty=-4.0, temperature=0.5),
+        "both": dict(presence_penalty=1.0, repetition_penalty=2.0, temperature=2.0),
+        "bias": dict(logit_bias={20: 100.0, 3: -100.0}),
+        "no bias": dict(logit_bias={0: 5.0}, temperature=1.0),
+        "top k within ties": dict(temperature=1.0, top_k=2),
+        "top k of all": dict(temperature=1.0, top_k=400),
+        "top p": dict(temperature=1.0, top_p=0.3),
+        "top p of one": dict(temperature=1.0, top_p=1e-6),
+        "min p": dict(temperature=3.0, min_p=0.2),
+        "min p of all": dict(temperature=3.0, min_p=1.0),
+        "all": dict(temperature=5.0, top_k=12, top_p=0.9, min_p=0.1, presence_penalty=0.5, logit_bias={12: 2.0}),
+        "hot": dict(temperature=50.0),
+    }
+    found: dict[str, Any] = {}
+    for name, given in options.items():
+        each = rl.Sampling(**given)
+        chosen = [
+            error(each.derived(seed=seed).choose, logits, path[:length], prompt)
+            for seed in range(6)
+            for length, prompt in ((7, 3), (7, 7), (4, 0), (1, 1))
+        ]
+        found[name] = (chosen, each.to_json(), rl.Sampling.from_json(each.to_json()) == each)
+    found["errors"] = [
+        error(lambda given=given: rl.Sampling(**given))
+        for given in (
+            dict(temperature=float("nan")),
+            dict(top_k=-1),
+            dict(top_p=1.5),
+            dict(min_p=-0.1),
+            dict(seed=-1),
+            dict(stop=("",)),
+            dict(stop="."),
+            dict(stop_tokens=(-1,)),
+            dict(logit_bias={-1: 1.0}),
+            dict(logit_bias={1: float("nan")}),
+            dict(presence_penalty=float("inf")),
+            dict(repetition_penalty=-1.0),
+        )
+    ]
+    return found
+
+
+@group
+def _dumps_with_options() -> dict[str, Any]:
+    engine, folder, found = coin(), Path(mkdtemp()), dict[str, Any]()
+    examples = tasks.get("coin")(flips=(1, 4), rendering="steps", seed=6).examples(4)
+    run = engine.replay(examples, sites="SCZ", drafter="ngram", window=3, sampling=rl.Sampling(temperature=1.5), seed=4)
+    for name, given in {
+        "plain": dict(examples_per_shard=2),
+        "half": dict(dtype="bfloat16", probabilities=False, positions="steps"),
+        "made": dict(positions="generated", examples_per_shard=1),
+        "last": dict(positions="last"),
+        "words": dict(positions="text: flips"),
+        "labels": dict(positions="label:face"),
+        "end": dict(positions="-2:"),
+        "span": dict(positions="3:7"),
+        "nowhere": dict(positions="middle"),
+        "of no dtype": dict(dtype="int8"),
+        "of no size": dict(examples_per_shard=0),
+        "again": dict(resume=True, examples_per_shard=2),
+    }.items():
+        made = error(run.save, folder / ("plain" if name == "again" else name), **given)
+        found[name] = made if isinstance(made, Exception) else (made.digest, made.accepted_digest, made.index, str(made))
+    dump = rl.Dump.open(folder / "plain", check_files=False)
+    odd = dump.where(lambda frame: frame["position"] % 2 == 1)
+    found["views"] = {
+        "pandas": dump.to_pandas(),
+        "resolved": [error(dump.resolve, *each) for each in (("S", 1), ("blocks.1.hook_in",), ("S",), ("C", 9), ("Z.kl",))],
+        "all": [sorted(error(dump.resolve_all, each)) for each in ("S", ["C", ("S", 2)], None)],
+        "matrix": [
+            error(
+                lambda given=given: [bits(torch.as_tensor(dump.matrix("S", 2, **given)[0])), *dump.matrix("S", 2, **given)[1:]]
+            )
+            for given in (
+                dict(label="face", where={"accepted": True}),
+                dict(where=lambda frame: frame["depth"] == 1),
+                dict(label="face", where={"face": ["heads", "tails"], "position": range(9)}),
+            )
+        ],
+        "odd": [bits(odd.to_torch("C", 1)), odd.to_numpy("Z.kl"), odd.statistics("C", 0), str(odd), odd.take([-1, 0], "S")],
+        "stream": [(bits(x), list(lines["position"])) for x, lines in odd.stream("C", 1, batch_rows=7)],
+        "arrays": [
+            error(lambda at=at: bits(torch.as_tensor(odd.array("S", 1)[at]))) for at in (-1, slice(None, None, 5), [2, 2], 99)
+        ],
+        "cache": {name: bits(x) for name, x in dump.to_activation_cache(3, 1).items()},
+        "feed": [
+            [batch["row"].tolist() for batch in odd.feed("S", **given)]
+            for given in (
+                dict(batch_size=40, drop_last=True, seed=5),
+                dict(batch_size=30, shuffle="blocks", epochs=2),
+                dict(batch_size=25, shuffle=None),
+            )
+        ],
+        "errors": [
+            error(dump.matrix, "S", 2, label="face", where={"mood": 1}),
+            error(dump.to_activation_cache, 99),
+            error(dump.to_activation_cache, 0, 9),
+            error(dump.take, [0.5]),
+            error(dump.statistics, "S"),
+            error(dump.cite, 10**6),
+        ],
+    }
+    return found
