@@ -8,7 +8,9 @@ processor than the one that recorded them, answers with numbers of libraries, or
 """
 
 import argparse
+import base64
 import dataclasses
+import gzip
 import hashlib
 import json
 import math
@@ -29,7 +31,7 @@ from matplotlib.collections import QuadMesh
 from matplotlib.figure import Figure
 
 from replaylens.engine.proof.trace import device_name
-from tests.drawings import _PACKED, described
+from tests.drawings import described
 
 FILE = Path(__file__).with_suffix(".json")
 LONGEST = 72
@@ -64,7 +66,7 @@ class Walk:
 
     def _add(self, value: Any) -> None:
         if isinstance(value, bool | int | str | bytes | type(None) | np.bool_ | np.integer):
-            self.texts.append(str(value))
+            self.texts.append(_BLOCK.sub(_unpacked, str(value)))
         elif isinstance(value, float | np.floating):
             self._add_array(np.asarray(value, dtype=np.float64), "")
         elif isinstance(value, torch.Tensor):
@@ -158,6 +160,14 @@ _MASKS = {
 """what differs between machines -> what stands for it"""
 
 
+_BLOCK = re.compile(r'(<script type="text/plain"[^>]*>)([^<]*)')
+
+
+def _unpacked(block: re.Match[str]) -> str:
+    """A packed part of a page as it is written: how it is packed depends on the version of zlib."""
+    return block[1] + gzip.decompress(base64.b64decode(block[2])).decode()
+
+
 def _masked(text: str) -> str:
     for pattern, instead in _MASKS.items():
         text = re.sub(pattern, instead, text)
@@ -243,7 +253,7 @@ def _of_object(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if hasattr(value, "plot"):
         yield from answers_of(f"{name}.plot", error(value.plot))
     if hasattr(value, "_repr_html_"):
-        yield f"{name}.page", _PACKED.sub("", value._repr_html_() or "")
+        yield f"{name}.page", value._repr_html_() or ""
 
 
 def answers(group: Callable[[], dict[str, Any]]) -> dict[str, list[Any]]:

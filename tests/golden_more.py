@@ -616,7 +616,8 @@ def _page() -> dict[str, Any]:
         rl.attention(engine, HEADS, layers=[1]),
     )
     html = ReportPage(dump, (made,), trees=3, title="All", results=results).html()
-    return {"page": _words(html), "rows": ["".join(cells) for cells in _cells(html)]}
+    packed = re.findall(r'<script type="text/plain".*?</script>', html, re.S)
+    return {"page": _words(html), "rows": ["".join(cells) for cells in _cells(html)], "packed": packed}
 
 
 def _words(html: str) -> str:

@@ -369,6 +369,17 @@ def _engine_with_options() -> dict[str, Any]:
     ]
     double: Any = ("blocks.0.hook_in", lambda x, hook: x * 2)
     found["hooked"] = [error(lambda: bits(engine.prompt(HEADS, hooks=[double]).logits())), bits(one.fork(hooks=[])[0].logits())]
+    between = ["blocks.0.hook_out", "blocks.1.hook_in", "blocks.1.hook_out", "blocks.2.hook_in"]
+    between = [site for site in between if site in engine.sites.sites]
+    for name, given in {
+        "": {},
+        " edited": {"edits": edits[:1]},
+        " hooked": {"hooks": [("blocks.1.hook_in", double[1])]},
+    }.items():
+        root = engine.prompt(HEADS, sites=between, **given)
+        (fork,) = engine.prompt(HEADS, sites=between).fork(at=9, **given)
+        for what, each in {"root": root, "fork": fork}.items():
+            found[f"between blocks{name} {what}"] = [bits(each.activations[site]) for site in between]
     found["dtypes"] = [error(coin, dtype=dtype) for dtype in (torch.bfloat16, torch.float64)]
     return found
 
