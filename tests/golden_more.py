@@ -617,7 +617,8 @@ def _page() -> dict[str, Any]:
     )
     html = ReportPage(dump, (made,), trees=3, title="All", results=results).html()
     packed = re.findall(r'<script type="text/plain".*?</script>', html, re.S)
-    return {"page": _words(html), "rows": ["".join(cells) for cells in _cells(html)], "packed": packed}
+    marks = [html.count(each) for each in ("<?xml", "<svg", "<g>", "<g id", "clip-path", "stroke-linejoin", "<section", "rl-")]
+    return {"page": _words(html), "rows": ["".join(cells) for cells in _cells(html)], "packed": packed, "marks": marks}
 
 
 def _words(html: str) -> str:
