@@ -534,7 +534,9 @@ def _defaults() -> dict[str, Any]:
             own = {"": value}
             if inspect.isclass(value):
                 ours = [(each, call) for each, call in inspect.getmembers(value, inspect.isroutine) if not each.startswith("_")]
-                own |= {f".{each}": call for each, call in ours if str(call.__module__).startswith("replaylens")}
+                own |= {
+                    f".{each}": call for each, call in ours if str(getattr(call, "__module__", "")).startswith("replaylens")
+                }
             found[f"{owner.__name__}.{name}"] = [(each, defaults(call)) for each, call in own.items()]
     commands: Any = get_command(app)
     for name in (*commands.commands, "tasks list", "tasks show", "tasks check"):
