@@ -39,7 +39,7 @@ class Said:
 
 @dataclass(frozen=True, eq=False)
 class HeldOutPredictions:
-    """Predictions on held-out rows. Entries of rows that no fold tests are undefined."""
+    """Predictions on held-out rows. Rows that no fold tests have the prediction -1, and NaN otherwise."""
 
     predicted: np.ndarray
     """[cells, goals, rows]: class numbers, or numbers"""

@@ -8,7 +8,9 @@ processor than the one that recorded them, answers with numbers of libraries, or
 """
 
 import argparse
+import base64
 import dataclasses
+import gzip
 import hashlib
 import json
 import math
@@ -25,10 +27,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from matplotlib.collections import QuadMesh
 from matplotlib.figure import Figure
 
 from replaylens.engine.proof.trace import device_name
-from tests.drawings import _PACKED, described
+from tests.drawings import described
 
 FILE = Path(__file__).with_suffix(".json")
 LONGEST = 72
@@ -63,7 +66,7 @@ class Walk:
 
     def _add(self, value: Any) -> None:
         if isinstance(value, bool | int | str | bytes | type(None) | np.bool_ | np.integer):
-            self.texts.append(str(value))
+            self.texts.append(_BLOCK.sub(_unpacked, str(value)))
         elif isinstance(value, float | np.floating):
             self._add_array(np.asarray(value, dtype=np.float64), "")
         elif isinstance(value, torch.Tensor):
@@ -157,6 +160,14 @@ _MASKS = {
 """what differs between machines -> what stands for it"""
 
 
+_BLOCK = re.compile(r'(<script type="text/plain"[^>]*>)([^<]*)')
+
+
+def _unpacked(block: re.Match[str]) -> str:
+    """A packed part of a page as it is written: how it is packed depends on the version of zlib."""
+    return block[1] + gzip.decompress(base64.b64decode(block[2])).decode()
+
+
 def _masked(text: str) -> str:
     for pattern, instead in _MASKS.items():
         text = re.sub(pattern, instead, text)
@@ -196,6 +207,18 @@ def error(call: Callable[..., Any], *given: Any, **options: Any) -> Any:
         return found
 
 
+def strokes(figure: Figure) -> Iterator[Any]:
+    """What `described` leaves out: limits, widths, sizes of marks, their places and colours, bands, ranges of colours."""
+    for axis in figure.axes:
+        yield np.array([*axis.get_xlim(), *axis.get_ylim()])
+        yield [np.array([line.get_linewidth(), line.get_markersize()]) for line in axis.lines]
+        for each in axis.collections:
+            if not isinstance(each, QuadMesh):
+                yield [*(path.vertices for path in each.get_paths()), np.ma.filled(each.get_offsets(), np.nan)]
+            yield [each.get_facecolor(), each.get_linewidths(), getattr(each, "get_sizes", list)(), each.get_clim()]
+        yield [(each.get_clim(), each.get_extent()) for each in axis.images]
+
+
 # ---- results --------------------------------------------------------------------------------------------------------------
 
 
@@ -208,6 +231,8 @@ def answers_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from answers_of(f"{name}.{key}" if name else key, each)
     elif type(value).__module__.startswith("replaylens") and not isinstance(value, BaseException | Enum | Figure):
         yield from _of_object(name, value)
+    elif isinstance(value, Figure):
+        yield from ((name, value), (f"{name}.strokes", strokes(value)))
     else:
         yield name, value
 
@@ -226,9 +251,9 @@ def _of_object(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield f"{name}.{each}", found
     yield f"{name}.str", str(value)
     if hasattr(value, "plot"):
-        yield f"{name}.plot", error(value.plot)
+        yield from answers_of(f"{name}.plot", error(value.plot))
     if hasattr(value, "_repr_html_"):
-        yield f"{name}.page", _PACKED.sub("", value._repr_html_() or "")
+        yield f"{name}.page", value._repr_html_() or ""
 
 
 def answers(group: Callable[[], dict[str, Any]]) -> dict[str, list[Any]]:
@@ -256,7 +281,7 @@ def read() -> tuple[Answers, bool]:
 
 def main() -> int:
     """Compare all groups, or those named, with the file; with --record, write them into it."""
-    from tests.golden_rest import GROUPS
+    from tests.golden_options import GROUPS
 
     parser = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__)
     parser.add_argument("groups", nargs="*", choices=[*GROUPS, []], help="default: all")

@@ -410,6 +410,11 @@ def _ablate_and_steer() -> dict[str, Any]:
             error(lambda: rl.ablate(engine, prompts, metric=metric[:2], heads=True)),
             error(lambda: rl.ablate(engine, prompts, metric=PAIR)),
             error(lambda: rl.ablate(engine, prompts, metric=PAIR, heads=True, how="half")),
+            *(
+                error(rl.ablate, engine, prompts, metric=PAIR, heads=heads, layers=[1])
+                for heads in ([], [(1, 3)], [0, 9], [(1,)])
+            ),
+            *(error(rl.ablate, engine, prompts, metric=PAIR, heads=heads) for heads in ([], [(9, 0)], [0, (1, 2)], "all")),
             error(lambda: rl.ablate(engine, prompts, metric=PAIR, experts=[(0, 0)])),
             error(lambda: rl.ablate(engine, [HEADS], metric=PAIR, heads=[(0, 1)], how="resample")),
             error(lambda: rl.steer(engine, numbers(10, 12), [HEADS], layers=[2], strengths=[1])),

@@ -616,7 +616,9 @@ def _page() -> dict[str, Any]:
         rl.attention(engine, HEADS, layers=[1]),
     )
     html = ReportPage(dump, (made,), trees=3, title="All", results=results).html()
-    return {"page": _words(html), "rows": ["".join(cells) for cells in _cells(html)]}
+    packed = re.findall(r'<script type="text/plain".*?</script>', html, re.S)
+    marks = [html.count(each) for each in ("<?xml", "<svg", "<g>", "<g id", "clip-path", "stroke-linejoin", "<section", "rl-")]
+    return {"page": _words(html), "rows": ["".join(cells) for cells in _cells(html)], "packed": packed, "marks": marks}
 
 
 def _words(html: str) -> str:

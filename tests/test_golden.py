@@ -3,7 +3,7 @@
 import pytest
 
 from tests.golden import answers, differences, read
-from tests.golden_rest import GROUPS
+from tests.golden_options import GROUPS
 
 KNOWN, ALIKE = read()
 

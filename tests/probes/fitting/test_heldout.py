@@ -75,6 +75,24 @@ def test_tested_rows_do_not_see_each_other(name: str, nuisance: bool) -> None:
         assert not same(after, before, others), "the control: what moved is read otherwise"
 
 
+@pytest.mark.parametrize("name", ["logistic", "lda"])
+def test_losses_count_the_rows_that_were_fitted(name: str) -> None:
+    """Smoothed by as many rows as have the label; what no fold tests is -1 and NaN, not the first class."""
+    goal = face()
+    goal = replace(goal, present=np.arange(len(ROWS)) % 5 > 0)
+    train, test = SPLIT.train[:2], SPLIT.test[:2]
+    held = held_out(name, X, [goal], train, test)
+    for fit, tested in zip(train, test, strict=True):
+        count, p = int((fit & goal.present).sum()), held.confidence[0, 0].astype(np.float64)
+        right = tested & (held.predicted[0, 0] == goal.codes)
+        loss = -np.log((count * p + 0.5) / (count + 1))
+        assert right.sum() > 5 and held.log_loss[0, 0, right] == pytest.approx(loss[right], rel=1e-5)
+    left = ~test.any(0)
+    assert (held.predicted[0, 0, left] == -1).all() and (held.predicted[0, 0, ~left] >= 0).all()
+    for each in (held.log_loss, held.confidence, held.score[..., 0]):
+        assert np.array_equal(np.isnan(each[0, 0]), left)
+
+
 def _moved(rows: np.ndarray) -> Tensor:
     x = X.clone()
     x[:, rows] = x[:, rows] * -3 + 7
