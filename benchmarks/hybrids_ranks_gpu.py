@@ -38,16 +38,40 @@ HYBRID_EXPERTS = replace(
 HYBRIDS: dict[str, Any] = dict(ours="hybrid", baseline="attention only", needs="gpu", clock="wall", cost=True, rounds=3, warm=1)
 
 
-@case("hybrid-gpu", **HYBRIDS)
+def transformers_prompt(shape: ModelConfig, length: int) -> Any:
+    """A forward pass of transformers over a prompt, without logits but the last: torch's chunked delta rule, random weights."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    m = shape.mixer
+    assert m is not None
+    sizes = dict(hidden_size=shape.d_model, intermediate_size=shape.d_mlp, num_hidden_layers=shape.num_layers)
+    heads = dict(num_attention_heads=shape.num_heads, num_key_value_heads=shape.num_kv_heads, head_dim=shape.d_head)
+    linear = dict(linear_num_key_heads=m.key_heads, linear_num_value_heads=m.heads, linear_conv_kernel_dim=m.taps)
+    linear |= dict(linear_key_head_dim=m.d_key, linear_value_head_dim=m.d_value)
+    config = Qwen3NextConfig(**sizes, **heads, **linear, num_experts=0, vocab_size=shape.vocab_size, tie_word_embeddings=True)
+    with torch.device("cuda"):
+        torch.set_default_dtype(torch.bfloat16)
+        model = Qwen3NextForCausalLM(config).eval()
+        torch.set_default_dtype(torch.float32)
+    path = torch.tensor(random_tokens(1, length, shape.vocab_size, seed=length), device="cuda")
+    return torch.inference_mode()(lambda: model(path, logits_to_keep=1).logits)
+
+
+@case("hybrid-gpu", **HYBRIDS, others=("transformers",))
 def hybrid(batches: tuple[int, ...] = (1, 64), tokens: int = 64, lengths: tuple[int, ...] = (2048, 8192)) -> Lines:
     """A hybrid of about 4B against the same model with attention in every layer: decoding, prompts, forks, and the memory of
-    its states. First its bits: a request alone and among others."""
+    its states. The longest prompt also against transformers. First its bits: a request alone and among others."""
     engines = hybrid_engines(HYBRID, max(batches))
     yield from hybrid_steps(engines, batches, tokens)
     for length in lengths:
         (path,) = random_tokens(1, length, HYBRID.vocab_size, seed=length)
         arms = {arm: lambda own=own, path=path: own.prompt(path) for arm, own in engines.items()}  # type: ignore[misc]
-        yield Line(f"a prompt of {length}", arms, after=lambda arm, made: released(engines[arm], [made]))
+        if length == max(lengths):
+            arms["transformers"] = transformers_prompt(HYBRID, length)
+        after = lambda arm, made: released(engines[arm], [made]) if arm in engines else None  # noqa: E731
+        found = yield Line(f"a prompt of {length}", arms, after=after)
+        if "transformers" in arms:
+            found.note(of_transformers_speed=found.values["transformers"] / found.values["hybrid"])
     engine = engines["hybrid"]
     root = engine.prompt(prompts(engine, 1, 1000)[0])
     taken, forks = seconds(lambda: root.fork(1024), "wall")
