@@ -382,6 +382,9 @@ def _engine_with_options() -> dict[str, Any]:
         (fork,) = engine.prompt(HEADS, sites=between).fork(at=9, **given)
         for what, each in {"root": root, "fork": fork}.items():
             found[f"between blocks{name} {what}"] = [bits(each.activations[site]) for site in between]
+        for site in between[:2]:  # one of the two, read by the name of the other
+            held = engine.prompt(HEADS, sites=[site], **given).activations
+            found[f"only {site}{name}"] = [error(lambda held=held, other=other: bits(held[other])) for other in between[:2]]
     found["dtypes"] = [error(coin, dtype=dtype) for dtype in (torch.bfloat16, torch.float64)]
     return found
 

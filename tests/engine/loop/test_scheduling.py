@@ -417,6 +417,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return advance
 
 
+def test_before_any_measurement_larger_passes_cost_more() -> None:
+    """A fixed part and a small part per row: a window is planned as if rows were cheap, but not free."""
+    small, large = (Planner()._pass_cost(rows) for rows in (1, 1024))
+    assert small < large < 100 * small and Planner()._draft_cost(1) == small
+
+
 def measured(clock: Callable[[float], None], draft: float, verify: float) -> Planner:
     planner = Planner()
     with planner.timing("draft", 1):

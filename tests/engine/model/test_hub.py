@@ -95,6 +95,15 @@ def test_fingerprints_of_other_models_have_no_revision(models: Path) -> None:
     assert "revision" not in found.to_json() and Fingerprint(**json.loads(found.to_json())) == found
 
 
+def test_a_difference_counts_if_either_side_is_bound_to_it(models: Path) -> None:
+    """Portable arithmetic is not bound to a version of torch, other arithmetic is. Control: two portable ones do not differ."""
+    portable = Engine.load(models / "llama").fingerprint
+    assert portable.differences(replace(portable, torch="0.1")) == []
+    bound = replace(portable, canonical="another", torch="0.1")
+    for one, two in ((portable, bound), (bound, portable)):
+        assert sorted(line.split(":")[0] for line in one.differences(two)) == ["canonical", "torch"]
+
+
 def test_dumps_and_traces_and_checkpoints_keep_the_commit(cache: Path, tmp_path: Path) -> None:
     engine = Engine.load(NAME, record=True)
     dump = engine.replay([[1, 2, 3], [4, 5]], sites="S").save(tmp_path / "dump")
