@@ -220,6 +220,14 @@ PROBES = (
         ("tests/probes/estimators/test_contract.py::test_information_where_a_fold_lacks_a_class",),
     ),
     Mutant(
+        "rounded-sums-of-a-constant",
+        "replaylens.probes.quasi_newton",
+        "constant[:, number, columns] |= (x == x[:, :1]).all(1)",
+        "constant[:, number, columns] |= (x != x[:, :1]).all(1)",
+        "a column that a fold lacks is constant there, however its sums round",
+        ("tests/probes/estimators/test_contract.py::test_a_column_that_a_fold_lacks_is_constant",),
+    ),
+    Mutant(
         "erasure-by-raw-columns",
         "replaylens.probes.erasers",
         "scales = torch.where(moments.deviations > 0, moments.deviations, 1.0)",
