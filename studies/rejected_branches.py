@@ -420,10 +420,10 @@ def draw(parts: dict[str, dict[str, Any]]) -> Figure:
         if follows and drafter == next(d for n, d in lines if n == name):
             row, placebo = (
                 next(list(each.values())[1] for way, each in follows.items() if way.startswith(f"into taken: {kind}"))
-                for kind in ("the other", "same")
+                for kind in ("the other", "other")
             )
             _mark(axes[0, 2], y, row, placebo["value"], COLOURS[2])
-        areas = told["foreseen"].get("areas", {})
+        areas = told["foreseen"].get("areas", {}) if "drafted" in told else {}  # older records compare with undrafted tokens
         cells = [cell for cell in areas if cell.startswith("S")]
         if cells:
             _mark(axes[0, 3], y, areas[cells[1]], areas[told["foreseen"]["baseline"]]["value"], COLOURS[3])
@@ -433,7 +433,7 @@ def draw(parts: dict[str, dict[str, Any]]) -> Figure:
         "(c) rejected row copied in:\nnext token follows",
         "(d) will be rejected:\nAUC of the draft's own row",
     )
-    rivals = ("best control; blue: shown", "the token alone", "row of the same token", "entropy and margin before it")
+    rivals = ("best control; blue: shown", "the token alone", "its token, another prompt", "entropy and margin before it")
     for axis, title, rival in zip(axes[0], titles, rivals, strict=True):
         axis.set(
             title=title, xlabel=f"grey: {rival}", xlim=(-0.04, 1.04), ylim=(len(lines) - 0.4, -0.6), yticks=range(len(lines))
