@@ -1,6 +1,7 @@
 """`python -m studies list`, and `python -m studies NAME [PART ...]` with the options below."""
 
 import argparse
+import shlex
 import tempfile
 from collections.abc import Sequence
 from importlib import import_module
@@ -24,11 +25,11 @@ def main(words: Sequence[str] | None = None) -> None:
     if given.name == "list":
         for name in STUDIES:
             study = import_module(f"studies.{name}")
-            print(f"{name}: {(study.__doc__ or '').splitlines()[0]} Parts: {', '.join(study.PARTS)}.")
+            print(f"{name}: {(study.__doc__ or '').splitlines()[0]} Parts: {_listed(study.PARTS)}.")
         return
     known = import_module(f"studies.{given.name}").PARTS
     if unknown := set(given.parts) - set(known):
-        raise SystemExit(f"{given.name} has no part {', '.join(sorted(unknown))}. Its parts are {', '.join(known)}.")
+        raise SystemExit(f"{given.name} has no part {', '.join(sorted(unknown))}. Its parts are {_listed(known)}.")
     if given.draw:
         import json
 
@@ -37,6 +38,11 @@ def main(words: Sequence[str] | None = None) -> None:
     out = given.out or (Path(tempfile.mkdtemp()) if given.quick else HERE)
     execute(given.name, given.parts, given.quick, out, Place(given.device, given.weights))
     print(f"{out / 'results' / given.name}.json")
+
+
+def _listed(parts: Sequence[str]) -> str:
+    """As a shell takes them: some names have a comma."""
+    return ", ".join(map(shlex.quote, parts))
 
 
 if __name__ == "__main__":

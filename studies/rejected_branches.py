@@ -116,7 +116,7 @@ PARTS = tuple(SETTINGS)
 def run(quick: bool, part: str, place: Place) -> dict[str, Any]:
     setting = SETTINGS[part]
     rl.tasks.register(type(setting.task))  # runs cite it by name
-    engine = place.load(_trained(setting.model), **setting.options)
+    engine = place.load(_trained(setting.model), record=True, **setting.options)  # the trace says what was drafted
     examples = setting.task.examples(24 if quick else setting.n)
     found: dict[str, Any] = {"inputs": inputs(engine, prompts=digest(e.prompt for e in examples)), "drafters": {}}
     streams, runs = _streams(engine, setting.layers), []
@@ -127,6 +127,7 @@ def run(quick: bool, part: str, place: Place) -> dict[str, Any]:
         done = engine.replay(examples, sites=sites, drafter=drafter, max_new=setting.max_new, sampling=sampling)
         rejected = sum(len(result.rejected) for result in done)
         told: dict[str, Any] = {"prompts": len(done), "right": done.accuracy, "accepted": done.acceptance, "branches": rejected}
+        told["drafted"] = sum(result.statistics.drafted for result in done)
         found["drafters"][drafter] = told
         if rejected < 10:
             told["note"] = "Too few rejected branches for any question."
@@ -135,7 +136,7 @@ def run(quick: bool, part: str, place: Place) -> dict[str, Any]:
         rows = rl.probes.ProbeRows.of(done)
         told["transfer"] = transferred(engine, rows, setting, quick)
         told["parted"] = parted(rows, setting)
-        told["foreseen"] = foreseen(rows, setting, small)
+        told["foreseen"] = foreseen(rows, setting, small, confirmed(engine, done))
     if setting.exchange and runs:
         found["exchange"] = exchanged(engine, runs, setting)
     return found
@@ -332,16 +333,30 @@ def _next(engine: rl.Engine, path: list[int], variants: Sequence[Sequence[rl.Edi
 # ---- (d) could the verification have known ---------------------------------------------------------------------------------
 
 
-def foreseen(rows: rl.probes.ProbeRows, setting: Setting, lens: bool) -> dict[str, Any]:
+def confirmed(engine: rl.Engine, done: rl.Run) -> set[tuple[int, int]]:
+    """(example, position) of every draft that was accepted.
+
+    The other tokens of a path are the verifier's own: in place of a rejected draft, behind a window that was accepted as a
+    whole, and wherever the drafter had nothing to propose, which is most of a story.
+    """
+    examples, begun, found = {result.branch: result.example.index for result in done}, dict[int, int](), set[tuple[int, int]]()
+    for event in engine.trace.events:
+        branch = event["branch"]
+        if event["event"] == "draft":
+            begun[branch] = event["at"]
+        elif event["event"] == "verdict" and branch in examples:
+            found |= {(examples[branch], begun[branch] + i) for i in range(event["accepted"])}
+    return found
+
+
+def foreseen(rows: rl.probes.ProbeRows, setting: Setting, lens: bool, confirmed: set[tuple[int, int]]) -> dict[str, Any]:
     """Area under the ROC curve for "this draft will be rejected": of its own row, and of entropy and margin before it.
 
-    The verifier's own tokens in place of rejected drafts do not count: nobody drafted them. S0 holds the token alone.
+    Only drafts count: a probe that tells drafts from what nobody drafted has foreseen nothing. S0 holds the token alone.
     """
     frame = rows.frame
-    forks = {(e, p) for e, p, b in zip(frame["example"], frame["fork_position"], frame["branch"], strict=True) if b > 0}
     place = list(zip(frame["example"], frame["position"], strict=True))
-    accepted = frame["accepted"].to_numpy(dtype=bool) & (frame["since_query"].to_numpy() > 0)
-    accepted &= np.array([key not in forks for key in place])
+    accepted = frame["accepted"].to_numpy(dtype=bool) & np.array([key in confirmed for key in place])
     rejected = ~frame["accepted"].to_numpy(dtype=bool) & (frame["depth"].to_numpy() == 1)
     taken = {key: number for number, key in enumerate(place) if frame["branch"].iat[number] == 0}
     before = np.array([taken.get((e, p - 1), -1) for e, p in place])
@@ -405,10 +420,10 @@ def draw(parts: dict[str, dict[str, Any]]) -> Figure:
         if follows and drafter == next(d for n, d in lines if n == name):
             row, placebo = (
                 next(list(each.values())[1] for way, each in follows.items() if way.startswith(f"into taken: {kind}"))
-                for kind in ("the other", "same")
+                for kind in ("the other", "other")
             )
             _mark(axes[0, 2], y, row, placebo["value"], COLOURS[2])
-        areas = told["foreseen"].get("areas", {})
+        areas = told["foreseen"].get("areas", {}) if "drafted" in told else {}  # older records compare with undrafted tokens
         cells = [cell for cell in areas if cell.startswith("S")]
         if cells:
             _mark(axes[0, 3], y, areas[cells[1]], areas[told["foreseen"]["baseline"]]["value"], COLOURS[3])
@@ -418,7 +433,7 @@ def draw(parts: dict[str, dict[str, Any]]) -> Figure:
         "(c) rejected row copied in:\nnext token follows",
         "(d) will be rejected:\nAUC of the draft's own row",
     )
-    rivals = ("best control; blue: shown", "the token alone", "row of the same token", "entropy and margin before it")
+    rivals = ("best control; blue: shown", "the token alone", "its token, another prompt", "entropy and margin before it")
     for axis, title, rival in zip(axes[0], titles, rivals, strict=True):
         axis.set(
             title=title, xlabel=f"grey: {rival}", xlim=(-0.04, 1.04), ylim=(len(lines) - 0.4, -0.6), yticks=range(len(lines))

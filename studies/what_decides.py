@@ -482,28 +482,35 @@ def simulate(runs: int, most: int) -> dict[str, Any]:
 def draw(parts: dict[str, dict[str, Any]]) -> Figure:
     made, axes = picture(3)
     left, middle, right = axes[0]
-    for number, (part, found) in enumerate((part, found) for part, found in parts.items() if "shares_right" in found):
-        values, name = np.sort(found["shares_right"]), part if "," in part else f"smollm2, {part}"
-        left.plot(np.linspace(0, 1, len(values)), values, color=COLOURS[number], label=name)
-    for number, (part, found) in enumerate((part, found) for part, found in parts.items() if "forced" in found):
+    colours = dict(
+        zip(("smollm2, tracking", "smollm2, arithmetic", "qwen, arithmetic", "qwen, tracking"), COLOURS, strict=False)
+    )
+    asked = {("" if "," in part else "smollm2, ") + part: found for part, found in parts.items()}
+    for name, found in asked.items():
+        if "shares_right" in found:
+            values = np.sort(found["shares_right"])
+            left.plot(np.linspace(0, 1, len(values)), values, color=colours[name], label=name)
+    moved = {name.replace(", chains", ", tracking").removesuffix(" chains"): f for name, f in asked.items() if "forced" in f}
+    for number, (name, found) in enumerate(moved.items()):
         ways = {"without and with it": found["sentences"]["importance"], "forced before and after it": found["forced"]["moved"]}
         for dashed, (label, lines) in enumerate(ways.items()):
             kept = [each for each in lines[: found.get("steps", 2) + 1] if each["value"] is not None]
             y, low, high = (np.array([each[key] for each in kept]) for key in ("value", "low", "high"))
             at = np.arange(1, len(y) + 1) + 0.06 * (2 * number + dashed)
-            name, style = part if "," in part else "smollm2, tracking chains", "o--" if dashed else "o-"
-            middle.errorbar(
-                at, y, [y - low, high - y], fmt=style, color=COLOURS[number], label=f"{name}: {label}", markersize=3
-            )
+            style = "o--" if dashed else "o-"
+            middle.errorbar(at, y, [y - low, high - y], fmt=style, color=colours[name], markersize=3)
+            if not number:  # the left panel tells the colours
+                middle.plot([], [], style[1:], color=QUIET, label=label)
     left.set(title="Questions, by share of right rollouts", xlabel="question (rank)", ylabel="share right")
     middle.set(
         title="How far a sentence moves the answer",
         xlabel="sentence of the chain",
         ylabel="total variation",
         xticks=[1, 2, 3, 4, 5],
+        ylim=(-0.06, 1.25),
     )
     for axis in (left, middle):
-        if axis.has_data():
+        if axis.get_legend_handles_labels()[0]:
             legend(axis)
     if "stopping" in parts:
         lines = parts["stopping"]["truths"]

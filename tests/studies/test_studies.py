@@ -29,6 +29,9 @@ def test_rejected_branches_quick(out: Path) -> None:
     part = run("rejected_branches", out)
     told = part["drafters"]["model"]
     assert told["branches"] > 20 and told["transfer"]["verdict"].startswith("Shown")
+    foreseen = told["foreseen"]
+    assert foreseen["rejected"] == told["branches"]
+    assert foreseen["drafts"] - foreseen["rejected"] == round(told["accepted"] * told["drafted"]), "tokens that nobody drafted"
     assert told["transfer"]["layers"]["S1"]["above"]["bag of tokens"]["low"] > 0
     assert part["quick"] and set(part["exchange"]) == {"pairs", "usable", "follows"}
 
