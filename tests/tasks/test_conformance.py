@@ -5,6 +5,7 @@ import operator
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import permutations, product
 from math import sqrt
 from pathlib import Path
@@ -687,3 +688,10 @@ def test_axioms(name: str) -> None:
 def test_orders_of_elements(name: str, orders: dict[int, int]) -> None:
     """The counts match the textbook. No other group of order 60 has them."""
     assert Counter(order_of(group(name), a) for a in range(ORDER)) == orders
+
+
+@pytest.mark.parametrize(("people", "fits"), [(3, False), (4, True), (12, True), (13, False)])
+def test_bounds_of_the_people_in_chains_of_facts(people: int, fits: bool) -> None:
+    """Among three, one lookup answers half of the questions."""
+    with nullcontext() if fits else pytest.raises(BadKnob, match="people"):
+        assert tasks.get("hops")(people=people).example(0).prompt

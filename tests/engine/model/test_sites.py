@@ -10,7 +10,7 @@ from torch import Tensor
 from replaylens.engine.errors import BadEdit, UnknownSite
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.loading import load
-from replaylens.engine.model.sites import KEY_SITES, SiteTable, by_letter, table
+from replaylens.engine.model.sites import KEY_SITES, SiteTable, by_layer, by_letter, table
 from replaylens.engine.thinking.thoughts import ThinkingSites
 from tests.engine.passes.packed import logits, sequences
 from tests.engine.replay.bridges import bridge
@@ -415,3 +415,8 @@ def test_what_a_model_without_a_norm_reads_is_not_edited_there(
     for own, site in reads.items():
         assert sites.names[f"blocks.1.{own}"] == f"blocks.1.{site}"
         assert (f"blocks.1.{own}" in sites.read_only) is (own not in edited), own
+
+
+def test_sites_of_a_letter_are_in_the_order_of_layers() -> None:
+    found = by_layer(["blocks.1.hook_out", "blocks.1.hook_in", "blocks.0.hook_in"])
+    assert list(found.items()) == [(0, "blocks.0.hook_in"), (1, "blocks.1.hook_in"), (2, "blocks.1.hook_out")]

@@ -826,3 +826,8 @@ def test_a_trace_tells_what_was_captured(options: dict[str, Any]) -> None:
     assert replayer._capture(raw | {"thoughts": ["thinking.tokens"]}) == replace(spec, thoughts=("thinking.tokens",))
     older = {name: value for name, value in raw.items() if name not in ("positions", "keep", "thoughts")}
     assert replayer._capture(older) == replace(spec, positions=PositionSlice(), keep="host") and replayer._capture(None) is None
+
+
+def test_probabilities_of_a_run_of_one(model: Any, words: WordTokenizer, examples: list[Example]) -> None:
+    one, two = (replay(model, words, examples[:count], sites="S", max_new=3).probabilities[0] for count in (1, 2))
+    assert len(one) and np.array_equal(one, two[: len(one)], equal_nan=True)

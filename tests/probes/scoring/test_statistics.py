@@ -659,3 +659,8 @@ def test_intervals_of_few_groups_cover() -> None:
     truth = float(np.mean([value for value, _ in found]))
     assert np.mean([truth in each for _, each in found]) >= 0.92
     assert np.mean([truth in each for each in plain]) < 0.88, "negative control: without the factor they do not"
+
+
+def test_two_groups_are_enough_for_an_area() -> None:
+    found = area(np.array([0.1, 0.9, 0.2, 0.8]), np.array([False, True, False, True]), np.array(["a", "a", "b", "b"]))
+    assert found.value == 1.0
