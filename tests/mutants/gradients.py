@@ -118,4 +118,12 @@ GRADIENTS = (
         "the Jacobian lens is that of a position on itself",
         ("tests/workbench/test_jacobian.py::test_it_is_the_mean_of_the_jacobians",),
     ),
+    Mutant(
+        "the-librarys-square-root",
+        "replaylens.engine.gradients.derivatives",
+        'return 1 / products.apply("sqrt", products.total(x * x) / x.shape[-1] + norm.eps)',
+        "return 1 / (products.total(x * x) / x.shape[-1] + norm.eps).sqrt()",
+        "gradients have the same bits on every machine",
+        ("tests/engine/gradients/test_portable.py::test_the_librarys_square_root_takes_no_part",),
+    ),
 )
