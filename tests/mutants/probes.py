@@ -228,6 +228,14 @@ PROBES = (
         ("tests/probes/estimators/test_contract.py::test_a_column_that_a_fold_lacks_is_constant",),
     ),
     Mutant(
+        "preconditioner-not-centred",
+        "replaylens.probes.quasi_newton",
+        "return (x - x.new_full((1, len(rows)), 1 / len(rows)) @ x).float()",
+        "return x.float()",
+        "rows outside a fit may be as far away as they like",
+        ("tests/probes/estimators/test_contract.py::test_rows_far_from_those_of_the_fit",),
+    ),
+    Mutant(
         "erasure-by-raw-columns",
         "replaylens.probes.erasers",
         "scales = torch.where(moments.deviations > 0, moments.deviations, 1.0)",
