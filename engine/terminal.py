@@ -13,14 +13,24 @@ from typing import Any
 
 # ---- interrupts ------------------------------------------------------------------------------------------------------
 
+_pressed: Callable[[], bool] | None = None
+"""whether Ctrl-C was pressed within the outermost block of the main thread that holds it back; None: it is in none"""
+
 
 @contextmanager
 def defer_interrupt() -> Iterator[Callable[[], bool]]:
     """Hold back Ctrl-C until the block ends. The yielded function returns whether it was pressed.
 
-    A second Ctrl-C is not held back. Does nothing outside the main thread, which alone receives signals.
+    A second Ctrl-C is not held back. Does nothing outside the main thread, which alone receives signals. Blocks within others
+    cost nothing: a wave of rollouts forks and releases a thousand branches.
     """
-    before = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+    global _pressed
+    main = threading.current_thread() is threading.main_thread()
+    if main and (outer := _pressed) is not None:
+        earlier = outer()
+        yield lambda: outer() and not earlier
+        return
+    before = signal.getsignal(signal.SIGINT) if main else None
     if not callable(before):
         yield lambda: False
         return
@@ -32,9 +42,11 @@ def defer_interrupt() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
     signal.signal(signal.SIGINT, hold)
+    _pressed = lambda: pressed  # noqa: E731
     try:
-        yield lambda: pressed
+        yield _pressed
     finally:
+        _pressed = None
         signal.signal(signal.SIGINT, before)
         if pressed:
             before(signal.SIGINT, None)  # the handler that was set before, by default KeyboardInterrupt

@@ -454,9 +454,12 @@ class _Picks:
     """where they go"""
 
 
-def picked(recordings: Sequence[Recording | None], positions: Sequence[Sequence[int]]) -> list[Rows]:
+def picked(recordings: Sequence[Recording | None], positions: Sequence[Sequence[int]], together: bool = False) -> list[Rows]:
     """The rows of some positions of each recording, in their order, by captured site: copies of these alone. Those that many
-    recordings have in one block are picked together. Precondition: every position has a row."""
+    recordings have in one block are picked together. Precondition: every position has a row.
+
+    together  those of all recordings lie in one piece of memory, one after another
+    """
     picks: dict[int, _Picks] = {}
     counts = [0 if recording is None else len(wanted) for recording, wanted in zip(recordings, positions, strict=True)]
     asked = [(recording, wanted) for recording, wanted in zip(recordings, positions, strict=True) if recording and wanted]
@@ -470,10 +473,11 @@ def picked(recordings: Sequence[Recording | None], positions: Sequence[Sequence[
     sites = asked[0][0].sites() if asked else []
     whole = _copied(list(picks.values()), sites, sum(counts))
     parts = {site: rows.split(counts) for site, rows in whole.items()}
-    return [
-        {site: with_keys(site, parts[site][i], recording.end).clone() for site in sites if counts[i]} if recording else {}
+    own = [
+        {site: with_keys(site, parts[site][i], recording.end) for site in sites if counts[i]} if recording else {}
         for i, recording in enumerate(recordings)
     ]
+    return own if together else [{site: rows.clone() for site, rows in each.items()} for each in own]
 
 
 def _copied(picks: Sequence[_Picks], sites: Iterable[str], total: int) -> Rows:
@@ -482,11 +486,11 @@ def _copied(picks: Sequence[_Picks], sites: Iterable[str], total: int) -> Rows:
     for found in picks:
         rows, targets = torch.tensor(found.rows), torch.tensor(found.targets)
         for site in sites:
-            x = found.block[site if found.names is None else found.names[site]][rows]
+            x = found.block[site if found.names is None else found.names[site]].index_select(0, rows)
             x = with_keys(site, with_keys(site, x, found.keys), longest)
             if site not in made:
                 made[site] = x.new_empty(total, *x.shape[1:])
-            made[site][targets] = x
+            made[site].index_copy_(0, targets, x)
     return made
 
 

@@ -119,13 +119,16 @@ class Waves:
                 found = self._with_choices(forks, found)
         return found
 
-    def read(self, found: Sequence[Continuation]) -> list[Rollout]:
+    def read(self, found: Sequence[Continuation], together: bool = False) -> list[Rollout]:
         """The rollouts, with their texts and kept rows. Touches no branch: a thread may read a wave while the next one is
-        generated."""
+        generated.
+
+        together  their rows share memory, so that each keeps those of all
+        """
         said = [self._own(each) for each in found]
         rows = [self._kept(each, own) for each, own in zip(found, said, strict=True)]
         recordings = [each.recording for each in found]
-        states = picked(recordings, [[position for _, position in own] for own in rows])
+        states = picked(recordings, [[position for _, position in own] for own in rows], together)
         return [self._rollout(*each) for each in zip(found, said, rows, states, strict=True)]
 
     def forked(self, indices: Sequence[int], open_branches: ExitStack) -> list[Forked]:
@@ -134,6 +137,7 @@ class Waves:
         for index in indices:
             places.setdefault(self.plan.rollout(index)[0], []).append(index)
         forks: dict[int, Forked] = {}
+        open_branches.callback(lambda: self.engine.forest.release_all([fork.lane for fork in forks.values()]))
         for place, own in places.items():
             start, at = self.branch, self.plan.positions[place]
             if self.plan.replace:
@@ -143,10 +147,9 @@ class Waves:
                 at = len(start.record.tokens)
             with pause_collector():  # they are many objects, which live as long as the wave
                 made = start.fork(len(own), at=at)
-            for index, fork in zip(own, made, strict=True):
-                open_branches.callback(fork.release)
+            forks |= zip(own, made, strict=True)
+            for fork in made:
                 self._capture(fork.lane, at - 1)
-                forks[index] = fork
         return [forks[index] for index in indices]
 
     def _capture(self, lane: Lane, first: int) -> None:
@@ -386,7 +389,7 @@ def _drawn(
         bar = threads.enter_context(tqdm(total=len(plan), unit="rollout", disable=hidden(progress)))
 
         def finish(number: int, found: Sequence[Continuation]) -> list[Rollout]:
-            read = waves.read(found)
+            read = waves.read(found, together=files is not None)
             return read if files is None else files.write(number, read)
 
         def begin(number: int) -> Callable[[], list[Rollout]]:

@@ -356,7 +356,7 @@ class Branch(NotCopyable):
         if placed:
             warn_of_no_match([placed], [self.record.tokens[:at]])
         with forest.made() as lanes, defer_interrupt():
-            lanes += [forest.fork(self.lane, at, placed, resolved) for _ in range(n)]
+            lanes += self.lock.alone(lambda: [forest.fork(self.lane, at, placed, resolved) for _ in range(n)])
         return [type(self)(self.engine, lane) for lane in lanes]
 
     @named_options

@@ -159,6 +159,13 @@ class Forest:
         del self.loop.lanes[lane.branch]
         self.note(lane, "release")
 
+    @changing
+    def release_all(self, lanes: Sequence[Lane]) -> None:
+        """Release the lanes that are still open."""
+        for lane in lanes:
+            if lane.branch in self.loop.lanes:
+                self.release(lane)
+
     def abandon(self, lane: Lane) -> None:
         """Release a lane that nobody holds any more. It is not traced: when Python notices is a matter of chance.
 
@@ -177,9 +184,7 @@ class Forest:
         try:
             yield lanes
         except BaseException:
-            for lane in lanes:
-                if lane.branch in self.loop.lanes:
-                    self.release(lane)
+            self.release_all(lanes)
             raise
 
     # ---- work ---------------------------------------------------------------------------------------------------
@@ -380,8 +385,7 @@ class Completer:
                     twin.recording = Recording(start)
             self.forest.compute(twins)
             rows = [twin.recording[site] for twin in twins if twin.recording is not None]
-            for twin in twins:
-                self.forest.release(twin)
+            self.forest.release_all(twins)
             return rows
 
     @reading

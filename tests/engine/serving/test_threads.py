@@ -26,6 +26,7 @@ from replaylens.engine.request.edits import Edit
 from replaylens.engine.serving import forest
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.lock import EngineLock
+from replaylens.engine.terminal import defer_interrupt
 from replaylens.tasks import WordTokenizer
 from tests.toy_model import VOCAB, continuation, engine, random_model, toy, watch_passes
 
@@ -568,3 +569,17 @@ def test_dropped_forks_do_not_stop_other_threads() -> None:
         thread.join(60)
     assert end.is_set() and not any(thread.is_alive() for thread in threads), "deadlock"
     subject.check_integrity()
+
+
+def test_an_interrupt_within_two_blocks_is_raised_after_the_outer_one() -> None:
+    seen = []
+    with pytest.raises(KeyboardInterrupt), defer_interrupt() as outer:
+        with defer_interrupt() as inner:
+            seen.append((outer(), inner()))
+            signal.raise_signal(signal.SIGINT)
+            seen.append((outer(), inner()))
+        with defer_interrupt() as later:
+            seen.append((outer(), later()))  # a loop that stops at an interrupt would never end if it had seen this one
+    assert seen == [(False, False), (True, True), (True, False)]
+    with defer_interrupt() as again:
+        assert not again()
