@@ -11,6 +11,7 @@ import os
 import re
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -25,13 +26,22 @@ TEMPORARY = ".tmp"
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
 
 
+_FLUSHED = 1 << 26
+"""bytes of a local file that are worth a flush"""
+
+
 class HashingFile:
-    """A file being written, with the size and SHA-256 of its content so far."""
+    """A file being written, with the size and SHA-256 of its content so far.
+
+    threads  flushes what was written, some at a time, while more is: else the disk has nothing to do until a file ends
+    """
 
     closed = False  # pyarrow reads this attribute
 
-    def __init__(self, raw: IO[bytes]) -> None:
+    def __init__(self, raw: IO[bytes], threads: ThreadPoolExecutor | None = None) -> None:
         self.raw, self.num_bytes, self._hash = raw, 0, hashlib.sha256()
+        self._threads, self._flushed, self._flush = threads, 0, Future[None]()
+        self._flush.set_result(None)
 
     def write(self, data: Any) -> int:
         """Mutates: append bytes."""
@@ -40,7 +50,14 @@ class HashingFile:
             self.raw.write(data)
         self._hash.update(data)
         self.num_bytes += len(data)
+        if self._threads is not None and self.num_bytes - self._flushed >= _FLUSHED and self._flush.done():
+            self.settle()
+            self._flushed, self._flush = self.num_bytes, self._threads.submit(os.fsync, self.raw.fileno())
         return len(data)
+
+    def settle(self) -> None:
+        """Wait for the flush under way. Raises its error, which the system tells only once."""
+        self._flush.result()
 
     def tell(self) -> int:
         return self.num_bytes
@@ -207,10 +224,11 @@ class Store:
         path = self.path(name)
         hidden = self._hidden(path) if self.local else path
         try:
-            with self._writable(hidden) as raw:
-                yield HashingFile(raw)
+            with self._writable(hidden) as raw, ThreadPoolExecutor(1, "dump-flush") as threads:
+                yield (file := HashingFile(raw, threads if self.local else None))
                 if self.local:
                     raw.flush()
+                    file.settle()
                     os.fsync(raw.fileno())
             if self.local:
                 os.replace(hidden, path)

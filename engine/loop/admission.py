@@ -246,6 +246,17 @@ class Admission:
         self._deciding = sum(job.exact and job.remaining > 0 for job in jobs)
         self._drafting = any(job.exact and job.remaining > 0 and self._stepwise(job) for job in jobs)
         self._missing = {job.window_open.num_missing for job in jobs if job.window_open is not None}
+        with self.runner.cache.copying_together():
+            turns = self._admitted()
+        if self._drafting:
+            _in_step(turns)
+        elif any(len(turn.rows) > 1 for turn in turns):
+            _join_pass(turns)
+        self._jobs = []  # a job keeps its branch open: hold none longer than needed
+        return turns
+
+    def _admitted(self) -> list[Turn]:
+        """As many turns as there are rows and pages for."""
         budget = self._budget()
         turns: list[Turn] = []
         for job in sorted(self._jobs, key=self._rank):
@@ -259,11 +270,6 @@ class Admission:
                 budget -= self._num_rows(turn)
                 job.lane.last_used = self._clock
                 turns.append(turn)
-        if self._drafting:
-            _in_step(turns)
-        elif any(len(turn.rows) > 1 for turn in turns):
-            _join_pass(turns)
-        self._jobs = []  # a job keeps its branch open: hold none longer than needed
         return turns
 
     def _budget(self) -> int:

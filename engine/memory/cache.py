@@ -6,7 +6,8 @@ import mmap
 import os
 import sys
 from bisect import bisect
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,8 @@ from replaylens.engine.model.config import ModelConfig
 from replaylens.kernels.definition import CHUNK
 
 _WORTH_SHARING = {"cpu": 1 << 20, "cuda": 16 << 20}
+_COPIED_AT_ONCE = 64
+"""pages: what they hold lies in memory twice meanwhile"""
 _MIX = 0x5851F42D4C957F2D  # odd multiplier of a 64-bit congruential generator
 
 
@@ -81,6 +84,10 @@ class KVCache:
         self.worth_sharing = _WORTH_SHARING[torch.device(device).type]
         """bytes of keys and values per layer that reading shared pages once must save, or every row reads its own; below,
         dividing the rows takes as long. Moves no bit"""
+        self._waiting: list[PageCopy] | None = None
+        """copies to be made, of which none reads or writes what an earlier one writes; None: copies are made at once"""
+        self._targets = set[int]()
+        """of these"""
         self.chain: dict[int, int] | None = {} if canary else None
         self.digest: dict[int, tuple[bytes, ...]] = {}
         """slot -> of its KV, of its entries, and of the state after it; empty: it has none"""
@@ -128,9 +135,45 @@ class KVCache:
         held = self.data[self.index[layer]]
         return held[0], held[-1, ..., : self.value_width]
 
+    @contextmanager
+    def copying_together(self) -> Iterator[None]:
+        """Page copies within the block are made when it ends, all in a few operations: a thousand forks of one branch begin
+        with as many copies. Precondition: within, pages are reserved and freed, but nobody reads or writes what they hold."""
+        if self.mixer is not None or self.chain is not None:  # which have more to copy
+            yield
+            return
+        self._waiting = []
+        try:
+            yield
+        finally:
+            self._make_waiting()
+            self._waiting = None
+
     def copy(self, copies: list[PageCopy]) -> None:
         """Make the page copies that `PagePool.reserve` returned. Mutates the cache."""
+        if self._waiting is None:
+            return self._move(copies)
+        for copy in copies:
+            # a table may fork within the block, and a page that is freed is taken again
+            if copy.source in self._targets or copy.target in self._targets:
+                self._make_waiting()
+            self._waiting.append(copy)
+            self._targets.add(copy.target)
+
+    def _make_waiting(self) -> None:
+        waiting, self._waiting = self._waiting or [], []
+        self._targets.clear()
+        self._move(waiting)
+
+    def _move(self, copies: Sequence[PageCopy]) -> None:
         size = self.pool.page_size
+        if len(copies) > 1 and self.mixer is None and self.chain is None:
+            for first in range(0, len(copies), _COPIED_AT_ONCE):
+                some = copies[first : first + _COPIED_AT_ONCE]
+                pairs = [(x.source * size + i, x.target * size + i) for x in some for i in range(x.num_slots)]
+                source, target = torch.tensor(pairs, dtype=torch.int64, device=self.data.device).T
+                self.data.index_copy_(self.slot_dim, target, self.data.index_select(self.slot_dim, source))
+            return
         for copy in copies:
             source, target, n = copy.source * size, copy.target * size, copy.num_slots
             self.data.narrow(self.slot_dim, target, n).copy_(self.data.narrow(self.slot_dim, source, n))
@@ -226,6 +269,14 @@ class PlacedCache:
     def reserve(self, table: PageTable, start: int, end: int) -> None:
         """As `KVCache.reserve`."""
         self.copy(self.pool.reserve(table, start, end))
+
+    @contextmanager
+    def copying_together(self) -> Iterator[None]:
+        """As `KVCache.copying_together`."""
+        with ExitStack() as parts:
+            for part in self.parts:
+                parts.enter_context(part.copying_together())
+            yield
 
     def copy(self, copies: list[PageCopy]) -> None:
         """As `KVCache.copy`."""

@@ -486,12 +486,26 @@ def _copied(picks: Sequence[_Picks], sites: Iterable[str], total: int) -> Rows:
     for found in picks:
         rows, targets = torch.tensor(found.rows), torch.tensor(found.targets)
         for site in sites:
-            x = found.block[site if found.names is None else found.names[site]].index_select(0, rows)
-            x = with_keys(site, with_keys(site, x, found.keys), longest)
+            x = found.block[site if found.names is None else found.names[site]]
+            if keys := site.endswith(KEY_SITES):
+                x = with_keys(site, with_keys(site, x[rows], found.keys), longest)
             if site not in made:
                 made[site] = x.new_empty(total, *x.shape[1:])
-            made[site].index_copy_(0, targets, x)
+            _scatter(made[site], targets, x, torch.arange(len(rows)) if keys else rows)
     return made
+
+
+_MANY = 16
+
+
+def _scatter(made: Tensor, targets: Tensor, x: Tensor, rows: Tensor) -> None:
+    """Mutates: made[targets] = x[rows]. Many rows on a CPU in the calling thread: one that works beside a pass must not have
+    torch start as many as there are cores."""
+    if len(rows) >= _MANY and x.device.type == "cpu" and x.is_contiguous() and x.numel():
+        there, here = (each.view(len(each), -1).view(torch.uint8).numpy() for each in (made, x))
+        there[targets.numpy()] = here[rows.numpy()]
+    else:
+        made.index_copy_(0, targets, x.index_select(0, rows))
 
 
 def _unmapped(like: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -102,11 +102,13 @@ def joined(site: str, rows: Sequence[Tensor]) -> Tensor:
 
 def _together(site: str, rows: Sequence[Tensor]) -> Tensor:
     """As `joined`, without a copy of rows that lie one after another already, as those of a wave do. Only to be read."""
-    places = [(each.untyped_storage().data_ptr(), each.data_ptr(), each.is_contiguous()) for each in rows]
-    ends = [start + each.nbytes for (_, start, _), each in zip(places, rows, strict=True)]
-    if not all(whole and store == places[0][0] for store, _, whole in places) or ends[:-1] != [start for _, start, _ in places[1:]]:
-        return joined(site, rows)
-    return rows[0].as_strided((sum(map(len, rows)), *rows[0].shape[1:]), rows[0].stride())
+    first, at = rows[0], rows[0].data_ptr()
+    for each in rows:
+        memory = each.untyped_storage().data_ptr()
+        if not each.is_contiguous() or each.data_ptr() != at or memory != first.untyped_storage().data_ptr():
+            return joined(site, rows)
+        at += each.nbytes
+    return first.as_strided((sum(map(len, rows)), *first.shape[1:]), first.stride())
 
 
 # ---- folder ----------------------------------------------------------------------------------------------------------

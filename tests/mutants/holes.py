@@ -68,6 +68,14 @@ HOLES = (
         ("tests/engine/loop/test_commit.py",),
     ),
     Mutant(
+        "page-copies-together-blindly",
+        "replaylens.engine.memory.cache",
+        "if copy.source in self._targets or copy.target in self._targets:",
+        "if copy.target in self._targets:",
+        "copies of pages that were taken again are made in order",
+        ("tests/engine/memory/test_pages.py::test_copies_made_together_are_those_made_one_by_one",),
+    ),
+    Mutant(
         "released-records-kept",
         "replaylens.engine.memory.tree",
         "self._released[branch_id] = self._live.pop(branch_id)",

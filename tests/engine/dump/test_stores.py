@@ -1,11 +1,13 @@
 """Stores that are out of reach, lack something, or are laid out otherwise: named errors with their own exit code, or a dump."""
 
+import errno
 import hashlib
 import json
 import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -27,6 +29,7 @@ from typer.testing import CliRunner
 from replaylens import cli
 from replaylens.cli import app
 from replaylens.commands.reporting import reporting
+from replaylens.engine.dump import store as store_module
 from replaylens.engine.dump.content import Content
 from replaylens.engine.dump.maker import ShardMaker, write_dump
 from replaylens.engine.dump.manifest import PlanFile
@@ -638,3 +641,28 @@ def test_it_can_be_compared(old: Path, reference: Dump) -> None:
         and found.arithmetic[0].startswith("1:tile16:block64 (float32 on aarch64")
         and found.arithmetic[1] == "portable-1"
     )
+
+
+def test_a_large_file_is_flushed_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure of a flush is told once: it must not be lost, even if the last one succeeds."""
+    flushed, refused, fsync = list[int](), list[int](), os.fsync
+
+    def flush(file: int) -> None:
+        if not stat.S_ISDIR(os.fstat(file).st_mode):
+            flushed.append(os.fstat(file).st_size)
+            if len(flushed) in refused:
+                raise OSError(errno.EIO, "Input/output error")
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(store_module, "_FLUSHED", 1 << 20)
+    store, block = Store(tmp_path), b"x" * (1 << 19)
+    with store.writing("a.bin") as file:
+        for _ in range(8):
+            file.write(block)
+            file.settle()
+    assert flushed == [1 << 20, 2 << 20, 3 << 20, 4 << 20, 4 << 20] and (tmp_path / "a.bin").read_bytes() == 8 * block
+    refused.append(len(flushed) + 1)
+    with pytest.raises(DumpWriteFailed, match="Input/output error"), store.writing("b.bin") as file:
+        file.write(4 * block)
+    assert len(flushed) == 6 and [each.name for each in tmp_path.iterdir()] == ["a.bin"]

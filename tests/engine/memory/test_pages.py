@@ -756,3 +756,33 @@ def test_a_private_copy_of_a_page_without_its_last_row() -> None:
     assert_canonical(fork)
     fork.force([7])
     assert_canonical(fork)
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("chance", range(6))
+def test_copies_made_together_are_those_made_one_by_one(chance: int, kernels: bool) -> None:
+    """Pages that are freed and taken again within the block are sources and targets more than once."""
+    random = np.random.default_rng(chance)
+    caches = [KVCache(toy().config, PagePool(40, 4), torch.float32, kernels=kernels) for _ in range(2)]
+    for cache in caches:
+        cache.data.copy_(torch.randn(cache.data.shape, generator=torch.Generator().manual_seed(chance)))
+    before, few = caches[0].data.clone(), 12 + 13 * (chance % 3)  # of few pages many are used twice
+    copies = [PageCopy(*map(int, random.choice(few, 2, replace=False) + 1), int(random.integers(1, 5)), 0) for _ in range(90)]
+    with caches[0].copying_together():
+        for first in range(0, len(copies), 3):
+            caches[0].copy(copies[first : first + 3])
+    caches[1].copy(copies[:1])
+    for copy in copies[1:]:
+        caches[1].copy([copy])
+    assert torch.equal(caches[0].data, caches[1].data) and not torch.equal(caches[0].data, before)
+
+
+def test_copies_of_a_block_that_fails_are_made() -> None:
+    cache = KVCache(toy().config, PagePool(4, 4), torch.float32)
+    cache.data.copy_(torch.randn(cache.data.shape))
+    with pytest.raises(OutOfPages), cache.copying_together():
+        cache.copy([PageCopy(1, 2, 4, 0), PageCopy(1, 3, 2, 0)])
+        raise OutOfPages(1, 0, 4)
+    held = cache.data.narrow(cache.slot_dim, 4, 4)
+    assert torch.equal(cache.data.narrow(cache.slot_dim, 8, 4), held)
+    assert torch.equal(cache.data.narrow(cache.slot_dim, 12, 2), held.narrow(cache.slot_dim, 0, 2))

@@ -295,6 +295,22 @@ def test_a_recording_picks_positions_out_of_all_kinds_of_chunks() -> None:
             assert torch.equal(rows, recording.peek(site)[[position - 10 for position in positions]])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("together", [False, True])
+def test_many_rows_of_one_block_are_picked(dtype: torch.dtype, together: bool) -> None:
+    whole = torch.randn(60, 3, 5).to(dtype)
+    sliced, strided = Recording(), Recording()
+    sliced.append(0, {"x": whole, "blocks.0.attn.hook_pattern": whole})
+    strided.append(0, {"x": whole.mT.contiguous().mT, "blocks.0.attn.hook_pattern": whole})
+    positions = [[p * 7 % 60 for p in range(40)], [59, 3], list(range(20))]
+    found = picked([sliced, strided, sliced], positions, together)
+    for rows, own in zip(found, positions, strict=True):
+        assert torch.equal(rows["x"], whole[own])
+        assert torch.equal(rows["blocks.0.attn.hook_pattern"][..., :5], whole[own])
+    stores = {rows["x"].untyped_storage().data_ptr() for rows in found}
+    assert len(stores) == (1 if together else 3)
+
+
 def test_keys_are_padded_as_in_the_whole() -> None:
     site = "blocks.0.attn.hook_pattern"
     recording = Recording(0)
