@@ -215,19 +215,21 @@ def rollouts(tiny: bool = False, sentences: int = 100, n: int = 100) -> Lines:
     sizes = replace(TINY if tiny else Sizes(), sentences=sentences, n=n)
     engine = make_engine(tiny, sizes)
     cuda, chain = engine.runner.device == "cuda", make_chain(engine, sizes)
-    chain.resample(2, at=[sizes.prompt], max_new=2, sampling=HOT, sites=sizes.sites, keep="fork")  # compiles
+    how: dict[str, Any] = dict(sampling=HOT, max_new=sizes.max_new, sites=sizes.sites)
+    first = [sizes.prompt + i * sizes.sentence for i in range(min(sizes.sentences, -(-1024 // sizes.n)))]
+    compiling, _ = seconds(lambda: chain.resample(sizes.n, at=first, keep="fork", **how), "wall")  # a wave, with its shapes
     held = memory_mb("VmHWM") * 1e6 / 2**30
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory(prefix="rollouts-") as name:
         folder = Path(name)
-        how: dict[str, Any] = dict(at="sentences", sampling=HOT, max_new=sizes.max_new, sites=sizes.sites)
-        drawing = chain.stream_rollouts(sizes.n, keep=["fork", "sentences"], folder=folder / "rollouts", **how)
+        drawing = chain.stream_rollouts(sizes.n, at="sentences", keep=["fork", "sentences"], folder=folder / "rollouts", **how)
         host, (taken, drawn) = seconds(lambda: seconds(lambda: sum(1 for _ in drawing), "wall"), "cpu")
         found = Rollouts.load(folder / "rollouts")
         files = sum(file.stat().st_size for file in (folder / "rollouts").iterdir())
         tokens = sum(len(each.tokens) for each in found)
         numbers: dict[str, Any] = dict(rollouts=drawn, seconds=taken, host_cpu_seconds=host, tokens=tokens)
+        numbers |= dict(first_wave_seconds=compiling)
         numbers |= dict(tokens_per_s=tokens / taken, rows=len(found.index), gb_written=files / 1e9, digest=found.digest)
         drawn_of = f"{len(found.plan.positions)} sentences x {sizes.n} rollouts x {sizes.max_new} tokens"
         yield Line(f"{drawn_of}, S at {len(sizes.sites)} layers", numbers=numbers)

@@ -135,10 +135,11 @@ class Sessions(RuleBasedStateMachine):
         self.engine = self.new_engine(page_size, max_rows, seed)
 
     def new_engine(self, page_size: int, max_rows: int, seed: int) -> Engine:
-        """An engine with a small cache, on any number of threads."""
+        """An engine with a small cache, on any number of threads. One without a canary copies pages of a step together, and on
+        a GPU decodes in bursts."""
         page_size = page_size if self.config.mixer is None or page_size != 3 else 8  # a hybrid's divides 64
-        sizes = {"cache_tokens": self.cache_tokens, "page_size": page_size, "max_rows": max_rows}
-        engine = Engine(self.model, draft_model=perturbed(self.model, 0.02), canary=True, record=True, **sizes)
+        sizes = {"cache_tokens": self.cache_tokens, "page_size": page_size, "max_rows": max_rows, "capture_buffer": 1 << 22}
+        engine = Engine(self.model, draft_model=perturbed(self.model, 0.02), canary=seed % 2 == 0, record=True, **sizes)
         engine.loop.admission.planner = AnyWindow(seed)
         engine.runner.worth_threads = 0
         engine.loop.listeners.append(self.count)
