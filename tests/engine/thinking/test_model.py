@@ -1,6 +1,7 @@
 """The Thinking-States model: what it computes, how it is initialised and saved, and what it refuses."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from benchmarks import thinking_tables
 from benchmarks.harness import RESULTS
 from benchmarks.thinking import EOS as EOS_OF_ARMS
 from benchmarks.thinking import PAD as PAD_OF_ARMS
@@ -446,8 +448,9 @@ def test_the_job(tmp_path: Path) -> None:
     assert [row["method"] for row in merged([file])] == ["none", "thinking-cut"] and len(paper_table(merged([file]))) == 9
 
 
-def test_a_run_that_fails_is_no_result() -> None:
-    """Its error comes out of the process that trained it."""
+def test_a_run_that_fails_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its error comes out of the pool that trained it: of threads here, since a process takes seconds to start."""
+    monkeypatch.setattr(thinking_tables, "ProcessPoolExecutor", lambda count, context: ThreadPoolExecutor(count))
     (run,) = paper_runs(replace(PARITY, **SMOKE), ("none",), (0,))
     with pytest.raises(BadRecipe, match="positions"):
         list(lines_of([replace(run, recipe=replace(run.recipe, width=2048))], 1, "cpu"))
