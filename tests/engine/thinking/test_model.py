@@ -321,12 +321,12 @@ def test_both_precisions_agree_on_the_loss(recipe: ThinkingRecipe) -> None:
 @pytest.fixture(scope="module")
 def trained(recipe: ThinkingRecipe) -> dict[Method, trainer.Model]:
     """Trained long enough to give answers, but not always right ones."""
-    recipe = replace(recipe, steps=60, longest=2, precision="fp32")
+    recipe = replace(recipe, steps=40, longest=2, precision="fp32")
     return {method: trainer.train(replace(recipe, method=method)) for method in METHODS}
 
 
 def test_lengths_scored_together_are_scored_as_alone(recipe: ThinkingRecipe, trained: dict[Method, trainer.Model]) -> None:
-    tests, seen = [zoo.held_out(STATES, length, 6) for length in (1, 4)], set()
+    tests, seen = [zoo.held_out(STATES, length, 3) for length in (1, 4)], set()
     for method, model in trained.items():
         alone, together = (
             [(s.answered, s.thought) for test in cut for s in score(model, method, recipe.thinking, recipe.tokenizer(), test)]
