@@ -324,7 +324,7 @@ def load_model(
         hub.require_unused(source)
         folder = zoo.CHECKPOINTS / source
         words = WordTokenizer.load(folder / zoo.TOKENIZER_FILE)
-        return loading.load(loading.load(folder), dtype, device=device), Text(words)
+        return loading.load(folder, dtype, device=device), Text(words)
     found = _located(source, adapter, hub)
     if isinstance(found, loading.LocatedModel):
         places = [place for place in (found.adapter, found.path) if place is not None and with_text]

@@ -106,14 +106,15 @@ class Fingerprint:
 
     @property
     def digest(self) -> str:
-        bound = {name: value for name, value in self.parts().items() if name in self._binding}
+        binding = self._binding
+        bound = {name: value for name, value in self.parts().items() if name in binding}
         return hashlib.sha256(json.dumps(bound, sort_keys=True).encode()).hexdigest()
 
     @property
     def _binding(self) -> set[str]:
         """The parts that results depend on."""
         free = {"device", "torch", "triton", "replaylens"} if self.canonical.startswith("portable") else set()
-        return set(asdict(self)) - free
+        return set(vars(self)) - free
 
     @property
     def arithmetic(self) -> str:
@@ -147,7 +148,7 @@ class Fingerprint:
 
     def parts(self) -> dict[str, str]:
         """What is written: a revision only if there is one, so that other fingerprints keep their bytes."""
-        return {name: value for name, value in asdict(self).items() if name != "revision" or value}
+        return {name: value for name, value in vars(self).items() if name != "revision" or value}
 
     def differences(self, other: Fingerprint) -> list[str]:
         """The parts that differ and that results depend on, one readable line each."""

@@ -80,8 +80,9 @@ def vector(x: Tensor | None, *shape: int) -> Tensor | None:
 
 def require_rows(x: Tensor) -> None:
     """float32 on the CPU, with numbers of a row next to each other."""
-    fits = x.dtype == torch.float32 and (x.numel() == 0 or x.shape[-1] == 1 or x.stride(-1) == 1)
-    require(fits, "rows with a contiguous last dimension", x)
+    fits = x.dtype is torch.float32 and (x.stride(-1) == 1 or x.shape[-1] == 1 or x.numel() == 0)
+    if not (fits and x.is_cpu):  # asked at every call of every kernel
+        require(False, "rows with a contiguous last dimension", x)
 
 
 def require_integers(x: Tensor) -> None:
@@ -238,8 +239,8 @@ def product(
 
     parts  8, which defines the bits; 1: one chain, a little faster and less exact, for drafts
     """
-    rows, outputs = len(x), panels.outputs
-    require(x.shape[1:] == (panels.inputs,), f"rows of {panels.inputs} numbers", x)
+    rows, inputs, outputs = x.shape[0], panels.inputs, panels.outputs  # len(x) takes microseconds
+    require(x.shape[1:] == (inputs,), f"rows of {inputs} numbers", x)
     require_rows(x)
     bias = vector(bias, outputs)
     if residual is not None:
@@ -248,14 +249,14 @@ def product(
     out = torch.empty(rows, outputs, dtype=torch.float32)
     if not rows:
         return out
-    count = len(panels.data)
+    count = panels.data.shape[0]
     fixed = (x.data_ptr(), x.stride(0), panels.data.data_ptr(), panels.data.dtype == torch.bfloat16, out.data_ptr(), outputs)
     more = (
         0 if bias is None else bias.data_ptr(),
         *((0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))),
     )
-    work = lambda i, n: _product(*fixed, *more, rows, panels.inputs, outputs, parts, *share(i, n, count))  # noqa: E731
-    divided(work, float(rows) * panels.inputs * outputs, count)
+    work = lambda i, n: _product(*fixed, *more, rows, inputs, outputs, parts, *share(i, n, count))  # noqa: E731
+    divided(work, float(rows) * inputs * outputs, count)
     return out
 
 
@@ -361,7 +362,7 @@ def activate(x: Tensor, kind: str, gated: bool) -> Tensor:
     """f(x) of x [..., width]; gated: x [rows, gate | up] -> f(gate) * up."""
     require_rows(x)
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    rows, width = len(flat), flat.shape[1] // (2 if gated else 1)
+    rows, width = flat.shape[0], flat.shape[1] // (2 if gated else 1)
     out = torch.empty(rows, width, dtype=torch.float32)
     fixed = (flat.data_ptr(), flat.stride(0), width, ACTIVATIONS.index(kind), gated, out.data_ptr())
     divided(lambda i, n: _activate(*fixed, *share(i, n, rows)), 16.0 * rows * width, rows)

@@ -422,7 +422,7 @@ def attend(
     require(q.shape[-1] == keys.shape[-1] and values.shape[:2] == keys.shape[:2], "queries as wide as keys", q)
     num, heads = q.shape[:2]
     slopes, sinks = vector(slopes, heads), vector(sinks, heads)
-    kv_heads, width = len(keys), values.shape[-1]
+    kv_heads, width = keys.shape[0], values.shape[-1]
     group = heads // kv_heads
     out = torch.empty(num, heads, width, dtype=torch.float32)
     if not num:

@@ -154,7 +154,7 @@ def test_reports_without_a_digest_are_read(run: Run, tmp_path: Path) -> None:
 def answers(engine: Engine) -> dict[str, Citable]:
     """A result of each verb that answers with one."""
     other, metric = PROMPT.replace("heads", "tails"), (" tails", " heads")
-    jacobian = fit_jacobian_lens(engine, [PROMPT])
+    jacobian = fit_jacobian_lens(engine, ["A coin's state"])
     return {
         "lens": rl.lens(engine, PROMPT),
         "lens of a token": rl.lens(engine, PROMPT, token=" tails", tuned=jacobian),

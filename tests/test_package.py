@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -65,11 +66,40 @@ PACKAGE = ("engine", "kernels", "probes", "tasks", "src")
 """our folders with sources of the package"""
 
 
+@dataclass(frozen=True)
+class Read:
+    """What the tests ask of a source."""
+
+    imports: frozenset[str]
+    """top-level packages"""
+    classes: dict[str, set[str]]
+    """at any level, with their plain bases"""
+    aliases: set[str]
+    """capitalised names assigned at the top: types"""
+
+
+@cache
+def read(source: str) -> Read:
+    """Read once for all tests: parsing takes longest."""
+    nodes, assigned = list[ast.AST](), list[ast.expr]()
+    for node in (tree := ast.parse(source)).body:
+        assigned += node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    waiting: list[ast.AST] = [tree]
+    while waiting:  # statements only
+        nodes.append(node := waiting.pop())
+        waiting += [each for name in ("body", "orelse", "finalbody", "handlers", "cases") for each in getattr(node, name, ())]
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    return Read(
+        frozenset(name.partition(".")[0] for node in nodes for name in _named(node)),
+        {node.name: {base.id for base in node.bases if isinstance(base, ast.Name)} for node in classes},
+        {t.id for t in assigned if isinstance(t, ast.Name) and re.fullmatch(r"_?[A-Z]\w*[a-z]\w*", t.id)},
+    )
+
+
 @cache
 def imported(room: str) -> frozenset[str]:
     """The top-level packages that the sources of a folder import."""
-    nodes = (node for file in (ROOT / room).rglob("*.py") for node in ast.walk(ast.parse(file.read_text())))
-    return frozenset(name.partition(".")[0] for node in nodes for name in _named(node))
+    return frozenset(name for file in (ROOT / room).rglob("*.py") for name in read(file.read_text()).imports)
 
 
 def _named(node: ast.AST) -> list[str]:
@@ -167,9 +197,7 @@ def test_errors_are_defined_in_the_modules_of_errors() -> None:
 
     known, strange = set(errors.__all__) | {"Exception", "Warning", "UserWarning"}, []
     for path in (p for room in ("engine", "probes", "tasks") for p in (ROOT / room).rglob("*.py") if p.name != "errors.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            bases = {base.id for base in node.bases if isinstance(base, ast.Name)} if isinstance(node, ast.ClassDef) else set()
-            strange += [f"{path.name}: {node.name}"] if bases & known else []  # type: ignore[attr-defined]
+        strange += [f"{path.name}: {name}" for name, bases in read(path.read_text()).classes.items() if bases & known]
     assert strange == ["registry.py: PluginWarning"], "the one that a filter names by its module"
 
 
@@ -267,16 +295,8 @@ def test_index_control() -> None:
 
 
 def type_names(source: str) -> set[str]:
-    """The classes of a module at any level, and its type aliases: capitalised names assigned at the top."""
-    tree = ast.parse(source)
-    assigned = [
-        target
-        for node in tree.body
-        if isinstance(node, ast.Assign | ast.AnnAssign)
-        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-    ]
-    aliases = {t.id for t in assigned if isinstance(t, ast.Name) and re.fullmatch(r"_?[A-Z]\w*[a-z]\w*", t.id)}
-    return aliases | {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    """The classes of a module at any level, and its type aliases."""
+    return {*read(source).classes, *read(source).aliases}
 
 
 def named_twice(sources: dict[str, str]) -> dict[str, list[str]]:

@@ -42,6 +42,11 @@ SMALLER = {
     "range(100, 124)": "range(100, 108)",
     "batch = 64": "batch = 16",
     "--model coin-thinking --out": "--model coin-thinking --n 4 --out",
+    "fit_jacobian_lens(engine, [heads])": 'fit_jacobian_lens(engine, ["A coin"])',
+    "np.arange(80) // 2, tokens=tokens)": 'np.arange(80) // 2, tokens=tokens, estimator="logistic")',
+    "range(1000, 1020)": "range(1000, 1006)",
+    "untrained=rl.probes.placebo_probes(dump, probe))": "untrained=rl.probes.placebo_probes(dump, probe, 4))",
+    'label="state", ': 'label="state", estimators="ridge", ',
 }
 """text of a snippet -> its replacement in the test; only sizes change"""
 

@@ -477,7 +477,7 @@ def some(sessions: int, steps: int) -> settings:
 
 @pytest.mark.parametrize(
     "machine, sessions, steps",
-    [(Sessions, 3, 25), (Experts, 1, 20), (Latents, 1, 20), *((hybrid, 1, 20) for hybrid in HYBRIDS)]
+    [(Sessions, 2, 25), (Experts, 1, 20), (Latents, 1, 20), *((hybrid, 1, 20) for hybrid in HYBRIDS)]
     + [
         pytest.param(*full, marks=pytest.mark.slow)
         for full in ((Sessions, 5, 40), (Experts, 2, 20), (Latents, 2, 20), *((hybrid, 4, 40) for hybrid in HYBRIDS))

@@ -14,7 +14,7 @@ from replaylens.engine.proof.doctor import Finding
 from replaylens.kernels import attention as paged
 from replaylens.kernels.attention import attention
 from replaylens.kernels.shared import PagedRows
-from tests.engine.reference import decoder
+from tests.engine.reference import decoder, random_decoder
 
 CHECK = "specialised warpgroups against others"
 
@@ -86,7 +86,10 @@ def test_a_recurrence_whose_chunks_begin_with_the_pass_is_found(moved: bool, mon
 
     monkeypatch.setattr(doctor_cuda.CanonicalCudaOps, "recur", wrong)
     monkeypatch.setattr(doctor_cuda, "RECURRED", 70)
-    model = decoder("mamba2").to("cuda" if torch.cuda.is_available() else "cpu")
+    config = decoder("mamba2").config
+    assert config.mixer is not None
+    few = replace(config.mixer, heads=2, key_heads=1, channels=2 * config.mixer.d_key + 2 * config.mixer.d_value)
+    model = random_decoder(replace(config, mixer=few)).to("cuda" if torch.cuda.is_available() else "cpu")
     random = lambda *shape: torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(model.device)  # noqa: E731
     found: list[Finding] = []
     doctor_cuda._recurrence(model, random, found)

@@ -35,7 +35,7 @@ def test_agrees_with_float64_and_rows_stand_alone(case, same, kind, width):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("width", [24, 576, 4096])
+@pytest.mark.parametrize("width", [24, 576, pytest.param(4096, marks=pytest.mark.slow)])
 def test_scale_is_what_the_norm_divides_by_and_rows_stand_alone(case, same, kind, width):
     rows = number_of_rows(case, width)
     x = case.randn(rows, width, scale=3.0) + 1

@@ -27,7 +27,7 @@ from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import replay_on_devices
 from tests.engine.passes.packed import alone
 from tests.engine.reference import decoder, same_bits
-from tests.families import HYBRIDS, MORE, NEW_WIRINGS, hugging_face
+from tests.families import HYBRIDS, MORE, hugging_face
 from tests.kernels.interpreted import DEVICES, served
 from tests.mixtures import ROUTINGS, mixture_model
 from tests.toy_model import random_model
@@ -90,7 +90,7 @@ QUICK = ("lfm2", "qwen3-next")
 PLAIN = [name for name in MORE if name not in HYBRIDS]
 
 
-@pytest.mark.parametrize("name", [n if n in NEW_WIRINGS[:4] else pytest.param(n, marks=pytest.mark.slow) for n in PLAIN])
+@pytest.mark.parametrize("name", [n if n in ("cohere", "bloom") else pytest.param(n, marks=pytest.mark.slow) for n in PLAIN])
 @torch.no_grad()
 def test_a_pass_gives_hugging_faces_logits(name: str) -> None:
     """The path is longer than the windows of seven positions."""

@@ -82,7 +82,10 @@ class Tree:
         )
 
 
-@pytest.mark.parametrize(("split", "split_shared", "softcap"), [(False, False, 0.0), (True, True, 5.0), (False, True, 0.0)])
+@pytest.mark.parametrize(
+    ("split", "split_shared", "softcap"),
+    [pytest.param(False, False, 0.0, marks=pytest.mark.slow), (True, True, 5.0), (False, True, 0.0)],
+)
 @pytest.mark.parametrize("decode", [True, False])
 def test_trees_of_any_shape_have_the_bits_of_each_row_alone(case, same, split, split_shared, softcap, decode):
     tile = AttentionTile(16, 4, 1)

@@ -362,7 +362,7 @@ def trained(layer: int, *targets: int) -> list[SparseFeatures]:
     return [transcoder([*fitted[:2], w.contiguous(), b.contiguous()], layer, target) for w, b, target in parts]
 
 
-@pytest.mark.parametrize("cross", [False, True])
+@pytest.mark.parametrize("cross", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_trained_transcoders(cross: bool) -> None:
     """Edges sum to pre-activations within 1e-6, and features explain more than random ones do."""
     first = trained(0, 0, 1) if cross else trained(0, 0)

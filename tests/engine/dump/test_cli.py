@@ -276,7 +276,7 @@ def test_diff(dump_words: list[str], reference: Dump, tmp_path: Path) -> None:
 
 def test_interrupt_leaves_a_resumable_dump(dump_words: list[str], model_folder: Path, tmp_path: Path) -> None:
     """Ctrl-C in a real process: exit code 130, no lock remains, and --resume completes the dump."""
-    words = [*dump_words, "--out", str(tmp_path / "d"), "--n", "100000", "--shard-examples", "2", "--quiet"]
+    words = [*dump_words, "--out", str(tmp_path / "d"), "--n", "2000", "--shard-examples", "2", "--quiet"]
     child = subprocess.Popen(
         [sys.executable, "-m", "replaylens", *words],
         stderr=subprocess.PIPE,

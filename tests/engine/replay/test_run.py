@@ -316,7 +316,7 @@ def test_an_answer_in_capitals_counts() -> None:
     assert _last_word(" tails.") != "heads" and _last_word("...") == ""
 
 
-@pytest.mark.parametrize("drafter", ["lens", "ngram", "tree"])
+@pytest.mark.parametrize("drafter", ["lens", pytest.param("ngram", marks=pytest.mark.slow), "tree"])
 def test_a_batch_of_any_lengths_is_generated_together(
     model: Any, words: WordTokenizer, drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

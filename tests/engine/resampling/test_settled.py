@@ -13,7 +13,7 @@ from replaylens.engine.errors import BadRequest
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.resampling.plan import Answer, Race, evidence
 
-ALPHA, DRAWS, RUNS = 0.1, 60, 1000
+ALPHA, DRAWS, RUNS = 0.1, 60, 500
 DISTRIBUTIONS = {
     "two answers, nearly a tie": [0.502, 0.498],
     "two answers": [0.6, 0.4],

@@ -175,7 +175,7 @@ def test_models_that_think() -> None:
         fork.generate(2).release()
         branch.release()
 
-    objects, tensors = growth(subject, cycle, 20, warm_up=12)
+    objects, tensors = growth(subject, cycle, 12, warm_up=8)
     assert objects < 2 and tensors < 2000
     assert len(subject.tree) == 0
 

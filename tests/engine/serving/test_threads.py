@@ -116,11 +116,11 @@ def differences(seen: Any, truth: Seen) -> list[str]:
 
 @pytest.mark.parametrize("options", [{}, {"cache_tokens": 160, "max_rows": 24}], ids=["room", "preempted"])
 def test_every_thread_gets_what_it_would_get_alone(options: dict[str, Any]) -> None:
-    truths = [story(engine(), seed) for seed in range(4)]
+    truths = [story(engine(), seed) for seed in range(3)]
     subject = engine(canary=True, **options)
     for again in range(2):  # the second run finds prefixes that the first one left
-        seen = all_at_once(*(lambda seed=seed: story(subject, seed) for seed in range(4)))
-        assert [differences(mine, truth) for mine, truth in zip(seen, truths, strict=True)] == [[]] * 4, again
+        seen = all_at_once(*(lambda seed=seed: story(subject, seed) for seed in range(3)))
+        assert [differences(mine, truth) for mine, truth in zip(seen, truths, strict=True)] == [[]] * 3, again
         assert subject.loop.jobs == [] and subject.loop.lanes == {}
         subject.check_integrity()
     for seed, truth in enumerate(truths):
@@ -427,7 +427,7 @@ def interrupted_at(n: int) -> tuple[int, bool]:
 def test_ctrl_c_anywhere_leaves_a_whole_engine_and_the_others_working() -> None:
     lines = max(interrupted_at(0)[0] for _ in range(4))  # fewer where the other thread drives
     assert lines > 300
-    came = [interrupted_at(n)[1] for n in range(1, lines, max(1, lines // 60))]
+    came = [interrupted_at(n)[1] for n in range(1, lines, max(1, lines // 40))]
     assert sum(came) > len(came) // 5  # on a busy machine many come too late
 
 

@@ -98,7 +98,7 @@ def test_draft_is_clearly_worse() -> None:
 @pytest.mark.parametrize("test", zoo.TESTS)
 def test_draft_agrees_on_most_tokens(test: str) -> None:
     """A drafter that disagrees on most tokens would be useless."""
-    same = torch.cat([_greedy(embedded("coin-plain"), x) == _greedy(embedded("coin-draft"), x) for x in examples(test, 4, 30)])
+    same = torch.cat([_greedy(embedded("coin-plain"), x) == _greedy(embedded("coin-draft"), x) for x in examples(test, 4, 15)])
     assert same.float().mean() > 0.7
 
 
@@ -116,7 +116,7 @@ def _greedy(embedded: tuple[Decoder, WordTokenizer], example: Example) -> torch.
 def test_solved_is_what_greedy_decoding_gives(name: str, test: str) -> None:
     """`solved` reads one pass over the right text; here every token is fed back. 5 actors, and 9, which are too many."""
     model, tokenizer = embedded(name)
-    some = [*examples(test, 5, 2), *examples(test, 9, 2)]
+    some = [*examples(test, 5, 1), *examples(test, 9, 1)]
     decoded = []
     for example in some:
         ids, wanted = tokenizer.encode(example.prompt), tokenizer.encode(zoo.up_to_answer(example))
@@ -158,7 +158,7 @@ def test_card_promises_enough(test: str) -> None:
 @pytest.mark.parametrize(
     ("name", "test", "length"),
     [
-        ("coin-plain", "picture, from tails", 8),
+        pytest.param("coin-plain", "picture, from tails", 8, marks=pytest.mark.slow),
         pytest.param("coin-plain", "picture, from heads", 12, marks=pytest.mark.slow),
         ("coin-draft", "picture, from heads", 7),
         ("coin-draft", "wei", 5),

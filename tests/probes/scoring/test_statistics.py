@@ -191,11 +191,11 @@ def test_p_values_are_small_only_where_something_is() -> None:
     generator = np.random.default_rng(0)
     roots = np.repeat(np.arange(40).astype(str), 3)
     small = 0
-    for seed in range(200):
+    for seed in range(100):
         labels = np.repeat(generator.integers(2, size=40), 3)
         guesses = generator.integers(2, size=(1, 120))
         small += permuted(guesses, labels, roots, 99, seed).p[0] <= 0.05
-    assert small <= 20
+    assert small <= 11
     assert permuted(labels[None], labels, roots, 99).p[0] == 0.01
 
 
