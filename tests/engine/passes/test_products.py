@@ -41,3 +41,5 @@ def test_a_weight_is_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     before = len(packed)
     served.prompt([2, 7, 1]).generate(9, window=4)
     assert before and len(packed) == before
+    module = linear(False)
+    assert [module.pack("weight"), "weight" in module.panels, module.pack("weight")] == [True] * 3  # packed already is packed
