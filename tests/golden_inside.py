@@ -204,6 +204,29 @@ def _solver_steps() -> dict[str, Any]:
 
 
 @group
+def _solvers() -> dict[str, Any]:
+    """Every kind of probe where folds lack classes, a column is constant in one fold, or columns outnumber rows."""
+    from replaylens.probes.solvers import one_hot, solve_path
+
+    found: dict[str, Any] = {}
+    for columns in (3, 50):
+        x = numbers(40, 2, 24, columns).double()
+        x[:, :, 1] = 2.0
+        x[:, 8:, 2] = 0.5
+        for classes in (2, 3):
+            codes = np.arange(24) * classes // 24
+            train = np.stack([np.arange(24) < 16, np.arange(24) % 3 > 0, np.arange(24) >= 8])
+            shuffled = np.stack([codes, (codes * 5 + np.arange(24) // 5) % classes])
+            for kind in ("logistic", "ridge", "mass-mean", "mass-mean-whitened"):
+                for dtype in (torch.float32, torch.float64):
+                    own = train[1:2] if kind == "logistic" else train  # its bias has no minimum for a class without rows
+                    made = solve_path(kind, x.to(dtype), one_hot(shuffled, classes), np.stack([own] * 2), [0.1, 1.0])
+                    name = f"{kind}, {classes} classes, {columns} columns, {str(dtype)[6:]}"
+                    found[name] = [(each.weight, each.bias) for each in made]
+    return found
+
+
+@group
 def _planner() -> dict[str, Any]:
     """Windows that a planner chooses from the costs of passes, given here, and from what was accepted."""
     from replaylens.engine.loop import admission as module
@@ -222,5 +245,39 @@ def _planner() -> dict[str, Any]:
                 for window in (1, 4, 17, 32)
                 for requests in (1, 5)
                 for free in (False, True)
+            ]
+    return found
+
+
+@group
+def _limits() -> dict[str, Any]:
+    """What a device's kernels take, at the bounds."""
+    from replaylens.engine.records import MAX_TARGETS, MAX_TOP, LensSpec
+
+    cases = [(MAX_TOP + more, MAX_TARGETS + others, full) for more in (0, 1) for others in (0, 1) for full in (False, True)]
+    return {"lens": [LensSpec(("",), top, tuple(range(count)), full).fits_kernel for top, count, full in cases]}
+
+
+@group
+def _devices() -> dict[str, Any]:
+    """Which devices a model is placed on, where there are none or two."""
+    from replaylens.engine.engine import placed_devices
+
+    lists: list[Any] = [
+        "cpu",
+        "cuda",
+        ["cuda:1"],
+        ["cuda", "cuda:1"],
+        ["cuda:1", "cpu"],
+        ["cpu", "cuda:0"],
+        [],
+        ["cuda:7"],
+        [3],
+    ]
+    found: dict[str, Any] = {}
+    for count in (0, 2):
+        with patch.multiple(torch.cuda, device_count=lambda count=count: count, current_device=lambda: 0):
+            found[f"{count} devices"] = [
+                error(placed_devices, given, device) for given in lists for device in ("cpu", "cuda", "cuda:1")
             ]
     return found
