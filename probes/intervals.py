@@ -61,15 +61,15 @@ def contributions(
     So the sums over groups give standard errors and paired differences of every metric, as those of right answers do for
     accuracy: of an area, they are the components of DeLong (Biometrics 44, 1988).
 
-    metric  accuracy, balanced_accuracy or auroc; other arguments as for these
+    metric  accuracy, balanced_accuracy or auroc, which is NaN where no fold has two classes; other arguments as for these
     """
     if metric == "accuracy":
         return np.asarray(predicted == codes, dtype=np.float64)
     if metric == "balanced_accuracy":
         return _recall_parts(predicted == codes, codes)
     columns = {1: score[..., 0]} if score.shape[-1] == 1 else {k: score[..., k] for k in range(score.shape[-1])}
-    parts = [_area_parts(column, codes == k, fold) for k, column in columns.items()]
-    return np.mean([part for part in parts if part is not None], axis=0)
+    parts = [part for k, column in columns.items() if (part := _area_parts(column, codes == k, fold)) is not None]
+    return np.mean(parts, axis=0) if parts else np.full(score.shape[:2], np.nan)
 
 
 def _recall_parts(right: np.ndarray, codes: np.ndarray) -> np.ndarray:

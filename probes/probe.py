@@ -174,7 +174,7 @@ class LinearProbe:
             "roots": list(self.roots),
             **{name: getattr(self, name) for name in ("label", "site", "position", "estimator", "source")},
         }
-        path.with_suffix(".json").write_text(json.dumps(about, indent=1, sort_keys=True) + "\n")
+        path.with_suffix(".json").write_text(json.dumps(about, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         return path
 
     @classmethod

@@ -286,8 +286,8 @@ class Report:
     def save(self, folder: str | Path, figures: bool = True) -> Path:
         """Write report.json, summary.txt, table.csv and PNG figures, over an older report. Returns the folder."""
         folder = report_folder(make_folder(folder))
-        (folder / FILE).write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
-        (folder / SUMMARY).write_text(self.text() + "\n")
+        (folder / FILE).write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        (folder / SUMMARY).write_text(self.text() + "\n", encoding="utf-8")
         self.table.to_csv(folder / TABLE, index=False)
         if figures:
             save_all(self.kind, self.table, folder, self._figure)
@@ -299,7 +299,7 @@ class Report:
         path = Path(path)
         path = path / FILE if path.is_dir() else path
         try:
-            raw = json.loads(path.read_text())
+            raw = json.loads(path.read_text(encoding="utf-8"))
             if raw["format"] != FORMAT or raw["schema"] != SCHEMA:
                 raise BadProbeFile(f"{path} has format {raw['format']} {raw['schema']} instead of {FORMAT} {SCHEMA}.")
             if wrong := [name for name, kind in _KINDS.items() if not isinstance(raw[name], kind)]:

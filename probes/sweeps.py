@@ -206,9 +206,9 @@ class SweepCache:
         if self.folder is None:
             return
         noted = self.folder / _KEY
-        if noted.exists() and noted.read_text() != key:
+        if noted.exists() and noted.read_text(encoding="utf-8") != key:
             raise SweepMismatch(f"{folder} holds parts of another sweep. Give its settings and rows, or another folder.")
-        noted.write_text(key)
+        noted.write_text(key, encoding="utf-8")
 
     def get(self, name: str, make: Callable[[], HeldOutPredictions]) -> HeldOutPredictions:
         """The stored predictions of this name, or else newly computed ones.

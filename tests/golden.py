@@ -281,7 +281,7 @@ def read() -> tuple[Answers, bool]:
 
 def main() -> int:
     """Compare all groups, or those named, with the file; with --record, write them into it."""
-    from tests.golden_options import GROUPS
+    from tests.golden_inside import GROUPS
 
     parser = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__)
     parser.add_argument("groups", nargs="*", choices=[*GROUPS, []], help="default: all")

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -618,7 +619,9 @@ def _page() -> dict[str, Any]:
     html = ReportPage(dump, (made,), trees=3, title="All", results=results).html()
     packed = re.findall(r'<script type="text/plain".*?</script>', html, re.S)
     marks = [html.count(each) for each in ("<?xml", "<svg", "<g>", "<g id", "clip-path", "stroke-linejoin", "<section", "rl-")]
-    return {"page": _words(html), "rows": ["".join(cells) for cells in _cells(html)], "packed": packed, "marks": marks}
+    tags = Counter(re.findall(r'<[a-zA-Z][^ <>/]*(?: (?:class|id)="[^"]*")*', re.sub(r"<svg.*?</svg>", "", html, flags=re.S)))
+    found = {"page": _words(html), "rows": ["".join(cells) for cells in _cells(html)], "packed": packed, "marks": marks}
+    return found | {"tags": sorted(tags.items())}
 
 
 def _words(html: str) -> str:
@@ -652,6 +655,8 @@ def _shell() -> dict[str, Any]:
         "probe": f"probe {dump.url} --label face --sites S --layers 3 --positions step --estimators ridge --permutations 0",
         "probes": "probe --list",
         "replay": "replay --n 2 --drafter lens --window 3 --knob rendering=steps",
+        "replay in colours": "replay --n 2 --drafter lens --window 3 --knob rendering=steps",
+        "show in colours": "tasks show coin --n 2 --knob flips=2,4 --labels face,parity",
         "resample": f"resample --prompt 'A coin' --chain ' flips' --n 2 --max-new 3 --out {out}/r",
         "report": f"report {out}/d --out {out}/r.html",
         "steer": f"steer {dump.url} --label face --layer 3 --n 4 --placebos 2",
@@ -661,7 +666,8 @@ def _shell() -> dict[str, Any]:
     }
     found = {}
     for name, line in lines.items():
-        done = CliRunner(env={"COLUMNS": "300"}).invoke(app, shlex.split(line))
+        colours = {"FORCE_COLOR": "1", "TERM": "xterm", "NO_COLOR": None} if "colours" in name else {}
+        done = CliRunner(env={"COLUMNS": "300", **colours}).invoke(app, shlex.split(line))
         raised = "" if done.exception is None or isinstance(done.exception, SystemExit) else str(done.exception)
         found[name] = (
             done.exit_code,

@@ -1,8 +1,6 @@
 """Calls of `tests/golden.json` with rarely combined options, and the bridges to evaluation frameworks."""
 
 import asyncio
-import inspect
-import re
 import sys
 from pathlib import Path
 from tempfile import mkdtemp
@@ -503,46 +501,4 @@ def _dumps_with_options() -> dict[str, Any]:
             error(dump.cite, 10**6),
         ],
     }
-    return found
-
-
-# ---- defaults -------------------------------------------------------------------------------------------------------------
-
-
-def defaults(call: Any) -> Any:
-    """Names of a call's parameters, with what they are if they are not given."""
-    found = error(inspect.signature, call)
-    if isinstance(found, Exception):
-        return type(found).__name__
-    return {
-        name: str(each.kind)[:3] if each.default is inspect.Parameter.empty else re.sub(r" at 0x\w+", "", repr(each.default))
-        for name, each in found.parameters.items()
-    }
-
-
-@group
-def _defaults() -> dict[str, Any]:
-    """Of every public function, method and command."""
-    from typer.main import get_command
-    from typer.testing import CliRunner
-
-    from replaylens.cli import app
-
-    found: dict[str, Any] = {}
-    for owner in (rl, rl.probes, rl.tasks):
-        for name in sorted(each for each in dir(owner) if not each.startswith("_")):
-            value = getattr(owner, name)
-            if not callable(value) or not str(getattr(value, "__module__", "")).startswith("replaylens"):
-                continue
-            own = {"": value}
-            if inspect.isclass(value):
-                ours = [(each, call) for each, call in inspect.getmembers(value, inspect.isroutine) if not each.startswith("_")]
-                own |= {
-                    f".{each}": call for each, call in ours if str(getattr(call, "__module__", "")).startswith("replaylens")
-                }
-            found[f"{owner.__name__}.{name}"] = [(each, defaults(call)) for each, call in own.items()]
-    commands: Any = get_command(app)
-    for name in (*commands.commands, "tasks list", "tasks show", "tasks check"):
-        done = CliRunner(env={"COLUMNS": "300"}).invoke(app, [*name.split(), "--help"])
-        found[f"$ {name}"] = (done.exit_code, done.output)
     return found

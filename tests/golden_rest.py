@@ -96,6 +96,10 @@ def _verbs_of_transformer_lens() -> dict[str, Any]:
         where = slice(*where) if isinstance(where, tuple) else where
         made = error(engine.run_with_cache, HEADS, names_filter="blocks.0.hook_in", pos_slice=where)
         found[f"slice {where}"] = made if isinstance(made, Exception) else made[1]["blocks.0.hook_in"]
+    for bare, plain in ((True, False), (False, False), (True, True)):
+        names, given = ["embed.hook_in", "blocks.1.attn.hook_k"], {"remove_batch_dim": bare, "return_cache_object": plain}
+        logits, cache = engine.run_with_cache(TAILS, names_filter=names, pos_slice=slice(1, 4), **given)
+        found[f"batch removed {bare}, object {plain}"] = [logits, dict(cache.items())]
     _, cache = engine.run_with_cache(HEADS)
     found["cache"] = {name: bits(cache[name]) for name in list(cache)}
     found["parts"] = [

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.golden import answers, differences, read
-from tests.golden_options import GROUPS
+from tests.golden_inside import GROUPS
 
 KNOWN, ALIKE = read()
 

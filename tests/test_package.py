@@ -326,6 +326,36 @@ def test_names_control() -> None:
     assert named_twice(planted) == {"One": ["a.py", "b.py"], "Two": ["a.py", "c.py"]}
 
 
+# Texts
+
+
+def without_encoding(source: str) -> list[str]:
+    """Calls that read or write a text as the locale says: `read_text`, `write_text` and `open` without an encoding."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and _text_file(node)]
+    return [ast.unparse(call) for call in calls if "encoding" not in {each.arg for each in call.keywords}]
+
+
+def _text_file(call: ast.Call) -> bool:
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr in ("read_text", "write_text")
+    modes = [each.value for each in call.args[1:2] if isinstance(each, ast.Constant)]
+    return isinstance(call.func, ast.Name) and call.func.id == "open" and not any("b" in str(mode) for mode in modes)
+
+
+def test_texts_are_utf_8_in_every_locale() -> None:
+    files = (file for room in PACKAGE for file in (ROOT / room).rglob("*.py"))
+    wrong = {
+        file.name: bad
+        for file in files
+        if "open(" in (text := file.read_text()) or "_text(" in text
+        if (bad := without_encoding(text))
+    }
+    assert wrong == {}
+    planted = ["p.read_text()", "p.write_text('x')", "open(p)", "open(p, 'w')"]
+    right = ["open(p, 'rb')", "p.read_text(encoding='utf-8')", "open(p, encoding='utf-8')", "Dump.open(p)"]
+    assert without_encoding("\n".join([*planted, *right])) == planted, "the control"
+
+
 # Skips
 
 

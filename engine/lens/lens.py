@@ -81,7 +81,9 @@ class TunedLens:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file({"weight": self.weight.contiguous(), "bias": self.bias.contiguous()}, path)
-        path.with_suffix(".json").write_text(json.dumps({"format": 1, "unembed": self.unembed, "digest": self.digest}) + "\n")
+        path.with_suffix(".json").write_text(
+            json.dumps({"format": 1, "unembed": self.unembed, "digest": self.digest}) + "\n", encoding="utf-8"
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> "TunedLens":

@@ -240,7 +240,7 @@ def _needed(folder: Path) -> tuple[str, ...]:
         return (*weight_files(folder), *THINKING_FILES[1 : 1 + thinks])
     if (file := folder / "config.json").is_file():
         try:
-            written = json.loads(file.read_text())
+            written = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as e:
             raise BadConfig(f"{file} is not valid JSON: {e}. Delete the snapshot, and fetch it again.") from None
         if isinstance(written, dict) and "text_config" not in written:

@@ -148,7 +148,7 @@ def load_path(
 def config_of(path: Path) -> ModelConfig:
     """The config of a folder or a .gguf file, without its weights. Whether the head is tied is what the config says."""
     if (path / CONFIG_FILE).exists():
-        return ModelConfig.from_json((path / CONFIG_FILE).read_text())
+        return ModelConfig.from_json((path / CONFIG_FILE).read_text(encoding="utf-8"))
     if not exists(path if path.suffix == ".gguf" else path / "config.json"):
         raise UnsupportedModel(f"{path} does not exist, or holds no model. Give the path of a folder or a .gguf file.")
     raw = dict(GgufFile(path).config if path.suffix == ".gguf" else _read_config(path))
@@ -252,7 +252,7 @@ def _own(
         )
     shards = Shards(path)
     source = Source(shards.names, shards.read)
-    config = ModelConfig.from_json((path / CONFIG_FILE).read_text())
+    config = ModelConfig.from_json((path / CONFIG_FILE).read_text(encoding="utf-8"))
     filler = Filler(replace(config, revision=revision or config.revision), dtype, device, packed)
     for name in sorted(source.names):
         filler[name] = source.get(name)
@@ -282,7 +282,7 @@ def _reference(path: Path) -> nn.Module:
 def _read_config(folder: Path) -> dict[str, Any]:
     """A folder's config.json, normalised to current field names."""
     file = folder / "config.json"
-    text = file.read_text()
+    text = file.read_text(encoding="utf-8")
     try:
         written = json.loads(text)
     except ValueError as e:
@@ -307,7 +307,7 @@ def _normalised(folder: Path, text: str) -> dict[str, Any]:
     with suppress(OSError):  # with a read-only cache folder, the next process reads it again
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_suffix(f".{os.getpid()}")
-        temporary.write_text(f"{hashlib.sha256(found.encode()).hexdigest()}\n{found}")
+        temporary.write_text(f"{hashlib.sha256(found.encode()).hexdigest()}\n{found}", encoding="utf-8")
         temporary.replace(file)
     return dict(json.loads(found))
 
@@ -315,7 +315,7 @@ def _normalised(folder: Path, text: str) -> dict[str, Any]:
 def _kept_config(text: str) -> dict[str, Any] | None:
     """What `_normalised` kept of an equal file; None if that is missing or damaged."""
     try:
-        digest, _, found = _config_file(text).read_text().partition("\n")
+        digest, _, found = _config_file(text).read_text(encoding="utf-8").partition("\n")
     except (OSError, UnicodeError):
         return None
     return json.loads(found) if digest == hashlib.sha256(found.encode()).hexdigest() else None
@@ -407,7 +407,7 @@ def is_live(source: Any) -> bool:
 def save(model: Decoder, folder: Path) -> None:
     """Write config and weights as our own checkpoint; `load(folder)` restores identical bits."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG_FILE).write_text(model.config.to_json() + "\n")
+    (folder / CONFIG_FILE).write_text(model.config.to_json() + "\n", encoding="utf-8")
     save_file({name: x.contiguous() for name, x in model.state_dict().items()}, folder / WEIGHTS_FILE)
 
 

@@ -232,7 +232,7 @@ def read_fields(folder: Path) -> dict[str, Any]:
     if not file.exists():
         raise UnsupportedModel(f"{folder} holds no adapter: {ADAPTER_FILE} is missing.")
     try:
-        config = json.loads(file.read_text())
+        config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as e:
         raise BadConfig(f"{file} is not valid JSON: {e}. Copy it again.") from None
     if not isinstance(config, dict):

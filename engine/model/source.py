@@ -135,7 +135,7 @@ def weight_files(folder: Path) -> list[str]:
     if not index.exists():
         return [WEIGHTS_FILE]
     try:
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         bad = [name for name in files if Path(name).name != name]
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise BadWeights(f"{index} is not an index of shards ({e!r}). Copy it again.") from None

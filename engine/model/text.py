@@ -160,7 +160,7 @@ def _known_config(folder: Path, tokenizer_file: Path) -> dict[str, Any]:
     from transformers import PreTrainedConfig
 
     try:
-        model, tokenizer = (json.loads(file.read_text()) for file in (folder / "config.json", tokenizer_file))
+        model, tokenizer = (json.loads(file.read_text(encoding="utf-8")) for file in (folder / "config.json", tokenizer_file))
         if not tokenizer["tokenizer_class"] or "auto_map" in tokenizer or "auto_map" in model:
             return {}
         config = PreTrainedConfig(name_or_path=str(folder))

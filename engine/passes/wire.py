@@ -217,7 +217,11 @@ class Followers:
             with suppress(subprocess.TimeoutExpired):
                 code = self.processes[rank - 1].wait(0.0 if "Timed out" in str(error) else 2.0)
         if code is not None:
-            said = self._log(rank).read_text(errors="replace").strip().splitlines() if self._log(rank).exists() else []
+            said = (
+                self._log(rank).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+                if self._log(rank).exists()
+                else []
+            )
             return f"ended with exit code {code}{': ' + said[-1][:200] if said else ''}"
         if "Timed out" in str(error):
             return f"did not answer within {limit:g} s ({len(self.processes) + 1} processes on {os.cpu_count()} cores)"

@@ -85,7 +85,7 @@ def _path(key: str) -> Path:
 def _from_disk(key: str) -> Certificate | None:
     """The certificate from an earlier process; None if it is missing, unreadable or not certified."""
     try:
-        found = Certificate.from_json(_path(key).read_text())
+        found = Certificate.from_json(_path(key).read_text(encoding="utf-8"))
         return found if found.certified else None
     except (OSError, UnicodeError, BadCertificate):
         return None
@@ -96,7 +96,7 @@ def _to_disk(key: str, certificate: Certificate) -> Certificate:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(certificate.to_json())
+        temporary.write_text(certificate.to_json(), encoding="utf-8")
         temporary.replace(path)
     except OSError:
         pass  # with a read-only cache folder, the next process examines again

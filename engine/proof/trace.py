@@ -168,7 +168,7 @@ def device_name(device: torch.device) -> str:
 def _cpu_model() -> str:
     """The processor's name, if the system reports it."""
     try:
-        with open("/proc/cpuinfo") as lines:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
             fields = dict(line.split(":", 1) for line in lines if ":" in line)
     except OSError:
         return platform.processor()

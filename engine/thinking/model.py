@@ -203,7 +203,7 @@ def _alone(block: Block) -> Block:
 def save(model: ThinkingDecoder, folder: Path) -> None:
     """Write backbone, T and C; `load(folder)` restores identical bits. The backbone is also a checkpoint of its own."""
     loading.save(model.backbone, folder)
-    (folder / CONFIG_FILE).write_text(model.thinking.to_json() + "\n")
+    (folder / CONFIG_FILE).write_text(model.thinking.to_json() + "\n", encoding="utf-8")
     save_file(_own(model), folder / WEIGHTS_FILE)
 
 
@@ -221,7 +221,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32, revision: str = "") -
             f"{folder} has no {CONFIG_FILE}, so it is a plain decoder. Load it with Engine.load, or train one that thinks."
         )
     backbone = loading.load(folder, dtype, revision=revision)
-    model = ThinkingDecoder.around(backbone, ThinkingConfig.from_json((folder / CONFIG_FILE).read_text()))
+    model = ThinkingDecoder.around(backbone, ThinkingConfig.from_json((folder / CONFIG_FILE).read_text(encoding="utf-8")))
     wanted, found = _own(model), _read(folder / WEIGHTS_FILE)
     faults = [f"{name} is missing" for name in wanted if name not in found]
     faults += [f"{name} is not part of this model" for name in found if name not in wanted]

@@ -1052,6 +1052,10 @@ def test_slots_that_fit_and_how_wide_they_are() -> None:
     room = (draw.RIGHT - draw.LEFT - 150.0) // (draw._width("x" * 10) + 4)
     assert len(shown) == room and before == 40 - room and [each.number for each in shown] == list(range(40 - int(room), 40))
     assert draw._window(slots[:3]) == (slots[:3], 0) and draw._window([]) == ([], 0)
+    uneven = [slot("x" * (1 + i // 2), i) for i in range(40)]  # the last ones are the widest
+    shown, before = draw._window(uneven)
+    taken = [sum(draw._width(each.text) + 4 for each in uneven[first:]) for first in (before, before - 1)]
+    assert len(shown) == 40 - before and taken[0] <= draw.RIGHT - draw.LEFT - 150.0 < taken[1]
     huge = [slot("y" * 24, i) for i in range(2)]
     assert draw._window(huge)[1] == 0 and draw._width("y" * 24) == draw._width("y" * 99) > draw._width("") == 26.0
     checks = [

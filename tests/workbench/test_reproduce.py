@@ -45,6 +45,7 @@ def test_routing_twice_has_the_same_digest() -> None:
     one, two = reproduce("routing"), reproduce("routing")
     assert one.digest == two.digest and one.measured == two.measured and one.hit is two.hit
     assert one.to_json()["source"] == "2401.04088"
+    assert [*one.measured.values()] == pytest.approx([1.130986, 0.924896, 1.034532], abs=1e-5) and not one.hit
 
 
 @pytest.mark.parametrize("other", [[torch.zeros(3)], [torch.zeros(3), 1], [np.zeros(3, dtype=np.float32) + 1e-7], ["a"]])

@@ -345,7 +345,7 @@ def to_probebench(probe: LinearProbe, folder: str | Path, about: Mapping[str, An
     own = {"layer": layer, "artifactSha256": sha256((folder / PROBE).read_bytes()).hexdigest(), "spec_version": "0.0.1"}
     own |= {"probeType": "linear", "position": probe.position, "paramCount": d + 1, "site": probe.site, "label": probe.label}
     own |= {"classes": list(probe.classes), "source": probe.source, "cell": probe.cell.site}
-    (folder / META).write_text(json.dumps({**about, **own}, indent=1, sort_keys=True) + "\n")
+    (folder / META).write_text(json.dumps({**about, **own}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return folder
 
 

@@ -163,7 +163,7 @@ def check_report(path: str) -> Checked:
     another, or it is none."""
     report, file = _report(path), Path(path) / REPORT if Path(path).is_dir() else Path(path)
     name, what = str(Identifier(report.digest)), report.cite().what
-    if json.loads(file.read_text()).get("summary") != report.summary():
+    if json.loads(file.read_text(encoding="utf-8")).get("summary") != report.summary():
         return Checked(MISMATCH, "report", name, (what, f"the summary in {REPORT} is not that of its numbers"))
     told = f"{REPORT} has its digest; other files were not read, and no number was computed again"
     return Checked(VERIFIED, "report", name, (what, told))

@@ -99,7 +99,7 @@ def _chains(prompt: str | None, chat: str | None, chain: str, file: str | None) 
     if sum(each is not None for each in (prompt, chat, file)) != 1 or (file is not None and chain):
         raise BadRequest("Give one of --prompt and --chat, with --chain if one follows it; or --file.")
     if chat is not None:
-        messages = parse(Path(chat).read_text(), chat, BadRequest)
+        messages = parse(Path(chat).read_text(encoding="utf-8"), chat, BadRequest)
         if not is_chat(messages):
             raise BadRequest(
                 f'{chat} holds {short_repr(messages)}. Give a JSON list of messages {{"role": ..., "content": ...}}.'
@@ -109,7 +109,7 @@ def _chains(prompt: str | None, chat: str | None, chain: str, file: str | None) 
     if file is None:
         yield prompt, chain
         return
-    for number, line in enumerate(Path(file).read_text().splitlines(), 1):
+    for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), 1):
         if line.strip():
             raw = parse(line, f"Line {number} of {file}", BadRequest)
             if not isinstance(raw, dict) or not raw.get("prompt") or raw.keys() - {"prompt", "chain"}:

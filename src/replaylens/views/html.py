@@ -160,7 +160,7 @@ def script_json(data: Any) -> Markup:
 @cache
 def asset(name: str, package: str = "replaylens.views") -> str:
     """The text of a style or script in a package."""
-    return files(package).joinpath("assets", name).read_text()
+    return files(package).joinpath("assets", name).read_text(encoding="utf-8")
 
 
 @cache

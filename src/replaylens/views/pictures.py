@@ -82,7 +82,7 @@ class Timeline:
         Path(folder).mkdir(parents=True, exist_ok=True)
         files = [Path(folder) / f"{i:03d}-{frame.phase.value}.svg" for i, frame in enumerate(self.frames)]
         for file, frame in zip(files, self.frames, strict=True):
-            file.write_text(self.still(frame))
+            file.write_text(self.still(frame), encoding="utf-8")
         return files
 
     def __str__(self) -> str:

@@ -15,7 +15,8 @@ from torch import Tensor
 from replaylens import Engine
 from replaylens.engine.errors import BadConfig, BadRequest, BadWeights, FetchFailed, UnsupportedModel
 from replaylens.engine.model.loading import load, located, save, weights_hash
-from replaylens.engine.model.lora import ADAPTER_FILE, WEIGHTS_FILE, Adapter, AdapterConfig, Lora
+from replaylens.engine.model.lora import ADAPTER_FILE, WEIGHTS_FILE, Adapter, AdapterConfig, BaseModules, Lora
+from replaylens.engine.model.source import Source
 from replaylens.engine.proof.trace import take
 from tests.engine.model.test_weights import edit_json
 from tests.families import hugging_face
@@ -654,3 +655,11 @@ def test_an_adapter_that_is_no_folder_is_named(written: tuple[Path, Path]) -> No
     for reader in (load, Engine.load):
         with pytest.raises(BadRequest, match=r"adapter must be the path of a folder, or a name on the hub, not 3"):
             reader(written[0], adapter=3)  # type: ignore[operator]
+
+
+def test_layers_after_the_last_are_no_modules_of_a_base() -> None:
+    """DeepSeek's checkpoints have layers that predict further tokens. Without a number of layers, all are such."""
+    names = [f"model.layers.{layer}.self_attn.o_proj.weight" for layer in range(3)]
+    for count, raw in ((0, {}), (1, {"num_hidden_layers": 1}), (2, {"num_hidden_layers": 2})):
+        found = BaseModules(Source(names, lambda _: torch.zeros(1)), {"model_type": "deepseek_v3", **raw}).names
+        assert found == names[:count]

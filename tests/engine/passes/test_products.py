@@ -5,10 +5,11 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.model.layers import Linear
+from replaylens.engine.model.layers import Linear, Narrow
 from replaylens.engine.passes import products
 from replaylens.engine.passes.products import Products
 from tests.engine.reference import decoder
+from tests.toy_model import random_model
 
 
 def linear(bias: bool) -> Linear:
@@ -41,3 +42,24 @@ def test_a_weight_is_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     before = len(packed)
     served.prompt([2, 7, 1]).generate(9, window=4)
     assert before and len(packed) == before
+
+
+def test_a_packed_weight_reads_as_before() -> None:
+    """Of a product, and of the embedding, which is stored the other way round than it is multiplied."""
+    for module, name, turned in ((linear(True), "weight", False), (random_model(), "embed", True)):
+        before = getattr(module, name).clone()
+        shape = tuple(before.mT.shape if turned else before.shape)
+        assert module.shape_of(name) == shape and torch.equal(module.stored(name), before)
+        assert module.pack(name) and module.pack(name)  # the second time it is packed already
+        assert name in module.panels and module.shape_of(name) == shape
+        assert torch.equal(getattr(module, name), before) and torch.equal(module.stored(name), before)
+
+
+def test_a_weight_in_bfloat16_that_loses_nothing() -> None:
+    given = torch.arange(6.0).reshape(2, 3)
+    held = Narrow.of(given)
+    assert held is not None and held.tensor.dtype == torch.bfloat16 and held.shape == (2, 3)
+    for turned in (False, True):
+        for found in (held.weight(turned), *held.pieces(turned)):
+            assert found.dtype == torch.float32 and torch.equal(found, given.mT if turned else given)
+    assert Narrow.of(given + 2**-12) is None

@@ -313,7 +313,7 @@ def test_a_tampered_trace_is_found_out(told: tuple[Path, dict[str, str]], tamper
     trace = Trace.load(told[0])
     TAMPERINGS[tampering](trace)
     subject = engine()
-    with pytest.raises((ReplayMismatch, BadTrace)):
+    with pytest.raises((ReplayMismatch, BadTrace), match="verifications recorded" if "verification" in tampering else None):
         subject.replay_trace(trace)
     subject.check_integrity()
     assert subject.loop.jobs == []

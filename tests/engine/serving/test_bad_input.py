@@ -168,6 +168,22 @@ BRANCHES: dict[str, tuple[Call, type[EngineError], str]] = {
     "activations of a branch without": (lambda s: s.finished.activations, BadRequest, "Nothing was captured"),
     "activations of another site": (lambda s: s.branch.activations["blocks.0.mlp.hook_out"], UnknownSite, "was not captured"),
 }
+FILLS: dict[str, dict[str, Any]] = {
+    "a window": {"window": 16},
+    "siblings": {"window": 5, "drafter": "tree"},
+    "drafts": {"drafter": "forced", "drafts": {9: [[1] * 15]}},
+    "chains of drafts": {"drafter": "forced", "drafts": {9: [[1] * 7, [2] * 7]}},
+}
+
+
+@pytest.mark.parametrize("fills", FILLS)
+def test_a_window_that_fills_a_pass_is_served(fills: str) -> None:
+    """The largest that is not refused (see `GENERATES`)."""
+    branch = Subject(max_rows=16).branch
+    before = branch.tokens
+    assert branch.generate(20, **FILLS[fills]).generated[-20:] == continuation(toy(), before, 20)
+
+
 KINDS = {"prompt": PROMPTS, "generate": GENERATES, "branch": BRANCHES}
 CASES = {f"{kind}: {name}": case for kind, cases in KINDS.items() for name, case in cases.items()}
 

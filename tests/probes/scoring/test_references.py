@@ -81,6 +81,14 @@ def test_contributions_are_influences(classes: int, folds: bool) -> None:
     assert intervals.f1(said[None], codes, classes)[0] == pytest.approx(by_hand)
 
 
+def test_an_area_of_folds_with_one_class_each_is_nan() -> None:
+    """As many parts as rows, none of them a number: no pair of rows can be compared."""
+    score, codes = np.zeros((2, 4, 1)), np.array([0, 0, 1, 1])
+    found = contributions("auroc", codes[None], score, codes, codes)
+    assert found.shape == (2, 4) and np.isnan(found).all()
+    assert np.isnan(intervals.auroc(score, codes, codes)).all()
+
+
 # ---- intervals for several cells -------------------------------------------------------------------------------------
 
 
