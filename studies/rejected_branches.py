@@ -249,7 +249,7 @@ class Pair:
     """tokens of the accepted path: up to the next face, or one more than the rejected token"""
     drafted: list[int]
     """the same, with the rejected token"""
-    rows: dict[str, dict[int, np.ndarray]]
+    rows: dict[str, dict[int, Any]]
     """taken, drafted -> layer -> the row of that token"""
 
 
@@ -321,6 +321,7 @@ def _pairs(engine: rl.Engine, runs: Sequence[rl.Run], words: dict[int, str] | No
             taken = list(result.tokens[:following])
             drafted = [*taken[:at], branch.tokens[at], *taken[at + 1 :]]
             sites = dict(zip(layers, _streams(engine, layers), strict=True))
+            assert branch.activations is not None
             rows = {
                 "taken": {layer: result.activations[site][at].float() for layer, site in sites.items()},
                 "drafted": {layer: branch.activations[site][0].float() for layer, site in sites.items()},

@@ -436,7 +436,7 @@ def tokens(engine: rl.Engine, chains: Sequence[Chain], setting: Setting) -> dict
     """Forking tokens of some chains: where the second likeliest token has a probability of 0.15 or more, the first four."""
     found, tried, n = [], 0, setting.rollouts
     for chain, answer in ((each.branch, each.answer) for each in chains):
-        forks = []
+        forks: list[rl.probes.TokenFork] = []
         names = (answer, None) if setting.kind == "arithmetic" else ("red", "blue", "green", None)
         for position in range(chain.root_length, chain.length):
             chances = chain.logits(position - 1).double().softmax(-1)
@@ -538,13 +538,17 @@ def draw(parts: dict[str, dict[str, Any]]) -> Figure:
             legend(axis)
     if "stopping" in parts:
         lines = parts["stopping"]["truths"]
-        at = np.arange(len(lines))
+        places = np.arange(len(lines))
         right.barh(
-            at + 0.2, [each["plain_test_errors"] for each in lines.values()], 0.4, color=QUIET, label="plain test, every draw"
+            places + 0.2,
+            [each["plain_test_errors"] for each in lines.values()],
+            0.4,
+            color=QUIET,
+            label="plain test, every draw",
         )
-        right.barh(at - 0.2, [each["errors"] for each in lines.values()], 0.4, color=COLOURS[0], label="settle=0.05")
+        right.barh(places - 0.2, [each["errors"] for each in lines.values()], 0.4, color=COLOURS[0], label="settle=0.05")
         right.axvline(parts["stopping"]["alpha"], color=COLOURS[1], linewidth=1, label="allowed")
-        right.set_yticks(at, list(lines))
+        right.set_yticks(places, list(lines))
         right.set(title="Wrong answer ever settled", xlabel="share of simulations")
         legend(right)
     return made
