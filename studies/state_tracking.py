@@ -3,8 +3,9 @@
 If the state is carried from step to step, the last step holds it: an answer that sees nothing earlier survives, and steps that
 cannot see earlier ones break it. If it is computed at the query from all steps, it is the other way round. Edges are hidden in
 all layers and heads; the first token stays visible everywhere, since many heads rest on it. Two placebos of a knock-out: as
-many edges drawn at random, and, matched, the same rows losing as many tokens each, drawn from all that they see (coins) or from
-the solved examples (boxes). Placebo of a patch: rows of the same prompt with other names, whose states are the same.
+many edges drawn at random, and a matched one. For boxes, the same rows lose as many tokens each, of the solved examples; coins
+have none, so that the same tokens are hidden from as many rows right before, which the steps have none of. Placebo of a patch:
+rows of the same prompt with other names, whose states are the same.
 """
 
 import re
@@ -91,15 +92,18 @@ def at_random(edges: Edges, length: int, random: np.random.Generator) -> Edges:
     return found
 
 
-def matched(edges: Edges, random: np.random.Generator, among: Sequence[int] | None = None) -> Edges:
-    """The same rows, each losing as many tokens, drawn from those given or from all that it sees. Rows that lost the same
-    tokens lose the same ones again."""
+def matched(edges: Edges, among: Sequence[int], random: np.random.Generator) -> Edges:
+    """The same rows, each losing as many tokens, drawn from some. Rows that lost the same tokens lose the same ones again."""
     drawn: dict[tuple[int, ...], list[int]] = {}
-    for position, keys in sorted(edges.items()):
-        known = range(1, position) if among is None else among
-        if tuple(keys) not in drawn:
-            drawn[tuple(keys)] = random.choice(known, size=min(len(keys), len(known)), replace=False).tolist()
+    for keys in map(tuple, edges.values()):
+        if keys not in drawn:
+            drawn[keys] = random.choice(among, size=min(len(keys), len(among)), replace=False).tolist()
     return {position: drawn[tuple(keys)] for position, keys in edges.items()}
+
+
+def rows_before(edges: Edges) -> Edges:
+    """The same tokens, hidden from as many rows right before these, as far as they see them."""
+    return {p - len(edges): [k for k in keys if k < p - len(edges)] for p, keys in edges.items()}
 
 
 def as_edits(edges: Edges, layers: Sequence[int] | None = None) -> list[rl.Edit]:
@@ -115,9 +119,11 @@ def as_edits(edges: Edges, layers: Sequence[int] | None = None) -> list[rl.Edit]
 
 def conditions(spans: Spans, length: int, seed: int, layers: int = 0) -> dict[str, list[rl.Edit]]:
     """Every knock-out with its placebos. With a number of layers: steps apart in the first block only, and after it only."""
-    random, other, found = np.random.default_rng(seed), np.random.default_rng([seed, 1]), dict[str, list[rl.Edit]]()
+    random, found = np.random.default_rng(seed), dict[str, list[rl.Edit]]()
     for name, edges in knock_outs(spans).items():
-        twins = {"placebo": at_random(edges, length, random), "matched placebo": matched(edges, other)}
+        twins = {"placebo": at_random(edges, length, random)}
+        if edges and min(edges) >= spans.question[0]:
+            twins["matched placebo"] = rows_before(edges)
         parts = {name: None, f"{name}, block 0": [0], f"{name}, later blocks": [*range(1, layers)]}
         for each, blocks in parts.items() if layers and name == APART else [(name, None)]:
             found[each] = as_edits(edges, blocks)
@@ -269,7 +275,7 @@ def pretrained(engine: rl.Engine, n: int) -> dict[str, Any]:
         }
         made["placebo: sentences do not see each other"] = at_random(later, len(path), np.random.default_rng(seed))
         random, solved = np.random.default_rng([seed, 1]), range(1, spans.told[0])
-        made |= {f"matched placebo: {n}": matched(e, random, solved) for n, e in made.items() if e and ":" not in n}
+        made |= {f"matched placebo: {n}": matched(e, solved, random) for n, e in made.items() if e and ":" not in n}
         things = [f" {thing}" for thing in story.things]
         wanted = [engine.text.encode(thing, special=False)[0] for thing in things]
         logits = engine.logits_under(path, [as_edits(edges) for edges in made.values()], tokens=wanted)

@@ -55,6 +55,8 @@ def test_state_tracking_quick(out: Path) -> None:
     table = part["knock_out"]
     assert table["intact"]["value"] == 1.0
     assert table["question sees only the last step"]["value"] < 0.8, "the last step does not hold the state"
+    last = "its last token sees only the last step"
+    assert table[f"matched placebo: {last}"]["value"] == 1.0 and part["paired"][last]["minus matched placebo"]["value"] < 0
     names = part["patching"]["other names"]
     assert all(found["value"] == 0 for place in names.values() for found in place.values()), "the placebo turns nothing"
     assert part["patching"]["other face"]["query"]["S3"]["value"] > 0.8
@@ -100,6 +102,10 @@ def test_a_random_knock_out_has_as_many_edges() -> None:
     drawn = state_tracking.at_random(edges, 12, np.random.default_rng(0))
     assert sum(map(len, drawn.values())) == sum(map(len, edges.values())) == 4 + 5 + 6 + 6
     assert all(0 < key < position for position, keys in drawn.items() for key in keys)
+    twin = state_tracking.matched(edges, range(1, 7), np.random.default_rng(0))
+    assert {p: len(keys) for p, keys in twin.items()} == {p: len(keys) for p, keys in edges.items()}
+    assert twin[8] == twin[9] and set(twin[9]) == set(range(1, 7))
+    assert state_tracking.rows_before({8: [2, 6], 9: [2, 6]}) == {6: [2], 7: [2, 6]}
 
 
 def test_every_sentence_of_the_boxes_is_one_span() -> None:
