@@ -153,6 +153,20 @@ def share(right: Sequence[float] | np.ndarray, groups: Sequence[Any] | np.ndarra
     return dict(value=found.value, low=found.low, high=found.high, n=len(values), groups=count)
 
 
+def paired(
+    ours: Sequence[float] | np.ndarray, theirs: Sequence[float] | np.ndarray, groups: Sequence[Any] | np.ndarray
+) -> dict[str, Any]:
+    """As `share`, of how much more the first outcome has than the second on the same cases, one by one."""
+    from replaylens.probes.intervals import difference_over_groups
+
+    gaps, names = np.asarray(ours, dtype=float) - np.asarray(theirs, dtype=float), np.asarray(groups)
+    count = len(np.unique(names))
+    if count < 2:
+        return share(gaps, groups)
+    found = difference_over_groups(gaps, names, bounded=bool(np.abs(gaps).max() <= 1))
+    return dict(value=found.value, low=found.low, high=found.high, n=len(gaps), groups=count)
+
+
 def picture(columns: int, rows: int = 1, width: float = 4.2, height: float = 3.2) -> tuple[Figure, np.ndarray]:
     """A figure with its axes [rows, columns], in colours that follow the viewer's light or dark scheme."""
     made = _picture(width * columns, height * rows)

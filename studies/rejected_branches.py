@@ -4,7 +4,12 @@ Four questions per model and drafter. (a) Does a probe fitted on accepted rows r
 its controls)? (b) Where what is drafted parts from the truth (coins) or from the path that was taken (stories, boxes), which
 one does the probe follow? (c) Is the rejected state used: rows at the same position are exchanged between both paths, against
 rows of other prompts; which next face (coins) or which token after the next (stories, boxes) does the model write? (d) From
-which layer on does the draft's own row tell that it will be rejected, against entropy and margin of the logit lens before it?
+which layer on does the draft's own row tell that it will be rejected?
+
+Verification itself compares the draft with the model's output at the row before: in greedy decoding a draft is rejected if
+another token is likelier, so how far it is behind the likeliest separates both kinds by definition (an area of 1). What (d)
+can ask is at which layer that is known. Its baselines are all of the row before: entropy and margin of the output, which do not
+know the draft; the draft's log-probability in the output and in each layer's logit lens; and a probe of that row at each layer.
 """
 
 from collections.abc import Sequence
@@ -19,8 +24,11 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 import replaylens as rl
+from replaylens.engine.lens.lens import read as read_lens
+from replaylens.engine.records import LensSpec
 from replaylens.probes.areas import area, area_gains
-from studies.common import COLOURS, QUIET, Place, digest, inputs, picture, share
+from replaylens.probes.intervals import LEVEL
+from studies.common import COLOURS, QUIET, Place, digest, inputs, paired, picture, share
 from studies.told import ShownCoin, ToldBoxes, TwoPeople
 
 TRAINED = Path(__file__).parent.parent / "trained" / "studies"
@@ -119,12 +127,10 @@ def run(quick: bool, part: str, place: Place) -> dict[str, Any]:
     engine = place.load(_trained(setting.model), record=True, **setting.options)  # the trace says what was drafted
     examples = setting.task.examples(24 if quick else setting.n)
     found: dict[str, Any] = {"inputs": inputs(engine, prompts=digest(e.prompt for e in examples)), "drafters": {}}
-    streams, runs = _streams(engine, setting.layers), []
-    small = engine.config.num_layers <= 4
+    streams, runs = _streams(engine, sorted({*setting.layers, engine.config.num_layers})), []
     for drafter in setting.drafters[:1] if quick else setting.drafters:
         sampling = rl.Sampling(temperature=setting.temperature)
-        sites = [*streams, *(("Z",) if small else ())]
-        done = engine.replay(examples, sites=sites, drafter=drafter, max_new=setting.max_new, sampling=sampling)
+        done = engine.replay(examples, sites=streams, drafter=drafter, max_new=setting.max_new, sampling=sampling)
         rejected = sum(len(result.rejected) for result in done)
         told: dict[str, Any] = {"prompts": len(done), "right": done.accuracy, "accepted": done.acceptance, "branches": rejected}
         told["drafted"] = sum(result.statistics.drafted for result in done)
@@ -136,7 +142,7 @@ def run(quick: bool, part: str, place: Place) -> dict[str, Any]:
         rows = rl.probes.ProbeRows.of(done)
         told["transfer"] = transferred(engine, rows, setting, quick)
         told["parted"] = parted(rows, setting)
-        told["foreseen"] = foreseen(rows, setting, small, confirmed(engine, done))
+        told["foreseen"] = foreseen(engine, rows, setting, confirmed(engine, done))
     if setting.exchange and runs:
         found["exchange"] = exchanged(engine, runs, setting)
     return found
@@ -243,7 +249,7 @@ class Pair:
     """tokens of the accepted path: up to the next face, or one more than the rejected token"""
     drafted: list[int]
     """the same, with the rejected token"""
-    rows: dict[str, dict[int, np.ndarray]]
+    rows: dict[str, dict[int, Any]]
     """taken, drafted -> layer -> the row of that token"""
 
 
@@ -262,16 +268,16 @@ def exchanged(engine: rl.Engine, runs: Sequence[rl.Run], setting: Setting) -> di
         words = {face[0]: name for face, name in zip(faces, ("heads", "tails"), strict=True)}
     pairs = _pairs(engine, runs, words, setting.layers)[: setting.pairs]
     pools = _pools(engine, runs[0], setting.layers)
-    follow: dict[str, dict[int, list[tuple[bool, str]]]] = {}
+    follow: dict[tuple[str, str], dict[int, dict[int, bool]]] = {}
     usable, random = 0, np.random.default_rng(0)
-    for pair in pairs:
+    for number, pair in enumerate(pairs):
         clean = {way: _next(engine, getattr(pair, way), [[]], words)[0] for way in ("taken", "drafted")}
         if clean["taken"] == clean["drafted"]:
             continue
         usable += 1
         for into, source in (("taken", "drafted"), ("drafted", "taken")):
             path = getattr(pair, into)
-            rows = {"the other branch's row": pair.rows[source]}
+            rows = {OTHER: pair.rows[source]}
             thing = "token" if words is None else "face"
             own = {f"same {thing}": path[pair.at], f"other {thing}": getattr(pair, source)[pair.at], "any row": None}
             for name, token in own.items():
@@ -281,12 +287,25 @@ def exchanged(engine: rl.Engine, runs: Sequence[rl.Run], setting: Setting) -> di
             names = [(name, layer) for name in rows for layer in setting.layers if layer < engine.config.num_layers]
             edits = [[rl.Edit(f"blocks.{layer}.hook_in", "set", rows[name][layer], positions=pair.at)] for name, layer in names]
             for (name, layer), said in zip(names, _next(engine, path, edits, words), strict=True):
-                follow.setdefault(f"into {into}: {name}", {}).setdefault(layer, []).append((said == clean[source], pair.root))
-    table = {
-        name: {f"S{layer}": share([f for f, _ in each], [r for _, r in each]) for layer, each in layers.items()}
-        for name, layers in follow.items()
-    }
-    return {"pairs": len(pairs), "usable": usable, "follows": table}
+                follow.setdefault((into, name), {}).setdefault(layer, {})[number] = said == clean[source]
+    return {"pairs": len(pairs), "usable": usable, **_followed(follow, [pair.root for pair in pairs])}
+
+
+OTHER = "the other branch's row"
+
+
+def _followed(follow: dict[tuple[str, str], dict[int, dict[int, bool]]], roots: Sequence[str]) -> dict[str, Any]:
+    """Shares of pairs that follow, and how many more follow the other branch's row than each placebo, on the same pairs."""
+    table: dict[str, dict[str, Any]] = {}
+    gains: dict[str, dict[str, Any]] = {}
+    for (into, name), layers in follow.items():
+        for layer, said in layers.items():
+            own = [roots[pair] for pair in said]
+            table.setdefault(f"into {into}: {name}", {})[f"S{layer}"] = share(list(said.values()), own)
+            if name != OTHER:
+                ours = [follow[into, OTHER][layer][pair] for pair in said]
+                gains.setdefault(f"into {into}: minus {name}", {})[f"S{layer}"] = paired(ours, list(said.values()), own)
+    return {"follows": table, "paired": gains}
 
 
 def _pairs(engine: rl.Engine, runs: Sequence[rl.Run], words: dict[int, str] | None, layers: Sequence[int]) -> list[Pair]:
@@ -302,6 +321,7 @@ def _pairs(engine: rl.Engine, runs: Sequence[rl.Run], words: dict[int, str] | No
             taken = list(result.tokens[:following])
             drafted = [*taken[:at], branch.tokens[at], *taken[at + 1 :]]
             sites = dict(zip(layers, _streams(engine, layers), strict=True))
+            assert branch.activations is not None
             rows = {
                 "taken": {layer: result.activations[site][at].float() for layer, site in sites.items()},
                 "drafted": {layer: branch.activations[site][0].float() for layer, site in sites.items()},
@@ -349,8 +369,8 @@ def confirmed(engine: rl.Engine, done: rl.Run) -> set[tuple[int, int]]:
     return found
 
 
-def foreseen(rows: rl.probes.ProbeRows, setting: Setting, lens: bool, confirmed: set[tuple[int, int]]) -> dict[str, Any]:
-    """Area under the ROC curve for "this draft will be rejected": of its own row, and of entropy and margin before it.
+def foreseen(engine: rl.Engine, rows: rl.probes.ProbeRows, setting: Setting, confirmed: set[tuple[int, int]]) -> dict[str, Any]:
+    """Area under the ROC curve for "this draft will be rejected": of its own row, and of what the row before it gives.
 
     Only drafts count: a probe that tells drafts from what nobody drafted has foreseen nothing. S0 holds the token alone.
     """
@@ -365,22 +385,52 @@ def foreseen(rows: rl.probes.ProbeRows, setting: Setting, lens: bool, confirmed:
     found: dict[str, Any] = {"drafts": len(chosen), "rejected": int(bad.sum())}
     if min(bad.sum(), (~bad).sum()) < 15:
         return found | {"note": "Too few drafts of one kind."}
-    if lens:
-        entropy = rows.source.take("Z.entropy", None, rows.numbers[before[chosen]]).double().numpy()[:, -1]
-        top = rows.source.take("Z.top_logprobs", None, rows.numbers[before[chosen]]).double().numpy()
-        top = top.reshape(len(top), len(setting.layers), -1)[:, -1]  # the model's own output
-        baseline, name = np.column_stack([entropy, top[:, 0] - top[:, 1]]), "entropy and margin"
-    else:
-        baseline, name = frame["entropy"].to_numpy(dtype=np.float64)[before[chosen]][:, None], "entropy"
-    fold = rl.probes.fold_of_groups(roots, FOLDS)
-    base = _scores(baseline, bad, fold)
-    scores = {f"S{layer}": _scores(rows.matrix("S", layer)[chosen], bad, fold) for layer in _present(rows, setting)}
-    found |= {"baseline": name, "areas": {name: _area(base, bad, roots, fold)}}
-    found["areas"] |= {layer: _area(score, bad, roots, fold) for layer, score in scores.items()}
-    for against, rival in (("gains", base), ("gains over the token", scores["S0"])):
-        gains = area_gains(list(scores.values()), rival, bad, roots, strata=fold, folds=FOLDS)
-        found[against] = {layer: dict(value=g.value, low=g.low, high=g.high) for layer, g in zip(scores, gains, strict=True)}
+    fold, layers, last = rl.probes.fold_of_groups(roots, FOLDS), _present(rows, setting), engine.config.num_layers
+    outputs = {layer: output_before(engine, rows, before[chosen], chosen, layer) for layer in {*layers, last}}
+    base = {BASELINE: _scores(outputs[last][:, 2:], bad, fold), **dict(zip(KNOWN, -outputs[last].T[:2], strict=True))}
+    lens = {f"lens S{layer}": -outputs[layer][:, 0] for layer in layers if layer < last}
+    probes = {f"before S{layer}": _scores(rows.matrix("S", layer)[before[chosen]], bad, fold) for layer in layers}
+    own = {f"S{layer}": _scores(rows.matrix("S", layer)[chosen], bad, fold) for layer in layers}
+    rivals = base | lens | probes
+    areas = {name: _area(score, bad, roots, fold) for name, score in (rivals | own).items()}
+    best = max(rivals, key=lambda name: areas[name]["value"])
+    found |= {"baseline": BASELINE, "best baseline": best, "areas": areas}
+    ways = {"gains": BASELINE, "gains over the token": "S0", "gains over the best": best}
+    for name, rival in ways.items():
+        found[name] = _gains(own, (rivals | own)[rival], bad, roots, fold)
+    for name, kind, others in (("gains over the row before", "before", probes), ("gains over the lens", "lens", lens)):
+        same = {layer: others[f"{kind} {layer}"] for layer in own if f"{kind} {layer}" in others}
+        found[name] = {
+            layer: _gains({layer: own[layer]}, rival, bad, roots, fold, len(same))[layer] for layer, rival in same.items()
+        }
     return found
+
+
+BASELINE = "entropy and margin"
+KNOWN = ("log-probability", "behind the likeliest")
+"""of the draft, in the model's output at the row before: what verification itself compares"""
+
+
+def output_before(
+    engine: rl.Engine, rows: rl.probes.ProbeRows, before: np.ndarray, drafts: np.ndarray, layer: int
+) -> np.ndarray:
+    """[drafts, 4] of the logit lens of a layer at the row before each draft, at the last one the model's output: the draft's
+    log-probability, how far that is from the likeliest token's (0 or less), the entropy, the margin of the two likeliest."""
+    tokens = rows.frame["token"].to_numpy()[drafts].tolist()
+    residual = rows.source.take("S", layer, rows.numbers[before])
+    z = read_lens(LensSpec(("S",), top_k=2), engine.runner, {"S": residual}, tokens)
+    draft, top = z["Z.emitted"][:, 0], z["Z.top_logprobs"][:, 0]
+    columns = [draft, draft - top[:, 0], z["Z.entropy"][:, 0], top[:, 0] - top[:, 1]]
+    return np.column_stack([each.double().numpy() for each in columns])
+
+
+def _gains(
+    scores: dict[str, np.ndarray], rival: np.ndarray, bad: np.ndarray, roots: np.ndarray, fold: np.ndarray, calls: int = 1
+) -> dict[str, Any]:
+    """How much larger the areas are than the rival's. Intervals hold for all scores jointly, and for as many calls."""
+    level = 1 - (1 - LEVEL) / calls
+    gains = area_gains(list(scores.values()), rival, bad, roots, strata=fold, folds=FOLDS, level=level)
+    return {name: dict(value=g.value, low=g.low, high=g.high) for name, g in zip(scores, gains, strict=True)}
 
 
 def _scores(x: np.ndarray, bad: np.ndarray, fold: np.ndarray) -> np.ndarray:
@@ -427,13 +477,20 @@ def draw(parts: dict[str, dict[str, Any]]) -> Figure:
         cells = [cell for cell in areas if cell.startswith("S")]
         if cells:
             _mark(axes[0, 3], y, areas[cells[1]], areas[told["foreseen"]["baseline"]]["value"], COLOURS[3])
+            if KNOWN[0] in areas:
+                axes[0, 3].plot([areas[KNOWN[0]]["value"]], [y], color=COLOURS[1], marker="|", markersize=7)
     titles = (
         "(a) rejected rows read\nby probes of accepted ones",
         "(b) follows the text\nwhere both part",
         "(c) rejected row copied in:\nnext token follows",
         "(d) will be rejected:\nAUC of the draft's own row",
     )
-    rivals = ("best control; blue: shown", "the token alone", "its token, another prompt", "entropy and margin before it")
+    rivals = (
+        "best control; blue: shown",
+        "the token alone",
+        "its token, another prompt",
+        "entropy and margin;\norange: log-probability of the draft",
+    )
     for axis, title, rival in zip(axes[0], titles, rivals, strict=True):
         axis.set(
             title=title, xlabel=f"grey: {rival}", xlim=(-0.04, 1.04), ylim=(len(lines) - 0.4, -0.6), yticks=range(len(lines))

@@ -2,10 +2,13 @@
 
 If the state is carried from step to step, the last step holds it: an answer that sees nothing earlier survives, and steps that
 cannot see earlier ones break it. If it is computed at the query from all steps, it is the other way round. Edges are hidden in
-all layers and heads; the first token stays visible everywhere, since many heads rest on it. Placebo of a knock-out: as many
-edges drawn at random. Placebo of a patch: rows of the same prompt with other names, whose states are the same.
+all layers and heads; the first token stays visible everywhere, since many heads rest on it. Two placebos of a knock-out: as
+many edges drawn at random, and a matched one. For boxes, the same rows lose as many tokens each, of the solved examples; coins
+have none, so that the same tokens are hidden from as many rows right before, which the steps have none of. Placebo of a patch:
+rows of the same prompt with other names, whose states are the same.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +18,7 @@ from matplotlib.figure import Figure
 
 import replaylens as rl
 from replaylens.tasks.coin import TRAIN_PEOPLE
-from studies.common import COLOURS, QUIET, Place, curve, digest, inputs, legend, picture, share
+from studies.common import COLOURS, QUIET, Place, curve, digest, inputs, legend, paired, picture, share
 
 PARTS = ("coin-plain", "coin-thinking", "smollm2", "gemma-3-270m", "qwen")
 FACES = (" heads", " tails")
@@ -47,6 +50,7 @@ class Spans:
     def of(cls, engine: rl.Engine, prompt: str, starts: Sequence[int], question: int) -> "Spans":
         """starts: the first character of each step; question: that of the question. A token belongs to its last character."""
         ends = np.cumsum([len(engine.text.token(token)) for token in engine.tokens_of(prompt)])
+        ends -= ends[-1] - len(prompt)  # a <bos> is no part of the prompt
         part = np.searchsorted([*starts, question], ends, side="left")  # 0: opening, 1: first step, ...
         groups = [[p for p in np.flatnonzero(part == g).tolist() if p > 0] for g in range(len(starts) + 2)]
         return cls(groups[0], groups[1:-1], groups[-1])
@@ -88,6 +92,20 @@ def at_random(edges: Edges, length: int, random: np.random.Generator) -> Edges:
     return found
 
 
+def matched(edges: Edges, among: Sequence[int], random: np.random.Generator) -> Edges:
+    """The same rows, each losing as many tokens, drawn from some. Rows that lost the same tokens lose the same ones again."""
+    drawn: dict[tuple[int, ...], list[int]] = {}
+    for keys in map(tuple, edges.values()):
+        if keys not in drawn:
+            drawn[keys] = random.choice(among, size=min(len(keys), len(among)), replace=False).tolist()
+    return {position: drawn[tuple(keys)] for position, keys in edges.items()}
+
+
+def rows_before(edges: Edges) -> Edges:
+    """The same tokens, hidden from as many rows right before these, as far as they see them."""
+    return {p - len(edges): [k for k in keys if k < p - len(edges)] for p, keys in edges.items()}
+
+
 def as_edits(edges: Edges, layers: Sequence[int] | None = None) -> list[rl.Edit]:
     """One edit for all positions that lose the same keys. None: in all layers."""
     sites = [PATTERN] if layers is None else [f"blocks.{layer}.attn.hook_pattern" for layer in layers]
@@ -100,15 +118,17 @@ def as_edits(edges: Edges, layers: Sequence[int] | None = None) -> list[rl.Edit]
 
 
 def conditions(spans: Spans, length: int, seed: int, layers: int = 0) -> dict[str, list[rl.Edit]]:
-    """Every knock-out, and its random twin. With a number of layers: steps apart in the first block only, and after it only."""
+    """Every knock-out with its placebos. With a number of layers: steps apart in the first block only, and after it only."""
     random, found = np.random.default_rng(seed), dict[str, list[rl.Edit]]()
     for name, edges in knock_outs(spans).items():
-        twin = at_random(edges, length, random)
+        twins = {"placebo": at_random(edges, length, random)}
+        if edges and min(edges) >= spans.question[0]:
+            twins["matched placebo"] = rows_before(edges)
         parts = {name: None, f"{name}, block 0": [0], f"{name}, later blocks": [*range(1, layers)]}
         for each, blocks in parts.items() if layers and name == APART else [(name, None)]:
             found[each] = as_edits(edges, blocks)
             if edges:
-                found[f"placebo: {each}"] = as_edits(twin, blocks)
+                found |= {f"{kind}: {each}": as_edits(twin, blocks) for kind, twin in twins.items()}
     return found
 
 
@@ -119,6 +139,16 @@ def coin_spans(engine: rl.Engine, example: Any) -> Spans:
 
 def tally(right: dict[str, list[bool]], roots: Sequence[str]) -> dict[str, Any]:
     return {name: share(each, roots) for name, each in right.items()}
+
+
+def knocked_out(right: dict[str, list[bool]], roots: Sequence[str]) -> dict[str, Any]:
+    """Right answers under every condition, and how many more than under each of its placebos, prompt by prompt."""
+    pairs = [(name, kind, f"{kind}: {name}") for name in right for kind in ("placebo", "matched placebo")]
+    lines: dict[str, Any] = {}
+    for name, kind, rival in pairs:
+        if rival in right:
+            lines.setdefault(name, {})[f"minus {kind}"] = paired(right[name], right[rival], roots)
+    return {"knock_out": tally(right, roots), "paired": lines}
 
 
 # ---- coin-plain ----------------------------------------------------------------------------------------------------------
@@ -133,7 +163,7 @@ def coin_plain(engine: rl.Engine, n: int) -> dict[str, Any]:
         for name, (a, b) in zip(made, engine.logits_under(path, list(made.values()), tokens=FACES), strict=True):
             right.setdefault(name, []).append(FACES[int(b > a)] == example.answer)
     roots = [example.root for example in examples]
-    found = {"inputs": inputs(engine, prompts=digest(e.prompt for e in examples)), "knock_out": tally(right, roots)}
+    found = {"inputs": inputs(engine, prompts=digest(e.prompt for e in examples)), **knocked_out(right, roots)}
     return found | {"patching": patched(engine, examples[: max(6, n // 2)])}
 
 
@@ -196,7 +226,7 @@ def coin_thinking(engine: Any, n: int) -> dict[str, Any]:
             for name, turns in _states_exchanged(engine, example.prompt, text).items():
                 exchanged.setdefault(f"{kind}, {name}", []).append(turns)
     roots = [example.root for example in examples]
-    found = {"inputs": inputs(engine, prompts=digest(e.prompt for e in examples)), "knock_out": tally(right, roots)}
+    found = {"inputs": inputs(engine, prompts=digest(e.prompt for e in examples)), **knocked_out(right, roots)}
     return found | {"states_exchanged": tally(exchanged, roots)}
 
 
@@ -227,7 +257,7 @@ def pretrained(engine: rl.Engine, n: int) -> dict[str, Any]:
     shots = "\n".join(e.text for e in rl.tasks.get("coin")(flips=(1, 3), names="held-out", seed=1).examples(4)) + "\n"
     coins = _different(rl.tasks.get("coin")(flips=(1, 3)).examples(2 * n), n)
     said = [engine.logits(shots + e.prompt, tokens=FACES) for e in coins]
-    solved = share([FACES[int(b > a)] == e.answer for (a, b), e in zip(said, coins, strict=True)], [e.root for e in coins])
+    known = share([FACES[int(b > a)] == e.answer for (a, b), e in zip(said, coins, strict=True)], [e.root for e in coins])
     moved = [story for story in map(Moved.of, range(40 * n)) if story is not None][:n]
     right: dict[str, list[bool]] = {}
     roots: list[str] = []
@@ -235,17 +265,17 @@ def pretrained(engine: rl.Engine, n: int) -> dict[str, Any]:
     for seed, story in enumerate(moved):
         path = engine.tokens_of(SOLVED + story.prompt)
         spans = story.spans(engine)
-        random = np.random.default_rng(seed)
         later = {p: [k for k in range(spans.told[0], p) if k not in own] for own in spans.sentences for p in own}
-        question = hidden(spans.question, spans.sentences[story.tells])
-        made = {
+        made: dict[str, Edges] = {
             "intact": {},
-            "question does not see the sentence that tells": question,
+            "question does not see the sentence that tells": hidden(spans.question, spans.sentences[story.tells]),
             "question does not see another sentence": hidden(spans.question, spans.sentences[story.other]),
             "sentences do not see each other": later,
-            "placebo: sentences do not see each other": at_random(later, len(path), random),
             "question sees only the last sentence": hidden(spans.question, [p for s in spans.sentences[:-1] for p in s]),
         }
+        made["placebo: sentences do not see each other"] = at_random(later, len(path), np.random.default_rng(seed))
+        random, solved = np.random.default_rng([seed, 1]), range(1, spans.told[0])
+        made |= {f"matched placebo: {n}": matched(e, solved, random) for n, e in made.items() if e and ":" not in n}
         things = [f" {thing}" for thing in story.things]
         wanted = [engine.text.encode(thing, special=False)[0] for thing in things]
         logits = engine.logits_under(path, [as_edits(edges) for edges in made.values()], tokens=wanted)
@@ -257,8 +287,8 @@ def pretrained(engine: rl.Engine, n: int) -> dict[str, Any]:
                 right.setdefault(name, []).append(each)
     prompts = digest([*(e.prompt for e in coins), *(story.prompt for story in moved)])
     chance = float(np.mean([1 / len(story.things) for story in moved]))
-    boxes = {"right": share(plain, range(len(plain))), "chance": chance, "knock_out": tally(right, roots)}
-    return {"inputs": inputs(engine, prompts=prompts), "coins": solved, "boxes": boxes}
+    boxes = {"right": share(plain, range(len(plain))), "chance": chance, **knocked_out(right, roots)}
+    return {"inputs": inputs(engine, prompts=prompts), "coins": known, "boxes": boxes}
 
 
 SOLVED = (
@@ -301,10 +331,8 @@ class Moved:
         return cls(example.prompt, answer, things, named[-1], others[-1])
 
     def spans(self, engine: rl.Engine) -> BoxSpans:
-        starts, at = [len(SOLVED)], len(SOLVED)
-        for sentence in self.prompt.split(". ")[:-1]:
-            at += len(sentence) + 1
-            starts.append(at)
+        dots = [found.end() for found in re.finditer(r"\.", self.prompt)]  # a token " Box" begins with the space behind one
+        starts = [len(SOLVED) + at for at in (0, *dots)]
         found = Spans.of(engine, SOLVED + self.prompt, starts[:-1], starts[-1])
         return BoxSpans([p for step in found.steps for p in step], found.steps, found.question)
 
@@ -322,18 +350,21 @@ _THINGS = _things()
 
 
 def draw(parts: dict[str, dict[str, Any]]) -> Figure:
-    """Left: right answers under each knock-out, with its placebo. Right: answers that a patch turns, by layer."""
+    """Left: right answers under each knock-out, with its placebos. Right: answers that a patch turns, by layer."""
     tables = {name: part.get("knock_out") or part["boxes"]["knock_out"] for name, part in parts.items()}
     made, axes = picture(2, len(tables), width=5.2, height=2.7)
     for line, (name, table) in zip(axes, tables.items(), strict=True):
-        shown = [each for each in table if not each.startswith("placebo: ")]
+        shown = [each for each in table if "placebo: " not in each]
+        kinds = (("", COLOURS[0], 0.15), ("placebo: ", QUIET, -0.1), ("matched placebo: ", COLOURS[1], -0.3))
         for y, each in enumerate(reversed(shown)):
-            for key, colour, shift in ((each, COLOURS[0], 0.1), (f"placebo: {each}", QUIET, -0.2)):
+            for key, colour, shift in ((kind + each, colour, shift) for kind, colour, shift in kinds):
                 if key in table:
                     found = table[key]
                     line[0].plot([found["low"], found["high"]], [y + shift] * 2, color=colour, linewidth=2)
                     line[0].plot([found["value"]], [y + shift], color=colour, marker="o", markersize=5)
-        line[0].set(title=f"{name}: right answers (grey: random edges)", yticks=range(len(shown)), xlim=(-0.03, 1.03))
+        line[0].set(
+            title=f"{name}: right answers (grey: random edges; orange: matched)", yticks=range(len(shown)), xlim=(-0.03, 1.03)
+        )
         line[0].set_yticklabels(list(reversed(shown)), fontsize=7)
         for number, (place, layers) in enumerate(parts[name].get("patching", {}).get("other face", {}).items()):
             cells = list(layers)

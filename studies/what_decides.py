@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 import replaylens as rl
 from replaylens.engine.resampling.plan import Race, rollout_seed
-from studies.common import COLOURS, QUIET, Place, digest, inputs, legend, picture, share
+from studies.common import COLOURS, QUIET, Place, digest, inputs, legend, paired, picture, share
 
 SAMPLING = rl.Sampling(temperature=0.7, seed=1)
 TOGETHER = 25
@@ -32,7 +32,8 @@ class Setting:
     model: str
     kind: str
     ask: str
-    """outcomes: many rollouts of many questions; chains: which sentence and token decides; heads: who attends to sentences"""
+    """outcomes: many rollouts of many questions; chains: which sentence and token decides; masking: which sentence others must
+    see; heads: who attends to sentences"""
     count: int
     """questions"""
     rollouts: int
@@ -56,7 +57,9 @@ SETTINGS = {
     "chains": Setting("smollm2", "tracking", "chains", 12, 10, 12),
     "arithmetic": Setting("smollm2", "arithmetic", "outcomes", 60, 4, 28),
     **{f"qwen, {kind}": _qwen(kind, "outcomes", 200, 40) for kind in KINDS},
+    "masking": Setting("smollm2", "tracking", "masking", 12, 0, 12, read=12),
     **{f"qwen, {kind} chains": _qwen(kind, "chains", 40, 30) for kind in KINDS},
+    **{f"qwen, {kind} masking": replace(_qwen(kind, "masking", 40, 0), read=40) for kind in KINDS},
     "qwen, heads": _qwen("tracking", "heads", 8, 0),
 }
 """by part; rollouts of SmolLM2 are as many as one CPU thread had time for, and `heads` needs a CPU, where patterns are kept"""
@@ -162,6 +165,8 @@ def run(quick: bool, part: str, place: Place) -> dict[str, Any]:
         return known | outcomes(engine, setting, asked)
     chains = [chain for prompt, answer in asked if (chain := Chain.written(engine, setting, prompt, answer)) is not None]
     few, right = chains[: setting.read], [chain.right for chain in chains]
+    if setting.ask == "masking":
+        return known | {"steps": setting.steps, "masking": masking(engine, few)}
     heads = {"receivers": receivers(engine, few)} if place.device == "cpu" else {}
     if setting.ask == "heads":
         return known | heads
@@ -170,7 +175,6 @@ def run(quick: bool, part: str, place: Place) -> dict[str, Any]:
         "right": share(right, range(len(right))),
         "sentences": sentences(chains, setting),
         "forced": forced(chains, setting),
-        "masking": masking(engine, few, setting),
         "tokens": tokens(engine, chains[: setting.forked], setting),
         **heads,
     }
@@ -288,6 +292,8 @@ class Chain:
     answer: str
     """the right one"""
     right: bool
+    asked: int
+    """the first token of the question, behind the solved ones"""
     sentences: list[int]
     """the first token of each sentence, one per step and one that states the answer, and the end"""
 
@@ -302,7 +308,14 @@ class Chain:
         said = ANSWERS[setting.kind].read(text)
         if said is None or len(ends) < setting.steps + 2:
             return None
-        return cls(branch, answer, said.outcome == answer, ends)
+        return cls(branch, answer, said.outcome == answer, asked_at(engine, prompt), ends)
+
+
+def asked_at(engine: rl.Engine, prompt: str) -> int:
+    """The first token of a prompt's last question."""
+    path, rest = engine.tokens_of(prompt), len(prompt) - prompt.rindex("Q:")
+    behind = np.cumsum([len(engine.text.token(token)) for token in reversed(path)])  # from the end: a <bos> is not counted
+    return len(path) - int(np.searchsorted(behind, rest)) - 1
 
 
 def sentences(chains: Sequence[Chain], setting: Setting) -> dict[str, Any]:
@@ -351,32 +364,43 @@ def forced(chains: Sequence[Chain], setting: Setting) -> dict[str, Any]:
     return {"chains": len(chains), "moved": by_unit(moves, "tv")}
 
 
-def masking(engine: rl.Engine, chains: Sequence[Chain], setting: Setting) -> dict[str, Any]:
-    """Loss of a sentence's tokens, in nats a token, when they cannot attend to an earlier one, in all layers."""
-    lines: list[dict[str, Any]] = []
+def masking(engine: rl.Engine, chains: Sequence[Chain]) -> dict[str, Any]:
+    """Loss of a sentence's tokens, in nats a token, when they cannot attend to something earlier, in all layers; and how much
+    more they lose without the sentence before them than without as many tokens of the solved questions, chain by chain."""
+    lost: dict[str, list[tuple[float, int]]] = {}
     for number, chain in enumerate(chains):
-        spans, path = list(pairwise(chain.sentences)), chain.branch.tokens
-        for j, (first, end) in enumerate(spans):
-            rows = slice(first - 1, end - 1)
-            plain = engine.logits(path, positions=rows).double().log_softmax(-1)
-            for i, (a, b) in enumerate([(1, chain.branch.root_length), *spans[:j]]):
-                cut = rl.Edit(
-                    "blocks.*.attn.hook_pattern",
-                    "mask",
-                    positions=slice(first - 1, end - 1),
-                    keys=list(range(a, min(b, first - 1))),
-                )
-                without = engine.logits(path, positions=rows, edits=[cut]).double().log_softmax(-1)
-                own = list(range(end - first)), path[first:end]
-                lines.append(dict(chain=number, unit=(i, j), nats=float((plain[own] - without[own]).mean())))
-    units = sorted({line["unit"] for line in lines})
-    return {
-        ("question" if i == 0 else f"sentence {i}") + f" to sentence {j + 1}": share(
-            [line["nats"] for line in lines if line["unit"] == (i, j)],
-            [line["chain"] for line in lines if line["unit"] == (i, j)],
-        )
-        for i, j in units
-    }
+        path, random = chain.branch.tokens, np.random.default_rng(number)
+        for j, (first, end) in enumerate(pairwise(chain.sentences)):
+            rows, own = slice(first - 1, end - 1), (list(range(end - first)), path[first:end])
+            keys = masked(chain, j, random)
+            cuts = [rl.Edit("blocks.*.attn.hook_pattern", "mask", positions=rows, keys=each) for each in keys.values()]
+            plain, *others = engine.logits_under(path, [[], *([cut] for cut in cuts)], positions=rows).double().log_softmax(-1)
+            for name, without in zip(keys, others, strict=True):
+                lost.setdefault(name, []).append((float((plain[own] - without[own]).mean()), number))
+    found: dict[str, Any] = {name: share(*zip(*each, strict=True)) for name, each in lost.items()}
+    for name in [name for name in lost if name.startswith(PLACEBO)]:
+        j = int(name.rpartition(" ")[2])
+        (ours, chain_of), (theirs, _) = (zip(*lost[each], strict=True) for each in (f"sentence {j - 1} to sentence {j}", name))
+        found[f"sentence {j - 1} minus its placebo, to sentence {j}"] = paired(ours, theirs, chain_of)
+    return found
+
+
+PLACEBO = "as many tokens of the solved ones"
+
+
+def masked(chain: Chain, j: int, random: np.random.Generator) -> dict[str, list[int]]:
+    """What is hidden from sentence j + 1: never the first token, and not the one that predicts the sentence's first."""
+    spans, last = list(pairwise(chain.sentences))[:j], chain.sentences[j] - 1
+    found = {"prompt": (1, chain.branch.root_length), "solved ones": (1, chain.asked)}
+    found |= {"question": (chain.asked, chain.branch.root_length)}
+    found |= {f"sentence {i + 1}": span for i, span in enumerate(spans)}
+    if j > 1:
+        found["all before the sentence before"] = (spans[0][0], spans[-1][0])
+    if j > 0:
+        length = min(spans[-1][1], last) - spans[-1][0]
+        begin = int(random.integers(1, chain.asked - length + 1))
+        found[PLACEBO] = (begin, begin + length)
+    return {f"{name} to sentence {j + 1}": list(range(a, min(b, last))) for name, (a, b) in found.items()}
 
 
 def receivers(engine: rl.Engine, chains: Sequence[Chain]) -> dict[str, Any]:
@@ -412,7 +436,7 @@ def tokens(engine: rl.Engine, chains: Sequence[Chain], setting: Setting) -> dict
     """Forking tokens of some chains: where the second likeliest token has a probability of 0.15 or more, the first four."""
     found, tried, n = [], 0, setting.rollouts
     for chain, answer in ((each.branch, each.answer) for each in chains):
-        forks = []
+        forks: list[rl.probes.TokenFork] = []
         names = (answer, None) if setting.kind == "arithmetic" else ("red", "blue", "green", None)
         for position in range(chain.root_length, chain.length):
             chances = chain.logits(position - 1).double().softmax(-1)
@@ -514,13 +538,17 @@ def draw(parts: dict[str, dict[str, Any]]) -> Figure:
             legend(axis)
     if "stopping" in parts:
         lines = parts["stopping"]["truths"]
-        at = np.arange(len(lines))
+        places = np.arange(len(lines))
         right.barh(
-            at + 0.2, [each["plain_test_errors"] for each in lines.values()], 0.4, color=QUIET, label="plain test, every draw"
+            places + 0.2,
+            [each["plain_test_errors"] for each in lines.values()],
+            0.4,
+            color=QUIET,
+            label="plain test, every draw",
         )
-        right.barh(at - 0.2, [each["errors"] for each in lines.values()], 0.4, color=COLOURS[0], label="settle=0.05")
+        right.barh(places - 0.2, [each["errors"] for each in lines.values()], 0.4, color=COLOURS[0], label="settle=0.05")
         right.axvline(parts["stopping"]["alpha"], color=COLOURS[1], linewidth=1, label="allowed")
-        right.set_yticks(at, list(lines))
+        right.set_yticks(places, list(lines))
         right.set(title="Wrong answer ever settled", xlabel="share of simulations")
         legend(right)
     return made

@@ -1,7 +1,9 @@
 """Studies: each runs end to end on coin-plain, and every committed record says where it comes from."""
 
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,7 +35,19 @@ def test_rejected_branches_quick(out: Path) -> None:
     assert foreseen["rejected"] == told["branches"]
     assert foreseen["drafts"] - foreseen["rejected"] == round(told["accepted"] * told["drafted"]), "tokens that nobody drafted"
     assert told["transfer"]["layers"]["S1"]["above"]["bag of tokens"]["low"] > 0
-    assert part["quick"] and set(part["exchange"]) == {"pairs", "usable", "follows"}
+    areas = foreseen["areas"]
+    assert areas["behind the likeliest"]["value"] == 1.0 == areas[foreseen["best baseline"]]["value"], (
+        "the greedy verdict itself"
+    )
+    assert areas["log-probability"]["value"] > 0.9 and areas["before S1"]["value"] < areas["log-probability"]["value"]
+    assert all(gain["value"] <= 0 for gain in foreseen["gains over the best"].values())
+    assert part["quick"] and set(part["exchange"]) == {"pairs", "usable", "follows", "paired"}
+    follows, gains = part["exchange"]["follows"], part["exchange"]["paired"]
+    for way, layers in gains.items():
+        into, _, placebo = way.partition(": minus ")
+        ours, theirs = (follows[f"{into}: {each}"]["S1"] for each in (rejected_branches.OTHER, placebo))
+        if ours["n"] == theirs["n"]:  # some pairs have no placebo of a kind
+            assert abs(layers["S1"]["value"] - (ours["value"] - theirs["value"])) < 2e-5
 
 
 def test_state_tracking_quick(out: Path) -> None:
@@ -41,6 +55,8 @@ def test_state_tracking_quick(out: Path) -> None:
     table = part["knock_out"]
     assert table["intact"]["value"] == 1.0
     assert table["question sees only the last step"]["value"] < 0.8, "the last step does not hold the state"
+    last = "its last token sees only the last step"
+    assert table[f"matched placebo: {last}"]["value"] == 1.0 and part["paired"][last]["minus matched placebo"]["value"] < 0
     names = part["patching"]["other names"]
     assert all(found["value"] == 0 for place in names.values() for found in place.values()), "the placebo turns nothing"
     assert part["patching"]["other face"]["query"]["S3"]["value"] > 0.8
@@ -86,6 +102,21 @@ def test_a_random_knock_out_has_as_many_edges() -> None:
     drawn = state_tracking.at_random(edges, 12, np.random.default_rng(0))
     assert sum(map(len, drawn.values())) == sum(map(len, edges.values())) == 4 + 5 + 6 + 6
     assert all(0 < key < position for position, keys in drawn.items() for key in keys)
+    twin = state_tracking.matched(edges, range(1, 7), np.random.default_rng(0))
+    assert {p: len(keys) for p, keys in twin.items()} == {p: len(keys) for p, keys in edges.items()}
+    assert twin[8] == twin[9] and set(twin[9]) == set(range(1, 7))
+    assert state_tracking.rows_before({8: [2, 6], 9: [2, 6]}) == {6: [2], 7: [2, 6]}
+
+
+def test_every_sentence_of_the_boxes_is_one_span() -> None:
+    """Also behind a token that is no part of the prompt, such as Gemma's <bos>."""
+    story = next(each for each in map(state_tracking.Moved.of, range(100)) if each is not None)
+    words = ["<bos>", *re.findall(r" ?\w+|\W", state_tracking.SOLVED + story.prompt)]
+    engine: Any = SimpleNamespace(tokens_of=lambda _: range(len(words)), text=SimpleNamespace(token=words.__getitem__))
+    spans = story.spans(engine)
+    told = ["".join(words[p] for p in each) for each in (*spans.sentences, spans.question)]
+    assert "".join(told) == story.prompt
+    assert all(each.endswith(".") and each.count(".") == 1 for each in told[:-1]) and told[-1].startswith(" What")
 
 
 def test_noise_foresees_nothing() -> None:

@@ -2,6 +2,8 @@
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,3 +63,24 @@ def test_chains_have_room_for_their_answers() -> None:
     study.check_room(prompt, setting, length)
     with pytest.raises(ValueError, match="max_new is 20"):
         study.check_room(prompt, replace(setting, max_new=20), length)
+
+
+def test_what_is_hidden_from_a_sentence() -> None:
+    """Solved ones and question are told apart; the placebo is as long as the sentence before, and among the solved ones."""
+    prompt = study.questions("arithmetic", 1, 4)[0][0]
+    words = re.findall(r"\d|\n| ?[^\s\d]+| ", prompt + " 1 + 2 = 3. 3 + 40 = 43. 43 - 1 = 42. So 42.")
+    engine: Any = SimpleNamespace(tokens_of=lambda _: ["<bos>", *re.findall(r"\d|\n| ?[^\s\d]+| ", prompt)])
+    engine.text = SimpleNamespace(token=str)
+    asked, length = study.asked_at(engine, prompt), len(engine.tokens_of(prompt))
+    path = ["<bos>", *words]
+    ends = [length, *(at + 1 for at in range(length, len(path)) if path[at].endswith("."))]
+    branch = SimpleNamespace(root_length=length, tokens=path)
+    chain = study.Chain(branch, "42", True, asked, ends)
+    hidden = study.masked(chain, 2, np.random.default_rng(0))
+    said = {name.removesuffix(" to sentence 3"): "".join(path[p] for p in keys) for name, keys in hidden.items()}
+    assert said["solved ones"] + said["question"] == said["prompt"] == prompt
+    assert said["question"].startswith("Q:") and said["question"].count("Q:") == 1
+    assert said["sentence 1"] == said["all before the sentence before"] == " 1 + 2 = 3."
+    assert said["sentence 2"] == " 3 + 40 = 43", "the dot predicts the next sentence's first token"
+    keys = hidden[f"{study.PLACEBO} to sentence 3"]
+    assert len(keys) == len(hidden["sentence 2 to sentence 3"]) and keys[0] >= 1 and keys[-1] < asked
