@@ -1,6 +1,6 @@
 """Tiny random Hugging Face models of every supported family, built on demand."""
 
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -223,7 +223,7 @@ def hugging_face(name: str) -> Any:
     import transformers as tf
 
     configs = {
-        **{each: partial(getattr(tf, f"{kind}Config"), **fields) for each, (kind, fields) in MORE.items()},
+        **{each: lambda kind=kind, own=own: getattr(tf, f"{kind}Config")(**own) for each, (kind, own) in MORE.items()},
         "llama": lambda: tf.LlamaConfig(**GROUPED),
         "llama3": lambda: tf.LlamaConfig(
             **GROUPED, rope_parameters=LLAMA3, tie_word_embeddings=True, attention_bias=True, mlp_bias=True

@@ -19,6 +19,7 @@ from replaylens import Answer, Dump, Edit, Engine, Run, Sampling, tasks
 from replaylens.cli import app
 from replaylens.engine.display import Citable, picture, stamp_of, stamped
 from replaylens.engine.errors import BadRequest, BadRollouts, FingerprintMismatch
+from replaylens.engine.lens.lens import TunedLens
 from replaylens.engine.records import Citation, Identifier, digest_of
 from replaylens.engine.resampling.drawing import redrawn
 from replaylens.engine.resampling.rollouts import Rollouts
@@ -151,10 +152,9 @@ def test_reports_without_a_digest_are_read(run: Run, tmp_path: Path) -> None:
 # ---- results of the workbench ---------------------------------------------------------------------------------------------
 
 
-def answers(engine: Engine) -> dict[str, Citable]:
+def answers(engine: Engine, jacobian: TunedLens) -> dict[str, Citable]:
     """A result of each verb that answers with one."""
     other, metric = PROMPT.replace("heads", "tails"), (" tails", " heads")
-    jacobian = fit_jacobian_lens(engine, ["A coin's state"])
     return {
         "lens": rl.lens(engine, PROMPT),
         "lens of a token": rl.lens(engine, PROMPT, token=" tails", tuned=jacobian),
@@ -188,10 +188,11 @@ def of_forks(engine: Engine) -> dict[str, Citable]:
 
 def test_every_result_is_cited(engine: Engine, tmp_path: Path) -> None:
     """Its digest is that of another engine, in another order, with other branches around; figures name what they show."""
-    made, fresh = answers(engine), Engine.load("coin-plain", max_rows=64)
+    jacobian, fresh = fit_jacobian_lens(engine, ["A coin's state"]), Engine.load("coin-plain", max_rows=64)
+    made = answers(engine, jacobian)
     with fresh.prompt("A coin", sites="S") as beside:
         beside.generate(2)
-        again = answers(fresh)
+        again = answers(fresh, jacobian)
     assert len({each.digest for each in made.values()}) == len(made)
     for name, result in made.items():
         cited = result.cite()

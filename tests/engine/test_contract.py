@@ -37,7 +37,7 @@ from tests.engine.reference import GREEDY, Reference, decoder, differences, pert
 from tests.families import MORE, NAMES, NEW_WIRINGS
 from tests.nano import MODEL, NanoBranch, NanoEngine, NanoReference
 
-NEW = 10
+NEW = 8
 LONGEST = 75
 """longest prompt: exceeds the first block of keys"""
 WINDOWS = (1, 2, 3, 8, 16)

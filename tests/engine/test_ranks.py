@@ -222,28 +222,27 @@ def test_ranks_that_die_or_hang_cost_no_token(tmp_path: Path, monkeypatch: pytes
     engine.ranks.restart()
     assert same(branch.generate(2, drafter="lens"), truth.generate(2, drafter="lens"))
     assert engine.replay(examples, sites="ST", drafter="ngram", progress=False).save(tmp_path / "again").digest == whole
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(ranks_file.Followers, "_await_start", _interrupted)
-        engine.ranks.restart()
-    with pytest.raises(RankFailed, match=r"were closed.*restart\(\) to go on"):
-        fork.force([3, 4])
-    engine.ranks.restart()
     os.kill(_follower(engine).pid, signal.SIGSTOP)
     began = time.monotonic()
     with pytest.raises(RankFailed, match=r"rank 1 of 2 did not answer within 1\.5 s"):
         fork.force([3, 4])
     assert time.monotonic() - began < 5 and fork.length == 9
     assert _follower(engine).poll() is not None, "what hangs is ended"
-
-
-def test_an_engine_that_is_gone_leaves_no_followers() -> None:
-    """Also if nobody closed them: a cell of a notebook that loads an engine again would keep those of the first."""
-    engine = Engine.load("coin-plain", ranks=2)
-    follower, folder = _follower(engine), Path(engine.ranks._followers.folder.name)  # type: ignore[union-attr]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ranks_file.Followers, "_await_start", _interrupted)
+        engine.ranks.restart()
+    with pytest.raises(RankFailed, match=r"were closed.*restart\(\) to go on"):
+        fork.force([3, 4])
+    engine.ranks.restart()
+    follower, folder = _follower(engine), Path(engine.ranks._followers.folder.name)
     assert follower.poll() is None and folder.exists()
-    del engine
+    del (
+        engine,
+        branch,
+        fork,
+    )  # nobody closed them: a cell of a notebook that loads an engine again would keep those of the first
     gc.collect()
-    assert follower.poll() is not None and not folder.exists()
+    assert follower.poll() is not None and not folder.exists(), "an engine that is gone leaves no followers"
 
 
 def _interrupted(*_: object) -> None:

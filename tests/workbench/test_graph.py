@@ -350,7 +350,7 @@ def trained(layer: int, *targets: int) -> list[SparseFeatures]:
     decoder = [torch.randn(count, writes.shape[1], generator=draw) / count**0.5, writes.mean(0)]
     weights = [each.requires_grad_() for each in (*encoder, *decoder)]
     optimizer = torch.optim.Adam(weights, lr=1e-2)
-    for _ in range(150):
+    for _ in range(100):
         some = torch.randint(len(reads), (64,), generator=draw)
         found = (reads[some] @ weights[0] + weights[1]).relu()
         error = (found @ weights[2] + weights[3] - writes[some]).square().sum(1).mean() / writes.var(0).sum()

@@ -553,7 +553,7 @@ def part(tensors: dict[str, torch.Tensor], index: pa.Table, mask: np.ndarray) ->
     for name in sorted(tensors):
         x = tensors[name][mask.tolist()]
         digest.update(f"tensor {name} {str(x.dtype).removeprefix('torch.')} {list(x.shape)}\n".encode())
-        digest.update(bytes(x.contiguous().untyped_storage()))
+        digest.update(x.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     lines = index.filter(pa.array(mask))
     for name in sorted({*lines.column_names} - {"shard", "row"}):
         digest.update(column(name, lines[name].to_pylist(), str(lines[name].type)))
