@@ -392,6 +392,14 @@ def test_prompts_that_are_not_whole_chunks(plain: Subject) -> None:
     assert len(engine.loop.lanes) == 1
 
 
+def test_only_a_first_prompt_begins_with_special_tokens(plain: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, special = plain.engine(), list[bool]()
+    monkeypatch.setattr(engine, "_ids", lambda text, **given: (special.append(given["special"]), text)[1])
+    branch = engine.prompt([5, 6, 7])
+    branch.extend([8, 9, 5])
+    assert special == [True, False]
+
+
 @pytest.mark.parametrize(
     ("thought", "says"),
     [((5, 6, 7, 8, EOS), "max_thought is 4"), ((5, 6), "single <EOS>"), ((99, EOS), "of the vocabulary")],
