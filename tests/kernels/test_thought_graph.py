@@ -56,3 +56,14 @@ def test_steps_of_a_graph_have_the_bits_of_launched_ones(monkeypatch: pytest.Mon
     assert launched[0][0] != launched[1][0], "the chunks think differently"
     for (tokens, hidden), (others, its) in zip(launched, replayed, strict=True):
         assert others == tokens and all(torch.equal(a, b) for a, b in zip(hidden, its, strict=True))
+
+
+def test_a_graph_is_captured_once_its_size_has_occurred_often_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    from replaylens.engine.thinking import graphs
+
+    blocks, sizes = by_kernels(), list[int]()
+    monkeypatch.setattr(graphs, "ThoughtGraph", lambda model, cache, size, page: sizes.append(size) or (size, page))
+    assert blocks._graph(3) is None and not blocks._decoded, "a CPU has none"
+    monkeypatch.setattr(blocks.runner, "device", "cuda")
+    found = [blocks._graph(count) for count in (8, 9, *[3] * graphs.WORTH)]
+    assert found[:-2] == [None] * graphs.WORTH and found[-2] == found[-1] == (8, blocks._spare.pages[0]) and sizes == [8]

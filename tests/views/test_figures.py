@@ -579,9 +579,9 @@ def test_what_neighbours_decode_is_checkered_until_the_round_ends() -> None:
     for phase in (Phase.PREFILL, Phase.DECODE, Phase.VERIFY, Phase.ROLLBACK):
         drawn = list(ElementTree.fromstring(draw.document([Frame(phase, "", Fill(4), others=2)], 8)).iter())
         bars = [float(e.get("width", "")) for e in drawn if e.get("class") == "other"]
-        looks[phase] = set(bars), sum(e.get("class") == "check beside" for e in drawn)
+        looks[phase] = set(bars), *(sum(e.get("class") == kind for e in drawn) for kind in ("pending", "check beside"))
     plain, whole = {float(draw.PROMPT_BAR)}, {150.0}
-    assert list(looks.values()) == [(plain, 0), (whole, 2), (whole, 2), (whole, 0)]
+    assert list(looks.values()) == [(plain, 0, 0), (whole, 2, 2), (whole, 2, 2), (whole, 0, 0)]
 
 
 def test_a_board_is_no_wider_than_a_readme() -> None:

@@ -304,9 +304,10 @@ def test_a_replayed_trace_needs_no_thoughts(plain: Subject, tmp_path: Path) -> N
     child.force([5, 6, 7, 8])
     (edited,) = branch.fork(at=21, edits=[Edit("thinking.state", "zero", positions=slice(3, 9))])
     engine.trace.save(tmp_path / "trace.jsonl")
-    again = plain.engine(page_size=8)
-    replayed = again.replay_trace(Trace.load(tmp_path / "trace.jsonl"))
-    assert isinstance(replayed, dict) and len(again.loop.lanes) == len(engine.loop.lanes), "what was planted anew is there once"
+    replayed = plain.engine(page_size=8).replay_trace(Trace.load(tmp_path / "trace.jsonl"))
+    assert isinstance(replayed, dict)
+    told = [event["event"] for event in engine.trace.events if event["branch"] == edited.id]
+    assert told[told.index("plant") - 1] == "release", "the fork that thought again is planted with what it thought"
     for old in (branch, child, edited):
         new = replayed[old.id]
         assert new.tokens == old.tokens and same_bits(new.kv(), old.kv())
@@ -390,6 +391,14 @@ def test_prompts_that_are_not_whole_chunks(plain: Subject) -> None:
     with pytest.raises(BadChunks, match="Fork it at a chunk border"):
         branch.extend([5, 6, 7])
     assert len(engine.loop.lanes) == 1
+
+
+def test_only_a_first_prompt_begins_with_special_tokens(plain: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, special = plain.engine(), list[bool]()
+    monkeypatch.setattr(engine, "_ids", lambda text, **given: (special.append(given["special"]), text)[1])
+    branch = engine.prompt([5, 6, 7])
+    branch.extend([8, 9, 5])
+    assert special == [True, False]
 
 
 @pytest.mark.parametrize(

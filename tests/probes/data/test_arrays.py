@@ -261,6 +261,8 @@ def test_positions_of_arrays() -> None:
     assert rows.frame["text"].tolist() == [f" w{t}" for t in TOKENS] and rows.has_tokens
     both, _, roots = sequences(rows, "label", "X", None, ["last-1", "last"])
     assert np.array_equal(both, np.concatenate([X[P == 1], X[P == 2]], 1)) and len(roots) == GROUPS
+    absent, _, _ = sequences(rows, "label", "X", None, ["last-9", "last"])  # a position that no example has
+    assert np.array_equal(absent, np.concatenate([0 * X[P == 2], X[P == 2]], 1))
     assert rows.default_positions == ("all",)
 
 
