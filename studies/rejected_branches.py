@@ -477,8 +477,9 @@ def draw(parts: dict[str, dict[str, Any]]) -> Figure:
         cells = [cell for cell in areas if cell.startswith("S")]
         if cells:
             _mark(axes[0, 3], y, areas[cells[1]], areas[told["foreseen"]["baseline"]]["value"], COLOURS[3])
-            if KNOWN[0] in areas:
-                axes[0, 3].plot([areas[KNOWN[0]]["value"]], [y], color=COLOURS[1], marker="|", markersize=7)
+            for rival, colour in ((KNOWN[0], COLOURS[1]), (f"before {cells[1]}", COLOURS[2])):
+                if rival in areas:
+                    axes[0, 3].plot([areas[rival]["value"]], [y], color=colour, marker="|", markersize=7)
     titles = (
         "(a) rejected rows read\nby probes of accepted ones",
         "(b) follows the text\nwhere both part",
@@ -489,7 +490,7 @@ def draw(parts: dict[str, dict[str, Any]]) -> Figure:
         "best control; blue: shown",
         "the token alone",
         "its token, another prompt",
-        "entropy and margin;\norange: log-probability of the draft",
+        "entropy and margin before it;\norange: log-probability, green: row before",
     )
     for axis, title, rival in zip(axes[0], titles, rivals, strict=True):
         axis.set(

@@ -7,6 +7,7 @@ draft says is compared with what the path says that was taken.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from string import printable
+from typing import Any
 
 from replaylens.tasks import Event, Task, get
 from replaylens.tasks.boxes import Boxes
@@ -56,7 +57,7 @@ class ShownCoin(Coin):
         story = super().write(draws)
         return replace(story, prompt=solved_chains() + story.prompt)
 
-    def scene(self) -> Scene:
+    def scene(self) -> Any:  # no CoinScene
         return Preceded(super().scene(), solved_chains())
 
 
