@@ -78,7 +78,7 @@ def best_of(table: pd.DataFrame) -> pd.Series:
         if (said == kind).any():
             table = table[said == kind]
             break
-    return table.loc[table["accuracy"].astype(float).idxmax()]
+    return table.loc[table["accuracy"].astype(float).fillna(-np.inf).idxmax()]
 
 
 def summarise(table: pd.DataFrame, settings: Mapping[str, Any] | None = None) -> list[str]:
@@ -166,7 +166,7 @@ def _zeros(zeros: pd.DataFrame) -> Iterator[str]:
     """Known zeros: how many intervals contain the exact chance."""
     for (label, position), part in zeros.groupby(["label", "position"], sort=False):
         inside = ((part["low"] <= part["chance"]) & (part["chance"] <= part["high"])).sum()
-        worst = part.loc[(part["accuracy"] - part["chance"]).abs().idxmax()]
+        worst = part.loc[(part["accuracy"] - part["chance"]).abs().fillna(-np.inf).idxmax()]
         yield (
             f"Known zero {label} at {position}: chance {worst['chance']:.3f} inside {inside} of {len(part)} intervals "
             f"(at 95 %, about one in twenty falls outside); farthest {worst['accuracy']:.3f}."

@@ -335,7 +335,7 @@ def _shared(block: SweepBlock, settings: SweepSettings) -> Shared:
     return found
 
 
-def _by_value(block: SweepBlock, values: np.ndarray, again: list[Split]) -> tuple[np.ndarray, float]:
+def _by_value(block: SweepBlock, values: np.ndarray, again: list[Split]) -> tuple[np.ndarray, float] | None:
     """A control that knows one value of each row, such as its token."""
     goal = block.goal
     how = [(each.train & goal.present, each.test) for each in again]
@@ -352,10 +352,14 @@ def _refolded(place: SweepPosition, seed: int) -> Split:
     return Split(split.name, ~inside & split.train.any(0), inside & split.test.any(0), split.roots)
 
 
-def _scored(block: SweepBlock, said: list[Said], again: list[Split]) -> tuple[np.ndarray, float]:
-    """(gains [tested rows], score), as means over repeated cross-validations."""
+def _scored(block: SweepBlock, said: list[Said], again: list[Split]) -> tuple[np.ndarray, float] | None:
+    """(gains [tested rows], score), as means over repeated cross-validations; None for an area if none has a fold with two
+    classes."""
     every = [block.gains(each, fold=split.test.argmax(0))[0] for each, split in zip(said, again, strict=True)]
-    mean = np.mean(every, axis=0)
+    known = [gains for gains in every if not np.isnan(gains).any()]
+    if not known:
+        return None
+    mean = np.mean(known, axis=0)
     return mean, float(mean.mean())
 
 

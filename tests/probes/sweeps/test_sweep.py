@@ -788,3 +788,17 @@ def test_scripts(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     runpy.run_path(str(path))["main"](tmp_path, 40)
     assert "hown: " in capsys.readouterr().out
     assert list(tmp_path.rglob("report.json"))
+
+
+def test_an_area_of_few_rows() -> None:
+    """Folds of one row each have no area, and no control has one. With a row more, some folds of some repetitions have."""
+    for count in (5, 7):
+        x = np.random.default_rng(0).normal(size=(count, 6))
+        rows = ProbeRows.of_arrays(x, {"y": np.arange(count) % 2 == 1}, range(count), tokens=[str(i % 3) for i in range(count)])
+        report = sweep(rows, "y", metric="auroc", permutations=0, estimators="ridge")
+        (line,) = report.lines
+        if count == 5:
+            assert np.isnan(line["accuracy"]) and line["token_identity"] is None and line["verdict"] == "not shown"
+            assert "Controls not run: token_identity" in str(report)
+        else:
+            assert 0 <= line["token_identity"] <= 1 and np.isfinite(line["margin"])
