@@ -473,13 +473,12 @@ def draw(parts: dict[str, dict[str, Any]]) -> Figure:
                 for kind in ("the other", "other")
             )
             _mark(axes[0, 2], y, row, placebo["value"], COLOURS[2])
-        areas = told["foreseen"].get("areas", {}) if "drafted" in told else {}  # older records compare with undrafted tokens
+        areas = told["foreseen"].get("areas", {})
         cells = [cell for cell in areas if cell.startswith("S")]
         if cells:
             _mark(axes[0, 3], y, areas[cells[1]], areas[told["foreseen"]["baseline"]]["value"], COLOURS[3])
             for rival, colour in ((KNOWN[0], COLOURS[1]), (f"before {cells[1]}", COLOURS[2])):
-                if rival in areas:
-                    axes[0, 3].plot([areas[rival]["value"]], [y], color=colour, marker="|", markersize=7)
+                axes[0, 3].plot([areas[rival]["value"]], [y], color=colour, marker="|", markersize=7)
     titles = (
         "(a) rejected rows read\nby probes of accepted ones",
         "(b) follows the text\nwhere both part",
