@@ -163,8 +163,12 @@ def paired(
     count = len(np.unique(names))
     if count < 2:
         return share(gaps, groups)
-    found = difference_over_groups(gaps, names, bounded=bool(np.abs(gaps).max() <= 1))
-    return dict(value=found.value, low=found.low, high=found.high, n=len(gaps), groups=count)
+    shares = all(np.min(each) >= 0 and np.max(each) <= 1 for each in (ours, theirs))
+    found = difference_over_groups(gaps, names, bounded=shares)
+    low, high = (
+        (max(found.low, -1.0), min(found.high, 1.0)) if shares else (found.low, found.high)
+    )  # of few groups t reaches beyond
+    return dict(value=found.value, low=low, high=high, n=len(gaps), groups=count)
 
 
 def picture(columns: int, rows: int = 1, width: float = 4.2, height: float = 3.2) -> tuple[Figure, np.ndarray]:

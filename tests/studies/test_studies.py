@@ -128,3 +128,11 @@ def test_noise_foresees_nothing() -> None:
         found = rejected_branches._area(rejected_branches._scores(random.normal(size=(120, 4)), bad, fold), bad, roots, fold)
         covered += found["low"] <= 0.5 <= found["high"]
     assert covered >= 17
+
+
+def test_a_difference_of_shares_stays_within_its_bounds() -> None:
+    """With few groups the t interval reaches far beyond what a difference of shares can be; nats have no such end."""
+    few = common.paired([1, 1, 0], [0, 0, 1], ["a", "a", "b"])
+    assert few["value"] == pytest.approx(1 / 3) and (few["low"], few["high"]) == (-1.0, 1.0)
+    nats = common.paired([2.0, 0.5, 0.1], [0.0, 0.0, 0.0], ["a", "a", "b"])
+    assert nats["low"] < -1 and nats["high"] > 2
