@@ -1,7 +1,7 @@
 """Twelve published figures on small weights at hand, one public call each: what was published, what came out, hit or miss.
 
 Every figure is one `replaylens reproduce NAME`, whose criteria were committed before the first run. The record keeps the digest
-of each run: `same_bits` says whether all runs of the same commit's code, in processes of their own, gave the same one.
+of each run: `same_bits` says whether all recorded runs of the same call, in processes of their own, gave the same one.
 """
 
 import json
