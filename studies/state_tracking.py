@@ -20,14 +20,16 @@ import replaylens as rl
 from replaylens.tasks.coin import TRAIN_PEOPLE
 from studies.common import COLOURS, QUIET, Place, curve, digest, inputs, legend, paired, picture, share
 
-PARTS = ("coin-plain", "coin-thinking", "smollm2", "gemma-3-270m", "qwen")
+PARTS = ("coin-plain", "coin-thinking", "smollm2", "gemma-3-270m", "qwen", "smollm2, patching", "qwen, patching")
 FACES = (" heads", " tails")
 PATTERN = "blocks.*.attn.hook_pattern"
 APART = "steps do not see what is before them"
 
 
 def run(quick: bool, part: str, place: Place) -> dict[str, Any]:
-    engine = place.load(part)
+    engine = place.load(part.partition(",")[0])
+    if part.endswith("patching"):
+        return patched_boxes(engine, 6 if quick else 100)
     if part == "coin-plain":
         return coin_plain(engine, 12 if quick else 100)
     if part == "coin-thinking":
@@ -291,6 +293,51 @@ def pretrained(engine: rl.Engine, n: int) -> dict[str, Any]:
     return {"inputs": inputs(engine, prompts=prompts), "coins": known, "boxes": boxes}
 
 
+def patched_boxes(engine: rl.Engine, n: int) -> dict[str, Any]:
+    """Rows of the prompt in which the answer and another thing have exchanged their names, copied in: which answers turn?
+
+    Only prompts count that are answered rightly with both names. Placebo: rows of the prompt in which the other thing has a
+    name that does not occur, and the answer stays.
+    """
+    layers = [round(at * (engine.config.num_layers - 1) / 4) for at in range(4)]
+    sites = [f"blocks.{layer}.hook_in" for layer in layers]
+    moved = [story for story in map(Moved.of, range(40 * n)) if story is not None][:n]
+    turned: dict[tuple[str, str, int], list[bool]] = {}
+    roots: list[str] = []
+    for seed, story in enumerate(moved):
+        other, new = next(thing for thing in story.things if thing != story.answer), min(_THINGS - {*story.things})
+        texts = {"names exchanged": _renamed(story.prompt, {story.answer: other, other: story.answer})}
+        texts["another name"] = _renamed(story.prompt, {other: new})
+        paths = {kind: engine.tokens_of(SOLVED + text) for kind, text in texts.items()}
+        path, pair = engine.tokens_of(SOLVED + story.prompt), [f" {story.answer}", f" {other}"]
+        said = [engine.logits_under(each, [[]], tokens=pair)[0].argmax() for each in (path, paths["names exchanged"])]
+        if {len(path)} != {*map(len, paths.values())} or [*map(int, said)] != [0, 1]:
+            continue
+        roots.append(str(seed))
+        spans = story.spans(engine)
+        places = {
+            "opening": [p for each in spans.sentences[:3] for p in each],
+            "sentence that tells": spans.sentences[story.tells],
+        }
+        places |= {"question": spans.question[:-1], "query": spans.question[-1:]}
+        for kind, tokens in paths.items():
+            with engine.prompt(tokens, sites=sites) as source:
+                rows = [source.activations[site] for site in sites]
+            names = [(place, at) for place in places for at in range(len(layers))]
+            edits = [[rl.Edit(sites[at], "set", rows[at][places[place]], positions=places[place])] for place, at in names]
+            for (place, at), each in zip(names, engine.logits_under(path, edits, tokens=pair), strict=True):
+                turned.setdefault((kind, place, layers[at]), []).append(bool(each[1] > each[0]))
+    found: dict[str, Any] = {}
+    for (kind, place, layer), each in turned.items():
+        found.setdefault(kind, {}).setdefault(place, {})[f"S{layer}"] = share(each, roots)
+    made = inputs(engine, prompts=digest(story.prompt for story in moved))
+    return {"inputs": made, "prompts": len(moved), "right with both names": len(roots), "patching": found}
+
+
+def _renamed(prompt: str, names: dict[str, str]) -> str:
+    return re.sub(r"\b(" + "|".join(names) + r")\b", lambda found: names[found[0]], prompt)
+
+
 SOLVED = (
     "Box 1 has the pencil. Box 2 has the glove. Box 3 is empty. Move the glove from box 2 to box 3. "
     "What is in box 3? A: glove.\n"
@@ -351,7 +398,7 @@ _THINGS = _things()
 
 def draw(parts: dict[str, dict[str, Any]]) -> Figure:
     """Left: right answers under each knock-out, with its placebos. Right: answers that a patch turns, by layer."""
-    tables = {name: part.get("knock_out") or part["boxes"]["knock_out"] for name, part in parts.items()}
+    tables = {name: part.get("knock_out") or part.get("boxes", {}).get("knock_out", {}) for name, part in parts.items()}
     made, axes = picture(2, len(tables), width=5.2, height=2.7)
     for line, (name, table) in zip(axes, tables.items(), strict=True):
         shown = [each for each in table if "placebo: " not in each]
@@ -366,7 +413,10 @@ def draw(parts: dict[str, dict[str, Any]]) -> Figure:
             title=f"{name}: right answers (grey: random edges; orange: matched)", yticks=range(len(shown)), xlim=(-0.03, 1.03)
         )
         line[0].set_yticklabels(list(reversed(shown)), fontsize=7)
-        for number, (place, layers) in enumerate(parts[name].get("patching", {}).get("other face", {}).items()):
+        if not table:
+            line[0].set_axis_off()
+        kind, patches = next(iter(parts[name].get("patching", {}).items()), ("", {}))
+        for number, (place, layers) in enumerate(patches.items()):
             cells = list(layers)
             x = [int(cell[1:]) for cell in cells]
             curve(line[1], x, [layers[c] for c in cells], COLOURS[number % 6], place, number > 5)
@@ -379,10 +429,8 @@ def draw(parts: dict[str, dict[str, Any]]) -> Figure:
             line[1].set(title="answers turned by another state", yticks=range(len(states)), xlim=(-0.03, 1.03))
             line[1].set_yticklabels(list(states), fontsize=7)
         elif line[1].get_legend_handles_labels()[0]:
-            line[1].set(title="answers turned by rows of the other face", xlabel="S of layer", ylim=(-0.03, 1.03))
-            line[1].set_xticks(
-                sorted({int(cell[1:]) for each in parts[name]["patching"]["other face"].values() for cell in each})
-            )
+            line[1].set(title=f"{name}: answers turned by rows, {kind}", xlabel="S of layer", ylim=(-0.03, 1.03))
+            line[1].set_xticks(sorted({int(cell[1:]) for each in patches.values() for cell in each}))
             legend(line[1], ncols=2)
         else:
             line[1].set_axis_off()
