@@ -414,6 +414,7 @@ def draw(parts: dict[str, dict[str, Any]]) -> Figure:
         )
         line[0].set_yticklabels(list(reversed(shown)), fontsize=7)
         if not table:
+            line[0].set(title="")
             line[0].set_axis_off()
         kind, patches = next(iter(parts[name].get("patching", {}).items()), ("", {}))
         for number, (place, layers) in enumerate(patches.items()):
