@@ -84,10 +84,8 @@ class KVCache:
         self.worth_sharing = _WORTH_SHARING[torch.device(device).type]
         """bytes of keys and values per layer that reading shared pages once must save, or every row reads its own; below,
         dividing the rows takes as long. Moves no bit"""
-        self._waiting: list[PageCopy] | None = None
-        """copies to be made, of which none reads or writes what an earlier one writes; None: copies are made at once"""
-        self._targets = set[int]()
-        """of these"""
+        self._waiting: dict[int, PageCopy] | None = None
+        """target -> a copy to be made; none reads or writes what an earlier one writes. None: copies are made at once"""
         self.chain: dict[int, int] | None = {} if canary else None
         self.digest: dict[int, tuple[bytes, ...]] = {}
         """slot -> of its KV, of its entries, and of the state after it; empty: it has none"""
@@ -139,50 +137,40 @@ class KVCache:
     def copying_together(self) -> Iterator[None]:
         """Page copies within the block are made when it ends, all in a few operations: a thousand forks of one branch begin
         with as many copies. Precondition: within, pages are reserved and freed, but nobody reads or writes what they hold."""
-        if self.mixer is not None or self.chain is not None:  # which have more to copy
+        if self.rooms is not None:  # whose moves are made at once, in order with these
             yield
             return
-        self._waiting = []
+        self._waiting = {}
         try:
             yield
         finally:
-            self._make_waiting()
-            self._waiting = None
+            waiting, self._waiting = self._waiting, None
+            self._make(list(waiting.values()))
 
     def copy(self, copies: list[PageCopy]) -> None:
         """Make the page copies that `PagePool.reserve` returned. Mutates the cache."""
         if self._waiting is None:
-            return self._move(copies)
+            return self._make(copies)
         for copy in copies:
             # a table may fork within the block, and a page that is freed is taken again
-            if copy.source in self._targets or copy.target in self._targets:
-                self._make_waiting()
-            self._waiting.append(copy)
-            self._targets.add(copy.target)
+            if copy.source in self._waiting or copy.target in self._waiting:
+                self._make(list(self._waiting.values()))
+                self._waiting.clear()
+            self._waiting[copy.target] = copy
 
-    def _make_waiting(self) -> None:
-        waiting, self._waiting = self._waiting or [], []
-        self._targets.clear()
-        self._move(waiting)
-
-    def _move(self, copies: Sequence[PageCopy]) -> None:
+    def _make(self, copies: Sequence[PageCopy]) -> None:
         size = self.pool.page_size
-        if len(copies) > 1 and self.mixer is None and self.chain is None:
-            for first in range(0, len(copies), _COPIED_AT_ONCE):
-                some = copies[first : first + _COPIED_AT_ONCE]
-                pairs = [(x.source * size + i, x.target * size + i) for x in some for i in range(x.num_slots)]
-                source, target = torch.tensor(pairs, dtype=torch.int64, device=self.data.device).T
-                self.data.index_copy_(self.slot_dim, target, self.data.index_select(self.slot_dim, source))
-            return
-        for copy in copies:
-            source, target, n = copy.source * size, copy.target * size, copy.num_slots
-            self.data.narrow(self.slot_dim, target, n).copy_(self.data.narrow(self.slot_dim, source, n))
+        for first in range(0, len(copies), _COPIED_AT_ONCE):
+            some = copies[first : first + _COPIED_AT_ONCE]
+            pairs = [(x.source * size + i, x.target * size + i) for x in some for i in range(x.num_slots)]
+            source, target = torch.tensor(pairs, dtype=torch.int64).T.to(self.data.device, non_blocking=True)
+            self.data.index_copy_(self.slot_dim, target, self.data.index_select(self.slot_dim, source))
             if self.mixer is not None and self.rooms is None:
-                self.entries[:, target : target + n] = self.entries[:, source : source + n]
+                self.entries.index_copy_(1, target, self.entries.index_select(1, source))
             if self.chain is not None:
-                for i in range(n):
-                    self.chain[target + i] = self.chain[source + i]
-                    self.digest[target + i] = self.digest[source + i]
+                for here, there in pairs:
+                    self.chain[there] = self.chain[here]
+                    self.digest[there] = self.digest[here]
 
     def rows(self, slots: list[int]) -> Tensor:
         """A copy of the keys and values in `slots`: [rows, layers, *config.kv_shape]."""

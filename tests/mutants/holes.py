@@ -70,8 +70,8 @@ HOLES = (
     Mutant(
         "page-copies-together-blindly",
         "replaylens.engine.memory.cache",
-        "if copy.source in self._targets or copy.target in self._targets:",
-        "if copy.target in self._targets:",
+        "if copy.source in self._waiting or copy.target in self._waiting:",
+        "if copy.target in self._waiting:",
         "copies of pages that were taken again are made in order",
         ("tests/engine/memory/test_pages.py::test_copies_made_together_are_those_made_one_by_one",),
     ),

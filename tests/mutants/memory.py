@@ -126,8 +126,8 @@ MEMORY = (
     Mutant(
         "copy-of-keys-alone",
         "replaylens.engine.memory.cache",
-        "self.data.narrow(self.slot_dim, target, n).copy_(self.data.narrow(self.slot_dim, source, n))",
-        "self.data[:, :1].narrow(self.slot_dim, target, n).copy_(self.data[:, :1].narrow(self.slot_dim, source, n))",
+        "self.data.index_copy_(self.slot_dim, target, self.data.index_select(self.slot_dim, source))",
+        "self.data[:, :1].index_copy_(self.slot_dim, target, self.data[:, :1].index_select(self.slot_dim, source))",
         "a private copy of a page has its keys and its values",
         ("tests/engine/loop/test_faults.py::test_without_a_fault_nothing_is_found",),
     ),
@@ -150,8 +150,8 @@ MEMORY = (
     Mutant(
         "canary-of-the-former-page",
         "replaylens.engine.memory.cache",
-        "                    self.digest[target + i] = self.digest[source + i]\n",
-        "                    self.digest.setdefault(target + i, self.digest[source + i])\n",
+        "                    self.digest[there] = self.digest[here]\n",
+        "                    self.digest.setdefault(there, self.digest[here])\n",
         "the canary of a copied page is that of its source",
         ("tests/engine/memory/test_pages.py::test_the_canary_of_a_page_that_is_used_again_is_that_of_its_copy",),
     ),
