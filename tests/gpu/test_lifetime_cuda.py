@@ -1,5 +1,6 @@
 """Dropped engines give their device memory back at once; graphs keep what they read, and are dropped beyond a number."""
 
+import copy
 import gc
 import subprocess
 import sys
@@ -108,7 +109,7 @@ def test_the_host_holds_a_small_part_of_the_weights(tmp_path: Path) -> None:
 
 
 def test_float32_weights_are_stored_in_bfloat16_where_that_loses_nothing(tmp_path: Path) -> None:
-    model = hugging_face("llama").bfloat16()
+    model = copy.deepcopy(hugging_face("llama")).bfloat16()  # the other tests share that one
     model.model.layers[0].mlp.down_proj.weight.data[0, 0] = 1.0
     wide = model.float()
     wide.model.layers[0].mlp.down_proj.weight.data[0, 0] += 2**-20  # one number that bfloat16 has not
