@@ -26,6 +26,8 @@ from replaylens.kernels.definition import CHUNK
 
 _LATER = 256
 """steps by which a boundary of twice as many chunks counts as used later"""
+_GOES_ON = 1 << 40
+"""and what the last step used: its requests have not ended, and may have their turn after others in this step"""
 
 
 class Move(NamedTuple):
@@ -67,7 +69,7 @@ class Shelf:
         if not room:
             counts = self.pool._refcounts
             idle = np.fromiter((counts[owner] == 0 for owner in self.page), bool, self.count + 1)  # page 0 has none
-            score = np.where(idle, -1, self.used + self.later)
+            score = np.where(idle, -1, self.used + np.where(self.used < now - 1, self.later, _GOES_ON))
             score[self.used == now] = np.iinfo(np.int64).max
             score[0] = np.iinfo(np.int64).max
             room = int(score.argmin())
@@ -138,8 +140,9 @@ class Rooms:
             self.entries.touch(page, self.now)
         if base:
             self.states.touch(table.pages[base // size - 1], self.now)
-            self.entries.touch(table.pages[base // size - 1], self.now)
-            restored = int(start - base < self.tail and not self.entries.of[table.pages[base // size - 1]])
+            if start - base < self.tail:  # later rows need nothing of the chunk before: its rooms are the first to be taken
+                self.entries.touch(table.pages[base // size - 1], self.now)
+                restored = int(not self.entries.of[table.pages[base // size - 1]])
         first, beyond, shared = start // size, -(-end // size), set(self.pool._plan(table, start, end)[0])
         kept = (self.entries.of[page] for i, page in enumerate(table.pages[first:beyond], first) if i not in shared)
         in_use = sum(room > 0 and self.entries.used[room] == self.now for room in kept)  # others may be lost to these

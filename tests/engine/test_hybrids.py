@@ -290,6 +290,26 @@ def test_a_page_written_in_part_has_no_entries_that_it_lost() -> None:
     assert rooms.known(table, 12) == 0
 
 
+def disturbed(each: int) -> bool:
+    """Whether one of eight requests that take 32 rows a step, with rooms for `each` chunks and states each, loses or waits."""
+    rooms, tables = Rooms(PagePool(128, CHUNK), 8 * each, 8 * each, tail=3), [PageTable() for _ in range(8)]
+    for start in range(0, 8 * CHUNK, CHUNK // 2):
+        rooms.begin()
+        for table in tables:
+            if rooms.known(table, start) < start:
+                return True
+            try:
+                taken(rooms, table, start, start + CHUNK // 2)
+            except OutOfStates:
+                return True
+    return False
+
+
+def test_requests_that_run_together_leave_one_another_what_they_need() -> None:
+    """Two chunks each are enough, as the docstring of `state_tokens` says. Control: one each is not."""
+    assert not disturbed(2) and disturbed(1)
+
+
 def test_old_states_are_kept_at_growing_distances() -> None:
     subject = crowded("mamba2", 64)
     root, rooms = subject.prompt((TOKENS * 10)[: 16 * CHUNK]), subject.runner.cache.rooms
