@@ -6,13 +6,10 @@ entry, per page a state, as `kernels/cpu_recurrent.py` has them.
 **One program walks over the rows of a sequence**, for one head and some columns of its values, whose sums do not mix, 16 rows
 of a chunk at a time. It computes only what has an order: a delta net's updates, and the states at the ends of chunks. How much
 a row takes of each update (`_weigh_kernel`) is computed before, and what rows read (`_read_kernel`) after it, side by side.
-Where every sequence has one row, as in decoding, a kernel of its own takes it: query and key are the two rows of its dots, and
-it stores key and decay itself.
+Where every sequence has one row, as in decoding, `kernels/recurrent_rows.py` takes it.
 
 **Terms that take no part** are -1 times 0: adding -0 changes no number, where adding +0 would turn -0 into +0.
 """
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -24,45 +21,14 @@ from replaylens.kernels.exact import activate as portable_activation
 from replaylens.kernels.exact import exp
 from replaylens.kernels.launch import EXACT, GemmTile, ceil_div, next_power_of_2, require, require_rows, require_shape
 from replaylens.kernels.norm import activate
+from replaylens.kernels.recurrent_rows import RecurrentMemory, close, recur_single, slot_of, slots, state_of
 from replaylens.kernels.shared import PagedRows
 
-WALK, STEP, STEPS = GemmTile(16, 32, 32, 4, 1), GemmTile(2, 32, 64, 4, 1), GemmTile(2, 64, 32, 2, 1)
-"""of the rows of a sequence, of single rows, and of many of them: rows, columns of values, depth of a step along keys. They
-move no bit"""
-MANY = 1024
-"""heads of single rows that fill a device with wide tiles: every tile computes all weights of a row again"""
+WALK = GemmTile(16, 32, 32, 4, 1)
+"""of the rows of a sequence: rows, columns of values, depth of a step along keys. It moves no bit"""
 _BLOCK = 256
 
 # ---- entries ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class RecurrentMemory:
-    """One layer's part of the cache."""
-
-    entries: Tensor
-    """[slots of rooms, columns], float32: the inputs of the convolution, then keys, updates and log decays"""
-    states: Tensor
-    """[rooms, heads, d, width], float32"""
-    at: tuple[int, int, int]
-    """columns at which keys, updates and log decays begin"""
-    entry_of: Tensor
-    """page -> room of its entries, int32"""
-    state_of: Tensor
-    """page -> room of the state after it"""
-    page_size: int
-
-    def __post_init__(self) -> None:
-        for name, x, dims in (("entries", self.entries, 2), ("states", self.states, 4)):
-            fits = x.dtype == torch.float32 and x.dim() == dims and x.is_contiguous()
-            require(fits, "{} are {} {}. Expected contiguous float32.", name, x.dtype, x.shape)
-
-
-@triton.jit
-def _slot(TABLE, ENTRY_OF, at, PAGE: tl.constexpr):
-    """The slot of position `at` in the room of its page's entries."""
-    room = tl.load(ENTRY_OF + tl.load(TABLE + at // PAGE)).to(tl.int64)
-    return room * PAGE + at % PAGE
 
 
 @triton.jit(do_not_specialize=["stride_t", "at"])
@@ -74,7 +40,7 @@ def _put_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     position = tl.load(POSITION + row)
     TABLE = TABLES + tl.load(SEQUENCE + row).to(tl.int64) * stride_t
-    slot = _slot(TABLE, ENTRY_OF, position, PAGE)
+    slot = slot_of(TABLE, ENTRY_OF, position, PAGE)
     x = tl.load(X + row * stride_x + column, mask=column < width).to(tl.float32)
     tl.store(ENTRIES + slot * entry + at + column, x, mask=column < width)
 
@@ -109,7 +75,7 @@ def _short_conv_kernel(
         # the rows of this pass are read from X: their entries are being written
         here = (other >= 0) & (tl.load(SEQUENCE + tl.maximum(other, 0)) == mine)
         here = here & (tl.load(POSITION + tl.maximum(other, 0)) == at)
-        KEPT = ENTRIES + _slot(TABLE, ENTRY_OF, tl.maximum(at, 0), PAGE) * entry
+        KEPT = ENTRIES + slot_of(TABLE, ENTRY_OF, tl.maximum(at, 0), PAGE) * entry
         before = tl.load(KEPT + column, mask=inside & (at >= 0) & (here == 0), other=0.0)
         now = tl.load(X + other * stride_x + column, mask=inside & here, other=0.0).to(tl.float32)
         x = tl.where(here, now, before)
@@ -191,25 +157,6 @@ def rates(x: Tensor, a_log: Tensor, step_bias: Tensor, scale: float) -> tuple[Te
 
 
 @triton.jit
-def _slots(TABLE, ENTRY_OF, at, known, PAGE: tl.constexpr):
-    """The slots of positions `at`; of those that are not known, in room 0."""
-    page = tl.load(TABLE + at // PAGE, mask=known, other=0)
-    return tl.load(ENTRY_OF + page, mask=known, other=0).to(tl.int64) * PAGE + at % PAGE
-
-
-@triton.jit
-def _state(TABLE, STATE_OF, at, PAGE: tl.constexpr):
-    """The room of the state after the page of position `at`."""
-    return tl.load(STATE_OF + tl.load(TABLE + at // PAGE)).to(tl.int64)
-
-
-@triton.jit
-def _picked(x, chosen, AXIS: tl.constexpr):
-    """The only row or column of x that is chosen."""
-    return tl.max(tl.where(chosen, x, float("-inf")), AXIS)
-
-
-@triton.jit
 def _decays(G, TABLE, ENTRY_OF, base, t, end, entry, PAGE: tl.constexpr, CHUNK: tl.constexpr):
     """What is left at rows t [ROWS] of a chunk of each of its rows, [ROWS, CHUNK], and of the state before it, [ROWS].
 
@@ -217,7 +164,7 @@ def _decays(G, TABLE, ENTRY_OF, base, t, end, entry, PAGE: tl.constexpr, CHUNK: 
     """
     lane = CHUNK - 1 - tl.arange(0, CHUNK)
     j = tl.arange(0, CHUNK)
-    g = tl.load(G + _slots(TABLE, ENTRY_OF, base + lane, lane < end, PAGE) * entry, mask=lane < end, other=0.0)
+    g = tl.load(G + slots(TABLE, ENTRY_OF, base + lane, lane < end, PAGE) * entry, mask=lane < end, other=0.0)
     seen = tl.where(lane[None, :] <= t[:, None], g[None, :], 0.0)
     after = tl.dot(seen, (lane[:, None] > j[None, :]).to(tl.float32), input_precision="ieee")
     whole = tl.max(tl.dot(seen, tl.full((CHUNK, 16), 1.0, tl.float32), input_precision="ieee"), 1)  # sixteen equal columns
@@ -263,10 +210,10 @@ def _weigh_kernel(
     end = position - base + count
     TABLE = TABLES + tl.load(SEQUENCE + row).to(tl.int64) * stride_t
     KEYS = ENTRIES + at_key + head // GROUP * D
-    slot = _slots(TABLE, ENTRY_OF, base + j, j < end, PAGE) * entry
+    slot = slots(TABLE, ENTRY_OF, base + j, j < end, PAGE) * entry
     own = (row + i).to(tl.int64)
     QUERY = Q + own * stride_q + head // GROUP * D
-    KEY = KEYS + _slots(TABLE, ENTRY_OF, base + t, valid, PAGE) * entry
+    KEY = KEYS + slots(TABLE, ENTRY_OF, base + t, valid, PAGE) * entry
     weight = tl.zeros((ROWS, CHUNK), tl.float32)
     share = weight
     for first in tl.range(0, D, DEPTH):
@@ -309,12 +256,12 @@ def _walk_kernel(
         position, valid, count = _tile(SEQUENCE, POSITION, row, rows, ROWS)
         begun = position % CHUNK
         base = position - begun
-        slot = _slots(TABLE, ENTRY_OF, base + j, j < begun + count, PAGE) * entry
-        START = STATES + (_state(TABLE, STATE_OF, tl.maximum(base - 1, 0), PAGE) * HEADS + head) * D * WIDTH
+        slot = slots(TABLE, ENTRY_OF, base + j, j < begun + count, PAGE) * entry
+        START = STATES + (state_of(TABLE, STATE_OF, tl.maximum(base - 1, 0), PAGE) * HEADS + head) * D * WIDTH
         own = ((row + i).to(tl.int64) * HEADS + head)[:, None]
         first = row.to(tl.int64) * HEADS + head
         VALUES = V + row.to(tl.int64) * stride_v + head * WIDTH + c
-        mine = _slots(TABLE, ENTRY_OF, position + i, valid, PAGE)[:, None] * entry
+        mine = slots(TABLE, ENTRY_OF, position + i, valid, PAGE)[:, None] * entry
         real = valid[:, None] & inside[None, :]
         if DELTA:
             told = _from_state(KEYS + mine, START, valid, base, c, inside, D, DEPTH, WIDTH)
@@ -333,20 +280,18 @@ def _walk_kernel(
                 new = tl.load(VALUES + n * stride_v, mask=there, other=0.0).to(tl.float32)
                 new = tl.load(BETA + first + n * HEADS, mask=n < count, other=0.0).to(tl.float32) * (new - line)
                 made = made + (new,)  # type: ignore[assignment]  # noqa: RUF005 (what the compiler reads)
-                place = _slot(TABLE, ENTRY_OF, tl.minimum(position + n, position + count - 1), PAGE)
+                place = slot_of(TABLE, ENTRY_OF, tl.minimum(position + n, position + count - 1), PAGE)
                 tl.store(UPDATES + place * entry + c, new, mask=there)
         else:
             new = tl.load(VALUES[None, :] + i[:, None] * stride_v, mask=real, other=0.0).to(tl.float32)
             tl.store(UPDATES + mine + c[None, :], new, mask=real)
         tl.debug_barrier()
         if begun + count == CHUNK:
-            lane = CHUNK - 1 - j
-            g = tl.load(ENTRIES + at_decay + head + _slots(TABLE, ENTRY_OF, base + lane, j >= 0, PAGE) * entry)[None, :]
-            left = exp(tl.dot(g, (lane[:, None] > j[None, :]).to(tl.float32), input_precision="ieee"))  # [1, CHUNK]
-            u = tl.load(UPDATES + slot[:, None] + c[None, :], mask=inside[None, :], other=0.0)
-            AFTER = STATES + (_state(TABLE, STATE_OF, base + CHUNK - 1, PAGE) * HEADS + head) * D * WIDTH
             whole = tl.load(WHOLE + first + (count - 1) * HEADS)
-            _carry(START, AFTER, KEYS, slot, KEYS, -1, u, whole, left, base, c, inside, D, WIDTH)
+            close(
+                TABLE, ENTRIES, STATES, ENTRY_OF, STATE_OF, base, head, entry, at_key, at_update, at_decay, whole, c,
+                HEADS, GROUP, D, WIDTH, PAGE, CHUNK,
+            )  # fmt: skip
             tl.debug_barrier()
         row += count
         going = (row < rows) & _follows(SEQUENCE, POSITION, tl.minimum(row, rows - 1))
@@ -384,109 +329,23 @@ def _read_kernel(
     base = position - begun
     TABLE = TABLES + tl.load(SEQUENCE + row).to(tl.int64) * stride_t
     UPDATES = ENTRIES + at_update + head * WIDTH
-    START = STATES + (_state(TABLE, STATE_OF, tl.maximum(base - 1, 0), PAGE) * HEADS + head) * D * WIDTH
+    START = STATES + (state_of(TABLE, STATE_OF, tl.maximum(base - 1, 0), PAGE) * HEADS + head) * D * WIDTH
     own = ((row + i).to(tl.int64) * HEADS + head)[:, None]
     QUERY = Q + (row + i).to(tl.int64)[:, None] * stride_q + head // GROUP * D
     read = _from_state(QUERY, START, valid, base, c, inside, D, DEPTH, WIDTH)
     read = read * tl.load(WHOLE + own, mask=valid[:, None], other=0.0)
-    slot = _slots(TABLE, ENTRY_OF, base + j, j < begun, PAGE) * entry
+    slot = slots(TABLE, ENTRY_OF, base + j, j < begun, PAGE) * entry
     u = tl.load(UPDATES + slot[:, None] + c[None, :], mask=(j < begun)[:, None] & inside[None, :], other=0.0)
     weight = tl.load(WEIGHTS + own * CHUNK + j[None, :], mask=valid[:, None] & (j < begun)[None, :], other=-1.0)
     read = tl.dot(weight, u, read, input_precision="ieee")
     for m in tl.static_range(ROWS):
-        place = _slot(TABLE, ENTRY_OF, tl.minimum(position + m, position + count - 1), PAGE)
+        place = slot_of(TABLE, ENTRY_OF, tl.minimum(position + m, position + count - 1), PAGE)
         new = tl.load(UPDATES + place * entry + c, mask=inside, other=0.0)[None, :]
         by = tl.load(WEIGHTS + own * CHUNK + begun + m, mask=valid[:, None] & (i >= m)[:, None], other=0.0)
         more = tl.fma(tl.broadcast_to(by, read.shape), tl.broadcast_to(new, read.shape), read)
         read = tl.where(i[:, None] >= m, more, read)
     real = valid[:, None] & inside[None, :]
     tl.store(OUT + own * WIDTH + c[None, :], read.to(OUT.dtype.element_ty), mask=real)
-
-
-@triton.jit
-def _carry(
-    START, AFTER, KEYS, slot, OWN, own, u, whole, left, base, c, inside, D: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """The state after a chunk with updates u [CHUNK, columns]; what is left of it is `whole`, of the rows `left` [1, CHUNK].
-
-    The key of row `own` is not stored yet, but at OWN. In few rows at a time: they happen seldom, and hold many registers."""
-    j = tl.arange(0, slot.shape[0])
-    for first in tl.range(0, D, 16):
-        a = first + tl.arange(0, 16)
-        place, real = a[:, None] * WIDTH + c[None, :], (a[:, None] < D) & inside[None, :]
-        state = tl.load(START + place, mask=(base > 0) & real, other=0.0) * whole
-        k = tl.load(KEYS + slot[None, :] + a[:, None], mask=(j != own)[None, :] & (a[:, None] < D), other=0.0)
-        mine = tl.load(OWN + a, mask=(a < D) & (own >= 0), other=0.0).to(tl.float32)
-        k = tl.where((j == own)[None, :], mine[:, None], k)
-        tl.store(AFTER + place, tl.dot(k * left, u, state, input_precision="ieee"), mask=real)
-
-
-@triton.jit(do_not_specialize=["at_key", "at_update", "at_decay", "stride_t"])
-def _step_kernel(
-    Q, V, BETA, ENTRIES, STATES, OUT, ENTRY_OF, STATE_OF, SEQUENCE, POSITION, TABLES, entry, at_key, at_update, at_decay,
-    stride_t, K, DECAY, stride_q, stride_k, stride_v,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr, DELTA: tl.constexpr,
-):  # fmt: skip
-    """One row, the only one of its sequence. Rows of the dots: its query, and its key."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    i, j, depth = tl.arange(0, 2)[:, None], tl.arange(0, CHUNK), tl.arange(0, DEPTH)
-    c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = c < WIDTH
-    position = tl.load(POSITION + row)
-    begun = position % CHUNK
-    base = position - begun
-    TABLE = TABLES + tl.load(SEQUENCE + row).to(tl.int64) * stride_t
-    KEYS = ENTRIES + at_key + head // GROUP * D
-    UPDATES = ENTRIES + at_update + head * WIDTH
-    QUERY, KEY = Q + row * stride_q + head // GROUP * D, K + row * stride_k + head // GROUP * D
-    slot = _slots(TABLE, ENTRY_OF, base + j, j <= begun, PAGE) * entry
-    place = _slot(TABLE, ENTRY_OF, position, PAGE) * entry
-    START = STATES + (_state(TABLE, STATE_OF, tl.maximum(base - 1, 0), PAGE) * HEADS + head) * D * WIDTH
-    u = tl.load(UPDATES + slot[:, None] + c[None, :], mask=(j < begun)[:, None] & inside[None, :], other=0.0)
-
-    lane = CHUNK - 1 - j  # log decays are added from the row's own back
-    earlier = _slots(TABLE, ENTRY_OF, base + lane, lane < begun, PAGE) * entry
-    g = tl.load(ENTRIES + at_decay + head + earlier, mask=lane < begun, other=0.0)
-    decay = tl.load(DECAY + row * HEADS + head)
-    g = tl.where(lane == begun, decay, g)[None, :]
-    left = exp(tl.dot(g, (lane[:, None] > j[None, :]).to(tl.float32), input_precision="ieee"))  # [1, CHUNK]
-    whole = exp(tl.dot(g, tl.full((CHUNK, 16), 1.0, tl.float32), input_precision="ieee"))  # sixteen equal columns
-    whole = tl.max(whole)
-
-    total = tl.zeros((2, COLUMNS), tl.float32)
-    score = tl.zeros((2, CHUNK), tl.float32)
-    for first in tl.range(0, D, DEPTH):
-        a = first + depth
-        real = a < D
-        k = tl.load(KEY + a, mask=real, other=-1.0).to(tl.float32)
-        q = tl.load(QUERY + a, mask=real, other=-1.0).to(tl.float32)
-        x = tl.where(i == 0, q[None, :], k[None, :])
-        state = tl.load(START + a[:, None] * WIDTH + c[None, :], mask=(base > 0) & real[:, None] & inside[None, :], other=0.0)
-        seen = tl.load(KEYS + slot[None, :] + a[:, None], mask=(j < begun)[None, :] & real[:, None], other=0.0)
-        seen = tl.where((j == begun)[None, :] & real[:, None], k[:, None], seen)
-        total = tl.dot(x, state, total, input_precision="ieee")
-        score = tl.dot(x, seen, score, input_precision="ieee")
-    weight = score * left
-    total = tl.dot(tl.where((j < begun)[None, :], weight, -1.0), u, total * whole, input_precision="ieee")
-    new = tl.load(V + row * stride_v + head * WIDTH + c, mask=inside, other=0.0).to(tl.float32)
-    if DELTA:
-        strength = tl.load(BETA + row * HEADS + head).to(tl.float32)
-        new = strength * (new - _picked(total, i == 1, 0))
-    by = tl.max(tl.where((i == 0) & (j == begun)[None, :], weight, float("-inf")))
-    read = tl.fma(tl.zeros_like(new) + by, new, _picked(total, i == 0, 0))
-    tl.store(OUT + (row * HEADS + head) * WIDTH + c, read.to(OUT.dtype.element_ty), mask=inside)
-    tl.store(UPDATES + place + c, new, mask=inside)
-    if tl.program_id(2) == 0:
-        tl.store(ENTRIES + at_decay + head + place, decay)
-        if head % GROUP == 0:
-            for first in tl.range(0, D, DEPTH):
-                a = first + depth
-                tl.store(KEYS + place + a, tl.load(KEY + a, mask=a < D).to(tl.float32), mask=a < D)
-    if begun == CHUNK - 1:
-        u = tl.where((j == begun)[:, None], new[None, :], u)
-        AFTER = STATES + (_state(TABLE, STATE_OF, position, PAGE) * HEADS + head) * D * WIDTH
-        _carry(START, AFTER, KEYS, slot, KEY, begun, u, whole, left, base, c, inside, D, WIDTH)
 
 
 def recur(
@@ -518,21 +377,16 @@ def recur(
     if not num_rows:
         return torch.empty(v.shape, dtype=q.dtype, device=q.device)
     q, k, v = (x if x[0].is_contiguous() else x.contiguous() for x in (q, k, v))  # rows may lie apart
-    decay = decay.contiguous()
-    rule, out = v if beta is None else beta.contiguous(), torch.empty(v.shape, dtype=q.dtype, device=q.device)
-    one = STEPS if num_rows * heads >= MANY else STEP
-    tile, table = one if rows.single else WALK, rows.page_table
+    decay, beta = decay.contiguous(), None if beta is None else beta.contiguous()
+    if rows.single:
+        return recur_single(q, k, v, decay, beta, memory, rows)
+    delta, rule, out = beta is not None, v if beta is None else beta, torch.empty(v.shape, dtype=q.dtype, device=q.device)
+    tile, table = WALK, rows.page_table
     sizes = (heads, heads // key_heads, d, min(tile.depth, next_power_of_2(max(d, 16))), width, tile.columns)
     grid, options = (num_rows, heads, ceil_div(width, tile.columns)), dict(num_warps=tile.warps, num_stages=tile.stages)
     of, placed = (memory.entry_of, memory.state_of), (rows.sequence, rows.position, table)
     entry, at, stride = memory.entries.stride(0), memory.at, table.stride(0)
-    delta, paged, strides = beta is not None, (memory.page_size, CHUNK), (q.stride(0), k.stride(0), v.stride(0))
-    if rows.single:
-        _step_kernel[grid](
-            q, v, rule, memory.entries, memory.states, out, *of, *placed, entry, *at, stride, k, decay, *strides, *sizes,
-            *paged, delta, **options, **EXACT,
-        )  # fmt: skip
-        return out
+    paged, strides = (memory.page_size, CHUNK), (q.stride(0), k.stride(0), v.stride(0))
     _put(k.flatten(1), memory, at[0], rows)
     _put(decay, memory, at[2], rows)
     empty = lambda *shape: torch.empty(num_rows, heads, *shape, dtype=torch.float32, device=q.device)  # noqa: E731

@@ -10,6 +10,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -353,6 +354,9 @@ __all__ = [
 ]
 
 M = TypeVar("M", bound=nn.Module)
+T = TypeVar("T")
+_SLAB = 1 << 25
+"""bytes of a GPU's weights that are hashed at a time"""
 
 
 def load(
@@ -413,14 +417,37 @@ def save(model: Decoder, folder: Path) -> None:
 
 def weights_hash(model: nn.Module) -> str:
     """SHA-256 over names, shapes, dtypes and bytes of all weights. The same weights have the same hash on any device."""
-    digest = hashlib.sha256()
+    digest, parts = hashlib.sha256(), _hashed(model)
+    for part in _ahead(parts) if any(x.is_cuda for x in model.parameters()) else parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _hashed(model: nn.Module) -> Iterator[Any]:
+    """What is hashed, in order."""
     for name, module, leaf in sorted(_leaves(model), key=lambda each: each[0]):  # one by one: packed ones are copied
         shape, pieces = _shape_and_pieces(module, leaf)
-        digest.update(f"{name} {shape}\n".encode())
+        yield f"{name} {shape}\n".encode()
         for x in pieces:
-            raw: Any = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-            digest.update(raw)
-    return digest.hexdigest()
+            yield from (part.numpy() for part in _on_host(x.detach().contiguous().view(-1).view(torch.uint8)))
+
+
+def _on_host(flat: Tensor) -> Iterator[Tensor]:
+    """All of it, or parts of a GPU's: copies to pinned memory are fast, and each lies where the next but one will."""
+    slabs = [torch.empty(min(_SLAB, len(flat)), dtype=torch.uint8, pin_memory=True) for _ in range(2 * flat.is_cuda)]
+    for number, part in enumerate(flat.split(_SLAB) if slabs else ()):
+        yield slabs[number % 2][: len(part)].copy_(part)
+    if not slabs:
+        yield flat
+
+
+def _ahead(items: Iterator[T]) -> Iterator[T]:
+    """The same, each made while the one before is used: weights leave a GPU as fast as they are hashed."""
+    with ThreadPoolExecutor(1) as maker:
+        coming = maker.submit(next, items, None)
+        while (item := coming.result()) is not None:
+            coming = maker.submit(next, items, None)
+            yield item
 
 
 def _shape_and_pieces(module: nn.Module, leaf: str) -> tuple[str, Iterable[Tensor]]:

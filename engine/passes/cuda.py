@@ -31,7 +31,8 @@ from replaylens.kernels.launch import grouped_rows
 from replaylens.kernels.matmul import head_matmul, head_plan, matmul
 from replaylens.kernels.norm import activation, norm_pair, norm_scale
 from replaylens.kernels.norm import norm as norm_kernel
-from replaylens.kernels.recurrent import RecurrentMemory, rates, recur, short_conv
+from replaylens.kernels.recurrent import rates, recur, short_conv
+from replaylens.kernels.recurrent_rows import RecurrentMemory
 from replaylens.kernels.rope import can_fuse, norm_rotate_and_store, rotate, rotate_and_store, store
 from replaylens.kernels.route import Plan, plan
 from replaylens.kernels.sample import judge, sample_logits

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.proof.doctor import numbers
-from replaylens.kernels import cpu, cpu_noise, cpu_recurrent, parts, recurrent
+from replaylens.kernels import cpu, cpu_noise, cpu_recurrent, parts, recurrent, recurrent_rows
 from replaylens.kernels.attention import attention
 from replaylens.kernels.cpu_attention import HostRows, attend
 from replaylens.kernels.launch import GemmTile
 from replaylens.kernels.matmul import matmul
 from replaylens.kernels.norm import FUNCTIONS, activation, norm, norm_pair, norm_scale
-from replaylens.kernels.recurrent import RecurrentMemory, rates, recur, short_conv
+from replaylens.kernels.recurrent import rates, recur, short_conv
+from replaylens.kernels.recurrent_rows import RecurrentMemory
 from replaylens.kernels.rope import rotate
 from replaylens.kernels.sample import sample_logits
 from replaylens.kernels.shared import PagedRows
@@ -107,12 +108,16 @@ def test_attention(device: str, cap: float, window: int, more: str, split: bool,
     same(rotate(q.to(device), table.to(device), rows).cpu(), cpu.rotate_(q.clone(), table, position))
 
 
-@pytest.mark.parametrize("delta, depth", [pytest.param(True, 32, marks=pytest.mark.slow), (False, 32), (True, 4)])
-def test_recurrences(device: str, delta: bool, depth: int, same: Same, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "delta, depth, many",
+    [pytest.param(True, 32, 1024, marks=pytest.mark.slow), (False, 32, 1024), (True, 4, 1024), (True, 32, 0), (False, 4, 0)],
+)
+def test_recurrences(device: str, delta: bool, depth: int, many: int, same: Same, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes that end within a chunk, at its end and beyond it, and single rows, beside the padding of a graph."""
     depth = depth if device == "cpu" else max(16, depth)  # products of a dot on the device
-    for tile in ("WALK", "STEP", "STEPS"):
-        monkeypatch.setattr(recurrent, tile, replace(getattr(recurrent, tile), depth=depth))
+    for module, tile in ((recurrent, "WALK"), (recurrent_rows, "FEW"), (recurrent_rows, "WEIGH")):
+        monkeypatch.setattr(module, tile, replace(getattr(module, tile), depth=depth))
+    monkeypatch.setattr(recurrent_rows, "MANY", many)
     theirs, ours, given, done = Layer(16, delta), Layer(16, delta), inputs(), 0
     length = 70 if device == "cpu" else LENGTH
     whole, found = theirs.add(0, length, given), []

@@ -7,7 +7,8 @@ import pickle
 import re
 import shutil
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from replaylens import Engine
 from replaylens.engine.errors import BadConfig, BadWeights, EngineError, UnsupportedModel
+from replaylens.engine.model import loading
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.loading import CONFIG_FILE, WEIGHTS_FILE, build, load, save, weights_hash
@@ -264,6 +266,23 @@ def write_gguf(model: Any, file: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def test_what_is_made_ahead_may_lie_in_two_places_in_turn() -> None:
+    """As the slabs through which weights leave a GPU: none is written again before it has been read."""
+
+    def made() -> Iterator[list[int]]:
+        places: list[list[int]] = [[], []]
+        for number in range(50):
+            places[number % 2][:] = [number]
+            yield places[number % 2]
+
+    def read(items: Iterator[list[int]]) -> Iterator[int]:
+        for item in items:
+            time.sleep(0.002)  # by now the next one has been made
+            yield item[0]
+
+    assert list(read(loading._ahead(made()))) == list(range(50))
 
 
 def test_gguf_is_the_live_model(tmp_path: Path) -> None:
