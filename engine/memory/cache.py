@@ -159,14 +159,20 @@ class KVCache:
             self._waiting[copy.target] = copy
 
     def _make(self, copies: Sequence[PageCopy]) -> None:
-        size = self.pool.page_size
+        size, held = self.pool.page_size, [(self.data, self.slot_dim)]
+        if self.mixer is not None and self.rooms is None:
+            held.append((self.entries, 1))
         for first in range(0, len(copies), _COPIED_AT_ONCE):
             some = copies[first : first + _COPIED_AT_ONCE]
             pairs = [(x.source * size + i, x.target * size + i) for x in some for i in range(x.num_slots)]
-            source, target = torch.tensor(pairs, dtype=torch.int64).T.to(self.data.device, non_blocking=True)
-            self.data.index_copy_(self.slot_dim, target, self.data.index_select(self.slot_dim, source))
-            if self.mixer is not None and self.rooms is None:
-                self.entries.index_copy_(1, target, self.entries.index_select(1, source))
+            if len(some) == 1:  # neighbours, and by far the most often
+                (here, there), count = pairs[0], len(pairs)
+                for x, dim in held:
+                    x.narrow(dim, there, count).copy_(x.narrow(dim, here, count))
+            else:
+                source, target = torch.tensor(pairs, dtype=torch.int64).T.to(self.data.device, non_blocking=True)
+                for x, dim in held:
+                    x.index_copy_(dim, target, x.index_select(dim, source))
             if self.chain is not None:
                 for here, there in pairs:
                     self.chain[there] = self.chain[here]

@@ -126,8 +126,8 @@ MEMORY = (
     Mutant(
         "copy-of-keys-alone",
         "replaylens.engine.memory.cache",
-        "self.data.index_copy_(self.slot_dim, target, self.data.index_select(self.slot_dim, source))",
-        "self.data[:, :1].index_copy_(self.slot_dim, target, self.data[:, :1].index_select(self.slot_dim, source))",
+        "x.narrow(dim, there, count).copy_(x.narrow(dim, here, count))",
+        "x[:, :1].narrow(dim, there, count).copy_(x[:, :1].narrow(dim, here, count))",
         "a private copy of a page has its keys and its values",
         ("tests/engine/loop/test_faults.py::test_without_a_fault_nothing_is_found",),
     ),
@@ -179,6 +179,14 @@ MEMORY = (
         "pass",
         "a copied page has the recurrent entries of its source",
         ("tests/engine/test_hybrids.py::test_what_is_not_kept_is_computed_again",),
+    ),
+    Mutant(
+        "rooms-of-requests-that-go-on",
+        "replaylens.engine.memory.rooms",
+        "np.where(self.used < now - 1, self.later, _GOES_ON)",
+        "self.later",
+        "requests that run together leave one another the states that they need next",
+        ("tests/engine/test_hybrids.py::test_requests_that_run_together_leave_one_another_what_they_need",),
     ),
     Mutant(
         "path-that-goes-on-without-its-entries",
