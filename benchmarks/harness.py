@@ -339,8 +339,9 @@ class Report:
         self.body["cases"][made.name] = {"about": made.about, **provenance(), "parameters": parameters}
 
     def add(self, row: dict[str, Any]) -> None:
-        """Mutates: one more row, in place of one with the same words."""
-        self.body["rows"] = [other for other in self.body["rows"] if other["what"] != row["what"]] + [row]
+        """Mutates: one more row, in place of one of its case with the same words."""
+        same = lambda other: (other.get("case"), other["what"]) == (row["case"], row["what"])  # noqa: E731
+        self.body["rows"] = [other for other in self.body["rows"] if not same(other)] + [row]
         print(shown(row), flush=True)
         if self.file is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)

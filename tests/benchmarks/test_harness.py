@@ -134,6 +134,13 @@ def test_arms_take_turns_and_the_ratio_is_theirs_over_ours(
     assert json.loads(out.read_text())["rows"][0]["met"] is False, "a rerun replaces the rows of its case"
 
 
+def test_rows_of_two_cases_with_the_same_words_are_kept(tmp_path: Path) -> None:
+    report = harness.Report(tmp_path / "out.json")
+    for name, ratio in (("one", 1.0), ("two", 2.0), ("two", 3.0)):
+        report.add({"what": "a step", "case": name, "ratio": ratio, "aim": "", "met": None})
+    assert [(row["case"], row["ratio"]) for row in harness.Report(tmp_path / "out.json").body["rows"]] == [("one", 1), ("two", 3)]
+
+
 def test_costs_and_the_best_round(declare: Callable[..., Callable[..., Case]]) -> None:
     @declare(cost=True, best=True, aim="<= 0.5")
     def planted() -> Lines:
