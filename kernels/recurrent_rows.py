@@ -224,8 +224,10 @@ def _weigh_rows_kernel(
     g = tl.load(ENTRIES + at_decay + earlier[None, :] + head[:, None], mask=known, other=0.0)
     decay = tl.load(DECAY + row * HEADS + head)
     g = tl.where((lane == begun)[None, :], decay[:, None], g)  # [SOME, CHUNK]
-    left = exp(tl.dot(g, (lane[:, None] > j[None, :]).to(tl.float32), input_precision="ieee"))
-    whole = exp(tl.dot(g, tl.full((CHUNK, 16), 1.0, tl.float32), input_precision="ieee"))  # sixteen equal columns
+    later = (lane[:, None] > j[None, :]) | (j == CHUNK - 1)[None, :]  # nothing decays the last row: its column adds up all
+    left = exp(tl.dot(g, later.to(tl.float32), input_precision="ieee"))
+    whole = _picked(left, (j == CHUNK - 1)[None, :], 1)
+    left = tl.where((j == CHUNK - 1)[None, :], 1.0, left)
 
     score = tl.zeros((2, CHUNK), tl.float32)
     for first in tl.range(0, D, DEPTH):
@@ -241,7 +243,7 @@ def _weigh_rows_kernel(
     own = row * HEADS + head
     weight = score[None, :, :] * left[:, None, :]
     tl.store(WEIGHTS + own[:, None, None] * 2 * CHUNK + i[None, :, :] * CHUNK + j[None, None, :], weight)
-    tl.store(WHOLE + own, tl.max(whole, 1))
+    tl.store(WHOLE + own, whole)
     tl.store(ENTRIES + at_decay + place + head, decay)
 
 

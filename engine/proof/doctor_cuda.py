@@ -20,6 +20,7 @@ from replaylens.engine.passes.cuda import CanonicalCudaOps, HeadOps, require_sup
 from replaylens.engine.proof.doctor import Certificate, Finding
 from replaylens.engine.records import LensSpec
 from replaylens.kernels import attention as canonical
+from replaylens.kernels import recurrent_rows
 from replaylens.kernels.grouped import grouped_matmul
 from replaylens.kernels.launch import KV_BLOCK, KV_SPLIT, grouped_rows
 from replaylens.kernels.rope import rotate
@@ -275,25 +276,32 @@ def _recurrence(model: Decoder, random: Random, findings: list[Finding]) -> None
     x, v = random(length, mixer.channels), random(length, mixer.heads, mixer.d_value)
     k = random(length, mixer.key_heads, mixer.d_key) / max(1, mixer.d_key)
     decay, strength = -random(length, mixer.heads).float().abs(), random(length, mixer.heads).sigmoid()
-    table = torch.arange(1, 13, dtype=torch.int32, device=device)[None]
+    table = torch.tensor([range(1, 13), [13] * 12], dtype=torch.int32, device=device)  # of the path, and a spare page
 
-    def walk(ends: Sequence[int], first: int = 0) -> Tensor:
-        cache, out, start = KVCache(config, PagePool(12, size), model.dtype, device.type, kernels=True), list[Tensor](), 0
+    def walk(ends: Sequence[int], first: int = 0, company: int = 0) -> Tensor:
+        """company  rows of others beside single rows: together they are many, and take other kernels"""
+        cache, out, start = KVCache(config, PagePool(13, size), model.dtype, device.type, kernels=True), list[Tensor](), 0
         for end in ends:
-            own, at = slice(start, end), torch.arange(first + start, first + end, dtype=torch.int32, device=device)
-            ops = CanonicalCudaOps(cache, PagedRows(torch.zeros_like(at), at, table, single=len(at) == 1))
-            out.append(ops.short_conv(x[own], conv, layers[0]))
+            count, more = end - start, company if end - start == 1 else 0
+            rows = torch.cat([torch.arange(start, end, device=device), torch.zeros(more, dtype=torch.int64, device=device)])
+            mine = torch.arange(len(rows), device=device) < count
+            at = torch.where(mine, first + rows, 0).to(torch.int32)
+            ops = CanonicalCudaOps(cache, PagedRows((~mine).to(torch.int32), at, table, single=count == 1))
+            out.append(ops.short_conv(x[rows], conv, layers[0])[:count])
             if mixer.heads:
-                rule = strength[own] if mixer.kind == "delta" else None
-                given = Recurrence(k[own], k[own], v[own], decay[own], rule)
-                out[-1] = torch.cat([out[-1], ops.recur(given, layers[0]).flatten(1)], dim=1)
+                rule = strength[rows] if mixer.kind == "delta" else None
+                given = Recurrence(k[rows], k[rows], v[rows], decay[rows], rule)
+                out[-1] = torch.cat([out[-1], ops.recur(given, layers[0])[:count].flatten(1)], dim=1)
             start = end
         return torch.cat(out)
 
     whole, shape = walk([length]), f"{mixer.channels} channels, states of {mixer.state_shape}"
     note = lambda check, equal, **more: findings.append(Finding("recurrence", shape, check, equal, **more))  # noqa: E731
-    note("decode against prefill", torch.equal(walk([1, 2, 3, 62, 63, 64, 65, 66, length]), whole))
+    singles = [1, 2, 3, 62, 63, 64, 65, 66, length]
+    note("decode against prefill", torch.equal(walk(singles), whole))
     note("passes cut elsewhere", torch.equal(walk([17, 63, 64, length - 3, length]), whole))
     if mixer.heads:
+        many = walk(singles, company=-(-recurrent_rows.MANY // mixer.heads))
+        note("decode among many against prefill", torch.equal(many, whole))
         moved = walk([length], first=7)
         note("control: chunks that begin elsewhere", torch.equal(moved, whole), control=True)

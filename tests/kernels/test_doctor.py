@@ -75,17 +75,19 @@ def test_a_norm_that_sees_what_its_rows_are_views_of_is_found(sees_strides: bool
 # ---- recurrences ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("fault", ["none", "moved", "many"])
 @torch.no_grad()
-def test_a_recurrence_whose_chunks_begin_with_the_pass_is_found(moved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recurrence_whose_chunks_begin_with_the_pass_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = doctor_cuda.CanonicalCudaOps.recur
 
     def wrong(self: doctor_cuda.CanonicalCudaOps, given: Recurrence, layer: int) -> Tensor:
         out = honest(self, given, layer)
-        return out * (1 + 1e-6 * len(out)) if moved else out
+        among_many = fault == "many" and self.rows.single and len(out) > 1
+        return out * (1 + 1e-6 * len(out)) if fault == "moved" or among_many else out
 
     monkeypatch.setattr(doctor_cuda.CanonicalCudaOps, "recur", wrong)
     monkeypatch.setattr(doctor_cuda, "RECURRED", 70)
+    monkeypatch.setattr(doctor_cuda.recurrent_rows, "MANY", 5)
     config = decoder("mamba2").config
     assert config.mixer is not None
     few = replace(config.mixer, heads=2, key_heads=1, channels=2 * config.mixer.d_key + 2 * config.mixer.d_value)
@@ -93,5 +95,5 @@ def test_a_recurrence_whose_chunks_begin_with_the_pass_is_found(moved: bool, mon
     random = lambda *shape: torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(model.device)  # noqa: E731
     found: list[Finding] = []
     doctor_cuda._recurrence(model, random, found)
-    assert [finding.passed for finding in found] == [not moved, not moved, True]
+    assert [finding.passed for finding in found] == [fault != "moved", fault != "moved", fault == "none", True]
     assert [finding.equal for finding in found if finding.control] == [False]
