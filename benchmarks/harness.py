@@ -340,7 +340,7 @@ class Report:
 
     def add(self, row: dict[str, Any]) -> None:
         """Mutates: one more row, in place of one of its case with the same words."""
-        same = lambda other: (other.get("case"), other["what"]) == (row["case"], row["what"])  # noqa: E731
+        same = lambda other: (other.get("case", row["case"]), other["what"]) == (row["case"], row["what"])  # noqa: E731
         self.body["rows"] = [other for other in self.body["rows"] if not same(other)] + [row]
         print(shown(row), flush=True)
         if self.file is not None:

@@ -5,6 +5,7 @@ touched; pages of files that the system caches after a read do not count.
 """
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -189,6 +190,34 @@ def first_result(turns: int = 2) -> Lines:
         mine, theirs = (max(each[part] for each in found[arm]) for arm in works)
         what = f"memory, {part.removesuffix('_mb').replace('_', ' ')}"
         yield Line(what, ratio=mine / theirs, aim="<= 1.4", numbers={"replaylens_mb": mine, "hugging_face_mb": theirs})
+
+
+def started(tiny: bool, kernels: str) -> Numbers:
+    """Seconds of a process with a model on its device: its imports, and up to the first token. kernels: Triton's cache"""
+    os.environ["TRITON_CACHE_DIR"] = kernels
+    begin = time.perf_counter()
+    from benchmarks.subjects import random_decoder, where
+    from replaylens.engine.engine import Engine
+
+    imported = time.perf_counter()
+    shape, device, dtype = where(tiny)
+    model = random_decoder(shape, device, dtype)
+    made = time.perf_counter()
+    engine = Engine(model, cache_tokens=2**14)
+    built = time.perf_counter()
+    engine.prompt(random_tokens(1, min(512, shape.max_positions - 1), shape.vocab_size)[0]).generate(1)
+    found = {"imports_s": imported - begin, "engine_s": built - made, "first_token_s": time.perf_counter() - built}
+    return {**found, "seconds": time.perf_counter() - made}
+
+
+@case("loading-gpu.start", needs="gpu", quick={"tiny": True})
+def start(tiny: bool = False) -> Lines:
+    """Seconds from weights of the 8B shape on the device to the first token after a prompt of 512, examination and hash of the
+    weights included: in a process that compiles all kernels, and in the next one."""
+    with tempfile.TemporaryDirectory() as kernels:
+        for what, most in (("no kernel compiled before", 30.0), ("kernels compiled before", 8.0)):
+            found: Numbers = in_process(started, tiny, kernels)
+            yield Line(f"first token, {what}", aim=f"<= {most:g} s", met=found["seconds"] <= most, numbers=found)
 
 
 @case("loading-gpu", needs="gpu")
