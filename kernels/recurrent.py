@@ -192,7 +192,7 @@ def _tile(SEQUENCE, POSITION, row, rows, ROWS: tl.constexpr):
     return position, valid, tl.sum(valid.to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize=["rows", "at_key", "at_update", "at_decay", "stride_t"])
+@triton.jit(do_not_specialize=["rows", "stride_t"])
 def _weigh_kernel(
     Q, ENTRIES, ENTRY_OF, SEQUENCE, POSITION, TABLES, WEIGHTS, SHARES, WHOLE, entry, at_key, at_update, at_decay, stride_t,
     rows, stride_q, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr,
@@ -233,7 +233,7 @@ def _weigh_kernel(
     tl.store(WHOLE + own * HEADS + head, whole, mask=valid)
 
 
-@triton.jit(do_not_specialize=["rows", "at_key", "at_update", "at_decay", "stride_t"])
+@triton.jit(do_not_specialize=["rows", "stride_t"])
 def _walk_kernel(
     V, BETA, ENTRIES, STATES, ENTRY_OF, STATE_OF, SEQUENCE, POSITION, TABLES, SHARES, WHOLE, TOLD,
     entry, at_key, at_update, at_decay, stride_t, rows, stride_v,
@@ -310,7 +310,7 @@ def _from_state(X, START, valid, base, c, inside, D: tl.constexpr, DEPTH: tl.con
     return total
 
 
-@triton.jit(do_not_specialize=["rows", "at_update", "stride_t"])
+@triton.jit(do_not_specialize=["rows", "stride_t"])
 def _read_kernel(
     Q, ENTRIES, STATES, OUT, ENTRY_OF, STATE_OF, SEQUENCE, POSITION, TABLES, WEIGHTS, WHOLE, entry, at_update, stride_t, rows,
     stride_q,

@@ -125,7 +125,7 @@ def _picked(x, chosen, AXIS: tl.constexpr):
     return tl.max(tl.where(chosen, x, float("-inf")), AXIS)
 
 
-@triton.jit(do_not_specialize=["at_key", "at_update", "at_decay", "stride_t"])
+@triton.jit(do_not_specialize=["stride_t"])
 def _step_kernel(
     Q, V, BETA, ENTRIES, STATES, OUT, ENTRY_OF, STATE_OF, SEQUENCE, POSITION, TABLES, entry, at_key, at_update, at_decay,
     stride_t, K, DECAY, stride_q, stride_k, stride_v,
@@ -196,7 +196,7 @@ def _step_kernel(
 # ---- many rows -------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["at_key", "at_decay", "stride_t"])
+@triton.jit(do_not_specialize=["stride_t"])
 def _weigh_rows_kernel(
     Q, K, DECAY, ENTRIES, ENTRY_OF, SEQUENCE, POSITION, TABLES, WEIGHTS, WHOLE, entry, at_key, at_decay, stride_t,
     stride_q, stride_k,
@@ -256,7 +256,7 @@ def _take(read, told, by, shares, line, DELTA: tl.constexpr):
     return read, told
 
 
-@triton.jit(do_not_specialize=["at_update", "stride_t"])
+@triton.jit(do_not_specialize=["stride_t"])
 def _read_rows_kernel(
     Q, K, V, BETA, ENTRIES, STATES, OUT, ENTRY_OF, STATE_OF, SEQUENCE, POSITION, TABLES, WEIGHTS, WHOLE, entry, at_update,
     stride_t, stride_q, stride_k, stride_v,
@@ -307,7 +307,7 @@ def _read_rows_kernel(
     tl.store(UPDATES + slot_of(TABLE, ENTRY_OF, position, PAGE) * entry + c, new, mask=inside)
 
 
-@triton.jit(do_not_specialize=["at_key", "at_update", "at_decay", "stride_t"])
+@triton.jit(do_not_specialize=["stride_t"])
 def _close_kernel(
     ENTRIES, STATES, ENTRY_OF, STATE_OF, SEQUENCE, POSITION, TABLES, WHOLE, entry, at_key, at_update, at_decay, stride_t,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr,
