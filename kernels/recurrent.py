@@ -270,18 +270,22 @@ def _walk_kernel(
             share = tl.load(SHARES + own * CHUNK + j[None, :], mask=valid[:, None] & (j < begun)[None, :], other=-1.0)
             tl.store(TOLD + own * WIDTH + c[None, :], tl.dot(share, u, told, input_precision="ieee"), mask=real)
             tl.debug_barrier()  # every thread has stored its part before others read it
-            made = ()
-            for n in tl.static_range(ROWS):
+            lines, values, places, made = (), (), (), ()
+            for n in tl.static_range(ROWS):  # all loads before the first store, of which they might read
                 there = inside & (n < count)
-                line = tl.load(TOLD + (first + n * HEADS) * WIDTH + c, mask=there, other=0.0)
+                lines = lines + (tl.load(TOLD + (first + n * HEADS) * WIDTH + c, mask=there, other=0.0),)  # type: ignore[assignment]
+                values = values + (tl.load(VALUES + n * stride_v, mask=there, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+                place = slot_of(TABLE, ENTRY_OF, tl.minimum(position + n, position + count - 1), PAGE)
+                places = places + (place * entry,)  # type: ignore[assignment]
+            for n in tl.static_range(ROWS):
+                told = lines[n]
                 for m in tl.static_range(n):
                     by = tl.load(SHARES + (first + n * HEADS) * CHUNK + begun + m, mask=n < count, other=0.0)
-                    line = tl.fma(tl.zeros_like(line) + by, made[m], line)
-                new = tl.load(VALUES + n * stride_v, mask=there, other=0.0).to(tl.float32)
-                new = tl.load(BETA + first + n * HEADS, mask=n < count, other=0.0).to(tl.float32) * (new - line)
-                made = made + (new,)  # type: ignore[assignment]  # noqa: RUF005 (what the compiler reads)
-                place = slot_of(TABLE, ENTRY_OF, tl.minimum(position + n, position + count - 1), PAGE)
-                tl.store(UPDATES + place * entry + c, new, mask=there)
+                    told = tl.fma(tl.zeros_like(told) + by, made[m], told)
+                strength = tl.load(BETA + first + n * HEADS, mask=n < count, other=0.0).to(tl.float32)
+                made = made + (strength * (values[n] - told),)  # type: ignore[assignment]
+            for n in tl.static_range(ROWS):
+                tl.store(UPDATES + places[n] + c, made[n], mask=inside & (n < count))
         else:
             new = tl.load(VALUES[None, :] + i[:, None] * stride_v, mask=real, other=0.0).to(tl.float32)
             tl.store(UPDATES + mine + c[None, :], new, mask=real)

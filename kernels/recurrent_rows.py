@@ -282,7 +282,7 @@ def _read_rows_kernel(
         lines = ()
         for n in tl.static_range(DEPTH):
             there = inside & (base > 0) & (first + n < D)
-            lines = lines + (tl.load(START + (first + n) * WIDTH + c, mask=there, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+            lines = lines + (tl.load(START + (first + n) * WIDTH + c, mask=there, other=0.0),)  # type: ignore[assignment]
         for n in tl.static_range(DEPTH):
             q = tl.load(QUERY + first + n, mask=first + n < D, other=-1.0).to(tl.float32)
             k = tl.load(KEY + first + n, mask=first + n < D, other=-1.0).to(tl.float32)
@@ -294,7 +294,7 @@ def _read_rows_kernel(
         for n in tl.static_range(DEPTH):
             slot = slot_of(TABLE, ENTRY_OF, tl.minimum(base + first + n, position), PAGE) * entry
             there = inside & (first + n < begun)
-            lines = lines + (tl.load(UPDATES + slot + c, mask=there, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+            lines = lines + (tl.load(UPDATES + slot + c, mask=there, other=0.0),)  # type: ignore[assignment]
         for n in tl.static_range(DEPTH):
             by = tl.load(BY + first + n, mask=first + n < begun, other=-1.0)
             shares = tl.load(BY + CHUNK + first + n, mask=first + n < begun, other=-1.0)
@@ -352,7 +352,7 @@ def recur_single(
             width, columns, *paged, delta, **options,
         )  # fmt: skip
         return out
-    weights, whole, some = empty(2, CHUNK), empty(), gcd(group, 4)
+    weights, whole, some = empty(2, CHUNK), empty(), gcd(group, 2)  # of four, registers spill
     _, _, options = launch(WEIGH)
     _weigh_rows_kernel[(num_rows, heads // some)](
         q, k, decay, memory.entries, of[0], *placed, weights, whole, entry, at[0], at[2], stride, *strides[:2], heads, group, d,

@@ -116,7 +116,7 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
-from replaylens.kernels import split
+from replaylens.kernels import recurrent, recurrent_rows, split
 from replaylens.kernels.attention import PagedRows
 
 launched = []
@@ -127,6 +127,12 @@ for number in (1, 400):  # several splits, one split
     q, cache = (torch.zeros(n, 3, 64, dtype=torch.bfloat16) for n in (number, 1024))
     rows = PagedRows(*(torch.zeros(n, dtype=torch.int32) for n in (number, number)), torch.zeros(1, 64, dtype=torch.int32))
     split.split_attention(q, cache, cache, rows, 0.125)
+zeros = lambda *shape, dtype=torch.int32: torch.zeros(*shape, dtype=dtype)
+memory = recurrent_rows.RecurrentMemory(torch.zeros(128, 424), torch.zeros(2, 4, 32, 64), (32, 96, 352), zeros(2), zeros(2), 64)
+for single, many in ((True, 0), (True, 1 << 20), (False, 0)):
+    recurrent_rows.MANY, rows = many, PagedRows(zeros(3), zeros(3), zeros(3, 2), single=single)
+    q, v, beta = (zeros(3, *shape, dtype=torch.bfloat16) for shape in ((2, 32), (4, 64), (4,)))
+    recurrent.recur(q, q, v, torch.zeros(3, 4), beta, memory, rows)
 for kernel, args, options in launched:
     named = dict(zip((p.name for p in kernel.params), args, strict=True))
     fixed = {p.name: named[p.name] for p in kernel.params if p.is_constexpr}
@@ -143,7 +149,8 @@ for kernel, args, options in launched:
 
 @pytest.mark.slow
 def test_compiles_for_a_gpu_on_machines_without_one(tmp_path):
-    """The interpreter has no types. A tensor of another dtype where nothing is split did not compile."""
+    """The interpreter has no types. A tensor of another dtype where nothing is split did not compile. Of recurrences: three
+    kernels of many rows, one of few, and five of a walk."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True)
-    assert done.stdout.split() == ["compiled"] * 2, done.stderr[-2000:]
+    assert done.stdout.split() == ["compiled"] * 11, done.stderr[-2000:]
