@@ -10,6 +10,7 @@ boundary whose state is still there, as what a preempted branch lost is: `known`
 
 When rooms run out, the one whose loss costs least is taken: of a free page, or of the page that was used least recently, where
 the boundary of 2, 4, 8, ... chunks counts as used later. So of an old path every n-th state is kept, and n grows with its age.
+What the last step used goes last: its requests go on, and may have their turn after the one that looks for a room.
 
 The last inputs of the convolutions before a boundary go with its state (the `tail`): they are saved when the entries are lost.
 """
@@ -27,7 +28,7 @@ from replaylens.kernels.definition import CHUNK
 _LATER = 256
 """steps by which a boundary of twice as many chunks counts as used later"""
 _GOES_ON = 1 << 40
-"""and what the last step used: its requests have not ended, and may have their turn after others in this step"""
+"""and what the last step used"""
 
 
 class Move(NamedTuple):
@@ -69,7 +70,7 @@ class Shelf:
         if not room:
             counts = self.pool._refcounts
             idle = np.fromiter((counts[owner] == 0 for owner in self.page), bool, self.count + 1)  # page 0 has none
-            score = np.where(idle, -1, self.used + np.where(self.used < now - 1, self.later, _GOES_ON))
+            score = np.where(idle, -1, self.used + self.later + _GOES_ON * (self.used >= now - 1))
             score[self.used == now] = np.iinfo(np.int64).max
             score[0] = np.iinfo(np.int64).max
             room = int(score.argmin())

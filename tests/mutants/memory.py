@@ -183,8 +183,8 @@ MEMORY = (
     Mutant(
         "rooms-of-requests-that-go-on",
         "replaylens.engine.memory.rooms",
-        "np.where(self.used < now - 1, self.later, _GOES_ON)",
-        "self.later",
+        "self.used + self.later + _GOES_ON * (self.used >= now - 1)",
+        "self.used + self.later",
         "requests that run together leave one another the states that they need next",
         ("tests/engine/test_hybrids.py::test_requests_that_run_together_leave_one_another_what_they_need",),
     ),
