@@ -22,10 +22,12 @@ from replaylens.engine.model.loading import WEIGHTS_FILE, load, save, weights_ha
 from replaylens.engine.model.ops import SequenceOps
 from tests.engine.model.test_weights import edit, edit_json, write_gguf
 from tests.engine.replay.bridges import bridge
-from tests.families import GROUPED, NAMES, hugging_face
+from tests.families import ALIKE, GROUPED, NAMES, hugging_face
 
 TOKENS = torch.randint(97, (1, 24), generator=torch.Generator().manual_seed(7))
-families = pytest.mark.parametrize("name", NAMES)
+families = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name for name in NAMES]
+)
 
 
 def ours(model: Decoder, tokens: Tensor = TOKENS) -> Tensor:

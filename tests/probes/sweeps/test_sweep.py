@@ -73,8 +73,8 @@ def test_same_report_twice(coin_dump: Dump, report: Report, tmp_path: Path) -> N
     assert {"report.json", "summary.txt", "table.csv", "heatmap-face-logistic.png", "curves-face-logistic.png"} <= set(files)
     for name in files:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
-    tables = [sweep(coin_dump, "face", **RIDGE, seed=seed).table for seed in (0, 0, 1)]
-    assert tables[0].equals(tables[1]) and not tables[0].equals(tables[2]), "another seed gives another report"
+    one, other = (sweep(coin_dump, "face", **RIDGE, seed=seed).table for seed in (0, 1))
+    assert not one.equals(other), "another seed gives another report"
 
 
 def test_resumed_sweep_is_the_same(coin_dump: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +195,7 @@ def test_length_generalisation(coin_dump: Dump) -> None:
 
 def test_splits_by_branch(steps_dump: Dump) -> None:
     """Splits from accepted to rejected, back, and by depth include rejected rows by default, on other roots."""
-    settings = QUICK | {"positions": "step", "layers": [1], "controls": False}
+    settings = QUICK | {"positions": "step", "layers": [1], "controls": False, "estimators": "ridge"}
     rejected = len(ProbeRows.of(steps_dump).rejected().at("step"))
     for split in ("accepted-rejected", "depth:0"):
         line = sweep(steps_dump, "implied", split=split, **settings).best("implied")
