@@ -33,6 +33,7 @@ from replaylens.engine.serving.branch import Branch
 from replaylens.kernels.definition import CHUNK
 from replaylens.probes.probe import LinearProbe
 from replaylens.probes.rows import Cell
+from tests.devices import covering
 from tests.engine.passes.packed import relative, sequences
 from tests.engine.reference import decoder
 from tests.families import HYBRIDS, hugging_face
@@ -96,8 +97,7 @@ def test_states_are_what_rows_read(name: str) -> None:
     assert torch.equal(branch.state(0, 63), branch.activations[SITE][63])
 
 
-@pytest.mark.parametrize("at", [10, 63, 64])
-@pytest.mark.parametrize("name", ["qwen3-next", "mamba2"])
+@pytest.mark.parametrize("at, name", covering([10, 63, 64], ["qwen3-next", "mamba2"]))
 def test_a_state_patched_into_another_branch(name: str, at: int) -> None:
     """In the middle of a chunk, at its end and at its beginning: whole, in small passes, and in other pages."""
     patch = Edit(SITE, "set", other(name).state(0, at), positions=at)
@@ -137,7 +137,9 @@ def test_forks_and_rollbacks_keep_an_edited_state() -> None:
     assert torch.equal(before.activations[LATER], whole.activations[LATER])
 
 
-@pytest.mark.parametrize("name, seed", [("qwen3-next", 1), ("mamba2", 2), ("falcon-h1", 3), ("qwen3-next", 4)])
+@pytest.mark.parametrize(
+    "name, seed", [("qwen3-next", 1), ("mamba2", 2), ("falcon-h1", 3), pytest.param("qwen3-next", 4, marks=pytest.mark.slow)]
+)
 def test_random_histories_with_edited_states(name: str, seed: int) -> None:
     """Passes of any size, rejected rows and forks, in pages of any size: the rows of the whole path at once."""
     draw, subject, sites = random.Random(seed), engine(name), [SITE, "blocks.1.hook_out"]

@@ -19,6 +19,7 @@ from replaylens.kernels.recurrent import RecurrentMemory, rates, recur, short_co
 from replaylens.kernels.rope import rotate
 from replaylens.kernels.sample import sample_logits
 from replaylens.kernels.shared import PagedRows
+from tests.devices import covering
 from tests.kernels.interpreted import DEVICES
 from tests.kernels.test_recurrent import AT, CHANNELS, LENGTH, Layer, inputs
 
@@ -26,8 +27,9 @@ pytestmark = pytest.mark.parametrize("device", DEVICES)
 Same = Callable[[Tensor, Tensor], None]
 
 
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("m, k, n", [(1, 40, 56), (3, 128, 64), (9, 136, 40), (70, 72, 36)])
+@pytest.mark.parametrize(
+    "stored, m, k, n", covering([torch.float32, torch.bfloat16], [(1, 40, 56), (3, 128, 64), (9, 136, 40), (70, 72, 36)])
+)
 def test_products(device: str, m: int, k: int, n: int, stored: torch.dtype, same: Same) -> None:
     x, w, bias, residual = numbers(1, m, k), numbers(2, k, n).to(stored), numbers(3, n), numbers(4, m, n)
     given = x.to(device), w.to(device), bias.to(device), residual.to(device)
@@ -70,8 +72,7 @@ def test_a_sum_that_underflows_keeps_its_sign(device: str, m: int, k: int) -> No
     assert torch.signbit(matmul(x.to(device), w.to(device))).all()
 
 
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-@pytest.mark.parametrize("width", [40, 577, 5000])
+@pytest.mark.parametrize("kind, width", covering(["rms", "layer"], [40, 577, 5000]))
 def test_norms(device: str, width: int, kind: str, same: Same) -> None:
     x, weight, bias = numbers(5, 5, width), numbers(6, width), numbers(7, width) if kind == "layer" else None
     ours = norm(x.to(device), weight.to(device), None if bias is None else bias.to(device), 1e-5, kind)
@@ -90,8 +91,10 @@ def test_functions(device: str, same: Same) -> None:
         same(activation(x.to(device) * 8, name, False).cpu(), cpu.apply(name, x * 8))
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("cap, window, more", [(0.0, 0, ""), (5.0, 0, "slopes"), (0.0, 100, "slopes"), (5.0, 100, "sinks")])
+@pytest.mark.parametrize(
+    "split, cap, window, more",
+    covering([False, True], [(0.0, 0, ""), (5.0, 0, "slopes"), (0.0, 100, "slopes"), (5.0, 100, "sinks")]),
+)
 def test_attention(device: str, cap: float, window: int, more: str, split: bool, same: Same) -> None:
     pages, position = torch.arange(44).flip(0)[None] + 1, torch.tensor([0, 5, 63, 64, 511, 512, 699])
     keys, values, q = numbers(5, 3, 720, 20), numbers(6, 3, 720, 20), numbers(7, 7, 6, 20)

@@ -60,7 +60,7 @@ def width(scored: dict[str, Any]) -> float:
 @pytest.fixture(scope="module")
 def transfers(steps_dump: Dump) -> dict[str, Report]:
     """Those of both labels at S1, made once."""
-    return {label: transfer(steps_dump, label, layers=[1]) for label in ("implied", "face")}
+    return {label: transfer(steps_dump, label, layers=[1], estimator="ridge") for label in ("implied", "face")}
 
 
 def test_transfer(transfers: dict[str, Report]) -> None:
@@ -84,17 +84,17 @@ def test_transfer(transfers: dict[str, Report]) -> None:
 def test_transfer_is_held_against_controls(steps_dump: Dump, engine: Engine, transfers: dict[str, Report]) -> None:
     """A coin per root is not shown, nor is a class that the row's token or an untrained model tells as well."""
     rows = ProbeRows.of(steps_dump)
-    assert transfer(rows, "shuffled", layers=[1]).findings[-1].startswith("Not shown")
+    assert transfer(rows, "shuffled", layers=[1], estimator="ridge").findings[-1].startswith("Not shown")
     odd = replace(rows, frame=rows.frame.assign(odd=rows.frame["token"] % 2))
     told = transfer(odd, "odd", layers=[0, 1], position="all", estimator="ridge")
     assert line(told, "token alone: accepted to rejected")["accuracy"] > 0.95
     assert line(told, "S0: accepted to rejected")["accuracy"] > 0.95 and told.findings[-1].startswith("Not shown")
     placed = replace(rows, frame=rows.frame.assign(place=[["a", "b"][p // 3 % 2] for p in rows.frame["position"]]))
-    read = transfer(placed, "place", layers=[2])
+    read = transfer(placed, "place", layers=[2], estimator="ridge")
     older = [name for name in ALL_CONTROLS if name not in ("position alone", "untrained model")]
     assert all(line(read, f"S2: accepted to rejected minus {name}")["low"] > 0 for name in older)
     assert read.findings[-1].startswith("Not shown") and read.findings[-1].endswith("; decided by position alone.")
-    implied = transfer(rows, "implied", layers=[1], engine=engine)
+    implied = transfer(rows, "implied", layers=[1], engine=engine, estimator="ridge")
     gains = [name for name in ALL_CONTROLS if line(implied, f"S1: accepted to rejected minus {name}")["low"] > 0]
     assert gains == list(ALL_CONTROLS) and not implied.notes
     assert transfers["implied"].notes[-1] == "Skipped the control 'untrained model': no engine was given."
