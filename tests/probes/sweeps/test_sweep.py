@@ -101,7 +101,7 @@ def test_resumed_sweep_is_the_same(coin_dump: Dump, tmp_path: Path, monkeypatch:
 
 def test_parts_of_another_split_are_not_used(tmp_path: Path) -> None:
     """Two splits share a name, as lambdas do. The second is computed, and the first is still found."""
-    settings = QUICK | {"positions": "all", "controls": False}
+    settings = QUICK | {"positions": "all", "controls": False, "estimators": "ridge"}
     makes: list[MakeSplit] = [lambda rows: by_root(rows, 2, 0), lambda rows: by_root(rows, 5, 7)]
     fresh = [body(sweep(rows_of(), "face", split=make, **settings)) for make in makes]
     assert fresh[0] != fresh[1]
@@ -389,7 +389,7 @@ def test_controls_of_joined_rows(coin_dump: Dump) -> None:
 
 def test_memorised_tokens_are_no_finding(coin_dump: Dump) -> None:
     """An action, probed at the token that states it, is read perfectly but not shown: token identity does as well."""
-    report = sweep(coin_dump, "last_action", **(QUICK | {"positions": "step"}))
+    report = sweep(coin_dump, "last_action", **(QUICK | {"positions": "step", "estimators": "ridge"}))
     assert report.best("last_action")["accuracy"] == 1 and report.best("last_action")["token_identity"] == 1
     assert report.text().startswith("Not shown: last_action at step")
 
