@@ -365,7 +365,8 @@ CASES_OF_MORE_EDITS: dict[str, tuple[str, Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name, case", covering(["llama", "gpt2"], CASES_OF_MORE_EDITS))
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("case", CASES_OF_MORE_EDITS)
 def test_they_are_what_transformer_lens_hooks_do(name: str, case: str) -> None:
     site, change, options = CASES_OF_MORE_EDITS[case]
     served = engine(name)

@@ -16,7 +16,6 @@ from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placing import place
 from replaylens.engine.serving.branch import Branch
-from tests.devices import covering
 from tests.engine.request.test_edits import LENGTH, TOKENS, VECTOR, bits, edited_logits, engine, lens_logits
 from tests.families import hugging_face
 from tests.toy_model import engine as toy_engine
@@ -54,7 +53,8 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name, case", covering(["llama", "gpt2"], CASES))
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("case", CASES)
 def test_they_are_what_transformer_lens_hooks_do(name: str, case: str) -> None:
     site, change, options = CASES[case]
     ours = edited_logits(engine(name), Edit(site, **options))
