@@ -1,7 +1,7 @@
 """Parameters of tests: devices (the CPU, and a CUDA device under the marker `gpu`), and products of values."""
 
 from collections.abc import Iterable
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import pytest
@@ -18,12 +18,13 @@ def with_devices(names: tuple[str, ...], slow: tuple[str, ...] = (), cpu_only: t
 
 
 def covering(*axes: Iterable[Any]) -> list[object]:
-    """All combinations for `parametrize`. Those beyond a few in which every value occurs are slow."""
+    """All combinations for `parametrize`, with tuples spread. Those beyond a few in which every value occurs are slow."""
     values = [list(axis) for axis in axes]
     longest = max(map(len, values))
     needed = {tuple(i % len(axis) for axis in values) for i in range(longest)}
     places = product(*(range(len(axis)) for axis in values))
-    return [
-        pytest.param(*(axis[i] for axis, i in zip(values, at, strict=True)), marks=() if at in needed else pytest.mark.slow)
-        for at in places
-    ]
+    found = []
+    for at in places:
+        chosen = [axis[i] if isinstance(axis[i], tuple) else (axis[i],) for axis, i in zip(values, at, strict=True)]
+        found.append(pytest.param(*chain(*chosen), marks=() if at in needed else pytest.mark.slow))
+    return found

@@ -26,19 +26,20 @@ for layer in range(4):
 """page -> code that creates what its snippets assume"""
 
 SMALLER = {
-    "task.examples(40)": "task.examples(20)",
+    "task.examples(40)": "task.examples(12)",
     ".examples(48)": ".examples(32)",
     "steps = 1500": "steps = 10",
     "pool = 1024": "pool = 32",
-    "--n 200": "--n 20",
+    "--n 200": "--n 12",
     "--n 100": "--n 6",
+    "--n 40 --knob flips=1,4": "--n 12 --knob flips=1,4",
     'sites="STC", positions=["step", "query"])': 'sites="S", layers=[3], positions=["query"])',
     "n: int = 40": "n: int = 12",
     "--label state --sites STC": "--label state --sites S --layers 3 --positions query --permutations 19",
     "--positions step,query --estimators ridge": "--layers 3 --positions query --estimators ridge --permutations 19",
     "--sites S --positions query --estimators ridge": "--sites S --positions query --estimators ridge --permutations 19",
     'positions="step", estimators="ridge")': 'layers=[3], positions="step", estimators="ridge")',
-    ".examples(80)": ".examples(40)",
+    ".examples(80)": ".examples(24)",
     "range(100, 124)": "range(100, 108)",
     "batch = 64": "batch = 16",
     "--model coin-thinking --out": "--model coin-thinking --n 4 --out",

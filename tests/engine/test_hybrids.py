@@ -137,7 +137,9 @@ def test_forks_and_rollbacks_keep_an_edited_state() -> None:
     assert torch.equal(before.activations[LATER], whole.activations[LATER])
 
 
-@pytest.mark.parametrize("name, seed", [("qwen3-next", 1), ("mamba2", 2), ("falcon-h1", 3), ("qwen3-next", 4)])
+@pytest.mark.parametrize(
+    "name, seed", [("qwen3-next", 1), ("mamba2", 2), ("falcon-h1", 3), pytest.param("qwen3-next", 4, marks=pytest.mark.slow)]
+)
 def test_random_histories_with_edited_states(name: str, seed: int) -> None:
     """Passes of any size, rejected rows and forks, in pages of any size: the rows of the whole path at once."""
     draw, subject, sites = random.Random(seed), engine(name), [SITE, "blocks.1.hook_out"]

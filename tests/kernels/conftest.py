@@ -55,7 +55,8 @@ def types_made_once() -> Iterator[None]:
 
     block, tensor, Semantic, Handle = core.block_type, core.tensor, semantic.TritonSemantic, interpreter.TensorHandle
     make_block, make_tensor, equal_types = block.__init__, tensor.__init__, core.dtype.__eq__
-    numpy_dtype, broadcast = interpreter._get_np_dtype, Semantic.broadcast_impl_value
+    numpy_dtype, broadcast, cast = interpreter._get_np_dtype, Semantic.broadcast_impl_value, Semantic.cast
+    constant, expand = Semantic.scalar_constant, Semantic.expand_dims
     fits, unwrap, operands = (
         interpreter._validate_np_data_size,
         core._unwrap_if_constexpr,
@@ -65,8 +66,10 @@ def types_made_once() -> Iterator[None]:
     dtypes: dict[str, Any] = {}
     constants: dict[Any, Any] = {}
     wider: dict[tuple[int, int], Any] = {}
-    uncast: dict[Any, Any] = {}
+    casts: dict[Any, Any] = {}
+    longer, integers = dict[tuple[int, int], Any](), dict[tuple[int, int], Any]()
     sizes: set[tuple[int, str]] = set()
+    plain = {tensor, int, float, bool, type(None)}
 
     def new_block(cls: Any, element: Any, shape: Any) -> Any:
         key = id(element), *(s.value if isinstance(s, core.constexpr) else s for s in shape)  # the type keeps its element
@@ -135,26 +138,69 @@ def types_made_once() -> Iterator[None]:
         return ir
 
     def operands_of(self: Any, lhs: Any, rhs: Any, *how: bool, **more: bool) -> Any:
-        """Two tensors that need no cast are only widened. A number beside a tensor becomes a constant once, unless that casts
-        the tensor."""
-        if type(lhs) is not tensor or type(rhs) not in (tensor, int, float):
+        """Two tensors are cast and widened as others of their types were. A number beside a tensor becomes a constant once,
+        unless that casts the tensor."""
+        kinds = type(lhs), type(rhs)
+        if kinds == (tensor, tensor):
+            key = id(lhs.type), id(rhs.type), how, *more.items()
+            if key not in casts:
+                left, right = operands(self, lhs, rhs, *how, **more)
+                casts[key] = lhs.type, rhs.type, left.type.scalar, right.type.scalar  # types that are kept keep their ids
+                return left, right
+            _, _, left, right = casts[key]
+            if lhs.type.scalar is not left:
+                lhs = cast_others(self, lhs, left)
+            if rhs.type.scalar is not right:
+                rhs = cast_others(self, rhs, right)
+            return broadcast_others(self, lhs, rhs)
+        if tensor not in kinds or not (kinds[0] in (int, float) or kinds[1] in (int, float)):
             return operands(self, lhs, rhs, *how, **more)
-        if type(rhs) is tensor:
-            types = id(lhs.type), id(rhs.type), how, *more.items()
-            if types in uncast:
-                return broadcast_others(self, lhs, rhs)
-            left, right = operands(self, lhs, rhs, *how, **more)
-            if left.type.scalar is lhs.type.scalar and right.type.scalar is rhs.type.scalar:
-                uncast[types] = lhs.type, rhs.type  # as long as types are kept, no others have their ids
-            return left, right
-        key = id(lhs.type), type(rhs), rhs, how, *more.items()
+        number, place = (lhs, 0) if kinds[1] is tensor else (rhs, 1)
+        beside = (rhs, lhs)[place]
+        key = id(beside.type), kinds[place], number, place, how, *more.items()
         if key not in constants:
-            left, constant = operands(self, lhs, rhs, *how, **more)
-            if left is not lhs:
-                return left, constant
-            constant.handle.data.flags.writeable = False
-            constants[key] = lhs.type, constant
-        return lhs, constants[key][1]
+            both = operands(self, lhs, rhs, *how, **more)
+            if both[1 - place] is not beside:
+                return both
+            both[place].handle.data.flags.writeable = False
+            constants[key] = beside.type, both[place]
+        return (constants[key][1], beside) if place == 0 else (beside, constants[key][1])
+
+    def cast_others(self: Any, x: Any, type: Any, rounding: Any = None) -> Any:
+        before, after = x.type.scalar, type.scalar
+        if before is after:
+            return x
+        key = id(x.type), id(after)
+        if key in integers:
+            return tensor(Handle(x.handle.data.astype(dtype_of(after)), after), integers[key][2])
+        made = cast(self, x, type, rounding)
+        if before.is_int() and after.is_int() and core.int1 not in (before, after):
+            integers[key] = x.type, after, made.type
+        return made
+
+    def constant_once(self: Any, value: Any, dtype: Any) -> Any:
+        key = type(value), value, id(dtype)
+        if key not in constants:
+            constants[key] = dtype, constant(self, value, dtype)
+            constants[key][1].handle.data.flags.writeable = False
+        return constants[key][1]
+
+    def expanded(self: Any, x: Any, axis: int) -> Any:
+        key = id(x.type), axis
+        if key in longer:
+            data = x.handle.data
+            shape = *data.shape[:axis], 1, *data.shape[axis:]
+            return tensor(Handle(data.reshape(shape), x.handle.dtype.scalar), longer[key][1])
+        made = expand(self, x, axis)
+        if x.type.is_block():
+            longer[key] = x.type, made.type
+        return made
+
+    @cache
+    def counted(start: int, stop: int) -> Any:
+        numbers = np.arange(start, stop, dtype=np.int32)
+        numbers.flags.writeable = False
+        return numbers
 
     def fits_once(data: Any, type: Any) -> bool:
         key = data.itemsize, type.name
@@ -164,7 +210,9 @@ def types_made_once() -> Iterator[None]:
 
     def unwrapped(value: Any) -> Any:
         kind = type(value)
-        return value.value if kind is core.constexpr else value if kind in (tensor, int, float) else unwrap(value)
+        if kind is core.constexpr:
+            return value.value
+        return value if kind in plain or not isinstance(value, (list, tuple, core.tuple, core.constexpr)) else unwrap(value)
 
     def called_directly(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         """Without the wrappers, which check on every call that the argument below is there."""
@@ -191,6 +239,12 @@ def types_made_once() -> Iterator[None]:
         patch.setattr(tensor, "__init__", tensor_of)
         patch.setattr(interpreter, "_get_np_dtype", dtype_of)
         patch.setattr(Semantic, "broadcast_impl_value", broadcast_others)
+        patch.setattr(Semantic, "cast", cast_others)
+        patch.setattr(Semantic, "scalar_constant", constant_once)
+        patch.setattr(Semantic, "expand_dims", expanded)
+        patch.setattr(
+            interpreter.InterpreterBuilder, "create_make_range", lambda self, _, *ends: Handle(counted(*ends), core.int32)
+        )
         patch.setattr(interpreter.interpreter_builder, "options", interpreter.InterpreterOptions(sanitize_overflow=False))
         yield
 

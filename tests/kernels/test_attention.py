@@ -9,6 +9,7 @@ from replaylens.kernels.attention import Workspace, attention
 from replaylens.kernels.launch import KV_BLOCK, KV_SPLIT, AttentionTile, heads_together
 from replaylens.kernels.matmul import head_matmul, head_plan, matmul
 from replaylens.kernels.shared import PagedRows, plan_tiles, rows_per_tile
+from tests.devices import covering
 
 PAGE = 16
 
@@ -74,8 +75,7 @@ def test_agrees_with_float64(case, softcap, window):
     case.close(got, want)
 
 
-@pytest.mark.parametrize("kind", ["sinks", "slopes"])
-@pytest.mark.parametrize("window", [0, 19])
+@pytest.mark.parametrize("kind, window", covering(["sinks", "slopes"], [0, 19]))
 def test_sinks_and_slopes_take_part_in_the_softmax(case, same, window, kind):
     """In any schedule and beside any rows; a sink far below all scores, or a slope of zero, changes nothing."""
     s, chosen = setting(case, lengths(case) if case.gpu else [37]), some(case)[: 12 if case.gpu else 3]

@@ -6,6 +6,7 @@ from replaylens.kernels import reference
 from replaylens.kernels.norm import norm
 from replaylens.kernels.rope import can_fuse, norm_rotate_and_store, rotate, rotate_and_store, store
 from replaylens.kernels.shared import PagedRows
+from tests.devices import covering
 from tests.kernels.interpreted import DEVICES, served
 from tests.toy_model import random_model
 
@@ -85,8 +86,7 @@ def fused_problem(case, width, rows=7):
     return q, k, v, weights, table, PagedRows(sequence, position, pages.to(case.device)), cache
 
 
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-@pytest.mark.parametrize("width", [16, 64, 128, 256])
+@pytest.mark.parametrize("kind, width", covering(["rms", "layer"], [16, 64, 128, 256]))
 def test_one_launch_has_the_bits_of_three(case, same, width, kind):
     q, k, v, weights, table, rows, cache = fused_problem(case, width)
     mine, theirs = (cache(), cache()), (cache(), cache())

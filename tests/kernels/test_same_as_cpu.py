@@ -20,6 +20,7 @@ from replaylens.kernels.recurrent_rows import RecurrentMemory
 from replaylens.kernels.rope import rotate
 from replaylens.kernels.sample import sample_logits
 from replaylens.kernels.shared import PagedRows
+from tests.devices import covering
 from tests.kernels.interpreted import DEVICES
 from tests.kernels.test_recurrent import AT, CHANNELS, LENGTH, Layer, inputs
 
@@ -71,8 +72,7 @@ def test_a_sum_that_underflows_keeps_its_sign(device: str, m: int, k: int) -> No
     assert torch.signbit(matmul(x.to(device), w.to(device))).all()
 
 
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-@pytest.mark.parametrize("width", [40, 577, 5000])
+@pytest.mark.parametrize("kind, width", covering(["rms", "layer"], [40, 577, 5000]))
 def test_norms(device: str, width: int, kind: str, same: Same) -> None:
     x, weight, bias = numbers(5, 5, width), numbers(6, width), numbers(7, width) if kind == "layer" else None
     ours = norm(x.to(device), weight.to(device), None if bias is None else bias.to(device), 1e-5, kind)
@@ -91,8 +91,10 @@ def test_functions(device: str, same: Same) -> None:
         same(activation(x.to(device) * 8, name, False).cpu(), cpu.apply(name, x * 8))
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("cap, window, more", [(0.0, 0, ""), (5.0, 0, "slopes"), (0.0, 100, "slopes"), (5.0, 100, "sinks")])
+@pytest.mark.parametrize(
+    "split, cap, window, more",
+    covering([False, True], [(0.0, 0, ""), (5.0, 0, "slopes"), (0.0, 100, "slopes"), (5.0, 100, "sinks")]),
+)
 def test_attention(device: str, cap: float, window: int, more: str, split: bool, same: Same) -> None:
     pages, position = torch.arange(44).flip(0)[None] + 1, torch.tensor([0, 5, 63, 64, 511, 512, 699])
     keys, values, q = numbers(5, 3, 720, 20), numbers(6, 3, 720, 20), numbers(7, 7, 6, 20)

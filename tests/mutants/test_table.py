@@ -131,7 +131,7 @@ def test_outcomes(checkout: Path) -> None:
 
 def test_a_run_that_is_cut_off_or_cannot_start_kills_nothing(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Campaign, "_check", lambda *given: None)
-    (result,) = Campaign(checkout, limit=3).run([ENDLESS])
+    (result,) = Campaign(checkout, limit=1).run([ENDLESS])
     assert result.outcome is Outcome.CUT_OFF
     (result,) = Campaign(checkout).run([planted("nobody", "return x + x", "return 0", ("tests/test_gone.py",))])
     assert result.outcome is Outcome.NOT_RUN and "test_gone.py" in result.detail

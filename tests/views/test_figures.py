@@ -59,7 +59,8 @@ from tests.views.checks import meshes
 
 def outside(figure: Figure) -> list[float]:
     """How far the words and shapes of a figure reach beyond its left, lower, right and upper edge, in inches."""
-    figure.draw_without_rendering()
+    if (layout := figure.get_layout_engine()) is not None:
+        layout.execute(figure)  # all that drawing would move
     box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
     return [float(-box.x0), float(-box.y0), float(box.x1 - width), float(box.y1 - height)]
 

@@ -121,7 +121,7 @@ def test_certificate(html: str, dump: Dump, engine: Engine) -> None:
     assert 'data-status="verified"' in html and "12 examples replayed" in html
     for text in (dump.digest, dump.accepted_digest, engine.fingerprint.digest, engine.fingerprint.weights):
         assert text in html
-    unknown = ReportPage(dump).html()
+    unknown = ReportPage(dump, trees=1).html()
     assert 'data-status="none"' in unknown and 'data-status="verified"' not in unknown
 
 
@@ -133,7 +133,7 @@ def test_a_mismatch_is_shown_as_one(dump: Dump, engine: Engine, tmp_path: Path) 
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
-    html = ReportPage(Dump.open(tmp_path, check=False), verdict=verify(tmp_path, engine)).html()
+    html = ReportPage(Dump.open(tmp_path, check=False), verdict=verify(tmp_path, engine), trees=1).html()
     assert 'data-status="mismatch"' in html and "was changed after it was written" in html
 
 
@@ -213,9 +213,9 @@ def test_a_sweep_is_drawn_with_intervals_and_controls(plain_dump: Dump, sweep: R
 
 
 def test_a_report_about_other_rows_is_said_to_be(dump: Dump, plain_dump: Dump, sweep: Report) -> None:
-    assert f"About other rows: digest {plain_dump.digest}" in ReportPage(dump, (sweep,)).html()
+    assert f"About other rows: digest {plain_dump.digest}" in ReportPage(dump, (sweep,), trees=1).html()
     of_a_run = replace(sweep, source={**sweep.source, "digest": ""})
-    assert "About other rows: of a run, not of a dump" in ReportPage(dump, (of_a_run,)).html()
+    assert "About other rows: of a run, not of a dump" in ReportPage(dump, (of_a_run,), trees=1).html()
 
 
 def test_probes_alone(sweep: Report, tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_command(saved_model: Path, tmp_path: Path) -> None:
 
 def test_command_on_a_mismatch(dump: Dump, saved_model: Path, tmp_path: Path) -> None:
     """Negative control: the honest tokenizer gives other texts. The page is still written, and reports the mismatch."""
-    done = call(dump.url, "--out", tmp_path / "a.html", "--model", saved_model)
+    done = call(dump.url, "--out", tmp_path / "a.html", "--model", saved_model, "--trees", 1)
     assert done.exit_code == 1 and "mismatch" in done.output
     assert 'data-status="mismatch"' in (tmp_path / "a.html").read_text()
 
@@ -265,7 +265,7 @@ def test_command_with_probes(dump: Dump, sweep: Report, tmp_path: Path) -> None:
     sweep.save(tmp_path / "probes", figures=False)
     alone = call(tmp_path / "probes", "--out", tmp_path / "a.html")
     assert alone.exit_code == 0 and 'id="probes"' in (tmp_path / "a.html").read_text(), alone.output
-    both = call(dump.url, tmp_path / "probes" / "report.json", "--out", tmp_path / "b.html", "--verify", 0)
+    both = call(dump.url, tmp_path / "probes" / "report.json", "--out", tmp_path / "b.html", "--verify", 0, "--trees", 1)
     page = (tmp_path / "b.html").read_text()
     assert both.exit_code == 0 and 'id="probes"' in page and 'id="examples"' in page
     (tmp_path / "probes" / "report.json").write_text("{}")
@@ -277,7 +277,7 @@ def test_command_refuses_what_it_cannot_do(dump: Dump, tmp_path: Path) -> None:
     assert call(tmp_path / "nothing").exit_code == 2
     unknown = call(dump.url, "--out", tmp_path / "a.html")
     assert unknown.exit_code == 2 and "--model" in unknown.output and not (tmp_path / "a.html").exists()
-    assert call(dump.url, "--out", tmp_path / "a.html", "--verify", 0).exit_code == 0
+    assert call(dump.url, "--out", tmp_path / "a.html", "--verify", 0, "--trees", 1).exit_code == 0
 
 
 @pytest.mark.parametrize("out", [".", "", "folder", "folder/.."])
@@ -425,7 +425,7 @@ def test_probes_alone_open_with_their_findings(swept: Report) -> None:
 
 def test_timelines_can_be_stepped_through_on_the_page(run: Run, dump: Dump) -> None:
     told = run.most_telling()
-    page = ReportPage(dump, decoded=(told,)).html()
+    page = ReportPage(dump, decoded=(told,), trees=1).html()
     assert sections(page)[:2] == ["found", "decoded"]
     assert page.count('class="rl-frame"') == len(told.frames)
     assert_harmless(page, 2 + page.count('class="rl-block"'))

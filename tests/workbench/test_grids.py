@@ -33,6 +33,7 @@ from replaylens.engine.model import loading
 from replaylens.engine.model.config import MixtureConfig, Routing
 from replaylens.probes.intervals import difference_over_groups
 from replaylens.views.sections import Reportable
+from tests.devices import covering
 from tests.engine.features.tiny import write
 from tests.engine.replay.bridges import bridge
 from tests.families import hugging_face
@@ -537,8 +538,7 @@ def put(rows: Tensor, head: int | None = None) -> Any:
     return change
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize("into", ["q", "v"])
+@pytest.mark.parametrize("name, into", covering(["llama", "gpt2"], ["q", "v"]))
 def test_paths_are_what_transformer_lens_hooks_do(name: str, into: Any) -> None:
     served, model = Engine(loading.load(hugging_face(name), torch.float32), page_size=4), bridge(name)
     result = path_patch(served, CLEAN, CORRUPT, metric=PAIR, receivers=[(2, 3)], into=into)

@@ -55,7 +55,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeRay]:
     return install
 
 
-@pytest.mark.parametrize("workers", [None, 1, 3, 7])
+@pytest.mark.parametrize("workers", [None, 1, pytest.param(3, marks=pytest.mark.slow), 7])
 def test_any_number_of_workers(fake: Any, model_folder: Path, reference: Dump, tmp_path: Path, workers: int | None) -> None:
     """One worker per slot by default, and never more than there are shards."""
     ray = fake()

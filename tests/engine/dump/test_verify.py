@@ -529,7 +529,7 @@ def written(engine: Engine, plan: DumpPlan, path: Any, **options: Any) -> Dump:
     return dump
 
 
-@pytest.mark.parametrize("batch", [1, 7, 64])
+@pytest.mark.parametrize("batch", [1, pytest.param(7, marks=pytest.mark.slow), 64])
 def test_batch_changes_nothing(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, batch: int) -> None:
     """No byte of any file changes: shards are cut by example, not by arrival."""
     dump = written(engine, planned(), tmp_path / "d", batch=batch)
@@ -561,7 +561,9 @@ def test_engine_and_its_past_change_nothing(
     assert ours and ours <= {*engine.tree.roots(), *(branch.id for branch in kept)}, "nor is their trace"
 
 
-@pytest.mark.parametrize("drafter", ["self", "ngram", "tree", "model", "forced"])
+@pytest.mark.parametrize(
+    "drafter", ["self", "tree", "model", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ngram", "forced"))]
+)
 def test_accepted_rows_do_not_depend_on_the_drafter(
     engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, drafter: str
 ) -> None:

@@ -295,7 +295,7 @@ def test_a_fork_of_4000_tokens_copies_no_full_page() -> None:
 # ---- cancelling ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drafter", ["self", "lens", "tree"])
+@pytest.mark.parametrize("drafter", ["self", pytest.param("lens", marks=pytest.mark.slow), "tree"])
 def test_a_cancel_at_any_step_keeps_what_was_committed(drafter: str) -> None:
     """A request cancelled after k steps has a prefix of the right tokens, and can continue from there."""
     truth = continuation(toy(), path(20), 12)

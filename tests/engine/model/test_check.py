@@ -20,12 +20,15 @@ from replaylens.engine.model.config import ModelConfig, Rope
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.loading import WEIGHTS_FILE, load, save, weights_hash
 from replaylens.engine.model.ops import SequenceOps
+from tests.devices import covering
 from tests.engine.model.test_weights import edit, edit_json, write_gguf
 from tests.engine.replay.bridges import bridge
-from tests.families import GROUPED, NAMES, hugging_face
+from tests.families import ALIKE, GROUPED, NAMES, hugging_face
 
 TOKENS = torch.randint(97, (1, 24), generator=torch.Generator().manual_seed(7))
-families = pytest.mark.parametrize("name", NAMES)
+families = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name for name in NAMES]
+)
 
 
 def ours(model: Decoder, tokens: Tensor = TOKENS) -> Tensor:
@@ -70,8 +73,7 @@ def test_a_gguf_file_is_its_source(tmp_path: Path) -> None:
     assert weights_hash(load(tmp_path / "tiny.gguf", check=True)) == weights_hash(load(hugging_face("llama")))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("dtype, name", covering([torch.bfloat16, torch.float16, torch.float64], ["llama", "gemma3", "gpt2"]))
 def test_weights_in_other_types_are_compared_in_float32(name: str, dtype: torch.dtype, folder: Callable[[str], Path]) -> None:
     """Weights as `from_pretrained(dtype=...)` gives them, while the engine stores another dtype."""
     import transformers

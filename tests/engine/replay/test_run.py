@@ -26,6 +26,7 @@ from replaylens.probes.rows import ProbeRows
 from replaylens.tasks import Example, WordTokenizer
 from replaylens.tasks.reading import GivenText
 from replaylens.tasks.texts import GivenTexts
+from tests.devices import covering
 from tests.toy_model import Reference, continuation, engine, random_model, scripted_model
 from tests.toy_model import engine as toy_engine
 
@@ -149,8 +150,7 @@ def test_rows_of_rejected_paths_only_on_request(model: Any, words: WordTokenizer
     assert [result.rejected for result in run] == [[], [], []] and run.acceptance < 1
 
 
-@pytest.mark.parametrize("drafter", ["self", "lens", "tree", "ngram"])
-@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("drafter, window", covering(["self", "lens", "tree", "ngram"], [None, 1, 3]))
 def test_the_drafter_changes_no_result(
     model: Any, words: WordTokenizer, examples: list[Example], drafter: str, window: int | None
 ) -> None:

@@ -22,7 +22,7 @@ from replaylens.engine.request.placing import place
 from replaylens.engine.serving.request import chosen
 from replaylens.engine.transformer_lens import slice_of
 from replaylens.tasks.texts import GivenTexts
-from tests.devices import DEVICES
+from tests.devices import DEVICES, covering
 from tests.engine.coin_engine import PROMPT
 from tests.engine.replay.bridges import bridge
 from tests.families import hugging_face
@@ -90,9 +90,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("site", ["blocks.1.hook_in", "blocks.1.attn.hook_out", "blocks.2.mlp.hook_out"])
+@pytest.mark.parametrize(
+    "name, case, site",
+    covering(["llama", "gpt2"], CASES, ["blocks.1.hook_in", "blocks.1.attn.hook_out", "blocks.2.mlp.hook_out"]),
+)
 def test_edits_are_what_transformer_lens_hooks_do(name: str, case: str, site: str) -> None:
     change, options = CASES[case]
     ours = edited_logits(engine(name), Edit(site, **options))

@@ -34,6 +34,7 @@ from replaylens.engine.resampling.plan import (
 )
 from replaylens.engine.resampling.rollouts import Rollout, Rollouts
 from replaylens.engine.serving.branch import Branch
+from tests.devices import covering
 from tests.toy_model import VOCAB, engine
 
 CHAIN = " Alice flips. Bob flips. What's the state? A: heads."
@@ -465,8 +466,7 @@ def test_rows_are_those_of_the_path_alone(reference: Rollouts) -> None:
     assert first == len(reference.index) == len(reference.states[PATTERN])
 
 
-@pytest.mark.parametrize("wave", [1, 4, 100])
-@pytest.mark.parametrize("replace", [None, [8, 9]])
+@pytest.mark.parametrize("wave, replace", covering([1, 4, 100], [None, [8, 9]]))
 def test_waves_and_folders_change_no_bit(wave: int, replace: list[int] | None, tmp_path: Path, reference: Rollouts) -> None:
     whole = drawn(replace=replace) if replace else reference
     found = [
@@ -602,7 +602,7 @@ def test_as_one_branch_alone(edited: bool) -> None:
     subject.check_integrity()
 
 
-@pytest.mark.parametrize("wave", [1, 4, 7, 100])
+@pytest.mark.parametrize("wave", [1, pytest.param(4, marks=pytest.mark.slow), 7, pytest.param(100, marks=pytest.mark.slow)])
 def test_waves(reference_of_bits: Rollouts, wave: int) -> None:
     assert drawn_of_bits(path_of(engine()), wave=wave).digest == reference_of_bits.digest
 

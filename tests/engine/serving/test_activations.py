@@ -18,6 +18,7 @@ from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.request import Stream
+from tests.devices import covering
 from tests.toy_model import VOCAB, Reference, continuation, engine, random_model, toy, watch_passes
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
@@ -244,8 +245,7 @@ ENDS: dict[str, Callable[[list[Stream]], object]] = {
 }
 
 
-@pytest.mark.parametrize("how", ENDS)
-@pytest.mark.parametrize(("taken", "ahead"), [(0, 20), (1, 1), (1, 4), (1, 20), (3, 20)])
+@pytest.mark.parametrize("how, taken, ahead", covering(ENDS, [(0, 20), (1, 1), (1, 4), (1, 20), (3, 20)]))
 def test_the_branch_is_as_after_generating_what_was_yielded(taken: int, ahead: int, how: str) -> None:
     subject = engine(record=True, canary=True)
     branch = subject.prompt(PROMPT_OF_STREAMS, sites="SZ")

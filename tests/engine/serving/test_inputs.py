@@ -25,6 +25,7 @@ from replaylens.engine.errors import (
 )
 from replaylens.engine.request.values import integer, real
 from replaylens.tasks.errors import BadIndex, TaskError
+from tests.devices import covering
 from tests.engine.coin_engine import PROMPT, fresh
 from tests.engine.coin_engine import PROMPT as TEXT
 from tests.families import hugging_face
@@ -581,8 +582,9 @@ def expected(positions: str, num_prompt: int, length: int) -> list[int]:
     }[positions]
 
 
-@pytest.mark.parametrize("drafter", ["self", "tree"])
-@pytest.mark.parametrize("positions", ["all", "last", "prompt", "response", "response[:3]", "all[1::4]"])
+@pytest.mark.parametrize(
+    "drafter, positions", covering(["self", "tree"], ["all", "last", "prompt", "response", "response[:3]", "all[1::4]"])
+)
 def test_chosen_rows_are_those_of_a_full_capture(engine_of_positions: Engine, positions: str, drafter: str) -> None:
     options = dict(sites="STCZ", keep_rejected=True)
     whole = engine_of_positions.prompt(TEXT_OF_POSITIONS, **options).generate(9, drafter=drafter, sampling=LONG, final=True)

@@ -608,7 +608,9 @@ def test_another_state_in_its_place_turns_thought_and_answer() -> None:
     assert turned.generate(2).text == SENTENCE + " tails."
 
 
-@pytest.mark.parametrize(("rendering", "length"), [("picture", 8), ("picture", 12), ("states", 8)])
+@pytest.mark.parametrize(
+    ("rendering", "length"), [pytest.param("picture", 8, marks=pytest.mark.slow), ("picture", 12), ("states", 8)]
+)
 def test_held_out_stories(rendering: str, length: int) -> None:
     examples = zoo.held_out(Part("coin", 1, (("rendering", rendering),)), length, 12)
     run = engine().replay(examples)

@@ -424,7 +424,7 @@ def same(a: nn.Module, b: nn.Module) -> bool:
     return all(torch.equal(x, b.state_dict()[name]) for name, x in a.state_dict().items())
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS[:2], pytest.param(METHODS[2], marks=pytest.mark.slow)])
 def test_same_bits_twice_and_after_an_interruption(method: Method, tmp_path: Path) -> None:
     recipe, state = replace(TINY_OF_THINKING, method=method, width=64), tmp_path / "training.safetensors"
     once = trainer_of_thinking.train(recipe)

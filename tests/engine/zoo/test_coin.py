@@ -13,6 +13,7 @@ from replaylens.engine.training import embedded as zoo
 from replaylens.engine.training import embedded_thinking
 from replaylens.engine.zoo import CHECKPOINTS, PLAIN, THINKING
 from replaylens.tasks import Example, WordTokenizer
+from tests.devices import covering
 
 NAMES = ("coin-plain", "coin-draft")
 FACES = ("picture, from heads", "picture, from tails")
@@ -111,8 +112,7 @@ def _greedy(embedded: tuple[Decoder, WordTokenizer], example: Example) -> torch.
     return best[len(tokenizer.encode(example.prompt)) - 1 :]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("test", ["picture, from tails", "steps", "wei"])
+@pytest.mark.parametrize("name, test", covering(NAMES, ["picture, from tails", "steps", "wei"]))
 def test_solved_is_what_greedy_decoding_gives(name: str, test: str) -> None:
     """`solved` reads one pass over the right text; here every token is fed back. 5 actors, and 9, which are too many."""
     model, tokenizer = embedded(name)

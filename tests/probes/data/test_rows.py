@@ -79,7 +79,7 @@ def test_probabilities_are_computed_when_asked(engine: Engine, tmp_path: Path, m
     monkeypatch.setattr(lens, "next_token", lambda *given: unembedded.append(given) or read(*given))
     rows = ProbeRows.of(run)
     fit_probe(run, "face", site="blocks.2.hook_in", position="step")
-    sweep(run, "face", sites=["blocks.2.hook_in"], positions="step", permutations=0, controls=False)
+    sweep(run, "face", sites=["blocks.2.hook_in"], positions="step", permutations=0, controls=False, estimators="ridge")
     assert not passes and not unembedded and "entropy" in rows.frame and "entropy" not in rows.frame.columns
     kept = ProbeRows.of(run.save(tmp_path / "dump"))
     passes.clear(), unembedded.clear()
@@ -94,7 +94,9 @@ def test_probabilities_are_computed_when_asked(engine: Engine, tmp_path: Path, m
     )
     both = ProbeRows.join(a=ProbeRows.of(run), b=ProbeRows.of(run)).where(np.arange(2 * len(rows)) >= len(rows))
     assert both.frame["entropy"].equals(kept.frame["entropy"]) and len(passes) == 1, "once for the run"
-    clean = sweep(run, "face", sites=["blocks.2.hook_in"], positions="step", residualise=["entropy"], permutations=0)
+    clean = sweep(
+        run, "face", sites=["blocks.2.hook_in"], positions="step", residualise=["entropy"], permutations=0, estimators="ridge"
+    )
     assert clean.lines and len(passes) == 1
 
 
@@ -414,7 +416,9 @@ def test_shared_beginnings_are_left_out(coin: ProbeRows) -> None:
     assert (here.rows.frame["position"] >= here.begins_at).all() and here.note is not None
     with pytest.raises(TooFewGroups, match="1 independent groups"):
         splits.by_root(coin)
-    report = sweep(coin, "face", sites=["blocks.3.hook_in"], positions="all", permutations=0, controls=False)
+    report = sweep(
+        coin, "face", sites=["blocks.3.hook_in"], positions="all", permutations=0, controls=False, estimators="ridge"
+    )
     assert any("share the rows before token" in note for note in report.notes)
     assert groups.independent(coin.at("query")).begins_at == 0
 

@@ -124,8 +124,7 @@ def test_path_is_one_fit_after_another(kind: str) -> None:
         assert torch.allclose(found.weight, alone.weight, atol=1e-6) and torch.allclose(found.bias, alone.bias, atol=1e-6)
 
 
-@pytest.mark.parametrize("effect", [0.0, 0.7])
-@pytest.mark.parametrize("kind", ["logistic", "ridge"])
+@pytest.mark.parametrize("effect, kind", covering([0.0, 0.7], ["logistic", "ridge"]))
 def test_choice_is_that_of_a_loop_over_scikit_learn(kind: str, effect: float) -> None:
     """The same C as by fitting every C on every inner fold, and the same predictions."""
     x, goal = problem(effect)
@@ -323,7 +322,7 @@ def test_moments_are_right() -> None:
     assert np.allclose(moments.within.numpy(), within, atol=1e-12)
 
 
-@pytest.mark.parametrize("batch, backwards", [(7, False), (80, False), (32, True)])
+@pytest.mark.parametrize("batch, backwards", [(7, False), pytest.param(80, False, marks=pytest.mark.slow), (32, True)])
 def test_fitted_while_capturing(engine: Engine, coin_dump: Dump, batch: int, backwards: bool) -> None:
     """Mass-mean, whitened and LEACE fits have the same bits from a replay, in any batches and any order, and from the dump."""
     examples = tasks.get("coin")(flips=(2, 5)).examples(80)

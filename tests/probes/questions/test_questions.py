@@ -60,7 +60,7 @@ def width(scored: dict[str, Any]) -> float:
 @pytest.fixture(scope="module")
 def transfers(steps_dump: Dump) -> dict[str, Report]:
     """Those of both labels at S1, made once."""
-    return {label: transfer(steps_dump, label, layers=[1]) for label in ("implied", "face")}
+    return {label: transfer(steps_dump, label, layers=[1], estimator="ridge") for label in ("implied", "face")}
 
 
 def test_transfer(transfers: dict[str, Report]) -> None:
@@ -84,17 +84,17 @@ def test_transfer(transfers: dict[str, Report]) -> None:
 def test_transfer_is_held_against_controls(steps_dump: Dump, engine: Engine, transfers: dict[str, Report]) -> None:
     """A coin per root is not shown, nor is a class that the row's token or an untrained model tells as well."""
     rows = ProbeRows.of(steps_dump)
-    assert transfer(rows, "shuffled", layers=[1]).findings[-1].startswith("Not shown")
+    assert transfer(rows, "shuffled", layers=[1], estimator="ridge").findings[-1].startswith("Not shown")
     odd = replace(rows, frame=rows.frame.assign(odd=rows.frame["token"] % 2))
     told = transfer(odd, "odd", layers=[0, 1], position="all", estimator="ridge")
     assert line(told, "token alone: accepted to rejected")["accuracy"] > 0.95
     assert line(told, "S0: accepted to rejected")["accuracy"] > 0.95 and told.findings[-1].startswith("Not shown")
     placed = replace(rows, frame=rows.frame.assign(place=[["a", "b"][p // 3 % 2] for p in rows.frame["position"]]))
-    read = transfer(placed, "place", layers=[2])
+    read = transfer(placed, "place", layers=[2], estimator="ridge")
     older = [name for name in ALL_CONTROLS if name not in ("position alone", "untrained model")]
     assert all(line(read, f"S2: accepted to rejected minus {name}")["low"] > 0 for name in older)
     assert read.findings[-1].startswith("Not shown") and read.findings[-1].endswith("; decided by position alone.")
-    implied = transfer(rows, "implied", layers=[1], engine=engine)
+    implied = transfer(rows, "implied", layers=[1], engine=engine, estimator="ridge")
     gains = [name for name in ALL_CONTROLS if line(implied, f"S1: accepted to rejected minus {name}")["low"] > 0]
     assert gains == list(ALL_CONTROLS) and not implied.notes
     assert transfers["implied"].notes[-1] == "Skipped the control 'untrained model': no engine was given."
@@ -235,7 +235,7 @@ def test_judge_needs_the_lens(steps_dump: Dump) -> None:
 def test_viable_branch(engine: Engine, coin_dump: Dump) -> None:
     """The model answers prompts beyond its training length wrongly. There, the probe of right answers reads less truth."""
     run = engine.replay(coin(flips=(8, 12)).examples(100), sites=["blocks.3.hook_out"], drafter="ngram", rejected=False)
-    report = viable_branch(run, sites=["blocks.3.hook_out"], positions=["query"])
+    report = viable_branch(run, sites=["blocks.3.hook_out"], positions=["query"], estimator="ridge")
     right, wrong, claim = report.lines
     assert right["accuracy"] > 0.8 > wrong["accuracy"]
     assert claim["rows"] == wrong["rows"], "every wrong answer of the model is the other face"
@@ -290,7 +290,7 @@ def of_task(task: str, way: np.ndarray, seed: int, effect: float = 3.0, **column
 def test_a_common_direction_is_found() -> None:
     way = direction(5)
     joined = ProbeRows.join(coin=of_task("coin", way, 1), coins=of_task("coins", way, 2))
-    report = transfer_across(joined, "face", fit_on="coin", test_on="coins", position="all")
+    report = transfer_across(joined, "face", fit_on="coin", test_on="coins", position="all", estimator="ridge")
     assert line(report, "S0: coin to coins")["accuracy"] > 0.8 and report.findings[-1].startswith("Shown")
     assert report.source["task"] == "coin+coins"
 
@@ -298,7 +298,7 @@ def test_a_common_direction_is_found() -> None:
 def test_sweeps_of_several_tasks() -> None:
     """A sweep over joined tasks skips what needs one task by name."""
     joined = ProbeRows.join(coin=of_task("coin", direction(5), 1), coins=of_task("coins", direction(5), 2))
-    report = sweep(joined, "face", sites="S", positions="all", permutations=19)
+    report = sweep(joined, "face", sites="S", positions="all", permutations=19, estimators="ridge")
     assert report.lines[0]["accuracy"] > 0.8
     assert any("known zeros" in note and "several tasks" in note for note in report.notes)
 
@@ -306,7 +306,7 @@ def test_sweeps_of_several_tasks() -> None:
 def test_each_task_with_a_direction_of_its_own_shares_none() -> None:
     one, two = np.eye(16)[:2]
     joined = ProbeRows.join(coin=of_task("coin", one, 1), coins=of_task("coins", two, 2))
-    report = transfer_across(joined, "face", fit_on="coin", test_on="coins", position="all")
+    report = transfer_across(joined, "face", fit_on="coin", test_on="coins", position="all", estimator="ridge")
     assert line(report, "S0: coin to coin")["accuracy"] > 0.8 < line(report, "S0: coins to coins")["accuracy"]
     assert report.findings[-1].startswith("Not shown")
 
@@ -317,7 +317,7 @@ def test_tokens_that_tell_the_label_are_a_control() -> None:
     for seed, task in enumerate(("coin", "coins"), 1):
         face = of_task(task, direction(5), seed).frame["face"]
         parts[task] = of_task(task, direction(5), seed, token=(face == "tails").astype(int).to_numpy())
-    report = transfer_across(ProbeRows.join(**parts), "face", fit_on="coin", test_on="coins", position="all")
+    report = transfer_across(ProbeRows.join(**parts), "face", fit_on="coin", test_on="coins", position="all", estimator="ridge")
     assert line(report, "token alone, coin to coins")["accuracy"] == 1 and report.findings[-1].startswith("Not shown")
 
 
@@ -454,7 +454,7 @@ def test_what_is_refused(engine: Engine, coin_dump: Dump, fresh: list[Example]) 
 # Every question counts an activation once and never reads one that it fitted on.
 
 ASKED: dict[str, Callable[[ProbeRows], Report]] = {
-    "transfer": lambda rows: transfer(rows, "implied", layers=[1]),
+    "transfer": lambda rows: transfer(rows, "implied", layers=[1], estimator="ridge"),
     "outcome_at_fork": lambda rows: outcome_at_fork(rows, layers=[3]),
     "judge": lambda rows: judge(rows, draft_layer=2, layers=[3]),
     "viable_branch": viable_branch,

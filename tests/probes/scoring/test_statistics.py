@@ -570,7 +570,7 @@ def ablated(engine: Engine, coin: Dump) -> Report:
     return ablate(engine, probe, tasks.get("coin")(flips=(2, 5)).examples(range(80, 100)), placebos=1)
 
 
-PLANTED = dict(sites="S", layers=[0, 1], positions="all", controls=False)
+PLANTED = dict(sites="S", layers=[0, 1], positions="all", controls=False, estimators="ridge")
 REPORTS: dict[str, tuple[Callable[[Engine, Dump, Dump], Report], Callable[[list[str]], set[int]]]] = {
     "sweep": (
         lambda engine, coin, steps: sweep(rows_of(roots=40), ["face", "shuffled"], folds=4, **PLANTED),
@@ -581,7 +581,7 @@ REPORTS: dict[str, tuple[Callable[[Engine, Dump, Dump], Report], Callable[[list[
         lambda lines: {4},
     ),
     "transfer": (
-        lambda engine, coin, steps: transfer(steps, "implied", layers=[1], folds=4),
+        lambda engine, coin, steps: transfer(steps, "implied", layers=[1], folds=4, estimator="ridge"),
         lambda lines: {4},
     ),
     "viable_branch": (
