@@ -32,12 +32,28 @@ def test_forced_tokens_that_overflow(poisoned: Engine, forced: list[int], sites:
     before = branch.kv()
     with pytest.raises(NonFinite, match="Nothing of this pass was committed"):
         branch.force(forced)
+    assert branch.lane.computed == (2 if "Z" in sites else 3), "what the pass wrote is computed again"
     assert branch.tokens == [1, 2, 3] and TokenState.DRAFT not in branch.record.states
     assert branch.certified and torch.equal(branch.kv(), before)
     assert branch.activations.positions() == [0, 1, 2]
     assert branch.force([4]).generate(4).generated == [4, *continuation(poisoned.model, [1, 2, 3, 4], 4)]
     assert torch.equal(branch.kv(), Reference(poisoned.model, branch.tokens).kv[: branch.lane.computed])
     poisoned.check_integrity()
+
+
+@pytest.mark.parametrize("row", [0, 4, 5])
+def test_rows_that_overflow_after_the_last_attention(row: int) -> None:
+    """Whose keys and values are fine: every row of the result is looked at."""
+
+    def overflow(value: torch.Tensor, hook: object) -> torch.Tensor:
+        value = value.clone()
+        value[0, row, 0] = torch.inf  # of six: a branch with a hook computes its prompt again
+        return value
+
+    (branch,) = engine(random_model()).prompt([1, 2, 3]).fork(hooks=[("blocks.1.mlp.hook_out", overflow)])
+    with pytest.raises(NonFinite, match="infinite activations"):
+        branch.force([8, 9, 10])
+    assert branch.tokens == [1, 2, 3]
 
 
 @pytest.mark.parametrize("prompt", [[BAD], [1, BAD], [1, 2, 3, 4, 5, 6, 7, 8]])
