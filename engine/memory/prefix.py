@@ -1,9 +1,9 @@
 """`PrefixIndex`: finds the KV pages that an earlier request computed for the same prefix.
 
-The bits of a page depend on weights and kernels (`salt`, the fingerprint), on all tokens up to its end, and on all edits up
-to its end. A page may be shared if all of these are equal. Its key is chained over the pages before it:
+Within an engine, the bits of a page depend on all tokens and all edits up to its end. A page may be shared if these are equal.
+Its key is chained over the pages before it:
 
-    key_0 = H(salt)        key_{i+1} = H(key_i, tokens of page i, edit key of page i)
+    key_0 = 0        key_{i+1} = H(key_i, tokens of page i, edit key of page i)
 
 The key only finds an entry. The tokens, the edit key and the entry of the previous page are then compared, which by
 induction compares the whole path. Two paths with equal hashes are never confused.
@@ -22,10 +22,8 @@ from struct import pack
 from replaylens.engine.errors import BadRange, IntegrityError
 from replaylens.engine.memory.pages import PagePool, PageTable
 
-
-def root_key(salt: bytes) -> bytes:
-    """key_0: the key before the first page."""
-    return blake2b(salt, digest_size=32).digest()
+ROOT_KEY = bytes(32)
+"""key_0: before the first page"""
 
 
 def chain_key(parent_key: bytes, tokens: Sequence[int], edit_key: bytes) -> bytes:
@@ -83,9 +81,8 @@ class PrefixIndex:
     whole page of the range. None means no edits.
     """
 
-    def __init__(self, pool: PagePool, salt: bytes) -> None:
+    def __init__(self, pool: PagePool) -> None:
         self.pool = pool
-        self.salt = salt
         self._entries: dict[bytes, PrefixEntry] = {}
         self._clock = 0  # counts uses instead of seconds, so that evictions can be replayed
 
@@ -181,7 +178,7 @@ class PrefixIndex:
             parent = entry.parent
             if parent is not None and self._entries.get(parent.key) is not parent:
                 raise IntegrityError(f"{name}: the entry before it, {parent.key.hex()[:8]}, is gone.")
-            parent_key = root_key(self.salt) if parent is None else parent.key
+            parent_key = ROOT_KEY if parent is None else parent.key
             if key != entry.key or key != chain_key(parent_key, entry.tokens, entry.edit_key):
                 raise IntegrityError(f"{name}: its tokens and edits do not hash to its key (stale).")
             if entry.num_children != num_children[key]:
@@ -211,7 +208,7 @@ class PrefixIndex:
         num_pages = upto // size
         if edit_keys is not None and len(edit_keys) < num_pages:
             raise BadRange(f'{len(edit_keys)} edit keys for {num_pages} whole pages. Give one per page, b"" for no edit.')
-        key = path[-1].key if path else root_key(self.salt)
+        key = path[-1].key if path else ROOT_KEY
         for index in range(first, num_pages):
             page_tokens = tuple(tokens[index * size : (index + 1) * size])
             edit_key = b"" if edit_keys is None else edit_keys[index]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import replaylens
 from replaylens.engine.errors import BadTrace, FingerprintMismatch
@@ -129,11 +130,11 @@ PORTABLE = "portable-1"
 """the arithmetic of float32, on every machine; raised by any change that moves bits"""
 
 
-def take(model: Decoder) -> Fingerprint:
-    """The fingerprint of a loaded model on its device."""
+def take(model: Decoder, whole: nn.Module | None = None) -> Fingerprint:
+    """The fingerprint of a loaded model on its device. whole: what it is a part of, whose weights are hashed"""
     device = model.device
     return Fingerprint(
-        weights=weights_hash(model),
+        weights=weights_hash(whole or model),
         config=hashlib.sha256(replace(model.config, revision="").to_json().encode()).hexdigest(),
         dtype=str(model.dtype).removeprefix("torch."),
         device=device_name(device),

@@ -279,8 +279,10 @@ Replacement = str | Sequence[int] | Sequence[str] | None
 class Resampler(Served, Protocol):
     """What resampling needs from the branch's engine."""
 
-    fingerprint: Fingerprint
     sites: SiteTable
+
+    @property
+    def fingerprint(self) -> Fingerprint: ...
 
     def capture_spec(self, sites: str | Sequence[str]) -> CaptureSpec:
         """What to capture."""

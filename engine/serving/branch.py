@@ -89,12 +89,14 @@ class Owner(Protocol):
     """What a branch needs from its engine."""
 
     text: Text
-    fingerprint: Fingerprint
     sites: SiteTable
     tree: BranchTree
     loop: Loop
     forest: Forest
     lock: EngineLock
+
+    @property
+    def fingerprint(self) -> Fingerprint: ...
 
     @property
     def trace(self) -> Trace:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
@@ -34,9 +34,8 @@ from replaylens.engine.model.text import Prompt, Text
 from replaylens.engine.passes.runner import Keep, Runner
 from replaylens.engine.passes.transfer import RING_BYTES, SMALLEST_RING
 from replaylens.engine.proof import certificates
-from replaylens.engine.proof import trace as fingerprint
-from replaylens.engine.proof.trace import Trace
-from replaylens.engine.records import LensSpec
+from replaylens.engine.proof.trace import Trace, take
+from replaylens.engine.records import Fingerprint, LensSpec
 from replaylens.engine.request.capture import CaptureSpec, PositionSlice, Recording
 from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
 from replaylens.engine.request.placed import PlacedEdit
@@ -238,18 +237,13 @@ class Core(Generation, NotCopyable):
         if draft_model is not None:
             self._require_device(as_instance("draft_model", draft_model, Decoder, "a Decoder; Engine.load takes other sources"))
         self.text = tokenizer if isinstance(tokenizer, Text) else Text(tokenizer)
-        with ThreadPoolExecutor(1) as hashing:  # of gigabytes, while the first examination of a GPU compiles kernels
-            taken = hashing.submit(self._fingerprint)
-            if not on_cuda:  # side by side, both take longer
-                taken.result()
-            self.certificate = certificates.certificate_for(model)
-            self.fingerprint = taken.result()
+        self.certificate = certificates.certificate_for(model)
         self.sites = self._site_table()
         self.tree = BranchTree()
         self.lenses = KnownLenses(model)
         spare = int(on_cuda)  # an extra page for the padding rows of CUDA graphs
         self.runner = Runner(model, cache_tokens // page_size + spare, page_size, canary, capture_buffer, state_tokens)
-        self.prefix = PrefixIndex(self.runner.pool, self.fingerprint.digest.encode())
+        self.prefix = PrefixIndex(self.runner.pool)
         drafters = make_drafters(self.runner, draft_model, lens_layer, tree_width)
         self.loop = Loop(self.runner, self.tree, self.prefix, drafters, self.text, max_rows, lone_rows, self.lenses)
         if on_cuda and not model.stages and not self.runner.split:
@@ -259,6 +253,12 @@ class Core(Generation, NotCopyable):
         self.lock = EngineLock()
         trace = Trace(self.fingerprint) if record else None
         self.forest = Forest(self.runner, self.tree, self.prefix, self.loop, self.lock, trace)
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """What the bits of a result depend on, besides path and edits. Weights are hashed when it is first asked for: those of
+        an 8B model take ten seconds."""
+        return take(self.model)
 
     def __repr__(self) -> str:
         c, pool = self.config, self.runner.pool
@@ -512,9 +512,6 @@ class Core(Generation, NotCopyable):
                 f"The weights are on the device {str(model.device)!r}, where no engine computes; 'meta' holds no numbers. Load "
                 "the model on 'cpu' or 'cuda'."
             )
-
-    def _fingerprint(self) -> fingerprint.Fingerprint:
-        return fingerprint.take(self.model)
 
     def _site_table(self) -> sites.SiteTable:
         return sites.table(self.config)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -17,9 +18,9 @@ from replaylens.engine.loop.lane import Lane
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.tree import HOOKED
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.loading import weights_hash
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.model.text import Prompt, is_chat
+from replaylens.engine.proof.trace import take
 from replaylens.engine.records import Fingerprint
 from replaylens.engine.request.capture import CaptureSpec, PositionSlice
 from replaylens.engine.request.edits import Edit, Hook, listed, resolve_hooks
@@ -72,12 +73,12 @@ class ThinkingEngine(Engine):
             )
         self.prefiller = Prefiller(self.forest, ThinkingBlocks(model, self.runner, self.lock), self.lenses)
 
-    def _fingerprint(self) -> Fingerprint:
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
         """Covers T and C too, since every bit depends on them."""
-        plain = super()._fingerprint()
         backbone = replace(self.thinker.config, revision="")
         config = sha256((backbone.to_json() + self.thinking.to_json()).encode()).hexdigest()
-        return replace(plain, weights=weights_hash(self.thinker), config=config)
+        return replace(take(self.model, self.thinker), config=config)
 
     def _site_table(self) -> SiteTable:
         return ThinkingSites(self.config)

@@ -29,6 +29,7 @@ from replaylens.engine.errors import (
     ReplayMismatch,
 )
 from replaylens.engine.lens import lens as tuned_lens
+from replaylens.engine.proof import trace
 from replaylens.engine.proof.trace import Trace, path_digest
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
@@ -491,3 +492,12 @@ def test_an_engine_replays_its_own_trace_while_it_records(served: Engine) -> Non
     before = len(served.trace.events)
     assert served.replay_trace(served.trace)[branch.id].tokens == branch.tokens
     assert len(served.trace.events) == 2 * before
+
+
+def test_weights_are_hashed_once_and_when_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(trace, "weights_hash", lambda model: calls.append(model) or "hash")
+    made = engine(random_model())
+    made.prompt([1, 2, 3], sites="S").fork()[0].generate(4)
+    assert not calls
+    assert made.fingerprint.weights == made.fingerprint.weights == "hash" and calls == [made.model]
