@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from reprlib import repr as shown
@@ -435,12 +434,13 @@ def _hashed(model: nn.Module) -> Iterator[Any]:
 
 def _on_host(flat: Tensor) -> Iterator[Tensor]:
     """All of it, or parts of a GPU's: copies to pinned memory are fast, and each lies where the next but one will."""
-    pinned = partial(torch.empty, min(_SLAB, len(flat)), dtype=torch.uint8, device="cpu", pin_memory=True)
-    slabs = [pinned() for _ in range(2 * flat.is_cuda)]
-    for number, part in enumerate(flat.split(_SLAB) if slabs else ()):
-        yield slabs[number % 2][: len(part)].copy_(part)
-    if not slabs:
+    if not flat.is_cuda:
         yield flat
+        return
+    size = min(_SLAB, len(flat))
+    slabs = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
+    for number, part in enumerate(flat.split(_SLAB)):
+        yield slabs[number % 2][: len(part)].copy_(part)
 
 
 def _ahead(items: Iterator[T]) -> Iterator[T]:

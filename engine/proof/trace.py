@@ -134,7 +134,7 @@ def take(model: Decoder, whole: nn.Module | None = None) -> Fingerprint:
     """The fingerprint of a loaded model on its device. whole: what it is a part of, whose weights are hashed"""
     device = model.device
     return Fingerprint(
-        weights=weights_hash(whole or model),
+        weights=weights_hash(model if whole is None else whole),
         config=hashlib.sha256(replace(model.config, revision="").to_json().encode()).hexdigest(),
         dtype=str(model.dtype).removeprefix("torch."),
         device=device_name(device),

@@ -256,8 +256,8 @@ class Core(Generation, NotCopyable):
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """What the bits of a result depend on, besides path and edits. Weights are hashed when it is first asked for: those of
-        an 8B model take ten seconds."""
+        """What the bits of a result depend on, besides path and edits. Weights are hashed when it is first asked for, which
+        takes seconds of gigabytes."""
         return take(self.model)
 
     def __repr__(self) -> str:

@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -117,21 +119,32 @@ def test_resumed_in_the_middle(tmp_path: Path, reference: Rollouts) -> None:
     assert all(file.stat().st_mtime_ns == time for file, time in before.items())
 
 
+SCRIPT = """
+import sys
+from tests.engine.resampling.test_folder import drawn, path
+from pathlib import Path
+from replaylens.engine.resampling.rollouts import WaveFolder
+write = WaveFolder.write
+def slow(self, number, rollouts):
+    write(self, number, rollouts)
+    print(number, flush=True)
+    sys.stdin.readline()
+WaveFolder.write = slow
+drawn(path(), Path(sys.argv[1]))
+"""
+
+
 def test_killed_and_resumed(tmp_path: Path, reference: Rollouts) -> None:
     """SIGKILL on a process between two waves."""
-    write, child = WaveFolder.write, os.fork()
-    if not child:
-
-        def write_one(self: WaveFolder, *given: Any) -> None:
-            write(self, *given)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        try:
-            WaveFolder.write = write_one  # type: ignore[method-assign]
-            drawn(path(), tmp_path)
-        finally:
-            os._exit(1)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "0\n"
+        os.kill(process.pid, signal.SIGKILL)
     assert (tmp_path / "wave-00000.json").exists() and not (tmp_path / "wave-00001.json").exists()
     assert drawn(path(), tmp_path).digest == reference.digest
 
