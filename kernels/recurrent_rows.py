@@ -116,6 +116,14 @@ def close(
     _carry(START, AFTER, KEYS, slot, KEYS, -1, u, whole, left, base, c, inside, D, WIDTH)
 
 
+@triton.jit
+def _placed(SEQUENCE, POSITION, TABLES, row, stride_t, CHUNK: tl.constexpr):
+    """A row's page table, its position, how many rows of its chunk are before it, and where the chunk begins."""
+    position = tl.load(POSITION + row)
+    begun = position % CHUNK
+    return TABLES + tl.load(SEQUENCE + row).to(tl.int64) * stride_t, position, begun, position - begun
+
+
 # ---- few rows --------------------------------------------------------------------------------------------------------
 
 
@@ -137,10 +145,7 @@ def _step_kernel(
     i, j, depth = tl.arange(0, 2)[:, None], tl.arange(0, CHUNK), tl.arange(0, DEPTH)
     c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     inside = c < WIDTH
-    position = tl.load(POSITION + row)
-    begun = position % CHUNK
-    base = position - begun
-    TABLE = TABLES + tl.load(SEQUENCE + row).to(tl.int64) * stride_t
+    TABLE, position, begun, base = _placed(SEQUENCE, POSITION, TABLES, row, stride_t, CHUNK)
     KEYS = ENTRIES + at_key + head // GROUP * D
     UPDATES = ENTRIES + at_update + head * WIDTH
     QUERY, KEY = Q + row * stride_q + head // GROUP * D, K + row * stride_k + head // GROUP * D
@@ -209,10 +214,7 @@ def _weigh_rows_kernel(
     head = tl.program_id(1) * SOME + tl.arange(0, SOME)
     key = tl.program_id(1) * SOME // GROUP
     i, j, depth = tl.arange(0, 2)[:, None], tl.arange(0, CHUNK), tl.arange(0, DEPTH)
-    position = tl.load(POSITION + row)
-    begun = position % CHUNK
-    base = position - begun
-    TABLE = TABLES + tl.load(SEQUENCE + row).to(tl.int64) * stride_t
+    TABLE, position, begun, base = _placed(SEQUENCE, POSITION, TABLES, row, stride_t, CHUNK)
     KEYS = ENTRIES + at_key + key * D
     QUERY, KEY = Q + row * stride_q + key * D, K + row * stride_k + key * D
     slot = slots(TABLE, ENTRY_OF, base + j, j < begun, PAGE) * entry
@@ -267,10 +269,7 @@ def _read_rows_kernel(
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     inside = c < WIDTH
-    position = tl.load(POSITION + row)
-    begun = position % CHUNK
-    base = position - begun
-    TABLE = TABLES + tl.load(SEQUENCE + row).to(tl.int64) * stride_t
+    TABLE, position, begun, base = _placed(SEQUENCE, POSITION, TABLES, row, stride_t, CHUNK)
     UPDATES = ENTRIES + at_update + head * WIDTH
     QUERY, KEY = Q + row * stride_q + head // GROUP * D, K + row * stride_k + head // GROUP * D
     START = STATES + (state_of(TABLE, STATE_OF, tl.maximum(base - 1, 0), PAGE) * HEADS + head) * D * WIDTH
