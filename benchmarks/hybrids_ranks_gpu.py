@@ -1,6 +1,7 @@
 """Hybrids, watched probes and ranks on a CUDA device, through the public API: random weights, bfloat16."""
 
 import os
+import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -74,9 +75,13 @@ def hybrid(batches: tuple[int, ...] = (1, 64), tokens: int = 64, lengths: tuple[
             found.note(of_transformers_speed=found.values["transformers"] / found.values["hybrid"])
     engine = engines["hybrid"]
     root = engine.prompt(prompts(engine, 1, 1000)[0])
-    taken, forks = seconds(lambda: root.fork(1024), "wall")
-    numbers = {"ms_a_fork": taken / 1.024}
-    released(engine, [*forks, root])
+    taken = []
+    for _ in range(5):  # Python's collector takes part in some of them
+        each, forks = seconds(lambda: root.fork(1024), "wall")
+        taken.append(each / 1.024)
+        released(engine, forks)
+    numbers = {"ms_a_fork": statistics.median(taken), "ms_a_fork_at_most": max(taken)}
+    released(engine, [root])
     for count in (2**14, 2**17):  # positions
         kept = cache_bytes(HYBRID, count, 64, torch.bfloat16, 5120)
         numbers[f"kb_a_position_of_{count}"] = kept / count / 1e3

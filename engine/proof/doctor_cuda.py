@@ -5,7 +5,10 @@ products of experts and heads whose depth is split, and a recurrence whose chunk
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -34,9 +37,9 @@ ROWS = (1, 3, 16, 17, 33, 64, 129, 512)
 """batch sizes"""
 RECURRED = 150
 """positions of a path through a recurrent layer"""
-TURNS = 8
-"""processes that share an examination, at most: more begin with the same parts"""
 Random = Callable[..., Tensor]
+Examining = Callable[[Decoder, Random, list[Finding]], None]
+"""an op, or several; it adds its findings to the list"""
 
 
 def compare(op: str, x: Tensor, f: Callable[[Tensor], Tensor], findings: list[Finding]) -> None:
@@ -116,36 +119,46 @@ def _control_experts(name: str, mixture: Mixture, x: Tensor, findings: list[Find
 # ---- doctor cuda -----------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def examine(model: Decoder, turn: int = 0) -> Certificate:
+def examine(model: Decoder) -> Certificate:
     """Examine every op and shape of the model on its device. Does not raise: the certificate lists the failures.
 
-    turn  where to begin. Processes that examine one shape at the same time compile different kernels first, and then find each
-          other's on disk
+    The parts run in threads: most of a first examination is the compilation of kernels, during which other threads go on.
     """
     require_supported(model.config)
-    device, dtype = model.device, model.dtype
-    generator = torch.Generator(device).manual_seed(2024)
-    random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
-    findings: list[Finding] = []
     linears: dict[tuple[int, ...], tuple[str, Linear]] = {}
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             linears.setdefault(tuple(module.shape_of("weight")), (name, module))
-    parts: list[Callable[[Decoder, Random, list[Finding]], None]] = [
+    parts: list[Examining] = [
+        *(_attention, _lens, _unembed, _recurrence, examine_experts, _by_head, _rowwise),
         *(partial(_product, *each) for each in linears.values()),
-        *(_unembed, _by_head, _rowwise, examine_experts, _attention, _recurrence, _lens),
     ]
-    first = turn * len(parts) // TURNS % len(parts)
-    for part in (*parts[first:], *parts[:first]):
-        part(model, random, findings)
-    return Certificate(tuple(findings))
+    # Triton's interpreter has one state for all threads
+    with ThreadPoolExecutor(len(parts) if model.device.type == "cuda" else 1) as pool:
+        found = [*pool.map(partial(_examined, model), parts)]
+    # libraries keep memory for every thread that calls them
+    found += [_examined(model, partial(_control, *each)) for each in linears.values()]
+    return Certificate(tuple(chain(*found)))
+
+
+@torch.no_grad()
+def _examined(model: Decoder, part: Examining) -> list[Finding]:
+    generator = torch.Generator(model.device).manual_seed(2024)
+    findings: list[Finding] = []
+    with torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext():
+        part(model, partial(torch.randn, generator=generator, device=model.device, dtype=model.dtype), findings)
+    return findings
 
 
 def _product(name: str, linear: Linear, model: Decoder, random: Random, findings: list[Finding]) -> None:
-    width = len(linear.weight)
-    compare(name, random(max(ROWS), width), partial(HeadOps().linear, linear=linear), findings)
-    _control(name, random(256, width), linear.weight, findings)
+    compare(name, random(max(ROWS), len(linear.weight)), partial(HeadOps().linear, linear=linear), findings)
+
+
+def _control(name: str, linear: Linear, model: Decoder, random: Random, findings: list[Finding]) -> None:
+    weight = linear.weight
+    x = random(256, len(weight))
+    equal = torch.equal(x[:1] @ weight, (x @ weight)[:1])
+    findings.append(Finding(name, str(list(weight.shape)), "control: the library at one row against 256", equal, control=True))
 
 
 def _unembed(model: Decoder, random: Random, findings: list[Finding]) -> None:
@@ -169,11 +182,6 @@ def _by_head(model: Decoder, random: Random, findings: list[Finding]) -> None:
                 equal = torch.equal((first.float() + second.float()).to(x.dtype), ops.by_head(x, weight))
                 shape = str(list(weight.shape))
                 findings.append(Finding(name, shape, "control: the depth in two halves", equal, control=True))
-
-
-def _control(name: str, x: Tensor, weight: Tensor, findings: list[Finding]) -> None:
-    equal = torch.equal(x[:1] @ weight, (x @ weight)[:1])
-    findings.append(Finding(name, str(list(weight.shape)), "control: the library at one row against 256", equal, control=True))
 
 
 def _rowwise(model: Decoder, random: Random, findings: list[Finding]) -> None:

@@ -31,7 +31,7 @@ def examined(model: Decoder) -> list[Finding]:
 def test_the_kernel_for_many_rows_is_examined(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its part is played by the general kernel, with the right bits and with others."""
     model = decoder("llama")
-    model.config = replace(model.config, max_positions=24)
+    monkeypatch.setattr(model, "config", replace(model.config, max_positions=24))  # the model is shared
     assert examined(model) == [], "the interpreter cannot run it"
     error = 0.0
 

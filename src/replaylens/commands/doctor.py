@@ -92,6 +92,8 @@ def warm(
     if device == "cpu":
         processes = 1  # numba's kernels are few
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        if device == "cuda":  # in threads: it compiles what the others begin with
+            pool.submit(_examine, config.to_json(), device).result()
         list(pool.map(partial(_warm, config.to_json(), device), range(processes)))
     with_how_many = f"{processes} processes" if processes > 1 else "1 process"
     Console().print(f"{model}: kernels for {device} are compiled ({monotonic() - begun:.1f} s, {with_how_many})")
@@ -109,16 +111,20 @@ def few_layers(config: ModelConfig) -> ModelConfig:
     return replace(config, **few, mixture=None if mixture is None else replace(mixture, layers=experts))  # type: ignore[arg-type]
 
 
+def _model(config: str, device: str) -> Decoder:
+    model = Decoder(ModelConfig.from_json(config)).initialize(0).to(default_dtype(device)).to(device)
+    return model.requires_grad_(False)
+
+
+def _examine(config: str, device: str) -> None:
+    certificates.examine(_model(config, device))
+
+
 @torch.no_grad()
 def _warm(config: str, device: str, turn: int) -> None:
     """Compute with a model of this shape, beginning with part `turn` of the work."""
-    model = Decoder(ModelConfig.from_json(config)).initialize(0).to(default_dtype(device)).to(device).requires_grad_(False)
-    if device == "cuda":
-        from replaylens.engine.proof import doctor_cuda  # its kernels need triton
-
-        doctor_cuda.examine(model, turn)
     most = max(_BRANCHES[device])
-    engine = Engine(model, cache_tokens=8192 + most * 64, max_rows=max(1024, most))
+    engine = Engine(_model(config, device), cache_tokens=8192 + most * 64, max_rows=max(1024, most))
     room = engine.config.max_positions - _NEW
     work: list[Callable[[], None]] = [partial(_prompt, engine, min(rows, room)) for rows in _PROMPTS[device]]
     work += [partial(_decode, engine, count, min(16, room)) for count in _BRANCHES[device]]
