@@ -21,6 +21,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SHOWN = 200
 """last output lines shown for a failed process"""
+EVERY = 20.0
+"""seconds between two lines about what ran until then"""
+SLOWEST = 10
+"""files shown with the time their tests took"""
 
 
 @dataclass
@@ -32,6 +36,8 @@ class Outcome:
     taken: Counter[str] = field(default_factory=Counter)
     results: dict[str, str] = field(default_factory=dict)
     """test -> passed, failed or skipped"""
+    seconds: Counter[str] = field(default_factory=Counter)
+    """file -> what its tests took, fixtures included"""
     crashed: list[int] = field(default_factory=list)
     """processes that ended without reporting it"""
 
@@ -48,11 +54,19 @@ class Outcome:
                     found.collected.setdefault(test, []).append(number)
                 if "taken" in note:
                     found.taken[note["taken"]] += 1
+                if "seconds" in note:
+                    found.seconds[note["of"].split("::")[0]] += note["seconds"]
                 if "test" in note and found.results.get(note["test"]) != "failed":
                     found.results[note["test"]] = note["outcome"]
                 ended |= "ended" in note
             found.crashed += [] if ended else [number]
         return found
+
+    @property
+    def told(self) -> str:
+        """How many tests passed, failed and were skipped."""
+        counts = Counter(self.results.values())
+        return ", ".join(f"{counts[kind]} {kind}" for kind in ("passed", "failed", "skipped") if counts[kind]) or "nothing run"
 
     def faults(self, processes: int, late: bool = False) -> list[str]:
         """Why the run failed. Empty if it succeeded. late: it was stopped before its end"""
@@ -93,16 +107,24 @@ def start(number: int, folder: Path, expression: str, paths: list[str]) -> "subp
         return subprocess.Popen([*command, *paths], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
 
-def ended(processes: list["subprocess.Popen[bytes]"], seconds: float | None) -> tuple[list[int], bool]:
-    """(exit codes, whether time ran out). Those that are not done in time are interrupted, as by Ctrl-C, all at once."""
-    limit = None if seconds is None else time.monotonic() + seconds
-    late = []
-    for process in processes:
-        try:
-            process.wait(None if limit is None else max(0.0, limit - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)
-            late.append(process)
+def ended(processes: list["subprocess.Popen[bytes]"], folder: Path, seconds: float | None) -> tuple[list[int], bool]:
+    """(exit codes, whether time ran out). Those that are not done in time are interrupted, as by Ctrl-C, all at once.
+
+    Meanwhile it tells what ran, and which tests failed: whoever ends this run knows it, too.
+    """
+    begin = told = now = time.monotonic()
+    known: set[str] = set()
+    while (late := [each for each in processes if each.poll() is None]) and (seconds is None or now - begin < seconds):
+        time.sleep(0.1)
+        now = time.monotonic()
+        if now - told > EVERY:
+            told, outcome = now, Outcome.read(folder, len(processes))
+            print(f"{now - begin:.0f} s: {outcome.told} of {len(outcome.collected)}", flush=True)
+            new = {test for test, result in outcome.results.items() if result == "failed"} - known
+            known |= new
+            print(*(f"failed: {test}" for test in sorted(new)), sep="\n", end="\n" if new else "", flush=True)
+    for process in late:
+        process.send_signal(signal.SIGINT)
     limit = time.monotonic() + 10
     for process in late:
         try:
@@ -125,7 +147,7 @@ def main() -> int:
         folder = Path(name)
         paths = given.paths or candidates()
         running = [start(number, folder, given.marker, paths) for number in range(given.processes)]
-        codes, late = ended(running, given.seconds)
+        codes, late = ended(running, folder, given.seconds)
         outcome = Outcome.read(folder, given.processes)
         faults = outcome.faults(given.processes, late)
         for number, code in enumerate(codes):
@@ -133,10 +155,9 @@ def main() -> int:
                 said = (folder / f"{number}.log").read_text(errors="replace").splitlines()[-SHOWN:]
                 print(f"---- process {number}, exit code {code}", *said, sep="\n")
                 faults = faults or [f"process {number} ended with exit code {code}"]
-    counts = Counter(outcome.results.values())
-    told = ", ".join(f"{counts[kind]} {kind}" for kind in ("passed", "failed", "skipped") if counts[kind]) or "nothing run"
     print(*faults, sep="\n", end="\n" if faults else "")
-    print(f"{told} in {time.monotonic() - begin:.0f} s, {given.processes} processes")
+    print(*(f"{taken:6.0f} s  {file}" for file, taken in outcome.seconds.most_common(SLOWEST)), sep="\n")
+    print(f"{outcome.told} in {time.monotonic() - begin:.0f} s, {given.processes} processes")
     print(f"Tests marked {given.marker}: {'FAILED' if faults else 'all passed'}.", flush=True)
     return 1 if faults else 0
 

@@ -64,5 +64,6 @@ class Sharing:
         return True
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.note(of=report.nodeid, seconds=report.duration)
         if report.failed or (report.when == "call" and report.passed) or report.skipped:
             self.note(test=report.nodeid, outcome=report.outcome)

@@ -1,13 +1,16 @@
 """`make gpu` on made-up tests: every test runs in exactly one process, and every failure is reported."""
 
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.gpu import run as gpu_run
 from tests.gpu.run import ROOT, candidates
 
 GOOD = """
@@ -74,3 +77,15 @@ def test_a_run_that_takes_too_long_reports_what_ran(tmp_path: Path) -> None:
     done = run(tmp_path, "def test_slow(): time.sleep(60)\ndef test_after(): ...", "not gpu", "--seconds", "4")
     assert done.returncode == 1 and re.search("time ran out: [12] tests have no result", done.stdout), done.stdout
     assert re.search("1[123] passed", done.stdout) and "crashed" not in done.stdout
+
+
+def test_failures_are_told_while_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_run, "EVERY", 0.3)
+    notes = [{"collected": ["a", "b", "c"]}, {"test": "a", "outcome": "passed"}, {"test": "b", "outcome": "failed"}]
+    (tmp_path / "0.jsonl").write_text("".join(json.dumps(note) + "\n" for note in notes))
+    running = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    codes, late = gpu_run.ended([running], tmp_path, seconds=1.2)
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert late and codes == [-signal.SIGINT] and "1 passed, 1 failed of 3" in first and second == "failed: b"
