@@ -55,7 +55,7 @@ cluster: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow tests/engine/test_real_cluster.py tests/probes/sweeps/test_sweep.py -k "real_cluster or ray"
 
 gpu: $(STAMP)
-	$(BIN)/python -m tests.gpu.run --processes 6
+	$(BIN)/python -m tests.gpu.run
 
 smollm2: $(STAMP)
 	$(BIN)/replaylens fetch smollm2

@@ -1,6 +1,6 @@
 """`make gpu`: run the tests marked gpu in parallel processes.
 
-    PYTHONPATH=src python -m tests.gpu.run --processes 6
+    PYTHONPATH=src python -m tests.gpu.run
 
 Most of a test's time goes into compiling kernels on the host, one after another within a process. Every process collects all
 tests and takes those that no other process has taken (`tests/gpu/share.py`). Needs only pytest.
@@ -137,7 +137,7 @@ def ended(processes: list["subprocess.Popen[bytes]"], folder: Path, seconds: flo
 def main() -> int:
     """Returns 0 if every selected test passed or was skipped for its own reason."""
     parser = argparse.ArgumentParser(description="Run the tests marked gpu in processes side by side.")
-    parser.add_argument("--processes", type=int, default=6)
+    parser.add_argument("--processes", type=int, default=max(6, (os.cpu_count() or 1) * 3 // 4), help="most compile")
     parser.add_argument("--marker", default="gpu", help="marker expression; another one tries this script without a GPU")
     parser.add_argument("--seconds", type=float, help="stop after so long, and report what ran until then")
     parser.add_argument("paths", nargs="*", help="files or folders; default: all that name the marker gpu")
