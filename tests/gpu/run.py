@@ -48,7 +48,9 @@ class Outcome:
         for number in range(processes):
             file = folder / f"{number}.jsonl"
             ended = False
-            for line in file.read_text().splitlines() if file.exists() else ():
+            for line in file.read_text().splitlines(keepends=True) if file.exists() else ():
+                if not line.endswith("\n"):  # it is being written
+                    break
                 note = json.loads(line)
                 for test in note.get("collected", ()):
                     found.collected.setdefault(test, []).append(number)

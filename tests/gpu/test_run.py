@@ -84,7 +84,7 @@ def test_failures_are_told_while_others_run(
 ) -> None:
     monkeypatch.setattr(gpu_run, "EVERY", 0.3)
     notes = [{"collected": ["a", "b", "c"]}, {"test": "a", "outcome": "passed"}, {"test": "b", "outcome": "failed"}]
-    (tmp_path / "0.jsonl").write_text("".join(json.dumps(note) + "\n" for note in notes))
+    (tmp_path / "0.jsonl").write_text("".join(json.dumps(note) + "\n" for note in notes) + '{"test": "c", "outc')
     running = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     codes, late = gpu_run.ended([running], tmp_path, seconds=1.2)
     first, second, *_ = capsys.readouterr().out.splitlines()
