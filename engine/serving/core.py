@@ -255,9 +255,14 @@ class Core(Generation, NotCopyable):
         self.forest = Forest(self.runner, self.tree, self.prefix, self.loop, self.lock, trace)
 
     @cached_property
+    @modes.plainly
     def fingerprint(self) -> Fingerprint:
         """What the bits of a result depend on, besides path and edits. Weights are hashed when it is first asked for, which
-        takes seconds of gigabytes."""
+        takes seconds of gigabytes; BadWeights if they are no longer those that results were computed with."""
+        self.runner.weights.require_unchanged()
+        return self._fingerprint()
+
+    def _fingerprint(self) -> Fingerprint:
         return take(self.model)
 
     def __repr__(self) -> str:

@@ -359,8 +359,7 @@ class Completer:
             with defer_interrupt():
                 lanes.append(twin := self.forest.fork(lane, committed))
             twin.capture = twin.recording = None
-            self.forest.compute(lanes)
-            return self._taken_over(lane, twin, committed)
+            return self._computed(lane, twin, committed)
 
     def complete_rows(self, lane: Lane) -> None:
         """Mutates: computes the captured rows that committed tokens lack, on a twin as `kv` does. A fork with edits lacks some
@@ -372,8 +371,7 @@ class Completer:
         with self.forest.made() as lanes, self.forest.quiet():
             with defer_interrupt():
                 lanes.append(twin := self.forest.fork(lane, committed + following))
-            self.forest.compute(lanes)
-            self._taken_over(lane, twin, committed)
+            self._computed(lane, twin, committed)
 
     def final_rows(self, lanes: Sequence[Lane], first: Sequence[int], site: str) -> list[Tensor]:
         """The rows of one site from position first[i] on, pending tokens included. They are computed on twins, as by `kv`."""
@@ -404,10 +402,19 @@ class Completer:
         committed, _ = self._committed(lane)
         return (self.forest.held_kv(lane) if lane.computed >= committed else None), committed
 
+    def _computed(self, lane: Lane, twin: Lane, length: int) -> Tensor:
+        """Compute the twin, and return `_taken_over`. Requests of other threads may take the pages of an idle twin before."""
+        while True:
+            self.forest.compute([twin])
+            if (kv := self._taken_over(lane, twin, length)) is not None:
+                return kv
+
     @changing
-    def _taken_over(self, lane: Lane, twin: Lane, length: int) -> Tensor:
+    def _taken_over(self, lane: Lane, twin: Lane, length: int) -> Tensor | None:
         """The twin's KV of the first `length` tokens. Its pages and rows become the lane's, if the lane still lacks them.
-        Releases the twin."""
+        Releases the twin. None, and nothing changes, if the twin has lost its pages."""
+        if twin.computed < length:
+            return None
         twin.computed = length
         self.forest.runner.pool.truncate(twin.table, length)
         kv, path = self.forest.held_kv(twin), len(self.forest.tree.branch(twin.branch).tokens)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -73,8 +72,7 @@ class ThinkingEngine(Engine):
             )
         self.prefiller = Prefiller(self.forest, ThinkingBlocks(model, self.runner, self.lock), self.lenses)
 
-    @cached_property
-    def fingerprint(self) -> Fingerprint:
+    def _fingerprint(self) -> Fingerprint:
         """Covers T and C too, since every bit depends on them."""
         backbone = replace(self.thinker.config, revision="")
         config = sha256((backbone.to_json() + self.thinking.to_json()).encode()).hexdigest()

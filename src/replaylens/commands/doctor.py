@@ -125,7 +125,7 @@ def _warm(config: str, device: str, turn: int) -> None:
     """Compute with a model of this shape, beginning with part `turn` of the work."""
     most = max(_BRANCHES[device])
     engine = Engine(_model(config, device), cache_tokens=8192 + most * 64, max_rows=max(1024, most))
-    room = engine.config.max_positions - _NEW
+    room = max(1, engine.config.max_positions - _NEW)
     work: list[Callable[[], None]] = [partial(_prompt, engine, min(rows, room)) for rows in _PROMPTS[device]]
     work += [partial(_decode, engine, count, min(16, room)) for count in _BRANCHES[device]]
     first = turn * 3 % len(work)

@@ -615,6 +615,17 @@ def test_changed_weights_of_an_engine_are_refused(change: str) -> None:
         engine.prompt([1, 2, 3]).generate(1)
 
 
+def test_changed_weights_get_no_fingerprint(tmp_path: Path) -> None:
+    """They are hashed when somebody first asks, and rows computed before must not be named after others."""
+    engine = Engine.load("coin-plain")
+    run = engine.replay([[1, 2, 3, 4]], sites="S")
+    with torch.no_grad():
+        next(engine.model.parameters()).mul_(2)
+    for asks in (lambda: engine.fingerprint, lambda: run.save(tmp_path / "dump"), run.cite):
+        with pytest.raises(BadWeights, match="weights of an engine were changed"):
+            asks()
+
+
 @pytest.mark.parametrize("hook", ["module", "before", "forward", "everywhere"])
 def test_hooks_on_a_model_of_an_engine_are_refused(hook: str) -> None:
     """They would change what is computed under the same fingerprint. Once they are gone, the engine goes on."""

@@ -6,7 +6,7 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -583,3 +583,29 @@ def test_an_interrupt_within_two_blocks_is_raised_after_the_outer_one() -> None:
     assert seen == [(False, False), (True, True), (True, False)]
     with defer_interrupt() as again:
         assert not again()
+
+
+def test_pages_of_a_twin_that_another_request_takes_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`kv` and captured rows are computed on a twin, which is idle before they are read."""
+    served, roomy = (Engine(random_model(num_layers=1), cache_tokens=tokens, page_size=4) for tokens in (256, 4096))
+    path = [j % VOCAB for j in range(90)]
+    branch = served.prompt(path, sites="S")
+    edit, compute, rounds = Edit("blocks.0.hook_out", "zero", positions=slice(5, 6)), served.forest.compute, [0]
+
+    def crowded(lanes: Sequence[Any]) -> None:
+        compute(lanes)
+        rounds[0] += 1
+        if rounds[0] == 1:
+            monkeypatch.setattr(served.forest, "compute", compute)
+            served.prompt([(j + 1) % VOCAB for j in range(240)]).release()
+            monkeypatch.setattr(served.forest, "compute", crowded)
+
+    expected = roomy.prompt(path, sites="S", edits=[edit])
+    for read in (lambda fork: fork.kv(), lambda fork: fork.activations["blocks.0.hook_out"]):
+        (fork,) = branch.fork(edits=[edit])
+        rounds[0] = 0
+        monkeypatch.setattr(served.forest, "compute", crowded)
+        assert torch.equal(read(fork), read(expected)) and rounds[0] == 2
+        monkeypatch.setattr(served.forest, "compute", compute)
+        fork.release()
+    served.check_integrity()
