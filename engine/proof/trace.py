@@ -20,6 +20,7 @@ from torch import nn
 
 import replaylens
 from replaylens.engine.errors import BadTrace, FingerprintMismatch
+from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.loading import weights_hash
 from replaylens.engine.records import Count, Fingerprint, PlacedEditRecord, Positive, build, parse
@@ -135,7 +136,7 @@ def take(model: Decoder, whole: nn.Module | None = None) -> Fingerprint:
     device = model.device
     return Fingerprint(
         weights=weights_hash(model if whole is None else whole),
-        config=hashlib.sha256(replace(model.config, revision="").to_json().encode()).hexdigest(),
+        config=config_digest(model.config),
         dtype=str(model.dtype).removeprefix("torch."),
         device=device_name(device),
         torch=torch.__version__,
@@ -144,6 +145,11 @@ def take(model: Decoder, whole: nn.Module | None = None) -> Fingerprint:
         canonical=canonical_version(model),
         revision=model.config.revision,
     )
+
+
+def config_digest(config: ModelConfig) -> str:
+    """SHA-256 of a config, wherever its model comes from."""
+    return hashlib.sha256(replace(config, revision="").to_json().encode()).hexdigest()
 
 
 def canonical_version(model: Decoder) -> str:

@@ -278,7 +278,7 @@ def _checked(method: Callable[P, R], name: str, own: int = 1) -> Callable[P, R]:
     parameters = dict(list(signature.parameters.items())[own:])
     by_position = [key for key, each in parameters.items() if each.kind is not each.KEYWORD_ONLY]
     needed = [key for key, each in parameters.items() if each.default is each.empty]
-    most, known = len(by_position) + own, frozenset(parameters)
+    most, known, takes_engine = len(by_position) + own, frozenset(parameters), by_position[:1] == ["engine"]
 
     @wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -287,6 +287,8 @@ def _checked(method: Callable[P, R], name: str, own: int = 1) -> Callable[P, R]:
         if len(args) - own < len(needed) and any(key not in kwargs for key in needed[len(args) - own :]):
             missing = [key for key in needed[len(args) - own :] if key not in kwargs]
             raise UnknownOption(f"{name}() needs {' and '.join(missing)}. {_described(method, missing[0])}.")
+        if takes_engine and not hasattr(given := args[own] if len(args) > own else kwargs["engine"], "tokens_of"):
+            raise BadRequest(f"Invalid engine={short_repr(given)} in {name}(). Give an Engine, as Engine.load returns it.")
         with modes.plain():
             return method(*args, **kwargs)
 

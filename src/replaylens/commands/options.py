@@ -112,8 +112,11 @@ def verify_command(
 
 def engine_that_made(made: "Dump | Rollouts", device: str) -> "Engine | None":
     """An engine with the model that made a dump or rollouts: of the hub, by the revision that they name, if the cache has it;
-    or the embedded one with its weights. None if there is none. Nothing is downloaded because a file asks for it."""
+    or the fetched or embedded one with its weights. None if there is none. Nothing is downloaded because a file asks for it."""
     from replaylens.engine.engine import Engine
+    from replaylens.engine.model.hub import PACKAGED, is_fetched, model_folder
+    from replaylens.engine.model.loading import config_of
+    from replaylens.engine.proof.trace import config_digest
 
     made_by = _fingerprint(made)
     if made_by is None:
@@ -123,7 +126,8 @@ def engine_that_made(made: "Dump | Rollouts", device: str) -> "Engine | None":
             return Engine.load(made_by.revision, device=device, local_files_only=True)
         except EngineError:
             return None
-    loaded = (Engine.load(name, device=device) for name in (*zoo.PLAIN, *zoo.THINKING))
+    fetched = [name for name in PACKAGED if is_fetched(name) and config_digest(config_of(model_folder(name))) == made_by.config]
+    loaded = (Engine.load(name, device=device) for name in (*fetched, *zoo.PLAIN, *zoo.THINKING))
     return next((engine for engine in loaded if engine.fingerprint.weights == made_by.weights), None)
 
 
@@ -132,7 +136,7 @@ def unknown_maker(made: "Dump | Rollouts") -> str:
     made_by, what = _fingerprint(made), "this dump" if isinstance(made, Dump) else "these rollouts"
     if made_by is not None and (revision := made_by.revision):
         return f"{revision} made {what}, and the cache of the hub does not hold it. Fetch it with --model {revision}"
-    return f"No embedded model made {what}. Name its model with --model"
+    return f"No embedded or fetched model made {what}. Name its model with --model"
 
 
 def _fingerprint(made: "Dump | Rollouts") -> Fingerprint | None:

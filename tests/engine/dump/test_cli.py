@@ -28,6 +28,7 @@ from replaylens.commands.dump import diff as diff_command
 from replaylens.commands.dump import dump as dump_command
 from replaylens.commands.dump import verify as verify_command
 from replaylens.commands.inspect import inspect
+from replaylens.commands.options import engine_that_made
 from replaylens.commands.replay import replay
 from replaylens.commands.reporting import size
 from replaylens.engine.dump.maker import make_plan, write_dump
@@ -36,6 +37,7 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import VERIFIED, Comparison, Verification, diff, verify
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadDump, BadEdit, BadRequest, NotCaptured, PlanMismatch
+from replaylens.engine.model import hub, loading
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.replay.replayer import ReplayOptions
 from replaylens.engine.replay.run import Run
@@ -49,6 +51,7 @@ from replaylens.tasks.texts import GivenTexts
 from tests.drawings import SENTENCE, rollouts
 from tests.engine.dump.conftest import EXAMPLES, NEW, PER_SHARD
 from tests.engine.dump.damage import edit_manifest, flip_bit
+from tests.engine.reference import decoder
 
 app = typer.Typer()
 for command in (dump_command, replay, inspect, verify_command, diff_command):
@@ -260,6 +263,20 @@ def test_the_embedded_model_that_made_a_dump_is_found(tmp_path: Path, reference:
     flip_bit(copy / "shard-00002.safetensors")
     code, out, _ = run("verify", copy, "--quiet")
     assert code == 1 and "shard-00002.safetensors was changed" in out
+
+
+def test_the_fetched_model_that_made_a_dump_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its config first, so that no other is loaded."""
+    loaded, load = list[str](), Engine.load
+    for name in ("llama", "gpt2"):
+        loading.save(decoder(name), tmp_path / name)
+    monkeypatch.setattr(hub, "PACKAGED", dict.fromkeys(("absent", "gpt2", "llama")))
+    monkeypatch.setattr(hub, "is_fetched", lambda name: name != "absent")
+    monkeypatch.setattr(hub, "model_folder", lambda name: tmp_path / name)
+    monkeypatch.setattr(Engine, "load", lambda name, **how: loaded.append(name) or load(tmp_path / name, **how))
+    made = Engine(decoder("llama")).replay([[1, 2, 3]], sites="S").save(tmp_path / "dump")
+    found = engine_that_made(made, "cpu")
+    assert found is not None and found.fingerprint.weights == made.manifest.fingerprint.weights and loaded == ["llama"]
 
 
 def test_diff(dump_words: list[str], reference: Dump, tmp_path: Path) -> None:

@@ -531,6 +531,11 @@ MESSAGES: dict[str, tuple[Callable[[Engine], object], type[Exception], str]] = {
         UnknownOption,
         r"^patch\(\) needs engine and clean and corrupt and metric",
     ),
+    "patch without its engine": (
+        lambda e: rl.patch([1], e, [2], metric=3),
+        BadRequest,
+        r"Invalid engine=\[1\] in patch\(\)\. Give an Engine",
+    ),
     "patch with a slip": (
         lambda e: rl.patch(e, [1], [2], metrik=3),
         UnknownOption,

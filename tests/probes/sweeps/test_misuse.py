@@ -15,6 +15,7 @@ from replaylens import tasks
 from replaylens.cli import app
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
+from replaylens.engine.errors import UnknownSite
 from replaylens.probes import area, balanced_accuracy, checks, complexity_curve, fit_probe, steer, sweep, transfer_across
 from replaylens.probes.arrays import OWN
 from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, NoTask, ProbeError, UnknownEstimator
@@ -73,6 +74,11 @@ CASES: dict[str, Case] = {
     "one estimator object": (swept(estimators=LogisticRegression()), UnknownEstimator, "LogisticRegression"),
     "estimators twice": (swept(estimators=["ridge", "ridge"]), ProbeError, "'ridge' 2 times"),
     "positions twice": (swept(positions=["step", "step"]), ProbeError, "positions has 'step' 2 times"),
+    "layers of a name": (
+        swept(sites=["blocks.1.hook_in"], layers=[0]),
+        UnknownSite,
+        r"layers=\[0\] choose among those of letters",
+    ),
     "sites twice": (swept(sites="SS"), ProbeError, "S1 is named twice"),
     "residualised label": (
         lambda: sweep(of_arrays(), "size", estimators="ridge", residualise=["size"]),
