@@ -365,7 +365,9 @@ class ProbeRows(FromArrays):
                     where[site] = ", ".join(map(str, stored))
                 cells += [Cell(site, n) for n in stored if layers is None or n in layers] if stored else [Cell(site, None)]
         if layers is not None and not known:
-            raise UnknownSite(f"layers={list(layers)} choose among those of letters, and sites {' '.join(words)!r} name none.")
+            raise UnknownSite(
+                f"layers={list(layers)} are of letters, and sites {' '.join(words)!r} name none. Leave layers out."
+            )
         if known and (missing := sorted(set(layers or ()) - known)):
             listed = "; ".join(f"{letter} is stored at layers {numbers}" for letter, numbers in where.items())
             raise UnknownSite(f"No layer {missing[0]}. {listed}. Give one of these: sweeps do not count from the end.")

@@ -149,7 +149,11 @@ def main() -> int:
         folder = Path(name)
         paths = given.paths or candidates()
         running = [start(number, folder, given.marker, paths) for number in range(given.processes)]
-        codes, late = ended(running, folder, given.seconds)
+        try:
+            codes, late = ended(running, folder, given.seconds)
+        finally:
+            for process in running:  # if this one is interrupted
+                process.kill()
         outcome = Outcome.read(folder, given.processes)
         faults = outcome.faults(given.processes, late)
         for number, code in enumerate(codes):

@@ -74,11 +74,7 @@ CASES: dict[str, Case] = {
     "one estimator object": (swept(estimators=LogisticRegression()), UnknownEstimator, "LogisticRegression"),
     "estimators twice": (swept(estimators=["ridge", "ridge"]), ProbeError, "'ridge' 2 times"),
     "positions twice": (swept(positions=["step", "step"]), ProbeError, "positions has 'step' 2 times"),
-    "layers of a name": (
-        swept(sites=["blocks.1.hook_in"], layers=[0]),
-        UnknownSite,
-        r"layers=\[0\] choose among those of letters",
-    ),
+    "layers of a name": (swept(sites=["blocks.1.hook_in"], layers=[0]), UnknownSite, "layers=[0] are of letters"),
     "sites twice": (swept(sites="SS"), ProbeError, "S1 is named twice"),
     "residualised label": (
         lambda: sweep(of_arrays(), "size", estimators="ridge", residualise=["size"]),
