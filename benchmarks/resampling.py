@@ -114,7 +114,7 @@ def trees(tiny: bool = False, parts: tuple[str, ...] = ("prefixes", "captured"))
             ratio = rates[prefix] * found.values["apart"]
             yield Line(f"prefix {prefix}, against reading it for every branch", ratio=ratio, aim=">= 6")
         released(engine, [root])
-    for prefix, aim in zip((middle, *longer), (">= 0.75", ">= 0.85"), strict=False):
+    for prefix, aim in zip((middle, *longer), (">= 0.75", ">= 0.8"), strict=False):
         if "prefixes" in parts:
             yield Line(f"prefix {prefix} against {short}", ratio=rates[prefix] / rates[short], aim=aim)
     sites = [f"blocks.{layer}.hook_out" for layer in sizes.layers]

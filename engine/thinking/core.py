@@ -17,6 +17,7 @@ from replaylens.engine.loop.lane import Lane
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.tree import HOOKED
 from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.layers import FrozenWeights
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.model.text import Prompt, is_chat
 from replaylens.engine.proof.trace import take
@@ -65,6 +66,7 @@ class ThinkingEngine(Engine):
             raise BadConfig(f"A {type(model).__name__} does not think. Load it with Engine, or train a Thinking-States model.")
         self.thinker, self.thinking, self.guess = model, model.thinking, _known(guess)
         super().__init__(model.backbone, tokenizer, draft_model=draft_model, **options)
+        self.runner.weights = FrozenWeights(model)  # those of T and C as well
         if self.text.tokenizer is not None and self.text.eos_id != self.thinking.eos_token:
             raise BadConfig(
                 f"The tokenizer's <EOS> is {self.text.eos_id}, but the model ends its thoughts with {self.thinking.eos_token}. "

@@ -25,6 +25,7 @@ from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.loading import CONFIG_FILE, WEIGHTS_FILE, build, load, save, weights_hash
 from replaylens.engine.model.text import load_text
+from replaylens.engine.thinking.core import ThinkingEngine
 from tests.engine.passes.packed import logits, sequences
 from tests.engine.replay.bridges import bridge, saved_tokenizer
 from tests.families import NAMES, hugging_face
@@ -615,12 +616,15 @@ def test_changed_weights_of_an_engine_are_refused(change: str) -> None:
         engine.prompt([1, 2, 3]).generate(1)
 
 
-def test_changed_weights_get_no_fingerprint(tmp_path: Path) -> None:
-    """They are hashed when somebody first asks, and rows computed before must not be named after others."""
-    engine = Engine.load("coin-plain")
+@pytest.mark.parametrize("name", ["coin-plain", "coin-thinking"])
+def test_changed_weights_get_no_fingerprint(name: str, tmp_path: Path) -> None:
+    """They are hashed when somebody first asks, and rows computed before must not be named after others. Those of T and C
+    count as well."""
+    engine = Engine.load(name)
     run = engine.replay([[1, 2, 3, 4]], sites="S")
     with torch.no_grad():
-        next(engine.model.parameters()).mul_(2)
+        changed = engine.thinker.think.ln1.weight if isinstance(engine, ThinkingEngine) else next(engine.model.parameters())
+        changed.mul_(2)
     for asks in (lambda: engine.fingerprint, lambda: run.save(tmp_path / "dump"), run.cite):
         with pytest.raises(BadWeights, match="weights of an engine were changed"):
             asks()
