@@ -389,13 +389,13 @@ def checked_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor,
         same = cache.stride() == k_cache.stride()
         require(same, "{} has strides {}, but k_cache has {}.", name, cache.stride(), k_cache.stride())
     require(heads % kv_heads == 0, "{} query heads are not a multiple of {} KV heads.", heads, kv_heads)
+    parts = heads // kv_heads // heads_together(heads, kv_heads, d_key - max(rest, 0), q.dtype)
     if not rest:
         require(d_key <= 256, "d_head is {}. At most 256 is supported.", d_key)
-        return k_cache, v_cache, 0
+        return (k_cache, v_cache, 0) if parts == 1 else (k_cache.expand(-1, parts, -1), v_cache.expand(-1, parts, -1), 0)
     columns = kv_heads == 1 and v_cache.data_ptr() == k_cache.data_ptr()
     require(columns, "v_cache is narrower than k_cache. It must then be its first columns, with one KV head.")
     fits = d_key - rest <= MAX_VALUES and rest <= MAX_REST
     most = f"At most {MAX_VALUES} and {MAX_REST} are supported."
     require(fits, "Values have {} columns and keys {} more. {}", d_key - rest, rest, most)
-    parts = heads // heads_together(heads, d_key - rest, q.dtype)
     return k_cache.expand(-1, parts, -1), v_cache.expand(-1, parts, -1), rest

@@ -178,10 +178,13 @@ def grouped_tile(rows: int, pairs: int, dtype: torch.dtype, gated: bool) -> Gemm
     return GemmTile(128, 128, 64, 8, 3, persistent=gated)
 
 
-def heads_together(group: int, d_head: int, dtype: torch.dtype) -> int:
-    """How many of the `group` query heads of one KV head share a program: all of them, unless their values are so wide that a
-    program has room for few. Moves no bit."""
-    most = group if d_head <= 256 else min(group, 16 if dtype == torch.float32 else 64)
+def heads_together(heads: int, kv_heads: int, d_head: int, dtype: torch.dtype) -> int:
+    """How many query heads of one KV head share a program: all of them, unless there is only one KV head and its values are so
+    wide that a program has room for few (float32: more than 16 would be minutes of compiling). Moves no bit."""
+    group, wide = heads // kv_heads, d_head > (128 if dtype == torch.float32 else 256)
+    if kv_heads > 1 or not wide:
+        return group
+    most = min(group, 16 if dtype == torch.float32 else 64)
     return max(n for n in range(1, most + 1) if group % n == 0)
 
 

@@ -239,7 +239,7 @@ class PagedRows:
 
 def rows_per_tile(heads: int, kv_heads: int, d_head: int, dtype: torch.dtype, longest: int) -> int:
     """How many rows of one sequence share a tile if no sequence has more than `longest` rows. d_head: of values"""
-    group = heads_together(heads // kv_heads, d_head, dtype)
+    group = heads_together(heads, kv_heads, d_head, dtype)
     return max(1, attention_tile(longest * group, d_head, dtype, group).rows // group)
 
 

@@ -55,7 +55,7 @@ class KeyLayout:
     @property
     def group(self) -> int:
         """Query heads that share a program."""
-        return heads_together(self.heads // self.kv_heads, self.d_head, self.dtype)
+        return heads_together(self.heads, self.kv_heads, self.d_head, self.dtype)
 
     @property
     def full(self) -> bool:

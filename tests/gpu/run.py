@@ -99,10 +99,11 @@ def candidates() -> list[str]:
     return [str(file) for file in sorted(tests.rglob("test_*.py")) if names_it(file) or folders & set(file.parents)]
 
 
-def start(number: int, folder: Path, expression: str, paths: list[str]) -> "subprocess.Popen[bytes]":
+def start(number: int, processes: int, folder: Path, expression: str, paths: list[str]) -> "subprocess.Popen[bytes]":
     """Start one pytest process that shares the tests with the others. Its output goes to a file."""
     ours = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": ours, "SHARED_TESTS": str(folder), "SHARED_NUMBER": str(number)}
+    environment["SHARED_PROCESSES"] = str(processes)
     environment["PYTHONHASHSEED"] = "0"  # all processes must collect the same tests in the same order
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.gpu.share", "-p", "no:cacheprovider", "-m", expression]
     with (folder / f"{number}.log").open("wb") as log:
@@ -148,7 +149,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         paths = given.paths or candidates()
-        running = [start(number, folder, given.marker, paths) for number in range(given.processes)]
+        running = [start(number, given.processes, folder, given.marker, paths) for number in range(given.processes)]
         try:
             codes, late = ended(running, folder, given.seconds)
         finally:

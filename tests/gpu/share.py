@@ -8,47 +8,55 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-TOGETHER = 4
-"""tests taken at once: neighbours share the fixtures of their module"""
+FIRST = ("tests/engine/test_machine.py",)
+"""files with a test of minutes: it must not be the last one to start"""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    folder, number = Path(os.environ["SHARED_TESTS"]), int(os.environ["SHARED_NUMBER"])
-    config.pluginmanager.register(Sharing(folder, number), "sharing")
+    folder = Path(os.environ["SHARED_TESTS"])
+    number, processes = int(os.environ["SHARED_NUMBER"]), int(os.environ["SHARED_PROCESSES"])
+    config.pluginmanager.register(Sharing(folder, number, processes), "sharing")
 
 
 class Sharing:
     """One process's part."""
 
-    def __init__(self, folder: Path, number: int) -> None:
+    def __init__(self, folder: Path, number: int, processes: int) -> None:
         self.folder, self.file = folder, folder / f"{number}.jsonl"
+        self.number, self.processes = number, processes
 
     def note(self, **facts: Any) -> None:
         with self.file.open("a") as file:
             file.write(json.dumps(facts) + "\n")
 
-    def take(self, items: list[pytest.Item]) -> bool:
-        """Try to take these tests. Returns whether this process owns them now."""
-        name = hashlib.sha256("\n".join(item.nodeid for item in items).encode()).hexdigest()
+    def take(self, item: pytest.Item) -> bool:
+        """Try to take this test. Returns whether this process owns it now."""
+        name = hashlib.sha256(item.nodeid.encode()).hexdigest()
         try:
             os.close(os.open(self.folder / name, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return False
+        self.note(taken=item.nodeid)
         return True
 
     def ours(self, items: list[pytest.Item]) -> Iterator[pytest.Item]:
-        """Tests that no other process has taken. The next one is taken on demand."""
-        for first in range(0, len(items), TOGETHER):
-            some = items[first : first + TOGETHER]
-            if self.take(some):
-                for item in some:
-                    self.note(taken=item.nodeid)
-                    yield item
+        """Tests that no other process has taken. The next one is taken on demand.
+
+        Neighbours share fixtures and compiled kernels. So every process has a part of its own, and helps others from the end of
+        theirs when it is done.
+        """
+        long = [item for item in items if item.nodeid.startswith(FIRST)]
+        cuts = [len(items) * part // self.processes for part in range(self.processes + 1)]
+        parts = [items[begin:end] for begin, end in pairwise(cuts)]
+        others = [*parts[self.number + 1 :], *parts[: self.number]]
+        order = [long, parts[self.number], *(part[::-1] for part in others)]
+        yield from (item for part in order for item in part if self.take(item))
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         if session.testsfailed:

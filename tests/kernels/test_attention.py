@@ -141,7 +141,7 @@ def test_every_tile_gives_the_same_bits(case, same):
 
 @pytest.mark.parametrize("d_head", [16, 64, 80, 128, 256])
 def test_head_sizes(case, same, d_head):
-    heads, kv_heads = (14, 2) if d_head <= 80 else (4, 1)
+    heads, kv_heads = {128: (4, 1), 256: (20, 1)}.get(d_head, (14, 2))
     s = setting(case, [700, 70] if case.gpu else [40, 5], heads, kv_heads, d_head)
     chosen = [699, 0, 701, 511, 512] if case.gpu else [39, 41]
     got = s.attend(chosen)
@@ -152,7 +152,7 @@ def test_head_sizes(case, same, d_head):
     case.close(got, want)
     if case.gpu:
         tile = AttentionTile(32, 8, 1) if case.dtype == torch.float32 else AttentionTile(64, 8, 2)
-        same(s.attend(per_tile=tile.rows // (heads // kv_heads), tile=tile)[chosen], got)
+        same(s.attend(per_tile=tile.rows // heads_together(heads, kv_heads, d_head, case.dtype), tile=tile)[chosen], got)
 
 
 def test_pages_may_lie_anywhere(case, same):
@@ -265,11 +265,13 @@ def test_every_schedule_has_the_same_bits(case, same, heads, rank, rest):
 
 
 def test_heads_are_divided_among_programs_if_values_are_wide():
-    assert heads_together(128, 512, torch.bfloat16) == 64
-    assert heads_together(128, 512, torch.float32) == 16
-    assert heads_together(20, 300, torch.float32) == 10
-    assert heads_together(40, 512, torch.bfloat16) == 40
-    assert heads_together(128, 256, torch.bfloat16) == 128
+    assert heads_together(128, 1, 512, torch.bfloat16) == 64
+    assert heads_together(128, 1, 512, torch.float32) == 16
+    assert heads_together(20, 1, 300, torch.float32) == 10
+    assert heads_together(40, 1, 256, torch.float32) == 10
+    assert heads_together(40, 2, 256, torch.float32) == 20
+    assert heads_together(40, 1, 512, torch.bfloat16) == 40
+    assert heads_together(128, 1, 256, torch.bfloat16) == 128
 
 
 def test_widths_that_do_not_fit_are_refused(case):
