@@ -6,13 +6,19 @@ from tests.golden import answers, differences, read
 from tests.golden_inside import GROUPS
 
 KNOWN, ALIKE = read()
+LONG = (
+    "questions", "reproduce", "sweeps", "probes with options", "estimators", "page", "shell", "patch", "rarer", "attribution",
+    "lens", "attention routing compare", "saved probes", "dumps with options", "ablate and steer", "replay", "graphs", "edits",
+    "dumps", "evaluation",
+)  # fmt: skip
+"""groups of a second and more: what they ask has tests of its own, and a change that moves verbs runs `make slow`"""
 
 
 def test_every_group_has_its_answers() -> None:
     assert list(KNOWN) == list(GROUPS)
 
 
-@pytest.mark.parametrize("name", list(GROUPS))
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in GROUPS])
 def test_the_answers_are_the_known_ones(name: str) -> None:
     """`python -m tests.golden NAME` prints what differs; add --record once it is right."""
     assert differences(answers(GROUPS[name]), KNOWN[name], ALIKE) == []

@@ -214,6 +214,7 @@ def test_a_cell_with_other_bits_is_found(tmp_path: Path, monkeypatch: pytest.Mon
 # The benchmark against baselines, tiny and on the CPU: it runs, checks the results it times, and writes its measurements.
 
 
+@pytest.mark.slow
 def test_all_parts(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     assert all(run(made, quick=True, out=out) for made in chosen(["baselines-gpu"]))
@@ -296,6 +297,7 @@ def test_the_tally_is_that_of_the_trace(wrong_drafts: None) -> None:
     assert tally not in engine.loop.listeners
 
 
+@pytest.mark.slow
 def test_no_wrong_draft_reaches_a_committed_token(wrong_drafts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """All sections on a CPU: ordinary requests diverge, drafts flip, and deterministic tokens differ nowhere."""
     monkeypatch.setattr(natural, "TEMPERATURES", (1.0,))

@@ -118,6 +118,7 @@ def test_the_doctor_refuses_a_product_that_depends_on_the_index(monkeypatch: pyt
         nano.check_tiles(MODEL)
 
 
+@pytest.mark.slow
 def test_the_demonstration(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(ROOT / "docs" / "nano.py"), run_name="__main__")
     said = capsys.readouterr().out.splitlines()

@@ -34,6 +34,8 @@ from tests.test_imports import CORE, FACES, SATELLITES
 
 TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in [*PAGES, *NOTES]}
 RUN = [page for page in PAGES if any(b.language in ("sh", "python") for b in blocks(page, TEXTS[page]))]
+LONG = ("docs/workbench.md", "docs/branches.md", "docs/models.md")
+"""pages whose examples take more than five seconds: `make slow` runs them"""
 
 
 def smaller(text: str) -> str:
@@ -115,7 +117,7 @@ def run_page(page: str, text: str, folder: Path, patch: pytest.MonkeyPatch) -> i
     return ran
 
 
-@pytest.mark.parametrize("page", RUN)
+@pytest.mark.parametrize("page", [pytest.param(page, marks=pytest.mark.slow if page in LONG else ()) for page in RUN])
 def test_snippets(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = dict(FAMILIES)
     try:
@@ -148,6 +150,7 @@ RESOURCE = re.compile(
 )
 
 
+@pytest.mark.slow
 def test_the_site_has_all_pages_and_loads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Built as `make docs` does: a link without a target, or a page that is missing in the navigation, is an error."""
     monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")

@@ -204,6 +204,7 @@ def test_exit_code_says_yes_or_no(small: Path, tmp_path: Path) -> None:
     assert run("diff", str(small), str(tmp_path / "nowhere"), "--quiet")[0] == 2
 
 
+@pytest.mark.slow
 def test_steer_finds_the_model_of_a_dump(tmp_path: Path) -> None:
     """`steer` finds the dump's model, also one that thinks. If the model is not embedded, `steer` asks for --model."""
     dump = ["dump", "--model", "coin-thinking", "--n", "12", "--knob", "flips=1,3", "--sites", "blocks.2.hook_in", "--quiet"]
@@ -285,6 +286,7 @@ for words in (["tasks", "--help"], ["dupm"]):
 """
 
 
+@pytest.mark.slow
 def test_no_color_in_help_and_errors() -> None:
     """NO_COLOR also holds for typer's output. typer reads the variables at import, so each value needs its own process."""
     for more, coloured in (({}, [True, True]), ({"NO_COLOR": "1"}, [False, False])):

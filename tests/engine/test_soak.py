@@ -50,6 +50,7 @@ def test_other_bits_after_a_restart_are_found() -> None:
         soak.check(soak.Small, {json.dumps(path): soak.digest(kv + 1e-6)})
 
 
+@pytest.mark.slow
 def test_sessions_are_counted_and_left_to_the_next_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(soak.Small, "sessions", 3)
     monkeypatch.setattr(soak.Small, "steps", 8)
@@ -61,6 +62,7 @@ def test_sessions_are_counted_and_left_to_the_next_process(monkeypatch: pytest.M
     assert soak.work("Small", 2, tmp_path, "cpu")[0] >= 1 + len(left)
 
 
+@pytest.mark.slow
 def test_a_soak_without_preemptions_is_no_soak(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Negative control: with a large cache no request loses its pages, and the process fails."""
     monkeypatch.setattr(soak.Small, "sessions", 1)

@@ -54,7 +54,9 @@ def test_every_test_runs_once_and_processes_share(tmp_path: Path) -> None:
     assert sorted(made) == sorted(processes), "a fixture of the module is made once in each process that needs it"
 
 
-@pytest.mark.parametrize("plant", BAD)
+@pytest.mark.parametrize(
+    "plant", ["a crash", *(pytest.param(plant, marks=pytest.mark.slow) for plant in BAD if plant != "a crash")]
+)
 def test_whatever_goes_wrong_is_an_error(plant: str, tmp_path: Path) -> None:
     source, said = BAD[plant]
     done = run(tmp_path, source)
@@ -62,6 +64,7 @@ def test_whatever_goes_wrong_is_an_error(plant: str, tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "Tests marked not gpu: FAILED."
 
 
+@pytest.mark.slow
 def test_nothing_to_run_is_an_error(tmp_path: Path) -> None:
     done = run(tmp_path, marker="gpu")
     assert done.returncode == 1 and "no test was selected" in done.stdout
@@ -73,6 +76,7 @@ def test_candidates() -> None:
     assert not {"tests/test_types.py", "tests/test_package.py"} & found, "they need what a machine with a GPU may lack"
 
 
+@pytest.mark.slow
 def test_a_run_that_takes_too_long_reports_what_ran(tmp_path: Path) -> None:
     done = run(tmp_path, "def test_slow(): time.sleep(60)\ndef test_after(): ...", "not gpu", "--seconds", "4")
     assert done.returncode == 1 and re.search("time ran out: [12] tests have no result", done.stdout), done.stdout

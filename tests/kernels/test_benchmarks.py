@@ -17,6 +17,7 @@ CONFIG = ModelConfig(2, 32, 4, 2, 16, 48, 97, 64, rotary_dim=16, tied_embeddings
 COUNT, LENGTH = 3, 21
 
 
+@pytest.mark.slow
 def test_passes_and_steps(case):
     meant = Decoder(CONFIG).initialize(0).requires_grad_(False).double()
     model = Decoder(CONFIG).initialize(0).requires_grad_(False).to(case.device, case.dtype)

@@ -369,6 +369,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_damaged_files_are_replaced(kept: Path) -> None:
     """An index, and a kernel whose index is whole."""
     indices, kernels = (sorted(kept.rglob(f"*.{ending}")) for ending in ("nbi", "nbc"))
@@ -383,6 +384,7 @@ def test_damaged_files_are_replaced(kept: Path) -> None:
     assert all(len(file.read_bytes()) > 100 for file in damaged)
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     """numba takes its next one. If there is none, kernels are compiled, and one warning says what that costs."""
     (tmp_path / "file").touch()

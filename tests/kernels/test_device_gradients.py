@@ -40,6 +40,7 @@ def apart(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max().clamp(min=1e-30))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edits", [[], EDITS], ids=["plain", "edited"])
 def test_the_numbers_of_the_cpu_and_the_same_bits_in_company(engine: Engine, host: Engine, edits: list[Edit]) -> None:
     found = engine.prompt(PATH, edits=edits).gradients((3, 8), SITES)
@@ -71,6 +72,7 @@ def test_a_product_that_depends_on_company_is_not_certified(engine: Engine, monk
     assert not branch.gradients((3, 8), ["blocks.0.hook_in"]).certified, "nor at its second use"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_mixtures_of_experts(device: str) -> None:
     """The numbers of the CPU through experts, their weights and the router; the same bits in company."""

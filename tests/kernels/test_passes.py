@@ -42,6 +42,7 @@ def whole(model: Decoder, path: list[int]) -> torch.Tensor:
     return model(torch.tensor(path, device=DEVICE), torch.arange(len(path), device=DEVICE), SequenceOps([len(path)]))
 
 
+@pytest.mark.slow
 def test_prefill_then_one_row_each():
     """Three branches on pages of two positions: first all tokens but the last of each, then the last ones together."""
     model = Decoder(CONFIG).initialize(0).requires_grad_(False).to(DEVICE)
@@ -90,7 +91,8 @@ QUICK = ("lfm2", "qwen3-next")
 PLAIN = [name for name in MORE if name not in HYBRIDS]
 
 
-@pytest.mark.parametrize("name", [n if n in ("cohere", "bloom") else pytest.param(n, marks=pytest.mark.slow) for n in PLAIN])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLAIN)
 @torch.no_grad()
 def test_a_pass_gives_hugging_faces_logits(name: str) -> None:
     """The path is longer than the windows of seven positions."""
@@ -104,6 +106,7 @@ def test_a_hybrid_has_the_bits_of_a_cpu(name: str, same: Callable[[Tensor, Tenso
     same(logits(name), Engine(load(hugging_face(name))).prompt(PATH).logits(range(len(PATH))))
 
 
+@pytest.mark.slow
 def test_states_of_recurrent_layers_are_shown_but_not_edited(same: Callable[[Tensor, Tensor], None]) -> None:
     engine, site, paths = served(DEVICE, decoder("mamba2")), "blocks.0.mixer.hook_state", [PATH[:6], PATH[2:5]]
     expected = Engine(decoder("mamba2")).prompts(paths, sites=[site])
@@ -244,6 +247,7 @@ def test_edits_and_company(name: str, device: str) -> None:
     assert torch.equal(alone.kv().cpu()[1, 1, 0, 0, :13], alone.activations[SHOWN[name][2]][1]) if SHOWN[name] else True
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_doctor_examines_products_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways round, with a control that differs. A product that depends on the rows fails."""
@@ -316,8 +320,9 @@ class NearRanks(Ranks):
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", [pytest.param(None, marks=pytest.mark.slow), "softmax of all, a shared expert with a gate"])
+@pytest.mark.parametrize("kind", [None, "softmax of all, a shared expert with a gate"])
 def test_products_over_ranks_have_the_bits_of_one(kind: str | None, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks_file, "UNIT", 4)
     monkeypatch.setattr(ranks_file, "row_ops", lambda device, fast: FastHeadOps() if fast else HeadOps())

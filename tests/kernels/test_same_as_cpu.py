@@ -112,7 +112,8 @@ def test_attention(device: str, cap: float, window: int, more: str, split: bool,
 
 @pytest.mark.parametrize(
     "delta, depth, many",
-    [pytest.param(True, 32, 1024, marks=pytest.mark.slow), (False, 32, 1024), (True, 4, 1024), (True, 32, 0), (False, 4, 0)],
+    [(True, 4, 1024), (False, 4, 0)]
+    + [pytest.param(*each, marks=pytest.mark.slow) for each in ((True, 32, 1024), (False, 32, 1024), (True, 32, 0))],
 )
 def test_recurrences(device: str, delta: bool, depth: int, many: int, same: Same, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes that end within a chunk, at its end and beyond it, and single rows, beside the padding of a graph."""

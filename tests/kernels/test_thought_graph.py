@@ -26,6 +26,7 @@ def by_kernels() -> ThinkingBlocks:
     return blocks
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_steps_of_a_graph_have_the_bits_of_launched_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     from replaylens.engine.thinking import graphs

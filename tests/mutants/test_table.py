@@ -114,6 +114,7 @@ def everything(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_outcomes(checkout: Path) -> None:
     """Mutants run one after the other in the same copy. The checkout does not change."""
     before = everything(checkout)
@@ -129,6 +130,7 @@ def test_outcomes(checkout: Path) -> None:
     assert everything(checkout) == before
 
 
+@pytest.mark.slow
 def test_a_run_that_is_cut_off_or_cannot_start_kills_nothing(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Campaign, "_check", lambda *given: None)
     (result,) = Campaign(checkout, limit=1).run([ENDLESS])

@@ -209,6 +209,7 @@ def test_every_notebook_has_figures(name: str) -> None:
 # ---- controls ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_failing_cell_fails_the_build(tmp_path: Path) -> None:
     """Negative control: a failed assertion in a cell fails the build instead of becoming an output."""
     from nbclient.exceptions import CellExecutionError
@@ -218,6 +219,7 @@ def test_a_failing_cell_fails_the_build(tmp_path: Path) -> None:
         build().execute(build().read(tmp_path / "1_bad.py"))
 
 
+@pytest.mark.slow
 def test_progress_bars_are_dropped_and_prints_joined(tmp_path: Path) -> None:
     """Equal sources give equal files, however many pieces the output arrives in."""
     import nbformat

@@ -27,6 +27,7 @@ def run(name: str, out: Path) -> dict[str, Any]:
     return dict(json.loads((out / "results" / f"{name}.json").read_text())["parts"]["coin-plain"])
 
 
+@pytest.mark.slow
 def test_rejected_branches_quick(out: Path) -> None:
     part = run("rejected_branches", out)
     told = part["drafters"]["model"]
@@ -50,6 +51,7 @@ def test_rejected_branches_quick(out: Path) -> None:
             assert abs(layers["S1"]["value"] - (ours["value"] - theirs["value"])) < 2e-5
 
 
+@pytest.mark.slow
 def test_state_tracking_quick(out: Path) -> None:
     part = run("state_tracking", out)
     table = part["knock_out"]

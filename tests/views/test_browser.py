@@ -117,6 +117,7 @@ def test_cards(tab: Any, report: Path) -> None:
     assert tab.locator(".rl-tip").count() == 0
 
 
+@pytest.mark.slow
 def test_a_resting_mouse_leaves_the_keyboard_alone(tab: Any, report: Path) -> None:
     """Focus scrolls the page under a resting mouse. The element now under the mouse gets its card only when the mouse moves."""
     tab.goto(report.as_uri())
@@ -135,6 +136,7 @@ def test_a_resting_mouse_leaves_the_keyboard_alone(tab: Any, report: Path) -> No
     assert "95 %" in tab.inner_text(".rl-tip")
 
 
+@pytest.mark.slow
 def test_light_and_dark(tab: Any, report: Path) -> None:
     tab.goto(report.as_uri())
     colour = "getComputedStyle(document.body).backgroundColor"
@@ -147,7 +149,8 @@ def test_light_and_dark(tab: Any, report: Path) -> None:
     assert tab.evaluate("document.body.dataset.theme") == "light", "a choice outlives the system's"
 
 
-@pytest.mark.parametrize("theme", [pytest.param("light", marks=pytest.mark.slow), "dark"])
+@pytest.mark.slow
+@pytest.mark.parametrize("theme", ["light", "dark"])
 def test_thoughts(tab: Any, tmp_path: Path, theme: str) -> None:
     """The picture of a Thinking-States model, in the explorer: thoughts have cards, including rolled-back ones."""
     engine = Engine.load("coin-thinking")
@@ -167,6 +170,7 @@ def test_thoughts(tab: Any, tmp_path: Path, theme: str) -> None:
     assert len(columns) == len(made.picture(1).chunks) and columns == sorted(columns)
 
 
+@pytest.mark.slow
 def test_a_place_in_the_report_can_be_linked(tab: Any, report: Path) -> None:
     tab.goto(report.as_uri() + "#example-7")
     tab.wait_for_selector("#rl-explorer[data-example='7'] .rl-token")
@@ -193,6 +197,7 @@ def test_timeline_steps(tab: Any, run: Run, tmp_path: Path) -> None:
     assert box["width"] > 400 and box["height"] > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("light, page", [("true", "rgb(255, 255, 255)"), ("false", "rgb(20, 23, 26)")])
 def test_a_notebook_decides_on_light_and_dark(tab: Any, run: Run, tmp_path: Path, light: str, page: str) -> None:
     """Jupyter's theme takes precedence over the system's. Its styles for tables and lists do not apply inside the view."""
@@ -236,9 +241,8 @@ def test_a_script_that_slipped_through_would_not_run(browser: Any, report: Path,
     tab.close()
 
 
-@pytest.mark.parametrize(
-    ("layers", "height"), [(48, 600), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((30, 800), (4, 800)))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("layers", "height"), [(48, 600), (30, 800), (4, 800)])
 def test_cards_stay_on_the_screen(browser: Any, tmp_path: Path, layers: int, height: int) -> None:
     """A card with a line per layer, of tokens at the top, in the middle and at the bottom of the window."""
     lens = tuple(LensLayer(f"S{i}", (LensGuess(" heads", 0.5), LensGuess(" tails", 0.3))) for i in range(layers))
@@ -257,6 +261,7 @@ def test_cards_stay_on_the_screen(browser: Any, tmp_path: Path, layers: int, hei
     tab.close()
 
 
+@pytest.mark.slow
 def test_attention_is_read_token_by_token(tab: Any, tmp_path: Path) -> None:
     """The token under the mouse shades what the chosen head attends to from there; the first token can be hidden."""
     pattern = torch.tensor([[[[1.0, 0, 0], [0.8, 0.2, 0], [0.6, 0.3, 0.1]], [[1.0, 0, 0], [0.5, 0.5, 0], [0.2, 0.2, 0.6]]]])
@@ -273,6 +278,7 @@ def test_attention_is_read_token_by_token(tab: Any, tmp_path: Path) -> None:
     assert shades() == ["0%", "100%", "0%"]
 
 
+@pytest.mark.slow
 def test_a_long_tree_stays_on_the_page(tab: Any, tmp_path: Path) -> None:
     tokens = tuple(Token(f" word{i}", i, TokenState.ACCEPTED) for i in range(150))
     (tmp_path / "a.html").write_text(f"<!DOCTYPE html>{Tree((DrawnPath(0, None, 0, 'open', tokens),))._repr_html_()}")
@@ -401,6 +407,7 @@ class Lens:
         return "<div class='rl-view'><b>the lens of this rollout</b></div>"
 
 
+@pytest.mark.slow
 def test_click_through_a_tree(tab: Any, rollouts: RolloutTexts, tmp_path: Path) -> None:
     """Column, branch, rollout, lens: each click shows what the counts say."""
     chosen = next(i for i, f in enumerate(rollouts.fork) if f == 1)
@@ -431,6 +438,7 @@ def test_click_through_a_tree(tab: Any, rollouts: RolloutTexts, tmp_path: Path) 
     assert tab.inner_text(".rl-one p").strip() == "".join(rollouts.units[chosen]).strip()
 
 
+@pytest.mark.slow
 def test_more_branches_unfold(tab: Any, rollouts: RolloutTexts, tmp_path: Path) -> None:
     """Rare branches are folded into one; a click puts them in its place, and no rollout is lost."""
     tab.goto(rollouts.tree().save(tmp_path / "x.html").as_uri())
@@ -472,6 +480,7 @@ def test_markup_in_a_browser(tab: Any, hostile: RolloutTree, tmp_path: Path) -> 
     assert HOSTILE[0] in tab.inner_text(".rl-one")
 
 
+@pytest.mark.slow
 def test_two_trees_in_the_report(tab: Any, rollouts: RolloutTexts, tmp_path: Path) -> None:
     """They work side by side, each with its own selection."""
     page = ReportPage(rollouts=(rollouts.tree("one"), rollouts.tree("two"))).save(tmp_path / "report.html")
@@ -483,6 +492,7 @@ def test_two_trees_in_the_report(tab: Any, rollouts: RolloutTexts, tmp_path: Pat
     assert tab.locator(".rl-rollouts").first.locator(".rl-fork").get_attribute("data-number") == "3"
 
 
+@pytest.mark.slow
 def test_a_notebook_output_runs_twice(tab: Any, rollouts: RolloutTexts, tmp_path: Path) -> None:
     """Each output brings the script along; a tree is prepared once."""
     cell = rollouts.tree()._repr_html_()

@@ -170,6 +170,7 @@ def test_dumps_that_hold_less(engine: Engine, tmp_path: Path, options: dict[str,
     assert ("holds no Z" in html) == (options.get("sites") == "S")
 
 
+@pytest.mark.slow
 def test_thousands_of_rows(engine: Engine, tmp_path: Path) -> None:
     """The page stays small: trees are packed, and the table holds only the texts."""
     plan = make_plan(engine, tasks.get("coin")(flips=(1, 2)), 30, sites="SZ", max_new=6, window=4)
@@ -472,6 +473,7 @@ def pasted(page: Path) -> list[str]:
     return arguments
 
 
+@pytest.mark.slow
 def test_the_pages_command_verifies_the_dump(coin: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From where the page was made, with a relative path and a space in its name."""
     monkeypatch.chdir(Path(coin.url).parent)
@@ -618,6 +620,7 @@ def themed(picture: Path) -> float:
     return float(((edge < 0.5) if "dark" in picture.name else (edge > 0.5)).mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("picture", sorted((DOCS / "img").glob("*-[dl]*[kt].png")), ids=lambda picture: picture.name)
 def test_a_picture_has_the_colours_of_its_page_up_to_its_edges(picture: Path, tmp_path: Path) -> None:
     """A view on a page of the other theme would show that page at its edges, as the control does."""

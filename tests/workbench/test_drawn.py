@@ -197,6 +197,7 @@ def test_attributed_rows(served: Engine) -> None:
 # The lens
 
 
+@pytest.mark.slow
 def test_every_measure_of_the_lens(served: Engine) -> None:
     result = lens(served, HEADS, token=" tails")
     for measure in ("probability", "entropy", "kl", "rank", "logprob"):

@@ -208,6 +208,7 @@ def wired_name(node: Node) -> tuple[Any, ...]:
 FAMILIES = ("gpt2", "neox", "gemma2", "gemma3", "qwen3", "olmo2", "bloom", "granite", "cohere", "mixtral")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_edges_sum_to_pre_activations_in_every_family(name: str) -> None:
     """LayerNorms and biases, parallel blocks, post-norms, windows, softcaps, ALiBi, factors, experts; per layer and across."""
@@ -362,7 +363,8 @@ def trained(layer: int, *targets: int) -> list[SparseFeatures]:
     return [transcoder([*fitted[:2], w.contiguous(), b.contiguous()], layer, target) for w, b, target in parts]
 
 
-@pytest.mark.parametrize("cross", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("cross", [False, True])
 def test_trained_transcoders(cross: bool) -> None:
     """Edges sum to pre-activations within 1e-6, and features explain more than random ones do."""
     first = trained(0, 0, 1) if cross else trained(0, 0)

@@ -107,6 +107,7 @@ def fitted(coin: Engine) -> TunedLens:
     return fit_jacobian_lens(coin, [COIN])
 
 
+@pytest.mark.slow
 def test_it_goes_where_a_tuned_lens_goes(coin: Engine, fitted: TunedLens, tmp_path: Any) -> None:
     """Saved and read, through Z of a capture and the workbench. It reads the output better than the plain lens does here."""
     engine, text = coin, COIN

@@ -291,6 +291,7 @@ def test_diff(dump_words: list[str], reference: Dump, tmp_path: Path) -> None:
     assert code == 2 and not out and "shard-00001.safetensors was changed" in err
 
 
+@pytest.mark.slow
 def test_interrupt_leaves_a_resumable_dump(dump_words: list[str], model_folder: Path, tmp_path: Path) -> None:
     """Ctrl-C in a real process: exit code 130, no lock remains, and --resume completes the dump."""
     words = [*dump_words, "--out", str(tmp_path / "d"), "--n", "2000", "--shard-examples", "2", "--quiet"]

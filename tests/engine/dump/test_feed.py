@@ -179,6 +179,7 @@ def test_batches_are_the_caller_s_own(reference: Dump) -> None:
 # ---- workers --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_workers_give_the_same_batches(reference: Dump, workers: int) -> None:
     """Each row once over all workers, in the same batches and the same order as one process; also from torch's own loader."""
@@ -301,6 +302,7 @@ class SparseAutoencoder:
         return all(torch.equal(a, b) for a, b in zip(self.weights, other.weights, strict=True))
 
 
+@pytest.mark.slow
 def test_a_sparse_autoencoder_trained_from_the_feed(reference: Dump, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal bits without an interruption and with one, from one process and from workers, and however much is read at a time.
     Another seed gives other bits. And it learns."""

@@ -286,6 +286,7 @@ def test_ten_million_rows_open_in_under_a_second(reference: Dump, tmp_path: Path
     assert torch.equal(dump.files.shard(99).rows("blocks.0.hook_in", slice(99_990, 99_999)), torch.zeros(9, WIDTH))
 
 
+@pytest.mark.slow
 def test_a_layer_streams_in_bounded_memory(reference: Dump, tmp_path: Path) -> None:
     """Half a million rows, 128 MB of them, go by; what stays is a few shards' index and one batch."""
     dump = Dump.open(large(reference, tmp_path, 5, with_index=True), check=False)

@@ -235,6 +235,7 @@ def fresh(small: Decoder, num_pages: int = 64) -> ModelDrafter:
     return ModelDrafter(Runner(small, num_pages, 4), VOCAB)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_the_model_drafter_stays_in_step(small: Decoder, data: st.DataObject) -> None:

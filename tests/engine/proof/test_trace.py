@@ -111,6 +111,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]
 # ---- the promise -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_fresh_process_comes_to_every_row_again(told: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
     file, expected = told
     env = {**os.environ, "REPLAYLENS_CACHE": str(tmp_path), "PYTHONPATH": os.pathsep.join([".", *filter(None, sys.path)])}

@@ -134,6 +134,7 @@ drawn(path(), Path(sys.argv[1]))
 """
 
 
+@pytest.mark.slow
 def test_killed_and_resumed(tmp_path: Path, reference: Rollouts) -> None:
     """SIGKILL on a process between two waves."""
     with subprocess.Popen(

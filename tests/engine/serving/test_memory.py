@@ -95,6 +95,7 @@ def growth(subject: Engine, cycle: Cycle, count: int, warm_up: int = 60) -> tupl
     return objects, tensors
 
 
+@pytest.mark.slow
 def test_thousands_of_requests_leave_nothing_behind() -> None:
     subject = engine(small(), cache_tokens=128)
     objects, tensors = growth(subject, plain, 400)
@@ -165,6 +166,7 @@ def test_requests_that_fail() -> None:
     assert objects < 1 and tensors < 10 and len(subject.tree) == 0
 
 
+@pytest.mark.slow
 def test_models_that_think() -> None:
     subject = Engine.load("coin-thinking", cache_tokens=128)
 
@@ -405,7 +407,8 @@ with_branch = subject.prompt([4, 5]).__enter__()
 """
 
 
-@pytest.mark.parametrize(("ending", "code"), [pytest.param("", 0, marks=pytest.mark.slow), ("sys.exit(7)", 7)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("ending", "code"), [("", 0), ("sys.exit(7)", 7)])
 def test_streams_and_rollouts_under_way(ending: str, code: int) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT + ending], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (code, "", "")

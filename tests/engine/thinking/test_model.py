@@ -325,6 +325,7 @@ def trained(recipe: ThinkingRecipe) -> dict[Method, trainer.Model]:
     return {method: trainer.train(replace(recipe, method=method)) for method in METHODS}
 
 
+@pytest.mark.slow
 def test_lengths_scored_together_are_scored_as_alone(recipe: ThinkingRecipe, trained: dict[Method, trainer.Model]) -> None:
     tests, seen = [zoo.held_out(STATES, length, 3) for length in (1, 4)], set()
     for method, model in trained.items():
@@ -337,6 +338,7 @@ def test_lengths_scored_together_are_scored_as_alone(recipe: ThinkingRecipe, tra
     assert len(seen) > 1, "some are right and some are wrong, or nothing is compared"
 
 
+@pytest.mark.slow
 def test_scores_in_reduced_precision(recipe: ThinkingRecipe, trained: dict[Method, trainer.Model]) -> None:
     test = zoo.held_out(STATES, 1, 12)
     for method, model in trained.items():
@@ -396,7 +398,8 @@ def test_a_foreign_tokenizer_is_refused(trained: dict[Method, trainer.Model]) ->
         ThinkingEngine(model, hugging_face_tokenizer(eos_token="<|text|>"))
 
 
-@pytest.mark.parametrize("method", [*(pytest.param(method, marks=pytest.mark.slow) for method in METHODS[:2]), METHODS[2]])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
 def test_the_command(method: Method, backbone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(thinking_zoo.RECIPES, "coin-thinking", TINY)
     monkeypatch.setattr("replaylens.commands.train.CARD_EXAMPLES", 2)
@@ -608,9 +611,8 @@ def test_another_state_in_its_place_turns_thought_and_answer() -> None:
     assert turned.generate(2).text == SENTENCE + " tails."
 
 
-@pytest.mark.parametrize(
-    ("rendering", "length"), [pytest.param("picture", 8, marks=pytest.mark.slow), ("picture", 12), ("states", 8)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("rendering", "length"), [("picture", 8), ("picture", 12), ("states", 8)])
 def test_held_out_stories(rendering: str, length: int) -> None:
     examples = zoo.held_out(Part("coin", 1, (("rendering", rendering),)), length, 12)
     run = engine().replay(examples)

@@ -286,7 +286,8 @@ class Thinkers(RuleBasedStateMachine):
         self.engine.check_integrity()
 
 
-@pytest.mark.parametrize("sessions", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sessions", [2, 4])
 def test_thinkers_that_outgrow_the_cache_together(sessions: int) -> None:
     class Counted(Thinkers):
         preemptions = 0
@@ -543,6 +544,7 @@ def test_rejected_suffixes_are_stored_and_verified(dump: Dump, folder: Path) -> 
     assert verdict, verdict
 
 
+@pytest.mark.slow
 def test_how_thoughts_are_guessed_changes_no_accepted_row(dump: Dump, folder: Path, tmp_path: Path) -> None:
     for guess in GUESSES:
         made = engine(folder, guess=guess)
@@ -571,6 +573,7 @@ def test_the_tree_of_a_run_is_the_picture(folder: Path) -> None:
     assert "<EOS>" in str(picture) and "rl-thinking" in picture._repr_html_()
 
 
+@pytest.mark.slow
 def test_the_commands(folder: Path, tmp_path: Path) -> None:
     shell = CliRunner()
     told = shell.invoke(app, ["replay", "--model", str(folder), "--n", "2", "--quiet"])

@@ -223,6 +223,7 @@ def test_an_interrupted_run_resumes(small: Path, monkeypatch: pytest.MonkeyPatch
     assert weights_hash(zoo.load(small / "trained/own")[0]) == weights_hash(trainer.train(read_recipe("own.json")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["thinking", "cot"])
 def test_train_a_model_that_thinks(small: Path, method: str) -> None:
     written(small, thinking={"chunk": 2, "max_thought": 4, "method": method}, model=DEEPER)

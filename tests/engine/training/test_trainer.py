@@ -435,6 +435,7 @@ def test_same_bits_twice_and_after_an_interruption(method: Method, tmp_path: Pat
     assert not same(trainer_of_thinking.train(replace(recipe, seed=4)), once)
 
 
+@pytest.mark.slow
 def test_it_learns_tokens_and_thoughts() -> None:
     texts = trainer_of_thinking.texts_of(TINY_OF_THINKING, "cpu")
     before, after = (
@@ -571,6 +572,7 @@ def test_the_command(method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyP
     (thinking_zoo.load if method == "thinking" else zoo.load)(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -702,6 +704,7 @@ def test_no_chunk_of_four_words_ends_two_operations() -> None:
     assert set(sizes.tolist()) == {0, 2}
 
 
+@pytest.mark.slow
 def test_it_learns_tokens_and_thoughts_of_variables() -> None:
     texts = trainer_of_variables.texts_of(TINY_OF_VARIABLES, "cpu")
     before, after = trainer_of_variables.initial(TINY_OF_VARIABLES), trainer_of_variables.train(TINY_OF_VARIABLES)

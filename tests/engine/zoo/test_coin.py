@@ -84,6 +84,7 @@ def test_plain_answers(test: str) -> None:
     assert accuracy("coin-plain", test, range(1, 9), 25) >= 0.99
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("test", ["steps", "states", "wei"])
 def test_plain_knows_the_other_renderings(test: str) -> None:
     assert accuracy("coin-plain", test, range(1, 9), 8) >= 0.98
@@ -155,11 +156,12 @@ def test_card_promises_enough(test: str) -> None:
     assert all(card_accuracy("coin-plain", test, length) >= 0.99 for length in range(1, 9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "test", "length"),
     [
-        pytest.param("coin-plain", "picture, from tails", 8, marks=pytest.mark.slow),
-        pytest.param("coin-plain", "picture, from heads", 12, marks=pytest.mark.slow),
+        ("coin-plain", "picture, from tails", 8),
+        ("coin-plain", "picture, from heads", 12),
         ("coin-draft", "picture, from heads", 7),
         ("coin-draft", "wei", 5),
     ],

@@ -87,6 +87,7 @@ def same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
     return pd.DataFrame(one).equals(pd.DataFrame(other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("position", ["all", "12"])
 def test_arrays_score_as_the_dump_does(dumped: ProbeRows, position: str) -> None:
     """Scores, intervals, p-values and controls by tokens are equal bit for bit. Only known zeros need the task."""

@@ -50,6 +50,7 @@ X = GENERATOR.normal(size=(200, 8))
 X[:, 2] += 4 * (Y - 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", OURS, ids=str)
 @pytest.mark.filterwarnings("ignore")
 def test_scikit_learn_accepts_it(estimator: Any) -> None:

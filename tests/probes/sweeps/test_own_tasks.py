@@ -115,6 +115,7 @@ NEEDS_THE_TASK: dict[str, Callable[[Own, Path], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", NEEDS_THE_TASK)
 def test_what_needs_the_task_says_how_to_register_it(own: Own, dumped: Path, what: str) -> None:
     with pytest.raises(UnknownTask, match=r"Unknown task 'square'\. .* import the module with its @tasks\.register, install"):
@@ -123,6 +124,7 @@ def test_what_needs_the_task_says_how_to_register_it(own: Own, dumped: Path, wha
     NEEDS_THE_TASK[what](own, dumped)
 
 
+@pytest.mark.slow
 def test_a_dump_and_its_run_give_one_report(own: Own, dumped: Path) -> None:
     tasks.register(own.kind)
     assert NEEDS_THE_TASK["sweep"](own, dumped).lines == QUESTIONS["sweep"](own).lines

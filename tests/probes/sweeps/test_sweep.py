@@ -109,6 +109,7 @@ def test_parts_of_another_split_are_not_used(tmp_path: Path) -> None:
         assert body(sweep(rows_of(), "face", split=make, resume=tmp_path, **settings)) == report
 
 
+@pytest.mark.slow
 def test_batches_change_nothing_that_counts(coin_dump: Dump, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cells solved one at a time or all together give the same predictions, hence the same scores, intervals and tests."""
     together = sweep(coin_dump, "face", **TWO_LAYERS).table
@@ -210,6 +211,7 @@ def test_a_known_zero_without_a_tested_row_is_skipped(steps_dump: Dump) -> None:
     assert "Skipped known zero 'next_action' at position 'step': no tested row has a value." in found.notes
 
 
+@pytest.mark.slow
 def test_untrained_rows_of_some_examples(coin_dump: Dump, engine: Engine) -> None:
     """On part of a dump the untrained model reads the same paths, and the report's lines equal those without it."""
     rows = ProbeRows.of(coin_dump)
@@ -563,6 +565,7 @@ def unequal(seed: int, effect: float = 1.8, count: int = 160, share: float = 0.1
     return generator.normal(size=(count, 4)) + effect * np.eye(1, 4) * y[:, None], y
 
 
+@pytest.mark.slow
 def test_a_rare_class_is_shown_by_its_area() -> None:
     """At 90 : 10 accuracy cannot tell an area of .9 from a constant guess. By default the area decides, in p and interval."""
     found: dict[str, int] = {"auto": 0, "accuracy": 0}
@@ -646,6 +649,7 @@ def test_position_alone_is_a_control() -> None:
     assert line["position_only"] == 1.0 and line["accuracy"] > 0.95 and line["verdict"] == "not shown"
 
 
+@pytest.mark.slow
 def test_untrained_model_of_a_run(engine: Engine) -> None:
     """True takes the run's own engine; other values are refused before anything is computed."""
     run = engine.replay(tasks.get("coin")(flips=(1, 3)).examples(30), sites="S")
@@ -735,6 +739,7 @@ def call(*words: str) -> Any:
     return CliRunner().invoke(app, list(words))
 
 
+@pytest.mark.slow
 def test_probe_and_steer(coin_dump: Dump, tmp_path: Path) -> None:
     """A sweep writes a report and a saved probe. The probe is then tested causally on prompts that are not in the dump."""
     folder, probes = tmp_path / "report", tmp_path / "probes"
