@@ -13,7 +13,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub: n
 import pytest
 import torch
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a background job of a shell: tests interrupt themselves and others
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a shell: tests interrupt themselves and others
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():  # before anything imports Triton, which reads it then: kernels run in its interpreter
     os.environ["TRITON_INTERPRET"] = "1"

@@ -629,7 +629,6 @@ def test_nano_without_canonical_arithmetic_breaks_the_contract() -> None:
         assert f"{what}: Request" in found
 
 
-@pytest.mark.slow
 def test_where_an_accepted_end_keeps_its_row_the_comparison_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     cut = Endings.cut
 

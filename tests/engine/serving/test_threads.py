@@ -127,7 +127,6 @@ def test_every_thread_gets_what_it_would_get_alone(options: dict[str, Any]) -> N
         assert differences(story(subject, seed), truth) == [], "nothing wrong was left behind for later"
 
 
-@pytest.mark.slow
 def test_without_the_lock_the_checker_finds_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a barrier puts two threads inside a step at once."""
     both, admit = threading.Barrier(2), Loop.admit
