@@ -236,6 +236,12 @@ def test_every_parameter_means_what_it_says(data: st.DataObject) -> None:
     assert sampling.choose(logits, path, num_prompt) == expected
 
 
+def test_repetition_counts_the_prompt_and_presence_does_not() -> None:
+    logits, path = np.array([1.0, 0.9, 0.8], dtype=np.float32), [0, 1]
+    assert Sampling(repetition_penalty=5.0).choose(logits, path, 1) == 2
+    assert Sampling(presence_penalty=5.0).choose(logits, path, 1) == 0
+
+
 def drawable(sampling: Sampling, logits: Sequence[float]) -> set[int]:
     """All tokens that are drawn by some seed."""
     values = np.asarray(logits, dtype=np.float32)
