@@ -62,7 +62,6 @@ def test_sessions_are_counted_and_left_to_the_next_process(monkeypatch: pytest.M
     assert soak.work("Small", 2, tmp_path, "cpu")[0] >= 1 + len(left)
 
 
-@pytest.mark.slow
 def test_a_soak_without_preemptions_is_no_soak(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Negative control: with a large cache no request loses its pages, and the process fails."""
     monkeypatch.setattr(soak.Small, "sessions", 1)

@@ -75,7 +75,7 @@ def test_a_norm_that_sees_what_its_rows_are_views_of_is_found(sees_strides: bool
 # ---- recurrences ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["moved", *(pytest.param(fault, marks=pytest.mark.slow) for fault in ("none", "many"))])
+@pytest.mark.parametrize("fault", [pytest.param("none", marks=pytest.mark.slow), "moved", "many"])
 @torch.no_grad()
 def test_a_recurrence_whose_chunks_begin_with_the_pass_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = doctor_cuda.CanonicalCudaOps.recur

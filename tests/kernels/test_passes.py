@@ -247,7 +247,6 @@ def test_edits_and_company(name: str, device: str) -> None:
     assert torch.equal(alone.kv().cpu()[1, 1, 0, 0, :13], alone.activations[SHOWN[name][2]][1]) if SHOWN[name] else True
 
 
-@pytest.mark.slow
 @torch.no_grad()
 def test_the_doctor_examines_products_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways round, with a control that differs. A product that depends on the rows fails."""

@@ -209,7 +209,6 @@ def test_every_notebook_has_figures(name: str) -> None:
 # ---- controls ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_failing_cell_fails_the_build(tmp_path: Path) -> None:
     """Negative control: a failed assertion in a cell fails the build instead of becoming an output."""
     from nbclient.exceptions import CellExecutionError

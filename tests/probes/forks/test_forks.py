@@ -249,7 +249,6 @@ def test_counterfactual_importance_leaves_out_what_says_the_same() -> None:
         counterfactual_importance(same)
 
 
-@pytest.mark.slow
 def test_rollouts_of_both_sides_are_taken_as_independent() -> None:
     """What docs/branches.md says of shared seeds: if equal noise makes opposite outcomes, equal ones seem to differ."""
     generator = np.random.default_rng(0)
