@@ -35,7 +35,7 @@ class Sizes:
     """prompts of a pass, and tokens of each"""
     steps: int = 16
     """decode steps that are timed together"""
-    captured: tuple[tuple[int, int], ...] = ((1, 32), (8, 32), (64, 32), (256, 32), (64, 128))
+    captured: tuple[tuple[int, int], ...] = ((1, 32), (16, 32), (64, 32), (256, 32), (64, 128))
     """branches, and tokens that each generates; at the end of a round, the last rows are still on their way"""
     capture_context: int = 32
     """the rows of all arms are kept at once"""

@@ -200,7 +200,7 @@ class Reservations:
 
 # ---- admission -------------------------------------------------------------------------------------------------------
 
-MAX_BURST, LONG_BURST = 16, 32
+MAX_BURST, LONG_BURST = 16, 64
 """direct decode steps on the device between two looks by the host; the second if only its length can end a request, and
 nobody reads its tokens as they come"""
 
@@ -275,8 +275,14 @@ class Admission:
     def _budget(self) -> int:
         """Rows of this step. Wide passes keep a device busy, but all others wait for their next token meanwhile, and all
         captured rows of a pass are in memory at once."""
-        plain = all(self._prefills(job) and job.lane.capture is None and not job.lane.hooks for job in self._jobs)
-        return self.lone_rows if plain else self.max_rows
+        if self.lone_rows == self.max_rows or any(job.lane.hooks or not self._prefills(job) for job in self._jobs):
+            return self.max_rows
+        specs = {job.lane.capture for job in self._jobs if job.lane.capture is not None}
+        if not specs:
+            return self.lone_rows
+        lens = any(spec.lens is not None for spec in specs)
+        fit = 0 if lens else self.runner.rows_in_transfer(frozenset().union(*(spec.needed() for spec in specs)))
+        return max(self.max_rows, min(fit, self.lone_rows) // self.max_rows * self.max_rows)
 
     def _prefills(self, job: Job) -> bool:
         return job.num_waiting(len(self.tree.branch(job.lane.branch).tokens)) > 1

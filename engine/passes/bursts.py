@@ -209,6 +209,8 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 ReadLens = Callable[[LensSpec, Tensor, Tensor, Tensor | None, Tensor], Rows]
 """(spec, residual streams [layers, rows, d], tokens that follow the rows, targets, logits [rows, vocab]) -> Z by name:
 [rows, layers, ...], on the device"""
+LEAD = 8
+"""steps that wait for the device when the host may turn to other work; launching more of them then competes with it"""
 MAX_GRAPHS = 64
 """beyond this, the least recently used graph is dropped"""
 
@@ -307,10 +309,12 @@ class DecodeGraph:
         sharing: Sharing | None,
         program: EditProgram | None,
         rows: BurstRows,
+        busy: Callable[[], object],
     ) -> Tensor:
         """Tokens chosen by `steps` steps: [steps, requests], on the device. NaN logits give a token beyond the vocabulary.
 
         pages  of the requests: [requests, pages], on the host
+        busy   is called when the device has work for a while
 
         Mutates `rows`: adds what the requests capture.
         """
@@ -337,6 +341,8 @@ class DecodeGraph:
             for keep, blocks in rows.blocks.items():
                 if (buffer := waiting[keep].get(step)) is not None and buffer.add(step, self.staged):
                     blocks.append(StepBlock(self._sent(buffer.groups, keep), buffer.held, len(buffer.steps)))
+            if step == min(LEAD, steps) - 1:
+                busy()
         return out[:, : len(places)]
 
     def _edited(self, program: EditProgram | None, requests: int, steps: int) -> tuple[Tensor, Tensor] | None:
@@ -410,6 +416,8 @@ class Bursts:
         runner.pool.reserve(spare, 0, 1)
         self.spare = spare
         """the page that padding requests write to; never freed"""
+        self.busy: Callable[[], object] = lambda: None
+        """is called in every burst when the device has work for a while; see `Forest.meanwhile`"""
 
     def run(self, places: list[BurstRequest], steps: int, exact: bool) -> tuple[list[list[int]], list[StepRows | None]]:
         """(the next `steps` tokens of each request, the rows that it captures). Precondition: the tables have room for all."""
@@ -430,7 +438,7 @@ class Bursts:
         key = self._key(places, pages, sharing, exact, program)
         graph, wanted = self._graph(key), [place.wanted for place in places]
         rows = BurstRows(sum(each is not None and len(each.steps) > 0 for each in wanted), self._sparse.append)
-        chosen = graph.run(places, steps, pages, sharing, program, rows)
+        chosen = graph.run(places, steps, pages, sharing, program, rows, self.busy)
         names = {number: graph.names(spec) for number, spec in _specs(places).items()}
         return chosen.T.tolist(), [
             rows.view(i, each.spec.keep, names[id(each.spec)]) if each and each.steps else None for i, each in enumerate(wanted)

@@ -1,5 +1,6 @@
 """`Runner`: one model with its KV cache on one device, and the two kinds of pass over packed rows."""
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -271,6 +272,12 @@ class Runner:
     def host_copy(self) -> HostCopy:
         """The way of captured rows to the host; made when it is first needed."""
         return HostCopy(self.device, self.capture_buffer)
+
+    def rows_in_transfer(self, captured: frozenset[str]) -> int:
+        """How many rows of these sites `capture_buffer` holds; 0 if the size of a row depends on its path."""
+        known = sites.table(self.model.config)
+        sizes = [math.prod(known.sites[known.resolve(site)].shape) for site in captured]
+        return self.capture_buffer // max(1, sum(sizes) * self.model.dtype.itemsize) if all(sizes) else 0
 
     @cached_property
     def vectors(self) -> "Vectors":

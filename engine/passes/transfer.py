@@ -251,6 +251,8 @@ RING_BYTES = 1 << 30
 SMALLEST_RING = 1 << 16
 _SHARE = 32
 """a piece fills at most this part of the ring, so that the device fills one piece while others are carried on"""
+_WORTH = 1 << 22
+"""bytes of a piece that is worth a thread: rows of more are divided, so that the last ones do not wait for a single thread"""
 _CARRIERS = 12
 """threads that carry pieces; one alone reaches a twentieth of the bus's speed, since fresh memory must be mapped first"""
 _ALIGNED = 256
@@ -346,8 +348,9 @@ class HostCopy:
         self.ring.wait_empty(self._alive)
 
     def _parts(self, groups: list[SiteGroup], targets: list[SiteGroup]) -> Iterator[Copied]:
-        """Ranges of bytes that fit into a share of the ring."""
-        most = self.ring.size // _SHARE // _ALIGNED * _ALIGNED
+        """Ranges of bytes that fit into a share of the ring, for as many threads as they are worth."""
+        each = max(_WORTH, sum(x.nbytes for _, x in groups) // _CARRIERS)
+        most = min(self.ring.size // _SHARE, each) // _ALIGNED * _ALIGNED
         for (_, x), (_, target) in zip(groups, targets, strict=True):
             raw, there = _bytes(x), _bytes(target)
             for start in range(0, len(raw), most):

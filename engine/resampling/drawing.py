@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -394,12 +394,30 @@ def _drawn(
             read = waves.read(found, together=files is not None)
             return read if files is None else files.write(number, read)
 
+        generated, finishing = dict[int, list[Continuation]](), dict[int, Future[list[Rollout]]]()
+
+        def start(wanted: int | None = None) -> None:
+            """A thread finishes a wave that was generated; None: all of them."""
+            for number in [each for each in generated if wanted in (None, each)]:
+                assert pool is not None
+                finishing[number] = pool.submit(finish, number, generated.pop(number))
+
+        threads.callback(start)  # also if nobody reads on: what was generated is not lost
+
+        def result(number: int) -> list[Rollout]:
+            start(number)
+            return finishing.pop(number).result()
+
         def begin(number: int) -> Callable[[], list[Rollout]]:
-            """Generates a wave. Returns what waits for its rollouts."""
+            """Generates a wave, and starts to finish the one before while the device is busy. Returns what waits for it."""
             if files is not None and number in finished:
                 return partial(files.read, number)
-            found = waves.generate(range(number * wave, min((number + 1) * wave, len(plan))))
-            return partial(finish, number, found) if pool is None else pool.submit(finish, number, found).result
+            with path.engine.forest.meanwhile(start):
+                found = waves.generate(range(number * wave, min((number + 1) * wave, len(plan))))
+            if pool is None:
+                return partial(finish, number, found)
+            generated[number] = found
+            return partial(result, number)
 
         waiting: list[Callable[[], list[Rollout]]] = []
         for number in range(-(-len(plan) // wave)):

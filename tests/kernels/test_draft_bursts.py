@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from replaylens.engine.passes.runner import PassResult, Runner
 from replaylens.engine.passes.transfer import PendingRows, SiteGroup
 from replaylens.engine.request.capture import PassTap
 from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.resampling.drawing import Waves
 from replaylens.engine.serving.request import Request
 from tests.engine.serving.test_watch import IN, OUT, probe
 from tests.kernels.interpreted import served
@@ -33,9 +35,11 @@ class StandIn:
 
     def __init__(self, runner: Runner) -> None:
         self.runner, self.calls, self.spare = runner, list[tuple[int, int, bool]](), PageTable()
+        self.busy: Callable[[], object] = lambda: None
 
     def run(self, places: list[BurstRequest], steps: int, exact: bool) -> tuple[list[list[int]], list[StepRows | None]]:
         self.calls.append((len(places), steps, exact))
+        self.busy()
         tokens: list[list[int]] = [[] for _ in places]
         wanted = [(i, place.wanted) for i, place in enumerate(places) if place.wanted is not None]
         sites, rows_of = (
@@ -131,15 +135,29 @@ def test_the_last_row_is_part_of_the_burst(sites: str | None) -> None:
 
 def test_long_bursts_only_where_nobody_looks() -> None:
     """Requests that may end early, and streams, come back to the host after 16 steps."""
-    for options, longest in [({}, 32), ({"stop_tokens": (0,)}, 16), ({"stop": ("never",)}, 16)]:
+    for options, longest in [({}, 64), ({"stop_tokens": (0,)}, 16), ({"stop": ("never",)}, 16)]:
         engine, bursts = made()
-        engine.prompt(PROMPTS[0]).generate(40, sampling=drawn(0, **options))
+        engine.prompt(PROMPTS[0]).generate(72, sampling=drawn(0, **options))
         assert max(steps for _, steps, _ in bursts.calls) == longest
     engine, bursts = made()
     assert len(list(engine.prompt(PROMPTS[0]).stream(40, sampling=drawn(0)))) == 40
     assert max(steps for _, steps, _ in bursts.calls) == 16
     job = engine._job(engine.prompt(PROMPTS[0]), Request(40, drawn(0)))
     assert job.certain and not replace(job, cancel_at=16).certain, "a stream that is replayed ends where it was closed"
+
+
+def test_a_wave_is_finished_once_the_device_is_busy_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, the thread that reads and writes it would only delay the launch."""
+    engine, bursts = made()
+    read, launched = Waves.read, list[int]()
+    monkeypatch.setattr(Waves, "read", lambda *given, **how: launched.append(len(bursts.calls)) or read(*given, **how))
+    drawing = dict(sampling=drawn(0, ignore_eos=True), max_new=4, wave=2)
+    found = list(engine.prompt(PROMPTS[0]).stream_rollouts(6, folder=tmp_path, **drawing))
+    assert launched == [2, 3, 3] and len(found) == 6, "the last one has nothing to wait for"
+    launched.clear()
+    with engine.forest.meanwhile(lambda: launched.append(0)):
+        assert not launched
+    assert launched == [0] and bursts.busy() is None and launched == [0], "once, at the end if nothing was computed"
 
 
 def test_all_requests_come_on_alike(wrong_drafts: None, monkeypatch: pytest.MonkeyPatch) -> None:
