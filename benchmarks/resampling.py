@@ -1,6 +1,7 @@
 """Branches of one prompt and rollouts on a GPU: Llama-3.1-8B shape, random weights in bfloat16; `--quick`: tiny, on the CPU."""
 
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -206,6 +207,15 @@ def differing(engine: Engine, chain: Branch, sizes: Sizes, found: Sequence[Rollo
     return wrong
 
 
+def prepared(tiny: bool, sizes: Sizes) -> tuple[Engine, Branch, dict[str, Any], float]:
+    """An engine, a chain, options of its rollouts, and the seconds of a wave with their shapes, which compiles kernels."""
+    engine = make_engine(tiny, sizes)
+    chain, how = make_chain(engine, sizes), dict[str, Any](sampling=HOT, max_new=sizes.max_new, sites=sizes.sites)
+    first = [sizes.prompt + i * sizes.sentence for i in range(min(sizes.sentences, -(-1024 // sizes.n)))]
+    compiling, _ = seconds(lambda: chain.resample(sizes.n, at=first, keep="fork", **how), "wall")
+    return engine, chain, how, compiling
+
+
 @case("rollouts-gpu", needs="gpu", clock="wall", quick={"tiny": True, "sentences": 5, "n": 4})
 def rollouts(tiny: bool = False, sentences: int = 100, n: int = 100) -> Lines:
     """100 sentences x 100 rollouts x 64 tokens by one call of `branch.stream_rollouts`, with S of four layers kept at the fork
@@ -213,11 +223,8 @@ def rollouts(tiny: bool = False, sentences: int = 100, n: int = 100) -> Lines:
     Some rollouts are generated again, alone and with sharing off, and compared bit for bit. Last, a few are written as a dump,
     which computes their paths once more and is verified."""
     sizes = replace(TINY if tiny else Sizes(), sentences=sentences, n=n)
-    engine = make_engine(tiny, sizes)
-    cuda, chain = engine.runner.device == "cuda", make_chain(engine, sizes)
-    how: dict[str, Any] = dict(sampling=HOT, max_new=sizes.max_new, sites=sizes.sites)
-    first = [sizes.prompt + i * sizes.sentence for i in range(min(sizes.sentences, -(-1024 // sizes.n)))]
-    compiling, _ = seconds(lambda: chain.resample(sizes.n, at=first, keep="fork", **how), "wall")  # a wave, with its shapes
+    engine, chain, how, compiling = prepared(tiny, sizes)
+    cuda = engine.runner.device == "cuda"
     held = memory_mb("VmHWM") * 1e6 / 2**30
     if cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -244,6 +251,32 @@ def rollouts(tiny: bool = False, sentences: int = 100, n: int = 100) -> Lines:
         numbers = {"differing": wrong, "compared": len(some)}
         yield Line("rollouts that differ alone, in tokens or rows", aim="0", met=not wrong, numbers=numbers)
         yield _dump(engine, sizes, found, folder / "dump")
+
+
+@case("rollouts-gpu.sustained", needs="gpu", clock="wall", quick={"tiny": True, "sentences": 5, "n": 8})
+def sustained(tiny: bool = False, sentences: int = 100, n: int = 1000) -> Lines:
+    """100,000 rollouts as in `rollouts-gpu`, by one call, quarter by quarter: whether speed and memory stay as they are. One of
+    each quarter is generated again, alone and with sharing off, and compared bit for bit."""
+    sizes = replace(TINY if tiny else Sizes(), sentences=sentences, n=n)
+    engine, chain, how, _ = prepared(tiny, sizes)
+    total, some, begin = sizes.sentences * sizes.n, list[Rollout](), time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="rollouts-") as name:
+        drawing = chain.stream_rollouts(sizes.n, at="sentences", keep=["fork", "sentences"], folder=Path(name) / "own", **how)
+        tokens, started, every = 0, begin, total // 4
+        for number, each in enumerate(drawing, 1):
+            tokens += len(each.tokens)
+            if number % every == every // 2:
+                some.append(each)
+            if number % every == 0:
+                now, started = time.perf_counter() - started, time.perf_counter()
+                numbers = {"seconds": now, "tokens_per_s": tokens / now, "host_gib": memory_mb("VmHWM") * 1e6 / 2**30}
+                yield Line(f"rollouts {number - every} to {number}", numbers=numbers)
+                tokens = 0
+        taken = time.perf_counter() - begin
+        numbers = {"seconds": taken, "tokens_per_s": total * sizes.max_new / taken}
+        yield Line(f"{total} rollouts x {sizes.max_new} tokens, S at {len(sizes.sites)} layers", numbers=numbers)
+        wrong = differing(engine, chain, sizes, some)
+    yield Line("rollouts that differ alone", aim="0", met=not wrong, numbers={"differing": wrong, "compared": len(some)})
 
 
 def _dump(engine: Engine, sizes: Sizes, found: Rollouts, folder: Path) -> Line:

@@ -372,11 +372,11 @@ class Loop:
                 result = self.runner.exact(segments, tap) if exact else self.runner.fast(segments, tap)
             score(tap.values, self.packer.scored(committing), self.runner.kernels)
             rows = PassRows(self.runner, self.tree, self.lenses, tap, result)
-            rows.send(committing)
             finite(result.residual[: result.batch.num_rows], "activations")
             verdicts = judged([turn for turn in committing if turn.deciding], result, self.tree)
-            rows.read_ahead(committing, verdicts)
             chosen = drafted(drafting, result, self.tree)
+            rows.send(committing)  # last: on the bus, what the lines above read would queue behind it
+            rows.read_ahead(committing, verdicts)
         except Exception as error:  # of the engine, or of a hook function
             self._isolate(turns, exact, error)
             return
