@@ -18,6 +18,7 @@ from benchmarks.library import LibraryDecoder, graphed
 from benchmarks.subjects import ENDLESS, certified, checked, difference, hugging_face, random_decoder, released, steps, where
 from replaylens.engine.engine import Engine
 from replaylens.engine.memory.pages import PageTable
+from replaylens.engine.memory.tree import BranchStatus
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.request.capture import Recording
 from replaylens.engine.request.edits import Edit
@@ -188,15 +189,17 @@ ARMS = {
     "steering": Arm(steered=True),
     "lens": Arm("Z"),
 }
+COPIED = ("S, on the host, copied", "S, T, C, on the host, copied")
 
 
 @case(
-    "baselines-gpu.capture", ours="S, on the host", baseline=BARE, others=tuple(set(ARMS) - {BARE, "S, on the host"}),
+    "baselines-gpu.capture", ours="S, on the host", baseline=BARE, others=(*set(ARMS) - {BARE, "S, on the host"}, *COPIED),
     **{**DECLARED, "cost": True, "rounds": 4, "warm": 0, "patience": None},
 )  # fmt: skip
 def capture_prices(tiny: bool = False) -> Lines:
     """What capture, steering and the lens add to decoding and to prompts, through the public API. Rows on the host are what
-    `Branch.activations` gives; a round ends when the last of them is there. Ratio: the time over that without capture."""
+    `Branch.activations` gives; a round of decoding ends when the last of them is there, one of prompts when the caller has them
+    from `Engine.activations`. Ratio: the time over that without capture."""
     subject = make_subject(tiny)
     engine = subject.engine
     for count, tokens in subject.sizes.captured:
@@ -222,25 +225,30 @@ def capture_prices(tiny: bool = False) -> Lines:
 
 
 def _captured_prompts(subject: Subject, count: int, length: int) -> Lines:
+    """Rows on the host are in the caller's hands: handed over as branches are released, or copied, and the branches live."""
     engine, paths = subject.engine, subject.prompts(count, length)
-    arms = [name for name, arm in ARMS.items() if not arm.steered and arm.sites != "Z"]
-    made: list[Branch] = []
+    arms = {name: arm for name, arm in ARMS.items() if not arm.steered and arm.sites != "Z"}
+    copied = {name: arms[name.removesuffix(", copied")] for name in COPIED}
+    made, rows = list[Branch](), list[dict[str, Tensor]]()
 
     def cut(name: str) -> None:
-        released(engine, made)
+        released(engine, [branch for branch in made if branch.status is not BranchStatus.RELEASED])
         made.clear()
+        rows.clear()
 
-    def work(name: str, some: int = count) -> None:
-        made.extend(ARMS[name].prompts(subject, paths[:some]))
-        engine.runner.host_copy.wait()
+    def work(name: str) -> None:
+        arm = (arms | copied)[name]
+        made.extend(arm.prompts(subject, paths))
+        if arm.sites is not None and arm.keep == "host":
+            rows.extend(engine.activations(made, release=name not in copied))
 
     found = {}
-    for name in arms:
+    for name, arm in arms.items():
         cut(name)
-        work(name, some=2)
+        made.extend(arm.prompts(subject, paths[:2]))
         found[name] = _found(made[-1])
     _check(found)
-    yield from _prices(f"prompts, {count} x {length} tokens", arms, cut, work, 1, count * length)
+    yield from _prices(f"prompts, {count} x {length} tokens", [*arms, *copied], cut, work, 1, count * length)
     cut("")
 
 

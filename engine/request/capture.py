@@ -267,6 +267,8 @@ class Recording:
     """sites whose rows are those of another site"""
     asked: Mapping[str, tuple[str, ...]] = {}
     """site -> the names that it is listed by; others have their own"""
+    shared = False
+    """whether a fork may have some of the rows, too"""
 
     def __init__(self, base: int = 0, chunks: Iterable[Chunk] = (), open_end: bool = False) -> None:
         self.base = base
@@ -313,7 +315,9 @@ class Recording:
         """A recording of the first `length` positions that shares their tensors. Of a suffix (base > 0), it is empty."""
         if self.base:
             return self.like()
-        return self.like(self.base, _cut(self.chunks, length), self.open_end and length >= self.end)
+        made = self.like(self.base, _cut(self.chunks, length), self.open_end and length >= self.end)
+        made.shared = self.shared = self.shared or bool(made.chunks)
+        return made
 
     def like(self, base: int = 0, chunks: Iterable[Chunk] = (), open_end: bool = False) -> "Recording":
         """A recording of the same kind, with these rows."""
@@ -404,6 +408,22 @@ class Recording:
             for name, rows in zip(names, whole, strict=True):
                 found[name] = torch.cat(pieces[name], out=rows)
         return {name: found[name] for name in pieces}
+
+    def handed_over(self) -> Rows | None:
+        """As `copied`, but the rows themselves. Mutates: the recording has none of them any more. None, and nothing changes, if
+        that takes a copy: rows of several chunks, or some that forks or another of the names have, too."""
+        pieces = {name: self.pieces(name) for name in self.keys()}
+        places = {own[0].data_ptr() for own in pieces.values()}
+        own_kind = type(self) is Recording  # others may compute rows when they are read
+        if (
+            not own_kind
+            or self.shared
+            or len(places) < len(pieces)
+            or any(len(own) > 1 or own[0].is_inference() for own in pieces.values())
+        ):
+            return None
+        self.truncate(self.base)
+        return {name: own.contiguous() for name, (own,) in pieces.items()}
 
     def peek(self, site: str) -> Tensor:
         """As `recording[site]`, but possibly without a copy. The caller must not change it."""

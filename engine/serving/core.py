@@ -36,7 +36,7 @@ from replaylens.engine.passes.transfer import RING_BYTES, SMALLEST_RING
 from replaylens.engine.proof import certificates
 from replaylens.engine.proof.trace import Trace, take
 from replaylens.engine.records import Fingerprint, LensSpec
-from replaylens.engine.request.capture import CaptureSpec, PositionSlice, Recording
+from replaylens.engine.request.capture import CaptureSpec, PositionSlice, Recording, Rows
 from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import place_all, warn_of_no_match
@@ -132,6 +132,14 @@ _COPYING = 12
 
 SITES = "letters such as 'STCZ', a site name, or a list of these"
 """the accepted values of `sites`, for error messages"""
+
+
+def _copied(recordings: Sequence[Recording]) -> list[Rows]:
+    """Copies of their rows. Several threads: one fills fresh memory slowly."""
+    if not recordings:
+        return []
+    with ThreadPoolExecutor(min(_COPYING, torch.get_num_threads())) as threads:
+        return list(threads.map(Recording.copied, recordings))
 
 
 class EngineKeywords(TypedDict, total=False):
@@ -386,13 +394,23 @@ class Core(Generation, NotCopyable):
         return branch
 
     @modes.plainly
-    def activations(self, branches: Sequence[Branch]) -> list[dict[str, Tensor]]:
+    def activations(self, branches: Sequence[Branch], *, release: bool = False) -> list[dict[str, Tensor]]:
         """What each branch captured, by site: [rows, ...], copied as by `branch.activations`, but faster. A tensor that is kept
-        keeps those of its branch's other sites in memory, too; clone it if you need only that one."""
+        keeps those of its branch's other sites in memory, too; clone it if you need only that one.
+
+        release  release the branches. Rows that nobody else has are then handed over without a copy, so that a kept tensor
+                 keeps all rows of its pass in memory
+        """
         given = as_list("branches", branches, "a list of branches, such as engine.prompts(...)")
         recordings = [self._own(branch).activations for branch in given]
-        with ThreadPoolExecutor(min(_COPYING, torch.get_num_threads())) as threads:  # one fills fresh memory slowly
-            return list(threads.map(Recording.copied, recordings))
+        if as_bool("release", release) and len({branch.id for branch in given}) < len(given):
+            raise BadRequest("A branch is given twice, and can be released once. Give each branch once.")
+        handed = [self.lock.alone(each.handed_over) if release else None for each in recordings]
+        copies = iter(_copied([own for own, rows in zip(recordings, handed, strict=True) if rows is None]))
+        found = [next(copies) if rows is None else rows for rows in handed]
+        for branch in given if release else ():
+            branch.release()
+        return found
 
     def _named(self, branches: list[AnyBranch], sites: str | Sequence[str] | None) -> list[AnyBranch]:
         """Mutates: captured rows are listed by the names that they were asked for. Returns the branches."""

@@ -737,3 +737,62 @@ def test_all_sites_of_many_branches_in_one_call() -> None:
     assert subject.activations([]) == []
     with pytest.raises(BadRequest, match="another engine"):
         engine().activations(branches)
+
+
+# ---- rows that are handed over ---------------------------------------------------------------------------------------
+
+
+def test_released_branches_hand_their_rows_over() -> None:
+    """The rows themselves, without a copy, if nobody else has them; whatever becomes of them, nobody else's change."""
+    subject, prompts = engine(), [PROMPT, PROMPT[:5], PROMPT[::-1]]
+    kept = subject.activations(subject.prompts(prompts, sites="STC"))
+    branches = subject.prompts(prompts, sites="STC")
+    (fork,) = branches[1].fork()
+    held, memory = branches[0].activations, {branches[0].activations.peek(site).data_ptr() for site in kept[0]}
+    found = subject.activations(branches, release=True)
+    assert all(branch.status is BranchStatus.RELEASED for branch in branches) and fork.status is not BranchStatus.RELEASED
+    for rows, own in zip(found, kept, strict=True):
+        assert list(rows) == list(own) and all(torch.equal(rows[site], own[site]) for site in own)
+    assert {x.data_ptr() for x in found[0].values()} == memory, "without a copy"
+    for x in (x for rows in found for x in rows.values()):
+        x.fill_(7.0)
+    assert not held.keys(), "a recording that was looked at has none of them any more"
+    for site, x in kept[1].items():
+        assert torch.equal(fork.activations[site], x), "the control: a fork's rows are copied"
+    again = subject.activations(subject.prompts(prompts, sites="STC"))
+    assert all(torch.equal(rows[site], own[site]) for rows, own in zip(again, kept, strict=True) for site in own)
+
+
+@pytest.mark.parametrize("story", ["generate, final", "force", "rollback"])
+def test_rows_in_several_pieces_are_copied_when_they_are_handed_over(story: str) -> None:
+    subject = engine()
+    one, other = (STORIES[story](subject.prompt(PROMPT, sites="STC")) for _ in range(2))
+    (rows,), own = subject.activations([one], release=True), other.activations.copied()
+    assert list(rows) == list(own) and all(torch.equal(rows[site], own[site]) for site in own)
+    assert one.status is BranchStatus.RELEASED
+
+
+def test_a_branch_is_released_once() -> None:
+    subject = engine()
+    branch = subject.prompt(PROMPT, sites="S")
+    with pytest.raises(BadRequest, match="given twice"):
+        subject.activations([branch, branch], release=True)
+    assert len(subject.activations([branch, branch])) == 2 and branch.status is not BranchStatus.RELEASED
+
+
+def test_rows_that_a_failed_call_handed_over_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is lost: the branches live, and the rows are a function of their path."""
+    subject, release = engine(), Branch.release
+    branch = subject.prompt(PROMPT, sites="STC")
+    own = branch.activations.copied()
+
+    def failing(self: Branch) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Branch, "release", failing)
+    with pytest.raises(KeyboardInterrupt):
+        subject.activations([branch], release=True)
+    monkeypatch.setattr(Branch, "release", release)
+    assert all(torch.equal(branch.activations[site], own[site]) for site in own)
+    branch.generate(3)
+    assert branch.tokens == subject.prompt(PROMPT).generate(3).tokens and branch.activations.positions() == list(range(11))
