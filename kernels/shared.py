@@ -7,11 +7,15 @@ the keys that a row does not share. Where a prefix divides again, tiles of the n
 one. A row takes the same steps on the same numbers as it does alone, so sharing affects speed only.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
 from replaylens.kernels.launch import (
@@ -243,19 +247,20 @@ def rows_per_tile(heads: int, kv_heads: int, d_head: int, dtype: torch.dtype, lo
     return max(1, attention_tile(longest * group, d_head, dtype, group).rows // group)
 
 
-def plan_tiles(sequences: list[int], per_tile: int, capacity: int = 0) -> Tensor:
+def plan_tiles(sequences: Sequence[int] | NDArray[np.integer[Any]], per_tile: int, capacity: int = 0) -> Tensor:
     """Split packed rows into tiles of one sequence each: [tiles, 2] int32 on the CPU, padded with empty tiles to `capacity`.
 
     sequences  the sequence of each row
 
     Tiles with the most keys come last in a sequence. The plan is reversed so that their programs start first.
     """
-    tiles: list[tuple[int, int]] = []
-    for i, sequence in enumerate(sequences):
-        if tiles and tiles[-1][1] < per_tile and sequences[i - 1] == sequence:
-            tiles[-1] = (tiles[-1][0], tiles[-1][1] + 1)
-        else:
-            tiles.append((i, 1))
-    require(not capacity or len(tiles) <= capacity, "{} tiles do not fit into a plan of {}.", len(tiles), capacity)
-    tiles = tiles[::-1] + [(0, 0)] * (capacity - len(tiles))
-    return torch.tensor(tiles, dtype=torch.int32).reshape(-1, 2)
+    owner = np.asarray(sequences)
+    edges = np.concatenate([[0], np.flatnonzero(owner[1:] != owner[:-1]) + 1, [len(owner)]])
+    counts = -(-np.diff(edges) // per_tile)  # tiles of each sequence
+    number = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+    first = np.repeat(edges[:-1], counts) + per_tile * number
+    rows = np.minimum(per_tile, np.repeat(edges[1:], counts) - first)
+    require(not capacity or len(first) <= capacity, "{} tiles do not fit into a plan of {}.", len(first), capacity)
+    tiles = np.zeros((max(capacity, len(first)), 2), dtype=np.int32)
+    tiles[: len(first)] = np.stack([first, rows], axis=1)[::-1]
+    return torch.from_numpy(tiles)

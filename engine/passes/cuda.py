@@ -263,7 +263,7 @@ class HeadOps(ExpertOps):
         return _numbers(x, "sigmoid") if x.dtype == torch.float32 else sigmoid(x)
 
     def linear_activate(self, x: Tensor, linear: Linear, kind: Activation, gated: bool) -> Tensor:
-        return activation(matmul(x, linear.stored(), linear.bias), kind, gated)
+        return activation(self.linear(x, linear), kind, gated)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         if norm.by_head:
@@ -316,9 +316,6 @@ class FastHeadOps(HeadOps):
 
     def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
         return torch.addmm(residual, x, linear.weight) if linear.bias is None else residual + self.linear(x, linear)
-
-    def linear_activate(self, x: Tensor, linear: Linear, kind: Activation, gated: bool) -> Tensor:
-        return activation(self.linear(x, linear), kind, gated)
 
     def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
         return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
@@ -487,14 +484,14 @@ def device_rows(batch: Batch, cache: KVCache) -> PagedRows:
     """The rows of a batch with the pages of their keys, on the cache's device."""
     pages = page_matrix([s.table for s in batch.segments])
     sharing = sharing_of(batch, pages, cache)
-    sequences = [i for i, s in enumerate(batch.segments) for _ in s.tokens]
+    sequences = batch.sequence
     longest = max(len(s.tokens) for s in batch.segments)
     per_tile = KeyLayout.of(cache).rows_per_tile(longest)
     there = lambda x: x.to(cache.data.device, non_blocking=True)  # noqa: E731
     tiles = there(plan_tiles(sequences, per_tile)) if longest > 1 else None
     max_keys = max(s.end for s in batch.segments)
     return PagedRows(
-        there(torch.tensor(sequences, dtype=torch.int32)),
+        there(torch.from_numpy(sequences)),
         batch.positions.to(torch.int32),
         there(torch.from_numpy(pages)),
         tiles,

@@ -168,14 +168,15 @@ class PassGraph:
         """
         if self.entering is not None and entering is not None:
             self.entering.copy_(entering)
-        shape, pad = self.shape, self.shape.rows - batch.num_rows
-        tokens = [token for s in batch.segments for token in s.tokens] + [0] * pad
-        positions = [p for s in batch.segments for p in range(s.start, s.end)] + [0] * pad
-        sequence = [i for i, s in enumerate(batch.segments) for _ in s.tokens]
-        self.tokens.copy_(torch.tensor(tokens))
-        self.positions.copy_(torch.tensor(positions))
-        self.short_positions.copy_(torch.tensor(positions, dtype=torch.int32))
-        self.sequence.copy_(torch.tensor(sequence + [shape.sequences] * pad, dtype=torch.int32))
+        shape, filled, sequence = self.shape, batch.num_rows, batch.sequence
+        for own, given, rest in (
+            (self.tokens, batch.tokens, 0),
+            (self.positions, batch.positions, 0),
+            (self.short_positions, batch.positions, 0),
+            (self.sequence, torch.from_numpy(sequence), shape.sequences),
+        ):
+            own[:filled].copy_(given)
+            own[filled:].fill_(rest)
         self.pages.copy_(torch.from_numpy(pages))
         if sharing is not None and self.shared is not None:
             sharing.load(self.shared)
