@@ -486,8 +486,8 @@ class Endings:
         job, chain = turn.job, turn.chains[verdict.chain][: verdict.num_accepted]
         new = [*chain, verdict.token]
         limit = job.new_tokens - job.generated
-        for i, token in enumerate(new) if not job.certain or limit <= len(new) else ():
-            if job.sampling.stop_tokens and token in job.sampling.stop_tokens:
+        for i in range(max(0, limit - 1) if job.certain else 0, len(new)):
+            if job.sampling.stop_tokens and new[i] in job.sampling.stop_tokens:
                 job.finish_reason = "eos"
             elif job.sampling.stop and self._stops(turn, new[: i + 1]):
                 job.finish_reason = "stop"

@@ -220,7 +220,22 @@ def test_errors_say_what_is_wrong(case):
         attention(s.q, s.k, s.v[..., :9], s.rows, 0.3)
     with pytest.raises(ValueError, match="3 tiles do not fit into a plan of 2"):
         plan_tiles([0, 1, 2], 4, capacity=2)
+
+
+def test_plans_of_tiles():
+    """Every row is in one tile, whose rows are of one sequence; only the last tile of a sequence is not full."""
     assert plan_tiles([0, 0, 0, 1], 2).tolist() == [[3, 1], [2, 1], [0, 2]]
+    assert plan_tiles([4, 4], 8, capacity=3).tolist() == [[0, 2], [0, 0], [0, 0]] and not len(plan_tiles([], 2))
+    chance = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        counts = torch.randint(1, 12, (int(torch.randint(1, 9, (1,), generator=chance)),), generator=chance).tolist()
+        size = int(torch.randint(1, 6, (1,), generator=chance))
+        ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+        wanted = [
+            [at, min(size, end - at)] for end, count in zip(ends, counts, strict=True) for at in range(end - count, end, size)
+        ]
+        owner = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).numpy()
+        assert plan_tiles(owner, size).tolist() == wanted[::-1]
 
 
 # ---- latent -----------------------------------------------------------------------------------------------------------
