@@ -90,7 +90,8 @@ class Batch:
         order = sorted(range(len(pages)), key=lambda i: pages[i].tobytes()) if len(pages) > 1 else [0]
         rows = np.concatenate([np.arange(self.offsets[i], self.offsets[i + 1]) for i in order])
         there = torch.from_numpy
-        return HostRows(there(self.sequence.astype(np.int64)), self.positions, there(pages.astype(np.int64)), self.pool.page_size, there(rows))
+        sequence, tables = there(self.sequence.astype(np.int64)), there(pages.astype(np.int64))
+        return HostRows(sequence, self.positions, tables, self.pool.page_size, there(rows))
 
     def row(self, segment: int, position: int) -> int:
         """The packed row of a position of a segment."""
