@@ -425,7 +425,7 @@ class DumpWriter:
         there = self.store.sizes()
         if (MANIFEST in there or PLAN in there) and not resume and part[1] == 1:
             raise DumpExists(
-                f"{self.store.url} holds {self._state(MANIFEST in there)} dump. Resume it, or choose another folder."
+                f"{self.store.url} holds {self._state(MANIFEST in there)} dump. Resume it (resume=True), or use another folder."
             )
         if MANIFEST in there:
             if not DumpRepair(self.plan_file, self.parts).reopen_if_damaged(describe):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import BadRequest, IntegrityError, UnknownSite
+from replaylens.engine.errors import BadRequest, ClosedBranch, IntegrityError, UnknownSite
 from replaylens.engine.model import modes
 from replaylens.engine.model.ops import MASKED
 from replaylens.engine.model.sites import KEY_SITES, SCORES, STATE
@@ -269,6 +269,8 @@ class Recording:
     """site -> the names that it is listed by; others have their own"""
     shared = False
     """whether a fork may have some of the rows, too"""
+    gone = False
+    """whether its rows were handed over"""
 
     def __init__(self, base: int = 0, chunks: Iterable[Chunk] = (), open_end: bool = False) -> None:
         self.base = base
@@ -295,11 +297,12 @@ class Recording:
         if chunk.start < self.end:
             self.chunks = _cut(self.chunks, chunk.start)
         self.chunks.append(chunk if chunk.start >= self.base else chunk.since(self.base))
-        self.open_end = open_end
+        self.open_end, self.gone = open_end, False
 
     def take_over(self, other: "Recording") -> None:
         """Mutates: holds the rows of `other`, which has all of these rows and more."""
-        self.chunks, self.open_end = list(other.chunks), other.open_end
+        self.chunks, self.open_end, self.gone = list(other.chunks), other.open_end, False
+        self.shared = self.shared or other.shared
 
     def num_valid(self, num_tokens: int, lag: int) -> int:
         """How many positions keep their rows on a path of which only the first `num_tokens` tokens stay. A row that knows its
@@ -409,21 +412,23 @@ class Recording:
                 found[name] = torch.cat(pieces[name], out=rows)
         return {name: found[name] for name in pieces}
 
-    def handed_over(self) -> Rows | None:
-        """As `copied`, but the rows themselves. Mutates: the recording has none of them any more. None, and nothing changes, if
-        that takes a copy: rows of several chunks, or some that forks or another of the names have, too."""
-        pieces = {name: self.pieces(name) for name in self.keys()}
-        places = {own[0].data_ptr() for own in pieces.values()}
-        own_kind = type(self) is Recording  # others may compute rows when they are read
-        if (
-            not own_kind
-            or self.shared
-            or len(places) < len(pieces)
-            or any(len(own) > 1 or own[0].is_inference() for own in pieces.values())
-        ):
-            return None
+    @property
+    def sole(self) -> bool:
+        """Whether the rows of every site lie in one piece that no fork and no other site has."""
+        pieces = [self.pieces(name) for name in self.keys()]
+        places = {own[0].data_ptr() for own in pieces}
+        whole = all(len(own) == 1 and not own[0].is_inference() for own in pieces)
+        # a subclass may compute rows when they are read
+        return whole and type(self) is Recording and not self.shared and len(places) == len(pieces)
+
+    def handed_over(self) -> Rows:
+        """As `copied`, but the rows themselves if they are `sole`. Mutates: the recording has none of them any more."""
+        if not self.sole:
+            return self.copied()
+        found = {name: self.pieces(name)[0].contiguous() for name in self.keys()}
         self.truncate(self.base)
-        return {name: own.contiguous() for name, (own,) in pieces.items()}
+        self.gone = bool(found)
+        return found
 
     def peek(self, site: str) -> Tensor:
         """As `recording[site]`, but possibly without a copy. The caller must not change it."""
@@ -440,6 +445,7 @@ class Recording:
 
     def _named(self, site: str) -> str:
         """The captured site with the rows of that name; UnknownSite if it was not captured."""
+        self.require_here()
         found = self._found(site) if isinstance(site, str) else None
         if found is None:
             names = list(self.keys())
@@ -448,6 +454,13 @@ class Recording:
                 f"Site {site!r:.60} was not captured. Captured: {some or 'nothing'}. Name it in sites= of the prompt or replay."
             )
         return found
+
+    def require_here(self) -> None:
+        """ClosedBranch if the rows were handed over."""
+        if self.gone:
+            raise ClosedBranch(
+                "The rows of this branch were handed over by engine.activations(..., release=True). Use what it gave."
+            )
 
     def _found(self, name: str) -> str | None:
         """The captured site with the rows of that name."""

@@ -435,9 +435,9 @@ class ResamplePlan:
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
     def differences(self, raw: Any) -> list[str]:
-        """The names of the options that differ from those of a plan as JSON values. Functions are compared by their names."""
+        """The options that differ from those of a plan as JSON values, with both. Functions are compared by their names."""
         mine, theirs = self.to_json(), {**ResamplePlan.from_json(raw).to_json(), "answer": raw["answer"]}
-        return [name for name in mine if mine[name] != theirs[name]]
+        return [f"{name}={theirs[name]!r:.60}, not {mine[name]!r:.60}" for name in mine if mine[name] != theirs[name]]
 
 
 @dataclass(frozen=True)

@@ -188,9 +188,9 @@ class WaveFolder:
         _remove_parts(path)
         found = _stored(path)
         raw, wave = found.plan, found.wave
-        if names := plan.differences(raw):
+        if different := plan.differences(raw):
             raise PlanMismatch(
-                f"{folder} holds rollouts of another plan. Other: {', '.join(names)}. Use another folder, or these options."
+                f"{folder} holds rollouts of another plan: {'; '.join(different)}. Use its options, or another folder."
             )
         if found.sha256 is None:  # every field was just compared
             _write(path / PLAN, _plan_file(raw, wave, found.made_by))

@@ -249,6 +249,7 @@ class Branch(NotCopyable):
                 "rows of rejected drafts, prompt(..., sites='STC', keep_rejected=True)."
             )
         Completer(self.engine.forest).complete_rows(self.lane)
+        self.lane.recording.require_here()
         return self.lane.recording
 
     @modes.plainly

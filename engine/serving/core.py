@@ -54,7 +54,7 @@ from replaylens.engine.request.values import (
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.generation import Generation
-from replaylens.engine.serving.lock import EngineLock, reading
+from replaylens.engine.serving.lock import EngineLock, changing, reading
 from replaylens.engine.serving.request import At, NotCopyable, chosen
 from replaylens.engine.serving.variants import Variants
 from replaylens.engine.serving.watch import Probe, Watch
@@ -189,7 +189,8 @@ class Core(Generation, NotCopyable):
     state_tokens   positions of a hybrid whose recurrent entries are kept. Those of others, and states beyond the memory
                    of KV, are computed again if a rollback or a fork needs them; changes no bit. A request that runs
                    takes up to 128. Default: for a pass and a quarter of the cache, 32 requests at most
-    max_rows       rows per pass; changes no bit. Default: 512; on CUDA 1024, or 8192 for prompts alone that capture nothing
+    max_rows       rows per pass; changes no bit. Default: 512; on CUDA 1024, or up to 8192 for prompts alone, as many as
+                   `capture_buffer` holds if they capture
     draft_model    a smaller model with the same tokenizer, for the `model` drafter
     lens_layer     the early-exit layer of the `lens` and `tree` drafters; default: the middle
     tree_width     sibling chains of the `tree` drafter
@@ -398,18 +399,29 @@ class Core(Generation, NotCopyable):
         """What each branch captured, by site: [rows, ...], copied as by `branch.activations`, but faster. A tensor that is kept
         keeps those of its branch's other sites in memory, too; clone it if you need only that one.
 
-        release  release the branches. Rows that nobody else has are then handed over without a copy, so that a kept tensor
-                 keeps all rows of its pass in memory
+        release  release the branches. Rows that nobody else has, and that lie in one piece, are handed over without a copy; a
+                 kept tensor may then keep all rows of its pass in memory
         """
         given = as_list("branches", branches, "a list of branches, such as engine.prompts(...)")
         recordings = [self._own(branch).activations for branch in given]
-        if as_bool("release", release) and len({branch.id for branch in given}) < len(given):
-            raise BadRequest("A branch is given twice, and can be released once. Give each branch once.")
-        handed = [self.lock.alone(each.handed_over) if release else None for each in recordings]
-        copies = iter(_copied([own for own, rows in zip(recordings, handed, strict=True) if rows is None]))
-        found = [next(copies) if rows is None else rows for rows in handed]
-        for branch in given if release else ():
-            branch.release()
+        if not as_bool("release", release):
+            return _copied(recordings)
+        if len({branch.id for branch in given}) < len(given):
+            raise BadRequest("A branch is given twice, and its rows can be handed over once. Give each branch once.")
+        sole = [each.sole for each in recordings]
+        copies = iter(
+            _copied([each for each, own in zip(recordings, sole, strict=True) if not own])
+        )  # what can fail comes first
+        return self._handed_over(given, [None if own else next(copies) for own in sole])
+
+    @changing
+    def _handed_over(self, branches: Sequence[Branch], copies: Sequence[Rows | None]) -> list[Rows]:
+        """The copies, and the rows themselves where there is none. Mutates: releases the branches that are not released yet."""
+        lanes, found = [branch.lane for branch in branches], list[Rows]()
+        for lane, rows in zip(lanes, copies, strict=True):
+            assert lane.recording is not None  # its rows were looked at
+            found.append(lane.recording.handed_over() if rows is None else rows)
+        self.forest.release_all(lanes)
         return found
 
     def _named(self, branches: list[AnyBranch], sites: str | Sequence[str] | None) -> list[AnyBranch]:

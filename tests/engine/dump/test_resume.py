@@ -360,7 +360,7 @@ def test_a_failure_after_the_first_shard_leaves_it(
         patch.setattr(ShardMaker, "make", fail_at_two)
         write_dump(engine, planned(), tmp_path)
     assert (tmp_path / "plan.json").exists() and (tmp_path / "part-00000.json").exists()
-    with pytest.raises(DumpExists, match=r"Resume it, or choose another folder\.$"):
+    with pytest.raises(DumpExists, match=r"Resume it \(resume=True\), or use another folder\.$"):
         write_dump(engine, planned(examples=5), tmp_path)
     resumed = write_dump(engine, planned(), tmp_path, resume=True)
     assert resumed is not None and resumed.digest == reference.digest

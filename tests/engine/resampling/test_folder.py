@@ -268,15 +268,15 @@ def test_a_folder_with_a_function_goes_on(tmp_path: Path) -> None:
         assert None not in found.frame["outcome"].tolist()
     assert Rollouts.load(tmp_path).outcomes().outcomes == whole.outcomes().outcomes
     for other in (Answer.function(last_token), Answer.function(first_token, stop=True), Answer.regex("1"), None):
-        with pytest.raises(PlanMismatch, match=r"Other: answer\."):
+        with pytest.raises(PlanMismatch, match="another plan: answer="):
             read_by(other, tmp_path)
-    with pytest.raises(PlanMismatch, match=r"Other: n\."):
+    with pytest.raises(PlanMismatch, match=r"another plan: n=\d+, not \d+\. Use its options"):
         read_by(answer, tmp_path, n=3)
 
 
 def test_a_folder_without_a_function_is_not_taken_for_one_with(tmp_path: Path) -> None:
     read_by(None, tmp_path)
-    with pytest.raises(PlanMismatch, match=r"Other: answer\."):
+    with pytest.raises(PlanMismatch, match="another plan: answer="):
         read_by(Answer.function(first_token), tmp_path)
 
 

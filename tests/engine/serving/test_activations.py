@@ -1,7 +1,7 @@
 """`Branch.activations`: one row for every committed token, whatever is captured and whatever was computed so far."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadRequest, BadTrace, ClosedBranch, EngineError, OutOfPages
-from replaylens.engine.loop.lane import Job
+from replaylens.engine.loop.lane import Job, Lane
 from replaylens.engine.memory.tree import BranchStatus, TokenState
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
@@ -756,7 +756,13 @@ def test_released_branches_hand_their_rows_over() -> None:
     assert {x.data_ptr() for x in found[0].values()} == memory, "without a copy"
     for x in (x for rows in found for x in rows.values()):
         x.fill_(7.0)
-    assert not held.keys(), "a recording that was looked at has none of them any more"
+    for handed in (
+        lambda: held["blocks.0.hook_in"],
+        lambda: branches[0].activations,
+        lambda: subject.activations([branches[0]]),
+    ):
+        with pytest.raises(ClosedBranch, match="handed over"):
+            handed()
     for site, x in kept[1].items():
         assert torch.equal(fork.activations[site], x), "the control: a fork's rows are copied"
     again = subject.activations(subject.prompts(prompts, sites="STC"))
@@ -772,27 +778,45 @@ def test_rows_in_several_pieces_are_copied_when_they_are_handed_over(story: str)
     assert one.status is BranchStatus.RELEASED
 
 
-def test_a_branch_is_released_once() -> None:
+def test_nothing_is_handed_over_or_released_if_a_branch_is_refused() -> None:
+    """Released branches still have their rows; those whose rows are gone, branches given twice and others' are refused."""
     subject = engine()
-    branch = subject.prompt(PROMPT, sites="S")
-    with pytest.raises(BadRequest, match="given twice"):
-        subject.activations([branch, branch], release=True)
-    assert len(subject.activations([branch, branch])) == 2 and branch.status is not BranchStatus.RELEASED
+    one, other, gone = subject.prompts([PROMPT, PROMPT[::-1], PROMPT[:3]], sites="S")
+    bare = subject.prompt(PROMPT)
+    kept = subject.activations([one, other])
+    subject.activations([gone], release=True)
+    foreign = engine().prompt(PROMPT, sites="S")
+    for wrong, why in [
+        (gone, "handed over"),
+        (one, "given twice"),
+        (foreign, "another engine"),
+        (bare, "Nothing was captured"),
+    ]:
+        with pytest.raises((BadRequest, ClosedBranch), match=why):
+            subject.activations([one, other, wrong], release=True)
+    with pytest.raises(BadRequest, match="release"):
+        subject.activations([one, other], release="yes")  # type: ignore[arg-type]
+    assert one.status is other.status is not BranchStatus.RELEASED and len(subject.activations([one, one])) == 2
+    other.release()
+    found = subject.activations([one, other], release=True)
+    assert one.status is BranchStatus.RELEASED
+    for rows, own in zip(found, kept, strict=True):
+        assert all(torch.equal(rows[site], own[site]) for site in own)
 
 
 def test_rows_that_a_failed_call_handed_over_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is lost: the branches live, and the rows are a function of their path."""
-    subject, release = engine(), Branch.release
+    subject, release = engine(), Forest.release_all
     branch = subject.prompt(PROMPT, sites="STC")
     own = branch.activations.copied()
 
-    def failing(self: Branch) -> None:
+    def failing(self: Forest, lanes: Sequence[Lane]) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Branch, "release", failing)
+    monkeypatch.setattr(Forest, "release_all", failing)
     with pytest.raises(KeyboardInterrupt):
         subject.activations([branch], release=True)
-    monkeypatch.setattr(Branch, "release", release)
+    monkeypatch.setattr(Forest, "release_all", release)
     assert all(torch.equal(branch.activations[site], own[site]) for site in own)
     branch.generate(3)
     assert branch.tokens == subject.prompt(PROMPT).generate(3).tokens and branch.activations.positions() == list(range(11))
