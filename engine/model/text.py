@@ -22,7 +22,9 @@ _MESSAGES = "a list of messages {'role': ..., 'content': ...}, both texts"
 
 def is_chat(prompt: Any) -> TypeGuard[Chat]:
     """Whether this is meant as one chat: a list in which some entry is a mapping, however malformed it may be."""
-    return isinstance(prompt, list | tuple) and any(issubclass(kind, Mapping) for kind in set(map(type, prompt)))
+    if not isinstance(prompt, list | tuple) or set(map(type, prompt)) == {int}:  # token ids may be many
+        return False
+    return any(isinstance(each, Mapping) for each in prompt)
 
 
 class Text:

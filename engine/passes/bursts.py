@@ -416,8 +416,13 @@ class Bursts:
         runner.pool.reserve(spare, 0, 1)
         self.spare = spare
         """the page that padding requests write to; never freed"""
-        self.busy: Callable[[], object] = lambda: None
-        """is called in every burst when the device has work for a while; see `Forest.meanwhile`"""
+        self.meanwhile: list[Callable[[], object]] = []
+        """are called in every burst when the device has work for a while; see `Forest.meanwhile`"""
+
+    def busy(self) -> None:
+        """Calls what waits for the device to have work."""
+        for work in tuple(self.meanwhile):
+            work()
 
     def run(self, places: list[BurstRequest], steps: int, exact: bool) -> tuple[list[list[int]], list[StepRows | None]]:
         """(the next `steps` tokens of each request, the rows that it captures). Precondition: the tables have room for all."""

@@ -301,7 +301,8 @@ class Recording:
 
     def take_over(self, other: "Recording") -> None:
         """Mutates: holds the rows of `other`, which has all of these rows and more."""
-        self.chunks, self.open_end, self.gone = list(other.chunks), other.open_end, False
+        self.chunks = [c if c.start >= self.base else c.since(self.base) for c in other.chunks if c.end > self.base]
+        self.open_end, self.gone = other.open_end, False
         self.shared = self.shared or other.shared
 
     def num_valid(self, num_tokens: int, lag: int) -> int:
@@ -414,12 +415,13 @@ class Recording:
 
     @property
     def sole(self) -> bool:
-        """Whether the rows of every site lie in one piece that no fork and no other site has."""
+        """Whether there are only rows of sites, and those of each lie in one piece that no fork and no other site has."""
         pieces = [self.pieces(name) for name in self.keys()]
         places = {own[0].data_ptr() for own in pieces}
         whole = all(len(own) == 1 and not own[0].is_inference() for own in pieces)
-        # a subclass may compute rows when they are read
-        return whole and type(self) is Recording and not self.shared and len(places) == len(pieces)
+        plain = type(self) is Recording and not self.shared  # a subclass may compute rows when they are read
+        scored = any(name.startswith(SCORED) for chunk in self.chunks for name in chunk.rows)
+        return plain and whole and not scored and len(places) == len(pieces)
 
     def handed_over(self) -> Rows:
         """As `copied`, but the rows themselves if they are `sole`. Mutates: the recording has none of them any more."""
@@ -543,7 +545,7 @@ def _scatter(made: Tensor, targets: Tensor, x: Tensor, rows: Tensor) -> None:
 
 def _unmapped(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Uninitialised memory where `like` is, of its dtype. On a CPU from numpy, which asks for huge pages."""
-    if like.device.type != "cpu":
+    if like.device.type != "cpu" or 0 in shape:
         return like.new_empty(shape)
     return torch.from_numpy(np.empty(prod(shape) * like.element_size(), dtype=np.uint8)).view(like.dtype).view(shape)
 

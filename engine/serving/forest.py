@@ -275,11 +275,11 @@ class Forest:
             once()
             yield
             return
-        before, bursts.busy = bursts.busy, once
+        bursts.meanwhile.append(once)
         try:
             yield
         finally:
-            bursts.busy = before
+            bursts.meanwhile.remove(once)
             once()
 
     @changing

@@ -170,13 +170,13 @@ class Watch:
         """The sites whose rows a branch must capture, so that they can be scored later."""
         return tuple(site for site in self.sites if site not in {each.site for each in self.scored})
 
-    def prompt(self, text: Any, *, sites: str | Sequence[str] = (), **options: Any) -> Branch:
+    def prompt(self, text: Any, *, sites: str | Sequence[str] | None = (), **options: Any) -> Branch:
         """A root branch that can be watched, and so can its forks. It records the scores, and the rows that the probes read;
         `engine.prompt(text, watch=self)` and `engine.prompts` keep the scores only.
 
         sites  what to capture besides
         """
-        more = [sites] if isinstance(sites, str) else list(sites)
+        more = [sites] if isinstance(sites, str) else list(sites or ())
         return self.engine.prompt(text, sites=[*more, *self.sites], watch=self, **options)
 
     def scores(self, branch: Branch) -> Scores:
@@ -354,9 +354,9 @@ class _Limits:
 
 
 def _columns(recording: Recording, scorer: Scorer) -> Tensor:
-    """The scores of all rows [rows, lines], on the host: as they were recorded, or computed from the rows."""
+    """The scores of all rows [rows, lines], on the host: a copy of what was recorded, or computed from the rows."""
     if recording.has_scores(scorer.name):
-        return recording.scores(scorer.name).cpu()
+        return recording.scores(scorer.name).to("cpu", copy=True)
     return scorer.columns(recording.peek(scorer.site))
 
 

@@ -1,6 +1,7 @@
 """Windows that the device fills on its own, with a stand-in for its decode graphs: same tokens, all requests come on alike."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,11 +36,11 @@ class StandIn:
 
     def __init__(self, runner: Runner) -> None:
         self.runner, self.calls, self.spare = runner, list[tuple[int, int, bool]](), PageTable()
-        self.busy: Callable[[], object] = lambda: None
+        self.meanwhile: list[Callable[[], object]] = []
 
     def run(self, places: list[BurstRequest], steps: int, exact: bool) -> tuple[list[list[int]], list[StepRows | None]]:
         self.calls.append((len(places), steps, exact))
-        self.busy()
+        Bursts.busy(self)  # type: ignore[arg-type]
         tokens: list[list[int]] = [[] for _ in places]
         wanted = [(i, place.wanted) for i, place in enumerate(places) if place.wanted is not None]
         sites, rows_of = (
@@ -157,7 +158,15 @@ def test_a_wave_is_finished_once_the_device_is_busy_with_the_next(tmp_path: Path
     launched.clear()
     with engine.forest.meanwhile(lambda: launched.append(0)):
         assert not launched
-    assert launched == [0] and bursts.busy() is None and launched == [0], "once, at the end if nothing was computed"
+    assert launched == [0] and not bursts.meanwhile, "once, at the end if nothing was computed"
+    with engine.forest.meanwhile(lambda: launched.append(1)), ExitStack() as other:
+        other.enter_context(engine.forest.meanwhile(lambda: launched.append(2)))
+        first = ExitStack()
+        first.enter_context(engine.forest.meanwhile(lambda: launched.append(3)))
+        other.close()  # another thread's block ends first
+        assert launched == [0, 2] and len(bursts.meanwhile) == 2
+        first.close()
+    assert launched == [0, 2, 3, 1] and not bursts.meanwhile
 
 
 def test_all_requests_come_on_alike(wrong_drafts: None, monkeypatch: pytest.MonkeyPatch) -> None:

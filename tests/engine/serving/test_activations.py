@@ -13,6 +13,7 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadRequest, BadTrace, ClosedBranch, EngineError, OutOfPages
 from replaylens.engine.loop.lane import Job, Lane
 from replaylens.engine.memory.tree import BranchStatus, TokenState
+from replaylens.engine.request.capture import Chunk, Recording
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
@@ -767,6 +768,26 @@ def test_released_branches_hand_their_rows_over() -> None:
         assert torch.equal(fork.activations[site], x), "the control: a fork's rows are copied"
     again = subject.activations(subject.prompts(prompts, sites="STC"))
     assert all(torch.equal(rows[site], own[site]) for rows, own in zip(again, kept, strict=True) for site in own)
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_a_branch_that_keeps_no_row_yet_has_empty_rows(release: bool) -> None:
+    subject = engine()
+    root = subject.prompt(PROMPT, sites="S", positions="prompt[5:]")
+    (fork,) = root.fork(at=3)
+    own = {site: rows.shape for site, rows in fork.activations.items()}
+    (rows,) = subject.activations([fork], release=release)
+    assert {site: x.shape for site, x in rows.items()} == own and all(not len(x) for x in rows.values())
+
+
+def test_a_suffix_takes_over_its_own_positions_alone() -> None:
+    """A rejected branch's rows begin at its base; those that were computed for it begin at 0."""
+    whole = Recording(0, [Chunk(0, 5, range(5), {"S": torch.arange(5.0)[:, None]})])
+    for base in (0, 2, 5):
+        suffix = Recording(base)
+        suffix.take_over(whole)
+        suffix.check_integrity()
+        assert suffix.positions() == list(range(base, 5)) and suffix.end == 5
 
 
 @pytest.mark.parametrize("story", ["generate, final", "force", "rollback"])

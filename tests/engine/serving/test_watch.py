@@ -126,6 +126,24 @@ def test_forks_rollbacks_and_traces(engine: Engine, watch: Watch, wanted: Any, p
     assert same(Watch(again.engine, PROBES).scores(again), wanted)  # type: ignore[arg-type]
 
 
+def test_scores_are_copies_and_outlive_rows_that_are_handed_over(
+    engine: Engine, watch: Watch, wanted: Any, path: list[int]
+) -> None:
+    with watch.prompt(path) as branch:
+        (fork,) = branch.fork()
+        for scores in watch.scores(branch).values():
+            scores.fill_(7.0)
+        assert same(watch.scores(branch), wanted) and same(watch.scores(fork), wanted)
+    for sites in (None, "S"):
+        branch = engine.prompt(path, sites=sites, watch=watch)
+        kept = engine.prompt(path, sites="S").activations
+        (rows,) = engine.activations([branch], release=True)
+        assert list(rows) == ([] if sites is None else list(kept)) and all(
+            torch.equal(x, kept[site]) for site, x in rows.items()
+        )
+        assert same(watch.scores(branch), wanted)
+
+
 def test_rejected_drafts_have_scores_of_their_own(engine: Engine, watch: Watch) -> None:
     branch = watch.prompt(TOKENS, keep_rejected=True)
     branch.generate(10, drafter="forced", drafts={8: [[50, 51, 52]]}, window=6, sampling=HOT)
