@@ -374,8 +374,8 @@ ENGINE = (
     Mutant(
         "end-token-on-the-last-token",
         "replaylens.engine.loop.commit",
-        "            if job.sampling.stop_tokens and token in job.sampling.stop_tokens:",
-        "            if job.generated + i + 1 < job.new_tokens and token in job.sampling.stop_tokens:",
+        "            if job.sampling.stop_tokens and new[i] in job.sampling.stop_tokens:",
+        "            if job.generated + i + 1 < job.new_tokens and new[i] in job.sampling.stop_tokens:",
         "an end token that is the last of the request closes the branch",
         ("tests/engine/request/test_sampling.py::test_an_end_on_exactly_the_last_token_counts",),
     ),

@@ -4,6 +4,30 @@ from tests.mutants.mutant import Mutant
 
 MEMORY = (
     Mutant(
+        "rows-of-a-fork-handed-over",
+        "replaylens.engine.request.capture",
+        "plain = type(self) is Recording and not self.shared",
+        "plain = type(self) is Recording",
+        "rows that a fork has, too, are not handed over",
+        ("tests/engine/serving/test_activations.py::test_released_branches_hand_their_rows_over",),
+    ),
+    Mutant(
+        "scores-handed-over-with-rows",
+        "replaylens.engine.request.capture",
+        "return plain and whole and not scored and len(places)",
+        "return plain and whole and len(places)",
+        "the scores of watched probes outlive rows that are handed over",
+        ("tests/engine/serving/test_watch.py::test_scores_are_copies_and_outlive_their_rows",),
+    ),
+    Mutant(
+        "last-tile-too-tall",
+        "replaylens.kernels.shared",
+        "rows = np.minimum(per_tile, np.repeat(edges[1:], counts) - first)",
+        "rows = np.full(len(first), per_tile)",
+        "a tile holds rows of one sequence",
+        ("tests/kernels/test_attention.py::test_plans_of_tiles",),
+    ),
+    Mutant(
         "copy-one-slot-short",
         "replaylens.engine.memory.pages",
         "else max(0, start - first)",

@@ -126,9 +126,7 @@ def test_forks_rollbacks_and_traces(engine: Engine, watch: Watch, wanted: Any, p
     assert same(Watch(again.engine, PROBES).scores(again), wanted)  # type: ignore[arg-type]
 
 
-def test_scores_are_copies_and_outlive_rows_that_are_handed_over(
-    engine: Engine, watch: Watch, wanted: Any, path: list[int]
-) -> None:
+def test_scores_are_copies_and_outlive_their_rows(engine: Engine, watch: Watch, wanted: Any, path: list[int]) -> None:
     with watch.prompt(path) as branch:
         (fork,) = branch.fork()
         for scores in watch.scores(branch).values():
