@@ -298,4 +298,5 @@ def _together(classes: list[_Class]) -> float:
 def _wilson(share: float, size: float, reach: float) -> tuple[float, float]:
     middle, square = share + reach**2 / (2 * size), reach**2 / size
     half = reach * np.sqrt(share * (1 - share) / size + square / (4 * size))
-    return max(0.0, float((middle - half) / (1 + square))), min(1.0, float((middle + half) / (1 + square)))
+    low, high = float((middle - half) / (1 + square)), float((middle + half) / (1 + square))
+    return max(0.0, min(low, share)), min(1.0, max(high, share))  # rounding must not leave out the share itself

@@ -154,13 +154,15 @@ class _Builder:
             for i, features in own:
                 offsets, found = self.rows[i].offsets, self.rows[i]
                 begin, end = int(offsets[position]), int(offsets[position + 1])
+                if begin == end:
+                    continue
                 columns.append(torch.arange(begin, end) + self.first[i])
                 decoders.append(features.decoder[found.indices[begin:end].long()])
-            if sum(map(len, columns)):
+                # apart from the other sets' features: where a sum is divided hangs on how many it has
+                left[position] -= products.plain(self.values[columns[-1]][None], products.packed(decoders[-1]))[0]
+            if columns:
                 at, decoder = torch.cat(columns), torch.cat(decoders)
-                values = self.values[at]
-                left[position] -= products.plain(values[None], products.packed(decoder))[0]
-                self.writing[layer, position] = at, values, products.packed(decoder.mT)
+                self.writing[layer, position] = at, self.values[at], products.packed(decoder.mT)
         for _, features in own:
             bias += features.weights.b_dec
         self.errors[layer], self.biases[layer] = left - bias, bias
