@@ -136,8 +136,6 @@ SITES = "letters such as 'STCZ', a site name, or a list of these"
 
 def _copied(recordings: Sequence[Recording]) -> list[Rows]:
     """Copies of their rows. Several threads: one fills fresh memory slowly."""
-    if not recordings:
-        return []
     with ThreadPoolExecutor(min(_COPYING, torch.get_num_threads())) as threads:
         return list(threads.map(Recording.copied, recordings))
 
@@ -409,9 +407,8 @@ class Core(Generation, NotCopyable):
         if len({branch.id for branch in given}) < len(given):
             raise BadRequest("A branch is given twice, and its rows can be handed over once. Give each branch once.")
         sole = [each.sole for each in recordings]
-        copies = iter(
-            _copied([each for each, own in zip(recordings, sole, strict=True) if not own])
-        )  # what can fail comes first
+        others = [each for each, own in zip(recordings, sole, strict=True) if not own]
+        copies = iter(_copied(others))  # what can fail comes first
         return self._handed_over(given, [None if own else next(copies) for own in sole])
 
     @changing
