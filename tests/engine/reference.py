@@ -4,10 +4,12 @@ No batches, windows, drafts, rollbacks, or pages of more than one position: a ro
 it, and is stored by its path. However the engine gets there, what it commits must have these bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -16,7 +18,9 @@ from replaylens.engine.lens import lens
 from replaylens.engine.model import loading, sites
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.layers import Linear
 from replaylens.engine.passes.batch import Segment
+from replaylens.engine.passes.products import Products
 from replaylens.engine.passes.runner import Runner
 from replaylens.engine.records import LensSpec
 from replaylens.engine.request.capture import PassTap, Rows
@@ -160,6 +164,19 @@ def perturbed(model: Decoder, size: float = 0.01) -> Decoder:
         for parameter in other.parameters():
             parameter.add_((torch.randn(parameter.shape, generator=generator) * size).to(parameter))
     return other
+
+
+@contextmanager
+def wrong_fast_path() -> Iterator[None]:
+    """Within the block, products of a CPU's fast path are off by a thousandth, so that no test depends on whether it rounds as
+    the canonical one does."""
+    product = Products.linear
+
+    def shifted(self: Products, x: Tensor, linear: Linear, residual: Tensor | None = None) -> Tensor:
+        return product(self, x, linear, residual) * (1.001 if self.parts == 1 else 1.0)
+
+    with mock.patch.object(Products, "linear", shifted):
+        yield
 
 
 def random_decoder(config: ModelConfig, seed: int = 0) -> Decoder:

@@ -8,25 +8,17 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
-from replaylens.engine.model.layers import Linear
-from replaylens.engine.passes.products import Products
+from tests.engine.reference import wrong_fast_path
 from tests.toy_model import Reference, engine, toy
 
 PROMPT = [1, 2, 3, 4, 5, 6]
 
 
 @pytest.fixture(autouse=True)
-def visibly_different(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Products of the fast path are off by a thousandth."""
-    product = Products.linear
-
-    def shifted(self: Products, x: Tensor, linear: Linear, residual: Tensor | None = None) -> Tensor:
-        return product(self, x, linear, residual) * (1.001 if self.parts == 1 else 1.0)
-
-    monkeypatch.setattr(Products, "linear", shifted)
-    yield
+def visibly_different() -> Iterator[None]:
+    with wrong_fast_path():
+        yield
 
 
 def test_the_fast_path_is_different_here() -> None:

@@ -1,0 +1,438 @@
+"""Random sessions that mix exact and fast passes: what calls itself certified is, and so is what a later prompt is handed.
+
+After every step, each branch that says `certified`, and every page of the prefix index, is compared bit by bit with its path
+computed alone, in an engine of its own. Whether a branch may say so is predicted from what was asked of it and of those that it
+was forked from. The fast path is wrong on purpose, so that a page of it cannot pass for a canonical one. `make soak` runs more.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, ClassVar
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from torch import Tensor
+
+from replaylens.engine.engine import Engine
+from replaylens.engine.request.capture import Rows
+from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.placed import PlacedEdit
+from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.serving.branch import Branch
+from replaylens.engine.thinking.core import ThinkingEngine
+from replaylens.engine.thinking.model import ThinkingDecoder
+from tests.engine.reference import random_decoder, same_bits, wrong_fast_path
+from tests.engine.test_machine import CONFIG
+from tests.engine.thinking.reference import BASE, random_prompt, thinking_model
+
+SITES = "STCZ"
+LONGEST = 44
+ON = Sampling(ignore_eos=True)
+KEY = 16
+"""bytes of an edit's key"""
+EDITS = (
+    Edit("blocks.0.hook_out", "add", torch.linspace(-1, 1, CONFIG.d_model), positions=slice(5, None)),
+    Edit("blocks.0.attn.hook_z", "zero", positions=[2, 3], heads=[1]),
+    Edit("blocks.1.mlp.hook_out", "zero", positions=slice(7, 9)),
+)
+"""no two of one row, so that their order is of no account"""
+LAST_EDITED = 9
+
+picks = st.integers(0, 10**6)
+chains = st.lists(
+    st.lists(st.integers(2, 12), min_size=1, max_size=4), min_size=1, max_size=5, unique_by=lambda chain: chain[0]
+)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """A path computed alone."""
+
+    kv: Tensor
+    """[positions, layers, 2, kv_heads, d_head]"""
+    rows: Rows
+    following: tuple[int, ...]
+    """the tokens that an exact request would add"""
+
+
+@dataclass(eq=False)
+class Held:
+    """What the machine knows about a branch without asking the engine."""
+
+    branch: Branch
+    path: list[int]
+    exact: bool = True
+    edits: tuple[PlacedEdit, ...] = ()
+    along: int = 0
+    """the tokens, of the path, that were a prompt of a model that thinks"""
+
+
+def truth_of(branch: Branch) -> Truth:
+    """What the only branch of its engine holds, and what follows."""
+    rows = {site: branch.activations[site] for site in branch.activations.sites()}
+    kv, length = branch.kv(), branch.length
+    return Truth(kv, rows, tuple(branch.generate(8, window=1, sampling=ON).tokens[length:]))
+
+
+class Certified(RuleBasedStateMachine):
+    """Prompts, forks with and without edits, exact requests with forced drafts, fast ones, rollbacks, in any order."""
+
+    known: ClassVar[list[Any]] = []
+    operations = preemptions = 0
+    sessions, steps = 20, 40
+    edited = True
+    """whether forks add edits"""
+    most = 6
+    """branches that are held at a time"""
+    laundered = 0
+    """how often something uncertified held other bits than its path has"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[Held] = []
+        self.rejected: list[Held] = []
+        self.edits: dict[bytes, PlacedEdit] = {}
+        """by key: all that a lane with indexed pages ever had"""
+        self.patched = ExitStack()
+
+    @initialize(page_size=st.sampled_from([3, 4, 1]), cache_tokens=st.sampled_from([512, 96]), captured=st.booleans())
+    def begin(self, page_size: int, cache_tokens: int, captured: bool) -> None:
+        self.patched.enter_context(wrong_fast_path())
+        self.engine, self.captured = self.new_engine(page_size=page_size, cache_tokens=cache_tokens), captured
+        queue = self.engine.loop.queue
+        offer = queue._offer
+
+        def noted(lane: Any, keys: Any) -> None:
+            self.edits |= {edit.key: edit for edit in lane.edits}
+            offer(lane, keys)
+
+        queue._offer = noted  # type: ignore[method-assign]
+
+    def teardown(self) -> None:
+        self.patched.close()
+
+    # ---- the model ------------------------------------------------------------------------------------------------
+
+    model: ClassVar[Callable[[], Any]] = staticmethod(cache(lambda: random_decoder(CONFIG)))
+
+    @classmethod
+    def new_engine(cls, **options: Any) -> Engine:
+        return Engine(cls.model(), **options)
+
+    @classmethod
+    def tokens(cls, start: int, length: int) -> list[int]:
+        """The prompt of this length."""
+        return [(start + i * i + i // 3) % CONFIG.vocab_size for i in range(length)]
+
+    @classmethod
+    def alone(cls, one: Held) -> Truth:
+        return cls.plain(tuple(one.path), one.edits)
+
+    @classmethod
+    def plain(cls, path: tuple[int, ...], edits: tuple[PlacedEdit, ...]) -> Truth:
+        """A path under placed edits, in a fresh engine."""
+        key = path, *(edit.key for edit in edits)
+        if key not in cls.truths:
+            engine = cls.fresh_plain()
+            lane = engine.forest.plant(list(path), engine._wanted(SITES, False), edits)
+            engine.forest.compute([lane])
+            cls.truths[key] = truth_of(engine.handle(lane))
+        return cls.truths[key]
+
+    truths: ClassVar[dict[Any, Truth]] = {}
+
+    @classmethod
+    def fresh_plain(cls) -> Engine:
+        return Engine(cls.model(), page_size=1, cache_tokens=128, max_rows=16)
+
+    # ---- steps ----------------------------------------------------------------------------------------------------
+
+    @rule(start=st.integers(0, 1), length=st.sampled_from([2, 7, 12, 18]))
+    def prompt(self, start: int, length: int) -> None:
+        path = self.tokens(start, length)
+        sites = SITES if self.captured else None
+        branch = self.engine.prompt(path, sites=sites, keep_rejected=self.captured)
+        self.welcome(Held(branch, path, along=self.thought(len(path))))
+        self.note_rejected(self.held[-1])
+
+    def thought(self, length: int) -> int:
+        """The number of prompt tokens with thoughts, of the first `length`."""
+        return 0
+
+    @precondition(lambda self: self.held)
+    @rule(pick=picks, at=picks, of_rejected=st.booleans(), which=st.sampled_from([None, *EDITS]))
+    def fork(self, pick: int, at: int, of_rejected: bool, which: Edit | None = None) -> None:
+        one = self.pick(pick, of_rejected)
+        at = 1 + at % len(one.path)
+        kept = tuple(edit for edit in one.edits if edit.needs <= at)
+        new = () if which is None or at <= LAST_EDITED or not self.edited else tuple(self.engine.placed([which], at))
+        new = tuple(edit for edit in new if edit.key not in {each.key for each in kept})
+        (branch,) = one.branch.fork(at=at, edits=[which] if which is not None and new else ())
+        self.welcome(Held(branch, one.path[:at], one.exact, kept + new, min(one.along, self.thought(at))))
+
+    @precondition(lambda self: self.open())
+    @rule(
+        pick=picks,
+        n=st.integers(2, 6),
+        later=st.integers(0, 2),
+        drafts=st.lists(chains, min_size=2, max_size=2),
+        keep=st.booleans(),
+    )
+    def generate(self, pick: int, n: int, later: int, drafts: list[list[list[int]]], keep: bool) -> None:
+        """An exact request. The first of its first chains begins with the right token, if that is known."""
+        one = self.pick(pick, of=self.open())
+        before, first = len(one.path), [list(chain) for chain in drafts[0]]
+        expected = self.alone(one).following[:n] if one.exact else None
+        if expected is not None and expected[0] not in {chain[0] for chain in first}:
+            first[-1] = [*expected[:2], *first[-1]][:5]
+        given = {before + 1 + later: drafts[1], before: first}
+        one.branch.generate(n, sampling=ON, drafter="forced", drafts=given, keep_pages=keep)
+        one.path = one.branch.tokens
+        assert expected is None or tuple(one.path[before:]) == expected
+        self.note_rejected(one)
+
+    @precondition(lambda self: self.open())
+    @rule(pick=picks, n=st.integers(1, 5))
+    def generate_fast(self, pick: int, n: int) -> None:
+        one = self.pick(pick, of=self.open())
+        one.branch.generate(n, sampling=ON, deterministic=False)
+        one.path, one.exact = one.branch.tokens, False
+
+    @precondition(lambda self: self.open())
+    @rule(pick=picks, to=picks, n=st.integers(1, 5))
+    def go_back_and_fast(self, pick: int, to: int, n: int) -> None:
+        """The same tokens again, most likely, from the other path: rejected drafts and forks do not take them over."""
+        self.rollback(pick, to)
+        self.generate_fast(pick, n)
+
+    @precondition(lambda self: self.open())
+    @rule(pick=picks, new=st.lists(st.integers(2, 12), min_size=1, max_size=4))
+    def force(self, pick: int, new: list[int]) -> None:
+        one = self.pick(pick, of=self.open())
+        one.branch.force(new)
+        one.path = [*one.path, *new]
+
+    @precondition(lambda self: self.held)
+    @rule(pick=picks, to=picks)
+    def rollback(self, pick: int, to: int) -> None:
+        one = self.pick(pick)
+        first = one.branch.root_length
+        length = first + to % (len(one.path) - first + 1)
+        one.branch.rollback(length)
+        one.path = one.path[:length]
+
+    @precondition(lambda self: self.held)
+    @rule(pick=picks, of_rejected=st.booleans())
+    def read(self, pick: int, of_rejected: bool) -> None:
+        """What a branch lacks is computed on a twin, and becomes its own."""
+        branch = self.pick(pick, of_rejected).branch
+        branch.kv()
+        _ = branch.lane.recording and branch.activations
+
+    @precondition(lambda self: len(self.held) > 2)
+    @rule(pick=picks)
+    def release(self, pick: int) -> None:
+        self.let_go(self.pick(pick))
+
+    # ---- what must hold -------------------------------------------------------------------------------------------
+
+    @invariant()
+    def what_says_certified_is(self) -> None:
+        type(self).operations += 1
+        for one in self.held + self.rejected:
+            assert one.branch.tokens == one.path
+            assert one.branch.certified == one.exact
+            assert (one.branch.record.uncertified_from is None) == one.exact
+            wrong = self.differences(one)
+            assert not one.exact or wrong == []
+            type(self).laundered += not one.exact and bool(wrong)
+
+    @invariant()
+    def what_a_prompt_is_handed_is_as_alone(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.check_integrity()
+            for path, edits, pages in self.indexed():
+                pool, truth = self.engine.runner.pool, self.plain(path, edits)
+                slots = [page * pool.page_size + i for page in pages for i in range(pool.page_size)]
+                assert same_bits(self.engine.runner.cache.rows(slots), truth.kv), f"indexed KV of {path}, {len(edits)} edits"
+
+    def indexed(self) -> Iterator[tuple[tuple[int, ...], tuple[PlacedEdit, ...], list[int]]]:
+        """The longest paths of the prefix index: (tokens, edits, pages)."""
+        for entry in self.engine.prefix._entries.values():
+            chain, at = [], entry if entry.num_children == 0 else None
+            while at is not None:
+                chain, at = [at, *chain], at.parent
+            keys = [each.edit_key[i : i + KEY] for each in chain for i in range(0, len(each.edit_key), KEY)]
+            if chain:
+                tokens = tuple(token for each in chain for token in each.tokens)
+                yield tokens, tuple(self.edits[key] for key in dict.fromkeys(keys)), [each.page for each in chain]
+
+    def differences(self, one: Held) -> list[str]:
+        """What a branch holds that is not as its path is alone."""
+        truth, lane = self.alone(one), one.branch.lane
+        held = self.engine.forest.held_kv(lane)
+        found = [] if same_bits(held, truth.kv[: lane.computed]) else ["KV"]
+        if (rows := lane.recording) is not None:
+            part = slice(rows.base, rows.end)
+            both = [site for site in rows.sites() if site in truth.rows]
+            found += [site for site in both if not same_bits(rows[site], truth.rows[site][part])]
+        return found
+
+    # ---- helpers --------------------------------------------------------------------------------------------------
+
+    def open(self) -> list[Held]:
+        return [one for one in self.held if len(one.path) < LONGEST]
+
+    def pick(self, number: int, of_rejected: bool = False, of: list[Held] | None = None) -> Held:
+        some = self.rejected if of_rejected and self.rejected else of or self.held
+        return some[number % len(some)]
+
+    def welcome(self, one: Held) -> None:
+        self.held.append(one)
+        if len(self.held) > self.most:
+            self.let_go(self.held[0])
+
+    def let_go(self, one: Held) -> None:
+        self.held.remove(one)
+        one.branch.release()
+        self.rejected = [other for other in self.rejected if other.branch.record.parent != one.branch.id]
+
+    def note_rejected(self, one: Held) -> None:
+        noted = {other.branch.id for other in self.rejected}
+        for branch in one.branch.rejected:
+            if branch.id not in noted:
+                made = replace(one, branch=branch, path=branch.tokens)
+                if branch.record.fork_position < one.along:  # after a wrong guess of a thought, with the state that it leaves
+                    made.edits, made.along = branch.lane.edits, 0
+                self.rejected.append(made)
+
+
+class CertifiedThoughts(Certified):
+    """A model that thinks on its prompts: rejected drafts and forks inherit thoughts and the states that they leave."""
+
+    edited = False
+    truths: ClassVar[dict[Any, Truth]] = {}
+    model: ClassVar[Callable[[], ThinkingDecoder]] = staticmethod(cache(lambda: thinking_model(BASE)))
+
+    @classmethod
+    def new_engine(cls, **options: Any) -> Engine:
+        return ThinkingEngine(cls.model(), **options)
+
+    @classmethod
+    def fresh_plain(cls) -> Engine:
+        return Engine(cls.model().backbone, page_size=1, cache_tokens=128, max_rows=16)
+
+    @classmethod
+    def tokens(cls, start: int, length: int) -> list[int]:
+        return random_prompt(-(-length // cls.model().thinking.chunk), seed=start)
+
+    def thought(self, length: int) -> int:
+        chunk = self.model().thinking.chunk
+        return length // chunk * chunk
+
+    @classmethod
+    def alone(cls, one: Held) -> Truth:
+        """Thought along chunk by chunk, then forced."""
+        if not one.along:
+            return cls.plain(tuple(one.path), one.edits)
+        key = tuple(one.path), one.along
+        if key not in cls.truths:
+            fresh = ThinkingEngine(cls.model(), guess="sequential", cache_tokens=128).prompt(one.path[: one.along], sites=SITES)
+            cls.truths[key] = truth_of(fresh.force(rest) if (rest := one.path[one.along :]) else fresh)
+        return cls.truths[key]
+
+    @precondition(lambda self: any(len(one.path) == one.along < 24 for one in self.held))
+    @rule(pick=picks, chunks=st.integers(1, 3))
+    def extend(self, pick: int, chunks: int) -> None:
+        one = self.pick(pick, of=[one for one in self.held if len(one.path) == one.along < 24])
+        branch = one.branch.extend(random_prompt(chunks, seed=chunks))
+        self.welcome(replace(one, branch=branch, path=branch.tokens, along=branch.length))
+        self.note_rejected(self.held[-1])
+
+
+MACHINES = (Certified, CertifiedThoughts)
+
+
+# ---- the tests -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("sessions", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_what_calls_itself_certified_is(machine: type[Certified], sessions: int) -> None:
+    how = settings(
+        max_examples=sessions,
+        stateful_step_count=25,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        report_multiple_bugs=False,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(machine, settings=how)
+
+
+FIRST, LAST = 0, -1
+WRONG = [[[3, 4], [5], [6, 7, 8]], [[2], [9, 9]]]
+"""chains of drafts; most are rejected"""
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_session_that_goes_to_and_fro(machine: type[Certified], captured: bool) -> None:
+    """What random sessions find by luck: the ways in which something uncertified could pass for certified."""
+    session = machine()
+    session.most = 20
+    session.begin(page_size=3, cache_tokens=512, captured=captured)
+
+    def after(step: Callable[..., None], *given: Any, **more: Any) -> Held:
+        step(*given, **more)
+        session.what_says_certified_is()
+        session.what_a_prompt_is_handed_is_as_alone()
+        return session.held[LAST]
+
+    def exact(one: Held) -> None:
+        after(session.generate, session.held.index(one), 5, 1, WRONG, keep=True)
+
+    def fork(one: Held, at: int | None = None, which: Edit | None = None) -> Held:
+        rejected = one in session.rejected
+        among = session.rejected if rejected else session.held
+        return after(session.fork, among.index(one), (len(one.path) if at is None else at) - 1, rejected, which)
+
+    try:
+        root = after(session.prompt, 0, 12)
+        exact(root)
+        cut = session.rejected[LAST]
+        edited = fork(root, 12, EDITS[0])  # what the index holds of it has the edit in its key
+        exact(edited)
+        exact(fork(session.rejected[LAST]))
+        assert root.exact and edited.exact and session.held[LAST].exact
+
+        before = len(root.path)
+        after(session.rollback, session.held.index(root), 0)
+        after(session.generate_fast, session.held.index(root), before - root.branch.root_length)
+        assert root.path[:13] == cut.path[:13], "the fast path has other KV, but writes the same tokens here"
+        after(session.read, 0, of_rejected=True)
+        assert fork(cut).exact, "cut off before: it takes over nothing that its branch computed since"
+        exact(session.held[LAST])
+
+        assert not fork(root).exact
+        exact(session.held[LAST])
+        dirty = session.rejected[LAST]
+        assert not dirty.exact
+        for one in (dirty, fork(dirty), fork(session.held[LAST], 12)):
+            exact(again := fork(one))
+            assert not again.exact and not again.branch.certified, "exact passes do not clean what they read"
+        if isinstance(session, CertifiedThoughts):
+            longer = after(session.extend, session.held.index(fork(root, 12)), 3)
+            assert not longer.branch.certified and bool(longer.branch.rejected) == captured
+        after(session.prompt, 0, len(dirty.path))
+        assert session.held[LAST].exact
+        assert session.laundered > 0, "control: without the promise, other bits"
+    finally:
+        session.teardown()
