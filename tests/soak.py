@@ -23,6 +23,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from replaylens.engine.engine import Engine
 from tests.engine import test_machine
 from tests.engine.reference import random_decoder
+from tests.engine.test_certified import Certified, CertifiedThoughts
 from tests.engine.test_machine import CONFIG, Sessions
 from tests.engine.test_tree_machine import Trees
 from tests.engine.thinking.test_replay import Thinkers
@@ -70,7 +71,11 @@ Experts, Latents = longer(test_machine.Experts), longer(test_machine.Latents)
 HYBRIDS = tuple(longer(machine) for machine in test_machine.HYBRIDS)
 """recurrent layers; paths cross the end of a chunk"""
 MACHINES: dict[str, Any] = {
-    cls.__name__: cls for cls in (Small, AsWideAsSmolLM2, Inputs4096, Inputs14336, Experts, Latents, *HYBRIDS, Thinkers, Trees)
+    cls.__name__: cls
+    for cls in (
+        *(Small, AsWideAsSmolLM2, Inputs4096, Inputs14336, Experts, Latents, *HYBRIDS),
+        *(Thinkers, Trees, Certified, CertifiedThoughts),
+    )
 }
 ORDER = (
     "Small",
@@ -87,6 +92,8 @@ ORDER = (
     *(machine.__name__ for machine in HYBRIDS),
     "DeltaNets",
     "StateSpaces",
+    "Certified",
+    "CertifiedThoughts",
 )
 """no common factor with the number of `THREADS`, so that each machine meets every number of threads"""
 LEAST = 2
@@ -116,7 +123,7 @@ def work(name: str, number: int, folder: Path, device: str) -> tuple[int, int]:
 
     run_state_machine_as_test(seed(number)(Noted), settings=how(machine))
     ledger.write_text(json.dumps(left))
-    if not issubclass(machine, Trees):  # whose caches have room
+    if not issubclass(machine, Trees | Certified):  # whose caches have room, or which serve one request at a time
         assert Noted.preemptions >= LEAST * machine.sessions, (
             f"only {Noted.preemptions} preemptions in {machine.sessions} sessions"
         )
