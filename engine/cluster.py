@@ -1,7 +1,7 @@
 """Dumps on a Ray cluster: one actor per device. Idle actors get the next shard; a dead actor's shard is written again.
 
 Actors write their shards directly to the store, so all machines must have access to it. They receive plain JSON. The dump is
-the same, bit for bit, on one worker or many, as long as all have the same fingerprint. `rollout_cluster` does the same for
+the same, bit for bit, on one worker or many, as long as all have the same fingerprint. `resample_on_cluster` does the same for
 waves of rollouts.
 """
 

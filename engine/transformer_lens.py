@@ -59,7 +59,7 @@ def token_paths(engine: Core, tokens: TokenInput, prepend_bos: bool | None = Non
 
 
 def one(engine: Core, tokens: TokenInput, prepend_bos: bool | None = None) -> list[list[int]]:
-    """As `paths`, of one sequence."""
+    """As `token_paths`, of one sequence."""
     found = token_paths(engine, tokens, prepend_bos)
     if len(found) != 1:
         raise BadRequest(f"Got {len(found)} sequences. Give one text, or the token ids of one.")

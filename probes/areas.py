@@ -126,7 +126,7 @@ def area(
     folds: int = 1,
     level: float = LEVEL,
 ) -> Estimate:
-    """The area of a score with its interval over groups; strata as for `auroc_of`, folds as for `statistics.cross_validation`.
+    """The area of a score with its interval over groups; strata as for `auroc_of`, folds as for `intervals.cross_validation`.
 
     >>> import numpy as np
     >>> good = np.repeat([True, False], 10)
@@ -141,7 +141,7 @@ def area(
 def area_of_classes(
     score: np.ndarray, codes: np.ndarray, groups: np.ndarray, *, strata: np.ndarray | None = None, folds: int = 1
 ) -> Estimate | None:
-    """The mean area of one class against the rest, as `metrics.auroc` has it, with its interval; None if none is defined.
+    """The mean area of one class against the rest, as `intervals.auroc` has it, with its interval; None if none is defined.
 
     score  [rows, outputs], as in `HeldOutPredictions.score`
     """
@@ -255,7 +255,7 @@ def balanced_accuracy(
 ) -> Estimate:
     """The mean over the classes of codes [rows] of the share of right [rows], with its interval over groups.
 
-    folds  as for `statistics.cross_validation`
+    folds  as for `intervals.cross_validation`
 
     >>> import numpy as np
     >>> print(balanced_accuracy(np.ones(12), np.repeat([0, 1], 6), np.arange(12).astype(str)))

@@ -526,7 +526,7 @@ def find_direction(
               weights, which must be of the llama family, as those of the embedded models are
     examples  prompts with the same number of tokens, since TransformerLens takes them as one tensor
     label     with at least two classes, for the probe's scores: nearest class mean within the subspace
-    position  one row of each prompt, such as `query`, `query-1`, `step:2` or a number
+    position  one row of each prompt, such as "query", "query-1", "step:2" or a number
     rank      number of dimensions to exchange
     """
     from transformer_lens.tools.analysis.interchange import fit_das

@@ -44,11 +44,11 @@ class HeldOutPredictions:
     predicted: np.ndarray
     """[cells, goals, rows]: class numbers, or numbers"""
     log_loss: np.ndarray
-    """[cells, goals, rows]: of the true class, in nats, smoothed as `information` says; NaN without probabilities"""
+    """[cells, goals, rows]: of the true class, in nats, smoothed as by `smoothed`; NaN without probabilities"""
     confidence: np.ndarray
     """[cells, goals, rows]: probability of the predicted class; NaN as above"""
     score: np.ndarray
-    """[cells, goals, rows, outputs]: what `metrics.auroc` ranks. Two classes: the log-odds or margin of the second, in one
+    """[cells, goals, rows, outputs]: what `intervals.auroc` ranks. Two classes: the log-odds or margin of the second, in one
     column. More: the log-probability of each class, or else its lead over the best other class. Otherwise NaN"""
 
     @classmethod
@@ -329,7 +329,7 @@ def constant_score(goal: Goal, tested: np.ndarray) -> float:
 
 
 def score(said: Said, goal: Goal, tested: np.ndarray, fold: np.ndarray | None = None) -> np.ndarray:
-    """[cells]: the score of what was said of the tested rows, by the goal's metric; fold [rows] as for `metrics.auroc`."""
+    """[cells]: the score of what was said of the tested rows, by the goal's metric; fold [rows] as for `intervals.auroc`."""
     codes = goal.codes[tested]
     match goal.metric:
         case "auroc":
@@ -409,7 +409,7 @@ def known_metric(metric: str) -> str:
 # Online code: Voita & Titov, arXiv 2003.12298. Control task: Hewitt & Liang, arXiv 1909.03368. A probe that reads a property
 # codes the labels in few bits, but one that memorises codes a random class per type of context just as well. So the length of
 # the label's code means something only next to that of the control task, in the same blocks and with the same probe. See
-# `information` for the blocks, and for classes that no earlier block has.
+# `code_blocks` for the blocks, and `smoothed` for classes that no earlier block has.
 
 
 @dataclass(frozen=True)

@@ -106,8 +106,8 @@ def code_length(log_loss: np.ndarray, coded: np.ndarray, classes: int) -> tuple[
 #
 # The rows that a fold trains on are split again, over groups (roots). Every C of a grid is fitted without one inner fold
 # and judged on it; the C with the lowest loss is fitted on the whole training set. Rows that the outer fold tests take no
-# part, so the score on them is as honest as with a fixed C. The loss is that of the fit: log-loss (smoothed as
-# `information` says) for logistic regression, squared error for ridge. All inner and outer fits of a cell are solved
+# part, so the score on them is as honest as with a fixed C. The loss is that of the fit: log-loss (see
+# `smoothed`) for logistic regression, squared error for ridge. All inner and outer fits of a cell are solved
 # together (`solvers.solve_path`).
 
 GRID = tuple(10.0**power for power in range(-4, 3))

@@ -185,7 +185,7 @@ def _ridge(grams: Grams, y: Tensor, where: Tensor, alphas: Sequence[float]) -> l
 
 
 def _mass_mean(grams: Grams, y: Tensor, where: Tensor, whiten: bool) -> tuple[Tensor, Tensor]:
-    """Nearest class mean: the probes of `mass_mean`."""
+    """Nearest class mean: the probes of `MassMeanProbe`."""
     onehot = torch.cat([1 - y, y], -1) if y.shape[-1] == 1 else y
     train = grams.sets[where].to(y.dtype)
     members = train[..., None] * onehot[:, None]  # [tasks, folds, n, k]

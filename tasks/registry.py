@@ -39,7 +39,7 @@ def check_definition(task: Any) -> None:
     if not (isinstance(task.name, str) and _NAME.fullmatch(task.name)):
         raise BadTask(f"{here} has the name {task.name!r}. Use lower-case letters and digits, joined by - or _.")
     if not (isinstance(task.knobs_class, type) and issubclass(task.knobs_class, Knobs)):
-        raise BadTask(f"{here} has knobs_class {task.knobs_class!r}. Give a dataclass derived from tasks.knobs.Knobs.")
+        raise BadTask(f"{here} has knobs_class {task.knobs_class!r}. Give a dataclass derived from tasks.task.Knobs.")
     _check_knobs(task, here)
 
 
@@ -47,7 +47,7 @@ def _check_knobs(task: type[AnyTask], here: str) -> None:
     known = {spec.name: spec for spec in fields(task.knobs_class)}
     for spec in known.values():
         if not {"help", "convert", "wording"} <= spec.metadata.keys():
-            raise BadTask(f"{here}: the knob {spec.name!r} is a plain field. Declare it with tasks.knobs.knob(default, help).")
+            raise BadTask(f"{here}: the knob {spec.name!r} is a plain field. Declare it with tasks.task.knob(default, help).")
     if task.length_knob not in known:
         raise BadTask(f"{here} has length_knob {task.length_knob!r}, but its knobs are {', '.join(sorted(known))}.")
     labels = task().label_names

@@ -1,4 +1,4 @@
-"""`ShardMaker`: replays the examples of a shard on an engine and returns their rows."""
+"""Makes dumps: what a dump is to hold (`make_plan`), the rows of its shards (`ShardMaker`), and all of them (`write_dump`)."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def make_plan(
     examples   number of examples, from index 0 on; or their indices, in any order
     edits      edits of every example, as in `Engine.replay`
     positions  rows to keep: "all", "generated", "last" (of each branch), "steps" (tokens that end a step of the task), a
-               place such as "text:Paris", "label:subject" or "3:7" (see `places`), or a function from an `ExamplePath` to
-               positions
+               place such as "text:Paris", "label:subject" or "3:7" (see `NamedPosition`), or a function from an `ExamplePath`
+               to positions
     dtype      "float32", "bfloat16" or "float16"; default: that of the model
     top_k, targets, full, lens
                how Z is stored, as in `Engine.capture_spec`

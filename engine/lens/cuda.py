@@ -14,7 +14,7 @@ _TOGETHER = 32768
 
 
 def read(spec: LensSpec, model: Decoder, stacked: Tensor, emitted: list[int]) -> Rows:
-    """Z of residual rows [n, layers, d], in the form of `readout.read`, on the device."""
+    """Z of residual rows [n, layers, d], in the form of `lens.read`, on the device."""
     step = max(1, _TOGETHER // stacked.shape[1])
     table = model.unembedding
     targets = spec.targets_on(table.device)

@@ -3,15 +3,14 @@
 `Loop.step` serves all jobs together. A job brings one branch up to date with its tokens and generates more. Each admitted job
 has one `Turn` per step:
 
-| stage     | modules                        | what happens                                                                  |
+| stage     | where                          | what happens                                                                  |
 |-----------|--------------------------------|-------------------------------------------------------------------------------|
-| admit     | `queue`, `admission`,          | plans a turn: the rows without KV, the number of drafts, and pages for both   |
-|           | `planner`, `reservations`      |                                                                               |
-| draft     | `drafters`, `window`           | proposes chains of tokens; any KV written here is provisional                 |
-| verify    | `loop`, `packer`, `verify`     | runs one canonical pass over the rows and drafts of all turns, then accepts   |
+| admit     | `Admission`, in `admission.py` | plans a turn: the rows without KV, the number of drafts, and pages for both   |
+| draft     | `drafters.py`                  | proposes chains of tokens; any KV written here is provisional                 |
+| verify    | `Loop.verify`, in `loop.py`    | runs one canonical pass over the rows and drafts of all turns, then accepts   |
 |           |                                | each draft that equals the token chosen from the row before it                |
-| commit    | `endings`, `commit`            | adds accepted tokens, their KV and their captured rows, all or none           |
-| roll back | `commit`                       | cuts off rejected drafts; they become a rejected branch with its own rows     |
+| commit    | `Committer`, in `commit.py`    | adds accepted tokens, their KV and their captured rows, all or none           |
+| roll back | `Committer`                    | cuts off rejected drafts; they become a rejected branch with its own rows     |
 
 One turn, with three drafts of which one is accepted:
 
@@ -54,5 +53,5 @@ that the last row was read at the tip, where no token follows: its Z.emitted is 
 pass one position earlier, so that this row is computed and read again, with the same bits elsewhere. Removing a token drops
 the row before it as well, since its Z depends on that token.
 
-`lane` holds what is live of a branch (`Lane`) and the work on it (`Job`); `turn` holds one job's part of one step.
+`lane.py` holds what is live of a branch (`Lane`), the work on it (`Job`) and one job's part of one step (`Turn`).
 """

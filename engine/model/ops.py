@@ -1,7 +1,7 @@
 """`Ops`: the arithmetic behind the decoder.
 
 The decoder is wiring only. Its `Ops` decide how a product, a norm or an attention is computed: differentiably over whole
-sequences (`torch_ops.py`), canonically over pages, or fast.
+sequences (`TorchOps`), canonically over pages, or fast.
 """
 
 from collections.abc import Callable, Sequence

@@ -175,7 +175,7 @@ class ExpertOps:
 
 
 # ---- cut pairs -------------------------------------------------------------------------------------------------------
-# The (row, head) pairs of a pass whose edges edits cut or set, for the attention of the kernels. A CPU's is in `edges.py`.
+# The (row, head) pairs of a pass whose edges edits cut or set, for the attention of the kernels. A CPU's is in `cpu.py`.
 
 
 class _Pair:

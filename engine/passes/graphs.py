@@ -3,7 +3,7 @@
 A graph is captured for a shape (rows, sequences, pages, captured sites) once the shape has occurred often enough to pay.
 Rows are padded up. Padding rows use a spare page and belong to no attention tile, and no other row attends to them. Every
 kernel gives a row the same bits at any number of rows, so replayed and launched passes agree. Edits are data of a graph
-(`passes/program.py`); passes with hook functions or with edits of attention patterns are always launched.
+(`EditProgram`); passes with hook functions or with edits of attention patterns are always launched.
 """
 
 import math

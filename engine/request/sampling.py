@@ -202,7 +202,7 @@ def _distinct(path: Sequence[int], start: int = 0) -> NDArray[np.int64]:
 
 
 def hash_bits(seed: int, position: int, ids: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """64 random bits per token id, from rounds of a counter-based mixer. `kernels.reference.hash64` gives the same bits."""
+    """64 random bits per token id, from rounds of a counter-based mixer. `reference.hash64` gives the same bits."""
     stream = _mix(_mix(np.asarray([seed], dtype=np.uint64) + _GOLDEN) + _GOLDEN * np.asarray([position], dtype=np.uint64))
     return _mix(stream + _GOLDEN * ids)
 

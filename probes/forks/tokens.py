@@ -113,7 +113,7 @@ def forking_tokens(
 ) -> ForkingTokens:
     """Find the tokens where an alternative leads to another outcome distribution.
 
-    The low bounds come from an exact test (`multinomials.variation_low`), at a level for all alternatives of all tokens.
+    The low bounds come from an exact test (`distributions.variation_low`), at a level for all alternatives of all tokens.
 
     threshold  total variation from the token taken beyond which an alternative counts as leading elsewhere
     """

@@ -88,3 +88,25 @@ NOT_RUN = {
 
 PROCESS = {"docs/extending.md": {"import torch\nimport triton\n": {"TRITON_INTERPRET": "1"}}}
 """page -> prefixes of Python blocks that need their own process, with its variables"""
+
+WORDS = {
+    "another library's": [
+        "SAETrainer", "MultiSAETrainer", "data_provider", "LlamaForCausalLM", "_original_component", "fenv_t", "pickle",
+        "logit_attrs", "cache.logit_attrs", "cache.stack_head_results()", "fit_sparse_probe", "hf", "feature_json_base_url",
+        "perma_hooks", "flaky", "--max-connections", "weight_scale_inv", "merge_and_unload", "output_hidden_states",
+        "hidden_states", "skip_transcoder", "attn.hook_cos", "attn.hook_sin", "attn.hook_hidden_states", "attn.hook_result",
+        "hook_q_input", "hook_k_input", "hook_v_input", "hook_attn_in", "hook_mlp_in", "HF_TOKEN", "HF_HOME",
+        "TRITON_CACHE_DIR",
+    ],
+    "the end of a site, part by part in the code": [
+        "hook_k", "hook_v", "hook_expert_weights", "mlp.dense_gate", "mlp.dense_in", "mlp.dense_out", "ln_final.hook_out",
+        "unembed.hook_out",
+    ],
+    "in a page or a file that a command makes": [
+        "--rl-prompt", "--rl-page", "--o0", "--o1", "data_x", "site/", "trained/square/card.md", "wave-00003.safetensors",
+        "wave-00003.json",
+    ],
+    "a label of a task, by colour": ["face.red"],
+    "made by the command line's library": ["replaylens --install-completion"],
+}  # fmt: skip
+"""what words in backticks are that neither the code nor Python defines -> the words; see `test_words.py`"""

@@ -102,7 +102,7 @@ class PlainField(Knobs):
         ({"state_label": "corner"}, "names the label 'corner', but its scene has the labels corners, actions"),
         ({"claims": ("corners", "said")}, "names the label 'said'"),
         ({"knobs_class": dict}, "Give a dataclass derived from"),
-        ({"knobs_class": PlainField}, "the knob 'moves' is a plain field. Declare it with tasks.knobs.knob"),
+        ({"knobs_class": PlainField}, "the knob 'moves' is a plain field. Declare it with tasks.task.knob"),
     ],
 )
 def test_incomplete_classes_are_named(square: Any, change: dict[str, Any], said: str) -> None:

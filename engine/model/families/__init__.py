@@ -6,10 +6,6 @@ from typing import Any
 
 from replaylens.engine.errors import UnsupportedModel
 from replaylens.engine.model.families import gpt, hybrid, llama, moe
-from replaylens.engine.model.families import gpt as alibi
-from replaylens.engine.model.families import gpt as neox
-from replaylens.engine.model.families import llama as pairs
-from replaylens.engine.model.families import moe as latent
 from replaylens.engine.model.family import Family, Raw
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -107,33 +103,33 @@ FAMILIES: dict[str, Family] = {
     "granite": llama.GRANITE,
     "stablelm": llama.STABLELM,
     "starcoder2": llama.STARCODER2,
-    "cohere": pairs.COHERE,
-    "cohere2": pairs.COHERE2,
-    "glm": pairs.GLM,
-    "glm4": pairs.GLM4,
+    "cohere": llama.COHERE,
+    "cohere2": llama.COHERE2,
+    "glm": llama.GLM,
+    "glm4": llama.GLM4,
     "nemotron": llama.NEMOTRON,
     "arcee": llama.ARCEE,
     "exaone4": llama.EXAONE4,
     "hunyuan_v1_dense": llama.HUNYUAN,
-    "helium": pairs.HELIUM,
-    "ernie4_5": pairs.ERNIE,
+    "helium": llama.HELIUM,
+    "ernie4_5": llama.ERNIE,
     "seed_oss": llama.SEED_OSS,
     "cwm": llama.CWM,
-    "deepseek_v2": latent.DEEPSEEK_V2,
-    "deepseek_v3": latent.DEEPSEEK_V3,
-    "glm4_moe_lite": latent.GLM4_MOE_LITE,
-    "minicpm3": latent.MINICPM3,
-    "youtu": latent.YOUTU,
+    "deepseek_v2": moe.DEEPSEEK_V2,
+    "deepseek_v3": moe.DEEPSEEK_V3,
+    "glm4_moe_lite": moe.GLM4_MOE_LITE,
+    "minicpm3": moe.MINICPM3,
+    "youtu": moe.YOUTU,
     "gpt2": gpt.GPT2,
     "gpt_bigcode": gpt.GPT_BIGCODE,
-    "persimmon": neox.PERSIMMON,
+    "persimmon": gpt.PERSIMMON,
     "gpt_neo": gpt.GPT_NEO,
-    "gpt_neox": neox.NEOX,
-    "gptj": neox.GPTJ,
+    "gpt_neox": gpt.NEOX,
+    "gptj": gpt.GPTJ,
     "opt": gpt.OPT,
-    "falcon": neox.FALCON,
-    "bloom": alibi.BLOOM,
-    "mpt": alibi.MPT,
+    "falcon": gpt.FALCON,
+    "bloom": gpt.BLOOM,
+    "mpt": gpt.MPT,
     "mixtral": moe.MIXTRAL,
     "phimoe": moe.PHIMOE,
     "granitemoe": moe.GRANITEMOE,

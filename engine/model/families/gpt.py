@@ -11,7 +11,7 @@ from replaylens.engine.model.config import ModelConfig, Rope
 from replaylens.engine.model.families.llama import PARTIAL, ROTARY, SIZES, pairs_apart
 from replaylens.engine.model.family import Family, Field, Names, Raw, split_width
 
-# ---- tables gpt ------------------------------------------------------------------------------------------------------
+# ---- GPT-2 and its relatives -----------------------------------------------------------------------------------------
 # The tables of GPT-2 and of families that, like it, learn an embedding for every position: GPT-BigCode, GPT-Neo, OPT.
 
 GPT2 = Family(
@@ -157,7 +157,7 @@ OPT = Family(
 )
 
 
-# ---- tables neox -----------------------------------------------------------------------------------------------------
+# ---- GPT-NeoX and its relatives --------------------------------------------------------------------------------------
 # The tables of GPT-NeoX and of families that rotate positions under tensor names of their own: Persimmon, GPT-J, Falcon.
 
 NEOX = Family(
@@ -314,7 +314,7 @@ FALCON = Family(
 )
 
 
-# ---- tables alibi ----------------------------------------------------------------------------------------------------
+# ---- slopes ----------------------------------------------------------------------------------------------------------
 # The tables of families whose attention falls with distance by fixed slopes (ALiBi): BLOOM, MPT.
 
 

@@ -27,8 +27,6 @@ from replaylens.engine.model.family import (
     rotary_width,
 )
 
-# ---- tables llama ----------------------------------------------------------------------------------------------------
-
 # ---- Llama and its relatives ---------------------------------------------------------------------------------------------
 
 SIZES: Mapping[str, ReadField] = MappingProxyType(
@@ -298,7 +296,7 @@ HUNYUAN = replace(
 )
 
 
-# ---- tables pairs ----------------------------------------------------------------------------------------------------
+# ---- neighbouring dimensions -----------------------------------------------------------------------------------------
 # The tables of families with Llama's tensor names that rotate neighbouring dimensions: Cohere, GLM, Helium, ERNIE.
 
 

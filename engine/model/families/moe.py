@@ -33,7 +33,7 @@ from replaylens.engine.model.family import (
     main_rope,
 )
 
-# ---- tables moe ------------------------------------------------------------------------------------------------------
+# ---- mixtures of experts ---------------------------------------------------------------------------------------------
 # The tables of families with mixtures of experts. `docs/extending.md` adds one.
 
 COUNTS = frozenset({"num_experts", "num_local_experts", "n_routed_experts"})
@@ -278,7 +278,7 @@ GLM4_MOE = replace(
 )
 
 
-# ---- tables latent ---------------------------------------------------------------------------------------------------
+# ---- latent attention ------------------------------------------------------------------------------------------------
 # The tables of DeepSeek-V2 and V3 and their relatives: latent attention, most with mixtures of experts.
 
 

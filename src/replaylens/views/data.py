@@ -45,7 +45,7 @@ class LensLayer:
 
 @dataclass(frozen=True)
 class Readings:
-    """Z at some positions; for its parts and their shapes see `lens.readout`."""
+    """Z at some positions; for its parts and their shapes see `lens.read`."""
 
     row_of: Mapping[int, int]
     """position -> row of z"""
