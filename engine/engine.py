@@ -20,8 +20,9 @@ from replaylens.engine.model.layers import freeze
 from replaylens.engine.model.text import Text, load_text
 from replaylens.engine.passes.ranks import OTHERS, TIMEOUT, Ranks, follow
 from replaylens.engine.passes.wire import launched
-from replaylens.engine.proof.doctor import Certificate, examine_ranks, require
+from replaylens.engine.proof.doctor import examine_ranks, require
 from replaylens.engine.proof.trace import Trace
+from replaylens.engine.records import DTYPES
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_bool, as_float, as_instance, as_int, named_options, short_repr
@@ -66,7 +67,7 @@ class Engine(TransformerLensVerbs):
         devices: Sequence[str] | None = None,
         ranks: int = 1,
         rank_timeout: float = TIMEOUT,
-        dtype: torch.dtype | None = None,
+        dtype: str | torch.dtype | None = None,
         tokenizer: Any = None,
         adapter: str | Path | None = None,
         revision: str | None = None,
@@ -81,7 +82,9 @@ class Engine(TransformerLensVerbs):
         """Load a name (embedded, smollm2, or of the Hugging Face hub: gpt2, org/name, org/name@revision), a folder, a .gguf
         file, a transformers or peft model, a TransformerBridge or a Decoder. A path of that name comes before the hub.
 
-        device       "cpu" (float32) or "cuda" (default dtype: bfloat16)
+        device       "cpu" or "cuda"
+        dtype        the arithmetic: "float32", whose bits are the same on every machine, "bfloat16" or "float16", or a
+                     torch.dtype. A CPU computes in float32 only; the default of a GPU is bfloat16
         devices      instead of `device`: several, such as ["cuda:0", "cuda:1"], to divide the layers over, weights and KV, in
                      proportion to their free memory. Changes no bit. Embedding, head and captured rows are on the first
         ranks        processes that divide the products among them, each with a part of the weights; this one is rank 0 and
@@ -154,7 +157,7 @@ class Engine(TransformerLensVerbs):
     def _follow(self, group: Ranks, read: Callable[..., tuple[Decoder, Text]]) -> None:
         """Mutates: examines the ranks; from now on they can be restarted. NotCertified if they do not have the bits of one."""
         found = examine_ranks(group)
-        self.certificate = require(Certificate((*self.certificate.findings, *found)))
+        self.certificate = require(replace(self.certificate, findings=(*self.certificate.findings, *found)))
         weights, held = self.fingerprint.weights, weakref.ref(self.model)
 
         def reload(ranks: Ranks) -> None:
@@ -262,17 +265,20 @@ class Engine(TransformerLensVerbs):
         return replay_trace(self, trace, sites)
 
 
-def default_dtype(device: str, dtype: torch.dtype | None = None) -> torch.dtype:
+def default_dtype(device: str, dtype: str | torch.dtype | None = None) -> torch.dtype:
     """The dtype that a device computes in; BadRequest if the device is missing or does not support it."""
     if not isinstance(device, str) or device not in ("cpu", "cuda"):
         raise BadRequest(f"Unknown device {short_repr(device)}. Use 'cpu' or 'cuda'.")
     if device == "cuda" and not torch.cuda.is_available():
         raise BadRequest("No CUDA device found. Use device='cpu'.")
-    default = torch.float32 if device == "cpu" else torch.bfloat16
-    dtype = as_instance("dtype", default if dtype is None else dtype, torch.dtype, "a floating-point torch.dtype")
-    if device == "cpu" and dtype is not torch.float32:
-        raise BadRequest(f"The CPU engine does not compute in {dtype}: its arithmetic is that of float32. Use torch.float32.")
-    return dtype
+    given = ("float32" if device == "cpu" else "bfloat16") if dtype is None else dtype
+    name = str(given).removeprefix("torch.") if isinstance(given, torch.dtype) else given
+    if not isinstance(name, str) or name not in DTYPES:
+        raise BadRequest(f"Unknown dtype {short_repr(dtype)}. Use one of {', '.join(DTYPES)}.")
+    if device == "cpu" and name != "float32":
+        raise BadRequest(f"A CPU computes in float32 only, and dtype {name} was given. Use float32, or device='cuda'.")
+    found: torch.dtype = getattr(torch, name)
+    return found
 
 
 def placed_devices(given: Any, device: str) -> tuple[str, ...]:

@@ -82,6 +82,8 @@ def _unknown(made: Any, raw: Any) -> str | None:
 # ---- fingerprint -----------------------------------------------------------------------------------------------------
 
 
+DTYPES = ("float32", "bfloat16", "float16")
+"""what an engine computes in, and what a dump stores"""
 BEFORE_PORTABLE = "f10e131a"
 """the last commit whose CPU computes in the earlier arithmetic; the number of the version did not change"""
 
@@ -123,6 +125,12 @@ class Fingerprint:
             return self.canonical
         made = f"{self.dtype} on {self.device} with torch {self.torch}"
         return f"{self.canonical} ({made} and triton {self.triton})" if self._of_gpu else f"{self.canonical} ({made})"
+
+    @property
+    def computed(self) -> str:
+        """The arithmetic, and the dtype of its numbers."""
+        portable = self.canonical.startswith("portable")
+        return f"{self.canonical} ({self.dtype}, the same bits on every machine)" if portable else self.arithmetic
 
     @property
     def maker(self) -> str:

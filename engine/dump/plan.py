@@ -15,7 +15,7 @@ from msgspec import UNSET, UnsetType
 
 from replaylens import tasks
 from replaylens.engine.errors import BadDump, BadRequest, no_such
-from replaylens.engine.records import Count, EditRecord, Hash, LensSpec, Positive, ProbeRecord, build
+from replaylens.engine.records import DTYPES, Count, EditRecord, Hash, LensSpec, Positive, ProbeRecord, build
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_instance, as_int, as_list, integer, short_repr
 from replaylens.engine.terminal import Later
@@ -262,7 +262,6 @@ def to_rows(stored: StoredFeatures, indices: Tensor, values: Tensor) -> FeatureR
 
 # ---- plan ------------------------------------------------------------------------------------------------------------
 
-DTYPES = ("float32", "bfloat16", "float16")
 POSITIONS = ("all", "generated", "last", "steps")
 CUSTOM = "custom:"
 Selector = Callable[[ExamplePath], Iterable[int]]

@@ -23,6 +23,7 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.layers import Experts, Linear
 from replaylens.engine.model.ops import RowOps
 from replaylens.engine.passes.ranks import Ranks
+from replaylens.engine.proof.trace import PORTABLE
 from replaylens.engine.records import read
 from replaylens.engine.request.sampling import hash_bits
 
@@ -50,6 +51,8 @@ class Certificate:
     """The doctor's findings."""
 
     findings: tuple[Finding, ...]
+    arithmetic: str = ""
+    """what was examined: the version of the arithmetic and its dtype; empty: parts of it"""
 
     @property
     def failures(self) -> list[Finding]:
@@ -65,12 +68,14 @@ class Certificate:
         return not self.failures and self.has_teeth
 
     def to_json(self) -> str:
-        return json.dumps({"certified": self.certified, "findings": [asdict(f) for f in self.findings]}, indent=1)
+        said = {"certified": self.certified, "arithmetic": self.arithmetic}
+        return json.dumps({**said, "findings": [asdict(f) for f in self.findings]}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "Certificate":
         """The inverse of `to_json`; BadCertificate names the first field that is not of its type."""
-        return cls(read(_CertificateRecord, text, "The certificate", BadCertificate).findings)
+        found = read(_CertificateRecord, text, "The certificate", BadCertificate)
+        return cls(found.findings, found.arithmetic)
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,7 @@ class _CertificateRecord:
     """What `Certificate.to_json` writes. Whether it is certified follows from the findings."""
 
     certified: bool
+    arithmetic: str
     findings: tuple[Finding, ...]
 
 
@@ -150,7 +156,7 @@ def conformance(hybrid: bool = False) -> Certificate:
     findings += [Finding(name, "", "as everywhere", found == REFERENCE.get(name)) for name, found in computed.items()]
     for name, (of, case) in controls.items():
         findings.append(Finding(of, "", f"control: {name}", digest(case()) == REFERENCE.get(of), control=True))
-    return Certificate(tuple(findings))
+    return Certificate(tuple(findings), f"{PORTABLE} (float32)")
 
 
 def digest(x: Tensor) -> str:

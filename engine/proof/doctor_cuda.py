@@ -21,6 +21,7 @@ from replaylens.engine.model.layers import Conv, HeadLinear, Linear, Norm
 from replaylens.engine.model.ops import Recurrence
 from replaylens.engine.passes.cuda import CanonicalCudaOps, HeadOps, require_supported
 from replaylens.engine.proof.doctor import Certificate, Finding
+from replaylens.engine.proof.trace import arithmetic_of
 from replaylens.engine.records import LensSpec
 from replaylens.kernels import attention as canonical
 from replaylens.kernels import recurrent_rows
@@ -138,7 +139,7 @@ def examine(model: Decoder) -> Certificate:
         found = [*pool.map(partial(_examined, model), parts)]
     # libraries keep memory for every thread that calls them
     found += [_examined(model, partial(_control, *each)) for each in linears.values()]
-    return Certificate(tuple(chain(*found)))
+    return Certificate(tuple(chain(*found)), arithmetic_of(model))
 
 
 @torch.no_grad()

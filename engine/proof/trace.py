@@ -158,6 +158,11 @@ def canonical_version(model: Decoder) -> str:
     return PORTABLE if portable else of_tensor_cores()
 
 
+def arithmetic_of(model: Decoder) -> str:
+    """The arithmetic that a certificate is about: its version and its dtype."""
+    return f"{canonical_version(model)} ({str(model.dtype).removeprefix('torch.')})"
+
+
 def of_tensor_cores() -> str:
     """The version of a GPU's arithmetic in bfloat16 and float16."""
     from replaylens.kernels import launch

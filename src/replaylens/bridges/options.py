@@ -23,21 +23,14 @@ from replaylens.engine.request.values import as_float, as_instance, as_int, as_l
 from replaylens.engine.serving.request import logits_of
 from replaylens.probes.probe import LinearProbe
 
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
 
 def engine_of(source: Any, options: Mapping[str, Any]) -> Engine:
-    """The engine itself, or one loaded with the options of `Engine.load`. A dtype may be given by its name."""
+    """The engine itself, or one loaded with the options of `Engine.load`; those that are None are unset."""
     if isinstance(source, Engine):
         if options:
             raise BadRequest(f"{', '.join(options)} cannot be changed on an engine that is loaded. Give its name instead.")
         return source
-    named = {name: value for name, value in options.items() if value is not None}
-    if isinstance(dtype := named.get("dtype"), str):
-        if dtype not in _DTYPES:
-            raise BadRequest(f"Unknown dtype={short_repr(dtype)}. Use {', '.join(_DTYPES)}.")
-        named["dtype"] = _DTYPES[dtype]
-    return Engine.load(source, **named)
+    return Engine.load(source, **{name: value for name, value in options.items() if value is not None})
 
 
 def edits_of(given: Any) -> list[Edit]:

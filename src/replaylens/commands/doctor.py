@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from replaylens.commands.options import MODEL_HELP, RanksOption
+from replaylens.commands.options import MODEL_HELP, DtypeOption, RanksOption
 from replaylens.engine.engine import Engine, default_dtype, folder_of, load_model
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
@@ -29,14 +29,15 @@ from replaylens.engine.request.sampling import Sampling
 def doctor(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)] = "coin-plain",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: DtypeOption = None,
     ranks: RanksOption = 1,
     json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
 ) -> None:
     """Test this machine: a CPU must give the bits of every machine, a GPU the same bits in any batch. Exit code 1 if not."""
-    certificate = certificates.examine(_load(model, device))
+    certificate = certificates.examine(_load(model, device, dtype))
     if ranks > 1:
-        found = examine_ranks(Ranks(ranks, device, default_dtype(device)))
-        certificate = Certificate((*certificate.findings, *found))
+        found = examine_ranks(Ranks(ranks, device, default_dtype(device, dtype)))
+        certificate = replace(certificate, findings=(*certificate.findings, *found))
     if json:
         typer.echo(certificate.to_json())
     else:
@@ -45,8 +46,8 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _load(name: str, device: str) -> Decoder:
-    return load_model(name, default_dtype(device), check=False, device=device, with_text=False)[0]
+def _load(name: str, device: str, dtype: str | None) -> Decoder:
+    return load_model(name, default_dtype(device, dtype), check=False, device=device, with_text=False)[0]
 
 
 def _show(certificate: Certificate, model: str) -> None:
@@ -67,8 +68,8 @@ def _show(certificate: Certificate, model: str) -> None:
     elif not certificate.has_teeth:
         console.print("[red]not certified[/red]: no negative control differed, so equal bits prove nothing here")
     else:
-        compared = [f for f in certificate.findings if not f.control]
-        console.print(f"[green]certified[/green]: {len(compared)} comparisons of bits, all equal", highlight=False)
+        compared = f"{sum(not f.control for f in certificate.findings)} comparisons of bits, all equal"
+        console.print(f"[green]certified[/green]: {compared}; arithmetic {certificate.arithmetic}", highlight=False)
 
 
 # ---- warm ------------------------------------------------------------------------------------------------------------
@@ -84,17 +85,18 @@ _NEW = 17
 def warm(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)] = "coin-plain",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cuda",
+    dtype: DtypeOption = None,
     processes: Annotated[int, typer.Option(min=1, help="Processes that compile at the same time.")] = 8,
 ) -> None:
     """Compile a model's kernels in advance. Triton's cache, or numba's on a CPU, keeps them for all later processes."""
-    default_dtype(device)
+    default_dtype(device, dtype)
     config, begun = few_layers(config_of(folder_of(model))), monotonic()
     if device == "cpu":
         processes = 1  # numba's kernels are few
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         if device == "cuda":  # in threads: it compiles what the others begin with
-            pool.submit(_examine, config.to_json(), device).result()
-        list(pool.map(partial(_warm, config.to_json(), device), range(processes)))
+            pool.submit(_examine, config.to_json(), device, dtype).result()
+        list(pool.map(partial(_warm, config.to_json(), device, dtype), range(processes)))
     with_how_many = f"{processes} processes" if processes > 1 else "1 process"
     Console().print(f"{model}: kernels for {device} are compiled ({monotonic() - begun:.1f} s, {with_how_many})")
 
@@ -111,20 +113,20 @@ def few_layers(config: ModelConfig) -> ModelConfig:
     return replace(config, **few, mixture=None if mixture is None else replace(mixture, layers=experts))  # type: ignore[arg-type]
 
 
-def _model(config: str, device: str) -> Decoder:
-    model = Decoder(ModelConfig.from_json(config)).initialize(0).to(default_dtype(device)).to(device)
+def _model(config: str, device: str, dtype: str | None) -> Decoder:
+    model = Decoder(ModelConfig.from_json(config)).initialize(0).to(default_dtype(device, dtype)).to(device)
     return model.requires_grad_(False)
 
 
-def _examine(config: str, device: str) -> None:
-    certificates.examine(_model(config, device))
+def _examine(config: str, device: str, dtype: str | None) -> None:
+    certificates.examine(_model(config, device, dtype))
 
 
 @torch.no_grad()
-def _warm(config: str, device: str, turn: int) -> None:
+def _warm(config: str, device: str, dtype: str | None, turn: int) -> None:
     """Compute with a model of this shape, beginning with part `turn` of the work."""
     most = max(_BRANCHES[device])
-    engine = Engine(_model(config, device), cache_tokens=8192 + most * 64, max_rows=max(1024, most))
+    engine = Engine(_model(config, device, dtype), cache_tokens=8192 + most * 64, max_rows=max(1024, most))
     room = max(1, engine.config.max_positions - _NEW)
     work: list[Callable[[], None]] = [partial(_prompt, engine, min(rows, room)) for rows in _PROMPTS[device]]
     work += [partial(_decode, engine, count, min(16, room)) for count in _BRANCHES[device]]

@@ -19,8 +19,10 @@ from replaylens.commands.options import (
     DeviceOption,
     DrafterOption,
     DraftModelOption,
+    DtypeOption,
     DumpTaskOption,
     FeaturesOption,
+    MakerDtypeOption,
     MakerOption,
     MaxNewOption,
     ModelOption,
@@ -32,7 +34,7 @@ from replaylens.commands.options import (
     WindowOption,
     check_drafter,
     encoders,
-    engine_that_made,
+    engine_for,
     know_task,
     unknown_maker,
 )
@@ -40,7 +42,7 @@ from replaylens.commands.reporting import reporting, size
 from replaylens.commands.tasks import JsonOption, KnobOption, settings
 from replaylens.engine.dump.maker import PlanKeywords, make_plan, write_dump
 from replaylens.engine.dump.manifest import MANIFEST, PLAN
-from replaylens.engine.dump.plan import DTYPES, FORMS, POSITIONS
+from replaylens.engine.dump.plan import FORMS, POSITIONS
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.store import Store
 from replaylens.engine.dump.verify import MISMATCH, OTHER, VERIFIED, Verification
@@ -48,7 +50,7 @@ from replaylens.engine.dump.verify import diff as diff_dumps
 from replaylens.engine.dump.verify import verify as verify_dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, BadRollouts
-from replaylens.engine.records import SCHEME, Identifier
+from replaylens.engine.records import DTYPES, SCHEME, Identifier
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.resampling.rollouts import Rollouts
 
@@ -96,6 +98,7 @@ def dump(
     label: LabelOption = None,
     model: ModelOption = MODEL,
     device: DeviceOption = "cpu",
+    dtype: DtypeOption = None,
     ranks: RanksOption = 1,
     sites: Annotated[str, typer.Option(help="Letters of STCZ, or site names separated by commas.")] = "STCZ",
     drafter: DrafterOption = "lens",
@@ -103,7 +106,9 @@ def dump(
     window: WindowOption = None,
     knob: KnobOption = None,
     positions: Annotated[str, typer.Option(help=f"Rows to keep: {', '.join(POSITIONS)}, {FORMS}.")] = "all",
-    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}.  [default: the model's]")] = None,
+    stored_dtype: Annotated[
+        str | None, typer.Option(help=f"What rows are stored in: {', '.join(DTYPES)}.  [default: as computed]")
+    ] = None,
     rejected: Annotated[bool, typer.Option(help="Keep rejected branches.")] = True,
     probabilities: Annotated[bool, typer.Option(help="Store log-probability and entropy of every row.")] = True,
     features: FeaturesOption = None,
@@ -131,11 +136,16 @@ def dump(
         _check_texts(out, texts, label, task, knob)
         if resume and not _is_begun(out):
             raise BadRequest(f"--out {out} holds no dump to resume. Leave out --resume to start one, or correct the path.")
-        options = PlanKeywords(sites=sites, drafter=drafter, window=window, positions=positions, dtype=dtype, rejected=rejected)
-        options |= PlanKeywords(probabilities=probabilities, max_new=max_new, examples_per_shard=shard_examples)
+        _check_dtypes(device, dtype, stored_dtype)
+        options = PlanKeywords(sites=sites, drafter=drafter, window=window, positions=positions, rejected=rejected)
+        options |= PlanKeywords(
+            dtype=stored_dtype, probabilities=probabilities, max_new=max_new, examples_per_shard=shard_examples
+        )
         options["sampling"] = Sampling(temperature=temperature, seed=seed)
         labels = [name.strip() for each in label or () for name in each.split(",") if name.strip()]
-        loaded: dict[str, Any] = dict(device=device, draft_model=draft_model) | (dict(ranks=ranks) if ranks > 1 else {})
+        loaded: dict[str, Any] = dict(device=device, dtype=dtype, draft_model=draft_model) | (
+            dict(ranks=ranks) if ranks > 1 else {}
+        )
         common = dict(batch=batch, resume=resume, progress=not quiet)
         wanted = _Wanted(out, task, n, texts, text, labels, model, settings(knob), loaded, common)
         if ray is None and workers is None:
@@ -194,6 +204,16 @@ def _check_texts(out: str, texts: str | None, label: list[str] | None, task: str
         raise BadRequest("--texts takes the place of a task. Leave out --task and --knob.")
 
 
+def _check_dtypes(device: str, dtype: str | None, stored: str | None) -> None:
+    """Raise BadRequest, before a model is loaded, if what is stored was given for what is computed, or has no such name."""
+    if stored is not None and stored not in DTYPES:
+        raise BadRequest(f"Unknown --stored-dtype {stored}. Use one of {', '.join(DTYPES)}.")
+    if device == "cpu" and dtype in DTYPES and dtype != "float32":
+        raise BadRequest(
+            f"A CPU computes in float32 only, not in --dtype {dtype}. To store rows so, give --stored-dtype {dtype}."
+        )
+
+
 def _tell_dump(made: Dump | None, out: str, as_json: bool) -> None:
     facts: dict[str, Any] = facts_of(made) if made is not None else {"path": out, "finished": False}
     if as_json:
@@ -202,6 +222,7 @@ def _tell_dump(made: Dump | None, out: str, as_json: bool) -> None:
         typer.echo(f"{out}: this part is done; the dump is not finished yet")
     else:
         typer.echo(f"{out}: {facts['rows']} rows in {facts['shards']} shards, {size(facts['bytes'])}")
+        typer.echo(f"computed in {facts['arithmetic']}, stored in {facts['stored_dtype']}")
         typer.echo(f"digest {facts['digest']}\naccepted rows {facts['accepted_digest']}")
 
 
@@ -224,6 +245,7 @@ def verify(
     what: Annotated[str, typer.Argument(help="A dump, rollouts, a report or a figure; or its replaylens:sha256: identifier.")],
     model: MakerOption = None,
     device: DeviceOption = "cpu",
+    dtype: MakerDtypeOption = None,
     sample: Annotated[
         str, typer.Option(help="Rows to replay, such as 200; or a share of the examples, such as 0.01 or 1%; or all.")
     ] = "all",
@@ -250,12 +272,12 @@ def verify(
         found = CitedFile(kind_of(what), what) if wanted is None else find(wanted, where or ["."])
         verdict: Verification | Checked
         if found.kind in ("figure", "report", "rollouts"):
-            verdict = _checked(found, lambda: _drawer(found.path, model, device), drawn, seed)
+            verdict = _checked(found, lambda: _drawer(found.path, model, device, dtype), drawn, seed)
         else:
             know_task(task, found.path)
             dump = Dump.open(found.path, check_files=False)
-            maker = engine_that_made(dump, device) if model is None else Engine.load(model, device=device)
-            engine = maker or Engine.load(MODEL, device=device)  # any engine can check the files
+            maker = engine_for(dump, model, device, dtype)
+            engine = maker or Engine.load(MODEL, device=device, dtype=dtype)  # any engine can check the files
             how: dict[str, Any] = {"sample": drawn, "seed": seed, "batch": batch, "features": encoders(features)}
             if wanted is not None and wanted.row is not None:
                 how["rows"] = [wanted.row]
@@ -280,10 +302,10 @@ def _checked(found: CitedFile, drawer: Callable[[], Engine], sample: int | float
         return Checked(MISMATCH, found.kind, found.path, (str(error),))
 
 
-def _drawer(path: str, model: str | None, device: str) -> Engine:
+def _drawer(path: str, model: str | None, device: str, dtype: str | None) -> Engine:
     """The engine that draws rollouts again; BadRequest if it is not known."""
     rollouts = Rollouts.load(path)
-    engine = engine_that_made(rollouts, device) if model is None else Engine.load(model, device=device)
+    engine = engine_for(rollouts, model, device, dtype)
     if engine is None:
         raise BadRequest(f"{unknown_maker(rollouts)}.")
     return engine

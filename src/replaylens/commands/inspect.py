@@ -52,6 +52,8 @@ def facts_of(found: Dump) -> dict[str, Any]:
         "finished": True,
         "digest": manifest.digest,
         "accepted_digest": manifest.accepted_digest,
+        "arithmetic": manifest.fingerprint.computed,
+        "stored_dtype": manifest.plan.dtype,
         "rows": manifest.rows,
         "accepted_rows": manifest.accepted_rows,
         "shards": len(manifest.shards),
@@ -69,7 +71,7 @@ def _checked(wrong: list[str], verify: str) -> Iterator[tuple[str, str]]:
 
 def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """The lines of `inspect` without --json."""
-    for name in ("path", "digest", "accepted_digest", "rows", "accepted_rows", "shards"):
+    for name in ("path", "digest", "accepted_digest", "arithmetic", "stored_dtype", "rows", "accepted_rows", "shards"):
         yield name.replace("_", " "), str(facts[name])
     yield "size", f"{size(facts['bytes'])}"
     for name, value in facts["plan"].items():

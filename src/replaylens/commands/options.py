@@ -9,7 +9,7 @@ from replaylens import tasks
 from replaylens.engine import zoo
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import BadDump, BadRequest, EngineError
-from replaylens.engine.records import Fingerprint
+from replaylens.engine.records import DTYPES, Fingerprint
 
 if TYPE_CHECKING:  # listing a dump or the tasks needs no engine
     from replaylens.engine.engine import Engine
@@ -63,6 +63,16 @@ MakerOption = Annotated[
     ),
 ]
 DeviceOption = Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        help=f"The arithmetic: {', '.join(DTYPES)}. In float32, every machine has the same bits.  "
+        "[default: float32 on a CPU, bfloat16 on a GPU]"
+    ),
+]
+MakerDtypeOption = Annotated[
+    str | None, typer.Option(help=f"The arithmetic: {', '.join(DTYPES)}.  [default: that of the dump; on a CPU, float32]")
+]
 RanksOption = Annotated[int, typer.Option(min=1, help="Processes that divide the products among them; changes no bit.")]
 DrafterOption = Annotated[
     str, typer.Option(help=f"The drafter: {', '.join(DRAFTERS)}. For none, use --window 1.", autocompletion=complete_drafter)
@@ -102,37 +112,44 @@ def verify_command(
     task: str | None = None,
     device: str = "cpu",
     features: list[str] | None = None,
+    dtype: str | None = None,
 ) -> str:
     """The command that verifies a dump, to paste into a shell."""
-    options = {"--model": model, "--task": task, "--device": None if device == "cpu" else device}
+    options = {"--model": model, "--task": task, "--device": None if device == "cpu" else device, "--dtype": dtype}
     given = [part for name, value in options.items() if value is not None for part in (name, value)]
     given += [part for each in features or () for part in ("--features", each)]
     return shlex.join(["replaylens", "verify", dump, "--all", *given])
 
 
-def engine_that_made(made: "Dump | Rollouts", device: str) -> "Engine | None":
-    """An engine with the model that made a dump or rollouts: of the hub, by the revision that they name, if the cache has it;
-    or the fetched or embedded one with its weights. None if there is none. Nothing is downloaded because a file asks for it."""
+def engine_for(made: "Dump | Rollouts", model: str | None, device: str, dtype: str | None) -> "Engine | None":
+    """An engine with --model, or with the model that made a dump or rollouts: of the hub, by the revision that they name, if
+    the cache has it; or the fetched or embedded one with its weights. None if there is none. Nothing is downloaded because a
+    file asks for it. It computes in the arithmetic that they were made in, if the device can, unless --dtype says otherwise.
+    """
     from replaylens.engine.engine import Engine
     from replaylens.engine.model.hub import PACKAGED, is_fetched, model_folder
     from replaylens.engine.model.loading import config_of
     from replaylens.engine.proof.trace import config_digest
 
     made_by = _fingerprint(made)
+    if dtype is None and device == "cuda" and made_by is not None:
+        dtype = made_by.dtype
+    if model is not None:
+        return Engine.load(model, device=device, dtype=dtype)
     if made_by is None:
         return None
     if made_by.revision:
         try:
-            return Engine.load(made_by.revision, device=device, local_files_only=True)
+            return Engine.load(made_by.revision, device=device, dtype=dtype, local_files_only=True)
         except EngineError:
             return None
     fetched = [name for name in PACKAGED if is_fetched(name) and config_digest(config_of(model_folder(name))) == made_by.config]
-    loaded = (Engine.load(name, device=device) for name in (*fetched, *zoo.PLAIN, *zoo.THINKING))
+    loaded = (Engine.load(name, device=device, dtype=dtype) for name in (*fetched, *zoo.PLAIN, *zoo.THINKING))
     return next((engine for engine in loaded if engine.fingerprint.weights == made_by.weights), None)
 
 
 def unknown_maker(made: "Dump | Rollouts") -> str:
-    """What to say if `engine_that_made` finds none."""
+    """What to say if `engine_for` finds none."""
     made_by, what = _fingerprint(made), "this dump" if isinstance(made, Dump) else "these rollouts"
     if made_by is not None and (revision := made_by.revision):
         return f"{revision} made {what}, and the cache of the hub does not hold it. Fetch it with --model {revision}"

@@ -12,16 +12,16 @@ import typer
 from replaylens.commands.options import (
     DeviceOption,
     DumpTaskOption,
+    MakerDtypeOption,
     MakerOption,
     QuietOption,
-    engine_that_made,
+    engine_for,
     know_task,
     unknown_maker,
 )
 from replaylens.commands.reporting import reporting
 from replaylens.commands.tasks import JsonOption
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.request.values import output_path
 
@@ -77,6 +77,7 @@ def probe(
     ] = False,
     precision: Annotated[str, typer.Option(help="Precision of the fits: double or single.")] = "double",
     device: DeviceOption = "cpu",
+    dtype: MakerDtypeOption = None,
     jobs: Annotated[int, typer.Option(help="Number of processes for estimators that are fitted one by one.")] = 1,
     backend: Annotated[str | None, typer.Option(help="joblib backend; ray uses a cluster.")] = None,
     resume: Annotated[str | None, typer.Option(help="Folder for finished parts; a later run continues from it.")] = None,
@@ -109,7 +110,7 @@ def probe(
             positions=None if positions is None else _positions(positions),
             estimators=_words(estimators),
             split=split,
-            engine=None if model is None else Engine.load(model, device=device),
+            engine=None if model is None else engine_for(found, model, device, dtype),
             **how,
             **options,
         )
@@ -135,6 +136,7 @@ def steer(
     model: MakerOption = None,
     task: DumpTaskOption = None,
     device: DeviceOption = "cpu",
+    dtype: MakerDtypeOption = None,
     seed: ProbeSeedOption = 0,
     check: CheckOption = True,
     out: OutOption = None,
@@ -149,7 +151,7 @@ def steer(
         if test not in TESTS:
             raise BadRequest(f"Unknown --test {test}. Use one of {', '.join(TESTS)}.")
         found = _open(path, check, task)
-        engine = engine_that_made(found, device) if model is None else Engine.load(model, device=device)
+        engine = engine_for(found, model, device, dtype)
         if engine is None:
             raise BadRequest(f"{unknown_maker(found)}.")
         if saved is not None:

@@ -16,6 +16,7 @@ from replaylens.commands.options import (
     DeviceOption,
     DrafterOption,
     DraftModelOption,
+    DtypeOption,
     MaxNewOption,
     ModelOption,
     QuietOption,
@@ -41,6 +42,7 @@ def replay(
     n: Annotated[int, typer.Option("--n", min=1, help="Number of examples.")] = 3,
     model: ModelOption = MODEL,
     device: DeviceOption = "cpu",
+    dtype: DtypeOption = None,
     drafter: DrafterOption = "lens",
     draft_model: DraftModelOption = None,
     window: WindowOption = None,
@@ -63,7 +65,7 @@ def replay(
     with reporting():
         check_drafter(model, drafter, draft_model)
         target = None if board is None else board_file(board)
-        engine = Engine.load(model, device=device, draft_model=draft_model, record=target is not None)
+        engine = Engine.load(model, device=device, dtype=dtype, draft_model=draft_model, record=target is not None)
         examples = tasks.load(task)(**settings(knob)).examples(n)
         run = engine.replay(
             examples,

@@ -15,10 +15,11 @@ import typer
 from replaylens.commands.options import (
     DumpTaskOption,
     FeaturesOption,
+    MakerDtypeOption,
     MakerOption,
     QuietOption,
     encoders,
-    engine_that_made,
+    engine_for,
     know_task,
     unknown_maker,
     verify_command,
@@ -48,6 +49,7 @@ def report(
     task: DumpTaskOption = None,
     features: FeaturesOption = None,
     device: Annotated[str, typer.Option(help="Device of the replay: cpu or cuda.")] = "cpu",
+    dtype: MakerDtypeOption = None,
     verify: Annotated[float, typer.Option(min=0, max=1, help="Share of the examples to replay; 0: none.")] = SHARE,
     trees: Annotated[int, typer.Option(min=0, help="Maximum number of examples with a tree.")] = MAX_TREES,
     title: Annotated[str, typer.Option(help="Title of the page.")] = "",
@@ -64,13 +66,13 @@ def report(
             know_task(task, dump)
         engine = None
         if dump is not None:
-            engine = engine_that_made(dump, device) if model is None else Engine.load(model, device=device)
+            engine = engine_for(dump, model, device, dtype)
         verdict = None if dump is None else _verify(dump, engine, verify, features, quiet)
         decode = (lambda token: word(engine.text, token)) if engine is not None else None
-        check = "" if dump is None else verify_command(dump.url, model, task, device, features)
+        check = "" if dump is None else verify_command(dump.url, model, task, device, features, dtype)
         layers = engine.thinking.layers if isinstance(engine, ThinkingEngine) else None
         given: dict[str, Any] = {"--model": model, "--task": task, "--title": title, "--features": features}
-        given |= {"--device": device * (device != "cpu"), "--verify": str(verify) * (verify != SHARE)}
+        given |= {"--device": device * (device != "cpu"), "--dtype": dtype, "--verify": str(verify) * (verify != SHARE)}
         again = _again(sources, out, given | {"--trees": str(trees) * (trees != MAX_TREES)})
         page = ReportPage(dump, probes, verdict, decode, trees, title, check=check, layers=layers, command=again)
         written = page.save(out, progress=not quiet)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from replaylens.commands.options import MODEL, DeviceOption, ModelOption
+from replaylens.commands.options import MODEL, DeviceOption, DtypeOption, ModelOption
 from replaylens.commands.reporting import reporting
 from replaylens.commands.tasks import JsonOption
 from replaylens.engine import cluster
@@ -38,6 +38,7 @@ def resample(
     ] = None,
     model: ModelOption = MODEL,
     device: DeviceOption = "cpu",
+    dtype: DtypeOption = None,
     at: Annotated[
         str | None, typer.Option(help="sentences, tokens, or positions separated by commas.  [default: the end of the chain]")
     ] = None,
@@ -74,7 +75,7 @@ def resample(
         options["answer"] = _answer(answer, choice or [], after)
         if dump is not None and not sites:
             raise BadRequest("--dump writes the rows of --sites, and none are captured. Give --sites, such as S.")
-        chosen: dict[str, Any] = {"device": device, "cache_tokens": cache_tokens}
+        chosen: dict[str, Any] = {"device": device, "dtype": dtype, "cache_tokens": cache_tokens}
         chains = list(_chains(prompt, chat, chain, file))
         engine = None if ray or workers else Engine.load(model, **chosen)
         where: dict[str, Any] = {"address": ray or "local", "workers": workers, "engine_options": chosen}

@@ -22,23 +22,25 @@ import typer
 from typer.testing import CliRunner
 
 from replaylens import Edit, tasks
+from replaylens.cli import COMMANDS
 from replaylens.cli import app as whole_app
 from replaylens.commands import options
 from replaylens.commands.dump import diff as diff_command
 from replaylens.commands.dump import dump as dump_command
 from replaylens.commands.dump import verify as verify_command
 from replaylens.commands.inspect import inspect
-from replaylens.commands.options import engine_that_made
+from replaylens.commands.options import engine_for
 from replaylens.commands.replay import replay
 from replaylens.commands.reporting import size
 from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.plan import DumpPlan, ends_of
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import VERIFIED, Comparison, Verification, diff, verify
-from replaylens.engine.engine import Engine
+from replaylens.engine.engine import Engine, default_dtype
 from replaylens.engine.errors import BadDump, BadEdit, BadRequest, NotCaptured, PlanMismatch
 from replaylens.engine.model import hub, loading
 from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.records import DTYPES
 from replaylens.engine.replay.replayer import ReplayOptions
 from replaylens.engine.replay.run import Run
 from replaylens.engine.request.sampling import Sampling
@@ -113,6 +115,8 @@ BAD: dict[str, tuple[list[str], str]] = {
     "an unknown site": (["--sites", "blocks.9.hook_in"], "blocks.9.hook_in"),
     "an unknown drafter": (["--drafter", "oracle"], "oracle"),
     "an unknown dtype": (["--dtype", "int8"], "int8"),
+    "an unknown stored dtype": (["--stored-dtype", "int8"], "--stored-dtype int8"),
+    "what is stored for what is computed": (["--dtype", "bfloat16"], "give --stored-dtype bfloat16"),
     "unknown positions": (["--positions", "odd"], "odd"),
     "an impossible part": (["--shard", "3/3"], "0 <= i < n"),
     "a part that is none": (["--shard", "first"], "Give i/n"),
@@ -192,6 +196,47 @@ def test_inspect(reference: Dump, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("{}")
     code, _, err = run("inspect", tmp_path)
     assert code == 2 and "Resume the dump" in err
+
+
+def test_what_was_computed_and_what_is_stored(dump_words: list[str], reference: Dump, tmp_path: Path) -> None:
+    """`dump`, `inspect` and `diff` name both; the arithmetic of one with other numbers is that of its fingerprint."""
+    computed = "portable-1 (float32, the same bits on every machine)"
+    code, out, _ = run(*dump_words, "--out", tmp_path / "d", "--dtype", "float32", "--stored-dtype", "bfloat16", "--quiet")
+    assert code == 0 and f"computed in {computed}, stored in bfloat16\n" in out
+    lines = dict(line.split(maxsplit=1) for line in run("inspect", tmp_path / "d")[1].splitlines())
+    assert lines["arithmetic"] == computed
+    facts = json.loads(run("inspect", tmp_path / "d", "--json")[1])
+    assert (facts["arithmetic"], facts["stored_dtype"]) == (computed, "bfloat16")
+    out = run("diff", reference.url, tmp_path / "d", "--quiet")[1]
+    assert "arithmetic: portable-1 on both sides\nplan: dtype: float32 here, bfloat16 there" in out
+    of_gpu = replace(reference.manifest.fingerprint, canonical="cuda3", dtype="bfloat16", device="H200", torch="2", triton="3")
+    assert of_gpu.computed == "cuda3 (bfloat16 on H200 with torch 2 and triton 3)"
+
+
+def test_every_command_that_chooses_a_device_chooses_the_arithmetic() -> None:
+    group = typer.main.get_command(whole_app)
+    commands = {name: {each.name: each for each in group.get_command(None, name).params} for name in COMMANDS}  # type: ignore[attr-defined]
+    chooses = {name for name, found in commands.items() if "device" in found}
+    assert chooses >= {"doctor", "warm", "replay", "dump", "verify", "resample", "report", "probe", "steer"}
+    for name in chooses - {"train"}:  # whose recipe says it
+        assert commands[name]["dtype"].opts == ["--dtype"] and all(each in commands[name]["dtype"].help for each in DTYPES), (
+            name
+        )
+
+
+def test_the_arithmetic_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names of the commands are those of `Engine.load`, whose certificate says what was examined."""
+    assert Engine.load("coin-draft", dtype="float32").certificate.arithmetic == "portable-1 (float32)"
+    for given in ("int8", torch.int8, torch.float64, 32):
+        with pytest.raises(BadRequest, match="Use one of float32, bfloat16, float16"):
+            Engine.load("coin-draft", dtype=given)  # type: ignore[arg-type]
+    for other in ("bfloat16", torch.bfloat16):
+        with pytest.raises(BadRequest, match="A CPU computes in float32 only, and dtype bfloat16 was given"):
+            Engine.load("coin-draft", dtype=other)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert default_dtype("cuda") is torch.bfloat16
+    assert all(default_dtype("cuda", name) is default_dtype("cuda", getattr(torch, name)) for name in DTYPES)
+    assert default_dtype("cuda", "float32") is torch.float32
 
 
 def test_verify(model_folder: Path, reference: Dump, copy: Path, tmp_path: Path) -> None:
@@ -275,7 +320,7 @@ def test_the_fetched_model_that_made_a_dump_is_found(tmp_path: Path, monkeypatch
     monkeypatch.setattr(hub, "model_folder", lambda name: tmp_path / name)
     monkeypatch.setattr(Engine, "load", lambda name, **how: loaded.append(name) or load(tmp_path / name, **how))
     made = Engine(decoder("llama")).replay([[1, 2, 3]], sites="S").save(tmp_path / "dump")
-    found = engine_that_made(made, "cpu")
+    found = engine_for(made, None, "cpu", None)
     assert found is not None and found.fingerprint.weights == made.manifest.fingerprint.weights and loaded == ["llama"]
 
 
@@ -563,8 +608,8 @@ def test_inspect_shows_the_edits_of_branches(coin_of_texts: Engine, tmp_path: Pa
 
 def test_the_command_that_verifies_says_all_that_it_needs() -> None:
     assert options.verify_command("d") == options.verify_command("d", device="cpu") == "replaylens verify d --all"
-    said = options.verify_command("my dump", "org/m@main", "tasks.py:Own", "cuda", ["sae=a folder", "other=b"])
-    given = ["--model", "org/m@main", "--task", "tasks.py:Own", "--device", "cuda"]
+    said = options.verify_command("my dump", "org/m@main", "tasks.py:Own", "cuda", ["sae=a folder", "other=b"], "float32")
+    given = ["--model", "org/m@main", "--task", "tasks.py:Own", "--device", "cuda", "--dtype", "float32"]
     assert shlex.split(said)[2:] == ["my dump", "--all", *given, "--features", "sae=a folder", "--features", "other=b"]
 
 
@@ -708,7 +753,7 @@ def test_options_of_probe(calls: Calls, tmp_path: Path) -> None:
     found = Report("question", [{"a": 1}], {}, {}, findings=["Found."], notes=["Note."])
     calls.replace("replaylens.probes.sweeps.sweep", found)
     calls.replace("replaylens.commands.probe._open", "the dump")
-    calls.replace("replaylens.engine.engine.Engine.load", "the engine")
+    calls.replace("replaylens.commands.probe.engine_for", "the engine")
     assert told("probe d --quiet") == "Found.\nNote.\n"
     usual: dict[str, Any] = {
         "sites": None, "positions": None, "estimators": ("logistic",), "split": "root", "engine": None, "resume": None,
@@ -723,7 +768,8 @@ def test_options_of_probe(calls: Calls, tmp_path: Path) -> None:
         f" --estimators ridge,logistic"
         f" --split length:3 --folds 4 --permutations 19 --metric auroc --branches all --model m --task t"
         f" --no-controls --residualise"
-        f" position,steps --code-length --precision single --device cuda --jobs 2 --backend loky --resume {tmp_path}/r --seed 7"
+        f" position,steps --code-length --precision single --device cuda"
+        f" --dtype float32 --jobs 2 --backend loky --resume {tmp_path}/r --seed 7"
         f" --no-check --out {tmp_path}/o --json"
     )
     assert json.loads(said) == json.loads((tmp_path / "o" / "report.json").read_text()) and json.loads(said)["rows"] == [
@@ -736,7 +782,8 @@ def test_options_of_probe(calls: Calls, tmp_path: Path) -> None:
         "device": "cuda", "seed": 7, "layers": (1, 3), "residualise": ("position", "steps"),
     }  # fmt: skip
     assert calls.made["sweep"] == (("the dump", ("face", "parity")), other)
-    assert calls.made["_open"] == (("d", False, "t"), {}) and calls.made["load"] == (("m",), {"device": "cuda"})
+    assert calls.made["_open"] == (("d", False, "t"), {})
+    assert calls.made["engine_for"] == (("the dump", "m", "cuda", "float32"), {})
 
 
 @pytest.mark.parametrize("test", ["steer", "ablate", "interchange"])
@@ -744,14 +791,14 @@ def test_options_of_steer(calls: Calls, tmp_path: Path, test: str) -> None:
     calls.replace(f"replaylens.probes.causal.{test}", Report(test, [], {}, {}, findings=["Found."]))
     for where, result in {
         "commands.probe._open": "the dump", "commands.probe._unseen": ["prompts"],
-        "commands.probe.engine_that_made": "its maker",
-        "engine.engine.Engine.load": "the engine", "probes.probe.fit_probe": "a probe",
+        "commands.probe.engine_for": "its maker",
+        "probes.probe.fit_probe": "a probe",
         "probes.probe.placebo_probes": ["placebo"],
         "probes.probe.LinearProbe.load": "a saved probe",
     }.items():  # fmt: skip
         calls.replace(f"replaylens.{where}", result)
     more = {"factor": 1.0} if test == "steer" else {}
-    assert told(f"steer d --test {test}") == "Found.\n" and "load" not in calls.made
+    assert told(f"steer d --test {test}") == "Found.\n"
     assert calls.made["fit_probe"] == (
         ("the dump", "state"),
         {"site": "S", "layer": None, "position": "query", "estimator": "mass-mean"},
@@ -760,11 +807,14 @@ def test_options_of_steer(calls: Calls, tmp_path: Path, test: str) -> None:
         ("its maker", "a probe", ["prompts"]),
         {"placebos": 8, "seed": 0, "untrained": ["placebo"], **more},
     )
-    assert calls.made["_unseen"] == (("the dump", 100), {}) and calls.made["engine_that_made"] == (("the dump", "cpu"), {})
+    assert calls.made["_unseen"] == (("the dump", 100), {}) and calls.made["engine_for"] == (
+        ("the dump", None, "cpu", None),
+        {},
+    )
     told(
         f"steer d --test {test} --label face --site T --layer 2 --position step --estimator ridge --factor 2.5 --n 9"
         f" --placebos 3"
-        f" --model m --task t --device cuda --seed 4 --no-check --out {tmp_path}/o"
+        f" --model m --task t --device cuda --dtype float32 --seed 4 --no-check --out {tmp_path}/o"
     )
     more = {"factor": 2.5} if test == "steer" else {}
     assert calls.made["fit_probe"] == (
@@ -772,12 +822,15 @@ def test_options_of_steer(calls: Calls, tmp_path: Path, test: str) -> None:
         {"site": "T", "layer": 2, "position": "step", "estimator": "ridge"},
     )
     assert calls.made[test] == (
-        ("the engine", "a probe", ["prompts"]),
+        ("its maker", "a probe", ["prompts"]),
         {"placebos": 3, "seed": 4, "untrained": ["placebo"], **more},
     )
     assert calls.made["placebo_probes"] == (("the dump", "a probe"), {"count": 3, "seed": 4})
     assert calls.made["_open"] == (("d", False, "t"), {}) and calls.made["_unseen"] == (("the dump", 9), {})
-    assert calls.made["load"] == (("m",), {"device": "cuda"}) and (tmp_path / "o" / "summary.txt").read_text() == "Found.\n"
+    assert (
+        calls.made["engine_for"][0] == ("the dump", "m", "cuda", "float32")
+        and (tmp_path / "o" / "summary.txt").read_text() == "Found.\n"
+    )
     del calls.made["fit_probe"]
     told(f"steer d --test {test} --probe {tmp_path}/p")
     assert calls.made[test][0] == ("its maker", "a saved probe", ["prompts"]) and "fit_probe" not in calls.made
@@ -797,7 +850,10 @@ def test_options_of_resample(calls: Calls, tmp_path: Path) -> None:
         "keep": ["sentences", "answer", "last"], "sampling": Sampling(temperature=1.0, seed=0), "answer": None,
     }  # fmt: skip
     assert seen == [(20, usual)] and calls.made["chain_of"] == (("the engine", "A coin.", ""), {})
-    assert calls.made["load"] == (("coin-plain",), {"device": "cpu", "cache_tokens": 8192}) and "_write_dump" not in calls.made
+    assert (
+        calls.made["load"] == (("coin-plain",), {"device": "cpu", "dtype": None, "cache_tokens": 8192})
+        and "_write_dump" not in calls.made
+    )
     assert said == [
         "position\theads\ttails\tno answer\ttext", f"4\t0.000\t0.667\t0.333\t{SENTENCE[:60]!r}",
         "9\t1.000\t0.000\t0.000\t'Bob $waits$.'",
@@ -805,7 +861,8 @@ def test_options_of_resample(calls: Calls, tmp_path: Path) -> None:
     ]  # fmt: skip
     seen.clear()
     out = told(
-        f"resample --out {tmp_path}/r --prompt 'A coin.' --chain ' It turns.' --model m --device cuda --at 3,5 --n 7"
+        f"resample --out {tmp_path}/r --prompt 'A coin.' --chain ' It turns.' --model m --device cuda"
+        f" --dtype float32 --at 3,5 --n 7"
         f" --max-new 9"
         f" --temperature 0.5 --seed 3 --choice ' a' --choice ' b' --after ' So' --replace ' No.' --sites S"
         f" --keep fork,-2 --wave 4"
@@ -817,7 +874,7 @@ def test_options_of_resample(calls: Calls, tmp_path: Path) -> None:
         after=" So"),
     }  # fmt: skip
     assert seen == [(7, other)] and calls.made["chain_of"] == (("the engine", "A coin.", " It turns."), {})
-    assert calls.made["load"] == (("m",), {"device": "cuda", "cache_tokens": 64})
+    assert calls.made["load"] == (("m",), {"device": "cuda", "dtype": "float32", "cache_tokens": 64})
     assert calls.made["_write_dump"] == (("the engine", drawn, f"{tmp_path}/d", True), {})
     counts = drawn.outcomes()
     facts = {
@@ -852,13 +909,14 @@ def test_options_of_replay(calls: Calls) -> None:
         "progress": False,
     }
     assert seen == [(tasks.get("coin")().examples(3), usual)]
-    assert calls.made["load"] == (("coin-plain",), {"device": "cpu", "draft_model": None, "record": False})
-    words = "replay --task counts --knob people=2 --n 2 --model m --device cuda --drafter model --draft-model d --window 3"
+    assert calls.made["load"] == (("coin-plain",), {"device": "cpu", "dtype": None, "draft_model": None, "record": False})
+    words = "replay --task counts --knob people=2 --n 2 --model m --device cuda --dtype float16"
+    words += " --drafter model --draft-model d --window 3"
     out = told(f"{words} --temperature 0.5 --seed 4 --max-new 8 --batch 5 --json")
     assert json.loads(out)["examples"] == [] and json.loads(out)["acceptance"] is None
     other = {"drafter": "model", "window": 3, "sampling": Sampling(temperature=0.5, seed=4), "max_new": 8, "batch": 5}
     assert seen[1] == (tasks.get("counts")(people=2).examples(2), other | {"sites": ["S1"], "progress": True})
-    assert calls.made["load"] == (("m",), {"device": "cuda", "draft_model": "d", "record": False})
+    assert calls.made["load"] == (("m",), {"device": "cuda", "dtype": "float16", "draft_model": "d", "record": False})
 
 
 def test_options_of_dump(calls: Calls, tmp_path: Path) -> None:
@@ -878,11 +936,12 @@ def test_options_of_dump(calls: Calls, tmp_path: Path) -> None:
     assert calls.made["make_plan"] == ((engine, tasks.get("coin")(), 100), usual)
     how = {"part": (0, 1), "writers": 1, "batch": 32, "resume": False, "progress": False}
     assert calls.made["write_dump"] == ((engine, "the plan", f"{tmp_path}/d"), how) and calls.made["encoders"] == ((None,), {})
-    assert calls.made["load"] == (("coin-plain",), {"device": "cpu", "draft_model": None})
+    assert calls.made["load"] == (("coin-plain",), {"device": "cpu", "dtype": None, "draft_model": None})
     out = told(
         f"dump --out {tmp_path}/d --task counts --knob people=2 --n 5 --model m --device cuda --sites S"
         f" --drafter model --draft-model"
-        f" d --window 3 --positions query --dtype float16 --no-rejected --no-probabilities --features f --keep 9"
+        f" d --window 3 --positions query --dtype float32 --stored-dtype float16"
+        f" --no-rejected --no-probabilities --features f --keep 9"
         f" --temperature 0.5"
         f" --seed 4 --max-new 8 --shard-examples 6 --batch 7 --shard 2/3 --writers 2 --json"
     )
@@ -895,7 +954,7 @@ def test_options_of_dump(calls: Calls, tmp_path: Path) -> None:
     assert calls.made["make_plan"] == ((engine, tasks.get("counts")(people=2), 5), other)
     how = {"part": (2, 3), "writers": 2, "batch": 7, "resume": False, "progress": True}
     assert calls.made["write_dump"][1] == how and calls.made["encoders"] == ((["f"],), {})
-    assert calls.made["load"] == (("m",), {"device": "cuda", "draft_model": "d"})
+    assert calls.made["load"] == (("m",), {"device": "cuda", "dtype": "float32", "draft_model": "d"})
     engine.texts = lambda *given, **options: [given, options]
     for n, count in (("", 2), ("--n 1", 1), ("--n 9", 2)):
         told(f"dump --out {tmp_path}/d --texts t.jsonl --text said --label 'a, b' --label c {n} --quiet")
@@ -918,7 +977,9 @@ def test_options_of_verify_and_diff(calls: Calls, reference: Dump) -> None:
         ("t", reference.url),
         {},
     )
-    assert calls.made["load"] == (("m",), {"device": "cuda"}) and calls.made["encoders"] == ((["f"],), {})
+    assert calls.made["load"] == (("m",), {"device": "cuda", "dtype": "float32"}), "the arithmetic of the dump"
+    told(f"verify {reference.url} --model m --device cuda --dtype bfloat16 --features f")
+    assert calls.made["load"][1]["dtype"] == "bfloat16" and calls.made["encoders"] == ((["f"],), {})
     for given, wanted in (("0.25", 0.25), ("25%", 0.25), ("all", "all"), ("12", 12)):
         told(f"verify {reference.url} --model m --sample {given}")
         assert calls.made["verify_dump"][1]["sample"] == wanted and type(calls.made["verify_dump"][1]["sample"]) is type(wanted)

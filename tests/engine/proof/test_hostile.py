@@ -117,6 +117,7 @@ BAD_CERTIFICATES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "a number for an op": (("findings", 0, "op"), 3),
     "an unknown field": (("findings", 0, "code"), "x"),
     "a field of earlier versions": (("threads",), {}),
+    "a number for the arithmetic": (("arithmetic",), 32),
     "an object for findings": (("findings",), {}),
 }
 
