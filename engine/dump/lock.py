@@ -66,6 +66,11 @@ class LockOwner:
         return hashlib.sha256(repr((self.host, self.pid, self.started, self.nonce)).encode()).hexdigest()[:32]
 
     @property
+    def is_known(self) -> bool:
+        """Whether the file names a process. An owner writes its whole name at once, so that what names none is damage."""
+        return self != LockOwner()
+
+    @property
     def is_here(self) -> bool:
         """Whether it is a process of this host, which is the only one whose processes can be looked at."""
         return self.host == socket.gethostname()
@@ -102,6 +107,8 @@ def started(pid: int) -> str | None:
 LEASE, RENEW = 60.0, 10.0
 """seconds until the lock of another host expires; between two renewals"""
 _POLL = 0.5
+_UNREADABLE = 0.1
+"""seconds until a lock that names no process expires"""
 
 
 class Lease:
@@ -144,13 +151,15 @@ def is_live(store: Store, name: str, owner: LockOwner) -> bool:
 
 
 def is_renewed(store: Store, name: str, owner: LockOwner) -> bool:
-    """Whether the lock changes hands or is renewed within LEASE seconds of this process's clock. False if it is released."""
-    deadline = time.monotonic() + LEASE
+    """Whether the lock changes hands or is renewed within LEASE seconds of this process's clock, or far fewer if it names no
+    process: its content is damaged, or none of ours. False if it is released."""
+    lease = LEASE if owner.is_known else min(LEASE, _UNREADABLE)
+    deadline = time.monotonic() + lease
     while time.monotonic() < deadline:
         now = owner_of(store, name)
         if now != owner:
             return now is not None
-        time.sleep(min(_POLL, LEASE / 4))
+        time.sleep(min(_POLL, lease / 4))
     return False
 
 
@@ -261,7 +270,7 @@ class DumpLock:
         """Create the lock. Remove it first if its owner is dead, which only one of the processes that see this may do."""
         claims: list[str] = []
         try:
-            while not self.store.create(self.name, self.owner.to_bytes()):
+            while not self._create(self.name):
                 owner = owner_of(self.store, self.name)
                 if owner is None:
                     continue  # it was just released
@@ -275,6 +284,22 @@ class DumpLock:
             for claim in claims:
                 self.store.remove(claim)
 
+    def _create(self, name: str) -> bool:
+        """Create the lock, or a claim. Returns whether it is this owner's: a store may write the file and lose its answer, so
+        that the second try finds it there."""
+        try:
+            if self.store.create(name, self.owner.to_bytes()):
+                return True
+        except DumpWriteFailed:
+            if not self._is_mine(name):
+                raise
+            return True
+        return self._is_mine(name)
+
+    def _is_mine(self, name: str) -> bool:
+        owner = owner_of(self.store, name)
+        return owner is not None and owner.mark == self.owner.mark
+
     def _claim(self, dead: LockOwner, claims: list[str]) -> None:
         """Claim the right to remove the lock of a dead owner, or raise DumpLocked. Mutates `claims`: files to remove then.
 
@@ -283,15 +308,13 @@ class DumpLock:
         name the same unknown owner; so as not to go in a circle, no name is followed twice.
         """
         mark, dead_claims = dead.mark, list[str]()
-        while not self.store.create(name := _CLAIM + mark, self.owner.to_bytes()):
+        while not self._create(name := _CLAIM + mark):
             claimant = owner_of(self.store, name)
             if claimant is None:
                 continue  # it was just released
-            if claimant.mark != self.owner.mark and is_live(self.store, name, claimant):
+            if is_live(self.store, name, claimant):
                 raise _locked(self.store, name)
             dead_claims.append(name)
-            if claimant.mark == self.owner.mark:
-                break
             mark = claimant.mark
             while _CLAIM + mark in dead_claims:
                 mark = _after(mark)
@@ -324,13 +347,14 @@ class DumpLock:
 
 
 def sweep(store: Store) -> None:
-    """Remove lock files of dead processes, and claims on locks that are gone. Those of live processes and other hosts stay."""
+    """Remove lock files of dead processes and of none, and claims on locks that are gone. Those of live processes and other
+    hosts stay."""
     for name in store.sizes():
         if name == FINISH or _NAME.fullmatch(name):
             with suppress(DumpLocked):
                 if store.local:
                     _remove_if_free(store, name)
-                elif (owner := owner_of(store, name)) is not None and owner.is_here:
+                elif (owner := owner_of(store, name)) is not None and (owner.is_here or not owner.is_known):
                     lock = DumpLock(store, name)
                     lock._take_remote()
                     lock._give_back()
@@ -359,7 +383,7 @@ def _remove_if_free(store: Store, name: str) -> None:
         if handle is None:
             return
         owner = owner_in(handle)
-        ours = owner is None or owner.is_here
+        ours = owner is None or owner.is_here or not owner.is_known
         if ours and _flock(handle, fcntl.LOCK_EX) and _same_file(handle, store.path(name)):
             store.remove(name)
 

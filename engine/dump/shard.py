@@ -13,6 +13,7 @@ import mmap
 import os
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -115,20 +116,20 @@ class ShardFile:
             if length > min(_MAX_HEADER, self.entry.bytes):
                 raise ValueError(f"its header has {length} bytes")
             rest = self._bytes(len(begin), 8 + length) if 8 + length > len(begin) else b""
-            raw = json.loads((begin + rest)[8 : 8 + length])
+            raw = json.loads((begin + rest)[8 : 8 + length], object_pairs_hook=_unique)
             raw.pop("__metadata__", None)
             found = {name: (entry["dtype"], list(entry["shape"])) for name, entry in raw.items()}
-            ranges = {name: tuple(8 + length + int(at) for at in entry["data_offsets"]) for name, entry in raw.items()}
+            offsets = {name: _offsets(name, entry["data_offsets"]) for name, entry in raw.items()}
+            _require_adjacent(offsets, self.entry.bytes - 8 - length)
         except StoreFailed:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
             raise self._damaged(error) from None
         self._check(found)
-        for name, (start, end) in ranges.items():
-            fits = end - start == self.entry.rows * self.sites[name].row_bytes and start >= 8 and end <= self.entry.bytes
-            if not fits:
-                raise BadDump(f"{self.store.url}/{self.entry.name}: the rows of {name} lie outside the file.")
-        return {name: (start, end) for name, (start, end) in ranges.items()}
+        for name, (start, end) in offsets.items():
+            if end - start != self.entry.rows * self.sites[name].row_bytes:
+                raise self._damaged(ValueError(f"{name} has {end - start} bytes, and its rows another number"))
+        return {name: (8 + length + start, 8 + length + end) for name, (start, end) in offsets.items()}
 
     def _bytes(self, start: int, end: int) -> bytes:
         if not self.store.local:
@@ -156,6 +157,34 @@ class ShardFile:
         if not raw:
             return torch.empty([0, *entry.shape], dtype=dtype)
         return torch.frombuffer(raw, dtype=dtype).view(end - start, *entry.shape)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. ValueError for a name that stands twice: readers differ in which of the two they take."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"its header has {twice[:100]!r} twice")
+    return found
+
+
+def _offsets(name: str, given: Any) -> tuple[int, int]:
+    """Where a tensor begins and ends among the data. ValueError unless these are two whole numbers in order."""
+    whole = isinstance(given, list) and len(given) == 2 and all(type(at) is int for at in given)
+    if not whole or not 0 <= given[0] <= given[1]:
+        raise ValueError(f"the offsets of {name[:100]!r} are {str(given)[:100]}")
+    return given[0], given[1]
+
+
+def _require_adjacent(offsets: dict[str, tuple[int, int]], size: int) -> None:
+    """ValueError unless the tensors fill the data without a gap, and none lies in another's, as the format requires."""
+    at = 0
+    for start, end, name in sorted((*given, name) for name, given in offsets.items()):
+        if start != at:
+            raise ValueError(f"{name[:100]!r} begins at byte {start} of the data, not where the tensor before it ends, at {at}")
+        at = end
+    if at != size:
+        raise ValueError(f"its tensors have {at} bytes, its data {size}")
 
 
 def _bounds(chosen: np.ndarray) -> tuple[int, int]:

@@ -300,6 +300,11 @@ _BEFORE_A_DUMP = re.compile(f"(?:{_SHARD_FILE}|{re.escape(PLAN)}){_OWN_ENDING}|{
 _TEMPORARY_OF_DUMP = re.compile(f"(?:{'|'.join(map(re.escape, (PLAN, INDEX, MANIFEST)))}){_ENDING}")
 
 
+def foreign_names(store: Store) -> list[str]:
+    """The files of a folder without a dump that no writer leaves behind which is killed before it writes plan.json."""
+    return [name for name in store.names() if not _BEFORE_A_DUMP.fullmatch(name)]
+
+
 Make = Callable[[int, Callable[[int], object]], Content]
 """(shard number, progress callback) -> the shard's content"""
 
@@ -407,7 +412,7 @@ class DumpWriter:
 
     def _refuse_foreign(self) -> None:
         """Raise BadDump for a folder that holds no dump, but files: under our names, they would be overwritten or removed."""
-        foreign = [name for name in self.store.names() if not _BEFORE_A_DUMP.fullmatch(name)]
+        foreign = foreign_names(self.store)
         begun = any(self.store.exists(name) for name in (PLAN, MANIFEST)) if foreign else True
         if not begun:  # asked after the look: another writer may have started the dump just now
             raise BadDump(

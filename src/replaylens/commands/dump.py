@@ -48,6 +48,7 @@ from replaylens.engine.dump.store import Store
 from replaylens.engine.dump.verify import MISMATCH, OTHER, VERIFIED, Verification
 from replaylens.engine.dump.verify import diff as diff_dumps
 from replaylens.engine.dump.verify import verify as verify_dump
+from replaylens.engine.dump.writer import foreign_names
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, BadRollouts
 from replaylens.engine.records import DTYPES, SCHEME, Identifier
@@ -134,7 +135,7 @@ def dump(
     with reporting(lambda: "the same command with --resume" if _is_begun(out) else None):
         check_drafter(model, drafter, draft_model)
         _check_texts(out, texts, label, task, knob)
-        if resume and not _is_begun(out):
+        if resume and not (_is_begun(out) or _was_killed_early(out)):
             raise BadRequest(f"--out {out} holds no dump to resume. Leave out --resume to start one, or correct the path.")
         _check_dtypes(device, dtype, stored_dtype)
         options = PlanKeywords(sites=sites, drafter=drafter, window=window, positions=positions, rejected=rejected)
@@ -192,6 +193,12 @@ def _dump_on_cluster(
 def _is_begun(out: str) -> bool:
     """Whether there is a dump to resume, finished or not."""
     return not {PLAN, MANIFEST}.isdisjoint(Store(out).sizes())
+
+
+def _was_killed_early(out: str) -> bool:
+    """Whether the folder holds what a writer leaves that ends before it writes plan.json, and nothing else."""
+    store = Store(out)
+    return bool(store.names()) and not foreign_names(store)
 
 
 def _check_texts(out: str, texts: str | None, label: list[str] | None, task: str | None, knob: list[str] | None) -> None:

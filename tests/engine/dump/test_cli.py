@@ -368,6 +368,20 @@ def test_only_a_dump_is_resumed(dump_words: list[str], tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("left", ["lock-0-of-1", "plan.json.77-0123abcd.tmp"])
+def test_a_writer_that_died_before_its_plan_is_resumed(
+    dump_words: list[str], reference: Dump, tmp_path: Path, left: str
+) -> None:
+    """By the same command, as after any other kill; beside a file of somebody else, the folder is none of ours."""
+    (tmp_path / left).touch()
+    (tmp_path / "mine.txt").touch()
+    code, _, err = run(*dump_words, "--out", tmp_path, "--resume")
+    assert code == 2 and "holds no dump to resume" in err
+    (tmp_path / "mine.txt").unlink()
+    code, out, _ = run(*dump_words, "--out", tmp_path, "--resume", "--json", "--quiet")
+    assert code == 0 and json.loads(out)["digest"] == reference.digest
+
+
 OUTPUTS = {
     "train": ("train", "coin-draft", "--steps", "1", "--out"),
     "board": ("replay", "--board"),

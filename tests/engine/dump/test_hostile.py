@@ -4,6 +4,8 @@ import ast
 import copy as copies
 import hashlib
 import json
+import math
+import re
 import struct
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -23,6 +25,8 @@ from replaylens.engine.dump.maker import describe_sites
 from replaylens.engine.dump.manifest import Manifest, _seal
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.shard import ShardFile
+from replaylens.engine.dump.store import Store
 from replaylens.engine.dump.verify import MISMATCH, diff, verify
 from replaylens.engine.dump.writer import DumpWriter
 from replaylens.engine.engine import Engine
@@ -402,6 +406,53 @@ def test_shard_whose_rows_lie_elsewhere(copy: Path) -> None:
     path.write_bytes((struct.pack("<Q", len(text)) + text + raw[8 + length :])[: len(raw)].ljust(len(raw), b"\0"))
     with pytest.raises(BadDump):
         Dump.open(to_memory(copy)).to_torch(name)
+
+
+def with_offsets(replacement: Callable[[list[Any]], list[Any]]) -> Callable[[str], str]:
+    """Change the offsets of the second tensor."""
+
+    def change(text: str) -> str:
+        header = json.loads(text)
+        second = sorted(header, key=lambda name: header[name]["data_offsets"])[1]
+        header[second]["data_offsets"] = replacement(header[second]["data_offsets"])
+        return json.dumps(header, separators=(",", ":"))
+
+    return change
+
+
+HEADERS: dict[str, tuple[Callable[[str], str], str]] = {
+    "infinite": (with_offsets(lambda ends: [math.inf, ends[1]]), r"offsets of '.*' are \[inf"),
+    "not a number": (with_offsets(lambda ends: [ends[0], math.nan]), r"offsets of '.*' are \[\d+, nan"),
+    "a fraction": (with_offsets(lambda ends: [ends[0] + 0.5, ends[1]]), r"offsets of '.*' are"),
+    "a whole fraction": (with_offsets(lambda ends: [float(ends[0]), ends[1]]), r"offsets of '.*' are"),
+    "a word": (with_offsets(lambda ends: [str(ends[0]), ends[1]]), r"offsets of '.*' are"),
+    "negative": (with_offsets(lambda ends: [-8, ends[1]]), r"offsets of '.*' are \[-8"),
+    "in the wrong order": (with_offsets(lambda ends: ends[::-1]), r"offsets of '.*' are"),
+    "three of them": (with_offsets(lambda ends: [*ends, ends[1]]), r"offsets of '.*' are"),
+    "huge": (with_offsets(lambda ends: [ends[0], 10**30]), "not where the tensor before it ends"),
+    "overlapping": (with_offsets(lambda ends: [0, ends[1] - ends[0]]), "not where the tensor before it ends"),
+    "a gap": (with_offsets(lambda ends: [ends[0] + 4, ends[1] + 4]), "not where the tensor before it ends"),
+    "a name twice": (lambda text: "{" + text[1:].split("},", 1)[0] + "}," + text[1:], "has '.*' twice"),
+    "a field twice": (lambda text: text.replace('"dtype":', '"dtype":"F16","dtype":', 1), "has 'dtype' twice"),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_header_that_says_where_no_rows_are(reference: Dump, tmp_path: Path, name: str, remote: bool) -> None:
+    """Refused by the shard's name and what is wrong, before a row is read, and without a check of its hash."""
+    change, saying = HEADERS[name]
+    entry, sites = reference.manifest.shards[0], reference.manifest.sites
+    raw = Path(reference.url, entry.name).read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    text = change(raw[8 : 8 + length].decode().rstrip()).encode()
+    made = shard_bytes(text + b" " * (-len(text) % 8), raw[8 + length :])
+    store = Store(f"memory://headers/{tmp_path.name}" if remote else tmp_path)
+    store.write(entry.name, made)
+    with pytest.raises(BadDump, match=rf"{re.escape(entry.name)} is not a complete safetensors file: .*{saying}"):
+        ShardFile(store, replace(entry, bytes=len(made)), sites)
+    store.write(entry.name, raw)
+    assert ShardFile(store, entry, sites).starts, "control: the shard as it was"
 
 
 def test_index_of_something_else(copy: Path) -> None:

@@ -399,6 +399,61 @@ def test_claims_that_lead_in_a_circle(monkeypatch: pytest.MonkeyPatch, content: 
     assert store.sizes() == {}
 
 
+@pytest.mark.parametrize("url", ["local", "memory://garbage"])
+@pytest.mark.parametrize("content", [b"\0" * 512, b"\xff\x00garbage", b'{"host": "elsewhere"', b'{"pid": "one"}', b"[]"])
+def test_a_lock_that_names_no_process_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, content: bytes
+) -> None:
+    """Damage is not another host: none of the locks waits for a lease. A lock that names another host does: control."""
+    store, slept = Store(tmp_path if url == "local" else url), list[float]()
+    clock = [0.0]
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        clock[0] += seconds
+
+    monkeypatch.setattr(dump_lock.time, "sleep", sleep)
+    monkeypatch.setattr(dump_lock.time, "monotonic", lambda: clock[0])
+    store.make()
+    for name in (NAME, "lock-1-of-3", dump_lock.FINISH):
+        store.write(name, content)
+    with DumpLock(store, NAME), DumpLock(store, dump_lock.FINISH):
+        assert sum(slept) < 1
+    dump_lock.sweep(store)
+    assert store.sizes() == {}
+    store.write(NAME, DISTANT)
+    with DumpLock(store, NAME):
+        assert sum(slept) > dump_lease.LEASE
+
+
+class LosingStore(Store):
+    """An object store that writes every new file and loses the answer: the library tries again, and finds it there, or tells
+    of the lost connection."""
+
+    tells = False
+
+    def create(self, name: str, data: bytes) -> bool:
+        if super().create(name, data) and self.tells:
+            raise DumpWriteFailed("Cannot write: the connection was lost.")
+        return False
+
+
+@pytest.mark.parametrize("tells", [False, True])
+@pytest.mark.parametrize("before", [None, DEAD])
+def test_a_writer_whose_answer_was_lost_knows_its_own_mark(tells: bool, before: bytes | None) -> None:
+    """Of a new lock, and of the claims on that of a dead process. The lock of another is still another's: control."""
+    store = LosingStore("memory://lost")
+    store.tells = tells
+    if before is not None:
+        store.write(NAME, before)
+    with DumpLock(store, NAME) as lock:
+        assert LockOwner.parse(store.read(NAME, 4096)).mark == lock.owner.mark
+        with pytest.raises(DumpLocked, match=f"process {os.getpid()}"), DumpLock(store, NAME):
+            pytest.fail("two hold one lock")
+        assert list(store.sizes()) == [NAME]
+    assert store.sizes() == {}
+
+
 def test_a_claim_that_names_itself_is_swept() -> None:
     store = Store("memory://itself")
     store.write("takeover-" + LockOwner.parse(b"").mark, b"")
