@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -135,6 +135,7 @@ def add_depth(frame: pd.DataFrame) -> pd.DataFrame:
 
 _OPEN_SHARDS = 1024
 """mapped, which takes no file handle and no memory"""
+_OPEN_SITES = 8 * _OPEN_SHARDS
 _FRAMES = 8
 
 
@@ -159,6 +160,7 @@ class DumpFiles:
         self.checked = CheckedShards(store, manifest) if check else None
         self.shard = lru_cache(_OPEN_SHARDS)(self._open_shard)
         self.frame = lru_cache(_FRAMES)(self._read_frame)
+        self.rows = lru_cache(_OPEN_SITES)(self._mapped_rows)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Send no open files to other processes; a copy there opens its own."""
@@ -224,9 +226,12 @@ class DumpFiles:
         wanted = self.manifest.shards[number].rows
         try:
             if wanted:
-                table = self._index.read_row_group(self._group[number], columns).select(columns)
+                group = int(self._group[number])
+                require_packed(self._index.metadata.row_group(group), wanted, self._bad_index)
+                packed = self._index.read_row_group(group, columns).select(columns)
+                table = unpacked(packed, wanted, self._bad_index)
             else:
-                table = self._index.schema_arrow.empty_table().select(columns)
+                table = unpacked(self._index.schema_arrow.empty_table().select(columns), 0, self._bad_index)
         except (pa.ArrowException, OSError, KeyError) as error:
             raise self._unreadable(error) from error
         if len(table) != wanted:
@@ -257,6 +262,11 @@ class DumpFiles:
         self.check([number])
         return opened
 
+    def _mapped_rows(self, number: int, name: str) -> Tensor:
+        """All rows of a site in a shard of a local dump, checked and mapped. Do not change them."""
+        self.check([number])
+        return self.shard(number).mapped(name)
+
     def _read_frame(self, number: int) -> pd.DataFrame:
         """One shard's index as a pandas frame, with the column `depth`. The frame is cached: do not modify it."""
         return self.to_frame(self.lines(number, self.columns))
@@ -279,16 +289,16 @@ class DumpFiles:
             if self.store.sha256(INDEX) != self.manifest.index.sha256:
                 raise self._bad_index("it was changed after it was written, its SHA-256 differs. Resume the dump to repair it")
             source = path if self.store.local else self.store.open(INDEX)
-            index = pq.ParquetFile(source, memory_map=self.store.local)
+            texts = [name for name in self.columns if str({**CORE_TYPES, **self.manifest.labels}.get(name)) == "string"]
+            index = pq.ParquetFile(source, memory_map=self.store.local, read_dictionary=texts)
         except (pa.ArrowException, OSError) as error:
             raise self._unreadable(error) from error
         found = index.metadata.num_rows, index.metadata.num_row_groups, sorted(index.schema_arrow.names)
         groups = sum(shard.rows > 0 for shard in self.manifest.shards)
         if found != (self.manifest.rows, groups, sorted(self.columns)):
             raise self._bad_index(f"it has {found[0]} lines in {found[1]} groups, with columns {', '.join(found[2])[:500]}")
-        types = {**dict(zip(CORE.names, CORE.types, strict=True)), **self.manifest.labels, **LOCATORS}
-        for name, wanted in types.items():
-            if (kind := str(index.schema_arrow.field(name).type)) != str(wanted):
+        for name, wanted in {**CORE_TYPES, **self.manifest.labels, **LOCATORS}.items():
+            if (kind := str(plain_type(index.schema_arrow.field(name).type))) != str(wanted):
                 raise self._bad_index(f"column {name!r} is of type {kind}, not {wanted}")
         return index
 
@@ -300,6 +310,52 @@ class DumpFiles:
 
     def _bad_index(self, why: str) -> BadDump:
         return BadDump(f"{self.store.url}/{INDEX} is not the index of this dump: {why}.")
+
+
+# ---- limits ----------------------------------------------------------------------------------------------------------
+# How much memory an index may take once it is unpacked: a few bytes of Parquet can stand for gigabytes of one repeated text.
+
+CORE_TYPES = dict(zip(CORE.names, CORE.types, strict=True))
+_TEXT_PER_ROW, _TEXT_AT_LEAST = 1 << 12, 1 << 26
+"""bytes of a text column: the mean of its rows, and what is always allowed"""
+
+
+def text_limit(rows: int) -> int:
+    """The bytes that the values of an index column may have together."""
+    return rows * _TEXT_PER_ROW + _TEXT_AT_LEAST
+
+
+def text_bytes(column: pa.ChunkedArray) -> int:
+    """The bytes of a column of texts, or of a dictionary of texts, as it would be unpacked."""
+    total = 0
+    for chunk in column.chunks:
+        packed = isinstance(chunk, pa.DictionaryArray)
+        sizes = pc.binary_length(chunk.dictionary if packed else chunk).cast(pa.int64())
+        total += pc.sum(sizes.take(chunk.indices) if packed else sizes).as_py() or 0
+    return total
+
+
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """The type of a column's values, however they are packed."""
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def require_packed(group: Any, rows: int, bad: Callable[[str], BadDump]) -> None:
+    """Raise unless the pages of a row group unpack to what so many rows may take. Reads nothing but the file's end."""
+    for number in range(group.num_columns):
+        column = group.column(number)
+        if (size := column.total_uncompressed_size) > text_limit(rows):
+            raise bad(f"column {column.path_in_schema[:60]!r} unpacks to {size} bytes for {rows} rows")
+
+
+def unpacked(table: pa.Table, rows: int, bad: Callable[[str], BadDump]) -> pa.Table:
+    """The table with its texts written out. Raises if they take more than so many rows may."""
+    for place, name in enumerate(table.column_names):
+        if pa.types.is_dictionary(kind := table.schema.field(place).type):
+            if (size := text_bytes(table.column(place))) > text_limit(rows):
+                raise bad(f"the texts of column {name[:60]!r} unpack to {size} bytes for {rows} rows")
+            table = table.set_column(place, pa.field(name, kind.value_type), table.column(place).cast(kind.value_type))
+    return table
 
 
 # ---- array -----------------------------------------------------------------------------------------------------------
@@ -434,6 +490,7 @@ class SiteArray:
         """`entry`: the layer of Z to take, None: the site as it is stored; `chosen`: rows of the dump, None: all."""
         self.files, self.name, self.entry, self.chosen = files, name, entry, chosen
         self._starts = shard_starts(files)
+        self._bounds: list[int] = self._starts.tolist()
 
     def __repr__(self) -> str:
         return f"SiteArray({self.name!r}, shape={self.shape}, dtype={self.dtype})"
@@ -458,11 +515,20 @@ class SiteArray:
     def __getitem__(self, rows: int | RowNumbers) -> Tensor:
         """One row, or several in the order asked for. The caller owns the result."""
         one = integer(rows)
+        if one is not None and -len(self) <= one < len(self) and mappable(self.files):
+            return self._row(one if one >= 0 else one + len(self))
         numbers = row_numbers(rows if one is None else [one], len(self))
         if self.chosen is not None:
             numbers = self.chosen[numbers]
         found = gather(self.files, self.name, self.entry, Located.of(self._starts, numbers))
         return found if one is None else found[0]
+
+    def _row(self, number: int) -> Tensor:
+        """One row of a local dump, without what a list of rows needs: a loop over rows spends its time in Python."""
+        at = number if self.chosen is None else int(self.chosen[number])
+        shard = bisect_right(self._bounds, at) - 1
+        row = self.files.rows(shard, self.name)[at - self._bounds[shard]]
+        return (row if self.entry is None else row[self.entry]).clone()
 
     def read(self) -> Tensor:
         """All rows, in memory."""

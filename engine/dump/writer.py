@@ -31,6 +31,7 @@ from safetensors import SafetensorError
 from tqdm.auto import tqdm
 
 from replaylens.engine.dump.content import CORE, LOCATORS, Content, RowHash, combine, concatenate, count_accepted
+from replaylens.engine.dump.files import text_bytes, text_limit
 from replaylens.engine.dump.lock import FINISH, LOCK_OR_CLAIM, PATIENCE, DumpLock, lock_name, sweep
 from replaylens.engine.dump.manifest import (
     COMPRESSION,
@@ -453,8 +454,17 @@ class DumpWriter:
     # ---- one shard ----------------------------------------------------------------------------------------------
 
     def write_shard(self, number: int, content: Content, sites: dict[str, SiteEntry]) -> None:
-        """Write one shard: its tensors, its index, and last part-K.json, which marks both as complete."""
+        """Write one shard: its tensors, its index, and last part-K.json, which marks both as complete.
+
+        BadRequest if its labels have more text than a reader unpacks.
+        """
         indices = self.plan.indices(number)
+        for name, column in zip(content.index.column_names, content.index.columns, strict=True):
+            if pa.types.is_string(column.type) and (size := text_bytes(column)) > text_limit(len(content)):
+                raise BadRequest(
+                    f"The values of {name!r} have {size} bytes in {len(content)} rows, more than the limit of "
+                    f"{text_limit(len(content))}. Give shorter labels, or fewer examples per shard."
+                )
         with self.store.writing(shard_name(number)) as file:
             hashed = RowHash(content.index)
             write_shard(file, content.tensors, hashed)

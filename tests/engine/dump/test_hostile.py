@@ -21,7 +21,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from replaylens.engine.dump.maker import describe_sites
+from replaylens.engine.dump import files
+from replaylens.engine.dump.maker import ShardMaker, describe_sites
 from replaylens.engine.dump.manifest import Manifest, _seal
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
@@ -453,6 +454,45 @@ def test_a_header_that_says_where_no_rows_are(reference: Dump, tmp_path: Path, n
         ShardFile(store, replace(entry, bytes=len(made)), sites)
     store.write(entry.name, raw)
     assert ShardFile(store, entry, sites).starts, "control: the shard as it was"
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_small_index_that_unpacks_to_much(reference: Dump, copy: Path, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One long text, the same in every row: as a dictionary, and repeated in pages that compress. The hashes are right."""
+    monkeypatch.setattr(files, "_TEXT_AT_LEAST", 1 << 18)  # with the limit as it is, the test would write gigabytes
+    assert len(Dump.open(copy).index) == reference.manifest.rows, "control: an honest index is below this limit, too"
+    path = copy / "index.parquet"
+    source = pq.ParquetFile(path)
+    groups = [source.read_row_group(number) for number in range(source.num_row_groups)]
+    with pq.ParquetWriter(path, source.schema_arrow, compression="zstd", use_dictionary=packed) as target:
+        for lines in groups:
+            place = lines.column_names.index("text")
+            long = pa.array(["x" * (1 << 16)] * len(lines))
+            target.write_table(lines.set_column(place, "text", long), row_group_size=len(lines))
+    raw = path.read_bytes()
+    note = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    edit_manifest(copy, lambda manifest: manifest["index"].update(note))
+    assert len(raw) < 1 << 18 and reference.manifest.shards[0].rows << 16 > 1 << 23
+    del groups, lines, long
+    pool = pa.default_memory_pool()
+    pool.release_unused()
+    before = pool.bytes_allocated()
+    with pytest.raises(BadDump, match=r"index\.parquet is not the index of this dump: .*'text' unpack.* to \d+ bytes for \d+"):
+        Dump.open(copy).index.head()
+    assert pool.bytes_allocated() - before < 1 << 20
+
+
+def test_labels_that_no_reader_would_unpack(engine: Engine, planned: Planned, tmp_path: Path) -> None:
+    """Are refused when they are written, so that whatever was written can be read."""
+    plan = planned(examples=2, examples_per_shard=2)
+    content = ShardMaker(engine, plan).make(0)
+    place = content.index.column_names.index("face")
+    long = pa.array(["x" * (2 << 20)] * len(content))
+    with pytest.raises(BadRequest, match=r"The values of 'face' have \d+ bytes in \d+ rows, more than the limit"):
+        DumpWriter(tmp_path, plan, engine.fingerprint).write_shard(
+            0, replace(content, index=content.index.set_column(place, "face", long)), {}
+        )
+    assert not list(tmp_path.iterdir())
 
 
 def test_index_of_something_else(copy: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +29,7 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.store import Store
 from replaylens.engine.dump.verify import verify
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadRequest, UnknownSite
+from replaylens.engine.errors import BadRequest, DamagedShard, UnknownSite
 from replaylens.engine.lens import lens
 from replaylens.engine.lens.lens import TunedLens, unembed_hash
 from replaylens.engine.model.decoder import Decoder
@@ -36,6 +37,7 @@ from replaylens.engine.replay.run import Run
 from replaylens.tasks import WordTokenizer
 from replaylens.tasks.task import AnyTask
 from tests.engine.dump.conftest import EXAMPLES, NEW
+from tests.engine.dump.damage import flip_bit
 from tests.toy_model import scripted_model
 
 Planned = Callable[..., DumpPlan]
@@ -355,6 +357,39 @@ def test_indexing(dump_of_array: Dump, truth: dict[str, torch.Tensor], which: st
     assert list(taken) == [*names, "Z.kl.1"]
     assert all(torch.equal(taken[name], truth[name][wanted]) for name in names)
     assert torch.equal(taken["Z.kl.1"], truth["Z.kl"][wanted][:, 1])
+
+
+@pytest.mark.parametrize("site", [("S", 1), ("Z.top_ids", 2)])
+def test_single_rows_cost_few_calls(reference: Dump, copy: Path, site: tuple[str, int]) -> None:
+    """A row of an array, of a filtered one too, is the row of `load_file`; what a list of rows needs is not done for it."""
+    dump = Dump.open(copy)
+    name = reference.resolve(*site)[0]
+    stored = torch.cat([load_file(copy / shard.name)[name] for shard in dump.manifest.shards])
+    stored = stored if site[0] == "S" else stored[:, site[1]]
+    accepted = torch.tensor(reference.index["accepted"].tolist())
+    for array, wanted in ((dump.array(*site), stored), (dump.where(accepted=True).array(*site), stored[accepted])):
+        array[0], array[-1], array[len(array) // 2]  # opens the shards
+        for row in (0, 1, len(wanted) // 2, len(wanted) - 1, -1, -len(wanted)):
+            assert torch.equal(array[row], wanted[row]) and array[row].is_contiguous()
+        calls = 0
+
+        def count(frame: Any, event: str, given: Any) -> None:
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            taken = array[1]
+        finally:
+            sys.setprofile(None)
+        assert calls < 40, "in a list of rows it takes hundreds"
+        taken.zero_()
+        assert torch.equal(array[1], wanted[1]), "the caller owns it"
+        with pytest.raises(BadRequest, match="There is no row"):
+            array[len(wanted)]
+    flip_bit(copy / shard_name(0), -40)
+    with pytest.raises(DamagedShard):
+        Dump.open(copy).array(*site)[0]
 
 
 def test_take_counts_rows_of_the_view(dump_of_array: Dump) -> None:
