@@ -479,7 +479,7 @@ def _weights(g: Tensor, logits: Tensor, scores: Tensor, chosen: Tensor, routing:
         return zeros.scatter(-1, chosen, through_softmax(g, softmax(own, products), products))
     open_ = products.apply("sigmoid", own)
     if routing.normalised:  # w = s / S, dw[i] / ds[j] = (1[i = j] - w[i]) / S
-        whole = products.total(open_) + 1e-20
+        whole = products.total(open_) + routing.floor
         g = (g - products.total(g * open_) / whole) / whole
     return zeros.scatter(-1, chosen, g * open_ * (1 - open_))
 

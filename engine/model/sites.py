@@ -18,14 +18,14 @@ KEY_SITES = ("attn.hook_pattern", SCORES)
 """the ends of names of sites whose rows have one value per key"""
 
 LAYER_SITES: dict[str, tuple[str, str | None]] = {
-    # name within the block: (trailing shape, legacy alias)
+    # name within the block: (trailing shape, legacy alias), in the order of a pass
     "hook_in": ("d_model", "hook_resid_pre"),
     "ln1.hook_scale": ("one", None),
     "ln1.hook_normalized": ("d_model", None),
     "ln1.hook_out": ("d_model", None),
+    "mixer.hook_gate": ("gate", "linear_attn.hook_gate_input"),
     "mixer.conv.hook_in": ("channels", None),
     "mixer.conv.hook_out": ("channels", "conv.conv.hook_out mixer.conv1d.hook_out"),
-    "mixer.hook_gate": ("gate", "linear_attn.hook_gate_input"),
     "mixer.hook_q": ("key_heads d_key", None),
     "mixer.hook_k": ("key_heads d_key", None),
     "mixer.hook_v": ("value_heads d_read", None),
@@ -34,7 +34,7 @@ LAYER_SITES: dict[str, tuple[str, str | None]] = {
     "mixer.hook_state": ("value_heads d_key d_read", "linear_attn.hook_ssm_state"),
     "mixer.hook_read": ("value_heads d_read", "linear_attn.hook_recurrence_out"),
     "mixer.o.hook_in": ("gate", None),
-    "mixer.hook_out": ("d_model", "hook_attn_out linear_attn.hook_out"),
+    "attn.hook_gate": ("heads d_head", None),
     "attn.q.hook_out": ("heads d_head", "attn.hook_q"),
     "attn.k.hook_out": ("kv_heads d_head", "attn.hook_k"),
     "attn.v.hook_out": ("kv_heads d_head", "attn.hook_v"),
@@ -42,17 +42,17 @@ LAYER_SITES: dict[str, tuple[str, str | None]] = {
     "attn.k_norm.hook_out": ("kv_heads d_head", "attn.hook_k_normed"),
     "attn.q_a_layernorm.hook_in": ("query_rank", None),
     "attn.hook_q_latent": ("query_rank", None),
+    "attn.hook_rot_q": ("heads d_turned", None),
     "attn.kv_a_layernorm.hook_in": ("rank", None),
     "attn.hook_kv_latent": ("rank", None),
-    "attn.hook_rot_q": ("heads d_turned", None),
     "attn.hook_rot_k": ("turned_heads d_turned", None),
     "attn.hook_q": ("heads d_head", None),
     "attn.hook_k": ("kv_heads d_head", None),
     "attn.hook_v": ("kv_heads d_value", None),
     "attn.hook_attn_scores": ("heads keys", None),
     "attn.hook_pattern": ("heads keys", None),
-    "attn.hook_gate": ("heads d_head", None),
     "attn.o.hook_in": ("heads d_value", "attn.hook_z"),
+    "mixer.hook_out": ("d_model", "hook_attn_out linear_attn.hook_out"),
     "attn.hook_out": ("d_model", "hook_attn_out"),
     "ln1_post.hook_scale": ("one", None),
     "ln1_post.hook_normalized": ("d_model", None),
@@ -70,6 +70,7 @@ LAYER_SITES: dict[str, tuple[str, str | None]] = {
     "ln2_post.hook_out": ("d_model", "hook_mlp_out"),
     "hook_out": ("d_model", "hook_resid_post"),
 }
+_QK_NORMS = ("attn.q_norm.hook_out", "attn.k_norm.hook_out")
 _MLP = ("mlp.gate.hook_out", "mlp.in.hook_out", "mlp.out.hook_in")
 _MIXTURE: dict[str, tuple[str, str | None]] = {
     # the sites of a mixture of experts, in the place of those of `_MLP`; some have two aliases
@@ -95,16 +96,21 @@ CHOSEN = "hook_expert_indices"
 """the end of every name of the site with the chosen experts"""
 
 
-def layer_sites(sparse: bool, mixture: bool) -> dict[str, tuple[str, str | None]]:
-    """The sites of a layer: name within the block -> (trailing shape, legacy alias).
+def layer_sites(sparse: bool, mixture: bool, norms_late: bool) -> dict[str, tuple[str, str | None]]:
+    """The sites of a layer in the order of a pass: name within the block -> (trailing shape, legacy alias).
 
-    sparse   the layer has a mixture of experts
-    mixture  some layer of the model has. As in TransformerLens, the parts of an MLP next to it have names of their own, since
-             `mlp.gate` is the router
+    sparse      the layer has a mixture of experts
+    mixture     some layer of the model has. As in TransformerLens, the parts of an MLP next to it have names of their own,
+                since `mlp.gate` is the router
+    norms_late  queries and keys are normed after their rotation
     """
     found: dict[str, tuple[str, str | None]] = {}
     for name, entry in LAYER_SITES.items():
-        if name not in _MLP:
+        if norms_late and name in _QK_NORMS:
+            continue
+        if norms_late and name == "attn.hook_rot_k":
+            found |= {late: LAYER_SITES[late] for late in (name, *_QK_NORMS)}
+        elif name not in _MLP:
             found[name] = entry
         elif not sparse:
             found[name.replace("mlp.", "mlp.dense_") if mixture else name] = entry
@@ -226,7 +232,8 @@ class SiteTable:
                 self._add(name, None, shape)
                 self.aliases |= {alias: name} if alias else {}
         for layer in range(config.num_layers):
-            for name, (shape, alias) in layer_sites(config.sparse(layer), config.mixture is not None).items():
+            listed = layer_sites(config.sparse(layer), config.mixture is not None, config.qk_norm_rotated)
+            for name, (shape, alias) in listed.items():
                 if self._has(name, layer):
                     self._add(f"blocks.{layer}.{name}", layer, shape)
                     # later entries win: with post-norms, the output of the post-norm is added to the residual stream

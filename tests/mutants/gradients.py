@@ -126,4 +126,20 @@ GRADIENTS = (
         "gradients have the same bits on every machine",
         ("tests/engine/gradients/test_portable.py::test_the_librarys_square_root_takes_no_part",),
     ),
+    Mutant(
+        "floor-of-weights-forgotten",
+        "replaylens.engine.gradients.derivatives",
+        "whole = products.total(open_) + routing.floor",
+        "whole = products.total(open_) + 1e-20",
+        "gradients of experts' weights divide by what the forward pass divides by",
+        ("tests/engine/gradients/test_gradients.py::test_every_kind_of_weights_agrees_with_autograd",),
+    ),
+    Mutant(
+        "norms-before-any-rotation",
+        "replaylens.engine.model.sites",
+        "if norms_late and name in _QK_NORMS:",
+        "if norms_late and name in ():",
+        "sites come in the order of a pass",
+        ("tests/engine/model/test_sites.py::test_sites_come_in_the_order_of_a_pass",),
+    ),
 )

@@ -718,6 +718,7 @@ def test_agrees_with_autograd_under_edits(what: str) -> None:
         dict(normalised=False, scale=2.5),
         dict(kind="sigmoid", scale=0.5),
         dict(kind="sigmoid", normalised=False),
+        dict(kind="sigmoid", floor=0.5),  # LFM2's is 1e-6, which would not show here
         dict(kind="sparsemixer", jitter=0.3),
     ],
 )

@@ -7,19 +7,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, UnknownSite
+from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.loading import load
 from replaylens.engine.model.sites import KEY_SITES, SiteTable, by_layer, by_letter, table
+from replaylens.engine.request.capture import PassTap
 from replaylens.engine.thinking.thoughts import ThinkingSites
 from tests.engine.passes.packed import logits, sequences
 from tests.engine.replay.bridges import bridge
-from tests.families import ALIKE, NAMES, hugging_face
+from tests.families import ALIKE, BOTH_NAMES, LATENT_NAMES, MORE, NAMES, NEW_WIRINGS, hugging_face
 
 TOLERANCE = 1e-5
 SEQUENCES, LENGTH = 2, 19
 """longer than the windows; of equal lengths, since the pattern of ragged sequences is not a tensor"""
 families = pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in ALIKE else n for n in NAMES])
+WIRINGS = (*NEW_WIRINGS, LATENT_NAMES[1], BOTH_NAMES[0], "phi", "gpt-oss", "falcon-h1", "olmo-hybrid", "nemotron-h")
 NOT_IN_BRIDGE = {("neox", "hook_rot_q"), ("neox", "hook_rot_k")}
 """(family, end of the site's name) that the bridge lacks; checked through the pattern instead"""
 
@@ -223,7 +227,7 @@ def test_rotated_q_and_k_give_the_bridges_pattern(name: str) -> None:
 def test_table_lists_what_a_pass_comes_by(name: str) -> None:
     """The table lists the sites that a tap sees, in the same order and with the same shapes."""
     sites = table(decoder(name).config)
-    assert sorted(sites.in_order()) == sorted(sites.sites) == sorted(captured(name))
+    assert sites.in_order() == list(captured(name)) and set(sites.in_order()) == set(sites.sites)
     names, lens = sites.select(list(captured(name)))
     assert set(names) == set(captured(name)) and not lens
     for site, value in captured(name).items():
@@ -231,6 +235,18 @@ def test_table_lists_what_a_pass_comes_by(name: str) -> None:
         shape = sites.sites[site].shape
         assert tuple(value.shape) == (SEQUENCES * LENGTH, *(shape[:-1] + keys if keys else shape)), site
         assert sites.sites[site].layer == (int(site.split(".")[1]) if site.startswith("blocks.") else None)
+
+
+@pytest.mark.parametrize("names", [WIRINGS, pytest.param((*NAMES, *MORE), marks=pytest.mark.slow)], ids=["wirings", "all"])
+def test_sites_come_in_the_order_of_a_pass(names: tuple[str, ...]) -> None:
+    """As a tap sees them in an engine's pass: norms before or after a rotation, latents, gates, mixers next to attention."""
+    for name in names:
+        subject = Engine(decoder(name))
+        tap = PassTap(frozenset(subject.sites.sites))
+        with modes.canonical():
+            whole = subject.runner.whole([3, 4, 5], (), tap)
+            subject.model.logits(whole.residual, subject.runner.head_ops(), tap)
+        assert list(tap.values) == subject.sites.in_order(), name
 
 
 @families
